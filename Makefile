@@ -1,0 +1,49 @@
+# `make demo` and `make test` need Python 3.11 (with venv and pip), make and git; they build the rest once.
+PYTHON ?= python3.11
+VENV ?= .venv
+SGLANG_VENV ?= .venv-sglang
+PIP_INSTALL = -m pip install --quiet --disable-pip-version-check
+ARGS ?=
+
+TRAINER_STAMP := $(VENV)/.installed
+SGLANG_STAMP := $(SGLANG_VENV)/.installed
+
+.PHONY: demo test test-fast lint format env trainer-env sglang-env clean-env
+
+demo: env  ## Watch a small policy learn, on a CPU, with the real parts
+	$(VENV)/bin/python -m recipe.atropos.launch_services --preset demo $(ARGS)
+
+test: env  ## The whole test suite: what CI runs
+	$(VENV)/bin/python -m pytest $(ARGS)
+
+test-fast: trainer-env  ## The tests that start no server
+	$(VENV)/bin/python -m pytest -m "not e2e" $(ARGS)
+
+lint: trainer-env
+	$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check .
+
+format: trainer-env
+	$(VENV)/bin/ruff check --fix . && $(VENV)/bin/ruff format .
+
+env: trainer-env sglang-env
+trainer-env: $(TRAINER_STAMP)
+sglang-env: $(SGLANG_STAMP)
+
+# Two environments, because the pins of verl and of SGLang exclude each other. Each is built from nothing whenever its
+# pins change, so that no package of an older set stays behind.
+$(TRAINER_STAMP): requirements/trainer-cpu.txt pyproject.toml
+	rm -rf $(VENV)
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python $(PIP_INSTALL) -r requirements/trainer-cpu.txt
+	$(VENV)/bin/python $(PIP_INSTALL) --no-deps --no-build-isolation --editable .
+	touch $@
+
+$(SGLANG_STAMP): requirements/sglang-cpu.txt requirements/sglang.txt
+	rm -rf $(SGLANG_VENV)
+	$(PYTHON) -m venv $(SGLANG_VENV)
+	$(SGLANG_VENV)/bin/python $(PIP_INSTALL) -r requirements/sglang-cpu.txt
+	$(SGLANG_VENV)/bin/python $(PIP_INSTALL) --no-deps -r requirements/sglang.txt
+	touch $@
+
+clean-env:
+	rm -rf $(VENV) $(SGLANG_VENV)
