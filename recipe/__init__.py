@@ -1,1 +1,1 @@
-"""Regular package on purpose: some wheels install a top-level ``recipe/`` without ``__init__.py`` that would join ours."""
+"""A regular package on purpose: some wheels install a top-level ``recipe/`` without one, which would join ours."""

@@ -1,0 +1,1 @@
+"""Hydra configuration: ``trainer.yaml`` and presets over it."""

@@ -1,0 +1,324 @@
+"""Client of the Atropos Trajectory API: register, fetch ahead, hand over oldest first, say who is silent.
+
+The promises:
+
+- ``next_batch`` hands batches over in the order in which their groups were posted, although the API cuts its whole queue
+  at once and serves the cuts last first. A cut shows in the API's step counter, so it is fetched whole and reversed.
+- At most ``prefetch`` batches (or one whole cut) are ahead of the training. The environments' backpressure counts the
+  API's queue, so what is fetched early lets them generate further ahead.
+- ``GET /batch`` is never cancelled and has no short time-out: the API forgets a batch as it begins to send it.
+- Every wait ends: registering after ``retry_attempts``, a batch after ``max_wait_time``. The error names the silent part.
+
+Nothing here knows of tensors; ``data_proto`` does.
+"""
+
+import asyncio
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import orjson
+
+logger = logging.getLogger(__name__)
+
+Batch = list[dict[str, Any]]  # groups: ScoredData of the API
+
+_FIRST_POLL, _LONGEST_POLL = 0.05, 1.0  # seconds between two questions for a batch while there is none
+_LONGEST_DELAY = 5.0  # seconds between two attempts to reach the API
+
+
+class DataSourceError(RuntimeError):
+    """The Trajectory API cannot be used, or no batch came in time; the message says what was waited for."""
+
+
+@dataclass(frozen=True)
+class DataSourceConfig:
+    """Where the Trajectory API is and how long to wait for it. Times in seconds.
+
+    ``timeout``: one request (not ``/batch``, see the module). ``retry_attempts`` and ``retry_delay``: an API that cannot be
+    reached is asked again after ``retry_delay``, doubling up to 5 s. ``max_wait_time``: the longest wait for one batch.
+    """
+
+    api_url: str
+    timeout: float = 30.0
+    retry_attempts: int = 10
+    retry_delay: float = 0.5
+    max_wait_time: float = 600.0
+    prefetch: int = 1
+
+    def __post_init__(self) -> None:
+        if not str(self.api_url).startswith(("http://", "https://")):
+            raise ValueError(f"trainer.atropos.api_url={self.api_url!r} is not a URL; give http://HOST:PORT")
+        for name in ("timeout", "retry_attempts", "retry_delay", "max_wait_time", "prefetch"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"trainer.atropos.{name}={getattr(self, name)} must be positive")
+
+
+@dataclass(frozen=True)
+class Registration:
+    """What a trainer tells the API (``POST /register``). ``batch_size`` counts sequences, ``max_token_len`` tokens."""
+
+    batch_size: int
+    max_token_len: int
+    starting_step: int
+    num_steps: int
+    checkpoint_dir: str = ""
+    save_checkpoint_interval: int = -1
+    wandb_group: str = ""
+    wandb_project: str = ""
+
+
+@dataclass
+class DataSource:
+    """Fetches in a thread of its own; ``next_batch`` is called from the trainer's.
+
+    Use as a context manager: entering registers and starts to fetch, leaving ends the thread. Environments are let in by
+    the API at the first fetch, so enter only once the servers hold the weights of ``starting_step``.
+
+    ``events`` counts what went wrong and was survived: api_unreachable, batch_lost, registered_again.
+    """
+
+    config: DataSourceConfig
+    registration: Registration
+    events: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self._ready: deque[Batch] = deque()
+        self._changed = threading.Condition()
+        self._error: BaseException | None = None
+        self._stopping = False
+        self._registered = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="atropos-data-source", daemon=True)
+        self._api_step = self.registration.starting_step
+
+    def __enter__(self) -> "DataSource":
+        self._thread.start()
+        self._registered.wait()
+        if self._error is not None:
+            raise self._error
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        self._thread.join(timeout=self.config.timeout)
+
+    def __len__(self) -> int:
+        """Batches fetched and not yet handed over."""
+        return len(self._ready)
+
+    def next_batch(self) -> Batch:
+        """The oldest batch, as soon as there is one.
+
+        Raises:
+            DataSourceError: none came within ``max_wait_time``, or the API was lost; says which part is silent.
+        """
+        deadline = time.monotonic() + self.config.max_wait_time
+        with self._changed:
+            while not self._ready:
+                if self._error is not None:
+                    raise self._error
+                if not self._changed.wait(timeout=deadline - time.monotonic()) and time.monotonic() >= deadline:
+                    break
+            if self._ready:
+                batch = self._ready.popleft()
+                self._changed.notify_all()
+                return batch
+        raise DataSourceError(
+            f"no batch of {self.registration.batch_size} sequences within {self.config.max_wait_time:g} s: "
+            f"{asyncio.run(diagnose(self.config, self.registration.batch_size))}"
+        )
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._fetch_forever())
+        except BaseException as error:  # handed to the trainer's thread, which raises it
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+        finally:
+            self._registered.set()
+
+    async def _fetch_forever(self) -> None:
+        async with _Api(self.config, self.events) as api:
+            self._api_step = await register(api, self.registration)
+            self._registered.set()
+            while await asyncio.to_thread(self._wait_for_room):
+                if cut := await self._next_cut(api):
+                    with self._changed:
+                        self._ready.extend(cut)
+                        self._changed.notify_all()
+
+    def _wait_for_room(self) -> bool:
+        """Blocks while ``prefetch`` batches are ready; False when the source is being closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopping or len(self._ready) < self.config.prefetch)
+            return not self._stopping
+
+    async def _next_cut(self, api: "_Api") -> list[Batch]:
+        """All batches that the API cut from its queue together, oldest first; waits until there is one."""
+        delay = _FIRST_POLL
+        while not self._stopping:
+            first = await self._get_batch(api)
+            if first is not None:
+                break
+            await asyncio.sleep(delay)
+            delay = min(2 * delay, _LONGEST_POLL)
+        else:
+            return []
+        # A cut of n batches raises the API's step by n, and nobody but us makes it cut.
+        step = (await api.get("/status"))["current_step"]
+        remaining = step - self._api_step - 1
+        self._api_step = step
+        cut = [first]
+        for _ in range(remaining):
+            batch = await self._get_batch(api)
+            if batch is None:
+                break
+            cut.append(batch)
+        return cut[::-1]
+
+    async def _get_batch(self, api: "_Api") -> Batch | None:
+        """One ``GET /batch``. Registers again where the API has lost its state; counts a batch that broke off."""
+        try:
+            reply = await api.get("/batch", deadline=None)
+        except _Broken as error:
+            self.events["batch_lost"] += 1
+            logger.error("a batch was lost on its way from the Trajectory API, which sends each only once: %s", error)
+            return None
+        if reply.get("status") == "error":
+            logger.error("the Trajectory API at %s lost its state (%s); registering again", api.url, reply)
+            self.events["registered_again"] += 1
+            self._api_step = await register(api, self.registration)
+            return None
+        return reply["batch"]
+
+
+class _Broken(DataSourceError):
+    """A reply that began and did not end."""
+
+
+class _Api:
+    """JSON over HTTP with exponential back-off while the API cannot be reached."""
+
+    def __init__(self, config: DataSourceConfig, events: Counter[str] | None = None):
+        self.url = config.api_url.rstrip("/")
+        self._config = config
+        self._events = Counter() if events is None else events
+
+    async def __aenter__(self) -> "_Api":
+        # Plain bodies: compressing a batch costs the API more than the loopback or a cluster's wire does.
+        self._session = aiohttp.ClientSession(headers={"Accept-Encoding": "identity"})
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._session.close()
+
+    async def get(self, path: str, deadline: float | None = -1, **kwargs: Any) -> dict[str, Any]:
+        return await self._request("GET", path, deadline, **kwargs)
+
+    async def post(self, path: str, payload: Mapping[str, Any]) -> dict[str, Any]:
+        return await self._request("POST", path, json=payload)
+
+    async def _request(self, method: str, path: str, deadline: float | None = -1, **kwargs: Any) -> dict[str, Any]:
+        """``deadline``: seconds for the whole request, None for no limit, -1 for the configured time-out.
+
+        Raises:
+            _Broken: the connection ended in the middle of the reply.
+            DataSourceError: the API could not be reached in all attempts, or answered with an HTTP error.
+        """
+        config = self._config
+        timeout = aiohttp.ClientTimeout(
+            total=config.timeout if deadline == -1 else deadline, sock_connect=config.timeout
+        )
+        delay = config.retry_delay
+        for attempt in range(1, config.retry_attempts + 1):
+            try:
+                async with self._session.request(method, self.url + path, timeout=timeout, **kwargs) as reply:
+                    try:
+                        body = await reply.read()
+                    except (aiohttp.ClientError, OSError) as error:
+                        raise _Broken(f"{method} {self.url}{path}: the reply broke off ({error!r})") from error
+                    if reply.status >= 400:
+                        raise DataSourceError(
+                            f"{method} {self.url}{path} answered HTTP {reply.status}: {body[:500].decode(errors='replace')}"
+                        )
+                    return orjson.loads(body)
+            except (aiohttp.ClientError, OSError, TimeoutError) as error:
+                self._events["api_unreachable"] += 1
+                logger.warning("attempt %d: %s %s%s: %r", attempt, method, self.url, path, error)
+                last = error
+            if attempt < config.retry_attempts:
+                await asyncio.sleep(delay)
+                delay = min(2 * delay, _LONGEST_DELAY)
+        raise DataSourceError(
+            f"the Trajectory API at {self.url} did not answer {method} {path} in {config.retry_attempts} attempts "
+            f"({last!r}); start it (run-api --port PORT) or correct trainer.atropos.api_url"
+        )
+
+
+async def register(api: _Api, registration: Registration) -> int:
+    """Register the trainer and make sure that it took; returns the API's step counter.
+
+    The API takes the first registration of its process and ignores every later one. Scored data that was posted before any
+    registration makes it ignore the first one too; then its data is reset, since nothing could ever fetch it.
+
+    Raises:
+        DataSourceError: the API keeps another trainer's batch size or lengths.
+    """
+    payload = vars(registration)
+    await api.post("/register", payload)
+    info = await api.get("/info")
+    if info["batch_size"] == -1:
+        logger.warning(
+            "the Trajectory API at %s got data before a trainer; resetting what it could never serve", api.url
+        )
+        await _reset(api)
+        await api.post("/register", payload)
+        info = await api.get("/info")
+    for key in ("batch_size", "max_token_len"):
+        if info[key] != payload[key]:
+            raise DataSourceError(
+                f"the Trajectory API at {api.url} is registered with {key}={info[key]}, this trainer wants "
+                f"{payload[key]}; the API keeps its first registration for life: restart it"
+            )
+    return (await api.get("/status"))["current_step"]
+
+
+async def _reset(api: _Api) -> None:
+    async with api._session.get(f"{api.url}/reset_data") as reply:  # answers in plain text
+        reply.raise_for_status()
+
+
+async def diagnose(config: DataSourceConfig, batch_size: int) -> str:
+    """One sentence on why no batch comes: which of API and environments is silent, or what does not fit together."""
+    quick = DataSourceConfig(config.api_url, timeout=5, retry_attempts=1, retry_delay=0.1)
+    try:
+        async with _Api(quick) as api:
+            status = await api.get("/status")
+            latest = await api.get("/latest_example")
+            try:
+                await api.get("/status-env", json={"env_id": 0})
+                environments = True
+            except DataSourceError:  # the API answers 500 for an environment that it does not know
+                environments = False
+    except DataSourceError as error:
+        return f"the Trajectory API is silent ({error})"
+    size = len(latest.get("tokens") or [])
+    if not environments:
+        return f"no environment has registered at {api.url}; start one, or look into its log"
+    if size == 0:
+        return f"an environment has registered at {api.url} but posted nothing; look into its log and the server's"
+    queued = status["queue_size"]
+    if queued and batch_size % size:
+        return f"{queued} groups wait, the last of {size} sequences, which cannot fill a batch of {batch_size} exactly"
+    return (
+        f"environments have posted only {queued} groups since the last batch (the last had {size} sequences); "
+        "look into their logs: a group of equal scores, or one that is too long, is dropped there"
+    )

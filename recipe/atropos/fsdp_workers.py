@@ -1,0 +1,51 @@
+"""verl's workers as this recipe runs them: an actor, with the reference policy beside it where one is needed.
+
+Two things differ from verl's ``ActorRolloutRefWorker``: there is no rollout engine in the process (SGLang runs behind
+HTTP), and padding rows do not count as sequences in the loss. Weights leave through the checkpoint engine of
+``weight_sync``, by verl's own ``update_weights``.
+"""
+
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+from tensordict import TensorDict
+from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from verl.utils import tensordict_utils as tu
+from verl.utils.device import get_device_id, get_device_name
+from verl.utils.distributed import initialize_global_process_group_ray
+from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
+
+
+class AtroposTrainingWorker(TrainingWorker):
+    """Divides sequence-mean losses by the sequences that are there, not by the configured mini-batch size."""
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="train"), blocking=False)
+    def train_batch(self, data: TensorDict) -> TensorDict:
+        trained = (data["response_mask"].sum(dim=-1) > 0).sum().to(get_device_id())
+        torch.distributed.all_reduce(trained, group=self.engine.get_data_parallel_group())
+        tu.assign_non_tensor(data, global_batch_size=max(1, trained.item()))
+        return super().train_batch(data)
+
+
+class AtroposActorWorker(ActorRolloutRefWorker):
+    """Actor (role "actor") or actor and reference policy in one process (role "actor_ref")."""
+
+    actor_worker_cls = AtroposTrainingWorker
+
+    def __init__(self, config: DictConfig, role: str, **kwargs: Any):
+        if role not in ("actor", "actor_ref"):
+            raise ValueError(f"role {role!r}: the inference engine is a process of its own; use actor or actor_ref")
+        # verl's check knows no actor with a reference and without a rollout; init_model looks at self.role alone.
+        super().__init__(config, "actor", **kwargs)
+        self.role = role
+        self._is_ref = role == "actor_ref"
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        if get_device_name() == "cpu":
+            import recipe.atropos.platforms.cpu_engine  # noqa: F401  (registers the engine)
+
+            # verl would name the device twice: "cpu:gloo,cpu:gloo". It keeps a group that is there.
+            initialize_global_process_group_ray(backend="gloo")
+        super().init_model()

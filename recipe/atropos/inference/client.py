@@ -1,0 +1,242 @@
+"""Asynchronous control client of one SGLang server.
+
+Promises: every failure is an `InferenceError` that names the server, the endpoint and what the server said; nothing is
+sent twice; no call waits longer than its time-out.
+
+What was measured on SGLang 0.5.23 and holds wherever these calls are used:
+
+* **In-flight requests** survive a push in the pause modes `retract` and `in_place`: each goes on after `resume`, and its
+  reply carries `meta_info.weight_versions = [{"version", "start", "end"}, ...]`, the version of every output token;
+  `meta_info.weight_version` is the version at the *end*. `abort` ends them with finish_reason "abort".
+* **Only `retract` gives fresh KV** to them: it drops their cache, so flush_cache succeeds and the prefix is computed anew
+  with the new weights. In `in_place` flush_cache fails while one is running, and an update that asks to flush
+  is refused.
+* A paused server still answers `model_info`, updates and flushes; requests that arrive wait until `resume`.
+  `health` does not see through a pause: the server generates a token to answer, waits 20 s and answers 503.
+* The version before any update is the string "default", or what the server was started with.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+import aiohttp
+import orjson
+
+PauseMode = Literal["abort", "retract", "in_place"]
+
+
+class InferenceError(RuntimeError):
+    """A call to an inference server failed; `status` is None if no HTTP answer came."""
+
+    def __init__(self, url: str, endpoint: str, message: str, status: int | None = None):
+        self.url, self.endpoint, self.status, self.message = url, endpoint, status, message
+        super().__init__(f"{url}{endpoint}: {f'HTTP {status}: ' if status else ''}{message}")
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a server says that it can do, read from its /openapi.json: versions are not compared."""
+
+    version: str
+    endpoints: frozenset[str]
+    pause_modes: frozenset[str]
+
+    @property
+    def weight_update_session(self) -> bool:
+        """Whether tensor and distributed updates must stand between begin_weight_update and end_weight_update."""
+        return "/begin_weight_update" in self.endpoints
+
+
+class SGLangClient:
+    """Use it as ``async with SGLangClient(url, api_key) as client``.
+
+    Args:
+        url: base address, without ``/v1``.
+        api_key: the key that the server was started with, if any.
+        timeout: seconds that one call may take in all. Updates of large models need minutes.
+    """
+
+    def __init__(self, url: str, api_key: str | None = None, timeout: float = 600.0):
+        self.url = url.rstrip("/")
+        self.timeout = timeout
+        self._headers = {"Content-Type": "application/json"}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+        self._session: aiohttp.ClientSession | None = None
+        self._capabilities: Capabilities | None = None
+
+    async def __aenter__(self) -> Self:
+        # A new connection for each call: on a kept one, a POST can meet a server that is just closing it, and whether it
+        # was carried out would then be unknown. No limit: whoever generates sets the concurrency.
+        connector = aiohttp.TCPConnector(force_close=True, limit=0)
+        self._session = aiohttp.ClientSession(connector=connector, headers=self._headers)
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    # -- state -----------------------------------------------------------------------------------------------------
+
+    async def health(self, timeout: float = 25.0) -> bool:
+        """Whether the server generates. Takes a second at least; false, not an error, while it cannot be reached."""
+        try:
+            await self._call("GET", "/health", timeout=timeout)
+        except InferenceError as error:
+            if error.status in (None, 503):
+                return False
+            raise
+        return True
+
+    async def wait_healthy(self, timeout: float) -> float:
+        """Wait until `health`, and return the seconds it took; raises InferenceError after `timeout` seconds."""
+        begin = time.monotonic()
+        while (remaining := begin + timeout - time.monotonic()) > 0:
+            if await self.health(timeout=min(25.0, remaining)):
+                return time.monotonic() - begin
+            await asyncio.sleep(0.2)
+        raise InferenceError(self.url, "/health", f"not healthy within {timeout:g} s")
+
+    async def model_info(self) -> dict[str, Any]:
+        """The server's own description. After an update from disk, model_path and served_model_name are its folder."""
+        return await self._call("GET", "/model_info")
+
+    async def weight_version(self) -> str:
+        """The version that the server says it serves."""
+        info = await self.model_info()
+        if "weight_version" not in info:
+            raise InferenceError(self.url, "/model_info", f"no weight_version among {sorted(info)}: SGLang too old")
+        return str(info["weight_version"])
+
+    async def capabilities(self) -> Capabilities:
+        """What this server can do; asked once."""
+        if self._capabilities is None:
+            api = await self._call("GET", "/openapi.json")
+            server = await self._call("GET", "/server_info")
+            mode = api["components"]["schemas"].get("PauseGenerationReqInput", {}).get("properties", {}).get("mode", {})
+            self._capabilities = Capabilities(
+                version=str(server.get("version", "unknown")),
+                endpoints=frozenset(api["paths"]),
+                pause_modes=frozenset(mode.get("enum", ())),
+            )
+        return self._capabilities
+
+    # -- generation ------------------------------------------------------------------------------------------------
+
+    async def generate(
+        self,
+        *,
+        input_ids: list[int] | list[list[int]],
+        sampling_params: dict[str, Any] | None = None,
+        return_logprob: bool = True,
+        **fields: Any,
+    ) -> dict[str, Any] | list[dict[str, Any]]:
+        """POST /generate. One reply, or a list for a list of prompts or ``n`` > 1.
+
+        A reply has `output_ids` and `meta_info.output_token_logprobs` = [[logprob, token id, None], ...], logprobs of the
+        sampling distribution before temperature.
+        """
+        return await self._call(
+            "POST",
+            "/generate",
+            {
+                "input_ids": input_ids,
+                "sampling_params": sampling_params or {},
+                "return_logprob": return_logprob,
+                **fields,
+            },
+        )
+
+    async def pause(self, mode: PauseMode) -> None:
+        """POST /pause_generation; see the module's text for the modes. Pausing twice is no error."""
+        await self._call("POST", "/pause_generation", {"mode": mode})
+
+    async def resume(self) -> None:
+        """POST /continue_generation. No error if nothing was paused."""
+        await self._call("POST", "/continue_generation", {})
+
+    async def abort_all(self) -> None:
+        """End every request, running or waiting: their replies come with finish_reason "abort"."""
+        await self._call("POST", "/abort_request", {"abort_all": True})
+
+    async def flush_cache(self) -> None:
+        """Forget every cached prefix. Raises while requests are running (SGLang 0.5.12 asserts, and dies: pause first)."""
+        await self._call("POST", "/flush_cache")
+
+    # -- weights ---------------------------------------------------------------------------------------------------
+
+    async def update_weights_from_disk(self, model_path: str, weight_version: str, flush_cache: bool = True) -> None:
+        """Load the weights in `model_path`, a folder that the server sees; then it reports `weight_version`.
+
+        If the server refuses, version and weights are the old ones. Unless paused, the server waits until no request runs.
+        """
+        await self._call(
+            "POST",
+            "/update_weights_from_disk",
+            {"model_path": str(model_path), "weight_version": str(weight_version), "flush_cache": flush_cache},
+        )
+
+    async def begin_weight_update(self) -> None:
+        """Open the session for tensor or distributed updates; does nothing on servers that know none (0.5.12)."""
+        if (await self.capabilities()).weight_update_session:
+            await self._call("POST", "/begin_weight_update", {})
+
+    async def end_weight_update(self) -> None:
+        """Close the session that `begin_weight_update` opened."""
+        if (await self.capabilities()).weight_update_session:
+            await self._call("POST", "/end_weight_update", {})
+
+    async def post(self, endpoint: str, body: dict[str, Any]) -> Any:
+        """Any other endpoint, under the same promises; for the weight transports."""
+        return await self._call("POST", endpoint, body)
+
+    # -- transport -------------------------------------------------------------------------------------------------
+
+    async def _call(self, method: str, endpoint: str, body: Any = None, timeout: float | None = None) -> Any:
+        if self._session is None:
+            raise RuntimeError(f"SGLangClient({self.url!r}) is not open: use it with `async with`")
+        limit = self.timeout if timeout is None else timeout
+        try:
+            async with self._session.request(
+                method,
+                self.url + endpoint,
+                data=None if body is None else orjson.dumps(body),
+                timeout=aiohttp.ClientTimeout(total=limit),
+            ) as response:
+                status, raw = response.status, await response.read()
+        except TimeoutError:
+            raise InferenceError(self.url, endpoint, f"no answer within {limit:g} s") from None
+        except aiohttp.ClientConnectorError as error:
+            raise InferenceError(self.url, endpoint, f"cannot connect ({error.os_error}); is the server up?") from error
+        except aiohttp.ClientError as error:
+            raise InferenceError(
+                self.url, endpoint, f"the connection broke ({error!r}); the server may have died: see its log"
+            ) from error
+        try:
+            answer = orjson.loads(raw)
+        except orjson.JSONDecodeError:
+            answer = raw.decode(errors="replace").strip()
+        if status in (401, 403):
+            raise InferenceError(
+                self.url,
+                endpoint,
+                f"{_message(answer)}: the API key is wrong or missing; give the server's own",
+                status,
+            )
+        if status != 200 or (isinstance(answer, dict) and answer.get("success") is False):
+            raise InferenceError(self.url, endpoint, _message(answer), status)
+        return answer
+
+
+def _message(answer: Any) -> str:
+    """The human-readable part of SGLang's various error bodies."""
+    if isinstance(answer, dict):
+        for key in ("message", "error", "detail"):
+            if answer.get(key):
+                return _message(answer[key])
+    return str(answer) or "(empty answer)"

@@ -1,0 +1,105 @@
+"""Lets SGLang start on a CPU from the released wheels. Python runs this file at the start of every process of SGLang.
+
+SGLang spawns its scheduler and detokenizer as new processes, so the two repairs must happen in each of them: this
+folder, and nothing else of the project, stands first on that environment's PYTHONPATH. The file promises
+
+* to do nothing unless ``SGLANG_USE_CPU_ENGINE=1``: a GPU server never sees a stub;
+* to import nothing (no torch) at start: a process that never asks for the two packages pays for two finders only;
+* to give way to real packages: the stub is the last finder asked, the schemas are declared only if torchvision's own
+  library cannot be loaded;
+* to run the ``sitecustomize`` that it shadows, in every case.
+"""
+
+import importlib.machinery
+import importlib.util
+import os
+import sys
+import types
+
+_HERE = os.path.dirname(os.path.abspath(__file__))
+
+
+class _Missing:
+    """A name of the stub: imports, has attributes, can be subclassed or compared; calling it says what is missing.
+
+    Attributes, because SGLang reads some at import time (``scalar_types.uint4b8``).
+    """
+
+    def __init__(self, name):
+        self._name = name
+
+    def __getattr__(self, attribute):
+        if attribute.startswith("__"):
+            raise AttributeError(f"{self._name} is a stub without {attribute}")
+        return _Missing(f"{self._name}.{attribute}")
+
+    def __call__(self, *args, **kwargs):
+        raise NotImplementedError(
+            f"{self._name} was called, but sgl_kernel has no build for this CPU: the model or the option in use needs it"
+        )
+
+
+class _KernelStub:
+    """Finder and loader of `sgl_kernel` and all its submodules, which SGLang imports at the top of its modules.
+
+    The released kernel wheels need CUDA, or a CPU with AVX-512. With the torch_native backend no kernel is called.
+    """
+
+    def find_spec(self, fullname, path=None, target=None):
+        if fullname == "sgl_kernel" or fullname.startswith("sgl_kernel."):
+            return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+        return None
+
+    def create_module(self, spec):
+        return types.ModuleType(spec.name)
+
+    def exec_module(self, module):
+        def missing(attribute):
+            if attribute.startswith("__"):
+                raise AttributeError(f"stub module {module.__name__} has no {attribute}")
+            return _Missing(f"{module.__name__}.{attribute}")
+
+        module.__getattr__ = missing
+
+
+class _TorchvisionSchemas:
+    """Declares two operators just before torchvision is imported, then steps aside.
+
+    The wheel on PyPI is linked to CUDA: on a machine without it, its library fails to load, silently, and its Python
+    side then registers fake kernels for operators that nobody declared, which is an error. Schemas are enough for
+    that: a text model never calls them.
+    """
+
+    def __init__(self):
+        self._library = None
+
+    def find_spec(self, fullname, path=None, target=None):
+        if fullname != "torchvision" or self._library is not None:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path)
+        if spec is None or not spec.submodule_search_locations:
+            return None
+        import torch
+
+        try:
+            torch.ops.load_library(os.path.join(spec.submodule_search_locations[0], "_C.so"))
+        except OSError:
+            self._library = torch.library.Library("torchvision", "FRAGMENT")  # kept: a freed Library is undeclared
+            for operator in ("nms", "qnms"):
+                self._library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        return None  # the ordinary finders import torchvision itself
+
+
+def _run_shadowed_sitecustomize():
+    """Run the next `sitecustomize` on the path, which Python would have run if this file were not before it."""
+    elsewhere = [entry for entry in sys.path if os.path.abspath(entry) != _HERE]
+    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", elsewhere)
+    if spec is not None and spec.loader is not None:
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
+    sys.meta_path.append(_KernelStub())
+    sys.meta_path.insert(0, _TorchvisionSchemas())
+
+_run_shadowed_sitecustomize()

@@ -1,0 +1,60 @@
+"""Hydra entry point of the trainer: ``python -m recipe.atropos.main key=value ...``
+
+The SGLang servers (``inference.urls``) and the Trajectory API (``trainer.atropos.api_url``) must be running;
+``launch_services`` starts them, and an environment, around this.
+"""
+
+import logging
+import sys
+
+import hydra
+import ray
+from omegaconf import DictConfig, OmegaConf, open_dict
+from ray.exceptions import RayTaskError
+from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
+from verl.utils.config import omega_conf_to_dataclass, validate_config
+from verl.utils.device import get_device_name
+
+from recipe.atropos.data_source import DataSourceError
+from recipe.atropos.preflight import ConfigurationError, check_config, check_services
+from recipe.atropos.ray_trainer import RayGRPOAtroposTrainer
+
+logger = logging.getLogger(__name__)
+
+
+def run(config: DictConfig) -> None:
+    """Check, start Ray (or join the cluster of RAY_ADDRESS), train.
+
+    Raises:
+        ConfigurationError: before anything was started.
+    """
+    with open_dict(config):
+        config.trainer.device = get_device_name()
+    OmegaConf.resolve(config)
+    check_config(config)
+    check_services(config)
+    validate_config(config, use_reference_policy=config.actor_rollout_ref.actor.use_kl_loss, use_critic=False)
+
+    init = OmegaConf.to_container(config.ray_kwargs.ray_init)
+    runtime_env = {**get_ppo_ray_runtime_env(config), **(init.pop("runtime_env", None) or {})}
+    ray.init(runtime_env=runtime_env, **init)
+    try:
+        tokenizer = omega_conf_to_dataclass(config.actor_rollout_ref.model).tokenizer
+        trainer = RayGRPOAtroposTrainer(config=config, tokenizer=tokenizer)
+        trainer.init_workers()
+        trainer.fit()
+    finally:
+        ray.shutdown()
+
+
+@hydra.main(config_path="config", config_name="trainer", version_base=None)
+def main(config: DictConfig) -> None:
+    try:
+        run(config)
+    except (ConfigurationError, DataSourceError, RayTaskError) as error:
+        logger.debug("the run ended with", exc_info=True)
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

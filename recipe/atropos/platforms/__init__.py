@@ -1,0 +1,1 @@
+"""What verl needs to run where it ships no platform of its own."""

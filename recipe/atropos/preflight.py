@@ -1,0 +1,97 @@
+"""What can be known to be wrong before anything is started: each error names the value and the mend."""
+
+import asyncio
+import os
+from pathlib import Path
+
+import aiohttp
+from omegaconf import DictConfig
+from verl.trainer.ppo.utils import need_critic
+
+
+class ConfigurationError(ValueError):
+    """A value in the configuration that cannot work; the message says which, and what to give instead."""
+
+
+def looks_local(path: str) -> bool:
+    """Whether a model or dataset name can only be a path: hub names are NAME or ORG/NAME."""
+    return path.startswith(("/", "./", "../", "~")) or path.count("/") > 1 or os.path.exists(os.path.expanduser(path))
+
+
+def check_config(config: DictConfig) -> None:
+    """Checks that need no server.
+
+    Raises:
+        ConfigurationError: naming the key.
+    """
+    model = config.actor_rollout_ref.model.path
+    if looks_local(model) and not (Path(model).expanduser() / "config.json").is_file():
+        raise ConfigurationError(
+            f"actor_rollout_ref.model.path={model}: no model there (no config.json); "
+            "give a folder in Hugging Face format, or a hub name"
+        )
+    if need_critic(config):
+        raise ConfigurationError(
+            f"algorithm.adv_estimator={config.algorithm.adv_estimator} needs a critic, which this recipe does not train; "
+            "choose grpo or another estimator without one"
+        )
+    group_size = config.actor_rollout_ref.rollout.n
+    batch_size = config.data.train_batch_size * group_size
+    mini_batch = config.actor_rollout_ref.actor.ppo_mini_batch_size
+    if config.environment.group_size < 1 or batch_size % config.environment.group_size:
+        raise ConfigurationError(
+            f"environment.group_size={config.environment.group_size} does not divide the batch of {batch_size} sequences "
+            f"(data.train_batch_size={config.data.train_batch_size} x actor_rollout_ref.rollout.n={group_size}): "
+            "the Trajectory API would never fill one; change either"
+        )
+    if config.data.train_batch_size % mini_batch:
+        raise ConfigurationError(
+            f"actor_rollout_ref.actor.ppo_mini_batch_size={mini_batch} does not divide "
+            f"data.train_batch_size={config.data.train_batch_size}; both count groups"
+        )
+    ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    if (mini_batch * group_size) % ranks:
+        raise ConfigurationError(
+            f"a mini-batch of {mini_batch} groups x {group_size} sequences cannot be split over {ranks} ranks "
+            "(trainer.nnodes x trainer.n_gpus_per_node); change actor_rollout_ref.actor.ppo_mini_batch_size"
+        )
+    if config.trainer.atropos.weight_sync.every < 1:
+        raise ConfigurationError(
+            f"trainer.atropos.weight_sync.every={config.trainer.atropos.weight_sync.every}: give 1 or more"
+        )
+
+
+def check_services(config: DictConfig, timeout: float = 30.0) -> None:
+    """Whether the Trajectory API and every SGLang server answer, asked for at most ``timeout`` seconds.
+
+    Raises:
+        ConfigurationError: naming the service and its URL.
+    """
+    if not config.inference.urls:
+        raise ConfigurationError(
+            "inference.urls is empty: give the URLs of the SGLang servers, inference.urls=[http://HOST:PORT], "
+            "or start everything with python -m recipe.atropos.launch_services"
+        )
+    asyncio.run(_check_services(config, timeout))
+
+
+async def _check_services(config: DictConfig, timeout: float) -> None:
+    wanted = {config.trainer.atropos.api_url: ("the Trajectory API", "/status", "trainer.atropos.api_url")}
+    wanted |= {url: ("the SGLang server", "/health", "inference.urls") for url in config.inference.urls}
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session:
+        await asyncio.gather(*(_wait_for(session, url, *what, timeout) for url, what in wanted.items()))
+
+
+async def _wait_for(session: aiohttp.ClientSession, url: str, name: str, path: str, key: str, timeout: float) -> None:
+    deadline = asyncio.get_running_loop().time() + timeout
+    while True:
+        try:
+            async with session.get(url.rstrip("/") + path) as reply:
+                if reply.status < 500:
+                    return
+                problem = f"answers HTTP {reply.status}"
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            problem = f"does not answer ({error!r})"
+        if asyncio.get_running_loop().time() > deadline:
+            raise ConfigurationError(f"{name} at {url} {problem} after {timeout:g} s; start it or correct {key}")
+        await asyncio.sleep(0.5)

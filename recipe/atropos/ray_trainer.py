@@ -1,0 +1,305 @@
+"""GRPO on trajectories from Atropos.
+
+Where verl's trainer generates, this one waits: the environments ask the SGLang servers themselves, score what they get and
+post it to the Trajectory API. ``fit_step`` reads as the algorithm; what is not here is verl's own
+(``SeparateRayPPOTrainer``), reached through its ``_fit_*`` hooks.
+"""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+from omegaconf import OmegaConf, open_dict
+from tqdm import tqdm
+from verl import DataProto
+from verl.experimental.separation.ray_trainer import SeparateRayPPOTrainer
+from verl.single_controller.ray import RayClassWithInitArgs, ResourcePoolManager
+from verl.trainer.ppo.utils import Role
+from verl.utils.debug import marked_timer
+from verl.utils.debug.metrics import calculate_debug_metrics
+from verl.utils.device import get_device_name
+from verl.utils.tracking import Tracking
+
+from recipe.atropos.data_proto import RowLimits, groups_to_data_proto
+from recipe.atropos.data_source import DataSource, DataSourceConfig, Registration
+from recipe.atropos.fsdp_workers import AtroposActorWorker
+from recipe.atropos.run_record import RunRecord
+from recipe.atropos.weight_sync import WeightSyncManager
+
+# What the actor needs of a batch; the rest stays with the driver instead of travelling to every rank.
+_FORWARD_KEYS = ["prompts", "responses", "input_ids", "attention_mask", "position_ids", "response_mask"]
+_UPDATE_KEYS = ["old_log_probs", "advantages", "ref_log_prob", "rollout_is_weights", "rollout_log_probs"]
+_MAX_EMPTY_BATCHES = 20  # in a row, before the run is called dead
+
+
+class DevicePoolManager(ResourcePoolManager):
+    """Counts what the platform runs on: verl's own check knows GPUs and NPUs only."""
+
+    def _check_resource_available(self) -> None:
+        if get_device_name() != "cpu":
+            return super()._check_resource_available()
+        wanted, available = self.get_n_gpus(), int(ray.cluster_resources().get("CPU", 0))
+        if available < wanted:
+            raise ValueError(
+                f"trainer.nnodes * trainer.n_gpus_per_node = {wanted} ranks, but Ray has {available} CPUs; "
+                "lower them or raise ray_kwargs.ray_init.num_cpus"
+            )
+
+
+class RayGRPOAtroposTrainer(SeparateRayPPOTrainer):
+    """Pulls scored groups, trains with FSDP workers, pushes the weights, records.
+
+    The policy's version is the number of updates behind it (``global_steps``). It is in force on every server before the
+    first rollout and, by ``trainer.atropos.weight_sync.every``, after each update.
+    """
+
+    def __init__(self, config: Any, tokenizer: Any, **kwargs: Any):
+        pool = "actor_pool"
+        super().__init__(
+            config=config,
+            tokenizer=tokenizer,
+            role_worker_mapping={Role.ActorRollout: ray.remote(AtroposActorWorker)},
+            resource_pool_manager=DevicePoolManager(
+                resource_pool_spec={pool: [config.trainer.n_gpus_per_node] * config.trainer.nnodes},
+                mapping={Role.ActorRollout: pool},
+            ),
+            device_name=get_device_name(),
+            **kwargs,
+        )
+        atropos = config.trainer.atropos
+        group_size = config.actor_rollout_ref.rollout.n
+        self.batch_size = config.data.train_batch_size * group_size  # sequences
+        self.mini_batch_size = config.actor_rollout_ref.actor.ppo_mini_batch_size * group_size
+        self.limits = RowLimits(
+            max_prompt_length=config.data.max_prompt_length,
+            max_response_length=config.data.max_response_length,
+            pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
+            overlong=atropos.overlong,
+            vocab_size=len(tokenizer),
+        )
+        self.source_config = DataSourceConfig(
+            **{key: atropos[key] for key in DataSourceConfig.__dataclass_fields__ if key in atropos}
+        )
+
+    # ---------------------------------------------------------------- the algorithm
+
+    def fit(self) -> None:
+        """Train until ``total_training_steps``, from the newest checkpoint of the run folder if there is one."""
+        self.logger = Tracking(
+            project_name=self.config.trainer.project_name,
+            experiment_name=self.config.trainer.experiment_name,
+            default_backend=self.config.trainer.logger,
+            config=OmegaConf.to_container(self.config, resolve=True),
+        )
+        self.global_steps = 0
+        self._load_checkpoint()
+        self.record.begin()
+        self.checkpoint_manager.update_weights(self.global_steps)
+
+        done, total = self.global_steps, self.total_training_steps
+        with self._register(done) as self.data_source, tqdm(total=total, initial=done) as self.progress_bar:
+            for self.global_steps in range(done + 1, total + 1):
+                self.fit_step()
+        self.record.write_summary()
+
+    def fit_step(self, batch_dict: Any = None) -> None:
+        """One update of the policy."""
+        self.metrics = {"training/global_step": self.global_steps}
+        self.timing_raw = {}
+        self.is_last_step = self.global_steps >= self.total_training_steps
+        with marked_timer("step", self.timing_raw):
+            batch = self._fit_get_batch()
+            batch = self._fit_compute_log_prob(batch)
+            batch = self._fit_compute_ref_log_prob(batch)
+            batch = self._fit_compute_advantage(batch)
+            batch = self._fit_update_actor(batch)
+            self._fit_update_weights()
+            self._fit_dump_data(batch)
+        self._fit_collect_metrics(batch)
+        self._fit_postprocess_step()
+        self._fit_save_checkpoint()
+
+    # ---------------------------------------------------------------- its steps, where they differ from verl's
+
+    def _fit_get_batch(self, batch_dict: Any = None) -> DataProto:
+        """The next batch with a row to train on, filled up to whole mini-batches and balanced over the ranks.
+
+        Raises:
+            DataSourceError: no batch in time.
+            RuntimeError: every sequence of many batches in a row was dropped; names the reasons.
+        """
+        dropped: Counter[str] = Counter()
+        for _ in range(_MAX_EMPTY_BATCHES):
+            with marked_timer("wait", self.timing_raw):
+                groups = self.data_source.next_batch()
+            with marked_timer("convert", self.timing_raw):
+                batch, report = groups_to_data_proto(groups, self.limits, multiple_of=self.mini_batch_size)
+            dropped += report.dropped
+            if batch is not None:
+                break
+        else:
+            raise RuntimeError(
+                f"{_MAX_EMPTY_BATCHES} batches in a row held nothing to train on; dropped: {dict(dropped)}"
+            )
+
+        self.record.totals.dropped = dict(Counter(self.record.totals.dropped) + dropped)
+        self.metrics |= report.metrics() | {f"atropos/dropped/{reason}": n for reason, n in dropped.items()}
+        self.metrics["atropos/batches_ahead"] = len(self.data_source)
+        self.metrics |= {f"atropos/api/{event}": n for event, n in self.data_source.events.items()}
+        batch.meta_info["temperature"] = self.config.actor_rollout_ref.rollout.temperature
+        if self.config.trainer.balance_batch:
+            self._balance_batch(batch, metrics=self.metrics)
+        batch.meta_info["global_token_num"] = batch.batch["attention_mask"].sum(dim=-1).tolist()
+        self.reward_tensor, self.reward_extra_infos_dict = batch.batch["token_level_scores"], {}
+        return batch
+
+    def _fit_compute_log_prob(self, batch: DataProto) -> DataProto:
+        """Logprobs under the policy before the update, (B, R). Rows without an engine logprob take the trainer's own.
+
+        That leaves them out of every correction and of the comparison between engine and trainer.
+        """
+        engine = batch.batch.pop("rollout_log_probs", None)
+        batch = super()._fit_compute_log_prob(batch)
+        if engine is not None:
+            known = torch.from_numpy(batch.non_tensor_batch["has_log_probs"])[:, None]
+            batch.batch["rollout_log_probs"] = torch.where(known, engine, batch.batch["old_log_probs"])
+            self.metrics.update(calculate_debug_metrics(batch))
+            difference = (engine - batch.batch["old_log_probs"]).abs()[batch.batch["response_mask"].bool() & known]
+            self.metrics["atropos/logprob_diff/mean"] = difference.mean().item()
+            self.metrics["atropos/logprob_diff/max"] = difference.max().item()
+        return batch
+
+    def _fit_compute_ref_log_prob(self, batch: DataProto) -> DataProto:
+        if "ref_log_prob" in batch.batch:  # every row brought its own
+            return batch
+        return super()._fit_compute_ref_log_prob(batch)
+
+    def _fit_compute_advantage(self, batch: DataProto) -> DataProto:
+        """verl's estimator, then 0 where the environment said ``set_advantage_to_zero``."""
+        batch = super()._fit_compute_advantage(batch)
+        batch.batch["advantages"][torch.from_numpy(batch.non_tensor_batch["zero_advantage"])] = 0.0
+        return batch
+
+    def _fit_update_weights(self) -> None:
+        every = self.config.trainer.atropos.weight_sync.every
+        if self.is_last_step or self.global_steps % every == 0:
+            super()._fit_update_weights()
+        self.metrics["atropos/policy_version"] = self.checkpoint_manager.version
+
+    def _fit_dump_data(self, batch: DataProto) -> None:
+        """Sampled text, score and versions of every row, as ``rollouts/STEP.jsonl``."""
+        folder = self.config.trainer.rollout_data_dir
+        if not folder:
+            return
+        with marked_timer("dump", self.timing_raw):
+            rows = _real_rows(batch)
+            width, attended = rows.batch["prompts"].shape[1], rows.batch["attention_mask"].bool()
+            keys = ("uid", "env_id", "env_name", "policy_version_min", "policy_version_max")
+            self._dump_generations(
+                inputs=self._texts(rows.batch["prompts"], attended[:, :width]),
+                outputs=self._texts(rows.batch["responses"], attended[:, width:]),
+                gts=[None] * len(rows),
+                scores=rows.batch["token_level_scores"].sum(-1).tolist(),
+                reward_extra_infos_dict={key: rows.non_tensor_batch[key].tolist() for key in keys},
+                dump_path=folder,
+            )
+
+    def _fit_collect_metrics(self, batch: DataProto) -> None:
+        rows = _real_rows(batch)
+        super()._fit_collect_metrics(rows)
+        totals = self.record.totals
+        score = rows.batch["token_level_scores"].sum(-1).mean().item()
+        self.metrics["atropos/mean_score"] = score
+        totals.mean_score_first = score if totals.mean_score_first is None else totals.mean_score_first
+        totals.mean_score_last = score
+        totals.sequences_trained += len(rows)
+        totals.tokens_trained += int(rows.batch["response_mask"].sum())
+        totals.policy_version = self.checkpoint_manager.version
+
+    def _fit_postprocess_step(self) -> None:
+        self.logger.log(data=self.metrics, step=self.global_steps)
+        self.record.add_step(self.global_steps, self.metrics, self.timing_raw)
+        self.record.write_summary()
+        self.progress_bar.set_postfix(score=f"{self.metrics['atropos/mean_score']:.3f}")
+        self.progress_bar.update(1)
+
+    # ---------------------------------------------------------------- what stands around them
+
+    def _register(self, done: int) -> DataSource:
+        trainer = self.config.trainer
+        return DataSource(
+            self.source_config,
+            Registration(
+                batch_size=self.batch_size,
+                max_token_len=self.limits.max_prompt_length + self.limits.max_response_length,
+                starting_step=done,
+                num_steps=self.total_training_steps,
+                checkpoint_dir=str(Path(trainer.default_local_dir).resolve()),
+                save_checkpoint_interval=trainer.save_freq,
+                wandb_group=trainer.experiment_name,
+                wandb_project=trainer.project_name,
+            ),
+        )
+
+    def _create_dataloader(self, *_: Any) -> None:
+        """There is no dataset: the environments have it. The run's record takes the place whose state verl saves."""
+        self.record = self.train_dataloader = RunRecord(self.config.run.dir)
+        self.total_training_steps = self.config.trainer.total_training_steps
+        with open_dict(self.config):
+            self.config.actor_rollout_ref.actor.optim.total_training_steps = self.total_training_steps
+
+    def init_workers(self) -> None:
+        """Start the actor's ranks under Ray and load the model."""
+        self._init_resource_pools()
+        self._create_worker_classes()
+        self._init_worker_groups()
+        self._init_models()
+        timeout = self.config.trainer.atropos.weight_sync.timeout
+        # Twice: gathering and staging come before the requests that the time-out is for.
+        self.checkpoint_manager = WeightSyncManager(self.actor_rollout_wg, timeout=2 * timeout)
+
+    def _create_actor_rollout_classes(self) -> None:
+        resource_pool = self.resource_pool_manager.get_resource_pool(Role.ActorRollout)
+        reference = self.use_reference_policy and not self.ref_in_actor
+        self.resource_pool_to_cls[resource_pool][str(Role.ActorRollout)] = RayClassWithInitArgs(
+            cls=self.role_worker_mapping[Role.ActorRollout],
+            config=self.config.actor_rollout_ref,
+            role="actor_ref" if reference else "actor",
+        )
+
+    def _create_reference_policy_class(self) -> None:
+        """Nothing: the reference policy lives in the actor's processes."""
+
+    def _init_models(self) -> None:
+        self.actor_rollout_wg = self.ref_policy_wg = self.all_wg[str(Role.ActorRollout)]
+        self.actor_rollout_wg.init_model()
+
+    def _compute_old_log_prob(self, batch: DataProto) -> tuple[DataProto, float]:
+        return super()._compute_old_log_prob(_select(batch, _FORWARD_KEYS))
+
+    def _compute_ref_log_prob(self, batch: DataProto) -> DataProto:
+        return super()._compute_ref_log_prob(_select(batch, _FORWARD_KEYS))
+
+    def _update_actor(self, batch: DataProto) -> DataProto:
+        return super()._update_actor(_select(batch, _FORWARD_KEYS + _UPDATE_KEYS))
+
+    def _fit_save_checkpoint(self) -> None:
+        super()._fit_save_checkpoint()
+        self.record.add_seconds("save", self.timing_raw.get("save_checkpoint", 0.0))
+
+    def _texts(self, tokens: torch.Tensor, attended: torch.Tensor) -> list[str]:
+        return [self.tokenizer.decode(row[keep]) for row, keep in zip(tokens, attended, strict=True)]
+
+
+def _select(batch: DataProto, keys: list[str]) -> DataProto:
+    return batch.select(batch_keys=[key for key in keys if key in batch.batch], non_tensor_batch_keys=[])
+
+
+def _real_rows(batch: DataProto) -> DataProto:
+    """Without padding rows."""
+    rows = batch.select_idxs(np.flatnonzero(~batch.non_tensor_batch["is_padding"]))
+    rows.meta_info["global_token_num"] = rows.batch["attention_mask"].sum(dim=-1).tolist()
+    return rows

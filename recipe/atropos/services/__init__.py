@@ -1,0 +1,1 @@
+"""Processes that a run starts: free ports, start, health, end. Knows nothing of training."""

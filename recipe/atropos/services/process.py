@@ -1,0 +1,279 @@
+"""Start, watch and stop operating-system processes.
+
+Promises:
+
+* a service ends with the process that started it, even if that one is killed with SIGKILL (Linux);
+* `Service.stop` ends every process that the service left running, and no other: descendants, members of its session,
+  and whatever carries its mark in the environment, so also daemons that re-parented themselves;
+* what a service printed is in its log file, and a failure quotes its last lines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+RUN_ID_VARIABLE = "ATROPOS_RUN_ID"
+"""Environment variable that marks a service's processes: the ids of the services that they belong to, outermost first,
+joined by ":". A service started by a service carries both marks, so stopping the outer one ends the inner one too."""
+
+_POLL_SECONDS = 0.05
+_KILL_SECONDS = 5.0
+
+# Runs in the child, then becomes the command. PR_SET_PDEATHSIG (1) is set here and not by preexec_fn, because Python
+# code between fork and exec can deadlock in a process with threads (Ray, torch). The parent may have died already: it is
+# then no longer the parent. SIGPIPE and SIGXFSZ, which Python ignores, would stay ignored across exec.
+_DIE_WITH_PARENT = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+if os.getppid() != int(sys.argv[1]):
+    sys.exit("the launcher is gone")
+signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+os.execvp(sys.argv[2], sys.argv[2:])
+"""
+
+# The kernel sends that signal when the *thread* that made the child ends. So one thread, which lives as long as this
+# process, starts all services, whichever thread asks for it.
+_spawner = ThreadPoolExecutor(max_workers=1, thread_name_prefix="service-spawner")
+
+
+class ServiceFailed(RuntimeError):
+    """A service died, or did not become healthy in time. The message quotes the last lines of its log."""
+
+
+def port_is_free(port: int, host: str = "127.0.0.1") -> bool:
+    """Whether a server could listen on `host`:`port` now."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is free for a server
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port that nobody listened on a moment ago; the kernel does not soon offer it again."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return probe.getsockname()[1]
+
+
+@dataclass
+class Service:
+    """A started process, leader of its own session, with all its output in one log file.
+
+    `stop` may be called any number of times, also after the process has died by itself.
+    """
+
+    name: str
+    command: list[str]
+    process: subprocess.Popen
+    log_path: Path
+    url: str | None = None
+    run_id: str = ""
+    log_start: int = 0
+    """Size of the log file when this process was started: what stands before it is of an earlier one."""
+    _started: float = field(default=0.0, repr=False)
+    _stopped: bool = field(default=False, repr=False)
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def poll(self) -> int | None:
+        """Exit code of the leading process (negative: the signal that ended it), or None while it runs."""
+        return self.process.poll()
+
+    def tail(self, lines: int = 20) -> str:
+        """The last lines that this process wrote."""
+        with open(self.log_path, "rb") as log:
+            end = log.seek(0, os.SEEK_END)
+            log.seek(max(self.log_start, end - 65536))
+            return "\n".join(log.read().decode(errors="replace").splitlines()[-lines:])
+
+    def failure(self, what: str) -> ServiceFailed:
+        """The error that says `what` happened to this service, how it ended if it did, and its last lines."""
+        status = self.poll()
+        if status is None:
+            state = "it still runs"
+        elif status < 0:
+            state = f"it was ended by {signal.Signals(-status).name}"
+        else:
+            state = f"it ended with exit code {status}"
+        tail = self.tail() or "(it wrote nothing)"
+        return ServiceFailed(f"{self.name}: {what}; {state}. Last lines of {self.log_path}:\n{tail}")
+
+    def members(self) -> list[psutil.Process]:
+        """Every living process of this service, the leader first if it lives."""
+        found: dict[int, psutil.Process] = {}
+        with contextlib.suppress(psutil.NoSuchProcess):
+            leader = psutil.Process(self.pid)
+            if self.process.poll() is None:  # else the number may already be another process's
+                found = {p.pid: p for p in [leader, *leader.children(recursive=True)]}
+        for process in psutil.process_iter():
+            if process.pid not in found and self._marked(process):
+                found[process.pid] = process
+        return [p for p in found.values() if p.pid != os.getpid() and _alive(p)]
+
+    def _marked(self, process: psutil.Process) -> bool:
+        """Whether a process has this service's mark, or its session (a process may have cleared its environment)."""
+        try:
+            if process.create_time() < self._started - 1:  # clock ticks, rounded
+                return False
+            return os.getsid(process.pid) == self.pid or self.run_id in process.environ().get(
+                RUN_ID_VARIABLE, ""
+            ).split(":")
+        except (psutil.Error, OSError):
+            return False  # ended meanwhile, or another user's
+
+    def stop(self, grace: float = 10.0) -> None:
+        """End every process of this service; returns when none is left.
+
+        The leader gets SIGTERM first, because it knows best how to end its own. When it is gone the others get SIGTERM;
+        whoever is left `grace` seconds after the call is killed.
+
+        Raises:
+            ServiceFailed: a process survived SIGKILL (it hangs in the kernel).
+        """
+        if self._stopped:
+            return
+        deadline = time.monotonic() + grace
+        members = self.members()  # collected before the leader is signalled: orphans lose their parent
+        if self.process.poll() is None:
+            self.process.terminate()
+            _wait_for(lambda: self.process.poll() is not None, deadline)
+        # Marked processes are searched for again at every turn: they may have started others since.
+        if rest := self._remaining(members):
+            _signal(rest, signal.SIGTERM)
+            _wait_for(lambda: not any(map(_alive, rest)), deadline)
+        deadline = max(deadline, time.monotonic()) + _KILL_SECONDS
+        while (rest := self._remaining(members)) and time.monotonic() < deadline:
+            _signal(rest, signal.SIGKILL)
+            _wait_for(lambda rest=rest: not any(map(_alive, rest)), time.monotonic() + 1.0)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(timeout=1.0)
+        if rest:
+            raise self.failure(f"processes {[p.pid for p in rest]} survived SIGKILL")
+        self._stopped = True
+
+    def _remaining(self, members: list[psutil.Process]) -> list[psutil.Process]:
+        return list({p.pid: p for p in [*filter(_alive, members), *self.members()]}.values())
+
+
+def start_service(
+    name: str,
+    command: list[str],
+    *,
+    log_path: Path | str,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | str | None = None,
+    url: str | None = None,
+) -> Service:
+    """Start `command` as the leader of a new session; its output is appended to `log_path` (mode 0600: servers print
+    their secrets).
+
+    `env` is added to this process's environment. May be called from any thread.
+
+    Raises:
+        ServiceFailed: the program does not exist.
+    """
+    environment = {**os.environ, **(env or {})}
+    if shutil.which(command[0], path=environment.get("PATH")) is None:
+        raise ServiceFailed(f"{name}: no program {command[0]!r}; give its full path, or put it on PATH")
+    run_id = uuid.uuid4().hex
+    environment[RUN_ID_VARIABLE] = ":".join(filter(None, [os.environ.get(RUN_ID_VARIABLE), run_id]))
+    full_command = list(command)
+    if sys.platform == "linux":
+        full_command = [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid()), *command]
+
+    log_path = Path(log_path)
+    log_path.parent.mkdir(parents=True, exist_ok=True)
+    started = time.time()
+    log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    try:
+        log_start = os.fstat(log).st_size
+        process = _spawner.submit(
+            subprocess.Popen,
+            full_command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            cwd=cwd,
+            start_new_session=True,
+        ).result()
+    finally:
+        os.close(log)
+    return Service(name, list(command), process, log_path, url, run_id, log_start, started)
+
+
+async def wait_until_healthy(
+    service: Service,
+    check: Callable[[], bool | Awaitable[bool]],
+    timeout: float,
+    *,
+    what: str = "healthy",
+    interval: float = 0.1,
+) -> float:
+    """Wait until `check()` is true and return the seconds that it took.
+
+    `check` may be a coroutine function. False, an OSError or a TimeoutError mean "not yet"; any other exception passes
+    through. The service is not stopped: that is the caller's to decide.
+
+    Raises:
+        ServiceFailed: the process ended, or `timeout` seconds went by.
+    """
+    begin = time.monotonic()
+    target = f"{what} at {service.url}" if service.url else what
+    reason = ""
+    while True:
+        if service.poll() is not None:
+            raise service.failure(f"not {target} after {time.monotonic() - begin:.1f} s")
+        remaining = begin + timeout - time.monotonic()
+        if remaining <= 0:
+            raise service.failure(f"not {target} within {timeout:g} s{reason}")
+        try:
+            result = check()
+            if inspect.isawaitable(result):
+                result = await asyncio.wait_for(result, remaining)
+            if result:
+                return time.monotonic() - begin
+        except (OSError, TimeoutError) as error:
+            reason = f" (the last check said: {error!r})"
+        await asyncio.sleep(interval)
+
+
+def _alive(process: psutil.Process) -> bool:
+    """Whether it still runs; a zombie does not, and neither does a later process with the same number."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _signal(processes: list[psutil.Process], number: signal.Signals) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
+
+
+def _wait_for(done: Callable[[], bool], deadline: float) -> None:
+    while not done() and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)

@@ -1,0 +1,12 @@
+"""From FSDP weights to every SGLang server. Importing this package registers the checkpoint engine "atropos" with verl.
+
+- ``engine``: verl's seam; on each rank.
+- ``push``: the protocol that every push keeps; on rank 0.
+- ``disk``: a transport. A new one is a new file and a line in ``engine.TRANSPORTS``.
+- ``manager``: the trainer's side; the version in force.
+"""
+
+from recipe.atropos.weight_sync.engine import AtroposCheckpointEngine
+from recipe.atropos.weight_sync.manager import WeightSyncManager
+
+__all__ = ["AtroposCheckpointEngine", "WeightSyncManager"]

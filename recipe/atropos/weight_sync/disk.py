@@ -1,0 +1,61 @@
+"""Weights through a folder that the trainer's rank 0 and every server can read.
+
+A version appears whole or not at all: it is written to a folder beside its own and renamed. Only the version in force is
+kept, for servers that come back; a failed write leaves nothing behind.
+"""
+
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from recipe.atropos.inference.client import SGLangClient
+from recipe.atropos.weight_sync.push import NamedTensors
+
+
+class DiskTransport:
+    """safetensors files of at most ``bucket_size`` bytes each (a larger tensor has a file of its own)."""
+
+    def __init__(self, directory: str | Path, bucket_size: int):
+        self.directory = Path(directory).resolve()
+        self.bucket_size = bucket_size
+
+    def path(self, version: int) -> Path:
+        return self.directory / f"version_{version}"
+
+    def stage(self, weights: NamedTensors, version: int) -> int:
+        """Raises OSError (no space, no permission) with nothing half-written left behind."""
+        target, partial = self.path(version), self.directory / f".partial_{version}"
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        try:
+            size, n_files, bucket, bucket_bytes = 0, 0, {}, 0
+            for name, tensor in weights:
+                # A copy: the tensor may be the live parameter, and safetensors refuses tensors that share memory.
+                bucket[name] = tensor.detach().to("cpu", copy=True).contiguous()
+                bucket_bytes += tensor.nbytes
+                if bucket_bytes >= self.bucket_size:
+                    size, n_files = size + bucket_bytes, n_files + 1
+                    _save(bucket, partial, n_files)
+                    bucket, bucket_bytes = {}, 0
+            if bucket:
+                _save(bucket, partial, n_files + 1)
+            shutil.rmtree(target, ignore_errors=True)
+            partial.rename(target)
+            return size + bucket_bytes
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+
+    async def deliver(self, client: SGLangClient, version: int) -> None:
+        await client.update_weights_from_disk(str(self.path(version)), weight_version=str(version), flush_cache=False)
+
+    def release(self, version: int) -> None:
+        for other in self.directory.glob("version_*"):
+            if other != self.path(version):
+                shutil.rmtree(other, ignore_errors=True)
+
+
+def _save(bucket: dict[str, torch.Tensor], folder: Path, number: int) -> None:
+    save_file(bucket, folder / f"model-{number:05d}.safetensors", metadata={"format": "pt"})

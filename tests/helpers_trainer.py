@@ -1,0 +1,51 @@
+"""Configurations and rows for tests that run verl's real workers."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from hydra import compose, initialize_config_module
+from omegaconf import DictConfig
+
+CPU_OVERRIDES = [
+    "trainer.device=cpu",
+    "+actor_rollout_ref.model.override_config.attn_implementation=sdpa",
+    "actor_rollout_ref.actor.use_torch_compile=false",
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=256",
+    "inference.dtype=float32",
+    "trainer.logger=[]",
+]
+
+
+def compose_config(*overrides: str) -> DictConfig:
+    """The recipe's configuration for this machine, with further overrides."""
+    with initialize_config_module("recipe.atropos.config", version_base=None):
+        return compose("trainer", overrides=[*CPU_OVERRIDES, *overrides])
+
+
+def random_group(
+    rng: np.random.Generator, vocab_size: int, turns: int = 1, size: int = 4, prompt: int = 6, longest: int = 12
+) -> dict[str, Any]:
+    """A group in the API's format: prompts of different lengths, ``turns`` trained spans with masked tokens between."""
+    tokens, masks, logprobs = [], [], []
+    for _ in range(size):
+        ids = rng.integers(3, vocab_size, int(rng.integers(1, prompt + 1))).tolist()
+        mask = [-100] * len(ids)
+        for turn in range(turns):
+            span = rng.integers(3, vocab_size, int(rng.integers(1, longest + 1))).tolist()
+            ids, mask = ids + span, mask + span
+            if turn + 1 < turns:
+                reply = rng.integers(3, vocab_size, int(rng.integers(1, 5))).tolist()
+                ids, mask = ids + reply, mask + [-100] * len(reply)
+        tokens.append(ids)
+        masks.append(mask)
+        logprobs.append([1.0 if m == -100 else float(-rng.exponential()) for m in mask])
+    scores = rng.choice([-1.0, 1.0], size).tolist()
+    return {"tokens": tokens, "masks": masks, "scores": scores, "inference_logprobs": logprobs, "env_id": 0}
+
+
+def model_vocab(path: Path) -> int:
+    """Vocabulary size of the model in ``path``."""
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(path).vocab_size
