@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+from recipe.atropos.inference.server import SGLangLaunch, start_sglang, wait_until_serving
+from recipe.atropos.services.process import Service
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHAT_TEMPLATE = (
@@ -58,3 +65,19 @@ def make_tiny_model(path: Path | str, seed: int) -> Path:
         chat_template=CHAT_TEMPLATE,
     ).save_pretrained(path)
     return path
+
+
+@contextlib.contextmanager
+def running_sglang(model_path: Path | str, *, timeout: float = 240.0, **launch: Any) -> Iterator[tuple[Service, str]]:
+    """A healthy CPU server of `model_path` in float32, with its url; ended afterwards, with all its processes.
+
+    Keyword arguments are those of SGLangLaunch, and `log_path` (a file beside the model by default).
+    """
+    log_path = launch.pop("log_path", Path(model_path).parent / "sglang.log")
+    defaults = {"device": "cpu", "dtype": "float32", "max_total_tokens": 16384}
+    service = start_sglang(SGLangLaunch(str(model_path), **(defaults | launch)), log_path=log_path)
+    try:
+        asyncio.run(wait_until_serving(service, timeout))
+        yield service, service.url
+    finally:
+        service.stop()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import socket
 import subprocess
@@ -44,10 +43,6 @@ if os.fork() == 0:
 os.wait()
 {WAIT}
 """
-ORPHAN = NEW_SESSION_CHILD.replace(WAIT, "", 0).rsplit(";", 3)[0]  # the parent ends at once
-WITHOUT_ENVIRONMENT = (
-    f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {WAIT!r}], env={{}}); import time; time.sleep(0.5)"
-)
 
 
 def python(code: str) -> list[str]:
@@ -64,15 +59,17 @@ def started(folder: Path, count: int, timeout: float = 10.0) -> list[psutil.Proc
 
 
 def gone(process: psutil.Process, timeout: float = 5.0) -> bool:
+    """Whether it has ended, `timeout` seconds from now at the latest."""
     deadline = time.monotonic() + timeout
-    while time.monotonic() < deadline:
+    while True:
         try:
             if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
                 return True
         except psutil.NoSuchProcess:
             return True
+        if time.monotonic() >= deadline:
+            return False
         time.sleep(0.02)
-    return False
 
 
 @pytest.fixture
@@ -192,7 +189,9 @@ def test_a_service_that_never_gets_healthy_is_reported_with_the_last_reason(laun
         raise ConnectionRefusedError("port closed")
 
     service = launch("import time; print('still loading', flush=True); time.sleep(600)", url="http://127.0.0.1:9")
-    with pytest.raises(ServiceFailed, match="(?s)http://127.0.0.1:9 within 1 s.*port closed.*still runs.*still loading"):
+    with pytest.raises(
+        ServiceFailed, match="(?s)http://127.0.0.1:9 within 1 s.*port closed.*still runs.*still loading"
+    ):
         asyncio.run(wait_until_healthy(service, check, timeout=1))
 
 
@@ -248,4 +247,3 @@ def test_ports():
         server.listen()
         assert not port_is_free(port)
         assert free_port() != port
-        assert os.getpid()

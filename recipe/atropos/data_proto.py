@@ -66,7 +66,8 @@ class ConversionReport:
     """What became of a batch's sequences.
 
     ``dropped`` counts the sequences that are not in the batch, by reason; ``events`` the rows that are in it, altered
-    or lacking something: prompt_truncated, response_truncated, no_logprobs, zero_advantage. ``messages`` are for people.
+    or lacking something: prompt_truncated, response_truncated, no_logprobs, zero_advantage. ``messages`` are for
+    people.
     """
 
     received: int = 0
@@ -89,7 +90,8 @@ class Row:
     """One sequence, split at ``first``. Every array over the response has the same length R_i >= 1.
 
     ``log_probs`` is None where a trained token lacks a valid one; ``advantages`` and ``ref_log_probs`` are None where
-    the environment sent none. ``versions`` is (oldest, newest) weight version among the trained tokens, None if unknown.
+    the environment sent none. ``versions`` is (oldest, newest) weight version among the trained tokens, None if
+    unknown.
     """
 
     prompt: np.ndarray  # (P_i,) int64

@@ -2,12 +2,14 @@
 
 The promises:
 
-- ``next_batch`` hands batches over in the order in which their groups were posted, although the API cuts its whole queue
-  at once and serves the cuts last first. A cut shows in the API's step counter, so it is fetched whole and reversed.
+- ``next_batch`` hands batches over in the order in which their groups were posted, although the API cuts its whole
+  queue at once and serves the cuts last first. A cut shows in the API's step counter, so it is fetched whole and
+  reversed.
 - At most ``prefetch`` batches (or one whole cut) are ahead of the training. The environments' backpressure counts the
   API's queue, so what is fetched early lets them generate further ahead.
 - ``GET /batch`` is never cancelled and has no short time-out: the API forgets a batch as it begins to send it.
-- Every wait ends: registering after ``retry_attempts``, a batch after ``max_wait_time``. The error names the silent part.
+- Every wait ends: registering after ``retry_attempts``, a batch after ``max_wait_time``. The error names the silent
+  part.
 
 Nothing here knows of tensors; ``data_proto`` does.
 """
@@ -40,8 +42,9 @@ class DataSourceError(RuntimeError):
 class DataSourceConfig:
     """Where the Trajectory API is and how long to wait for it. Times in seconds.
 
-    ``timeout``: one request (not ``/batch``, see the module). ``retry_attempts`` and ``retry_delay``: an API that cannot be
-    reached is asked again after ``retry_delay``, doubling up to 5 s. ``max_wait_time``: the longest wait for one batch.
+    ``timeout``: one request (not ``/batch``, see the module). ``retry_attempts`` and ``retry_delay``: an API that
+    cannot be reached is asked again after ``retry_delay``, doubling up to 5 s. ``max_wait_time``: the longest wait for
+    one batch.
     """
 
     api_url: str
@@ -77,8 +80,8 @@ class Registration:
 class DataSource:
     """Fetches in a thread of its own; ``next_batch`` is called from the trainer's.
 
-    Use as a context manager: entering registers and starts to fetch, leaving ends the thread. Environments are let in by
-    the API at the first fetch, so enter only once the servers hold the weights of ``starting_step``.
+    Use as a context manager: entering registers and starts to fetch, leaving ends the thread. Environments are let in
+    by the API at the first fetch, so enter only once the servers hold the weights of ``starting_step``.
 
     ``events`` counts what went wrong and was survived: api_unreachable, batch_lost, registered_again.
     """
@@ -246,9 +249,8 @@ class _Api:
                     except (aiohttp.ClientError, OSError) as error:
                         raise _Broken(f"{method} {self.url}{path}: the reply broke off ({error!r})") from error
                     if reply.status >= 400:
-                        raise DataSourceError(
-                            f"{method} {self.url}{path} answered HTTP {reply.status}: {body[:500].decode(errors='replace')}"
-                        )
+                        answer = body[:500].decode(errors="replace")
+                        raise DataSourceError(f"{method} {self.url}{path} answered HTTP {reply.status}: {answer}")
                     return orjson.loads(body)
             except (aiohttp.ClientError, OSError, TimeoutError) as error:
                 self._events["api_unreachable"] += 1
@@ -266,8 +268,8 @@ class _Api:
 async def register(api: _Api, registration: Registration) -> int:
     """Register the trainer and make sure that it took; returns the API's step counter.
 
-    The API takes the first registration of its process and ignores every later one. Scored data that was posted before any
-    registration makes it ignore the first one too; then its data is reset, since nothing could ever fetch it.
+    The API takes the first registration of its process and ignores every later one. Scored data that was posted before
+    any registration makes it ignore the first one too; then its data is reset, since nothing could ever fetch it.
 
     Raises:
         DataSourceError: the API keeps another trainer's batch size or lengths.

@@ -12,11 +12,12 @@ import ray
 from omegaconf import DictConfig, OmegaConf, open_dict
 from ray.exceptions import RayTaskError
 from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
+from verl.trainer.ppo.utils import need_reference_policy
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 from verl.utils.device import get_device_name
 
 from recipe.atropos.data_source import DataSourceError
-from recipe.atropos.preflight import ConfigurationError, check_config, check_services
+from recipe.atropos.preflight import ConfigurationError, check_config, check_services, resolve_model
 from recipe.atropos.ray_trainer import RayGRPOAtroposTrainer
 
 logger = logging.getLogger(__name__)
@@ -31,9 +32,10 @@ def run(config: DictConfig) -> None:
     with open_dict(config):
         config.trainer.device = get_device_name()
     OmegaConf.resolve(config)
+    config.actor_rollout_ref.model.path = resolve_model(config.actor_rollout_ref.model.path, config.seed)
     check_config(config)
-    check_services(config)
-    validate_config(config, use_reference_policy=config.actor_rollout_ref.actor.use_kl_loss, use_critic=False)
+    check_services(config, timeout=config.trainer.atropos.startup_timeout)
+    validate_config(config, use_reference_policy=need_reference_policy(config), use_critic=False)
 
     init = OmegaConf.to_container(config.ray_kwargs.ray_init)
     runtime_env = {**get_ppo_ray_runtime_env(config), **(init.pop("runtime_env", None) or {})}

@@ -2,15 +2,31 @@
 
 import asyncio
 import os
+from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 
 import aiohttp
 from omegaconf import DictConfig
 from verl.trainer.ppo.utils import need_critic
 
+from recipe.atropos.inference.client import InferenceError, SGLangClient
+
 
 class ConfigurationError(ValueError):
     """A value in the configuration that cannot work; the message says which, and what to give instead."""
+
+
+SMALL_POLICY = "small-policy"  # as actor_rollout_ref.model.path: the demonstration's model, made here on first use
+
+
+def resolve_model(path: str, seed: int) -> str:
+    """The model's folder or hub name; makes the small policy of ``seed`` where that is asked for and not there yet."""
+    if path != SMALL_POLICY:
+        return os.path.expanduser(path)
+    from recipe.atropos.utils.small_policy import ensure_small_policy
+
+    return str(ensure_small_policy(seed=seed))
 
 
 def looks_local(path: str) -> bool:
@@ -32,17 +48,17 @@ def check_config(config: DictConfig) -> None:
         )
     if need_critic(config):
         raise ConfigurationError(
-            f"algorithm.adv_estimator={config.algorithm.adv_estimator} needs a critic, which this recipe does not train; "
-            "choose grpo or another estimator without one"
+            f"algorithm.adv_estimator={config.algorithm.adv_estimator} needs a critic, which this recipe does not "
+            "train; choose grpo or another estimator without one"
         )
     group_size = config.actor_rollout_ref.rollout.n
     batch_size = config.data.train_batch_size * group_size
     mini_batch = config.actor_rollout_ref.actor.ppo_mini_batch_size
     if config.environment.group_size < 1 or batch_size % config.environment.group_size:
         raise ConfigurationError(
-            f"environment.group_size={config.environment.group_size} does not divide the batch of {batch_size} sequences "
-            f"(data.train_batch_size={config.data.train_batch_size} x actor_rollout_ref.rollout.n={group_size}): "
-            "the Trajectory API would never fill one; change either"
+            f"environment.group_size={config.environment.group_size} does not divide the batch of {batch_size} "
+            f"sequences (data.train_batch_size={config.data.train_batch_size} groups x "
+            f"actor_rollout_ref.rollout.n={group_size}): the Trajectory API would never fill one; change either"
         )
     if config.data.train_batch_size % mini_batch:
         raise ConfigurationError(
@@ -76,22 +92,29 @@ def check_services(config: DictConfig, timeout: float = 30.0) -> None:
 
 
 async def _check_services(config: DictConfig, timeout: float) -> None:
-    wanted = {config.trainer.atropos.api_url: ("the Trajectory API", "/status", "trainer.atropos.api_url")}
-    wanted |= {url: ("the SGLang server", "/health", "inference.urls") for url in config.inference.urls}
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session:
-        await asyncio.gather(*(_wait_for(session, url, *what, timeout) for url, what in wanted.items()))
+    async def trajectory_api() -> None:
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session:
+            async with session.get(config.trainer.atropos.api_url.rstrip("/") + "/status") as reply:
+                reply.raise_for_status()
+
+    async def server(url: str) -> None:
+        async with SGLangClient(url, config.inference.api_key, timeout=5) as client:
+            await client.weight_version()
+
+    checks = [_wait_for(trajectory_api, "trainer.atropos.api_url", config.trainer.atropos.api_url, timeout)]
+    checks += [_wait_for(partial(server, url), "inference.urls", url, timeout) for url in config.inference.urls]
+    await asyncio.gather(*checks)
 
 
-async def _wait_for(session: aiohttp.ClientSession, url: str, name: str, path: str, key: str, timeout: float) -> None:
+async def _wait_for(check: Callable[[], Awaitable[None]], key: str, url: str, timeout: float) -> None:
     deadline = asyncio.get_running_loop().time() + timeout
     while True:
         try:
-            async with session.get(url.rstrip("/") + path) as reply:
-                if reply.status < 500:
-                    return
-                problem = f"answers HTTP {reply.status}"
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            problem = f"does not answer ({error!r})"
-        if asyncio.get_running_loop().time() > deadline:
-            raise ConfigurationError(f"{name} at {url} {problem} after {timeout:g} s; start it or correct {key}")
+            return await check()
+        except (aiohttp.ClientError, InferenceError, OSError, TimeoutError) as error:
+            refused = isinstance(error, InferenceError) and error.status in (401, 403)
+            if refused or asyncio.get_running_loop().time() > deadline:
+                raise ConfigurationError(
+                    f"nothing usable at {key}={url} within {timeout:g} s ({error}); start it or correct {key}"
+                ) from error
         await asyncio.sleep(0.5)

@@ -1,7 +1,7 @@
 """GRPO on trajectories from Atropos.
 
-Where verl's trainer generates, this one waits: the environments ask the SGLang servers themselves, score what they get and
-post it to the Trajectory API. ``fit_step`` reads as the algorithm; what is not here is verl's own
+Where verl's trainer generates, this one waits: the environments ask the SGLang servers themselves, score what they get
+and post it to the Trajectory API. ``fit_step`` reads as the algorithm; what is not here is verl's own
 (``SeparateRayPPOTrainer``), reached through its ``_fit_*`` hooks.
 """
 
@@ -52,8 +52,8 @@ class DevicePoolManager(ResourcePoolManager):
 class RayGRPOAtroposTrainer(SeparateRayPPOTrainer):
     """Pulls scored groups, trains with FSDP workers, pushes the weights, records.
 
-    The policy's version is the number of updates behind it (``global_steps``). It is in force on every server before the
-    first rollout and, by ``trainer.atropos.weight_sync.every``, after each update.
+    The policy's version is the number of updates behind it (``global_steps``). It is in force on every server before
+    the first rollout and, by ``trainer.atropos.weight_sync.every``, after each update.
     """
 
     def __init__(self, config: Any, tokenizer: Any, **kwargs: Any):

@@ -1,7 +1,7 @@
 """What a run leaves to be read: ``metrics.jsonl``, a line a step, and ``summary.json``.
 
-Both are functions of the trained steps alone: a resumed run continues the counts from its checkpoint and drops the lines
-of steps that the checkpoint does not hold, because they are trained again.
+Both are functions of the trained steps alone: a resumed run continues the counts from its checkpoint and drops the
+lines of steps that the checkpoint does not hold, because they are trained again.
 """
 
 import os
@@ -98,11 +98,27 @@ def update_summary(directory: str | Path, values: Mapping[str, Any]) -> None:
     os.replace(partial, path)
 
 
+class MetricsReader:
+    """Follows a ``metrics.jsonl`` that is being written, from its beginning; whole lines only."""
+
+    def __init__(self, directory: str | Path):
+        self._path = Path(directory) / "metrics.jsonl"
+        self._offset = 0
+
+    def new_lines(self) -> list[dict[str, Any]]:
+        """The lines that were added since the last call."""
+        if not self._path.exists():
+            return []
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            whole, newline, _ = file.read().rpartition(b"\n")
+        self._offset += len(whole) + len(newline)
+        return [orjson.loads(line) for line in whole.splitlines()]
+
+
 def read_metrics(directory: str | Path) -> list[dict[str, Any]]:
-    """The lines of ``metrics.jsonl``; a last line that is still being written is left out."""
-    path = Path(directory) / "metrics.jsonl"
-    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-    return [orjson.loads(line) for line in lines if line.endswith(b"\n")]
+    """All lines of ``metrics.jsonl``."""
+    return MetricsReader(directory).new_lines()
 
 
 def _step(line: bytes) -> float:

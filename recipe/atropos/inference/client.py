@@ -5,15 +5,16 @@ sent twice; no call waits longer than its time-out.
 
 What was measured on SGLang 0.5.23 and holds wherever these calls are used:
 
-* **In-flight requests** survive a push in the pause modes `retract` and `in_place`: each goes on after `resume`, and its
-  reply carries `meta_info.weight_versions = [{"version", "start", "end"}, ...]`, the version of every output token;
+* **In-flight requests** survive a push in the pause modes `retract` and `in_place`: each goes on after `resume`, and
+  its reply carries `meta_info.weight_versions = [{"version", "start", "end"}, ...]`, the version of every output token;
   `meta_info.weight_version` is the version at the *end*. `abort` ends them with finish_reason "abort".
-* **Only `retract` gives fresh KV** to them: it drops their cache, so flush_cache succeeds and the prefix is computed anew
-  with the new weights. In `in_place` flush_cache fails while one is running, and an update that asks to flush
-  is refused.
+* **Only `retract` gives fresh KV** to them: it drops their cache, so flush_cache succeeds and the prefix is computed
+  anew with the new weights. In `in_place` flush_cache fails while one is running.
+* **A refused update may have changed the weights**: in `in_place` an update that asks to flush loads the new weights,
+  then answers 400, and the version stays the old one. After any failed push only a whole new one makes it true again.
 * A paused server still answers `model_info`, updates and flushes; requests that arrive wait until `resume`.
   `health` does not see through a pause: the server generates a token to answer, waits 20 s and answers 503.
-* The version before any update is the string "default", or what the server was started with.
+* The version before any update is the string "default" (or what ``--weight-version`` said).
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, Self
 
 import aiohttp
 import orjson
+from safetensors import SafetensorError, safe_open
 
 PauseMode = Literal["abort", "retract", "in_place"]
 
@@ -70,8 +73,8 @@ class SGLangClient:
         self._capabilities: Capabilities | None = None
 
     async def __aenter__(self) -> Self:
-        # A new connection for each call: on a kept one, a POST can meet a server that is just closing it, and whether it
-        # was carried out would then be unknown. No limit: whoever generates sets the concurrency.
+        # A new connection for each call: on a kept one, a POST can meet a server that is just closing it, and whether
+        # it was carried out would then be unknown. No limit: whoever generates sets the concurrency.
         connector = aiohttp.TCPConnector(force_close=True, limit=0)
         self._session = aiohttp.ClientSession(connector=connector, headers=self._headers)
         return self
@@ -138,8 +141,7 @@ class SGLangClient:
     ) -> dict[str, Any] | list[dict[str, Any]]:
         """POST /generate. One reply, or a list for a list of prompts or ``n`` > 1.
 
-        A reply has `output_ids` and `meta_info.output_token_logprobs` = [[logprob, token id, None], ...], logprobs of the
-        sampling distribution before temperature.
+        A reply has `output_ids` and `meta_info.output_token_logprobs` = [[logprob, token id, None], ...].
         """
         return await self._call(
             "POST",
@@ -165,16 +167,29 @@ class SGLangClient:
         await self._call("POST", "/abort_request", {"abort_all": True})
 
     async def flush_cache(self) -> None:
-        """Forget every cached prefix. Raises while requests are running (SGLang 0.5.12 asserts, and dies: pause first)."""
+        """Forget every cached prefix. Raises while requests run (SGLang 0.5.12 asserts, and dies: pause first)."""
         await self._call("POST", "/flush_cache")
 
     # -- weights ---------------------------------------------------------------------------------------------------
 
-    async def update_weights_from_disk(self, model_path: str, weight_version: str, flush_cache: bool = True) -> None:
+    async def update_weights_from_disk(
+        self, model_path: str | Path, weight_version: str | int, flush_cache: bool = True
+    ) -> None:
         """Load the weights in `model_path`, a folder that the server sees; then it reports `weight_version`.
 
-        If the server refuses, version and weights are the old ones. Unless paused, the server waits until no request runs.
+        Unless paused, the server first waits until no request runs. A folder that it does not see it takes for a name on
+        the Hugging Face hub, looks there, and refuses: version and weights are then the old ones. A damaged file would
+        kill it (it rolls back by reading the same file again), so files that can be seen from here are checked first.
+        Names and shapes are not: a missing tensor silently stays the old one.
         """
+        for file in sorted(Path(model_path).glob("*.safetensors")):
+            try:
+                with safe_open(file, framework="numpy"):
+                    pass  # opening compares the header with the size of the file
+            except (SafetensorError, OSError) as error:
+                raise InferenceError(
+                    self.url, "/update_weights_from_disk", f"not sent, {file} is damaged ({error}): write it again"
+                ) from error
         await self._call(
             "POST",
             "/update_weights_from_disk",

@@ -5,6 +5,7 @@ when rank 0 fails; rank 0 alone talks to the servers, over HTTP.
 """
 
 from collections.abc import Generator, Iterator
+from contextlib import AsyncExitStack
 from typing import Any
 
 import torch
@@ -60,13 +61,14 @@ class AtroposCheckpointEngine(CheckpointEngine):
         if not self.is_master:
             _exhaust(weights)
             return {}
-        clients = [SGLangClient(url, **self._client_options) for url in self.urls]
         try:
-            return await push(clients, self._transport, self._served(weights), global_steps, self.pause_mode)
+            async with AsyncExitStack() as stack:
+                clients = [
+                    await stack.enter_async_context(SGLangClient(url, **self._client_options)) for url in self.urls
+                ]
+                return await push(clients, self._transport, self._served(weights), global_steps, self.pause_mode)
         finally:
             _exhaust(weights)
-            for client in clients:
-                await client.close()
 
     def _served(self, weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in weights:

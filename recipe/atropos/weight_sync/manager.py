@@ -7,8 +7,8 @@ from verl.single_controller.ray import RayWorkerGroup
 class WeightSyncManager:
     """Stands where verl expects its ``CheckpointEngineManager``.
 
-    ``version`` is the trainer step whose weights every server serves, None before the first push. It advances only after a
-    push that succeeded on every server.
+    ``version`` is the trainer step whose weights every server serves, None before the first push. It advances only
+    after a push that succeeded on every server.
     """
 
     def __init__(self, actor_wg: RayWorkerGroup, backend: str = "atropos", timeout: float = 600.0):

@@ -45,9 +45,8 @@ async def push(
 ) -> dict[str, float]:
     """Bring ``weights`` (name, full tensor) to all servers as ``version``.
 
-    ``pause_mode`` says what running requests meet: "abort" ends them, "retract" recomputes their prompt and tokens with the
-    new weights, "in_place" keeps them where they are. A flush needs an idle cache, so "in_place" is flushed by the server's
-    own rules only; see ``inference.client``.
+    ``pause_mode`` says what running requests meet: "abort" ends them, "retract" computes their prefix anew with the new
+    weights and goes on. "in_place" keeps their old keys, so that the flush, and with it the push, fails while one runs.
 
     Returns seconds by phase and the size, as metrics under ``weight_sync/``.
 

@@ -35,7 +35,7 @@ class _Missing:
 
     def __call__(self, *args, **kwargs):
         raise NotImplementedError(
-            f"{self._name} was called, but sgl_kernel has no build for this CPU: the model or the option in use needs it"
+            f"{self._name} was called, but sgl_kernel has no build for this CPU: the model or an option needs it"
         )
 
 

@@ -1,0 +1,207 @@
+"""How a real SGLang server is started, on a GPU and on a CPU.
+
+Promises: SGLang runs in an interpreter of its own, of which nothing is imported here; a mistake in the launch (no such
+model folder, interpreter or port) is an error before anything starts; a server that fails shows its own last lines.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from recipe.atropos.inference.client import SGLangClient
+from recipe.atropos.services.process import Service, free_port, port_is_free, start_service, wait_until_healthy
+
+PYTHON_VARIABLE = "ATROPOS_SGLANG_PYTHON"
+CPU_SHIM = Path(__file__).resolve().parent / "cpu_shim"
+
+# KV cache on a CPU, in tokens: SGLang would take its share of the machine's memory, which other services need too.
+_CPU_MAX_TOTAL_TOKENS = 32768
+_CPU_MEM_FRACTION = 0.3
+_OWN_FLAGS = ("model_path", "host", "port", "device", "dtype", "api_key")
+
+
+class LaunchError(ValueError):
+    """A server cannot be started as asked; the message names the value and what to do."""
+
+
+@dataclass(frozen=True)
+class SGLangLaunch:
+    """One SGLang server. None means SGLang's own default, but for what is said below.
+
+    Attributes:
+        model_path: local folder, or a name on the Hugging Face hub.
+        python: interpreter that has SGLang; None: `default_sglang_python`.
+        port: None: a free one is chosen at the start.
+        device: "auto" is "cuda" if nvidia-smi lists a GPU, else "cpu".
+        dtype: "float32" makes a CPU server's logprobs those of transformers, to 2e-5.
+        api_key: guards every endpoint but /health. It stands in the command line and in the server's log: keep both to
+            one user (the log file has mode 0600).
+        mem_fraction_static: None is 0.3 on a CPU.
+        max_total_tokens: size of the KV cache; None is 32768 on a CPU.
+        extra_args: further flags of `sglang.launch_server`, by name: True gives a bare flag, None and False give none, a
+            list several values. They win over what stands here.
+    """
+
+    model_path: str
+    python: str | None = None
+    host: str = "127.0.0.1"
+    port: int | None = None
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    dtype: str = "auto"
+    api_key: str | None = None
+    mem_fraction_static: float | None = None
+    max_total_tokens: int | None = None
+    context_length: int | None = None
+    extra_args: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.device not in ("auto", "cuda", "cpu"):
+            raise LaunchError(f"inference.device is {self.device!r}; it must be auto, cuda or cpu")
+        if clash := sorted(set(_OWN_FLAGS) & {name.replace("-", "_") for name in self.extra_args}):
+            raise LaunchError(f"extra_args holds {clash}: set inference.{clash[0]} itself")
+
+    @property
+    def url(self) -> str:
+        if self.port is None:
+            raise LaunchError("the port is chosen when the server starts: take the url of the Service")
+        host = "127.0.0.1" if self.host in ("0.0.0.0", "::") else self.host
+        return f"http://{host}:{self.port}"
+
+
+def default_sglang_python() -> str:
+    """$ATROPOS_SGLANG_PYTHON, else `.venv-sglang` in the project's root, else this interpreter if it has SGLang.
+
+    Raises:
+        LaunchError: none of the three.
+    """
+    if named := os.environ.get(PYTHON_VARIABLE):
+        return named
+    beside = Path(__file__).resolve().parents[3] / ".venv-sglang" / "bin" / "python"
+    if beside.exists():
+        return str(beside)
+    if importlib.util.find_spec("sglang") is not None:
+        return sys.executable
+    raise LaunchError(f"no interpreter has SGLang: run `make sglang-env`, or set inference.python or {PYTHON_VARIABLE}")
+
+
+@functools.cache
+def has_gpu() -> bool:
+    """Whether nvidia-smi lists a GPU that CUDA_VISIBLE_DEVICES does not hide."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or shutil.which("nvidia-smi") is None:
+        return False
+    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60, check=False)
+    return listed.returncode == 0 and "GPU " in listed.stdout
+
+
+def sglang_command(launch: SGLangLaunch) -> tuple[list[str], dict[str, str]]:
+    """The command, and what it needs in its environment beside the launcher's own; `launch.port` must be set."""
+    device = launch.device if launch.device != "auto" else "cuda" if has_gpu() else "cpu"
+    flags: dict[str, Any] = {
+        "model-path": launch.model_path,
+        "host": launch.host,
+        "port": launch.port,
+        "device": device,
+        "dtype": launch.dtype,
+        "api-key": launch.api_key,
+        "mem-fraction-static": launch.mem_fraction_static,
+        "max-total-tokens": launch.max_total_tokens,
+        "context-length": launch.context_length,
+        "sleep-on-idle": True,  # else the idle scheduler burns a core
+    }
+    # The launcher's PYTHONPATH is for another environment; an empty one counts as none.
+    environment = {"PYTHONPATH": "", "SGLANG_USE_CPU_ENGINE": "0"}
+    if device == "cpu":
+        flags |= {
+            "attention-backend": "torch_native",
+            "disable-cuda-graph": True,
+            "disable-overlap-schedule": True,
+            "mem-fraction-static": launch.mem_fraction_static or _CPU_MEM_FRACTION,
+            "max-total-tokens": launch.max_total_tokens or _CPU_MAX_TOTAL_TOKENS,
+        }
+        environment = {
+            "PYTHONPATH": str(CPU_SHIM),
+            "SGLANG_USE_CPU_ENGINE": "1",
+            "OMP_NUM_THREADS": "1",  # ten times the speed of the default, for small models on shared cores
+        }
+    flags |= {name.replace("_", "-"): value for name, value in launch.extra_args.items()}
+
+    command = [launch.python or default_sglang_python(), "-m", "sglang.launch_server"]
+    for name, value in flags.items():
+        if value is None or value is False:
+            continue
+        command.append(f"--{name}")
+        if value is not True:
+            command.extend(map(str, value if isinstance(value, list | tuple) else [value]))
+    return command, environment
+
+
+def check_launch(launch: SGLangLaunch) -> None:
+    """Raise LaunchError for what would make the server fail half a minute from now."""
+    _check_interpreter(launch.python or default_sglang_python())
+    path = Path(launch.model_path).expanduser()
+    looks_local = launch.model_path.startswith(("/", ".", "~")) or launch.model_path.count("/") > 1
+    if looks_local and not path.is_dir():
+        raise LaunchError(f"model folder {launch.model_path!r} does not exist: correct inference.model_path")
+    if path.is_dir() and not (path / "config.json").exists():
+        raise LaunchError(
+            f"model folder {launch.model_path!r} has no config.json: name the folder that save_pretrained made"
+        )
+    if launch.port is not None and not port_is_free(launch.port, launch.host):
+        raise LaunchError(
+            f"port {launch.port} of {launch.host} is taken: end the process that listens there, name another port, or leave "
+            "inference.port empty to have a free one chosen"
+        )
+
+
+def _check_interpreter(python: str) -> None:
+    mend = f"run `make sglang-env`, or set inference.python or {PYTHON_VARIABLE} to an interpreter that has SGLang"
+    if shutil.which(python) is None:
+        raise LaunchError(f"inference.python is {python!r}, which does not exist or cannot be run: {mend}")
+    probe = "import importlib.util, sys; sys.exit(0 if importlib.util.find_spec('sglang') else 3)"
+    environment = {**os.environ, "PYTHONPATH": ""}
+    found = subprocess.run(
+        [python, "-c", probe], cwd="/", env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    if found.returncode == 3:
+        raise LaunchError(f"inference.python is {python!r}, which has no package sglang: {mend}")
+    if found.returncode != 0:
+        raise LaunchError(f"inference.python is {python!r}, which does not run ({found.stderr.strip()}): {mend}")
+
+
+def start_sglang(launch: SGLangLaunch, *, log_path: Path | str, name: str = "sglang") -> Service:
+    """Check the launch, choose a port if none is given, and start the server. Returns at once: see `wait_until_serving`.
+
+    Raises:
+        LaunchError: see `check_launch`.
+    """
+    check_launch(launch)
+    if launch.port is None:
+        launch = replace(launch, port=free_port(launch.host))
+    if (local := Path(launch.model_path).expanduser()).is_dir():
+        launch = replace(launch, model_path=str(local.resolve()))
+    command, environment = sglang_command(launch)
+    return start_service(name, command, log_path=log_path, env=environment, url=launch.url)
+
+
+async def wait_until_serving(service: Service, timeout: float = 600.0) -> float:
+    """Wait until the server generates, and return the seconds it took; the server is stopped if it does not.
+
+    Raises:
+        ServiceFailed: with the server's own last lines, when it died or `timeout` seconds went by.
+    """
+    assert service.url is not None, f"{service.name} has no url"
+    try:
+        async with SGLangClient(service.url) as client:  # /health asks for no key
+            return await wait_until_healthy(service, client.health, timeout, what="serving")
+    except BaseException:
+        service.stop(grace=2)
+        raise

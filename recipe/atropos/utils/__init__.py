@@ -1,0 +1,1 @@
+"""Tools around the trainer that it does not import."""

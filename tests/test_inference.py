@@ -1,0 +1,414 @@
+"""The real SGLang on a CPU: right logprobs, weights that change under a named version, errors that name their cause."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+from helpers_sglang import make_tiny_model, running_sglang
+
+from recipe.atropos.inference.client import InferenceError, SGLangClient
+from recipe.atropos.inference.server import (
+    CPU_SHIM,
+    PYTHON_VARIABLE,
+    LaunchError,
+    SGLangLaunch,
+    check_launch,
+    default_sglang_python,
+    sglang_command,
+    start_sglang,
+)
+from recipe.atropos.services.process import ServiceFailed
+
+API_KEY = "a-secret-of-this-test"
+PROMPT = [20, 40, 60, 80, 100]
+GREEDY = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
+LONG = {"temperature": 0, "max_new_tokens": 1900, "ignore_eos": True}
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@dataclass
+class Server:
+    url: str
+    log: Path
+    old: Path
+    new: Path
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return make_tiny_model(folder / "old", seed=0), make_tiny_model(folder / "new", seed=1)
+
+
+@pytest.fixture(scope="module")
+def server(models):
+    old, new = models
+    with running_sglang(old, api_key=API_KEY) as (service, url):
+        members = service.members()
+        assert len(members) >= 3  # server, scheduler, detokenizer
+        yield Server(url, service.log_path, old, new)
+    assert service.poll() is not None
+    assert all(not p.is_running() or p.status() == psutil.STATUS_ZOMBIE for p in members)
+
+
+@pytest.fixture
+def run(server):
+    """Run a test's coroutine with a client, from the old weights under version "0", and never leave a pause behind."""
+
+    def run(test):
+        async def body() -> None:
+            async with SGLangClient(server.url, API_KEY, timeout=60) as client:
+                await client.update_weights_from_disk(server.old, "0")
+                try:
+                    await test(client)
+                finally:
+                    await client.abort_all()
+                    await client.resume()
+
+        asyncio.run(body())
+
+    return run
+
+
+def transformers_output(model: Path, prompt: list[int], count: int) -> tuple[list[int], list[float]]:
+    """Greedy tokens (`count`) and their logprobs, computed by transformers in float32, without a cache."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    ids, logprobs = list(prompt), []
+    with torch.no_grad():
+        for _ in range(count):
+            distribution = policy(torch.tensor([ids])).logits[0, -1].log_softmax(-1)
+            ids.append(int(distribution.argmax()))
+            logprobs.append(float(distribution[ids[-1]]))
+    return ids[len(prompt) :], logprobs
+
+
+async def greedy(client: SGLangClient) -> list[int]:
+    return (await client.generate(input_ids=PROMPT, sampling_params=GREEDY))["output_ids"]
+
+
+@contextlib.asynccontextmanager
+async def in_flight(client: SGLangClient) -> AsyncIterator[asyncio.Task]:
+    """A long request that has begun to generate."""
+    request = asyncio.create_task(client.generate(input_ids=PROMPT, sampling_params=LONG))
+    await asyncio.sleep(0.3)
+    assert not request.done()
+    yield request
+    request.cancel()
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(300)  # the first test waits for the server
+def test_it_says_what_it_is(run, server):
+    async def test(client):
+        assert await client.health()
+        assert await client.wait_healthy(30) < 30
+        capabilities = await client.capabilities()
+        assert {"abort", "retract", "in_place"} <= capabilities.pause_modes
+        assert {"/update_weights_from_disk", "/generate"} <= capabilities.endpoints
+        assert capabilities.weight_update_session
+        await client.begin_weight_update()
+        await client.end_weight_update()
+
+    run(test)
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("which", ["old", "new"])
+def test_greedy_tokens_and_logprobs_are_those_of_transformers(run, server, which):
+    tokens, logprobs = transformers_output(getattr(server, which), PROMPT, GREEDY["max_new_tokens"])
+
+    async def test(client):
+        await client.update_weights_from_disk(getattr(server, which), "1")
+        reply = await client.generate(input_ids=PROMPT, sampling_params=GREEDY)
+        assert reply["output_ids"] == tokens
+        sampled = reply["meta_info"]["output_token_logprobs"]
+        assert [token for _, token, _ in sampled] == tokens
+        assert [logprob for logprob, _, _ in sampled] == pytest.approx(logprobs, abs=1e-4)
+
+    run(test)
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(120)
+def test_a_push_changes_the_policy_and_the_version(run, server):
+    async def test(client):
+        before = await greedy(client)
+        await client.pause("retract")
+        await client.update_weights_from_disk(server.new, "7")
+        await client.flush_cache()
+        assert await client.weight_version() == "7"
+        await client.resume()
+        assert await greedy(client) != before
+        reply = await client.generate(input_ids=PROMPT, sampling_params=GREEDY)
+        assert reply["meta_info"]["weight_version"] == "7"
+        await client.update_weights_from_disk(server.old, "8")
+        assert await greedy(client) == before
+
+    run(test)
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(120)
+def test_retract_keeps_requests_and_names_the_version_of_every_token(run, server):
+    """After the push the prefix is computed anew: each later token has the logprob that the new weights give it."""
+
+    async def test(client):
+        async with in_flight(client) as request:
+            await client.pause("retract")
+            await client.update_weights_from_disk(server.new, "1")
+            await client.flush_cache()
+            waiting = asyncio.create_task(client.generate(input_ids=PROMPT, sampling_params=GREEDY))
+            await asyncio.sleep(0.5)
+            assert not request.done() and not waiting.done()
+            await client.resume()
+            reply = await request
+        first, second = reply["meta_info"]["weight_versions"]
+        split = first["end"]
+        assert (first["version"], first["start"], second["version"]) == ("0", 0, "1")
+        assert second["start"] == split and second["end"] == LONG["max_new_tokens"] == len(reply["output_ids"])
+        assert (await waiting)["meta_info"]["weight_versions"] == [{"version": "1", "start": 0, "end": 24}]
+
+        prefix = PROMPT + reply["output_ids"][:split]
+        tokens, logprobs = transformers_output(server.new, prefix, 8)
+        assert reply["output_ids"][split : split + 8] == tokens
+        sampled = [logprob for logprob, _, _ in reply["meta_info"]["output_token_logprobs"][split : split + 8]]
+        assert sampled == pytest.approx(logprobs, abs=1e-4)
+
+    run(test)
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(120)
+def test_in_place_cannot_flush_and_a_refused_push_has_changed_the_weights(run, server):
+    """Why a push uses `retract`: in place, the server refuses after it has loaded the weights; the version is then wrong."""
+
+    async def test(client):
+        before = await greedy(client)
+        async with in_flight(client) as request:
+            await client.pause("in_place")
+            with pytest.raises(InferenceError, match="(?i)not flushed"):
+                await client.update_weights_from_disk(server.new, "1")
+            assert await client.weight_version() == "0"
+            with pytest.raises(InferenceError, match="(?i)flush"):
+                await client.flush_cache()
+            await client.abort_all()
+            await client.resume()
+            await request
+        await client.flush_cache()
+        assert await greedy(client) != before
+
+    run(test)
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(120)
+def test_abort_ends_requests_with_what_they_have(run):
+    async def test(client):
+        async with in_flight(client) as request:
+            await client.pause("abort")
+            reply = await request
+        assert reply["meta_info"]["finish_reason"]["type"] == "abort"
+        assert 0 < len(reply["output_ids"]) < LONG["max_new_tokens"]
+
+    run(test)
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(120)
+def test_flush_raises_while_requests_run(run):
+    async def test(client):
+        async with in_flight(client) as request:
+            with pytest.raises(InferenceError, match="/flush_cache: HTTP 400"):
+                await client.flush_cache()
+            await client.abort_all()
+            assert (await request)["meta_info"]["finish_reason"]["type"] == "abort"
+
+    run(test)
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("damage", ["no folder", "no weights", "cut weights"])
+def test_after_a_failed_update_the_old_version_stays_in_force(run, server, tmp_path, damage):
+    broken = tmp_path / "broken"
+    if damage != "no folder":
+        shutil.copytree(server.new, broken)
+        weights = broken / "model.safetensors"
+        if damage == "no weights":
+            weights.unlink()
+        else:
+            weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
+
+    async def test(client):
+        before = await greedy(client)
+        with pytest.raises(InferenceError, match=r"http://.*/update_weights_from_disk: HTTP 400: \S"):
+            await client.update_weights_from_disk(broken, "9")
+        assert await client.weight_version() == "0"
+        await client.flush_cache()
+        assert await greedy(client) == before
+
+    run(test)
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("key", [None, "wrong"])
+def test_a_wrong_key_is_named(server, key):
+    async def body():
+        async with SGLangClient(server.url, key) as client:
+            for call in (client.model_info, client.flush_cache, client.capabilities):
+                with pytest.raises(InferenceError, match="HTTP 401.*API key") as error:
+                    await call()
+                assert error.value.status == 401
+
+    asyncio.run(body())
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(60)
+def test_a_call_that_takes_too_long_is_an_error(server):
+    async def body():
+        async with SGLangClient(server.url, API_KEY, timeout=0.2) as client:
+            with pytest.raises(InferenceError, match=r"/generate: no answer within 0.2 s"):
+                await client.generate(input_ids=PROMPT, sampling_params=LONG)
+
+    asyncio.run(body())
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(60)
+def test_a_taken_port_is_an_error_at_once(server):
+    port = int(server.url.rsplit(":", 1)[1])
+    with pytest.raises(LaunchError, match=f"port {port} of 127.0.0.1 is taken"):
+        start_sglang(SGLangLaunch(str(server.old), port=port), log_path=server.log.with_name("other.log"))
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(120)
+def test_a_server_that_cannot_start_shows_its_own_last_lines(models, tmp_path):
+    shutil.copytree(models[0], tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+    with pytest.raises(ServiceFailed, match="(?s)sglang: not serving.*model weights"):
+        with running_sglang(tmp_path / "model"):
+            pass
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(180)
+@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
+def test_no_process_of_the_server_outlives_a_killed_launcher(models, tmp_path):
+    code = (
+        f"import sys, time; sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'tests')!r}]\n"
+        "from helpers_sglang import running_sglang\n"
+        f"with running_sglang({str(models[0])!r}, log_path='s.log') as (service, url):\n"
+        "    print(*[p.pid for p in service.members()], flush=True); time.sleep(600)"
+    )
+    launcher = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    try:
+        members = [psutil.Process(int(pid)) for pid in launcher.stdout.readline().split()]
+    finally:
+        launcher.send_signal(signal.SIGKILL)
+        launcher.wait()
+    assert len(members) >= 3
+    deadline = time.monotonic() + 30
+    while left := [p.pid for p in members if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]:
+        assert time.monotonic() < deadline, f"still alive: {left}"
+        time.sleep(0.1)
+
+
+# -- without a server ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(30)
+def test_an_absent_server_is_an_error_that_names_it():
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{unused.getsockname()[1]}"
+
+        async def body():
+            async with SGLangClient(url) as client:
+                assert not await client.health()
+                with pytest.raises(InferenceError, match=f"{url}/model_info: cannot connect"):
+                    await client.model_info()
+                with pytest.raises(InferenceError, match="not healthy within 0.5 s"):
+                    await client.wait_healthy(0.5)
+
+        asyncio.run(body())
+
+
+@pytest.mark.timeout(30)
+def test_a_client_that_was_not_opened_says_so():
+    with pytest.raises(RuntimeError, match="async with"):
+        asyncio.run(SGLangClient("http://127.0.0.1:1").model_info())
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(30)
+def test_a_missing_model_folder_is_an_error_at_once(tmp_path):
+    for path, message in ((tmp_path / "nowhere", "does not exist"), (tmp_path, "has no config.json")):
+        with pytest.raises(LaunchError, match=message):
+            check_launch(SGLangLaunch(str(path)))
+
+
+@pytest.mark.timeout(30)
+def test_a_missing_interpreter_is_an_error_at_once(tmp_path):
+    for python, message in (("/nowhere/bin/python", "does not exist"), (sys.executable, "no package sglang")):
+        with pytest.raises(LaunchError, match=f"{message}.*make sglang-env"):
+            check_launch(SGLangLaunch(str(tmp_path), python=python))
+
+
+def test_the_interpreter_is_named_by_the_environment_first(monkeypatch):
+    monkeypatch.setenv(PYTHON_VARIABLE, "/some/python")
+    assert default_sglang_python() == "/some/python"
+
+
+def test_the_command_on_a_cpu_and_on_a_gpu():
+    cpu, cpu_env = sglang_command(SGLangLaunch("m", python="py", port=5, device="cpu", api_key="k"))
+    assert cpu[:3] == ["py", "-m", "sglang.launch_server"]
+    assert cpu[cpu.index("--attention-backend") + 1] == "torch_native" and cpu[cpu.index("--api-key") + 1] == "k"
+    assert cpu_env == {"PYTHONPATH": str(CPU_SHIM), "SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
+    extra = {"log_level": "warning", "trust-remote-code": True, "enable-metrics": False, "cuda-graph-bs": [1, 2]}
+    gpu, gpu_env = sglang_command(SGLangLaunch("m", python="py", port=5, device="cuda", extra_args=extra))
+    assert "torch_native" not in gpu and "--mem-fraction-static" not in gpu and "--api-key" not in gpu
+    assert gpu[-6:] == ["--log-level", "warning", "--trust-remote-code", "--cuda-graph-bs", "1", "2"]
+    assert not gpu_env["PYTHONPATH"]  # the trainer's path is not SGLang's
+
+
+def test_wrong_launches_are_refused():
+    with pytest.raises(LaunchError, match="'tpu'"):
+        SGLangLaunch("m", device="tpu")
+    with pytest.raises(LaunchError, match="port"):
+        SGLangLaunch("m", extra_args={"port": 1})
+
+
+@pytest.mark.timeout(30)
+def test_the_cpu_shim_acts_only_when_asked_and_hides_no_other(tmp_path):
+    """It imports nothing at start, its stub raises only when called, and a shadowed sitecustomize still runs."""
+    (tmp_path / "sitecustomize.py").write_text("print('shadowed')")
+    code = (
+        "import sys; print('torch' in sys.modules)\n"
+        "try:\n    from sgl_kernel.moe import topk\n    print(topk.some.name is not None)\n    topk(1)\n"
+        "except (ImportError, NotImplementedError) as error: print(error)"
+    )
+    for asked, last in (("1", "sgl_kernel.moe.topk was called"), ("0", "No module named 'sgl_kernel'")):
+        env = {**os.environ, "PYTHONPATH": f"{CPU_SHIM}{os.pathsep}{tmp_path}", "SGLANG_USE_CPU_ENGINE": asked}
+        out = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout
+        lines = out.splitlines()
+        assert lines[:2] == ["shadowed", "False"]
+        assert lines[-1].startswith(last)
