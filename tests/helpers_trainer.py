@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import ray
 from hydra import compose, initialize_config_module
 from omegaconf import DictConfig
 
@@ -21,6 +22,15 @@ def compose_config(*overrides: str) -> DictConfig:
     """The recipe's configuration for this machine, with further overrides."""
     with initialize_config_module("recipe.atropos.config", version_base=None):
         return compose("trainer", overrides=[*CPU_OVERRIDES, *overrides])
+
+
+def close(trainer: Any) -> None:
+    """End a trainer's workers and give their resources back to Ray."""
+    for worker in trainer.actor_rollout_wg.workers:
+        ray.kill(worker)
+    for pool in trainer.resource_pool_manager.resource_pool_dict.values():
+        for group in pool.pgs:
+            ray.util.remove_placement_group(group)
 
 
 def random_group(

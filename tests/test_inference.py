@@ -106,7 +106,8 @@ async def greedy(client: SGLangClient) -> list[int]:
 async def in_flight(client: SGLangClient) -> AsyncIterator[asyncio.Task]:
     """A long request that has begun to generate."""
     request = asyncio.create_task(client.generate(input_ids=PROMPT, sampling_params=LONG))
-    await asyncio.sleep(0.3)
+    await asyncio.sleep(0.1)
+    await greedy(client)  # first come, first served: when this later one is done, the long one has tokens
     assert not request.done()
     yield request
     request.cancel()
@@ -141,6 +142,28 @@ def test_greedy_tokens_and_logprobs_are_those_of_transformers(run, server, which
         sampled = reply["meta_info"]["output_token_logprobs"]
         assert [token for _, token, _ in sampled] == tokens
         assert [logprob for logprob, _, _ in sampled] == pytest.approx(logprobs, abs=1e-4)
+
+    run(test)
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("sampling", [{"temperature": 2.0}, {"temperature": 0.5, "top_p": 0.5}, {"top_k": 5}])
+def test_sampled_logprobs_are_tempered_and_before_truncation(run, server, sampling):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    policy = AutoModelForCausalLM.from_pretrained(server.old, dtype=torch.float32)
+
+    async def test(client):
+        reply = await client.generate(
+            input_ids=PROMPT, sampling_params={"max_new_tokens": 32, "ignore_eos": True, **sampling}
+        )
+        with torch.no_grad():
+            logits = policy(torch.tensor([PROMPT + reply["output_ids"]])).logits[0, len(PROMPT) - 1 : -1]
+        expected = (logits / sampling.get("temperature", 1.0)).log_softmax(-1)
+        for row, (logprob, token, _) in zip(expected, reply["meta_info"]["output_token_logprobs"], strict=True):
+            assert logprob == pytest.approx(float(row[token]), abs=1e-4)
 
     run(test)
 
@@ -197,7 +220,7 @@ def test_retract_keeps_requests_and_names_the_version_of_every_token(run, server
 @pytest.mark.e2e
 @pytest.mark.timeout(120)
 def test_in_place_cannot_flush_and_a_refused_push_has_changed_the_weights(run, server):
-    """Why a push uses `retract`: in place, the server refuses after it has loaded the weights; the version is then wrong."""
+    """Why a push uses `retract`: in place, the server refuses only after it has loaded the weights."""
 
     async def test(client):
         before = await greedy(client)
@@ -245,8 +268,11 @@ def test_flush_raises_while_requests_run(run):
 
 @pytest.mark.e2e
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("damage", ["no folder", "no weights", "cut weights"])
-def test_after_a_failed_update_the_old_version_stays_in_force(run, server, tmp_path, damage):
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [("no folder", "HTTP 400: "), ("no weights", "HTTP 400: .*weights"), ("cut weights", "not sent, .* is damaged")],
+)
+def test_after_a_failed_update_the_old_version_stays_in_force(run, server, tmp_path, damage, message):
     broken = tmp_path / "broken"
     if damage != "no folder":
         shutil.copytree(server.new, broken)
@@ -258,7 +284,7 @@ def test_after_a_failed_update_the_old_version_stays_in_force(run, server, tmp_p
 
     async def test(client):
         before = await greedy(client)
-        with pytest.raises(InferenceError, match=r"http://.*/update_weights_from_disk: HTTP 400: \S"):
+        with pytest.raises(InferenceError, match=rf"http://.*/update_weights_from_disk: {message}"):
             await client.update_weights_from_disk(broken, "9")
         assert await client.weight_version() == "0"
         await client.flush_cache()
@@ -332,7 +358,7 @@ def test_no_process_of_the_server_outlives_a_killed_launcher(models, tmp_path):
         time.sleep(0.1)
 
 
-# -- without a server ----------------------------------------------------------------------------------------------------
+# -- without a server ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.timeout(30)

@@ -5,6 +5,7 @@ and post it to the Trajectory API. ``fit_step`` reads as the algorithm; what is 
 (``SeparateRayPPOTrainer``), reached through its ``_fit_*`` hooks.
 """
 
+import uuid
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -41,10 +42,10 @@ class DevicePoolManager(ResourcePoolManager):
     def _check_resource_available(self) -> None:
         if get_device_name() != "cpu":
             return super()._check_resource_available()
-        wanted, available = self.get_n_gpus(), int(ray.cluster_resources().get("CPU", 0))
-        if available < wanted:
+        wanted, available = self.get_n_gpus(), int(ray.available_resources().get("CPU", 0))
+        if available < wanted:  # Ray would wait for ever for a placement
             raise ValueError(
-                f"trainer.nnodes * trainer.n_gpus_per_node = {wanted} ranks, but Ray has {available} CPUs; "
+                f"trainer.nnodes * trainer.n_gpus_per_node = {wanted} ranks, but Ray has {available} CPUs free; "
                 "lower them or raise ray_kwargs.ray_init.num_cpus"
             )
 
@@ -57,7 +58,7 @@ class RayGRPOAtroposTrainer(SeparateRayPPOTrainer):
     """
 
     def __init__(self, config: Any, tokenizer: Any, **kwargs: Any):
-        pool = "actor_pool"
+        pool = f"{config.run.name}_{uuid.uuid4().hex[:8]}_"  # Ray names placement groups after it, across all its jobs
         super().__init__(
             config=config,
             tokenizer=tokenizer,

@@ -142,6 +142,8 @@ class SGLangClient:
         """POST /generate. One reply, or a list for a list of prompts or ``n`` > 1.
 
         A reply has `output_ids` and `meta_info.output_token_logprobs` = [[logprob, token id, None], ...].
+        The logprobs are those of softmax(logits / temperature) (at temperature 0: of softmax(logits)), before top-k and
+        top-p.
         """
         return await self._call(
             "POST",
@@ -177,10 +179,10 @@ class SGLangClient:
     ) -> None:
         """Load the weights in `model_path`, a folder that the server sees; then it reports `weight_version`.
 
-        Unless paused, the server first waits until no request runs. A folder that it does not see it takes for a name on
-        the Hugging Face hub, looks there, and refuses: version and weights are then the old ones. A damaged file would
-        kill it (it rolls back by reading the same file again), so files that can be seen from here are checked first.
-        Names and shapes are not: a missing tensor silently stays the old one.
+        Unless paused, the server first waits until no request runs. A folder that it does not see it takes for a name
+        on the Hugging Face hub, looks there, and refuses: version and weights are then the old ones. A damaged file
+        would kill it (it rolls back by reading the same file again), so those that can be seen from here are checked
+        first. Names and shapes are not, by neither side: a missing tensor silently stays the old one.
         """
         for file in sorted(Path(model_path).glob("*.safetensors")):
             try:

@@ -47,8 +47,8 @@ class SGLangLaunch:
             one user (the log file has mode 0600).
         mem_fraction_static: None is 0.3 on a CPU.
         max_total_tokens: size of the KV cache; None is 32768 on a CPU.
-        extra_args: further flags of `sglang.launch_server`, by name: True gives a bare flag, None and False give none, a
-            list several values. They win over what stands here.
+        extra_args: further flags of `sglang.launch_server`, by name: True gives a bare flag, None and False give none,
+            a list several values. They win over what stands here.
     """
 
     model_path: str
@@ -152,13 +152,11 @@ def check_launch(launch: SGLangLaunch) -> None:
     if looks_local and not path.is_dir():
         raise LaunchError(f"model folder {launch.model_path!r} does not exist: correct inference.model_path")
     if path.is_dir() and not (path / "config.json").exists():
-        raise LaunchError(
-            f"model folder {launch.model_path!r} has no config.json: name the folder that save_pretrained made"
-        )
+        raise LaunchError(f"model folder {launch.model_path!r} has no config.json: name a folder of save_pretrained")
     if launch.port is not None and not port_is_free(launch.port, launch.host):
         raise LaunchError(
-            f"port {launch.port} of {launch.host} is taken: end the process that listens there, name another port, or leave "
-            "inference.port empty to have a free one chosen"
+            f"port {launch.port} of {launch.host} is taken: end the process that listens there, name another port, or "
+            "leave inference.port empty to have a free one chosen"
         )
 
 
@@ -178,7 +176,7 @@ def _check_interpreter(python: str) -> None:
 
 
 def start_sglang(launch: SGLangLaunch, *, log_path: Path | str, name: str = "sglang") -> Service:
-    """Check the launch, choose a port if none is given, and start the server. Returns at once: see `wait_until_serving`.
+    """Check the launch, choose a port if none is given, start the server, and return at once: see `wait_until_serving`.
 
     Raises:
         LaunchError: see `check_launch`.

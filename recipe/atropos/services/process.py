@@ -34,10 +34,11 @@ joined by ":". A service started by a service carries both marks, so stopping th
 
 _POLL_SECONDS = 0.05
 _KILL_SECONDS = 5.0
+_TAIL_COLUMNS = 300
 
 # Runs in the child, then becomes the command. PR_SET_PDEATHSIG (1) is set here and not by preexec_fn, because Python
-# code between fork and exec can deadlock in a process with threads (Ray, torch). The parent may have died already: it is
-# then no longer the parent. SIGPIPE and SIGXFSZ, which Python ignores, would stay ignored across exec.
+# code between fork and exec can deadlock in a process with threads (Ray, torch). The parent may have died already: it
+# is then no longer the parent. SIGPIPE and SIGXFSZ, which Python ignores, would stay ignored across exec.
 _DIE_WITH_PARENT = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGTERM)
@@ -102,11 +103,12 @@ class Service:
         return self.process.poll()
 
     def tail(self, lines: int = 20) -> str:
-        """The last lines that this process wrote."""
+        """The last lines that this process wrote, long ones cut (SGLang prints all its arguments, keys too, in one)."""
         with open(self.log_path, "rb") as log:
             end = log.seek(0, os.SEEK_END)
             log.seek(max(self.log_start, end - 65536))
-            return "\n".join(log.read().decode(errors="replace").splitlines()[-lines:])
+            last = log.read().decode(errors="replace").splitlines()[-lines:]
+        return "\n".join(line if len(line) <= _TAIL_COLUMNS else f"{line[:_TAIL_COLUMNS]} ..." for line in last)
 
     def failure(self, what: str) -> ServiceFailed:
         """The error that says `what` happened to this service, how it ended if it did, and its last lines."""
@@ -133,13 +135,19 @@ class Service:
         return [p for p in found.values() if p.pid != os.getpid() and _alive(p)]
 
     def _marked(self, process: psutil.Process) -> bool:
-        """Whether a process has this service's mark, or its session (a process may have cleared its environment)."""
+        """Whether a process has this service's mark, or its session.
+
+        The session, because programs that rename themselves (SGLang's scheduler, Ray's workers) overwrite the memory in
+        which the system shows their environment. Once the leader is reaped, its number is free for others only when no
+        member of its session is left.
+        """
+        session_ended = self.process.returncode is not None and psutil.pid_exists(self.pid)
         try:
             if process.create_time() < self._started - 1:  # clock ticks, rounded
                 return False
-            return os.getsid(process.pid) == self.pid or self.run_id in process.environ().get(
-                RUN_ID_VARIABLE, ""
-            ).split(":")
+            if os.getsid(process.pid) == self.pid and not session_ended:
+                return True
+            return self.run_id in process.environ().get(RUN_ID_VARIABLE, "").split(":")
         except (psutil.Error, OSError):
             return False  # ended meanwhile, or another user's
 

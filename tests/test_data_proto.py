@@ -1,0 +1,218 @@
+"""The row contract, against a reference that walks token by token."""
+
+import copy
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding
+
+from recipe.atropos.data_proto import IGNORED, RowLimits, groups_to_data_proto, read_groups
+
+LIMITS = RowLimits(max_prompt_length=5, max_response_length=6, pad_token_id=0, vocab_size=100)
+
+
+def slow_reference(groups, limits, multiple_of):
+    """The contract as one would say it aloud: a dict a row, with plain lists over the response. No refusals here."""
+    rows, dropped = [], {}
+    for index, group in enumerate(groups):
+        overrides = group.get("group_overrides") or {}
+        for i, tokens in enumerate(group["tokens"]):
+            trained = [m != IGNORED for m in group["masks"][i]]
+            if not any(trained):
+                dropped["no_trained_token"] = dropped.get("no_trained_token", 0) + 1
+                continue
+            first = trained.index(True)
+            if first == 0:
+                dropped["no_prompt"] = dropped.get("no_prompt", 0) + 1
+                continue
+            if limits.overlong == "drop" and len(tokens) - first > limits.max_response_length:
+                dropped["overlong_response"] = dropped.get("overlong_response", 0) + 1
+                continue
+            end = min(len(tokens), first + limits.max_response_length)
+            row = {
+                "prompt": tokens[:first][-limits.max_prompt_length :],
+                "response": tokens[first:end],
+                "mask": [int(t) for t in trained[first:end]],
+                "score": [0.0] * (end - first),
+                "uid": str(index),
+                "version": None,
+            }
+            last = max(j for j in range(end - first) if row["mask"][j])
+            row["score"][last] = float(group["scores"][i])
+            logprobs = group.get("inference_logprobs")
+            row["logprobs"] = None
+            if logprobs and logprobs[i]:
+                values = [logprobs[i][j] if trained[j] else 0.0 for j in range(first, end)]
+                valid = all(
+                    math.isfinite(logprobs[i][j]) and logprobs[i][j] <= 0 for j in range(first, end) if trained[j]
+                )
+                row["logprobs"] = values if valid else None
+            advantages = group.get("advantages")
+            row["advantages"] = (
+                [advantages[i][j] if trained[j] else 0.0 for j in range(first, end)] if advantages else None
+            )
+            own = (group.get("overrides") or [{}] * len(group["tokens"]))[i] or {}
+            row["zero"] = bool(own.get("set_advantage_to_zero") or overrides.get("set_advantage_to_zero"))
+            versions = overrides.get("policy_version_min")
+            row["version"] = versions[i] if versions else None
+            rows.append(row)
+    return rows, dropped, -len(rows) % multiple_of
+
+
+@st.composite
+def sequences(draw):
+    """(tokens, mask): any interleaving of trained and untrained spans, also without prompt or trained token."""
+    length = draw(st.integers(1, 14))
+    tokens = draw(st.lists(st.integers(0, 99), min_size=length, max_size=length))
+    trained = draw(st.lists(st.booleans(), min_size=length, max_size=length))
+    return tokens, [token if keep else IGNORED for token, keep in zip(tokens, trained, strict=True)]
+
+
+@st.composite
+def groups(draw):
+    rows = draw(st.lists(sequences(), min_size=1, max_size=5))
+    lengths = [len(tokens) for tokens, _ in rows]
+    floats = st.floats(-5, 5, width=32)
+
+    def parallel(values):
+        return [draw(st.lists(values, min_size=n, max_size=n)) for n in lengths]
+
+    logprob = st.one_of(st.floats(-9, 0, width=32), st.sampled_from([1.0, math.nan, -math.inf]))
+    valid_logprob = st.floats(-9, 0, width=32)
+    return {
+        "tokens": [tokens for tokens, _ in rows],
+        "masks": [mask for _, mask in rows],
+        "scores": draw(st.lists(floats, min_size=len(rows), max_size=len(rows))),
+        "inference_logprobs": draw(st.sampled_from([None, [], parallel(valid_logprob), parallel(logprob)])),
+        "advantages": parallel(floats) if draw(st.booleans()) else draw(st.sampled_from([None, []])),
+        "overrides": draw(
+            st.sampled_from([None, [], [{"set_advantage_to_zero": i % 2 == 0} for i in range(len(rows))]])
+        ),
+        "group_overrides": draw(
+            st.sampled_from([None, {}, {"set_advantage_to_zero": True}, {"policy_version_min": list(range(len(rows)))}])
+        ),
+        "env_id": draw(st.sampled_from([None, 0, 3])),
+    }
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(groups(), min_size=1, max_size=4), st.integers(1, 6), st.sampled_from(["truncate", "drop"]))
+def test_every_row_equals_the_slow_reference(batch, multiple_of, overlong):
+    limits = RowLimits(LIMITS.max_prompt_length, LIMITS.max_response_length, 0, overlong, vocab_size=100)
+    rows, dropped, n_pad = slow_reference(batch, limits, multiple_of)
+    data, report = groups_to_data_proto(copy.deepcopy(batch), limits, multiple_of)
+
+    assert dict(report.dropped) == dropped
+    assert report.received == len(rows) + sum(dropped.values())
+    if not rows:
+        assert data is None
+        return
+    assert len(data) == len(rows) + n_pad and report.padding_rows == n_pad
+    tensors, others = data.batch, data.non_tensor_batch
+    width = max(len(row["response"]) for row in rows)
+    prompt_width = max(len(row["prompt"]) for row in rows)
+    assert tensors["responses"].shape == (len(data), width) and tensors["prompts"].shape == (len(data), prompt_width)
+    for i, row in enumerate(rows):
+        n, p = len(row["response"]), len(row["prompt"])
+        assert tensors["prompts"][i].tolist() == [0] * (prompt_width - p) + row["prompt"]
+        assert tensors["responses"][i].tolist() == row["response"] + [0] * (width - n)
+        assert tensors["response_mask"][i].tolist() == row["mask"] + [0] * (width - n)
+        assert tensors["input_ids"][i].tolist() == tensors["prompts"][i].tolist() + tensors["responses"][i].tolist()
+        attended = [0] * (prompt_width - p) + [1] * (p + n) + [0] * (width - n)
+        assert tensors["attention_mask"][i].tolist() == attended
+        positions = tensors["position_ids"][i][torch.tensor(attended).bool()]
+        assert positions.tolist() == list(range(p + n))
+        np.testing.assert_allclose(tensors["token_level_scores"][i], row["score"] + [0.0] * (width - n), rtol=1e-6)
+        assert others["has_log_probs"][i] == (row["logprobs"] is not None)
+        if "rollout_log_probs" in tensors:
+            expected = (row["logprobs"] or [0.0] * n) + [0.0] * (width - n)
+            np.testing.assert_allclose(tensors["rollout_log_probs"][i], expected, rtol=1e-6)
+        assert others["has_advantages"][i] == (row["advantages"] is not None)
+        expected = (row["advantages"] or [0.0] * n) + [0.0] * (width - n)
+        np.testing.assert_allclose(tensors["atropos_advantages"][i], expected, rtol=1e-6)
+        assert others["uid"][i] == row["uid"]
+        assert others["zero_advantage"][i] == row["zero"]
+        assert others["policy_version_min"][i] == row["version"]  # unknown is None, never 0
+    assert ("rollout_log_probs" in tensors) == any(row["logprobs"] is not None for row in rows)
+    padding = slice(len(rows), None)
+    assert others["is_padding"].tolist() == [False] * len(rows) + [True] * n_pad
+    assert not tensors["response_mask"][padding].any() and not tensors["token_level_scores"][padding].any()
+    assert (tensors["attention_mask"][padding].sum(-1) == 1).all()  # verl wants a prompt, and no more
+    assert len(set(others["uid"][padding])) == n_pad and not set(others["uid"][padding]) & {r["uid"] for r in rows}
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(groups(), min_size=1, max_size=3), st.integers(1, 5))
+def test_verls_own_slices_see_the_right_tokens(batch, multiple_of):
+    """Through verl's removal of padding and back: each response position gets the value of the token before it."""
+    data, _ = groups_to_data_proto(batch, LIMITS, multiple_of)
+    if data is None:
+        return
+    sample = left_right_2_no_padding(data.to_tensordict())
+    # A "model" whose output at a position names the next token there: what logprobs are gathered by.
+    ids, offsets = sample["input_ids"].values(), sample["input_ids"].offsets()
+    output = torch.roll(ids, -1).float()
+    back = no_padding_2_padding(torch.nested.nested_tensor_from_jagged(output, offsets), sample)
+    mask = data.batch["response_mask"].bool()
+    assert back.shape == data.batch["responses"].shape
+    assert (back[mask] == data.batch["responses"][mask].float()).all()
+
+
+def good_group(**changes):
+    group = {
+        "tokens": [[5, 6, 7, 8], [5, 6, 9]],
+        "masks": [[-100, -100, 7, 8], [-100, -100, 9]],
+        "scores": [1.0, -1.0],
+        "inference_logprobs": [[1.0, 1.0, -0.1, -0.2], [1.0, 1.0, -0.3]],
+        "env_id": 2,
+        "group_overrides": {"env_name": "gsm8k_0"},
+    }
+    return group | changes
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason", "words"),
+    [
+        ({"scores": [1.0]}, "unequal_lengths", "1 scores for 2 sequences"),
+        ({"scores": None}, "unequal_lengths", "None scores"),
+        ({"masks": [[-100, 7, 8], [-100, -100, 9]]}, "unequal_lengths", "masks[0] has length 3, tokens[0] has 4"),
+        ({"masks": []}, "unequal_lengths", "no masks"),
+        ({"inference_logprobs": [[-0.1], [-0.2]]}, "unequal_lengths", "inference_logprobs[0] has length 1"),
+        ({"advantages": [[0.0] * 4]}, "unequal_lengths", "1 advantages for 2 sequences"),
+        ({"scores": [math.nan, 1.0]}, "nonfinite_scores", "score 0 is nan"),
+        ({"scores": [1.0, None]}, "nonfinite_scores", "score 1 is None"),
+        ({"advantages": [[0.0, 0.0, math.inf, 0.0], [0.0] * 3]}, "nonfinite_advantages", "inf at position 2"),
+        ({"ref_logprobs": [[0, 0, -1, math.nan], [0, 0, -1]]}, "nonfinite_ref_logprobs", "ref_logprobs[0]"),
+        ({"tokens": [[5, 6, 7, 100], [5, 6, 9]]}, "foreign_tokens", "token 100 at position 3"),
+        ({"tokens": [["a", 6, 7, 8], [5, 6, 9]]}, "malformed", "tokens[0]"),
+        ({"tokens": []}, "empty_group", "no sequences"),
+    ],
+)
+def test_a_group_that_breaks_the_format_is_refused_named_and_counted(changes, reason, words):
+    rows, report = read_groups([good_group(), good_group(**changes)], LIMITS)
+    assert len(rows) == 2 and {row.uid for row in rows} == {"0"}, "the good group stays"
+    assert list(report.dropped) == [reason]
+    assert report.messages[0].startswith("group 1 of env gsm8k_0: ") and words in report.messages[0]
+
+
+def test_a_response_that_is_too_long_can_be_an_error():
+    limits = RowLimits(5, 1, 0, "error")
+    with pytest.raises(ValueError, match="response 0 has 2 tokens, data.max_response_length is 1"):
+        read_groups([good_group()], limits)
+
+
+def test_reference_logprobs_are_used_only_if_every_row_has_them():
+    both = good_group(ref_logprobs=[[0, 0, -1.0, -2.0], [0, 0, -3.0]])
+    data, _ = groups_to_data_proto([both], LIMITS)
+    assert data.batch["ref_log_prob"].tolist() == [[-1.0, -2.0], [-3.0, 0.0]]
+    data, _ = groups_to_data_proto([both, good_group()], LIMITS)
+    assert "ref_log_prob" not in data.batch
+
+
+def test_unknown_limits_are_refused():
+    with pytest.raises(ValueError, match="overlong policy 'cut'"):
+        RowLimits(5, 5, 0, "cut")

@@ -1,0 +1,131 @@
+"""verl's real FSDP workers under Ray on a CPU: every trained token's logprob, and the loss without its padding."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+import ray
+import torch
+from helpers_sglang import make_tiny_model
+from helpers_trainer import close, compose_config, model_vocab, random_group
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from verl.utils.config import omega_conf_to_dataclass
+from verl.workers.utils.losses import ppo_loss
+
+from recipe.atropos.data_proto import groups_to_data_proto, read_groups, rows_to_data_proto
+from recipe.atropos.ray_trainer import RayGRPOAtroposTrainer
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+
+SIZES = ["data.train_batch_size=4", "actor_rollout_ref.rollout.n=4", "inference.urls=[http://127.0.0.1:1]"]
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    return make_tiny_model(tmp_path_factory.mktemp("model"), seed=0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster():
+    ray.init(num_cpus=4, include_dashboard=False)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(
+    scope="module", params=[("fsdp2", 1), ("fsdp2", 2), ("fsdp", 1), ("fsdp", 2)], ids=lambda p: f"{p[0]}-world{p[1]}"
+)
+def trainer(request, model_path, tmp_path_factory):
+    strategy, world = request.param
+    config = compose_config(
+        *SIZES,
+        f"actor_rollout_ref.model.path={model_path}",
+        f"actor_rollout_ref.actor.strategy={strategy}",
+        f"trainer.n_gpus_per_node={world}",
+        f"run.dir={tmp_path_factory.mktemp('run')}",
+        "actor_rollout_ref.actor.optim.lr=0",  # updates that leave the weights: each test starts from the same ones
+        "actor_rollout_ref.actor.optim.weight_decay=0",
+    )
+    trainer = RayGRPOAtroposTrainer(config=config, tokenizer=AutoTokenizer.from_pretrained(model_path))
+    trainer.init_workers()
+    yield trainer
+    close(trainer)
+
+
+@pytest.fixture(scope="module")
+def plain(model_path):
+    return AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
+
+
+def token_logprobs(model, row):
+    """(R_i,) logprobs of a row's response tokens by plain transformers, one unpadded sequence at a time."""
+    ids = torch.from_numpy(np.concatenate([row.prompt, row.response]))[None]
+    logprobs = torch.log_softmax(model(ids).logits[0].float(), dim=-1)
+    start = len(row.prompt)
+    return logprobs[torch.arange(start - 1, ids.shape[1] - 1), ids[0, start:]]
+
+
+def a_batch(trainer, model_path, turns, seed):
+    rng = np.random.default_rng(seed)
+    return [random_group(rng, model_vocab(model_path), turns=turns, size=3, prompt=20) for _ in range(3)]
+
+
+@pytest.mark.parametrize("turns", [1, 3], ids=["single_turn", "multi_turn"])
+def test_the_workers_logprob_of_every_trained_token_is_transformers_own(trainer, plain, model_path, turns):
+    rows, _ = read_groups(a_batch(trainer, model_path, turns, seed=turns), trainer.limits)
+    assert len({len(row.prompt) for row in rows}) > 3, "left padding of several widths"
+    batch = rows_to_data_proto(rows, trainer.limits, multiple_of=16)
+    batch.meta_info.update(temperature=1.0, global_token_num=batch.batch["attention_mask"].sum(-1).tolist())
+    result, _ = trainer._compute_old_log_prob(batch)
+    for i, row in enumerate(rows):
+        mask = torch.from_numpy(row.mask)
+        ours = result.batch["old_log_probs"][i, : len(row.response)][mask]
+        with torch.no_grad():
+            torch.testing.assert_close(ours, token_logprobs(plain, row)[mask], atol=1e-4, rtol=0)
+
+
+def plain_loss(model, rows, advantages, mode, scale):
+    """The policy-gradient loss at ratio 1, from its definition, over the rows that are there."""
+    sums, counts = [], []
+    for row, advantage in zip(rows, advantages[: len(rows)], strict=True):
+        logprobs, mask = token_logprobs(model, row), torch.from_numpy(row.mask)
+        ratio = torch.exp(logprobs - logprobs.detach())
+        sums.append(-(advantage[: len(row.response)] * ratio)[mask].sum())
+        counts.append(int(mask.sum()))
+    if mode == "token-mean":
+        return sum(sums) / sum(counts)
+    if mode == "token-sum":
+        return sum(sums)
+    if mode == "seq-mean-token-mean":
+        return sum(s / n for s, n in zip(sums, counts, strict=True)) / len(rows)
+    return sum(sums) / len(rows) / (scale if mode == "seq-mean-token-sum-norm" else 1)
+
+
+@pytest.mark.parametrize(
+    "mode", ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+)
+def test_padding_rows_change_neither_loss_nor_gradient(trainer, plain, model_path, mode):
+    """9 rows and 7 of padding in a mini-batch of 16, against a plain loss that has never seen padding."""
+    config = omega_conf_to_dataclass(trainer.config.actor_rollout_ref.actor)
+    object.__setattr__(config, "loss_agg_mode", mode)
+    trainer.actor_rollout_wg.set_loss_fn(partial(ppo_loss, config=config))
+
+    groups = a_batch(trainer, model_path, turns=2, seed=11)
+    rows, _ = read_groups(groups, trainer.limits)
+    batch, report = groups_to_data_proto(groups, trainer.limits, multiple_of=trainer.mini_batch_size)
+    assert (len(rows), report.padding_rows) == (9, 7)
+    batch.meta_info.update(temperature=1.0, global_token_num=batch.batch["attention_mask"].sum(-1).tolist())
+    trainer.metrics, trainer.timing_raw, trainer.global_steps = {}, {}, 1
+    trainer.reward_tensor, trainer.reward_extra_infos_dict = batch.batch["token_level_scores"], {}
+    batch = trainer._fit_compute_log_prob(batch)
+    batch = trainer._fit_compute_advantage(batch)
+    trainer._fit_update_actor(batch)
+
+    plain.zero_grad()
+    loss = plain_loss(plain, rows, batch.batch["advantages"], mode, trainer.config.data.max_response_length)
+    loss.backward()
+    norm = torch.sqrt(sum(p.grad.square().sum() for p in plain.parameters()))
+    assert norm > 1e-4
+    # With several micro-batches and ranks verl reports the loss as the mean over ranks of sums over micro-batches.
+    assert trainer.metrics["actor/pg_loss"] == pytest.approx(loss.item(), rel=1e-3, abs=1e-6)
+    assert trainer.metrics["actor/grad_norm"] == pytest.approx(norm.item(), rel=1e-3)
