@@ -214,7 +214,8 @@ def start_trainer(run: Run, api: Service, sglang: Service) -> Service:
     addresses = [f"inference.urls=[{sglang.url}]", f"trainer.atropos.api_url={api.url}"]
     model = f"actor_rollout_ref.model.path={run.config.actor_rollout_ref.model.path}"
     command = [sys.executable, "-m", "recipe.atropos.main", *run.overrides, *addresses, model]
-    return run.start("trainer", [*command, f"run.dir={run.directory}"], ATROPOS_API_KEY=run.api_key)
+    folders = {"TENSORBOARD_DIR": str(run.directory / "tensorboard"), "WANDB_DIR": str(run.directory)}
+    return run.start("trainer", [*command, f"run.dir={run.directory}"], ATROPOS_API_KEY=run.api_key, **folders)
 
 
 async def first_version(run: Run, sglang: Service) -> int:

@@ -41,8 +41,9 @@ def run(config: DictConfig) -> None:
     runtime_env = {**get_ppo_ray_runtime_env(config), **(init.pop("runtime_env", None) or {})}
     ray.init(runtime_env=runtime_env, **init)
     try:
-        tokenizer = omega_conf_to_dataclass(config.actor_rollout_ref.model).tokenizer
-        trainer = RayGRPOAtroposTrainer(config=config, tokenizer=tokenizer)
+        model = omega_conf_to_dataclass(config.actor_rollout_ref.model)
+        vocab_size = model.hf_config.get_text_config().vocab_size
+        trainer = RayGRPOAtroposTrainer(config=config, tokenizer=model.tokenizer, vocab_size=vocab_size)
         trainer.init_workers()
         trainer.fit()
     finally:

@@ -57,7 +57,8 @@ class RayGRPOAtroposTrainer(SeparateRayPPOTrainer):
     the first rollout and, by ``trainer.atropos.weight_sync.every``, after each update.
     """
 
-    def __init__(self, config: Any, tokenizer: Any, **kwargs: Any):
+    def __init__(self, config: Any, tokenizer: Any, vocab_size: int | None = None, **kwargs: Any):
+        """``vocab_size`` is the model's: a model may have, and sample, more tokens than its tokenizer names."""
         pool = f"{config.run.name}_{uuid.uuid4().hex[:8]}_"  # Ray names placement groups after it, across all its jobs
         super().__init__(
             config=config,
@@ -79,7 +80,7 @@ class RayGRPOAtroposTrainer(SeparateRayPPOTrainer):
             max_response_length=config.data.max_response_length,
             pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
             overlong=atropos.overlong,
-            vocab_size=len(tokenizer),
+            vocab_size=vocab_size,
         )
         self.source_config = DataSourceConfig(
             **{key: atropos[key] for key in DataSourceConfig.__dataclass_fields__ if key in atropos}

@@ -1,0 +1,238 @@
+r"""GSM8K for Atropos: ``python -m recipe.atropos.environments.gsm8k serve|evaluate|process [flags]``.
+
+Problems come from the hub, a local folder or a generator (``word_problems``). The policy answers in ``\boxed{}``;
+math_verify decides, +1 or -1. Tokens, masks and logprobs are the managed server's: what the policy sampled, never encoded
+again. A group in which every score is equal teaches nothing and is not sent; where all answers are right, long ones get
+less, as in Atropos' own gsm8k_server.
+"""
+
+import asyncio
+import logging
+import random
+import time
+from typing import Any
+
+from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup
+from latex2sympy2_extended import NormalizationConfig
+from math_verify import LatexExtractionConfig, parse, verify
+from pydantic import Field
+
+from recipe.atropos.environments.word_problems import SYNTHETIC, Row, gold_answer, load_problems
+
+logger = logging.getLogger(__name__)
+
+SYSTEM_PROMPT = r"Solve the problem step by step. Put the final number, and nothing else, into \boxed{}."
+
+_BOXED = LatexExtractionConfig(
+    normalization_config=NormalizationConfig(
+        nits=False, malformed_operators=False, basic_latex=True, boxed="all", units=True
+    ),
+    boxed_match_priority=0,
+    try_extract_without_anchor=False,
+)
+
+
+class GSM8kEnvConfig(BaseEnvConfig):
+    """BaseEnv's options and this environment's own."""
+
+    dataset_name: str = Field(SYNTHETIC, description="'synthetic', a GSM8K .jsonl file or folder, or a hub name")
+    dataset_config: str = Field("main", description="Configuration of the dataset on the hub, or subfolder")
+    train_size: int | None = Field(None, description="Use only the first problems of the train split")
+    eval_size: int = Field(256, description="Number of held-out problems, the first of the test split")
+    seed: int = Field(0, description="Order of the training problems; of the generated ones also their choice")
+    system_prompt: str = Field(SYSTEM_PROMPT, description="Empty for none")
+    temperature: float = Field(1.0, description="Of sampling; the trainer's logprobs are for 1.0")
+    max_answer_tokens: int | None = Field(None, description="Of one answer; by default what max_token_length leaves")
+
+
+class GSM8kEnv(BaseEnv):
+    """Single-turn math problems with a verifiable number as answer."""
+
+    name = "gsm8k"
+    env_config_cls = GSM8kEnvConfig
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.position = 0  # of the next training problem, counted over epochs
+        self.percent_correct_buffer: list[float] = []
+        self.eval_metrics: list[tuple[str, float]] = []
+
+    @classmethod
+    def config_init(cls) -> tuple[GSM8kEnvConfig, list[APIServerConfig]]:
+        """A list of one server: for any other form BaseEnv ignores ``--openai.base_url``."""
+        env_config = GSM8kEnvConfig(
+            tokenizer_name="Qwen/Qwen2.5-1.5B-Instruct",
+            group_size=8,
+            use_wandb=False,
+            max_token_length=2048,
+            wandb_name=cls.name,  # also the name that the environment registers with
+        )
+        server = APIServerConfig(
+            model_name=env_config.tokenizer_name,
+            base_url="http://localhost:9001/v1",
+            api_key="x",
+            server_type="sglang",
+            health_check=False,
+        )
+        return env_config, [server]
+
+    # ------------------------------------------------------------------ problems
+
+    async def setup(self) -> None:
+        """Load both splits.
+
+        Raises:
+            FileNotFoundError, ValueError: naming the dataset, file or line.
+        """
+        config = self.config
+        self.train = load_problems(
+            config.dataset_name, "train", config.dataset_config, config.train_size, seed=config.seed
+        )
+        # The held-out problems do not depend on the seed: runs are compared on the same ones.
+        self.test = load_problems(config.dataset_name, "test", config.dataset_config, config.eval_size)
+        self._order: tuple[int, list[int]] = (-1, [])
+
+    async def get_next_item(self) -> Row:
+        """The training problems in a new seeded order every epoch, without end."""
+        epoch, index = divmod(self.position, len(self.train))
+        if self._order[0] != epoch:
+            order = list(range(len(self.train)))
+            random.Random(f"gsm8k order {self.config.seed} {epoch}").shuffle(order)
+            self._order = (epoch, order)
+        self.position += 1
+        return self.train[self._order[1][index]]
+
+    def save_checkpoint(self, step: int, data: dict[str, Any] | None = None) -> None:
+        """BaseEnv sets what is saved here as attributes when a run resumes at ``step``."""
+        super().save_checkpoint(step, {"position": self.position, **(data or {})})
+
+    # ------------------------------------------------------------------ rollouts
+
+    def messages(self, row: Row) -> list[dict[str, str]]:
+        system = [{"role": "system", "content": self.config.system_prompt}] if self.config.system_prompt else []
+        return [*system, {"role": "user", "content": row["question"]}]
+
+    def answer_tokens(self, messages: list[dict[str, str]]) -> int:
+        """How long an answer may be: the whole sequence stays below what BaseEnv and the trainer accept."""
+        prompt = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        limit = self.config.max_token_length
+        if self.max_token_len > 0:
+            limit = min(limit, self.max_token_len)
+        room = limit - 1 - len(self.tokenizer.encode(prompt))
+        return min(room, self.config.max_answer_tokens or room)
+
+    async def collect_trajectories(self, item: Row) -> tuple[ScoredDataGroup | None, list[Row]]:
+        """A scored group for one problem, or None. A problem whose sampling was aborted comes back for another try."""
+        messages = self.messages(item)
+        max_tokens = self.answer_tokens(messages)
+        if max_tokens < 1:
+            logger.warning("skipped a problem whose prompt leaves no room for an answer: %s", item["question"][:80])
+            return None, []
+        async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
+            await managed.chat_completion(
+                messages=messages,
+                n=self.config.group_size,
+                max_tokens=max_tokens,
+                temperature=self.config.temperature,
+                top_p=1.0,
+            )
+            nodes = managed.get_state()["nodes"]
+        if any(node.metadata["finish_reason"] == "abort" for node in nodes):
+            return None, [item]
+        return self.score(item, nodes), []
+
+    def score(self, item: Row, nodes: list[Any]) -> ScoredDataGroup | None:
+        """The group with its scores; None where they are all equal or the gold answer cannot be read."""
+        gold = gold_answer(item)
+        correct = [
+            is_correct(self.tokenizer.decode(_completion(node), skip_special_tokens=True), gold) for node in nodes
+        ]
+        self.percent_correct_buffer.extend(map(float, correct))
+        scores = [1.0 if right else -1.0 for right in correct]
+        if all(correct):
+            scores = [length_penalty(len(node.tokens), self.config.max_token_length) for node in nodes]
+        if len(set(scores)) == 1:
+            return None
+        return ScoredDataGroup(
+            tokens=[list(node.tokens) for node in nodes],
+            masks=[list(node.masked_tokens) for node in nodes],
+            scores=scores,
+            inference_logprobs=[list(node.logprobs) for node in nodes],
+            advantages=None,
+            ref_logprobs=None,
+            messages=None,
+            overrides=None,
+            group_overrides={},  # BaseEnv reads it before it sets its default
+            images=None,
+        )
+
+    # ------------------------------------------------------------------ evaluation
+
+    async def evaluate(self, *args: Any, **kwargs: Any) -> None:
+        """Greedy accuracy on the held-out problems, through the same server calls as the rollouts.
+
+        Logged as ``eval/percent_correct`` (0 to 1) and ``eval/total``. A call that fails raises: it is no wrong answer.
+        """
+        started = time.time()
+        limit = asyncio.Semaphore(self.config.max_eval_workers)
+
+        async def answer(row: Row) -> dict[str, Any]:
+            messages = self.messages(row)
+            async with limit, self.server.managed_server(tokenizer=self.tokenizer) as managed:
+                completion = await managed.chat_completion(
+                    messages=messages, n=1, max_tokens=self.answer_tokens(messages), temperature=0.0, split="eval"
+                )
+            text = completion.choices[0].message.content
+            correct = is_correct(text, gold_answer(row))
+            return {"question": row["question"], "answer": text, "gold": gold_answer(row), "correct": correct}
+
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(answer(row)) for row in self.test]
+        samples = [task.result() for task in tasks]
+        metrics = {
+            "eval/percent_correct": sum(sample["correct"] for sample in samples) / len(samples),
+            "eval/total": len(samples),
+        }
+        self.eval_metrics.extend(metrics.items())
+        await self.evaluate_log(
+            metrics=metrics,
+            samples=samples,
+            start_time=started,
+            end_time=time.time(),
+            generation_parameters={"temperature": 0.0},
+        )
+
+    async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
+        wandb_metrics = dict(wandb_metrics or {})
+        if self.percent_correct_buffer:
+            wandb_metrics["train/percent_correct"] = sum(self.percent_correct_buffer) / len(self.percent_correct_buffer)
+        wandb_metrics.update(self.eval_metrics)
+        self.percent_correct_buffer, self.eval_metrics = [], []
+        await super().wandb_log(wandb_metrics)
+
+
+def is_correct(text: str, gold: str) -> bool:
+    r"""Whether the boxed answer in ``text`` equals the number ``gold``; False where nothing is boxed.
+
+    Raises:
+        ValueError: ``gold`` cannot be read as a number or formula.
+    """
+    gold_parsed = parse(rf"\boxed{{{gold}}}", extraction_config=[_BOXED], extraction_mode="first_match")
+    if not gold_parsed:
+        raise ValueError(f"gold answer {gold!r} cannot be parsed")
+    answer = parse(text, extraction_config=[_BOXED], extraction_mode="first_match") if r"\boxed" in text else []
+    return bool(answer) and bool(verify(gold_parsed, answer))
+
+
+def length_penalty(length: int, limit: int) -> float:
+    """1 up to half of ``limit`` tokens, then falling in a line to 0 at ``limit`` (Atropos' gsm8k_server)."""
+    threshold = 0.5 * limit
+    return 1.0 - min(1.0, max(0.0, (length - threshold) / (limit - threshold)))
+
+
+def _completion(node: Any) -> list[int]:
+    return [token for token, mask in zip(node.tokens, node.masked_tokens, strict=True) if mask != -100]
+
+
+if __name__ == "__main__":
+    GSM8kEnv.cli()
