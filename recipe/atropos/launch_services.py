@@ -33,7 +33,7 @@ from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
 from recipe.atropos.inference.client import InferenceError, SGLangClient
-from recipe.atropos.inference.server import LaunchError, SGLangLaunch, start_sglang, wait_until_serving
+from recipe.atropos.inference.server import LaunchError, SGLangLaunch, start_sglang
 from recipe.atropos.preflight import ConfigurationError, check_config, resolve_model
 from recipe.atropos.run_record import MetricsReader, update_summary
 from recipe.atropos.services.process import (
@@ -164,8 +164,9 @@ async def launch(config: DictConfig, overrides: list[str], directory: Path) -> N
     started = time.monotonic()
     try:
         resumed = _steps_done(directory) > 0
-        api, sglang = await start_servers(run)
-        trainer = start_trainer(run, api, sglang)
+        api, sglang = start_servers(run)
+        trainer = start_trainer(run, api, sglang)  # it waits for the servers while its own workers start
+        await servers_healthy(run, api, sglang)
         version = await first_version(run, sglang)
         if config.environment.evaluate and not resumed:
             before = await evaluate(run, sglang, "before")
@@ -185,8 +186,8 @@ async def launch(config: DictConfig, overrides: list[str], directory: Path) -> N
     plot_reward(directory)
 
 
-async def start_servers(run: Run) -> tuple[Service, Service]:
-    """The Trajectory API and SGLang, both healthy."""
+def start_servers(run: Run) -> tuple[Service, Service]:
+    """The Trajectory API and SGLang; not healthy yet."""
     api_config, inference = run.config.api, run.config.inference
     port = _port(api_config.port, api_config.host, "api.port")
     command = [sys.executable, "-m", "atroposlib.cli.run_api", "--host", api_config.host, "--port", str(port)]
@@ -204,14 +205,30 @@ async def start_servers(run: Run) -> tuple[Service, Service]:
     sglang = start_sglang(sglang_launch, log_path=run.log("sglang"))
     run.add(sglang)
     console.print(f"[bold]sglang[/]  starting {sglang_launch.model_path} at {sglang.url}")
-    await wait_until_healthy(api, lambda: _answers(f"{api.url}/status"), api_config.start_timeout)
-    seconds = await wait_until_serving(sglang, inference.start_timeout)
-    console.print(f"[bold]sglang[/]  up after {seconds:.0f} s; api at {api.url}")
     return api, sglang
 
 
+async def servers_healthy(run: Run, api: Service, sglang: Service) -> None:
+    async def answers() -> bool:
+        run.check()
+        return await _answers(f"{api.url}/status")
+
+    async def serves() -> bool:
+        run.check()
+        async with SGLangClient(sglang.url, run.api_key) as client:
+            return await client.health()
+
+    await wait_until_healthy(api, answers, run.config.api.start_timeout)
+    seconds = await wait_until_healthy(sglang, serves, run.config.inference.start_timeout)
+    console.print(f"[bold]sglang[/]  up after {seconds:.0f} s; api at {api.url}")
+
+
 def start_trainer(run: Run, api: Service, sglang: Service) -> Service:
-    addresses = [f"inference.urls=[{sglang.url}]", f"trainer.atropos.api_url={api.url}"]
+    addresses = [
+        f"inference.urls=[{sglang.url}]",
+        f"trainer.atropos.api_url={api.url}",
+        f"trainer.atropos.startup_timeout={run.config.inference.start_timeout}",
+    ]
     model = f"actor_rollout_ref.model.path={run.config.actor_rollout_ref.model.path}"
     command = [sys.executable, "-m", "recipe.atropos.main", *run.overrides, *addresses, model]
     folders = {"TENSORBOARD_DIR": str(run.directory / "tensorboard"), "WANDB_DIR": str(run.directory)}

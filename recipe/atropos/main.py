@@ -6,6 +6,7 @@ The SGLang servers (``inference.urls``) and the Trajectory API (``trainer.atropo
 
 import logging
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import hydra
 import ray
@@ -27,27 +28,30 @@ def run(config: DictConfig) -> None:
     """Check, start Ray (or join the cluster of RAY_ADDRESS), train.
 
     Raises:
-        ConfigurationError: before anything was started.
+        ConfigurationError: a value that cannot work, or a service that does not answer within ``startup_timeout``.
+        DataSourceError: the Trajectory API was lost, or no batch came in time.
     """
     with open_dict(config):
         config.trainer.device = get_device_name()
     OmegaConf.resolve(config)
     config.actor_rollout_ref.model.path = resolve_model(config.actor_rollout_ref.model.path, config.seed)
     check_config(config)
-    check_services(config, timeout=config.trainer.atropos.startup_timeout)
     validate_config(config, use_reference_policy=need_reference_policy(config), use_critic=False)
 
     init = OmegaConf.to_container(config.ray_kwargs.ray_init)
     runtime_env = {**get_ppo_ray_runtime_env(config), **(init.pop("runtime_env", None) or {})}
-    ray.init(runtime_env=runtime_env, **init)
-    try:
-        model = omega_conf_to_dataclass(config.actor_rollout_ref.model)
-        vocab_size = model.hf_config.get_text_config().vocab_size
-        trainer = RayGRPOAtroposTrainer(config=config, tokenizer=model.tokenizer, vocab_size=vocab_size)
-        trainer.init_workers()
-        trainer.fit()
-    finally:
-        ray.shutdown()
+    with ThreadPoolExecutor(max_workers=1) as pool:  # the servers may still be starting, and so do Ray and its workers
+        services = pool.submit(check_services, config, timeout=config.trainer.atropos.startup_timeout)
+        ray.init(runtime_env=runtime_env, **init)
+        try:
+            model = omega_conf_to_dataclass(config.actor_rollout_ref.model)
+            vocab_size = model.hf_config.get_text_config().vocab_size
+            trainer = RayGRPOAtroposTrainer(config=config, tokenizer=model.tokenizer, vocab_size=vocab_size)
+            trainer.init_workers()
+            services.result()
+            trainer.fit()
+        finally:
+            ray.shutdown()
 
 
 @hydra.main(config_path="config", config_name="trainer", version_base=None)

@@ -50,6 +50,8 @@ def _device_module() -> ModuleType:
     for name in ("empty_cache", "ipc_collect", "reset_peak_memory_stats", "manual_seed", "manual_seed_all"):
         setattr(module, name, nothing)
     module.get_device_name = lambda *_: "cpu"
+    module.get_rng_state = torch.get_rng_state
+    module.set_rng_state = torch.set_rng_state
     return module
 
 

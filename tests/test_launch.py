@@ -1,0 +1,145 @@
+"""The launcher and the trainer's command line, as a person uses them."""
+
+import re
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+import orjson
+import pytest
+from helpers_sglang import make_tiny_model
+
+from recipe.atropos.run_record import read_metrics
+from recipe.atropos.services.process import free_port, start_service
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+LAUNCH = "recipe.atropos.launch_services"
+MAIN = "recipe.atropos.main"
+
+
+def run(folder, module, *arguments):
+    return start_service(module, [sys.executable, "-m", module, *arguments], log_path=folder / "log", cwd=folder)
+
+
+def wait(service, timeout):
+    """(exit status, output); the service must have left no process behind."""
+    try:
+        status = service.process.wait(timeout)
+        left = [process.cmdline() for process in service.members()]
+        return status, Path(service.log_path).read_text(), left
+    finally:
+        service.stop(grace=0)
+
+
+def words(text):
+    """Without the line breaks that a terminal's width made."""
+    return re.sub(r"\s+", " ", text)
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    return make_tiny_model(tmp_path_factory.mktemp("model"), seed=0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--model", "/no/such/model"], "actor_rollout_ref.model.path=/no/such/model: no model there"),
+        (["data.train_batchsize=3"], "train_batchsize"),
+        (["environment.group_size=7"], "environment.group_size=7 does not divide the batch of 128 sequences"),
+        (["actor_rollout_ref.actor.ppo_mini_batch_size=5"], "ppo_mini_batch_size=5 does not divide"),
+        (["--gpus", "3"], "cannot be split over 3 ranks"),
+        (["algorithm.adv_estimator=gae"], "algorithm.adv_estimator=gae needs a critic"),
+        (["trainer.atropos.weight_sync.every=0"], "weight_sync.every=0"),
+        (["inference.python=/no/python"], "/no/python"),
+        (["--preset", "nothing"], "nothing"),
+        (["inference.port=TAKEN"], "is taken"),
+        (["api.port=TAKEN"], "api.port="),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_a_value_that_cannot_work_stops_the_launcher_and_is_named(tmp_path, model_path, arguments, expected):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        arguments = [argument.replace("TAKEN", port) for argument in arguments]
+        options = [f"--model={model_path}", *arguments] if "--model" not in arguments else arguments
+        options = ["--preset", "demo", *options] if "--preset" not in arguments else options
+        begin = time.monotonic()
+        status, output, left = wait(run(tmp_path, LAUNCH, *options, f"run.dir={tmp_path / 'run'}"), 60)
+    assert status == 1 and expected in words(output), output
+    assert time.monotonic() - begin < 60 and not left
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["environment.args.dataset_name=/no/such/data.jsonl"], "/no/such/data.jsonl"),
+        (["environment.target=recipe.atropos.environments.nothing"], "recipe.atropos.environments.nothing"),
+        (["environment.evaluate=false", "environment.args.no_such_flag=1"], "no_such_flag"),
+    ],
+    ids=["dataset", "target", "flag"],
+)
+def test_an_environment_that_exits_stops_everything_and_is_named(tmp_path, model_path, arguments, expected):
+    service = run(tmp_path, LAUNCH, "--preset", "demo", f"--model={model_path}", "--run-dir=r", *arguments)
+    begin = time.monotonic()
+    status, output, left = wait(service, 120)
+    assert status == 1 and expected in words(output), output
+    assert "environment" in output or "evaluate" in output
+    assert time.monotonic() - begin < 60 and not left
+
+
+def test_a_trainer_without_its_services_stops_and_names_them(tmp_path, model_path):
+    url = f"http://127.0.0.1:{free_port()}"
+    options = ["preset=demo", f"actor_rollout_ref.model.path={model_path}", "trainer.atropos.startup_timeout=5"]
+    service = run(tmp_path, MAIN, *options, f"inference.urls=[{url}]", f"trainer.atropos.api_url={url}")
+    status, output, left = wait(service, 60)
+    assert status == 1 and not left
+    assert re.search(rf"error: nothing usable at (inference.urls|trainer.atropos.api_url)={url}", words(output)), output
+
+
+def test_the_demo_trains_reports_ends_what_it_started_and_goes_on_after_an_interrupt(tmp_path):
+    """Four steps; then the same folder with more steps, interrupted, and resumed to the end."""
+    folder = tmp_path / "run"
+    options = ["--preset", "demo", "--run-dir", str(folder), "trainer.save_freq=2"]
+    status, output, left = wait(run(tmp_path, LAUNCH, *options, "--steps", "4"), 240)
+    assert status == 0, output
+    assert not left, "no process of the run is alive"
+    summary = orjson.loads((folder / "summary.json").read_bytes())
+    assert summary["steps"] == summary["policy_version"] == 4
+    assert summary["heldout_problems"] >= 200
+    assert 0.2 <= summary["heldout_accuracy_before"] <= 0.5
+    assert summary["heldout_accuracy_after"] > 0
+    assert summary["sequences_trained"] > 4 * 100 and summary["tokens_trained"] > 5000
+    assert summary["dropped"] == {}
+    assert sum(summary["seconds_per_phase"].values()) == pytest.approx(summary["seconds"], rel=0.05)
+    lines = read_metrics(folder)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert lines[0]["atropos/logprob_diff/max"] < 1e-4, "the first samples are the first policy's"
+    assert [line["atropos/policy_version"] for line in lines] == [1, 2, 3, 4]
+    for name in ("config.yaml", "services.json", "reward.png", "rollouts/4.jsonl", "logs/trainer.log", "tensorboard"):
+        assert (folder / name).exists(), name
+    row = orjson.loads((folder / "rollouts/1.jsonl").read_bytes().splitlines()[0])
+    assert row["score"] in (1.0, -1.0) and "boxed" in row["output"] and row["input"].startswith("<|im_start|>user")
+
+    status, output, _ = wait(run(tmp_path, LAUNCH, *options, "--steps", "4"), 60)
+    assert status == 1 and "has trained 4 steps already" in words(output)
+
+    service = run(tmp_path, LAUNCH, *options, "--steps", "1000")
+    deadline = time.monotonic() + 120
+    while len(read_metrics(folder)) < 7:
+        assert time.monotonic() < deadline and service.poll() is None, service.tail()
+        time.sleep(0.2)
+    service.process.send_signal(signal.SIGINT)
+    status, output, left = wait(service, 60)
+    assert status == 130 and not left, output
+    assert "the same command resumes the run" in output
+
+    reached = len(read_metrics(folder))
+    status, output, left = wait(run(tmp_path, LAUNCH, *options, "--steps", str(reached + 1)), 240)
+    assert status == 0 and not left, output
+    assert [line["step"] for line in read_metrics(folder)] == list(range(1, reached + 2)), "each step once"
+    summary = orjson.loads((folder / "summary.json").read_bytes())
+    assert summary["steps"] == reached + 1 and summary["heldout_accuracy_before"] <= 0.5

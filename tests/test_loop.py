@@ -1,0 +1,223 @@
+"""The trainer between a real Trajectory API and a real SGLang server; groups are posted by hand."""
+
+import asyncio
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import ray
+import torch
+from helpers_services import post, running_api
+from helpers_sglang import make_tiny_model, running_sglang
+from helpers_trainer import close, compose_config, model_vocab, random_group
+from safetensors import safe_open
+from transformers import AutoTokenizer
+
+from recipe.atropos.data_proto import groups_to_data_proto
+from recipe.atropos.inference.client import SGLangClient
+from recipe.atropos.ray_trainer import RayGRPOAtroposTrainer
+from recipe.atropos.run_record import read_metrics
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+
+PROMPTS = [[10, 11, 12], [20, 21], [30, 31, 32, 33, 34]]
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    return make_tiny_model(tmp_path_factory.mktemp("model"), seed=0)
+
+
+@pytest.fixture(scope="module")
+def server(model_path):
+    with running_sglang(model_path) as (_, url):
+        yield url
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster():
+    ray.init(num_cpus=4, include_dashboard=False)
+    yield
+    ray.shutdown()
+
+
+def make_trainer(model_path, server, api_url, run_dir, *overrides):
+    config = compose_config(
+        f"actor_rollout_ref.model.path={model_path}",
+        f"inference.urls=[{server}]",
+        f"trainer.atropos.api_url={api_url}",
+        "trainer.atropos.max_wait_time=60",
+        f"run.dir={run_dir}",
+        "data.train_batch_size=2",
+        "actor_rollout_ref.rollout.n=4",
+        "actor_rollout_ref.actor.optim.lr=1e-3",
+        *overrides,
+    )
+    trainer = RayGRPOAtroposTrainer(
+        config=config, tokenizer=AutoTokenizer.from_pretrained(model_path), vocab_size=model_vocab(model_path)
+    )
+    trainer.init_workers()
+    return trainer
+
+
+def ask(server, **fields):
+    """Replies of the server, a list over prompts times n."""
+
+    async def call():
+        async with SGLangClient(server) as client:
+            return await client.generate(**fields)
+
+    return asyncio.run(call())
+
+
+def greedy(server):
+    parameters = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
+    return [reply["output_ids"] for reply in ask(server, input_ids=PROMPTS, sampling_params=parameters)]
+
+
+def sampled_groups(server, n=4):
+    """Fresh samples as an environment posts them: full length, the engine's own logprobs, 1.0 over the prompt."""
+    parameters = {"temperature": 1.0, "max_new_tokens": 16, "n": n}
+    groups = []
+    for prompt in PROMPTS:
+        replies = [
+            r["meta_info"]["output_token_logprobs"] for r in ask(server, input_ids=prompt, sampling_params=parameters)
+        ]
+        outputs = [[token for _, token, _ in reply] for reply in replies]
+        groups.append(
+            {
+                "tokens": [prompt + output for output in outputs],
+                "masks": [[-100] * len(prompt) + output for output in outputs],
+                "inference_logprobs": [[1.0] * len(prompt) + [lp for lp, *_ in reply] for reply in replies],
+                "scores": [float(i % 2) for i in range(n)],
+            }
+        )
+    return groups
+
+
+def pushed_weights(run_dir, version):
+    tensors = {}
+    for file in sorted(Path(run_dir, "weights", f"version_{version}").glob("*.safetensors")):
+        with safe_open(file, framework="pt") as opened:
+            tensors |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    return tensors
+
+
+@pytest.mark.parametrize(
+    ("strategy", "world"), [("fsdp2", 1), ("fsdp2", 2), ("fsdp", 1), ("fsdp", 2)], ids=lambda v: str(v)
+)
+def test_pushed_weights_are_the_trainers_and_engine_and_trainer_agree_after_each_update(
+    model_path, server, tmp_path, strategy, world
+):
+    """Bit for bit on the way; 1e-4 between the engine's and the worker's logprobs of fresh samples (FSDP in fp32)."""
+    trainer = make_trainer(
+        model_path,
+        server,
+        "http://127.0.0.1:1",
+        tmp_path,
+        f"actor_rollout_ref.actor.strategy={strategy}",
+        f"trainer.n_gpus_per_node={world}",
+    )
+    try:
+        trainer.checkpoint_manager.update_weights(100)
+        with safe_open(model_path / "model.safetensors", framework="pt") as opened:
+            base = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        pushed = pushed_weights(tmp_path, 100)
+        assert pushed.keys() == base.keys()
+        assert all(torch.equal(pushed[name], base[name]) for name in base), "before any update: the model's own"
+
+        before = greedy(server)
+        for version in (101, 102):
+            groups = sampled_groups(server)
+            batch, _ = groups_to_data_proto(groups, trainer.limits, trainer.mini_batch_size)
+            trainer.metrics, trainer.timing_raw, trainer.global_steps = {}, {}, version
+            batch.meta_info.update(temperature=1.0, global_token_num=batch.batch["attention_mask"].sum(-1).tolist())
+            trainer.reward_tensor, trainer.reward_extra_infos_dict = batch.batch["token_level_scores"], {}
+            batch = trainer._fit_compute_log_prob(batch)
+            assert trainer.metrics["atropos/logprob_diff/max"] < 1e-4, f"samples of version {version - 1}"
+            batch = trainer._fit_compute_advantage(batch)
+            trainer._fit_update_actor(batch)
+            stale = trainer._compute_old_log_prob(batch)[0].batch["old_log_probs"]
+            gap = (stale - batch.batch["rollout_log_probs"])[batch.batch["response_mask"].bool()].abs().max()
+            assert gap > 1e-3, "the update moved the policy away from its samples"
+            trainer.checkpoint_manager.update_weights(version)
+        assert trainer.checkpoint_manager.version == 102
+        assert asyncio.run(version_of(server)) == "102"
+        assert greedy(server) != before
+        assert not all(
+            torch.equal(a, b) for a, b in zip(pushed_weights(tmp_path, 102).values(), base.values(), strict=True)
+        )
+        assert [p.name for p in (tmp_path / "weights").iterdir()] == ["version_102"], "old versions are removed"
+    finally:
+        close(trainer)
+
+
+async def version_of(server):
+    async with SGLangClient(server) as client:
+        return await client.weight_version()
+
+
+def test_a_push_that_fails_raises_and_the_version_in_force_stays(model_path, server, tmp_path):
+    trainer = make_trainer(model_path, server, "http://127.0.0.1:1", tmp_path)
+    try:
+        trainer.checkpoint_manager.update_weights(7)
+        (tmp_path / "weights").rename(tmp_path / "moved")
+        (tmp_path / "weights").write_text("a file where the folder should be")
+        with pytest.raises(Exception, match="weights"):
+            trainer.checkpoint_manager.update_weights(8)
+        assert trainer.checkpoint_manager.version == 7
+        assert asyncio.run(version_of(server)) == "7"
+        (tmp_path / "weights").unlink()
+        trainer.checkpoint_manager.update_weights(8)
+        assert asyncio.run(version_of(server)) == "8"
+    finally:
+        close(trainer)
+
+
+def fit(model_path, server, run_dir, folder, groups, *overrides):
+    """A whole ``fit`` on groups that are posted beforehand's order; returns the trainer's last pushed weights."""
+    folder.mkdir()
+    with running_api(folder) as api:
+        trainer = make_trainer(model_path, server, api.url, run_dir, *overrides)
+        try:
+            poster = threading.Thread(target=_post_when_registered, args=(api.url, groups), daemon=True)
+            poster.start()
+            trainer.fit()
+            poster.join(10)
+            return pushed_weights(run_dir, trainer.global_steps), trainer
+        finally:
+            close(trainer)
+
+
+def _post_when_registered(url, groups):
+    import time
+
+    from helpers_services import get
+
+    while get(f"{url}/info")["batch_size"] == -1:
+        time.sleep(0.1)
+    for item in groups:
+        post(f"{url}/scored_data", item)
+
+
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(model_path, server, tmp_path):
+    """Weights and Adam's moments: one run of four steps, and one of two that another process of two goes on from."""
+    rng = np.random.default_rng(5)
+    groups = [random_group(rng, model_vocab(model_path)) for _ in range(8)]  # two a step
+    for group in groups:
+        group["scores"] = [1.0, -1.0, -1.0, 1.0]
+    options = ["trainer.save_freq=2", "trainer.total_training_steps=4", "trainer.max_actor_ckpt_to_keep=null"]
+    whole, _ = fit(model_path, server, tmp_path / "whole", tmp_path / "a", groups, *options)
+    half = tmp_path / "half"
+    fit(model_path, server, half, tmp_path / "b", groups[:4], *options[:1], "trainer.total_training_steps=2")
+    # A step that the checkpoint does not hold, and half a line: what a killed trainer leaves.
+    with (half / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "atropos/mean_score": 9}\n{"step": 4, "atro')
+    resumed, trainer = fit(model_path, server, half, tmp_path / "c", groups[4:], *options)
+    assert whole.keys() == resumed.keys() and len(whole) > 20
+    for name in whole:
+        assert torch.equal(whole[name], resumed[name]), name
+    assert [line["step"] for line in read_metrics(half)] == [1, 2, 3, 4]
+    assert trainer.record.totals.steps == 4 and trainer.record.totals.sequences_trained == 32
+    assert all(line["atropos/mean_score"] == 0 for line in read_metrics(half))
