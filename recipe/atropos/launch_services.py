@@ -15,6 +15,7 @@ import argparse
 import asyncio
 import contextlib
 import os
+import re
 import secrets
 import signal
 import sys
@@ -77,7 +78,9 @@ def compose_overrides(arguments: argparse.Namespace) -> list[str]:
         "trainer.n_gpus_per_node": arguments.gpus,
         "seed": arguments.seed,
     }
-    return [f"{key}={value}" for key, value in named.items() if value is not None] + arguments.overrides
+    overrides = [f"{key}={value}" for key, value in named.items() if value is not None] + arguments.overrides
+    # These two mappings are the user's own: a new key in them needs no "+".
+    return [re.sub(r"^(environment|inference)\.args\.", r"++\g<0>", override) for override in overrides]
 
 
 def load_config(overrides: list[str]) -> DictConfig:

@@ -1,9 +1,9 @@
 r"""GSM8K for Atropos: ``python -m recipe.atropos.environments.gsm8k serve|evaluate|process [flags]``.
 
 Problems come from the hub, a local folder or a generator (``word_problems``). The policy answers in ``\boxed{}``;
-math_verify decides, +1 or -1. Tokens, masks and logprobs are the managed server's: what the policy sampled, never encoded
-again. A group in which every score is equal teaches nothing and is not sent; where all answers are right, long ones get
-less, as in Atropos' own gsm8k_server.
+math_verify decides, +1 or -1. Tokens, masks and logprobs are the managed server's: what the policy sampled, never
+encoded again. A group in which every score is equal teaches nothing and is not sent; where all answers are right, long
+ones get less, as in Atropos' own gsm8k_server.
 """
 
 import asyncio

@@ -3,8 +3,8 @@ r"""Word problems in GSM8K's format: generated, from a local folder, or from the
 A row is ``{"question": str, "answer": str}``; the answer ends in ``#### NUMBER`` and holds its arithmetic as
 ``<<12+7=19>>19``, as in https://github.com/openai/grade-school-math.
 
-The generated splits share no problem by construction: a problem belongs to the split that a digest of its question names.
-The same (split, size, seed) gives the same rows in every process.
+The generated splits share no problem by construction: a problem belongs to the split that a digest of its question
+names. The same (split, size, seed) gives the same rows in every process.
 """
 
 import hashlib

@@ -1,10 +1,12 @@
-r"""The demonstration's policy, made from scratch: ``python -m recipe.atropos.utils.small_policy --output DIR [--seed N]``.
+r"""The demonstration's policy, made from scratch.
 
-A Qwen2 of about half a million parameters with a tokenizer of its own, taught for a minute or so on generated word problems
-(``environments.word_problems``, train split). What it is shown is flawed on purpose, as the texts are that large models
-learn from: where something is given away, lost or sold, most solutions add instead of subtracting. So the policy knows
-how to add and to subtract, usually picks the wrong one of the two for such problems, and gets about 40% of held-out
-problems right with greedy decoding. Reinforcement learning has a habit to correct, not arithmetic to teach.
+    python -m recipe.atropos.utils.small_policy --output DIR [--seed N]
+
+A Qwen2 of about half a million parameters with a tokenizer of its own, taught for a minute or so on generated word
+problems (``environments.word_problems``, train split). What it is shown is flawed on purpose, as the texts are that
+large models learn from: where something is given away, lost or sold, most solutions add instead of subtracting. So the
+policy knows how to add and to subtract, usually picks the wrong one of the two for such problems, and gets about 40% of
+held-out problems right with greedy decoding. Reinforcement learning has a habit to correct, not arithmetic to teach.
 
 Deterministic for a seed on one machine. ``ensure_small_policy`` keeps the result in a cache, by seed and recipe.
 """

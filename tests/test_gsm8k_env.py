@@ -1,0 +1,119 @@
+"""The environment's own rules; its rollouts are tested with real servers in test_launch."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+from atroposlib.envs.base import APIServerConfig
+
+from recipe.atropos.environments.gsm8k import GSM8kEnv, GSM8kEnvConfig, is_correct, length_penalty
+from recipe.atropos.utils.small_policy import Recipe, make_small_policy
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("policy")
+    make_small_policy(path, recipe=Recipe(steps=1, problems=200, batch_size=4))
+    return str(path)
+
+
+@pytest.fixture
+def env(folder):
+    config = GSM8kEnvConfig(
+        tokenizer_name=folder, group_size=4, use_wandb=False, max_token_length=100, train_size=50, eval_size=20, seed=1
+    )
+    server = APIServerConfig(
+        model_name=folder, base_url="http://127.0.0.1:1/v1", api_key="x", server_type="sglang", health_check=False
+    )
+    env = GSM8kEnv(config, [server])
+    asyncio.run(env.setup())
+    return env
+
+
+@pytest.mark.parametrize(
+    ("text", "gold", "expected"),
+    [
+        (r"12 + 7 = 19 \boxed{19}", "19", True),
+        (r"\boxed{19.0}", "19", True),
+        (r"\boxed{1,234}", "1234", True),
+        (r"\boxed{\$18}", "18", True),
+        (r"\boxed{18 apples}", "18", True),
+        (r"\boxed{-3}", "-3", True),
+        (r"\boxed{20}", "19", False),
+        ("the answer is 19", "19", False),
+        (r"\boxed{}", "19", False),
+        (r"\boxed{19", "19", False),
+        ("", "19", False),
+    ],
+)
+def test_only_a_boxed_and_equal_number_is_right(text, gold, expected):
+    assert is_correct(text, gold) is expected
+
+
+def test_the_length_penalty_begins_at_half_of_the_limit():
+    assert [length_penalty(n, 100) for n in (10, 50, 75, 100, 120)] == [1.0, 1.0, 0.5, 0.0, 0.0]
+
+
+def node(env, text, padding=0):
+    """What the managed server returns for one sample."""
+    prompt = [5] * (10 + padding)
+    answer = env.tokenizer.encode(text) + [env.tokenizer.eos_token_id]
+    return SimpleNamespace(
+        tokens=prompt + answer,
+        masked_tokens=[-100] * len(prompt) + answer,
+        logprobs=[1.0] * len(prompt) + [-0.5] * len(answer),
+        metadata={"finish_reason": "stop"},
+    )
+
+
+ITEM = {"question": "?", "answer": "#### 7"}
+
+
+def test_a_mixed_group_scores_plus_and_minus_one_with_the_sampled_tokens_and_logprobs(env):
+    nodes = [node(env, rf"\boxed{{{n}}}") for n in (7, 8, 7, 9)]
+    group = env.score(ITEM, nodes)
+    assert group["scores"] == [1.0, -1.0, 1.0, -1.0] and all(type(score) is float for score in group["scores"])
+    assert group["tokens"] == [n.tokens for n in nodes] and group["masks"] == [n.masked_tokens for n in nodes]
+    assert group["inference_logprobs"] == [n.logprobs for n in nodes]
+    assert env.percent_correct_buffer == [1.0, 0.0, 1.0, 0.0]
+
+
+def test_a_group_of_equal_scores_is_not_sent(env):
+    assert env.score(ITEM, [node(env, r"\boxed{8}")] * 4) is None
+    assert env.score(ITEM, [node(env, r"\boxed{7}")] * 4) is None
+
+
+def test_where_all_are_right_long_answers_get_less(env):
+    nodes = [node(env, r"\boxed{7}"), node(env, r"\boxed{7}", padding=60)]
+    scores = env.score(ITEM, nodes)["scores"]
+    assert scores[0] == 1.0 and 0 < scores[1] < 1
+
+
+def test_every_problem_comes_once_an_epoch_in_a_new_order_and_a_resumed_environment_goes_on(env, tmp_path):
+    first = [asyncio.run(env.get_next_item())["question"] for _ in range(50)]
+    second = [asyncio.run(env.get_next_item())["question"] for _ in range(50)]
+    assert len(set(first)) == 50 and set(first) == set(second) and first != second
+    env.checkpoint_dir, env.wandb_prepend, env.curr_step = str(tmp_path), "gsm8k_0", 7
+    env.save_checkpoint(7)
+    following = asyncio.run(env.get_next_item())
+    env.position = 0
+    env.load_checkpoint()
+    assert asyncio.run(env.get_next_item()) == following
+
+
+def test_answers_stay_below_the_trainers_limit(env):
+    messages = env.messages(ITEM)
+    prompt = len(
+        env.tokenizer.encode(env.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    )
+    assert env.answer_tokens(messages) == 100 - 1 - prompt
+    env.max_token_len = 80
+    assert env.answer_tokens(messages) == 80 - 1 - prompt
+    env.config.max_answer_tokens = 5
+    assert env.answer_tokens(messages) == 5
+
+
+def test_a_server_that_is_not_there_fails_the_evaluation(env):
+    env.test = env.test[:2]
+    with pytest.raises(ExceptionGroup):
+        asyncio.run(env.evaluate())

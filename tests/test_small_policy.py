@@ -1,0 +1,70 @@
+"""The policy that is made from scratch."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from recipe.atropos.utils.small_policy import Recipe, ensure_small_policy, greedy_accuracy, make_small_policy
+
+QUICK = Recipe(steps=3, problems=200, batch_size=8)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("policy")
+    make_small_policy(path, seed=1, recipe=QUICK)
+    return path
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder):
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def test_a_seed_gives_the_same_weights_and_another_seed_others(folder, tmp_path):
+    make_small_policy(tmp_path / "same", seed=1, recipe=QUICK)
+    make_small_policy(tmp_path / "other", seed=2, recipe=QUICK)
+    first, same, other = (
+        load_file(path / "model.safetensors") for path in (folder, tmp_path / "same", tmp_path / "other")
+    )
+    assert all(torch.equal(first[name], same[name]) for name in first)
+    assert not all(first[name].shape == other[name].shape and torch.equal(first[name], other[name]) for name in first)
+
+
+@settings(deadline=None)
+@given(st.text(max_size=60))
+def test_any_text_survives_the_tokenizer(tokenizer, text):
+    assert tokenizer.decode(tokenizer.encode(text), clean_up_tokenization_spaces=False) == text
+
+
+def test_digits_are_single_tokens_and_nothing_is_added(tokenizer):
+    assert len(tokenizer.encode("2024")) == 4
+    assert tokenizer.encode("<|im_end|>") == [tokenizer.eos_token_id]
+
+
+def test_the_chat_template_is_chatml(tokenizer):
+    chat = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    assert text == "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\nu<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_the_model_is_small_and_loads_as_any_other(folder, tokenizer):
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert model.num_parameters() < 5_000_000
+    assert model.config.vocab_size >= len(tokenizer) and model.generation_config.eos_token_id == tokenizer.eos_token_id
+
+
+def test_the_cached_policy_is_used_again(tmp_path):
+    path = ensure_small_policy(tmp_path, seed=3, recipe=QUICK)
+    before = path.stat().st_mtime_ns
+    assert ensure_small_policy(tmp_path, seed=3, recipe=QUICK) == path and path.stat().st_mtime_ns == before
+    assert [entry.name for entry in tmp_path.iterdir()] == [path.name], "nothing half-made stays"
+    assert ensure_small_policy(tmp_path, seed=3, recipe=Recipe(steps=2, problems=200, batch_size=8)) != path
+
+
+@pytest.mark.timeout(280)
+def test_the_demonstrations_policy_gets_a_fifth_to_a_half_of_held_out_problems_right():
+    assert 0.2 <= greedy_accuracy(ensure_small_policy(seed=0)) <= 0.5

@@ -1,0 +1,74 @@
+"""The generated problems and the ones that are read."""
+
+import re
+import subprocess
+import sys
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recipe.atropos.environments.word_problems import generate, gold_answer, load_problems
+
+
+def test_the_splits_share_no_problem_whatever_the_seeds():
+    test = {row["question"] for seed in range(3) for row in generate("test", 300, seed)}
+    train = {row["question"] for seed in range(3) for row in generate("train", 5000, seed)}
+    assert len(test) > 300 and not test & train
+
+
+@given(st.sampled_from(["train", "test"]), st.integers(1, 60), st.integers(0, 5))
+def test_rows_are_distinct_and_in_gsm8ks_format(split, size, seed):
+    rows = generate(split, size, seed)
+    assert len({row["question"] for row in rows}) == size
+    for row in rows:
+        a, operator, b, shown, repeated = re.search(r"<<(\d+)([-+])(\d+)=(\d+)>>(\d+)", row["answer"]).groups()
+        value = int(a) + int(b) if operator == "+" else int(a) - int(b)
+        assert int(shown) == int(repeated) == int(gold_answer(row)) == value and 0 < value <= 20
+        assert re.findall(r"\d+", row["question"]) == [a, b]
+
+
+def test_another_process_generates_the_same_rows():
+    code = "from recipe.atropos.environments.word_problems import generate; print(generate('test', 20, 3))"
+    outputs = {subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout for _ in range(2)}
+    assert outputs == {f"{generate('test', 20, 3)}\n"}
+
+
+def test_more_problems_than_there_are_is_an_error():
+    with pytest.raises(ValueError, match="has fewer than 9000 problems in split test"):
+        generate("test", 9000)
+
+
+@pytest.mark.parametrize("where", ["file", "folder", "config folder"])
+def test_local_problems_in_gsm8ks_own_format_are_read(tmp_path, where):
+    file = {"file": "any.jsonl", "folder": "train.jsonl", "config folder": "main/train.jsonl"}[where]
+    path = tmp_path / file
+    path.parent.mkdir(exist_ok=True)
+    row = {"question": "How many?", "answer": "Many.\n#### 1,234"}
+    path.write_bytes(orjson.dumps(row) + b"\n\n" + orjson.dumps(row) + b"\n")
+    rows = load_problems(str(path if where == "file" else tmp_path), "train")
+    assert rows == [row, row] and gold_answer(rows[0]) == "1234"
+    assert load_problems(str(path if where == "file" else tmp_path), "train", size=1) == [row]
+
+
+@pytest.mark.parametrize("dataset", ["/no/such/data.jsonl", "./missing", "missing.jsonl", "a/b/c"])
+def test_a_dataset_that_is_not_there_is_named(dataset):
+    with pytest.raises(FileNotFoundError, match=re.escape(dataset.lstrip("./"))):
+        load_problems(dataset, "train")
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (b"{", "line 2 is not JSON"),
+        (b"[]", "line 2 is not an object"),
+        (b'{"question": "q"}', "line 2 has no text under 'answer'"),
+        (b'{"question": "q", "answer": "5"}', "line 2: the answer does not end in '#### NUMBER'"),
+    ],
+)
+def test_a_row_that_cannot_be_read_is_named(tmp_path, line, words):
+    path = tmp_path / "train.jsonl"
+    path.write_bytes(b'{"question": "q", "answer": "#### 1"}\n' + line + b"\n")
+    with pytest.raises(ValueError, match=re.escape(words)):
+        load_problems(str(path), "train")
