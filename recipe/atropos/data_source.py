@@ -84,11 +84,13 @@ class DataSource:
     by the API at the first fetch, so enter only once the servers hold the weights of ``starting_step``.
 
     ``events`` counts what went wrong and was survived: api_unreachable, batch_lost, registered_again.
+    ``fetch_seconds`` is the time spent on receiving batches, beside the training.
     """
 
     config: DataSourceConfig
     registration: Registration
     events: Counter[str] = field(default_factory=Counter)
+    fetch_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         self._ready: deque[Batch] = deque()
@@ -189,6 +191,7 @@ class DataSource:
 
     async def _get_batch(self, api: "_Api") -> Batch | None:
         """One ``GET /batch``. Registers again where the API has lost its state; counts a batch that broke off."""
+        started = time.perf_counter()
         try:
             reply = await api.get("/batch", deadline=None)
         except _Broken as error:
@@ -200,6 +203,8 @@ class DataSource:
             self.events["registered_again"] += 1
             self._api_step = await register(api, self.registration)
             return None
+        if reply["batch"] is not None:
+            self.fetch_seconds += time.perf_counter() - started
         return reply["batch"]
 
 

@@ -150,6 +150,7 @@ class RayGRPOAtroposTrainer(SeparateRayPPOTrainer):
         self.record.totals.dropped = dict(Counter(self.record.totals.dropped) + dropped)
         self.metrics |= report.metrics() | {f"atropos/dropped/{reason}": n for reason, n in dropped.items()}
         self.metrics["atropos/batches_ahead"] = len(self.data_source)
+        self.metrics["atropos/fetch_s_so_far"] = self.data_source.fetch_seconds
         self.metrics |= {f"atropos/api/{event}": n for event, n in self.data_source.events.items()}
         batch.meta_info["temperature"] = self.config.actor_rollout_ref.rollout.temperature
         if self.config.trainer.balance_batch:

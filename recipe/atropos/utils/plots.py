@@ -31,8 +31,8 @@ def plot_reward(directory: str | Path, window: int = 5) -> Path:
     before, after = summary.get("heldout_accuracy_before"), summary.get("heldout_accuracy_after")
     if before is not None and after is not None and len(steps):
         right = axes.twinx()
-        right.plot([0, steps[-1]], [before, after], "o--", color="#d1242f", label="held-out accuracy, greedy")
-        right.set(ylabel=f"right of {summary.get('heldout_problems', 0):.0f} held-out problems", ylim=(0, 1))
+        right.plot([0, steps[-1]], [before, after], "o", color="#d1242f", label="held-out accuracy, greedy")
+        right.set(ylabel=f"right of {summary.get('heldout_problems', 0):.0f} held-out problems", ylim=(0, 1.08))
         for x, y in ((0, before), (steps[-1], after)):
             right.annotate(f"{y:.0%}", (x, y), textcoords="offset points", xytext=(0, 8), ha="center", color="#d1242f")
         right.legend(loc="lower right")
