@@ -21,7 +21,8 @@ MAIN = "recipe.atropos.main"
 
 
 def run(folder, module, *arguments):
-    return start_service(module, [sys.executable, "-m", module, *arguments], log_path=folder / "log", cwd=folder)
+    command = [sys.executable, "-m", module, *arguments]
+    return start_service(module, command, log_path=folder / "log", cwd=folder, env={"WANDB_MODE": "offline"})
 
 
 def wait(service, timeout):
@@ -104,7 +105,8 @@ def test_the_demo_trains_reports_ends_what_it_started_and_goes_on_after_an_inter
     """Four steps; then the same folder with more steps, interrupted, and resumed to the end."""
     folder = tmp_path / "run"
     options = ["--preset", "demo", "--run-dir", str(folder), "trainer.save_freq=2"]
-    status, output, left = wait(run(tmp_path, LAUNCH, *options, "--steps", "4"), 240)
+    tracking = "trainer.logger=[console,tensorboard,wandb]"
+    status, output, left = wait(run(tmp_path, LAUNCH, *options, "--steps", "4", "--seed", "0", tracking), 240)
     assert status == 0, output
     assert not left, "no process of the run is alive"
     summary = orjson.loads((folder / "summary.json").read_bytes())
@@ -119,7 +121,15 @@ def test_the_demo_trains_reports_ends_what_it_started_and_goes_on_after_an_inter
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     assert lines[0]["atropos/logprob_diff/max"] < 1e-4, "the first samples are the first policy's"
     assert [line["atropos/policy_version"] for line in lines] == [1, 2, 3, 4]
-    for name in ("config.yaml", "services.json", "reward.png", "rollouts/4.jsonl", "logs/trainer.log", "tensorboard"):
+    for name in (
+        "config.yaml",
+        "services.json",
+        "reward.png",
+        "rollouts/4.jsonl",
+        "logs/trainer.log",
+        "tensorboard",
+        "wandb",
+    ):
         assert (folder / name).exists(), name
     row = orjson.loads((folder / "rollouts/1.jsonl").read_bytes().splitlines()[0])
     assert row["score"] in (1.0, -1.0) and "boxed" in row["output"] and row["input"].startswith("<|im_start|>user")

@@ -129,3 +129,36 @@ def test_padding_rows_change_neither_loss_nor_gradient(trainer, plain, model_pat
     # With several micro-batches and ranks verl reports the loss as the mean over ranks of sums over micro-batches.
     assert trainer.metrics["actor/pg_loss"] == pytest.approx(loss.item(), rel=1e-3, abs=1e-6)
     assert trainer.metrics["actor/grad_norm"] == pytest.approx(norm.item(), rel=1e-3)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
+def test_the_reference_policy_is_the_model_before_any_update(model_path, plain, tmp_path, strategy):
+    config = compose_config(
+        *SIZES,
+        f"actor_rollout_ref.model.path={model_path}",
+        f"actor_rollout_ref.actor.strategy={strategy}",
+        f"run.dir={tmp_path}",
+        "actor_rollout_ref.actor.use_kl_loss=true",
+        "actor_rollout_ref.actor.optim.lr=1e-2",
+    )
+    trainer = RayGRPOAtroposTrainer(config=config, tokenizer=AutoTokenizer.from_pretrained(model_path))
+    trainer.init_workers()
+    try:
+        groups = a_batch(trainer, model_path, turns=2, seed=3)
+        rows, _ = read_groups(groups, trainer.limits)
+        for step in (1, 2):
+            batch, _ = groups_to_data_proto(groups, trainer.limits, multiple_of=16)
+            batch.meta_info.update(temperature=1.0, global_token_num=batch.batch["attention_mask"].sum(-1).tolist())
+            trainer.metrics, trainer.timing_raw, trainer.global_steps = {}, {}, step
+            trainer.reward_tensor, trainer.reward_extra_infos_dict = batch.batch["token_level_scores"], {}
+            batch = trainer._fit_compute_ref_log_prob(trainer._fit_compute_log_prob(batch))
+            trainer._fit_update_actor(trainer._fit_compute_advantage(batch))
+        for i, row in enumerate(rows):
+            mask = torch.from_numpy(row.mask)
+            reference = batch.batch["ref_log_prob"][i, : len(row.response)][mask]
+            with torch.no_grad():
+                torch.testing.assert_close(reference, token_logprobs(plain, row)[mask], atol=1e-4, rtol=0)
+            assert (batch.batch["old_log_probs"][i, : len(row.response)][mask] - reference).abs().max() > 1e-3
+        assert trainer.metrics["actor/kl_loss"] > 1e-4
+    finally:
+        close(trainer)

@@ -33,6 +33,8 @@ def run(config: DictConfig) -> None:
     """
     with open_dict(config):
         config.trainer.device = get_device_name()
+        if config.trainer.device == "cpu":  # verl's own default, FlashAttention, exists for accelerators only
+            config.actor_rollout_ref.model.override_config.setdefault("attn_implementation", "sdpa")
     OmegaConf.resolve(config)
     config.actor_rollout_ref.model.path = resolve_model(config.actor_rollout_ref.model.path, config.seed)
     check_config(config)
