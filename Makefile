@@ -13,7 +13,8 @@ SGLANG_STAMP := $(SGLANG_VENV)/.installed
 demo: env  ## Watch a small policy learn, on a CPU, with the real parts
 	$(VENV)/bin/python -m recipe.atropos.launch_services --preset demo $(ARGS)
 
-test: env  ## The whole test suite: what CI runs
+test: env  ## Style and the whole test suite: what CI runs
+	$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check .
 	$(VENV)/bin/python -m pytest $(ARGS)
 
 test-fast: trainer-env  ## The tests that start no server

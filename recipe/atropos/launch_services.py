@@ -32,6 +32,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
+from rich.markup import escape
 
 from recipe.atropos.inference.client import InferenceError, SGLangClient
 from recipe.atropos.inference.server import LaunchError, SGLangLaunch, start_sglang
@@ -73,14 +74,19 @@ def compose_overrides(arguments: argparse.Namespace) -> list[str]:
     named = {
         "preset": arguments.preset,
         "trainer.total_training_steps": arguments.steps,
-        "run.dir": arguments.run_dir and str(Path(arguments.run_dir).resolve()),
-        "actor_rollout_ref.model.path": arguments.model,
+        "run.dir": arguments.run_dir and quoted(Path(arguments.run_dir).resolve()),
+        "actor_rollout_ref.model.path": arguments.model and quoted(arguments.model),
         "trainer.n_gpus_per_node": arguments.gpus,
         "seed": arguments.seed,
     }
     overrides = [f"{key}={value}" for key, value in named.items() if value is not None] + arguments.overrides
     # These two mappings are the user's own: a new key in them needs no "+".
     return [re.sub(r"^(environment|inference)\.args\.", r"++\g<0>", override) for override in overrides]
+
+
+def quoted(value: str | Path) -> str:
+    """A string as Hydra's override grammar takes it whatever is in it, ``=``, commas and spaces included."""
+    return "'" + str(value).replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
 def load_config(overrides: list[str]) -> DictConfig:
@@ -129,7 +135,6 @@ class Run:
     api_key: str = field(default_factory=lambda: secrets.token_hex(16))
 
     def start(self, name: str, command: list[str], url: str | None = None, **env: str) -> Service:
-        # Ray, torch and the tokenizers each would take every core; the services share them.
         service = start_service(
             name, command, log_path=self.log(name), env={"PYTHONUNBUFFERED": "1", **env}, cwd=self.directory, url=url
         )
@@ -232,10 +237,10 @@ def start_trainer(run: Run, api: Service, sglang: Service) -> Service:
         f"trainer.atropos.api_url={api.url}",
         f"trainer.atropos.startup_timeout={run.config.inference.start_timeout}",
     ]
-    model = f"actor_rollout_ref.model.path={run.config.actor_rollout_ref.model.path}"
+    model = f"actor_rollout_ref.model.path={quoted(run.config.actor_rollout_ref.model.path)}"
     command = [sys.executable, "-m", "recipe.atropos.main", *run.overrides, *addresses, model]
     folders = {"TENSORBOARD_DIR": str(run.directory / "tensorboard"), "WANDB_DIR": str(run.directory)}
-    return run.start("trainer", [*command, f"run.dir={run.directory}"], ATROPOS_API_KEY=run.api_key, **folders)
+    return run.start("trainer", [*command, f"run.dir={quoted(run.directory)}"], ATROPOS_API_KEY=run.api_key, **folders)
 
 
 async def first_version(run: Run, sglang: Service) -> int:
@@ -399,7 +404,7 @@ def main(argv: list[str] | None = None) -> int:
         with _sigterm_as_interrupt():
             asyncio.run(launch(config, overrides, directory))
     except (ConfigurationError, LaunchError, ServiceFailed) as error:
-        console.print(f"[bold red]error[/]   {error}", markup=True, soft_wrap=True)
+        console.print(f"[bold red]error[/]   {escape(str(error))}", soft_wrap=True)
         return 1
     except KeyboardInterrupt:
         console.print("[bold]stopped[/] the same command resumes the run")
