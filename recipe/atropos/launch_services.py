@@ -14,6 +14,7 @@ A run leaves what DESIGN's run contract lists in ``runs/NAME``; the same command
 import argparse
 import asyncio
 import contextlib
+import importlib.util
 import os
 import re
 import secrets
@@ -122,6 +123,19 @@ def choose_run_dir(config: DictConfig, explicit: bool) -> Path:
 def _steps_done(folder: Path) -> int:
     summary = folder / "summary.json"
     return orjson.loads(summary.read_bytes()).get("steps", 0) if summary.exists() else 0
+
+
+def check_environment(target: str) -> None:
+    """Raises ConfigurationError where ``environment.target`` is neither a file nor a module that can be found."""
+    try:
+        found = Path(target).is_file() if target.endswith(".py") else importlib.util.find_spec(target) is not None
+    except ModuleNotFoundError:  # of a parent package
+        found = False
+    if not found:
+        raise ConfigurationError(
+            f"environment.target={target}: no such {'file' if target.endswith('.py') else 'module'}; give a module that "
+            "can be imported (put its folder on PYTHONPATH), or the path of its .py file"
+        )
 
 
 @dataclass
@@ -260,7 +274,8 @@ async def first_version(run: Run, sglang: Service) -> int:
 def environment_command(run: Run, subcommand: str, api_url: str, server_url: str) -> list[str]:
     """The environment's own command line; ``environment.args`` come last and win.
 
-    Keys of ``environment.args`` without a dot are the environment's (``--env.KEY``), others are taken as they are.
+    ``environment.args.KEY`` is the environment's ``--env.KEY``, ``environment.args.openai.KEY`` is ``--openai.KEY``;
+    null leaves a flag out.
     """
     config, model = run.config, run.config.actor_rollout_ref.model.path
     target = config.environment.target
@@ -279,10 +294,11 @@ def environment_command(run: Run, subcommand: str, api_url: str, server_url: str
     }
     if subcommand == "serve":
         flags["slurm"] = False
-    args = OmegaConf.to_container(config.environment.args)
-    flags |= {key if "." in key else f"env.{key}": value for key, value in args.items()}
-    program = [target] if target.endswith(".py") else ["-m", target]
-    return [sys.executable, *program, subcommand, *(f"--{key}={_text(value)}" for key, value in flags.items())]
+    for key, value in OmegaConf.to_container(config.environment.args).items():
+        flags |= {f"{key}.{k}": v for k, v in value.items()} if isinstance(value, dict) else {f"env.{key}": value}
+    program = [str(Path(target).resolve())] if target.endswith(".py") else ["-m", target]
+    given = {key: value for key, value in flags.items() if value is not None}
+    return [sys.executable, *program, subcommand, *(f"--{key}={_text(value)}" for key, value in given.items())]
 
 
 def start_environment(run: Run, api: Service, sglang: Service) -> Service:
@@ -398,6 +414,7 @@ def main(argv: list[str] | None = None) -> int:
         directory = choose_run_dir(config, explicit)
         config.actor_rollout_ref.model.path = resolve_model(config.actor_rollout_ref.model.path, config.seed)
         check_config(config)
+        check_environment(config.environment.target)
         directory.mkdir(parents=True, exist_ok=True)
         OmegaConf.save(config, directory / "config.yaml")
         console.print(f"[bold]run[/]     {os.path.relpath(directory)}")

@@ -163,7 +163,18 @@ class RayGRPOAtroposTrainer(SeparateRayPPOTrainer):
         """Logprobs under the policy before the update, (B, R). Rows without an engine logprob take the trainer's own.
 
         That leaves them out of every correction and of the comparison between engine and trainer.
+
+        Raises:
+            RuntimeError: bypass mode takes the engine's logprobs for the policy's own, and a row has none.
         """
+        if self.config.algorithm.rollout_correction.bypass_mode:
+            lacking = ~batch.non_tensor_batch["has_log_probs"] & ~batch.non_tensor_batch["is_padding"]
+            if lacking.any():
+                raise RuntimeError(
+                    f"{lacking.sum()} of {len(batch)} rows came without inference_logprobs, which "
+                    "algorithm.rollout_correction.bypass_mode=true needs of every row; set it to false"
+                )
+            return super()._fit_compute_log_prob(batch)
         engine = batch.batch.pop("rollout_log_probs", None)
         batch = super()._fit_compute_log_prob(batch)
         if engine is not None:
