@@ -133,8 +133,8 @@ def check_environment(target: str) -> None:
         found = False
     if not found:
         raise ConfigurationError(
-            f"environment.target={target}: no such {'file' if target.endswith('.py') else 'module'}; give a module that "
-            "can be imported (put its folder on PYTHONPATH), or the path of its .py file"
+            f"environment.target={target}: no such {'file' if target.endswith('.py') else 'module'}; give a module "
+            "that can be imported (put its folder on PYTHONPATH), or the path of its .py file"
         )
 
 
