@@ -103,7 +103,6 @@ def test_a_value_that_cannot_work_stops_the_launcher_and_is_named(tmp_path, mode
     ("arguments", "expected"),
     [
         (["environment.args.dataset_name=/no/such/data.jsonl"], "/no/such/data.jsonl"),
-        (["environment.target=recipe.atropos.environments.nothing"], "recipe.atropos.environments.nothing"),
         (
             ["environment.evaluate=false", f"environment.target={GSM8K}", "environment.args.no_such_flag=1"],
             "no_such_flag",
