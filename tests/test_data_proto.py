@@ -214,5 +214,5 @@ def test_reference_logprobs_are_used_only_if_every_row_has_them():
 
 
 def test_unknown_limits_are_refused():
-    with pytest.raises(ValueError, match="overlong policy 'cut'"):
+    with pytest.raises(ValueError, match="trainer.atropos.overlong='cut'"):
         RowLimits(5, 5, 0, "cut")

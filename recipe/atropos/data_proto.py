@@ -56,7 +56,7 @@ class RowLimits:
 
     def __post_init__(self) -> None:
         if self.overlong not in ("truncate", "drop", "error"):
-            raise ValueError(f"overlong policy {self.overlong!r}: choose truncate, drop or error")
+            raise ValueError(f"trainer.atropos.overlong={self.overlong!r}: choose truncate, drop or error")
         if self.max_prompt_length < 1 or self.max_response_length < 1:
             raise ValueError(f"lengths must be positive: {self.max_prompt_length=}, {self.max_response_length=}")
 

@@ -58,8 +58,16 @@ class DataSourceConfig:
         if not str(self.api_url).startswith(("http://", "https://")):
             raise ValueError(f"trainer.atropos.api_url={self.api_url!r} is not a URL; give http://HOST:PORT")
         for name in ("timeout", "retry_attempts", "retry_delay", "max_wait_time", "prefetch"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"trainer.atropos.{name}={getattr(self, name)} must be positive")
+            value = getattr(self, name)
+            kinds = int if name in ("retry_attempts", "prefetch") else int | float
+            if not isinstance(value, kinds) or value <= 0:
+                what = "whole number" if kinds is int else "number"
+                raise ValueError(f"trainer.atropos.{name}={value!r} must be a positive {what}")
+
+    @classmethod
+    def from_config(cls, values: Mapping[str, Any]) -> "DataSourceConfig":
+        """From ``trainer.atropos``, which holds other keys too. Raises ValueError, naming key and value."""
+        return cls(**{name: values[name] for name in cls.__dataclass_fields__ if name in values})
 
 
 @dataclass(frozen=True)

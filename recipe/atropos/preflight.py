@@ -5,12 +5,16 @@ import os
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
+from typing import get_args
 
 import aiohttp
 from omegaconf import DictConfig
 from verl.trainer.ppo.utils import need_critic
 
-from recipe.atropos.inference.client import InferenceError, SGLangClient
+from recipe.atropos.data_proto import RowLimits
+from recipe.atropos.data_source import DataSourceConfig
+from recipe.atropos.inference.client import InferenceError, PauseMode, SGLangClient
+from recipe.atropos.weight_sync.engine import TRANSPORTS
 
 
 class ConfigurationError(ValueError):
@@ -71,9 +75,20 @@ def check_config(config: DictConfig) -> None:
             f"a mini-batch of {mini_batch} groups x {group_size} sequences cannot be split over {ranks} ranks "
             "(trainer.nnodes x trainer.n_gpus_per_node); change actor_rollout_ref.actor.ppo_mini_batch_size"
         )
-    if config.trainer.atropos.weight_sync.every < 1:
+    try:
+        DataSourceConfig.from_config(config.trainer.atropos)
+        RowLimits(config.data.max_prompt_length, config.data.max_response_length, 0, config.trainer.atropos.overlong)
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(str(error)) from error
+    weight_sync = config.trainer.atropos.weight_sync
+    for key, choices in (("transport", tuple(TRANSPORTS)), ("pause_mode", get_args(PauseMode))):
+        if weight_sync[key] not in choices:
+            raise ConfigurationError(
+                f"trainer.atropos.weight_sync.{key}={weight_sync[key]!r}; choose one of {', '.join(choices)}"
+            )
+    if not isinstance(weight_sync.every, int) or weight_sync.every < 1:
         raise ConfigurationError(
-            f"trainer.atropos.weight_sync.every={config.trainer.atropos.weight_sync.every}: give 1 or more"
+            f"trainer.atropos.weight_sync.every={weight_sync.every!r} updates between pushes: give 1 or more"
         )
 
 

@@ -82,9 +82,7 @@ class RayGRPOAtroposTrainer(SeparateRayPPOTrainer):
             overlong=atropos.overlong,
             vocab_size=vocab_size,
         )
-        self.source_config = DataSourceConfig(
-            **{key: atropos[key] for key in DataSourceConfig.__dataclass_fields__ if key in atropos}
-        )
+        self.source_config = DataSourceConfig.from_config(atropos)
 
     # ---------------------------------------------------------------- the algorithm
 
