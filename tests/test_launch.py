@@ -1,5 +1,6 @@
 """The launcher and the trainer's command line, as a person uses them."""
 
+import os
 import re
 import signal
 import socket
@@ -115,7 +116,8 @@ def test_a_value_that_cannot_work_stops_the_launcher_and_is_named(tmp_path, mode
     ids=["dataset", "flag"],
 )
 def test_an_environment_that_exits_stops_everything_and_is_named(tmp_path, model_path, arguments, expected):
-    service = run(tmp_path, LAUNCH, "--preset", "demo", f"--model={model_path}", "--run-dir=r", *arguments)
+    model = os.path.relpath(model_path, tmp_path)
+    service = run(tmp_path, LAUNCH, "--preset", "demo", f"--model={model}", "--run-dir=r", *arguments)
     begin = time.monotonic()
     status, output, left = wait(service, 120)
     assert status == 1 and expected in words(output), output

@@ -149,9 +149,8 @@ class Run:
     api_key: str = field(default_factory=lambda: secrets.token_hex(16))
 
     def start(self, name: str, command: list[str], url: str | None = None, **env: str) -> Service:
-        service = start_service(
-            name, command, log_path=self.log(name), env={"PYTHONUNBUFFERED": "1", **env}, cwd=self.directory, url=url
-        )
+        """In the launcher's own working folder, so that relative paths and local modules mean what the user meant."""
+        service = start_service(name, command, log_path=self.log(name), env={"PYTHONUNBUFFERED": "1", **env}, url=url)
         self.add(service)
         return service
 
