@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding
 
-from recipe.atropos.data_proto import IGNORED, RowLimits, groups_to_data_proto, read_groups
+from recipe.atropos.data_proto import groups_to_data_proto
+from recipe.atropos.rows import IGNORED, NO_TEACHER, RowLimits, read_groups
 
 LIMITS = RowLimits(max_prompt_length=5, max_response_length=6, pad_token_id=0, vocab_size=100)
 
@@ -47,13 +48,17 @@ def slow_reference(groups, limits, multiple_of):
             row["logprobs"] = None
             if logprobs and logprobs[i]:
                 values = [logprobs[i][j] if trained[j] else 0.0 for j in range(first, end)]
-                valid = all(
-                    math.isfinite(logprobs[i][j]) and logprobs[i][j] <= 0 for j in range(first, end) if trained[j]
-                )
+                valid = all(value is not None and value <= 0 for value in values)
                 row["logprobs"] = values if valid else None
             advantages = group.get("advantages")
             row["advantages"] = (
                 [advantages[i][j] if trained[j] else 0.0 for j in range(first, end)] if advantages else None
+            )
+            ids, teacher = group.get("distill_token_ids"), group.get("distill_logprobs")
+            row["teacher"] = (
+                [dict(zip(ids[i][j], teacher[i][j], strict=True)) if trained[j] else {} for j in range(first, end)]
+                if ids
+                else None
             )
             own = (group.get("overrides") or [{}] * len(group["tokens"]))[i] or {}
             row["zero"] = bool(own.get("set_advantage_to_zero") or overrides.get("set_advantage_to_zero"))
@@ -81,8 +86,12 @@ def groups(draw):
     def parallel(values):
         return [draw(st.lists(values, min_size=n, max_size=n)) for n in lengths]
 
-    logprob = st.one_of(st.floats(-9, 0, width=32), st.sampled_from([1.0, math.nan, -math.inf]))
+    logprob = st.one_of(st.floats(-9, 0, width=32), st.sampled_from([1.0, None]))
     valid_logprob = st.floats(-9, 0, width=32)
+    top_k = draw(st.integers(1, 3))
+    teacher = draw(st.booleans())
+    candidates = st.lists(st.integers(0, 99), min_size=top_k, max_size=top_k, unique=True)
+    weights = st.lists(st.floats(-9, -1.25, width=32), min_size=top_k, max_size=top_k)
     return {
         "tokens": [tokens for tokens, _ in rows],
         "masks": [mask for _, mask in rows],
@@ -96,10 +105,22 @@ def groups(draw):
             st.sampled_from([None, {}, {"set_advantage_to_zero": True}, {"policy_version_min": list(range(len(rows)))}])
         ),
         "env_id": draw(st.sampled_from([None, 0, 3])),
+        "distill_token_ids": parallel(candidates) if teacher else draw(st.sampled_from([None, []])),
+        "distill_logprobs": parallel(weights) if teacher else None,
     }
 
 
-@settings(max_examples=300, deadline=None)
+def teacher_of(tensors, row, prompt_width):
+    """A row's teacher as {token: logprob} a response position, read where the logits predict that position."""
+    pairs = zip(tensors["teacher_ids"][row].tolist(), tensors["teacher_logprobs"][row].tolist(), strict=True)
+    positions = [
+        {token: value for token, value in zip(*pair, strict=True) if value != float(NO_TEACHER)} for pair in pairs
+    ]
+    assert not any(positions[: prompt_width - 1]) and not positions[-1]
+    return positions[prompt_width - 1 : -1]
+
+
+@settings(max_examples=200, deadline=None)
 @given(st.lists(groups(), min_size=1, max_size=4), st.integers(1, 6), st.sampled_from(["truncate", "drop"]))
 def test_every_row_equals_the_slow_reference(batch, multiple_of, overlong):
     limits = RowLimits(LIMITS.max_prompt_length, LIMITS.max_response_length, 0, overlong, vocab_size=100)
@@ -134,6 +155,9 @@ def test_every_row_equals_the_slow_reference(batch, multiple_of, overlong):
         assert others["has_advantages"][i] == (row["advantages"] is not None)
         expected = (row["advantages"] or [0.0] * n) + [0.0] * (width - n)
         np.testing.assert_allclose(tensors["atropos_advantages"][i], expected, rtol=1e-6)
+        assert others["has_teacher"][i] == (row["teacher"] is not None)
+        if "teacher_ids" in tensors:
+            assert teacher_of(tensors, i, prompt_width) == (row["teacher"] or [{}] * n) + [{}] * (width - n)
         assert others["uid"][i] == row["uid"]
         assert others["zero_advantage"][i] == row["zero"]
         assert others["policy_version_min"][i] == row["version"]  # unknown is None, never 0
@@ -174,6 +198,18 @@ def good_group(**changes):
     return group | changes
 
 
+def teacher(ids=([], [], [1, 2], [3, 4]), logprobs=([], [], [-1.0, -2.0], [-1.0, -2.0])):
+    """Changes of ``good_group``: a top-2 teacher for its first sequence."""
+    return {"distill_token_ids": [list(ids), []], "distill_logprobs": [list(logprobs), []]}
+
+
+def test_distillation_fields_may_be_empty_where_nothing_is_trained_and_for_whole_rows():
+    data, report = groups_to_data_proto([good_group(**teacher())], LIMITS)
+    assert not report.dropped and data.non_tensor_batch["has_teacher"].tolist() == [True, False]
+    assert teacher_of(data.batch, 0, 2) == [{1: -1.0, 2: -2.0}, {3: -1.0, 4: -2.0}]
+    assert teacher_of(data.batch, 1, 2) == [{}, {}]
+
+
 @pytest.mark.parametrize(
     ("changes", "reason", "words"),
     [
@@ -187,10 +223,46 @@ def good_group(**changes):
         ({"scores": [1.0, None]}, "nonfinite_scores", "score 1 is None"),
         ({"advantages": [[0.0, 0.0, math.inf, 0.0], [0.0] * 3]}, "nonfinite_advantages", "inf at position 2"),
         ({"ref_logprobs": [[0, 0, -1, math.nan], [0, 0, -1]]}, "nonfinite_ref_logprobs", "ref_logprobs[0]"),
+        (
+            {"inference_logprobs": [[1.0, 1.0, -0.1, math.nan], [1.0, 1.0, -0.3]]},
+            "nonfinite_inference_logprobs",
+            "inference_logprobs[0] is nan at position 3",
+        ),
+        (
+            {"inference_logprobs": [[1.0, 1.0, -0.1, -0.2], [1.0, 1.0, -math.inf]]},
+            "nonfinite_inference_logprobs",
+            "inference_logprobs[1] is -inf at position 2",
+        ),
+        (teacher([[], [], [1, 2], [3]]), "ragged_distillation", "1 distill_token_ids and 2 distill_logprobs"),
+        (
+            teacher([[], [], [1, 2], [3]], [[], [], [-1, -2], [-3]]),
+            "ragged_distillation",
+            "1 distill_token_ids and 1 distill_logprobs at position 3, and 2 at its first trained one",
+        ),
+        (teacher([[], [5], [1, 2], [3, 4]]), "ragged_distillation", "at position 1"),
+        (teacher([[], [], [], []], [[], [], [], []]), "ragged_distillation", "0 distill_token_ids"),
+        (teacher([[], [], [1, 2]]), "unequal_lengths", "distill_token_ids[0] has 3 positions, tokens[0] has 4"),
+        (teacher([[], [], [1, 2], [3, 100]]), "foreign_tokens", "distill_token_ids[0] is 100 at position 3"),
+        (
+            teacher(logprobs=[[], [], [-1, -2], [-1, math.nan]]),
+            "invalid_distill_logprobs",
+            "[-1.0, nan] at position 3",
+        ),
+        (teacher(logprobs=[[], [], [-1, -2], [0.5, -1]]), "invalid_distill_logprobs", "sum to at most 1"),
+        ({"distill_token_ids": [[[]] * 4, [[]] * 3]}, "unequal_lengths", "one of distill_token_ids"),
         ({"tokens": [[5, 6, 7, 100], [5, 6, 9]]}, "foreign_tokens", "token 100 at position 3"),
         ({"tokens": [["a", 6, 7, 8], [5, 6, 9]]}, "malformed", "tokens[0]"),
         ({"tokens": []}, "empty_group", "no sequences"),
+        ({"tokens": [None, [5, 6, 9]]}, "malformed", "tokens[0] is None"),
+        ({"tokens": [[5, 6, 7.5, 8], [5, 6, 9]]}, "malformed", "tokens[0] is not a flat list of whole numbers"),
+        ({"tokens": [["5", "6", "7", "8"], [5, 6, 9]]}, "malformed", "tokens[0]"),
+        ({"masks": [[-100.9, -100, 7, 8], [-100, -100, 9]]}, "malformed", "masks[0]"),
+        ({"masks": {"0": [1]}}, "malformed", "masks is a dict"),
+        ({"masks": [[[1]] * 4, [-100, -100, 9]]}, "malformed", "masks[0]"),
+        ({"advantages": [0.5, 0.5]}, "malformed", "advantages[0] is not a flat list of numbers"),
+        ({"group_overrides": {"env_name": "gsm8k_0", "policy_version_min": ["x", 1]}}, "malformed", "'x'"),
     ],
+    ids=[f"case{i}" for i in range(32)],
 )
 def test_a_group_that_breaks_the_format_is_refused_named_and_counted(changes, reason, words):
     rows, report = read_groups([good_group(), good_group(**changes)], LIMITS)

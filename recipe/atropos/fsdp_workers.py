@@ -1,10 +1,11 @@
 """verl's workers as this recipe runs them: an actor, with the reference policy beside it where one is needed.
 
-Two things differ from verl's ``ActorRolloutRefWorker``: there is no rollout engine in the process (SGLang runs behind
-HTTP), and padding rows do not count as sequences in the loss. Weights leave through the checkpoint engine of
-``weight_sync``, by verl's own ``update_weights``.
+Three things differ from verl's ``ActorRolloutRefWorker``: there is no rollout engine in the process (SGLang runs behind
+HTTP), padding rows do not count as sequences in the loss, and the loss can hold a distillation term. Weights leave
+through the checkpoint engine of ``weight_sync``, by verl's own ``update_weights``.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from verl.utils.device import get_device_id, get_device_name
 from verl.utils.distributed import initialize_global_process_group_ray
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
+from recipe.atropos.losses import DistillationConfig, distilled_loss
+
 
 class AtroposTrainingWorker(TrainingWorker):
     """Divides sequence-mean losses by the sequences that are there, not by the configured mini-batch size."""
@@ -25,6 +28,7 @@ class AtroposTrainingWorker(TrainingWorker):
         trained = (data["response_mask"].sum(dim=-1) > 0).sum().to(get_device_id())
         torch.distributed.all_reduce(trained, group=self.engine.get_data_parallel_group())
         tu.assign_non_tensor(data, global_batch_size=max(1, trained.item()))
+        tu.assign_non_tensor(data, distillation_use_topk="teacher_ids" in data)  # the engine then asks for the KL
         return super().train_batch(data)
 
 
@@ -33,13 +37,14 @@ class AtroposActorWorker(ActorRolloutRefWorker):
 
     actor_worker_cls = AtroposTrainingWorker
 
-    def __init__(self, config: DictConfig, role: str, **kwargs: Any):
+    def __init__(self, config: DictConfig, role: str, distillation: DistillationConfig | None = None, **kwargs: Any):
         if role not in ("actor", "actor_ref"):
             raise ValueError(f"role {role!r}: the inference engine is a process of its own; use actor or actor_ref")
         # verl's check knows no actor with a reference and without a rollout; init_model looks at self.role alone.
         super().__init__(config, "actor", **kwargs)
         self.role = role
         self._is_ref = role == "actor_ref"
+        self.distillation = distillation or DistillationConfig()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -49,3 +54,5 @@ class AtroposActorWorker(ActorRolloutRefWorker):
             # verl would name the device twice: "cpu:gloo,cpu:gloo". It keeps a group that is there.
             initialize_global_process_group_ray(backend="gloo")
         super().init_model()
+        if self.distillation.enabled:
+            self.actor.set_loss_fn(partial(distilled_loss, **self.loss_fn.keywords, distillation=self.distillation))

@@ -9,11 +9,14 @@ from typing import get_args
 
 import aiohttp
 from omegaconf import DictConfig
+from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
 from verl.trainer.ppo.utils import need_critic
 
-from recipe.atropos.data_proto import RowLimits
+from recipe.atropos.advantages import AdvantageConfig
 from recipe.atropos.data_source import DataSourceConfig
 from recipe.atropos.inference.client import InferenceError, PauseMode, SGLangClient
+from recipe.atropos.losses import DistillationConfig
+from recipe.atropos.rows import RowLimits
 from recipe.atropos.weight_sync.engine import TRANSPORTS
 
 
@@ -50,11 +53,7 @@ def check_config(config: DictConfig) -> None:
             f"actor_rollout_ref.model.path={model}: no model there (no config.json); "
             "give a folder in Hugging Face format, or a hub name"
         )
-    if need_critic(config):
-        raise ConfigurationError(
-            f"algorithm.adv_estimator={config.algorithm.adv_estimator} needs a critic, which this recipe does not "
-            "train; choose grpo or another estimator without one"
-        )
+    _check_algorithm(config)
     group_size = config.actor_rollout_ref.rollout.n
     batch_size = config.data.train_batch_size * group_size
     mini_batch = config.actor_rollout_ref.actor.ppo_mini_batch_size
@@ -78,6 +77,8 @@ def check_config(config: DictConfig) -> None:
     try:
         DataSourceConfig.from_config(config.trainer.atropos)
         RowLimits(config.data.max_prompt_length, config.data.max_response_length, 0, config.trainer.atropos.overlong)
+        AdvantageConfig.from_config(config.trainer.atropos)
+        DistillationConfig.from_config(config.trainer.atropos.distillation)
     except (TypeError, ValueError) as error:
         raise ConfigurationError(str(error)) from error
     weight_sync = config.trainer.atropos.weight_sync
@@ -90,6 +91,61 @@ def check_config(config: DictConfig) -> None:
         raise ConfigurationError(
             f"trainer.atropos.weight_sync.every={weight_sync.every!r} updates between pushes: give 1 or more"
         )
+
+
+# Estimators of verl that cannot work here, and what each would need.
+_ESTIMATORS_LACKING = {
+    "gae": "a critic, which this recipe does not train",
+    "remax": "a greedy rollout for each prompt, which environments do not send",
+    "gdpo": "several named rewards for each sequence, of which the Trajectory API carries one",
+}
+
+
+def _check_algorithm(config: DictConfig) -> None:
+    algorithm, actor = config.algorithm, config.actor_rollout_ref.actor
+    usable = sorted(set(ADV_ESTIMATOR_REGISTRY) - set(_ESTIMATORS_LACKING))
+    estimator = algorithm.adv_estimator
+    lacking = _ESTIMATORS_LACKING["gae"] if need_critic(config) else _ESTIMATORS_LACKING.get(estimator)
+    if lacking or estimator not in ADV_ESTIMATOR_REGISTRY:
+        why = f"needs {lacking}" if lacking else "is not registered"
+        raise ConfigurationError(f"algorithm.adv_estimator={estimator} {why}; choose one of {', '.join(usable)}")
+    if "optimal_token_baseline" in estimator and not actor.calculate_sum_pi_squared:
+        raise ConfigurationError(
+            f"algorithm.adv_estimator={estimator} needs actor_rollout_ref.actor.calculate_sum_pi_squared=true"
+        )
+    loss_mode = actor.policy_loss.loss_mode
+    if loss_mode not in POLICY_LOSS_REGISTRY:
+        raise ConfigurationError(
+            f"actor_rollout_ref.actor.policy_loss.loss_mode={loss_mode}; choose one of "
+            f"{', '.join(sorted(POLICY_LOSS_REGISTRY))}"
+        )
+    if algorithm.rollout_correction.bypass_mode and loss_mode not in ("vanilla", "bypass_mode"):
+        raise ConfigurationError(
+            "algorithm.rollout_correction.bypass_mode=true brings a loss of its own and would replace "
+            f"actor_rollout_ref.actor.policy_loss.loss_mode={loss_mode}; drop one of them"
+        )
+    model = config.actor_rollout_ref.model
+    if (model.lora_rank > 0 or model.get("lora_adapter_path")) and not model.lora.merge:
+        raise ConfigurationError(
+            "actor_rollout_ref.model.lora.merge=false would send the adapter alone, which the servers do not load; "
+            "set it to true: base and adapter are pushed as one"
+        )
+    distillation = config.trainer.atropos.distillation
+    if distillation.loss_coef:
+        sequence_parallel = max(actor.ulysses_sequence_parallel_size, actor.fsdp_config.ulysses_sequence_parallel_size)
+        for key, value, needed in (
+            ("actor.ulysses_sequence_parallel_size", sequence_parallel, 1),
+            ("model.use_fused_kernels", model.use_fused_kernels, False),
+        ):
+            if value != needed:
+                raise ConfigurationError(
+                    f"actor_rollout_ref.{key}={value}: distillation needs whole logits; set it to {needed}"
+                )
+        if not distillation.use_policy_loss and (actor.use_kl_loss or actor.entropy_coeff):
+            raise ConfigurationError(
+                "trainer.atropos.distillation.use_policy_loss=false leaves out the KL and entropy terms too; drop "
+                "actor_rollout_ref.actor.use_kl_loss and entropy_coeff, or keep the policy loss"
+            )
 
 
 def check_services(config: DictConfig, timeout: float = 30.0) -> None:

@@ -18,21 +18,27 @@ from tqdm import tqdm
 from verl import DataProto
 from verl.experimental.separation.ray_trainer import SeparateRayPPOTrainer
 from verl.single_controller.ray import RayClassWithInitArgs, ResourcePoolManager
+from verl.trainer.ppo.ray_trainer import apply_kl_penalty
 from verl.trainer.ppo.utils import Role
 from verl.utils.debug import marked_timer
-from verl.utils.debug.metrics import calculate_debug_metrics
 from verl.utils.device import get_device_name
 from verl.utils.tracking import Tracking
 
-from recipe.atropos.data_proto import RowLimits, groups_to_data_proto
+from recipe.atropos.advantages import AdvantageConfig, RunningMoments, compute_advantages
+from recipe.atropos.correction import compare_with_engine, correct_rollout
+from recipe.atropos.data_proto import groups_to_data_proto
 from recipe.atropos.data_source import DataSource, DataSourceConfig, Registration
 from recipe.atropos.fsdp_workers import AtroposActorWorker
+from recipe.atropos.losses import DistillationConfig
+from recipe.atropos.metrics import batch_metrics
+from recipe.atropos.rows import RowLimits
 from recipe.atropos.run_record import RunRecord
 from recipe.atropos.weight_sync import WeightSyncManager
 
 # What the actor needs of a batch; the rest stays with the driver instead of travelling to every rank.
 _FORWARD_KEYS = ["prompts", "responses", "input_ids", "attention_mask", "position_ids", "response_mask"]
-_UPDATE_KEYS = ["old_log_probs", "advantages", "ref_log_prob", "rollout_is_weights", "rollout_log_probs"]
+_UPDATE_KEYS = ["old_log_probs", "advantages", "ref_log_prob", "rollout_is_weights", "teacher_ids", "teacher_logprobs"]
+_ADVANTAGE_KEYS = ["token_level_rewards", "response_mask", "rollout_is_weights", "advantages", "returns"]
 _MAX_EMPTY_BATCHES = 20  # in a row, before the run is called dead
 
 
@@ -59,6 +65,10 @@ class RayGRPOAtroposTrainer(SeparateRayPPOTrainer):
 
     def __init__(self, config: Any, tokenizer: Any, vocab_size: int | None = None, **kwargs: Any):
         """``vocab_size`` is the model's: a model may have, and sample, more tokens than its tokenizer names."""
+        self.advantage_config = AdvantageConfig.from_config(config.trainer.atropos)
+        self.advantage_moments = RunningMoments()
+        self.distillation = DistillationConfig.from_config(config.trainer.atropos.distillation)
+        _configure_bypass_mode(config)
         pool = f"{config.run.name}_{uuid.uuid4().hex[:8]}_"  # Ray names placement groups after it, across all its jobs
         super().__init__(
             config=config,
@@ -81,6 +91,7 @@ class RayGRPOAtroposTrainer(SeparateRayPPOTrainer):
             pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
             overlong=atropos.overlong,
             vocab_size=vocab_size,
+            read_teacher=self.distillation.enabled,
         )
         self.source_config = DataSourceConfig.from_config(atropos)
 
@@ -158,30 +169,25 @@ class RayGRPOAtroposTrainer(SeparateRayPPOTrainer):
         return batch
 
     def _fit_compute_log_prob(self, batch: DataProto) -> DataProto:
-        """Logprobs under the policy before the update, (B, R). Rows without an engine logprob take the trainer's own.
+        """``old_log_probs``, (B, R): the policy's before the update, and how far the engine's own are from them.
 
-        That leaves them out of every correction and of the comparison between engine and trainer.
-
-        Raises:
-            RuntimeError: bypass mode takes the engine's logprobs for the policy's own, and a row has none.
+        In bypass mode they are the engine's, but for rows that came without.
         """
-        if self.config.algorithm.rollout_correction.bypass_mode:
-            lacking = ~batch.non_tensor_batch["has_log_probs"] & ~batch.non_tensor_batch["is_padding"]
-            if lacking.any():
-                raise RuntimeError(
-                    f"{lacking.sum()} of {len(batch)} rows came without inference_logprobs, which "
-                    "algorithm.rollout_correction.bypass_mode=true needs of every row; set it to false"
-                )
-            return super()._fit_compute_log_prob(batch)
         engine = batch.batch.pop("rollout_log_probs", None)
-        batch = super()._fit_compute_log_prob(batch)
+        bypass = self.config.algorithm.rollout_correction.bypass_mode
+        lacking = ~batch.non_tensor_batch["has_log_probs"] & ~batch.non_tensor_batch["is_padding"]
+        if not bypass:
+            batch = super()._fit_compute_log_prob(batch)
+        elif lacking.any():
+            computed, _ = self._compute_old_log_prob(batch)
+            batch.batch["old_log_probs"] = computed.batch["old_log_probs"]
         if engine is not None:
-            known = torch.from_numpy(batch.non_tensor_batch["has_log_probs"])[:, None]
-            batch.batch["rollout_log_probs"] = torch.where(known, engine, batch.batch["old_log_probs"])
-            self.metrics.update(calculate_debug_metrics(batch))
-            difference = (engine - batch.batch["old_log_probs"]).abs()[batch.batch["response_mask"].bool() & known]
-            self.metrics["atropos/logprob_diff/mean"] = difference.mean().item()
-            self.metrics["atropos/logprob_diff/max"] = difference.max().item()
+            batch.batch["rollout_log_probs"] = engine
+            if "old_log_probs" in batch.batch:
+                self.metrics |= compare_with_engine(batch)
+            if bypass:
+                known = torch.from_numpy(~lacking)[:, None]
+                batch.batch["old_log_probs"] = torch.where(known, engine, batch.batch.get("old_log_probs", engine))
         return batch
 
     def _fit_compute_ref_log_prob(self, batch: DataProto) -> DataProto:
@@ -190,10 +196,37 @@ class RayGRPOAtroposTrainer(SeparateRayPPOTrainer):
         return super()._fit_compute_ref_log_prob(batch)
 
     def _fit_compute_advantage(self, batch: DataProto) -> DataProto:
-        """verl's estimator, then 0 where the environment said ``set_advantage_to_zero``."""
-        batch = super()._fit_compute_advantage(batch)
-        batch.batch["advantages"][torch.from_numpy(batch.non_tensor_batch["zero_advantage"])] = 0.0
+        """Rewards, off-policy correction and advantages, (B, R) each; of the real rows, and 0 in padding rows."""
+        algorithm = self.config.algorithm
+        with marked_timer("adv", self.timing_raw):
+            rows = _real_rows(batch)
+            rows.batch["token_level_rewards"] = rows.batch["token_level_scores"]
+            if algorithm.use_kl_in_reward:
+                rows, metrics = apply_kl_penalty(rows, self.kl_ctrl_in_reward, algorithm.kl_penalty)
+                self.metrics |= metrics
+            if "rollout_log_probs" in rows.batch and not algorithm.rollout_correction.bypass_mode:
+                self.metrics |= correct_rollout(rows, algorithm.rollout_correction)
+            group_size = self.config.actor_rollout_ref.rollout.n
+            compute_advantages(rows, algorithm, self.advantage_config, self.advantage_moments, group_size)
+            real = torch.from_numpy(~batch.non_tensor_batch["is_padding"])
+            for key in set(_ADVANTAGE_KEYS) & set(rows.batch.keys()):
+                values = rows.batch[key].new_zeros(len(batch), *rows.batch[key].shape[1:])
+                values[real] = rows.batch[key]
+                batch.batch[key] = values
         return batch
+
+    def _fit_update_actor(self, batch: DataProto) -> DataProto:
+        """One pass of optimizer steps over the mini-batches.
+
+        Raises:
+            RuntimeError: distillation alone, and no row of the batch has a teacher.
+        """
+        if not self.distillation.use_policy_loss and "teacher_ids" not in batch.batch:
+            raise RuntimeError(
+                "trainer.atropos.distillation.use_policy_loss=false, but no row of this batch has distill_token_ids "
+                "and distill_logprobs; let the environment send them, or set it to true"
+            )
+        return super()._fit_update_actor(batch)
 
     def _fit_update_weights(self) -> None:
         every = self.config.trainer.atropos.weight_sync.every
@@ -223,8 +256,8 @@ class RayGRPOAtroposTrainer(SeparateRayPPOTrainer):
         rows = _real_rows(batch)
         super()._fit_collect_metrics(rows)
         totals = self.record.totals
-        score = rows.batch["token_level_scores"].sum(-1).mean().item()
-        self.metrics["atropos/mean_score"] = score
+        self.metrics |= batch_metrics(rows)
+        score = self.metrics["atropos/mean_score"]
         totals.mean_score_first = score if totals.mean_score_first is None else totals.mean_score_first
         totals.mean_score_last = score
         totals.sequences_trained += len(rows)
@@ -258,7 +291,10 @@ class RayGRPOAtroposTrainer(SeparateRayPPOTrainer):
 
     def _create_dataloader(self, *_: Any) -> None:
         """There is no dataset: the environments have it. The run's record takes the place whose state verl saves."""
-        self.record = self.train_dataloader = RunRecord(self.config.run.dir)
+        parts = {"advantage_moments": self.advantage_moments}
+        if self.config.algorithm.use_kl_in_reward:
+            parts["kl_in_reward"] = _Coefficient(self.kl_ctrl_in_reward)
+        self.record = self.train_dataloader = RunRecord(self.config.run.dir, parts)
         self.total_training_steps = self.config.trainer.total_training_steps
         with open_dict(self.config):
             self.config.actor_rollout_ref.actor.optim.total_training_steps = self.total_training_steps
@@ -280,6 +316,7 @@ class RayGRPOAtroposTrainer(SeparateRayPPOTrainer):
             cls=self.role_worker_mapping[Role.ActorRollout],
             config=self.config.actor_rollout_ref,
             role="actor_ref" if reference else "actor",
+            distillation=self.distillation,
         )
 
     def _create_reference_policy_class(self) -> None:
@@ -304,6 +341,29 @@ class RayGRPOAtroposTrainer(SeparateRayPPOTrainer):
 
     def _texts(self, tokens: torch.Tensor, attended: torch.Tensor) -> list[str]:
         return [self.tokenizer.decode(row[keep]) for row, keep in zip(tokens, attended, strict=True)]
+
+
+class _Coefficient:
+    """The state of verl's KL controllers, which keep it in ``value``."""
+
+    def __init__(self, controller: Any):
+        self.controller = controller
+
+    def state_dict(self) -> dict[str, float]:
+        return {"value": float(self.controller.value)}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        if hasattr(self.controller, "value"):
+            self.controller.value = state["value"]
+
+
+def _configure_bypass_mode(config: Any) -> None:
+    """As verl's ``apply_bypass_mode``, which comes too late: workers are built with the loss they will correct in."""
+    if config.algorithm.rollout_correction.bypass_mode:
+        with open_dict(config):
+            policy_loss = config.actor_rollout_ref.actor.policy_loss
+            policy_loss.loss_mode = "bypass_mode"
+            policy_loss.rollout_correction = config.algorithm.rollout_correction
 
 
 def _select(batch: DataProto, keys: list[str]) -> DataProto:

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import orjson
 
@@ -40,13 +40,25 @@ class RunTotals:
     dropped: dict[str, int] = field(default_factory=dict)
 
 
-class RunRecord:
-    """Writes into ``directory``. Stands where verl expects a dataloader, whose state it saves with each checkpoint."""
+class Stateful(Protocol):
+    """What a checkpoint can hold: torch's own convention."""
 
-    def __init__(self, directory: str | Path):
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+class RunRecord:
+    """Writes into ``directory``. Stands where verl expects a dataloader, whose state it saves with each checkpoint.
+
+    ``parts``, by name, are saved and restored with it.
+    """
+
+    def __init__(self, directory: str | Path, parts: Mapping[str, Stateful] | None = None):
         self.directory = Path(directory)
         self.directory.mkdir(parents=True, exist_ok=True)
         self.totals = RunTotals()
+        self.parts = dict(parts or {})
 
     @property
     def metrics_path(self) -> Path:
@@ -56,10 +68,13 @@ class RunRecord:
         return 0  # no epochs: verl then restores the state wherever a run stopped
 
     def state_dict(self) -> dict[str, Any]:
-        return asdict(self.totals)
+        return {"totals": asdict(self.totals), **{name: part.state_dict() for name, part in self.parts.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.totals = RunTotals(**state)
+        self.totals = RunTotals(**state["totals"])
+        for name, part in self.parts.items():
+            if name in state:
+                part.load_state_dict(state[name])
 
     def begin(self) -> None:
         """Call once the checkpoint is loaded: cuts ``metrics.jsonl`` to the steps that are in it."""

@@ -1,0 +1,58 @@
+"""Off-policy correction: the engine sampled with other logprobs than the trainer computes, because its kernels differ
+and because the policy has moved on.
+
+verl's rollout correction does the work (``algorithm.rollout_correction``); here it meets rows that came without
+logprobs. These are left out: their weight is 1, nothing of them is rejected, and no metric sees them.
+"""
+
+import numpy as np
+import torch
+from omegaconf import DictConfig
+from verl import DataProto
+from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
+from verl.utils.debug.metrics import calculate_debug_metrics
+
+
+def with_log_probs(rows: DataProto) -> tuple[DataProto | None, np.ndarray]:
+    """The rows whose engine logprobs are known, and their indices. Padding rows have none."""
+    known = np.flatnonzero(rows.non_tensor_batch["has_log_probs"])
+    return (rows.select_idxs(known) if known.size else None), known
+
+
+def compare_with_engine(rows: DataProto) -> dict[str, float]:
+    """How far the engine's logprobs (``rollout_log_probs``) are from the trainer's (``old_log_probs``), as metrics.
+
+    ``atropos/logprob_diff/mean`` and ``max`` are of the absolute difference over trained tokens, in nats. In fp32 and
+    on fresh samples anything above 1e-4 is a bug.
+    """
+    known, _ = with_log_probs(rows)
+    if known is None:
+        return {}
+    difference = known.batch["rollout_log_probs"] - known.batch["old_log_probs"]
+    difference = difference.abs()[known.batch["response_mask"].bool()]
+    return {
+        **calculate_debug_metrics(known),
+        "atropos/logprob_diff/mean": difference.mean().item(),
+        "atropos/logprob_diff/max": difference.max().item(),
+    }
+
+
+def correct_rollout(rows: DataProto, config: DictConfig) -> dict[str, float]:
+    """Importance weights and rejection by ``algorithm.rollout_correction``; returns verl's ``rollout_corr/`` metrics.
+
+    Sets ``rollout_is_weights``, (B, R) float32, where ``rollout_is`` is set, and takes rejected tokens out of
+    ``response_mask``.
+    """
+    known, indices = with_log_probs(rows)
+    weights = torch.ones_like(rows.batch["old_log_probs"]) * rows.batch["response_mask"]
+    metrics: dict[str, float] = {}
+    if known is not None:
+        known, metrics = compute_rollout_correction_and_add_to_batch(known, config)
+        mask = rows.batch["response_mask"].clone()
+        mask[indices] = known.batch["response_mask"].to(mask.dtype)
+        rows.batch["response_mask"] = mask
+        if config.rollout_is:
+            weights[indices] = known.batch["rollout_is_weights"]
+    if config.rollout_is:
+        rows.batch["rollout_is_weights"] = weights
+    return metrics

@@ -1,0 +1,205 @@
+"""The losses that verl lacks: advantage-weighted SFT, and distillation from the top-k of a teacher.
+
+``advantage_weighted_sft`` is registered as a policy loss of verl, for ``actor.policy_loss.loss_mode``. Distillation
+rides on verl's own seam for losses that need logits: the engine calls the loss function once with the logits, before
+they are freed, and once with everything else.
+
+Shapes: B rows, R response tokens, S tokens, V vocabulary, K the teacher's top-k, N tokens of a micro-batch unpadded.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from tensordict import TensorDict
+from verl.trainer.ppo.core_algos import agg_loss, register_policy_loss
+from verl.utils.metric import AggregationType, Metric
+from verl.utils.torch_functional import masked_mean
+from verl.workers.config import ActorConfig
+from verl.workers.utils.losses import ppo_loss
+from verl.workers.utils.padding import no_padding_2_padding
+
+_TAIL = 1e-6  # a teacher's mass outside its top-k below this is rounding
+
+
+@register_policy_loss("advantage_weighted_sft")
+def compute_policy_loss_advantage_weighted_sft(
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: ActorConfig | None = None,
+    rollout_is_weights: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """Cross-entropy x advantage x mask: ``-advantage * log_prob``, without ratio and clipping.
+
+    All tensors (B, R). Its gradient is that of the policy gradient at ratio 1; a negative advantage pushes a token's
+    probability down, without bound, so keep steps small or advantages positive. ``rollout_is_weights`` multiply it.
+    Returns the loss, aggregated as ``loss_agg_mode`` says, and metrics.
+    """
+    losses = -advantages * log_prob
+    if rollout_is_weights is not None:
+        losses = losses * rollout_is_weights
+    batch_info = config.global_batch_info if config is not None else {}
+    loss = agg_loss(loss_mat=losses, loss_mask=response_mask, loss_agg_mode=loss_agg_mode, **batch_info)
+    metrics = {
+        "actor/cross_entropy": masked_mean(-log_prob.detach(), response_mask).item(),
+        "actor/ppo_kl": masked_mean(old_log_prob - log_prob.detach(), response_mask).item(),
+    }
+    return loss, metrics
+
+
+def compute_advantage_weighted_sft_loss(
+    input_ids: torch.Tensor,
+    advantages: torch.Tensor,
+    loss_mask: torch.Tensor,
+    logits: torch.Tensor,
+    loss_agg_mode: str = "token-mean",
+) -> torch.Tensor:
+    """Advantage-weighted SFT on a model's logits, outside Ray: ``mean over the mask of advantage * cross-entropy``.
+
+    Everything is aligned with ``input_ids``: ``advantages[b, t]`` weighs token t, which ``logits[b, t - 1]`` predict.
+    The first token of a row is predicted by nothing and never counts.
+
+    Args:
+        input_ids: (B, S) int64.
+        advantages: (B, S) float, or (B,) for one a sequence.
+        loss_mask: (B, S), 1 (or true) where the token is trained on.
+        logits: (B, S, V), as ``model(input_ids).logits``.
+        loss_agg_mode: verl's: token-mean, token-sum, seq-mean-token-sum, seq-mean-token-mean.
+
+    Returns:
+        A scalar that is differentiable in ``logits``.
+
+    Raises:
+        ValueError: shapes do not fit, an advantage under the mask is not finite, or nothing is under the mask.
+    """
+    if advantages.dim() == 1:
+        advantages = advantages[:, None].expand(input_ids.shape)
+    for name, tensor in (("advantages", advantages), ("loss_mask", loss_mask), ("logits", logits[..., 0])):
+        if tensor.shape != input_ids.shape:
+            raise ValueError(f"{name} is {tuple(tensor.shape)}, input_ids is {tuple(input_ids.shape)}")
+    mask = loss_mask[:, 1:].bool()
+    weights = advantages[:, 1:]
+    bad = (~torch.isfinite(weights) & mask).nonzero()
+    if len(bad):
+        row, position = bad[0].tolist()
+        raise ValueError(f"advantages[{row}, {position + 1}] is {weights[row, position]}; it must be finite")
+    if not mask.any():
+        raise ValueError("loss_mask has no token that another one predicts; there is nothing to train on")
+    cross_entropy = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), input_ids[:, 1:].flatten(), reduction="none")
+    losses = cross_entropy.view(mask.shape) * torch.where(mask, weights, 0.0)
+    return agg_loss(loss_mat=losses, loss_mask=mask, loss_agg_mode=loss_agg_mode)
+
+
+@dataclass(frozen=True)
+class DistillationConfig:
+    """``trainer.atropos.distillation``: the weight of KL(teacher || policy), and whether the policy loss is kept."""
+
+    loss_coef: float = 0.0
+    use_policy_loss: bool = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.loss_coef, int | float) or not 0 <= self.loss_coef < float("inf"):
+            raise ValueError(f"trainer.atropos.distillation.loss_coef={self.loss_coef!r}: give a number from 0 upwards")
+        if not isinstance(self.use_policy_loss, bool):
+            raise ValueError(
+                f"trainer.atropos.distillation.use_policy_loss={self.use_policy_loss!r}: give true or false"
+            )
+        if not (self.enabled or self.use_policy_loss):
+            raise ValueError(
+                "trainer.atropos.distillation.use_policy_loss=false leaves no loss at loss_coef=0; give a loss_coef"
+            )
+
+    @property
+    def enabled(self) -> bool:
+        return self.loss_coef > 0
+
+    @classmethod
+    def from_config(cls, values: Mapping[str, Any]) -> "DistillationConfig":
+        """Raises ValueError or TypeError, naming the key."""
+        return cls(**values)
+
+
+def forward_kl_top_k(
+    logits: torch.Tensor, teacher_ids: torch.Tensor, teacher_logprobs: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """KL(teacher || policy) of each token over K + 1 outcomes: the teacher's top-k, and all the rest as one.
+
+    That is a divergence for any k, never negative, at most the KL of the full distributions (by the data-processing
+    inequality), and equal to it where the top-k holds all of the teacher's mass.
+
+    Args:
+        logits: (N, V), any float dtype; computed in float32.
+        teacher_ids, teacher_logprobs: (N, K). Mass 0 at a position: there is no teacher, and its KL is 0.
+
+    Returns:
+        The KL, (N,) float32, differentiable in ``logits``; and the mass of the teacher's top-k, (N,) float32.
+    """
+    probs = teacher_logprobs.float().exp()
+    mass = probs.sum(-1)
+    kl = logits[:, 0].float() * 0.0  # tied to the graph where no teacher is: FSDP waits for every rank's backward
+    at = (mass > 0).nonzero().squeeze(-1)
+    if not len(at):
+        return kl, mass
+    # A copy, of the positions with a teacher alone: kernels may write over the logits in their own backward pass.
+    log_policy = F.log_softmax(logits[at].float(), dim=-1)
+    ids, probs = teacher_ids[at], probs[at]
+    divergence = (probs * (teacher_logprobs[at].float() - log_policy.gather(-1, ids))).sum(-1)
+
+    rest = (1 - probs.sum(-1)).clamp(min=0)
+    open_ended = (rest > _TAIL).nonzero().squeeze(-1)
+    if len(open_ended) and ids.shape[-1] < logits.shape[-1]:
+        others = log_policy[open_ended].scatter(-1, ids[open_ended], float("-inf"))
+        rest = rest[open_ended]
+        divergence = divergence.index_add(0, open_ended, rest * (rest.log() - others.logsumexp(-1)))
+    return kl.index_add(0, at, divergence), mass
+
+
+def distilled_loss(
+    config: ActorConfig,
+    distillation: DistillationConfig,
+    model_output: dict[str, torch.Tensor] | None = None,
+    data: TensorDict | None = None,
+    dp_group: Any = None,
+    student_logits: torch.Tensor | None = None,
+    data_format: str = "thd",
+) -> Any:
+    """verl's policy loss plus ``loss_coef`` times KL(teacher || policy); a loss function of verl's engine.
+
+    The KL is averaged as ``loss_agg_mode`` averages the policy loss, over all trained tokens: a token without a teacher
+    adds 0, so a token's weight does not depend on how many others have one.
+
+    With ``student_logits``, (1, N, V), returns the per-token values that the engine carries to the second call; without
+    them, the loss and its metrics.
+    """
+    if student_logits is not None:
+        kl, mass = forward_kl_top_k(student_logits[0], data["teacher_ids"].values(), data["teacher_logprobs"].values())
+        return {"distillation_losses": kl[None], "teacher_mass": mass[None]}
+    if distillation.use_policy_loss:
+        loss, metrics = ppo_loss(config, model_output, data, dp_group)
+    else:
+        loss, metrics = 0.0, {}
+    if "distillation_losses" not in model_output:  # no row of this batch has a teacher
+        return loss, metrics
+
+    mask = data["response_mask"].bool()
+    kl = no_padding_2_padding(model_output["distillation_losses"], data)
+    mass = no_padding_2_padding(model_output["teacher_mass"], data)
+    distillation_loss = agg_loss(
+        loss_mat=kl,
+        loss_mask=mask,
+        loss_agg_mode=config.loss_agg_mode,
+        dp_size=data["dp_size"],
+        batch_num_tokens=data["batch_num_tokens"],
+        global_batch_size=data["global_batch_size"],
+        loss_scale_factor=config.loss_scale_factor,
+    )
+    taught = mask & (mass > 0)
+    metrics["actor/distillation_loss"] = Metric(value=distillation_loss, aggregation=AggregationType.SUM)
+    metrics["actor/distillation_kl"] = Metric(value=masked_mean(kl.detach(), taught), aggregation=AggregationType.MEAN)
+    metrics["actor/teacher_mass"] = Metric(value=masked_mean(mass, taught), aggregation=AggregationType.MEAN)
+    return loss + distillation.loss_coef * distillation_loss, metrics

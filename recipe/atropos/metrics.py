@@ -1,0 +1,45 @@
+"""What a step's batch looked like, over all environments and for each of them."""
+
+import numpy as np
+from verl import DataProto
+
+from recipe.atropos.rows import environment_name
+
+
+def batch_metrics(rows: DataProto) -> dict[str, float]:
+    """Metrics of the rows that were trained on (no padding rows), which have their ``advantages``.
+
+    Over all, and under ``atropos/ENV/`` for each environment (its name, else ``env_ID``, else ``unknown``):
+
+    - ``mean_score``: of the rows; ``mean_advantage``: of the trained tokens; ``response_length``: tokens a row from the
+      first trained one on, environment tokens between turns included;
+    - ``groups``, and ``zero_signal_groups`` and ``zero_signal_share``, those of them whose advantages are all 0;
+    - ``num_environments``, over all only.
+    """
+    named = zip(rows.non_tensor_batch["env_name"], rows.non_tensor_batch["env_id"], strict=True)
+    names = np.array([environment_name(*pair) for pair in named])
+    trained = rows.batch["response_mask"].bool().numpy()
+    advantages = np.where(trained, rows.batch["advantages"].numpy(), 0.0)
+    scores = rows.batch["token_level_scores"].sum(-1).numpy()
+    lengths = rows.batch["attention_mask"][:, -trained.shape[1] :].sum(-1).numpy()
+    groups = rows.non_tensor_batch["uid"]
+    signal = (advantages != 0).any(axis=1)
+
+    def describe(chosen: np.ndarray) -> dict[str, float]:
+        all_groups, with_signal = set(groups[chosen]), set(groups[chosen & signal])
+        silent = len(all_groups) - len(with_signal)
+        return {
+            "mean_score": float(scores[chosen].mean()),
+            "mean_advantage": float(advantages[chosen].sum() / max(1, trained[chosen].sum())),
+            "response_length": float(lengths[chosen].mean()),
+            "groups": float(len(all_groups)),
+            "zero_signal_groups": float(silent),
+            "zero_signal_share": silent / len(all_groups),
+        }
+
+    environments = sorted(set(names))
+    metrics = {f"atropos/{key}": value for key, value in describe(np.ones(len(rows), dtype=bool)).items()}
+    metrics["atropos/num_environments"] = float(len(environments))
+    for name in environments:
+        metrics |= {f"atropos/{name}/{key}": value for key, value in describe(names == name).items()}
+    return metrics

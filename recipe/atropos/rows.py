@@ -1,0 +1,379 @@
+"""Scored groups of the Trajectory API -> rows: one sequence each, read, checked and cut.
+
+The promises:
+
+- For one sequence, ``first`` is the first position whose mask is not -100: what comes before is the prompt.
+- A group that cannot be understood is refused whole, named and counted; a row that cannot be trained on is dropped and
+  counted. Nothing is repaired by guessing, and nothing leaves without a count.
+
+A logprob that is missing or positive (environments write 1.0 where they have none) only leaves its row without
+logprobs; one that is NaN or infinite comes from an engine that is broken, so its group is refused.
+
+Shapes: R_i tokens of a response, K a teacher's top-k.
+"""
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+logger = logging.getLogger(__name__)
+
+IGNORED = -100  # the mask of a token that is not trained on (atroposlib, as in torch's cross-entropy)
+NO_TEACHER = np.float32(-1e4)  # logprob of a teacher's token that is not there: its probability is exactly 0 in float32
+
+Group = Mapping[str, Any]  # one ScoredData of the API: parallel lists over sequences
+
+
+class RefusedGroup(ValueError):
+    """A group that breaks the format; ``reason`` is its name in the counts."""
+
+    def __init__(self, reason: str, message: str):
+        super().__init__(message)
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class RowLimits:
+    """How rows are cut and filled. Lengths in tokens.
+
+    ``overlong`` is what happens to a response longer than ``max_response_length``: "truncate" keeps its beginning,
+    "drop" leaves the row out, "error" raises. A longer prompt keeps its end. ``vocab_size``, where given, refuses
+    groups that were made with another tokenizer. ``read_teacher`` false passes over the distillation fields.
+    """
+
+    max_prompt_length: int
+    max_response_length: int
+    pad_token_id: int
+    overlong: Literal["truncate", "drop", "error"] = "truncate"
+    vocab_size: int | None = None
+    read_teacher: bool = True
+
+    def __post_init__(self) -> None:
+        if self.overlong not in ("truncate", "drop", "error"):
+            raise ValueError(f"trainer.atropos.overlong={self.overlong!r}: choose truncate, drop or error")
+        if self.max_prompt_length < 1 or self.max_response_length < 1:
+            raise ValueError(f"lengths must be positive: {self.max_prompt_length=}, {self.max_response_length=}")
+
+
+@dataclass
+class ConversionReport:
+    """What became of a batch's sequences.
+
+    ``dropped`` counts the sequences that are not in the batch, by reason; ``events`` the rows that are in it, altered
+    or lacking something: prompt_truncated, response_truncated, no_logprobs, zero_advantage. ``messages`` are for
+    people.
+    """
+
+    received: int = 0
+    rows: int = 0
+    padding_rows: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    dropped_by_environment: dict[str, Counter[str]] = field(default_factory=dict)
+    events: Counter[str] = field(default_factory=Counter)
+    messages: list[str] = field(default_factory=list)
+
+    def drop(self, group: Group, reason: str, sequences: int) -> None:
+        """Count sequences of a group that are not in the batch."""
+        name = environment_name((group.get("group_overrides") or {}).get("env_name"), group.get("env_id"))
+        self.dropped[reason] += sequences
+        self.dropped_by_environment.setdefault(name, Counter())[reason] += sequences
+
+    def metrics(self) -> dict[str, float]:
+        """As trainer metrics under ``atropos/``, and drops under ``atropos/ENV/`` too."""
+        counts = {"received": self.received, "rows": self.rows, "padding_rows": self.padding_rows}
+        counts |= {f"dropped/{reason}": n for reason, n in self.dropped.items()}
+        for name, reasons in self.dropped_by_environment.items():
+            counts |= {f"{name}/dropped/{reason}": n for reason, n in reasons.items()}
+        counts |= {f"rows_with/{event}": n for event, n in self.events.items()}
+        return {f"atropos/{key}": float(n) for key, n in counts.items()}
+
+
+@dataclass
+class Row:
+    """One sequence, split at ``first``. Every array over the response has the same length R_i >= 1.
+
+    ``log_probs`` is None where a trained token lacks a valid one; ``advantages``, ``ref_log_probs`` and the teacher's
+    top-k are None where the environment sent none. ``versions`` is (oldest, newest) weight version among the trained
+    tokens, None if unknown.
+    """
+
+    prompt: np.ndarray  # (P_i,) int64
+    response: np.ndarray  # (R_i,) int64
+    mask: np.ndarray  # (R_i,) bool, True where trained on
+    score: float
+    uid: str
+    env_id: int | None = None
+    env_name: str | None = None
+    versions: tuple[int | None, int | None] = (None, None)
+    log_probs: np.ndarray | None = None  # (R_i,) float32
+    advantages: np.ndarray | None = None  # (R_i,) float32
+    ref_log_probs: np.ndarray | None = None  # (R_i,) float32
+    teacher_ids: np.ndarray | None = None  # (R_i, K) int64: the teacher's likeliest tokens in this token's place
+    teacher_log_probs: np.ndarray | None = None  # (R_i, K) float32, NO_TEACHER where not trained on
+    zero_advantage: bool = False
+
+    def __post_init__(self) -> None:
+        assert len(self.prompt) >= 1 and self.mask.any(), "a row has a prompt and at least one trained token"
+        for name in ("mask", "log_probs", "advantages", "ref_log_probs", "teacher_ids", "teacher_log_probs"):
+            values = getattr(self, name)
+            assert values is None or len(values) == len(self.response), name
+
+
+def environment_name(name: str | None, env_id: int | None) -> str:
+    """What metrics call an environment: its name, else ``env_ID``, else ``unknown``."""
+    return str(name).replace("/", "_") if name is not None else "unknown" if env_id is None else f"env_{env_id}"
+
+
+def group_name(group: Group, index: int) -> str:
+    """How messages call a group: its place in the batch and its environment."""
+    name = (group.get("group_overrides") or {}).get("env_name")
+    env_id = group.get("env_id")
+    return f"group {index} of env {name or ('unknown' if env_id is None else env_id)}"
+
+
+def _array(group: Group, key: str, row: int, where: str, dtype: type, length: int) -> np.ndarray:
+    """Row ``row`` of a parallel field as an array of ``length``; refuses what is not a flat list of such numbers.
+
+    Integers are not parsed from text or rounded from fractions; null is NaN among floats.
+    """
+    try:
+        values = np.asarray(group[key][row])
+        if values.dtype.kind == "O" and np.issubdtype(dtype, np.floating):
+            values = values.astype(dtype)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise RefusedGroup("malformed", f"{where}: {key}[{row}] is not a list of numbers ({error})") from error
+    kinds = "iuf" if np.issubdtype(dtype, np.floating) else "iu"
+    if values.ndim != 1 or (values.size and values.dtype.kind not in kinds):
+        what = "whole numbers" if kinds == "iu" else "numbers"
+        raise RefusedGroup("malformed", f"{where}: {key}[{row}] is not a flat list of {what} ({values.dtype})")
+    if len(values) != length:
+        raise RefusedGroup(
+            "unequal_lengths", f"{where}: {key}[{row}] has length {len(values)}, tokens[{row}] has {length}"
+        )
+    return values.astype(dtype)
+
+
+def _require_finite(values: np.ndarray, key: str, row: int, where: str) -> None:
+    bad = np.flatnonzero(~np.isfinite(values))
+    if bad.size:
+        raise RefusedGroup(
+            f"nonfinite_{key}", f"{where}: {key}[{row}] is {values[bad[0]]} at position {bad[0]}; it must be finite"
+        )
+
+
+def _teacher(
+    group: Group, row: int, where: str, trained: np.ndarray, vocab_size: int | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """(ids, logprobs) of the teacher's top-k at each position, both (length, K); only trained positions are filled.
+
+    ``distill_token_ids[row][t]`` are the candidates for token t given the tokens before it. Positions that are not
+    trained on may be empty, as the first one always is.
+    """
+    length = len(trained)
+    sizes = []
+    for key in ("distill_token_ids", "distill_logprobs"):
+        positions = group[key][row] or ()
+        if len(positions) != length:
+            raise RefusedGroup(
+                "unequal_lengths", f"{where}: {key}[{row}] has {len(positions)} positions, tokens[{row}] has {length}"
+            )
+        sizes.append(np.array([len(values or ()) for values in positions]))
+    ids_at, log_probs_at = sizes
+    top_k = ids_at[trained][0]
+    bad = np.flatnonzero((ids_at != log_probs_at) | ((ids_at != top_k) & (trained | (ids_at > 0))))
+    if bad.size or top_k == 0:
+        at = bad[0] if bad.size else trained.argmax()
+        raise RefusedGroup(
+            "ragged_distillation",
+            f"{where}: sequence {row} has {ids_at[at]} distill_token_ids and {log_probs_at[at]} distill_logprobs at "
+            f"position {at}, and {top_k} at its first trained one; give the same top-k at every trained position",
+        )
+    ids = np.zeros((length, top_k), dtype=np.int64)
+    log_probs = np.full((length, top_k), NO_TEACHER)
+    positions = np.flatnonzero(trained)
+    for out, key in ((ids, "distill_token_ids"), (log_probs, "distill_logprobs")):
+        try:
+            out[positions] = [group[key][row][t] for t in positions]
+        except (TypeError, ValueError, OverflowError) as error:
+            raise RefusedGroup("malformed", f"{where}: {key}[{row}] holds what is no number ({error})") from error
+    outside = np.argwhere((ids < 0) | (ids >= vocab_size)) if vocab_size else np.empty((0, 2), int)
+    if outside.size:
+        at, k = outside[0]
+        raise RefusedGroup(
+            "foreign_tokens",
+            f"{where}: distill_token_ids[{row}] is {ids[at, k]} at position {at}, outside the policy's vocabulary of "
+            f"{vocab_size}; the teacher must share the policy's tokenizer",
+        )
+    mass = np.exp(log_probs.astype(np.float64)).sum(axis=1)
+    bad = np.flatnonzero(~np.isfinite(log_probs).all(axis=1) | (mass > 1.01))
+    if bad.size:
+        raise RefusedGroup(
+            "invalid_distill_logprobs",
+            f"{where}: distill_logprobs[{row}] is {log_probs[bad[0]].tolist()} at position {bad[0]}; they must be "
+            "finite logarithms of probabilities that sum to at most 1",
+        )
+    return ids, log_probs
+
+
+def read_group(group: Group, index: int, limits: RowLimits, report: ConversionReport) -> list[Row]:
+    """The rows of one group, cut to ``limits``; fills ``report.dropped`` and ``report.events``.
+
+    Raises:
+        RefusedGroup: lengths differ within the group; a score, an advantage or the logprob of a trained token is not
+            finite; a token is outside the vocabulary; the teacher's top-k is ragged or no distribution. The message
+            names the group, the environment, the sequence and the position.
+        ValueError: a response is too long and ``limits.overlong`` is "error".
+    """
+    where = group_name(group, index)
+    tokens, scores = group.get("tokens") or [], group.get("scores")
+    if not tokens:
+        raise RefusedGroup("empty_group", f"{where}: no sequences")
+    for i, sequence in enumerate(tokens):
+        if not isinstance(sequence, Sequence):
+            raise RefusedGroup("malformed", f"{where}: tokens[{i}] is {sequence!r}, not a list of token ids")
+    if not isinstance(scores, Sequence) or len(scores) != len(tokens):
+        found = len(scores) if isinstance(scores, Sequence) else scores
+        raise RefusedGroup("unequal_lengths", f"{where}: {found} scores for {len(tokens)} sequences")
+    optional = {}
+    per_sequence = ("masks", "inference_logprobs", "advantages", "ref_logprobs", "overrides")
+    teacher_keys = ("distill_token_ids", "distill_logprobs") if limits.read_teacher else ()
+    for key in (*per_sequence, *teacher_keys):
+        values = group.get(key)
+        if values and not isinstance(values, Sequence):
+            raise RefusedGroup("malformed", f"{where}: {key} is a {type(values).__name__}, not a list over sequences")
+        if values and len(values) != len(tokens):
+            raise RefusedGroup("unequal_lengths", f"{where}: {len(values)} {key} for {len(tokens)} sequences")
+        optional[key] = bool(values)
+    if not optional["masks"]:
+        raise RefusedGroup("unequal_lengths", f"{where}: no masks for {len(tokens)} sequences")
+    if len({optional[key] for key in teacher_keys}) > 1:
+        raise RefusedGroup("unequal_lengths", f"{where}: one of distill_token_ids and distill_logprobs is missing")
+    has_teacher = any(optional[key] for key in teacher_keys)
+
+    overrides = group.get("group_overrides") or {}
+    rows: list[Row] = []
+    dropped, events = Counter(), Counter()
+    for i, score in enumerate(scores):
+        if not isinstance(score, int | float) or not math.isfinite(score):
+            raise RefusedGroup("nonfinite_scores", f"{where}: score {i} is {score}; it must be a finite number")
+        length = len(tokens[i])
+        ids = _array(group, "tokens", i, where, np.int64, length)
+        outside = np.flatnonzero((ids < 0) | (ids >= limits.vocab_size)) if limits.vocab_size else np.empty(0, int)
+        if outside.size:
+            raise RefusedGroup(
+                "foreign_tokens",
+                f"{where}: token {ids[outside[0]]} at position {outside[0]} of sequence {i} is outside the policy's "
+                f"vocabulary of {limits.vocab_size}; start the environment with the policy's tokenizer",
+            )
+        trained = _array(group, "masks", i, where, np.int64, length) != IGNORED
+        arrays: dict[str, np.ndarray | None] = {}
+        for key in ("inference_logprobs", "advantages", "ref_logprobs"):
+            present = optional[key] and group[key][i]
+            arrays[key] = _array(group, key, i, where, np.float32, length) if present else None
+        if arrays["advantages"] is not None:
+            _require_finite(arrays["advantages"], "advantages", i, where)
+
+        if not trained.any():
+            dropped["no_trained_token"] += 1
+            continue
+        first = int(trained.argmax())
+        if first == 0:  # its first token has no context to be predicted from
+            dropped["no_prompt"] += 1
+            continue
+        end = length
+        if length - first > limits.max_response_length:
+            if limits.overlong == "error":
+                raise ValueError(
+                    f"{where}: response {i} has {length - first} tokens, data.max_response_length is "
+                    f"{limits.max_response_length}; raise it, or set trainer.atropos.overlong to truncate or drop"
+                )
+            if limits.overlong == "drop":
+                dropped["overlong_response"] += 1
+                continue
+            events["response_truncated"] += 1
+            end = first + limits.max_response_length
+        if first > limits.max_prompt_length:
+            events["prompt_truncated"] += 1
+
+        mask = trained[first:end]
+        for key in ("inference_logprobs", "ref_logprobs"):
+            values = arrays[key]
+            bad = np.empty(0) if values is None else np.flatnonzero(~np.isfinite(values) & trained)
+            if bad.size and any(group[key][i][position] is None for position in bad):  # null: there is none
+                arrays[key] = None
+            elif bad.size:
+                _require_finite(np.where(trained, values, 0), key, i, where)
+        log_probs = _masked(arrays["inference_logprobs"], first, end, mask)
+        if log_probs is not None and (log_probs > 0).any():
+            log_probs = None
+        if log_probs is None:
+            events["no_logprobs"] += 1
+        teacher_ids = teacher_log_probs = None
+        if any(group[key][i] for key in teacher_keys if has_teacher):
+            values = _teacher(group, i, where, trained, limits.vocab_size)
+            teacher_ids, teacher_log_probs = (array[first:end] for array in values)
+        row_overrides = (group["overrides"][i] or {}) if optional["overrides"] else {}
+        zero = bool(overrides.get("set_advantage_to_zero") or row_overrides.get("set_advantage_to_zero"))
+        events["zero_advantage"] += zero
+        rows.append(
+            Row(
+                prompt=ids[max(0, first - limits.max_prompt_length) : first],
+                response=ids[first:end],
+                mask=mask,
+                score=float(score),
+                uid=str(index),
+                env_id=group.get("env_id"),
+                env_name=overrides.get("env_name"),
+                versions=_versions(overrides, i, where),
+                log_probs=log_probs,
+                advantages=_masked(arrays["advantages"], first, end, mask),
+                ref_log_probs=_masked(arrays["ref_logprobs"], first, end, mask),
+                teacher_ids=teacher_ids,
+                teacher_log_probs=teacher_log_probs,
+                zero_advantage=zero,
+            )
+        )
+    for reason, sequences in dropped.items():
+        report.drop(group, reason, sequences)
+    report.events += events
+    return rows
+
+
+def _masked(values: np.ndarray | None, first: int, end: int, mask: np.ndarray) -> np.ndarray | None:
+    """The response part, 0 where not trained on (there stand sentinels such as 1.0)."""
+    return None if values is None else np.where(mask, values[first:end], np.float32(0))
+
+
+def _versions(overrides: Mapping[str, Any], row: int, where: str) -> tuple[int | None, int | None]:
+    """(oldest, newest) weight version of a row from ``group_overrides.policy_version_{min,max}``, lists over rows."""
+
+    def version(key: str) -> int | None:
+        values = overrides.get(key)
+        value = values[row] if isinstance(values, Sequence) and len(values) > row else None
+        if value is not None and not isinstance(value, int):
+            raise RefusedGroup("malformed", f"{where}: {key}[{row}] is {value!r}, not a weight version")
+        return value
+
+    return version("policy_version_min"), version("policy_version_max")
+
+
+def read_groups(groups: Sequence[Group], limits: RowLimits) -> tuple[list[Row], ConversionReport]:
+    """All rows of a batch in the API's order. A refused group is logged with its name and counted by sequences."""
+    report = ConversionReport()
+    rows: list[Row] = []
+    for index, group in enumerate(groups):
+        size = len(group.get("tokens") or [])
+        report.received += size
+        try:
+            rows.extend(read_group(group, index, limits, report))
+        except RefusedGroup as refused:
+            report.drop(group, refused.reason, max(1, size))
+            report.messages.append(str(refused))
+            logger.error("refused %s", refused)
+    report.rows = len(rows)
+    return rows, report

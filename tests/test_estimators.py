@@ -1,0 +1,260 @@
+"""The numbers that the loss is multiplied with, against plain Python over one sequence at a time."""
+
+import math
+import statistics
+
+import numpy as np
+import pytest
+import torch
+from helpers_trainer import compose_config, random_group
+from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, get_adv_estimator_fn
+
+from recipe.atropos.advantages import (
+    AdvantageConfig,
+    MissingAdvantages,
+    RunningMoments,
+    compute_advantages,
+    shape_advantages,
+)
+from recipe.atropos.data_proto import groups_to_data_proto
+from recipe.atropos.metrics import batch_metrics
+from recipe.atropos.rows import RowLimits
+
+LIMITS = RowLimits(max_prompt_length=30, max_response_length=60, pad_token_id=0)
+
+
+def with_advantages(group, rng, rows=None):
+    """The group with an advantage a token, in ``rows`` (all), as environments send them: also under the prompt."""
+    chosen = range(len(group["tokens"])) if rows is None else rows
+    lists = [rng.normal(size=len(t)).tolist() if i in chosen else [] for i, t in enumerate(group["tokens"])]
+    return group | {"advantages": lists}
+
+
+def mixed_groups(seed=0):
+    """Unequal sizes, two turns; group 1 has advantages of its own, group 2 in some rows; rows and a group set to 0."""
+    rng = np.random.default_rng(seed)
+    groups = [random_group(rng, 50, turns=2, size=size) for size in (4, 3, 6, 2)]
+    for group in groups:
+        group["scores"] = rng.normal(size=len(group["scores"])).tolist()
+    groups[1] = with_advantages(groups[1], rng)
+    groups[2] = with_advantages(groups[2], rng, rows=(0, 4))
+    groups[0]["overrides"] = [{}, {"set_advantage_to_zero": True}, {}, {}]
+    groups[3]["group_overrides"] = {"set_advantage_to_zero": True}
+    return groups
+
+
+def expected_advantages(groups, by_std=True, use_own=True):
+    """A list over rows of {position in the response: advantage}, for trained positions; by the definitions."""
+    rows = []
+    for group in groups:
+        mean = statistics.fmean(group["scores"])
+        std = statistics.stdev(group["scores"]) if by_std else 1.0
+        for i, (mask, score) in enumerate(zip(group["masks"], group["scores"], strict=True)):
+            first = next(t for t, m in enumerate(mask) if m != -100)
+            own = (group.get("advantages") or [[]] * len(group["masks"]))[i] if use_own else []
+            zero = (group.get("overrides") or [{}] * len(group["masks"]))[i].get("set_advantage_to_zero", False)
+            zero = zero or (group.get("group_overrides") or {}).get("set_advantage_to_zero", False)
+            value = (score - mean) / (std + 1e-6) if by_std else score - mean
+            rows.append(
+                {
+                    t - first: 0.0 if zero else own[t] if own else value
+                    for t in range(first, len(mask))
+                    if mask[t] != -100
+                }
+            )
+    return rows
+
+
+def estimate(groups, *overrides, moments=None, **settings):
+    """The advantages, (B, R), that the trainer computes with these configuration overrides."""
+    config = compose_config("actor_rollout_ref.model.path=none", *overrides)
+    data, _ = groups_to_data_proto(groups, LIMITS)
+    data.batch["token_level_rewards"] = data.batch["token_level_scores"]
+    data.batch["old_log_probs"] = torch.full_like(data.batch["token_level_scores"], -0.7)
+    data.batch["sum_pi_squared"] = torch.full_like(data.batch["token_level_scores"], 0.3)
+    compute_advantages(
+        data, config.algorithm, AdvantageConfig(**settings), RunningMoments() if moments is None else moments, 4
+    )
+    return data
+
+
+def as_rows(data):
+    trained = data.batch["response_mask"].bool()
+    assert not data.batch["advantages"][~trained].any(), "nothing under mask 0"
+    return [
+        {t: row[t].item() for t in range(len(row)) if mask[t]}
+        for row, mask in zip(data.batch["advantages"], trained, strict=True)
+    ]
+
+
+def assert_same(rows, expected, tolerance=1e-4):
+    assert len(rows) == len(expected)
+    for ours, wanted in zip(rows, expected, strict=True):
+        assert ours == pytest.approx(wanted, abs=tolerance)
+
+
+@pytest.mark.parametrize("by_std", [True, False], ids=["by_std", "mean_only"])
+@pytest.mark.parametrize("use_own", [True, False], ids=["own", "computed"])
+def test_the_environments_advantage_reaches_its_very_token_and_grpo_the_other_rows(by_std, use_own):
+    groups = mixed_groups()
+    data = estimate(groups, f"algorithm.norm_adv_by_std_in_grpo={str(by_std).lower()}", use_advantages=use_own)
+    assert_same(as_rows(data), expected_advantages(groups, by_std, use_own))
+    assert any(value < 0 for row in as_rows(data) for value in row.values())
+
+
+def test_without_advantages_of_its_own_a_batch_gets_verls_grpo_advantage():
+    groups = mixed_groups()
+    for group in groups:
+        group.pop("advantages", None)
+    ours, verls = (estimate(groups, f"algorithm.adv_estimator={name}") for name in ("grpo_atropos", "grpo"))
+    assert torch.equal(ours.batch["advantages"], verls.batch["advantages"])
+    assert_same(as_rows(ours), expected_advantages(groups))
+
+
+def test_a_group_of_equal_scores_has_no_advantage_not_even_a_rounding():
+    groups = mixed_groups()[:1]
+    groups[0]["scores"] = [0.1, 0.1, 0.1, 0.1]
+    groups += mixed_groups(seed=1)[1:2]
+    data = estimate(groups)
+    assert not data.batch["advantages"][:4].any()
+    assert_same(as_rows(data)[4:], expected_advantages(groups[1:]))
+
+
+@pytest.mark.parametrize(
+    "name", sorted(set(ADV_ESTIMATOR_REGISTRY) - {"gae", "remax", "gdpo", "grpo_atropos"}), ids=lambda n: n
+)
+def test_verls_estimators_give_the_advantage_they_give_on_verls_own_data(name):
+    """Called as verl calls them on the same rows; ``set_advantage_to_zero`` is all that differs."""
+    rng = np.random.default_rng(0)
+    groups = [random_group(rng, 50, turns=2) | {"scores": rng.normal(size=4).tolist()} for _ in range(4)]
+    groups[1]["overrides"] = [{}, {"set_advantage_to_zero": True}, {}, {}]
+    data = estimate(groups, f"algorithm.adv_estimator={name}")
+    config = compose_config("actor_rollout_ref.model.path=none", f"algorithm.adv_estimator={name}")
+    arguments = {"sum_pi_squared", "old_log_probs"} if "token_baseline" in name else set()
+    wanted, _ = get_adv_estimator_fn(name)(
+        token_level_rewards=data.batch["token_level_scores"],
+        response_mask=data.batch["response_mask"],
+        index=data.non_tensor_batch["uid"],
+        config=config.algorithm,
+        **{key: data.batch[key] for key in arguments},
+    )
+    wanted = wanted * data.batch["response_mask"]
+    wanted[5] = 0.0
+    assert wanted.any() and torch.isfinite(wanted).all()
+    torch.testing.assert_close(data.batch["advantages"], wanted)
+
+
+def test_a_normalized_advantage_has_mean_0_and_deviation_1_over_the_trained_tokens_alone():
+    groups = mixed_groups()
+    plain = [v for g, row in zip(_group_of(groups), as_rows(estimate(groups)), strict=True) for v in row.values() if g]
+    data = estimate(groups, advantage_normalization="batch")
+    rows = [row for used, row in zip(_group_of(groups), as_rows(data), strict=True) if used]
+    values = [value for row in rows for value in row.values()]
+    assert statistics.fmean(values) == pytest.approx(0, abs=1e-5)
+    assert statistics.pstdev(values) == pytest.approx(1, abs=1e-4)
+    mean, std = statistics.fmean(plain), statistics.pstdev(plain)
+    assert values == pytest.approx([(value - mean) / std for value in plain], abs=1e-4)
+    for used, row in zip(_group_of(groups), as_rows(data), strict=True):
+        assert used or not any(row.values()), "set_advantage_to_zero holds"
+
+
+def _group_of(groups):
+    """For each row whether it is trained on."""
+    return [
+        not (group.get("overrides") or [{}] * len(group["scores"]))[i].get("set_advantage_to_zero")
+        and not (group.get("group_overrides") or {}).get("set_advantage_to_zero")
+        for group in groups
+        for i in range(len(group["scores"]))
+    ]
+
+
+def test_global_statistics_of_the_advantage_run_over_all_batches_and_survive_a_restart():
+    moments, seen = RunningMoments(), []
+    for seed in range(4):
+        groups = mixed_groups(seed)
+        used = _group_of(groups)
+        plain = [v for keep, row in zip(used, as_rows(estimate(groups)), strict=True) for v in row.values() if keep]
+        seen += plain
+        resumed = RunningMoments()
+        resumed.load_state_dict(moments.state_dict())
+        data = estimate(groups, advantage_normalization="global", moments=resumed)
+        moments = resumed
+        values = [v for keep, row in zip(used, as_rows(data), strict=True) for v in row.values() if keep]
+        mean, std = statistics.fmean(seen), statistics.pstdev(seen)
+        assert values == pytest.approx([(value - mean) / std for value in plain], abs=1e-4)
+    assert moments.count == len(seen)
+
+
+def test_clipping_bounds_every_advantage_after_normalising_and_leaves_the_rest():
+    groups = mixed_groups()
+    free, clipped = (estimate(groups, advantage_normalization="batch", advantage_clipping=c) for c in (None, (-0.5, 1)))
+    wanted = [{t: min(max(v, -0.5), 1.0) if v else 0.0 for t, v in row.items()} for row in as_rows(free)]
+    assert_same(as_rows(clipped), wanted, 1e-6)
+    assert clipped.batch["advantages"].min() == -0.5 and clipped.batch["advantages"].max() == 1
+
+
+def test_clipping_does_not_lift_an_advantage_that_was_set_to_zero():
+    trained = torch.tensor([[True, True], [False, False]])
+    shaped = shape_advantages(
+        torch.tensor([[0.1, 3.0], [2.0, 2.0]]), trained, AdvantageConfig(advantage_clipping=(0.5, 1)), RunningMoments()
+    )
+    assert shaped.tolist() == [[0.5, 1.0], [0.0, 0.0]]
+
+
+def test_a_row_without_its_own_can_be_an_error_that_names_group_and_environment():
+    groups = mixed_groups()
+    groups[0]["group_overrides"] = {"env_name": "gsm8k_0"}
+    with pytest.raises(MissingAdvantages, match=r"group 0 of gsm8k_0: 10 of 15 rows .*fallback_to_grpo"):
+        estimate(groups, fallback_to_grpo=False)
+    estimate(groups[1:2], fallback_to_grpo=False)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"use_advantages": False, "fallback_to_grpo": False}, "set one to true"),
+        ({"use_advantages": 1}, "use_advantages=1"),
+        ({"advantage_normalization": "max"}, "choose none, batch or global"),
+        ({"advantage_clipping": [5, -5]}, r"advantage_clipping=\(5, -5\)"),
+        ({"advantage_clipping": [1]}, "low below high"),
+        ({"advantage_clipping": 5.0}, "low below high"),
+        ({"advantage_clipping": [0, math.nan]}, "low below high"),
+    ],
+    ids=range(7),
+)
+def test_settings_that_cannot_work_are_refused_by_name(settings, words):
+    with pytest.raises(ValueError, match=words):
+        AdvantageConfig.from_config({"api_url": "http://x", **settings})
+
+
+def test_metrics_are_of_each_environment_and_of_all():
+    groups = mixed_groups()
+    groups[0]["scores"] = [1.0] * 4
+    for group, env in zip(groups, (0, None, 0, 7), strict=True):
+        group["env_id"] = env
+    groups[1]["group_overrides"] = {"env_name": "math/hard"}
+    data = estimate(groups)
+    metrics, rows = batch_metrics(data), as_rows(data)
+    scores = [group["scores"] for group in groups]
+    assert metrics["atropos/num_environments"] == 3
+    assert metrics["atropos/mean_score"] == pytest.approx(statistics.fmean(sum(scores, [])), abs=1e-5)
+    assert metrics["atropos/env_0/mean_score"] == pytest.approx(statistics.fmean(scores[0] + scores[2]), abs=1e-5)
+    assert metrics["atropos/math_hard/groups"] == 1 and metrics["atropos/env_0/groups"] == 2
+    values = [value for row in rows[4:7] for value in row.values()]
+    assert metrics["atropos/math_hard/mean_advantage"] == pytest.approx(statistics.fmean(values), abs=1e-5)
+    lengths = [len(m) - next(t for t, k in enumerate(m) if k != -100) for m in groups[3]["masks"]]
+    assert metrics["atropos/env_7/response_length"] == statistics.fmean(lengths)
+    assert metrics["atropos/zero_signal_groups"] == 2 and metrics["atropos/zero_signal_share"] == 0.5
+    assert metrics["atropos/env_7/zero_signal_share"] == 1 and metrics["atropos/env_0/zero_signal_share"] == 0.5
+
+
+def test_drops_are_counted_by_reason_and_environment():
+    groups = mixed_groups()
+    groups[0]["scores"][0] = math.inf
+    groups[0]["env_id"] = 3
+    groups[2]["masks"][1] = [-100] * len(groups[2]["masks"][1])
+    groups[2]["group_overrides"] = {"env_name": "code"}
+    _, report = groups_to_data_proto(groups, LIMITS)
+    metrics = report.metrics()
+    assert metrics["atropos/env_3/dropped/nonfinite_scores"] == 4 == metrics["atropos/dropped/nonfinite_scores"]
+    assert metrics["atropos/code/dropped/no_trained_token"] == 1 == metrics["atropos/dropped/no_trained_token"]

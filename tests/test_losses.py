@@ -1,0 +1,242 @@
+"""Losses on logits, against hand-written gradients and a teacher's full distribution. No workers here."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers_trainer import compose_config, random_group
+from verl.trainer.ppo.core_algos import get_policy_loss_fn
+from verl.utils import tensordict_utils as tu
+from verl.utils.config import omega_conf_to_dataclass
+from verl.workers.utils.padding import left_right_2_no_padding
+
+from recipe.atropos.data_proto import groups_to_data_proto
+from recipe.atropos.losses import (
+    DistillationConfig,
+    compute_advantage_weighted_sft_loss,
+    distilled_loss,
+    forward_kl_top_k,
+)
+from recipe.atropos.rows import NO_TEACHER, RowLimits
+
+B, S, V = 3, 7, 11
+
+
+@pytest.fixture
+def rng():
+    return torch.Generator().manual_seed(0)
+
+
+def sequences(rng):
+    logits = torch.randn(B, S, V, generator=rng, dtype=torch.float64).requires_grad_()
+    ids = torch.randint(0, V, (B, S), generator=rng)
+    advantages = torch.randn(B, S, generator=rng, dtype=torch.float64)
+    mask = torch.rand(B, S, generator=rng) < 0.6
+    mask[:, :2] = False
+    mask[:, -1] = True
+    return logits, ids, advantages, mask
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
+def test_the_gradient_of_advantage_weighted_sft_is_the_hand_written_one(rng, mode):
+    """d/dlogits of -A log softmax(logits)[token] is A (softmax - onehot), at the position before the token."""
+    logits, ids, advantages, mask = sequences(rng)
+    loss = compute_advantage_weighted_sft_loss(ids, advantages, mask, logits, loss_agg_mode=mode)
+    loss.backward()
+    wanted, value = torch.zeros_like(logits), 0.0
+    for b in range(B):
+        for t in range(1, S):
+            if mask[b, t]:
+                weight = 1 / mask.sum() if mode == "token-mean" else 1 / (mask[b].sum() * B)
+                probs = logits[b, t - 1].detach().softmax(-1)
+                value -= (weight * advantages[b, t] * probs[ids[b, t]].log()).item()
+                probs[ids[b, t]] -= 1
+                wanted[b, t - 1] += weight * advantages[b, t] * probs
+    assert loss.item() == pytest.approx(value, rel=1e-5)
+    torch.testing.assert_close(logits.grad, wanted, atol=1e-7, rtol=1e-5)
+
+
+def test_one_advantage_a_sequence_has_the_gradient_of_the_same_one_at_every_token(rng):
+    logits, ids, advantages, mask = sequences(rng)
+    grads = []
+    for given in (advantages[:, 3], advantages[:, 3:4].expand(B, S)):
+        logits.grad = None
+        compute_advantage_weighted_sft_loss(ids, given, mask, logits).backward()
+        grads.append(logits.grad)
+    probs = logits.detach().softmax(-1)[:, :-1] - F.one_hot(ids[:, 1:], V)
+    wanted = probs * (advantages[:, 3:4] * mask[:, 1:] / mask.sum())[..., None]
+    torch.testing.assert_close(grads[0][:, :-1], wanted, atol=1e-7, rtol=1e-5)
+    assert torch.equal(*grads)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"advantages": torch.zeros(B, S - 1)}, r"advantages is \(3, 6\), input_ids is \(3, 7\)"),
+        ({"loss_mask": torch.zeros(B, S)}, "nothing to train on"),
+        ({"logits": torch.zeros(B, S - 1, V)}, "logits is"),
+        ({"advantages": torch.full((B, S), math.nan)}, r"advantages\[0, \d\] is nan"),
+    ],
+    ids=range(4),
+)
+def test_inputs_that_do_not_fit_are_refused_by_name(rng, changes, words):
+    logits, ids, advantages, mask = sequences(rng)
+    arguments = {"advantages": advantages, "loss_mask": mask, "logits": logits} | changes
+    with pytest.raises(ValueError, match=words):
+        compute_advantage_weighted_sft_loss(ids, **arguments)
+
+
+def test_an_advantage_that_is_not_finite_does_no_harm_outside_the_mask(rng):
+    logits, ids, advantages, mask = sequences(rng)
+    wanted = compute_advantage_weighted_sft_loss(ids, advantages, mask, logits)
+    spoilt = torch.where(mask, advantages, math.nan)
+    spoilt_loss = compute_advantage_weighted_sft_loss(ids, spoilt, mask, logits)
+    hand = -(advantages * F.pad(logits.log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None])[..., 0], (1, 0)))[mask]
+    assert spoilt_loss.item() == wanted.item() == pytest.approx(hand.mean().item(), rel=1e-5)
+
+
+def test_the_policy_loss_has_the_gradient_advantage_times_mask(rng):
+    config = omega_conf_to_dataclass(compose_config("actor_rollout_ref.model.path=none").actor_rollout_ref.actor)
+    log_prob = torch.randn(B, S, generator=rng).requires_grad_()
+    advantages, weights = torch.randn(B, S, generator=rng), torch.rand(B, S, generator=rng)
+    mask = (torch.rand(B, S, generator=rng) < 0.6).long()
+    loss, metrics = get_policy_loss_fn("advantage_weighted_sft")(
+        old_log_prob=log_prob.detach() + 0.1,
+        log_prob=log_prob,
+        advantages=advantages,
+        response_mask=mask,
+        loss_agg_mode="token-mean",
+        config=config,
+        rollout_is_weights=weights,
+    )
+    loss.backward()
+    torch.testing.assert_close(log_prob.grad, -advantages * weights * mask / mask.sum())
+    assert metrics["actor/ppo_kl"] == pytest.approx(0.1, abs=1e-5)
+    assert metrics["actor/cross_entropy"] == pytest.approx(-log_prob[mask.bool()].mean().item(), abs=1e-5)
+
+
+def teacher(rng, n, k):
+    """(full log distribution (N, V), its top-k ids, their logprobs)."""
+    full = torch.randn(n, V, generator=rng, dtype=torch.float64).log_softmax(-1)
+    top = full.topk(k)
+    return full, top.indices, top.values
+
+
+def test_distilling_all_of_a_teachers_mass_is_the_kl_of_the_full_distributions(rng):
+    logits = torch.randn(20, V, generator=rng, dtype=torch.float64).requires_grad_()
+    full, ids, logprobs = teacher(rng, 20, V)
+    kl, mass = forward_kl_top_k(logits, ids, logprobs)
+    wanted = F.kl_div(logits.log_softmax(-1), full, log_target=True, reduction="none").sum(-1)
+    torch.testing.assert_close(kl.double(), wanted, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(mass, torch.ones(20))
+    kl.sum().backward()
+    hand_written = logits.detach().softmax(-1) - full.exp()
+    torch.testing.assert_close(logits.grad, hand_written, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("k", [1, 3, V - 1])
+def test_distilling_a_top_k_has_the_gradient_that_moves_the_rest_as_one(rng, k):
+    """softmax - p over the top-k; the rest keeps its own proportions and moves by the difference of the masses."""
+    logits = torch.randn(20, V, generator=rng, dtype=torch.float64).requires_grad_()
+    full, ids, logprobs = teacher(rng, 20, k)
+    kl, mass = forward_kl_top_k(logits, ids, logprobs)
+    whole = F.kl_div(logits.log_softmax(-1), full, log_target=True, reduction="none").sum(-1)
+    assert (kl >= 0).all() and (kl <= whole + 1e-6).all()
+    torch.testing.assert_close(mass.double(), logprobs.exp().sum(-1), atol=1e-6, rtol=0)
+    kl.sum().backward()
+    policy = logits.detach().softmax(-1)
+    outside = torch.ones(20, V, dtype=torch.bool).scatter(-1, ids, False)
+    shares = torch.where(outside, policy, 0.0)
+    shares = shares / shares.sum(-1, keepdim=True)
+    target = torch.zeros(20, V, dtype=torch.float64).scatter(-1, ids, logprobs.exp())
+    target = target + shares * (1 - target.sum(-1, keepdim=True))
+    torch.testing.assert_close(logits.grad, policy - target, atol=1e-5, rtol=1e-4)
+
+
+def test_distillation_is_zero_where_policy_and_teacher_agree_and_where_there_is_no_teacher(rng):
+    logits = torch.randn(4, V, generator=rng).requires_grad_()
+    top = logits.detach().log_softmax(-1).topk(4)
+    logprobs = top.values.clone()
+    logprobs[2:] = float(NO_TEACHER)
+    kl, mass = forward_kl_top_k(logits, top.indices, logprobs)
+    assert kl.abs().max() < 1e-6 and mass[2:].tolist() == [0, 0] and (mass[:2] > 0).all()
+    kl.sum().backward()
+    assert logits.grad.abs().max() < 1e-6
+    moved, _ = forward_kl_top_k(logits.roll(1, dims=0), top.indices, logprobs)
+    assert (moved[:2] > 1e-3).all() and not moved[2:].any()
+
+
+@pytest.mark.parametrize("use_policy_loss", [True, False], ids=["beside", "alone"])
+def test_the_distillation_term_sits_on_the_tokens_that_the_teacher_was_asked_about(rng, use_policy_loss):
+    """From the API's fields through the row contract and verl's removal of padding, against one plain sequence each."""
+    source = np.random.default_rng(0)
+    groups = [random_group(source, V, turns=2, size=3), random_group(source, V, turns=1, size=2)]
+    full = [torch.randn(len(t), V, generator=rng).log_softmax(-1) for t in groups[0]["tokens"]]
+    groups[0]["distill_token_ids"] = [[[]] + f.topk(4).indices[1:].tolist() for f in full]
+    groups[0]["distill_logprobs"] = [[[]] + f.topk(4).values[1:].tolist() for f in full]
+    data, report = groups_to_data_proto(groups, RowLimits(20, 40, 0, vocab_size=V))
+    assert not report.dropped
+    data.batch["old_log_probs"] = torch.zeros_like(data.batch["token_level_scores"])
+    data.batch["advantages"] = torch.randn(data.batch["responses"].shape, generator=rng)
+    data = left_right_2_no_padding(data.to_tensordict())
+    tokens = data["input_ids"].values().numel()
+    info = {"dp_size": 1, "batch_num_tokens": int(data["response_mask"].sum()), "global_batch_size": len(data)}
+    tu.assign_non_tensor(data, **info)
+    config = omega_conf_to_dataclass(compose_config("actor_rollout_ref.model.path=none").actor_rollout_ref.actor)
+    distillation = DistillationConfig(loss_coef=0.7, use_policy_loss=use_policy_loss)
+
+    logits = torch.randn(1, tokens, V, generator=rng).requires_grad_()
+    carried = distilled_loss(config, distillation, data=data, student_logits=logits)
+    offsets = data["input_ids"].offsets()
+    output = {key: torch.nested.nested_tensor_from_jagged(v[0], offsets) for key, v in carried.items()}
+    next_ids = data["input_ids"].values().roll(-1)
+    log_probs = logits[0].log_softmax(-1).gather(-1, next_ids[:, None])[:, 0]
+    output["log_probs"] = torch.nested.nested_tensor_from_jagged(log_probs, offsets)
+    loss, metrics = distilled_loss(config, distillation, model_output=output, data=data)
+
+    total, row = 0.0, 0
+    for group in groups:
+        for i, mask in enumerate(group["masks"]):
+            own = logits[0, offsets[row] : offsets[row + 1]].log_softmax(-1)
+            for t in range(1, len(mask)):
+                if mask[t] != -100 and group is groups[0]:
+                    p, at = full[i][t].topk(4)
+                    rest_p, rest_q = 1 - p.exp().sum(), 1 - own[t - 1, at].exp().sum()
+                    total = total + (p.exp() * (p - own[t - 1, at])).sum() + rest_p * (rest_p / rest_q).log()
+            row += 1
+    assert row == len(data) == 5
+    n = info["batch_num_tokens"]
+    assert metrics["actor/distillation_loss"].aggregate() == pytest.approx((total / n).item(), rel=1e-3)
+    if not use_policy_loss:
+        assert loss.item() == pytest.approx(0.7 * (total / n).item(), rel=1e-3)
+        wanted = torch.autograd.grad(0.7 * total / n, logits, retain_graph=True)[0]
+        torch.testing.assert_close(torch.autograd.grad(loss, logits)[0], wanted, atol=1e-6, rtol=1e-3)
+    else:
+        alone = metrics["actor/pg_loss"].aggregate()
+        assert loss.item() == pytest.approx(alone + 0.7 * (total / n).item(), rel=1e-3)
+        assert abs(alone) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"loss_coef": -1}, "loss_coef=-1"),
+        ({"loss_coef": math.inf}, "loss_coef=inf"),
+        ({"use_policy_loss": False}, "give a loss_coef"),
+        ({"use_policy_loss": 0}, "use_policy_loss=0"),
+    ],
+    ids=range(4),
+)
+def test_settings_of_a_teacher_that_cannot_work_are_refused(settings, words):
+    with pytest.raises(ValueError, match=words):
+        DistillationConfig.from_config(settings)
+
+
+def test_a_micro_batch_without_a_teacher_still_reaches_the_graph():
+    """FSDP waits for every rank's backward pass."""
+    logits = torch.randn(5, V).requires_grad_()
+    kl, _ = forward_kl_top_k(logits, torch.zeros(5, 2, dtype=torch.int64), torch.full((5, 2), float(NO_TEACHER)))
+    kl.sum().backward()
+    assert not logits.grad.any()
