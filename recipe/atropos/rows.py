@@ -14,6 +14,7 @@ Shapes: R_i tokens of a response, K a teacher's top-k.
 
 import logging
 import math
+from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -136,26 +137,32 @@ def group_name(group: Group, index: int) -> str:
     return f"group {index} of env {name or ('unknown' if env_id is None else env_id)}"
 
 
+def _flat(values: Any, integers: bool) -> np.ndarray:
+    """A flat list as int64 or float64, by the standard library's strict and fast conversion; null is NaN."""
+    try:
+        return np.frombuffer(array("q" if integers else "d", values), dtype=np.int64 if integers else np.float64)
+    except TypeError:
+        if integers or None not in values:
+            raise
+        return _flat([math.nan if value is None else value for value in values], integers)
+
+
 def _array(group: Group, key: str, row: int, where: str, dtype: type, length: int) -> np.ndarray:
     """Row ``row`` of a parallel field as an array of ``length``; refuses what is not a flat list of such numbers.
 
-    Integers are not parsed from text or rounded from fractions; null is NaN among floats.
+    Integers are not parsed from text or rounded from fractions.
     """
+    values, integers = group[key][row], np.issubdtype(dtype, np.integer)
     try:
-        values = np.asarray(group[key][row])
-        if values.dtype.kind == "O" and np.issubdtype(dtype, np.floating):
-            values = values.astype(dtype)
+        flat = _flat(values, integers)
     except (TypeError, ValueError, OverflowError) as error:
-        raise RefusedGroup("malformed", f"{where}: {key}[{row}] is not a list of numbers ({error})") from error
-    kinds = "iuf" if np.issubdtype(dtype, np.floating) else "iu"
-    if values.ndim != 1 or (values.size and values.dtype.kind not in kinds):
-        what = "whole numbers" if kinds == "iu" else "numbers"
-        raise RefusedGroup("malformed", f"{where}: {key}[{row}] is not a flat list of {what} ({values.dtype})")
-    if len(values) != length:
+        what = "whole numbers" if integers else "numbers"
+        raise RefusedGroup("malformed", f"{where}: {key}[{row}] is not a flat list of {what} ({error})") from error
+    if len(flat) != length:
         raise RefusedGroup(
-            "unequal_lengths", f"{where}: {key}[{row}] has length {len(values)}, tokens[{row}] has {length}"
+            "unequal_lengths", f"{where}: {key}[{row}] has length {len(flat)}, tokens[{row}] has {length}"
         )
-    return values.astype(dtype)
+    return flat.astype(dtype, copy=False)
 
 
 def _require_finite(values: np.ndarray, key: str, row: int, where: str) -> None:
@@ -303,10 +310,11 @@ def read_group(group: Group, index: int, limits: RowLimits, report: ConversionRe
         mask = trained[first:end]
         for key in ("inference_logprobs", "ref_logprobs"):
             values = arrays[key]
-            bad = np.empty(0) if values is None else np.flatnonzero(~np.isfinite(values) & trained)
-            if bad.size and any(group[key][i][position] is None for position in bad):  # null: there is none
+            if values is None or np.isfinite(values[first:end])[mask].all():
+                continue
+            if any(value is None for value in group[key][i][first:end]):  # null: there is none
                 arrays[key] = None
-            elif bad.size:
+            else:
                 _require_finite(np.where(trained, values, 0), key, i, where)
         log_probs = _masked(arrays["inference_logprobs"], first, end, mask)
         if log_probs is not None and (log_probs > 0).any():
