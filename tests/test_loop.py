@@ -2,13 +2,14 @@
 
 import asyncio
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import ray
 import torch
-from helpers_services import post, running_api
+from helpers_services import get, post, running_api
 from helpers_sglang import make_tiny_model, running_sglang
 from helpers_trainer import close, compose_config, model_vocab, random_group
 from safetensors import safe_open
@@ -176,7 +177,10 @@ def test_a_push_that_fails_raises_and_the_version_in_force_stays(model_path, ser
 
 
 def fit(model_path, server, run_dir, folder, groups, *overrides):
-    """A whole ``fit`` on groups that are posted beforehand's order; returns the trainer's last pushed weights."""
+    """A whole ``fit`` on ``groups``, posted in their order; returns the trainer's last pushed weights.
+
+    ``groups`` may be an iterator that takes its time.
+    """
     folder.mkdir()
     with running_api(folder) as api:
         trainer = make_trainer(model_path, server, api.url, run_dir, *overrides)
@@ -191,10 +195,6 @@ def fit(model_path, server, run_dir, folder, groups, *overrides):
 
 
 def _post_when_registered(url, groups):
-    import time
-
-    from helpers_services import get
-
     while get(f"{url}/info")["batch_size"] == -1:
         time.sleep(0.1)
     for item in groups:
@@ -202,15 +202,16 @@ def _post_when_registered(url, groups):
 
 
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(model_path, server, tmp_path):
-    """Weights and Adam's moments: one run of four steps, and one of two that another process of two goes on from."""
+    """Weights, Adam's moments, statistics: a run of four steps, and one of two with another of two that goes on from it."""
     rng = np.random.default_rng(5)
     groups = [random_group(rng, model_vocab(model_path)) for _ in range(8)]  # two a step
     for group in groups:
-        group["scores"] = [1.0, -1.0, -1.0, 1.0]
+        group["scores"] = rng.normal(size=4).tolist()
     options = ["trainer.save_freq=2", "trainer.total_training_steps=4", "trainer.max_actor_ckpt_to_keep=null"]
+    options.append("trainer.atropos.advantage_normalization=global")  # its statistics go on too
     whole, _ = fit(model_path, server, tmp_path / "whole", tmp_path / "a", groups, *options)
     half = tmp_path / "half"
-    fit(model_path, server, half, tmp_path / "b", groups[:4], *options[:1], "trainer.total_training_steps=2")
+    fit(model_path, server, half, tmp_path / "b", groups[:4], *options, "trainer.total_training_steps=2")
     # A step that the checkpoint does not hold, and half a line: what a killed trainer leaves.
     with (half / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "atropos/mean_score": 9}\n{"step": 4, "atro')
@@ -220,4 +221,34 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(model_path, server, 
         assert torch.equal(whole[name], resumed[name]), name
     assert [line["step"] for line in read_metrics(half)] == [1, 2, 3, 4]
     assert trainer.record.totals.steps == 4 and trainer.record.totals.sequences_trained == 32
-    assert all(line["atropos/mean_score"] == 0 for line in read_metrics(half))
+    for i, line in enumerate(read_metrics(half)):
+        assert line["atropos/mean_score"] == pytest.approx(np.mean([g["scores"] for g in groups[2 * i : 2 * i + 2]]))
+    assert trainer.advantage_moments.count == trainer.record.totals.tokens_trained
+
+
+def samples(server, steps, fresh):
+    """Two groups a step: sampled from each step's own weights, or all from those of version 0."""
+    for version in range(steps):
+        if fresh or version == 0:
+            deadline = time.monotonic() + 60
+            while asyncio.run(version_of(server)) != str(version):
+                assert time.monotonic() < deadline, f"the server never served version {version}"
+                time.sleep(0.05)
+            groups = sampled_groups(server)[:2]
+        yield from groups
+
+
+def test_engine_and_trainer_agree_on_fresh_samples_in_every_step_and_part_on_stale_ones(model_path, server, tmp_path):
+    """1e-4 in fp32 through the whole loop, API included; what lets them part is the policy's own change."""
+    gaps = {}
+    for name, fresh in (("fresh", True), ("stale", False)):
+        groups = samples(server, 4, fresh)
+        fit(model_path, server, tmp_path / name, tmp_path / f"{name}-api", groups, "trainer.total_training_steps=4")
+        lines = read_metrics(tmp_path / name)
+        gaps[name] = (
+            [line["atropos/logprob_diff/max"] for line in lines],
+            [line["rollout_corr/k3_kl"] for line in lines],
+        )
+    assert len(gaps["fresh"][0]) == 4 and max(gaps["fresh"][0]) < 1e-4, gaps
+    assert gaps["stale"][0][0] < 1e-4 and gaps["stale"][0][1] > 1e-3, gaps
+    assert gaps["stale"][1] == sorted(gaps["stale"][1]) and gaps["stale"][1][-1] > 10 * max(gaps["fresh"][1]), gaps

@@ -16,6 +16,7 @@ from recipe.atropos.advantages import AdvantageConfig
 from recipe.atropos.data_source import DataSourceConfig
 from recipe.atropos.inference.client import InferenceError, PauseMode, SGLangClient
 from recipe.atropos.losses import DistillationConfig
+from recipe.atropos.recorded import recorded_steps
 from recipe.atropos.rows import RowLimits
 from recipe.atropos.weight_sync.engine import TRANSPORTS
 
@@ -81,6 +82,12 @@ def check_config(config: DictConfig) -> None:
         DistillationConfig.from_config(config.trainer.atropos.distillation)
     except (TypeError, ValueError) as error:
         raise ConfigurationError(str(error)) from error
+    replay = config.trainer.atropos.replay
+    if replay and not recorded_steps(replay):
+        raise ConfigurationError(
+            f"trainer.atropos.replay={replay}: no recorded batches there; give the folder batches/ of a run that was "
+            "started with trainer.atropos.record_batches=true"
+        )
     weight_sync = config.trainer.atropos.weight_sync
     for key, choices in (("transport", tuple(TRANSPORTS)), ("pause_mode", get_args(PauseMode))):
         if weight_sync[key] not in choices:
@@ -151,9 +158,13 @@ def _check_algorithm(config: DictConfig) -> None:
 def check_services(config: DictConfig, timeout: float = 30.0) -> None:
     """Whether the Trajectory API and every SGLang server answer, asked for at most ``timeout`` seconds.
 
+    A replay needs neither.
+
     Raises:
         ConfigurationError: naming the service and its URL.
     """
+    if config.trainer.atropos.replay:
+        return
     if not config.inference.urls:
         raise ConfigurationError(
             "inference.urls is empty: give the URLs of the SGLang servers, inference.urls=[http://HOST:PORT], "

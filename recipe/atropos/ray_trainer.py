@@ -31,6 +31,7 @@ from recipe.atropos.data_source import DataSource, DataSourceConfig, Registratio
 from recipe.atropos.fsdp_workers import AtroposActorWorker
 from recipe.atropos.losses import DistillationConfig
 from recipe.atropos.metrics import batch_metrics
+from recipe.atropos.recorded import NoServers, RecordedSource, write_batch
 from recipe.atropos.rows import RowLimits
 from recipe.atropos.run_record import RunRecord
 from recipe.atropos.weight_sync import WeightSyncManager
@@ -156,6 +157,8 @@ class RayGRPOAtroposTrainer(SeparateRayPPOTrainer):
                 f"{_MAX_EMPTY_BATCHES} batches in a row held nothing to train on; dropped: {dict(dropped)}"
             )
 
+        if self.config.trainer.atropos.record_batches:
+            write_batch(Path(self.config.run.dir) / "batches", self.global_steps, groups)
         self.record.totals.dropped = dict(Counter(self.record.totals.dropped) + dropped)
         self.metrics |= report.metrics() | {f"atropos/dropped/{reason}": n for reason, n in dropped.items()}
         self.metrics["atropos/batches_ahead"] = len(self.data_source)
@@ -273,8 +276,10 @@ class RayGRPOAtroposTrainer(SeparateRayPPOTrainer):
 
     # ---------------------------------------------------------------- what stands around them
 
-    def _register(self, done: int) -> DataSource:
+    def _register(self, done: int) -> DataSource | RecordedSource:
         trainer = self.config.trainer
+        if trainer.atropos.replay:
+            return RecordedSource(trainer.atropos.replay, first_step=done + 1)
         return DataSource(
             self.source_config,
             Registration(
@@ -305,6 +310,9 @@ class RayGRPOAtroposTrainer(SeparateRayPPOTrainer):
         self._create_worker_classes()
         self._init_worker_groups()
         self._init_models()
+        if self.config.trainer.atropos.replay:
+            self.checkpoint_manager = NoServers()
+            return
         timeout = self.config.trainer.atropos.weight_sync.timeout
         # Twice: gathering and staging come before the requests that the time-out is for.
         self.checkpoint_manager = WeightSyncManager(self.actor_rollout_wg, timeout=2 * timeout)

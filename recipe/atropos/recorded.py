@@ -1,0 +1,81 @@
+"""Batches on disk: what a run was trained on, step by step, to be trained on again without any server.
+
+A batch is a file, ``STEP.json``, with the groups as the Trajectory API served them. Replaying the files of a run with
+its configuration gives its weights again, bit for bit on the same machine.
+"""
+
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from recipe.atropos.data_source import Batch, DataSourceError
+
+
+def batch_path(directory: str | Path, step: int) -> Path:
+    return Path(directory) / f"{step:06d}.json"
+
+
+def recorded_steps(directory: str | Path) -> list[int]:
+    """Steps whose batch is there, in order."""
+    return sorted(int(path.stem) for path in Path(directory).glob("*.json") if path.stem.isdigit())
+
+
+def write_batch(directory: str | Path, step: int, batch: Batch) -> None:
+    """Record a step's groups; a reader sees the whole file or none."""
+    path = batch_path(directory, step)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    partial.write_bytes(orjson.dumps(batch))
+    os.replace(partial, path)
+
+
+def read_batch(directory: str | Path, step: int) -> Batch:
+    """The groups of a step.
+
+    Raises:
+        DataSourceError: there is no such file; says which steps there are.
+    """
+    path = batch_path(directory, step)
+    if not path.is_file():
+        steps = recorded_steps(directory)
+        there = f"it holds steps {steps[0]} to {steps[-1]}" if steps else "it holds none"
+        raise DataSourceError(f"no batch of step {step} in {directory}: {there}")
+    return orjson.loads(path.read_bytes())
+
+
+class RecordedSource:
+    """Stands where the trainer has its ``DataSource``; hands over the recorded batches from ``first_step`` on."""
+
+    def __init__(self, directory: str | Path, first_step: int):
+        self.directory = Path(directory)
+        self.step = first_step
+        self.events: Counter[str] = Counter()
+        self.fetch_seconds = 0.0
+
+    def __enter__(self) -> "RecordedSource":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def __len__(self) -> int:
+        return sum(step >= self.step for step in recorded_steps(self.directory))
+
+    def next_batch(self) -> Batch:
+        """Raises DataSourceError where the recording ends."""
+        batch = read_batch(self.directory, self.step)
+        self.step += 1
+        return batch
+
+
+class NoServers:
+    """Stands where the trainer has its ``WeightSyncManager``, in a replay: nobody is served."""
+
+    version: int | None = None
+
+    def update_weights(self, global_steps: int) -> dict[str, Any]:
+        self.version = global_steps
+        return {}

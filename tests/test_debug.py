@@ -1,0 +1,109 @@
+"""A recorded run: its batches train to the same weights without servers, and can be looked at token by token."""
+
+import sys
+
+import pytest
+from rich.console import Console
+
+from recipe.atropos.data_source import DataSourceError
+from recipe.atropos.recorded import RecordedSource, read_batch, recorded_steps, write_batch
+from recipe.atropos.services.process import start_service
+from recipe.atropos.utils.debug import find_row, load_config, rows_of_step, show, style_of, tokens_of_row
+
+
+def command(folder, name, module, *arguments, timeout):
+    """(exit status, output) of a module of the recipe."""
+    service = start_service(
+        name, [sys.executable, "-m", module, *arguments], log_path=folder / f"{name}.log", cwd=folder
+    )
+    try:
+        return service.process.wait(timeout), service.tail(4000)
+    finally:
+        service.stop(grace=3)
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    """A demo run of three steps that kept its batches."""
+    folder = tmp_path_factory.mktemp("recorded")
+    options = ["--preset", "demo", "--steps", "3", f"run.dir={folder / 'run'}", "environment.evaluate=false"]
+    options += ["trainer.atropos.record_batches=true", "trainer.save_freq=3"]
+    status, output = command(folder, "launch", "recipe.atropos.launch_services", *options, timeout=240)
+    assert status == 0, output
+    return folder / "run"
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(400)
+def test_a_replay_without_servers_ends_with_the_runs_weights_bit_for_bit(recorded):
+    arguments = ["replay", str(recorded)]
+    status, output = command(recorded.parent, "replay", "recipe.atropos.utils.debug", *arguments, timeout=120)
+    assert status == 0 and "weights after step 3: the same, bit for bit" in output, output
+
+    # It is the batches and their order that the weights depend on.
+    first, second = (read_batch(recorded / "batches", step) for step in (1, 2))
+    write_batch(recorded / "batches", 1, second)
+    write_batch(recorded / "batches", 2, first)
+    try:
+        status, output = command(recorded.parent, "again", "recipe.atropos.utils.debug", *arguments, timeout=120)
+    finally:
+        write_batch(recorded / "batches", 1, first)
+        write_batch(recorded / "batches", 2, second)
+    assert status == 1 and "weights after step 3 differ in" in output, output
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(400)
+def test_a_trajectory_is_shown_with_mask_logprob_and_advantage_of_every_token(recorded):
+    batch = read_batch(recorded / "batches", 2)
+    config = load_config(recorded)
+    rows = rows_of_step(config, 2)
+    row = find_row(rows, 3, 1)
+
+    class Names:
+        def decode(self, ids):
+            return f"<{ids[0]}>"
+
+    tokens = list(tokens_of_row(rows, row, Names()))
+    group = batch[3]
+    assert [token["id"] for token in tokens] == group["tokens"][1]
+    assert [token["trained"] for token in tokens] == [mask != -100 for mask in group["masks"][1]]
+    for token, mask, logprob in zip(tokens, group["masks"][1], group["inference_logprobs"][1], strict=True):
+        assert token["text"] == f"<{token['id']}>"
+        assert token["logprob"] == (None if mask == -100 else pytest.approx(logprob, abs=1e-6))
+        assert (token["advantage"] is None) == (mask == -100)
+    assert {token["advantage"] > 0 for token in tokens if token["trained"]} == {group["scores"][1] > 0}
+
+    console = Console(record=True, width=100, color_system="truecolor", force_terminal=True)
+    show(recorded, 2, 3, 1, table=True, console=console)
+    text = console.export_text()
+    assert "step 2, group 3, sequence 1 of env_0: score" in text and "assistant" in text
+
+
+def test_colours_tell_mask_sign_size_and_unlikely_tokens_apart():
+    token = {"trained": True, "advantage": 1.0, "logprob": -0.1}
+    good, bad = style_of(token, 1.0), style_of(token | {"advantage": -1.0}, 1.0)
+    small, none = style_of(token | {"advantage": 0.1}, 1.0), style_of(token | {"advantage": 0.0}, 1.0)
+    green, red = good.bgcolor.get_truecolor(), bad.bgcolor.get_truecolor()
+    assert green.green > green.red and red.red > red.green and small.bgcolor.get_truecolor().green < green.green
+    assert len({none.bgcolor.get_truecolor().red, none.bgcolor.get_truecolor().green}) == 1
+    assert style_of(token | {"trained": False, "advantage": None}, 1.0).bgcolor is None
+    assert style_of(token | {"logprob": -4.0}, 1.0).underline and not good.underline
+
+
+def test_a_recording_that_ends_says_where(tmp_path):
+    for step in (3, 4):
+        write_batch(tmp_path, step, [{"tokens": [[step]]}])
+    assert recorded_steps(tmp_path) == [3, 4]
+    with RecordedSource(tmp_path, first_step=4) as source:
+        assert len(source) == 1 and source.next_batch() == [{"tokens": [[4]]}]
+        with pytest.raises(DataSourceError, match="no batch of step 5 in .*: it holds steps 3 to 4"):
+            source.next_batch()
+
+
+@pytest.mark.e2e
+def test_what_is_no_run_or_no_such_sequence_is_said(tmp_path, recorded):
+    with pytest.raises(FileNotFoundError, match="give the folder of a run"):
+        load_config(tmp_path)
+    with pytest.raises(DataSourceError, match="no sequence 8 in group 0, which has 8 trained ones; groups are"):
+        find_row(rows_of_step(load_config(recorded), 1), 0, 8)
