@@ -21,12 +21,14 @@ from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine.fsdp.utils import get_sharding_strategy
 
+from recipe.atropos.engines import MergedLoRA
+
 # Without gradient scaling (which lives on accelerators) fp16 underflows; a CPU runs fp32, or bf16 slowly.
 _DEFAULT_PRECISION = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
 
 
 @EngineRegistry.register(model_type="language_model", backend=["fsdp", "fsdp2"], device="cpu")
-class CPUFSDPEngine(FSDPEngineWithLMHead):
+class CPUFSDPEngine(MergedLoRA, FSDPEngineWithLMHead):
     """FSDP1 ("fsdp") and FSDP2 ("fsdp2") over gloo. ``mixed_precision`` defaults to fp32 throughout."""
 
     def _build_fsdp_module(self, module: torch.nn.Module) -> torch.nn.Module:
