@@ -202,7 +202,7 @@ def _post_when_registered(url, groups):
 
 
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(model_path, server, tmp_path):
-    """Weights, Adam's moments, statistics: a run of four steps; one of two, and one of two more that goes on from it."""
+    """Weights, Adam's moments, statistics: four steps at once, and two with another process going on for two."""
     rng = np.random.default_rng(5)
     groups = [random_group(rng, model_vocab(model_path)) for _ in range(8)]  # two a step
     for group in groups:

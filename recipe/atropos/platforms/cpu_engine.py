@@ -1,7 +1,7 @@
 """verl's FSDP engine for the platform "cpu", registered under device "cpu" on import.
 
-Only the wrapping differs from ``FSDPEngineWithLMHead``: on a CPU there is nothing to offload to, and FSDP1's own
-``sync_module_states`` refuses CPU parameters, so rank 0's weights are broadcast here.
+Only the wrapping is a CPU's own: there is nothing to offload to, and FSDP1's ``sync_module_states`` refuses CPU
+parameters, so rank 0's weights are broadcast here. ``MergedLoRA`` would be the same on any platform.
 """
 
 from itertools import chain
