@@ -17,6 +17,7 @@ from verl.utils.device import get_device_id, get_device_name
 from verl.utils.distributed import initialize_global_process_group_ray
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
+import recipe.atropos.engines  # noqa: F401  (registers the engines for GPUs)
 from recipe.atropos.losses import DistillationConfig, distilled_loss
 
 

@@ -5,8 +5,10 @@ The SGLang servers (``inference.urls``) and the Trajectory API (``trainer.atropo
 """
 
 import logging
+import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import hydra
 import ray
@@ -36,6 +38,8 @@ def run(config: DictConfig) -> None:
         if config.trainer.device == "cpu":  # verl's own default, FlashAttention, exists for accelerators only
             config.actor_rollout_ref.model.override_config.setdefault("attn_implementation", "sdpa")
     OmegaConf.resolve(config)
+    os.environ.setdefault("TENSORBOARD_DIR", str(Path(config.run.dir) / "tensorboard"))
+    os.environ.setdefault("WANDB_DIR", str(config.run.dir))
     config.actor_rollout_ref.model.path = resolve_model(config.actor_rollout_ref.model.path, config.seed)
     check_config(config)
     validate_config(config, use_reference_policy=need_reference_policy(config), use_critic=False)

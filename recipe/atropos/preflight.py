@@ -132,7 +132,13 @@ def _check_algorithm(config: DictConfig) -> None:
             f"actor_rollout_ref.actor.policy_loss.loss_mode={loss_mode}; drop one of them"
         )
     model = config.actor_rollout_ref.model
-    if (model.lora_rank > 0 or model.get("lora_adapter_path")) and not model.lora.merge:
+    for key, value in (("lora_adapter_path", model.get("lora_adapter_path")), ("lora.rank", model.lora.get("rank"))):
+        if value and not model.lora_rank:
+            raise ConfigurationError(
+                f"actor_rollout_ref.model.{key}={value} with lora_rank=0 would train without an adapter; give "
+                "actor_rollout_ref.model.lora_rank"
+            )
+    if model.lora_rank > 0 and not model.lora.merge:
         raise ConfigurationError(
             "actor_rollout_ref.model.lora.merge=false would send the adapter alone, which the servers do not load; "
             "set it to true: base and adapter are pushed as one"

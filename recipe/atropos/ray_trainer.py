@@ -205,6 +205,7 @@ class RayGRPOAtroposTrainer(SeparateRayPPOTrainer):
             rows = _real_rows(batch)
             rows.batch["token_level_rewards"] = rows.batch["token_level_scores"]
             if algorithm.use_kl_in_reward:
+                # It reaches the advantages that are computed from rewards, not those that the environment sent.
                 rows, metrics = apply_kl_penalty(rows, self.kl_ctrl_in_reward, algorithm.kl_penalty)
                 self.metrics |= metrics
             if "rollout_log_probs" in rows.batch and not algorithm.rollout_correction.bypass_mode:

@@ -319,12 +319,13 @@ def read_group(group: Group, index: int, limits: RowLimits, report: ConversionRe
         log_probs = _masked(arrays["inference_logprobs"], first, end, mask)
         if log_probs is not None and (log_probs > 0).any():
             log_probs = None
-        if log_probs is None:
-            events["no_logprobs"] += 1
+        events["no_logprobs"] += log_probs is None
+        events["own_advantages"] += arrays["advantages"] is not None
         teacher_ids = teacher_log_probs = None
         if any(group[key][i] for key in teacher_keys if has_teacher):
             values = _teacher(group, i, where, trained, limits.vocab_size)
             teacher_ids, teacher_log_probs = (array[first:end] for array in values)
+        events["teacher"] += teacher_ids is not None
         row_overrides = (group["overrides"][i] or {}) if optional["overrides"] else {}
         zero = bool(overrides.get("set_advantage_to_zero") or row_overrides.get("set_advantage_to_zero"))
         events["zero_advantage"] += zero
@@ -348,7 +349,7 @@ def read_group(group: Group, index: int, limits: RowLimits, report: ConversionRe
         )
     for reason, sequences in dropped.items():
         report.drop(group, reason, sequences)
-    report.events += events
+    report.events += events  # leaves out what is 0
     return rows
 
 
