@@ -336,7 +336,7 @@ def test_distillation_moves_the_policy_towards_the_teachers_top_k(trainer, plain
     assert ("actor/pg_loss" in update.metrics) == use_policy_loss
 
 
-def test_distillation_alone_without_any_teacher_says_what_is_missing(trainer, plain, model_path):
+def test_a_teacher_alone_that_sends_nothing_is_an_error_that_says_what_is_missing(trainer, plain, model_path):
     batch, _ = groups_to_data_proto(some_groups(model_path), trainer.limits, trainer.mini_batch_size)
     trainer.distillation = DistillationConfig(loss_coef=1.0, use_policy_loss=False)
     try:
