@@ -261,8 +261,16 @@ def test_distillation_fields_may_be_empty_where_nothing_is_trained_and_for_whole
         ({"masks": [[[1]] * 4, [-100, -100, 9]]}, "malformed", "masks[0]"),
         ({"advantages": [0.5, 0.5]}, "malformed", "advantages[0] is not a flat list of numbers"),
         ({"group_overrides": {"env_name": "gsm8k_0", "policy_version_min": ["x", 1]}}, "malformed", "'x'"),
+        ({"scores": [1e39, 0.0]}, "nonfinite_scores", "score 0 is 1e+39"),
+        (teacher([[], [], [1, 2], [3, 3]]), "repeated_distill_token", "[3, 3] at position 3"),
+        (teacher([0, 0, 1, 2]), "malformed", "distill_token_ids[0] is not a list of lists"),
+        (teacher([[], [], [1, 2], [3, 4.5]]), "malformed", "distill_token_ids[0] holds what is no number"),
+        (teacher(logprobs=[[], [], [-1, -2], ["-1", -2]]), "malformed", "distill_logprobs[0]"),
+        ({"overrides": [{"set_advantage_to_zero": "false"}, {}]}, "malformed", "overrides[0]"),
+        ({"overrides": ["x", {}]}, "malformed", "overrides[0]"),
+        ({"advantages": [0.0, 0.0]}, "malformed", "advantages[0] is not a flat list of numbers"),
     ],
-    ids=[f"case{i}" for i in range(32)],
+    ids=[f"case{i}" for i in range(40)],
 )
 def test_a_group_that_breaks_the_format_is_refused_named_and_counted(changes, reason, words):
     rows, report = read_groups([good_group(), good_group(**changes)], LIMITS)
@@ -281,8 +289,15 @@ def test_reference_logprobs_are_used_only_if_every_row_has_them():
     both = good_group(ref_logprobs=[[0, 0, -1.0, -2.0], [0, 0, -3.0]])
     data, _ = groups_to_data_proto([both], LIMITS)
     assert data.batch["ref_log_prob"].tolist() == [[-1.0, -2.0], [-3.0, 0.0]]
-    data, _ = groups_to_data_proto([both, good_group()], LIMITS)
-    assert "ref_log_prob" not in data.batch
+    for lacking in (None, [[0, 0, -1.0, 1.0], [0, 0, -3.0]], [[0, 0, None, -1.0], [0, 0, -3.0]]):
+        data, _ = groups_to_data_proto([both, good_group(ref_logprobs=lacking)], LIMITS)
+        assert "ref_log_prob" not in data.batch
+
+
+@pytest.mark.parametrize("changes", [{"tokens": 5}, {"group_overrides": [1]}], ids=["tokens", "group_overrides"])
+def test_a_group_that_is_none_is_refused_and_counted_too(changes):
+    rows, report = read_groups([good_group(**changes), good_group()], LIMITS)
+    assert len(rows) == 2 and list(report.dropped) == ["malformed"] and report.messages[0].startswith("group 0 of env ")
 
 
 def test_unknown_limits_are_refused():

@@ -144,6 +144,14 @@ def test_verls_estimators_give_the_advantage_they_give_on_verls_own_data(name):
     torch.testing.assert_close(data.batch["advantages"], wanted)
 
 
+def test_a_group_that_is_too_small_for_an_estimator_has_no_advantage_and_no_signal():
+    rng = np.random.default_rng(0)
+    groups = [random_group(rng, 50, size=size) | {"scores": rng.normal(size=size).tolist()} for size in (3, 1)]
+    data = estimate(groups, "algorithm.adv_estimator=grpo_passk")
+    assert data.batch["advantages"][:3].any() and not data.batch["advantages"][3].any()
+    assert batch_metrics(data)["atropos/zero_signal_groups"] == 1
+
+
 def test_a_normalized_advantage_has_mean_0_and_deviation_1_over_the_trained_tokens_alone():
     groups = mixed_groups()
     plain = [v for g, row in zip(_group_of(groups), as_rows(estimate(groups)), strict=True) for v in row.values() if g]
@@ -244,8 +252,21 @@ def test_metrics_are_of_each_environment_and_of_all():
     assert metrics["atropos/math_hard/mean_advantage"] == pytest.approx(statistics.fmean(values), abs=1e-5)
     lengths = [len(m) - next(t for t, k in enumerate(m) if k != -100) for m in groups[3]["masks"]]
     assert metrics["atropos/env_7/response_length"] == statistics.fmean(lengths)
-    assert metrics["atropos/zero_signal_groups"] == 2 and metrics["atropos/zero_signal_share"] == 0.5
+    assert (
+        "has_signal" in data.non_tensor_batch
+        and metrics["atropos/zero_signal_groups"] == 2
+        and metrics["atropos/zero_signal_share"] == 0.5
+    )
     assert metrics["atropos/env_7/zero_signal_share"] == 1 and metrics["atropos/env_0/zero_signal_share"] == 0.5
+
+
+def test_a_group_without_signal_is_counted_before_normalising_moves_it():
+    groups = mixed_groups()[1:3]
+    for group in groups:
+        group.pop("advantages")
+    groups[0]["scores"] = [1.0] * len(groups[0]["scores"])
+    data = estimate(groups, advantage_normalization="batch")
+    assert data.batch["advantages"][0].any() and batch_metrics(data)["atropos/zero_signal_groups"] == 1
 
 
 def test_drops_are_counted_by_reason_and_environment():

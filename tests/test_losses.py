@@ -12,11 +12,12 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.utils.padding import left_right_2_no_padding
 
+from recipe.atropos import losses
 from recipe.atropos.data_proto import groups_to_data_proto
 from recipe.atropos.losses import (
     DistillationConfig,
+    atropos_loss,
     compute_advantage_weighted_sft_loss,
-    distilled_loss,
     forward_kl_top_k,
 )
 from recipe.atropos.rows import NO_TEACHER, RowLimits
@@ -76,10 +77,11 @@ def test_one_advantage_a_sequence_has_the_gradient_of_the_same_one_at_every_toke
     [
         ({"advantages": torch.zeros(B, S - 1)}, r"advantages is \(3, 6\), input_ids is \(3, 7\)"),
         ({"loss_mask": torch.zeros(B, S)}, "nothing to train on"),
+        ({"loss_mask": torch.full((B, S), -100)}, "loss_mask holds -100; .* masks != -100"),
         ({"logits": torch.zeros(B, S - 1, V)}, "logits is"),
         ({"advantages": torch.full((B, S), math.nan)}, r"advantages\[0, \d\] is nan"),
     ],
-    ids=range(4),
+    ids=range(5),
 )
 def test_inputs_that_do_not_fit_are_refused_by_name(rng, changes, words):
     logits, ids, advantages, mask = sequences(rng)
@@ -136,6 +138,46 @@ def test_distilling_all_of_a_teachers_mass_is_the_kl_of_the_full_distributions(r
     torch.testing.assert_close(logits.grad, hand_written, atol=1e-6, rtol=1e-4)
 
 
+@pytest.fixture(autouse=True)
+def several_chunks(monkeypatch):
+    monkeypatch.setattr(losses, "_CHUNK", 3)
+
+
+def test_distilling_rows_of_another_top_k_changes_nothing_for_a_row(rng):
+    """A row of 2 beside one of 4, as the row contract lays them side by side; the policy favours token 0."""
+    length = 6
+    tokens = [[1] * length, [1] * length]
+    full = torch.randn(2, length, V, generator=rng).log_softmax(-1)
+    tops = [full[i].topk(k) for i, k in enumerate((2, 4))]
+    group = {
+        "tokens": tokens,
+        "masks": [[-100, -100, 1, 1, 1, 1]] * 2,
+        "scores": [0.0, 1.0],
+        "distill_token_ids": [[[]] * 2 + top.indices[2:].tolist() for top in tops],
+        "distill_logprobs": [[[]] * 2 + top.values[2:].tolist() for top in tops],
+    }
+    limits = RowLimits(20, 40, 0, vocab_size=V)
+    both, _ = groups_to_data_proto([group], limits)
+    alone = {key: values[:1] for key, values in group.items()}
+    one, _ = groups_to_data_proto([alone], limits)
+    logits = torch.randn(length, V, generator=rng)
+    logits[:, 0] += 4
+    results = []
+    for data in (both, one):
+        leaf = logits.clone().requires_grad_()
+        kl, _ = forward_kl_top_k(leaf, data.batch["teacher_ids"][0], data.batch["teacher_logprobs"][0])
+        kl.sum().backward()
+        results.append((kl.detach(), leaf.grad))
+    torch.testing.assert_close(*(r[0] for r in results))
+    torch.testing.assert_close(*(r[1] for r in results))
+    wanted = 0.0
+    for t in range(2, length):
+        p, at = tops[0].values[t].exp(), tops[0].indices[t]
+        q = logits[t - 1].softmax(-1)[at]
+        wanted += (p * (p / q).log()).sum() + (1 - p.sum()) * ((1 - p.sum()) / (1 - q.sum())).log()
+    assert results[0][0].sum().item() == pytest.approx(wanted.item(), rel=1e-3)
+
+
 @pytest.mark.parametrize("k", [1, 3, V - 1])
 def test_distilling_a_top_k_has_the_gradient_that_moves_the_rest_as_one(rng, k):
     """softmax - p over the top-k; the rest keeps its own proportions and moves by the difference of the masses."""
@@ -188,13 +230,13 @@ def test_the_distillation_term_sits_on_the_tokens_that_the_teacher_was_asked_abo
     distillation = DistillationConfig(loss_coef=0.7, use_policy_loss=use_policy_loss)
 
     logits = torch.randn(1, tokens, V, generator=rng).requires_grad_()
-    carried = distilled_loss(config, distillation, data=data, student_logits=logits)
+    carried = atropos_loss(config, distillation, data=data, student_logits=logits)
     offsets = data["input_ids"].offsets()
     output = {key: torch.nested.nested_tensor_from_jagged(v[0], offsets) for key, v in carried.items()}
     next_ids = data["input_ids"].values().roll(-1)
     log_probs = logits[0].log_softmax(-1).gather(-1, next_ids[:, None])[:, 0]
     output["log_probs"] = torch.nested.nested_tensor_from_jagged(log_probs, offsets)
-    loss, metrics = distilled_loss(config, distillation, model_output=output, data=data)
+    loss, metrics = atropos_loss(config, distillation, model_output=output, data=data)
 
     total, row = 0.0, 0
     for group in groups:

@@ -20,10 +20,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from verl.trainer.config import RolloutCorrectionConfig
 from verl.trainer.ppo.core_algos import get_kl_controller
 from verl.utils.config import omega_conf_to_dataclass
-from verl.workers.utils.losses import ppo_loss
 
+from recipe.atropos.correction import _rewards_on
 from recipe.atropos.data_proto import groups_to_data_proto
-from recipe.atropos.losses import DistillationConfig, distilled_loss
+from recipe.atropos.losses import DistillationConfig, atropos_loss
 from recipe.atropos.ray_trainer import RayGRPOAtroposTrainer
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
@@ -85,7 +85,7 @@ def some_groups(model_path, seed=0):
 class Update:
     """Weights before and after one update on ``groups``, and what the trainer said of it."""
 
-    def __init__(self, trainer, plain, groups, algorithm=(), actor=(), distillation=None):
+    def __init__(self, trainer, plain, groups, algorithm=(), actor=(), distillation=None, balance=True):
         trainer.config.algorithm = trainer.defaults.copy()
         for key, value in dict(algorithm).items():
             target, _, name = key.rpartition(".")
@@ -94,21 +94,22 @@ class Update:
         for key, value in dict(actor).items():
             target, _, name = key.rpartition(".")
             object.__setattr__(getattr(config, target) if target else config, name, value)
-        loss = partial(distilled_loss, distillation=distillation) if distillation else ppo_loss
-        trainer.actor_rollout_wg.set_loss_fn(partial(loss, config=config))
+        loss = partial(atropos_loss, config=config, distillation=distillation or DistillationConfig())
+        trainer.actor_rollout_wg.set_loss_fn(loss)
         if trainer.config.algorithm.use_kl_in_reward:
             trainer.kl_ctrl_in_reward = get_kl_controller(trainer.config.algorithm.kl_ctrl)
 
         before = self._weights(trainer)
         plain.load_state_dict(before)
         batch, report = groups_to_data_proto(groups, trainer.limits, multiple_of=trainer.mini_batch_size)
-        assert not report.dropped and report.padding_rows == 3
+        assert not report.dropped and len(batch) == 16 and report.padding_rows >= 3
         if distillation is None:
             batch = batch.select(batch_keys=[key for key in batch.batch.keys() if not key.startswith("teacher")])
         batch.meta_info.update(temperature=1.0, global_token_num=batch.batch["attention_mask"].sum(-1).tolist())
         trainer.metrics, trainer.timing_raw, trainer.global_steps = {}, {}, 1
         trainer.reward_tensor, trainer.reward_extra_infos_dict = batch.batch["token_level_scores"], {}
-        trainer._balance_batch(batch, metrics={})
+        if balance:
+            trainer._balance_batch(batch, metrics={})
         batch = trainer._fit_compute_advantage(trainer._fit_compute_log_prob(batch))
         self.batch = trainer._fit_update_actor(batch)
         self.metrics = trainer.metrics
@@ -257,6 +258,46 @@ def test_bypass_mode_has_the_gradient_of_ppo_against_the_engine_as_its_only_corr
         clipped = {t: r > 1.2 if advantage > 0 else not 0.8 <= r <= 3.0 for t, r in ratios.items()}
         coefficients.append({t: 0.0 if clipped[t] else -advantage * r / n for t, r in ratios.items()})
     assert_gradient(update, plain, weighted(rows, coefficients))
+
+
+def test_a_rank_with_nothing_but_padding_leaves_the_gradient_of_bypass_mode_and_its_correction(
+    trainer, plain, model_path
+):
+    """Two rows on two ranks, balanced by length: verl's own loss raises on the rank that has no token."""
+    group = some_groups(model_path)[0]
+    keys = ("tokens", "masks", "scores", "inference_logprobs")
+    groups = [{key: [group[key][i] for i in (0, 2)] for key in keys}]
+    update = Update(
+        trainer,
+        plain,
+        groups,
+        {"rollout_correction.bypass_mode": True},
+        {"policy_loss.loss_mode": "bypass_mode", "policy_loss.rollout_correction": RolloutCorrectionConfig()},
+        balance=False,
+    )
+    rows = rows_of(plain, groups)
+    n = sum(len(row.positions) for row in rows)
+    coefficients = []
+    for row, advantage in zip(rows, group_advantages(rows), strict=True):
+        ratios = {t: math.exp(row.values[t] - row.engine[t]) for t in row.positions}
+        clipped = {t: r > 1.2 if advantage > 0 else not 0.8 <= r <= 3.0 for t, r in ratios.items()}
+        coefficients.append({t: 0.0 if clipped[t] else -advantage * r / n for t, r in ratios.items()})
+    assert_gradient(update, plain, weighted(rows, coefficients))
+
+
+def test_where_every_token_is_rejected_the_policy_stays_and_it_is_counted(trainer, plain, model_path):
+    groups = some_groups(model_path)[:3]
+    settings = {"rollout_is": None, "rollout_rs": "seq_max_k2", "rollout_rs_threshold": 1e-9}
+    update = Update(trainer, plain, groups, {f"rollout_correction.{key}": value for key, value in settings.items()})
+    assert update.metrics["atropos/batches_without_token"] == 1
+    assert not any(gradient.any() for gradient in update.gradient.values())
+
+
+def test_rejecting_the_last_token_does_not_lose_the_score_of_its_row():
+    rewards = torch.tensor([[0.0, 0.1, 0.0, 2.0], [0.0, 0.0, 0.0, 3.0], [0.0, 0.0, 0.0, 4.0]])
+    kept = torch.tensor([[True, False, True, False], [True, True, True, True], [False] * 4])
+    moved = _rewards_on(rewards, kept)
+    assert moved.tolist() == [[0.0, 0.0, pytest.approx(2.1), 0.0], [0.0, 0.0, 0.0, 3.0], [0.0, 0.0, 0.0, 4.0]]
 
 
 def reference_groups(trainer, plain, model_path):

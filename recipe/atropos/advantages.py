@@ -7,7 +7,8 @@ The promises:
 - A row's own advantages reach the loss as they were sent, position by position; the row's score still counts in the
   mean of its group.
 - Normalising and clipping come after any estimator, over trained tokens alone. ``set_advantage_to_zero`` comes last:
-  such rows, like tokens under mask 0, have the advantage 0 and are in no statistic.
+  such rows, like tokens under mask 0, have the advantage 0 and are not normalised with; their scores count in the mean
+  of their group.
 """
 
 import math
@@ -26,6 +27,7 @@ from recipe.atropos.rows import environment_name
 
 GRPO_ATROPOS = "grpo_atropos"
 _EPSILON = 1e-8
+_SMALLEST_GROUP = {"grpo_passk": 2}  # the best against the second
 
 
 class MissingAdvantages(ValueError):
@@ -158,7 +160,8 @@ def compute_advantages(
 ) -> None:
     """Put ``advantages`` and ``returns``, (B, R) float32, into rows that have ``token_level_rewards``.
 
-    No padding rows, please. ``moments`` takes in this batch where normalisation is "global".
+    And ``has_signal``, (B,) bool: the estimator gave some trained token an advantage. No padding rows, please.
+    ``moments`` takes in this batch where normalisation is "global".
 
     Raises:
         MissingAdvantages: a row has none of its environment and ``fallback_to_grpo`` is off.
@@ -182,17 +185,31 @@ def compute_advantages(
             has_advantages=own,
         )
     else:
-        compute_advantage(
-            rows,
-            adv_estimator=algorithm.adv_estimator,
-            gamma=algorithm.gamma,
-            lam=algorithm.lam,
-            num_repeat=group_size,
-            norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
-            config=algorithm,
-        )
+        _verls_advantages(rows, algorithm, group_size)
     trained = tensors["response_mask"].bool() & torch.from_numpy(~others["zero_advantage"])[:, None]
+    others["has_signal"] = ((tensors["advantages"] != 0) & trained).any(-1).numpy()
     tensors["advantages"] = shape_advantages(tensors["advantages"], trained, config, moments)
+
+
+def _verls_advantages(rows: DataProto, algorithm: DictConfig, group_size: int) -> None:
+    """``advantages`` and ``returns`` by verl's estimator; 0 in groups that are smaller than it can compare."""
+    _, group, count = np.unique(rows.non_tensor_batch["uid"].astype(str), return_inverse=True, return_counts=True)
+    enough = np.flatnonzero(count[group] >= _SMALLEST_GROUP.get(algorithm.adv_estimator, 1))
+    for key in ("advantages", "returns"):
+        rows.batch[key] = torch.zeros_like(rows.batch["token_level_rewards"])
+    if not enough.size:
+        return
+    chosen = compute_advantage(
+        rows.select_idxs(enough),
+        adv_estimator=algorithm.adv_estimator,
+        gamma=algorithm.gamma,
+        lam=algorithm.lam,
+        num_repeat=group_size,
+        norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
+        config=algorithm,
+    )
+    for key in ("advantages", "returns"):
+        rows.batch[key][enough] = chosen.batch[key].to(rows.batch[key].dtype)
 
 
 def shape_advantages(

@@ -2,7 +2,8 @@
 and because the policy has moved on.
 
 verl's rollout correction does the work (``algorithm.rollout_correction``); here it meets rows that came without
-logprobs. These are left out: their weight is 1, nothing of them is rejected, and no metric sees them.
+logprobs. These are left out: their weight is 1, nothing of them is rejected, and no metric sees them. (In bypass mode
+the loss corrects by itself; there such a row has the trainer's own logprobs, so its ratio begins at 1.)
 """
 
 import numpy as np
@@ -41,7 +42,8 @@ def correct_rollout(rows: DataProto, config: DictConfig) -> dict[str, float]:
     """Importance weights and rejection by ``algorithm.rollout_correction``; returns verl's ``rollout_corr/`` metrics.
 
     Sets ``rollout_is_weights``, (B, R) float32, where ``rollout_is`` is set, and takes rejected tokens out of
-    ``response_mask``.
+    ``response_mask``. What ``token_level_rewards`` hold on a rejected token moves to the row's last token that stays:
+    some estimators read rewards through the mask, and a score stands on the last trained token.
     """
     known, indices = with_log_probs(rows)
     weights = torch.ones_like(rows.batch["old_log_probs"]) * rows.batch["response_mask"]
@@ -51,8 +53,20 @@ def correct_rollout(rows: DataProto, config: DictConfig) -> dict[str, float]:
         mask = rows.batch["response_mask"].clone()
         mask[indices] = known.batch["response_mask"].to(mask.dtype)
         rows.batch["response_mask"] = mask
+        rows.batch["token_level_rewards"] = _rewards_on(rows.batch["token_level_rewards"], mask.bool())
         if config.rollout_is:
             weights[indices] = known.batch["rollout_is_weights"]
     if config.rollout_is:
         rows.batch["rollout_is_weights"] = weights
     return metrics
+
+
+def _rewards_on(rewards: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    """(B, R) rewards with the same sum in every row that keeps a token, all of it on kept tokens."""
+    lost = torch.where(kept, 0.0, rewards).sum(-1)
+    positions = torch.arange(kept.shape[1]).expand(kept.shape)
+    last = torch.where(kept, positions, -1).amax(-1)
+    moved = torch.where(kept, rewards, 0.0)
+    some = last >= 0
+    moved[some, last[some]] += lost[some]
+    return torch.where(some[:, None], moved, rewards)

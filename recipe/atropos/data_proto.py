@@ -108,6 +108,8 @@ def rows_to_data_proto(rows: Sequence[Row], limits: RowLimits, multiple_of: int 
                 length, k = row.teacher_ids.shape
                 predictors = slice(prompt_width - 1, prompt_width - 1 + length)
                 teacher_ids[i, predictors, :k] = row.teacher_ids
+                # Without mass, but not free: a token id there counts as one of the top-k, so it has to be one of them.
+                teacher_ids[i, predictors, k:] = row.teacher_ids[:, :1]
                 teacher_logprobs[i, predictors, :k] = row.teacher_log_probs
         tensors["teacher_ids"] = torch.from_numpy(teacher_ids)
         tensors["teacher_logprobs"] = torch.from_numpy(teacher_logprobs)

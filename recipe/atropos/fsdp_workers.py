@@ -18,7 +18,7 @@ from verl.utils.distributed import initialize_global_process_group_ray
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
 import recipe.atropos.engines  # noqa: F401  (registers the engines for GPUs)
-from recipe.atropos.losses import DistillationConfig, distilled_loss
+from recipe.atropos.losses import DistillationConfig, atropos_loss
 
 
 class AtroposTrainingWorker(TrainingWorker):
@@ -55,5 +55,4 @@ class AtroposActorWorker(ActorRolloutRefWorker):
             # verl would name the device twice: "cpu:gloo,cpu:gloo". It keeps a group that is there.
             initialize_global_process_group_ray(backend="gloo")
         super().init_model()
-        if self.distillation.enabled:
-            self.actor.set_loss_fn(partial(distilled_loss, **self.loss_fn.keywords, distillation=self.distillation))
+        self.actor.set_loss_fn(partial(atropos_loss, **self.loss_fn.keywords, distillation=self.distillation))

@@ -2,7 +2,7 @@
 
 ``advantage_weighted_sft`` is registered as a policy loss of verl, for ``actor.policy_loss.loss_mode``. Distillation
 rides on verl's own seam for losses that need logits: the engine calls the loss function once with the logits, before
-they are freed, and once with everything else.
+they are freed, and once with everything else. ``atropos_loss`` is the function that every actor of this recipe has.
 
 Shapes: B rows, R response tokens, S tokens, V vocabulary, K the teacher's top-k, N tokens of a micro-batch unpadded.
 """
@@ -14,7 +14,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from tensordict import TensorDict
+from torch.utils.checkpoint import checkpoint
 from verl.trainer.ppo.core_algos import agg_loss, register_policy_loss
+from verl.utils import tensordict_utils as tu
 from verl.utils.metric import AggregationType, Metric
 from verl.utils.torch_functional import masked_mean
 from verl.workers.config import ActorConfig
@@ -22,6 +24,7 @@ from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import no_padding_2_padding
 
 _TAIL = 1e-6  # a teacher's mass outside its top-k below this is rounding
+_CHUNK = 1024  # positions whose float32 distributions over the vocabulary are in memory at a time
 
 
 @register_policy_loss("advantage_weighted_sft")
@@ -67,7 +70,7 @@ def compute_advantage_weighted_sft_loss(
     Args:
         input_ids: (B, S) int64.
         advantages: (B, S) float, or (B,) for one a sequence.
-        loss_mask: (B, S), 1 (or true) where the token is trained on.
+        loss_mask: (B, S), 1 (or true) where the token is trained on, else 0: of Atropos masks, ``masks != -100``.
         logits: (B, S, V), as ``model(input_ids).logits``.
         loss_agg_mode: verl's: token-mean, token-sum, seq-mean-token-sum, seq-mean-token-mean.
 
@@ -75,13 +78,17 @@ def compute_advantage_weighted_sft_loss(
         A scalar that is differentiable in ``logits``.
 
     Raises:
-        ValueError: shapes do not fit, an advantage under the mask is not finite, or nothing is under the mask.
+        ValueError: shapes do not fit, the mask holds other numbers than 0 and 1, an advantage under it is not finite,
+            or nothing is under it.
     """
     if advantages.dim() == 1:
         advantages = advantages[:, None].expand(input_ids.shape)
     for name, tensor in (("advantages", advantages), ("loss_mask", loss_mask), ("logits", logits[..., 0])):
         if tensor.shape != input_ids.shape:
             raise ValueError(f"{name} is {tuple(tensor.shape)}, input_ids is {tuple(input_ids.shape)}")
+    strange = loss_mask[(loss_mask != 0) & (loss_mask != 1)]
+    if len(strange):
+        raise ValueError(f"loss_mask holds {strange[0]}; give 1 and 0, for Atropos masks: masks != -100")
     mask = loss_mask[:, 1:].bool()
     weights = advantages[:, 1:]
     bad = (~torch.isfinite(weights) & mask).nonzero()
@@ -134,32 +141,37 @@ def forward_kl_top_k(
 
     Args:
         logits: (N, V), any float dtype; computed in float32.
-        teacher_ids, teacher_logprobs: (N, K). Mass 0 at a position: there is no teacher, and its KL is 0.
+        teacher_ids, teacher_logprobs: (N, K), each token at most once among those with a mass; an id without mass
+            repeats one of them. Mass 0 at a position: there is no teacher, and its KL is 0.
 
     Returns:
         The KL, (N,) float32, differentiable in ``logits``; and the mass of the teacher's top-k, (N,) float32.
     """
-    probs = teacher_logprobs.float().exp()
-    mass = probs.sum(-1)
+    mass = teacher_logprobs.float().exp().sum(-1)
     kl = logits[:, 0].float() * 0.0  # tied to the graph where no teacher is: FSDP waits for every rank's backward
     at = (mass > 0).nonzero().squeeze(-1)
-    if not len(at):
-        return kl, mass
-    # A copy, of the positions with a teacher alone: kernels may write over the logits in their own backward pass.
-    log_policy = F.log_softmax(logits[at].float(), dim=-1)
-    ids, probs = teacher_ids[at], probs[at]
-    divergence = (probs * (teacher_logprobs[at].float() - log_policy.gather(-1, ids))).sum(-1)
+    for chunk in at.split(_CHUNK):
+        # logits[chunk] is a copy that nobody else writes to: kernels may reuse the logits in their own backward pass.
+        arguments = (logits[chunk], teacher_ids[chunk], teacher_logprobs[chunk].float())
+        kl = kl.index_add(0, chunk, checkpoint(_kl, *arguments, use_reentrant=False))
+    return kl, mass
 
+
+def _kl(logits: torch.Tensor, ids: torch.Tensor, teacher_logprobs: torch.Tensor) -> torch.Tensor:
+    """``forward_kl_top_k`` at positions that have a teacher; (N,) float32."""
+    log_policy = F.log_softmax(logits.float(), dim=-1)
+    probs = teacher_logprobs.exp()
+    divergence = (probs * (teacher_logprobs - log_policy.gather(-1, ids))).sum(-1)
     rest = (1 - probs.sum(-1)).clamp(min=0)
     open_ended = (rest > _TAIL).nonzero().squeeze(-1)
     if len(open_ended) and ids.shape[-1] < logits.shape[-1]:
         others = log_policy[open_ended].scatter(-1, ids[open_ended], float("-inf"))
         rest = rest[open_ended]
         divergence = divergence.index_add(0, open_ended, rest * (rest.log() - others.logsumexp(-1)))
-    return kl.index_add(0, at, divergence), mass
+    return divergence
 
 
-def distilled_loss(
+def atropos_loss(
     config: ActorConfig,
     distillation: DistillationConfig,
     model_output: dict[str, torch.Tensor] | None = None,
@@ -171,7 +183,8 @@ def distilled_loss(
     """verl's policy loss plus ``loss_coef`` times KL(teacher || policy); a loss function of verl's engine.
 
     The KL is averaged as ``loss_agg_mode`` averages the policy loss, over all trained tokens: a token without a teacher
-    adds 0, so a token's weight does not depend on how many others have one.
+    adds 0, so a token's weight does not depend on how many others have one. The policy is taken at
+    ``rollout.temperature``, as everywhere in verl.
 
     With ``student_logits``, (1, N, V), returns the per-token values that the engine carries to the second call; without
     them, the loss and its metrics.
@@ -179,10 +192,13 @@ def distilled_loss(
     if student_logits is not None:
         kl, mass = forward_kl_top_k(student_logits[0], data["teacher_ids"].values(), data["teacher_logprobs"].values())
         return {"distillation_losses": kl[None], "teacher_mass": mass[None]}
-    if distillation.use_policy_loss:
-        loss, metrics = ppo_loss(config, model_output, data, dp_group)
-    else:
+    tu.assign_non_tensor(data, batch_num_tokens=max(1, data["batch_num_tokens"]))  # rejection can leave 0 / 0
+    if not distillation.use_policy_loss:
         loss, metrics = 0.0, {}
+    elif config.policy_loss.loss_mode == "bypass_mode" and not data["response_mask"].any():
+        loss, metrics = _bypass_loss_of_nothing(config, model_output, data, dp_group)
+    else:
+        loss, metrics = ppo_loss(config, model_output, data, dp_group)
     if "distillation_losses" not in model_output:  # no row of this batch has a teacher
         return loss, metrics
 
@@ -203,3 +219,22 @@ def distilled_loss(
     metrics["actor/distillation_kl"] = Metric(value=masked_mean(kl.detach(), taught), aggregation=AggregationType.MEAN)
     metrics["actor/teacher_mass"] = Metric(value=masked_mean(mass, taught), aggregation=AggregationType.MEAN)
     return loss + distillation.loss_coef * distillation_loss, metrics
+
+
+def _bypass_loss_of_nothing(
+    config: ActorConfig, model_output: dict[str, torch.Tensor], data: TensorDict, dp_group: Any
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    """0, tied to the graph, and every metric, for a micro-batch without a trained token: verl's own raises there.
+
+    Other ranks have tokens, and wait for this one's backward pass and metrics.
+    """
+    log_prob = no_padding_2_padding(model_output["log_probs"], data).detach()
+    neutral = data.copy()
+    neutral["response_mask"] = torch.zeros_like(data["response_mask"])
+    neutral["response_mask"][0, 0] = 1
+    neutral["advantages"] = torch.zeros_like(data["advantages"])
+    for key in ("old_log_probs", "ref_log_prob"):
+        if key in data:
+            neutral[key] = log_prob.to(data[key].dtype)
+    loss, metrics = ppo_loss(config, model_output, neutral, dp_group)
+    return loss * 0.0, metrics

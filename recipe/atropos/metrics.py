@@ -13,7 +13,8 @@ def batch_metrics(rows: DataProto) -> dict[str, float]:
 
     - ``mean_score``: of the rows; ``mean_advantage``: of the trained tokens; ``response_length``: tokens a row from the
       first trained one on, environment tokens between turns included;
-    - ``groups``, and ``zero_signal_groups`` and ``zero_signal_share``, those of them whose advantages are all 0;
+    - ``groups``, and ``zero_signal_groups`` and ``zero_signal_share``, those of them whose advantages are all 0 (before
+      normalising, which would move them);
     - ``num_environments``, over all only.
     """
     named = zip(rows.non_tensor_batch["env_name"], rows.non_tensor_batch["env_id"], strict=True)
@@ -23,7 +24,7 @@ def batch_metrics(rows: DataProto) -> dict[str, float]:
     scores = rows.batch["token_level_scores"].sum(-1).numpy()
     lengths = rows.batch["attention_mask"][:, -trained.shape[1] :].sum(-1).numpy()
     groups = rows.non_tensor_batch["uid"]
-    signal = (advantages != 0).any(axis=1)
+    signal = rows.non_tensor_batch["has_signal"]
 
     def describe(chosen: np.ndarray) -> dict[str, float]:
         all_groups, with_signal = set(groups[chosen]), set(groups[chosen & signal])

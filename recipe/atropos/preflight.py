@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import get_args
 
 import aiohttp
+import torch
 from omegaconf import DictConfig
-from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
+from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY, kl_penalty
+from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
 from verl.trainer.ppo.utils import need_critic
 
-from recipe.atropos.advantages import AdvantageConfig
+from recipe.atropos.advantages import GRPO_ATROPOS, AdvantageConfig
 from recipe.atropos.data_source import DataSourceConfig
 from recipe.atropos.inference.client import InferenceError, PauseMode, SGLangClient
 from recipe.atropos.losses import DistillationConfig
@@ -120,17 +122,25 @@ def _check_algorithm(config: DictConfig) -> None:
         raise ConfigurationError(
             f"algorithm.adv_estimator={estimator} needs actor_rollout_ref.actor.calculate_sum_pi_squared=true"
         )
-    loss_mode = actor.policy_loss.loss_mode
-    if loss_mode not in POLICY_LOSS_REGISTRY:
+    correction = algorithm.rollout_correction
+    if "optimal_token_baseline" in estimator and correction.bypass_mode:
         raise ConfigurationError(
-            f"actor_rollout_ref.actor.policy_loss.loss_mode={loss_mode}; choose one of "
-            f"{', '.join(sorted(POLICY_LOSS_REGISTRY))}"
+            f"algorithm.adv_estimator={estimator} needs the forward pass that is saved by "
+            "algorithm.rollout_correction.bypass_mode=true; set it to false"
         )
-    if algorithm.rollout_correction.bypass_mode and loss_mode not in ("vanilla", "bypass_mode"):
+    if estimator != GRPO_ATROPOS and not config.trainer.atropos.fallback_to_grpo:
         raise ConfigurationError(
-            "algorithm.rollout_correction.bypass_mode=true brings a loss of its own and would replace "
-            f"actor_rollout_ref.actor.policy_loss.loss_mode={loss_mode}; drop one of them"
+            f"trainer.atropos.fallback_to_grpo=false means nothing to algorithm.adv_estimator={estimator}, which reads "
+            "no advantages of the environment; set it to true, or choose grpo_atropos"
         )
+    _check_loss(config)
+    _check_correction(correction)
+    try:
+        kl_penalty(torch.zeros(1, 1), torch.zeros(1, 1), algorithm.kl_penalty)
+    except NotImplementedError as error:
+        raise ConfigurationError(
+            f"algorithm.kl_penalty={algorithm.kl_penalty!r}; choose kl, abs, mse or low_var_kl"
+        ) from error
     model = config.actor_rollout_ref.model
     for key, value in (("lora_adapter_path", model.get("lora_adapter_path")), ("lora.rank", model.lora.get("rank"))):
         if value and not model.lora_rank:
@@ -149,6 +159,7 @@ def _check_algorithm(config: DictConfig) -> None:
         for key, value, needed in (
             ("actor.ulysses_sequence_parallel_size", sequence_parallel, 1),
             ("model.use_fused_kernels", model.use_fused_kernels, False),
+            ("actor.fsdp_config.pad_to_length", actor.fsdp_config.pad_to_length, False),
         ):
             if value != needed:
                 raise ConfigurationError(
@@ -159,6 +170,67 @@ def _check_algorithm(config: DictConfig) -> None:
                 "trainer.atropos.distillation.use_policy_loss=false leaves out the KL and entropy terms too; drop "
                 "actor_rollout_ref.actor.use_kl_loss and entropy_coeff, or keep the policy loss"
             )
+
+
+def _check_loss(config: DictConfig) -> None:
+    actor, bypass = config.actor_rollout_ref.actor, config.algorithm.rollout_correction.bypass_mode
+    key, loss_mode = "actor_rollout_ref.actor.policy_loss.loss_mode", actor.policy_loss.loss_mode
+    if loss_mode not in POLICY_LOSS_REGISTRY:
+        raise ConfigurationError(f"{key}={loss_mode}; choose one of {', '.join(sorted(POLICY_LOSS_REGISTRY))}")
+    if loss_mode == "geo_mean":
+        raise ConfigurationError(
+            f"{key}=geo_mean: verl averages it over each micro-batch, padding rows included, and adds these up, so it "
+            "grows with their number; choose another, gspo is the nearest"
+        )
+    if loss_mode == "dro" and actor.policy_loss.dro_beta is None:
+        raise ConfigurationError(f"{key}=dro needs actor_rollout_ref.actor.policy_loss.dro_beta")
+    if bypass and loss_mode not in ("vanilla", "bypass_mode"):
+        raise ConfigurationError(
+            "algorithm.rollout_correction.bypass_mode=true brings a loss of its own and would replace "
+            f"{key}={loss_mode}; drop one of them"
+        )
+    if loss_mode == "bypass_mode" and not bypass:
+        raise ConfigurationError(f"{key}=bypass_mode goes with algorithm.rollout_correction.bypass_mode=true; set it")
+    if actor.loss_agg_mode not in _LOSS_AGG_MODES:
+        raise ConfigurationError(
+            f"actor_rollout_ref.actor.loss_agg_mode={actor.loss_agg_mode}; choose one of {', '.join(_LOSS_AGG_MODES)}"
+        )
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    for name, dynamic, budget in (
+        ("actor.ppo_max_token_len_per_gpu", actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu),
+        (
+            "rollout.log_prob_max_token_len_per_gpu",
+            config.actor_rollout_ref.rollout.log_prob_use_dynamic_bsz,
+            config.actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu,
+        ),
+    ):
+        if dynamic and longest > budget * actor.ulysses_sequence_parallel_size:
+            raise ConfigurationError(
+                f"actor_rollout_ref.{name}={budget} has no room for a row of data.max_prompt_length + "
+                f"data.max_response_length = {longest} tokens; raise it"
+            )
+
+
+_LOSS_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+
+
+def _check_correction(correction: DictConfig) -> None:
+    """verl's own functions read the settings, on two tokens, now rather than after the first batch."""
+    key = "algorithm.rollout_correction"
+    if correction.rollout_is and correction.rollout_is_threshold is None:
+        raise ConfigurationError(
+            f"{key}.rollout_is_threshold=null with rollout_is={correction.rollout_is}: give a number"
+        )
+    if correction.loss_type not in ("ppo_clip", "reinforce"):
+        raise ConfigurationError(f"{key}.loss_type={correction.loss_type}; choose ppo_clip or reinforce")
+    names = ("rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize", "rollout_rs", "rollout_rs_threshold")
+    nothing = torch.zeros(1, 2)
+    try:
+        compute_rollout_correction_and_rejection_mask(
+            nothing, nothing, torch.ones(1, 2), **{name: correction[name] for name in names}
+        )
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(f"{key}: {error}") from error
 
 
 def check_services(config: DictConfig, timeout: float = 30.0) -> None:

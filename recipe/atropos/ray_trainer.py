@@ -5,6 +5,7 @@ and post it to the Trajectory API. ``fit_step`` reads as the algorithm; what is 
 (``SeparateRayPPOTrainer``), reached through its ``_fit_*`` hooks.
 """
 
+import logging
 import uuid
 from collections import Counter
 from pathlib import Path
@@ -35,6 +36,8 @@ from recipe.atropos.recorded import NoServers, RecordedSource, write_batch
 from recipe.atropos.rows import RowLimits
 from recipe.atropos.run_record import RunRecord
 from recipe.atropos.weight_sync import WeightSyncManager
+
+logger = logging.getLogger(__name__)
 
 # What the actor needs of a batch; the rest stays with the driver instead of travelling to every rank.
 _FORWARD_KEYS = ["prompts", "responses", "input_ids", "attention_mask", "position_ids", "response_mask"]
@@ -143,24 +146,26 @@ class RayGRPOAtroposTrainer(SeparateRayPPOTrainer):
             DataSourceError: no batch in time.
             RuntimeError: every sequence of many batches in a row was dropped; names the reasons.
         """
-        dropped: Counter[str] = Counter()
-        for _ in range(_MAX_EMPTY_BATCHES):
+        dropped, counts = Counter(), Counter()
+        attempts = (
+            1 if self.config.trainer.atropos.replay else _MAX_EMPTY_BATCHES
+        )  # a recorded batch belongs to its step
+        for _ in range(attempts):
             with marked_timer("wait", self.timing_raw):
                 groups = self.data_source.next_batch()
             with marked_timer("convert", self.timing_raw):
                 batch, report = groups_to_data_proto(groups, self.limits, multiple_of=self.mini_batch_size)
-            dropped += report.dropped
+            dropped.update(report.dropped)
+            counts.update(report.metrics())
             if batch is not None:
                 break
         else:
-            raise RuntimeError(
-                f"{_MAX_EMPTY_BATCHES} batches in a row held nothing to train on; dropped: {dict(dropped)}"
-            )
+            raise RuntimeError(f"{attempts} batches in a row held nothing to train on; dropped: {dict(dropped)}")
 
         if self.config.trainer.atropos.record_batches:
             write_batch(Path(self.config.run.dir) / "batches", self.global_steps, groups)
         self.record.totals.dropped = dict(Counter(self.record.totals.dropped) + dropped)
-        self.metrics |= report.metrics() | {f"atropos/dropped/{reason}": n for reason, n in dropped.items()}
+        self.metrics |= counts
         self.metrics["atropos/batches_ahead"] = len(self.data_source)
         self.metrics["atropos/fetch_s_so_far"] = self.data_source.fetch_seconds
         self.metrics |= {f"atropos/api/{event}": n for event, n in self.data_source.events.items()}
@@ -211,16 +216,22 @@ class RayGRPOAtroposTrainer(SeparateRayPPOTrainer):
             if "rollout_log_probs" in rows.batch and not algorithm.rollout_correction.bypass_mode:
                 self.metrics |= correct_rollout(rows, algorithm.rollout_correction)
             group_size = self.config.actor_rollout_ref.rollout.n
-            compute_advantages(rows, algorithm, self.advantage_config, self.advantage_moments, group_size)
+            if rows.batch["response_mask"].any():
+                compute_advantages(rows, algorithm, self.advantage_config, self.advantage_moments, group_size)
+            else:
+                rows.batch["advantages"] = rows.batch["returns"] = torch.zeros_like(rows.batch["token_level_rewards"])
+                rows.non_tensor_batch["has_signal"] = np.zeros(len(rows), dtype=bool)
             real = torch.from_numpy(~batch.non_tensor_batch["is_padding"])
             for key in set(_ADVANTAGE_KEYS) & set(rows.batch.keys()):
                 values = rows.batch[key].new_zeros(len(batch), *rows.batch[key].shape[1:])
                 values[real] = rows.batch[key]
                 batch.batch[key] = values
+            batch.non_tensor_batch["has_signal"] = np.zeros(len(batch), dtype=bool)
+            batch.non_tensor_batch["has_signal"][real.numpy()] = rows.non_tensor_batch["has_signal"]
         return batch
 
     def _fit_update_actor(self, batch: DataProto) -> DataProto:
-        """One pass of optimizer steps over the mini-batches.
+        """One pass of optimizer steps over the mini-batches; none, and a count, where rejection left no token at all.
 
         Raises:
             RuntimeError: distillation alone, and no row of the batch has a teacher.
@@ -230,6 +241,10 @@ class RayGRPOAtroposTrainer(SeparateRayPPOTrainer):
                 "trainer.atropos.distillation.use_policy_loss=false, but no row of this batch has distill_token_ids "
                 "and distill_logprobs; let the environment send them, or set it to true"
             )
+        if not batch.batch["response_mask"].any():
+            logger.error("step %d: every token was rejected; the policy stays as it is", self.global_steps)
+            self.metrics["atropos/batches_without_token"] = 1
+            return batch
         return super()._fit_update_actor(batch)
 
     def _fit_update_weights(self) -> None:

@@ -1,7 +1,8 @@
 """Batches on disk: what a run was trained on, step by step, to be trained on again without any server.
 
 A batch is a file, ``STEP.json``, with the groups as the Trajectory API served them. Replaying the files of a run with
-its configuration gives its weights again, bit for bit on the same machine.
+its configuration gives its weights again: bit for bit on a CPU; GPU kernels add in changing order unless they are told
+not to (``actor.fsdp_config.full_determinism``).
 """
 
 import os

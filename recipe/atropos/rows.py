@@ -25,6 +25,7 @@ import numpy as np
 logger = logging.getLogger(__name__)
 
 IGNORED = -100  # the mask of a token that is not trained on (atroposlib, as in torch's cross-entropy)
+_FLOAT32_MAX = float(np.finfo(np.float32).max)
 NO_TEACHER = np.float32(-1e4)  # logprob of a teacher's token that is not there: its probability is exactly 0 in float32
 
 Group = Mapping[str, Any]  # one ScoredData of the API: parallel lists over sequences
@@ -80,7 +81,7 @@ class ConversionReport:
 
     def drop(self, group: Group, reason: str, sequences: int) -> None:
         """Count sequences of a group that are not in the batch."""
-        name = environment_name((group.get("group_overrides") or {}).get("env_name"), group.get("env_id"))
+        name = environment_name(*_environment(group))
         self.dropped[reason] += sequences
         self.dropped_by_environment.setdefault(name, Counter())[reason] += sequences
 
@@ -130,10 +131,15 @@ def environment_name(name: str | None, env_id: int | None) -> str:
     return str(name).replace("/", "_") if name is not None else "unknown" if env_id is None else f"env_{env_id}"
 
 
+def _environment(group: Group) -> tuple[Any, Any]:
+    """(name, id) of the environment that sent a group, None where it does not say."""
+    overrides = group.get("group_overrides")
+    return overrides.get("env_name") if isinstance(overrides, Mapping) else None, group.get("env_id")
+
+
 def group_name(group: Group, index: int) -> str:
     """How messages call a group: its place in the batch and its environment."""
-    name = (group.get("group_overrides") or {}).get("env_name")
-    env_id = group.get("env_id")
+    name, env_id = _environment(group)
     return f"group {index} of env {name or ('unknown' if env_id is None else env_id)}"
 
 
@@ -182,19 +188,21 @@ def _teacher(
     trained on may be empty, as the first one always is.
     """
     length = len(trained)
-    sizes = []
+    positions, sizes = np.flatnonzero(trained), []
     for key in ("distill_token_ids", "distill_logprobs"):
-        positions = group[key][row] or ()
-        if len(positions) != length:
+        values = group[key][row] or ()
+        if not isinstance(values, Sequence) or any(not isinstance(at, Sequence | None) for at in values):
+            raise RefusedGroup("malformed", f"{where}: {key}[{row}] is not a list of lists, one for each token")
+        if len(values) != length:
             raise RefusedGroup(
-                "unequal_lengths", f"{where}: {key}[{row}] has {len(positions)} positions, tokens[{row}] has {length}"
+                "unequal_lengths", f"{where}: {key}[{row}] has {len(values)} positions, tokens[{row}] has {length}"
             )
-        sizes.append(np.array([len(values or ()) for values in positions]))
+        sizes.append(np.array([len(at or ()) for at in values]))
     ids_at, log_probs_at = sizes
-    top_k = ids_at[trained][0]
+    top_k = ids_at[positions[0]]
     bad = np.flatnonzero((ids_at != log_probs_at) | ((ids_at != top_k) & (trained | (ids_at > 0))))
     if bad.size or top_k == 0:
-        at = bad[0] if bad.size else trained.argmax()
+        at = bad[0] if bad.size else positions[0]
         raise RefusedGroup(
             "ragged_distillation",
             f"{where}: sequence {row} has {ids_at[at]} distill_token_ids and {log_probs_at[at]} distill_logprobs at "
@@ -202,12 +210,12 @@ def _teacher(
         )
     ids = np.zeros((length, top_k), dtype=np.int64)
     log_probs = np.full((length, top_k), NO_TEACHER)
-    positions = np.flatnonzero(trained)
     for out, key in ((ids, "distill_token_ids"), (log_probs, "distill_logprobs")):
         try:
-            out[positions] = [group[key][row][t] for t in positions]
+            flat = _flat([value for t in positions for value in group[key][row][t]], out is ids)
         except (TypeError, ValueError, OverflowError) as error:
             raise RefusedGroup("malformed", f"{where}: {key}[{row}] holds what is no number ({error})") from error
+        out[positions] = flat.reshape(-1, top_k)
     outside = np.argwhere((ids < 0) | (ids >= vocab_size)) if vocab_size else np.empty((0, 2), int)
     if outside.size:
         at, k = outside[0]
@@ -215,6 +223,13 @@ def _teacher(
             "foreign_tokens",
             f"{where}: distill_token_ids[{row}] is {ids[at, k]} at position {at}, outside the policy's vocabulary of "
             f"{vocab_size}; the teacher must share the policy's tokenizer",
+        )
+    twice = positions[(np.diff(np.sort(ids[positions], axis=1), axis=1) == 0).any(axis=1)]
+    if twice.size:
+        at = twice[0]
+        raise RefusedGroup(
+            "repeated_distill_token",
+            f"{where}: distill_token_ids[{row}] is {ids[at].tolist()} at position {at}; name each token once",
         )
     mass = np.exp(log_probs.astype(np.float64)).sum(axis=1)
     bad = np.flatnonzero(~np.isfinite(log_probs).all(axis=1) | (mass > 1.01))
@@ -237,7 +252,12 @@ def read_group(group: Group, index: int, limits: RowLimits, report: ConversionRe
         ValueError: a response is too long and ``limits.overlong`` is "error".
     """
     where = group_name(group, index)
+    overrides = group.get("group_overrides") or {}
+    if not isinstance(overrides, Mapping):
+        raise RefusedGroup("malformed", f"{where}: group_overrides is {overrides!r}, not a mapping")
     tokens, scores = group.get("tokens") or [], group.get("scores")
+    if not isinstance(tokens, Sequence):
+        raise RefusedGroup("malformed", f"{where}: tokens is {tokens!r}, not a list over sequences")
     if not tokens:
         raise RefusedGroup("empty_group", f"{where}: no sequences")
     for i, sequence in enumerate(tokens):
@@ -262,11 +282,10 @@ def read_group(group: Group, index: int, limits: RowLimits, report: ConversionRe
         raise RefusedGroup("unequal_lengths", f"{where}: one of distill_token_ids and distill_logprobs is missing")
     has_teacher = any(optional[key] for key in teacher_keys)
 
-    overrides = group.get("group_overrides") or {}
     rows: list[Row] = []
     dropped, events = Counter(), Counter()
     for i, score in enumerate(scores):
-        if not isinstance(score, int | float) or not math.isfinite(score):
+        if not isinstance(score, int | float) or not abs(score) <= _FLOAT32_MAX:
             raise RefusedGroup("nonfinite_scores", f"{where}: score {i} is {score}; it must be a finite number")
         length = len(tokens[i])
         ids = _array(group, "tokens", i, where, np.int64, length)
@@ -280,7 +299,7 @@ def read_group(group: Group, index: int, limits: RowLimits, report: ConversionRe
         trained = _array(group, "masks", i, where, np.int64, length) != IGNORED
         arrays: dict[str, np.ndarray | None] = {}
         for key in ("inference_logprobs", "advantages", "ref_logprobs"):
-            present = optional[key] and group[key][i]
+            present = optional[key] and group[key][i] is not None and group[key][i] != []
             arrays[key] = _array(group, key, i, where, np.float32, length) if present else None
         if arrays["advantages"] is not None:
             _require_finite(arrays["advantages"], "advantages", i, where)
@@ -310,15 +329,13 @@ def read_group(group: Group, index: int, limits: RowLimits, report: ConversionRe
         mask = trained[first:end]
         for key in ("inference_logprobs", "ref_logprobs"):
             values = arrays[key]
-            if values is None or np.isfinite(values[first:end])[mask].all():
-                continue
-            if any(value is None for value in group[key][i][first:end]):  # null: there is none
+            kept = np.empty(0) if values is None else values[first:end][mask]
+            missing = ~np.isfinite(kept).all() and any(value is None for value in group[key][i][first:end])
+            if missing or (kept > 0).any():  # null, or the 1.0 that environments write where they have none
                 arrays[key] = None
-            else:
-                _require_finite(np.where(trained, values, 0), key, i, where)
+            elif not np.isfinite(kept).all():
+                _require_finite(np.where(trained, values, 0)[:end], key, i, where)
         log_probs = _masked(arrays["inference_logprobs"], first, end, mask)
-        if log_probs is not None and (log_probs > 0).any():
-            log_probs = None
         events["no_logprobs"] += log_probs is None
         events["own_advantages"] += arrays["advantages"] is not None
         teacher_ids = teacher_log_probs = None
@@ -327,7 +344,14 @@ def read_group(group: Group, index: int, limits: RowLimits, report: ConversionRe
             teacher_ids, teacher_log_probs = (array[first:end] for array in values)
         events["teacher"] += teacher_ids is not None
         row_overrides = (group["overrides"][i] or {}) if optional["overrides"] else {}
-        zero = bool(overrides.get("set_advantage_to_zero") or row_overrides.get("set_advantage_to_zero"))
+        zero = False
+        for name, given in (("group_overrides", overrides), (f"overrides[{i}]", row_overrides)):
+            value = given.get("set_advantage_to_zero", False) if isinstance(given, Mapping) else given
+            if value not in (True, False, None):
+                raise RefusedGroup(
+                    "malformed", f"{where}: {name} has set_advantage_to_zero {value!r}; give true or false"
+                )
+            zero = zero or bool(value)
         events["zero_advantage"] += zero
         rows.append(
             Row(
@@ -376,7 +400,7 @@ def read_groups(groups: Sequence[Group], limits: RowLimits) -> tuple[list[Row], 
     report = ConversionReport()
     rows: list[Row] = []
     for index, group in enumerate(groups):
-        size = len(group.get("tokens") or [])
+        size = len(group["tokens"]) if isinstance(group.get("tokens"), Sequence) else 0
         report.received += size
         try:
             rows.extend(read_group(group, index, limits, report))

@@ -5,7 +5,8 @@
 
 Both need the batches of the run: start it with ``trainer.atropos.record_batches=true``. ``show`` prints one trajectory,
 each token coloured by mask, logprob and advantage. ``replay`` trains with the run's own configuration, without
-Trajectory API, environment and SGLang, into ``runs/NAME-replay``, and says whether the weights became the same.
+Trajectory API, environment and SGLang, into ``runs/NAME-replay``, and says whether the weights became the same: on a
+CPU they do; on GPUs set ``actor_rollout_ref.actor.fsdp_config.full_determinism=true`` in both.
 """
 
 import argparse
@@ -16,15 +17,19 @@ from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from ray.exceptions import RayTaskError
 from rich.console import Console
 from rich.style import Style
 from rich.table import Table
 from rich.text import Text
+from transformers import AutoConfig, AutoTokenizer
 from verl import DataProto
 
-from recipe.atropos.advantages import AdvantageConfig, RunningMoments, compute_advantages
+from recipe.atropos.advantages import AdvantageConfig, MissingAdvantages, RunningMoments, compute_advantages
 from recipe.atropos.data_proto import groups_to_data_proto
 from recipe.atropos.data_source import DataSourceError
+from recipe.atropos.preflight import ConfigurationError
 from recipe.atropos.recorded import read_batch
 from recipe.atropos.rows import RowLimits, environment_name
 
@@ -46,18 +51,30 @@ def load_config(run: Path) -> DictConfig:
 def rows_of_step(config: DictConfig, step: int) -> DataProto:
     """The recorded batch of ``step`` as rows, with the advantages that these rows alone give.
 
-    A penalty on the KL in the reward and statistics over the whole run need the model and the run; they are left out.
-    Estimators that read the policy's logprobs are given the engine's.
+    A penalty on the KL in the reward, rejection and statistics over the whole run need the model and the run; they are
+    left out.
+
+    Raises:
+        DataSourceError: there is no such batch, or the estimator needs the model.
     """
     atropos = config.trainer.atropos
-    limits = RowLimits(config.data.max_prompt_length, config.data.max_response_length, 0, atropos.overlong)
+    if "optimal_token_baseline" in config.algorithm.adv_estimator:
+        raise DataSourceError(
+            f"algorithm.adv_estimator={config.algorithm.adv_estimator} needs the model: nothing to show"
+        )
+    model = AutoConfig.from_pretrained(config.actor_rollout_ref.model.path)
+    limits = RowLimits(
+        config.data.max_prompt_length,
+        config.data.max_response_length,
+        pad_token_id=0,
+        overlong=atropos.overlong,
+        vocab_size=model.get_text_config().vocab_size,
+        read_teacher=atropos.distillation.loss_coef > 0,
+    )
     rows, report = groups_to_data_proto(read_batch(Path(config.run.dir) / "batches", step), limits)
     if rows is None:
         raise DataSourceError(f"step {step} holds no row to train on; dropped: {dict(report.dropped)}")
     rows.batch["token_level_rewards"] = rows.batch["token_level_scores"]
-    rows.batch["old_log_probs"] = rows.batch.get(
-        "rollout_log_probs", torch.zeros_like(rows.batch["token_level_scores"])
-    )
     settings = AdvantageConfig.from_config(atropos)
     compute_advantages(rows, config.algorithm, settings, RunningMoments(), config.actor_rollout_ref.rollout.n)
     return rows
@@ -110,8 +127,6 @@ def style_of(token: dict[str, Any], largest: float) -> Style:
 
 def show(run: Path, step: int, group: int, sequence: int, table: bool, console: Console) -> None:
     """Print one trajectory of a recorded step."""
-    from transformers import AutoTokenizer
-
     config = load_config(run)
     config.run.dir = str(run)
     rows = rows_of_step(config, step)
@@ -161,6 +176,7 @@ def replay(run: Path, overrides: Sequence[str], console: Console) -> bool:
     }
     for key, value in settings.items():
         OmegaConf.update(config, key, value)
+    OmegaConf.set_struct(config, True)  # a key that is not there is a misspelt one
     config.merge_with_dotlist(list(overrides))
     train(config)
     step = config.trainer.total_training_steps
@@ -177,9 +193,15 @@ def replay(run: Path, overrides: Sequence[str], console: Console) -> bool:
 
 
 def differing_tensors(one: Path, other: Path) -> list[str]:
-    """Names of the tensors that two checkpoints of the actor do not share bit for bit, over all ranks."""
+    """Names of the tensors that two checkpoints of the actor do not share bit for bit, over all ranks.
+
+    Raises:
+        FileNotFoundError: a checkpoint has no model, or one of another number of ranks.
+    """
     names = []
-    files = {path.name for folder in (one, other) for path in folder.glob("model_world_size_*.pt")}
+    files, others = ({path.name for path in folder.glob("model_world_size_*.pt")} for folder in (one, other))
+    if not files or files != others:
+        raise FileNotFoundError(f"{one} and {other} hold no checkpoints of one and the same number of ranks")
     for name in sorted(files):
         states = [torch.load(folder / name, weights_only=False, map_location="cpu") for folder in (one, other)]
         for key in sorted(states[0].keys() | states[1].keys()):
@@ -208,7 +230,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             show(arguments.run, arguments.step, arguments.group, arguments.sequence, arguments.table, console)
             return 0
         return 0 if replay(arguments.run, arguments.overrides, console) else 1
-    except (FileNotFoundError, DataSourceError) as error:
+    except (
+        ConfigurationError,
+        DataSourceError,
+        MissingAdvantages,
+        OmegaConfBaseException,
+        OSError,
+        RayTaskError,
+    ) as error:
         sys.exit(f"error: {error}")
 
 

@@ -1,0 +1,70 @@
+"""What cannot work is refused before anything is started, by key and with the mend."""
+
+import pytest
+from helpers_trainer import compose_config
+
+from recipe.atropos.preflight import ConfigurationError, check_config
+
+ACTOR, CORRECTION, ATROPOS = "actor_rollout_ref.actor", "algorithm.rollout_correction", "trainer.atropos"
+BASELINE = f"algorithm.adv_estimator=tir_optimal_token_baseline {ACTOR}.calculate_sum_pi_squared=true"
+MODEL = ["actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B", f"{ACTOR}.ppo_max_token_len_per_gpu=4096"]
+
+CASES = {
+    "algorithm.adv_estimator=gae": "needs a critic",
+    "algorithm.adv_estimator=remax": "a greedy rollout for each prompt",
+    "algorithm.adv_estimator=gdpo": "several named rewards",
+    "algorithm.adv_estimator=grpoo": "is not registered; choose one of gpg, grpo, grpo_atropos",
+    "algorithm.adv_estimator=optimal_token_baseline": "calculate_sum_pi_squared=true",
+    f"{BASELINE} {CORRECTION}.bypass_mode=true": "needs the forward pass",
+    f"algorithm.adv_estimator=rloo {ATROPOS}.fallback_to_grpo=false": "or choose grpo_atropos",
+    "algorithm.kl_penalty=foo": "algorithm.kl_penalty='foo'",
+    f"{ATROPOS}.use_advantages=false {ATROPOS}.fallback_to_grpo=false": "leave no advantage",
+    f"{ATROPOS}.advantage_normalization=max": "choose none, batch or global",
+    f"{ATROPOS}.advantage_clipping=[1,-1]": "low below high",
+    f"{ACTOR}.policy_loss.loss_mode=sft": "choose one of advantage_weighted_sft, ",
+    f"{ACTOR}.policy_loss.loss_mode=geo_mean": "gspo is the nearest",
+    f"{ACTOR}.policy_loss.loss_mode=dro": "dro_beta",
+    f"{ACTOR}.policy_loss.loss_mode=bypass_mode": "bypass_mode=true; set it",
+    f"{ACTOR}.policy_loss.loss_mode=gspo {CORRECTION}.bypass_mode=true": "drop one of them",
+    f"{ACTOR}.loss_agg_mode=mean": "choose one of token-mean",
+    f"{ACTOR}.ppo_max_token_len_per_gpu=1024": "no room for a row of data.max_prompt_length",
+    f"{CORRECTION}.rollout_is=tokens": "Invalid rollout_is: tokens",
+    f"{CORRECTION}.rollout_is_threshold=null": "rollout_is_threshold=null with rollout_is=token",
+    f"{CORRECTION}.rollout_is_threshold=-1": "must be positive",
+    f"{CORRECTION}.rollout_rs=token_k1": "rollout_rs_threshold must be explicitly provided",
+    f"{CORRECTION}.rollout_rs=nonsense {CORRECTION}.rollout_rs_threshold=2": "Invalid rollout_rs option: nonsense",
+    f"{CORRECTION}.loss_type=foo": "choose ppo_clip or reinforce",
+    "actor_rollout_ref.model.lora_rank=8 actor_rollout_ref.model.lora.merge=false": "lora.merge=false",
+    "actor_rollout_ref.model.lora_adapter_path=/some/adapter": "lora_rank=0 would train without an adapter",
+    f"{ATROPOS}.distillation.loss_coef=-1": "loss_coef=-1",
+    f"{ATROPOS}.distillation.use_policy_loss=false": "give a loss_coef",
+    f"{ATROPOS}.distillation.loss_coef=1 actor_rollout_ref.model.use_fused_kernels=true": "needs whole logits",
+    f"{ATROPOS}.distillation.loss_coef=1 {ACTOR}.ulysses_sequence_parallel_size=2": "needs whole logits",
+    f"{ATROPOS}.distillation.loss_coef=1 {ATROPOS}.distillation.use_policy_loss=false {ACTOR}.use_kl_loss=true": (
+        "leaves out the KL and entropy terms"
+    ),
+    f"{ATROPOS}.replay=/no/such/folder": "no recorded batches there",
+}
+
+
+@pytest.mark.parametrize("overrides", CASES, ids=range(len(CASES)))
+def test_a_configuration_that_cannot_work_is_refused_by_key(overrides):
+    with pytest.raises(ConfigurationError, match=CASES[overrides].replace("[", r"\[")):
+        check_config(compose_config(*MODEL, *overrides.split()))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "",
+        f"{ACTOR}.policy_loss.loss_mode=advantage_weighted_sft {ATROPOS}.advantage_clipping=[-5,5]",
+        f"{CORRECTION}.bypass_mode=true {CORRECTION}.rollout_is=null",
+        f"{CORRECTION}.rollout_is=sequence {CORRECTION}.rollout_rs=seq_mean_k3 {CORRECTION}.rollout_rs_threshold=0.1",
+        f"{ATROPOS}.distillation.loss_coef=1 {ATROPOS}.distillation.use_policy_loss=false",
+        BASELINE,
+        "actor_rollout_ref.model.lora_rank=8",
+    ],
+    ids=["default", "sft", "bypass", "sequence", "teacher", "baseline", "lora"],
+)
+def test_a_configuration_that_works_is_let_through(overrides):
+    check_config(compose_config(*MODEL, *overrides.split()))
