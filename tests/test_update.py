@@ -308,7 +308,7 @@ def reference_groups(trainer, plain, model_path):
         group["ref_logprobs"] = [rng.normal(size=len(tokens)).tolist() for tokens in group["tokens"]]
     for row in rows_of(plain, groups):
         for t in row.positions:
-            row.group["ref_logprobs"][row.row][t] = row.values[t] + rng.normal(scale=0.5)
+            row.group["ref_logprobs"][row.row][t] = min(0.0, row.values[t] + rng.normal(scale=0.5))
     return groups
 
 
