@@ -144,7 +144,7 @@ def test_verls_estimators_give_the_advantage_they_give_on_verls_own_data(name):
     torch.testing.assert_close(data.batch["advantages"], wanted)
 
 
-def test_a_group_that_is_too_small_for_an_estimator_has_no_advantage_and_no_signal():
+def test_a_group_that_is_too_small_for_an_estimator_is_left_out_and_counted():
     rng = np.random.default_rng(0)
     groups = [random_group(rng, 50, size=size) | {"scores": rng.normal(size=size).tolist()} for size in (3, 1)]
     data = estimate(groups, "algorithm.adv_estimator=grpo_passk")
