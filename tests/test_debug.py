@@ -77,7 +77,7 @@ def test_a_trajectory_is_shown_with_mask_logprob_and_advantage_of_every_token(re
     console = Console(record=True, width=100, color_system="truecolor", force_terminal=True)
     show(recorded, 2, 3, 1, table=True, console=console)
     text = console.export_text()
-    assert "step 2, group 3, sequence 1 of env_0: score" in text and "assistant" in text
+    assert "step 2, group 3, sequence 1 of gsm8k: score" in text and "assistant" in text
 
 
 def test_colours_tell_mask_sign_size_and_unlikely_tokens_apart():

@@ -164,7 +164,10 @@ def test_the_demo_trains_reports_ends_what_it_started_and_goes_on_after_an_inter
         "wandb",
     ):
         assert (folder / name).exists(), name
+    assert lines[0]["atropos/staleness/max"] == 0 and not any("atropos/rows_with/unknown_version" in x for x in lines)
+    assert all(0 <= line["atropos/staleness/mean"] <= line["atropos/staleness/max"] < line["step"] for line in lines)
     row = orjson.loads((folder / "rollouts/1.jsonl").read_bytes().splitlines()[0])
+    assert row["policy_version_min"] == row["policy_version_max"] == 0 and row["env_name"] == "gsm8k"
     assert row["score"] in (1.0, -1.0) and "boxed" in row["output"] and row["input"].startswith("<|im_start|>user")
 
     status, output, _ = wait(run(tmp_path, LAUNCH, *options, "--steps", "4"), 60)

@@ -44,3 +44,22 @@ def batch_metrics(rows: DataProto) -> dict[str, float]:
     for name in environments:
         metrics |= {f"atropos/{name}/{key}": value for key, value in describe(names == name).items()}
     return metrics
+
+
+def staleness_metrics(rows: DataProto, step: int) -> dict[str, float]:
+    """Updates between the oldest weights that sampled a row and the policy that update ``step`` starts from.
+
+    Queue time is in it, because versions are compared when a row is trained on. Under ``atropos/staleness/``: ``mean``,
+    ``max``, ``min`` and ``rows_N``, how many rows are N updates old; rows of unknown version are in none of these, and
+    counted as ``atropos/rows_with/unknown_version``.
+    """
+    oldest = rows.non_tensor_batch["policy_version_min"]
+    known = np.array([step - 1 - version for version in oldest if version is not None], dtype=int)
+    metrics = {}
+    if len(known) < len(rows):
+        metrics["atropos/rows_with/unknown_version"] = float(len(rows) - len(known))
+    if len(known):
+        metrics |= {f"atropos/staleness/{name}": float(getattr(known, name)()) for name in ("mean", "max", "min")}
+        ages, counts = np.unique(known, return_counts=True)
+        metrics |= {f"atropos/staleness/rows_{age}": float(n) for age, n in zip(ages, counts, strict=True)}
+    return metrics

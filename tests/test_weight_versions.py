@@ -1,0 +1,103 @@
+"""Every posted sequence knows the weights that sampled it, or says that it does not."""
+
+import pytest
+
+from recipe.atropos.data_proto import groups_to_data_proto
+from recipe.atropos.environments.weight_versions import Completion, VersionBook, stamp, trained_spans, versions_of
+from recipe.atropos.metrics import staleness_metrics
+from recipe.atropos.rows import RowLimits
+
+I = -100  # noqa: E741
+
+
+@pytest.mark.parametrize(
+    ("meta_info", "expected"),
+    [
+        ({"weight_version": "3", "weight_versions": [{"version": "3", "start": 0, "end": 5}]}, (3, 3)),
+        (
+            {
+                "weight_version": "4",
+                "weight_versions": [{"version": "2", "start": 0, "end": 2}, {"version": "4", "start": 2, "end": 5}],
+            },
+            (2, 4),
+        ),
+        ({"weight_version": "7"}, (7, 7)),
+        ({"weight_version": "default"}, None),
+        ({"weight_version": None, "weight_versions": []}, None),
+        ({}, None),
+    ],
+    ids=["one", "spans", "old_server", "never_pushed", "empty", "silent"],
+)
+def test_versions_are_read_from_a_reply_by_token_where_the_server_says_so(meta_info, expected):
+    assert versions_of(meta_info) == expected
+
+
+def test_spans_are_the_runs_of_trained_tokens():
+    assert list(trained_spans([I, I, 5, 6, I, 7, I, I, 8])) == [(2, 4), (5, 6), (8, 9)]
+    assert list(trained_spans([I, I])) == []
+
+
+def a_book():
+    book = VersionBook()
+    book.add([5, 6], Completion((-0.1, -0.2), (1, 1)))
+    book.add([5, 6], Completion((-0.3, -0.4), (3, 4)))
+    book.add([7], Completion((-0.5,), (2, 2)))
+    return book
+
+
+def a_group(**changes):
+    return {
+        "tokens": [[1, 2, 5, 6], [1, 2, 5, 6, 9, 7], [1, 2, 8]],
+        "masks": [[I, I, 5, 6], [I, I, 5, 6, I, 7], [I, I, 8]],
+        "inference_logprobs": [[1.0, 1.0, -0.1, -0.2], [1.0, 1.0, -0.3, -0.4, 1.0, -0.5], [1.0, 1.0, -0.6]],
+        "scores": [0.0, 1.0, 2.0],
+    } | changes
+
+
+def test_a_sequence_has_the_oldest_and_newest_version_of_its_turns_and_none_if_one_is_unknown():
+    group = a_group()
+    stamp(group, a_book(), "math")
+    assert group["group_overrides"] == {
+        "policy_version_min": [1, 2, None],
+        "policy_version_max": [1, 4, None],
+        "env_name": "math",
+    }
+
+
+def test_without_logprobs_all_completions_of_the_same_tokens_count():
+    group = a_group(inference_logprobs=None)
+    stamp(group, a_book())
+    assert group["group_overrides"]["policy_version_min"] == [1, 1, None]
+    assert group["group_overrides"]["policy_version_max"] == [4, 4, None]
+
+
+def test_what_the_environment_says_itself_stays():
+    group = a_group(group_overrides={"env_name": "own", "policy_version_min": [9, 9, 9], "difficulty": 2})
+    stamp(group, a_book(), "math")
+    overrides = group["group_overrides"]
+    assert overrides["env_name"] == "own" and overrides["policy_version_min"] == [9, 9, 9]
+    assert overrides["difficulty"] == 2 and overrides["policy_version_max"] == [1, 4, None]
+
+
+def test_the_book_forgets_the_oldest_first():
+    book = VersionBook(capacity=3)
+    for number in range(5):
+        book.add([number], Completion((-1.0,), (number, number)))
+    assert [book.find([number], None) for number in range(5)] == [None, None, (2, 2), (3, 3), (4, 4)]
+
+
+def test_staleness_is_counted_from_the_oldest_trained_token_when_the_row_is_trained_on():
+    group = a_group()
+    stamp(group, a_book())
+    rows, _ = groups_to_data_proto([group], RowLimits(10, 10, 0))
+    metrics = staleness_metrics(rows, step=5)  # the fifth update starts from version 4
+    assert metrics == {
+        "atropos/rows_with/unknown_version": 1,
+        "atropos/staleness/mean": 2.5,
+        "atropos/staleness/max": 3,
+        "atropos/staleness/min": 2,
+        "atropos/staleness/rows_2": 1,
+        "atropos/staleness/rows_3": 1,
+    }
+    rows.non_tensor_batch["policy_version_min"][:] = None
+    assert staleness_metrics(rows, step=5) == {"atropos/rows_with/unknown_version": 3}
