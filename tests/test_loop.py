@@ -1,6 +1,7 @@
 """The trainer between a real Trajectory API and a real SGLang server; groups are posted by hand."""
 
 import asyncio
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -19,6 +20,8 @@ from recipe.atropos.data_proto import groups_to_data_proto
 from recipe.atropos.inference.client import SGLangClient
 from recipe.atropos.ray_trainer import RayGRPOAtroposTrainer
 from recipe.atropos.run_record import read_metrics
+from recipe.atropos.weight_sync.probe import Probe
+from recipe.atropos.weight_sync.push import WeightPushError
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
@@ -174,6 +177,52 @@ def test_a_push_that_fails_raises_and_the_version_in_force_stays(model_path, ser
         assert asyncio.run(version_of(server)) == "8"
     finally:
         close(trainer)
+
+
+def test_the_probe_passes_true_pushes_and_catches_other_weights_and_keys_of_older_ones(model_path, server, tmp_path):
+    """In both faults the server reports the new version, so a look at the version alone finds nothing."""
+    verify = "trainer.atropos.weight_sync.verify=probe"
+    trainer = make_trainer(model_path, server, "http://127.0.0.1:1", tmp_path, verify)
+    older, newer = tmp_path / "older", tmp_path / "weights" / "version_2"
+    try:
+        assert trainer.checkpoint_manager.update_weights(1)["weight_sync/probe_gap"] < 1e-4
+        shutil.copytree(tmp_path / "weights" / "version_1", older)
+        update_once(trainer, sampled_groups(server))
+        assert trainer.checkpoint_manager.update_weights(2)["weight_sync/probe_gap"] < 1e-4
+
+        asyncio.run(load(server, older, "3", flush_cache=True))
+        with pytest.raises(WeightPushError, match=f"report version 3 but compute with other weights.* on {server}"):
+            trainer.checkpoint_manager.verify(3)
+
+        asyncio.run(load(server, older, "3", flush_cache=True, resume=True))
+        Probe([server], None, model_vocab(model_path), "float32", 1.0, 60).ask()  # its keys are in the cache now
+        asyncio.run(load(server, newer, "4", flush_cache=False))
+        with pytest.raises(WeightPushError, match="or with keys of older ones"):
+            trainer.checkpoint_manager.verify(4)
+        assert asyncio.run(version_of(server)) == "4" and trainer.checkpoint_manager.version == 2
+
+        trainer.checkpoint_manager.update_weights(5)  # a whole push mends it, and lets the server go on
+        assert trainer.checkpoint_manager.version == 5 and greedy(server)
+    finally:
+        close(trainer)
+
+
+async def load(server, folder, version, flush_cache, resume=False):
+    """What a push does, one part of it: the server takes the weights of a folder under a version's name."""
+    async with SGLangClient(server) as client:
+        await client.update_weights_from_disk(folder, version, flush_cache=flush_cache)
+        if resume:
+            await client.resume()
+
+
+def update_once(trainer, groups):
+    """One update, large enough to be seen."""
+    batch, _ = groups_to_data_proto(groups, trainer.limits, trainer.mini_batch_size)
+    trainer.metrics, trainer.timing_raw, trainer.global_steps = {}, {}, 1
+    batch.meta_info.update(temperature=1.0, global_token_num=batch.batch["attention_mask"].sum(-1).tolist())
+    trainer.reward_tensor, trainer.reward_extra_infos_dict = batch.batch["token_level_scores"], {}
+    batch = trainer._fit_compute_advantage(trainer._fit_compute_log_prob(batch))
+    trainer._fit_update_actor(batch)
 
 
 def fit(model_path, server, run_dir, folder, groups, *overrides):

@@ -43,6 +43,7 @@ CASES = {
     f"{ATROPOS}.distillation.loss_coef=1 {ATROPOS}.distillation.use_policy_loss=false {ACTOR}.use_kl_loss=true": (
         "leaves out the KL and entropy terms"
     ),
+    f"{ATROPOS}.weight_sync.verify=hash": "weight_sync.verify='hash'; choose one of version, probe",
     f"{ATROPOS}.replay=/no/such/folder": "no recorded batches there",
 }
 

@@ -91,7 +91,8 @@ def check_config(config: DictConfig) -> None:
             "started with trainer.atropos.record_batches=true"
         )
     weight_sync = config.trainer.atropos.weight_sync
-    for key, choices in (("transport", tuple(TRANSPORTS)), ("pause_mode", get_args(PauseMode))):
+    known = {"transport": tuple(TRANSPORTS), "pause_mode": get_args(PauseMode), "verify": ("version", "probe")}
+    for key, choices in known.items():
         if weight_sync[key] not in choices:
             raise ConfigurationError(
                 f"trainer.atropos.weight_sync.{key}={weight_sync[key]!r}; choose one of {', '.join(choices)}"

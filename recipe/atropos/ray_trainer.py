@@ -8,6 +8,7 @@ and post it to the Trajectory API. ``fit_step`` reads as the algorithm; what is 
 import logging
 import uuid
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +28,16 @@ from verl.utils.tracking import Tracking
 
 from recipe.atropos.advantages import AdvantageConfig, RunningMoments, compute_advantages
 from recipe.atropos.correction import compare_with_engine, correct_rollout
-from recipe.atropos.data_proto import groups_to_data_proto
+from recipe.atropos.data_proto import groups_to_data_proto, rows_to_data_proto
 from recipe.atropos.data_source import DataSource, DataSourceConfig, Registration
 from recipe.atropos.fsdp_workers import AtroposActorWorker
 from recipe.atropos.losses import DistillationConfig
-from recipe.atropos.metrics import batch_metrics
+from recipe.atropos.metrics import batch_metrics, staleness_metrics
 from recipe.atropos.recorded import NoServers, RecordedSource, write_batch
-from recipe.atropos.rows import RowLimits
+from recipe.atropos.rows import Row, RowLimits
 from recipe.atropos.run_record import RunRecord
 from recipe.atropos.weight_sync import WeightSyncManager
+from recipe.atropos.weight_sync.probe import Probe
 
 logger = logging.getLogger(__name__)
 
@@ -275,7 +277,7 @@ class RayGRPOAtroposTrainer(SeparateRayPPOTrainer):
         rows = _real_rows(batch)
         super()._fit_collect_metrics(rows)
         totals = self.record.totals
-        self.metrics |= batch_metrics(rows)
+        self.metrics |= batch_metrics(rows) | staleness_metrics(rows, self.global_steps)
         score = self.metrics["atropos/mean_score"]
         totals.mean_score_first = score if totals.mean_score_first is None else totals.mean_score_first
         totals.mean_score_last = score
@@ -330,8 +332,21 @@ class RayGRPOAtroposTrainer(SeparateRayPPOTrainer):
             self.checkpoint_manager = NoServers()
             return
         timeout = self.config.trainer.atropos.weight_sync.timeout
+        verify = None
+        if self.config.trainer.atropos.weight_sync.verify == "probe":
+            inference, temperature = self.config.inference, self.config.actor_rollout_ref.rollout.temperature
+            vocab_size = self.limits.vocab_size or len(self.tokenizer)
+            probe = Probe(inference.urls, inference.api_key, vocab_size, inference.dtype, temperature, timeout)
+            verify = partial(probe.verify, compute=self._log_probs_of)
         # Twice: gathering and staging come before the requests that the time-out is for.
-        self.checkpoint_manager = WeightSyncManager(self.actor_rollout_wg, timeout=2 * timeout)
+        self.checkpoint_manager = WeightSyncManager(self.actor_rollout_wg, timeout=2 * timeout, verify=verify)
+
+    def _log_probs_of(self, rows: list[Row]) -> torch.Tensor:
+        """The policy's logprobs of the rows' responses, (B, R) float32."""
+        batch = rows_to_data_proto(rows, self.limits, multiple_of=self.actor_rollout_wg.world_size)
+        batch.meta_info["temperature"] = self.config.actor_rollout_ref.rollout.temperature
+        batch.meta_info["global_token_num"] = batch.batch["attention_mask"].sum(dim=-1).tolist()
+        return self._compute_old_log_prob(batch)[0].batch["old_log_probs"][: len(rows)]
 
     def _create_actor_rollout_classes(self) -> None:
         resource_pool = self.resource_pool_manager.get_resource_pool(Role.ActorRollout)

@@ -91,3 +91,16 @@ async def _on_all(
     if failures:
         details = "; ".join(f"{url}: {error}" for url, error in failures.items())
         raise WeightPushError(f"weight push failed in phase {phase!r} on {details}") from next(iter(failures.values()))
+
+
+def pause_all(urls: Sequence[str], api_key: str | None, timeout: float) -> None:
+    """Pause servers that must not go on; one that does not answer is not generating either."""
+
+    async def pause(url: str) -> None:
+        async with SGLangClient(url, api_key, timeout=timeout) as client:
+            await client.pause("retract")
+
+    async def pause_each() -> None:
+        await asyncio.gather(*(pause(url) for url in urls), return_exceptions=True)
+
+    asyncio.run(pause_each())

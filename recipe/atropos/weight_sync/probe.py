@@ -1,0 +1,85 @@
+"""Proof that a server computes with the pushed weights: it samples, and the trainer computes the same logprobs.
+
+A version is only a number that the server repeats. It says the same after a push that left out a tensor, and after one
+that left keys of the old weights in the cache. The probe sees both: its prompt is always the same, so that its keys
+stay in the cache from push to push, and the logprobs of what follows must be the trainer's own.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from recipe.atropos.inference.client import SGLangClient
+from recipe.atropos.rows import Row
+from recipe.atropos.weight_sync.push import WeightPushError, pause_all
+
+_PROMPT_TOKENS = 48
+_NEW_TOKENS = 16
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1}  # nats, mean absolute difference over the new tokens
+
+
+@dataclass(frozen=True)
+class Probe:
+    """How the servers are reached, and what they serve: ``dtype`` sets how far apart logprobs may be."""
+
+    urls: Sequence[str]
+    api_key: str | None
+    vocab_size: int
+    dtype: str
+    temperature: float
+    timeout: float
+
+    @property
+    def prompt(self) -> list[int]:
+        """The same in every push; from all over the vocabulary, so that many rows of the embedding are looked at."""
+        return np.random.default_rng(0).integers(0, self.vocab_size, _PROMPT_TOKENS).tolist()
+
+    def verify(self, version: int, compute: Callable[[list[Row]], torch.Tensor]) -> dict[str, float]:
+        """Ask every server and compare; ``compute`` gives the trainer's logprobs, (B, R), of the rows' responses.
+
+        Returns the largest difference of a server, the mean over its tokens in nats, as a metric.
+
+        Raises:
+            WeightPushError: a server's logprobs are not the trainer's; names it. All servers are left paused.
+            InferenceError: a server does not answer.
+        """
+        rows = self.ask()
+        engine = torch.from_numpy(np.stack([row.log_probs for row in rows]))
+        gaps = (compute(rows) - engine).abs().mean(-1).tolist()
+        tolerance = TOLERANCE[self.dtype]
+        wrong = [f"{row.uid} (by {gap:.2g})" for row, gap in zip(rows, gaps, strict=True) if not gap <= tolerance]
+        if wrong:
+            pause_all(self.urls, self.api_key, self.timeout)
+            raise WeightPushError(
+                f"servers report version {version} but compute with other weights, or with keys of older ones: "
+                f"logprobs differ from the trainer's by more than {tolerance:g} nats in the mean on {', '.join(wrong)}"
+            )
+        return {"weight_sync/probe_gap": max(gaps)}
+
+    def ask(self) -> list[Row]:
+        """What each server samples after the prompt, as a row with the engine's logprobs; ``uid`` is the server's URL.
+
+        Raises:
+            InferenceError: a server does not answer.
+        """
+        return asyncio.run(self._ask())
+
+    async def _ask(self) -> list[Row]:
+        return list(await asyncio.gather(*(self._ask_one(url) for url in self.urls)))
+
+    async def _ask_one(self, url: str) -> Row:
+        parameters = {"temperature": self.temperature, "max_new_tokens": _NEW_TOKENS, "ignore_eos": True}
+        async with SGLangClient(url, self.api_key, timeout=self.timeout) as client:
+            reply = await client.generate(input_ids=self.prompt, sampling_params=parameters)
+        sampled = reply["meta_info"]["output_token_logprobs"]
+        return Row(
+            prompt=np.array(self.prompt),
+            response=np.array([token for _, token, *_ in sampled]),
+            mask=np.ones(len(sampled), dtype=bool),
+            score=0.0,
+            uid=url,
+            log_probs=np.array([value for value, *_ in sampled], dtype=np.float32),
+        )
