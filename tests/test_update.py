@@ -18,7 +18,7 @@ from helpers_trainer import close, compose_config, model_vocab, random_group
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from verl.trainer.config import RolloutCorrectionConfig
-from verl.trainer.ppo.core_algos import get_kl_controller
+from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, get_kl_controller
 from verl.utils.config import omega_conf_to_dataclass
 
 from recipe.atropos.correction import _rewards_on
@@ -194,6 +194,16 @@ def test_the_gradient_is_minus_advantage_on_every_trained_token(trainer, plain, 
         own = (row.group.get("advantages") or [[]] * 9)[row.row]
         coefficients.append({t: -share * (own[t] if own else computed) for t in row.positions})
     assert_gradient(update, plain, weighted(rows, coefficients))
+
+
+@pytest.mark.parametrize("loss_mode", sorted(set(POLICY_LOSS_REGISTRY) - {"geo_mean", "bypass_mode"}), ids=str)
+def test_every_loss_of_verl_moves_the_policy_on_atropos_rows(trainer, plain, model_path, loss_mode):
+    """``geo_mean`` is refused before a run starts, ``bypass_mode`` has a test of its own."""
+    actor = {"policy_loss.loss_mode": loss_mode, "policy_loss.dro_beta": 0.1}
+    update = Update(trainer, plain, some_groups(model_path), actor=actor)
+    assert math.isfinite(update.metrics["actor/pg_loss"]) and 0 < update.metrics["actor/grad_norm"] < 1e3
+    assert any(gradient.any() for gradient in update.gradient.values())
+    assert all(torch.isfinite(gradient).all() for gradient in update.gradient.values())
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
