@@ -151,8 +151,8 @@ def _check_algorithm(config: DictConfig) -> None:
             )
     if model.lora_rank > 0 and not model.lora.merge:
         raise ConfigurationError(
-            "actor_rollout_ref.model.lora.merge=false would send the adapter alone, which the servers do not load; "
-            "set it to true: base and adapter are pushed as one"
+            "actor_rollout_ref.model.lora.merge=false would push the base weights without the adapter; set it to true: "
+            "base and adapter are pushed as one"
         )
     distillation = config.trainer.atropos.distillation
     if distillation.loss_coef:
