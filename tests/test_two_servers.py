@@ -1,0 +1,97 @@
+"""One push, two real servers: both have the version, or neither goes on."""
+
+import asyncio
+import contextlib
+import signal
+
+import psutil
+import pytest
+import ray
+from helpers_sglang import make_tiny_model, running_sglang
+from helpers_trainer import close, compose_config, model_vocab
+from transformers import AutoTokenizer
+
+from recipe.atropos.inference.client import InferenceError, SGLangClient
+from recipe.atropos.ray_trainer import RayGRPOAtroposTrainer
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    return make_tiny_model(tmp_path_factory.mktemp("model"), seed=0)
+
+
+@pytest.fixture(scope="module")
+def servers(model_path, tmp_path_factory):
+    """Two services and their URLs; they serve other random weights than the trainer begins with."""
+    other = make_tiny_model(tmp_path_factory.mktemp("other"), seed=1)
+    with contextlib.ExitStack() as stack:
+        logs = [other.parent / f"{name}.log" for name in "ab"]
+        yield [stack.enter_context(running_sglang(other, max_total_tokens=2048, log_path=log)) for log in logs]
+
+
+@pytest.fixture
+def trainer(model_path, servers, tmp_path):
+    ray.init(num_cpus=2, include_dashboard=False)
+    config = compose_config(
+        f"actor_rollout_ref.model.path={model_path}",
+        f"inference.urls=[{','.join(url for _, url in servers)}]",
+        "trainer.atropos.weight_sync.timeout=8",
+        "trainer.atropos.weight_sync.verify=probe",
+        f"run.dir={tmp_path}",
+    )
+    trainer = RayGRPOAtroposTrainer(
+        config=config, tokenizer=AutoTokenizer.from_pretrained(model_path), vocab_size=model_vocab(model_path)
+    )
+    trainer.init_workers()
+    yield trainer
+    close(trainer)
+    ray.shutdown()
+
+
+def call(url, action, timeout=30):
+    async def inner():
+        async with SGLangClient(url, timeout=timeout) as client:
+            return await action(client)
+
+    return asyncio.run(inner())
+
+
+def version(url):
+    return call(url, lambda client: client.weight_version())
+
+
+def greedy(url, timeout=30):
+    parameters = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
+    return call(url, lambda c: c.generate(input_ids=[10, 11, 12], sampling_params=parameters), timeout)["output_ids"]
+
+
+def send(service, what):
+    for process in [service.process, *psutil.Process(service.process.pid).children(recursive=True)]:
+        process.send_signal(what)
+
+
+def test_a_push_reaches_both_servers_or_names_the_one_it_did_not_reach_and_nobody_goes_on(trainer, servers):
+    (_, first), (service, second) = servers
+    assert greedy(first) == greedy(second)
+    before = greedy(first)
+    metrics = trainer.checkpoint_manager.update_weights(1)
+    assert metrics["weight_sync/probe_gap"] < 1e-4
+    assert version(first) == version(second) == "1"
+    after = greedy(first)
+    assert after == greedy(second) != before
+
+    send(service, signal.SIGSTOP)  # it is there, and answers nothing
+    try:
+        with pytest.raises(Exception, match=f"weight push failed in phase 'pause' on {second}"):
+            trainer.checkpoint_manager.update_weights(2)
+    finally:
+        send(service, signal.SIGCONT)
+    assert trainer.checkpoint_manager.version == 1 and version(first) == "1"
+    with pytest.raises(InferenceError, match="no answer within 3 s"):
+        greedy(first, timeout=3)  # paused: it may not go on while the other is lost
+
+    trainer.checkpoint_manager.update_weights(3)  # a retry is a whole push
+    assert version(first) == version(second) == "3" and trainer.checkpoint_manager.version == 3
+    assert greedy(first) == greedy(second) == after
