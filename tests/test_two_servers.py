@@ -23,12 +23,16 @@ def model_path(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def servers(model_path, tmp_path_factory):
+def other_model(tmp_path_factory):
+    return make_tiny_model(tmp_path_factory.mktemp("other"), seed=1)
+
+
+@pytest.fixture(scope="module")
+def servers(other_model):
     """Two services and their URLs; they serve other random weights than the trainer begins with."""
-    other = make_tiny_model(tmp_path_factory.mktemp("other"), seed=1)
     with contextlib.ExitStack() as stack:
-        logs = [other.parent / f"{name}.log" for name in "ab"]
-        yield [stack.enter_context(running_sglang(other, max_total_tokens=2048, log_path=log)) for log in logs]
+        logs = [other_model.parent / f"{name}.log" for name in "ab"]
+        yield [stack.enter_context(running_sglang(other_model, max_total_tokens=2048, log_path=log)) for log in logs]
 
 
 @pytest.fixture
@@ -95,3 +99,24 @@ def test_a_push_reaches_both_servers_or_names_the_one_it_did_not_reach_and_nobod
     trainer.checkpoint_manager.update_weights(3)  # a retry is a whole push
     assert version(first) == version(second) == "3" and trainer.checkpoint_manager.version == 3
     assert greedy(first) == greedy(second) == after
+
+
+def test_a_server_that_comes_back_with_other_weights_is_given_the_current_ones(trainer, servers, other_model):
+    """As one that was restarted: it serves the model of its command line, under a version of its own."""
+    (_, first), (service, second) = servers
+    trainer.checkpoint_manager.update_weights(1)
+    current = greedy(first)
+    assert trainer.checkpoint_manager.ensure_current(1) == {}, "nothing is pushed where nothing is amiss"
+
+    call(second, lambda client: client.update_weights_from_disk(other_model, "default"))
+    assert version(second) == "default" and greedy(second) != current
+    metrics = trainer.checkpoint_manager.ensure_current(1)
+    assert metrics["weight_sync/servers_astray"] == 1 and metrics["weight_sync/version"] == 1
+    assert version(first) == version(second) == "1" and greedy(second) == greedy(first) == current
+
+    send(service, signal.SIGSTOP)
+    try:
+        with pytest.raises(InferenceError, match=f"{second}/model_info: no answer within 8 s"):
+            trainer.checkpoint_manager.ensure_current(1)
+    finally:
+        send(service, signal.SIGCONT)

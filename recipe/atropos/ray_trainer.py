@@ -38,6 +38,7 @@ from recipe.atropos.rows import Row, RowLimits
 from recipe.atropos.run_record import RunRecord
 from recipe.atropos.weight_sync import WeightSyncManager
 from recipe.atropos.weight_sync.probe import Probe
+from recipe.atropos.weight_sync.push import reported_versions
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +47,7 @@ _FORWARD_KEYS = ["prompts", "responses", "input_ids", "attention_mask", "positio
 _UPDATE_KEYS = ["old_log_probs", "advantages", "ref_log_prob", "rollout_is_weights", "teacher_ids", "teacher_logprobs"]
 _ADVANTAGE_KEYS = ["token_level_rewards", "response_mask", "rollout_is_weights", "advantages", "returns"]
 _MAX_EMPTY_BATCHES = 20  # in a row, before the run is called dead
+_LONGEST_ANSWER = 60.0  # seconds that a busy server may take to say its version
 
 
 class DevicePoolManager(ResourcePoolManager):
@@ -128,6 +130,7 @@ class RayGRPOAtroposTrainer(SeparateRayPPOTrainer):
         self.timing_raw = {}
         self.is_last_step = self.global_steps >= self.total_training_steps
         with marked_timer("step", self.timing_raw):
+            self.metrics |= self.checkpoint_manager.ensure_current(self.global_steps - 1)
             batch = self._fit_get_batch()
             batch = self._fit_compute_log_prob(batch)
             batch = self._fit_compute_ref_log_prob(batch)
@@ -332,14 +335,18 @@ class RayGRPOAtroposTrainer(SeparateRayPPOTrainer):
             self.checkpoint_manager = NoServers()
             return
         timeout = self.config.trainer.atropos.weight_sync.timeout
+        inference, temperature = self.config.inference, self.config.actor_rollout_ref.rollout.temperature
         verify = None
         if self.config.trainer.atropos.weight_sync.verify == "probe":
-            inference, temperature = self.config.inference, self.config.actor_rollout_ref.rollout.temperature
             vocab_size = self.limits.vocab_size or len(self.tokenizer)
             probe = Probe(inference.urls, inference.api_key, vocab_size, inference.dtype, temperature, timeout)
             verify = partial(probe.verify, compute=self._log_probs_of)
-        # Twice: gathering and staging come before the requests that the time-out is for.
-        self.checkpoint_manager = WeightSyncManager(self.actor_rollout_wg, timeout=2 * timeout, verify=verify)
+        self.checkpoint_manager = WeightSyncManager(
+            self.actor_rollout_wg,
+            timeout=2 * timeout,  # gathering and staging come before the requests that the time-out is for
+            verify=verify,
+            reported=partial(reported_versions, inference.urls, inference.api_key, min(timeout, _LONGEST_ANSWER)),
+        )
 
     def _log_probs_of(self, rows: list[Row]) -> torch.Tensor:
         """The policy's logprobs of the rows' responses, (B, R) float32."""

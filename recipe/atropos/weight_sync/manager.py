@@ -1,9 +1,12 @@
 """The trainer's side of a push: which version is in force."""
 
+import logging
 from collections.abc import Callable
 
 import ray
 from verl.single_controller.ray import RayWorkerGroup
+
+logger = logging.getLogger(__name__)
 
 
 class WeightSyncManager:
@@ -11,7 +14,7 @@ class WeightSyncManager:
 
     ``version`` is the trainer step whose weights every server serves, None before the first push. It advances only
     after a push that succeeded on every server, and that ``verify``, where given, found to be true; ``verify`` returns
-    metrics, or raises.
+    metrics, or raises. ``reported`` asks every server for its version, by URL.
     """
 
     def __init__(
@@ -20,11 +23,13 @@ class WeightSyncManager:
         backend: str = "atropos",
         timeout: float = 600.0,
         verify: Callable[[int], dict[str, float]] | None = None,
+        reported: Callable[[], dict[str, str]] | None = None,
     ):
         self.actor_wg = actor_wg
         self.backend = backend
         self.timeout = timeout
         self.verify = verify
+        self.reported = reported
         self.version: int | None = None
 
     def update_weights(self, global_steps: int) -> dict[str, float]:
@@ -43,3 +48,22 @@ class WeightSyncManager:
             metrics |= self.verify(global_steps)
         self.version = global_steps
         return metrics
+
+    def ensure_current(self, global_steps: int) -> dict[str, float]:
+        """Push the actor's weights, those of ``global_steps``, if a server has another version than it was given.
+
+        So has one that was restarted: it serves what it was started with. Returns metrics; none if nothing was amiss.
+
+        Raises:
+            InferenceError: a server does not answer; names it.
+            WeightPushError, ray.exceptions.RayTaskError: as ``update_weights``.
+        """
+        if self.reported is None or self.version is None:
+            return {}
+        astray = {url: version for url, version in self.reported().items() if version != str(self.version)}
+        if not astray:
+            return {}
+        logger.error(
+            "servers with another weight version than %s are given the weights again: %s", self.version, astray
+        )
+        return self.update_weights(global_steps) | {"weight_sync/servers_astray": float(len(astray))}

@@ -104,3 +104,20 @@ def pause_all(urls: Sequence[str], api_key: str | None, timeout: float) -> None:
         await asyncio.gather(*(pause(url) for url in urls), return_exceptions=True)
 
     asyncio.run(pause_each())
+
+
+def reported_versions(urls: Sequence[str], api_key: str | None, timeout: float) -> dict[str, str]:
+    """The weight version that each server reports, by its URL.
+
+    Raises:
+        InferenceError: a server does not answer; names it.
+    """
+
+    async def ask(url: str) -> str:
+        async with SGLangClient(url, api_key, timeout=timeout) as client:
+            return await client.weight_version()
+
+    async def ask_each() -> list[str]:
+        return list(await asyncio.gather(*(ask(url) for url in urls)))
+
+    return dict(zip(urls, asyncio.run(ask_each()), strict=True))
