@@ -61,6 +61,8 @@ def trainer(request, model_path, tmp_path_factory):
     trainer = RayGRPOAtroposTrainer(config=config, tokenizer=AutoTokenizer.from_pretrained(model_path))
     trainer.init_workers()
     trainer.defaults = config.algorithm.copy()
+    trainer.start = str(tmp_path_factory.mktemp("start"))
+    trainer.actor_rollout_wg.save_checkpoint(trainer.start)
     yield trainer
     close(trainer)
 
@@ -76,14 +78,14 @@ def some_groups(model_path, seed=0):
     groups = [random_group(rng, model_vocab(model_path), turns=2, size=n, prompt=10) for n in (4, 3, 4, 2)]
     for group in groups:
         group["scores"] = rng.normal(size=len(group["scores"])).tolist()
-        group["inference_logprobs"] = [[v if v == 1.0 else 2.5 * v for v in row] for row in group["inference_logprobs"]]
+        group["inference_logprobs"] = [[v if v == 1.0 else 5 * v for v in row] for row in group["inference_logprobs"]]
     groups[3]["inference_logprobs"] = None
     groups[0]["overrides"] = [{}, {"set_advantage_to_zero": True}, {}, {}]
     return groups
 
 
 class Update:
-    """Weights before and after one update on ``groups``, and what the trainer said of it."""
+    """Weights before and after one update of the first model on ``groups``, and what the trainer said of it."""
 
     def __init__(self, trainer, plain, groups, algorithm=(), actor=(), distillation=None, balance=True):
         trainer.config.algorithm = trainer.defaults.copy()
@@ -99,6 +101,7 @@ class Update:
         if trainer.config.algorithm.use_kl_in_reward:
             trainer.kl_ctrl_in_reward = get_kl_controller(trainer.config.algorithm.kl_ctrl)
 
+        trainer.actor_rollout_wg.load_checkpoint(trainer.start)  # updates as large as these add up to nan
         before = self._weights(trainer)
         plain.load_state_dict(before)
         batch, report = groups_to_data_proto(groups, trainer.limits, multiple_of=trainer.mini_batch_size)
