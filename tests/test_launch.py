@@ -24,6 +24,14 @@ LAUNCH = "recipe.atropos.launch_services"
 MAIN = "recipe.atropos.main"
 
 
+@pytest.fixture(autouse=True)
+def interruptible():
+    """A shell that runs the tests in the background has its children ignore SIGINT, and so would theirs."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def run(folder, module, *arguments):
     command = [sys.executable, "-m", module, *arguments]
     return start_service(module, command, log_path=folder / "log", cwd=folder, env={"WANDB_MODE": "offline"})
@@ -123,6 +131,20 @@ def test_an_environment_that_exits_stops_everything_and_is_named(tmp_path, model
     assert status == 1 and expected in words(output), output
     assert re.search(r"error +(environment|evaluate-before): ", output), output
     assert time.monotonic() - begin < 100 and not left  # 35 to 40 s where nothing else runs
+
+
+def test_a_terminated_launcher_ends_its_services_also_where_interrupts_are_ignored(tmp_path):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    folder = tmp_path / "run"
+    service = run(tmp_path, LAUNCH, "--preset", "demo", "--run-dir", str(folder))
+    deadline = time.monotonic() + 120
+    while not (folder / "logs/trainer.log").exists():
+        assert time.monotonic() < deadline and service.poll() is None, service.tail()
+        time.sleep(0.2)
+    service.process.terminate()
+    status, output, left = wait(service, 60)
+    assert status == 130 and "the same command resumes the run" in output, output
+    assert not left
 
 
 def test_a_trainer_without_its_services_stops_and_names_them(tmp_path, model_path):

@@ -13,7 +13,6 @@ A run leaves what DESIGN's run contract lists in ``runs/NAME``; the same command
 
 import argparse
 import asyncio
-import contextlib
 import importlib.util
 import os
 import re
@@ -21,7 +20,6 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -181,6 +179,8 @@ async def launch(config: DictConfig, overrides: list[str], directory: Path) -> N
     Raises:
         ConfigurationError, ServiceFailed: with nothing left running.
     """
+    # Terminated, it ends its services as when it is interrupted; also where a shell started it with SIGINT ignored.
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, asyncio.current_task().cancel)
     run = Run(config, overrides, directory)
     started = time.monotonic()
     try:
@@ -393,16 +393,6 @@ def _text(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-@contextlib.contextmanager
-def _sigterm_as_interrupt() -> Iterator[None]:
-    """A terminated launcher ends its services like an interrupted one."""
-    previous = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
-
-
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit status: 0 only if every step was trained."""
     arguments = parse_arguments(argv)
@@ -417,12 +407,11 @@ def main(argv: list[str] | None = None) -> int:
         directory.mkdir(parents=True, exist_ok=True)
         OmegaConf.save(config, directory / "config.yaml")
         console.print(f"[bold]run[/]     {os.path.relpath(directory)}")
-        with _sigterm_as_interrupt():
-            asyncio.run(launch(config, overrides, directory))
+        asyncio.run(launch(config, overrides, directory))
     except (ConfigurationError, LaunchError, ServiceFailed) as error:
         console.print(f"[bold red]error[/]   {escape(str(error))}", soft_wrap=True)
         return 1
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, asyncio.CancelledError):
         console.print("[bold]stopped[/] the same command resumes the run")
         return 130
     summary = orjson.loads((directory / "summary.json").read_bytes())
