@@ -18,7 +18,7 @@ CHAT_TEMPLATE = (
 )
 
 
-def make_tiny_model(path: Path | str, seed: int) -> Path:
+def make_tiny_model(path: Path | str, seed: int, **config: Any) -> Path:
     """Write a random float32 Qwen2 (2 layers, 128 wide, vocabulary 259) and its tokenizer into `path`; return it.
 
     The tokenizer has one token a byte, after the three special ones. It is a byte-level BPE because AutoTokenizer, in
@@ -26,7 +26,7 @@ def make_tiny_model(path: Path | str, seed: int) -> Path:
     all, and a prompt of no tokens kills SGLang's scheduler.
 
     Two seeds give two models of one architecture, so one's weights can be pushed over the other's. The weights are wide
-    (std 0.2) so that their greedy outputs differ.
+    (std 0.2) so that their greedy outputs differ. Keyword arguments change its configuration.
     """
     import torch
     from tokenizers import Tokenizer, decoders, pre_tokenizers
@@ -35,24 +35,24 @@ def make_tiny_model(path: Path | str, seed: int) -> Path:
 
     path = Path(path)
     vocabulary = [*SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    config = Qwen2Config(
-        vocab_size=len(vocabulary),
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=2048,
-        tie_word_embeddings=False,
-        initializer_range=0.2,
-        bos_token_id=0,
-        eos_token_id=2,
-        pad_token_id=0,
-    )
+    settings = {
+        "vocab_size": len(vocabulary),
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": False,
+        "initializer_range": 0.2,
+        "bos_token_id": 0,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        Qwen2ForCausalLM(config).to(torch.float32).save_pretrained(path)
+        Qwen2ForCausalLM(Qwen2Config(**(settings | config))).to(torch.float32).save_pretrained(path)
 
     tokenizer = Tokenizer(BPE(vocab={token: i for i, token in enumerate(vocabulary)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

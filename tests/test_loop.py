@@ -21,7 +21,7 @@ from recipe.atropos.inference.client import SGLangClient
 from recipe.atropos.ray_trainer import RayGRPOAtroposTrainer
 from recipe.atropos.run_record import read_metrics
 from recipe.atropos.weight_sync.probe import Probe
-from recipe.atropos.weight_sync.push import WeightPushError
+from recipe.atropos.weight_sync.servers import WeightPushError
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
@@ -106,6 +106,29 @@ def pushed_weights(run_dir, version):
         with safe_open(file, framework="pt") as opened:
             tensors |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     return tensors
+
+
+@pytest.mark.parametrize(("transport", "strategy", "world"), [("tensor", "fsdp", 2), ("distributed", "fsdp2", 2)])
+def test_sharded_weights_arrive_by_every_transport(model_path, server, tmp_path, transport, strategy, world):
+    """Compared tensor by tensor with the server's checksums, and by what engine and trainer make of them."""
+    trainer = make_trainer(
+        model_path,
+        server,
+        "http://127.0.0.1:1",
+        tmp_path,
+        f"actor_rollout_ref.actor.strategy={strategy}",
+        f"trainer.n_gpus_per_node={world}",
+        f"trainer.atropos.weight_sync.transport={transport}",
+        "trainer.atropos.weight_sync.verify=checksum",
+    )
+    try:
+        probe = Probe([server], None, model_vocab(model_path), "float32", 1.0, 30.0)
+        for version in (100, 101):
+            metrics = trainer.checkpoint_manager.update_weights(version)
+            assert metrics["weight_sync/version"] == version
+            assert probe.verify(version, trainer._log_probs_of)["weight_sync/probe_gap"] < 1e-4
+    finally:
+        close(trainer)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""One push, two real servers: both have the version, or neither goes on."""
+"""One push, two real servers: both have the version, or the old one stays in force."""
 
 import asyncio
 import contextlib
@@ -76,7 +76,7 @@ def send(service, what):
         process.send_signal(what)
 
 
-def test_a_push_reaches_both_servers_or_names_the_one_it_did_not_reach_and_nobody_goes_on(trainer, servers):
+def test_a_push_reaches_both_servers_or_names_the_one_it_did_not_reach_and_the_old_version_stays(trainer, servers):
     (_, first), (service, second) = servers
     assert greedy(first) == greedy(second)
     before = greedy(first)
@@ -88,13 +88,11 @@ def test_a_push_reaches_both_servers_or_names_the_one_it_did_not_reach_and_nobod
 
     send(service, signal.SIGSTOP)  # it is there, and answers nothing
     try:
-        with pytest.raises(Exception, match=f"weight push failed in phase 'pause' on {second}"):
+        with pytest.raises(Exception, match=f"weight push failed in phase 'check' on {second}"):
             trainer.checkpoint_manager.update_weights(2)
     finally:
         send(service, signal.SIGCONT)
-    assert trainer.checkpoint_manager.version == 1 and version(first) == "1"
-    with pytest.raises(InferenceError, match="no answer within 3 s"):
-        greedy(first, timeout=3)  # paused: it may not go on while the other is lost
+    assert trainer.checkpoint_manager.version == 1 and version(first) == "1" and greedy(first) == after
 
     trainer.checkpoint_manager.update_weights(3)  # a retry is a whole push
     assert version(first) == version(second) == "3" and trainer.checkpoint_manager.version == 3

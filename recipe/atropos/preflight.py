@@ -91,7 +91,7 @@ def check_config(config: DictConfig) -> None:
             "started with trainer.atropos.record_batches=true"
         )
     weight_sync = config.trainer.atropos.weight_sync
-    known = {"transport": tuple(TRANSPORTS), "pause_mode": get_args(PauseMode), "verify": ("version", "probe")}
+    known = {"transport": TRANSPORTS, "pause_mode": get_args(PauseMode), "verify": ("version", "probe", "checksum")}
     for key, choices in known.items():
         if weight_sync[key] not in choices:
             raise ConfigurationError(

@@ -38,7 +38,7 @@ from recipe.atropos.rows import Row, RowLimits
 from recipe.atropos.run_record import RunRecord
 from recipe.atropos.weight_sync import WeightSyncManager
 from recipe.atropos.weight_sync.probe import Probe
-from recipe.atropos.weight_sync.push import reported_versions
+from recipe.atropos.weight_sync.servers import reported_versions
 
 logger = logging.getLogger(__name__)
 

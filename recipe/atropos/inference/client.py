@@ -116,11 +116,15 @@ class SGLangClient:
             raise InferenceError(self.url, "/model_info", f"no weight_version among {sorted(info)}: SGLang too old")
         return str(info["weight_version"])
 
+    async def server_info(self) -> dict[str, Any]:
+        """How the server was started: tp_size, pp_size, dp_size, dtype, device, version and all its other arguments."""
+        return await self._call("GET", "/server_info")
+
     async def capabilities(self) -> Capabilities:
         """What this server can do; asked once."""
         if self._capabilities is None:
             api = await self._call("GET", "/openapi.json")
-            server = await self._call("GET", "/server_info")
+            server = await self.server_info()
             mode = api["components"]["schemas"].get("PauseGenerationReqInput", {}).get("properties", {}).get("mode", {})
             self._capabilities = Capabilities(
                 version=str(server.get("version", "unknown")),
@@ -199,8 +203,18 @@ class SGLangClient:
         )
 
     async def begin_weight_update(self) -> None:
-        """Open the session for tensor or distributed updates; does nothing on servers that know none (0.5.12)."""
-        if (await self.capabilities()).weight_update_session:
+        """Open the session for tensor or distributed updates; does nothing on servers that know none (0.5.12).
+
+        One that a trainer left open when it died is closed first.
+        """
+        if not (await self.capabilities()).weight_update_session:
+            return
+        try:
+            await self._call("POST", "/begin_weight_update", {})
+        except InferenceError as error:
+            if "already open" not in error.message:
+                raise
+            await self._call("POST", "/end_weight_update", {})
             await self._call("POST", "/begin_weight_update", {})
 
     async def end_weight_update(self) -> None:

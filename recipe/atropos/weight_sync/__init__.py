@@ -2,7 +2,7 @@
 
 - ``engine``: verl's seam; on each rank.
 - ``push``: the protocol that every push keeps; on rank 0.
-- ``disk``: a transport. A new one is a new file and a line in ``engine.TRANSPORTS``.
+- ``disk``, ``distributed``, ``tensor``: the transports. ``bucket``: what the last two send.
 - ``manager``: the trainer's side; the version in force.
 """
 

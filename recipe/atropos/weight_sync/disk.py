@@ -5,13 +5,15 @@ is kept, for servers that come back; a failed write leaves nothing behind.
 """
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
 from recipe.atropos.inference.client import SGLangClient
-from recipe.atropos.weight_sync.push import NamedTensors
+from recipe.atropos.weight_sync.bucket import NamedTensors
+from recipe.atropos.weight_sync.servers import on_all
 
 
 class DiskTransport:
@@ -24,32 +26,34 @@ class DiskTransport:
     def path(self, version: int) -> Path:
         return self.directory / f"version_{version}"
 
-    def stage(self, weights: NamedTensors, version: int) -> int:
+    async def stage(self, clients: Sequence[SGLangClient], weights: NamedTensors, version: int) -> None:
         """Raises OSError (no space, no permission) with nothing half-written left behind."""
         target, partial = self.path(version), self.directory / f".partial_{version}"
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         try:
-            size, n_files, bucket, bucket_bytes = 0, 0, {}, 0
+            n_files, bucket, bucket_bytes = 0, {}, 0
             for name, tensor in weights:
                 # A copy: the tensor may be the live parameter, and safetensors refuses tensors that share memory.
                 bucket[name] = tensor.detach().to("cpu", copy=True).contiguous()
                 bucket_bytes += tensor.nbytes
                 if bucket_bytes >= self.bucket_size:
-                    size, n_files = size + bucket_bytes, n_files + 1
+                    n_files += 1
                     _save(bucket, partial, n_files)
                     bucket, bucket_bytes = {}, 0
             if bucket:
                 _save(bucket, partial, n_files + 1)
             shutil.rmtree(target, ignore_errors=True)
             partial.rename(target)
-            return size + bucket_bytes
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
 
-    async def deliver(self, client: SGLangClient, version: int) -> None:
-        await client.update_weights_from_disk(str(self.path(version)), weight_version=str(version), flush_cache=False)
+    async def deliver(self, clients: Sequence[SGLangClient], version: int) -> None:
+        folder = str(self.path(version))
+        await on_all(
+            clients, "deliver", lambda client: client.update_weights_from_disk(folder, str(version), flush_cache=False)
+        )
 
     def release(self, version: int) -> None:
         for other in self.directory.glob("version_*"):

@@ -4,27 +4,37 @@ verl gives each rank the stream of full tensors. Gathering them is a collective,
 when rank 0 fails; rank 0 alone talks to the servers, over HTTP.
 """
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
 import torch
+from transformers import AutoConfig
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
+from verl.utils.device import get_device_name
 from verl.utils.torch_dtypes import PrecisionType
 
 from recipe.atropos.inference.client import SGLangClient
+from recipe.atropos.weight_sync.checksums import WeightChecksums
 from recipe.atropos.weight_sync.disk import DiskTransport
+from recipe.atropos.weight_sync.distributed import DistributedTransport
+from recipe.atropos.weight_sync.hosts import is_this_host
 from recipe.atropos.weight_sync.push import Transport, push
+from recipe.atropos.weight_sync.served_model import check_model
+from recipe.atropos.weight_sync.servers import on_all
+from recipe.atropos.weight_sync.tensor import TensorTransport
 
-TRANSPORTS = {"disk": DiskTransport}
+TRANSPORTS = ("auto", "disk", "distributed", "tensor")
 
 
 @CheckpointEngineRegistry.register("atropos")
 class AtroposCheckpointEngine(CheckpointEngine):
     """Pushes to SGLang servers that were started by themselves.
 
-    ``urls``: the servers. ``dtype``: what they serve in; floating-point tensors are cast to it before they travel.
-    ``directory``: for transport "disk". ``timeout``: seconds for one request of a push to one server.
+    ``urls``: the servers; they must serve the model of ``model_path`` (None: not looked at). ``dtype``: what they serve
+    in; floating-point tensors are cast to it before they travel. ``transport``: see ``choose_transport``;
+    ``directory``: for "disk"; ``bucket_size`` in bytes. ``timeout``: seconds for one request of a push to one server.
+    ``verify="checksum"`` compares every tensor; see ``checksums``.
     """
 
     def __init__(
@@ -33,22 +43,25 @@ class AtroposCheckpointEngine(CheckpointEngine):
         is_master: bool = False,
         *,
         urls: list[str],
-        transport: str = "disk",
+        model_path: str | None = None,
+        transport: str = "auto",
         directory: str | None = None,
         api_key: str | None = None,
         dtype: str = "bfloat16",
         pause_mode: str = "retract",
+        verify: str = "version",
         timeout: float = 600.0,
     ):
-        if transport not in TRANSPORTS:
-            raise ValueError(f"trainer.atropos.weight_sync.transport={transport!r}; choose one of {sorted(TRANSPORTS)}")
         self.bucket_size = bucket_size
         self.is_master = is_master
         self.urls = list(urls)
+        self.model_path = model_path
         self.dtype = PrecisionType.to_dtype(dtype)
         self.pause_mode = pause_mode
+        self.verify = verify
         self._client_options = {"api_key": api_key, "timeout": timeout}
-        self._transport: Transport = TRANSPORTS[transport](directory, bucket_size)
+        self._pushed: str | None = None  # the version that every server had after the last push
+        self._transport: Transport = self._make_transport(choose_transport(transport, urls), directory, timeout)
 
     async def send_weights(
         self, weights: Generator[tuple[str, torch.Tensor], None, None], global_steps: int | None = None
@@ -66,9 +79,32 @@ class AtroposCheckpointEngine(CheckpointEngine):
                 clients = [
                     await stack.enter_async_context(SGLangClient(url, **self._client_options)) for url in self.urls
                 ]
-                return await push(clients, self._transport, self._served(weights), global_steps, self.pause_mode)
+                await on_all(clients, "check", self._check)
+                checksums = WeightChecksums() if self.verify == "checksum" else None
+                served = self._served(weights)
+                metrics = await push(clients, self._transport, served, global_steps, self.pause_mode, checksums)
+                self._pushed = str(global_steps)
+                return metrics
         finally:
             _exhaust(weights)
+
+    async def _check(self, client: SGLangClient) -> None:
+        """A server that is new, or was started again, serves the model that is trained."""
+        if self.model_path and (self._pushed is None or await client.weight_version() != self._pushed):
+            trained = AutoConfig.from_pretrained(self.model_path)
+            await check_model(client, trained, str(self.dtype).removeprefix("torch."))
+
+    def _make_transport(self, name: str, directory: str | None, timeout: float) -> Transport:
+        if name == "disk":
+            if directory is None:
+                raise ValueError(
+                    "trainer.atropos.weight_sync.transport=disk needs trainer.atropos.weight_sync.directory, a folder "
+                    "that every server can read"
+                )
+            return DiskTransport(directory, self.bucket_size)
+        if name == "distributed":
+            return DistributedTransport(self.bucket_size, timeout)
+        return TensorTransport(self.bucket_size)
 
     def _served(self, weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in weights:
@@ -90,6 +126,20 @@ class AtroposCheckpointEngine(CheckpointEngine):
 
     async def receive_weights(self, global_steps: int | None = None) -> Any:
         raise NotImplementedError("SGLang's own server receives the weights")
+
+
+def choose_transport(wanted: str, urls: Sequence[str]) -> str:
+    """``wanted``, or for "auto" the fastest that can work: "tensor" where trainer and servers share a machine's memory
+    (on CPUs; on GPUs they mostly have one each), else "distributed".
+
+    Raises:
+        ValueError: no such transport.
+    """
+    if wanted not in TRANSPORTS:
+        raise ValueError(f"trainer.atropos.weight_sync.transport={wanted!r}; choose one of {', '.join(TRANSPORTS)}")
+    if wanted != "auto":
+        return wanted
+    return "tensor" if get_device_name() == "cpu" and all(map(is_this_host, urls)) else "distributed"
 
 
 def _exhaust(weights: Iterator[Any]) -> None:

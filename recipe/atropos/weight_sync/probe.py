@@ -14,7 +14,7 @@ import torch
 
 from recipe.atropos.inference.client import SGLangClient
 from recipe.atropos.rows import Row
-from recipe.atropos.weight_sync.push import WeightPushError, pause_all
+from recipe.atropos.weight_sync.servers import WeightPushError, pause_all
 
 _PROMPT_TOKENS = 48
 _NEW_TOKENS = 16

@@ -2,51 +2,59 @@
 
     stage -> pause -> deliver -> flush -> verify -> resume
 
-- While the weights are staged (gathered, written), generation goes on with the old version.
+- While the weights are staged, generation goes on with the old version: transport "disk" gathers and writes them then;
+  the others gather them in buckets as they deliver, and stage nothing.
 - Nothing is generated between the first and the last changed tensor of a server: it is paused.
 - The KV cache is flushed after the last tensor and before anything is generated, so no new token attends to keys of old
   weights; a flush that fails fails the push.
-- Generation continues only after *every* server has reported the version.
+- No server reports the version before it has taken the last tensor, and generation continues only after *every* server
+  has reported it.
+- Before that, where it is asked for, the checksum of each of its tensors is compared with what was sent.
 - On an error the servers are left paused: one that may have taken half of the weights never goes on. A retry is a whole
   push; the caller's version stays what it was.
 """
 
-import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
 
 from recipe.atropos.inference.client import SGLangClient
-
-NamedTensors = Iterator[tuple[str, torch.Tensor]]
-
-
-class WeightPushError(RuntimeError):
-    """A push that did not reach a server; names the server and the phase."""
+from recipe.atropos.weight_sync.bucket import NamedTensors
+from recipe.atropos.weight_sync.checksums import WeightChecksums
+from recipe.atropos.weight_sync.servers import WeightPushError, on_all
 
 
 class Transport(Protocol):
-    """How the bytes of a version come to a server."""
+    """How the bytes of a version come to the servers."""
 
-    def stage(self, weights: NamedTensors, version: int) -> int:
-        """Take all weights, before generation is paused; returns the number of bytes."""
+    async def stage(self, clients: Sequence[SGLangClient], weights: NamedTensors, version: int) -> None:
+        """Whatever can be done before generation is paused; ``weights`` are read here or in ``deliver``."""
 
-    async def deliver(self, client: SGLangClient, version: int) -> None:
-        """Let one paused server load the staged version and carry its number."""
+    async def deliver(self, clients: Sequence[SGLangClient], version: int) -> None:
+        """Let every server, all paused, load the weights and then carry the version's number.
+
+        Raises WeightPushError, naming the server.
+        """
 
     def release(self, version: int) -> None:
         """The version is in force everywhere: what was staged before it may go."""
 
 
 async def push(
-    clients: Sequence[SGLangClient], transport: Transport, weights: NamedTensors, version: int, pause_mode: str
+    clients: Sequence[SGLangClient],
+    transport: Transport,
+    weights: NamedTensors,
+    version: int,
+    pause_mode: str,
+    checksums: WeightChecksums | None = None,
 ) -> dict[str, float]:
     """Bring ``weights`` (name, full tensor) to all servers as ``version``.
 
     ``pause_mode`` says what running requests meet: "abort" ends them, "retract" computes their prefix anew with the new
     weights and goes on. "in_place" keeps their old keys, so that the flush, and with it the push, fails while one runs.
+    ``checksums``, new ones, have every tensor of every server compared with what was sent.
 
     Returns seconds by phase and the size, as metrics under ``weight_sync/``.
 
@@ -54,21 +62,24 @@ async def push(
         WeightPushError: a phase failed on a server; all servers are left paused.
     """
     started = time.perf_counter()
-    size = transport.stage(weights, version)
+    counted = _Counted(weights if checksums is None else checksums.over(weights))
+    await transport.stage(clients, counted, version)
     staged = time.perf_counter()
 
-    await _on_all(clients, "pause", lambda client: client.pause(pause_mode))
-    await _on_all(clients, "deliver", lambda client: transport.deliver(client, version))
+    await on_all(clients, "pause", lambda client: client.pause(pause_mode))
+    await transport.deliver(clients, version)
     delivered = time.perf_counter()
-    await _on_all(clients, "flush", lambda client: client.flush_cache())
-    await _on_all(clients, "verify", lambda client: _verify(client, version))
-    await _on_all(clients, "resume", lambda client: client.resume())
+    await on_all(clients, "flush", lambda client: client.flush_cache())
+    await on_all(clients, "verify", lambda client: _verify(client, version))
+    if checksums is not None:
+        await on_all(clients, "compare", checksums.check)
+    await on_all(clients, "resume", lambda client: client.resume())
     resumed = time.perf_counter()
 
     transport.release(version)
     return {
         "weight_sync/version": float(version),
-        "weight_sync/bytes": float(size),
+        "weight_sync/bytes": float(counted.nbytes),
         "weight_sync/stage_s": staged - started,
         "weight_sync/deliver_s": delivered - staged,
         "weight_sync/pause_s": resumed - staged,
@@ -76,48 +87,23 @@ async def push(
     }
 
 
+class _Counted:
+    """``weights``, with their bytes added up as they pass."""
+
+    def __init__(self, weights: NamedTensors):
+        self._weights = weights
+        self.nbytes = 0
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self
+
+    def __next__(self) -> tuple[str, torch.Tensor]:
+        name, tensor = next(self._weights)
+        self.nbytes += tensor.nbytes
+        return name, tensor
+
+
 async def _verify(client: SGLangClient, version: int) -> None:
     reported = await client.weight_version()
     if reported != str(version):
         raise WeightPushError(f"{client.url} reports weight version {reported!r} after a push of {version}")
-
-
-async def _on_all(
-    clients: Sequence[SGLangClient], phase: str, action: Callable[[SGLangClient], Awaitable[None]]
-) -> None:
-    """Run one phase on all servers at once; wait for all, then raise with every failure named."""
-    results = await asyncio.gather(*(action(client) for client in clients), return_exceptions=True)
-    failures = {c.url: r for c, r in zip(clients, results, strict=True) if isinstance(r, BaseException)}
-    if failures:
-        details = "; ".join(f"{url}: {error}" for url, error in failures.items())
-        raise WeightPushError(f"weight push failed in phase {phase!r} on {details}") from next(iter(failures.values()))
-
-
-def pause_all(urls: Sequence[str], api_key: str | None, timeout: float) -> None:
-    """Pause servers that must not go on; one that does not answer is not generating either."""
-
-    async def pause(url: str) -> None:
-        async with SGLangClient(url, api_key, timeout=timeout) as client:
-            await client.pause("retract")
-
-    async def pause_each() -> None:
-        await asyncio.gather(*(pause(url) for url in urls), return_exceptions=True)
-
-    asyncio.run(pause_each())
-
-
-def reported_versions(urls: Sequence[str], api_key: str | None, timeout: float) -> dict[str, str]:
-    """The weight version that each server reports, by its URL.
-
-    Raises:
-        InferenceError: a server does not answer; names it.
-    """
-
-    async def ask(url: str) -> str:
-        async with SGLangClient(url, api_key, timeout=timeout) as client:
-            return await client.weight_version()
-
-    async def ask_each() -> list[str]:
-        return list(await asyncio.gather(*(ask(url) for url in urls)))
-
-    return dict(zip(urls, asyncio.run(ask_each()), strict=True))

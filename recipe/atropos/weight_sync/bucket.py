@@ -1,0 +1,99 @@
+"""Weights in buckets: a few large sends instead of hundreds of small ones, from buffers that are used again.
+
+While one bucket travels the next is filled, so two buffers are all the memory that a push takes, however large the
+model is. A buffer grows to the largest tensor where that is larger than a bucket.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import cycle
+from typing import TypeVar
+
+import torch
+from verl.utils.device import get_device_id, get_device_name, get_torch_device
+
+NamedTensors = Iterator[tuple[str, torch.Tensor]]
+Result = TypeVar("Result")
+
+
+@dataclass
+class Bucket:
+    """Tensors of one dtype, one after the other in ``flat``, (n,); ``last`` of its push."""
+
+    flat: torch.Tensor
+    names: list[str] = field(default_factory=list)
+    shapes: list[torch.Size] = field(default_factory=list)
+    last: bool = False
+
+    @property
+    def dtype(self) -> str:
+        """As torch calls it, without "torch."."""
+        return str(self.flat.dtype).removeprefix("torch.")
+
+    def tensors(self) -> list[tuple[str, torch.Tensor]]:
+        """Name and tensor, each a view of ``flat``."""
+        parts = self.flat.split([shape.numel() for shape in self.shapes])
+        return [(name, part.view(shape)) for name, shape, part in zip(self.names, self.shapes, parts, strict=True)]
+
+
+class Buckets:
+    """Two buffers of ``size`` bytes, made by ``allocate`` (bytes -> uint8 tensor) when they are first needed."""
+
+    def __init__(self, size: int, allocate: Callable[[int], torch.Tensor]):
+        self.size = size
+        self._allocate = allocate
+        self._buffers = [torch.empty(0, dtype=torch.uint8)] * 2
+
+    def of(self, weights: NamedTensors) -> Iterator[Bucket]:
+        """The weights in buckets; a bucket's memory is its own until the second after it is asked for."""
+        following = next(weights, None)
+        for index in cycle((0, 1)):
+            if following is None:
+                return
+            dtype, used = following[1].dtype, 0
+            buffer = self._buffer(index, max(self.size, following[1].nbytes))
+            bucket = Bucket(buffer)
+            while following is not None and following[1].dtype == dtype and used + following[1].nbytes <= len(buffer):
+                name, tensor = following
+                buffer[used : used + tensor.nbytes].view(dtype).copy_(tensor.detach().reshape(-1))
+                used += tensor.nbytes
+                bucket.names.append(name)
+                bucket.shapes.append(tensor.shape)
+                following = next(weights, None)
+            bucket.flat, bucket.last = buffer[:used].view(dtype), following is None
+            yield bucket
+
+    def _buffer(self, index: int, size: int) -> torch.Tensor:
+        if len(self._buffers[index]) < size:
+            self._buffers[index] = self._allocate(size)
+        return self._buffers[index]
+
+
+async def send_in_buckets(buckets: Iterator[Bucket], send: Callable[[Bucket], Awaitable[None]]) -> None:
+    """Send every bucket, in order; the next is filled in a thread meanwhile."""
+    sending: asyncio.Task[None] | None = None
+    try:
+        while (bucket := await in_thread(lambda: next(buckets, None))) is not None:
+            if sending is not None:
+                await sending
+            sending = asyncio.ensure_future(send(bucket))
+        if sending is not None:
+            await sending
+    finally:
+        if sending is not None and not sending.done():
+            sending.cancel()
+            await asyncio.gather(sending, return_exceptions=True)
+
+
+async def in_thread(action: Callable[[], Result]) -> Result:
+    """Run ``action`` beside the event loop, on this thread's device and without gradients: torch has both by thread."""
+    device = get_device_id()
+
+    def run() -> Result:
+        if get_device_name() != "cpu":
+            get_torch_device().set_device(device)
+        with torch.no_grad():
+            return action()
+
+    return await asyncio.to_thread(run)

@@ -1,0 +1,104 @@
+"""Whether every tensor of a server is the one that was sent, by SGLang's own checksums of what it computes with.
+
+SGLang fuses tensors as it loads them (q, k and v; gate and up) and fills the vocabulary up to a multiple of 64 rows, so
+the checksums are made of the same bytes: those of the parts one after the other, and zeros behind the vocabulary. On a
+CPU a checksum is the first 8 bytes of a SHA-256 (``tensor_hash`` in sglang/srt/managers/mm_utils.py).
+"""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from recipe.atropos.inference.client import InferenceError, SGLangClient
+from recipe.atropos.weight_sync.bucket import NamedTensors
+from recipe.atropos.weight_sync.servers import WeightPushError
+
+_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+_PART_OF = {part: (fused, i) for fused, parts in _FUSED.items() for i, part in enumerate(parts)}
+_VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
+_VOCABULARY_MULTIPLE = 64
+_MEND = "set trainer.atropos.weight_sync.verify=probe"
+
+
+@dataclass
+class _Sum:
+    """Of one tensor of the server, and how many of its parts have been added."""
+
+    sha256: Any = field(default_factory=hashlib.sha256)
+    parts: int = 0
+    shape: torch.Size = torch.Size()
+    row_bytes: int = 0
+
+
+class WeightChecksums:
+    """What a server's checksums must be after the tensors that ``over`` let pass."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, _Sum] = {}
+
+    def over(self, weights: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in weights:
+            self._add(name, tensor)
+            yield name, tensor
+
+    def _add(self, name: str, tensor: torch.Tensor) -> None:
+        """Raises WeightPushError: the parts of a fused tensor come in another order than SGLang puts them in."""
+        layer, _, kind = name.rpartition(".")
+        parent, _, module = layer.rpartition(".")
+        fused, part = _PART_OF.get(module, (module, 0))
+        target = self._sums.setdefault(".".join(filter(None, (parent, fused, kind))), _Sum())
+        if target.parts != part:
+            raise WeightPushError(f"no checksum can be made with {name} out of its order: {_MEND}")
+        raw = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
+        target.sha256.update(memoryview(raw.numpy()))
+        target.parts, target.shape = part + 1, tensor.shape
+        target.row_bytes = tensor.nbytes // max(1, len(tensor)) if tensor.dim() else 0
+
+    async def check(self, client: SGLangClient) -> None:
+        """Raises WeightPushError: names the tensors that differ, or says why the server's cannot be compared."""
+        try:
+            reply = await client.post("/weights_checker", {"action": "checksum"})
+        except InferenceError as error:
+            if error.status == 404:
+                raise WeightPushError(f"{client.url} makes no checksums of its weights: {_MEND}") from error
+            raise
+        if "ranks" not in reply:
+            raise WeightPushError(f"{client.url} makes no checksums of its weights: {_MEND}")
+        device = (await client.server_info()).get("device")
+        if len(reply["ranks"]) != 1 or device != "cpu":
+            raise WeightPushError(
+                f"{client.url} runs on {len(reply['ranks'])} ranks of device {device}; checksums are compared with one "
+                f"on a CPU: {_MEND}"
+            )
+        found = reply["ranks"][0]["checksums"]
+        sent = {name: _digests(name, total) for name, total in self._sums.items()}
+        wrong = [name for name, digest in found.items() if name in sent and digest not in sent[name]]
+        if missing := sorted(found.keys() - sent.keys()):
+            raise WeightPushError(
+                f"{client.url} has tensors that were not sent: {_some(missing)}; is it another model?"
+            )
+        # Tied to a tensor that is there, such a name is none of the server's.
+        known = set().union(*(sent[name] for name in found))
+        if surplus := [name for name in sorted(sent.keys() - found.keys()) if not sent[name] & known]:
+            raise WeightPushError(
+                f"{client.url} has no tensors {_some(surplus)}, which were sent; is it another model?"
+            )
+        if wrong:
+            raise WeightPushError(f"{client.url} has other values than were sent in {_some(sorted(wrong))}")
+
+
+def _digests(name: str, total: _Sum) -> set[str]:
+    """Of the tensor as sent and, for a vocabulary, as SGLang fills it up with rows of zeros."""
+    digests = {total.sha256.hexdigest()[:16]}
+    if name.endswith(_VOCABULARY):
+        filled = total.sha256.copy()
+        filled.update(bytes(-total.shape[0] % _VOCABULARY_MULTIPLE * total.row_bytes))
+        digests.add(filled.hexdigest()[:16])
+    return digests
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -1,0 +1,174 @@
+"""Weights through a process group of the trainer's rank 0 and every rank of every server: NCCL on GPUs, gloo on CPUs.
+
+The servers are told over HTTP what comes, and take part in a broadcast of each bucket. The group is made at the first
+push and kept; it is made anew, under a new name, after a push that failed and for a server that was started again.
+"""
+
+import asyncio
+import itertools
+import os
+import socket
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world
+from verl.utils.device import get_device_id, get_device_name
+
+from recipe.atropos.inference.client import InferenceError, SGLangClient
+from recipe.atropos.weight_sync.bucket import Bucket, Buckets, NamedTensors, in_thread, send_in_buckets
+from recipe.atropos.weight_sync.hosts import address_towards
+from recipe.atropos.weight_sync.servers import WeightPushError, on_all, update_session
+
+_count = itertools.count()
+
+
+class DistributedTransport:
+    """Buckets of ``bucket_size`` bytes, broadcast; ``timeout`` in seconds, for the group to form and for a bucket."""
+
+    def __init__(self, bucket_size: int, timeout: float):
+        device = "cpu" if get_device_name() == "cpu" else get_device_id()
+        self._buckets = Buckets(bucket_size, lambda size: torch.empty(size, dtype=torch.uint8, device=device))
+        self.timeout = timeout
+        self._weights: NamedTensors = iter(())
+        self._group: _Group | None = None
+
+    async def stage(self, clients: Sequence[SGLangClient], weights: NamedTensors, version: int) -> None:
+        """Raises WeightPushError: a server did not join the group."""
+        self._group = await self._joined(clients)
+        self._weights = weights
+
+    async def deliver(self, clients: Sequence[SGLangClient], version: int) -> None:
+        """Raises WeightPushError: a server did not load a bucket."""
+        group, self._group = self._group, None  # until all has gone well
+
+        async def send(bucket: Bucket) -> None:
+            body = {
+                "names": bucket.names,
+                "dtypes": [bucket.dtype] * len(bucket.names),
+                "shapes": [list(shape) for shape in bucket.shapes],
+                "group_name": group.name,
+                "load_format": "flattened_bucket",
+                "flush_cache": False,
+            }
+            if bucket.last:  # only now: a server that took half of the weights must not report their version
+                body["weight_version"] = str(version)
+            await _both(
+                on_all(clients, "deliver", lambda client: client.post("/update_weights_from_distributed", body)),
+                in_thread(lambda: group.broadcast(bucket.flat)),
+                group,
+            )
+
+        try:
+            async with update_session(clients):
+                await send_in_buckets(self._buckets.of(self._weights), send)
+        except BaseException:
+            await group.leave(clients)
+            raise
+        group.version = str(version)
+        self._group = group
+
+    async def _joined(self, clients: Sequence[SGLangClient]) -> "_Group":
+        """The group of exactly these servers, none of which was started again since its last push."""
+        if self._group is not None:
+            versions = await asyncio.gather(*(client.weight_version() for client in clients))
+            urls = [client.url for client in clients]
+            if self._group.urls == urls and set(versions) == {self._group.version}:
+                return self._group
+            await self._group.leave(clients)
+            self._group = None
+        return await _Group.form(clients, self.timeout)
+
+    def release(self, version: int) -> None:
+        """Buffers and group stay, for the next version."""
+
+
+class _Group:
+    """A process group with rank 0 here; ``version`` is the last that its servers were given through it."""
+
+    def __init__(self, name: str, urls: list[str], process_group: dist.ProcessGroup, store: dist.TCPStore):
+        self.name, self.urls, self.version = name, urls, ""
+        self._process_group, self._store = process_group, store
+
+    @classmethod
+    async def form(cls, clients: Sequence[SGLangClient], timeout: float) -> "_Group":
+        sizes = []
+        for client in clients:
+            info = await client.server_info()
+            if info.get("dp_size", 1) != 1:
+                raise WeightPushError(
+                    f"{client.url} runs with dp_size={info['dp_size']}, and such a server joins no group: start "
+                    "several servers instead, or set trainer.atropos.weight_sync.transport=disk"
+                )
+            sizes.append(info.get("tp_size", 1) * info.get("pp_size", 1))
+        world_size = 1 + sum(sizes)
+        offsets = dict(zip(clients, itertools.accumulate([1, *sizes[:-1]]), strict=True))
+        backend = "gloo" if get_device_name() == "cpu" else "nccl"
+        name = f"atropos_{os.getpid()}_{next(_count)}"
+        try:
+            # A server elsewhere cannot reach this machine's loopback address.
+            address = max((address_towards(client.url) for client in clients), key=lambda a: not a.startswith("127."))
+        except OSError as error:
+            raise WeightPushError(f"no route to {[client.url for client in clients]}: {error}") from error
+        listener = socket.create_server((address, 0))
+        port = listener.getsockname()[1]
+
+        # As SGLang does it on its side (init_custom_process_group): the processes have no default group in common.
+        def join() -> tuple[dist.ProcessGroup, dist.TCPStore]:
+            limit = timedelta(seconds=timeout)
+            store = dist.TCPStore(
+                address, port, world_size, is_master=True, timeout=limit, master_listen_fd=listener.detach()
+            )
+            process_group, _ = _new_process_group_helper(
+                world_size, 0, [], Backend(backend), PrefixStore(name, store), group_name=name, timeout=limit
+            )
+            _world.pg_group_ranks[process_group] = {rank: rank for rank in range(world_size)}
+            return process_group, store
+
+        def invite(client: SGLangClient):
+            return client.post(
+                "/init_weights_update_group",
+                {
+                    "master_address": address,
+                    "master_port": port,
+                    "rank_offset": offsets[client],
+                    "world_size": world_size,
+                    "group_name": name,
+                    "backend": backend,
+                },
+            )
+
+        _, (process_group, store) = await asyncio.gather(on_all(clients, "join", invite), in_thread(join))
+        return cls(name, [client.url for client in clients], process_group, store)
+
+    def broadcast(self, flat: torch.Tensor) -> None:
+        """From this rank to all; blocks."""
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        self._process_group.broadcast([flat.view(torch.uint8)], options).wait()
+
+    def abort(self) -> None:
+        """End a broadcast that a server does not take part in."""
+        self._process_group.abort()
+
+    async def leave(self, clients: Sequence[SGLangClient]) -> None:
+        """Give the group up, here and on the servers that still know it."""
+        body = {"group_name": self.name}
+        calls = [client.post("/destroy_weights_update_group", body) for client in clients]
+        for result in await asyncio.gather(*calls, return_exceptions=True):
+            if isinstance(result, BaseException) and not isinstance(result, InferenceError):
+                raise result
+        await in_thread(lambda: dist.destroy_process_group(self._process_group))
+
+
+async def _both(posts, broadcast, group: _Group) -> None:
+    """Wait for servers and broadcast; where a server refuses, the broadcast would wait for it in vain."""
+    tasks = [asyncio.ensure_future(posts), asyncio.ensure_future(broadcast)]
+    try:
+        await asyncio.gather(*tasks)
+    except BaseException:
+        if not tasks[1].done():
+            group.abort()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise

@@ -1,0 +1,34 @@
+"""Which addresses are this machine's."""
+
+import ipaddress
+import socket
+from urllib.parse import urlsplit
+
+import psutil
+
+
+def is_this_host(url: str) -> bool:
+    """Whether the host of ``url`` is a loopback address or an address of this machine."""
+    own = {address.address.partition("%")[0] for nic in psutil.net_if_addrs().values() for address in nic}
+    addresses = _addresses(url)
+    return bool(addresses) and all(a in own or ipaddress.ip_address(a).is_loopback for a in addresses)
+
+
+def address_towards(url: str) -> str:
+    """This machine's address on the route to the host of ``url``.
+
+    Raises:
+        OSError: the host has no address, or there is no route to it.
+    """
+    parts = urlsplit(url)
+    family, kind, protocol, _, target = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(target)  # sends nothing: it only looks up the route
+        return probe.getsockname()[0]
+
+
+def _addresses(url: str) -> set[str]:
+    try:
+        return {info[4][0].partition("%")[0] for info in socket.getaddrinfo(urlsplit(url).hostname, None)}
+    except OSError:
+        return set()

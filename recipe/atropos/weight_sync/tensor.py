@@ -1,0 +1,91 @@
+"""Weights through memory that the trainer and a server on the same machine share.
+
+The trainer copies a bucket into shared memory (a CPU's, or its GPU's by CUDA IPC) and sends handles to it; the server
+loads from there. What travels over HTTP is a pickle of the handles, so both sides must trust each other: one user's
+processes on one machine, with an API key.
+"""
+
+import base64
+import io
+from collections.abc import Sequence
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import torch
+from torch import multiprocessing
+from verl.utils.device import get_device_id, get_device_name
+
+from recipe.atropos.inference.client import SGLangClient
+from recipe.atropos.weight_sync.bucket import Bucket, Buckets, NamedTensors, send_in_buckets
+from recipe.atropos.weight_sync.hosts import is_this_host
+from recipe.atropos.weight_sync.servers import WeightPushError, on_all, update_session
+
+
+class TensorTransport:
+    """Buckets of ``bucket_size`` bytes, handed over by handles."""
+
+    def __init__(self, bucket_size: int):
+        self._buckets = Buckets(bucket_size, _allocate_shared)
+        self._weights: NamedTensors = iter(())
+        self._ranks: dict[SGLangClient, int] = {}
+
+    async def stage(self, clients: Sequence[SGLangClient], weights: NamedTensors, version: int) -> None:
+        """Raises WeightPushError: a server is on another machine."""
+        for client in clients:
+            if not is_this_host(client.url):
+                raise WeightPushError(
+                    f"{client.url} is on another machine than the trainer's rank 0, and shares no memory with it: set "
+                    "trainer.atropos.weight_sync.transport=distributed or disk"
+                )
+        self._ranks = {client: (await client.server_info()).get("tp_size", 1) for client in clients}
+        self._weights = weights
+
+    async def deliver(self, clients: Sequence[SGLangClient], version: int) -> None:
+        """Raises WeightPushError: a server did not load a bucket."""
+
+        async def load(client: SGLangClient, bucket: Bucket) -> None:
+            # A handle is good for one reader: each rank of each server gets its own.
+            body: dict[str, Any] = {
+                "serialized_named_tensors": [_handles(bucket) for _ in range(self._ranks[client])],
+                "flush_cache": False,
+            }
+            if bucket.last:  # only now: a server that took half of the weights must not report their version
+                body["weight_version"] = str(version)
+            await client.post("/update_weights_from_tensor", body)
+
+        async def send(bucket: Bucket) -> None:
+            await on_all(clients, "deliver", lambda client: load(client, bucket))
+
+        async with update_session(clients):
+            await send_in_buckets(self._buckets.of(self._weights), send)
+
+    def release(self, version: int) -> None:
+        """The buffers stay, for the next version."""
+
+
+def _allocate_shared(size: int) -> torch.Tensor:
+    """uint8, (size,): on a CPU in shared memory, else on the current device, whose memory can be shared."""
+    if get_device_name() != "cpu":
+        return torch.empty(size, dtype=torch.uint8, device=get_device_id())
+    with _FileSystemSharing():
+        storage = torch.UntypedStorage._new_shared(size)
+    return torch.empty(0, dtype=torch.uint8).set_(storage)
+
+
+def _handles(bucket: Bucket) -> str:
+    """[(name, tensor), ...] with handles in the tensors' place, as SGLang reads it."""
+    written = io.BytesIO()
+    with _FileSystemSharing():
+        ForkingPickler(written).dump(bucket.tensors())
+    return base64.b64encode(written.getvalue()).decode()
+
+
+class _FileSystemSharing:
+    """Handles by name; torch's default passes file descriptors, which only its own child processes can take."""
+
+    def __enter__(self) -> None:
+        self._before = multiprocessing.get_sharing_strategy()
+        multiprocessing.set_sharing_strategy("file_system")
+
+    def __exit__(self, *_: object) -> None:
+        multiprocessing.set_sharing_strategy(self._before)

@@ -1,0 +1,268 @@
+"""Every transport brings every tensor, or nothing that counts: real SGLang servers, the engine of rank 0 alone."""
+
+import asyncio
+import os
+import signal
+import time
+
+import pytest
+import torch
+from helpers_sglang import make_tiny_model, running_sglang
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from recipe.atropos.inference.client import InferenceError, SGLangClient
+from recipe.atropos.weight_sync.bucket import Buckets
+from recipe.atropos.weight_sync.engine import AtroposCheckpointEngine, choose_transport
+from recipe.atropos.weight_sync.hosts import address_towards, is_this_host
+from recipe.atropos.weight_sync.servers import WeightPushError
+
+pytestmark = pytest.mark.timeout(240)
+
+TRANSPORTS = ["disk", "distributed", "tensor"]
+PROMPT = [10, 11, 12, 20, 21]
+LIMIT = 15  # s, one request
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Folders by name: "old" is served at first, "new" is pushed; the tied ones share embedding and output layer."""
+    folder = tmp_path_factory.mktemp("models")
+    return {
+        f"{age}{kind}": make_tiny_model(folder / f"{age}{kind}", seed, tie_word_embeddings=bool(kind))
+        for seed, age in enumerate(("old", "new"))
+        for kind in ("", "-tied")
+    }
+
+
+@pytest.fixture(scope="module")
+def server(models):
+    with running_sglang(models["old"], max_total_tokens=2048) as (_, url):
+        yield url
+
+
+@pytest.fixture(scope="module")
+def tied_server(models):
+    log_path = models["old"].parent / "tied.log"
+    with running_sglang(models["old-tied"], dtype="bfloat16", max_total_tokens=2048, log_path=log_path) as (_, url):
+        yield url
+
+
+@pytest.fixture
+def version():
+    """A version that no earlier push had."""
+    return time.time_ns()
+
+
+def engine(urls, transport, tmp_path, bucket_size=200_000, dtype="float32", **options):
+    return AtroposCheckpointEngine(
+        bucket_size,
+        True,
+        urls=urls,
+        transport=transport,
+        directory=tmp_path / "weights",
+        dtype=dtype,
+        timeout=LIMIT,
+        **{"verify": "checksum"} | options,
+    )
+
+
+def send(engine, model, version):
+    return asyncio.run(engine.send_weights(weights_of(model), version))
+
+
+def weights_of(model):
+    """As a rank streams them; a tied output layer comes too, as from verl's engines."""
+    yield from AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).state_dict().items()
+
+
+def call(url, action, timeout=30):
+    async def inner():
+        async with SGLangClient(url, timeout=timeout) as client:
+            return await action(client)
+
+    return asyncio.run(inner())
+
+
+def reported(url):
+    return call(url, lambda client: client.weight_version())
+
+
+def greedy(url, timeout=30):
+    parameters = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
+    return call(url, lambda c: c.generate(input_ids=PROMPT, sampling_params=parameters), timeout)["output_ids"]
+
+
+def expected(model):
+    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    output = plain.generate(torch.tensor([PROMPT]), max_new_tokens=12, min_new_tokens=12, do_sample=False)
+    return output[0, len(PROMPT) :].tolist()
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("bucket_size", [200_000, 1 << 29], ids=["many", "one"])
+def test_the_server_computes_with_what_was_pushed(server, models, tmp_path, version, transport, bucket_size):
+    pusher = engine([server], transport, tmp_path, bucket_size)
+    for i, model in enumerate(("new", "old", "new")):  # the second and third find buffers and group as they were left
+        metrics = send(pusher, models[model], version + i)
+        assert greedy(server) == expected(models[model]) and reported(server) == str(version + i)
+    assert metrics["weight_sync/bytes"] == sum(tensor.nbytes for _, tensor in weights_of(models["new"]))
+    assert 0 < metrics["weight_sync/pause_s"] <= metrics["weight_sync/total_s"]
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_bfloat16_and_tied_embeddings_arrive_bit_for_bit(tied_server, models, tmp_path, version, transport):
+    """The checksums are of bfloat16 tensors, so what was cast here is what is served."""
+    pusher = engine([tied_server], transport, tmp_path, dtype="bfloat16")
+    send(pusher, models["old-tied"], version)
+    before = greedy(tied_server)
+    metrics = send(pusher, models["new-tied"], version + 1)
+    assert greedy(tied_server) != before and reported(tied_server) == str(version + 1)
+    assert metrics["weight_sync/bytes"] == sum(tensor.numel() * 2 for _, tensor in weights_of(models["new-tied"]))
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_corrupted_bucket_is_caught_and_nobody_generates_with_it(server, models, tmp_path, version, transport):
+    pusher = engine([server], transport, tmp_path)
+    damage(pusher._transport, "model.layers.1.mlp.up_proj.weight")
+    with pytest.raises(WeightPushError, match=r"other values than were sent in model\.layers\.1\.mlp\.gate_up_proj"):
+        send(pusher, models["new"], version)
+    with pytest.raises(InferenceError, match="no answer within 2 s"):
+        greedy(server, timeout=2)
+    send(engine([server], transport, tmp_path), models["new"], version + 1)
+    assert greedy(server) == expected(models["new"])
+
+
+def damage(transport, name):
+    """One element of the tensor is another when it arrives."""
+    if hasattr(transport, "_buckets"):
+        fill = transport._buckets.of
+
+        def of(weights):
+            for bucket in fill(weights):
+                dict(bucket.tensors()).get(name, torch.zeros(1, 1))[0, 0] += 1
+                yield bucket
+
+        transport._buckets.of = of
+        return
+    stage = transport.stage
+
+    async def stage_and_damage(clients, weights, version):
+        await stage(clients, weights, version)
+        for file in transport.path(version).glob("*.safetensors"):
+            tensors = load_file(file)
+            if name in tensors:
+                tensors[name][0, 0] += 1
+                save_file(tensors, file, metadata={"format": "pt"})
+
+    transport.stage = stage_and_damage
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_stream_that_breaks_leaves_the_old_version_in_force(server, models, tmp_path, version, transport):
+    def breaking():
+        for i, pair in enumerate(weights_of(models["old"])):
+            if i == 15:
+                raise RuntimeError("out of memory, say")
+            yield pair
+
+    pusher = engine([server], transport, tmp_path)
+    send(pusher, models["new"], version)
+    with pytest.raises(RuntimeError, match="out of memory, say"):
+        asyncio.run(pusher.send_weights(breaking(), version + 1))
+    assert reported(server) == str(version), "half of the weights are no version"
+    send(pusher, models["old"], version + 2)
+    assert greedy(server) == expected(models["old"]) and reported(server) == str(version + 2)
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_server_of_another_model_is_refused_before_anything_is_sent(server, models, tmp_path, version, transport):
+    send(engine([server], transport, tmp_path), models["new"], version)
+    other = make_tiny_model(tmp_path / "other", seed=0, hidden_size=64)
+    with pytest.raises(WeightPushError, match=f"{server} serves another model.*hidden_size=128, the trainer's is 64"):
+        send(engine([server], transport, tmp_path, model_path=str(other)), other, version + 1)
+    with pytest.raises(WeightPushError, match="dtype float32, inference.dtype is bfloat16"):
+        half = engine([server], transport, tmp_path, model_path=str(models["new"]), dtype="bfloat16")
+        send(half, models["new"], version + 1)
+    assert greedy(server) == expected(models["new"]) and reported(server) == str(version)
+    send(engine([server], transport, tmp_path, model_path=str(models["old"])), models["old"], version + 1)
+
+
+@pytest.mark.e2e
+def test_a_server_killed_in_a_push_is_named_at_once_and_joins_again_when_it_is_back(server, models, tmp_path, version):
+    """By the transport in which all must take part in every bucket."""
+    log_path = tmp_path / "second.log"
+    with running_sglang(models["old"], max_total_tokens=2048, log_path=log_path) as (service, second):
+        pusher = engine([server, second], "distributed", tmp_path)
+        send(pusher, models["new"], version)
+        port = int(second.rpartition(":")[2])
+
+        def killing():
+            for i, pair in enumerate(weights_of(models["old"])):
+                if i == 15:
+                    os.killpg(service.process.pid, signal.SIGKILL)
+                yield pair
+
+        started = time.monotonic()
+        with pytest.raises(WeightPushError, match=f"in phase 'deliver' on .*{second}"):
+            asyncio.run(pusher.send_weights(killing(), version + 1))
+        assert time.monotonic() - started < LIMIT, "nobody waits for it in vain"
+        assert reported(server) == str(version)
+        pusher.urls = [server]
+        send(pusher, models["old"], version + 2)
+        assert greedy(server) == expected(models["old"])
+
+    with running_sglang(models["new"], max_total_tokens=2048, port=port, log_path=log_path) as (_, second):
+        pusher.urls = [server, second]
+        send(pusher, models["old"], version + 3)
+        assert greedy(second) == greedy(server) == expected(models["old"])
+
+
+def test_memory_is_shared_with_servers_of_this_machine_alone(tmp_path):
+    pusher = engine(["http://192.0.2.1:9"], "tensor", tmp_path)
+    with pytest.raises(WeightPushError, match=r"http://192\.0\.2\.1:9 is on another machine.*transport=distributed"):
+        asyncio.run(pusher._transport.stage([SGLangClient("http://192.0.2.1:9")], iter(()), 1))
+    assert is_this_host("http://127.0.0.1:8000") and is_this_host("http://localhost:8000/v1")
+    assert not is_this_host("http://192.0.2.1:8000") and not is_this_host("http://no.such.host.invalid")
+    assert address_towards("http://127.0.0.1:1") == "127.0.0.1"
+
+
+def test_auto_takes_shared_memory_where_it_can_and_the_network_where_it_must():
+    assert choose_transport("auto", ["http://127.0.0.1:1", "http://localhost:2"]) == "tensor"
+    assert choose_transport("auto", ["http://127.0.0.1:1", "http://192.0.2.1:2"]) == "distributed"
+    assert choose_transport("disk", ["http://192.0.2.1:2"]) == "disk"
+    with pytest.raises(ValueError, match="transport='pigeon'; choose one of auto, disk, distributed, tensor"):
+        choose_transport("pigeon", [])
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 60), st.sampled_from([torch.float32, torch.bfloat16, torch.int64])), max_size=25),
+    st.integers(1, 300),
+)
+def test_buckets_hold_every_tensor_once_in_order_and_take_two_buffers(tensors, size):
+    weights = [(f"t{i}", torch.randn(n, 2).to(dtype)) for i, (n, dtype) in enumerate(tensors)]
+    allocated = []
+
+    def allocate(n_bytes):
+        allocated.append(n_bytes)
+        return torch.empty(n_bytes, dtype=torch.uint8)
+
+    seen, last = [], []
+    buckets = Buckets(size, allocate)
+    for bucket in buckets.of(iter(weights)):
+        seen += [(name, tensor.clone()) for name, tensor in bucket.tensors()]
+        last.append(bucket.last)
+    assert [name for name, _ in seen] == [name for name, _ in weights]
+    assert all(torch.equal(a, b) and a.dtype == b.dtype for (_, a), (_, b) in zip(seen, weights, strict=True))
+    assert last == [False] * (len(last) - 1) + [True] * bool(last)
+    largest = max([size, *(tensor.nbytes for _, tensor in weights)])
+    assert all(n_bytes <= largest for n_bytes in allocated)
+    assert sum(len(buffer) for buffer in buckets._buffers) <= 2 * largest
