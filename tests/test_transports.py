@@ -1,9 +1,11 @@
 """Every transport brings every tensor, or nothing that counts: real SGLang servers, the engine of rank 0 alone."""
 
 import asyncio
+import base64
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from recipe.atropos.inference.client import InferenceError, SGLangClient
+from recipe.atropos.weight_sync import tensor
 from recipe.atropos.weight_sync.bucket import Buckets
 from recipe.atropos.weight_sync.engine import AtroposCheckpointEngine, choose_transport
 from recipe.atropos.weight_sync.hosts import address_towards, is_this_host
@@ -232,6 +235,16 @@ def test_memory_is_shared_with_servers_of_this_machine_alone(tmp_path):
     assert is_this_host("http://127.0.0.1:8000") and is_this_host("http://localhost:8000/v1")
     assert not is_this_host("http://192.0.2.1:8000") and not is_this_host("http://no.such.host.invalid")
     assert address_towards("http://127.0.0.1:1") == "127.0.0.1"
+
+
+def test_handles_go_by_name_also_while_another_thread_allocates():
+    """A server dies of a handle that is a file descriptor."""
+    bucket = next(Buckets(64, tensor._allocate_shared).of(iter([("t", torch.ones(4))])))
+    with ThreadPoolExecutor() as threads:
+        allocating = threads.submit(lambda: [tensor._allocate_shared(64) for _ in range(2000)])
+        handles = [base64.b64decode(tensor._handles(bucket)) for _ in range(2000)]
+        allocating.result()
+    assert all(b"rebuild_storage_filename" in each for each in handles)
 
 
 def test_auto_takes_shared_memory_where_it_can_and_the_network_where_it_must():

@@ -3,12 +3,17 @@
 import asyncio
 import contextlib
 import signal
+import threading
+import time
 
+import numpy as np
 import psutil
 import pytest
 import ray
+from helpers_services import get, post, running_api
 from helpers_sglang import make_tiny_model, running_sglang
-from helpers_trainer import close, compose_config, model_vocab
+from helpers_trainer import close, compose_config, model_vocab, random_group
+from ray.cluster_utils import Cluster
 from transformers import AutoTokenizer
 
 from recipe.atropos.inference.client import InferenceError, SGLangClient
@@ -38,20 +43,36 @@ def servers(other_model):
 @pytest.fixture
 def trainer(model_path, servers, tmp_path):
     ray.init(num_cpus=2, include_dashboard=False)
+    limits = ["trainer.atropos.weight_sync.timeout=8", "trainer.atropos.weight_sync.verify=probe"]
+    trainer = make_trainer(model_path, servers, tmp_path, *limits)
+    yield trainer
+    close(trainer)
+    ray.shutdown()
+
+
+@pytest.fixture
+def two_nodes():
+    """A Ray cluster of two nodes in this machine, each with room for one rank and the trainer's own task."""
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+    cluster.add_node(num_cpus=2)
+    ray.init(address=cluster.address)
+    yield
+    ray.shutdown()
+    cluster.shutdown()
+
+
+def make_trainer(model_path, servers, run_dir, *overrides):
     config = compose_config(
         f"actor_rollout_ref.model.path={model_path}",
         f"inference.urls=[{','.join(url for _, url in servers)}]",
-        "trainer.atropos.weight_sync.timeout=8",
-        "trainer.atropos.weight_sync.verify=probe",
-        f"run.dir={tmp_path}",
+        f"run.dir={run_dir}",
+        *overrides,
     )
     trainer = RayGRPOAtroposTrainer(
         config=config, tokenizer=AutoTokenizer.from_pretrained(model_path), vocab_size=model_vocab(model_path)
     )
     trainer.init_workers()
-    yield trainer
-    close(trainer)
-    ray.shutdown()
+    return trainer
 
 
 def call(url, action, timeout=30):
@@ -118,3 +139,47 @@ def test_a_server_that_comes_back_with_other_weights_is_given_the_current_ones(t
             trainer.checkpoint_manager.ensure_current(1)
     finally:
         send(service, signal.SIGCONT)
+
+
+def test_ranks_on_two_nodes_train_and_push_to_two_servers(two_nodes, model_path, servers, tmp_path):
+    """A sharded model over Ray nodes, a process group with both servers, and a whole run of two steps."""
+    (_, first), (_, second) = servers
+    with running_api(tmp_path) as api:
+        trainer = make_trainer(
+            model_path,
+            servers,
+            tmp_path / "run",
+            "trainer.nnodes=2",
+            "trainer.n_gpus_per_node=1",
+            "trainer.atropos.weight_sync.transport=distributed",
+            "trainer.atropos.weight_sync.verify=checksum",
+            "data.train_batch_size=2",
+            "actor_rollout_ref.rollout.n=4",
+            "actor_rollout_ref.actor.optim.lr=1e-2",
+            "trainer.total_training_steps=2",
+            f"trainer.atropos.api_url={api.url}",
+        )
+        try:
+            nodes = ray.get([worker.__ray_call__.remote(node_of) for worker in trainer.actor_rollout_wg.workers])
+            assert len(nodes) == len(set(nodes)) == 2
+            trainer.checkpoint_manager.update_weights(0)
+            before = greedy(first)
+            poster = threading.Thread(target=post_when_registered, args=(api.url, model_vocab(model_path)), daemon=True)
+            poster.start()
+            trainer.fit()
+            assert trainer.checkpoint_manager.version == 2 and version(first) == version(second) == "2"
+            assert greedy(first) == greedy(second) != before
+        finally:
+            close(trainer)
+
+
+def node_of(_worker):
+    return ray.get_runtime_context().get_node_id()
+
+
+def post_when_registered(url, vocab_size):
+    rng = np.random.default_rng(0)
+    while get(f"{url}/info")["batch_size"] == -1:
+        time.sleep(0.1)
+    for _ in range(4):
+        post(f"{url}/scored_data", random_group(rng, vocab_size))

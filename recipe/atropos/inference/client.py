@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -47,6 +47,7 @@ class Capabilities:
     version: str
     endpoints: frozenset[str]
     pause_modes: frozenset[str]
+    arguments: dict[str, Any] = field(default_factory=dict)  # it was started with: tp_size, dp_size, dtype, device, ...
 
     @property
     def weight_update_session(self) -> bool:
@@ -61,16 +62,23 @@ class SGLangClient:
         url: base address, without ``/v1``.
         api_key: the key that the server was started with, if any.
         timeout: seconds that one call may take in all. Updates of large models need minutes.
+        capabilities: what the server can do, where that is known already.
     """
 
-    def __init__(self, url: str, api_key: str | None = None, timeout: float = 600.0):
+    def __init__(
+        self,
+        url: str,
+        api_key: str | None = None,
+        timeout: float = 600.0,
+        capabilities: Capabilities | None = None,
+    ):
         self.url = url.rstrip("/")
         self.timeout = timeout
         self._headers = {"Content-Type": "application/json"}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self._session: aiohttp.ClientSession | None = None
-        self._capabilities: Capabilities | None = None
+        self._capabilities = capabilities
 
     async def __aenter__(self) -> Self:
         # A new connection for each call: on a kept one, a POST can meet a server that is just closing it, and whether
@@ -116,22 +124,23 @@ class SGLangClient:
             raise InferenceError(self.url, "/model_info", f"no weight_version among {sorted(info)}: SGLang too old")
         return str(info["weight_version"])
 
-    async def server_info(self) -> dict[str, Any]:
-        """How the server was started: tp_size, pp_size, dp_size, dtype, device, version and all its other arguments."""
-        return await self._call("GET", "/server_info")
-
     async def capabilities(self) -> Capabilities:
         """What this server can do; asked once."""
         if self._capabilities is None:
             api = await self._call("GET", "/openapi.json")
-            server = await self.server_info()
+            server = await self._call("GET", "/server_info")
             mode = api["components"]["schemas"].get("PauseGenerationReqInput", {}).get("properties", {}).get("mode", {})
             self._capabilities = Capabilities(
                 version=str(server.get("version", "unknown")),
                 endpoints=frozenset(api["paths"]),
                 pause_modes=frozenset(mode.get("enum", ())),
+                arguments=server,
             )
         return self._capabilities
+
+    def forget_capabilities(self) -> None:
+        """Ask again: another server may have taken this one's place."""
+        self._capabilities = None
 
     # -- generation ------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ model is. A buffer grows to the largest tensor where that is larger than a bucke
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import cycle
+from itertools import chain, cycle
 from typing import TypeVar
 
 import torch
@@ -68,6 +68,12 @@ class Buckets:
         if len(self._buffers[index]) < size:
             self._buffers[index] = self._allocate(size)
         return self._buffers[index]
+
+
+async def first_filled(buckets: Iterator[Bucket]) -> Iterator[Bucket]:
+    """The same buckets, the first of them filled already."""
+    first = await in_thread(lambda: next(buckets, None))
+    return chain([] if first is None else [first], buckets)
 
 
 async def send_in_buckets(buckets: Iterator[Bucket], send: Callable[[Bucket], Awaitable[None]]) -> None:

@@ -67,7 +67,7 @@ class WeightChecksums:
             raise
         if "ranks" not in reply:
             raise WeightPushError(f"{client.url} makes no checksums of its weights: {_MEND}")
-        device = (await client.server_info()).get("device")
+        device = (await client.capabilities()).arguments.get("device")
         if len(reply["ranks"]) != 1 or device != "cpu":
             raise WeightPushError(
                 f"{client.url} runs on {len(reply['ranks'])} ranks of device {device}; checksums are compared with one "

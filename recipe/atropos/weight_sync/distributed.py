@@ -8,7 +8,7 @@ import asyncio
 import itertools
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
 import torch
@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_proces
 from verl.utils.device import get_device_id, get_device_name
 
 from recipe.atropos.inference.client import InferenceError, SGLangClient
-from recipe.atropos.weight_sync.bucket import Bucket, Buckets, NamedTensors, in_thread, send_in_buckets
+from recipe.atropos.weight_sync.bucket import Bucket, Buckets, NamedTensors, first_filled, in_thread, send_in_buckets
 from recipe.atropos.weight_sync.hosts import address_towards
 from recipe.atropos.weight_sync.servers import WeightPushError, on_all, update_session
 
@@ -31,13 +31,13 @@ class DistributedTransport:
         device = "cpu" if get_device_name() == "cpu" else get_device_id()
         self._buckets = Buckets(bucket_size, lambda size: torch.empty(size, dtype=torch.uint8, device=device))
         self.timeout = timeout
-        self._weights: NamedTensors = iter(())
+        self._filled: Iterator[Bucket] = iter(())
         self._group: _Group | None = None
 
     async def stage(self, clients: Sequence[SGLangClient], weights: NamedTensors, version: int) -> None:
         """Raises WeightPushError: a server did not join the group."""
         self._group = await self._joined(clients)
-        self._weights = weights
+        self._filled = await first_filled(self._buckets.of(weights))
 
     async def deliver(self, clients: Sequence[SGLangClient], version: int) -> None:
         """Raises WeightPushError: a server did not load a bucket."""
@@ -62,7 +62,7 @@ class DistributedTransport:
 
         try:
             async with update_session(clients):
-                await send_in_buckets(self._buckets.of(self._weights), send)
+                await send_in_buckets(self._filled, send)
         except BaseException:
             await group.leave(clients)
             raise
@@ -95,7 +95,7 @@ class _Group:
     async def form(cls, clients: Sequence[SGLangClient], timeout: float) -> "_Group":
         sizes = []
         for client in clients:
-            info = await client.server_info()
+            info = (await client.capabilities()).arguments
             if info.get("dp_size", 1) != 1:
                 raise WeightPushError(
                     f"{client.url} runs with dp_size={info['dp_size']}, and such a server joins no group: start "

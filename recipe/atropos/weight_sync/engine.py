@@ -14,7 +14,7 @@ from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegist
 from verl.utils.device import get_device_name
 from verl.utils.torch_dtypes import PrecisionType
 
-from recipe.atropos.inference.client import SGLangClient
+from recipe.atropos.inference.client import Capabilities, SGLangClient
 from recipe.atropos.weight_sync.checksums import WeightChecksums
 from recipe.atropos.weight_sync.disk import DiskTransport
 from recipe.atropos.weight_sync.distributed import DistributedTransport
@@ -60,6 +60,7 @@ class AtroposCheckpointEngine(CheckpointEngine):
         self.pause_mode = pause_mode
         self.verify = verify
         self._client_options = {"api_key": api_key, "timeout": timeout}
+        self._capabilities: dict[str, Capabilities] = {}  # by URL; what is asked once need not be asked in a pause
         self._pushed: str | None = None  # the version that every server had after the last push
         self._transport: Transport = self._make_transport(choose_transport(transport, urls), directory, timeout)
 
@@ -77,7 +78,10 @@ class AtroposCheckpointEngine(CheckpointEngine):
         try:
             async with AsyncExitStack() as stack:
                 clients = [
-                    await stack.enter_async_context(SGLangClient(url, **self._client_options)) for url in self.urls
+                    await stack.enter_async_context(
+                        SGLangClient(url, **self._client_options, capabilities=self._capabilities.get(url))
+                    )
+                    for url in self.urls
                 ]
                 await on_all(clients, "check", self._check)
                 checksums = WeightChecksums() if self.verify == "checksum" else None
@@ -90,9 +94,13 @@ class AtroposCheckpointEngine(CheckpointEngine):
 
     async def _check(self, client: SGLangClient) -> None:
         """A server that is new, or was started again, serves the model that is trained."""
-        if self.model_path and (self._pushed is None or await client.weight_version() != self._pushed):
+        if client.url in self._capabilities and await client.weight_version() == self._pushed:
+            return
+        client.forget_capabilities()
+        if self.model_path:
             trained = AutoConfig.from_pretrained(self.model_path)
             await check_model(client, trained, str(self.dtype).removeprefix("torch."))
+        self._capabilities[client.url] = await client.capabilities()
 
     def _make_transport(self, name: str, directory: str | None, timeout: float) -> Transport:
         if name == "disk":

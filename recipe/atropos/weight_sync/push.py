@@ -3,7 +3,7 @@
     stage -> pause -> deliver -> flush -> verify -> resume
 
 - While the weights are staged, generation goes on with the old version: transport "disk" gathers and writes them then;
-  the others gather them in buckets as they deliver, and stage nothing.
+  the others gather them in buckets as they deliver, and stage the first.
 - Nothing is generated between the first and the last changed tensor of a server: it is paused.
 - The KV cache is flushed after the last tensor and before anything is generated, so no new token attends to keys of old
   weights; a flush that fails fails the push.

@@ -32,7 +32,7 @@ async def check_model(client: SGLangClient, trained: PretrainedConfig, dtype: st
         WeightPushError: the server has another architecture, another size or another dtype; names it, and both values.
         InferenceError: the server does not answer.
     """
-    model, arguments = await client.model_info(), await client.server_info()
+    model, arguments = await client.model_info(), (await client.capabilities()).arguments
     differences = []
     if (theirs := model.get("architectures")) and theirs != trained.architectures:
         differences.append(f"architectures {theirs}, the trainer's are {trained.architectures}")

@@ -6,8 +6,10 @@ processes on one machine, with an API key.
 """
 
 import base64
+import contextlib
 import io
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -16,9 +18,11 @@ from torch import multiprocessing
 from verl.utils.device import get_device_id, get_device_name
 
 from recipe.atropos.inference.client import SGLangClient
-from recipe.atropos.weight_sync.bucket import Bucket, Buckets, NamedTensors, send_in_buckets
+from recipe.atropos.weight_sync.bucket import Bucket, Buckets, NamedTensors, first_filled, send_in_buckets
 from recipe.atropos.weight_sync.hosts import is_this_host
 from recipe.atropos.weight_sync.servers import WeightPushError, on_all, update_session
+
+_sharing_lock = threading.Lock()
 
 
 class TensorTransport:
@@ -26,7 +30,7 @@ class TensorTransport:
 
     def __init__(self, bucket_size: int):
         self._buckets = Buckets(bucket_size, _allocate_shared)
-        self._weights: NamedTensors = iter(())
+        self._filled: Iterator[Bucket] = iter(())
         self._ranks: dict[SGLangClient, int] = {}
 
     async def stage(self, clients: Sequence[SGLangClient], weights: NamedTensors, version: int) -> None:
@@ -37,8 +41,8 @@ class TensorTransport:
                     f"{client.url} is on another machine than the trainer's rank 0, and shares no memory with it: set "
                     "trainer.atropos.weight_sync.transport=distributed or disk"
                 )
-        self._ranks = {client: (await client.server_info()).get("tp_size", 1) for client in clients}
-        self._weights = weights
+        self._ranks = {client: (await client.capabilities()).arguments.get("tp_size", 1) for client in clients}
+        self._filled = await first_filled(self._buckets.of(weights))
 
     async def deliver(self, clients: Sequence[SGLangClient], version: int) -> None:
         """Raises WeightPushError: a server did not load a bucket."""
@@ -57,7 +61,7 @@ class TensorTransport:
             await on_all(clients, "deliver", lambda client: load(client, bucket))
 
         async with update_session(clients):
-            await send_in_buckets(self._buckets.of(self._weights), send)
+            await send_in_buckets(self._filled, send)
 
     def release(self, version: int) -> None:
         """The buffers stay, for the next version."""
@@ -67,7 +71,7 @@ def _allocate_shared(size: int) -> torch.Tensor:
     """uint8, (size,): on a CPU in shared memory, else on the current device, whose memory can be shared."""
     if get_device_name() != "cpu":
         return torch.empty(size, dtype=torch.uint8, device=get_device_id())
-    with _FileSystemSharing():
+    with _sharing_by_name():
         storage = torch.UntypedStorage._new_shared(size)
     return torch.empty(0, dtype=torch.uint8).set_(storage)
 
@@ -75,17 +79,21 @@ def _allocate_shared(size: int) -> torch.Tensor:
 def _handles(bucket: Bucket) -> str:
     """[(name, tensor), ...] with handles in the tensors' place, as SGLang reads it."""
     written = io.BytesIO()
-    with _FileSystemSharing():
+    with _sharing_by_name():
         ForkingPickler(written).dump(bucket.tensors())
     return base64.b64encode(written.getvalue()).decode()
 
 
-class _FileSystemSharing:
-    """Handles by name; torch's default passes file descriptors, which only its own child processes can take."""
+@contextlib.contextmanager
+def _sharing_by_name() -> Iterator[None]:
+    """Handles by name: torch's default passes file descriptors, and a server that gets such a handle dies of it.
 
-    def __enter__(self) -> None:
-        self._before = multiprocessing.get_sharing_strategy()
+    The setting is the process's, and buckets are allocated in one thread while another makes handles.
+    """
+    with _sharing_lock:
+        before = multiprocessing.get_sharing_strategy()
         multiprocessing.set_sharing_strategy("file_system")
-
-    def __exit__(self, *_: object) -> None:
-        multiprocessing.set_sharing_strategy(self._before)
+        try:
+            yield
+        finally:
+            multiprocessing.set_sharing_strategy(before)
