@@ -160,6 +160,7 @@ def test_ranks_on_two_nodes_train_and_push_to_two_servers(two_nodes, model_path,
             f"trainer.atropos.api_url={api.url}",
         )
         try:
+            node_of = lambda _: ray.get_runtime_context().get_node_id()  # noqa: E731 (a function would go by its module)
             nodes = ray.get([worker.__ray_call__.remote(node_of) for worker in trainer.actor_rollout_wg.workers])
             assert len(nodes) == len(set(nodes)) == 2
             trainer.checkpoint_manager.update_weights(0)
@@ -171,10 +172,6 @@ def test_ranks_on_two_nodes_train_and_push_to_two_servers(two_nodes, model_path,
             assert greedy(first) == greedy(second) != before
         finally:
             close(trainer)
-
-
-def node_of(_worker):
-    return ray.get_runtime_context().get_node_id()
 
 
 def post_when_registered(url, vocab_size):
