@@ -44,6 +44,7 @@ PROBE_SECONDS = 1.0
 
 _PROBE_TIMEOUT = 30.0  # a busy server answers late; a dead one refuses at once
 _CONNECT_TIMEOUT = 10.0
+_READ_BYTES = 1 << 20  # aiohttp's default, 64 KiB, stops and goes on several times in a reply with logprobs
 _MAX_SENDS = 5  # of one request: one that kills every server that it meets must end
 # Of the connection, not of the message; or written anew by aiohttp.
 _NOT_PASSED_ON = frozenset(
@@ -178,7 +179,9 @@ class Gateway:
         # looks as if the server had died. No limit: whoever generates sets the concurrency.
         connector = aiohttp.TCPConnector(force_close=True, limit=0)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT)
-        async with aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False) as self._session:
+        async with aiohttp.ClientSession(
+            connector=connector, timeout=timeout, auto_decompress=False, read_bufsize=_READ_BYTES
+        ) as self._session:
             probes = [asyncio.create_task(self._probe_forever(server)) for server in self.pool.servers.values()]
             yield
             for probe in probes:

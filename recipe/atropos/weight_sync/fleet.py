@@ -119,14 +119,14 @@ class FleetSyncManager(WeightSyncManager):
             GatewayError: the gateway is lost.
             ray.exceptions.RayError, WeightPushError: as in ``WeightSyncManager``; no server has died.
         """
-        attempts = len(self.fleet.urls) + 2
+        attempts, first = len(self.fleet.urls) + 2, self.version is None
         for _ in range(attempts):
             targets = sorted(self.fleet.wait_for_any())
             self.fleet.gateway.announce(global_steps, targets, pushing=True)
             metrics = self._push(global_steps, targets)
             if metrics is not None:
-                returned = set(targets) - self.fleet.holding if self.version is not None else set()
-                return self._admitted(global_steps, targets, metrics, len(returned))
+                returned = 0 if first else len(set(targets) - self.fleet.holding)
+                return self._admitted(global_steps, targets, metrics, returned)
         raise ServersGone(
             f"a server died in each of {attempts} pushes of version {global_steps}: see the servers' logs"
         )
