@@ -173,3 +173,19 @@ def test_a_batch_that_breaks_off_is_counted_and_the_next_one_comes():
 def test_values_that_cannot_work_are_refused(changes, words):
     with pytest.raises(ValueError, match=words):
         DataSourceConfig(**({"api_url": "http://127.0.0.1:1"} | changes))
+
+
+def test_who_waits_for_a_batch_can_do_something_meanwhile_that_does_not_count_as_waiting(api):
+    calls = []
+
+    def meanwhile():
+        calls.append(time.monotonic())
+        time.sleep(3)
+        if len(calls) == 2:
+            for number in (1, 2):
+                post(f"{api.url}/scored_data", group(number))
+
+    with DataSource(config(api.url, max_wait_time=6), REGISTRATION) as source:
+        begun = time.monotonic()
+        assert numbers(source.next_batch(meanwhile)) == [1.0, 2.0]
+        assert len(calls) == 2 and time.monotonic() - begun > 8, "4 s of waiting, 6 s of something else"

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import orjson
+import psutil
 import pytest
 from helpers_sglang import make_tiny_model
 
@@ -45,6 +46,10 @@ def wait(service, timeout):
         return status, Path(service.log_path).read_text(), left
     finally:
         service.stop(grace=0)
+
+
+def listed(folder):
+    return orjson.loads((folder / "services.json").read_bytes())
 
 
 def words(text):
@@ -156,8 +161,9 @@ def test_a_trainer_without_its_services_stops_and_names_them(tmp_path, model_pat
     assert re.search(rf"error: nothing usable at (inference.urls|trainer.atropos.api_url)={url}", words(output)), output
 
 
+@pytest.mark.timeout(600)  # four starts of everything, and one of a server
 def test_the_demo_trains_reports_ends_what_it_started_and_goes_on_after_an_interrupt(tmp_path):
-    """Four steps; then the same folder with more steps, interrupted, and resumed to the end."""
+    """Four steps; then the same folder with more steps, server and gateway killed, interrupted, resumed to the end."""
     folder = tmp_path / "run"
     options = ["--preset", "demo", "--run-dir", str(folder), "trainer.save_freq=2"]
     tracking = "trainer.logger=[console,tensorboard,wandb]"
@@ -196,14 +202,28 @@ def test_the_demo_trains_reports_ends_what_it_started_and_goes_on_after_an_inter
     assert status == 1 and "has trained 4 steps already" in words(output)
 
     service = run(tmp_path, LAUNCH, *options, "--steps", "1000")
-    deadline = time.monotonic() + 120
-    while len(read_metrics(folder)) < 7:
-        assert time.monotonic() < deadline and service.poll() is None, service.tail()
-        time.sleep(0.2)
+
+    def until(condition):
+        deadline = time.monotonic() + 120
+        while not condition():
+            assert time.monotonic() < deadline and service.poll() is None, service.tail()
+            time.sleep(0.2)
+
+    until(lambda: len(read_metrics(folder)) >= 6)
+    before = listed(folder)
+    for name in ("sglang", "gateway"):  # no batch comes without them, so nobody but the waiting trainer can mend it
+        psutil.Process(before[name]["pid"]).kill()
+    until(lambda: all(listed(folder)[name]["pid"] != before[name]["pid"] for name in ("sglang", "gateway")))
+    reached = len(read_metrics(folder))
+    until(lambda: len(read_metrics(folder)) >= reached + 4)  # more than were ahead
+    assert listed(folder)["sglang"]["url"] == before["sglang"]["url"]
     service.process.send_signal(signal.SIGINT)
     status, output, left = wait(service, 60)
     assert status == 130 and not left, output
     assert "the same command resumes the run" in output
+    assert re.search(r"sglang ended \(-9\), started again at http://127.0.0.1:\d+: 1 of 3 restarts", words(output)), (
+        output
+    )
 
     reached = len(read_metrics(folder))
     status, output, left = wait(run(tmp_path, LAUNCH, *options, "--steps", str(reached + 1)), 240)

@@ -19,7 +19,7 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +32,7 @@ Batch = list[dict[str, Any]]  # groups: ScoredData of the API
 
 _FIRST_POLL, _LONGEST_POLL = 0.05, 1.0  # seconds between two questions for a batch while there is none
 _LONGEST_DELAY = 5.0  # seconds between two attempts to reach the API
+_MEANWHILE_SECONDS = 2.0  # of a wait for a batch, before the trainer looks after its servers
 
 
 class DataSourceError(RuntimeError):
@@ -126,27 +127,37 @@ class DataSource:
         """Batches fetched and not yet handed over."""
         return len(self._ready)
 
-    def next_batch(self) -> Batch:
+    def next_batch(self, meanwhile: Callable[[], object] | None = None) -> Batch:
         """The oldest batch, as soon as there is one.
+
+        ``meanwhile`` is called every few seconds of the wait; what it takes does not count as waiting.
 
         Raises:
             DataSourceError: none came within ``max_wait_time``, or the API was lost; says which part is silent.
         """
         deadline = time.monotonic() + self.config.max_wait_time
-        with self._changed:
-            while not self._ready:
-                if self._error is not None:
-                    raise self._error
-                if not self._changed.wait(timeout=deadline - time.monotonic()) and time.monotonic() >= deadline:
-                    break
-            if self._ready:
-                batch = self._ready.popleft()
-                self._changed.notify_all()
+        while (remaining := deadline - time.monotonic()) > 0:
+            if (batch := self._take(min(remaining, _MEANWHILE_SECONDS))) is not None:
                 return batch
+            if meanwhile is not None:
+                begun = time.monotonic()
+                meanwhile()
+                deadline += time.monotonic() - begun
         raise DataSourceError(
             f"no batch of {self.registration.batch_size} sequences within {self.config.max_wait_time:g} s: "
             f"{asyncio.run(diagnose(self.config, self.registration.batch_size))}"
         )
+
+    def _take(self, seconds: float) -> Batch | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._ready or self._error is not None, timeout=seconds)
+            if not self._ready:
+                if self._error is not None:
+                    raise self._error
+                return None
+            batch = self._ready.popleft()
+            self._changed.notify_all()
+            return batch
 
     def _run(self) -> None:
         try:

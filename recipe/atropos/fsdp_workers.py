@@ -56,3 +56,8 @@ class AtroposActorWorker(ActorRolloutRefWorker):
             initialize_global_process_group_ray(backend="gloo")
         super().init_model()
         self.actor.set_loss_fn(partial(atropos_loss, **self.loss_fn.keywords, distillation=self.distillation))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def set_inference_urls(self, urls: list[str]) -> None:
+        """The servers that the next pushes go to."""
+        self.checkpoint_engine.urls = list(urls)

@@ -1,11 +1,13 @@
 """One-shot launcher: ``python -m recipe.atropos.launch_services --preset demo [--steps N] [key=value ...]``
 
-Starts the Trajectory API, the SGLang server, the trainer and the environment, in the order in which each can use the
-one before; watches them until the trainer has trained every step; then ends exactly what it started. The promises:
+Starts the Trajectory API, the SGLang servers with the gateway before them, the trainer and the environment, in the
+order in which each can use the one before; watches them until the trainer has trained every step; then ends exactly
+what it started. The promises:
 
-- the environment starts only when the server holds the trainer's weights;
-- whichever service ends early ends the run, with that service's name and last lines, and a non-zero status;
-- held-out accuracy is measured by the environment itself, on weights whose version the server reports before and after;
+- the environment starts only when the servers hold the trainer's weights;
+- an SGLang server or a gateway that ends is started again, so many times, and the run goes on; whichever other service
+  ends early ends the run, with that service's name and last lines, and a non-zero status;
+- held-out accuracy is measured by the environment itself, on one version of the weights from beginning to end;
 - whatever happens, Ctrl-C included, no process of the run stays.
 
 A run leaves what DESIGN's run contract lists in ``runs/NAME``; the same command resumes an interrupted run.
@@ -16,11 +18,9 @@ import asyncio
 import importlib.util
 import os
 import re
-import secrets
 import signal
 import sys
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,26 +30,18 @@ from hydra import compose, initialize_config_module
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from rich.console import Console
 from rich.markup import escape
 
-from recipe.atropos.inference.client import InferenceError, SGLangClient
-from recipe.atropos.inference.server import LaunchError, SGLangLaunch, start_sglang
+from recipe.atropos.inference.server import LaunchError
 from recipe.atropos.preflight import ConfigurationError, check_config, resolve_model
 from recipe.atropos.run_record import MetricsReader, update_summary
-from recipe.atropos.services.process import (
-    Service,
-    ServiceFailed,
-    free_port,
-    port_is_free,
-    start_service,
-    wait_until_healthy,
-)
+from recipe.atropos.services.inference import Inference, inference_healthy, start_inference
+from recipe.atropos.services.process import Service, ServiceFailed, free_port, port_is_free, wait_until_healthy
+from recipe.atropos.services.run import Run, console
 from recipe.atropos.utils.plots import plot_reward
 
-console = Console(highlight=False)
-
 _WATCH_SECONDS = 0.5
+_VERSION_SECONDS = 120.0
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -136,43 +128,6 @@ def check_environment(target: str) -> None:
         )
 
 
-@dataclass
-class Run:
-    """A run's services and files. ``services`` are in the order of their start; they are ended in the reverse."""
-
-    config: DictConfig
-    overrides: list[str]
-    directory: Path
-    services: list[Service] = field(default_factory=list)
-    api_key: str = field(default_factory=lambda: secrets.token_hex(16))
-
-    def start(self, name: str, command: list[str], url: str | None = None, **env: str) -> Service:
-        """In the launcher's own working folder, so that relative paths and local modules mean what the user meant."""
-        service = start_service(name, command, log_path=self.log(name), env={"PYTHONUNBUFFERED": "1", **env}, url=url)
-        self.add(service)
-        return service
-
-    def add(self, service: Service) -> None:
-        self.services.append(service)
-        listing = {s.name: {"pid": s.pid, "url": s.url, "log": str(s.log_path)} for s in self.services}
-        (self.directory / "services.json").write_bytes(orjson.dumps(listing, option=orjson.OPT_INDENT_2))
-
-    def log(self, name: str) -> Path:
-        return self.directory / "logs" / f"{name}.log"
-
-    def stop(self, *services: Service) -> None:
-        """End the given services, or all, the youngest first."""
-        for service in reversed(services or tuple(self.services)):
-            service.stop()
-
-    def check(self) -> None:
-        """Raises ServiceFailed if a service has ended; the trainer may, with status 0."""
-        for service in self.services:
-            status = service.poll()
-            if status is not None and not (service.name == "trainer" and status == 0):
-                raise service.failure("ended while the run needs it")
-
-
 async def launch(config: DictConfig, overrides: list[str], directory: Path) -> None:
     """Run everything to the last step.
 
@@ -185,21 +140,27 @@ async def launch(config: DictConfig, overrides: list[str], directory: Path) -> N
     started = time.monotonic()
     try:
         resumed = _steps_done(directory) > 0
-        api, sglang = start_servers(run)
-        trainer = start_trainer(run, api, sglang)  # it waits for the servers while its own workers start
-        await servers_healthy(run, api, sglang)
-        version = await first_version(run, sglang)
+        api = start_api(run)
+        inference = start_inference(run)
+        console.print(
+            f"[bold]sglang[/]  starting {config.actor_rollout_ref.model.path} at {', '.join(inference.urls)}, "
+            f"behind {inference.gateway}",
+            soft_wrap=True,
+        )
+        trainer = start_trainer(run, api, inference)  # it waits for the servers while its own workers start
+        await servers_healthy(run, api, inference)
+        version = await first_version(run, trainer, inference)
         if config.environment.evaluate and not resumed:
-            before = await evaluate(run, sglang, "before")
+            before = await evaluate(run, inference, "before")
             update_summary(
                 directory, {"heldout_accuracy_before": before["accuracy"], "heldout_problems": before["total"]}
             )
-        environment = start_environment(run, api, sglang)
+        environment = start_environment(run, api, inference)
         await watch(run, trainer, version)
         run.stop(environment)
-        run.services.remove(environment)
+        run.remove(environment)
         if config.environment.evaluate:
-            after = await evaluate(run, sglang, "after")
+            after = await evaluate(run, inference, "after")
             update_summary(directory, {"heldout_accuracy_after": after["accuracy"], "heldout_problems": after["total"]})
     finally:
         run.stop()
@@ -207,46 +168,29 @@ async def launch(config: DictConfig, overrides: list[str], directory: Path) -> N
     plot_reward(directory)
 
 
-def start_servers(run: Run) -> tuple[Service, Service]:
-    """The Trajectory API and SGLang; not healthy yet."""
-    api_config, inference = run.config.api, run.config.inference
-    port = _port(api_config.port, api_config.host, "api.port")
-    command = [sys.executable, "-m", "atroposlib.cli.run_api", "--host", api_config.host, "--port", str(port)]
-    api = run.start("api", command, url=f"http://{api_config.host}:{port}")
-    sglang_launch = SGLangLaunch(
-        model_path=run.config.actor_rollout_ref.model.path,
-        python=inference.python,
-        host=inference.host,
-        port=inference.port,
-        device=inference.device,
-        dtype=inference.dtype,
-        api_key=run.api_key,
-        extra_args={"random_seed": run.config.seed, **inference.args},
-    )
-    sglang = start_sglang(sglang_launch, log_path=run.log("sglang"))
-    run.add(sglang)
-    console.print(f"[bold]sglang[/]  starting {sglang_launch.model_path} at {sglang.url}")
-    return api, sglang
+def start_api(run: Run) -> Service:
+    """The Trajectory API; not healthy yet."""
+    config = run.config.api
+    port = _port(config.port, config.host, "api.port")
+    command = [sys.executable, "-m", "atroposlib.cli.run_api", "--host", config.host, "--port", str(port)]
+    return run.start("api", command, url=f"http://{config.host}:{port}")
 
 
-async def servers_healthy(run: Run, api: Service, sglang: Service) -> None:
+async def servers_healthy(run: Run, api: Service, inference: Inference) -> None:
     async def answers() -> bool:
         run.check()
         return await _answers(f"{api.url}/status")
 
-    async def serves() -> bool:
-        run.check()
-        async with SGLangClient(sglang.url, run.api_key) as client:
-            return await client.health()
-
     await wait_until_healthy(api, answers, run.config.api.start_timeout)
-    seconds = await wait_until_healthy(sglang, serves, run.config.inference.start_timeout)
-    console.print(f"[bold]sglang[/]  up after {seconds:.0f} s; api at {api.url}")
+    seconds = await inference_healthy(run, inference)
+    many = f"{len(inference.urls)} servers " if len(inference.urls) > 1 else ""
+    console.print(f"[bold]sglang[/]  {many}up after {seconds:.0f} s; api at {api.url}")
 
 
-def start_trainer(run: Run, api: Service, sglang: Service) -> Service:
+def start_trainer(run: Run, api: Service, inference: Inference) -> Service:
     addresses = [
-        f"inference.urls=[{sglang.url}]",
+        f"inference.urls=[{','.join(inference.urls)}]",
+        f"inference.gateway={inference.gateway}",
         f"trainer.atropos.api_url={api.url}",
         f"trainer.atropos.startup_timeout={run.config.inference.start_timeout}",
     ]
@@ -256,17 +200,33 @@ def start_trainer(run: Run, api: Service, sglang: Service) -> Service:
     return run.start("trainer", [*command, f"run.dir={quoted(run.directory)}"], ATROPOS_API_KEY=run.api_key, **folders)
 
 
-async def first_version(run: Run, sglang: Service) -> int:
+async def first_version(run: Run, trainer: Service, inference: Inference) -> int:
     """The version of the trainer's first push: until then no environment may start."""
 
     async def pushed() -> bool:
         run.check()
-        return (await _weight_version(run, sglang)).isdigit()
+        return await inference.version() is not None
 
     timeout = run.config.trainer.ray_wait_register_center_timeout + run.config.trainer.atropos.weight_sync.timeout
-    seconds = await wait_until_healthy(sglang, pushed, timeout, what="given the trainer's weights")
-    version = int(await _weight_version(run, sglang))
+    seconds = await wait_until_healthy(trainer, pushed, timeout, what="done with its first push of weights")
+    version = await served_version(run, inference)
     console.print(f"[bold]trainer[/] pushed version {version} after {seconds:.0f} s")
+    return version
+
+
+async def served_version(run: Run, inference: Inference) -> int:
+    """The version that every request meets now.
+
+    Raises:
+        ServiceFailed: none is served, also not in a while: a gateway that was started again waits for the trainer.
+    """
+    deadline = time.monotonic() + _VERSION_SECONDS
+    while (version := await inference.version()) is None:
+        run.check()
+        if time.monotonic() > deadline:
+            gateway = next(service for service in run.services if service.name == "gateway")
+            raise gateway.failure(f"admits no server with the trainer's weights for {_VERSION_SECONDS:g} s")
+        await asyncio.sleep(_WATCH_SECONDS)
     return version
 
 
@@ -300,12 +260,12 @@ def environment_command(run: Run, subcommand: str, api_url: str, server_url: str
     return [sys.executable, *program, subcommand, *(f"--{key}={_text(value)}" for key, value in given.items())]
 
 
-def start_environment(run: Run, api: Service, sglang: Service) -> Service:
-    return run.start("environment", environment_command(run, "serve", api.url, sglang.url))
+def start_environment(run: Run, api: Service, inference: Inference) -> Service:
+    return run.start("environment", environment_command(run, "serve", api.url, inference.gateway))
 
 
-async def evaluate(run: Run, sglang: Service, when: str) -> dict[str, float]:
-    """Held-out accuracy of the version that the server holds, by the environment's own ``evaluate``.
+async def evaluate(run: Run, inference: Inference, when: str) -> dict[str, float]:
+    """Held-out accuracy of the version that the servers hold, by the environment's own ``evaluate``.
 
     Returns ``accuracy`` in [0, 1] and ``total``, the number of problems.
 
@@ -314,10 +274,10 @@ async def evaluate(run: Run, sglang: Service, when: str) -> dict[str, float]:
     """
     folder = run.directory / "evaluation" / when
     folder.mkdir(parents=True, exist_ok=True)
-    version = await _weight_version(run, sglang)
-    command = environment_command(run, "evaluate", "http://127.0.0.1:1", sglang.url)
+    version = await served_version(run, inference)
+    command = environment_command(run, "evaluate", "http://127.0.0.1:1", inference.gateway)
     service = run.start(f"evaluate-{when}", [*command, f"--env.data_dir_to_save_evals={folder}"])
-    run.services.remove(service)
+    run.remove(service)
     try:
         timeout = run.config.environment.start_timeout
         deadline = time.monotonic() + timeout
@@ -331,7 +291,7 @@ async def evaluate(run: Run, sglang: Service, when: str) -> dict[str, float]:
     metrics_path = folder / "metrics.json"
     if service.poll() != 0 or not metrics_path.exists():
         raise service.failure("no evaluation")
-    if version != await _weight_version(run, sglang):
+    if version != await served_version(run, inference):
         raise service.failure(f"the weights changed during the evaluation of version {version}")
     metrics = orjson.loads(metrics_path.read_bytes())["results"]["all"]
     accuracy = next(value for key, value in metrics.items() if key.endswith(("percent_correct", "accuracy")))
@@ -364,15 +324,6 @@ async def watch(run: Run, trainer: Service, version: int) -> None:
                 raise trainer.failure(f"ended after step {seen} of {total}")
             return
         await asyncio.sleep(_WATCH_SECONDS)
-
-
-async def _weight_version(run: Run, sglang: Service) -> str:
-    try:
-        async with SGLangClient(sglang.url, run.api_key, timeout=30) as client:
-            return await client.weight_version()
-    except InferenceError as error:
-        run.check()
-        raise sglang.failure(str(error)) from error
 
 
 async def _answers(url: str) -> bool:

@@ -22,6 +22,8 @@ from verl.utils.device import get_device_name
 from recipe.atropos.data_source import DataSourceError
 from recipe.atropos.preflight import ConfigurationError, check_config, check_services, resolve_model
 from recipe.atropos.ray_trainer import RayGRPOAtroposTrainer
+from recipe.atropos.weight_sync.fleet import ServersGone
+from recipe.atropos.weight_sync.gateway import GatewayError
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +34,7 @@ def run(config: DictConfig) -> None:
     Raises:
         ConfigurationError: a value that cannot work, or a service that does not answer within ``startup_timeout``.
         DataSourceError: the Trajectory API was lost, or no batch came in time.
+        ServersGone, GatewayError: behind a gateway, no SGLang server is left, or the gateway itself is gone.
     """
     with open_dict(config):
         config.trainer.device = get_device_name()
@@ -64,7 +67,7 @@ def run(config: DictConfig) -> None:
 def main(config: DictConfig) -> None:
     try:
         run(config)
-    except (ConfigurationError, DataSourceError, RayTaskError) as error:
+    except (ConfigurationError, DataSourceError, GatewayError, RayTaskError, ServersGone) as error:
         logger.debug("the run ended with", exc_info=True)
         sys.exit(f"error: {error}")
 

@@ -90,6 +90,10 @@ def check_config(config: DictConfig) -> None:
             f"trainer.atropos.replay={replay}: no recorded batches there; give the folder batches/ of a run that was "
             "started with trainer.atropos.record_batches=true"
         )
+    for key, least in (("servers", 1), ("max_restarts", 0)):
+        value = config.inference[key]
+        if type(value) is not int or value < least:
+            raise ConfigurationError(f"inference.{key}={value!r}: give a whole number from {least} on")
     weight_sync = config.trainer.atropos.weight_sync
     known = {"transport": TRANSPORTS, "pause_mode": get_args(PauseMode), "verify": ("version", "probe", "checksum")}
     for key, choices in known.items():
@@ -235,7 +239,7 @@ def _check_correction(correction: DictConfig) -> None:
 
 
 def check_services(config: DictConfig, timeout: float = 30.0) -> None:
-    """Whether the Trajectory API and every SGLang server answer, asked for at most ``timeout`` seconds.
+    """Whether the Trajectory API, every SGLang server and a gateway answer, asked for at most ``timeout`` seconds.
 
     A replay needs neither.
 
@@ -262,8 +266,16 @@ async def _check_services(config: DictConfig, timeout: float) -> None:
         async with SGLangClient(url, config.inference.api_key, timeout=5) as client:
             await client.weight_version()
 
+    async def gateway() -> None:
+        headers = {"Authorization": f"Bearer {config.inference.api_key}"} if config.inference.api_key else None
+        async with aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=5)) as session:
+            async with session.get(config.inference.gateway.rstrip("/") + "/gateway/status") as reply:
+                reply.raise_for_status()
+
     checks = [_wait_for(trajectory_api, "trainer.atropos.api_url", config.trainer.atropos.api_url, timeout)]
     checks += [_wait_for(partial(server, url), "inference.urls", url, timeout) for url in config.inference.urls]
+    if config.inference.gateway:
+        checks.append(_wait_for(gateway, "inference.gateway", config.inference.gateway, timeout))
     await asyncio.gather(*checks)
 
 

@@ -37,6 +37,8 @@ from recipe.atropos.recorded import NoServers, RecordedSource, write_batch
 from recipe.atropos.rows import Row, RowLimits
 from recipe.atropos.run_record import RunRecord
 from recipe.atropos.weight_sync import WeightSyncManager
+from recipe.atropos.weight_sync.fleet import FleetSyncManager, ServerFleet
+from recipe.atropos.weight_sync.gateway import GatewayClient
 from recipe.atropos.weight_sync.probe import Probe
 from recipe.atropos.weight_sync.servers import reported_versions
 
@@ -157,7 +159,7 @@ class RayGRPOAtroposTrainer(SeparateRayPPOTrainer):
         )  # a recorded batch belongs to its step
         for _ in range(attempts):
             with marked_timer("wait", self.timing_raw):
-                groups = self.data_source.next_batch()
+                groups = self.data_source.next_batch(self._look_after_servers)
             with marked_timer("convert", self.timing_raw):
                 batch, report = groups_to_data_proto(groups, self.limits, multiple_of=self.mini_batch_size)
             dropped.update(report.dropped)
@@ -180,6 +182,11 @@ class RayGRPOAtroposTrainer(SeparateRayPPOTrainer):
         batch.meta_info["global_token_num"] = batch.batch["attention_mask"].sum(dim=-1).tolist()
         self.reward_tensor, self.reward_extra_infos_dict = batch.batch["token_level_scores"], {}
         return batch
+
+    def _look_after_servers(self) -> None:
+        """While a batch is waited for: it cannot come if the servers wait for weights."""
+        if self.config.inference.gateway:
+            self.metrics |= self.checkpoint_manager.ensure_current(self.global_steps - 1)
 
     def _fit_compute_log_prob(self, batch: DataProto) -> DataProto:
         """``old_log_probs``, (B, R): the policy's before the update, and how far the engine's own are from them.
@@ -336,14 +343,23 @@ class RayGRPOAtroposTrainer(SeparateRayPPOTrainer):
             return
         timeout = self.config.trainer.atropos.weight_sync.timeout
         inference, temperature = self.config.inference, self.config.actor_rollout_ref.rollout.temperature
+        fleet = None
+        if inference.gateway:
+            gateway = GatewayClient(inference.gateway, inference.api_key)
+            fleet = ServerFleet(inference.urls, gateway, inference.api_key, timeout)
         verify = None
         if self.config.trainer.atropos.weight_sync.verify == "probe":
             vocab_size = self.limits.vocab_size or len(self.tokenizer)
-            probe = Probe(inference.urls, inference.api_key, vocab_size, inference.dtype, temperature, timeout)
+            urls = fleet.targets if fleet else inference.urls
+            probe = Probe(urls, inference.api_key, vocab_size, inference.dtype, temperature, timeout)
             verify = partial(probe.verify, compute=self._log_probs_of)
+        longest = 2 * timeout  # gathering and staging come before the requests that the time-out is for
+        if fleet:
+            self.checkpoint_manager = FleetSyncManager(self.actor_rollout_wg, fleet, timeout=longest, verify=verify)
+            return
         self.checkpoint_manager = WeightSyncManager(
             self.actor_rollout_wg,
-            timeout=2 * timeout,  # gathering and staging come before the requests that the time-out is for
+            timeout=longest,
             verify=verify,
             reported=partial(reported_versions, inference.urls, inference.api_key, min(timeout, _LONGEST_ANSWER)),
         )

@@ -7,6 +7,7 @@ not to (``actor.fsdp_config.full_determinism``).
 
 import os
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,7 @@ class RecordedSource:
     def __len__(self) -> int:
         return sum(step >= self.step for step in recorded_steps(self.directory))
 
-    def next_batch(self) -> Batch:
+    def next_batch(self, meanwhile: Callable[[], object] | None = None) -> Batch:
         """Raises DataSourceError where the recording ends."""
         batch = read_batch(self.directory, self.step)
         self.step += 1

@@ -102,9 +102,13 @@ def has_gpu() -> bool:
     return listed.returncode == 0 and "GPU " in listed.stdout
 
 
+def uses_gpu(launch: SGLangLaunch) -> bool:
+    return launch.device == "cuda" or (launch.device == "auto" and has_gpu())
+
+
 def sglang_command(launch: SGLangLaunch) -> tuple[list[str], dict[str, str]]:
     """The command, and what it needs in its environment beside the launcher's own; `launch.port` must be set."""
-    device = launch.device if launch.device != "auto" else "cuda" if has_gpu() else "cpu"
+    device = "cuda" if uses_gpu(launch) else "cpu"
     flags: dict[str, Any] = {
         "model-path": launch.model_path,
         "host": launch.host,

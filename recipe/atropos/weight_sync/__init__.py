@@ -4,6 +4,7 @@
 - ``push``: the protocol that every push keeps; on rank 0.
 - ``disk``, ``distributed``, ``tensor``: the transports. ``bucket``: what the last two send.
 - ``manager``: the trainer's side; the version in force.
+- ``fleet``: the same where servers come and go behind a gateway; ``gateway``: what the trainer tells it.
 """
 
 from recipe.atropos.weight_sync.engine import AtroposCheckpointEngine

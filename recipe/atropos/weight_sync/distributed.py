@@ -33,6 +33,7 @@ class DistributedTransport:
         self.timeout = timeout
         self._filled: Iterator[Bucket] = iter(())
         self._group: _Group | None = None
+        self._left: list[tuple[str, str]] = []  # (URL, group): servers that may still hold a group that was given up
 
     async def stage(self, clients: Sequence[SGLangClient], weights: NamedTensors, version: int) -> None:
         """Raises WeightPushError: a server did not join the group."""
@@ -64,7 +65,7 @@ class DistributedTransport:
             async with update_session(clients):
                 await send_in_buckets(self._filled, send)
         except BaseException:
-            await group.leave(clients)
+            await self._leave(group, clients)
             raise
         group.version = str(version)
         self._group = group
@@ -76,9 +77,21 @@ class DistributedTransport:
             urls = [client.url for client in clients]
             if self._group.urls == urls and set(versions) == {self._group.version}:
                 return self._group
-            await self._group.leave(clients)
-            self._group = None
+            group, self._group = self._group, None
+            await self._leave(group, clients)
         return await _Group.form(clients, self.timeout)
+
+    async def _leave(self, group: "_Group", clients: Sequence[SGLangClient]) -> None:
+        """Give the group up, here and on its servers; on those that are not among ``clients`` when they are again."""
+        self._left += [(url, group.name) for url in group.urls]
+        by_url = {client.url: client for client in clients}
+        reachable = [(url, name) for url, name in self._left if url in by_url]
+        self._left = [left for left in self._left if left not in reachable]
+        calls = [by_url[url].post("/destroy_weights_update_group", {"group_name": name}) for url, name in reachable]
+        for result in await asyncio.gather(*calls, return_exceptions=True):
+            if isinstance(result, BaseException) and not isinstance(result, InferenceError):  # it may know it no more
+                raise result
+        await in_thread(group.destroy)
 
     def release(self, version: int) -> None:
         """Buffers and group stay, for the next version."""
@@ -152,14 +165,8 @@ class _Group:
         """End a broadcast that a server does not take part in."""
         self._process_group.abort()
 
-    async def leave(self, clients: Sequence[SGLangClient]) -> None:
-        """Give the group up, here and on the servers that still know it."""
-        body = {"group_name": self.name}
-        calls = [client.post("/destroy_weights_update_group", body) for client in clients]
-        for result in await asyncio.gather(*calls, return_exceptions=True):
-            if isinstance(result, BaseException) and not isinstance(result, InferenceError):
-                raise result
-        await in_thread(lambda: dist.destroy_process_group(self._process_group))
+    def destroy(self) -> None:
+        dist.destroy_process_group(self._process_group)
 
 
 async def _both(posts, broadcast, group: _Group) -> None:

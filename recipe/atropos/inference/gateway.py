@@ -1,0 +1,291 @@
+"""One address for several SGLang servers: ``python -m recipe.atropos.inference.gateway --servers URL,URL``
+
+Environments know one base URL and nothing of servers that come and go; this process stands between. It promises:
+
+- Everything but its own two endpoints is proxied unchanged: method, path, query, body, status, headers, streams.
+- The API key ($ATROPOS_API_KEY) is checked, 401 otherwise, and passed on.
+- Only *admitted* servers get requests, and only the trainer admits: ``PUT /gateway/weights {"version": 7, "servers":
+  [URL, ...]}``, with ``"pushing": true`` before a push to servers that are admitted already. See `ServerPool`.
+- The load is spread: the admitted server with the fewest requests in flight is next.
+- A request that finds no admitted server is held, at most ``--max-wait`` seconds, then answered 503 with the reason.
+- A client that goes away is forgotten: while held, it leaves the queue; in flight, its request upstream is closed.
+- A server whose connection fails, or that answers with weights that no push gave it, is taken out at once, by name, and
+  gets nothing until the trainer lists it again. Its requests are sent again to another one, or held, unless a part of
+  the reply was passed on: then the client's connection breaks. (Generation has no side effects.)
+- One that dies or is restarted while idle is found by a probe of /model_info each second.
+
+``GET /gateway/status`` says version, state of each server, and how many requests are held.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import hmac
+import logging
+import os
+import re
+import resource
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+
+import aiohttp
+import orjson
+from aiohttp import hdrs, web
+from multidict import CIMultiDict
+from yarl import URL
+
+from recipe.atropos.inference.pool import NothingAdmitted, Server, ServerPool
+
+logger = logging.getLogger(__name__)
+
+API_KEY_VARIABLE = "ATROPOS_API_KEY"
+PROBE_SECONDS = 1.0
+
+_PROBE_TIMEOUT = 30.0  # a busy server answers late; a dead one refuses at once
+_CONNECT_TIMEOUT = 10.0
+_READ_BYTES = 1 << 20  # aiohttp's default, 64 KiB, stops and goes on several times in a reply with logprobs
+_MAX_SENDS = 5  # of one request: one that kills every server that it meets must end
+# Of the connection, not of the message; or written anew by aiohttp.
+_NOT_PASSED_ON = frozenset(
+    {"connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer", "transfer-encoding"}
+    | {"upgrade", "host", "content-length", "expect"}
+)
+_GENERATES = ("/generate", "/v1/completions", "/v1/chat/completions")
+# In a JSON text these bytes can only be a key: within a string the quotes would be escaped.
+_WEIGHT_VERSION = re.compile(rb'"weight_version"\s*:\s*"([^"]*)"')
+
+
+class _UpstreamFailed(Exception):
+    """The server's fault; ``passed_on``: a part of its reply has reached the client."""
+
+    def __init__(self, why: str, passed_on: bool = False):
+        super().__init__(why)
+        self.passed_on = passed_on
+
+
+class Gateway:
+    """The handlers over one `ServerPool`, and the session to the servers."""
+
+    def __init__(self, pool: ServerPool, api_key: str | None = None):
+        self.pool = pool
+        self.api_key = api_key
+        self._authorization = f"Bearer {api_key}" if api_key else None
+
+    def app(self) -> web.Application:
+        # No limit on the body: the servers have theirs.
+        app = web.Application(middlewares=[self._authorized], client_max_size=0)
+        app.router.add_get("/gateway/status", self.get_status)
+        app.router.add_put("/gateway/weights", self.put_weights)
+        app.router.add_route("*", "/{path:.*}", self.proxy)
+        app.cleanup_ctx.append(self._session_and_probes)
+        return app
+
+    @web.middleware
+    async def _authorized(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        given = request.headers.get(hdrs.AUTHORIZATION, "")
+        if self._authorization and not hmac.compare_digest(given.encode(), self._authorization.encode()):
+            return _error(401, f"the API key is wrong or missing; give the run's own, that of ${API_KEY_VARIABLE}")
+        return await handler(request)
+
+    # -- own endpoints ---------------------------------------------------------------------------------------------
+
+    async def get_status(self, request: web.Request) -> web.Response:
+        return _json(self.pool.status())
+
+    async def put_weights(self, request: web.Request) -> web.Response:
+        try:
+            word = orjson.loads(await request.read())
+            version, urls, pushing = word["version"], word["servers"], word.get("pushing", False)
+            if type(version) is not int or version < 0 or type(pushing) is not bool:
+                raise ValueError(
+                    f"version={version!r}, pushing={pushing!r}: a whole number from 0 on, and a truth value"
+                )
+            if not isinstance(urls, list) or not all(isinstance(url, str) for url in urls):
+                raise ValueError(f"servers={urls!r}: a list of URLs")
+            self.pool.admit(version, urls, pushing)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            return _error(400, f"PUT /gateway/weights takes {{version, servers, pushing}}: {error}")
+        return _json(self.pool.status())
+
+    # -- everything else -------------------------------------------------------------------------------------------
+
+    async def proxy(self, request: web.Request) -> web.StreamResponse:
+        """Send a request to one server after the other until one has answered."""
+        body = await request.read()
+        failures = []
+        while len(failures) < _MAX_SENDS:
+            try:
+                server = await self.pool.acquire()
+            except NothingAdmitted as error:
+                return _error(503, str(error))
+            try:
+                return await self._send(server, request, body)
+            except _UpstreamFailed as error:
+                self.pool.take_out(server, f"{request.method} {request.path}: {error}")
+                if error.passed_on:
+                    logger.error("%s %s breaks off: a part of the reply was passed on", request.method, request.path)
+                    if request.transport is not None:
+                        request.transport.abort()  # a clean end would look like the whole reply
+                    raise asyncio.CancelledError from error
+                failures.append(f"{server.url}: {error}")
+                logger.warning("%s %s is sent again (%d)", request.method, request.path, len(failures))
+        return _error(502, f"{_MAX_SENDS} servers in a row failed at this request: {'; '.join(failures)}")
+
+    async def _send(self, server: Server, request: web.Request, body: bytes) -> web.StreamResponse:
+        """One request to one server.
+
+        Raises:
+            _UpstreamFailed: the connection failed, the server was taken out, or it has weights that no push gave it.
+        """
+        response: web.StreamResponse | None = None
+        try:
+            async with server.exchange(), self._request(server, request, body) as upstream:
+                headers = _passed_on(upstream.headers)
+                if not _is_stream(upstream):
+                    content = await upstream.read()
+                    _check_version(request, upstream, content)
+                    return web.Response(status=upstream.status, reason=upstream.reason, headers=headers, body=content)
+                response = web.StreamResponse(status=upstream.status, reason=upstream.reason, headers=headers)
+                await _to_client(response.prepare(request))
+                while chunk := await upstream.content.readany():
+                    await _to_client(response.write(chunk))
+                await _to_client(response.write_eof())
+                return response
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            why = str(error) or type(error).__name__
+            if isinstance(error, TimeoutError) and server.state != "admitted":
+                why = f"it was taken out meanwhile ({server.last_error or 'the trainer left it out'})"
+            raise _UpstreamFailed(why, passed_on=response is not None) from error
+
+    def _request(
+        self, server: Server, request: web.Request, body: bytes
+    ) -> contextlib.AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        return self._session.request(
+            request.method,
+            URL(server.url + request.raw_path, encoded=True),
+            headers=_passed_on(request.headers),
+            data=body or None,
+            allow_redirects=False,
+            skip_auto_headers=(hdrs.ACCEPT, hdrs.ACCEPT_ENCODING, hdrs.CONTENT_TYPE, hdrs.USER_AGENT),
+        )
+
+    # -- probes ----------------------------------------------------------------------------------------------------
+
+    async def _session_and_probes(self, app: web.Application) -> AsyncIterator[None]:
+        # A new connection for each request: a kept one can be closed by the server at the very moment of its use, which
+        # looks as if the server had died. No limit: whoever generates sets the concurrency.
+        connector = aiohttp.TCPConnector(force_close=True, limit=0)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT)
+        async with aiohttp.ClientSession(
+            connector=connector, timeout=timeout, auto_decompress=False, read_bufsize=_READ_BYTES
+        ) as self._session:
+            probes = [asyncio.create_task(self._probe_forever(server)) for server in self.pool.servers.values()]
+            yield
+            for probe in probes:
+                probe.cancel()
+            await asyncio.gather(*probes, return_exceptions=True)
+
+    async def _probe_forever(self, server: Server) -> None:
+        while True:
+            await asyncio.sleep(PROBE_SECONDS)
+            epoch = self.pool.epoch
+            if server.state == "admitted" and (amiss := await self._probe(server)) and epoch == self.pool.epoch:
+                self.pool.take_out(server, amiss)
+
+    async def _probe(self, server: Server) -> str | None:
+        """What is amiss with a server that should serve the trainer's weights; None if nothing is."""
+        headers = {hdrs.AUTHORIZATION: self._authorization} if self._authorization else None
+        timeout = aiohttp.ClientTimeout(total=_PROBE_TIMEOUT)
+        try:
+            async with self._session.get(f"{server.url}/model_info", headers=headers, timeout=timeout) as reply:
+                if reply.status != 200:
+                    return f"GET /model_info answered HTTP {reply.status}"
+                version = str(orjson.loads(await reply.read()).get("weight_version"))
+        except TimeoutError:
+            return f"GET /model_info: no answer within {_PROBE_TIMEOUT:g} s"
+        except (aiohttp.ClientError, OSError, ValueError, AttributeError) as error:
+            return f"GET /model_info: {error!r}"
+        if version not in self.pool.accepted:
+            expected = " or ".join(sorted(self.pool.accepted))
+            return f"it reports weight version {version!r}, not {expected}: it was restarted, or given other weights"
+        return None
+
+
+def _check_version(request: web.Request, reply: aiohttp.ClientResponse, content: bytes) -> None:
+    """Raises _UpstreamFailed for a generation by weights that no push gave: a push's version is a number."""
+    if request.path not in _GENERATES or reply.status != 200:
+        return
+    for version in _WEIGHT_VERSION.findall(content):
+        if not version.isdigit():
+            raise _UpstreamFailed(f"it answered with weight version {version.decode()!r}, which no push gave it")
+
+
+def _is_stream(reply: aiohttp.ClientResponse) -> bool:
+    """Whether a reply is passed on in pieces: server-sent events, and whatever has no length and is not JSON."""
+    if reply.content_type == "text/event-stream":
+        return True
+    return reply.content_length is None and reply.content_type != "application/json"
+
+
+async def _to_client(action: Awaitable[object]) -> None:
+    """A client that has gone is no fault of the server: its request ends as if it had been cancelled."""
+    try:
+        await action
+    except (aiohttp.ClientError, OSError) as error:
+        raise asyncio.CancelledError from error
+
+
+def _passed_on(headers: Mapping[str, str]) -> CIMultiDict[str]:
+    return CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in _NOT_PASSED_ON)
+
+
+def _json(value: object, status: int = 200) -> web.Response:
+    return web.Response(body=orjson.dumps(value), status=status, content_type="application/json")
+
+
+def _error(status: int, message: str) -> web.Response:
+    """In the form that SGLang and OpenAI's clients know."""
+    return _json({"error": {"message": f"gateway: {message}", "code": status}}, status)
+
+
+def _allow_many_connections() -> None:
+    """Each request holds two; without room for one more every server would look dead."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m recipe.atropos.inference.gateway",
+        description=f"One address for several SGLang servers; ${API_KEY_VARIABLE} guards it if set.",
+    )
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--servers", required=True, help="their URLs, without /v1, comma-separated")
+    parser.add_argument("--max-wait", type=float, default=600.0, help="seconds that a request may wait for a server")
+    options = parser.parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    _allow_many_connections()
+
+    async def app() -> web.Application:
+        urls = [url for url in options.servers.split(",") if url]
+        return Gateway(ServerPool(urls, options.max_wait), os.environ.get(API_KEY_VARIABLE)).app()
+
+    # handler_cancellation: aiohttp ends the handler of a client that has gone. Requests still held at the end are not
+    # waited for.
+    web.run_app(
+        app(),
+        host=options.host,
+        port=options.port,
+        access_log=None,
+        handler_cancellation=True,
+        shutdown_timeout=1.0,
+        print=logger.info,
+    )
+
+
+if __name__ == "__main__":
+    main()

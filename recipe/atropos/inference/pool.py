@@ -1,0 +1,149 @@
+"""Which SGLang servers may get requests: the admitted set, and who waits for it.
+
+Promises:
+
+- nobody but the trainer admits a server (`ServerPool.admit`); before its first word none is admitted;
+- a server that was taken out (`ServerPool.take_out`) gets nothing until the trainer admits it again, and what it was
+  working on is handed back to be sent to another one;
+- of the admitted servers the one with the fewest requests in flight is next;
+- a request waits at most `max_wait` seconds for a server, and its error says what it waited for.
+
+While the trainer pushes (`pushing=True`) servers pass from one version to the next, so both are accepted; only the word
+that ends the push leaves one. Whoever judges an answer by `accepted` must have asked in the present `epoch`: an answer
+that was on its way while the trainer spoke may tell of what was before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+logger = logging.getLogger(__name__)
+
+
+class NothingAdmitted(Exception):
+    """No server could take a request in time; the message says what was waited for."""
+
+
+@dataclass(eq=False)
+class Server:
+    """One SGLang server. ``requests`` counts what was sent to it, ``failures`` how often it was taken out."""
+
+    url: str
+    state: Literal["admitted", "waiting", "down"] = "waiting"
+    requests: int = 0
+    failures: int = 0
+    last_error: str | None = None
+    _exchanges: set[asyncio.Timeout] = field(default_factory=set)
+
+    @property
+    def inflight(self) -> int:
+        return len(self._exchanges)
+
+    @contextlib.asynccontextmanager
+    async def exchange(self) -> AsyncIterator[None]:
+        """Around one request to this server; ended by a TimeoutError as soon as the server is no longer admitted."""
+        async with asyncio.timeout(None) as limit:
+            self._exchanges.add(limit)
+            self.requests += 1
+            try:
+                yield
+            finally:
+                self._exchanges.discard(limit)
+
+    def leave(self, state: Literal["waiting", "down"]) -> None:
+        self.state = state
+        for limit in self._exchanges:
+            if not limit.expired():
+                limit.reschedule(0)  # the loop's clock is past it: at once
+
+    def status(self) -> dict[str, Any]:
+        names = ("url", "state", "inflight", "requests", "failures", "last_error")
+        return {name: getattr(self, name) for name in names}
+
+
+class ServerPool:
+    """See the module. Lives in one event loop. ``version`` is the trainer's last word, None before the first."""
+
+    def __init__(self, urls: Sequence[str], max_wait: float):
+        self.servers = {url.rstrip("/"): Server(url.rstrip("/")) for url in urls}
+        self.max_wait = max_wait
+        self.version: int | None = None
+        self.accepted: frozenset[str] = frozenset()
+        self.epoch = 0
+        self.held = 0
+        self._admission = asyncio.Event()
+
+    @property
+    def admitted(self) -> list[Server]:
+        return [server for server in self.servers.values() if server.state == "admitted"]
+
+    def admit(self, version: int, urls: Sequence[str], pushing: bool = False) -> None:
+        """The trainer's word: ``urls`` hold ``version``, or, while ``pushing``, those admitted among them will.
+
+        Raises:
+            ValueError: a URL that this pool was not started with.
+        """
+        listed = {url.rstrip("/") for url in urls}
+        if unknown := sorted(listed - set(self.servers)):
+            raise ValueError(f"servers {unknown} are none of --servers {','.join(self.servers)}: give the same URLs")
+        self.epoch += 1
+        for server in self.servers.values():
+            if server.url in listed and not pushing:
+                if server.state != "admitted":
+                    logger.info("%s is admitted with version %d", server.url, version)
+                server.state = "admitted"
+            elif server.url not in listed and server.state == "admitted":
+                logger.warning("%s is taken out: the trainer left it out of version %d", server.url, version)
+                server.leave("waiting")
+        if pushing:
+            self.accepted |= {str(version)}
+            return
+        self.version, self.accepted = version, frozenset({str(version)})
+        self._admission.set()
+        self._admission = asyncio.Event()
+
+    def take_out(self, server: Server, why: str) -> None:
+        """Use a server no more until it is admitted again; does nothing if it is out already."""
+        if server.state != "admitted":
+            return
+        logger.error("%s is taken out: %s", server.url, why)
+        server.failures += 1
+        server.last_error = why
+        server.leave("down")
+
+    async def acquire(self) -> Server:
+        """The admitted server with the fewest requests in flight, as soon as there is one.
+
+        Raises:
+            NothingAdmitted: none within ``max_wait`` seconds.
+        """
+        if not self.admitted:
+            await self._wait_for_admission()
+        return min(self.admitted, key=lambda server: (server.inflight, server.requests))
+
+    async def _wait_for_admission(self) -> None:
+        self.held += 1
+        try:
+            async with asyncio.timeout(self.max_wait):
+                while not self.admitted:
+                    await self._admission.wait()
+        except TimeoutError:
+            states = "; ".join(
+                f"{server.url} is {server.state}{f' ({server.last_error})' if server.last_error else ''}"
+                for server in self.servers.values()
+            )
+            raise NothingAdmitted(
+                f"waited {self.max_wait:g} s for the trainer to give its weights to an SGLang server and to admit it; "
+                f"{states}. See the trainer's log, and the server's"
+            ) from None
+        finally:
+            self.held -= 1
+
+    def status(self) -> dict[str, Any]:
+        servers = [server.status() for server in self.servers.values()]
+        return {"version": self.version, "servers": servers, "held": self.held}

@@ -1,0 +1,140 @@
+"""The run's SGLang servers, and the gateway that is the environments' one address of them.
+
+Promises: the environments know only the gateway; the ports stay what they are when a server or the gateway is started
+again; a server that never came up is an error, and only one that was up is started again.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import aiohttp
+
+from recipe.atropos.inference.client import SGLangClient
+from recipe.atropos.inference.gateway import API_KEY_VARIABLE
+from recipe.atropos.inference.server import SGLangLaunch, start_sglang, uses_gpu
+from recipe.atropos.services.process import Service, free_port, wait_until_healthy
+from recipe.atropos.services.run import Run
+
+_GATEWAY_START = 60.0
+
+
+@dataclass(frozen=True)
+class Inference:
+    """``servers`` by name; ``gateway`` is the URL that environments get. Processes come and go, these stay."""
+
+    servers: dict[str, SGLangLaunch]
+    gateway: str
+    api_key: str = field(repr=False)
+
+    @property
+    def urls(self) -> list[str]:
+        return [launch.url for launch in self.servers.values()]
+
+    async def version(self) -> int | None:
+        """The version that every admitted server holds; None before the first push, and where the gateway is silent."""
+        headers = {"Authorization": f"Bearer {self.api_key}"}
+        try:
+            async with aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=10)) as session:
+                async with session.get(f"{self.gateway}/gateway/status") as reply:
+                    status = await reply.json()
+        except (aiohttp.ClientError, TimeoutError):
+            return None
+        return status["version"] if any(s["state"] == "admitted" for s in status["servers"]) else None
+
+
+def plan_servers(run: Run) -> dict[str, SGLangLaunch]:
+    """What ``inference`` asks for, by name: ports chosen, each server with a seed of its own, and GPUs of its own."""
+    config = run.config.inference
+    ports = [free_port(config.host) if config.port is None else config.port + i for i in range(config.servers)]
+    launches = {}
+    for i, port in enumerate(ports):
+        # The same seed would sample the same answers to the same prompts.
+        own: dict[str, Any] = {"random_seed": run.config.seed + i, **config.args}
+        launch = SGLangLaunch(
+            model_path=run.config.actor_rollout_ref.model.path,
+            python=config.python,
+            host=config.host,
+            port=port,
+            device=config.device,
+            dtype=config.dtype,
+            api_key=run.api_key,
+            extra_args=own,
+        )
+        if i and uses_gpu(launch):
+            ranks = own.get("tp_size", 1) * own.get("pp_size", 1)
+            launch = replace(launch, extra_args={**own, "base_gpu_id": own.get("base_gpu_id", 0) + i * ranks})
+        launches["sglang" if len(ports) == 1 else f"sglang-{i}"] = launch
+    return launches
+
+
+def start_inference(run: Run) -> Inference:
+    """Start the servers and the gateway; not healthy yet.
+
+    Raises:
+        LaunchError: a server cannot be started as asked.
+    """
+    launches = plan_servers(run)
+    gateway = f"http://{_reachable(run.config.inference.host)}:{free_port(run.config.inference.host)}"
+    for name, launch in launches.items():
+        run.add(start_sglang(launch, log_path=run.log(name), name=name))
+    start_gateway(run, gateway, [launch.url for launch in launches.values()])
+    return Inference(launches, gateway, run.api_key)
+
+
+def start_gateway(run: Run, url: str, servers: Sequence[str]) -> Service:
+    host = run.config.inference.host
+    port, wait = url.rsplit(":", 1)[1], run.config.trainer.atropos.weight_sync.timeout
+    command = [sys.executable, "-m", "recipe.atropos.inference.gateway", "--host", host, "--port", port]
+    options = ["--servers", ",".join(servers), "--max-wait", str(wait)]
+    return run.start("gateway", [*command, *options], url=url, **{API_KEY_VARIABLE: run.api_key})
+
+
+async def inference_healthy(run: Run, inference: Inference) -> float:
+    """Wait until every server generates and the gateway answers; from then on they are started again when they end.
+
+    Returns seconds.
+
+    Raises:
+        ServiceFailed: one ended, or is not up within ``inference.start_timeout`` seconds.
+    """
+    services = {service.name: service for service in run.services}
+
+    async def gateway_answers() -> bool:
+        try:
+            async with aiohttp.ClientSession() as session, session.get(f"{inference.gateway}/gateway/status") as reply:
+                return reply.status == 401  # the key is asked for
+        except aiohttp.ClientError:
+            return False
+
+    async def serves(url: str) -> bool:
+        run.check()
+        async with SGLangClient(url, run.api_key) as client:
+            return await client.health()
+
+    await wait_until_healthy(services["gateway"], gateway_answers, _GATEWAY_START)
+    seconds = 0.0
+    for name, launch in inference.servers.items():
+        timeout = max(run.config.inference.start_timeout - seconds, 1.0)
+        seconds += await wait_until_healthy(services[name], lambda url=launch.url: serves(url), timeout)
+    _start_again_from_now_on(run, inference, services)
+    return seconds
+
+
+def _start_again_from_now_on(run: Run, inference: Inference, services: dict[str, Service]) -> None:
+    limit = run.config.inference.max_restarts
+    for name, launch in inference.servers.items():
+        run.revive(
+            services[name],
+            lambda name=name, launch=launch: start_sglang(launch, log_path=run.log(name), name=name),
+            limit,
+            kind="sglang",
+        )
+    run.revive(
+        services["gateway"], lambda: start_gateway(run, inference.gateway, inference.urls), limit, kind="gateway"
+    )
+
+
+def _reachable(host: str) -> str:
+    return "127.0.0.1" if host in ("0.0.0.0", "::") else host

@@ -1,0 +1,71 @@
+"""The trainer's word to the gateway (``inference/gateway.py``): which servers hold which version."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import orjson
+
+_RETRY_SECONDS = 0.5
+_REQUEST_SECONDS = 10.0
+
+
+class GatewayError(RuntimeError):
+    """The gateway does not answer, or refuses what it is told; the message names it."""
+
+
+@dataclass(frozen=True)
+class GatewayClient:
+    """``patience``: seconds to wait for a gateway that is being started again."""
+
+    url: str
+    api_key: str | None = None
+    patience: float = 60.0
+
+    def announce(self, version: int, servers: Sequence[str], pushing: bool = False) -> None:
+        """Say that ``servers`` hold ``version``, and no others; or, ``pushing``, that a push of it to them begins.
+
+        Raises:
+            GatewayError: it does not answer within ``patience`` seconds, or knows one of the servers not.
+        """
+        self._call("PUT", "/gateway/weights", {"version": version, "servers": list(servers), "pushing": pushing})
+
+    def status(self) -> dict[str, Any]:
+        """``version`` (None: nobody has told it any), ``servers`` (``url``, ``state``, counts), ``held``.
+
+        Raises:
+            GatewayError: it does not answer within ``patience`` seconds.
+        """
+        return self._call("GET", "/gateway/status")
+
+    def serves(self) -> tuple[int | None, set[str]]:
+        """The version in force, and the URLs of the servers that get requests."""
+        status = self.status()
+        return status["version"], {server["url"] for server in status["servers"] if server["state"] == "admitted"}
+
+    def _call(self, method: str, path: str, body: Any = None) -> Any:
+        return asyncio.run(self._answer(method, path, body))
+
+    async def _answer(self, method: str, path: str, body: Any) -> Any:
+        url, deadline = self.url.rstrip("/") + path, time.monotonic() + self.patience
+        headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else None
+        timeout = aiohttp.ClientTimeout(total=_REQUEST_SECONDS)
+        async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:
+            while True:
+                try:
+                    data = None if body is None else orjson.dumps(body)
+                    async with session.request(method, url, data=data) as reply:
+                        raw = await reply.read()
+                        if reply.status == 200:
+                            return orjson.loads(raw)
+                        raise GatewayError(f"{method} {url} answered HTTP {reply.status}: {raw[:500].decode()}")
+                except (aiohttp.ClientError, OSError, TimeoutError) as error:
+                    if time.monotonic() > deadline:
+                        raise GatewayError(
+                            f"no gateway answers at inference.gateway={self.url} within {self.patience:g} s "
+                            f"({error!r}); see its log"
+                        ) from error
+                await asyncio.sleep(_RETRY_SECONDS)

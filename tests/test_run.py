@@ -1,0 +1,115 @@
+"""What becomes of a run when one of its services ends; the services are small programs."""
+
+import sys
+import time
+
+import orjson
+import pytest
+from helpers_trainer import compose_config
+
+from recipe.atropos.services.inference import plan_servers
+from recipe.atropos.services.process import ServiceFailed
+from recipe.atropos.services.run import Run
+
+pytestmark = pytest.mark.timeout(60)
+
+SLEEP = [sys.executable, "-c", "print('begun', flush=True); import time; time.sleep(100)"]
+END = [sys.executable, "-c", "print('my last words')"]
+
+
+@pytest.fixture
+def run(tmp_path):
+    run = Run(None, [], tmp_path)
+    yield run
+    run.stop()
+
+
+def revived(run, name, kind, limit=2):
+    service = run.start(name, SLEEP, url="http://somewhere")
+    run.revive(service, lambda: run.start(name, SLEEP, url="http://somewhere"), limit, kind)
+    return service
+
+
+def end(service):
+    service.process.kill()
+    service.process.wait(10)
+
+
+def listed(run):
+    return {name: entry["pid"] for name, entry in orjson.loads((run.directory / "services.json").read_bytes()).items()}
+
+
+def test_a_service_is_started_again_so_many_times_and_then_named(run, capsys):
+    revived(run, "sglang", "sglang")
+    run.check()
+    for count in (1, 2):
+        dead = run.services[0]
+        end(dead)
+        run.check()
+        assert len(run.services) == 1 and run.services[0].pid != dead.pid
+        assert listed(run) == {"sglang": run.services[0].pid}
+        said = capsys.readouterr().out
+        assert said.count("\n") == 1 and f"sglang ended (-9), started again at http://somewhere: {count} of 2" in said
+    end(run.services[0])
+    with pytest.raises(ServiceFailed, match="sglang: ended once more after 2 restarts .inference.max_restarts"):
+        run.check()
+
+
+def test_any_other_service_that_ends_ends_the_run(run):
+    revived(run, "sglang", "sglang")
+    service = run.start("api", END)
+    service.process.wait(10)
+    with pytest.raises(ServiceFailed, match=r"api: ended while the run needs it(.|\n)*my last words"):
+        run.check()
+
+
+def test_when_the_training_is_done_the_servers_that_are_left_must_do(run, capsys):
+    """Nobody could give a new one the weights."""
+    first, second = revived(run, "sglang-0", "sglang"), revived(run, "sglang-1", "sglang")
+    revived(run, "gateway", "gateway")
+    run.start("trainer", END).process.wait(10)
+    run.check()
+    end(first)
+    run.check()
+    assert "sglang-0 ended (-9); the others go on" in capsys.readouterr().out
+    assert set(listed(run)) == {"sglang-1", "gateway", "trainer"}
+    end(second)
+    with pytest.raises(ServiceFailed, match="sglang-1: ended while the run needs it"):
+        run.check()
+
+
+def test_what_a_dead_service_left_running_is_ended_before_its_successor_starts(run):
+    """Half a server keeps its memory, and maybe its port."""
+    orphan = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(100)'])"
+    service = run.start("sglang", [sys.executable, "-c", f"{orphan}; import time; time.sleep(100)"])
+    run.revive(service, lambda: run.start("sglang", SLEEP), 1, "sglang")
+    deadline = time.monotonic() + 20
+    while len(service.members()) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    end(service)
+    assert service.members()
+    run.check()
+    assert not service.members() and run.services[0].poll() is None
+
+
+@pytest.mark.parametrize(("device", "gpus"), [("cpu", [None, None]), ("cuda", [4, 6])])
+def test_each_server_has_a_port_a_seed_and_on_gpus_devices_of_its_own(tmp_path, device, gpus):
+    config = compose_config(
+        "actor_rollout_ref.model.path=m",
+        "inference.servers=2",
+        f"inference.device={device}",
+        "seed=7",
+        "++inference.args.tp_size=2",
+        *(["++inference.args.base_gpu_id=4"] if device == "cuda" else []),
+    )
+    launches = plan_servers(Run(config, [], tmp_path))
+    assert list(launches) == ["sglang-0", "sglang-1"]
+    assert len({launch.port for launch in launches.values()}) == 2
+    assert [launch.extra_args["random_seed"] for launch in launches.values()] == [7, 8]
+    assert [launch.extra_args.get("base_gpu_id") for launch in launches.values()] == gpus
+
+    config.inference.servers, config.inference.port = 1, 30000
+    assert [(name, launch.port) for name, launch in plan_servers(Run(config, [], tmp_path)).items()] == [
+        ("sglang", 30000)
+    ]

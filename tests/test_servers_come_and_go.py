@@ -1,0 +1,257 @@
+"""Two real servers, the real gateway, verl's real worker: servers die and return, and nobody meets old weights.
+
+The servers start with other weights than the trainer's, so that a reply by a server that nobody pushed to is another
+text. The faults of HTTP are in ``test_gateway.py``; that the launcher starts servers again, in ``test_launch.py``.
+"""
+
+import asyncio
+import contextlib
+import sys
+import threading
+import time
+
+import pytest
+import ray
+from helpers_sglang import make_tiny_model
+from helpers_trainer import close, compose_config, model_vocab
+from transformers import AutoTokenizer
+
+from recipe.atropos.inference.client import SGLangClient
+from recipe.atropos.inference.gateway import API_KEY_VARIABLE
+from recipe.atropos.inference.server import SGLangLaunch, start_sglang
+from recipe.atropos.ray_trainer import RayGRPOAtroposTrainer
+from recipe.atropos.services.process import free_port, start_service
+from recipe.atropos.weight_sync.fleet import ServersGone
+from recipe.atropos.weight_sync.gateway import GatewayClient, GatewayError
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+KEY = "a-secret-of-this-test"
+PROMPT = [10, 11, 12]
+LENGTH = 150
+COMPARED = 12  # first tokens; later ones may differ by the rounding of another batch
+
+
+class Part:
+    """A server that can be killed and started again, with its port and start weights."""
+
+    def __init__(self, service, url, model, log):
+        self.service, self.url, self.model, self.log = service, url, model, log
+
+    def kill(self):
+        self.service.stop(grace=0)
+
+    def start(self):
+        port = int(self.url.rsplit(":", 1)[1])
+        launch = SGLangLaunch(
+            str(self.model), port=port, device="cpu", dtype="float32", max_total_tokens=4096, api_key=KEY
+        )
+        self.service = start_sglang(launch, log_path=self.log)
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    return make_tiny_model(tmp_path_factory.mktemp("model"), seed=0)
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory):
+    """Two, started side by side."""
+    model = make_tiny_model(tmp_path_factory.mktemp("other"), seed=1)
+    with contextlib.ExitStack() as stack:
+        parts = []
+        for name in "ab":
+            log = model.parent / f"{name}.log"
+            part = Part(None, f"http://127.0.0.1:{free_port()}", model, log)
+            part.start()
+            stack.callback(lambda part=part: part.service.stop(grace=2))
+            parts.append(part)
+        for part in parts:
+            asyncio.run(healthy(part.url))
+        yield parts
+
+
+@pytest.fixture(scope="module")
+def gateway(servers, tmp_path_factory):
+    """A service and its URL in a list, so that a test can start it anew."""
+    port = free_port()
+    urls = ",".join(part.url for part in servers)
+    command = [sys.executable, "-m", "recipe.atropos.inference.gateway", "--port", str(port), "--servers", urls]
+    log = tmp_path_factory.mktemp("gateway") / "log"
+    part = Part(None, f"http://127.0.0.1:{port}", None, log)
+    part.start = lambda: setattr(
+        part, "service", start_service("gateway", command, log_path=log, env={API_KEY_VARIABLE: KEY}, url=part.url)
+    )
+    part.start()
+    yield part
+    part.kill()
+
+
+@pytest.fixture(scope="module")
+def trainer(model_path, servers, gateway, tmp_path_factory):
+    ray.init(num_cpus=2, include_dashboard=False)
+    config = compose_config(
+        f"actor_rollout_ref.model.path={model_path}",
+        f"inference.urls=[{','.join(part.url for part in servers)}]",
+        f"inference.gateway={gateway.url}",
+        f"inference.api_key={KEY}",
+        "trainer.atropos.weight_sync.timeout=60",
+        "trainer.atropos.weight_sync.verify=probe",
+        f"run.dir={tmp_path_factory.mktemp('run')}",
+    )
+    trainer = RayGRPOAtroposTrainer(
+        config=config, tokenizer=AutoTokenizer.from_pretrained(model_path), vocab_size=model_vocab(model_path)
+    )
+    trainer.init_workers()
+    yield trainer
+    close(trainer)
+    ray.shutdown()
+
+
+async def healthy(url):
+    async with SGLangClient(url, KEY) as client:
+        await client.wait_healthy(200)
+
+
+async def generate(url, length=LENGTH, timeout=120):
+    """(weight version, first tokens) of a greedy answer."""
+    parameters = {"temperature": 0, "max_new_tokens": length, "ignore_eos": True}
+    async with SGLangClient(url, KEY, timeout=timeout) as client:
+        reply = await client.generate(input_ids=PROMPT, sampling_params=parameters)
+    return reply["meta_info"]["weight_version"], tuple(reply["output_ids"][:COMPARED])
+
+
+class Traffic:
+    """Requests to the gateway without a pause, from a thread; ``answers`` in their order. An error ends it."""
+
+    def __init__(self, url, concurrent):
+        self.url, self.concurrent = url, concurrent
+        self.answers, self.errors = [], []
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
+
+    def __enter__(self):
+        self._thread.start()
+        return self
+
+    def __exit__(self, error, *_):
+        self.stop() if error is None else self._stop.set()
+
+    def stop(self):
+        self._stop.set()
+        self._thread.join(timeout=150)
+        assert not self._thread.is_alive(), "a request was never answered"
+
+    async def _run(self):
+        await asyncio.gather(*(self._ask() for _ in range(self.concurrent)))
+
+    async def _ask(self):
+        while not self._stop.is_set() and not self.errors:
+            try:
+                self.answers.append(await generate(self.url))
+            except Exception as error:
+                self.errors.append(error)
+
+    def wait_for(self, more, timeout=60):
+        wanted = len(self.answers) + more
+        until(lambda: self.errors or len(self.answers) >= wanted, timeout)
+        assert not self.errors
+
+
+def until(condition, timeout=60):
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.05)
+
+
+def test_requests_are_answered_by_current_weights_whatever_dies_and_returns(trainer, servers, gateway):
+    first, second = servers
+    manager, word = trainer.checkpoint_manager, GatewayClient(gateway.url, KEY)
+    start_weights = asyncio.run(generate(first.url))
+    assert start_weights[0] == "default"
+
+    def seen(part):
+        return next(server for server in word.status()["servers"] if server["url"] == part.url)
+
+    with Traffic(gateway.url, concurrent=8) as traffic:
+        until(lambda: word.status()["held"] == 8)
+        assert not traffic.answers, "nobody is asked before the first push"
+        assert manager.update_weights(1)["weight_sync/servers_out"] == 0
+        traffic.wait_for(8)
+        current = asyncio.run(generate(first.url))[1]
+        assert current != start_weights[1]
+
+        # one dies, in the midst of requests
+        until(lambda: seen(second)["inflight"] >= 2)
+        second.kill()
+        traffic.wait_for(16)
+        assert seen(second)["state"] == "down" and seen(second)["last_error"]
+        assert manager.ensure_current(1) == {"weight_sync/servers_out": 1}
+        assert manager.update_weights(2)["weight_sync/servers_out"] == 1
+        traffic.wait_for(8)
+
+        # it returns, with the weights of its command line
+        sent = seen(second)["requests"]
+        second.start()
+        deadline = time.monotonic() + 120
+        while "weight_sync/servers_back" not in (metrics := manager.ensure_current(2)):
+            assert metrics == {"weight_sync/servers_out": 1} and seen(second)["requests"] == sent
+            assert time.monotonic() < deadline and not traffic.errors
+            time.sleep(0.2)
+        assert metrics["weight_sync/servers_back"] == 1 and metrics["weight_sync/servers_out"] == 0
+        assert seen(second)["state"] == "admitted"
+        until(lambda: seen(second)["requests"] > sent + 4)
+        assert asyncio.run(generate(second.url)) == ("2", current)
+        assert manager.ensure_current(2) == {"weight_sync/servers_out": 0}, "nothing is pushed where nothing is amiss"
+
+        # the gateway was started anew
+        traffic.stop()
+        gateway.kill()
+        gateway.start()
+        until(lambda: word.status()["version"] is None)
+        manager.ensure_current(2)
+        assert word.serves() == (2, {first.url, second.url})
+
+    with Traffic(gateway.url, concurrent=4) as later:
+        # one dies in a push: the other has the whole of it
+        manager.fleet.gateway = Murderer(first, **vars(word))
+        metrics = manager.update_weights(3)
+        manager.fleet.gateway = word
+        assert metrics["weight_sync/servers_out"] == 1 and word.serves() == (3, {second.url})
+        later.wait_for(8)
+    assert later.answers[-1] == ("3", current)
+    assert {text for _, text in traffic.answers + later.answers} == {current}, "no reply by the start weights"
+    versions = [int(version) for version, _ in traffic.answers]
+    assert set(versions) == {1, 2} and not traffic.errors and not later.errors
+
+    # all are gone
+    second.kill()
+    manager.fleet.timeout = 2
+    with pytest.raises(ServersGone, match=f"no SGLang server answered for 2 s.*{first.url}") as error:
+        manager.ensure_current(3)
+    assert second.url in str(error.value) and manager.version == 3
+    assert word.serves() == (3, set())
+
+
+class Murderer(GatewayClient):
+    """Kills a server when its push begins."""
+
+    def __init__(self, victim, **fields):
+        super().__init__(**fields)
+        object.__setattr__(self, "victim", victim)
+
+    def announce(self, version, servers, pushing=False):
+        super().announce(version, servers, pushing)
+        if pushing and self.victim.service.poll() is None:
+            self.victim.kill()
+
+
+def test_a_gateway_that_is_lost_or_refuses_is_named(gateway):
+    nobody = f"http://127.0.0.1:{free_port()}"
+    with pytest.raises(GatewayError, match=f"no gateway answers at inference.gateway={nobody} within 1 s"):
+        GatewayClient(nobody, KEY, patience=1).status()
+    with pytest.raises(GatewayError, match="HTTP 401.*API key"):
+        GatewayClient(gateway.url, "another").status()
+    with pytest.raises(GatewayError, match=f"HTTP 400.*{nobody}"):
+        GatewayClient(gateway.url, KEY).announce(1, [nobody])
