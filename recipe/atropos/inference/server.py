@@ -26,6 +26,8 @@ CPU_SHIM = Path(__file__).resolve().parent / "cpu_shim"
 # KV cache on a CPU, in tokens: SGLang would take its share of the machine's memory, which other services need too.
 _CPU_MAX_TOTAL_TOKENS = 32768
 _CPU_MEM_FRACTION = 0.3
+# SGLang 0.5.12 reserves the port 10000 above its own for gRPC, and does not start where there is none.
+HIGHEST_PORT = 55535
 _OWN_FLAGS = ("model_path", "host", "port", "device", "dtype", "api_key")
 
 
@@ -183,7 +185,7 @@ def start_sglang(launch: SGLangLaunch, *, log_path: Path | str, name: str = "sgl
     """
     check_launch(launch)
     if launch.port is None:
-        launch = replace(launch, port=free_port(launch.host))
+        launch = replace(launch, port=free_port(launch.host, HIGHEST_PORT))
     if (local := Path(launch.model_path).expanduser()).is_dir():
         launch = replace(launch, model_path=str(local.resolve()))
     command, environment = sglang_command(launch)
