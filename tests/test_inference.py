@@ -449,10 +449,17 @@ def test_a_server_that_cannot_start_shows_its_own_last_lines(models, tmp_path):
 @pytest.mark.timeout(180)
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
 def test_no_process_of_the_server_outlives_a_killed_launcher(models, tmp_path):
+    """Also after a request with n > 1, for which SGLang 0.5.12 would wait for ever."""
     code = (
         f"import sys, time; sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'tests')!r}]\n"
+        "import asyncio\n"
         "from helpers_sglang import running_sglang\n"
+        "from recipe.atropos.inference.client import SGLangClient\n"
+        "async def sample(url):\n"
+        "    async with SGLangClient(url) as client:\n"
+        f"        await client.generate(input_ids={PROMPT}, sampling_params={{'n': 4, 'max_new_tokens': 4}})\n"
         f"with running_sglang({str(models[0])!r}, log_path='s.log') as (service, url):\n"
+        "    asyncio.run(sample(url))\n"
         "    print(*[p.pid for p in service.members()], flush=True); time.sleep(600)"
     )
     launcher = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
@@ -538,7 +545,12 @@ def test_the_command_on_a_cpu_and_on_a_gpu():
     cpu, cpu_env = sglang_command(SGLangLaunch("m", python="py", port=5, device="cpu", api_key="k"))
     assert cpu[:3] == ["py", "-m", "sglang.launch_server"]
     assert cpu[cpu.index("--attention-backend") + 1] == "torch_native" and cpu[cpu.index("--api-key") + 1] == "k"
-    assert cpu_env == {"PYTHONPATH": str(CPU_SHIM), "SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
+    assert cpu_env == {
+        "PYTHONPATH": str(CPU_SHIM),
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "SGL_FORCE_SHUTDOWN": "1",
+    }
     extra = {"log_level": "warning", "trust-remote-code": True, "enable-metrics": False, "cuda-graph-bs": [1, 2]}
     gpu, gpu_env = sglang_command(SGLangLaunch("m", python="py", port=5, device="cuda", extra_args=extra))
     assert "torch_native" not in gpu and "--mem-fraction-static" not in gpu and "--api-key" not in gpu
