@@ -2,13 +2,15 @@
 PYTHON ?= python3.11
 VENV ?= .venv
 SGLANG_VENV ?= .venv-sglang
+SGLANG_0_5_12_VENV ?= .venv-sglang-0.5.12
 PIP_INSTALL = -m pip install --quiet --disable-pip-version-check
 ARGS ?=
 
 TRAINER_STAMP := $(VENV)/.installed
 SGLANG_STAMP := $(SGLANG_VENV)/.installed
+SGLANG_0_5_12_STAMP := $(SGLANG_0_5_12_VENV)/.installed
 
-.PHONY: demo test test-fast lint format env trainer-env sglang-env clean-env
+.PHONY: demo test test-fast test-sglang-0.5.12 lint format env trainer-env sglang-env clean-env
 
 demo: env  ## Watch a small policy learn, on a CPU, with the real parts
 	$(VENV)/bin/python -m recipe.atropos.launch_services --preset demo $(ARGS)
@@ -19,6 +21,11 @@ test: env  ## Style and the whole test suite: what CI runs
 
 test-fast: trainer-env  ## The tests that start no server
 	$(VENV)/bin/python -m pytest -m "not e2e" $(ARGS)
+
+# What starts, controls or pushes to SGLang, against the version that verl pins; its environment is built here alone.
+test-sglang-0.5.12: trainer-env $(SGLANG_0_5_12_STAMP)
+	ATROPOS_SGLANG_PYTHON=$(abspath $(SGLANG_0_5_12_VENV))/bin/python $(VENV)/bin/python -m pytest \
+		tests/test_inference.py tests/test_loop.py tests/test_two_servers.py tests/test_launch.py $(ARGS)
 
 lint: trainer-env
 	$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check .
@@ -40,11 +47,13 @@ $(TRAINER_STAMP): requirements/trainer-cpu.txt pyproject.toml
 	touch $@
 
 $(SGLANG_STAMP): requirements/sglang-cpu.txt requirements/sglang.txt
-	rm -rf $(SGLANG_VENV)
-	$(PYTHON) -m venv $(SGLANG_VENV)
-	$(SGLANG_VENV)/bin/python $(PIP_INSTALL) -r requirements/sglang-cpu.txt
-	$(SGLANG_VENV)/bin/python $(PIP_INSTALL) --no-deps -r requirements/sglang.txt
+$(SGLANG_0_5_12_STAMP): requirements/sglang-0.5.12-cpu.txt requirements/sglang-0.5.12.txt
+$(SGLANG_STAMP) $(SGLANG_0_5_12_STAMP): %/.installed:
+	rm -rf $*
+	$(PYTHON) -m venv $*
+	$*/bin/python $(PIP_INSTALL) -r $(filter %-cpu.txt,$^)
+	$*/bin/python $(PIP_INSTALL) --no-deps -r $(filter-out %-cpu.txt,$^)
 	touch $@
 
 clean-env:
-	rm -rf $(VENV) $(SGLANG_VENV)
+	rm -rf $(VENV) $(SGLANG_VENV) $(SGLANG_0_5_12_VENV)

@@ -17,9 +17,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+from helpers_services import running_api
 from helpers_sglang import make_tiny_model, running_sglang
+from helpers_trainer import compose_config
 
-from recipe.atropos.inference.client import InferenceError, SGLangClient
+from recipe.atropos.inference.client import Capabilities, InferenceError, SGLangClient
 from recipe.atropos.inference.server import (
     CPU_SHIM,
     PYTHON_VARIABLE,
@@ -30,6 +32,7 @@ from recipe.atropos.inference.server import (
     sglang_command,
     start_sglang,
 )
+from recipe.atropos.preflight import ConfigurationError, check_services
 from recipe.atropos.services.process import ServiceFailed
 
 API_KEY = "a-secret-of-this-test"
@@ -113,6 +116,13 @@ async def in_flight(client: SGLangClient) -> AsyncIterator[asyncio.Task]:
     request.cancel()
 
 
+async def needs(client: SGLangClient, flushes_retracted: bool) -> None:
+    """Skip the test on servers that are otherwise."""
+    capabilities = await client.capabilities()
+    if capabilities.flushes_retracted != flushes_retracted:
+        pytest.skip(f"SGLang {capabilities.version} is not of the kind that this is about")
+
+
 @pytest.mark.e2e
 @pytest.mark.timeout(300)  # the first test waits for the server
 def test_it_says_what_it_is(run, server):
@@ -122,7 +132,7 @@ def test_it_says_what_it_is(run, server):
         capabilities = await client.capabilities()
         assert {"abort", "retract", "in_place"} <= capabilities.pause_modes
         assert {"/update_weights_from_disk", "/generate"} <= capabilities.endpoints
-        assert capabilities.weight_update_session
+        assert capabilities.safe_pause_mode("abort") == "abort"
         await client.begin_weight_update()
         await client.end_weight_update()
 
@@ -193,6 +203,7 @@ def test_retract_keeps_requests_and_names_the_version_of_every_token(run, server
     """After the push the prefix is computed anew: each later token has the logprob that the new weights give it."""
 
     async def test(client):
+        await needs(client, flushes_retracted=True)
         async with in_flight(client) as request:
             await client.pause("retract")
             await client.update_weights_from_disk(server.new, "1")
@@ -223,6 +234,7 @@ def test_in_place_cannot_flush_and_a_refused_push_has_changed_the_weights(run, s
     """Why a push uses `retract`: in place, the server refuses only after it has loaded the weights."""
 
     async def test(client):
+        await needs(client, flushes_retracted=True)  # of that update SGLang 0.5.12 dies
         before = await greedy(client)
         async with in_flight(client) as request:
             await client.pause("in_place")
@@ -236,6 +248,104 @@ def test_in_place_cannot_flush_and_a_refused_push_has_changed_the_weights(run, s
             await request
         await client.flush_cache()
         assert await greedy(client) != before
+
+    run(test)
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(120)
+def test_a_push_in_mode_auto_leaves_no_old_key_and_every_reply_is_true_about_its_versions(run, server):
+    """On every SGLang, and with several samples of a prompt in flight, whose common prefix is in the cache."""
+    fresh, _ = transformers_output(server.new, PROMPT, GREEDY["max_new_tokens"])
+
+    async def test(client):
+        mode = (await client.capabilities()).safe_pause_mode("auto")
+        several = asyncio.create_task(client.generate(input_ids=PROMPT[:4], sampling_params={**LONG, "n": 4}))
+        async with in_flight(client) as request:
+            await client.pause("auto")
+            await client.update_weights_from_disk(server.new, "1", flush_cache=False)
+            await client.flush_cache()
+            assert await client.weight_version() == "1"
+            await client.resume()
+            replies = [await request, *await several]
+        assert await greedy(client) == fresh
+        for reply in replies:
+            meta_info = reply["meta_info"]
+            versions = [span["version"] for span in meta_info.get("weight_versions", [])]
+            if mode == "abort":
+                assert (meta_info["finish_reason"]["type"], meta_info["weight_version"]) == ("abort", "0")
+            else:
+                assert meta_info["finish_reason"]["type"] == "length" and versions == ["0", "1"]
+
+    run(test)
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(120)
+def test_where_retracted_requests_cannot_be_flushed_the_push_fails_the_server_lives_and_abort_mends_it(run, server):
+    """SGLang 0.5.12 to 0.5.20."""
+
+    async def test(client):
+        await needs(client, flushes_retracted=False)
+        with pytest.raises(ValueError, match="cannot flush .*pause_mode to auto or abort"):
+            (await client.capabilities()).safe_pause_mode("retract")
+        async with in_flight(client) as request:
+            await client.pause("retract")
+            await client.update_weights_from_disk(server.new, "1", flush_cache=False)
+            with pytest.raises(InferenceError, match="/flush_cache: HTTP 400"):
+                await client.flush_cache()
+            assert not request.done()
+            await client.pause("abort")
+            assert (await request)["meta_info"]["finish_reason"]["type"] == "abort"
+            await client.flush_cache()
+            await client.resume()
+        tokens, _ = transformers_output(server.new, PROMPT, GREEDY["max_new_tokens"])
+        assert await greedy(client) == tokens
+
+    run(test)
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(120)
+def test_a_pause_mode_that_cannot_work_is_refused_before_the_run(run, server, tmp_path, caplog):
+    def check(api, mode):
+        options = [f"inference.urls=[{server.url}]", f"inference.api_key={API_KEY}", f"run.dir={tmp_path}"]
+        options += [f"trainer.atropos.api_url={api.url}", f"trainer.atropos.weight_sync.pause_mode={mode}"]
+        check_services(compose_config(f"actor_rollout_ref.model.path={server.old}", *options), timeout=10)
+
+    async def test(client):
+        capabilities = await client.capabilities()
+        with running_api(tmp_path) as api:
+            for mode in ("auto", "abort"):
+                await asyncio.to_thread(check, api, mode)
+            assert ("each push ends the requests that run" in caplog.text) != capabilities.flushes_retracted
+            if capabilities.flushes_retracted:
+                await asyncio.to_thread(check, api, "retract")
+            else:
+                with pytest.raises(ConfigurationError, match=f"pause_mode=retract does not work with .*{server.url}"):
+                    await asyncio.to_thread(check, api, "retract")
+
+    run(test)
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(120)
+def test_prompt_logprobs_are_those_of_transformers(run, server):
+    """`logprob_start_len`: what kills SGLang 0.5.12 on a CPU without the shim."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    policy = AutoModelForCausalLM.from_pretrained(server.old, dtype=torch.float32)
+    with torch.no_grad():
+        distribution = policy(torch.tensor([PROMPT])).logits[0, :-1].log_softmax(-1)
+    expected = distribution.gather(-1, torch.tensor(PROMPT[1:])[:, None])[:, 0].tolist()
+
+    async def test(client):
+        reply = await client.generate(input_ids=PROMPT, sampling_params=GREEDY, logprob_start_len=0)
+        (nothing, first, _), *rest = reply["meta_info"]["input_token_logprobs"]
+        assert (nothing, first) == (None, PROMPT[0])
+        assert [token for _, token, _ in rest] == PROMPT[1:]
+        assert [logprob for logprob, _, _ in rest] == pytest.approx(expected, abs=1e-4)
 
     run(test)
 
@@ -339,10 +449,17 @@ def test_a_server_that_cannot_start_shows_its_own_last_lines(models, tmp_path):
 @pytest.mark.timeout(180)
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
 def test_no_process_of_the_server_outlives_a_killed_launcher(models, tmp_path):
+    """Also after a request with n > 1, for which SGLang 0.5.12 would wait for ever."""
     code = (
         f"import sys, time; sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'tests')!r}]\n"
+        "import asyncio\n"
         "from helpers_sglang import running_sglang\n"
+        "from recipe.atropos.inference.client import SGLangClient\n"
+        "async def sample(url):\n"
+        "    async with SGLangClient(url) as client:\n"
+        f"        await client.generate(input_ids={PROMPT}, sampling_params={{'n': 4, 'max_new_tokens': 4}})\n"
         f"with running_sglang({str(models[0])!r}, log_path='s.log') as (service, url):\n"
+        "    asyncio.run(sample(url))\n"
         "    print(*[p.pid for p in service.members()], flush=True); time.sleep(600)"
     )
     launcher = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
@@ -378,6 +495,26 @@ def test_an_absent_server_is_an_error_that_names_it():
         asyncio.run(body())
 
 
+@pytest.mark.parametrize(
+    ("endpoints", "modes", "wanted", "safe"),
+    [
+        ({"/begin_weight_update"}, {"abort", "retract"}, "auto", "retract"),
+        ({"/begin_weight_update"}, {"abort", "retract"}, "in_place", "has no pause mode 'in_place'"),
+        (set(), {"abort", "retract"}, "auto", "abort"),
+        (set(), {"abort", "retract"}, "abort", "abort"),
+        (set(), {"abort", "retract"}, "retract", "cannot flush its KV cache while retracted requests wait"),
+        (set(), set(), "auto", "has no pause mode 'abort'"),
+    ],
+)
+def test_the_safe_pause_mode_is_what_was_asked_for_or_an_error(endpoints, modes, wanted, safe):
+    capabilities = Capabilities("0", frozenset(endpoints), frozenset(modes))
+    if safe in modes:
+        assert capabilities.safe_pause_mode(wanted) == safe
+    else:
+        with pytest.raises(ValueError, match=safe):
+            capabilities.safe_pause_mode(wanted)
+
+
 @pytest.mark.timeout(30)
 def test_a_client_that_was_not_opened_says_so():
     with pytest.raises(RuntimeError, match="async with"):
@@ -408,7 +545,12 @@ def test_the_command_on_a_cpu_and_on_a_gpu():
     cpu, cpu_env = sglang_command(SGLangLaunch("m", python="py", port=5, device="cpu", api_key="k"))
     assert cpu[:3] == ["py", "-m", "sglang.launch_server"]
     assert cpu[cpu.index("--attention-backend") + 1] == "torch_native" and cpu[cpu.index("--api-key") + 1] == "k"
-    assert cpu_env == {"PYTHONPATH": str(CPU_SHIM), "SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
+    assert cpu_env == {
+        "PYTHONPATH": str(CPU_SHIM),
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "SGL_FORCE_SHUTDOWN": "1",
+    }
     extra = {"log_level": "warning", "trust-remote-code": True, "enable-metrics": False, "cuda-graph-bs": [1, 2]}
     gpu, gpu_env = sglang_command(SGLangLaunch("m", python="py", port=5, device="cuda", extra_args=extra))
     assert "torch_native" not in gpu and "--mem-fraction-static" not in gpu and "--api-key" not in gpu
@@ -438,3 +580,24 @@ def test_the_cpu_shim_acts_only_when_asked_and_hides_no_other(tmp_path):
         lines = out.splitlines()
         assert lines[:2] == ["shadowed", "False"]
         assert lines[-1].startswith(last)
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize(("asked", "pinned"), [("1", [False, False]), ("0", [True, False])])
+def test_the_cpu_shim_lets_no_module_of_sglang_pin_memory_unconditionally(tmp_path, asked, pinned):
+    """The rest of a module stays as it is, with its line numbers; other packages are left alone."""
+    for package in ("sglang/srt", "other"):
+        (tmp_path / package).mkdir(parents=True)
+        source = "def asked(pin_memory): return pin_memory\n\nfirst = asked(pin_memory=True)\nlast = asked.__code__\n"
+        (tmp_path / package / "__init__.py").write_text(source)
+        (tmp_path / package / "deep").mkdir()
+        (tmp_path / package / "deep" / "__init__.py").write_text(source.replace("True", "bool(0)"))
+        (tmp_path / package / "module.py").write_text(source)
+    code = (
+        "import sglang.srt.module as m, sglang.srt.deep as d, other.module as o\n"
+        "assert o.first is True and m.last.co_firstlineno == 1 and m.last.co_filename == m.__file__\n"
+        "print(m.first, d.first)"
+    )
+    env = {**os.environ, "PYTHONPATH": f"{CPU_SHIM}{os.pathsep}{tmp_path}", "SGLANG_USE_CPU_ENGINE": asked}
+    out = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout
+    assert out.split() == [str(value) for value in pinned]

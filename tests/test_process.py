@@ -245,3 +245,9 @@ def test_ports():
         server.listen()
         assert not port_is_free(port)
         assert free_port() != port
+
+
+def test_a_free_port_can_be_bounded():
+    assert all(free_port(highest=40000) <= 40000 for _ in range(20))
+    with pytest.raises(OSError, match="no free port up to 1 "):
+        free_port(highest=1)

@@ -5,6 +5,8 @@ import contextlib
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import psutil
@@ -118,6 +120,26 @@ def test_a_push_reaches_both_servers_or_names_the_one_it_did_not_reach_and_the_o
     trainer.checkpoint_manager.update_weights(3)  # a retry is a whole push
     assert version(first) == version(second) == "3" and trainer.checkpoint_manager.version == 3
     assert greedy(first) == greedy(second) == after
+
+
+def test_a_push_while_both_servers_generate_leaves_no_old_key(trainer, servers):
+    """The probe is there to see one. Running requests go on with the new weights, or end where SGLang cannot flush."""
+    urls = [url for _, url in servers]
+    trainer.checkpoint_manager.update_weights(1)
+    parameters = {"temperature": 1.0, "max_new_tokens": 900, "ignore_eos": True, "n": 2}
+    request = partial(SGLangClient.generate, input_ids=[10, 11, 12, 13], sampling_params=parameters)
+    with ThreadPoolExecutor() as pool:
+        running = [pool.submit(call, url, request) for url in urls]
+        time.sleep(0.5)
+        assert not any(future.done() for future in running)
+        metrics = trainer.checkpoint_manager.update_weights(2)
+        replies = [reply["meta_info"] for future in running for reply in future.result(60)]
+    assert metrics["weight_sync/probe_gap"] < 1e-4
+    for url, reply in zip([url for url in urls for _ in range(2)], replies, strict=True):
+        mode = call(url, SGLangClient.capabilities).safe_pause_mode("auto")
+        versions = [span["version"] for span in reply.get("weight_versions", [])]
+        ending = (reply["finish_reason"]["type"], versions or reply["weight_version"])
+        assert ending == {"abort": ("abort", "1"), "retract": ("length", ["1", "2"])}[mode]
 
 
 def test_a_server_that_comes_back_with_other_weights_is_given_the_current_ones(trainer, servers, other_model):

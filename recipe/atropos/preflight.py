@@ -1,6 +1,7 @@
 """What can be known to be wrong before anything is started: each error names the value and the mend."""
 
 import asyncio
+import logging
 import os
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -21,6 +22,8 @@ from recipe.atropos.losses import DistillationConfig
 from recipe.atropos.recorded import recorded_steps
 from recipe.atropos.rows import RowLimits
 from recipe.atropos.weight_sync.engine import TRANSPORTS
+
+logger = logging.getLogger(__name__)
 
 
 class ConfigurationError(ValueError):
@@ -262,9 +265,25 @@ async def _check_services(config: DictConfig, timeout: float) -> None:
             async with session.get(config.trainer.atropos.api_url.rstrip("/") + "/status") as reply:
                 reply.raise_for_status()
 
+    wanted = config.trainer.atropos.weight_sync.pause_mode
+
     async def server(url: str) -> None:
         async with SGLangClient(url, config.inference.api_key, timeout=5) as client:
             await client.weight_version()
+            capabilities = await client.capabilities()
+        try:
+            mode = capabilities.safe_pause_mode(wanted)
+        except ValueError as error:
+            raise ConfigurationError(
+                f"trainer.atropos.weight_sync.pause_mode={wanted} does not work with inference.urls={url}: {error}"
+            ) from error
+        if wanted == "auto" and mode == "abort":
+            logger.warning(
+                "%s runs SGLang %s, which cannot flush its cache with retracted requests: each push ends the requests "
+                "that run (finish_reason abort), and environments lose these groups",
+                url,
+                capabilities.version,
+            )
 
     async def gateway() -> None:
         headers = {"Authorization": f"Bearer {config.inference.api_key}"} if config.inference.api_key else None

@@ -9,7 +9,8 @@ its base class keeps the versions too, and finds each sampled span again in the 
   weight version among the trained tokens. A sequence with a span that no reply is known for has None: unknown is
   unknown.
 - Two replies with the same tokens are told apart by their logprobs; where these are not posted, both count.
-- SGLang from 0.5.13 on says which version sampled each token; before, a reply has one version.
+- SGLang from 0.5.19 on says which version sampled each token. Before, a reply has one version, the one at its end; that
+  is true of all its tokens, because the servers are paused in mode "abort" there, and no reply spans a push.
 """
 
 from collections import OrderedDict

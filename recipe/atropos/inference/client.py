@@ -3,13 +3,23 @@
 Promises: every failure is an `InferenceError` that names the server, the endpoint and what the server said; nothing is
 sent twice; no call waits longer than its time-out.
 
-What was measured on SGLang 0.5.23 and holds wherever these calls are used:
+What was measured on SGLang 0.5.23, and on 0.5.12 where it is named, and holds wherever these calls are used:
 
 * **In-flight requests** survive a push in the pause modes `retract` and `in_place`: each goes on after `resume`, and
   its reply carries `meta_info.weight_versions = [{"version", "start", "end"}, ...]`, the version of every output token;
   `meta_info.weight_version` is the version at the *end*. `abort` ends them with finish_reason "abort".
 * **Only `retract` gives fresh KV** to them: it drops their cache, so flush_cache succeeds and the prefix is computed
   anew with the new weights. In `in_place` flush_cache fails while one is running.
+* **Before 0.5.21 nothing gives fresh KV to them**: with a retracted request flush_cache fails too, until it is aborted
+  (resumed without a flush, 0.5.12 served the prompt from keys of the old weights). `abort` is the one mode in which
+  a push succeeds whatever runs; see `Capabilities.flushes_retracted`.
+* **0.5.12 dies** of an update with ``flush_cache=True`` while it is paused (`retract`, `in_place`) and holds a request,
+  of a tensor payload that it cannot read or whose shapes are wrong, and of a distributed update for a group that it
+  does not know. A bare flush_cache only fails.
+* `abort` after `in_place` waits for a request that will never end, and `resume` waits behind it: a deadlock. After
+  `retract` it works. It takes a second whenever something runs: the server looks once a second.
+* **A reply of 0.5.12 has one version**, the one at its end. In `abort` no reply spans a push, so it is that of all its
+  tokens. `weight_versions` came with 0.5.19.
 * **A refused update may have changed the weights**: in `in_place` an update that asks to flush loads the new weights,
   then answers 400, and the version stays the old one. After any failed push only a whole new one makes it true again.
 * A paused server still answers `model_info`, updates and flushes; requests that arrive wait until `resume`.
@@ -29,7 +39,7 @@ import aiohttp
 import orjson
 from safetensors import SafetensorError, safe_open
 
-PauseMode = Literal["abort", "retract", "in_place"]
+PauseMode = Literal["auto", "abort", "retract", "in_place"]
 
 
 class InferenceError(RuntimeError):
@@ -53,6 +63,35 @@ class Capabilities:
     def weight_update_session(self) -> bool:
         """Whether tensor and distributed updates must stand between begin_weight_update and end_weight_update."""
         return "/begin_weight_update" in self.endpoints
+
+    @property
+    def flushes_retracted(self) -> bool:
+        """Whether the cache can be flushed while retracted requests wait.
+
+        No endpoint says so. 0.5.21 brought it together with the session of weight updates, whose endpoint is the sign
+        (read in the sources of 0.5.12, 14, 16, 18 to 23). Should the sign be wrong, the flush fails, and with it the
+        push: no old key is used.
+        """
+        return self.weight_update_session
+
+    def safe_pause_mode(self, wanted: PauseMode) -> PauseMode:
+        """The mode in which a push can flush, whatever runs: for "auto" `retract` where it can, else `abort`.
+
+        Raises:
+            ValueError: `retract` is asked for and cannot flush, or the server does not know the mode.
+        """
+        mode = wanted
+        if wanted == "auto":
+            mode = "retract" if self.flushes_retracted else "abort"
+        elif wanted == "retract" and not self.flushes_retracted:
+            raise ValueError(
+                f"SGLang {self.version} cannot flush its KV cache while retracted requests wait, so a push in mode "
+                '"retract" would fail: set trainer.atropos.weight_sync.pause_mode to auto or abort, which end running '
+                "requests there, or run SGLang 0.5.21 or later"
+            )
+        if mode not in self.pause_modes:
+            raise ValueError(f"SGLang {self.version} has no pause mode {mode!r}, only {sorted(self.pause_modes)}")
+        return mode
 
 
 class SGLangClient:
@@ -170,7 +209,12 @@ class SGLangClient:
         )
 
     async def pause(self, mode: PauseMode) -> None:
-        """POST /pause_generation; see the module's text for the modes. Pausing twice is no error."""
+        """POST /pause_generation; see the module's text for the modes. Pausing twice is no error.
+
+        "auto" is `Capabilities.safe_pause_mode`; any other mode is sent as it is, also where a flush must fail in it.
+        """
+        if mode == "auto":
+            mode = (await self.capabilities()).safe_pause_mode(mode)
         await self._call("POST", "/pause_generation", {"mode": mode})
 
     async def resume(self) -> None:
@@ -182,7 +226,7 @@ class SGLangClient:
         await self._call("POST", "/abort_request", {"abort_all": True})
 
     async def flush_cache(self) -> None:
-        """Forget every cached prefix. Raises while requests run (SGLang 0.5.12 asserts, and dies: pause first)."""
+        """Forget every cached prefix. Raises while requests run, and before SGLang 0.5.21 while retracted ones wait."""
         await self._call("POST", "/flush_cache")
 
     # -- weights ---------------------------------------------------------------------------------------------------
@@ -192,10 +236,12 @@ class SGLangClient:
     ) -> None:
         """Load the weights in `model_path`, a folder that the server sees; then it reports `weight_version`.
 
-        Unless paused, the server first waits until no request runs. A folder that it does not see it takes for a name
-        on the Hugging Face hub, looks there, and refuses: version and weights are then the old ones. A damaged file
-        would kill it (it rolls back by reading the same file again), so those that can be seen from here are checked
-        first. Names and shapes are not, by neither side: a missing tensor silently stays the old one.
+        Unless paused, the server first waits until no request runs. Paused and holding a request, SGLang 0.5.12 dies of
+        ``flush_cache=True``: leave it out there and call `flush_cache`, which only fails. A folder that the server does
+        not see it takes for a name on the Hugging Face hub, looks there, and refuses: version and weights are then the
+        old ones. A damaged file would kill it (it rolls back by reading the same file again), so those that can be seen
+        from here are checked first. Names and shapes are not, by neither side: a missing tensor silently stays the old
+        one.
         """
         for file in sorted(Path(model_path).glob("*.safetensors")):
             try:

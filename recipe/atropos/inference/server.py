@@ -26,6 +26,11 @@ CPU_SHIM = Path(__file__).resolve().parent / "cpu_shim"
 # KV cache on a CPU, in tokens: SGLang would take its share of the machine's memory, which other services need too.
 _CPU_MAX_TOTAL_TOKENS = 32768
 _CPU_MEM_FRACTION = 0.3
+# SGLang 0.5.12 reserves the port 10000 above its own for gRPC, and does not start where there is none.
+HIGHEST_PORT = 55535
+# Else SGLang waits for its requests first: for ever on 0.5.12, which forgets none that had n > 1, so that it would
+# outlive a launcher that was killed.
+_END_ON_SIGTERM = {"SGL_FORCE_SHUTDOWN": "1"}
 _OWN_FLAGS = ("model_path", "host", "port", "device", "dtype", "api_key")
 
 
@@ -122,7 +127,7 @@ def sglang_command(launch: SGLangLaunch) -> tuple[list[str], dict[str, str]]:
         "sleep-on-idle": True,  # else the idle scheduler burns a core
     }
     # The launcher's PYTHONPATH is for another environment; an empty one counts as none.
-    environment = {"PYTHONPATH": "", "SGLANG_USE_CPU_ENGINE": "0"}
+    environment = {"PYTHONPATH": "", "SGLANG_USE_CPU_ENGINE": "0", **_END_ON_SIGTERM}
     if device == "cpu":
         flags |= {
             "attention-backend": "torch_native",
@@ -135,6 +140,7 @@ def sglang_command(launch: SGLangLaunch) -> tuple[list[str], dict[str, str]]:
             "PYTHONPATH": str(CPU_SHIM),
             "SGLANG_USE_CPU_ENGINE": "1",
             "OMP_NUM_THREADS": "1",  # ten times the speed of the default, for small models on shared cores
+            **_END_ON_SIGTERM,
         }
     flags |= {name.replace("_", "-"): value for name, value in launch.extra_args.items()}
 
@@ -187,7 +193,7 @@ def start_sglang(launch: SGLangLaunch, *, log_path: Path | str, name: str = "sgl
     """
     check_launch(launch)
     if launch.port is None:
-        launch = replace(launch, port=free_port(launch.host))
+        launch = replace(launch, port=free_port(launch.host, HIGHEST_PORT))
     if (local := Path(launch.model_path).expanduser()).is_dir():
         launch = replace(launch, model_path=str(local.resolve()))
     command, environment = sglang_command(launch)

@@ -69,11 +69,18 @@ def port_is_free(port: int, host: str = "127.0.0.1") -> bool:
     return True
 
 
-def free_port(host: str = "127.0.0.1") -> int:
-    """A port that nobody listened on a moment ago; the kernel does not soon offer it again."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return probe.getsockname()[1]
+def free_port(host: str = "127.0.0.1", highest: int = 65535) -> int:
+    """A port up to `highest` that nobody listened on a moment ago; the kernel does not soon offer it again.
+
+    Raises:
+        OSError: the kernel offered none so low in a hundred tries.
+    """
+    for _ in range(100):
+        with socket.socket() as probe:
+            probe.bind((host, 0))
+            if (port := probe.getsockname()[1]) <= highest:
+                return port
+    raise OSError(f"no free port up to {highest} on {host}: name one that is free")
 
 
 @dataclass

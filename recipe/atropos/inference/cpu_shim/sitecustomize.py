@@ -1,12 +1,12 @@
 """Lets SGLang start on a CPU from the released wheels. Python runs this file at the start of every process of SGLang.
 
-SGLang spawns its scheduler and detokenizer as new processes, so the two repairs must happen in each of them: this
+SGLang spawns its scheduler and detokenizer as new processes, so the repairs must happen in each of them: this
 folder, and nothing else of the project, stands first on that environment's PYTHONPATH. The file promises
 
 * to do nothing unless ``SGLANG_USE_CPU_ENGINE=1``: a GPU server never sees a stub;
-* to import nothing (no torch) at start: a process that never asks for the two packages pays for two finders only;
+* to import nothing (no torch) at start: a process that never asks for these packages pays for three finders only;
 * to give way to real packages: the stub is the last finder asked, the schemas are declared only if torchvision's own
-  library cannot be loaded;
+  library cannot be loaded, and of SGLang's modules only those are changed that ask for pinned memory unconditionally;
 * to run the ``sitecustomize`` that it shadows, in every case.
 """
 
@@ -90,6 +90,40 @@ class _TorchvisionSchemas:
         return None  # the ordinary finders import torchvision itself
 
 
+class _PageableSource(importlib.machinery.SourceFileLoader):
+    """Compiles a module with every literal ``pin_memory=True`` as False; line numbers stay. No bytecode is cached."""
+
+    def get_code(self, fullname):
+        path = self.get_filename(fullname)
+        return self.source_to_code(self.get_data(path).replace(b"pin_memory=True", b"pin_memory=False"), path)
+
+
+class _NoPinnedMemory:
+    """Finder of SGLang's modules that pin host memory without asking whether there is a device to pin it for.
+
+    torch refuses that on a machine without an accelerator. In SGLang 0.5.12 `layers/logits_processor.py` does it for
+    each request with `logprob_start_len`, and the scheduler dies; 0.5.23 asks there. Pinning only makes copies to a
+    device faster: without it the results are the same.
+
+    SGLang's modules are changed rather than torch's functions: where a wrapper of `torch.tensor` comes into the cached
+    set of `torch.utils._device`, ``with torch.device(...)`` no longer reaches the real one, without a word.
+    """
+
+    def find_spec(self, fullname, path=None, target=None):
+        if not fullname.startswith("sglang.srt."):
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path)
+        if spec is None or type(spec.loader) is not importlib.machinery.SourceFileLoader:
+            return None
+        if b"pin_memory=True" not in spec.loader.get_data(spec.origin):
+            return None
+        loader = _PageableSource(fullname, spec.origin)
+        search = spec.submodule_search_locations
+        return importlib.util.spec_from_file_location(
+            fullname, spec.origin, loader=loader, submodule_search_locations=search
+        )
+
+
 def _run_shadowed_sitecustomize():
     """Run the next `sitecustomize` on the path, which Python would have run if this file were not before it."""
     elsewhere = [entry for entry in sys.path if os.path.abspath(entry) != _HERE]
@@ -101,5 +135,6 @@ def _run_shadowed_sitecustomize():
 if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
     sys.meta_path.append(_KernelStub())
     sys.meta_path.insert(0, _TorchvisionSchemas())
+    sys.meta_path.insert(0, _NoPinnedMemory())
 
 _run_shadowed_sitecustomize()
