@@ -35,6 +35,7 @@ from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 from rich.markup import escape
 
+from recipe.atropos.environments.pace import VARIABLE
 from recipe.atropos.inference.client import InferenceError, SGLangClient
 from recipe.atropos.inference.server import LaunchError, SGLangLaunch, start_sglang
 from recipe.atropos.preflight import ConfigurationError, check_config, resolve_model
@@ -301,7 +302,9 @@ def environment_command(run: Run, subcommand: str, api_url: str, server_url: str
 
 
 def start_environment(run: Run, api: Service, sglang: Service) -> Service:
-    return run.start("environment", environment_command(run, "serve", api.url, sglang.url))
+    command = environment_command(run, "serve", api.url, sglang.url)
+    max_staleness = run.config.trainer.atropos.max_staleness
+    return run.start("environment", command, **{VARIABLE: "" if max_staleness is None else str(max_staleness)})
 
 
 async def evaluate(run: Run, sglang: Service, when: str) -> dict[str, float]:
