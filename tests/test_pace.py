@@ -137,7 +137,7 @@ def with_a_group(items):
     return any(groups and duration != CANCELLED for duration, groups in items)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     items=st.lists(st.tuples(durations, one_or_none), min_size=1, max_size=20).filter(with_a_group),
     max_staleness=st.integers(0, 3),
@@ -162,7 +162,7 @@ def test_every_step_trains_on_what_began_next_and_at_most_max_staleness_updates_
     assert trained == fruitful, "what began first is trained on first; nothing that gave a group is left out"
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     items=st.lists(st.tuples(durations, st.sampled_from([1, 2, 3, 0, None])), min_size=1, max_size=12).filter(
         with_a_group
@@ -178,7 +178,7 @@ def test_items_of_several_groups_keep_the_bound(items, max_staleness, groups, wo
     assert max(training.staleness) <= max_staleness + 1 if groups == 1 else max(training.staleness) <= max_staleness
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     items=st.lists(st.tuples(durations, st.just(1)), min_size=2, max_size=20).filter(with_a_group),
     max_staleness=st.integers(0, 2),
@@ -201,7 +201,7 @@ def test_environments_that_share_a_batch_always_fill_it(items, max_staleness, we
     simulate(*environments, main=steps(training, 12))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     items=st.lists(st.tuples(durations, one_or_none), min_size=1, max_size=20).filter(with_a_group),
     max_staleness=st.integers(0, 2),
