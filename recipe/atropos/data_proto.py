@@ -19,7 +19,7 @@ import torch
 from verl import DataProto
 from verl.utils.model import compute_position_id_with_mask
 
-from recipe.atropos.rows import NO_TEACHER, ConversionReport, Group, Row, RowLimits, read_groups
+from recipe.atropos.rows import NO_TEACHER, ConversionReport, Group, Row, RowLimits, VersionLimits, read_groups
 
 
 def _pad(arrays: Sequence[np.ndarray], width: int, dtype: np.dtype | type, fill: Any = 0, left: bool = False):
@@ -136,13 +136,14 @@ def rows_to_data_proto(rows: Sequence[Row], limits: RowLimits, multiple_of: int 
 
 
 def groups_to_data_proto(
-    groups: Sequence[Group], limits: RowLimits, multiple_of: int = 1
+    groups: Sequence[Group], limits: RowLimits, multiple_of: int = 1, versions: VersionLimits | None = None
 ) -> tuple[DataProto | None, ConversionReport]:
     """One batch of the Trajectory API as a DataProto and the report of what became of its sequences.
 
-    The DataProto is None where no row is left to train on: a named, counted event for the caller, not an error.
+    ``versions``, where given, leaves out the rows whose weights were too old or too new. The DataProto is None where no
+    row is left to train on: a named, counted event for the caller, not an error.
     """
-    rows, report = read_groups(groups, limits)
+    rows, report = read_groups(groups, limits, versions)
     if not rows:
         return None, report
     batch = rows_to_data_proto(rows, limits, multiple_of)

@@ -32,6 +32,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from rich.markup import escape
 
+from recipe.atropos.environments.pace import VARIABLE
 from recipe.atropos.inference.server import LaunchError
 from recipe.atropos.preflight import ConfigurationError, check_config, resolve_model
 from recipe.atropos.run_record import MetricsReader, update_summary
@@ -261,7 +262,9 @@ def environment_command(run: Run, subcommand: str, api_url: str, server_url: str
 
 
 def start_environment(run: Run, api: Service, inference: Inference) -> Service:
-    return run.start("environment", environment_command(run, "serve", api.url, inference.gateway))
+    command = environment_command(run, "serve", api.url, inference.gateway)
+    max_staleness = run.config.trainer.atropos.max_staleness
+    return run.start("environment", command, **{VARIABLE: "" if max_staleness is None else str(max_staleness)})
 
 
 async def evaluate(run: Run, inference: Inference, when: str) -> dict[str, float]:

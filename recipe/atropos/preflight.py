@@ -20,7 +20,7 @@ from recipe.atropos.data_source import DataSourceConfig
 from recipe.atropos.inference.client import InferenceError, PauseMode, SGLangClient
 from recipe.atropos.losses import DistillationConfig
 from recipe.atropos.recorded import recorded_steps
-from recipe.atropos.rows import RowLimits
+from recipe.atropos.rows import RowLimits, VersionLimits
 from recipe.atropos.weight_sync.engine import TRANSPORTS
 
 logger = logging.getLogger(__name__)
@@ -83,6 +83,7 @@ def check_config(config: DictConfig) -> None:
     try:
         DataSourceConfig.from_config(config.trainer.atropos)
         RowLimits(config.data.max_prompt_length, config.data.max_response_length, 0, config.trainer.atropos.overlong)
+        VersionLimits(0, config.trainer.atropos.max_staleness)
         AdvantageConfig.from_config(config.trainer.atropos)
         DistillationConfig.from_config(config.trainer.atropos.distillation)
     except (TypeError, ValueError) as error:
@@ -107,6 +108,13 @@ def check_config(config: DictConfig) -> None:
     if not isinstance(weight_sync.every, int) or weight_sync.every < 1:
         raise ConfigurationError(
             f"trainer.atropos.weight_sync.every={weight_sync.every!r} updates between pushes: give 1 or more"
+        )
+    max_staleness = config.trainer.atropos.max_staleness
+    if max_staleness is not None and max_staleness < weight_sync.every - 1:
+        raise ConfigurationError(
+            f"trainer.atropos.max_staleness={max_staleness} with weight_sync.every={weight_sync.every}: training would "
+            f"wait for ever, since the last update before a push needs samples that are {weight_sync.every - 1} "
+            "updates old; raise the one or lower the other"
         )
 
 

@@ -34,7 +34,7 @@ from recipe.atropos.fsdp_workers import AtroposActorWorker
 from recipe.atropos.losses import DistillationConfig
 from recipe.atropos.metrics import batch_metrics, staleness_metrics
 from recipe.atropos.recorded import NoServers, RecordedSource, write_batch
-from recipe.atropos.rows import Row, RowLimits
+from recipe.atropos.rows import Row, RowLimits, VersionLimits
 from recipe.atropos.run_record import RunRecord
 from recipe.atropos.weight_sync import WeightSyncManager
 from recipe.atropos.weight_sync.fleet import FleetSyncManager, ServerFleet
@@ -154,6 +154,7 @@ class RayGRPOAtroposTrainer(SeparateRayPPOTrainer):
             RuntimeError: every sequence of many batches in a row was dropped; names the reasons.
         """
         dropped, counts = Counter(), Counter()
+        versions = VersionLimits(self.global_steps - 1, self.config.trainer.atropos.max_staleness)
         attempts = (
             1 if self.config.trainer.atropos.replay else _MAX_EMPTY_BATCHES
         )  # a recorded batch belongs to its step
@@ -161,7 +162,7 @@ class RayGRPOAtroposTrainer(SeparateRayPPOTrainer):
             with marked_timer("wait", self.timing_raw):
                 groups = self.data_source.next_batch(self._look_after_servers)
             with marked_timer("convert", self.timing_raw):
-                batch, report = groups_to_data_proto(groups, self.limits, multiple_of=self.mini_batch_size)
+                batch, report = groups_to_data_proto(groups, self.limits, self.mini_batch_size, versions)
             dropped.update(report.dropped)
             counts.update(report.metrics())
             if batch is not None:

@@ -62,6 +62,44 @@ class RowLimits:
             raise ValueError(f"lengths must be positive: {self.max_prompt_length=}, {self.max_response_length=}")
 
 
+@dataclass(frozen=True)
+class VersionLimits:
+    """Which weights may have sampled a row, when a policy with ``policy_version`` updates behind it is to be trained.
+
+    A row is at most ``max_staleness`` updates older, by the oldest of its trained tokens; None: of any age.
+    """
+
+    policy_version: int
+    max_staleness: int | None = None
+
+    def __post_init__(self) -> None:
+        bound = self.max_staleness
+        if bound is not None and (not isinstance(bound, int) or isinstance(bound, bool) or bound < 0):
+            raise ValueError(f"trainer.atropos.max_staleness={bound!r}: give a whole number of updates >= 0, or null")
+
+    def refuses(self, oldest: int | None, newest: int | None) -> str | None:
+        """Why a row with these versions cannot be trained on, as it is counted; None if it can.
+
+        - ``future_version``: newer than the policy, so of a branch that was given up; whatever ``max_staleness`` is.
+        - ``stale``: too old.
+        - ``unknown_version``: what cannot be shown to be within a bound is not trained on.
+        """
+        if newest is not None and newest > self.policy_version:
+            return "future_version"
+        if self.max_staleness is None:
+            return None
+        if oldest is None:
+            return "unknown_version"
+        return "stale" if self.policy_version - oldest > self.max_staleness else None
+
+
+_MENDS = {
+    "stale": "an environment keeps to it by the mixin Paced and the variable ATROPOS_MAX_STALENESS",
+    "unknown_version": "put the mixin WeightVersions before BaseEnv, or set it to null to train on samples of any age",
+    "future_version": "a policy sampled them that is no more: the trainer went back to a checkpoint",
+}
+
+
 @dataclass
 class ConversionReport:
     """What became of a batch's sequences.
@@ -242,7 +280,9 @@ def _teacher(
     return ids, log_probs
 
 
-def read_group(group: Group, index: int, limits: RowLimits, report: ConversionReport) -> list[Row]:
+def read_group(
+    group: Group, index: int, limits: RowLimits, report: ConversionReport, versions: VersionLimits | None = None
+) -> list[Row]:
     """The rows of one group, cut to ``limits``; fills ``report.dropped`` and ``report.events``.
 
     Raises:
@@ -311,6 +351,10 @@ def read_group(group: Group, index: int, limits: RowLimits, report: ConversionRe
         if first == 0:  # its first token has no context to be predicted from
             dropped["no_prompt"] += 1
             continue
+        oldest, newest = _versions(overrides, i, where)
+        if versions is not None and (reason := versions.refuses(oldest, newest)):
+            dropped[reason] += 1
+            continue
         end = length
         if length - first > limits.max_response_length:
             if limits.overlong == "error":
@@ -362,7 +406,7 @@ def read_group(group: Group, index: int, limits: RowLimits, report: ConversionRe
                 uid=str(index),
                 env_id=group.get("env_id"),
                 env_name=overrides.get("env_name"),
-                versions=_versions(overrides, i, where),
+                versions=(oldest, newest),
                 log_probs=log_probs,
                 advantages=_masked(arrays["advantages"], first, end, mask),
                 ref_log_probs=_masked(arrays["ref_logprobs"], first, end, mask),
@@ -395,7 +439,9 @@ def _versions(overrides: Mapping[str, Any], row: int, where: str) -> tuple[int |
     return version("policy_version_min"), version("policy_version_max")
 
 
-def read_groups(groups: Sequence[Group], limits: RowLimits) -> tuple[list[Row], ConversionReport]:
+def read_groups(
+    groups: Sequence[Group], limits: RowLimits, versions: VersionLimits | None = None
+) -> tuple[list[Row], ConversionReport]:
     """All rows of a batch in the API's order. A refused group is logged with its name and counted by sequences."""
     report = ConversionReport()
     rows: list[Row] = []
@@ -403,10 +449,15 @@ def read_groups(groups: Sequence[Group], limits: RowLimits) -> tuple[list[Row], 
         size = len(group["tokens"]) if isinstance(group.get("tokens"), Sequence) else 0
         report.received += size
         try:
-            rows.extend(read_group(group, index, limits, report))
+            rows.extend(read_group(group, index, limits, report, versions))
         except RefusedGroup as refused:
             report.drop(group, refused.reason, max(1, size))
             report.messages.append(str(refused))
             logger.error("refused %s", refused)
+    for reason in sorted(_MENDS.keys() & report.dropped.keys()):
+        logger.error(
+            "dropped %d sequences as %s: the policy has version %d, trainer.atropos.max_staleness=%s; %s",
+            *(report.dropped[reason], reason, versions.policy_version, versions.max_staleness, _MENDS[reason]),
+        )
     report.rows = len(rows)
     return rows, report

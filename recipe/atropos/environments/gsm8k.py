@@ -17,6 +17,7 @@ from latex2sympy2_extended import NormalizationConfig
 from math_verify import LatexExtractionConfig, parse, verify
 from pydantic import Field
 
+from recipe.atropos.environments.pacing import Paced
 from recipe.atropos.environments.weight_versions import WeightVersions
 from recipe.atropos.environments.word_problems import SYNTHETIC, Row, gold_answer, load_problems
 
@@ -46,7 +47,7 @@ class GSM8kEnvConfig(BaseEnvConfig):
     max_answer_tokens: int | None = Field(None, description="Of one answer; by default what max_token_length leaves")
 
 
-class GSM8kEnv(WeightVersions, BaseEnv):
+class GSM8kEnv(WeightVersions, Paced, BaseEnv):
     """Single-turn math problems with a verifiable number as answer."""
 
     name = "gsm8k"
