@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from transformers import AutoModelForCausalLM
 from recipe.atropos.inference.client import InferenceError, SGLangClient
 from recipe.atropos.weight_sync import tensor
 from recipe.atropos.weight_sync.bucket import Buckets
+from recipe.atropos.weight_sync.colocated import SharedMemory
 from recipe.atropos.weight_sync.engine import AtroposCheckpointEngine, choose_transport
 from recipe.atropos.weight_sync.hosts import address_towards, is_this_host
 from recipe.atropos.weight_sync.servers import WeightPushError
@@ -226,6 +228,34 @@ def test_a_server_killed_in_a_push_is_named_at_once_and_joins_again_when_it_is_b
         pusher.urls = [server, second]
         send(pusher, models["old"], version + 3)
         assert greedy(second) == greedy(server) == expected(models["old"])
+
+
+@pytest.mark.e2e
+def test_requests_wait_while_a_server_lends_its_memory_and_go_on_with_the_next_weights(
+    server, models, tmp_path, version
+):
+    pusher, memory = engine([server], "tensor", tmp_path), SharedMemory(None, "retract", LIMIT)
+    send(pusher, models["old"], version)
+    parameters = {"temperature": 0, "max_new_tokens": 600, "ignore_eos": True}
+    request = partial(SGLangClient.generate, input_ids=PROMPT, sampling_params=parameters)
+    with ThreadPoolExecutor() as threads:
+        running = threads.submit(call, server, request, 120)
+        time.sleep(0.5)
+        memory.release([server])
+        arriving = threads.submit(call, server, request, 120)
+        time.sleep(1.5)
+        assert not running.done() and not arriving.done()
+        memory.wake()
+        send(pusher, models["new"], version + 1)
+        spans = [
+            [span["version"] for span in each.result()["meta_info"]["weight_versions"]] for each in (running, arriving)
+        ]
+    assert spans == [[str(version), str(version + 1)], [str(version + 1)]]
+    assert greedy(server) == expected(models["new"])
+
+    memory.released = {server: "of a process that is no more", "http://127.0.0.1:1": "1"}
+    memory.wake()  # SGLang dies of memory given back that was not taken
+    assert greedy(server) == expected(models["new"]) and not memory.released
 
 
 def test_memory_is_shared_with_servers_of_this_machine_alone(tmp_path):

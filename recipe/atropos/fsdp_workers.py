@@ -15,6 +15,7 @@ from verl.single_controller.base.decorator import Dispatch, make_nd_compute_data
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id, get_device_name
 from verl.utils.distributed import initialize_global_process_group_ray
+from verl.utils.memory_utils import aggressive_empty_cache
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
 import recipe.atropos.engines  # noqa: F401  (registers the engines for GPUs)
@@ -61,3 +62,8 @@ class AtroposActorWorker(ActorRolloutRefWorker):
     def set_inference_urls(self, urls: list[str]) -> None:
         """The servers that the next pushes go to."""
         self.checkpoint_engine.urls = list(urls)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def empty_cache(self) -> None:
+        """What torch keeps of the GPU for later goes back, for a server on the same one."""
+        aggressive_empty_cache(force_sync=True)

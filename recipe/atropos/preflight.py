@@ -14,6 +14,7 @@ from omegaconf import DictConfig
 from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY, kl_penalty
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
 from verl.trainer.ppo.utils import need_critic
+from verl.utils.device import get_device_name
 
 from recipe.atropos.advantages import GRPO_ATROPOS, AdvantageConfig
 from recipe.atropos.data_source import DataSourceConfig
@@ -108,6 +109,16 @@ def check_config(config: DictConfig) -> None:
     if not isinstance(weight_sync.every, int) or weight_sync.every < 1:
         raise ConfigurationError(
             f"trainer.atropos.weight_sync.every={weight_sync.every!r} updates between pushes: give 1 or more"
+        )
+    if config.inference.colocated and weight_sync.every != 1:
+        raise ConfigurationError(
+            f"inference.colocated=true with trainer.atropos.weight_sync.every={weight_sync.every}: servers that lent "
+            "their memory have no weights left, so every update needs a push; set it to 1"
+        )
+    if config.inference.colocated and weight_sync.transport == "distributed" and get_device_name() != "cpu":
+        raise ConfigurationError(
+            "inference.colocated=true with trainer.atropos.weight_sync.transport=distributed: NCCL takes no two ranks "
+            "on one GPU; set it to auto, tensor or disk"
         )
     max_staleness = config.trainer.atropos.max_staleness
     if max_staleness is not None and max_staleness < weight_sync.every - 1:

@@ -8,7 +8,6 @@ and post it to the Trajectory API. ``fit_step`` reads as the algorithm; what is 
 import logging
 import uuid
 from collections import Counter
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +35,7 @@ from recipe.atropos.metrics import batch_metrics, staleness_metrics
 from recipe.atropos.recorded import NoServers, RecordedSource, write_batch
 from recipe.atropos.rows import Row, RowLimits, VersionLimits
 from recipe.atropos.run_record import RunRecord
-from recipe.atropos.weight_sync import WeightSyncManager
-from recipe.atropos.weight_sync.fleet import FleetSyncManager, ServerFleet
-from recipe.atropos.weight_sync.gateway import GatewayClient
-from recipe.atropos.weight_sync.probe import Probe
-from recipe.atropos.weight_sync.servers import reported_versions
+from recipe.atropos.weight_sync.build import build_manager
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +44,6 @@ _FORWARD_KEYS = ["prompts", "responses", "input_ids", "attention_mask", "positio
 _UPDATE_KEYS = ["old_log_probs", "advantages", "ref_log_prob", "rollout_is_weights", "teacher_ids", "teacher_logprobs"]
 _ADVANTAGE_KEYS = ["token_level_rewards", "response_mask", "rollout_is_weights", "advantages", "returns"]
 _MAX_EMPTY_BATCHES = 20  # in a row, before the run is called dead
-_LONGEST_ANSWER = 60.0  # seconds that a busy server may take to say its version
 
 
 class DevicePoolManager(ResourcePoolManager):
@@ -134,6 +128,7 @@ class RayGRPOAtroposTrainer(SeparateRayPPOTrainer):
         with marked_timer("step", self.timing_raw):
             self.metrics |= self.checkpoint_manager.ensure_current(self.global_steps - 1)
             batch = self._fit_get_batch()
+            self.checkpoint_manager.lend_memory(self.config.inference.urls)
             batch = self._fit_compute_log_prob(batch)
             batch = self._fit_compute_ref_log_prob(batch)
             batch = self._fit_compute_advantage(batch)
@@ -342,28 +337,8 @@ class RayGRPOAtroposTrainer(SeparateRayPPOTrainer):
         if self.config.trainer.atropos.replay:
             self.checkpoint_manager = NoServers()
             return
-        timeout = self.config.trainer.atropos.weight_sync.timeout
-        inference, temperature = self.config.inference, self.config.actor_rollout_ref.rollout.temperature
-        fleet = None
-        if inference.gateway:
-            gateway = GatewayClient(inference.gateway, inference.api_key)
-            fleet = ServerFleet(inference.urls, gateway, inference.api_key, timeout)
-        verify = None
-        if self.config.trainer.atropos.weight_sync.verify == "probe":
-            vocab_size = self.limits.vocab_size or len(self.tokenizer)
-            urls = fleet.targets if fleet else inference.urls
-            probe = Probe(urls, inference.api_key, vocab_size, inference.dtype, temperature, timeout)
-            verify = partial(probe.verify, compute=self._log_probs_of)
-        longest = 2 * timeout  # gathering and staging come before the requests that the time-out is for
-        if fleet:
-            self.checkpoint_manager = FleetSyncManager(self.actor_rollout_wg, fleet, timeout=longest, verify=verify)
-            return
-        self.checkpoint_manager = WeightSyncManager(
-            self.actor_rollout_wg,
-            timeout=longest,
-            verify=verify,
-            reported=partial(reported_versions, inference.urls, inference.api_key, min(timeout, _LONGEST_ANSWER)),
-        )
+        vocab_size = self.limits.vocab_size or len(self.tokenizer)
+        self.checkpoint_manager = build_manager(self.config, self.actor_rollout_wg, vocab_size, self._log_probs_of)
 
     def _log_probs_of(self, rows: list[Row]) -> torch.Tensor:
         """The policy's logprobs of the rows' responses, (B, R) float32."""

@@ -7,7 +7,7 @@ not to (``actor.fsdp_config.full_determinism``).
 
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,3 +84,6 @@ class NoServers:
 
     def ensure_current(self, global_steps: int) -> dict[str, Any]:
         return {}
+
+    def lend_memory(self, urls: Sequence[str]) -> None:
+        pass

@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -228,6 +229,14 @@ class SGLangClient:
     async def flush_cache(self) -> None:
         """Forget every cached prefix. Raises while requests run, and before SGLang 0.5.21 while retracted ones wait."""
         await self._call("POST", "/flush_cache")
+
+    async def release_memory(self, tags: Sequence[str]) -> None:
+        """Give memory back to the device: "kv_cache", "weights". The contents are lost. Pause the server first."""
+        await self._call("POST", "/release_memory_occupation", {"tags": list(tags)})
+
+    async def resume_memory(self, tags: Sequence[str]) -> None:
+        """Take back what was released, without its contents. SGLang dies of a tag that was not released."""
+        await self._call("POST", "/resume_memory_occupation", {"tags": list(tags)})
 
     # -- weights ---------------------------------------------------------------------------------------------------
 

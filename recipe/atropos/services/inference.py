@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import aiohttp
+from omegaconf import DictConfig
 
 from recipe.atropos.inference.client import SGLangClient
 from recipe.atropos.inference.gateway import API_KEY_VARIABLE
@@ -60,13 +61,24 @@ def plan_servers(run: Run) -> dict[str, SGLangLaunch]:
             device=config.device,
             dtype=config.dtype,
             api_key=run.api_key,
+            mem_fraction_static=config.mem_fraction_static,
             extra_args=own,
         )
-        if i and uses_gpu(launch):
-            ranks = own.get("tp_size", 1) * own.get("pp_size", 1)
-            launch = replace(launch, extra_args={**own, "base_gpu_id": own.get("base_gpu_id", 0) + i * ranks})
+        if uses_gpu(launch):
+            launch = replace(launch, extra_args=_on_gpus(run.config, own, i))
         launches["sglang" if len(ports) == 1 else f"sglang-{i}"] = launch
     return launches
+
+
+def _on_gpus(config: DictConfig, arguments: dict[str, Any], number: int) -> dict[str, Any]:
+    """The arguments of a server on its own GPUs: after the trainer's, or the trainer's where they are shared."""
+    colocated = config.inference.colocated
+    first = arguments.get(
+        "base_gpu_id", 0 if colocated or config.trainer.nnodes > 1 else config.trainer.n_gpus_per_node
+    )
+    ranks = arguments.get("tp_size", 1) * arguments.get("pp_size", 1)
+    saver = {"enable_memory_saver": True} if colocated else {}
+    return saver | arguments | {"base_gpu_id": first + number * ranks}
 
 
 def start_inference(run: Run) -> Inference:

@@ -32,9 +32,9 @@ class AtroposCheckpointEngine(CheckpointEngine):
     """Pushes to SGLang servers that were started by themselves.
 
     ``urls``: the servers; they must serve the model of ``model_path`` (None: not looked at). ``dtype``: what they serve
-    in; floating-point tensors are cast to it before they travel. ``transport``: see ``choose_transport``;
-    ``directory``: for "disk"; ``bucket_size`` in bytes. ``timeout``: seconds for one request of a push to one server.
-    ``verify="checksum"`` compares every tensor; see ``checksums``.
+    in; floating-point tensors are cast to it before they travel. ``transport`` and ``colocated``: see
+    ``choose_transport``; ``directory``: for "disk"; ``bucket_size`` in bytes. ``timeout``: seconds for one request of a
+    push to one server. ``verify="checksum"`` compares every tensor; see ``checksums``.
     """
 
     def __init__(
@@ -45,6 +45,7 @@ class AtroposCheckpointEngine(CheckpointEngine):
         urls: list[str],
         model_path: str | None = None,
         transport: str = "auto",
+        colocated: bool = False,
         directory: str | None = None,
         api_key: str | None = None,
         dtype: str = "bfloat16",
@@ -62,7 +63,8 @@ class AtroposCheckpointEngine(CheckpointEngine):
         self._client_options = {"api_key": api_key, "timeout": timeout}
         self._capabilities: dict[str, Capabilities] = {}  # by URL; what is asked once need not be asked in a pause
         self._pushed: str | None = None  # the version that every server had after the last push
-        self._transport: Transport = self._make_transport(choose_transport(transport, urls), directory, timeout)
+        chosen = choose_transport(transport, urls, colocated)
+        self._transport: Transport = self._make_transport(chosen, directory, timeout)
 
     async def send_weights(
         self, weights: Generator[tuple[str, torch.Tensor], None, None], global_steps: int | None = None
@@ -136,9 +138,9 @@ class AtroposCheckpointEngine(CheckpointEngine):
         raise NotImplementedError("SGLang's own server receives the weights")
 
 
-def choose_transport(wanted: str, urls: Sequence[str]) -> str:
-    """``wanted``, or for "auto" the fastest that can work: "tensor" where trainer and servers share a machine's memory
-    (on CPUs; on GPUs they mostly have one each), else "distributed".
+def choose_transport(wanted: str, urls: Sequence[str], colocated: bool = False) -> str:
+    """``wanted``, or for "auto" the fastest that can work: "tensor" where trainer and servers share memory, which is on
+    one machine without GPUs and where they are ``colocated`` on them; else "distributed".
 
     Raises:
         ValueError: no such transport.
@@ -147,7 +149,8 @@ def choose_transport(wanted: str, urls: Sequence[str]) -> str:
         raise ValueError(f"trainer.atropos.weight_sync.transport={wanted!r}; choose one of {', '.join(TRANSPORTS)}")
     if wanted != "auto":
         return wanted
-    return "tensor" if get_device_name() == "cpu" and all(map(is_this_host, urls)) else "distributed"
+    shared = colocated or get_device_name() == "cpu"
+    return "tensor" if shared and all(map(is_this_host, urls)) else "distributed"
 
 
 def _exhaust(weights: Iterator[Any]) -> None:

@@ -131,6 +131,9 @@ class FleetSyncManager(WeightSyncManager):
             f"a server died in each of {attempts} pushes of version {global_steps}: see the servers' logs"
         )
 
+    def lend_memory(self, urls: Sequence[str]) -> None:
+        super().lend_memory(sorted(self.fleet.holding))
+
     def ensure_current(self, global_steps: int) -> dict[str, float]:
         """Take out who is gone, and give who came back the actor's weights, those of ``global_steps``.
 

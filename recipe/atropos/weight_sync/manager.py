@@ -1,10 +1,12 @@
 """The trainer's side of a push: which version is in force."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import ray
 from verl.single_controller.ray import RayWorkerGroup
+
+from recipe.atropos.weight_sync.colocated import SharedMemory
 
 logger = logging.getLogger(__name__)
 
@@ -14,7 +16,8 @@ class WeightSyncManager:
 
     ``version`` is the trainer step whose weights every server serves, None before the first push. It advances only
     after a push that succeeded on every server, and that ``verify``, where given, found to be true; ``verify`` returns
-    metrics, or raises. ``reported`` asks every server for its version, by URL.
+    metrics, or raises. ``reported`` asks every server for its version, by URL. ``memory``, where given, is what the
+    servers leave to the trainer between ``lend_memory`` and the next push.
     """
 
     def __init__(
@@ -24,12 +27,14 @@ class WeightSyncManager:
         timeout: float = 600.0,
         verify: Callable[[int], dict[str, float]] | None = None,
         reported: Callable[[], dict[str, str]] | None = None,
+        memory: SharedMemory | None = None,
     ):
         self.actor_wg = actor_wg
         self.backend = backend
         self.timeout = timeout
         self.verify = verify
         self.reported = reported
+        self.memory = memory
         self.version: int | None = None
 
     def update_weights(self, global_steps: int) -> dict[str, float]:
@@ -40,6 +45,9 @@ class WeightSyncManager:
             WeightPushError: a server does not compute with the weights that it was given.
             ray.exceptions.GetTimeoutError: the ranks did not finish within ``timeout`` seconds.
         """
+        if self.memory is not None:
+            self.actor_wg.empty_cache()
+            self.memory.wake()
         results = ray.get(
             self.actor_wg.update_weights(global_steps=global_steps, mode=self.backend), timeout=self.timeout
         )
@@ -48,6 +56,11 @@ class WeightSyncManager:
             metrics |= self.verify(global_steps)
         self.version = global_steps
         return metrics
+
+    def lend_memory(self, urls: Sequence[str]) -> None:
+        """The servers generate no more, and leave their memory to the trainer until the next push."""
+        if self.memory is not None:
+            self.memory.release(urls)
 
     def ensure_current(self, global_steps: int) -> dict[str, float]:
         """Push the actor's weights, those of ``global_steps``, if a server has another version than it was given.

@@ -1,0 +1,48 @@
+"""The manager that a configuration asks for."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from omegaconf import DictConfig
+from verl.single_controller.ray import RayWorkerGroup
+
+from recipe.atropos.rows import Row
+from recipe.atropos.weight_sync.colocated import SharedMemory
+from recipe.atropos.weight_sync.fleet import FleetSyncManager, ServerFleet
+from recipe.atropos.weight_sync.gateway import GatewayClient
+from recipe.atropos.weight_sync.manager import WeightSyncManager
+from recipe.atropos.weight_sync.probe import Probe
+from recipe.atropos.weight_sync.servers import reported_versions
+
+_LONGEST_ANSWER = 60.0  # seconds that a busy server may take to say its version
+
+
+def build_manager(
+    config: DictConfig,
+    actor_wg: RayWorkerGroup,
+    vocab_size: int,
+    log_probs_of: Callable[[list[Row]], torch.Tensor],
+) -> WeightSyncManager:
+    """From the whole configuration; ``log_probs_of`` gives the policy's logprobs, (B, R), of the rows' responses."""
+    inference, settings = config.inference, config.trainer.atropos.weight_sync
+    key, timeout = inference.api_key, settings.timeout
+    fleet = None
+    if inference.gateway:
+        fleet = ServerFleet(inference.urls, GatewayClient(inference.gateway, key), key, timeout)
+    verify = None
+    if settings.verify == "probe":
+        urls = fleet.targets if fleet else inference.urls
+        temperature = config.actor_rollout_ref.rollout.temperature
+        verify = partial(
+            Probe(urls, key, vocab_size, inference.dtype, temperature, timeout).verify, compute=log_probs_of
+        )
+    options = {
+        "timeout": 2 * timeout,  # gathering and staging come before the requests that the time-out is for
+        "verify": verify,
+        "memory": SharedMemory(key, settings.pause_mode, timeout) if inference.colocated else None,
+    }
+    if fleet:
+        return FleetSyncManager(actor_wg, fleet, **options)
+    reported = partial(reported_versions, inference.urls, key, min(timeout, _LONGEST_ANSWER))
+    return WeightSyncManager(actor_wg, reported=reported, **options)

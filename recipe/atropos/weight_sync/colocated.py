@@ -1,0 +1,71 @@
+"""One GPU for both: while the policy is trained, the servers give their memory back.
+
+    batch -> pause, release -> train -> wake -> push (see ``push``)
+
+A paused server keeps its requests, and those that arrive, and answers them after the push: they wait, and do not fail.
+What a server held is lost with the memory, so between release and push nothing may resume it; hence a push after every
+update.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+
+from recipe.atropos.inference.client import InferenceError, PauseMode, SGLangClient
+
+logger = logging.getLogger(__name__)
+
+_TAGS = ("kv_cache", "weights")
+
+
+class SharedMemory:
+    """The memory of the servers that stand on the trainer's GPUs. ``timeout``: seconds for one request."""
+
+    def __init__(self, api_key: str | None, pause_mode: PauseMode, timeout: float):
+        self._options = {"api_key": api_key, "timeout": timeout}
+        self.pause_mode = pause_mode
+        self.released: dict[str, str] = {}  # URL: the version that the server had when it gave its memory
+
+    def release(self, urls: Sequence[str]) -> None:
+        """Pause the servers and take their memory; one that cannot be reached has none.
+
+        Raises:
+            InferenceError: a server refuses.
+        """
+
+        async def release_one(client: SGLangClient) -> None:
+            version = await client.weight_version()
+            await client.pause(self.pause_mode)
+            await client.release_memory(_TAGS)
+            self.released[client.url] = version
+
+        self._on_each(urls, release_one)
+
+    def wake(self) -> None:
+        """Give the memory back, without what was in it. A server that was started again since has its own.
+
+        Raises:
+            InferenceError: a server refuses, or finds no room.
+        """
+
+        async def wake_one(client: SGLangClient) -> None:
+            if await client.weight_version() == self.released[client.url]:
+                await client.resume_memory(_TAGS)
+
+        self._on_each(list(self.released), wake_one)
+        self.released.clear()
+
+    def _on_each(self, urls: Sequence[str], action: Callable[[SGLangClient], Awaitable[None]]) -> None:
+        async def one(url: str) -> None:
+            try:
+                async with SGLangClient(url, **self._options) as client:
+                    await action(client)
+            except InferenceError as error:
+                if error.status is not None:
+                    raise
+                logger.error("%s: its memory was left alone (%s)", url, error)
+
+        async def each() -> None:
+            await asyncio.gather(*map(one, urls))
+
+        asyncio.run(each())
