@@ -227,6 +227,22 @@ def test_a_trainer_that_goes_on_from_a_checkpoint_is_fed_again(items, max_stalen
     assert max(training.dropped, default=0) <= 4 - back + max_staleness + 4, "no drops once the old branch is gone"
 
 
+def test_where_the_version_goes_down_only_what_is_in_flight_or_begins_a_batch_counts():
+    pace = Pace(0)
+    pace.set_share(4 * SIZE)
+    for version in (5, 6):
+        pace.set_version(version)
+        for _ in range(4):
+            ticket = pace.begin(SIZE)
+            if version == 5:
+                pace.posted(ticket, SIZE)
+    pace.set_version(3, queued=5 * SIZE)
+    assert pace.begun == (4 + 1) * SIZE and pace.limit == 4 * SIZE and not pace.room
+    assert pace.fitting(ticket, [SIZE]) == 1, "what is in flight is posted"
+    pace.set_version(4)
+    assert pace.limit == 8 * SIZE and pace.room
+
+
 def test_a_changed_share_counts_from_the_present_version_on():
     pace = Pace(1)
     pace.set_share(16)

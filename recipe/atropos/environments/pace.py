@@ -77,12 +77,16 @@ class Pace:
         self.share = share
 
     def set_version(self, version: int, queued: int = 0) -> None:
-        """``queued``: sequences of this environment that the API still holds; needed where the version goes down."""
+        """``queued``: sequences of this environment that the API still holds; needed where the version goes down.
+
+        Of these only what is no whole batch counts: whole ones are dropped whole, and the trainer asks for the next.
+        """
         if self.version is None:
             self._origin = (0.0, version)
         elif version < self.version:
             logger.warning("the servers went from weight version %d back to %d; beginning anew", self.version, version)
-            self._origin, self._posted, self.version = (0.0, version), queued, version
+            self._origin, self.version = (0.0, version), version
+            self._posted = int(queued % self.share) if self.share else 0
             for ticket in self._in_flight:
                 ticket.bound = max(self.limit, self.begun)
         self.version = version

@@ -21,7 +21,7 @@ but by ``worker_timeout`` and by an evaluation that stops the training, which be
 - A group that failed, was cancelled or was refused gives its place back. An item of which several groups come counts as
   that many; what of them has no place within the bound is left out, with a warning.
 - A version that goes down is that of a trainer that resumed: v0 is then this version, and only what is in flight, or
-  still in the API's queue, counts as begun.
+  still in the API's queue and no whole batch, counts as begun.
 - Of a batch, an environment has the share that it is allocated (``min_batch_allocation``) and, of what is not
   allocated, the share of its weight. Among several environments a slow group can be overtaken by the others', so there
   some rows may still come too late; the trainer drops and counts them.
