@@ -2,6 +2,8 @@
 
 import asyncio
 import shutil
+import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -12,7 +14,7 @@ import ray
 import torch
 from helpers_services import get, post, running_api
 from helpers_sglang import make_tiny_model, running_sglang
-from helpers_trainer import close, compose_config, model_vocab, random_group
+from helpers_trainer import CPU_OVERRIDES, close, compose_config, model_vocab, random_group
 from safetensors import safe_open
 from transformers import AutoTokenizer
 
@@ -20,6 +22,7 @@ from recipe.atropos.data_proto import groups_to_data_proto
 from recipe.atropos.inference.client import SGLangClient
 from recipe.atropos.ray_trainer import RayGRPOAtroposTrainer
 from recipe.atropos.run_record import read_metrics
+from recipe.atropos.services.process import start_service
 from recipe.atropos.weight_sync.probe import Probe
 from recipe.atropos.weight_sync.servers import WeightPushError
 
@@ -267,7 +270,9 @@ def fit(model_path, server, run_dir, folder, groups, *overrides):
 
 
 def _post_when_registered(url, groups):
+    deadline = time.monotonic() + 90
     while get(f"{url}/info")["batch_size"] == -1:
+        assert time.monotonic() < deadline, "no trainer registers"
         time.sleep(0.1)
     for item in groups:
         post(f"{url}/scored_data", item)
@@ -296,6 +301,72 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(model_path, server, 
     for i, line in enumerate(read_metrics(half)):
         assert line["atropos/mean_score"] == pytest.approx(np.mean([g["scores"] for g in groups[2 * i : 2 * i + 2]]))
     assert trainer.advantage_moments.count == trainer.record.totals.tokens_trained
+
+
+KILLED_BEFORE_A_PUSH = """
+import os, signal
+from recipe.atropos.main import main
+from recipe.atropos.ray_trainer import RayGRPOAtroposTrainer
+
+push = RayGRPOAtroposTrainer._fit_update_weights
+
+def push_or_die(self):
+    if self.global_steps == 4:
+        os.kill(os.getpid(), signal.SIGKILL)
+    push(self)
+
+RayGRPOAtroposTrainer._fit_update_weights = push_or_die
+main()
+"""
+
+
+def test_a_trainer_killed_after_an_update_and_before_its_push_leaves_no_wrong_sample(model_path, server, tmp_path):
+    """It dies in step 4 with its checkpoint at 2: what version 3 sampled is of a branch that is no more."""
+    run = tmp_path / "run"
+    options = ["trainer.save_freq=2", "trainer.total_training_steps=4", "data.train_batch_size=2"]
+    options += ["actor_rollout_ref.rollout.n=4", "actor_rollout_ref.actor.optim.lr=1e-3", f"run.dir={run}"]
+    options += ["data.max_prompt_length=64", "data.max_response_length=64"]
+    with running_api(tmp_path) as api:
+        addresses = [f"inference.urls=[{server}]", f"trainer.atropos.api_url={api.url}"]
+        command = [sys.executable, "-c", KILLED_BEFORE_A_PUSH, *CPU_OVERRIDES, *addresses, *options]
+        command.append(f"actor_rollout_ref.model.path={model_path}")
+        first = start_service("trainer", command, log_path=tmp_path / "trainer.log", cwd=tmp_path)
+        try:
+            _post_when_registered(api.url, stamped(server, range(4)))
+            assert first.process.wait(120) == -signal.SIGKILL, first.tail()
+        finally:
+            first.stop(grace=1)
+        assert asyncio.run(version_of(server)) == "3" and (run / "checkpoints/global_step_2").exists()
+        for group in stamped(server, [3]):
+            post(f"{api.url}/scored_data", group)
+
+        trainer = make_trainer(model_path, server, api.url, run, *options)
+        try:
+            poster = threading.Thread(
+                target=_post_when_registered, args=(api.url, stamped(server, [2, 3])), daemon=True
+            )
+            poster.start()
+            trainer.fit()
+            poster.join(10)
+        finally:
+            close(trainer)
+    lines = {line["step"]: line for line in read_metrics(run)}
+    assert lines[3]["atropos/dropped/future_version"] == 8 and "atropos/dropped/future_version" not in lines[4]
+    assert all(lines[step]["atropos/logprob_diff/max"] < 1e-4 for step in (1, 2, 3, 4)), "each by its own weights"
+    assert all(lines[step]["atropos/staleness/max"] == 0 for step in (1, 2, 3, 4))
+    assert asyncio.run(version_of(server)) == "4" and trainer.record.totals.dropped == {"future_version": 8}
+
+
+def stamped(server, versions):
+    """Two groups sampled by each of these versions, as soon as the server has it, with that version on them."""
+    for version in versions:
+        deadline = time.monotonic() + 60
+        while asyncio.run(version_of(server)) != str(version):
+            assert time.monotonic() < deadline, f"the server never served version {version}"
+            time.sleep(0.05)
+        for group in sampled_groups(server)[:2]:
+            known = dict.fromkeys(("policy_version_min", "policy_version_max"), [version] * len(group["tokens"]))
+            yield group | {"group_overrides": known}
 
 
 def samples(server, steps, fresh):

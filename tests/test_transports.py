@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import os
+import resource
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -198,6 +199,42 @@ def test_a_server_of_another_model_is_refused_before_anything_is_sent(server, mo
         send(half, models["new"], version + 1)
     assert greedy(server) == expected(models["new"]) and reported(server) == str(version)
     send(engine([server], transport, tmp_path, model_path=str(models["old"])), models["old"], version + 1)
+
+
+@pytest.mark.e2e
+def test_a_folder_that_a_server_does_not_see_is_named_and_its_weights_stay(server, models, tmp_path, version):
+    pusher = engine([server], "disk", tmp_path)
+    send(pusher, models["new"], version)
+    unseen = tmp_path / "of" / "another" / "machine"
+    stage = pusher._transport.stage
+
+    async def stage_elsewhere(*arguments):
+        await stage(*arguments)
+        pusher._transport.directory.rename(tmp_path / "here")
+        pusher._transport.directory = unseen
+
+    pusher._transport.stage = stage_elsewhere
+    with pytest.raises(WeightPushError, match=f"on {server}.*Is {unseen} a folder that this server can read"):
+        send(pusher, models["old"], version + 1)
+    assert reported(server) == str(version)
+    call(server, lambda client: client.resume())
+    assert greedy(server) == expected(models["new"])
+
+
+def test_a_full_disk_leaves_nothing_half_written(models, tmp_path, version):
+    """A limit on the size of files stands for it: writing fails in the middle."""
+    pusher = engine([], "disk", tmp_path)
+    send(pusher, models["old"], version)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (150_000, before[1]))
+    try:
+        with pytest.raises(WeightPushError, match=f"cannot be written to {tmp_path / 'weights'}: .*make room"):
+            send(pusher, models["new"], version + 1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [path.name for path in (tmp_path / "weights").iterdir()] == [f"version_{version}"]
+    send(pusher, models["new"], version + 2)
+    assert [path.name for path in (tmp_path / "weights").iterdir()] == [f"version_{version + 2}"]
 
 
 @pytest.mark.e2e

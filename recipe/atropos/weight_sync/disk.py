@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from recipe.atropos.inference.client import SGLangClient
+from recipe.atropos.inference.client import InferenceError, SGLangClient
 from recipe.atropos.weight_sync.bucket import NamedTensors
-from recipe.atropos.weight_sync.servers import on_all
+from recipe.atropos.weight_sync.servers import WeightPushError, on_all
 
 
 class DiskTransport:
@@ -27,11 +28,11 @@ class DiskTransport:
         return self.directory / f"version_{version}"
 
     async def stage(self, clients: Sequence[SGLangClient], weights: NamedTensors, version: int) -> None:
-        """Raises OSError (no space, no permission) with nothing half-written left behind."""
+        """Raises WeightPushError (no space, no permission) with nothing half-written left behind."""
         target, partial = self.path(version), self.directory / f".partial_{version}"
         shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
         try:
+            partial.mkdir(parents=True)
             n_files, bucket, bucket_bytes = 0, {}, 0
             for name, tensor in weights:
                 # A copy: the tensor may be the live parameter, and safetensors refuses tensors that share memory.
@@ -45,15 +46,30 @@ class DiskTransport:
                 _save(bucket, partial, n_files + 1)
             shutil.rmtree(target, ignore_errors=True)
             partial.rename(target)
-        except BaseException:
+        except (OSError, SafetensorError) as error:
+            raise WeightPushError(
+                f"version {version} cannot be written to {self.directory}: {error}; make room for it there, name "
+                "another folder by trainer.atropos.weight_sync.directory, or set weight_sync.transport=distributed"
+            ) from error
+        finally:
             shutil.rmtree(partial, ignore_errors=True)
-            raise
 
     async def deliver(self, clients: Sequence[SGLangClient], version: int) -> None:
-        folder = str(self.path(version))
-        await on_all(
-            clients, "deliver", lambda client: client.update_weights_from_disk(folder, str(version), flush_cache=False)
-        )
+        """Raises WeightPushError: a server does not see the folder, or does not load it."""
+        folder = self.path(version)
+
+        async def load(client: SGLangClient) -> None:
+            try:
+                await client.update_weights_from_disk(folder, str(version), flush_cache=False)
+            except InferenceError as error:
+                if error.status is None:
+                    raise
+                raise WeightPushError(
+                    f"{error}. Is {self.directory} a folder that this server can read? Else name one by "
+                    "trainer.atropos.weight_sync.directory, or set weight_sync.transport=distributed"
+                ) from error
+
+        await on_all(clients, "deliver", load)
 
     def release(self, version: int) -> None:
         for other in self.directory.glob("version_*"):
