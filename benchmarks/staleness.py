@@ -5,8 +5,8 @@ training take turns, and with 2, where generation goes on while the policy is tr
 steps on the same problems. The reference is the first.
 
 Two halves that share their cores cannot overlap, so each has a core of its own: the trainer one; SGLang, environment
-and API the other. And generation is made to take about as long as the training, as it does where answers are long,
-which those of the demonstration are not: the environment works on ``WORKERS`` problems at a time.
+and API the other. And generation is made to take about as long as the training, as it does where answers are long
+(those of the demonstration are short): the environment works on ``WORKERS`` problems at a time.
 """
 
 import argparse

@@ -24,7 +24,7 @@ async def on_all(
 
 @asynccontextmanager
 async def update_session(clients: Sequence[SGLangClient]) -> AsyncIterator[None]:
-    """What tensor and distributed updates must stand in on SGLang from 0.5.13 on; nothing where servers know none.
+    """What tensor and distributed updates must stand in on SGLang from 0.5.21 on; nothing where servers know none.
 
     It is closed after a failure too: else the next push could not open one.
     """
