@@ -140,6 +140,7 @@ def sglang_command(launch: SGLangLaunch) -> tuple[list[str], dict[str, str]]:
             "PYTHONPATH": str(CPU_SHIM),
             "SGLANG_USE_CPU_ENGINE": "1",
             "OMP_NUM_THREADS": "1",  # ten times the speed of the default, for small models on shared cores
+            "THP_MEM_ALLOC_ENABLE": "1",  # torch asks for huge pages: weights that arrive are not faulted in by 4 KiB
             **_END_ON_SIGTERM,
         }
     flags |= {name.replace("_", "-"): value for name, value in launch.extra_args.items()}

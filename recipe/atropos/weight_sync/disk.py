@@ -35,8 +35,10 @@ class DiskTransport:
             partial.mkdir(parents=True)
             n_files, bucket, bucket_bytes = 0, {}, 0
             for name, tensor in weights:
-                # A copy: the tensor may be the live parameter, and safetensors refuses tensors that share memory.
-                bucket[name] = tensor.detach().to("cpu", copy=True).contiguous()
+                tensor = tensor.detach().to("cpu").contiguous()
+                if any(tensor.data_ptr() == other.data_ptr() for other in bucket.values()):
+                    tensor = tensor.clone()  # safetensors refuses tensors that share memory, as tied ones do
+                bucket[name] = tensor
                 bucket_bytes += tensor.nbytes
                 if bucket_bytes >= self.bucket_size:
                     n_files += 1
