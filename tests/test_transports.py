@@ -7,7 +7,7 @@ import resource
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
@@ -71,8 +71,18 @@ def engine(urls, transport, tmp_path, bucket_size=200_000, dtype="float32", **op
         directory=tmp_path / "weights",
         dtype=dtype,
         timeout=LIMIT,
-        **{"verify": "checksum"} | options,
+        **{"verify": "checksum" if urls and can_checksum(urls[0]) else "version"} | options,
     )
+
+
+@cache
+def can_checksum(url):
+    """SGLang 0.5.12 cannot, on a CPU."""
+    try:
+        call(url, lambda client: client.post("/weights_checker", {"action": "checksum"}))
+    except InferenceError:
+        return False
+    return True
 
 
 def send(engine, model, version):
@@ -134,6 +144,8 @@ def test_bfloat16_and_tied_embeddings_arrive_bit_for_bit(tied_server, models, tm
 @pytest.mark.e2e
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_corrupted_bucket_is_caught_and_nobody_generates_with_it(server, models, tmp_path, version, transport):
+    if not can_checksum(server):
+        pytest.skip("this server makes no checksums")
     pusher = engine([server], transport, tmp_path)
     damage(pusher._transport, "model.layers.1.mlp.up_proj.weight")
     with pytest.raises(WeightPushError, match=r"other values than were sent in model\.layers\.1\.mlp\.gate_up_proj"):
@@ -271,7 +283,9 @@ def test_a_server_killed_in_a_push_is_named_at_once_and_joins_again_when_it_is_b
 def test_requests_wait_while_a_server_lends_its_memory_and_go_on_with_the_next_weights(
     server, models, tmp_path, version
 ):
-    pusher, memory = engine([server], "tensor", tmp_path), SharedMemory(None, "retract", LIMIT)
+    if call(server, SGLangClient.capabilities).safe_pause_mode("auto") != "retract":
+        pytest.skip("this server ends running requests when it is paused")
+    pusher, memory = engine([server], "tensor", tmp_path), SharedMemory(None, "auto", LIMIT)
     send(pusher, models["old"], version)
     parameters = {"temperature": 0, "max_new_tokens": 600, "ignore_eos": True}
     request = partial(SGLangClient.generate, input_ids=PROMPT, sampling_params=parameters)

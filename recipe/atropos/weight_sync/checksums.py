@@ -62,11 +62,11 @@ class WeightChecksums:
         try:
             reply = await client.post("/weights_checker", {"action": "checksum"})
         except InferenceError as error:
-            if error.status == 404:
-                raise WeightPushError(f"{client.url} makes no checksums of its weights: {_MEND}") from error
-            raise
+            if error.status is None:
+                raise
+            raise WeightPushError(f"{error}: {client.url} makes no checksums of its weights; {_MEND}") from error
         if "ranks" not in reply:
-            raise WeightPushError(f"{client.url} makes no checksums of its weights: {_MEND}")
+            raise WeightPushError(f"{client.url} makes no checksums of its weights; {_MEND}")
         device = (await client.capabilities()).arguments.get("device")
         if len(reply["ranks"]) != 1 or device != "cpu":
             raise WeightPushError(
