@@ -8,7 +8,7 @@ import asyncio
 import itertools
 import os
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from datetime import timedelta
 
 import torch
@@ -22,6 +22,7 @@ from recipe.atropos.weight_sync.hosts import address_towards
 from recipe.atropos.weight_sync.servers import WeightPushError, on_all, update_session
 
 _count = itertools.count()
+_BROKEN_OFF_SECONDS = 5.0  # for a broadcast to notice that a server has died
 
 
 class DistributedTransport:
@@ -63,7 +64,11 @@ class DistributedTransport:
 
         try:
             async with update_session(clients):
-                await send_in_buckets(self._filled, send)
+                try:
+                    await send_in_buckets(self._filled, send)
+                except BaseException:
+                    await in_thread(group.destroy)  # a server that waits for a bucket hears nothing, not even the end
+                    raise
         except BaseException:
             await self._leave(group, clients)
             raise
@@ -84,6 +89,7 @@ class DistributedTransport:
     async def _leave(self, group: "_Group", clients: Sequence[SGLangClient]) -> None:
         """Give the group up, here and on its servers; on those that are not among ``clients`` when they are again."""
         self._left += [(url, group.name) for url in group.urls]
+        await in_thread(group.destroy)
         by_url = {client.url: client for client in clients}
         reachable = [(url, name) for url, name in self._left if url in by_url]
         self._left = [left for left in self._left if left not in reachable]
@@ -91,7 +97,6 @@ class DistributedTransport:
         for result in await asyncio.gather(*calls, return_exceptions=True):
             if isinstance(result, BaseException) and not isinstance(result, InferenceError):  # it may know it no more
                 raise result
-        await in_thread(group.destroy)
 
     def release(self, version: int) -> None:
         """Buffers and group stay, for the next version."""
@@ -102,7 +107,8 @@ class _Group:
 
     def __init__(self, name: str, urls: list[str], process_group: dist.ProcessGroup, store: dist.TCPStore):
         self.name, self.urls, self.version = name, urls, ""
-        self._process_group, self._store = process_group, store
+        self._process_group: dist.ProcessGroup | None = process_group
+        self._store: dist.TCPStore | None = store
 
     @classmethod
     async def form(cls, clients: Sequence[SGLangClient], timeout: float) -> "_Group":
@@ -139,7 +145,7 @@ class _Group:
             _world.pg_group_ranks[process_group] = {rank: rank for rank in range(world_size)}
             return process_group, store
 
-        def invite(client: SGLangClient):
+        def invite(client: SGLangClient) -> Awaitable[object]:
             return client.post(
                 "/init_weights_update_group",
                 {
@@ -166,16 +172,20 @@ class _Group:
         self._process_group.abort()
 
     def destroy(self) -> None:
-        dist.destroy_process_group(self._process_group)
+        """Close its connections, which gloo does when nobody holds the group any more. May be called again."""
+        if self._process_group is not None:
+            dist.destroy_process_group(self._process_group)
+        self._process_group = self._store = None
 
 
-async def _both(posts, broadcast, group: _Group) -> None:
-    """Wait for servers and broadcast; where a server refuses, the broadcast would wait for it in vain."""
+async def _both(posts: Awaitable[None], broadcast: Awaitable[None], group: _Group) -> None:
+    """Wait for servers and broadcast. Where a server refuses, the broadcast waits for it in vain, to its own time-out:
+    gloo knows no abort. Nobody waits for that."""
     tasks = [asyncio.ensure_future(posts), asyncio.ensure_future(broadcast)]
     try:
         await asyncio.gather(*tasks)
     except BaseException:
-        if not tasks[1].done():
-            group.abort()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        group.abort()
+        await asyncio.wait(tasks, timeout=_BROKEN_OFF_SECONDS)
+        tasks[1].add_done_callback(lambda task: task.cancelled() or task.exception())
         raise
