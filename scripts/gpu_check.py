@@ -111,6 +111,17 @@ def plan(gpus: int, transports: Sequence[str] = TRANSPORTS) -> list[Trial]:
     return trials
 
 
+def lacking(trial: Trial, versions: dict[str, Any]) -> str | None:
+    """What the environments lack for this on GPUs; ``versions`` by package of the "trainer" and of "sglang"."""
+    if trial.colocated and not versions["sglang"]["torch_memory_saver"]:
+        return "SGLang's environment has no torch_memory_saver, which colocated servers need: install it there"
+    ours, theirs = (versions[where]["nvidia-nccl-cu13"] for where in ("trainer", "sglang"))
+    if trial.transport == "distributed" and ours != theirs:
+        mend = f"install nvidia-nccl-cu13=={theirs} in the trainer's"
+        return f"NCCL {ours} in the trainer's environment, {theirs} in SGLang's, and it joins no two versions: {mend}"
+    return None
+
+
 def make_model(folder: Path, size: Size, dtype: torch.dtype) -> int:
     """Write the model and a tokenizer into ``folder``; returns the number of parameters.
 
@@ -182,11 +193,9 @@ async def run_trial(trial: Trial, overrides: list[str], size: Size, limit: float
 
     Returns the measurements (see ``measurements``); with ``ok``, and ``error`` where that is false.
     """
-    started = time.monotonic()
+    started, memory, accounts = time.monotonic(), MemoryWatch(has_gpu()), 0.0
     run: Run | None = None
-    memory = MemoryWatch(has_gpu())
     speeds: list[float] = []
-    accounts = 0.0
     result: dict[str, Any] = {"ok": False, "colocated": trial.colocated}
     try:
         async with asyncio.timeout(limit) as deadline:
@@ -219,9 +228,7 @@ async def run_trial(trial: Trial, overrides: list[str], size: Size, limit: float
 
 
 def _not_done(run: Run | None, limit: float) -> str:
-    """What every service said last."""
-    services = run.services if run is not None else []
-    tails = "\n".join(f"--- {service.name}:\n{service.tail(8)}" for service in services)
+    tails = "\n".join(f"--- {service.name}:\n{service.tail(8)}" for service in (run.services if run else []))
     return f"not done within {limit:g} s; raise --limit if it was still at work:\n{tails}"
 
 
@@ -398,11 +405,10 @@ async def check(arguments: argparse.Namespace, gpus: int, work: Path, report: di
         if trial.impossible:
             report["transports"][trial.transport] = {"impossible": trial.impossible}
             continue
-        if trial.colocated and gpus and not report["versions"]["sglang"]["torch_memory_saver"]:
-            error = f"{arguments.python} has no torch_memory_saver, which colocated servers need: install it there"
+        if gpus and (error := lacking(trial, report["versions"])):
             report["transports"][trial.transport] = {"ok": False, "error": error}
             continue
-        where = "the trainer's GPU" if trial.colocated and gpus else "a GPU of its own" if gpus else "a CPU"
+        where = "a CPU" if not gpus else "the trainer's GPU" if trial.colocated else "a GPU of its own"
         console.print(f"[bold]{trial.transport}[/]: SGLang on {where}, {arguments.steps} steps", soft_wrap=True)
         overrides = overrides_of(trial, arguments, work / "model", gpus > 0)
         result = await run_trial(trial, overrides, size, arguments.limit, work / trial.transport)
@@ -447,8 +453,7 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.device == "cpu":  # for every process from here on; verl would find the GPU by nvidia-smi
         os.environ |= {"CUDA_VISIBLE_DEVICES": "", "VERL_PLATFORM": "cpu"}
 
-    trainer_packages = ("torch", "verl", "atroposlib", "transformers", "ray", "flash-attn")
-    sglang_packages = ("sglang", "torch", "transformers", "torch_memory_saver", "sglang-kernel", "flashinfer_python")
+    both = ("torch", "nvidia-nccl-cu13", "transformers")
     try:
         gpus = count_gpus()
         arguments.size = arguments.size or ("400m" if gpus else "tiny")
@@ -456,8 +461,8 @@ def main(argv: list[str] | None = None) -> int:
         arguments.python = config.inference.python or default_sglang_python()
         versions = {
             "python": sys.version.split()[0],
-            "trainer": versions_in(sys.executable, trainer_packages),
-            "sglang": versions_in(arguments.python, sglang_packages),
+            "trainer": versions_in(sys.executable, (*both, "verl", "atroposlib", "ray", "flash-attn")),
+            "sglang": versions_in(arguments.python, (*both, "sglang", "torch_memory_saver", "sglang-kernel")),
         }
     except (ConfigurationError, LaunchError, RuntimeError) as error:
         console.print(f"error: {error}", soft_wrap=True, markup=False)
@@ -472,16 +477,14 @@ def main(argv: list[str] | None = None) -> int:
         "transports": {},
         "ok": False,
     }
-    status = 1
     try:
         dtype = torch.bfloat16 if gpus else torch.float32
         report["parameters"] = make_model(work / "model", SIZES[arguments.size], dtype)
         asyncio.run(check(arguments, gpus, work, report))
         report["ok"] = all(result.get("ok", "impossible" in result) for result in report["transports"].values())
-        status = 0 if report["ok"] else 1
     except (KeyboardInterrupt, asyncio.CancelledError):
         console.print("stopped; nothing is left running")
-        status = 130
+        return 130
     finally:
         if arguments.out:
             arguments.out.write_text(json.dumps(report, indent=2) + "\n")
@@ -490,7 +493,7 @@ def main(argv: list[str] | None = None) -> int:
             shutil.rmtree(work, ignore_errors=True)
         else:
             print(f"\nlogs: {work}/TRANSPORT/logs")
-    return status
+    return 0 if report["ok"] else 1
 
 
 if __name__ == "__main__":

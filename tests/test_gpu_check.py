@@ -94,6 +94,18 @@ def test_on_one_gpu_the_distributed_transport_is_impossible_and_with_two_it_has_
     assert not two["distributed"].impossible and not two["distributed"].colocated and two["tensor"].colocated
 
 
+def test_what_the_environments_lack_on_a_gpu_is_said_before_anything_starts(script):
+    shared, apart = script.Trial("tensor", colocated=True), script.Trial("distributed")
+    versions = {
+        "trainer": {"nvidia-nccl-cu13": "2.29.7"},
+        "sglang": {"nvidia-nccl-cu13": "2.30.7", "torch_memory_saver": None},
+    }
+    assert "torch_memory_saver" in script.lacking(shared, versions)
+    assert "nvidia-nccl-cu13==2.30.7" in script.lacking(apart, versions)
+    versions["sglang"] |= {"nvidia-nccl-cu13": "2.29.7", "torch_memory_saver": "0.0.10"}
+    assert script.lacking(shared, versions) is None and script.lacking(apart, versions) is None
+
+
 @pytest.mark.parametrize("transport", ["tensor", "disk", "distributed"])
 def test_the_configuration_for_gpus_passes_the_trainers_own_checks_and_starts_sglang_as_meant(
     script, tmp_path, transport
