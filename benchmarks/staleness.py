@@ -1,8 +1,9 @@
 """What overlap buys: ``python benchmarks/staleness.py [--quick]``.
 
-Runs the demonstration with the real parts twice: with ``trainer.atropos.max_staleness=0``, where generation and
-training take turns, and with 2, where generation goes on while the policy is trained. Both train the same number of
-steps on the same problems. The reference is the first.
+Runs the demonstration with the real parts: with ``trainer.atropos.max_staleness=0``, where generation and training take
+turns, and with 2, where generation goes on while the policy is trained, in the order 0, 2, 2, 0, so that a machine whose
+load changes in one direction favours neither (``--quick``: 0, 2). All train the same number of steps on the same
+problems. The reference is 0; seconds are means over its runs.
 
 Two halves that share their cores cannot overlap, so each has a core of its own: the trainer one; SGLang, environment
 and API the other. And generation is made to take about as long as the training, as it does where answers are long
@@ -73,23 +74,26 @@ def trainer_pid(run: Path) -> int | None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer steps")
-    steps = 10 if parser.parse_args().quick else 30
+    quick = parser.parse_args().quick
+    steps, order = (10, BOUNDS) if quick else (30, (0, 2, 2, 0))
     if len(os.sched_getaffinity(0)) < 2:
         sys.exit("needs two cores: on one, nothing can overlap")
     ensure_small_policy(seed=0)
-    runs, dropped = {}, {}
+    runs: dict[int, list[list[dict[str, Any]]]] = {bound: [] for bound in BOUNDS}
+    lost = dict.fromkeys(BOUNDS, 0)
     with tempfile.TemporaryDirectory() as name:
-        for bound in BOUNDS:
-            runs[bound], dropped[bound] = run_demo(Path(name) / str(bound), bound, steps)
+        for number, bound in enumerate(order):
+            lines, dropped = run_demo(Path(name) / str(number), bound, steps)
+            runs[bound].append(lines)
+            lost[bound] += sum(dropped.values())
 
     def column(bound: int, key: str) -> list[float]:
-        return [line.get(key, 0.0) for line in runs[bound][WARM_UP:]]
+        return [line.get(key, 0.0) for lines in runs[bound] for line in lines[WARM_UP:]]
 
-    ends = {bound: [line["time"] for line in runs[bound]] for bound in BOUNDS}
-    seconds = {bound: ends[bound][-1] - ends[bound][WARM_UP - 1] for bound in BOUNDS}
-    staleness = {bound: max(line["atropos/staleness/max"] for line in runs[bound]) for bound in BOUNDS}
-    lost = {bound: sum(dropped[bound].values()) for bound in BOUNDS}
-    unknown = sum(line.get("atropos/rows_with/unknown_version", 0) for bound in BOUNDS for line in runs[bound])
+    seconds = {b: statistics.mean(lines[-1]["time"] - lines[WARM_UP - 1]["time"] for lines in runs[b]) for b in BOUNDS}
+    every = {bound: [line for lines in runs[bound] for line in lines] for bound in BOUNDS}
+    staleness = {bound: max(line["atropos/staleness/max"] for line in every[bound]) for bound in BOUNDS}
+    unknown = sum(line.get("atropos/rows_with/unknown_version", 0) for bound in BOUNDS for line in every[bound])
     rows = {
         f"seconds for {steps - WARM_UP} steps": seconds,
         "seconds a step, median": {b: statistics.median(column(b, "timing_s/step")) for b in BOUNDS},
