@@ -1,8 +1,8 @@
 """What overlap buys: ``python benchmarks/staleness.py [--quick]``.
 
-Runs the demonstration with the real parts: with ``trainer.atropos.max_staleness=0``, where generation and training take
-turns, and with 2, where generation goes on while the policy is trained, in the order 0, 2, 2, 0, so that a machine whose
-load changes in one direction favours neither (``--quick``: 0, 2). All train the same number of steps on the same
+Runs the demonstration with the real parts: with ``trainer.atropos.max_staleness=0``, where generation and training
+take turns, and with 2, where generation goes on while the policy is trained, in the order 0, 2, 2, 0, so that a machine
+whose load changes in one direction favours neither (``--quick``: 0, 2). All train the same number of steps on the same
 problems. The reference is 0; seconds are means over its runs.
 
 Two halves that share their cores cannot overlap, so each has a core of its own: the trainer one; SGLang, environment
