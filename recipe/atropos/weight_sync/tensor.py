@@ -3,6 +3,10 @@
 The trainer copies a bucket into shared memory (a CPU's, or its GPU's by CUDA IPC) and sends handles to it; the server
 loads from there. What travels over HTTP is a pickle of the handles, so both sides must trust each other: one user's
 processes on one machine, with an API key.
+
+A buffer is filled again only after the server has answered. On a GPU its copies may then still be under way on its
+stream; torch's own end of an IPC handle waits for that stream before it lets go, and SGLang drops the handles before it
+answers. (Read in torch's sources; not yet run on a GPU.)
 """
 
 import base64
