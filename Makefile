@@ -10,7 +10,7 @@ TRAINER_STAMP := $(VENV)/.installed
 SGLANG_STAMP := $(SGLANG_VENV)/.installed
 SGLANG_0_5_12_STAMP := $(SGLANG_0_5_12_VENV)/.installed
 
-.PHONY: demo test test-fast test-sglang-0.5.12 lint format env trainer-env sglang-env clean-env
+.PHONY: demo test test-fast test-slow test-sglang-0.5.12 lint format env trainer-env sglang-env clean-env
 
 demo: env  ## Watch a small policy learn, on a CPU, with the real parts
 	$(VENV)/bin/python -m recipe.atropos.launch_services --preset demo $(ARGS)
@@ -21,6 +21,9 @@ test: env  ## Style and the whole test suite: what CI runs
 
 test-fast: trainer-env  ## The tests that start no server
 	$(VENV)/bin/python -m pytest -m "not e2e" $(ARGS)
+
+test-slow: env  ## What repeats at length what `make test` shows
+	$(VENV)/bin/python -m pytest -m slow $(ARGS)
 
 # What starts, controls or pushes to SGLang, against the version that verl pins; its environment is built here alone.
 test-sglang-0.5.12: trainer-env $(SGLANG_0_5_12_STAMP)

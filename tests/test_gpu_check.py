@@ -47,12 +47,12 @@ def script():
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 @pytest.mark.timeout(420)
-def test_a_transport_trains_pushes_and_is_measured_on_a_cpu(tmp_path):
-    """One of the three, for the time that it takes; ``--device cpu`` alone goes through all of them."""
-    status, report = finished(*started(tmp_path, "--steps", "2", "--transports", "tensor"), timeout=400)
+def test_every_transport_trains_pushes_and_is_measured_on_a_cpu(tmp_path):
+    status, report = finished(*started(tmp_path, "--steps", "2"), timeout=400)
     assert status == 0 and report["ok"] and report["device"] == "cpu", report
-    assert list(report["transports"]) == ["tensor"]
+    assert list(report["transports"]) == ["tensor", "disk", "distributed"]
     for name, result in report["transports"].items():
         assert result["ok"] and all(result[figure] > 0 for figure in FIGURES), (name, result)
         assert result["probe_gap"] < 1e-4 and result["logprob_diff_max"] < 1e-4, (name, result)
