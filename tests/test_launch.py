@@ -91,7 +91,7 @@ def test_the_environments_flags_are_the_users_over_the_launchers_own(tmp_path):
         (["trainer.atropos.weight_sync.every=0"], "weight_sync.every=0"),
         (["trainer.atropos.timeout=soon"], "trainer.atropos.timeout='soon' must be a positive number"),
         (["trainer.atropos.overlong=cut"], "trainer.atropos.overlong='cut': choose truncate, drop or error"),
-        (["trainer.atropos.weight_sync.transport=pigeon"], "weight_sync.transport='pigeon'; choose one of disk"),
+        (["trainer.atropos.weight_sync.transport=pigeon"], "weight_sync.transport='pigeon'; choose one of auto, disk"),
         (["trainer.atropos.weight_sync.pause_mode=stop"], "pause_mode='stop'; choose one of auto, abort"),
         (["inference.python=/no/python"], "/no/python"),
         (
