@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from recipe.atropos.data_proto import groups_to_data_proto
 from recipe.atropos.environments.pace import VARIABLE, Pace, PacingError, max_staleness_from_environment
+from recipe.atropos.environments.weight_versions import NOT_PUSHED
 from recipe.atropos.preflight import ConfigurationError, check_config
 from recipe.atropos.rows import RowLimits, VersionLimits
 
@@ -292,6 +293,13 @@ def test_rows_that_are_too_old_or_from_the_future_are_dropped_and_counted_for_th
         assert rows.non_tensor_batch["policy_version_min"][real].tolist() == kept
         for reason, count in dropped.items():
             assert report.metrics()[f"atropos/math/dropped/{reason}"] == count
+
+
+@pytest.mark.parametrize("max_staleness", [None, 0, 9])
+def test_what_weights_sampled_that_nobody_pushed_is_never_trained_on(max_staleness):
+    groups = [versioned(0, [6, NOT_PUSHED, NOT_PUSHED, 6], [6, NOT_PUSHED, 6, 6])]
+    _, report = groups_to_data_proto(groups, RowLimits(10, 10, 0), 1, VersionLimits(6, max_staleness))
+    assert report.dropped == {"not_pushed": 2} and report.rows == 2
 
 
 def test_a_batch_of_which_nothing_is_fresh_is_empty():

@@ -22,7 +22,7 @@ I = -100  # noqa: E741
             (2, 4),
         ),
         ({"weight_version": "7"}, (7, 7)),
-        ({"weight_version": "default"}, None),
+        ({"weight_version": "default"}, (-1, -1)),
         ({"weight_version": None, "weight_versions": []}, None),
         ({}, None),
     ],

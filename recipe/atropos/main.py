@@ -13,19 +13,33 @@ from pathlib import Path
 import hydra
 import ray
 from omegaconf import DictConfig, OmegaConf, open_dict
-from ray.exceptions import RayTaskError
+from ray.exceptions import GetTimeoutError, RayTaskError
 from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
 from verl.trainer.ppo.utils import need_reference_policy
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 from verl.utils.device import get_device_name
 
 from recipe.atropos.data_source import DataSourceError
+from recipe.atropos.inference.client import InferenceError
 from recipe.atropos.preflight import ConfigurationError, check_config, check_services, resolve_model
 from recipe.atropos.ray_trainer import RayGRPOAtroposTrainer
 from recipe.atropos.weight_sync.fleet import ServersGone
 from recipe.atropos.weight_sync.gateway import GatewayError
+from recipe.atropos.weight_sync.servers import WeightPushError
 
 logger = logging.getLogger(__name__)
+
+# Each names what is wrong and where to look; a traceback would only hide it.
+_EXPECTED = (
+    ConfigurationError,
+    DataSourceError,
+    GatewayError,
+    GetTimeoutError,
+    InferenceError,
+    RayTaskError,
+    ServersGone,
+    WeightPushError,
+)
 
 
 def run(config: DictConfig) -> None:
@@ -34,6 +48,7 @@ def run(config: DictConfig) -> None:
     Raises:
         ConfigurationError: a value that cannot work, or a service that does not answer within ``startup_timeout``.
         DataSourceError: the Trajectory API was lost, or no batch came in time.
+        WeightPushError, InferenceError, GetTimeoutError: a server refused the weights, or does not answer.
         ServersGone, GatewayError: behind a gateway, no SGLang server is left, or the gateway itself is gone.
     """
     with open_dict(config):
@@ -67,7 +82,7 @@ def run(config: DictConfig) -> None:
 def main(config: DictConfig) -> None:
     try:
         run(config)
-    except (ConfigurationError, DataSourceError, GatewayError, RayTaskError, ServersGone) as error:
+    except _EXPECTED as error:
         logger.debug("the run ended with", exc_info=True)
         sys.exit(f"error: {error}")
 

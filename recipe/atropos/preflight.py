@@ -115,6 +115,11 @@ def check_config(config: DictConfig) -> None:
             f"inference.colocated=true with trainer.atropos.weight_sync.every={weight_sync.every}: servers that lent "
             "their memory have no weights left, so every update needs a push; set it to 1"
         )
+    if config.inference.colocated and weight_sync.pause_mode == "in_place":
+        raise ConfigurationError(
+            "inference.colocated=true with trainer.atropos.weight_sync.pause_mode=in_place: SGLang dies when it gives "
+            "memory back under a running request; set it to auto"
+        )
     if config.inference.colocated and weight_sync.transport == "distributed" and get_device_name() != "cpu":
         raise ConfigurationError(
             "inference.colocated=true with trainer.atropos.weight_sync.transport=distributed: NCCL takes no two ranks "

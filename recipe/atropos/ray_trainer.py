@@ -116,8 +116,11 @@ class RayGRPOAtroposTrainer(SeparateRayPPOTrainer):
 
         done, total = self.global_steps, self.total_training_steps
         with self._register(done) as self.data_source, tqdm(total=total, initial=done) as self.progress_bar:
-            for self.global_steps in range(done + 1, total + 1):
-                self.fit_step()
+            try:
+                for self.global_steps in range(done + 1, total + 1):
+                    self.fit_step()
+            finally:
+                self.checkpoint_manager.return_memory()
         self.record.write_summary()
 
     def fit_step(self, batch_dict: Any = None) -> None:

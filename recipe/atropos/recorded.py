@@ -85,5 +85,8 @@ class NoServers:
     def ensure_current(self, global_steps: int) -> dict[str, Any]:
         return {}
 
+    def return_memory(self) -> None:
+        pass
+
     def lend_memory(self, urls: Sequence[str]) -> None:
         pass

@@ -81,11 +81,14 @@ class VersionLimits:
         """Why a row with these versions cannot be trained on, as it is counted; None if it can.
 
         - ``future_version``: newer than the policy, so of a branch that was given up; whatever ``max_staleness`` is.
+        - ``not_pushed``: by weights that no trainer pushed, those that a server was started with; likewise.
         - ``stale``: too old.
         - ``unknown_version``: what cannot be shown to be within a bound is not trained on.
         """
         if newest is not None and newest > self.policy_version:
             return "future_version"
+        if oldest is not None and oldest < 0:
+            return "not_pushed"
         if self.max_staleness is None:
             return None
         if oldest is None:
@@ -96,6 +99,7 @@ class VersionLimits:
 _MENDS = {
     "stale": "an environment keeps to it by the mixin Paced and the variable ATROPOS_MAX_STALENESS",
     "unknown_version": "put the mixin WeightVersions before BaseEnv, or set it to null to train on samples of any age",
+    "not_pushed": "a server was started again, or never given weights; let servers stand behind inference.gateway",
     "future_version": "a policy sampled them that is no more: the trainer went back to a checkpoint",
 }
 

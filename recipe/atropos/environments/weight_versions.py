@@ -25,6 +25,7 @@ from atroposlib.envs.server_handling.sglang_server import SGLangServer
 from recipe.atropos.inference.client import SGLangClient
 
 _IGNORED = -100
+NOT_PUSHED = -1  # a version, older than all: the trainer drops what such weights sampled
 
 
 @dataclass(frozen=True)
@@ -36,12 +37,15 @@ class Completion:
 
 
 def versions_of(meta_info: dict[str, Any]) -> tuple[int, int] | None:
-    """(oldest, newest) version of a reply's tokens; None where the server has none that is a number."""
+    """(oldest, newest) version of a reply's tokens; None where the server says none.
+
+    One that is no number, as "default", is of weights that no trainer pushed: ``NOT_PUSHED``.
+    """
     spans = meta_info.get("weight_versions") or [{"version": meta_info.get("weight_version")}]
-    try:
-        versions = [int(span["version"]) for span in spans]
-    except (KeyError, TypeError, ValueError):
+    names = [span.get("version") for span in spans]
+    if any(name is None for name in names):
         return None
+    versions = [int(name) if str(name).isdecimal() else NOT_PUSHED for name in names]
     return min(versions), max(versions)
 
 

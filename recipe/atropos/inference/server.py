@@ -161,7 +161,9 @@ def check_launch(launch: SGLangLaunch) -> None:
     path = Path(launch.model_path).expanduser()
     looks_local = launch.model_path.startswith(("/", ".", "~")) or launch.model_path.count("/") > 1
     if looks_local and not path.is_dir():
-        raise LaunchError(f"model folder {launch.model_path!r} does not exist: correct inference.model_path")
+        raise LaunchError(
+            f"model folder {launch.model_path!r} does not exist: correct actor_rollout_ref.model.path (--model)"
+        )
     if path.is_dir() and not (path / "config.json").exists():
         raise LaunchError(f"model folder {launch.model_path!r} has no config.json: name a folder of save_pretrained")
     if launch.port is not None and not port_is_free(launch.port, launch.host):

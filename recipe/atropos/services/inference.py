@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 
 from recipe.atropos.inference.client import SGLangClient
 from recipe.atropos.inference.gateway import API_KEY_VARIABLE
-from recipe.atropos.inference.server import SGLangLaunch, start_sglang, uses_gpu
+from recipe.atropos.inference.server import HIGHEST_PORT, SGLangLaunch, start_sglang, uses_gpu
 from recipe.atropos.services.process import Service, free_port, wait_until_healthy
 from recipe.atropos.services.run import Run
 
@@ -48,7 +48,9 @@ class Inference:
 def plan_servers(run: Run) -> dict[str, SGLangLaunch]:
     """What ``inference`` asks for, by name: ports chosen, each server with a seed of its own, and GPUs of its own."""
     config = run.config.inference
-    ports = [free_port(config.host) if config.port is None else config.port + i for i in range(config.servers)]
+    ports = [
+        free_port(config.host, HIGHEST_PORT) if config.port is None else config.port + i for i in range(config.servers)
+    ]
     launches = {}
     for i, port in enumerate(ports):
         # The same seed would sample the same answers to the same prompts.

@@ -13,7 +13,7 @@ import orjson
 from omegaconf import DictConfig
 from rich.console import Console
 
-from recipe.atropos.services.process import Service, start_service
+from recipe.atropos.services.process import Service, ServiceFailed, start_service
 
 console = Console(highlight=False)
 
@@ -69,8 +69,14 @@ class Run:
 
     def stop(self, *services: Service) -> None:
         """End the given services, or all, the youngest first."""
+        failures = []
         for service in reversed(services or tuple(self.services)):
-            service.stop()
+            try:
+                service.stop()
+            except ServiceFailed as failure:  # the others are ended all the same
+                failures.append(failure)
+        if failures:
+            raise failures[0]
 
     def check(self) -> None:
         """Start again what has ended and may be.

@@ -2,7 +2,8 @@
 
     batch -> pause, release -> train -> wake -> push (see ``push``)
 
-A paused server keeps its requests, and those that arrive, and answers them after the push: they wait, and do not fail.
+A server that is paused by "retract" keeps its requests, and those that arrive, and answers them after the push: they
+wait, and do not fail. By "abort", which is all that SGLang before 0.5.21 can do, those that run end.
 What a server held is lost with the memory, so between release and push nothing may resume it; hence a push after every
 update.
 """
@@ -36,8 +37,8 @@ class SharedMemory:
         async def release_one(client: SGLangClient) -> None:
             version = await client.weight_version()
             await client.pause(self.pause_mode)
+            self.released[client.url] = version  # before: a release without an answer may have happened
             await client.release_memory(_TAGS)
-            self.released[client.url] = version
 
         self._on_each(urls, release_one)
 
@@ -49,11 +50,12 @@ class SharedMemory:
         """
 
         async def wake_one(client: SGLangClient) -> None:
-            if await client.weight_version() == self.released[client.url]:
+            version = self.released.pop(client.url)  # before: SGLang dies of a second one
+            if await client.weight_version() == version:
                 await client.resume_memory(_TAGS)
 
         self._on_each(list(self.released), wake_one)
-        self.released.clear()
+        self.released.clear()  # who could not be reached is gone
 
     def _on_each(self, urls: Sequence[str], action: Callable[[SGLangClient], Awaitable[None]]) -> None:
         async def one(url: str) -> None:
@@ -66,6 +68,8 @@ class SharedMemory:
                 logger.error("%s: its memory was left alone (%s)", url, error)
 
         async def each() -> None:
-            await asyncio.gather(*map(one, urls))
+            for result in await asyncio.gather(*map(one, urls), return_exceptions=True):
+                if isinstance(result, BaseException):
+                    raise result
 
         asyncio.run(each())

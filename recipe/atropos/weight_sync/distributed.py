@@ -16,12 +16,13 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world
 from verl.utils.device import get_device_id, get_device_name
 
-from recipe.atropos.inference.client import InferenceError, SGLangClient
+from recipe.atropos.inference.client import SGLangClient
 from recipe.atropos.weight_sync.bucket import Bucket, Buckets, NamedTensors, first_filled, in_thread, send_in_buckets
 from recipe.atropos.weight_sync.hosts import address_towards
-from recipe.atropos.weight_sync.servers import WeightPushError, on_all, update_session
+from recipe.atropos.weight_sync.servers import WeightPushError, on_all, tidied, update_session
 
 _count = itertools.count()
+_JOIN_SECONDS = 60.0  # for all servers to come to the meeting point
 _BROKEN_OFF_SECONDS = 5.0  # for a broadcast to notice that a server has died
 
 
@@ -93,10 +94,7 @@ class DistributedTransport:
         by_url = {client.url: client for client in clients}
         reachable = [(url, name) for url, name in self._left if url in by_url]
         self._left = [left for left in self._left if left not in reachable]
-        calls = [by_url[url].post("/destroy_weights_update_group", {"group_name": name}) for url, name in reachable]
-        for result in await asyncio.gather(*calls, return_exceptions=True):
-            if isinstance(result, BaseException) and not isinstance(result, InferenceError):  # it may know it no more
-                raise result
+        await tidied(by_url[url].post("/destroy_weights_update_group", {"group_name": name}) for url, name in reachable)
 
     def release(self, version: int) -> None:
         """Buffers and group stay, for the next version."""
@@ -135,9 +133,9 @@ class _Group:
 
         # As SGLang does it on its side (init_custom_process_group): the processes have no default group in common.
         def join() -> tuple[dist.ProcessGroup, dist.TCPStore]:
-            limit = timedelta(seconds=timeout)
+            limit, join_limit = timedelta(seconds=timeout), timedelta(seconds=min(timeout, _JOIN_SECONDS))
             store = dist.TCPStore(
-                address, port, world_size, is_master=True, timeout=limit, master_listen_fd=listener.detach()
+                address, port, world_size, is_master=True, timeout=join_limit, master_listen_fd=listener.detach()
             )
             process_group, _ = _new_process_group_helper(
                 world_size, 0, [], Backend(backend), PrefixStore(name, store), group_name=name, timeout=limit
@@ -184,8 +182,13 @@ async def _both(posts: Awaitable[None], broadcast: Awaitable[None], group: _Grou
     tasks = [asyncio.ensure_future(posts), asyncio.ensure_future(broadcast)]
     try:
         await asyncio.gather(*tasks)
-    except BaseException:
+    except BaseException as error:
         group.abort()
         await asyncio.wait(tasks, timeout=_BROKEN_OFF_SECONDS)
+        tasks[0].cancel()
         tasks[1].add_done_callback(lambda task: task.cancelled() or task.exception())
+        if tasks[0].done() and not tasks[0].cancelled() and (named := tasks[0].exception()):
+            raise named from None  # gloo's error names no server
+        if isinstance(error, RuntimeError) and not isinstance(error, WeightPushError):
+            raise WeightPushError(f"the broadcast to {', '.join(group.urls)} broke off: {error}") from error
         raise

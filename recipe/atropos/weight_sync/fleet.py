@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ray.exceptions import RayTaskError
+from ray.exceptions import GetTimeoutError, RayTaskError
 from verl.single_controller.ray import RayWorkerGroup
 
 from recipe.atropos.inference.client import InferenceError, SGLangClient
@@ -157,7 +157,7 @@ class FleetSyncManager(WeightSyncManager):
         self.actor_wg.set_inference_urls(targets)
         try:
             return super().update_weights(global_steps)
-        except (RayTaskError, WeightPushError, InferenceError) as error:
+        except (GetTimeoutError, RayTaskError, WeightPushError, InferenceError) as error:
             if not self.fleet.died(targets):
                 raise
             logger.error("the push of version %d to %s failed, a server died in it: %s", global_steps, targets, error)

@@ -57,6 +57,11 @@ class WeightSyncManager:
         self.version = global_steps
         return metrics
 
+    def return_memory(self) -> None:
+        """However training ends, the next trainer finds servers that can take weights; they stay paused."""
+        if self.memory is not None:
+            self.memory.wake()
+
     def lend_memory(self, urls: Sequence[str]) -> None:
         """The servers generate no more, and leave their memory to the trainer until the next push."""
         if self.memory is not None:

@@ -10,8 +10,8 @@
 - No server reports the version before it has taken the last tensor, and generation continues only after *every* server
   has reported it.
 - Before that, where it is asked for, the checksum of each of its tensors is compared with what was sent.
-- On an error the servers are left paused: one that may have taken half of the weights never goes on. A retry is a whole
-  push; the caller's version stays what it was.
+- On an error after the pause the servers are left paused: one that may have taken half of the weights never goes on.
+  (Before it they go on with the old version.) A retry is a whole push; the caller's version stays what it was.
 """
 
 import time
@@ -59,7 +59,7 @@ async def push(
     Returns seconds by phase and the size, as metrics under ``weight_sync/``.
 
     Raises:
-        WeightPushError: a phase failed on a server; all servers are left paused.
+        WeightPushError: a phase failed on a server; from the pause on, the servers are left paused.
     """
     started = time.perf_counter()
     counted = _Counted(weights if checksums is None else checksums.over(weights))

@@ -1,10 +1,15 @@
 """One action on all servers of a push at once, with every failure named."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 
-from recipe.atropos.inference.client import SGLangClient
+from recipe.atropos.inference.client import InferenceError, SGLangClient
+
+logger = logging.getLogger(__name__)
+
+_TIDY_SECONDS = 5.0  # that a server may take after a failure; a hanging one must not hold up what names it
 
 
 class WeightPushError(RuntimeError):
@@ -22,6 +27,14 @@ async def on_all(
         raise WeightPushError(f"weight push failed in phase {phase!r} on {details}") from next(iter(failures.values()))
 
 
+async def tidied(calls: Iterable[Awaitable[object]]) -> None:
+    """What is put in order after a failure, as far as the servers answer; the failure is what is told."""
+    limited = (asyncio.wait_for(call, _TIDY_SECONDS) for call in calls)
+    for result in await asyncio.gather(*limited, return_exceptions=True):
+        if isinstance(result, BaseException) and not isinstance(result, InferenceError | TimeoutError):
+            raise result
+
+
 @asynccontextmanager
 async def update_session(clients: Sequence[SGLangClient]) -> AsyncIterator[None]:
     """What tensor and distributed updates must stand in on SGLang from 0.5.21 on; nothing where servers know none.
@@ -32,20 +45,22 @@ async def update_session(clients: Sequence[SGLangClient]) -> AsyncIterator[None]
     try:
         yield
     except BaseException:
-        await asyncio.gather(*(client.end_weight_update() for client in clients), return_exceptions=True)
+        await tidied(client.end_weight_update() for client in clients)
         raise
     await on_all(clients, "end", lambda client: client.end_weight_update())
 
 
 def pause_all(urls: Sequence[str], api_key: str | None, timeout: float) -> None:
-    """Pause servers that must not go on; one that does not answer is not generating either."""
+    """Pause servers that must not go on; one that cannot be is named in the log."""
 
     async def pause(url: str) -> None:
         async with SGLangClient(url, api_key, timeout=timeout) as client:
-            await client.pause("retract")
+            await client.pause("auto")
 
     async def pause_each() -> None:
-        await asyncio.gather(*(pause(url) for url in urls), return_exceptions=True)
+        for error in await asyncio.gather(*(pause(url) for url in urls), return_exceptions=True):
+            if error is not None:
+                logger.error("not paused: %s", error)
 
     asyncio.run(pause_each())
 
