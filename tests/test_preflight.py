@@ -44,6 +44,8 @@ CASES = {
         "leaves out the KL and entropy terms"
     ),
     f"{ATROPOS}.weight_sync.verify=hash": "weight_sync.verify='hash'; choose one of version, probe",
+    f"inference.colocated=true {ATROPOS}.weight_sync.every=2": "every update needs a push; set it to 1",
+    f"inference.colocated=true {ATROPOS}.weight_sync.pause_mode=in_place": "dies when it gives memory back",
     f"{ATROPOS}.replay=/no/such/folder": "no recorded batches there",
 }
 
