@@ -64,6 +64,7 @@ def test_every_transport_trains_pushes_and_is_measured_on_a_cpu(tmp_path):
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_each_transport_has_a_limit_and_its_failure_does_not_hide_the_next(tmp_path):
     """Two seconds, in which nothing can start: both are tried, ended and named, with what the services said last."""

@@ -120,7 +120,9 @@ def test_a_value_that_cannot_work_stops_the_launcher_and_is_named(tmp_path, mode
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["environment.args.dataset_name=/no/such/data.jsonl"], "/no/such/data.jsonl"),
+        pytest.param(
+            ["environment.args.dataset_name=/no/such/data.jsonl"], "/no/such/data.jsonl", marks=pytest.mark.slow
+        ),
         (
             ["environment.evaluate=false", f"environment.target={GSM8K}", "environment.args.no_such_flag=1"],
             "no_such_flag",

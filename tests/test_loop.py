@@ -135,7 +135,14 @@ def test_sharded_weights_arrive_by_every_transport(model_path, server, tmp_path,
 
 
 @pytest.mark.parametrize(
-    ("strategy", "world"), [("fsdp2", 1), ("fsdp2", 2), ("fsdp", 1), ("fsdp", 2)], ids=lambda v: str(v)
+    ("strategy", "world"),
+    [
+        pytest.param("fsdp2", 1, marks=pytest.mark.slow),
+        ("fsdp2", 2),
+        ("fsdp", 1),
+        pytest.param("fsdp", 2, marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_pushed_weights_are_the_trainers_and_engine_and_trainer_agree_after_each_update(
     model_path, server, tmp_path, strategy, world
