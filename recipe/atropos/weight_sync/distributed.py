@@ -65,11 +65,7 @@ class DistributedTransport:
 
         try:
             async with update_session(clients):
-                try:
-                    await send_in_buckets(self._filled, send)
-                except BaseException:
-                    await in_thread(group.destroy)  # a server that waits for a bucket hears nothing, not even the end
-                    raise
+                await send_in_buckets(self._filled, send)
         except BaseException:
             await self._leave(group, clients)
             raise
@@ -90,11 +86,11 @@ class DistributedTransport:
     async def _leave(self, group: "_Group", clients: Sequence[SGLangClient]) -> None:
         """Give the group up, here and on its servers; on those that are not among ``clients`` when they are again."""
         self._left += [(url, group.name) for url in group.urls]
-        await in_thread(group.destroy)
         by_url = {client.url: client for client in clients}
         reachable = [(url, name) for url, name in self._left if url in by_url]
         self._left = [left for left in self._left if left not in reachable]
         await tidied(by_url[url].post("/destroy_weights_update_group", {"group_name": name}) for url, name in reachable)
+        await in_thread(group.destroy)
 
     def release(self, version: int) -> None:
         """Buffers and group stay, for the next version."""
