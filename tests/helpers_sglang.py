@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from recipe.atropos.inference.client import SGLangClient
 from recipe.atropos.inference.server import SGLangLaunch, start_sglang, wait_until_serving
 from recipe.atropos.services.process import Service
 
@@ -81,3 +82,13 @@ def running_sglang(model_path: Path | str, *, timeout: float = 240.0, **launch: 
         yield service, service.url
     finally:
         service.stop()
+
+
+def call(url: str, action: Callable[[SGLangClient], Awaitable[Any]], timeout: float = 30) -> Any:
+    """What ``action`` returns of a client that is open for it alone; ``timeout`` in seconds."""
+
+    async def inner() -> Any:
+        async with SGLangClient(url, timeout=timeout) as client:
+            return await action(client)
+
+    return asyncio.run(inner())

@@ -11,7 +11,7 @@ from functools import cache, partial
 
 import pytest
 import torch
-from helpers_sglang import make_tiny_model, running_sglang
+from helpers_sglang import call, make_tiny_model, running_sglang
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -92,14 +92,6 @@ def send(engine, model, version):
 def weights_of(model):
     """As a rank streams them; a tied output layer comes too, as from verl's engines."""
     yield from AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).state_dict().items()
-
-
-def call(url, action, timeout=30):
-    async def inner():
-        async with SGLangClient(url, timeout=timeout) as client:
-            return await action(client)
-
-    return asyncio.run(inner())
 
 
 def reported(url):

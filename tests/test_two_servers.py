@@ -1,6 +1,5 @@
 """One push, two real servers: both have the version, or the old one stays in force."""
 
-import asyncio
 import contextlib
 import signal
 import threading
@@ -13,7 +12,7 @@ import psutil
 import pytest
 import ray
 from helpers_services import get, post, running_api
-from helpers_sglang import make_tiny_model, running_sglang
+from helpers_sglang import call, make_tiny_model, running_sglang
 from helpers_trainer import close, compose_config, model_vocab, random_group
 from ray.cluster_utils import Cluster
 from transformers import AutoTokenizer
@@ -75,14 +74,6 @@ def make_trainer(model_path, servers, run_dir, *overrides):
     )
     trainer.init_workers()
     return trainer
-
-
-def call(url, action, timeout=30):
-    async def inner():
-        async with SGLangClient(url, timeout=timeout) as client:
-            return await action(client)
-
-    return asyncio.run(inner())
 
 
 def version(url):

@@ -166,9 +166,8 @@ class _Group:
         self._process_group.abort()
 
     def destroy(self) -> None:
-        """Close its connections, which gloo does when nobody holds the group any more. May be called again."""
-        if self._process_group is not None:
-            dist.destroy_process_group(self._process_group)
+        """Close its connections, which gloo does when nobody holds the group any more."""
+        dist.destroy_process_group(self._process_group)
         self._process_group = self._store = None
 
 

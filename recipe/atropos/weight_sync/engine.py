@@ -72,7 +72,7 @@ class AtroposCheckpointEngine(CheckpointEngine):
         """Push all weights as version ``global_steps``; metrics on rank 0, an empty dict elsewhere.
 
         Raises:
-            WeightPushError, OSError: see ``push`` and the transport.
+            WeightPushError: see ``push`` and the transport.
         """
         if not self.is_master:
             _exhaust(weights)

@@ -41,7 +41,7 @@ class WeightSyncManager:
         """Push the actor's weights as version ``global_steps``; returns the push's metrics.
 
         Raises:
-            ray.exceptions.RayTaskError: the push failed (caused by a ``WeightPushError`` or OSError).
+            ray.exceptions.RayTaskError: the push failed (caused by a ``WeightPushError``).
             WeightPushError: a server does not compute with the weights that it was given.
             ray.exceptions.GetTimeoutError: the ranks did not finish within ``timeout`` seconds.
         """
