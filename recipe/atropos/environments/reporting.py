@@ -1,0 +1,93 @@
+"""What became of an environment's groups and samples, in numbers.
+
+    class MyEnv(Reporting, ..., BaseEnv): ...      # self.report counts; the mixins behind it use it too
+
+- What is not sent, or is sent otherwise than the environment made it, is counted under a name: never only a warning.
+- Counts are totals since the process began; means are of what was observed since the line before.
+- They go to wandb with the environment's own metrics, as ``env/NAME``, and, where ``ATROPOS_ENV_REPORT`` names a file,
+  there as one JSON object a line: ``{"time", "env", "step", "counts": {NAME: int}, "means": {NAME: float}}``.
+"""
+
+import logging
+import os
+import time
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+logger = logging.getLogger(__name__)
+
+VARIABLE = "ATROPOS_ENV_REPORT"
+
+_SECONDS = 5.0  # between two lines, where something was counted
+
+
+class EnvReport:
+    """Counts and means of one environment; ``path`` is the file that lines are added to, None for no file."""
+
+    def __init__(self, name: str, path: str | Path | None = None):
+        self.name = name
+        self.counts: Counter[str] = Counter()
+        self._path = Path(path) if path else None
+        self._observed: dict[str, list[float]] = defaultdict(list)
+        self._means: dict[str, float] = {}  # the latest of each
+        self._written: Counter[str] = Counter()
+        self._time = float("-inf")
+        if self._path is not None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+
+    def count(self, name: str, n: int = 1) -> None:
+        self.counts[name] += n
+
+    def observe(self, name: str, value: float) -> None:
+        self._observed[name].append(float(value))
+
+    def refuse(self, reason: str, detail: str) -> None:
+        """A group that is not sent: counted as ``not_sent/REASON``; the first of each reason is logged with its detail."""
+        first = not self.counts[f"not_sent/{reason}"]
+        self.count(f"not_sent/{reason}")
+        logger.log(logging.WARNING if first else logging.DEBUG, "%s: group not sent, %s: %s", self.name, reason, detail)
+
+    def metrics(self) -> dict[str, float]:
+        """All counts and the latest means, as ``env/NAME``."""
+        self._settle()
+        return {f"env/{name}": float(value) for name, value in {**self.counts, **self._means}.items()}
+
+    def write(self, step: int, at_once: bool = False) -> None:
+        """A line, if there is something new and the last one is some seconds old (or ``at_once``)."""
+        now = time.monotonic()
+        news = self._observed or self.counts != self._written
+        if self._path is None or not news or (now - self._time < _SECONDS and not at_once):
+            return
+        self._settle()
+        line = {"time": time.time(), "env": self.name, "step": step, "counts": dict(self.counts), "means": self._means}
+        with self._path.open("ab") as file:
+            file.write(orjson.dumps(line) + b"\n")
+        self._time, self._written = now, self.counts.copy()
+
+    def _settle(self) -> None:
+        self._means |= {name: sum(values) / len(values) for name, values in self._observed.items()}
+        self._observed.clear()
+
+
+class Reporting:
+    """Goes before ``BaseEnv``, and before every mixin that counts; see the module."""
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any):
+        self.report = EnvReport(config.wandb_name or self.name or type(self).__name__, os.environ.get(VARIABLE))
+        super().__init__(config, *args, **kwargs)
+
+    async def get_status(self) -> None:
+        await super().get_status()
+        self.report.write(self.curr_step)
+
+    async def env_manager(self) -> None:
+        try:
+            await super().env_manager()
+        finally:
+            self.report.write(self.curr_step, at_once=True)
+
+    async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
+        await super().wandb_log({**(wandb_metrics or {}), **self.report.metrics()})
