@@ -45,7 +45,7 @@ class EnvReport:
         self._observed[name].append(float(value))
 
     def refuse(self, reason: str, detail: str) -> None:
-        """A group that is not sent: counted as ``not_sent/REASON``; the first of each reason is logged with its detail."""
+        """A group that is not sent: counted as ``not_sent/REASON``; the first of each reason is logged."""
         first = not self.counts[f"not_sent/{reason}"]
         self.count(f"not_sent/{reason}")
         logger.log(logging.WARNING if first else logging.DEBUG, "%s: group not sent, %s: %s", self.name, reason, detail)
