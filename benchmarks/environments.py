@@ -392,9 +392,8 @@ def summarise(outcomes: dict[Path, dict[str, Outcome]], root: Path) -> tuple[str
     lines = ["| environment | stock | through the adapter |", "|---|---|---|"]
     for file, pair in sorted(outcomes.items(), key=lambda item: (not able(item[1]), item[0])):
         stock, ours = cell(pair["stock"]), cell(pair["ours"])
-        lines.append(
-            f"| `{file.relative_to(root)}` | {stock} | {'the same' if ours == stock and not pair['ours'].ran else ours} |"
-        )
+        same = ours == stock and not pair["ours"].ran
+        lines.append(f"| `{file.relative_to(root)}` | {stock} | {'the same' if same else ours} |")
     figures: dict[str, float] = {"files": len(outcomes)}
     for kind in ("stock", "ours"):
         figures[f"{kind}_import"] = sum(pair[kind].reached != "" for pair in outcomes.values())
