@@ -48,7 +48,7 @@ NEEDS = {
     "network": r"Name or service not known|Temporary failure in name resolution|Max retries exceeded|getaddrinfo",
     "data of nltk": r"nltk\.download|LookupError",
     "file": r"FileNotFoundError: (.*)|No such file or directory: '([^']+)'",
-    "service": r"docker|Connection refused|Modal|lean",
+    "service": r"(docker|\bmodal\b|\blean\b|\belan\b).{0,40}(?:not|fail|error|refuse)",
 }
 
 
@@ -285,7 +285,7 @@ class Probe:
                 reached, "gives no item to roll out: for evaluation alone", "is for evaluation", None, seconds
             )
         why = last_words(text) if over else f"no group within {LIMIT:g} s: {last_words(text)}"
-        return Outcome(reached, why, needs(text if reached == "" or over else why), None, seconds)
+        return Outcome(reached, why, needs(text, why), None, seconds)
 
     def close(self) -> None:
         for pid in (self._pid, self._api_pid):
@@ -314,10 +314,10 @@ def last_words(log: str) -> str:
     return re.sub(r"\s+", " ", (errors or lines or ["(nothing was printed)"])[-1])[:160]
 
 
-def needs(log: str) -> str:
-    tail = "\n".join(log.splitlines()[-60:])
+def needs(log: str, why: str) -> str:
+    """Environments catch that a data set cannot be had, so the whole log tells; a package, only the last words."""
     for what, pattern in NEEDS.items():
-        if found := re.search(pattern, tail):
+        if found := re.search(pattern, why if what in ("package", "file") else log):
             detail = next((group for group in found.groups() if group), "") if found.groups() else ""
             return f"{what} {detail}".strip()[:80]
     return ""
@@ -359,7 +359,7 @@ def run_all(files: list[Path], checkout: Path, model: Path, sglang: str, work: P
         while waiting or running:
             while waiting and len(running) < AT_ONCE:
                 file, kind = waiting.pop(0)
-                folder = work / f"{len(waiting)}-{kind}"
+                folder = work / f"{file.relative_to(checkout / 'environments')}-{kind}".replace("/", "_")
                 running[file, kind] = Probe(file, checkout, kind == "ours", model, sglang, folder)
             for (file, kind), probe in list(running.items()):
                 if (outcome := probe.result()) is not None:
