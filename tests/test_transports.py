@@ -2,8 +2,11 @@
 
 import asyncio
 import base64
+import inspect
+import json
 import os
 import resource
+import shutil
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -15,9 +18,10 @@ from helpers_sglang import call, make_tiny_model, running_sglang
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, dynamic_module_utils
 
 from recipe.atropos.inference.client import InferenceError, SGLangClient
+from recipe.atropos.launch_services import load_config
 from recipe.atropos.weight_sync import tensor
 from recipe.atropos.weight_sync.bucket import Buckets
 from recipe.atropos.weight_sync.colocated import SharedMemory
@@ -206,6 +210,28 @@ def test_a_server_of_another_model_is_refused_before_anything_is_sent(server, mo
 
 
 @pytest.mark.e2e
+def test_a_model_with_code_of_its_own_is_compared_where_that_code_is_trusted(
+    server, models, tmp_path, version, monkeypatch
+):
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    own = shutil.copytree(models["new"], tmp_path / "own")
+    (own / "own.py").write_text(
+        "from transformers import Qwen2Config\n\n\nclass OwnConfig(Qwen2Config):\n    model_type = 'own'\n"
+    )
+    settings = json.loads((own / "config.json").read_text())
+    settings |= {"model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig"}}
+    (own / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(WeightPushError, match="trust_remote_code"):
+        send(engine([server], "tensor", tmp_path, model_path=str(own)), models["new"], version)
+    send(engine([server], "tensor", tmp_path, model_path=str(own), trust_remote_code=True), models["new"], version)
+    settings["intermediate_size"] = 64
+    (own / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(WeightPushError, match="intermediate_size=256, the trainer's is 64"):
+        pusher = engine([server], "tensor", tmp_path, model_path=str(own), trust_remote_code=True)
+        send(pusher, models["new"], version + 1)
+
+
+@pytest.mark.e2e
 def test_a_folder_that_a_server_does_not_see_is_named_and_its_weights_stay(server, models, tmp_path, version):
     pusher = engine([server], "disk", tmp_path)
     send(pusher, models["new"], version)
@@ -299,6 +325,14 @@ def test_requests_wait_while_a_server_lends_its_memory_and_go_on_with_the_next_w
     memory.released = {server: "of a process that is no more", "http://127.0.0.1:1": "1"}
     memory.wake()  # SGLang dies of memory given back that was not taken
     assert greedy(server) == expected(models["new"]) and not memory.released
+
+
+def test_the_engines_defaults_are_the_configurations_own():
+    configured = load_config(["actor_rollout_ref.model.path=m"]).actor_rollout_ref.rollout.checkpoint_engine
+    parameters = inspect.signature(AtroposCheckpointEngine).parameters.values()
+    defaults = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.default not in (p.empty, None)}
+    assert "pause_mode" in defaults and "trust_remote_code" in defaults
+    assert {name: configured.engine_kwargs.atropos[name] for name in defaults} == defaults
 
 
 def test_memory_is_shared_with_servers_of_this_machine_alone(tmp_path):

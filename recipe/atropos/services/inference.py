@@ -47,7 +47,7 @@ class Inference:
 
 def plan_servers(run: Run) -> dict[str, SGLangLaunch]:
     """What ``inference`` asks for, by name: ports chosen, each server with a seed of its own, and GPUs of its own."""
-    config = run.config.inference
+    config, model = run.config.inference, run.config.actor_rollout_ref.model
     ports = [
         free_port(config.host, HIGHEST_PORT) if config.port is None else config.port + i for i in range(config.servers)
     ]
@@ -55,8 +55,9 @@ def plan_servers(run: Run) -> dict[str, SGLangLaunch]:
     for i, port in enumerate(ports):
         # The same seed would sample the same answers to the same prompts.
         own: dict[str, Any] = {"random_seed": run.config.seed + i, **config.args}
+        own.setdefault("trust_remote_code", model.trust_remote_code)
         launch = SGLangLaunch(
-            model_path=run.config.actor_rollout_ref.model.path,
+            model_path=model.path,
             python=config.python,
             host=config.host,
             port=port,
