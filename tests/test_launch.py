@@ -11,7 +11,6 @@ from pathlib import Path
 import orjson
 import psutil
 import pytest
-from helpers_sglang import make_tiny_model
 
 from recipe.atropos.environments import gsm8k
 from recipe.atropos.launch_services import Run, compose_overrides, environment_command, load_config, parse_arguments
@@ -55,11 +54,6 @@ def listed(folder):
 def words(text):
     """Without the line breaks that a terminal's width made."""
     return re.sub(r"\s+", " ", text)
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    return make_tiny_model(tmp_path_factory.mktemp("model"), seed=0)
 
 
 def test_the_environments_flags_are_the_users_over_the_launchers_own(tmp_path):

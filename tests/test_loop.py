@@ -10,43 +10,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import ray
 import torch
 from helpers_services import get, post, running_api
-from helpers_sglang import make_tiny_model, running_sglang
-from helpers_trainer import CPU_OVERRIDES, close, compose_config, model_vocab, random_group
+from helpers_trainer import CPU_OVERRIDES, begin_step, close, compose_config, model_vocab, random_group, started
 from safetensors import safe_open
-from transformers import AutoTokenizer
 
 from recipe.atropos.data_proto import groups_to_data_proto
 from recipe.atropos.inference.client import SGLangClient
-from recipe.atropos.ray_trainer import RayGRPOAtroposTrainer
 from recipe.atropos.run_record import read_metrics
 from recipe.atropos.services.process import start_service
 from recipe.atropos.weight_sync.probe import Probe
 from recipe.atropos.weight_sync.servers import WeightPushError
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240), pytest.mark.usefixtures("cluster")]
 
 PROMPTS = [[10, 11, 12], [20, 21], [30, 31, 32, 33, 34]]
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    return make_tiny_model(tmp_path_factory.mktemp("model"), seed=0)
-
-
-@pytest.fixture(scope="module")
-def server(model_path):
-    with running_sglang(model_path) as (_, url):
-        yield url
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cluster():
-    ray.init(num_cpus=4, include_dashboard=False)
-    yield
-    ray.shutdown()
 
 
 def make_trainer(model_path, server, api_url, run_dir, *overrides):
@@ -61,11 +39,7 @@ def make_trainer(model_path, server, api_url, run_dir, *overrides):
         "actor_rollout_ref.actor.optim.lr=1e-3",
         *overrides,
     )
-    trainer = RayGRPOAtroposTrainer(
-        config=config, tokenizer=AutoTokenizer.from_pretrained(model_path), vocab_size=model_vocab(model_path)
-    )
-    trainer.init_workers()
-    return trainer
+    return started(config)
 
 
 def ask(server, **fields):
@@ -168,9 +142,7 @@ def test_pushed_weights_are_the_trainers_and_engine_and_trainer_agree_after_each
         for version in (101, 102):
             groups = sampled_groups(server)
             batch, _ = groups_to_data_proto(groups, trainer.limits, trainer.mini_batch_size)
-            trainer.metrics, trainer.timing_raw, trainer.global_steps = {}, {}, version
-            batch.meta_info.update(temperature=1.0, global_token_num=batch.batch["attention_mask"].sum(-1).tolist())
-            trainer.reward_tensor, trainer.reward_extra_infos_dict = batch.batch["token_level_scores"], {}
+            begin_step(trainer, batch, version)
             batch = trainer._fit_compute_log_prob(batch)
             assert trainer.metrics["atropos/logprob_diff/max"] < 1e-4, f"samples of version {version - 1}"
             batch = trainer._fit_compute_advantage(batch)
@@ -251,8 +223,7 @@ async def load(server, folder, version, flush_cache, resume=False):
 def update_once(trainer, groups):
     """One update, large enough to be seen."""
     batch, _ = groups_to_data_proto(groups, trainer.limits, trainer.mini_batch_size)
-    trainer.metrics, trainer.timing_raw, trainer.global_steps = {}, {}, 1
-    batch.meta_info.update(temperature=1.0, global_token_num=batch.batch["attention_mask"].sum(-1).tolist())
+    begin_step(trainer, batch, step=1)
     trainer.reward_tensor, trainer.reward_extra_infos_dict = batch.batch["token_level_scores"], {}
     batch = trainer._fit_compute_advantage(trainer._fit_compute_log_prob(batch))
     trainer._fit_update_actor(batch)

@@ -24,7 +24,7 @@ _ORPHANS_GRACE = 1.0  # seconds for what a dead service left running, before its
 class Revival:
     """How a service is started again. ``kind`` is one name for services of which any one is enough.
 
-    While ``may_start`` says no, a service that ended is not started; ``waiting``: that was said.
+    While ``may_start`` says no, the trainer has the memory that it needs: it waits; ``waiting``: that was said.
     """
 
     start: Callable[[], Service]
@@ -114,7 +114,8 @@ class Run:
         service.stop(grace=_ORPHANS_GRACE)
         if not revival.may_start():
             if not revival.waiting:
-                console.print(f"[bold]{service.name}[/] ended ({service.poll()}); it must wait before it starts again")
+                told = "it starts again when the trainer gives its memory back"
+                console.print(f"[bold]{service.name}[/] ended ({service.poll()}); {told}", soft_wrap=True)
             revival.waiting = True
             return
         revival.waiting = False
