@@ -28,10 +28,6 @@ from recipe.atropos.weight_sync.bucket import Bucket, Buckets, NamedTensors, fir
 from recipe.atropos.weight_sync.hosts import is_this_host
 from recipe.atropos.weight_sync.servers import WeightPushError, on_all, update_session
 
-# Of Ray's workers. Shared memory has a name, and outlives its process until a helper of torch, a child of it, removes
-# that. Ray would kill the helper together with its parent, and the buckets would stay in the machine's memory for ever.
-RAY_ENVIRONMENT = {"RAY_kill_child_processes_on_worker_exit": "0"}
-
 _sharing_lock = threading.Lock()
 
 
