@@ -4,6 +4,7 @@ import asyncio
 import base64
 import inspect
 import json
+import os
 import resource
 import shutil
 import signal
