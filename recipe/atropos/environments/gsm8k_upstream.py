@@ -1,9 +1,10 @@
 """Atropos' own GSM8K environment, as it stands in a checkout of Atropos:
 
-    python -m recipe.atropos.environments.gsm8k_upstream serve|evaluate|process --atropos-dir DIR [--data-dir FOLDER] ...
+    python -m recipe.atropos.environments.gsm8k_upstream serve --atropos-dir DIR [--data-dir FOLDER] [its own flags]
 
-Further flags are its own. Its file is run through the adapter (``utils.env_adapter``) and not changed. With ``--data-dir`` it works without a
-network: what it asks the hub for comes from FOLDER/train.jsonl and test.jsonl, or FOLDER/main/..., in GSM8K's format.
+(or evaluate, or process). Its file is run through the adapter (``utils.env_adapter``) and not changed. With
+``--data-dir`` it needs no network: what it asks the hub for comes from FOLDER/train.jsonl and FOLDER/test.jsonl, or
+FOLDER/main/..., in GSM8K's format.
 """
 
 import contextlib
