@@ -1,10 +1,11 @@
 """Groups as environments make them, and as they must be: plain values, rows of one length, finite numbers.
 
-Goes before everything that reads a group. What cannot be mended is refused and counted, by name:
+``Checked`` goes before everything that reads a group. What cannot be mended is refused and counted, by name:
 
 - ``no_group``: the environment made none; it keeps its reasons to itself.
 - ``no_tokens``: no sequence, or one without tokens; ``nothing_trained``: no token of the group is trained on.
-- ``unequal_lengths``: scores, masks, logprobs or advantages that are not as many as the tokens.
+- ``unequal_lengths``: scores or masks that are not as many as the tokens; of what is optional, logprobs and advantages,
+  that is asked last, in ``check_rows``: what stands between may have set it right.
 - ``nan_score``: a score that is missing, NaN or infinite.
 - ``bad_value``: not a group, a number that is none elsewhere, or something that JSON has no form for.
 
@@ -19,7 +20,7 @@ import orjson
 logger = logging.getLogger(__name__)
 
 _IGNORED = -100
-_ROWS = ("masks", "inference_logprobs", "advantages", "ref_logprobs")  # one value a token, where they are there
+_OPTIONAL_ROWS = ("inference_logprobs", "advantages", "ref_logprobs")  # one value a token, where they are there
 _OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 
 
@@ -40,7 +41,7 @@ def _plain(value: Any) -> Any:
     for method in ("tolist", "model_dump"):  # numpy arrays that orjson does not know, torch; pydantic
         if hasattr(value, method):
             return getattr(value, method)()
-    raise TypeError(f"{type(value).__module__}.{type(value).__name__} has no form in JSON")
+    raise TypeError  # orjson says which type
 
 
 def checked(group: Any) -> dict[str, Any]:
@@ -66,15 +67,20 @@ def checked(group: Any) -> dict[str, Any]:
         plain["scores"] = [float(score) for score in scores]
     except (TypeError, ValueError) as error:
         raise Refused("bad_value", f"scores {str(scores)[:100]}: {error}") from error
-    for name in _ROWS:
-        if plain.get(name) or name == "masks":
-            _check_rows(name, plain.get(name), tokens)
+    _check("masks", plain.get("masks"), tokens)
     if all(mask == _IGNORED for row in plain["masks"] for mask in row):
         raise Refused("nothing_trained", f"all masks of {len(tokens)} sequences are {_IGNORED}")
     return plain
 
 
-def _check_rows(name: str, rows: Any, tokens: list[list[int]]) -> None:
+def check_rows(group: dict[str, Any]) -> None:
+    """Raises Refused where an optional row is there and has not one number a token."""
+    for name in _OPTIONAL_ROWS:
+        if group.get(name):
+            _check(name, group[name], group["tokens"])
+
+
+def _check(name: str, rows: Any, tokens: list[list[int]]) -> None:
     if not isinstance(rows, list) or len(rows) != len(tokens):
         found = len(rows) if isinstance(rows, list) else rows
         raise Refused("unequal_lengths", f"{len(tokens)} sequences, {name} {found}")

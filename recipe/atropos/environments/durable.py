@@ -35,7 +35,7 @@ from atroposlib.envs.server_handling.sglang_server import SGLangServer
 from tenacity import RetryError
 
 from recipe.atropos.environments.api_client import ApiRefused, Patience, ask, compressed, refuses_connections
-from recipe.atropos.environments.checked import to_json
+from recipe.atropos.environments.checked import Refused, check_rows, to_json
 from recipe.atropos.environments.errors import EnvironmentFailure
 from recipe.atropos.environments.fits import check_sizes
 
@@ -78,11 +78,11 @@ class Durable(BaseEnv):
                 ) from error
             except (aiohttp.ClientError, TimeoutError) as error:
                 self.__note_refused_connection(error)
-                await patience.pause(f"the Trajectory API at {url} does not answer ({error!r}); is run-api up?")
+                await patience.pause(f"the Trajectory API at {url} does not answer ({_said(error)}); is run-api up?")
 
     def __note_refused_connection(self, error: Exception) -> None:
         if refuses_connections(error) and hasattr(self, "env_id"):
-            self.__lose_contact(f"refuses connections ({error})")
+            self.__lose_contact("refuses connections")
 
     def __lose_contact(self, how: str) -> None:
         if self.__in_contact.is_set():
@@ -114,13 +114,15 @@ class Durable(BaseEnv):
                 what = f"{what}, which answered {error}"
             await patience.pause(f"{self.report.name} waits for {what}")
 
-    async def __register_again(self) -> None:
-        answer = await self._register_env()
-        self.env_id = answer["env_id"]
+    async def register_env(self) -> None:
+        """Also for another time: then what the environment has is newer than any checkpoint, and its name stays."""
+        if hasattr(self, "env_id"):
+            self.env_id = (await self._register_env())["env_id"]
+            self.report.count("registered_again")
+            logger.warning("%s: registered again, as number %d", self.report.name, self.env_id)
+        else:
+            await super().register_env()
         self.__in_contact.set()
-        self.report.count("registered_again")
-        logger.warning("%s: registered again, as number %d", self.report.name, self.env_id)
-        await self.get_server_info()
 
     async def setup_wandb(self) -> None:
         if self.config.use_wandb:
@@ -152,7 +154,8 @@ class Durable(BaseEnv):
         status, refusals = None, 0
         while status is None:
             if not self.__in_contact.is_set():
-                await self.__register_again()
+                await self.register_env()
+                await self.get_server_info()
             try:
                 status = await self.__ask("GET", "/status-env", {"env_id": self.env_id})
             except ApiRefused as error:
@@ -270,9 +273,15 @@ class Durable(BaseEnv):
         several = isinstance(scored_data, list)
         fit = []
         for group in scored_data if several else [scored_data]:
-            if group is not None and self.__is_to_be_sent(group, abort_on_any_max_length_exceeded):
-                await self.__record(group, item)
-                fit.append(group)
+            if group is None:
+                continue
+            try:
+                self.__check(group, abort_on_any_max_length_exceeded)
+            except Refused as refused:
+                self.report.refuse(refused.reason, str(refused))
+                continue
+            await self.__record(group, item)
+            fit.append(group)
         if not fit:
             return
         if not do_send_to_api:
@@ -281,20 +290,19 @@ class Durable(BaseEnv):
         self.items_sent_this_step += len(fit)
         await self._send_scored_data_to_api(fit if several else fit[0])
 
-    def __is_to_be_sent(self, group: dict[str, Any], within_length: bool) -> bool:
+    def __check(self, group: dict[str, Any], within_length: bool) -> None:
+        """Raises Refused for a group that BaseEnv would leave out, with a warning, or the API or the trainer refuse."""
         group["group_overrides"] = group.get("group_overrides") or {}
         size, expected = len(group["tokens"]), group["group_overrides"].get("group_size", self.config.group_size)
         longest = max(map(len, group["tokens"]), default=0)
         if size != expected:
-            self.report.refuse("wrong_size", f"{size} sequences, expected {expected}")
-        elif self.config.ensure_scores_are_not_same and len(set(group["scores"])) == 1:
-            self.report.refuse("equal_scores", f"all {size} scores are {group['scores'][0]}")
-        else:
-            self.completion_lengths += [sum(mask != _IGNORED for mask in row) for row in group["masks"]]
-            if not (within_length and 0 < self.max_token_len <= longest):
-                return True
-            self.report.refuse("too_long", f"{longest} tokens, fewer than {self.max_token_len} are allowed")
-        return False
+            raise Refused("wrong_size", f"{size} sequences, expected {expected}")
+        if self.config.ensure_scores_are_not_same and len(set(group["scores"])) == 1:
+            raise Refused("equal_scores", f"all {size} scores are {group['scores'][0]}")
+        self.completion_lengths += [sum(mask != _IGNORED for mask in row) for row in group["masks"]]
+        if within_length and 0 < self.max_token_len <= longest:
+            raise Refused("too_long", f"{longest} tokens, fewer than {self.max_token_len} are allowed")
+        check_rows(group)
 
     async def __record(self, group: dict[str, Any], item: Any) -> None:
         """What BaseEnv keeps of a group that it sends: its text for wandb, its line in a file."""
@@ -335,7 +343,7 @@ class Durable(BaseEnv):
                     status, text = reply.status, await reply.text()
             except (aiohttp.ClientError, TimeoutError) as error:
                 self.__note_refused_connection(error)
-                reason, detail = "api_unreachable", repr(error)
+                reason, detail = "api_unreachable", _said(error)
             else:
                 if status < 400:
                     self.report.count("groups_sent", len(groups))
@@ -363,6 +371,10 @@ class Durable(BaseEnv):
     ) -> Any:
         body, headers = compressed(to_json(payload), minimum_size)
         return session.post(url, data=body, headers=headers)
+
+
+def _said(error: Exception) -> str:
+    return str(error) or type(error).__name__
 
 
 def _cause(error: BaseException) -> BaseException:

@@ -1,6 +1,6 @@
 """How an environment begins and ends, whichever of serve, evaluate and process it does.
 
-- A ``setup()`` that fails ends it with one line that says so, beside the traceback.
+- A ``setup()`` that fails ends it; the error says that it was there.
 - A tokenizer that is not the policy's ends it: compared at the start, or as soon as the server answers (``fits``).
 - However it ends, it says goodbye to the Trajectory API, closes the files that it wrote, ends wandb's run and writes
   the last line of its report; each of these has a few seconds. Items that were not done are counted, ``unfinished``.
@@ -22,21 +22,20 @@ import psutil
 import wandb
 from atroposlib.envs.server_handling.sglang_server import SGLangServer
 
-from recipe.atropos.environments.errors import EnvironmentFailure
 from recipe.atropos.environments.fits import Unknown, check_tokenizer
 
 logger = logging.getLogger(__name__)
 
 TERMINATED = 128 + signal.SIGTERM  # exit status
 
-_GOODBYE, _WANDB, _CHILDREN = 3.0, 5.0, 2.0  # s for each
-_EXIT = 12.0  # s from the beginning of the end until the process is gone, whatever hangs
+_GOODBYE, _WANDB, _CHILDREN = 3.0, 3.0, 1.5  # s for each
+_EXIT = 9.0  # s from the beginning of the end until the process is gone, whatever hangs
 _LOOK = 1.0  # s between two looks at the report
 _ASK_SERVER = 10.0  # s between two tries to compare tokenizers
 
 
 def end_children() -> None:
-    """SIGTERM to every process that came of this one; after two seconds SIGKILL to those that are left."""
+    """SIGTERM to every process that came of this one, and SIGKILL to those that do not heed it."""
     children = psutil.Process().children(recursive=True)
     for child in children:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -81,7 +80,7 @@ def _exit_anyway(code: int) -> None:
 
 
 class Lifecycle:
-    """Goes before ``BaseEnv``; see the module."""
+    """Goes before ``Durable``, and with ``Reporting``; see the module."""
 
     owns_process = False  # set by ``cli``: signals and children are then the environment's
 
@@ -93,9 +92,8 @@ class Lifecycle:
         try:
             await super().setup()
         except Exception as error:
-            raise EnvironmentFailure(
-                f"{self.report.name}: setup() failed with {type(error).__name__}: {error}; nothing was started"
-            ) from error
+            error.add_note(f"in setup() of {self.report.name}; nothing was started")
+            raise
         self.__uncompared = [server for server in self.server.servers if isinstance(server, SGLangServer)]
         for server in self.server.servers:
             if server not in self.__uncompared:
@@ -110,9 +108,6 @@ class Lifecycle:
 
     async def _run_evaluate(self) -> None:
         await self.__to_the_end(super()._run_evaluate)
-
-    async def say_goodbye(self) -> None:
-        """To whom the environment is known; in ``Durable`` the Trajectory API."""
 
     async def __to_the_end(self, work: Callable[[], Awaitable[None]]) -> None:
         global _work

@@ -187,11 +187,12 @@ def main() -> None:
         target = take_flag(arguments, "--env")
     except UsageError as error:
         wrong_usage(str(error))
-    if "--help" in arguments or "-h" in arguments:
+    if "--help" in arguments:
         print(_HELP)
-    if target is None:
-        sys.exit(0 if "--help" in arguments or "-h" in arguments else _HELP.splitlines()[0])
-    run(target, arguments)
+    elif target is None:
+        wrong_usage(_HELP.splitlines()[0])
+    if target is not None:
+        run(target, arguments)
 
 
 if __name__ == "__main__":

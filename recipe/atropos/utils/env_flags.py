@@ -155,7 +155,8 @@ class CommandLine:
             print(f"error: {error}", file=sys.stderr)
         except Exception as error:
             traceback.print_exc()
-            print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
+            notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+            print(f"error: {type(error).__name__}: {error}{notes}", file=sys.stderr)
         end_process(code)
 
     @classmethod
