@@ -30,7 +30,7 @@ test-slow: env  ## What repeats at length what `make test` shows
 # What starts, controls or pushes to SGLang, against the version that verl pins; its environment is built here alone.
 test-sglang-0.5.12: trainer-env $(SGLANG_0_5_12_STAMP)
 	ATROPOS_SGLANG_PYTHON=$(abspath $(SGLANG_0_5_12_VENV))/bin/python $(VENV)/bin/python -m pytest \
-		tests/test_inference.py tests/test_loop.py tests/test_two_servers.py tests/test_transports.py \
+		tests/test_inference.py tests/test_sglang_server.py tests/test_loop.py tests/test_two_servers.py tests/test_transports.py \
 		tests/test_launch.py $(ARGS)
 
 lint: trainer-env

@@ -51,6 +51,10 @@ class InferenceError(RuntimeError):
         super().__init__(f"{url}{endpoint}: {f'HTTP {status}: ' if status else ''}{message}")
 
 
+class ServerGone(InferenceError):
+    """Nobody listens at the server's address, or the connection broke: it has ended, or is starting."""
+
+
 @dataclass(frozen=True)
 class Capabilities:
     """What a server says that it can do, read from its /openapi.json: versions are not compared."""
@@ -209,6 +213,10 @@ class SGLangClient:
             },
         )
 
+    async def tokenize(self, text: str) -> list[int]:
+        """POST /tokenize: the ids that the server's own tokenizer gives, without special tokens around them."""
+        return (await self._call("POST", "/tokenize", {"prompt": text, "add_special_tokens": False}))["tokens"]
+
     async def pause(self, mode: PauseMode) -> None:
         """POST /pause_generation; see the module's text for the modes. Pausing twice is no error.
 
@@ -307,9 +315,9 @@ class SGLangClient:
         except TimeoutError:
             raise InferenceError(self.url, endpoint, f"no answer within {limit:g} s") from None
         except aiohttp.ClientConnectorError as error:
-            raise InferenceError(self.url, endpoint, f"cannot connect ({error.os_error}); is the server up?") from error
+            raise ServerGone(self.url, endpoint, f"cannot connect ({error.os_error}); is the server up?") from error
         except aiohttp.ClientError as error:
-            raise InferenceError(
+            raise ServerGone(
                 self.url, endpoint, f"the connection broke ({error!r}); the server may have died: see its log"
             ) from error
         try:
