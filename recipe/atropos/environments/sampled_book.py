@@ -262,10 +262,11 @@ class Book:
                 whole, size, same_tokens = fit.rank
                 if not own and (not whole or fit.rest):
                     continue  # by chance
-                count = len(completion.tokens)
                 preferred = bool(sought.prefer) and key_of([*completion.prompt, *completion.tokens]) in sought.prefer
                 given = sought.logprobs
-                same_logprobs = given is not None and list(given[:count]) == completion.logprobs.tolist()
+                same_logprobs = (
+                    given is not None and list(given[: fit.kept]) == completion.logprobs[: fit.kept].tolist()
+                )
                 # One that later prompts were made with must be found in what is posted. Of the others each once.
                 first = -order if own and item is not None else order
                 rank = (whole, size, preferred, same_tokens, same_logprobs)
