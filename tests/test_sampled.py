@@ -457,6 +457,34 @@ def test_of_replies_to_the_same_prompt_those_of_the_same_item_are_taken(book, to
     assert row.logprobs[len(prompt)] == -0.2
 
 
+def test_items_in_flight_together_post_each_their_own_replies(model_path):
+    class Alike(Scripted):
+        async def collect_trajectories(self, item):
+            prompt = chat(self.tokenizer, "go")
+            for _ in range(self.config.group_size):
+                sampled(self._book, prompt, "ab", END, first=item)
+            self.sampled = getattr(self, "sampled", 0) + 1
+            while self.sampled < 3:
+                await asyncio.sleep(0)
+            ids = chat(self.tokenizer, "go", "ab", add_generation_prompt=False)
+            row = {"tokens": ids, "masks": [I] * len(prompt) + ids[len(prompt) :]}
+            self.size = len(prompt)
+            return self.group([row] * self.config.group_size, messages=item), []
+
+        async def _send_scored_data_to_api(self, scored_data):
+            posted = {logprobs[self.size] for logprobs in scored_data["inference_logprobs"]}
+            self.sent = {**(self.sent or {}), scored_data["messages"]: posted}
+
+    env = make(Alike, model_path)
+
+    async def rounds():
+        env.running_items = {str(value): {"item": value} for value in (-0.1, -0.2, -0.3)}
+        await asyncio.gather(*(env.handle_env(key) for key in list(env.running_items)))
+
+    asyncio.run(rounds())
+    assert env.sent == {-0.1: {-0.1}, -0.2: {-0.2}, -0.3: {-0.3}}
+
+
 @pytest.mark.parametrize(
     ("posted", "trained"),
     [
