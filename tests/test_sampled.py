@@ -521,19 +521,45 @@ def test_an_answer_that_the_environment_began_is_trained_on_from_where_it_was_sa
     assert row.masks == [I] * len(started) + ids_of(tokenizer, "a", "b", END) + [I]
 
 
-def test_a_reply_in_another_context_is_counted_and_one_without_its_prompt_gets_it_back(book, tokenizer):
-    prompt = chat(tokenizer, "go")
+@pytest.mark.parametrize(("first", "last"), [("<x>", ""), ("", "<y>")])
+def test_a_reply_with_text_beside_it_is_found_in_another_context_too(first, last, book, tokenizer):
+    """As by environments that render the prompt without the beginning of the answer."""
+    prompt, counts = ids_of(tokenizer, "unlike the template"), Counter()
+    reply = sampled(book, prompt, "a", "b", "ab", "c", END)
+    posted = chat(tokenizer, "go", f"{first}ababc{last}", add_generation_prompt=False)
+    begin = len(chat(tokenizer, "go"))
+    row = restore(book, posted, [I] * begin + posted[begin:], None, {}, lambda name: counts.update([name]))
+    kept = reply.tokens.tolist() if first else reply.tokens.tolist()[:-1]
+    assert row.tokens == prompt + kept + tokenizer.encode(f"{last}<|im_end|>\n" if last else "\n")
+    assert [m for m in row.masks if m != I] == kept
+    assert counts["other_context"] == 1 and counts["not_sampled"] == 1
+
+
+@pytest.mark.parametrize("before", ["", "another prompt "])
+def test_a_reply_to_another_prompt_gets_its_own_back_and_is_counted(before, book, tokenizer):
+    prompt, counts = chat(tokenizer, "go"), Counter()
     reply = sampled(book, prompt, "a", "b", "c", END)
-    counts = Counter()
-    posted = ids_of(tokenizer, "elsewhere ", "abc<|im_end|>")
-    row = restore(book, posted, [I] * 10 + posted[10:], None, {}, lambda name: counts.update([name]))
-    assert row.tokens == posted[:10] + reply.tokens.tolist() and row.logprobs[10:] == reply.logprobs.tolist()
-    assert counts == {"other_context": 1, "retokenized": 1}
-    alone = tokenizer.encode("abc")
-    row = restore(book, alone, [1] * len(alone), None, {"advantages": [2.0] * len(alone)}, Counter().update)
+    posted = ids_of(tokenizer, before, "abc")
+    masks = [I] * len(before) + [1, 1]
+    advantages = [5.0] * len(before) + [2.0, 2.0]
+    row = restore(book, posted, masks, None, {"advantages": advantages}, lambda name: counts.update([name]))
     assert row.tokens == prompt + reply.tokens.tolist()
     assert row.masks == [I] * len(prompt) + reply.tokens.tolist()
+    assert row.logprobs == [1.0] * len(prompt) + reply.logprobs.tolist()
     assert row.values["advantages"] == [0.0] * len(prompt) + [2.0] * 4
+    assert counts == {"other_context": 1, "retokenized": 1}
+
+
+def test_a_later_reply_in_another_context_stays_there(book, tokenizer):
+    prompt, counts = chat(tokenizer, "go"), Counter()
+    one = sampled(book, prompt, "a", "b", END)
+    two = sampled(book, ids_of(tokenizer, "another"), "d", "e", END)
+    posted = chat(tokenizer, "go", "ab", "next", "de", add_generation_prompt=False)
+    last = len(chat(tokenizer, "go", "ab", "next"))
+    masks = [I] * len(prompt) + posted[len(prompt) : len(prompt) + 2] + [I] * (last - len(prompt) - 2) + posted[last:]
+    row = restore(book, posted, masks, None, {}, lambda name: counts.update([name]))
+    assert row.tokens[: len(prompt) + 3] == prompt + one.tokens.tolist() and row.tokens[-4:-1] == two.tokens.tolist()
+    assert counts["other_context"] == 1
 
 
 def test_values_for_each_token_go_with_the_tokens_or_keep_them(book, tokenizer):

@@ -9,8 +9,8 @@ All of an environment's calls to its SGLang servers are made with token ids and 
 - One that was encoded again from its text is put back as it was sampled. What templates add to it, such as a newline
   after the end of the turn, stays and is not trained on. Advantages go with it where they are the same over the reply;
   values for each token that cannot go with it keep the text, which is then not trained on (``not_aligned``).
-- One that the environment put into another context is trained on there, with its own logprobs (``other_context``).
-  Where the environment left the prompt out, it gets its own.
+- One that the environment put into another context (``other_context``), as by another prompt or none, gets its own
+  prompt back where it is the first of its sequence: for other contexts its logprobs are not. A later one stays.
 - What nobody sampled, or a server or a route without token ids, is not trained on (``not_sampled``). A group of which
   nothing is left is refused, as ``not_sampled``.
 
@@ -85,10 +85,12 @@ def restore(
         given = None if logprobs is None else list(logprobs[place])
         columns = {name: list(column[place]) for name, column in values.items()}
         if completion is None:
-            if piece.tokens != posted:  # text beside a reply, encoded for itself
-                flags = [mask != IGNORED for mask in masks[max(0, piece.start - 1) : piece.start + 1]]
+            wanted = [posted[start:end] for start, end in trained_spans(masks[place])]
+            if piece.tokens != posted:  # text beside a reply in one turn, encoded for itself
+                beside = masks[max(0, piece.start - 1) : piece.start + 1]
+                wanted = [piece.tokens] if any(mask != IGNORED for mask in beside) else []
                 given, columns = None, {}
-            if any(flags) and not all(book.is_template(posted[a:b]) for a, b in trained_spans(masks[place])):
+            if not all(map(book.is_template, wanted)):
                 count("not_sampled")
             row.add(piece.tokens, None, given, columns)
             continue
@@ -101,10 +103,11 @@ def restore(
             (flags, columns), given = moved, None
         if any(flags):
             completion.posted += 1
-            if not row.tokens:
-                row.add(completion.prompt.tolist())
-            elif not piece.context:
+            if not piece.context:
                 count("other_context")
+                if all(mask == IGNORED for mask in row.masks):
+                    row = Row(values={name: [] for name in values})
+                    row.add(completion.prompt.tolist())
             for event in (*completion.events, *(["retokenized"] if piece.tokens != posted else [])):
                 count(event)
         own = completion.logprobs.tolist()

@@ -165,7 +165,7 @@ class Calls:
         template, arguments = _template_arguments(kwargs)
         messages = [dict(message) for message in arguments.pop("messages")]
         params, unknown = sampling_params(arguments)
-        if not all(isinstance(message.get("content"), str) and "tool_calls" not in message for message in messages):
+        if not all(isinstance(message.get("content"), str) and not message.get("tool_calls") for message in messages):
             unknown["content"] = messages
         if unknown:
             return await self._plain(server, plain, next(iter(unknown)), kwargs)
