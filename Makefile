@@ -5,6 +5,8 @@ SGLANG_VENV ?= .venv-sglang
 SGLANG_0_5_12_VENV ?= .venv-sglang-0.5.12
 PIP_INSTALL = -m pip install --quiet --disable-pip-version-check
 ARGS ?=
+# Two files of tests at a time: most of their time goes into starting servers, which two cores do side by side.
+PARALLEL = -n 2 --dist loadfile --no-loadscope-reorder
 
 TRAINER_STAMP := $(VENV)/.installed
 SGLANG_STAMP := $(SGLANG_VENV)/.installed
@@ -17,7 +19,7 @@ demo: env  ## Watch a small policy learn, on a CPU, with the real parts
 
 test: env  ## Style and the whole test suite: what CI runs
 	$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check .
-	$(VENV)/bin/python -m pytest $(ARGS)
+	$(VENV)/bin/python -m pytest $(PARALLEL) $(ARGS)
 
 test-fast: trainer-env  ## The tests that start no server
 	$(VENV)/bin/python -m pytest -m "not e2e" $(ARGS)

@@ -43,6 +43,10 @@ def env(folder):
         ("the answer is 19", "19", False),
         (r"\boxed{}", "19", False),
         (r"\boxed{19", "19", False),
+        (r"<think>\boxed{18}? no</think> \boxed{19}", "19", True),
+        (r"<think>\boxed{19}</think> \boxed{18}", "19", False),
+        (r"<think>\boxed{19}</think> so 19", "19", False),
+        (r"<think>so \boxed{19}", "19", True),
         ("", "19", False),
     ],
 )
@@ -78,9 +82,9 @@ def test_a_mixed_group_scores_plus_and_minus_one_with_the_sampled_tokens_and_log
     assert env.percent_correct_buffer == [1.0, 0.0, 1.0, 0.0]
 
 
-def test_a_group_of_equal_scores_is_not_sent(env):
-    assert env.score(ITEM, [node(env, r"\boxed{8}")] * 4) is None
-    assert env.score(ITEM, [node(env, r"\boxed{7}")] * 4) is None
+def test_a_group_of_equal_scores_is_left_to_whoever_sends_it(env):
+    assert env.score(ITEM, [node(env, r"\boxed{8}")] * 4)["scores"] == [-1.0] * 4
+    assert env.score(ITEM, [node(env, r"\boxed{7}")] * 4)["scores"] == [1.0] * 4
 
 
 def test_where_all_are_right_long_answers_get_less(env):

@@ -4,6 +4,7 @@ import asyncio
 import base64
 import inspect
 import json
+import os
 import re
 import resource
 import shutil
@@ -11,6 +12,7 @@ import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -111,11 +113,12 @@ def expected(model):
 @pytest.mark.parametrize("bucket_size", [200_000, 1 << 29], ids=["many", "one"])
 def test_the_server_computes_with_what_was_pushed(server, models, tmp_path, version, transport, bucket_size):
     pusher = engine([server], transport, tmp_path, bucket_size)
-    for i, model in enumerate(("new", "old", "new")):  # the second and third find buffers and group as they were left
+    for i, model in enumerate(("new", "old", "new")):  # the second and third find the group as it was left
         metrics = send(pusher, models[model], version + i)
         assert greedy(server) == expected(models[model]) and reported(server) == str(version + i)
     assert metrics["weight_sync/bytes"] == sum(tensor.nbytes for _, tensor in weights_of(models["new"]))
     assert 0 < metrics["weight_sync/pause_s"] <= metrics["weight_sync/total_s"]
+    assert not list(Path("/dev/shm").glob(f"torch_{os.getpid()}_*")), "a trainer that is killed would leave it there"
 
 
 @pytest.mark.e2e

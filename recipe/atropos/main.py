@@ -26,7 +26,6 @@ from recipe.atropos.ray_trainer import RayGRPOAtroposTrainer
 from recipe.atropos.weight_sync.fleet import ServersGone
 from recipe.atropos.weight_sync.gateway import GatewayError
 from recipe.atropos.weight_sync.servers import WeightPushError
-from recipe.atropos.weight_sync.tensor import RAY_ENVIRONMENT
 
 logger = logging.getLogger(__name__)
 
@@ -64,9 +63,7 @@ def run(config: DictConfig) -> None:
     validate_config(config, use_reference_policy=need_reference_policy(config), use_critic=False)
 
     init = OmegaConf.to_container(config.ray_kwargs.ray_init)
-    given = init.pop("runtime_env", None) or {}
-    runtime_env = {**get_ppo_ray_runtime_env(config), **given}
-    runtime_env["env_vars"] = {**RAY_ENVIRONMENT, **runtime_env.get("env_vars", {})}
+    runtime_env = {**get_ppo_ray_runtime_env(config), **(init.pop("runtime_env", None) or {})}
     with ThreadPoolExecutor(max_workers=1) as pool:  # the servers may still be starting, and so do Ray and its workers
         services = pool.submit(check_services, config, timeout=config.trainer.atropos.startup_timeout)
         ray.init(runtime_env=runtime_env, **init)

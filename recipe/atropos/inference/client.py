@@ -213,6 +213,10 @@ class SGLangClient:
             },
         )
 
+    async def tokenize(self, text: str) -> list[int]:
+        """POST /tokenize: the ids that the server's own tokenizer gives, without special tokens around them."""
+        return (await self._call("POST", "/tokenize", {"prompt": text, "add_special_tokens": False}))["tokens"]
+
     async def pause(self, mode: PauseMode) -> None:
         """POST /pause_generation; see the module's text for the modes. Pausing twice is no error.
 
