@@ -124,7 +124,7 @@ class _Group:
             sizes.append(info.get("tp_size", 1) * info.get("pp_size", 1))
         world_size = 1 + sum(sizes)
         offsets = dict(zip(clients, itertools.accumulate([1, *sizes[:-1]]), strict=True))
-        # NCCL's time-out ends the process: a server's own, which names it, comes first. Gloo waits for its own to close.
+        # NCCL's time-out ends the process, so that a server's, which names it, must come first; gloo's delays closing.
         backend, limit = ("gloo", timeout) if get_device_name() == "cpu" else ("nccl", 2 * timeout)
         name = f"atropos_{os.getpid()}_{next(_count)}"
         try:
