@@ -1,6 +1,5 @@
 """What many modules share, so that each need not start it again: a model, an SGLang server of it, and Ray."""
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -37,12 +36,9 @@ def server(_server_of_all: str, model_path: Path) -> str:
 
 @pytest.fixture(scope="session")
 def _ray_of_all() -> Iterator[None]:
+    yield
     import ray  # here, because the tests that need none begin sooner without
 
-    from recipe.atropos.weight_sync.tensor import RAY_ENVIRONMENT
-
-    os.environ |= RAY_ENVIRONMENT
-    yield
     ray.shutdown()
 
 

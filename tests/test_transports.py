@@ -5,6 +5,7 @@ import base64
 import inspect
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -271,7 +272,7 @@ def test_a_server_that_hangs_or_dies_in_a_push_is_named_in_time_and_joins_again_
     monkeypatch.setattr(distributed, "_BROKEN_OFF_SECONDS", 1.0)
     launch = {"max_total_tokens": 2048, "log_path": tmp_path / "second.log"}
     with running_sglang(models["old"], **launch) as (service, second):
-        pusher = engine([server, second], "distributed", tmp_path, timeout=6)
+        pusher = engine([server, second], "distributed", tmp_path, timeout=5)
         send(pusher, models["new"], version)
         port = int(second.rpartition(":")[2])
 
@@ -282,20 +283,18 @@ def test_a_server_that_hangs_or_dies_in_a_push_is_named_in_time_and_joins_again_
                         process.send_signal(what)
                 yield pair
 
-        started = time.monotonic()
-        with pytest.raises(WeightPushError, match=f"in phase 'deliver' on {second}: .*no answer within 6 s"):
-            asyncio.run(pusher.send_weights(signalling(signal.SIGSTOP), version + 1))
-        assert time.monotonic() - started < 6 + 6, "one request's time, and some to tidy up"
+        told, seconds = failure(pusher, signalling(signal.SIGSTOP), version + 1)
+        assert f"in phase 'deliver' on {second}: " in told and "no answer within 5 s" in told
+        assert seconds < 5 + 5, "one request's time, and some to tidy up"
         for process in service.members():
             process.send_signal(signal.SIGCONT)
         assert reported(server) == str(version)
         send(pusher, models["new"], version + 2)
         assert greedy(second) == greedy(server) == expected(models["new"])
 
-        started = time.monotonic()
-        with pytest.raises(WeightPushError, match=f"in phase 'deliver' on .*{second}"):
-            asyncio.run(pusher.send_weights(signalling(signal.SIGKILL), version + 3))
-        assert time.monotonic() - started < 6, "nobody waits for it in vain"
+        told, seconds = failure(pusher, signalling(signal.SIGKILL), version + 3)
+        assert re.search(f"in phase 'deliver' on .*{second}", told)
+        assert seconds < 5, "nobody waits for it in vain"
         assert reported(server) == str(version + 2)
         pusher.urls = [server]
         send(pusher, models["old"], version + 4)
@@ -310,10 +309,23 @@ def test_a_server_that_hangs_or_dies_in_a_push_is_named_in_time_and_joins_again_
         monkeypatch.setattr(distributed, "_JOIN_SECONDS", 2.0)
         scheduler = next(p for p in service.members() if "scheduler" in " ".join(p.cmdline()))
         scheduler.suspend()
-        with pytest.raises(WeightPushError) as error:
-            send(engine([server, second], "distributed", tmp_path), models["new"], version + 6)
-        assert str(error.value) == f"weight push failed in phase 'join' on {second}: did not come within 2 s"
+        told, seconds = failure(
+            engine([server, second], "distributed", tmp_path), weights_of(models["new"]), version + 6
+        )
+        assert told == f"weight push failed in phase 'join' on {second}: did not come within 2 s" and seconds < 10
         assert greedy(server, timeout=5) == expected(models["old"])
+
+
+def failure(pusher, weights, version):
+    """What a push says that fails, and after how many seconds."""
+
+    async def inner():
+        started = time.monotonic()
+        with pytest.raises(WeightPushError) as error:
+            await pusher.send_weights(weights, version)
+        return str(error.value), time.monotonic() - started
+
+    return asyncio.run(inner())
 
 
 @pytest.mark.e2e

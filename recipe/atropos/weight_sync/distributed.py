@@ -27,10 +27,7 @@ _BROKEN_OFF_SECONDS = 5.0  # for a broadcast, or a meeting, to notice that it wa
 
 
 class DistributedTransport:
-    """Buckets of ``bucket_size`` bytes, broadcast; ``timeout``: seconds that a server may take for one of them.
-
-    The group's own time-out is twice that. NCCL's ends the process; before, the server's has named it.
-    """
+    """Buckets of ``bucket_size`` bytes, broadcast; ``timeout``: seconds that a server may take for one of them."""
 
     def __init__(self, bucket_size: int, timeout: float):
         device = "cpu" if get_device_name() == "cpu" else get_device_id()
@@ -127,7 +124,8 @@ class _Group:
             sizes.append(info.get("tp_size", 1) * info.get("pp_size", 1))
         world_size = 1 + sum(sizes)
         offsets = dict(zip(clients, itertools.accumulate([1, *sizes[:-1]]), strict=True))
-        backend = "gloo" if get_device_name() == "cpu" else "nccl"
+        # NCCL's time-out ends the process, so that a server's, which names it, must come first; gloo's delays closing.
+        backend, limit = ("gloo", timeout) if get_device_name() == "cpu" else ("nccl", 2 * timeout)
         name = f"atropos_{os.getpid()}_{next(_count)}"
         try:
             # A server elsewhere cannot reach this machine's loopback address.
@@ -151,7 +149,7 @@ class _Group:
                 Backend(backend),
                 PrefixStore(name, store),
                 group_name=name,
-                timeout=timedelta(seconds=2 * timeout),
+                timeout=timedelta(seconds=limit),
             )
             _world.pg_group_ranks[process_group] = {rank: rank for rank in range(world_size)}
             return process_group
@@ -171,8 +169,8 @@ class _Group:
 
         joining = asyncio.ensure_future(in_thread(join))
         invited = {asyncio.ensure_future(invite(client)): client for client in clients}
-        limit = min(timeout / 2, _JOIN_SECONDS)  # below that of the requests, which would all end together
-        done, late = await asyncio.wait([joining, *invited], timeout=limit, return_when=asyncio.FIRST_EXCEPTION)
+        patience = min(timeout / 2, _JOIN_SECONDS)  # below that of the requests, which would all end together
+        done, late = await asyncio.wait([joining, *invited], timeout=patience, return_when=asyncio.FIRST_EXCEPTION)
         failed = [task for task in (joining, *invited) if task in done and task.exception()]
         if not failed and not late:
             return cls(name, [client.url for client in clients], joining.result(), meeting)
@@ -182,7 +180,7 @@ class _Group:
         await _broken_off(joining, invited, name)
         names = {joining: "the trainer's rank 0"} | {task: client.url for task, client in invited.items()}
         guilty = failed or [task for task in invited if task in late] or list(invited)
-        silence = f"did not come within {limit:g} s"
+        silence = f"did not come within {patience:g} s"
         details = "; ".join(f"{names[task]}: {task.exception() if task in failed else silence}" for task in guilty)
         raise WeightPushError(f"weight push failed in phase 'join' on {details}")
 
