@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import ray
 import torch
-from helpers_sglang import make_tiny_model, running_sglang
 from helpers_trainer import close, compose_config, model_vocab
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
@@ -36,26 +35,8 @@ COMBINATIONS = [
 
 
 @pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    return make_tiny_model(tmp_path_factory.mktemp("model"), seed=0)
-
-
-@pytest.fixture(scope="module")
 def base(model_path):
     return load_file(model_path / "model.safetensors")
-
-
-@pytest.fixture(scope="module")
-def server(model_path):
-    with running_sglang(model_path) as (_, url):
-        yield url
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    ray.init(num_cpus=4, include_dashboard=False)
-    yield
-    ray.shutdown()
 
 
 def make_trainer(model_path, server, run_dir, strategy, world, targets, *overrides):

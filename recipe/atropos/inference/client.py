@@ -51,6 +51,10 @@ class InferenceError(RuntimeError):
         super().__init__(f"{url}{endpoint}: {f'HTTP {status}: ' if status else ''}{message}")
 
 
+class ServerGone(InferenceError):
+    """Nobody listens at the server's address, or the connection broke: it has ended, or is starting."""
+
+
 @dataclass(frozen=True)
 class Capabilities:
     """What a server says that it can do, read from its /openapi.json: versions are not compared."""
@@ -311,9 +315,9 @@ class SGLangClient:
         except TimeoutError:
             raise InferenceError(self.url, endpoint, f"no answer within {limit:g} s") from None
         except aiohttp.ClientConnectorError as error:
-            raise InferenceError(self.url, endpoint, f"cannot connect ({error.os_error}); is the server up?") from error
+            raise ServerGone(self.url, endpoint, f"cannot connect ({error.os_error}); is the server up?") from error
         except aiohttp.ClientError as error:
-            raise InferenceError(
+            raise ServerGone(
                 self.url, endpoint, f"the connection broke ({error!r}); the server may have died: see its log"
             ) from error
         try:

@@ -31,10 +31,11 @@ TRANSPORTS = ("auto", "disk", "distributed", "tensor")
 class AtroposCheckpointEngine(CheckpointEngine):
     """Pushes to SGLang servers that were started by themselves.
 
-    ``urls``: the servers; they must serve the model of ``model_path`` (None: not looked at). ``dtype``: what they serve
-    in; floating-point tensors are cast to it before they travel. ``transport`` and ``colocated``: see
-    ``choose_transport``; ``directory``: for "disk"; ``bucket_size`` in bytes. ``timeout``: seconds for one request of a
-    push to one server. ``verify="checksum"`` compares every tensor; see ``checksums``.
+    ``urls``: the servers; they must serve the model of ``model_path`` (None: not looked at), whose configuration may be
+    code of its own if ``trust_remote_code``. ``dtype``: what they serve in; floating-point tensors are cast to it
+    before they travel. ``transport`` and ``colocated``: see ``choose_transport``; ``directory``: for "disk";
+    ``bucket_size`` in bytes. ``timeout``: seconds for one request of a push to one server. ``verify="checksum"``
+    compares every tensor; see ``checksums``.
     """
 
     def __init__(
@@ -44,12 +45,13 @@ class AtroposCheckpointEngine(CheckpointEngine):
         *,
         urls: list[str],
         model_path: str | None = None,
+        trust_remote_code: bool = False,
         transport: str = "auto",
         colocated: bool = False,
         directory: str | None = None,
         api_key: str | None = None,
         dtype: str = "bfloat16",
-        pause_mode: str = "retract",
+        pause_mode: str = "auto",
         verify: str = "version",
         timeout: float = 600.0,
     ):
@@ -57,6 +59,7 @@ class AtroposCheckpointEngine(CheckpointEngine):
         self.is_master = is_master
         self.urls = list(urls)
         self.model_path = model_path
+        self.trust_remote_code = trust_remote_code
         self.dtype = PrecisionType.to_dtype(dtype)
         self.pause_mode = pause_mode
         self.verify = verify
@@ -100,7 +103,7 @@ class AtroposCheckpointEngine(CheckpointEngine):
             return
         client.forget_capabilities()
         if self.model_path:
-            trained = AutoConfig.from_pretrained(self.model_path)
+            trained = AutoConfig.from_pretrained(self.model_path, trust_remote_code=self.trust_remote_code)
             await check_model(client, trained, str(self.dtype).removeprefix("torch."))
         self._capabilities[client.url] = await client.capabilities()
 

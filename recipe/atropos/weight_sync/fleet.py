@@ -33,7 +33,7 @@ _LOOK_SECONDS = 1.0  # between looks for the first server that answers
 
 
 class ServersGone(RuntimeError):
-    """No SGLang server is left; names all, with what each last said."""
+    """No SGLang server is left, or, on the trainer's own GPUs, not all are; names who is out and what each said."""
 
 
 @dataclass
@@ -60,39 +60,45 @@ class ServerFleet:
         """The weight version that each server which answers reports; those that don't are out from now on."""
         patience = {url: _ANSWER_OF_ONE_OUT if url in self._errors else _LONGEST_ANSWER for url in self.urls}
         versions, errors = _ask(patience, self.api_key)
-        for url in errors.keys() - self._errors.keys():
-            logger.error("SGLang server %s is taken out until it answers again: %s", url, errors[url])
-        for url in self._errors.keys() - errors.keys():
+        for url in self._errors.keys() & versions.keys():
             logger.warning("SGLang server %s answers again, with weight version %s", url, versions[url])
-        self._errors = errors
-        self.holding -= errors.keys()
+            del self._errors[url]
+        self._take_out(errors)
         return versions
 
-    def wait_for_any(self) -> dict[str, str]:
-        """``look`` until a server answers.
+    def wait_for(self, least: int) -> dict[str, str]:
+        """``look`` until ``least`` servers answer.
 
         Raises:
-            ServersGone: none within ``timeout`` seconds.
+            ServersGone: fewer do, for ``timeout`` seconds.
         """
         deadline = time.monotonic() + self.timeout
-        if not (versions := self.look()):
-            logger.error("no SGLang server is left; waiting %g s for one of %s", self.timeout, ", ".join(self.urls))
-        while not versions:
+        if len(versions := self.look()) < least:
+            logger.error("%d SGLang servers answer, %d must: waiting %g s", len(versions), least, self.timeout)
+        while len(versions) < least:
             if time.monotonic() > deadline:
+                who = f"only {len(versions)} of {len(self.urls)} SGLang servers" if versions else "no SGLang server"
                 told = "; ".join(self._errors.values())
-                raise ServersGone(f"no SGLang server answered for {self.timeout:g} s; see their logs: {told}")
+                raise ServersGone(f"{who} answered for {self.timeout:g} s; see their logs: {told}")
             time.sleep(_LOOK_SECONDS)
             versions = self.look()
         return versions
 
     def died(self, targets: Sequence[str]) -> bool:
-        """Whether one of the servers of a failed push is gone; a dying one is given time to be."""
+        """Whether one of the servers of a failed push is gone, or hangs; a dying one is given time to be."""
         deadline = time.monotonic() + _DYING_SECONDS
         while True:
             _, errors = _ask(dict.fromkeys(targets, _DYING_SECONDS), self.api_key)
             if errors or time.monotonic() > deadline:
+                self._take_out(errors)
                 return bool(errors)
             time.sleep(_LOOK_SECONDS)
+
+    def _take_out(self, errors: dict[str, str]) -> None:
+        for url in errors.keys() - self._errors.keys():
+            logger.error("SGLang server %s is taken out until it answers again: %s", url, errors[url])
+        self._errors |= errors
+        self.holding -= errors.keys()
 
     def admit(self, version: int, urls: Sequence[str]) -> None:
         """``urls`` hold ``version``, and no others; the gateway is told if it knows it otherwise."""
@@ -119,9 +125,10 @@ class FleetSyncManager(WeightSyncManager):
             GatewayError: the gateway is lost.
             ray.exceptions.RayError, WeightPushError: as in ``WeightSyncManager``; no server has died.
         """
+        self._make_room()  # first: a server that died may be started again only then
         attempts, first = len(self.fleet.urls) + 2, self.version is None
         for _ in range(attempts):
-            targets = sorted(self.fleet.wait_for_any())
+            targets = sorted(self.fleet.wait_for(1))
             self.fleet.gateway.announce(global_steps, targets, pushing=True)
             metrics = self._push(global_steps, targets)
             if metrics is not None:
@@ -132,9 +139,16 @@ class FleetSyncManager(WeightSyncManager):
         )
 
     def lend_memory(self, urls: Sequence[str]) -> None:
-        super().lend_memory(sorted(self.fleet.holding))
+        """All servers are waited for: one that is out may be starting, in the memory that training is to have.
 
-    def ensure_current(self, global_steps: int) -> dict[str, float]:
+        Raises:
+            ServersGone: one did not come back.
+        """
+        if self.memory is not None:
+            self.fleet.wait_for(len(self.fleet.urls))
+            super().lend_memory(self.fleet.urls)
+
+    def ensure_current(self, global_steps: int, waiting: bool = False) -> dict[str, float]:
         """Take out who is gone, and give who came back the actor's weights, those of ``global_steps``.
 
         Called before each step and while it waits for its batch. Returns metrics; raises as ``update_weights``.
