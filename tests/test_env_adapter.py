@@ -10,7 +10,6 @@ import torch
 import yaml
 from atroposlib.envs.base import BaseEnv
 from helpers_adapter_cli import run_adapter
-from helpers_sglang import make_tiny_model
 from openai.types.chat import ChatCompletionMessage
 
 from recipe.atropos.environments import reporting
@@ -28,9 +27,9 @@ WHOLE = """
 """
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return str(make_tiny_model(tmp_path_factory.mktemp("model"), seed=0))
+@pytest.fixture
+def model(model_path):
+    return str(model_path)
 
 
 # ---------------------------------------------------------------------- targets
