@@ -172,6 +172,8 @@ def test_a_flag_that_names_no_server_changes_each_of_several(tmp_path, model):
         found = said(output)["servers"]
         assert [server["api_key"] for server in found] == ["k"] * len(found)
         assert [s["base_url"] for s in found] == (urls or [f"http://localhost:{p}/v1" for p in range(9004, 9008)])
+    status, output = run_adapter(tmp_path, "serve", "--env", SAID, "--openai.api_kee=k", MODEL=model, SERVERS="two")
+    assert status == 2 and "unknown flag --openai.api_kee; did you mean --openai.api_key?" in output
 
 
 def test_servers_of_a_configuration_file_count_and_several_of_them_take_no_flags(tmp_path, model):
