@@ -10,7 +10,6 @@ import torch
 import yaml
 from atroposlib.envs.base import BaseEnv
 from helpers_adapter_cli import run_adapter
-from helpers_sglang import make_tiny_model
 from openai.types.chat import ChatCompletionMessage
 
 from recipe.atropos.environments import reporting
@@ -28,9 +27,9 @@ WHOLE = """
 """
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return str(make_tiny_model(tmp_path_factory.mktemp("model"), seed=0))
+@pytest.fixture
+def model(model_path):
+    return str(model_path)
 
 
 # ---------------------------------------------------------------------- targets
@@ -173,6 +172,8 @@ def test_a_flag_that_names_no_server_changes_each_of_several(tmp_path, model):
         found = said(output)["servers"]
         assert [server["api_key"] for server in found] == ["k"] * len(found)
         assert [s["base_url"] for s in found] == (urls or [f"http://localhost:{p}/v1" for p in range(9004, 9008)])
+    status, output = run_adapter(tmp_path, "serve", "--env", SAID, "--openai.api_kee=k", MODEL=model, SERVERS="two")
+    assert status == 2 and "unknown flag --openai.api_kee; did you mean --openai.api_key?" in output
 
 
 def test_servers_of_a_configuration_file_count_and_several_of_them_take_no_flags(tmp_path, model):

@@ -6,6 +6,7 @@ The environments here make their groups without any server; what a server does i
 import asyncio
 import contextlib
 import json
+import math
 import os
 import signal
 import sys
@@ -19,9 +20,8 @@ import pytest
 from aiohttp import web
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
 from helpers_services import get, post, running_api
-from helpers_sglang import make_tiny_model
 
-from recipe.atropos.environments import durable
+from recipe.atropos.environments import durable, lifecycle, reporting
 from recipe.atropos.environments.errors import EnvironmentFailure
 from recipe.atropos.environments.pace import VARIABLE
 from recipe.atropos.services.process import free_port, start_service
@@ -86,11 +86,6 @@ async def next_batch(api, manager, within=30):
             assert not manager.done(), manager.exception()
             await asyncio.sleep(0.05)
     return numbers
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    return make_tiny_model(tmp_path_factory.mktemp("model"), seed=0)
 
 
 @pytest.fixture(scope="module")
@@ -195,6 +190,30 @@ def test_a_worker_that_takes_too_long_is_counted_and_one_that_is_cancelled_keeps
     asyncio.run(scene())
 
 
+def test_what_an_environment_does_beside_costs_no_group_and_is_counted(api, make):
+    class Careless(NumberEnv):
+        def cleanup(self):  # not even a coroutine
+            self.cleaned = True
+
+        async def add_rollouts_for_wandb(self, *args, **kwargs):
+            raise IndexError("no third answer")
+
+    env = registered(make(api, environment=Careless))
+    asyncio.run(roll_out(env, 1))
+    assert env.cleaned and env.report.counts["groups_sent"] == 1 and env.report.counts["failed/IndexError"] == 1
+
+
+def test_an_environment_without_items_says_so_once_and_counts(api, make, caplog):
+    class Empty(NumberEnv):
+        async def get_next_item(self):
+            return None
+
+    env = make(api, environment=Empty)
+    for _ in range(3):
+        assert asyncio.run(env.get_next_item()) is None
+    assert env.report.counts["no_item"] == 3 and caplog.text.count("no more items") == 1
+
+
 def test_an_evaluation_that_fails_is_counted(api, make, caplog):
     class Failing(NumberEnv):
         async def evaluate(self, *args, **kwargs):
@@ -227,22 +246,21 @@ def test_an_environment_that_the_trainer_cannot_pack_ends_with_the_flag_that_is_
 
 
 @contextlib.asynccontextmanager
-async def failing_api(*statuses):
-    """A Trajectory API that answers POSTs with these statuses, the last one from then on."""
-    answers, posts = list(statuses), []
-
-    async def answer(request):
-        posts.append(await request.json())
-        return web.json_response({"status": "received"}, status=answers.pop(0) if len(answers) > 1 else answers[0])
-
+async def stand_in(port, **answers):
+    """A server whose endpoints say what cannot be had of the real one: values, or functions of the request."""
     app = web.Application()
-    app.router.add_post("/scored_data", answer)
+    for name, answer in answers.items():
+
+        async def handle(request, answer=answer):
+            answer = answer(await request.read()) if callable(answer) else answer
+            return answer if isinstance(answer, web.Response) else web.json_response(answer)
+
+        app.router.add_route("*", f"/{name.replace('__', '-')}", handle)
     runner = web.AppRunner(app)
     await runner.setup()
-    port = free_port()
     await web.TCPSite(runner, "127.0.0.1", port).start()
     try:
-        yield f"http://127.0.0.1:{port}", posts
+        yield f"http://127.0.0.1:{port}"
     finally:
         await runner.cleanup()
 
@@ -251,7 +269,13 @@ def test_a_post_that_fails_is_sent_again_and_given_up_with_a_count(make, monkeyp
     monkeypatch.setattr(durable, "_LONGEST_PAUSE", 0.01)
 
     async def scene(statuses, expected):
-        async with failing_api(*statuses) as (url, posts):
+        answers, posts = list(statuses), []
+
+        def take(body):
+            posts.append(body)
+            return web.json_response({}, status=answers.pop(0) if len(answers) > 1 else answers[0])
+
+        async with stand_in(free_port(), scored_data=take) as url:
             env = make(url)
             await env.setup()
             await roll_out(env, 5)
@@ -272,6 +296,57 @@ def test_a_post_that_fails_is_sent_again_and_given_up_with_a_count(make, monkeyp
     asyncio.run(nobody_there())
 
 
+def test_an_api_that_refused_connections_has_forgotten_though_it_knows_somebody_by_the_same_number(make):
+    port = free_port()
+    taken = {
+        "status": "success",
+        "wandb_name": "n",
+        "starting_step": 0,
+        "checkpoint_dir": "",
+        "checkpoint_interval": -1,
+    }
+    status = {"current_step": 0, "queue_size": 0, "env_weight": 1.0}
+    always = {"status__env": status, "info": {"batch_size": BATCH, "max_token_len": 100}}
+
+    async def scene():
+        async with stand_in(port, register__env=taken | {"env_id": 0}, **always) as url:
+            env = make(url)
+            await env.setup()
+            await env.register_env()
+            await env.get_status()
+        asked = asyncio.create_task(env.get_status())
+        await asyncio.sleep(0.2)
+        async with stand_in(port, register__env=taken | {"env_id": 1}, **always):
+            await asyncio.wait_for(asked, 10)
+            await env.get_status()
+        assert env.env_id == 1 and env.report.counts["registered_again"] == 1
+
+    asyncio.run(scene())
+
+
+def test_while_nothing_is_sent_it_is_said_and_a_tokenizer_is_compared_when_the_server_comes(api, make, monkeypatch):
+    monkeypatch.setattr(reporting, "_SILENCE", 0.5)
+    monkeypatch.setattr(lifecycle, "_ASK_SERVER", 0.2)
+    port = free_port()
+
+    async def scene():
+        env = make(api, server_url=f"http://127.0.0.1:{port}/v1")
+        await env.setup()
+        env.setup = lambda: asyncio.sleep(0)
+        env.faults = {number: [None] for number in range(10**4)}
+        manager = asyncio.create_task(env.env_manager())
+        async with asyncio.timeout(30):
+            while not env.report.counts["nothing_sent"]:
+                assert not manager.done(), manager.exception()
+                await asyncio.sleep(0.05)
+        model_info = {"tokenizer_path": "the/policys", "weight_version": "0"}
+        async with stand_in(port, tokenize={"tokens": [5, 6]}, model_info=model_info):
+            with pytest.raises(EnvironmentFailure, match="is not the tokenizer .* which is the/policys: .* give --env"):
+                await asyncio.wait_for(manager, 10)
+
+    asyncio.run(scene())
+
+
 def test_an_api_that_never_comes_and_a_trainer_that_never_comes_end_the_environment_with_their_names(make, tmp_path):
     env = make(f"http://127.0.0.1:{free_port()}")
     env.api_patience = 0.5
@@ -280,10 +355,14 @@ def test_an_api_that_never_comes_and_a_trainer_that_never_comes_end_the_environm
     ):
         asyncio.run(env.env_manager())
     with running_api(tmp_path) as service:
-        env = make(service.url)
-        env.trainer_patience = 0.5
-        with pytest.raises(EnvironmentFailure, match="registration at .* which says 'wait for trainer to start'"):
-            asyncio.run(env.env_manager())
+        for config, expected in (
+            ({}, "registration at .* which says 'wait for trainer to start'"),
+            ({"use_wandb": True}, "waits for a trainer to name the wandb project"),
+        ):
+            env = make(service.url, **config)
+            env.trainer_patience = 0.5
+            with pytest.raises(EnvironmentFailure, match=expected):
+                asyncio.run(env.env_manager())
 
 
 def test_an_environment_outlives_the_api_and_what_was_in_flight_arrives_once_and_in_order(
@@ -294,15 +373,7 @@ def test_an_environment_outlives_the_api_and_what_was_in_flight_arrives_once_and
     version, port, server_port = ["0"], free_port(), free_port()
     url = f"http://127.0.0.1:{port}"
 
-    async def model_info(_):
-        return web.json_response({"weight_version": version[0]})
-
     async def scene():
-        app = web.Application()
-        app.router.add_get("/model_info", model_info)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", server_port).start()
         env = make(url, server_url=f"http://127.0.0.1:{server_port}/v1")
         await env.setup()
         env.setup = lambda: asyncio.sleep(0)  # it has been: the gate stands
@@ -315,12 +386,12 @@ def test_an_environment_outlives_the_api_and_what_was_in_flight_arrives_once_and
             await asyncio.sleep(1)
             assert register_trainer(url) is None
             async with asyncio.timeout(30):
-                while env.report.counts["groups_sent"] < 1 or len(env.begun) < 3:
+                while len(env.begun) < 3 or env.status_dict["self_queue_size"] < 1:
                     await asyncio.sleep(0.05)
-            before = env.env_id
         env.gates[1].set()
         await asyncio.sleep(1.5)
         assert not manager.done() and env.report.counts["groups_sent"] == 1, "kept"
+        assert [item["start_time"] for item in env.running_items.values()] == [math.inf] * 2, "no time-out ends them"
         with running_api(tmp_path, port):
             await asyncio.sleep(1.5)
             assert get(f"{url}/status")["queue_size"] == 0, "nothing before the trainer: it could not register"
@@ -334,16 +405,19 @@ def test_an_environment_outlives_the_api_and_what_was_in_flight_arrives_once_and
             version[0] = "1"
             assert await next_batch(url, manager) == [1, 2, 3]
             counts = env.report.counts
-            assert (counts["registered_again"], counts["api_lost"]) == (1, 1) and before == 0
+            assert (counts["registered_again"], counts["api_lost"], counts["lost_with_api"]) == (1, 1, 1)
             assert not any(name.startswith(("not_sent", "failed")) for name in counts), counts
             assert get_status(url, env.env_id)
             manager.cancel()
             await asyncio.gather(manager, return_exceptions=True)
             with pytest.raises(urllib.error.HTTPError):  # the API divides by the weight of those connected
                 get_status(url, env.env_id)
-        await runner.cleanup()
 
-    asyncio.run(scene())
+    async def with_server():
+        async with stand_in(server_port, model_info=lambda _: {"weight_version": version[0]}):
+            await scene()
+
+    asyncio.run(with_server())
     assert "does not answer" in caplog.text and "wait for trainer to start" in caplog.text
 
 

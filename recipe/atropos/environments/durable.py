@@ -6,7 +6,7 @@
 - The Trajectory API may come late, or die and come back with nothing: the environment waits for it (``api_patience``,
   and ``trainer_patience`` for the trainer, without whom it lets nobody in), says each minute for what, and registers
   again. Nobody registers again with an API that only answered late: one that refuses connections, or that no longer
-  knows the environment, was restarted.
+  knows the environment, was restarted. What it had in its queue then is gone, and counted as ``lost_with_api``.
 - A group stays in its worker until the API has taken it, and is posted again where that failed. So what waits is as
   many groups as there are workers, nothing new begins meanwhile, and groups keep the order that ``Paced`` gives them.
   Nothing is posted to an API that has not let the environment in: it would refuse the trainer from then on. A POST
@@ -87,8 +87,11 @@ class Durable(BaseEnv):
     def __lose_contact(self, how: str) -> None:
         if self.__in_contact.is_set():
             self.__in_contact.clear()
+            queued = getattr(self, "status_dict", {}).get("self_queue_size", 0)
             self.report.count("api_lost")
-            logger.warning("%s: the Trajectory API %s; will register again", self.report.name, how)
+            self.report.count("lost_with_api", queued)
+            what = "%s: the Trajectory API %s; about %d groups in its queue are lost; will register again"
+            logger.warning(what, self.report.name, how, queued)
 
     async def _register_env(self) -> dict[str, Any]:
         """The API's answer to a registration that it took."""

@@ -1,5 +1,6 @@
 """Whether an environment fits the trainer and the policy: sizes that can be packed, one tokenizer on both sides."""
 
+import contextlib
 from itertools import count
 from typing import Any
 
@@ -52,7 +53,8 @@ async def check_tokenizer(server: SGLangServer, tokenizer: Any, name: str) -> No
     url = server.config.base_url.removesuffix("/").removesuffix("/v1")
     text = _PROBE
     if getattr(tokenizer, "chat_template", None):
-        text = tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False)
+        with contextlib.suppress(Exception):  # a template that wants more than one message of a user
+            text = tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False)
     try:
         async with SGLangClient(url, server.config.api_key or None, timeout=_ANSWER) as client:
             theirs = await client.tokenize(text)

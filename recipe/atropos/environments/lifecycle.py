@@ -28,8 +28,9 @@ logger = logging.getLogger(__name__)
 
 TERMINATED = 128 + signal.SIGTERM  # exit status
 
-_GOODBYE, _WANDB, _CHILDREN = 3.0, 3.0, 1.5  # s for each
-_EXIT = 9.0  # s from the beginning of the end until the process is gone, whatever hangs
+# s for each, and until the process is gone, whatever hangs: when it was terminated, and when its work has ended
+_GOODBYE, _CHILDREN = 3.0, 1.5
+_WANDB, _EXIT = {True: 3.0, False: 30.0}, {True: 9.0, False: 40.0}
 _LOOK = 1.0  # s between two looks at the report
 _ASK_SERVER = 10.0  # s between two tries to compare tokenizers
 
@@ -74,7 +75,7 @@ def _exit_anyway(code: int) -> None:
         sys.stderr.flush()
         os._exit(code)
 
-    timer = threading.Timer(_EXIT, leave)
+    timer = threading.Timer(_EXIT[code == TERMINATED], leave)
     timer.daemon = True
     timer.start()
 
@@ -128,7 +129,7 @@ class Lifecycle:
             if self.owns_process:
                 _exit_anyway(code)
             beside.cancel()
-            await self.__leave()
+            await self.__leave(code)
 
     async def __beside(self) -> None:
         """Runs beside the environment; an error here ends it."""
@@ -152,7 +153,7 @@ class Lifecycle:
             else:
                 self.__uncompared.remove(server)
 
-    async def __leave(self) -> None:
+    async def __leave(self, code: int) -> None:
         for worker in [*self.workers, *self.eval_workers]:
             worker.cancel()
         if self.running_items:
@@ -162,7 +163,7 @@ class Lifecycle:
         if self.jsonl_writer is not None:
             self.jsonl_writer.close()
         if wandb.run is not None:
-            await _within(_WANDB, asyncio.to_thread(wandb.finish))
+            await _within(_WANDB[code == TERMINATED], asyncio.to_thread(wandb.finish))
 
 
 async def _within(seconds: float, what: Coroutine[Any, Any, None]) -> None:
