@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 from recipe.atropos.data_proto import groups_to_data_proto
-from recipe.atropos.engines import MergedLoRA
+from recipe.atropos.engines import PushedLoRA
 from recipe.atropos.inference.client import SGLangClient
 from recipe.atropos.ray_trainer import RayGRPOAtroposTrainer
 
@@ -279,7 +279,7 @@ class PlainPeft:
         return get_peft_model(module, LoraConfig(task_type="CAUSAL_LM", r=RANK, **self.options))
 
 
-class Engine(MergedLoRA, PlainPeft):
+class Engine(PushedLoRA, PlainPeft):
     """What an engine becomes with the class before it."""
 
 

@@ -32,6 +32,8 @@ class DistributedTransport:
     The group's own time-out is twice that. NCCL's ends the process; before, the server's has named it.
     """
 
+    pauses = True
+
     def __init__(self, bucket_size: int, timeout: float):
         device = "cpu" if get_device_name() == "cpu" else get_device_id()
         self._buckets = Buckets(bucket_size, lambda size: torch.empty(size, dtype=torch.uint8, device=device))
