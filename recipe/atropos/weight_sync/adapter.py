@@ -117,9 +117,9 @@ class AdapterTransport:
                 f"{ADAPTERS_KEPT} and without data parallelism, or set lora.merge=true"
             )
         version = info.get("weight_version")
-        if version != "default" and not any(name.startswith(_PREFIX) for name in await client.adapters()):
+        if str(version).isdigit() and not any(name.startswith(_PREFIX) for name in await client.adapters()):
             raise WeightPushError(
-                f"{client.url} has weights of version {version!r} that were pushed whole, and not the base weights of "
+                f"{client.url} has weights of version {version} that were pushed whole, not the base weights of "
                 f"{self.model_path}: start it again"
             )
         served = str(info.get("tokenizer_path") or info.get("model_path"))
