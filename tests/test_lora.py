@@ -51,11 +51,7 @@ def adapter_alone(trainer):
 
     def stream(worker):
         engine = next(iter(worker.worker_dict.values())).actor.engine
-        options, engine.model_config.lora = engine.model_config.lora, {"merge": False}
-        try:
-            return {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()[0]}
-        finally:
-            engine.model_config.lora = options
+        return {name: tensor.clone() for name, tensor in engine._adapter_per_tensor_param()}
 
     return ray.get([worker.__ray_call__.remote(stream) for worker in trainer.actor_rollout_wg.workers])
 

@@ -122,7 +122,7 @@ class AdapterTransport:
                 f"{client.url} has weights of version {version} that were pushed whole, not the base weights of "
                 f"{self.model_path}: start it again"
             )
-        served = str(info.get("tokenizer_path") or info.get("model_path"))
+        served = str(info.get("model_path"))
         if self.model_path and realpath(served) != realpath(self.model_path) and not self.proven:
             raise WeightPushError(
                 f"{client.url} serves {served}, the trainer's base model is {self.model_path}: whether their weights "
