@@ -142,20 +142,24 @@ def test_the_cpu_shim_acts_only_when_asked_and_hides_no_other(tmp_path):
 
 
 @pytest.mark.timeout(30)
-@pytest.mark.parametrize(("asked", "pinned"), [("1", [False, False]), ("0", [True, False])])
+@pytest.mark.parametrize(("asked", "pinned"), [("1", [False, False, False]), ("0", [True, True, False])])
 def test_the_cpu_shim_lets_no_module_of_sglang_pin_memory_unconditionally(tmp_path, asked, pinned):
     """The rest of a module stays as it is, with its line numbers; other packages are left alone."""
     for package in ("sglang/srt", "other"):
         (tmp_path / package).mkdir(parents=True)
-        source = "def asked(pin_memory): return pin_memory\n\nfirst = asked(pin_memory=True)\nlast = asked.__code__\n"
+        source = (
+            "def asked(pin_memory): return pin_memory\nclass Whole(str):\n    def pin_memory(self): return True\n"
+            "first, second = asked(pin_memory=True), Whole()\\\n.pin_memory()\nlast = lambda: None\n"
+        )
         (tmp_path / package / "__init__.py").write_text(source)
         (tmp_path / package / "deep").mkdir()
         (tmp_path / package / "deep" / "__init__.py").write_text(source.replace("True", "bool(0)"))
         (tmp_path / package / "module.py").write_text(source)
     code = (
         "import sglang.srt.module as m, sglang.srt.deep as d, other.module as o\n"
-        "assert o.first is True and m.last.co_firstlineno == 1 and m.last.co_filename == m.__file__\n"
-        "print(m.first, d.first)"
+        "assert o.first is o.second is True and m.last.__code__.co_firstlineno == 6\n"
+        "assert m.last.__code__.co_filename == m.__file__\n"
+        "print(m.first, m.second is True, d.first)"
     )
     env = {**os.environ, "PYTHONPATH": f"{CPU_SHIM}{os.pathsep}{tmp_path}", "SGLANG_USE_CPU_ENGINE": asked}
     out = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout

@@ -133,6 +133,7 @@ def sglang_command(launch: SGLangLaunch) -> tuple[list[str], dict[str, str]]:
     if device == "cpu":
         flags |= {
             "attention-backend": "torch_native",
+            "lora-backend": "torch_native",
             "disable-cuda-graph": True,
             "disable-overlap-schedule": True,
             "mem-fraction-static": launch.mem_fraction_static or _CPU_MEM_FRACTION,

@@ -15,6 +15,7 @@ from omegaconf import DictConfig
 from recipe.atropos.inference.client import SGLangClient
 from recipe.atropos.inference.gateway import API_KEY_VARIABLE
 from recipe.atropos.inference.server import HIGHEST_PORT, MEMORY_LENT, SGLangLaunch, start_sglang, uses_gpu
+from recipe.atropos.services.lora import lora_arguments
 from recipe.atropos.services.process import Service, free_port, wait_until_healthy
 from recipe.atropos.services.run import Run
 
@@ -51,10 +52,10 @@ def plan_servers(run: Run) -> dict[str, SGLangLaunch]:
     ports = [
         free_port(config.host, HIGHEST_PORT) if config.port is None else config.port + i for i in range(config.servers)
     ]
-    launches = {}
+    launches, lora = {}, lora_arguments(model)
     for i, port in enumerate(ports):
         # The same seed would sample the same answers to the same prompts.
-        own: dict[str, Any] = {"random_seed": run.config.seed + i, **config.args}
+        own: dict[str, Any] = {"random_seed": run.config.seed + i, **lora, **config.args}
         own.setdefault("trust_remote_code", model.trust_remote_code)
         launch = SGLangLaunch(
             model_path=model.path,

@@ -32,19 +32,22 @@ def build_manager(
     fleet = None
     if inference.gateway:
         fleet = ServerFleet(inference.urls, GatewayClient(inference.gateway, key), key, timeout)
+    model = config.actor_rollout_ref.model
+    adapter_only = model.lora_rank > 0 and not model.lora.merge
     verify = None
     if settings.verify == "probe":
         urls = fleet.targets if fleet else inference.urls
         temperature = config.actor_rollout_ref.rollout.temperature
-        verify = partial(
-            Probe(urls, key, vocab_size, inference.dtype, temperature, timeout).verify, compute=log_probs_of
+        probe = Probe(
+            urls, key, vocab_size, inference.dtype, temperature, timeout, lambda: fleet.coming if fleet else None
         )
+        verify = partial(probe.verify, compute=log_probs_of)
     memory = None
     if inference.colocated:
         memory = SharedMemory(key, settings.pause_mode, timeout, Path(config.run.dir) / MEMORY_LENT)
     # Twice: gathering and staging come before the requests that the time-out is for.
     options = {"timeout": 2 * timeout, "verify": verify, "memory": memory}
     if fleet:
-        return FleetSyncManager(actor_wg, fleet, **options)
+        return FleetSyncManager(actor_wg, fleet, adapter_only, **options)
     reported = partial(reported_versions, inference.urls, key, min(timeout, _LONGEST_ANSWER))
     return WeightSyncManager(actor_wg, reported=reported, **options)

@@ -29,6 +29,8 @@ _BROKEN_OFF_SECONDS = 5.0  # for a broadcast, or a meeting, to notice that it wa
 class DistributedTransport:
     """Buckets of ``bucket_size`` bytes, broadcast; ``timeout``: seconds that a server may take for one of them."""
 
+    pauses = True
+
     def __init__(self, bucket_size: int, timeout: float):
         device = "cpu" if get_device_name() == "cpu" else get_device_id()
         self._buckets = Buckets(bucket_size, lambda size: torch.empty(size, dtype=torch.uint8, device=device))

@@ -34,6 +34,8 @@ _sharing_lock = threading.Lock()
 class TensorTransport:
     """Buckets of ``bucket_size`` bytes, handed over by handles."""
 
+    pauses = True
+
     def __init__(self, bucket_size: int):
         self._buckets = Buckets(bucket_size, _allocate_shared)
         self._filled: Iterator[Bucket] = iter(())
