@@ -24,14 +24,15 @@ from recipe.atropos.environments.durable import Durable
 from recipe.atropos.environments.lifecycle import Lifecycle
 from recipe.atropos.environments.pacing import Paced
 from recipe.atropos.environments.reporting import Reporting
+from recipe.atropos.environments.sampled import SampledTokens
 from recipe.atropos.environments.weight_versions import WeightVersions
 from recipe.atropos.utils.env_flags import CommandLine, UsageError, take_flag
 
 # In front of the environment, in the order in which calls pass through them. The command line and the life of the
-# process stand around everything; Reporting before all that count; Checked before WeightVersions, which reads rows of
-# one length and plain numbers; Paced last, because it only orders the posts. A mixin that changes scores belongs right
-# after Checked, which observes the raw ones.
-_MIXINS = (CommandLine, Lifecycle, Reporting, Checked, WeightVersions, Paced)
+# process stand around everything; Reporting before all that count; Checked before SampledTokens, which reads rows of
+# one length and plain numbers; Paced last, because it only orders the posts. WeightVersions stamps what leaves,
+# wherever it stands. A mixin that changes scores belongs right after Checked, which observes the raw ones.
+_MIXINS = (CommandLine, Lifecycle, Reporting, Checked, SampledTokens, WeightVersions, Paced)
 # Behind it, where its own methods find BaseEnv's with super(): what an environment overrides stays in force.
 _BASES = (Durable,)
 
