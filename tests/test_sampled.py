@@ -413,11 +413,29 @@ def test_the_prompt_of_a_later_turn_has_the_tokens_of_the_earlier_ones(book, tok
 def test_a_longer_reply_is_not_taken_for_a_shorter_one_that_it_begins_with(book, tokenizer):
     prompt = ids_of(tokenizer, "Q:")
     sampled(book, prompt, "a")
-    longer = sampled(book, prompt, "a", "b")
-    sampled(book, prompt, "a", "b", "c", text="other")
-    assert book.exact(ids_of(tokenizer, "Q:", "ab", " so")) == prompt + longer.tokens.tolist() + ids_of(
-        tokenizer, " so"
-    )
+    longer = sampled(book, prompt, "a", "ba", "b")
+    assert book.exact(ids_of(tokenizer, "Q:", "abab so")) == prompt + longer.tokens.tolist() + ids_of(tokenizer, " so")
+
+
+@pytest.mark.parametrize("last", [[END], []], ids=["ended", "cut at a length"])
+def test_several_replies_within_one_turn_are_all_found(last, book, tokenizer):
+    """Also where the posted text has one token for the end of a reply and what the environment puts behind it."""
+    prompt, counts = chat(tokenizer, "go"), Counter()
+    one = sampled(book, prompt, "b", "a", END)
+    second = book.exact(ids_of(tokenizer, *prompt, "baa-"))
+    two = sampled(book, second, "c", "d", *last)
+    assert second == prompt + [*ids_of(tokenizer, "b", "a", "a", "-")]
+    posted = chat(tokenizer, "go", "baa-cd", add_generation_prompt=False)
+    masks = [I] * len(prompt) + posted[len(prompt) :]
+    row = restore(book, posted, masks, None, {}, lambda name: counts.update([name]))
+    assert row.tokens == second + two.tokens.tolist() + ids_of(tokenizer, *([] if last else [END]), "\n")
+    assert [m for m in row.masks if m != I] == one.tokens.tolist()[:-1] + two.tokens.tolist()
+    assert counts == {"retokenized": 2, "not_sampled": 1}
+    values = {"advantages": [2.0] * len(posted)}
+    row = restore(book, posted, masks, None, values, lambda name: counts.update([name]))
+    assert counts["not_aligned"] == (not last)  # without an end, none of its tokens has a place in the posted ones
+    trained = [value for value, mask in zip(row.values["advantages"], row.masks, strict=True) if mask != I]
+    assert set(trained) == {2.0} and len(row.tokens) == len(row.logprobs) == len(row.masks)
 
 
 def test_of_two_replies_with_one_text_prompts_and_posted_sequences_have_the_same(book, tokenizer):

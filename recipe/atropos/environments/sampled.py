@@ -84,21 +84,19 @@ def restore(
         posted, flags = ids[place], [mask != IGNORED for mask in masks[place]]
         given = None if logprobs is None else list(logprobs[place])
         columns = {name: list(column[place]) for name, column in values.items()}
+        if not posted:  # within a turn: as what is beside it
+            flags = [any(mask != IGNORED for mask in masks[max(0, piece.start - 1) : piece.start + 1])]
         if completion is None:
-            wanted = [posted[start:end] for start, end in trained_spans(masks[place])]
-            if piece.tokens != posted:  # text beside a reply in one turn, encoded for itself
-                beside = masks[max(0, piece.start - 1) : piece.start + 1]
-                wanted = [piece.tokens] if any(mask != IGNORED for mask in beside) else []
-                given, columns = None, {}
-            if not all(map(book.is_template, wanted)):
+            wanted = [posted[start:end] for start, end in trained_spans(masks[place])] if posted else [piece.tokens]
+            if any(flags) and not all(map(book.is_template, wanted)):
                 count("not_sampled")
-            row.add(piece.tokens, None, given, columns)
+            row.add(piece.tokens, None, given if posted else None, columns if posted else None)
             continue
         if piece.tokens != posted:
             moved = _moved(book, piece.tokens, posted, flags, columns)
             if moved is None:
                 count("not_aligned")
-                row.add(posted, None, given, columns)
+                row.add(posted or piece.tokens, None, given, columns)
                 continue
             (flags, columns), given = moved, None
         if any(flags):
@@ -122,16 +120,16 @@ def _moved(
     book: Book, tokens: list[int], posted: list[int], flags: list[bool], columns: dict[str, list]
 ) -> tuple[list[bool], dict[str, list]] | None:
     """What is trained on, and the values, when sampled ``tokens`` stand for ``posted``; None if that is unclear."""
-    content = {flag for token, flag in zip(posted, flags, strict=True) if not book.is_special(token)} or set(flags)
+    content = {flag for token, flag in zip(posted, flags, strict=False) if not book.is_special(token)} or set(flags)
     if len(content) > 1:
         return None
     moved = [*content] * len(tokens)
-    if book.is_special(tokens[-1]) and book.is_special(posted[-1]):
+    if posted and book.is_special(tokens[-1]) and book.is_special(posted[-1]):
         moved[-1] = flags[-1]
-    if not any(moved):
+    if not any(moved) or not columns:
         return moved, {}
     advantages = {value for value, flag in zip(columns.get("advantages", ()), flags, strict=False) if flag}
-    if len(advantages) > 1 or columns.keys() - {"advantages"}:
+    if len(advantages) != 1 or columns.keys() != {"advantages"}:
         return None
     return moved, {"advantages": [*advantages] * len(tokens)}
 

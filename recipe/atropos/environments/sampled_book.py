@@ -74,8 +74,9 @@ class Completion:
 class Piece(NamedTuple):
     """``tokens`` in the place of the positions ``start`` to ``end`` of a sequence.
 
-    With a completion they are its first ones, sampled; without, nobody sampled them. ``context``: whether they stand
-    after the very tokens that they were sampled after.
+    With a completion they are its first ones, sampled; without, nobody sampled them. ``start`` is ``end`` for what has
+    no positions of its own: text that an environment went on with in a turn, encoded again behind the reply.
+    ``context``: whether they stand after the very tokens that they were sampled after.
     """
 
     start: int
@@ -205,8 +206,7 @@ class Book:
         at = 0
         while (found := self._next(before, work, at, origin, sought)) is not None:
             start, fit, completion = found
-            if start > at:
-                pieces.append(Piece(origin[at], origin[start], work[at:start]))
+            pieces += _unsampled(work, origin, at, start)
             sampled = completion.tokens[: fit.kept].tolist()
             pieces.append(Piece(origin[start], origin[fit.end], sampled, completion))
             before += work[at:start] + sampled
@@ -220,9 +220,7 @@ class Book:
                 else:
                     work, origin = rest + work[at:], [origin[at]] * len(rest) + origin[at:]
                     at = 0
-        if at < len(work):
-            pieces.append(Piece(origin[at], origin[-1], work[at:]))
-        return pieces
+        return pieces + _unsampled(work, origin, at, len(work))
 
     def _next(
         self, before: list[int], work: list[int], at: int, origin: list[int], sought: _Sought
@@ -351,6 +349,13 @@ class Book:
 
     def _decode(self, tokens: Sequence[int]) -> str:
         return self.tokenizer.decode(list(tokens), skip_special_tokens=True)
+
+
+def _unsampled(work: list[int], origin: list[int], start: int, end: int) -> list[Piece]:
+    """The tokens in between, those without positions of their own apart."""
+    own = next((i for i in range(start, end) if origin[i + 1] > origin[i]), end)
+    pieces = (Piece(origin[a], origin[b], work[a:b]) for a, b in ((start, own), (own, end)))
+    return [piece for piece in pieces if piece.tokens]
 
 
 def trained_spans(masks: Sequence[int]) -> Iterator[tuple[int, int]]:
