@@ -3,12 +3,10 @@
 import asyncio
 from copy import deepcopy
 
-from helpers_trainer import compose_config, model_vocab
-from transformers import AutoTokenizer
+from helpers_trainer import begin_step, compose_config, started
 
 from recipe.atropos.data_proto import groups_to_data_proto
 from recipe.atropos.inference.client import SGLangClient
-from recipe.atropos.ray_trainer import RayGRPOAtroposTrainer
 
 RANK, ALPHA = 8, 32
 PROMPTS = [[10, 11, 12], [20, 21], [30, 31, 32, 33, 34]]
@@ -31,10 +29,7 @@ def make_trainer(model_path, server, run_dir, strategy, world, targets, *overrid
         f"run.dir={run_dir}",
         *overrides,
     )
-    tokenizer = AutoTokenizer.from_pretrained(model_path)
-    trainer = RayGRPOAtroposTrainer(config=config, tokenizer=tokenizer, vocab_size=model_vocab(model_path))
-    trainer.init_workers()
-    return trainer
+    return started(config)
 
 
 def sampled_groups(server, n=4):
@@ -63,9 +58,7 @@ def sampled_groups(server, n=4):
 def scored_batch(trainer, server, step):
     """A batch of fresh samples, ready for the update, and the largest difference of engine and worker on it."""
     batch, _ = groups_to_data_proto(sampled_groups(server), trainer.limits, trainer.mini_batch_size)
-    trainer.metrics, trainer.timing_raw, trainer.global_steps = {}, {}, step
-    batch.meta_info.update(temperature=1.0, global_token_num=batch.batch["attention_mask"].sum(-1).tolist())
-    trainer.reward_tensor, trainer.reward_extra_infos_dict = batch.batch["token_level_scores"], {}
+    begin_step(trainer, batch, step)
     batch = trainer._fit_compute_ref_log_prob(trainer._fit_compute_log_prob(batch))
     return trainer._fit_compute_advantage(batch), trainer.metrics["atropos/logprob_diff/max"]
 

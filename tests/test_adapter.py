@@ -1,11 +1,12 @@
-"""A LoRA adapter pushed by itself: real workers, two servers behind the real gateway, the second of which comes late,
-and one that merged weights are pushed to, to compare with. What the gateway does is in ``test_adapted.py`` too."""
+"""A LoRA adapter pushed by itself: real workers, two servers behind the real gateway, the second comes late, and one
+that merged weights are pushed to, to compare with. What the gateway does is in ``test_adapted.py`` too."""
 
 import asyncio
 import contextlib
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 import ray
 import torch
 from helpers_lora import RANK, make_trainer, scored_batch, update
-from helpers_sglang import call, make_tiny_model
+from helpers_sglang import call
 from helpers_trainer import close, compose_config
 
 from recipe.atropos.inference.adapted import ADAPTERS_KEPT
@@ -33,61 +34,50 @@ ADAPTER_ONLY = ("actor_rollout_ref.model.lora.merge=false", "trainer.atropos.wei
 PROMPT = list(range(3, 90))  # long enough to be kept in a cache
 
 
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    return make_tiny_model(tmp_path_factory.mktemp("model"), seed=0)
-
-
 @dataclass
 class Servers:
-    """``a`` and ``b`` take adapters, behind ``gateway``; ``plain`` knows none. ``b`` is there when it is started."""
+    """``a`` and ``b`` take adapters, behind ``gateway``; ``b`` is there from ``start("b")`` on."""
 
     urls: dict[str, str]
     gateway: str
-    start: Any
+    start: Callable[[str], None]
 
 
 @pytest.fixture(scope="module")
 def servers(model_path, tmp_path_factory):
-    model = compose_config(
+    config = compose_config(
         f"actor_rollout_ref.model.path={model_path}",
         f"actor_rollout_ref.model.lora_rank={RANK}",
         f"actor_rollout_ref.model.target_modules={TARGETS}",
         *ADAPTER_ONLY,
-    ).actor_rollout_ref.model
-    flags = {"a": lora_arguments(model), "b": lora_arguments(model), "plain": {}}
-    urls = {name: f"http://127.0.0.1:{free_port()}" for name in flags}
-    folder, running = tmp_path_factory.mktemp("logs"), {}
-
-    def start(name):
-        port = int(urls[name].rsplit(":", 1)[1])
-        launch = SGLangLaunch(
-            str(model_path), port=port, device="cpu", dtype="float32", max_total_tokens=16384, extra_args=flags[name]
-        )
-        running[name] = start_sglang(launch, log_path=folder / name)
-        return running[name]
-
+    )
+    flags = lora_arguments(config.actor_rollout_ref.model)
+    urls = {name: f"http://127.0.0.1:{free_port()}" for name in "ab"}
+    folder = tmp_path_factory.mktemp("logs")
     with contextlib.ExitStack() as stack:
-        stack.callback(lambda: [service.stop(grace=2) for service in running.values()])
-        start("a"), start("plain")
+
+        def start(name):
+            port = int(urls[name].rsplit(":", 1)[1])
+            options = {"device": "cpu", "dtype": "float32", "max_total_tokens": 16384, "extra_args": flags}
+            service = start_sglang(SGLangLaunch(str(model_path), port=port, **options), log_path=folder / name)
+            stack.callback(service.stop, grace=2)
+
+        start("a")
         port = free_port()
-        command = [sys.executable, "-m", "recipe.atropos.inference.gateway", "--port", str(port)]
-        behind = ["--servers", f"{urls['a']},{urls['b']}"]
-        running["gateway"] = start_service("gateway", [*command, *behind], log_path=folder / "gateway")
-        for name in ("a", "plain"):
-            call(urls[name], lambda client: client.wait_healthy(240), timeout=250)
+        command = [sys.executable, "-m", "recipe.atropos.inference.gateway", "--port", str(port), "--servers"]
+        gateway = start_service("gateway", [*command, ",".join(urls.values())], log_path=folder / "gateway")
+        stack.callback(gateway.stop, grace=2)
+        call(urls["a"], lambda client: client.wait_healthy(240), timeout=250)
         yield Servers(urls, f"http://127.0.0.1:{port}", start)
 
 
 @pytest.fixture(scope="module")
-def trainer(model_path, servers, tmp_path_factory):
-    ray.init(num_cpus=4, include_dashboard=False)
-    behind = f"{servers.urls['a']},{servers.urls['b']}"
+def trainer(model_path, servers, cluster, tmp_path_factory):
     options = [*ADAPTER_ONLY, f"inference.gateway={servers.gateway}", "trainer.atropos.weight_sync.verify=probe"]
-    trainer = make_trainer(model_path, behind, tmp_path_factory.mktemp("run"), "fsdp2", 2, TARGETS, *options)
+    folder, urls = tmp_path_factory.mktemp("run"), ",".join(servers.urls.values())
+    trainer = make_trainer(model_path, urls, folder, "fsdp2", 2, TARGETS, *options)
     yield trainer
     close(trainer)
-    ray.shutdown()
 
 
 async def greedy(client, **fields):
@@ -194,7 +184,7 @@ def test_a_request_that_a_push_meets_goes_on_with_its_adapter_and_says_its_versi
         assert (logprobs_of(url, tokens, lora_path=new)[2:] - sampled).abs().max() > 1e-2
 
 
-def test_the_adapter_gives_what_a_merged_push_of_it_gives(story, trainer, servers):
+def test_the_adapter_gives_what_a_merged_push_of_it_gives(story, trainer, servers, server):
     def push_merged(worker, url):
         from recipe.atropos.weight_sync.engine import AtroposCheckpointEngine
 
@@ -203,17 +193,17 @@ def test_the_adapter_gives_what_a_merged_push_of_it_gives(story, trainer, server
         return asyncio.run(merged.send_weights(weights, 2))
 
     workers = trainer.actor_rollout_wg.workers
-    ray.get([worker.__ray_call__.remote(push_merged, servers.urls["plain"]) for worker in workers])
+    ray.get([worker.__ray_call__.remote(push_merged, server) for worker in workers])
     tokens = [*PROMPT, *story.greedy[2][0]["output_ids"]]
-    alone, merged = logprobs_of(servers.gateway, tokens), logprobs_of(servers.urls["plain"], tokens)
+    alone, merged = logprobs_of(servers.gateway, tokens), logprobs_of(server, tokens)
     assert (alone - merged).abs().max() < 1e-4
     assert (alone - logprobs_of(servers.urls["a"], tokens)).abs().max() > 1e-2, "of the base model"
 
 
-def test_servers_that_cannot_take_the_adapter_are_refused_before_anything_is_sent(story, trainer, servers):
+def test_servers_that_cannot_take_the_adapter_are_refused_before_anything_is_sent(story, trainer, servers, server):
     workers, url = trainer.actor_rollout_wg, servers.urls["a"]
     before = call(url, SGLangClient.adapters), call(url, SGLangClient.weight_version)
-    workers.set_inference_urls([url, servers.urls["plain"]], "policy-9-refused")
+    workers.set_inference_urls([url, server], "policy-9-refused")
     with pytest.raises(ray.exceptions.RayTaskError, match=f"{servers.urls['plain']}.*start it with --enable-lora"):
         ray.get(workers.update_weights(global_steps=9, mode="atropos"))
     assert before == (call(url, SGLangClient.adapters), call(url, SGLangClient.weight_version))

@@ -7,7 +7,7 @@ import orjson
 import pytest
 from helpers_trainer import compose_config
 
-from recipe.atropos.inference.server import MEMORY_LENT, SGLangLaunch
+from recipe.atropos.inference.server import MEMORY_LENT, SGLangLaunch, sglang_command
 from recipe.atropos.services.inference import Inference, _start_again_from_now_on, plan_servers
 from recipe.atropos.services.process import ServiceFailed
 from recipe.atropos.services.run import Run
@@ -151,3 +151,18 @@ def test_each_server_has_a_port_a_seed_and_on_gpus_devices_of_its_own(tmp_path, 
     assert [(name, launch.port) for name, launch in plan_servers(Run(config, [], tmp_path)).items()] == [
         ("sglang", 30000)
     ]
+
+
+def test_servers_are_started_to_take_the_adapter_that_is_pushed_by_itself(model_path, tmp_path):
+    def flags(*overrides):
+        path = f"actor_rollout_ref.model.path={model_path}"
+        launches = plan_servers(Run(compose_config(path, "inference.device=cpu", *overrides), [], tmp_path))
+        return " ".join(sglang_command(launches["sglang"])[0])
+
+    lora = ("actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.target_modules=[q_proj,down_proj]")
+    assert "lora-rank" not in flags() + flags(*lora)
+    alone = flags(*lora, "actor_rollout_ref.model.lora.merge=false")
+    assert "--enable-lora --max-lora-rank 4 --lora-target-modules down_proj q_proj" in alone
+    assert "--max-loras-per-batch 4 --max-loaded-loras 4" in alone
+    linear = flags(lora[0], "actor_rollout_ref.model.lora.merge=false", "++inference.args.max_lora_rank=8")
+    assert "--max-lora-rank 8 --lora-target-modules down_proj gate_proj k_proj o_proj q_proj up_proj v_proj" in linear
