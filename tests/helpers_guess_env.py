@@ -27,6 +27,9 @@ class GuessEnv(BaseEnv):
     name = "guess"
     env_config_cls = GuessEnvConfig
 
+    def __init__(self, config, server_configs, slurm=True, testing=False):  # as upstream's gsm8k_server has it
+        super().__init__(config, server_configs, slurm, testing)
+
     @classmethod
     def config_init(cls):
         return cls.env_config_cls(wandb_name=cls.name), APIServerConfig(server_type="sglang")

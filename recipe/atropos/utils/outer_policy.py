@@ -11,9 +11,10 @@
 
 import asyncio
 import contextlib
+import functools
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -192,31 +193,29 @@ def current_episode() -> Episode | None:
     return _EPISODE.get()
 
 
-def messages_of_this_call() -> Messages | None:
-    """Those that a managed server was given for the call that this is called in; it passes on only the prompt."""
-    return _MESSAGES.get()
+def watch_managed_chats(manager: Any, watch: Callable[..., Awaitable[ChatCompletion]]) -> None:
+    """Let ``watch(call, **arguments)`` stand before every chat of the managed servers of a ``ServerManager``.
 
-
-def keep_messages(server: Any) -> None:
-    """Let ``messages_of_this_call`` know what goes through the managed servers of a ``ServerManager``."""
-    managed_server = server.managed_server
+    A managed server makes a prompt of the messages, and only that goes on to the server behind it.
+    """
+    managed_server = manager.managed_server
 
     @contextlib.asynccontextmanager
     async def watched(*args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         async with managed_server(*args, **kwargs) as managed:
-            chat_completion = managed.chat_completion
-
-            async def chat(**call: Any) -> ChatCompletion:
-                token = _MESSAGES.set(call.get("messages"))
-                try:
-                    return await chat_completion(**call)
-                finally:
-                    _MESSAGES.reset(token)
-
-            managed.chat_completion = chat
+            managed.chat_completion = functools.partial(watch, managed.chat_completion)
             yield managed
 
-    server.managed_server = watched
+    manager.managed_server = watched
+
+
+async def remember_messages(call: Callable[..., Awaitable[ChatCompletion]], **arguments: Any) -> ChatCompletion:
+    """For ``watch_managed_chats``: an ``Ask`` that comes of this call has its messages."""
+    token = _MESSAGES.set(arguments.get("messages"))
+    try:
+        return await call(**arguments)
+    finally:
+        _MESSAGES.reset(token)
 
 
 class OuterPolicyServer(APIServer):
@@ -273,7 +272,7 @@ class OuterPolicyServer(APIServer):
 
     async def _tokens_and_logprobs_completion_wrapper(self, **kwargs: Any) -> tuple[list, list, list, list]:
         prompt, prompt_ids = self._prompt(kwargs)
-        answers = await self._ask(kwargs, messages_of_this_call(), prompt, prompt_ids)
+        answers = await self._ask(kwargs, _MESSAGES.get(), prompt, prompt_ids)
         return (
             prompt_ids,
             [list(answer.token_ids) for answer in answers],

@@ -1,6 +1,6 @@
 """``BaseEnv`` under an outer policy: its rollouts run in the background, and halt wherever they ask for an answer.
 
-- A rollout is what ``BaseEnv.handle_env`` does of an item before it posts, with nothing caught.
+- What ``collect_trajectories`` raises is the rollout's outcome: nothing is caught, as ``BaseEnv.handle_env`` would.
 - All rollouts of a process run in one asyncio loop in one thread, which ends with the last environment. Nothing that is
   cancelled stays behind in it.
 - Environments of one class and configuration can be one object, as many workers are in Atropos: each rollout takes the
@@ -21,7 +21,13 @@ from atroposlib.envs import base
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
 
 from recipe.atropos.utils.env_adapter import adapt, load_environment
-from recipe.atropos.utils.outer_policy import Episode, OuterPolicyServer, current_episode, keep_messages
+from recipe.atropos.utils.outer_policy import (
+    Episode,
+    OuterPolicyServer,
+    current_episode,
+    remember_messages,
+    watch_managed_chats,
+)
 from recipe.atropos.utils.thread_limits import limit_math_verify_in_threads
 
 logger = logging.getLogger(__name__)
@@ -89,10 +95,10 @@ class SteppedEnvironment:
             server_type="sglang",
             health_check=False,
         )
-        self.base = environment(config, [server])
+        self.base = environment(config=config, server_configs=[server], slurm=False, testing=False)  # as its cli does
         for server in self.base.server.servers:
             server.tokenizer = self.base.tokenizer
-        keep_messages(self.base.server)
+        watch_managed_chats(self.base.server, remember_messages)
         self._thread = _loop_thread()
         self._lock = threading.Lock()
         self._is_set_up = False
@@ -127,7 +133,65 @@ class SteppedEnvironment:
     def begin(self) -> Episode:
         """A rollout of the next item, begun."""
         episode = Episode(self._thread.loop)
-        episode.start(functools.partial(_rollout, self.base))
+        episode.start(functools.partial(_episode, self.base))
+        return episode
+
+
+async def next_item(environment: BaseEnv) -> Any:
+    """The next item to roll out. Raises RuntimeError where there is none."""
+    item = environment.backlog.pop() if environment.backlog else await environment.get_next_item()
+    if item is None:
+        raise RuntimeError(f"{type(environment).__name__}.get_next_item() has no item")
+    return item
+
+
+async def roll_out(environment: BaseEnv, item: Any) -> Any:
+    """What ``BaseEnv.handle_env`` does of an item before it sends, with nothing caught: a group, several, or None."""
+    groups, backlog = await environment.collect_trajectories(item)
+    environment.backlog.extend(backlog or [])
+    return await environment.postprocess_histories(groups) if groups else groups
+
+
+async def _episode(environment: BaseEnv) -> Any:
+    groups = await roll_out(environment, await next_item(environment))
+    await environment.cleanup()
+    return groups
+
+
+_lock = threading.Lock()
+        self._is_set_up = False
+        limit_math_verify_in_threads()
+
+    @property
+    def alive(self) -> bool:
+        """False in a process that was forked after it was made: threads are not forked."""
+        return self._thread.thread.is_alive()
+
+    def set_up(self, timeout: float) -> None:
+        """``BaseEnv.setup``, once.
+
+        Raises:
+            TimeoutError: it takes longer than ``timeout`` seconds.
+            Exception: what it raises.
+        """
+        with self._lock:
+            if self._is_set_up:
+                return
+            setup = asyncio.run_coroutine_threadsafe(self.base.setup(), self._thread.loop)
+            try:
+                setup.result(timeout)
+            except TimeoutError as error:
+                if setup.done():
+                    raise
+                setup.cancel()
+                name = type(self.base).__name__
+                raise TimeoutError(f"{name}.setup() takes longer than {timeout:g} s; give a larger timeout") from error
+            self._is_set_up = True
+
+    def begin(self) -> Episode:
+        """A rollout of the next item, begun."""
+        episode = Episode(self._thread.loop)
+        episode.start(functools.partial(_episode, self.base))
         return episode
 
 
