@@ -140,4 +140,5 @@ class SeededGuessEnv(GuessEnv):
         self.rng = random.Random(self.config.seed)
 
     async def get_next_item(self):
-        return {"number": self.rng.randrange(10**6)}
+        self.number = self.rng.randrange(10**6)
+        return {"number": self.number}

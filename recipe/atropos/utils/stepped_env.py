@@ -9,6 +9,7 @@
 
 import asyncio
 import functools
+import inspect
 import json
 import logging
 import sys
@@ -154,56 +155,9 @@ async def roll_out(environment: BaseEnv, item: Any) -> Any:
 
 async def _episode(environment: BaseEnv) -> Any:
     groups = await roll_out(environment, await next_item(environment))
-    await environment.cleanup()
-    return groups
-
-
-_lock = threading.Lock()
-        self._is_set_up = False
-        limit_math_verify_in_threads()
-
-    @property
-    def alive(self) -> bool:
-        """False in a process that was forked after it was made: threads are not forked."""
-        return self._thread.thread.is_alive()
-
-    def set_up(self, timeout: float) -> None:
-        """``BaseEnv.setup``, once.
-
-        Raises:
-            TimeoutError: it takes longer than ``timeout`` seconds.
-            Exception: what it raises.
-        """
-        with self._lock:
-            if self._is_set_up:
-                return
-            setup = asyncio.run_coroutine_threadsafe(self.base.setup(), self._thread.loop)
-            try:
-                setup.result(timeout)
-            except TimeoutError as error:
-                if setup.done():
-                    raise
-                setup.cancel()
-                name = type(self.base).__name__
-                raise TimeoutError(f"{name}.setup() takes longer than {timeout:g} s; give a larger timeout") from error
-            self._is_set_up = True
-
-    def begin(self) -> Episode:
-        """A rollout of the next item, begun."""
-        episode = Episode(self._thread.loop)
-        episode.start(functools.partial(_episode, self.base))
-        return episode
-
-
-async def _rollout(environment: BaseEnv) -> Any:
-    item = environment.backlog.pop() if environment.backlog else await environment.get_next_item()
-    if item is None:
-        raise RuntimeError(f"{type(environment).__name__}.get_next_item() has no item")
-    groups, backlog = await environment.collect_trajectories(item)
-    environment.backlog.extend(backlog or [])
-    if groups:
-        groups = await environment.postprocess_histories(groups)
-    await environment.cleanup()
+    cleanup = environment.cleanup()
+    if inspect.isawaitable(cleanup):  # some environments define a plain function
+        await cleanup
     return groups
 
 
