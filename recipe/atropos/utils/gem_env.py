@@ -27,13 +27,14 @@ from recipe.atropos.utils.outer_policy import Ask, Episode, Messages, NothingCam
 from recipe.atropos.utils.stepped_env import (
     GRACE,
     SteppedEnvironment,
+    configured,
     shared_environment,
     stepped_class,
-    stepped_configuration,
 )
 
 logger = logging.getLogger(__name__)
 
+_INSTEAD = {"group_size": 1, "ensure_scores_are_not_same": False, "use_wandb": False}  # of an environment's defaults
 _IN_A_ROW = 8  # items without an answer asked for, or first episodes without a score, until that is an error
 
 
@@ -106,7 +107,8 @@ class AtroposEnv(gem.Env):
             raise ValueError(f"timeout={timeout!r}: give seconds, more than 0")
         self._arguments = {"target": target, "config": config, "tokenizer": tokenizer, "seed": seed, "timeout": timeout}
         self._class = stepped_class(target)
-        self._config = stepped_configuration(self._class, config or {}, tokenizer)
+        own = {} if tokenizer is None else {"tokenizer_name": tokenizer}
+        self._config = configured(self._class, {**_INSTEAD, **(config or {}), **own})
         self._timeout = timeout
         self._session = _Session()
         self._ask: Ask | None = None  # the answer that the environment waits for

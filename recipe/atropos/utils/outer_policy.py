@@ -193,8 +193,8 @@ def current_episode() -> Episode | None:
     return _EPISODE.get()
 
 
-def watch_managed_chats(manager: Any, watch: Callable[..., Awaitable[ChatCompletion]]) -> None:
-    """Let ``watch(call, **arguments)`` stand before every chat of the managed servers of a ``ServerManager``.
+def watch_managed_calls(manager: Any, watch: Callable[..., Awaitable[Any]]) -> None:
+    """Let ``watch(call, **arguments)`` stand before every call of the managed servers of a ``ServerManager``.
 
     A managed server makes a prompt of the messages, and only that goes on to the server behind it.
     """
@@ -203,14 +203,15 @@ def watch_managed_chats(manager: Any, watch: Callable[..., Awaitable[ChatComplet
     @contextlib.asynccontextmanager
     async def watched(*args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         async with managed_server(*args, **kwargs) as managed:
-            managed.chat_completion = functools.partial(watch, managed.chat_completion)
+            for name in ("chat_completion", "completion"):
+                setattr(managed, name, functools.partial(watch, getattr(managed, name)))
             yield managed
 
     manager.managed_server = watched
 
 
-async def remember_messages(call: Callable[..., Awaitable[ChatCompletion]], **arguments: Any) -> ChatCompletion:
-    """For ``watch_managed_chats``: an ``Ask`` that comes of this call has its messages."""
+async def remember_messages(call: Callable[..., Awaitable[Any]], **arguments: Any) -> Any:
+    """For ``watch_managed_calls``: an ``Ask`` that comes of this call has its messages."""
     token = _MESSAGES.set(arguments.get("messages"))
     try:
         return await call(**arguments)

@@ -27,15 +27,13 @@ from recipe.atropos.utils.outer_policy import (
     OuterPolicyServer,
     current_episode,
     remember_messages,
-    watch_managed_chats,
+    watch_managed_calls,
 )
 from recipe.atropos.utils.thread_limits import limit_math_verify_in_threads
 
 logger = logging.getLogger(__name__)
 
 GRACE = 10.0  # s that a cancelled rollout has to end
-
-_INSTEAD = {"group_size": 1, "ensure_scores_are_not_same": False, "use_wandb": False}  # of an environment's defaults
 
 
 @functools.cache
@@ -65,10 +63,8 @@ def _noted_group(*args: Any, **kwargs: Any) -> dict[str, Any]:
     return group
 
 
-def stepped_configuration(
-    environment: type[BaseEnv], config: Mapping[str, Any], tokenizer: str | None
-) -> BaseEnvConfig:
-    """``config`` over what stepping needs over the environment's own ``config_init``.
+def configured(environment: type[BaseEnv], config: Mapping[str, Any]) -> BaseEnvConfig:
+    """``config`` over the environment's own ``config_init``.
 
     Raises:
         ValueError: a key or a value is none of the environment's.
@@ -77,8 +73,7 @@ def stepped_configuration(
     fields = type(defaults).model_fields
     if unknown := sorted(config.keys() - fields.keys()):
         raise ValueError(f"{environment.__name__} knows no {', '.join(unknown)}; it has {', '.join(sorted(fields))}")
-    own = {} if tokenizer is None else {"tokenizer_name": tokenizer}
-    return type(defaults)(**(defaults.model_dump() | _INSTEAD | dict(config) | own))
+    return type(defaults)(**(defaults.model_dump() | dict(config)))
 
 
 class SteppedEnvironment:
@@ -99,7 +94,7 @@ class SteppedEnvironment:
         self.base = environment(config=config, server_configs=[server], slurm=False, testing=False)  # as its cli does
         for server in self.base.server.servers:
             server.tokenizer = self.base.tokenizer
-        watch_managed_chats(self.base.server, remember_messages)
+        watch_managed_calls(self.base.server, remember_messages)
         self._thread = _loop_thread()
         self._lock = threading.Lock()
         self._is_set_up = False
