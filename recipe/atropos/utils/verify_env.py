@@ -222,9 +222,7 @@ def _watch_calls(env: BaseEnv, exchanges: list[Exchange]) -> None:
             finally:
                 _inside.reset(token)
                 for exchange in exchanges[begin:]:
-                    exchange.messages = arguments.get("messages") and [
-                        dict(message) for message in arguments["messages"]
-                    ]
+                    exchange.messages = messages and [dict(message) for message in messages]
 
     watch_managed_calls(env.server, watch)
     for target in (env.server, *env.server.servers):
