@@ -27,7 +27,7 @@ from rich.table import Table
 from rich.text import Text
 from transformers import AutoConfig
 
-from recipe.atropos.environments.weight_versions import trained_spans
+from recipe.atropos.environments.weight_versions import NOT_PUSHED, trained_spans
 from recipe.atropos.inference.client import SGLangClient
 from recipe.atropos.inference.gateway import API_KEY_VARIABLE
 from recipe.atropos.rows import ConversionReport, Row, RowLimits, read_groups
@@ -152,7 +152,7 @@ def _recorded_class(environment: type[BaseEnv]) -> type[BaseEnv]:
             groups = scored_data if isinstance(scored_data, list) else [scored_data]
             self.posted += [orjson.loads(orjson.dumps(group, option=orjson.OPT_SERIALIZE_NUMPY)) for group in groups]
 
-    Recorded.__name__ = environment.__name__
+    Recorded.__name__, Recorded.__module__ = environment.__name__, environment.__module__
     return Recorded
 
 
@@ -272,7 +272,8 @@ def show(result: Verified, console: Console, table: bool = False) -> None:
     console.rule("what the trainer would read", align="left")
     _show_rows(result, console, tokenizer, table)
     console.rule("what was left out, and why", align="left")
-    reasons = [f"the environment's count {name}: {n}" for name, n in result.counts.items()]
+    reasons = [] if result.returned else [f"collect_trajectories made {result.returned!r} of the item: no group"]
+    reasons += [f"the environment's count {name}: {n}" for name, n in result.counts.items()]
     reasons += [f"the log: {message}" for message in result.warnings]
     reasons += [f"the trainer dropped {n} sequences as {reason}" for reason, n in result.report.dropped.items()]
     reasons += [f"the trainer: {message}" for message in result.report.messages]
@@ -343,7 +344,8 @@ def _show_rows(result: Verified, console: Console, tokenizer: Any, table: bool) 
         console.print(
             f"row {number} of group {row.uid}: score {row.score:g}, {len(row.prompt)} tokens of prompt, "
             f"{len(row.response)} of response, {int(row.mask.sum())} trained, "
-            f"{'with' if row.log_probs is not None else 'WITHOUT'} logprobs, weight versions {row.versions}",
+            f"{'with' if row.log_probs is not None else 'WITHOUT'} logprobs, weight versions {row.versions[0]} to "
+            f"{row.versions[1]}{' (not pushed by a trainer)' if row.versions[0] == NOT_PUSHED else ''}",
             markup=False,
         )
         response = [
