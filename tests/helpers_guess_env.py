@@ -35,7 +35,7 @@ class GuessEnv(BaseEnv):
         return cls.env_config_cls(wandb_name=cls.name), APIServerConfig(server_type="sglang")
 
     async def setup(self):
-        self.number, self.cancelled = 0, 0
+        self.number = self.cancelled = self.cleaned = 0
         if self.config.mood == "slow setup":
             await asyncio.sleep(60)
         if self.config.mood == "asks in setup":
@@ -62,7 +62,17 @@ class GuessEnv(BaseEnv):
             return None, backlog
         if self.config.mood == "list of groups":
             return [groups, None, groups | {"scores": [3.0]}], backlog
+        if self.config.mood == "comes back" and item["number"] == 1:
+            return groups, [{"number": 12}]
         return groups, backlog
+
+    async def postprocess_histories(self, trajectories):
+        if self.config.mood == "scores later":
+            trajectories["scores"] = [10 * score for score in trajectories["scores"]]
+        return trajectories
+
+    async def cleanup(self):
+        self.cleaned += 1
 
     async def collect_trajectory(self, item):
         messages = [{"role": "system", "content": RULES}, {"role": "user", "content": "Begin."}]
@@ -77,6 +87,8 @@ class GuessEnv(BaseEnv):
                 self.cancelled += 1
                 if self.config.mood == "ignores the end":
                     await asyncio.sleep(3600)
+                if self.config.mood == "asks again":
+                    return await self._play(item, messages, managed)
                 raise
 
     async def _play(self, item, messages, managed):

@@ -4,11 +4,13 @@ import asyncio
 import gc
 import math
 import os
+import random
 import threading
 import time
 
 import gem
 import helpers_guess_env
+import numpy as np
 import pytest
 from gem.envs.registration import make_vec
 from gem.tools.tool_env_wrapper import ToolEnvWrapper
@@ -164,6 +166,16 @@ def test_calls_that_wait_at_the_same_time_are_answered_in_their_order(make):
     assert info["scores"] == [1.0, 1.0, 1.0]
 
 
+def test_the_environments_own_postprocessing_backlog_and_cleanup_count(make):
+    env = make(config={"mood": "scores later"})
+    env.reset()
+    assert env.step("1")[1] == 10.0 and env._session.environment.base.cleaned == 1
+    env = make(config={"mood": "comes back"})
+    for number in ("1", "12", "2"):
+        env.reset()
+        assert env.step(number)[1] == 1.0
+
+
 def test_a_list_of_groups_has_the_mean_of_all_its_scores(make):
     env = make(config={"mood": "list of groups"})
     env.reset()
@@ -266,6 +278,12 @@ def test_what_goes_wrong_in_the_environment_is_raised_and_the_next_reset_begins_
     assert tasks(env) == 0
 
 
+def test_an_error_says_which_environment_raised_it_and_a_prompt_without_room_is_one(make):
+    with pytest.raises(ValueError, match="an answer of 0 tokens: its prompt leaves no room") as raised:
+        make(config={"max_tokens": 0}).reset()
+    assert raised.value.__notes__ == ["raised by the environment GuessEnv after its beginning"]
+
+
 def test_nothing_waits_longer_than_the_timeout(make):
     env = make(config={"mood": "hangs"}, timeout=0.5)
     env.reset()
@@ -285,6 +303,12 @@ def test_an_environment_that_goes_on_after_its_end_is_told(make, monkeypatch):
     env.reset()
     with pytest.raises(TimeoutError, match="goes on 0.5 s after it was cancelled"):
         env.close()
+
+
+def test_one_that_is_cancelled_and_asks_again_gets_no_answer(make):
+    env = make(config={"mood": "asks again"})
+    env.reset()
+    assert env.reset()[0] == FIRST and env._session.environment.base.cancelled == 1 and tasks(env) == 2
 
 
 @pytest.mark.parametrize(
@@ -340,6 +364,11 @@ def test_a_seed_decides_which_items_come(make):
     first = numbers(env, None)
     assert len(set(first)) == 3 and numbers(env, 5) == first != numbers(env, 6) and numbers(env, 5) == first
     assert numbers(make(SEEDED), 5) == first
+    drawn = []
+    for _ in range(2):
+        env.reset(7)
+        drawn.append((random.random(), np.random.rand()))
+    assert drawn[0] == drawn[1]
 
 
 def test_environments_without_a_seed_that_are_made_alike_share_their_items(tokenizer):
@@ -375,8 +404,9 @@ def test_reset_ends_what_is_not_finished_and_close_and_the_collector_end_everyth
     assert until(lambda: not thread.is_alive()) and base.cancelled == 1
 
 
-def test_an_answer_that_the_environment_no_longer_waits_for_goes_unread(make):
-    env = make(config={"mood": "impatient"})
+@pytest.mark.parametrize("group_size", [1, 3])
+def test_an_answer_that_the_environment_no_longer_waits_for_goes_unread(make, group_size):
+    env = make(config={"mood": "impatient", "group_size": group_size})
     for _ in range(2):
         env.reset()
         time.sleep(0.5)
