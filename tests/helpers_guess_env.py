@@ -36,6 +36,7 @@ class GuessEnv(BaseEnv):
 
     async def setup(self):
         self.number = self.cancelled = self.cleaned = 0
+        self.released = False
         if self.config.mood == "slow setup":
             await asyncio.sleep(60)
         if self.config.mood == "asks in setup":
@@ -58,8 +59,10 @@ class GuessEnv(BaseEnv):
             made = ScoredDataGroup()
             made.update(groups)
             return (None if len(set(groups["scores"])) == 1 else made), backlog
-        if self.config.mood == "never scores":
+        if self.config.mood == "never scores" or (self.config.mood == "scores once" and item["number"] > 1):
             return None, backlog
+        if self.config.mood == "too many scores":
+            groups["scores"] = [1.0, 2.0]
         if self.config.mood == "list of groups":
             return [groups, None, groups | {"scores": [3.0]}], backlog
         if self.config.mood == "comes back" and item["number"] == 1:
@@ -76,6 +79,8 @@ class GuessEnv(BaseEnv):
 
     async def collect_trajectory(self, item):
         messages = [{"role": "system", "content": RULES}, {"role": "user", "content": "Begin."}]
+        if self.config.mood == "few shots":
+            messages[1:1] = [{"role": "user", "content": "Example."}, {"role": "assistant", "content": "8"}]
         async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
             try:
                 if self.config.mood == "impatient":
@@ -86,7 +91,8 @@ class GuessEnv(BaseEnv):
             except asyncio.CancelledError:
                 self.cancelled += 1
                 if self.config.mood == "ignores the end":
-                    await asyncio.sleep(3600)
+                    while not self.released:
+                        await asyncio.sleep(0.02)
                 if self.config.mood == "asks again":
                     return await self._play(item, messages, managed)
                 raise

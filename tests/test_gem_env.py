@@ -240,6 +240,19 @@ def test_a_group_that_the_environment_drops_because_its_scores_are_equal_still_h
     }  # fmt: skip
 
 
+def test_one_that_has_scored_once_is_not_taken_for_one_that_never_does(make):
+    env = make(config={"mood": "scores once"})
+    env.reset()
+    assert env.step("1")[1] == 1.0
+    for number in range(2, 12):
+        env.reset()
+        assert math.isnan(env.step(str(number))[1])
+
+
+def test_the_first_observation_has_all_messages_also_examples_of_answers(make):
+    assert make(config={"mood": "few shots"}).reset()[0] == f"{helpers_guess_env.RULES}\n\nExample.\n\n8\n\nBegin."
+
+
 def test_items_that_ask_for_no_answer_are_passed_over_and_counted_and_only_such_are_an_error(make):
     assert make(config={"mood": "skips odd"}).reset()[1]["skipped"] == 1
     with pytest.raises(NeverScored, match="no answer to any of 8 items in a row"):
@@ -250,6 +263,10 @@ def test_a_score_that_is_no_number_is_an_error(make):
     env = make(config={"mood": "no number"})
     env.reset()
     with pytest.raises(ValueError, match="must be finite"):
+        env.step("1")
+    env = make(config={"mood": "too many scores"})
+    env.reset()
+    with pytest.raises(ValueError, match="2 scores for 1 sequences"):
         env.step("1")
 
 
@@ -290,25 +307,31 @@ def test_nothing_waits_longer_than_the_timeout(make):
     with pytest.raises(TimeoutError, match="no call of its server and no end within 0.5 s of an answer"):
         env.step("0")
     assert tasks(env) == 0
+    env = make(config={"mood": "slow setup"}, timeout=0.5)
     with pytest.raises(TimeoutError, match=r"GuessEnv.setup\(\) takes longer than 0.5 s"):
-        make(config={"mood": "slow setup"}, timeout=0.5).reset()
+        env.reset()
+    assert until(lambda: tasks(env) == 0)
 
 
 def test_an_environment_that_goes_on_after_its_end_is_told(make, monkeypatch):
     monkeypatch.setattr(gem_env, "GRACE", 0.5)
     env = make(config={"mood": "ignores the end"})
     env.reset()
+    base, loop = env._session.environment.base, env._session.environment._thread.loop
     with pytest.raises(TimeoutError, match="goes on 0.5 s after it was cancelled"):
         env.reset()
     env.reset()
     with pytest.raises(TimeoutError, match="goes on 0.5 s after it was cancelled"):
         env.close()
+    base.released = True
+    assert until(lambda: loop.is_closed() or not asyncio.run_coroutine_threadsafe(_count_tasks(), loop).result(10))
 
 
 def test_one_that_is_cancelled_and_asks_again_gets_no_answer(make):
     env = make(config={"mood": "asks again"})
     env.reset()
-    assert env.reset()[0] == FIRST and env._session.environment.base.cancelled == 1 and tasks(env) == 2
+    before = tasks(env)
+    assert env.reset()[0] == FIRST and env._session.environment.base.cancelled == 1 and tasks(env) == before
 
 
 @pytest.mark.parametrize(
@@ -402,6 +425,13 @@ def test_reset_ends_what_is_not_finished_and_close_and_the_collector_end_everyth
     base = left._session.environment.base
     del left
     assert until(lambda: not thread.is_alive()) and base.cancelled == 1
+
+    stays, goes = (AtroposEnv(GUESS, tokenizer=env._config.tokenizer_name) for _ in range(2))
+    stays.reset(), goes.reset()
+    base = goes._session.environment.base
+    del goes
+    assert until(lambda: base.cancelled == 1 and tasks(stays) == 2) and stays.step("0")[0] == "higher"
+    stays.close()
 
 
 @pytest.mark.parametrize("group_size", [1, 3])
@@ -524,3 +554,4 @@ def test_math_verify_needs_the_mend_and_with_it_keeps_its_time_limit_in_a_thread
     assert in_thread(lambda: [thread_limits.time_limit(1)(int)("7"), time.sleep(1.5)]) == [7, None]
     with pytest.raises(TimeoutException):
         thread_limits.time_limit(1)(endless)()
+    assert thread_limits.time_limit(1)(threading.active_count)() == threading.active_count()  # by the signal
