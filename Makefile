@@ -9,22 +9,23 @@ ARGS ?=
 PARALLEL = -n 2 --dist loadfile --no-loadscope-reorder
 
 TRAINER_STAMP := $(VENV)/.installed
+GEM_STAMP := $(VENV)/.installed-gem
 SGLANG_STAMP := $(SGLANG_VENV)/.installed
 SGLANG_0_5_12_STAMP := $(SGLANG_0_5_12_VENV)/.installed
 
-.PHONY: demo test test-fast test-slow test-sglang-0.5.12 lint format env trainer-env sglang-env clean-env
+.PHONY: demo test test-fast test-slow test-sglang-0.5.12 lint format env trainer-env gem-env sglang-env clean-env
 
 demo: env  ## Watch a small policy learn, on a CPU, with the real parts
 	$(VENV)/bin/python -m recipe.atropos.launch_services --preset demo $(ARGS)
 
-test: env  ## Style and the whole test suite: what CI runs
+test: env gem-env  ## Style and the whole test suite: what CI runs
 	$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check .
 	$(VENV)/bin/python -m pytest $(PARALLEL) $(ARGS)
 
-test-fast: trainer-env  ## The tests that start no server
+test-fast: gem-env  ## The tests that start no server
 	$(VENV)/bin/python -m pytest -m "not e2e" $(ARGS)
 
-test-slow: env  ## What repeats at length what `make test` shows
+test-slow: env gem-env  ## What repeats at length what `make test` shows
 	$(VENV)/bin/python -m pytest -m slow $(ARGS)
 
 # What starts, controls or pushes to SGLang, against the version that verl pins; its environment is built here alone.
@@ -41,6 +42,7 @@ format: trainer-env
 
 env: trainer-env sglang-env
 trainer-env: $(TRAINER_STAMP)
+gem-env: $(GEM_STAMP)
 sglang-env: $(SGLANG_STAMP)
 
 # Two environments, because the pins of verl and of SGLang exclude each other. Each is built from nothing whenever its
@@ -50,6 +52,10 @@ $(TRAINER_STAMP): requirements/trainer-cpu.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python $(PIP_INSTALL) -r requirements/trainer-cpu.txt
 	$(VENV)/bin/python $(PIP_INSTALL) --no-deps --no-build-isolation --editable .
+	touch $@
+
+$(GEM_STAMP): $(TRAINER_STAMP) requirements/gem.txt  # a C compiler compiles one of them
+	$(VENV)/bin/python $(PIP_INSTALL) --no-deps -r requirements/gem.txt
 	touch $@
 
 $(SGLANG_STAMP): requirements/sglang-cpu.txt requirements/sglang.txt

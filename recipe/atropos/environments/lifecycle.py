@@ -97,7 +97,7 @@ class Lifecycle:
             raise
         self.__uncompared = [server for server in self.server.servers if isinstance(server, SGLangServer)]
         for server in self.server.servers:
-            if server not in self.__uncompared:
+            if server not in self.__uncompared and getattr(server, "tokenizer", None) is not self.tokenizer:
                 logger.warning("%s: the tokenizer of %s cannot be known", self.report.name, type(server).__name__)
         await self.__compare_tokenizers()
 

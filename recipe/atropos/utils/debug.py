@@ -1,15 +1,21 @@
-"""Look at what a run was trained on, and train on it again without any server.
+"""Look at what a run was trained on, train on it again without any server, and look at what an environment does.
 
     python -m recipe.atropos.utils.debug show runs/NAME --step 3 --group 0 --sequence 1
     python -m recipe.atropos.utils.debug replay runs/NAME [key=value ...]
+    python -m recipe.atropos.utils.debug verify-env --env MODULE:Class --model DIR --url URL [key=value ...]
 
-Both need the batches of the run: start it with ``trainer.atropos.record_batches=true``. ``show`` prints one trajectory,
-each token coloured by mask, logprob and advantage. ``replay`` trains with the run's own configuration, without
-Trajectory API, environment and SGLang, into ``runs/NAME-replay``, and says whether the weights became the same: on a
-CPU they do; on GPUs set ``actor_rollout_ref.actor.fsdp_config.full_determinism=true`` in both.
+The first two need the batches of the run: start it with ``trainer.atropos.record_batches=true``. ``show`` prints one
+trajectory, each token coloured by mask, logprob and advantage. ``replay`` trains with the run's own configuration,
+without Trajectory API, environment and SGLang, into ``runs/NAME-replay``, and says whether the weights became the same:
+on a CPU they do; on GPUs set ``actor_rollout_ref.actor.fsdp_config.full_determinism=true`` in both.
+
+``verify-env`` has an environment roll out one item with a running SGLang server, and shows what each side saw and what
+the trainer would read of it; keys are fields of the environment's configuration. Exit status 0 only if there is
+something to train on, all of it sampled by that server.
 """
 
 import argparse
+import asyncio
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -29,9 +35,11 @@ from verl import DataProto
 from recipe.atropos.advantages import AdvantageConfig, MissingAdvantages, RunningMoments, compute_advantages
 from recipe.atropos.data_proto import groups_to_data_proto
 from recipe.atropos.data_source import DataSourceError
+from recipe.atropos.inference.client import InferenceError
 from recipe.atropos.preflight import ConfigurationError
 from recipe.atropos.recorded import read_batch
 from recipe.atropos.rows import RowLimits, environment_name
+from recipe.atropos.utils.env_adapter import EnvironmentTargetError
 
 _UNLIKELY = -3.0  # nats; a sampled token below it (5%) is underlined
 
@@ -214,6 +222,29 @@ def differing_tensors(one: Path, other: Path) -> list[str]:
     return names
 
 
+def verify_env(arguments: argparse.Namespace, console: Console) -> bool:
+    """Whether what the environment makes of one item can be trained on.
+
+    Raises:
+        ConfigurationError: the environment has no such configuration.
+    """
+    from recipe.atropos.utils import verify_env
+
+    overrides = OmegaConf.to_container(OmegaConf.from_dotlist(arguments.overrides))
+    try:
+        result = asyncio.run(
+            verify_env.verify(arguments.env, arguments.model, arguments.url, overrides, arguments.timeout)
+        )
+    except TimeoutError as error:
+        raise ConfigurationError(f"{arguments.env}: not done within --timeout={arguments.timeout:g} s") from error
+    except EnvironmentTargetError:
+        raise
+    except ValueError as error:
+        raise ConfigurationError(f"{arguments.env}: {error}") from error
+    verify_env.show(result, console, arguments.table)
+    return result.ok
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m recipe.atropos.utils.debug", description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
@@ -226,16 +257,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     replayed = commands.add_parser("replay", help="train on the recorded batches, without servers")
     replayed.add_argument("run", type=Path, help="folder of the run")
     replayed.add_argument("overrides", nargs="*", help="key=value of the configuration")
+    verified = commands.add_parser("verify-env", help="one group with a real server, and what each side saw")
+    verified.add_argument("--env", required=True, help="MODULE:Class, FILE.py or FILE.py:Class")
+    verified.add_argument("--model", help="folder or name of the policy; default: the environment's own tokenizer")
+    verified.add_argument("--url", help="its SGLang server or gateway; default: the environment's own")
+    verified.add_argument("--timeout", type=float, default=300.0, help="seconds, over all of it")
+    verified.add_argument("--table", action="store_true", help="also a line a token")
+    verified.add_argument("overrides", nargs="*", help="key=value of the environment's configuration")
     arguments = parser.parse_args(argv)
     console = Console(highlight=False)
     try:
         if arguments.command == "show":
             show(arguments.run, arguments.step, arguments.group, arguments.sequence, arguments.table, console)
             return 0
+        if arguments.command == "verify-env":
+            return 0 if verify_env(arguments, console) else 1
         return 0 if replay(arguments.run, arguments.overrides, console) else 1
     except (
         ConfigurationError,
         DataSourceError,
+        EnvironmentTargetError,
+        InferenceError,
         MissingAdvantages,
         OmegaConfBaseException,
         OSError,

@@ -1,0 +1,316 @@
+"""A server for ``BaseEnv`` whose answers come from outside: whoever steps through an environment is its policy.
+
+- Each call of the environment to its server (chat, completion, tokens and logprobs; by the managed server too) becomes
+  one ``Ask`` for each of its ``n`` choices, and waits until all are answered or its episode is closed. It is sent once:
+  nothing is tried again.
+- An answer is treated as an inference server treats what its model writes: it ends with the first stop string, and at
+  ``max_tokens`` tokens, the end-of-turn token counted; the finish reason says which. Its tokens are the tokenizer's,
+  and its logprobs 1.0, which environments write where there are none.
+- A call that belongs to no episode is an error, and so is one for the logprobs of a prompt: nobody here can answer it.
+"""
+
+import asyncio
+import contextlib
+import functools
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from threading import Event
+from typing import Any
+
+from atroposlib.envs.server_handling.server_baseline import APIServer
+from openai.types.chat.chat_completion import ChatCompletion, ChatCompletionMessage, Choice
+from openai.types.completion import Completion, CompletionChoice, CompletionUsage
+
+Messages = list[dict[str, Any]]
+
+_NO_LOGPROB = 1.0
+_LIMITS = ("max_tokens", "max_completion_tokens", "max_new_tokens")
+_NOT_SAMPLING = ("model", "split", "prompt", "input_ids", "messages", "n", "stop", *_LIMITS)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """``text`` as the environment reads it; ``token_ids`` with the token or stop string that ended it."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str  # "stop" or "length"
+
+
+@dataclass(eq=False)
+class Ask:
+    """One answer that an environment waits for: choice ``choice`` of ``choices`` of its ``call``-th call, from 0."""
+
+    call: int
+    choice: int
+    choices: int
+    prompt: str
+    prompt_ids: list[int]
+    messages: Messages | None = None  # None where the environment made the prompt itself
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    sampling: dict[str, Any] = field(default_factory=dict)  # what else the call says: temperature, tools, ...
+    future: Future[Answer] = field(default_factory=Future)
+
+    def answer(self, text: str, tokenizer: Any) -> Answer:
+        """Hand over what the policy wrote. One whom the environment no longer waits for goes unread.
+
+        Raises:
+            TypeError: it is no text.
+        """
+        if not isinstance(text, str):
+            raise TypeError(f"an action is the policy's text, not {type(text).__name__} {text!r:.80}")
+        answer = as_served(text, tokenizer, self.max_tokens, self.stop)
+        with contextlib.suppress(InvalidStateError):  # cancelled: the environment gave this call up
+            self.future.set_result(answer)
+        return answer
+
+
+def as_served(text: str, tokenizer: Any, max_tokens: int | None = None, stop: Sequence[str] = ()) -> Answer:
+    """What an inference server would have returned, had its model written ``text``."""
+    if tokenizer.eos_token:
+        text = text.removesuffix(tokenizer.eos_token)
+    begins = {text.find(word): word for word in stop if word in text}
+    counted = text
+    if begins:
+        begin = min(begins)
+        text, counted = text[:begin], text[:begin] + begins[begin]
+    token_ids = tokenizer.encode(counted, add_special_tokens=False)
+    if not begins and tokenizer.eos_token_id is not None:
+        token_ids.append(tokenizer.eos_token_id)
+    if max_tokens is None or len(token_ids) <= max_tokens:
+        return Answer(text, token_ids, "stop")
+    token_ids = token_ids[:max_tokens]
+    return Answer(tokenizer.decode(token_ids, skip_special_tokens=True), token_ids, "length")
+
+
+class NothingCame(Exception):
+    """Neither a question nor an end, in the time given."""
+
+
+class Episode:
+    """What passes between one rollout, in the thread of its loop, and whoever answers its calls, in any other."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop):
+        self.made: list[dict[str, Any]] = []  # every ScoredDataGroup, also what the environment then drops
+        self._loop = loop
+        self._calls = 0
+        self._events: SimpleQueue[Ask | Future[Any]] = SimpleQueue()
+        self._outcome: Future[Any] = Future()
+        self._task: asyncio.Task | None = None
+        self._waiting: set[Ask] = set()
+        self._closed = False
+        self._ended = Event()
+
+    def start(self, rollout: Callable[[], Coroutine[Any, Any, Any]]) -> None:
+        self._loop.call_soon_threadsafe(self._start, rollout)
+
+    def _start(self, rollout: Callable[[], Coroutine[Any, Any, Any]]) -> None:
+        self._task = self._loop.create_task(self._run(rollout))
+        self._task.add_done_callback(self._end)
+
+    async def _run(self, rollout: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+        _EPISODE.set(self)
+        try:
+            return await rollout()
+        except (SystemExit, KeyboardInterrupt) as error:  # would end the loop, and with it every other episode
+            raise RuntimeError(f"the environment ended its process: {error!r}") from error
+
+    def _end(self, task: asyncio.Task) -> None:
+        if task.cancelled():
+            self._outcome.set_exception(RuntimeError("the rollout was cancelled"))
+        elif error := task.exception():
+            self._outcome.set_exception(error)
+        else:
+            self._outcome.set_result(task.result())
+        self._give_up()
+        self._events.put(self._outcome)
+        self._ended.set()
+
+    async def ask(self, choices: int, **call: Any) -> list[Answer]:
+        """The answers to one call, in the order of its choices."""
+        if self._closed or self._ended.is_set():  # left over from a rollout that is no more
+            raise asyncio.CancelledError("this episode is over")
+        number, self._calls = self._calls, self._calls + 1
+        asks = [Ask(number, choice, choices, **call) for choice in range(choices)]
+        self._waiting.update(asks)
+        for ask in asks:
+            self._events.put(ask)
+        try:
+            return await asyncio.gather(*(asyncio.wrap_future(ask.future) for ask in asks))
+        finally:
+            self._waiting.difference_update(asks)
+
+    def next(self, timeout: float) -> Ask | Any:
+        """The next answer that the environment waits for, or what its rollout returned.
+
+        Raises:
+            NothingCame: for ``timeout`` seconds.
+            Exception: what the rollout raised.
+        """
+        deadline = time.monotonic() + timeout
+        while True:
+            try:
+                event = self._events.get(timeout=max(0.0, deadline - time.monotonic()))
+            except Empty:
+                raise NothingCame from None
+            if not isinstance(event, Ask):
+                return event.result()
+            if not event.future.cancelled():
+                return event
+
+    def close(self) -> None:
+        """Cancel the rollout and whatever of it still waits; returns at once."""
+        self._closed = True
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._cancel)
+
+    def _cancel(self) -> None:
+        self._give_up()
+        if self._task is not None:
+            self._task.cancel()
+
+    def _give_up(self) -> None:
+        for ask in list(self._waiting):
+            ask.future.cancel()
+
+    def wait(self, timeout: float) -> bool:
+        """Whether the rollout is over, after at most ``timeout`` seconds."""
+        return self._ended.wait(timeout)
+
+
+_EPISODE: ContextVar[Episode | None] = ContextVar("episode", default=None)
+_MESSAGES: ContextVar[Messages | None] = ContextVar("messages", default=None)
+
+
+def current_episode() -> Episode | None:
+    """The one whose rollout, or a task of it, this is called in."""
+    return _EPISODE.get()
+
+
+def watch_managed_calls(manager: Any, watch: Callable[..., Awaitable[Any]]) -> None:
+    """Let ``watch(call, **arguments)`` stand before every call of the managed servers of a ``ServerManager``.
+
+    A managed server makes a prompt of the messages, and only that goes on to the server behind it.
+    """
+    managed_server = manager.managed_server
+
+    @contextlib.asynccontextmanager
+    async def watched(*args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+        async with managed_server(*args, **kwargs) as managed:
+            for name in ("chat_completion", "completion"):
+                setattr(managed, name, functools.partial(watch, getattr(managed, name)))
+            yield managed
+
+    manager.managed_server = watched
+
+
+async def remember_messages(call: Callable[..., Awaitable[Any]], **arguments: Any) -> Any:
+    """For ``watch_managed_calls``: an ``Ask`` that comes of this call has its messages."""
+    token = _MESSAGES.set(arguments.get("messages"))
+    try:
+        return await call(**arguments)
+    finally:
+        _MESSAGES.reset(token)
+
+
+class OuterPolicyServer(APIServer):
+    """``BaseEnv.server_cls`` of an environment that is stepped through; ``tokenizer`` is the environment's."""
+
+    tokenizer: Any = None
+
+    async def check_server_status_task(self, chat_completion: bool = True) -> None:
+        self.server_healthy = True
+
+    # The public methods of APIServer try a call again that raises: here the policy would be asked a second time.
+    async def chat_completion(self, **kwargs: Any) -> ChatCompletion:
+        return await self._chat_completion_wrapper(**kwargs)
+
+    async def completion(self, **kwargs: Any) -> Completion:
+        return await self._completion_wrapper(**kwargs)
+
+    async def tokens_and_logprobs_completion(self, **kwargs: Any) -> tuple[list, list, list, list]:
+        return await self._tokens_and_logprobs_completion_wrapper(**kwargs)
+
+    async def get_logprobs(self, **kwargs: Any) -> dict[str, Any]:
+        raise NotImplementedError(
+            "the environment asks its server for the logprobs of a prompt; a policy that answers in text has none"
+        )
+
+    async def _chat_completion_wrapper(self, **kwargs: Any) -> ChatCompletion:
+        messages = kwargs["messages"]
+        prompt = self.tokenizer.apply_chat_template(
+            messages,
+            tools=kwargs.get("tools"),
+            tokenize=False,
+            add_generation_prompt=not messages or messages[-1]["role"] != "assistant",
+        )
+        prompt_ids = self.tokenizer.encode(prompt, add_special_tokens=False)
+        answers = await self._ask(kwargs, messages, prompt, prompt_ids)
+        choices = [
+            Choice(
+                index=i,
+                finish_reason=answer.finish_reason,
+                message=ChatCompletionMessage(role="assistant", content=answer.text),
+            )
+            for i, answer in enumerate(answers)
+        ]
+        return ChatCompletion(object="chat.completion", choices=choices, **self._envelope(prompt_ids, answers))
+
+    async def _completion_wrapper(self, **kwargs: Any) -> Completion:
+        prompt, prompt_ids = self._prompt(kwargs)
+        answers = await self._ask(kwargs, None, prompt, prompt_ids)
+        choices = [
+            CompletionChoice(index=i, finish_reason=answer.finish_reason, text=answer.text)
+            for i, answer in enumerate(answers)
+        ]
+        return Completion(object="text_completion", choices=choices, **self._envelope(prompt_ids, answers))
+
+    async def _tokens_and_logprobs_completion_wrapper(self, **kwargs: Any) -> tuple[list, list, list, list]:
+        prompt, prompt_ids = self._prompt(kwargs)
+        answers = await self._ask(kwargs, _MESSAGES.get(), prompt, prompt_ids)
+        return (
+            prompt_ids,
+            [list(answer.token_ids) for answer in answers],
+            [[_NO_LOGPROB] * len(answer.token_ids) for answer in answers],
+            [{"type": answer.finish_reason} for answer in answers],
+        )
+
+    def _prompt(self, call: Mapping[str, Any]) -> tuple[str, list[int]]:
+        """Text and ids, whichever of the two the call has."""
+        prompt, ids = call.get("prompt"), call.get("input_ids")
+        if ids is None:
+            ids = self.tokenizer.encode(prompt)
+        return self.tokenizer.decode(ids) if prompt is None else prompt, list(ids)
+
+    async def _ask(
+        self, call: Mapping[str, Any], messages: Messages | None, prompt: str, prompt_ids: list[int]
+    ) -> list[Answer]:
+        episode = current_episode()
+        if episode is None:
+            raise RuntimeError("the environment called its server outside a rollout, where no policy can answer")
+        max_tokens = next((call[key] for key in _LIMITS if call.get(key) is not None), None)
+        if max_tokens is not None and max_tokens < 1:
+            raise ValueError(f"the environment asks for an answer of {max_tokens} tokens: its prompt leaves no room")
+        stop = call.get("stop") or ()
+        return await episode.ask(
+            call.get("n") or 1,
+            messages=None if messages is None else [dict(message) for message in messages],
+            prompt=prompt,
+            prompt_ids=prompt_ids,
+            max_tokens=max_tokens,
+            stop=(stop,) if isinstance(stop, str) else tuple(stop),
+            sampling={key: value for key, value in call.items() if key not in _NOT_SAMPLING},
+        )
+
+    def _envelope(self, prompt_ids: list[int], answers: Sequence[Answer]) -> dict[str, Any]:
+        tokens = sum(len(answer.token_ids) for answer in answers)
+        usage = CompletionUsage(
+            prompt_tokens=len(prompt_ids), completion_tokens=tokens, total_tokens=len(prompt_ids) + tokens
+        )
+        return {"id": str(uuid.uuid4()), "created": int(time.time()), "model": self.config.model_name, "usage": usage}

@@ -1,0 +1,97 @@
+"""``debug verify-env`` with a real SGLang server: what it shows is what passed, and what the trainer would read."""
+
+import asyncio
+import re
+
+import orjson
+import pytest
+from helpers_sglang import make_tiny_model, running_sglang
+
+from recipe.atropos.utils import debug
+from recipe.atropos.utils.verify_env import verify
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+GSM8K, GUESS = "recipe.atropos.environments.gsm8k:GSM8kEnv", "helpers_guess_env:GuessEnv"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """(folder of the model, URL)"""
+    model = make_tiny_model(tmp_path_factory.mktemp("verify") / "model", seed=0)
+    with running_sglang(model) as (_, url):
+        yield str(model), url
+
+
+def shown(capsys, *arguments):
+    """(exit status, output) of the command."""
+    status = debug.main(["verify-env", *arguments])
+    return status, re.sub(r"\s+", " ", capsys.readouterr().out)
+
+
+def test_a_group_is_shown_from_the_messages_to_the_rows_and_all_of_it_was_sampled(server, capsys):
+    model, url = server
+    options = ["group_size=3", "max_token_length=250", "max_answer_tokens=12", "ensure_scores_are_not_same=false"]
+    status, output = shown(capsys, "--env", GSM8K, "--model", model, "--url", f"{url}/v1", "--table", *options)
+    assert status == 0, output
+    assert "system: Solve the problem step by step." in output and "user: " in output
+    assert '"max_new_tokens":12' in output and "prompt, " in output and "answer 2, " in output
+    assert "scores [-1.0, -1.0, -1.0]" in output and "sent: 1 of 1 groups" in output
+    assert "row 2 of group 0: score -1" in output and "│ yes │" in output
+    assert "with logprobs, weight versions -1 to -1 (not pushed by a trainer)" in output
+    assert "ok: 3 rows with " in output and ", all sampled by the server" in output
+
+
+def test_what_is_not_sent_is_named(server, capsys):
+    model, url = server
+    options = ["group_size=2", "max_token_length=250", "max_answer_tokens=4"]
+    status, output = shown(capsys, "--env", GSM8K, "--model", model, "--url", url, *options)
+    assert status == 1 and "NOT OK: 0 rows with 0 trained tokens" in output and "no row" in output
+    assert "made None of the item: no group" in output or "equal_scores" in output
+
+
+def test_each_turn_is_a_call_with_its_messages_and_a_row_trains_on_all_its_answers(server):
+    model, url = server
+    overrides = {"group_size": 2, "ensure_scores_are_not_same": False, "max_tokens": 6}
+    result = asyncio.run(verify(GUESS, model, url, overrides))
+    assert result.error is None and result.ok and len(result.rows) == 2
+    assert len(result.exchanges) == 8 and {exchange.path for exchange in result.exchanges} == {"/generate"}
+    assert sorted(len(exchange.messages) for exchange in result.exchanges) == [2, 2, 4, 4, 6, 6, 8, 8]
+    for group in result.posted:
+        for tokens, masks in zip(group["tokens"], group["masks"], strict=True):
+            trained = [token for token, mask in zip(tokens, masks, strict=True) if mask != -100]
+            answers = [token for exchange in result.exchanges for ids, _ in exchange.answers for token in ids]
+            assert set(trained) <= set(answers) and len(trained) <= 4 * 6
+    sampled = sum(len(ids) for exchange in result.exchanges for ids, _ in exchange.answers)
+    assert sum(int(row.mask.sum()) for row in result.rows) == sampled
+    assert orjson.dumps(result.posted)
+
+
+def test_tokens_that_no_reply_has_and_errors_of_the_environment_are_told(server, capsys, tmp_path):
+    model, url = server
+    lying = tmp_path / "lying_env.py"
+    lying.write_text(
+        "from helpers_guess_env import *\n"
+        "class LyingEnv(GuessEnv):\n"
+        "    async def collect_trajectory(self, item):\n"
+        "        found, backlog = await super().collect_trajectory(item)\n"
+        "        found['tokens'] += [7, 8]; found['masks'] += [7, 8]\n"
+        "        return found, backlog\n"
+    )
+    options = ["--model", model, "--url", url, "group_size=1", "ensure_scores_are_not_same=false"]
+    status, output = shown(capsys, "--env", f"{lying}:LyingEnv", *options)
+    assert status == 1 and ("trained on, but in no reply" in output or "not_sampled" in output), output
+
+    status, output = shown(capsys, "--env", GUESS, *options, "mood=breaks")
+    assert status == 1 and "KeyError: 'in the second turn'" in output and "call 1: " in output
+
+
+def test_what_cannot_be_verified_ends_with_one_line(server):
+    model, url = server
+    for arguments, message in (
+        (["--env", "nowhere:Env"], "error: nowhere:Env: no module nowhere"),
+        (["--env", GUESS, "group_sise=2"], "error: .*knows no group_sise"),
+        (["--env", GUESS, "--url", "http://127.0.0.1:1"], "error: .*127.0.0.1:1"),
+        (["--env", GUESS, "--timeout", "1", "mood=hangs"], "error: .*not done within --timeout=1 s"),
+    ):
+        with pytest.raises(SystemExit, match=message):
+            debug.main(["verify-env", "--model", model, "--url", url, *arguments])
