@@ -17,6 +17,7 @@ import orjson
 PHASES = {  # phases of a step, in order, and the timers of the trainer that measure them
     "wait": ("wait",),
     "convert": ("convert",),
+    "evaluate": ("evaluate",),  # waiting for an evaluation of the weights that this step replaces
     "log_prob": ("old_log_prob", "ref"),
     "advantage": ("adv",),
     "update": ("update_actor",),
@@ -113,11 +114,11 @@ def update_summary(directory: str | Path, values: Mapping[str, Any]) -> None:
     os.replace(partial, path)
 
 
-class MetricsReader:
-    """Follows a ``metrics.jsonl`` that is being written, from its beginning; whole lines only."""
+class LineReader:
+    """Follows a file of JSON objects, one a line, that is being written, from its beginning; whole lines only."""
 
-    def __init__(self, directory: str | Path):
-        self._path = Path(directory) / "metrics.jsonl"
+    def __init__(self, path: str | Path):
+        self._path = Path(path)
         self._offset = 0
 
     def new_lines(self) -> list[dict[str, Any]]:
@@ -129,6 +130,13 @@ class MetricsReader:
             whole, newline, _ = file.read().rpartition(b"\n")
         self._offset += len(whole) + len(newline)
         return [orjson.loads(line) for line in whole.splitlines()]
+
+
+class MetricsReader(LineReader):
+    """Follows the ``metrics.jsonl`` of a run."""
+
+    def __init__(self, directory: str | Path):
+        super().__init__(Path(directory) / "metrics.jsonl")
 
 
 def read_metrics(directory: str | Path) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 logger = logging.getLogger(__name__)
 
 VARIABLE = "ATROPOS_MAX_STALENESS"
+PATIENCE_VARIABLE = "ATROPOS_PATIENCE"
 
 _EPSILON = 1e-6  # sequences; shares such as a third of a batch add up to a little less or more
 

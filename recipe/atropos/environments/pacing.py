@@ -28,8 +28,9 @@ but by ``worker_timeout`` and by an evaluation that stops the training, which be
 - Nothing waits for ever. A batch can be lost: to a trainer that died and went on from the same version, on the wire, or
   because all that is in it was refused. Then trainer and environment would wait for each other. So where all that may
   begin is posted and no new version comes for ``patience`` and for twice the longest time that one took, one batch
-  more may begin; if the trainer was only slow, this one comes too late, and is dropped and counted there. What is
-  waited for is in the log each minute, and after ``longest_wait`` the environment ends with that message.
+  more may begin; if the trainer was only slow, this one comes too late, and is dropped and counted there. (Where the
+  trainer waits for evaluations, ``ATROPOS_PATIENCE`` gives the seconds.) What is waited for is in the log each minute,
+  and after ``longest_wait`` the environment ends with that message.
 
 An environment variable, not a field of the configuration: unknown ``--env`` flags end an environment, and those that
 know nothing of this shall run as they are.
@@ -38,6 +39,7 @@ know nothing of this shall run as they are.
 import asyncio
 import contextlib
 import logging
+import os
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
@@ -48,7 +50,14 @@ from typing import Any
 from atroposlib.envs.base import EvalHandlingEnum
 from atroposlib.envs.server_handling.sglang_server import SGLangServer
 
-from recipe.atropos.environments.pace import VARIABLE, Pace, PacingError, Ticket, max_staleness_from_environment
+from recipe.atropos.environments.pace import (
+    PATIENCE_VARIABLE,
+    VARIABLE,
+    Pace,
+    PacingError,
+    Ticket,
+    max_staleness_from_environment,
+)
 from recipe.atropos.inference.client import InferenceError, SGLangClient
 
 logger = logging.getLogger(__name__)
@@ -86,6 +95,7 @@ class Paced:
         super().__init__(*args, **kwargs)
         max_staleness = max_staleness_from_environment()
         self.pace = None if max_staleness is None else Pace(max_staleness)
+        self.patience = float(os.environ.get(PATIENCE_VARIABLE) or self.patience)
         self._sequences_an_item = self.config.group_size
         self._looked = self._said = -float("inf")
         self._idle_since: float | None = None  # with nothing in flight and no room

@@ -22,7 +22,9 @@ from atroposlib.envs.base import BaseEnv
 from recipe.atropos.environments.checked import Checked
 from recipe.atropos.environments.durable import Durable
 from recipe.atropos.environments.lifecycle import Lifecycle
+from recipe.atropos.environments.evaluation import Evaluating
 from recipe.atropos.environments.pacing import Paced
+from recipe.atropos.environments.registration import Registered
 from recipe.atropos.environments.reporting import Reporting
 from recipe.atropos.environments.weight_versions import WeightVersions
 from recipe.atropos.utils.env_flags import CommandLine, UsageError, take_flag
@@ -31,7 +33,7 @@ from recipe.atropos.utils.env_flags import CommandLine, UsageError, take_flag
 # process stand around everything; Reporting before all that count; Checked before WeightVersions, which reads rows of
 # one length and plain numbers; Paced last, because it only orders the posts. A mixin that changes scores belongs right
 # after Checked, which observes the raw ones.
-_MIXINS = (CommandLine, Lifecycle, Reporting, Checked, WeightVersions, Paced)
+_MIXINS = (CommandLine, Lifecycle, Reporting, Registered, Evaluating, Checked, WeightVersions, Paced)
 # Behind it, where its own methods find BaseEnv's with super(): what an environment overrides stays in force.
 _BASES = (Durable,)
 
