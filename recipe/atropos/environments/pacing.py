@@ -25,6 +25,8 @@ but by ``worker_timeout`` and by an evaluation that stops the training, which be
 - Of a batch, an environment has the share that it is allocated (``min_batch_allocation``) and, of what is not
   allocated, the share of its weight. Among several environments a slow group can be overtaken by the others', so there
   some rows may still come too late; the trainer drops and counts them.
+- Where an environment leaves, the others take over its share of the steps to come, and, if a batch then waits for what
+  it did not post any more, also that.
 - Nothing waits for ever. A batch can be lost: to a trainer that died and went on from the same version, on the wire, or
   because all that is in it was refused. Then trainer and environment would wait for each other. So where all that may
   begin is posted and no new version comes for ``patience`` and for twice the longest time that one took, one batch
@@ -63,6 +65,7 @@ from recipe.atropos.inference.client import InferenceError, SGLangClient
 logger = logging.getLogger(__name__)
 
 _SELDOM, _ANSWER, _SAY_AGAIN = 1.0, 10.0, 60.0  # s: between two looks with room left; for a server to answer; of logs
+_LEFT = 10.0  # s without a new version, after an environment left, until what it lacks is begun by others
 
 
 async def served_version(servers: Sequence[tuple[str, str | None]]) -> tuple[int | None, str]:
@@ -102,6 +105,7 @@ class Paced:
         self._version_since: float | None = None
         self._longest_step = 0.0  # s between two versions
         self._granted = 0  # batches, since the present version
+        self._left: int | None = None  # the version at which another environment left
         self._unknown = ""  # why the version is not known
 
     async def get_status(self) -> None:
@@ -115,11 +119,14 @@ class Paced:
             return
         status = self.status_dict
         fraction = (self.config.min_batch_allocation or 0.0) + status["unallocated_fraction"] * status["env_weight"]
-        self.pace.set_share(max(0.0, self.config.batch_size * fraction))
+        share = max(0.0, self.config.batch_size * fraction)
+        if 0 < self.pace.share < share and self.pace.version is not None:
+            self._left = self.pace.version
+        self.pace.set_share(share)
         await self._look(status["self_queue_size"] * self.config.group_size)
         self.max_num_workers += self.pace.waiting
-        status["queue_size"] = 0  # else BaseEnv's backpressure cancels what runs
-        self._watch()
+        queued, status["queue_size"] = status["queue_size"], 0  # else BaseEnv's backpressure cancels what runs
+        self._watch(queued * self.config.group_size)
 
     async def _look(self, queued: int) -> None:
         """Ask for the version: in every round of the manager while something waits for it, else now and then.
@@ -143,8 +150,8 @@ class Paced:
             self._version_since, self._granted = now, 0
             self.pace.set_version(version, queued)
 
-    def _watch(self) -> None:
-        """Says each minute what is waited for."""
+    def _watch(self, queued: int) -> None:
+        """Says each minute what is waited for. ``queued``: sequences, of all environments, that the API holds."""
         pace, now = self.pace, time.monotonic()
         oldest = pace.oldest
         if oldest is not None:
@@ -158,6 +165,8 @@ class Paced:
             what, since = self._what_is_lacking(), self._idle_since
             if now - since > self.longest_wait:
                 raise PacingError(f"{now - since:.0f} s: {what}")
+            if self._fill_in(now - since, queued):
+                return
             patience = max(self.patience, 2 * self._longest_step)
             if pace.version is not None and not self._unknown and now - since > patience * 2**self._granted:
                 logger.error("%.0f s: %s. Taking a batch for lost, and beginning another", now - since, what)
@@ -167,6 +176,20 @@ class Paced:
         if now - max(since, self._said) > _SAY_AGAIN:
             logger.warning(what)
             self._said = now
+
+    def _fill_in(self, idle: float, queued: int) -> bool:
+        """Whether there is room now for this environment's part of what a batch lacks of one that left.
+
+        A queue that is empty waits for the trainer instead, and one that holds a batch does.
+        """
+        batch, missing = self.config.batch_size, self.config.batch_size - queued
+        recent = self._left is not None and self.pace.version <= self._left + self.pace.max_staleness + 1
+        if not (recent and 0 < missing < batch and idle > max(_LEFT, 2 * self._longest_step)):
+            return False
+        logger.warning("another environment left; beginning our part of the %d sequences that a batch lacks", missing)
+        self._left = None
+        self.pace.grant(missing * self.pace.share / batch)
+        return True
 
     def _what_is_lacking(self) -> str:
         pace = self.pace
