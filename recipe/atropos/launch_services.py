@@ -247,7 +247,8 @@ async def watch(run: Run, trainer: Service, version: int, environments: Environm
                 console.print(
                     f"[bold]step {seen:>4}/{total}[/] score {scores_of(line)}  "
                     f"rows {line['atropos/rows']:.0f}  {line['timing_s/step']:.1f} s, of them waiting "
-                    f"{line['phase_s/wait']:.1f}  version {line['atropos/policy_version']}"
+                    f"{line['phase_s/wait']:.1f}  version {line['atropos/policy_version']}",
+                    soft_wrap=True,
                 )
         await environments.look_after()
         run.check()

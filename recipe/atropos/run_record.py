@@ -1,4 +1,4 @@
-"""What a run leaves to be read: ``metrics.jsonl``, a line a step, and ``summary.json``.
+"""What a run leaves to be read: ``metrics.jsonl``, a line a step, and ``summary.json``, by the trainer.
 
 Both are functions of the trained steps alone: a resumed run continues the counts from its checkpoint and drops the
 lines of steps that the checkpoint does not hold, because they are trained again.
@@ -142,6 +142,11 @@ class MetricsReader(LineReader):
 def read_metrics(directory: str | Path) -> list[dict[str, Any]]:
     """All lines of ``metrics.jsonl``."""
     return MetricsReader(directory).new_lines()
+
+
+def read_evaluations(directory: str | Path) -> list[dict[str, Any]]:
+    """All lines of ``evaluations.jsonl``; not one in which a killed launcher stopped."""
+    return LineReader(Path(directory) / "evaluations.jsonl").new_lines()
 
 
 def _step(line: bytes) -> float:

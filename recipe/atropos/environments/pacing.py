@@ -44,7 +44,7 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -118,8 +118,7 @@ class Paced:
         if self.pace is None:
             return
         status = self.status_dict
-        fraction = (self.config.min_batch_allocation or 0.0) + status["unallocated_fraction"] * status["env_weight"]
-        share = max(0.0, self.config.batch_size * fraction)
+        share = self.config.batch_size * self.part_of_a_batch(self.config.min_batch_allocation, status)
         if 0 < self.pace.share < share and self.pace.version is not None:
             self._left = self.pace.version
         self.pace.set_share(share)
@@ -127,6 +126,11 @@ class Paced:
         self.max_num_workers += self.pace.waiting
         queued, status["queue_size"] = status["queue_size"], 0  # else BaseEnv's backpressure cancels what runs
         self._watch(queued * self.config.group_size)
+
+    @staticmethod
+    def part_of_a_batch(allocation: float | None, status: Mapping[str, Any]) -> float:
+        """What is allocated and, by weight, of what is not; over all that are connected it adds up to 1."""
+        return max(0.0, (allocation or 0.0) + status["unallocated_fraction"] * status["env_weight"])
 
     async def _look(self, queued: int) -> None:
         """Ask for the version: in every round of the manager while something waits for it, else now and then.

@@ -27,7 +27,7 @@ import orjson
 from rich.markup import escape
 
 from recipe.atropos.evaluated import NONE_YET, say_evaluated
-from recipe.atropos.run_record import update_summary
+from recipe.atropos.run_record import read_evaluations, update_summary
 from recipe.atropos.services.environments import environment_command
 from recipe.atropos.services.inference import Inference
 from recipe.atropos.services.process import ServiceFailed
@@ -160,21 +160,31 @@ class Evaluations:
 
     # ---------------------------------------------------------------- how
 
+    def due(self, version: int) -> list[EnvironmentSpec]:
+        """Those that have not evaluated ``version``, or failed at it."""
+        lines = read_evaluations(self._run.directory)
+        done = {line["env"] for line in lines if line["step"] == version and "error" not in line}
+        return [spec for name, spec in self._specs.items() if name not in done]
+
     async def _all(self, version: int) -> None:
         """All environments that have not yet evaluated ``version``, side by side.
 
         Raises:
-            ServiceFailed: one failed; every other one is done, and recorded.
+            ServiceFailed: one failed that still trains; every other one is done, and recorded.
         """
-        done = {line["env"] for line in read_evaluations(self._run.directory) if line["step"] == version}
-        specs = [spec for name, spec in self._specs.items() if name not in done]
+        specs = self.due(version)
         results = await asyncio.gather(*(self._one(spec, version) for spec in specs), return_exceptions=True)
+        failures = []
         for spec, result in zip(specs, results, strict=True):
             if isinstance(result, ServiceFailed):
                 self._record({"step": version, "version": version, "env": spec.name, "error": str(result)})
-        for result in results:
+                if spec.service in self._run.given_up:
+                    console.print(f"[bold red]heldout[/] version {version}: {escape(str(result))}", soft_wrap=True)
+                    continue
             if isinstance(result, BaseException):
-                raise result
+                failures.append(result)
+        if failures:
+            raise failures[0]
 
     async def _one(self, spec: EnvironmentSpec, version: int) -> None:
         folder = self._run.directory / "evaluation" / str(version) / spec.name
@@ -237,13 +247,6 @@ def _read(path: Path) -> tuple[dict[str, float], bool]:
     numbers = {name: value for name, value in written["results"]["all"].items() if isinstance(value, int | float)}
     sampling = written.get("config_general", {}).get("generation_parameters") or {}
     return {name: value for name, value in numbers.items() if math.isfinite(value)}, sampling.get("temperature") == 0
-
-
-def read_evaluations(directory: str | Path) -> list[dict[str, Any]]:
-    """All lines of ``evaluations.jsonl``; not one in which a killed launcher stopped."""
-    path = Path(directory) / "evaluations.jsonl"
-    whole, _, _ = path.read_bytes().rpartition(b"\n") if path.exists() else (b"", b"", b"")
-    return [orjson.loads(line) for line in whole.splitlines()]
 
 
 def heldout_summary(directory: str | Path, several: bool) -> dict[str, Any]:

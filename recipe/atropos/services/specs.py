@@ -94,8 +94,6 @@ def environment_specs(config: DictConfig) -> dict[str, EnvironmentSpec]:
     """
     single = OmegaConf.to_container(config.environment, resolve=True)
     several = OmegaConf.to_container(config.environments, resolve=True) if config.environments else {}
-    if not isinstance(several, dict):
-        raise ValueError(f"environments={several!r}: give a mapping, NAME: {{target: ..., args: ...}}")
     if not several:
         return {spec.name: spec for spec in [_spec("environment", _name_of(single), single)]}
     shared = {key: value for key, value in single.items() if key not in ("args", "reward_bridge")}
