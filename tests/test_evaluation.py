@@ -8,7 +8,6 @@ import numpy as np
 import orjson
 import pytest
 from helpers_item_env import ItemEnv, ItemEnvConfig
-from helpers_sglang import make_tiny_model
 from helpers_trainer import compose_config
 
 from recipe.atropos.evaluated import NotEvaluated, say_evaluated, wait_until_evaluated
@@ -89,11 +88,6 @@ def test_a_word_that_does_not_come_is_an_error(tmp_path):
 
 
 # ---------------------------------------------------------------- what is found
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    return make_tiny_model(tmp_path_factory.mktemp("model"), seed=0)
 
 
 class WithoutServer(ItemEnv):

@@ -9,7 +9,6 @@ import orjson
 import psutil
 import pytest
 from helpers_services import get, group, post, running_api
-from helpers_sglang import make_tiny_model
 from helpers_trainer import compose_config
 from omegaconf import OmegaConf, flag_override
 
@@ -189,11 +188,10 @@ def test_counts_are_summed_over_the_processes_of_an_environment(tmp_path):
 class Stage:
     """Two environments under the launcher's care, and the API; nobody samples."""
 
-    def __init__(self, folder, api, *options):
+    def __init__(self, folder, model, api, *options):
         each = [
             f"environments.{name}.{key}" for name in "ab" for key in (f"target={ITEM_ENV}", "min_batch_allocation=0.5")
         ]
-        model = make_tiny_model(folder / "model", seed=0)
         settings = config(*each, *options, "data.train_batch_size=2", "actor_rollout_ref.rollout.n=2")
         settings.actor_rollout_ref.model.path = str(model)
         self.api, self.run = api, Run(settings, [], folder)
@@ -227,7 +225,7 @@ class Stage:
 
 @pytest.mark.e2e
 @pytest.mark.timeout(180)
-def test_of_an_environment_that_is_killed_nothing_is_waited_for(tmp_path):
+def test_of_an_environment_that_is_killed_nothing_is_waited_for(tmp_path, model_path):
     """First it is started again, then given up; each time its part of the batch is the other's."""
 
     async def scene(stage):
@@ -263,7 +261,7 @@ def test_of_an_environment_that_is_killed_nothing_is_waited_for(tmp_path):
             await stage.until(lambda: False, 10)
 
     with running_api(tmp_path) as api:
-        stage = Stage(tmp_path, api.url, "environments.a.max_restarts=0", "environments.b.max_restarts=1")
+        stage = Stage(tmp_path, model_path, api.url, "environments.a.max_restarts=0", "environments.b.max_restarts=1")
         try:
             asyncio.run(scene(stage))
         finally:
@@ -272,13 +270,22 @@ def test_of_an_environment_that_is_killed_nothing_is_waited_for(tmp_path):
 
 @pytest.mark.e2e
 @pytest.mark.timeout(400)
-def test_two_environments_train_together_are_evaluated_and_one_killed_for_good_does_not_stop_the_other(tmp_path):
+def test_two_environments_train_together_are_evaluated_and_one_killed_for_good_does_not_stop_the_other(
+    tmp_path, model_path
+):
     """Both are evaluated before the training, after update 2 and at the end, each time all of it on one version."""
-    folder, model = tmp_path / "run", make_tiny_model(tmp_path / "model", seed=0)
+    folder = tmp_path / "run"
     each = {"target": ITEM_ENV, "min_batch_allocation": 0.5, "max_restarts": 0}
     options = [f"environments.{name}.{key}={value}" for name in "ab" for key, value in each.items()]
     options += ["environments.b.args.says=attribute", "evaluation.every=2", "trainer.save_freq=-1"]
-    command = [sys.executable, "-m", "recipe.atropos.launch_services", "--preset=demo", f"--model={model}", *options]
+    command = [
+        sys.executable,
+        "-m",
+        "recipe.atropos.launch_services",
+        "--preset=demo",
+        f"--model={model_path}",
+        *options,
+    ]
     launcher = start_service("launcher", [*command, "--steps=5", f"--run-dir={folder}"], log_path=tmp_path / "log")
     try:
         deadline = time.monotonic() + 240

@@ -21,8 +21,8 @@ from atroposlib.envs.base import BaseEnv
 
 from recipe.atropos.environments.checked import Checked
 from recipe.atropos.environments.durable import Durable
-from recipe.atropos.environments.lifecycle import Lifecycle
 from recipe.atropos.environments.evaluation import Evaluating
+from recipe.atropos.environments.lifecycle import Lifecycle
 from recipe.atropos.environments.pacing import Paced
 from recipe.atropos.environments.registration import Registered
 from recipe.atropos.environments.reporting import Reporting
