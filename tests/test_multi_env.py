@@ -229,7 +229,7 @@ def test_of_an_environment_that_is_killed_nothing_is_waited_for(tmp_path, model_
     """First it is started again, then given up; each time its part of the batch is the other's."""
 
     async def scene(stage):
-        register = {"batch_size": 4, "max_token_len": 100, "starting_step": 0, "num_steps": 9, "checkpoint_dir": ""}
+        register = {"batch_size": 4, "max_token_len": 2048, "starting_step": 0, "num_steps": 9, "checkpoint_dir": ""}
         post(
             f"{stage.api}/register", register | {"wandb_group": "", "wandb_project": "", "save_checkpoint_interval": -1}
         )
@@ -273,11 +273,11 @@ def test_of_an_environment_that_is_killed_nothing_is_waited_for(tmp_path, model_
 def test_two_environments_train_together_are_evaluated_and_one_killed_for_good_does_not_stop_the_other(
     tmp_path, model_path
 ):
-    """Both are evaluated before the training, after update 2 and at the end, each time all of it on one version."""
+    """Both are evaluated before the training, after update 3 and at the end, each time all of it on one version."""
     folder = tmp_path / "run"
     each = {"target": ITEM_ENV, "min_batch_allocation": 0.5, "max_restarts": 0}
     options = [f"environments.{name}.{key}={value}" for name in "ab" for key, value in each.items()]
-    options += ["environments.b.args.says=attribute", "evaluation.every=2", "trainer.save_freq=-1"]
+    options += ["environments.b.args.says=attribute", "evaluation.every=3", "trainer.save_freq=-1"]
     command = [
         sys.executable,
         "-m",
@@ -299,17 +299,17 @@ def test_two_environments_train_together_are_evaluated_and_one_killed_for_good_d
         launcher.stop(grace=0)
     lines = read_metrics(folder)
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
-    assert lines[0]["atropos/a/groups"] == lines[0]["atropos/b/groups"] == 8
+    assert lines[0]["atropos/a/groups"] + lines[0]["atropos/b/groups"] == 16 and lines[0]["atropos/b/groups"] > 0
     assert lines[-1]["atropos/num_environments"] == 1 and "atropos/b/groups" not in lines[-1]
-    output = launcher.tail(60)
+    output = launcher.log_path.read_text()
     assert "(a +0.500, b +0.500)" in output
     assert "environment-b ended once more after 0 restarts (environments.b.max_restarts), given up" in output
 
     found = read_evaluations(folder)
-    assert sorted((entry["version"], entry["env"]) for entry in found) == [(v, e) for v in (0, 2, 5) for e in "ab"]
+    assert sorted((entry["version"], entry["env"]) for entry in found) == [(v, e) for v in (0, 3, 5) for e in "ab"]
     assert all(entry["metrics"]["eval/total"] == 4 for entry in found), "none failed, none met two versions"
-    assert lines[2]["phase_s/evaluate"] > lines[1]["phase_s/evaluate"] == 0, "update 3 waited for the evaluation"
-    samples = [LineReader(folder / f"evaluation/{v}/a/samples.jsonl").new_lines() for v in (0, 2, 5)]
+    assert [line["step"] for line in lines if line["phase_s/evaluate"] > 0.5] == [4], "it waited for the evaluation"
+    samples = [LineReader(folder / f"evaluation/{v}/a/samples.jsonl").new_lines() for v in (0, 3, 5)]
     assert [[sample["item"] for sample in each] for each in samples] == [[0, 1, 2, 3]] * 3, "the same items"
     summary = orjson.loads((folder / "summary.json").read_bytes())
     assert summary["environments"]["b"]["given_up"] and not summary["environments"]["a"]["given_up"]

@@ -65,7 +65,6 @@ from recipe.atropos.inference.client import InferenceError, SGLangClient
 logger = logging.getLogger(__name__)
 
 _SELDOM, _ANSWER, _SAY_AGAIN = 1.0, 10.0, 60.0  # s: between two looks with room left; for a server to answer; of logs
-_LEFT = 10.0  # s without a new version, after an environment left, until what it lacks is begun by others
 
 
 async def served_version(servers: Sequence[tuple[str, str | None]]) -> tuple[int | None, str]:
@@ -92,6 +91,7 @@ class Paced:
     """Goes before ``BaseEnv``; see the module. Only servers of type "sglang" report versions."""
 
     patience = 120.0  # s without a new version, with nothing in flight and no room, until a batch is taken for lost
+    left_patience = 5.0  # s that the trainer waits for what another environment left undone, until it is begun here
     longest_wait = 3600.0  # s of the same, until the environment ends
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -105,7 +105,7 @@ class Paced:
         self._version_since: float | None = None
         self._longest_step = 0.0  # s between two versions
         self._granted = 0  # batches, since the present version
-        self._left: int | None = None  # the version at which another environment left
+        self._left = False  # whether another environment did, and what it lacks was not begun since
         self._unknown = ""  # why the version is not known
 
     async def get_status(self) -> None:
@@ -119,8 +119,7 @@ class Paced:
             return
         status = self.status_dict
         share = self.config.batch_size * self.part_of_a_batch(self.config.min_batch_allocation, status)
-        if 0 < self.pace.share < share and self.pace.version is not None:
-            self._left = self.pace.version
+        self._left |= 0 < self.pace.share < share
         self.pace.set_share(share)
         await self._look(status["self_queue_size"] * self.config.group_size)
         self.max_num_workers += self.pace.waiting
@@ -184,14 +183,14 @@ class Paced:
     def _fill_in(self, idle: float, queued: int) -> bool:
         """Whether there is room now for this environment's part of what a batch lacks of one that left.
 
-        A queue that is empty waits for the trainer instead, and one that holds a batch does.
+        Only where the trainer waits for that batch: then as many were cut as there are updates.
         """
         batch, missing = self.config.batch_size, self.config.batch_size - queued
-        recent = self._left is not None and self.pace.version <= self._left + self.pace.max_staleness + 1
-        if not (recent and 0 < missing < batch and idle > max(_LEFT, 2 * self._longest_step)):
+        waits = self.pace.version is not None and self.status_dict["current_step"] <= self.pace.version
+        if not (self._left and waits and 0 < missing <= batch and idle > self.left_patience):
             return False
         logger.warning("another environment left; beginning our part of the %d sequences that a batch lacks", missing)
-        self._left = None
+        self._left = False
         self.pace.grant(missing * self.pace.share / batch)
         return True
 

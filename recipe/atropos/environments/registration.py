@@ -2,7 +2,8 @@
 
 The API gives every registration a number and never says which process it belongs to; only by that number can the
 registration of a process that was killed be taken back. An environment with ``Registered`` in front of its base class
-adds it to the file that ``ATROPOS_ENV_REPORT`` names, as a line ``{"time", "env", "pid", "registered": NUMBER}``.
+adds it to the file that ``ATROPOS_ENV_REPORT`` names, as a line ``{"time", "env", "pid", "registered": NUMBER}``, once
+it has learnt from the trainer's sizes that it fits.
 """
 
 import os
@@ -17,8 +18,8 @@ from recipe.atropos.environments.reporting import VARIABLE
 class Registered:
     """Goes before ``BaseEnv``; see the module."""
 
-    async def register_env(self) -> None:
-        await super().register_env()
+    async def get_server_info(self) -> None:
+        await super().get_server_info()
         path = os.environ.get(VARIABLE)
         if path:
             line = {"time": time.time(), "env": self.config.wandb_name, "pid": os.getpid(), "registered": self.env_id}
