@@ -12,8 +12,11 @@ from typing import Any
 from recipe.atropos.services.process import Service, free_port, start_service
 
 
-def get(url: str) -> Any:
-    with urllib.request.urlopen(url, timeout=10) as reply:
+def get(url: str, payload: Any = None) -> Any:
+    """``payload`` is a body: the API has a GET with one."""
+    body = None if payload is None else json.dumps(payload).encode()
+    request = urllib.request.Request(url, body, {"Content-Type": "application/json"}, method="GET")
+    with urllib.request.urlopen(request, timeout=10) as reply:
         return json.loads(reply.read())
 
 

@@ -13,9 +13,12 @@ import psutil
 import pytest
 
 from recipe.atropos.environments import gsm8k
-from recipe.atropos.launch_services import Run, compose_overrides, environment_command, load_config, parse_arguments
+from recipe.atropos.launch_services import compose_overrides, load_config, parse_arguments
 from recipe.atropos.run_record import read_metrics
+from recipe.atropos.services.environments import environment_command
 from recipe.atropos.services.process import free_port, start_service
+from recipe.atropos.services.run import Run
+from recipe.atropos.services.specs import environment_specs
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -67,8 +70,9 @@ def test_the_environments_flags_are_the_users_over_the_launchers_own(tmp_path):
     ]
     overrides = compose_overrides(parse_arguments([*options, "environment.args.openai.timeout=7"]))
     config = load_config(overrides)
-    command = environment_command(Run(config, overrides, tmp_path), "serve", "http://api", "http://server")
-    assert command[1:4] == ["-m", "recipe.atropos.environments.gsm8k", "serve"]
+    [spec] = environment_specs(config).values()
+    command = environment_command(Run(config, overrides, tmp_path), spec, "serve", "http://api", "http://server")
+    assert command[3:6] == ["serve", "--env", "recipe.atropos.environments.gsm8k"]
     assert {"--env.temperature=0.5", "--env.group_size=8", "--openai.base_url=http://server/v1"} <= set(command)
     assert "--openai.timeout=7" in command and not any("train_size" in word for word in command)
 
@@ -130,7 +134,7 @@ def test_an_environment_that_exits_stops_everything_and_is_named(tmp_path, model
     begin = time.monotonic()
     status, output, left = wait(service, 120)
     assert status == 1 and expected in words(output), output
-    assert re.search(r"error +(environment|evaluate-before): ", output), output
+    assert re.search(r"error +(environment|evaluate-gsm8k): ", output), output
     assert time.monotonic() - begin < 100 and not left  # 35 to 40 s where nothing else runs
 
 

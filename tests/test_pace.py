@@ -55,8 +55,11 @@ class Training:
             self.pushed = self.version
 
 
-async def environment(training, pace, share, items, workers, name="env", patience=None):
-    """What ``Paced`` makes of BaseEnv's manager; ``items`` yields (turns that it takes, groups that come of it)."""
+async def environment(training, pace, share, items, workers, name="env", patience=None, fill_in=None):
+    """What ``Paced`` makes of BaseEnv's manager; ``items`` yields (turns that it takes, groups that come of it).
+
+    ``share`` is a function where other environments leave and return, and ``fill_in`` the patience with what they lack.
+    """
     running, number, expected, in_order, idle = set(), 0, SIZE, [], 0
 
     async def work(number, ticket, began, duration, groups):
@@ -81,13 +84,16 @@ async def environment(training, pace, share, items, workers, name="env", patienc
 
     try:
         while True:
-            pace.set_share(share)
+            pace.set_share(share() if callable(share) else share)
             if pace.version != training.pushed:
                 pace.set_version(training.pushed, SIZE * (len(training.queue) - training.taken))
                 idle = 0
             idle = 0 if pace.room or pace.oldest else idle + 1
             if patience and idle > patience:
                 pace.grant()
+            missing = training.batch - SIZE * (len(training.queue) - training.taken)
+            if fill_in and idle > fill_in and 0 < missing < training.batch:
+                pace.grant(missing * pace.share / training.batch)
             while pace.room and len(running) < workers + pace.waiting:
                 duration, groups = next(items)
                 assert pace.begun < pace.limit
@@ -200,6 +206,62 @@ def test_environments_that_share_a_batch_always_fill_it(items, max_staleness, we
         for i, weight in enumerate(weights)
     ]
     simulate(*environments, main=steps(training, 12))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    groups=st.integers(2, 6),
+    part=st.integers(1, 5),
+    max_staleness=st.integers(0, 3),
+    leaves=st.integers(0, 60),
+    away=st.one_of(st.none(), st.integers(50, 600)),
+    duration=st.integers(0, 8),
+)
+@example(groups=4, part=2, max_staleness=0, leaves=9, away=None, duration=3)
+@example(groups=4, part=2, max_staleness=2, leaves=40, away=100, duration=0)
+def test_where_an_environment_leaves_the_other_fills_the_batches_within_the_bound(
+    groups, part, max_staleness, leaves, away, duration
+):
+    """And where it returns, each has its share again. Never for long is more on its way than the bound allows."""
+    batch, part = groups * SIZE, min(part, groups - 1)
+    training = Training(batch)
+    there, changed = True, asyncio.Event()
+
+    def rest():
+        return batch - part * SIZE if there else batch
+
+    def leaver(name):
+        return environment(training, Pace(max_staleness), part * SIZE, cycle([(duration, 1)]), workers=20, name=name)
+
+    async def come_and_go():
+        nonlocal there
+        task = asyncio.create_task(leaver("first"))
+        for _ in range(leaves):
+            await asyncio.sleep(0)
+        task.cancel()
+        there = False
+        for _ in range(away or 0):
+            await asyncio.sleep(0)
+        there = away is not None
+        changed.set()
+        await (leaver("second") if there else asyncio.Event().wait())
+
+    async def step():
+        await training.step()
+        for _ in range(30):  # the environments are faster
+            await asyncio.sleep(0)
+
+    async def main():
+        while not changed.is_set():
+            await step()
+        for number in range(30):
+            await step()
+            assert number < 15 or len(training.queue) <= (training.version + 1 + max_staleness) * groups
+
+    stays = environment(training, Pace(max_staleness), rest, cycle([(1, 1)]), workers=20, name="stays", fill_in=300)
+    simulate(stays, come_and_go(), main=main())
+    names = [name for name, *_ in training.queue[training.taken - 10 * groups : training.taken]]
+    assert names.count("stays") / len(names) == pytest.approx(rest() / batch, abs=0.15)
 
 
 @settings(max_examples=150, deadline=None)

@@ -131,6 +131,21 @@ def test_what_the_api_refuses_gives_its_place_back(tmp_path, model_path, monkeyp
     play(tmp_path, model_path, monkeypatch, scene, max_staleness=1, broken=2)
 
 
+def test_what_a_batch_lacks_of_an_environment_that_left_is_begun_by_the_others(tmp_path, model_path, monkeypatch):
+    async def scene(stage):
+        other = {"max_token_length": 2048, "desired_name": "other", "weight": 0.5, "group_size": SIZE}
+        number = post(f"{stage.api}/register-env", other)["env_id"]
+        with pytest.raises(TimeoutError):
+            await stage.next_batch(15)
+        assert stage.env.pace.begun == 2 * SIZE, "its own two thirds of a batch"
+        post(f"{stage.api}/disconnect-env", {"env_id": number})
+        assert await stage.next_batch(15) == [0, 1, 2]
+        stage.version = "1"
+        assert await stage.next_batch(5) == [3, 4, 5], "from now on a batch is its own"
+
+    play(tmp_path, model_path, monkeypatch, scene, left_patience=1.0)
+
+
 def test_an_environment_whose_server_never_gets_weights_ends_and_says_so(tmp_path, model_path, monkeypatch):
     async def scene(stage):
         stage.version = "default"

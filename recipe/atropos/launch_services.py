@@ -1,13 +1,14 @@
 """One-shot launcher: ``python -m recipe.atropos.launch_services --preset demo [--steps N] [key=value ...]``
 
-Starts the Trajectory API, the SGLang servers with the gateway before them, the trainer and the environment, in the
+Starts the Trajectory API, the SGLang servers with the gateway before them, the trainer and the environments, in the
 order in which each can use the one before; watches them until the trainer has trained every step; then ends exactly
 what it started. The promises:
 
-- the environment starts only when the servers hold the trainer's weights;
-- an SGLang server or a gateway that ends is started again, so many times, and the run goes on; whichever other service
-  ends early ends the run, with that service's name and last lines, and a non-zero status;
-- held-out accuracy is measured by the environment itself, on one version of the weights from beginning to end;
+- the environments start only when the servers hold the trainer's weights;
+- an SGLang server, a gateway or an environment that ends is started again, so many times, and the run goes on, of
+  several environments also without one that is given up; whichever other service ends early ends the run, with that
+  service's name and last lines, and a non-zero status;
+- held-out accuracy is measured by the environments themselves, on one version of the weights from beginning to end;
 - whatever happens, Ctrl-C included, no process of the run stays.
 
 A run leaves what DESIGN's run contract lists in ``runs/NAME``; the same command resumes an interrupted run.
@@ -15,14 +16,12 @@ A run leaves what DESIGN's run contract lists in ``runs/NAME``; the same command
 
 import argparse
 import asyncio
-import importlib.util
 import os
 import re
 import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import orjson
@@ -32,13 +31,15 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from rich.markup import escape
 
-from recipe.atropos.environments.pace import VARIABLE
 from recipe.atropos.inference.server import LaunchError
 from recipe.atropos.preflight import ConfigurationError, check_config, resolve_model
 from recipe.atropos.run_record import MetricsReader, update_summary
+from recipe.atropos.services.environments import Environments, check_target
+from recipe.atropos.services.evaluation import Evaluations
 from recipe.atropos.services.inference import Inference, inference_healthy, start_inference
 from recipe.atropos.services.process import Service, ServiceFailed, free_port, port_is_free, wait_until_healthy
 from recipe.atropos.services.run import Run, console
+from recipe.atropos.services.specs import EnvironmentSpec, environment_specs
 from recipe.atropos.utils.plots import plot_reward
 
 _WATCH_SECONDS = 0.5
@@ -48,7 +49,7 @@ _VERSION_SECONDS = 120.0
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m recipe.atropos.launch_services",
-        description="Start the Trajectory API, SGLang, the trainer and an Atropos environment; train; end them all.",
+        description="Start the Trajectory API, SGLang, the trainer and Atropos environments; train; end them all.",
         epilog="key=value: any key of config/trainer.yaml or of verl's ppo_trainer, as for recipe.atropos.main",
     )
     parser.add_argument("--preset", help="a file of config/preset, without .yaml; demo runs on two CPU cores")
@@ -72,8 +73,9 @@ def compose_overrides(arguments: argparse.Namespace) -> list[str]:
         "seed": arguments.seed,
     }
     overrides = [f"{key}={value}" for key, value in named.items() if value is not None] + arguments.overrides
-    # These two mappings are the user's own: a new key in them needs no "+".
-    return [re.sub(r"^(environment|inference)\.args\.", r"++\g<0>", override) for override in overrides]
+    # These mappings are the user's own: a new key in them needs no "+".
+    own = r"^((environment|inference)\.args|environment\.reward_bridge|environments)\."
+    return [re.sub(own, r"++\g<0>", override) for override in overrides]
 
 
 def quoted(value: str | Path) -> str:
@@ -116,20 +118,18 @@ def _steps_done(folder: Path) -> int:
     return orjson.loads(summary.read_bytes()).get("steps", 0) if summary.exists() else 0
 
 
-def check_environment(target: str) -> None:
-    """Raises ConfigurationError where ``environment.target`` is neither a file nor a module that can be found."""
+def environments_of(config: DictConfig) -> dict[str, EnvironmentSpec]:
+    """By name. Raises ConfigurationError where one's target is neither a file nor a module that can be found."""
+    specs = environment_specs(config)
     try:
-        found = Path(target).is_file() if target.endswith(".py") else importlib.util.find_spec(target) is not None
-    except ModuleNotFoundError:  # of a parent package
-        found = False
-    if not found:
-        raise ConfigurationError(
-            f"environment.target={target}: no such {'file' if target.endswith('.py') else 'module'}; give a module "
-            "that can be imported (put its folder on PYTHONPATH), or the path of its .py file"
-        )
+        for spec in specs.values():
+            check_target(spec)
+    except ValueError as error:
+        raise ConfigurationError(str(error)) from error
+    return specs
 
 
-async def launch(config: DictConfig, overrides: list[str], directory: Path) -> None:
+async def launch(config: DictConfig, overrides: list[str], directory: Path, specs: dict[str, EnvironmentSpec]) -> None:
     """Run everything to the last step.
 
     Raises:
@@ -139,32 +139,31 @@ async def launch(config: DictConfig, overrides: list[str], directory: Path) -> N
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, asyncio.current_task().cancel)
     run = Run(config, overrides, directory)
     started = time.monotonic()
+    environments = evaluations = None
     try:
-        resumed = _steps_done(directory) > 0
         api = start_api(run)
         inference = start_inference(run)
+        evaluations = Evaluations(run, specs, inference)
         console.print(
             f"[bold]sglang[/]  starting {config.actor_rollout_ref.model.path} at {', '.join(inference.urls)}, "
             f"behind {inference.gateway}",
             soft_wrap=True,
         )
-        trainer = start_trainer(run, api, inference)  # it waits for the servers while its own workers start
+        trainer = start_trainer(run, api, inference, evaluations)  # it waits for the servers while its workers start
         await servers_healthy(run, api, inference)
         version = await first_version(run, trainer, inference)
-        if config.environment.evaluate and not resumed:
-            before = await evaluate(run, inference, "before")
-            update_summary(
-                directory, {"heldout_accuracy_before": before["accuracy"], "heldout_problems": before["total"]}
-            )
-        environment = start_environment(run, api, inference)
-        await watch(run, trainer, version)
-        run.stop(environment)
-        run.remove(environment)
-        if config.environment.evaluate:
-            after = await evaluate(run, inference, "after")
-            update_summary(directory, {"heldout_accuracy_after": after["accuracy"], "heldout_problems": after["total"]})
+        await evaluations.begin(version)
+        environments = Environments(run, specs, api.url, inference.gateway)
+        environments.start()
+        await watch(run, trainer, version, environments, evaluations)
+        environments.stop()
+        await evaluations.end()
     finally:
+        if evaluations is not None:
+            await evaluations.stop()
         run.stop()
+        if environments is not None:
+            update_summary(directory, {"environments": environments.summary()})
     update_summary(directory, {"seconds_in_all": time.monotonic() - started})
     plot_reward(directory)
 
@@ -188,12 +187,13 @@ async def servers_healthy(run: Run, api: Service, inference: Inference) -> None:
     console.print(f"[bold]sglang[/]  {many}up after {seconds:.0f} s; api at {api.url}")
 
 
-def start_trainer(run: Run, api: Service, inference: Inference) -> Service:
+def start_trainer(run: Run, api: Service, inference: Inference, evaluations: Evaluations) -> Service:
     addresses = [
         f"inference.urls=[{','.join(inference.urls)}]",
         f"inference.gateway={inference.gateway}",
         f"trainer.atropos.api_url={api.url}",
         f"trainer.atropos.startup_timeout={run.config.inference.start_timeout}",
+        f"evaluation.evaluated_file={quoted(evaluations.word)}",
     ]
     model = f"actor_rollout_ref.model.path={quoted(run.config.actor_rollout_ref.model.path)}"
     command = [sys.executable, "-m", "recipe.atropos.main", *run.overrides, *addresses, model]
@@ -231,83 +231,11 @@ async def served_version(run: Run, inference: Inference) -> int:
     return version
 
 
-def environment_command(run: Run, subcommand: str, api_url: str, server_url: str) -> list[str]:
-    """The environment's own command line; ``environment.args`` come last and win.
-
-    ``environment.args.KEY`` is the environment's ``--env.KEY``, ``environment.args.openai.KEY`` is ``--openai.KEY``;
-    null leaves a flag out.
-    """
-    config, model = run.config, run.config.actor_rollout_ref.model.path
-    target = config.environment.target
-    flags = {
-        "env.rollout_server_url": api_url,
-        "env.tokenizer_name": model,
-        "env.group_size": config.environment.group_size,
-        "env.max_token_length": config.data.max_prompt_length + config.data.max_response_length,
-        "env.total_steps": 10**9,  # the launcher ends it
-        "env.use_wandb": False,
-        "openai.base_url": f"{server_url}/v1",
-        "openai.model_name": model,
-        "openai.server_type": "sglang",
-        "openai.api_key": run.api_key,
-        "openai.health_check": False,
-    }
-    if subcommand == "serve":
-        flags["slurm"] = False
-    for key, value in OmegaConf.to_container(config.environment.args).items():
-        flags |= {f"{key}.{k}": v for k, v in value.items()} if isinstance(value, dict) else {f"env.{key}": value}
-    program = [str(Path(target).resolve())] if target.endswith(".py") else ["-m", target]
-    given = {key: value for key, value in flags.items() if value is not None}
-    return [sys.executable, *program, subcommand, *(f"--{key}={_text(value)}" for key, value in given.items())]
-
-
-def start_environment(run: Run, api: Service, inference: Inference) -> Service:
-    command = environment_command(run, "serve", api.url, inference.gateway)
-    max_staleness = run.config.trainer.atropos.max_staleness
-    return run.start("environment", command, **{VARIABLE: "" if max_staleness is None else str(max_staleness)})
-
-
-async def evaluate(run: Run, inference: Inference, when: str) -> dict[str, float]:
-    """Held-out accuracy of the version that the servers hold, by the environment's own ``evaluate``.
-
-    Returns ``accuracy`` in [0, 1] and ``total``, the number of problems.
-
-    Raises:
-        ServiceFailed: the evaluation failed, took too long, or met another version at its end than at its start.
-    """
-    folder = run.directory / "evaluation" / when
-    folder.mkdir(parents=True, exist_ok=True)
-    version = await served_version(run, inference)
-    command = environment_command(run, "evaluate", "http://127.0.0.1:1", inference.gateway)
-    service = run.start(f"evaluate-{when}", [*command, f"--env.data_dir_to_save_evals={folder}"])
-    run.remove(service)
-    try:
-        timeout = run.config.environment.start_timeout
-        deadline = time.monotonic() + timeout
-        while service.poll() is None:
-            run.check()
-            if time.monotonic() > deadline:
-                raise service.failure(f"not done within environment.start_timeout={timeout} s")
-            await asyncio.sleep(_WATCH_SECONDS)
-    finally:
-        service.stop()
-    metrics_path = folder / "metrics.json"
-    if service.poll() != 0 or not metrics_path.exists():
-        raise service.failure("no evaluation")
-    if version != await served_version(run, inference):
-        raise service.failure(f"the weights changed during the evaluation of version {version}")
-    metrics = orjson.loads(metrics_path.read_bytes())["results"]["all"]
-    accuracy = next(value for key, value in metrics.items() if key.endswith(("percent_correct", "accuracy")))
-    total = next((value for key, value in metrics.items() if key.endswith("total")), 0)
-    console.print(f"[bold]heldout[/] {accuracy:.1%} of {total:.0f} problems right, greedy, version {version}")
-    return {"accuracy": accuracy, "total": total}
-
-
-async def watch(run: Run, trainer: Service, version: int) -> None:
+async def watch(run: Run, trainer: Service, version: int, environments: Environments, evaluations: Evaluations) -> None:
     """Until the trainer has ended well; says every step that it trained.
 
     Raises:
-        ServiceFailed: a service ended, or the trainer ended short of the last step.
+        ServiceFailed: a service ended that the run needs, or the trainer ended short of the last step.
     """
     total = run.config.trainer.total_training_steps
     seen, reader = version, MetricsReader(run.directory)
@@ -317,16 +245,26 @@ async def watch(run: Run, trainer: Service, version: int) -> None:
             if line["step"] > seen:
                 seen = line["step"]
                 console.print(
-                    f"[bold]step {seen:>4}/{total}[/] score {line['atropos/mean_score']:+.3f}  "
+                    f"[bold]step {seen:>4}/{total}[/] score {scores_of(line)}  "
                     f"rows {line['atropos/rows']:.0f}  {line['timing_s/step']:.1f} s, of them waiting "
-                    f"{line['phase_s/wait']:.1f}  version {line['atropos/policy_version']}"
+                    f"{line['phase_s/wait']:.1f}  version {line['atropos/policy_version']}",
+                    soft_wrap=True,
                 )
+        await environments.look_after()
         run.check()
+        await evaluations.look_after()
         if ended:
             if seen < total:
                 raise trainer.failure(f"ended after step {seen} of {total}")
             return
         await asyncio.sleep(_WATCH_SECONDS)
+
+
+def scores_of(line: dict[str, float]) -> str:
+    """A step's mean score, and where several environments are in it, that of each."""
+    named = [(key.split("/"), score) for key, score in line.items() if key.endswith("/mean_score")]
+    each = [f"{parts[1]} {score:+.3f}" for parts, score in named if len(parts) == 3]
+    return f"{line['atropos/mean_score']:+.3f}" + (f" ({', '.join(each)})" if len(each) > 1 else "")
 
 
 async def _answers(url: str) -> bool:
@@ -343,10 +281,6 @@ def _port(given: int | None, host: str, key: str) -> int:
     return given or free_port(host)
 
 
-def _text(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit status: 0 only if every step was trained."""
     arguments = parse_arguments(argv)
@@ -357,11 +291,11 @@ def main(argv: list[str] | None = None) -> int:
         directory = choose_run_dir(config, explicit)
         config.actor_rollout_ref.model.path = resolve_model(config.actor_rollout_ref.model.path, config.seed)
         check_config(config)
-        check_environment(config.environment.target)
+        specs = environments_of(config)
         directory.mkdir(parents=True, exist_ok=True)
         OmegaConf.save(config, directory / "config.yaml")
         console.print(f"[bold]run[/]     {os.path.relpath(directory)}")
-        asyncio.run(launch(config, overrides, directory))
+        asyncio.run(launch(config, overrides, directory, specs))
     except (ConfigurationError, LaunchError, ServiceFailed) as error:
         console.print(f"[bold red]error[/]   {escape(str(error))}", soft_wrap=True)
         return 1

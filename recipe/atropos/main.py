@@ -20,6 +20,7 @@ from verl.utils.config import omega_conf_to_dataclass, validate_config
 from verl.utils.device import get_device_name
 
 from recipe.atropos.data_source import DataSourceError
+from recipe.atropos.evaluated import NotEvaluated
 from recipe.atropos.inference.client import InferenceError
 from recipe.atropos.preflight import ConfigurationError, check_config, check_services, resolve_model
 from recipe.atropos.ray_trainer import RayGRPOAtroposTrainer
@@ -36,6 +37,7 @@ _EXPECTED = (
     GatewayError,
     GetTimeoutError,
     InferenceError,
+    NotEvaluated,
     RayTaskError,
     ServersGone,
     WeightPushError,
@@ -49,6 +51,7 @@ def run(config: DictConfig) -> None:
         ConfigurationError: a value that cannot work, or a service that does not answer within ``startup_timeout``.
         DataSourceError: the Trajectory API was lost, or no batch came in time.
         WeightPushError, InferenceError, GetTimeoutError: a server refused the weights, or does not answer.
+        NotEvaluated: the launcher's evaluation of the weights in force did not end.
         ServersGone, GatewayError: behind a gateway, no SGLang server is left, or the gateway itself is gone.
     """
     with open_dict(config):

@@ -22,6 +22,7 @@ from recipe.atropos.inference.client import InferenceError, PauseMode, SGLangCli
 from recipe.atropos.losses import DistillationConfig
 from recipe.atropos.recorded import recorded_steps
 from recipe.atropos.rows import RowLimits, VersionLimits
+from recipe.atropos.services.specs import check_specs, environment_specs
 from recipe.atropos.weight_sync.engine import TRANSPORTS
 
 logger = logging.getLogger(__name__)
@@ -31,16 +32,18 @@ class ConfigurationError(ValueError):
     """A value in the configuration that cannot work; the message says which, and what to give instead."""
 
 
-SMALL_POLICY = "small-policy"  # as actor_rollout_ref.model.path: the demonstration's model, made here on first use
+SMALL_POLICY = "small-policy"  # begins the names of models that are made here on first use, see utils/small_policy.py
 
 
 def resolve_model(path: str, seed: int) -> str:
-    """The model's folder or hub name; makes the small policy of ``seed`` where that is asked for and not there yet."""
-    if path != SMALL_POLICY:
+    """The model's folder or hub name; makes a small policy of ``seed`` where one is asked for and not there yet."""
+    if not path.startswith(SMALL_POLICY):
         return os.path.expanduser(path)
-    from recipe.atropos.utils.small_policy import ensure_small_policy
+    from recipe.atropos.utils.small_policy import Recipe, ensure_small_policy
+    from recipe.atropos.utils.two_task_policy import TwoTaskRecipe
 
-    return str(ensure_small_policy(seed=seed))
+    recipes = {recipe.name: recipe for recipe in (Recipe(), TwoTaskRecipe())}
+    return str(ensure_small_policy(seed=seed, recipe=recipes[path])) if path in recipes else path
 
 
 def looks_local(path: str) -> bool:
@@ -64,12 +67,10 @@ def check_config(config: DictConfig) -> None:
     group_size = config.actor_rollout_ref.rollout.n
     batch_size = config.data.train_batch_size * group_size
     mini_batch = config.actor_rollout_ref.actor.ppo_mini_batch_size
-    if config.environment.group_size < 1 or batch_size % config.environment.group_size:
-        raise ConfigurationError(
-            f"environment.group_size={config.environment.group_size} does not divide the batch of {batch_size} "
-            f"sequences (data.train_batch_size={config.data.train_batch_size} groups x "
-            f"actor_rollout_ref.rollout.n={group_size}): the Trajectory API would never fill one; change either"
-        )
+    try:
+        check_specs([*environment_specs(config).values()], batch_size)
+    except ValueError as error:
+        raise ConfigurationError(str(error)) from error
     if config.data.train_batch_size % mini_batch:
         raise ConfigurationError(
             f"actor_rollout_ref.actor.ppo_mini_batch_size={mini_batch} does not divide "
@@ -125,6 +126,7 @@ def check_config(config: DictConfig) -> None:
             "inference.colocated=true with trainer.atropos.weight_sync.transport=distributed: NCCL takes no two ranks "
             "on one GPU; set it to auto, tensor or disk"
         )
+    _check_evaluation(config.evaluation, weight_sync.every)
     max_staleness = config.trainer.atropos.max_staleness
     if max_staleness is not None and max_staleness < weight_sync.every - 1:
         raise ConfigurationError(
@@ -132,6 +134,19 @@ def check_config(config: DictConfig) -> None:
             f"wait for ever, since the last update before a push needs samples that are {weight_sync.every - 1} "
             "updates old; raise the one or lower the other"
         )
+
+
+def _check_evaluation(evaluation: DictConfig, push_every: int) -> None:
+    every, timeout = evaluation.every, evaluation.timeout
+    if every is not None and (type(every) is not int or every < 1):
+        raise ConfigurationError(f"evaluation.every={every!r}: give a whole number of updates from 1 on, or null")
+    if every is not None and every % push_every:
+        raise ConfigurationError(
+            f"evaluation.every={every} is no multiple of trainer.atropos.weight_sync.every={push_every}: the servers "
+            "would hold older weights than those of that update; change either"
+        )
+    if not isinstance(timeout, int | float) or timeout <= 0:
+        raise ConfigurationError(f"evaluation.timeout={timeout!r}: give seconds, above 0")
 
 
 # Estimators of verl that cannot work here, and what each would need.

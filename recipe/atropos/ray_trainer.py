@@ -29,6 +29,7 @@ from recipe.atropos.advantages import AdvantageConfig, RunningMoments, compute_a
 from recipe.atropos.correction import compare_with_engine, correct_rollout
 from recipe.atropos.data_proto import groups_to_data_proto, rows_to_data_proto
 from recipe.atropos.data_source import DataSource, DataSourceConfig, Registration
+from recipe.atropos.evaluated import wait_until_evaluated
 from recipe.atropos.fsdp_workers import AtroposActorWorker
 from recipe.atropos.losses import DistillationConfig
 from recipe.atropos.metrics import batch_metrics, staleness_metrics
@@ -43,6 +44,7 @@ logger = logging.getLogger(__name__)
 _FORWARD_KEYS = ["prompts", "responses", "input_ids", "attention_mask", "position_ids", "response_mask"]
 _UPDATE_KEYS = ["old_log_probs", "advantages", "ref_log_prob", "rollout_is_weights", "teacher_ids", "teacher_logprobs"]
 _ADVANTAGE_KEYS = ["token_level_rewards", "response_mask", "rollout_is_weights", "advantages", "returns"]
+_EVALUATION_SLACK = 60.0  # seconds, for the launcher to notice that an evaluation is due, and to say that it ended
 _MAX_EMPTY_BATCHES = 20  # in a row, before the run is called dead
 
 
@@ -131,6 +133,7 @@ class RayGRPOAtroposTrainer(SeparateRayPPOTrainer):
         with marked_timer("step", self.timing_raw):
             self.metrics |= self.checkpoint_manager.ensure_current(self.global_steps - 1)
             batch = self._fit_get_batch()
+            self._fit_await_evaluation()
             self.checkpoint_manager.lend_memory(self.config.inference.urls)
             batch = self._fit_compute_log_prob(batch)
             batch = self._fit_compute_ref_log_prob(batch)
@@ -185,6 +188,21 @@ class RayGRPOAtroposTrainer(SeparateRayPPOTrainer):
     def _look_after_servers(self) -> None:
         """While a batch is waited for: it cannot come if servers wait for weights, or serve those of their start."""
         self.metrics |= self.checkpoint_manager.ensure_current(self.global_steps - 1, waiting=True)
+
+    def _fit_await_evaluation(self) -> None:
+        """Weights that are due for evaluation are replaced only once the launcher has evaluated them.
+
+        Here, and not before the push: a server that is restarted meanwhile can still be given the weights in force.
+
+        Raises:
+            NotEvaluated: the launcher did not say in time that they are evaluated.
+        """
+        settings, version = self.config.evaluation, self.checkpoint_manager.version
+        due = settings.evaluated_file and settings.every and version % settings.every == 0
+        if due and self._pushes:
+            with marked_timer("evaluate", self.timing_raw):
+                limit = settings.timeout + _EVALUATION_SLACK
+                wait_until_evaluated(settings.evaluated_file, version, limit, self._look_after_servers)
 
     def _fit_compute_log_prob(self, batch: DataProto) -> DataProto:
         """``old_log_probs``, (B, R): the policy's before the update, and how far the engine's own are from them.
@@ -258,10 +276,14 @@ class RayGRPOAtroposTrainer(SeparateRayPPOTrainer):
         return super()._fit_update_actor(batch)
 
     def _fit_update_weights(self) -> None:
-        every = self.config.trainer.atropos.weight_sync.every
-        if self.is_last_step or self.global_steps % every == 0:
+        if self._pushes:
             super()._fit_update_weights()
         self.metrics["atropos/policy_version"] = self.checkpoint_manager.version
+
+    @property
+    def _pushes(self) -> bool:
+        """Whether this step ends with a push of its weights."""
+        return self.is_last_step or self.global_steps % self.config.trainer.atropos.weight_sync.every == 0
 
     def _fit_dump_data(self, batch: DataProto) -> None:
         """Sampled text, score and versions of every row, as ``rollouts/STEP.jsonl``."""

@@ -1,4 +1,4 @@
-"""What a run leaves to be read: ``metrics.jsonl``, a line a step, and ``summary.json``.
+"""What a run leaves to be read: ``metrics.jsonl``, a line a step, and ``summary.json``, by the trainer.
 
 Both are functions of the trained steps alone: a resumed run continues the counts from its checkpoint and drops the
 lines of steps that the checkpoint does not hold, because they are trained again.
@@ -17,6 +17,7 @@ import orjson
 PHASES = {  # phases of a step, in order, and the timers of the trainer that measure them
     "wait": ("wait",),
     "convert": ("convert",),
+    "evaluate": ("evaluate",),  # waiting for an evaluation of the weights that this step replaces
     "log_prob": ("old_log_prob", "ref"),
     "advantage": ("adv",),
     "update": ("update_actor",),
@@ -113,11 +114,11 @@ def update_summary(directory: str | Path, values: Mapping[str, Any]) -> None:
     os.replace(partial, path)
 
 
-class MetricsReader:
-    """Follows a ``metrics.jsonl`` that is being written, from its beginning; whole lines only."""
+class LineReader:
+    """Follows a file of JSON objects, one a line, that is being written, from its beginning; whole lines only."""
 
-    def __init__(self, directory: str | Path):
-        self._path = Path(directory) / "metrics.jsonl"
+    def __init__(self, path: str | Path):
+        self._path = Path(path)
         self._offset = 0
 
     def new_lines(self) -> list[dict[str, Any]]:
@@ -131,9 +132,21 @@ class MetricsReader:
         return [orjson.loads(line) for line in whole.splitlines()]
 
 
+class MetricsReader(LineReader):
+    """Follows the ``metrics.jsonl`` of a run."""
+
+    def __init__(self, directory: str | Path):
+        super().__init__(Path(directory) / "metrics.jsonl")
+
+
 def read_metrics(directory: str | Path) -> list[dict[str, Any]]:
     """All lines of ``metrics.jsonl``."""
     return MetricsReader(directory).new_lines()
+
+
+def read_evaluations(directory: str | Path) -> list[dict[str, Any]]:
+    """All lines of ``evaluations.jsonl``; not one in which a killed launcher stopped."""
+    return LineReader(Path(directory) / "evaluations.jsonl").new_lines()
 
 
 def _step(line: bytes) -> float:

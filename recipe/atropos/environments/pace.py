@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 logger = logging.getLogger(__name__)
 
 VARIABLE = "ATROPOS_MAX_STALENESS"
+PATIENCE_VARIABLE = "ATROPOS_PATIENCE"
 
 _EPSILON = 1e-6  # sequences; shares such as a third of a batch add up to a little less or more
 
@@ -68,12 +69,20 @@ class Pace:
         return next(iter(self._in_flight), None)
 
     def set_share(self, share: float) -> None:
-        """From the present version on; what belongs to earlier steps stays theirs."""
+        """From the present version on; what belongs to earlier steps stays theirs.
+
+        A share that grows is that of an environment which left, and what it posted is still to be trained on: so
+        nothing more may begin at once, only for the versions to come. One that shrinks makes room for a new
+        environment, which begins for ``max_staleness`` versions ahead.
+        """
         if abs(share - self.share) < _EPSILON:
             return
         if self.version is not None:
             done, version = self._origin
-            self._origin = (done + (self.version - version) * self.share, self.version)
+            done += (self.version - version) * self.share
+            if 0 < self.share < share:
+                done -= (1 + self.max_staleness) * (share - self.share)
+            self._origin = (done, self.version)
         self.share = share
 
     def set_version(self, version: int, queued: int = 0) -> None:
@@ -91,10 +100,10 @@ class Pace:
                 ticket.bound = max(self.limit, self.begun)
         self.version = version
 
-    def grant(self) -> None:
-        """Room for one batch more, in place of one that the trainer took and did not train on."""
+    def grant(self, sequences: float | None = None) -> None:
+        """Room for so many sequences more, by default for a batch: in place of what the trainer never trained on."""
         done, version = self._origin
-        self._origin = (done + self.share, version)
+        self._origin = (done + (self.share if sequences is None else sequences), version)
 
     def begin(self, sequences: int) -> Ticket:
         """Take a place; only while there is ``room``. Whoever takes one must ``end`` it, whatever comes of it."""

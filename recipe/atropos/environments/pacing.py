@@ -25,11 +25,14 @@ but by ``worker_timeout`` and by an evaluation that stops the training, which be
 - Of a batch, an environment has the share that it is allocated (``min_batch_allocation``) and, of what is not
   allocated, the share of its weight. Among several environments a slow group can be overtaken by the others', so there
   some rows may still come too late; the trainer drops and counts them.
+- Where an environment leaves, the others take over its share of the steps to come, and, if a batch then waits for what
+  it did not post any more, also that.
 - Nothing waits for ever. A batch can be lost: to a trainer that died and went on from the same version, on the wire, or
   because all that is in it was refused. Then trainer and environment would wait for each other. So where all that may
   begin is posted and no new version comes for ``patience`` and for twice the longest time that one took, one batch
-  more may begin; if the trainer was only slow, this one comes too late, and is dropped and counted there. What is
-  waited for is in the log each minute, and after ``longest_wait`` the environment ends with that message.
+  more may begin; if the trainer was only slow, this one comes too late, and is dropped and counted there. (Where the
+  trainer waits for evaluations, ``ATROPOS_PATIENCE`` gives the seconds.) What is waited for is in the log each minute,
+  and after ``longest_wait`` the environment ends with that message.
 
 An environment variable, not a field of the configuration: unknown ``--env`` flags end an environment, and those that
 know nothing of this shall run as they are.
@@ -38,9 +41,10 @@ know nothing of this shall run as they are.
 import asyncio
 import contextlib
 import logging
+import os
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -48,7 +52,14 @@ from typing import Any
 from atroposlib.envs.base import EvalHandlingEnum
 from atroposlib.envs.server_handling.sglang_server import SGLangServer
 
-from recipe.atropos.environments.pace import VARIABLE, Pace, PacingError, Ticket, max_staleness_from_environment
+from recipe.atropos.environments.pace import (
+    PATIENCE_VARIABLE,
+    VARIABLE,
+    Pace,
+    PacingError,
+    Ticket,
+    max_staleness_from_environment,
+)
 from recipe.atropos.inference.client import InferenceError, SGLangClient
 
 logger = logging.getLogger(__name__)
@@ -80,18 +91,21 @@ class Paced:
     """Goes before ``BaseEnv``; see the module. Only servers of type "sglang" report versions."""
 
     patience = 120.0  # s without a new version, with nothing in flight and no room, until a batch is taken for lost
+    left_patience = 5.0  # s that the trainer waits for what another environment left undone, until it is begun here
     longest_wait = 3600.0  # s of the same, until the environment ends
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         max_staleness = max_staleness_from_environment()
         self.pace = None if max_staleness is None else Pace(max_staleness)
+        self.patience = float(os.environ.get(PATIENCE_VARIABLE) or self.patience)
         self._sequences_an_item = self.config.group_size
         self._looked = self._said = -float("inf")
         self._idle_since: float | None = None  # with nothing in flight and no room
         self._version_since: float | None = None
         self._longest_step = 0.0  # s between two versions
         self._granted = 0  # batches, since the present version
+        self._left = False  # whether another environment did, and what it lacks was not begun since
         self._unknown = ""  # why the version is not known
 
     async def get_status(self) -> None:
@@ -104,12 +118,18 @@ class Paced:
         if self.pace is None:
             return
         status = self.status_dict
-        fraction = (self.config.min_batch_allocation or 0.0) + status["unallocated_fraction"] * status["env_weight"]
-        self.pace.set_share(max(0.0, self.config.batch_size * fraction))
+        share = self.config.batch_size * self.part_of_a_batch(self.config.min_batch_allocation, status)
+        self._left |= 0 < self.pace.share < share
+        self.pace.set_share(share)
         await self._look(status["self_queue_size"] * self.config.group_size)
         self.max_num_workers += self.pace.waiting
-        status["queue_size"] = 0  # else BaseEnv's backpressure cancels what runs
-        self._watch()
+        queued, status["queue_size"] = status["queue_size"], 0  # else BaseEnv's backpressure cancels what runs
+        self._watch(queued * self.config.group_size)
+
+    @staticmethod
+    def part_of_a_batch(allocation: float | None, status: Mapping[str, Any]) -> float:
+        """What is allocated and, by weight, of what is not; over all that are connected it adds up to 1."""
+        return max(0.0, (allocation or 0.0) + status["unallocated_fraction"] * status["env_weight"])
 
     async def _look(self, queued: int) -> None:
         """Ask for the version: in every round of the manager while something waits for it, else now and then.
@@ -133,8 +153,8 @@ class Paced:
             self._version_since, self._granted = now, 0
             self.pace.set_version(version, queued)
 
-    def _watch(self) -> None:
-        """Says each minute what is waited for."""
+    def _watch(self, queued: int) -> None:
+        """Says each minute what is waited for. ``queued``: sequences, of all environments, that the API holds."""
         pace, now = self.pace, time.monotonic()
         oldest = pace.oldest
         if oldest is not None:
@@ -148,6 +168,8 @@ class Paced:
             what, since = self._what_is_lacking(), self._idle_since
             if now - since > self.longest_wait:
                 raise PacingError(f"{now - since:.0f} s: {what}")
+            if self._fill_in(now - since, queued):
+                return
             patience = max(self.patience, 2 * self._longest_step)
             if pace.version is not None and not self._unknown and now - since > patience * 2**self._granted:
                 logger.error("%.0f s: %s. Taking a batch for lost, and beginning another", now - since, what)
@@ -157,6 +179,20 @@ class Paced:
         if now - max(since, self._said) > _SAY_AGAIN:
             logger.warning(what)
             self._said = now
+
+    def _fill_in(self, idle: float, queued: int) -> bool:
+        """Whether there is room now for this environment's part of what a batch lacks of one that left.
+
+        Only where the trainer waits for that batch: then as many were cut as there are updates.
+        """
+        batch, missing = self.config.batch_size, self.config.batch_size - queued
+        waits = self.pace.version is not None and self.status_dict["current_step"] <= self.pace.version
+        if not (self._left and waits and 0 < missing <= batch and idle > self.left_patience):
+            return False
+        logger.warning("another environment left; beginning our part of the %d sequences that a batch lacks", missing)
+        self._left = False
+        self.pace.grant(missing * self.pace.share / batch)
+        return True
 
     def _what_is_lacking(self) -> str:
         pace = self.pace

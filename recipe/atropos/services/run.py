@@ -1,17 +1,20 @@
 """The services of one run: which there are, where, and what happens when one ends.
 
-A service for which ``Run.revive`` knows how to start it is started again on the same port, at most so many times; any
-other that ends, but for a trainer that is done, ends the run. ``services.json`` always names those that run.
+A service for which ``Run.revive`` knows how to start it is started again, a server on its port, at most so many times;
+after that the run goes on without it where its revival says so and another of its kind is left. Any other that ends,
+but for a trainer that is done, ends the run. ``services.json`` always names those that run.
 """
 
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import orjson
 from omegaconf import DictConfig
 from rich.console import Console
+from rich.markup import escape
 
 from recipe.atropos.services.process import Service, ServiceFailed, start_service
 
@@ -22,15 +25,19 @@ _ORPHANS_GRACE = 1.0  # seconds for what a dead service left running, before its
 
 @dataclass
 class Revival:
-    """How a service is started again. ``kind`` is one name for services of which any one is enough.
+    """How a service is started again, and what the limit is called in the configuration.
 
-    While ``may_start`` says no, the trainer has the memory that it needs: it waits; ``waiting``: that was said.
+    ``kind`` is one name for services of which any one is enough when the training is done; where they are
+    ``expendable``, also before. While ``may_start`` says no, the trainer has the memory that it needs: it waits;
+    ``waiting``: that was said.
     """
 
     start: Callable[[], Service]
     limit: int
     kind: str
     may_start: Callable[[], bool] = lambda: True
+    key: str = "inference.max_restarts"
+    expendable: bool = False
     count: int = 0
     waiting: bool = False
 
@@ -45,6 +52,7 @@ class Run:
     services: list[Service] = field(default_factory=list)
     api_key: str = field(default_factory=lambda: secrets.token_hex(16))
     revivals: dict[str, Revival] = field(default_factory=dict)
+    given_up: set[str] = field(default_factory=set)
 
     def start(self, name: str, command: list[str], url: str | None = None, **env: str) -> Service:
         """In the launcher's own working folder, so that relative paths and local modules mean what the user meant."""
@@ -65,16 +73,9 @@ class Run:
         self.services.remove(service)
         self._write_listing()
 
-    def revive(
-        self,
-        service: Service,
-        start: Callable[[], Service],
-        limit: int,
-        kind: str,
-        may_start: Callable[[], bool] = lambda: True,
-    ) -> None:
+    def revive(self, service: Service, start: Callable[[], Service], limit: int, kind: str, **options: Any) -> None:
         """From now on ``service`` is started again when it ends, at most ``limit`` times; see ``Revival``."""
-        self.revivals[service.name] = Revival(start, limit, kind, may_start)
+        self.revivals[service.name] = Revival(start, limit, kind, **options)
 
     def log(self, name: str) -> Path:
         return self.directory / "logs" / f"{name}.log"
@@ -110,7 +111,14 @@ class Run:
         if revival is None:
             raise service.failure("ended while the run needs it")
         if revival.count >= revival.limit:
-            raise service.failure(f"ended once more after {revival.count} restarts (inference.max_restarts)")
+            what = f"ended once more after {revival.count} restarts ({revival.key})"
+            if not (revival.expendable and self._others(service)):
+                raise service.failure(what)
+            self._dismiss(service)
+            self.given_up.add(service.name)
+            last = f"last lines of {service.log_path}:\n{service.tail(3)}"
+            console.print(f"[bold red]{service.name}[/] {what}, given up; {escape(last)}", soft_wrap=True)
+            return
         service.stop(grace=_ORPHANS_GRACE)
         if not revival.may_start():
             if not revival.waiting:
@@ -121,21 +129,31 @@ class Run:
         revival.waiting = False
         revival.count += 1
         self.add(revival.start())
+        where = f" at {service.url}" if service.url else ""
         console.print(
-            f"[bold]{service.name}[/] ended ({service.poll()}), started again at {service.url}: "
+            f"[bold]{service.name}[/] ended ({service.poll()}), started again{where}: "
             f"{revival.count} of {revival.limit} restarts; see {service.log_path}",
             soft_wrap=True,
         )
 
     def _do_without(self, service: Service) -> None:
-        """Nobody is left who could give a new server the weights: the others of its kind must do."""
+        """Nobody is left who could give a new server the weights, or train on what an environment sends."""
         revival = self.revivals.get(service.name)
-        kind = [s for s in self.services if revival and (r := self.revivals.get(s.name)) and r.kind == revival.kind]
-        if not any(other.poll() is None for other in kind):
+        needed = revival is None or not revival.expendable
+        if needed and not any(other.poll() is None for other in self._others(service)):
             raise service.failure("ended while the run needs it")
+        self._dismiss(service)
+        console.print(f"[bold]{service.name}[/] ended ({service.poll()}); the others go on", soft_wrap=True)
+
+    def _others(self, service: Service) -> list[Service]:
+        """Of its kind; also one that has ended, if it may be started again."""
+        own = self.revivals.get(service.name)
+        kind = {name for name, revival in self.revivals.items() if own is not None and revival.kind == own.kind}
+        return [other for other in self.services if other is not service and other.name in kind]
+
+    def _dismiss(self, service: Service) -> None:
         self.remove(service)
         service.stop(grace=_ORPHANS_GRACE)
-        console.print(f"[bold]{service.name}[/] ended ({service.poll()}); the others go on", soft_wrap=True)
 
     def _trained(self) -> bool:
         return any(service.name == "trainer" and service.poll() == 0 for service in self.services)

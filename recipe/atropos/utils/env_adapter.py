@@ -21,8 +21,10 @@ from atroposlib.envs.base import BaseEnv
 
 from recipe.atropos.environments.checked import Checked
 from recipe.atropos.environments.durable import Durable
+from recipe.atropos.environments.evaluation import Evaluating
 from recipe.atropos.environments.lifecycle import Lifecycle
 from recipe.atropos.environments.pacing import Paced
+from recipe.atropos.environments.registration import Registered
 from recipe.atropos.environments.reporting import Reporting
 from recipe.atropos.environments.sampled import SampledTokens
 from recipe.atropos.environments.weight_versions import WeightVersions
@@ -32,7 +34,7 @@ from recipe.atropos.utils.env_flags import CommandLine, UsageError, take_flag
 # process stand around everything; Reporting before all that count; Checked before SampledTokens, which reads rows of
 # one length and plain numbers; Paced last, because it only orders the posts. WeightVersions stamps what leaves,
 # wherever it stands. A mixin that changes scores belongs right after Checked, which observes the raw ones.
-_MIXINS = (CommandLine, Lifecycle, Reporting, Checked, SampledTokens, WeightVersions, Paced)
+_MIXINS = (CommandLine, Lifecycle, Reporting, Registered, Evaluating, Checked, SampledTokens, WeightVersions, Paced)
 # Behind it, where its own methods find BaseEnv's with super(): what an environment overrides stays in force.
 _BASES = (Durable,)
 

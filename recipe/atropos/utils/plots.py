@@ -1,42 +1,78 @@
-"""Pictures of a run, from its ``metrics.jsonl`` and ``summary.json``."""
+"""Pictures of a run, from its ``metrics.jsonl`` and ``evaluations.jsonl``."""
 
+from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
-import orjson
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from recipe.atropos.run_record import read_metrics
+from recipe.atropos.run_record import read_evaluations, read_metrics
+
+_COLOURS = ("#1f6feb", "#bf8700", "#8250df", "#1a7f37", "#bc4c00", "#57606a")
+_HELDOUT = "#d1242f"  # of a single environment
 
 
 def plot_reward(directory: str | Path, window: int = 5) -> Path:
-    """Write ``reward.png``: mean score of each step's sequences, its mean over ``window`` steps, held-out accuracy."""
-    directory = Path(directory)
-    lines = read_metrics(directory)
-    summary_path = directory / "summary.json"
-    summary = orjson.loads(summary_path.read_bytes()) if summary_path.exists() else {}
-    steps = np.array([line["step"] for line in lines])
-    scores = np.array([line["atropos/mean_score"] for line in lines])
-
-    figure = Figure(figsize=(8, 4.2), layout="constrained")
+    """Write ``reward.png``, see ``reward_figure``."""
+    path = Path(directory) / "reward.png"
+    figure = reward_figure(directory, window)
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    axes.plot(steps, scores, color="#9aa5b1", linewidth=1, label="mean score of a step's sequences")
-    if len(scores) >= window:
-        smooth = np.convolve(scores, np.ones(window) / window, mode="valid")
-        axes.plot(steps[window - 1 :], smooth, color="#1f6feb", linewidth=2, label=f"its mean over {window} steps")
-    axes.set(xlabel="update", ylabel="score of sampled answers (-1 wrong, +1 right)", title=directory.name)
-    axes.grid(alpha=0.3)
-    before, after = summary.get("heldout_accuracy_before"), summary.get("heldout_accuracy_after")
-    if before is not None and after is not None and len(steps):
-        right = axes.twinx()
-        right.plot([0, steps[-1]], [before, after], "o", color="#d1242f", label="held-out accuracy, greedy")
-        right.set(ylabel=f"right of {summary.get('heldout_problems', 0):.0f} held-out problems", ylim=(0, 1.08))
-        for x, y in ((0, before), (steps[-1], after)):
-            right.annotate(f"{y:.0%}", (x, y), textcoords="offset points", xytext=(0, 8), ha="center", color="#d1242f")
-        right.legend(loc="lower right")
-    axes.legend(loc="upper left")
-    path = directory / "reward.png"
     figure.savefig(path, dpi=120)
     return path
+
+
+def reward_figure(directory: str | Path, window: int = 5) -> Figure:
+    """Mean score of each step's sequences, its mean over ``window`` steps, and what the evaluations found.
+
+    Of several environments, the score and the evaluations of each have one colour.
+    """
+    directory = Path(directory)
+    lines = read_metrics(directory)
+    figure = Figure(figsize=(8, 4.2), layout="constrained")
+    axes = figure.add_subplot()
+    keys = sorted({key for line in lines for key in line if key.endswith("/mean_score") and key.count("/") == 2})
+    names = [key.split("/")[1] for key in keys]
+    if len(names) > 1:
+        for key, name, colour in zip(keys, names, _COLOURS * len(names), strict=False):
+            _plot_scores(axes, lines, key, window, colour, f"score, {name}")
+    else:
+        _plot_scores(axes, lines, "atropos/mean_score", window, _COLOURS[0], "mean score of a step's sequences")
+    axes.set(xlabel="update", ylabel="score of sampled answers", title=directory.name)
+    axes.grid(alpha=0.3)
+    colours = dict(zip(names, _COLOURS * len(names), strict=False)) if len(names) > 1 else {}
+    _plot_evaluations(axes, directory, colours)
+    axes.legend(loc="upper left")
+    return figure
+
+
+def _plot_scores(axes: Axes, lines: list, key: str, window: int, colour: str, label: str) -> None:
+    steps = np.array([line["step"] for line in lines if key in line])
+    scores = np.array([line[key] for line in lines if key in line])
+    axes.plot(steps, scores, color=colour, alpha=0.35, linewidth=1, label=label)
+    if len(scores) >= window:
+        smooth = np.convolve(scores, np.ones(window) / window, mode="valid")
+        axes.plot(steps[window - 1 :], smooth, color=colour, linewidth=2, label=f"its mean over {window} steps")
+
+
+def _plot_evaluations(axes: Axes, directory: Path, colours: dict[str, str]) -> None:
+    points: dict[tuple[str, str], list[tuple[int, float]]] = defaultdict(list)
+    for line in read_evaluations(directory):
+        if line.get("metrics"):
+            points[line["env"], line["main"]].append((line["step"], line["metrics"][line["main"]]))
+    points = {key: found for key, found in points.items() if len(found) > 1}
+    if not points:
+        return
+    right = axes.twinx()
+    for (name, metric), found in points.items():
+        colour = colours.get(name, _HELDOUT)
+        label = f"held out, {name}: {metric.removeprefix('eval/')}" if colours else metric.removeprefix("eval/")
+        right.plot(*zip(*found, strict=True), "o:", color=colour, label=label)
+        for x, y in (found[0], found[-1]):
+            text = f"{y:.0%}" if 0 <= y <= 1 else f"{y:.3g}"
+            right.annotate(text, (x, y), textcoords="offset points", xytext=(0, 8), ha="center", color=colour)
+    if all(0 <= value <= 1 for found in points.values() for _, value in found):
+        right.set(ylim=(0, 1.08))
+    right.set(ylabel="held-out items")
+    right.legend(loc="lower right")

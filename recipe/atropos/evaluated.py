@@ -1,0 +1,49 @@
+"""The launcher's word to the trainer that a version of the weights has been evaluated: its number, in a file.
+
+The trainer replaces weights that are due for evaluation only once their number is there. Whoever trains without a
+launcher names no file, and waits for nothing.
+"""
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+NONE_YET = -1
+
+_POLL_SECONDS, _MEANWHILE_SECONDS = 0.1, 2.0
+
+
+class NotEvaluated(RuntimeError):
+    """The launcher did not say in time that the weights were evaluated."""
+
+
+def say_evaluated(path: str | Path, version: int) -> None:
+    """A reader sees the old or the new number, never a part."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    partial.write_text(str(version))
+    os.replace(partial, path)
+
+
+def wait_until_evaluated(
+    path: str | Path, version: int, timeout: float, meanwhile: Callable[[], object] = lambda: None
+) -> None:
+    """Until ``version``, or a later one, was evaluated; ``meanwhile`` is called every few seconds.
+
+    Raises:
+        NotEvaluated: it was not within ``timeout`` seconds.
+    """
+    begun = looked = time.monotonic()
+    while int(Path(path).read_text()) < version:
+        now = time.monotonic()
+        if now - begun > timeout:
+            raise NotEvaluated(
+                f"version {version} of the weights was not evaluated within {timeout:g} s; see the launcher's output, "
+                "or raise evaluation.timeout"
+            )
+        if now - looked > _MEANWHILE_SECONDS:
+            meanwhile()
+            looked = time.monotonic()
+        time.sleep(_POLL_SECONDS)

@@ -1,0 +1,240 @@
+"""The run's environments as processes: how each is started, what becomes of one that ends, and what it reports.
+
+Promises:
+
+- each runs through the adapter in a process of its own, under its own name, and reports to ``environments/NAME.jsonl``;
+- one that ends before it has registered for the first time ends the run, with its last lines: its start was wrong;
+- one that ends later is started again, ``max_restarts`` times; then it is given up, and the end of the last one ends
+  the run;
+- of a process that is gone nothing is waited for: its registration is taken off the Trajectory API, so that its part of
+  the batches is the others'. Else an allocation of a dead environment would hold up every batch for ever.
+"""
+
+import importlib.util
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import orjson
+from omegaconf import OmegaConf
+
+from recipe.atropos.environments.pace import PATIENCE_VARIABLE, VARIABLE
+from recipe.atropos.environments.pacing import Paced
+from recipe.atropos.environments.reporting import VARIABLE as REPORT_VARIABLE
+from recipe.atropos.run_record import LineReader
+from recipe.atropos.services.process import Service
+from recipe.atropos.services.run import Run, console
+from recipe.atropos.services.specs import EnvironmentSpec
+
+_ADAPTER = "recipe.atropos.utils.env_adapter"
+_API_SECONDS = 10.0
+
+
+def check_target(spec: EnvironmentSpec) -> None:
+    """Raises ValueError where ``target`` names neither a file nor a module that can be found."""
+    is_file = spec.place.endswith(".py")
+    try:
+        found = Path(spec.place).is_file() if is_file else importlib.util.find_spec(spec.place) is not None
+    except ModuleNotFoundError:  # of a parent package
+        found = False
+    if not found:
+        raise ValueError(
+            f"{spec.key}.target={spec.target}: no such {'file' if is_file else 'module'}; give a module that can be "
+            "imported (put its folder on PYTHONPATH), or the path of its .py file, with :Class where it has several"
+        )
+
+
+def environment_command(
+    run: Run, spec: EnvironmentSpec, subcommand: str, api_url: str, server_url: str, **flags: Any
+) -> list[str]:
+    """The environment's command line through the adapter. ``spec.args`` come last and win, but over ``flags``.
+
+    ``args.KEY`` is the environment's ``--env.KEY``, ``args.openai.KEY`` is ``--openai.KEY``; null leaves a flag out.
+    """
+    config, model = run.config, run.config.actor_rollout_ref.model.path
+    known = {
+        "env.wandb_name": spec.name,  # also the name that it registers with
+        "env.rollout_server_url": api_url,
+        "env.tokenizer_name": model,
+        "env.group_size": spec.group_size,
+        "env.inference_weight": spec.weight,
+        "env.min_batch_allocation": spec.min_batch_allocation,
+        "env.max_token_length": config.data.max_prompt_length + config.data.max_response_length,
+        "env.total_steps": 10**9,  # the launcher ends it
+        "env.use_wandb": False,
+        "openai.base_url": f"{server_url}/v1",
+        "openai.model_name": model,
+        "openai.server_type": "sglang",
+        "openai.api_key": run.api_key,
+        "openai.health_check": False,
+    }
+    if spec.several and spec.min_batch_allocation is None:
+        known["env.min_batch_allocation"] = 0.0  # else an allocation of its own counts at the API, unknown to anyone
+    if subcommand == "serve":
+        known["slurm"] = False
+    for key, value in spec.args.items():
+        known |= {f"{key}.{k}": v for k, v in value.items()} if isinstance(value, Mapping) else {f"env.{key}": value}
+    given = {key: value for key, value in {**known, **flags}.items() if value is not None}
+    target = spec.target
+    if spec.place.endswith(".py"):
+        target = str(Path(spec.place).resolve()) + spec.target[len(spec.place) :]
+    bridge = []
+    if spec.reward_bridge is not None and subcommand == "serve":  # an evaluation never sees shaping
+        path = run.directory / "environments" / f"{spec.name}.reward_bridge.yaml"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        OmegaConf.save(OmegaConf.create(dict(spec.reward_bridge)), path)
+        bridge = ["--reward-bridge", str(path)]
+    options = [f"--{key}={_text(value)}" for key, value in given.items()]
+    return [sys.executable, "-m", _ADAPTER, subcommand, "--env", target, *bridge, *options]
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+@dataclass
+class _State:
+    """What is known of one environment: of its process, and of all its processes together."""
+
+    spec: EnvironmentSpec
+    reader: LineReader
+    service: Service | None = None
+    started: float = 0.0
+    registered: bool = False  # its present process
+    registrations: list[tuple[int, int]] = field(default_factory=list)  # (pid, number at the API), not taken back
+    counts: Counter[str] = field(default_factory=Counter)  # of the processes before
+    present: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def totals(self) -> Counter[str]:
+        return self.counts + self.present
+
+    def read(self) -> list[dict[str, Any]]:
+        """Take in what is new in the report; returns these lines."""
+        lines = self.reader.new_lines()
+        for line in lines:
+            if "started" in line:  # a new process counts from 0
+                self.counts, self.present = self.totals, Counter()
+            if "counts" in line:
+                self.present = Counter(line["counts"])
+        return lines
+
+
+class Environments:
+    """See the module. Call ``look_after`` before every ``Run.check``."""
+
+    def __init__(self, run: Run, specs: Mapping[str, EnvironmentSpec], api_url: str, server_url: str):
+        self._run, self._api_url, self._server_url = run, api_url, server_url
+        self._states = [_State(spec, LineReader(self._report(spec))) for spec in specs.values()]
+        for state in self._states:
+            state.read()  # an interrupted run's; what it registered was another API's
+
+    def _report(self, spec: EnvironmentSpec) -> Path:
+        return self._run.directory / "environments" / f"{spec.name}.jsonl"
+
+    def start(self) -> None:
+        for state in self._states:
+            self._start(state)
+
+    def _start(self, state: _State) -> Service:
+        spec, config = state.spec, self._run.config
+        report = self._report(spec)
+        report.parent.mkdir(parents=True, exist_ok=True)
+        with report.open("ab") as file:
+            file.write(orjson.dumps({"time": time.time(), "env": spec.name, "started": True}) + b"\n")
+        max_staleness, every = config.trainer.atropos.max_staleness, config.evaluation.every
+        command = environment_command(self._run, spec, "serve", self._api_url, self._server_url)
+        variables = {
+            VARIABLE: "" if max_staleness is None else str(max_staleness),
+            PATIENCE_VARIABLE: str(Paced.patience + config.evaluation.timeout) if every else "",
+            REPORT_VARIABLE: str(report),
+        }
+        state.service = self._run.start(spec.service, command, **variables)
+        state.started, state.registered = time.monotonic(), False
+        return state.service
+
+    async def look_after(self) -> None:
+        """Read the reports, and take the registrations of dead processes off the API.
+
+        Raises:
+            ServiceFailed: one has not registered within its ``start_timeout``, at its first start.
+        """
+        for state in self._states:
+            silent = state.totals["nothing_sent"]
+            for line in state.read():
+                if "registered" in line:
+                    state.registrations.append((line["pid"], line["registered"]))
+                    if line["pid"] == state.service.pid:
+                        self._is_registered(state)
+            if state.totals["nothing_sent"] > silent:
+                reasons = {k.removeprefix("not_sent/"): n for k, n in state.totals.items() if k.startswith("not_sent/")}
+                console.print(
+                    f"[bold yellow]{state.spec.service}[/] sends nothing; not sent so far, by reason: "
+                    f"{reasons or 'nothing was finished'}; see {state.service.log_path}",
+                    soft_wrap=True,
+                )
+            await self._take_back(state)
+            self._check_start(state)
+
+    def _is_registered(self, state: _State) -> None:
+        state.registered = True
+        spec = state.spec
+        if spec.service not in self._run.revivals:
+            self._run.revive(
+                state.service,
+                lambda: self._start(state),
+                spec.max_restarts,
+                kind="environment",
+                key=f"{spec.key}.max_restarts",
+                expendable=True,
+            )
+
+    async def _take_back(self, state: _State) -> None:
+        for pid, number in tuple(state.registrations):
+            if pid == state.service.pid and state.service.poll() is None:
+                continue
+            timeout = aiohttp.ClientTimeout(total=_API_SECONDS)
+            try:
+                async with aiohttp.ClientSession(timeout=timeout) as session:
+                    async with session.post(f"{self._api_url}/disconnect-env", json={"env_id": number}) as reply:
+                        reply.raise_for_status()
+            except (aiohttp.ClientError, TimeoutError) as error:
+                console.print(f"[bold]{state.spec.service}[/] not taken off the Trajectory API yet: {error!r}")
+                return  # the next look tries again
+            state.registrations.remove((pid, number))
+
+    def _check_start(self, state: _State) -> None:
+        service, limit = state.service, state.spec.start_timeout
+        if state.registered or service.poll() is not None or time.monotonic() - state.started < limit:
+            return
+        if state.spec.service not in self._run.revivals:
+            raise service.failure(
+                f"has not registered with the Trajectory API within {state.spec.key}.start_timeout={limit:g} s"
+            )
+        service.stop()  # and is started again, or given up
+
+    def stop(self) -> None:
+        """End all that run; they count their last groups."""
+        for state in self._states:
+            if state.service in self._run.services:
+                self._run.stop(state.service)
+                self._run.remove(state.service)
+            state.read()
+
+    def summary(self) -> dict[str, dict[str, Any]]:
+        """By name: what was counted over all its processes, ``restarts``, and whether it was ``given_up``."""
+        found = {}
+        for state in self._states:
+            state.read()
+            revival = self._run.revivals.get(state.spec.service)
+            found[state.spec.name] = {
+                **dict(sorted(state.totals.items())),
+                "restarts": revival.count if revival else 0,
+                "given_up": state.spec.service in self._run.given_up,
+            }
+        return found
