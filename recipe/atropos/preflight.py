@@ -31,16 +31,18 @@ class ConfigurationError(ValueError):
     """A value in the configuration that cannot work; the message says which, and what to give instead."""
 
 
-SMALL_POLICY = "small-policy"  # as actor_rollout_ref.model.path: the demonstration's model, made here on first use
+SMALL_POLICY = "small-policy"  # begins the names of models that are made here on first use, see utils/small_policy.py
 
 
 def resolve_model(path: str, seed: int) -> str:
-    """The model's folder or hub name; makes the small policy of ``seed`` where that is asked for and not there yet."""
-    if path != SMALL_POLICY:
+    """The model's folder or hub name; makes a small policy of ``seed`` where one is asked for and not there yet."""
+    if not path.startswith(SMALL_POLICY):
         return os.path.expanduser(path)
-    from recipe.atropos.utils.small_policy import ensure_small_policy
+    from recipe.atropos.utils.calculator_policy import CalculatorRecipe
+    from recipe.atropos.utils.small_policy import Recipe, ensure_small_policy
 
-    return str(ensure_small_policy(seed=seed))
+    recipes = {recipe.name: recipe for recipe in (Recipe(), CalculatorRecipe())}
+    return str(ensure_small_policy(seed=seed, recipe=recipes[path])) if path in recipes else path
 
 
 def looks_local(path: str) -> bool:

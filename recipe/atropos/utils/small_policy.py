@@ -9,6 +9,7 @@ policy knows how to add and to subtract, usually picks the wrong one of the two 
 held-out problems right with greedy decoding. Reinforcement learning has a habit to correct, not arithmetic to teach.
 
 Deterministic for a seed on one machine. ``ensure_small_policy`` keeps the result in a cache, by seed and recipe.
+What the policy is shown is the recipe's; ``calculator_policy`` has another.
 """
 
 import argparse
@@ -21,12 +22,15 @@ import shutil
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from recipe.atropos.environments.word_problems import generate, gold_answer
+
+Chat = list[dict[str, str]]
 
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 CHAT_TEMPLATE = (
@@ -43,6 +47,8 @@ _WORDS = (
 class Recipe:
     """Everything that determines the policy, beside the code. ``wrong_operation`` is the share of flawed solutions."""
 
+    name: ClassVar[str] = "small-policy"
+
     hidden_size: int = 128
     layers: int = 2
     heads: int = 4
@@ -53,6 +59,16 @@ class Recipe:
     problems: int = 20_000
     vocabulary: int = 512
     version: int = 1  # raise it when the code changes what comes out
+
+    def chats(self, seed: int, rng: random.Random) -> list[Chat]:
+        """What the policy is taught: the assistant's part of these conversations."""
+        return [
+            [
+                {"role": "user", "content": row["question"]},
+                {"role": "assistant", "content": solution(row, rng, self.wrong_operation)},
+            ]
+            for row in generate("train", self.problems, seed)
+        ]
 
 
 def solution(row: dict[str, str], rng: random.Random, wrong_operation: float) -> str:
@@ -92,16 +108,10 @@ def make_small_policy(output: Path, seed: int = 0, recipe: Recipe = Recipe()) ->
     """
     started = time.monotonic()
     rng = random.Random(f"small policy, {seed}")
-    rows = generate("train", recipe.problems, seed=seed)
-    chats = [
-        [
-            {"role": "user", "content": row["question"]},
-            {"role": "assistant", "content": solution(row, rng, recipe.wrong_operation)},
-        ]
-        for row in rows
-    ]
+    chats = recipe.chats(seed, rng)
     texts = [message["content"] for chat in chats for message in chat]
-    tokenizer = make_tokenizer([*texts[:4000], "system\n", "user\n", "assistant\n"], recipe.vocabulary)
+    roles = {"system", "user", "assistant"} | {message["role"] for chat in chats for message in chat}
+    tokenizer = make_tokenizer([*texts[:4000], *(f"{role}\n" for role in sorted(roles))], recipe.vocabulary)
     examples = [_tokenize(tokenizer, chat) for chat in chats]
 
     threads = torch.get_num_threads()
@@ -144,11 +154,19 @@ def _model_config(vocabulary: int, recipe: Recipe, tokenizer: PreTrainedTokenize
     )
 
 
-def _tokenize(tokenizer: PreTrainedTokenizerFast, chat: list[dict[str, str]]) -> tuple[list[int], int]:
-    """(token ids up to and with the assistant's end token, length of the prompt)."""
-    prompt = tokenizer.apply_chat_template(chat[:1], tokenize=False, add_generation_prompt=True)
-    prompt_ids = tokenizer.encode(prompt)
-    return prompt_ids + tokenizer.encode(chat[1]["content"] + END), len(prompt_ids)
+def _tokenize(tokenizer: PreTrainedTokenizerFast, chat: Chat) -> tuple[list[int], list[int]]:
+    """(token ids up to and with the assistant's last end token, labels: -100 where not the assistant's)."""
+    ids, labels, rendered = [], [], ""
+    for number, message in enumerate(chat):
+        if message["role"] == "assistant":
+            prompt = tokenizer.apply_chat_template(chat[:number], tokenize=False, add_generation_prompt=True)
+            environment, sampled = prompt.removeprefix(rendered), message["content"] + END
+            for text, taught in ((environment, False), (sampled, True)):
+                new = tokenizer.encode(text)
+                ids += new
+                labels += new if taught else [-100] * len(new)
+            rendered = prompt + sampled
+    return ids, labels
 
 
 def _teach(model: Qwen2ForCausalLM, examples: list, pad: int, rng: random.Random, recipe: Recipe) -> float:
@@ -163,7 +181,7 @@ def _teach(model: Qwen2ForCausalLM, examples: list, pad: int, rng: random.Random
         batch = rng.choices(examples, k=recipe.batch_size)
         width = max(len(ids) for ids, _ in batch)
         ids = torch.tensor([ids + [pad] * (width - len(ids)) for ids, _ in batch])
-        labels = torch.tensor([[-100] * n + ids[n:] + [-100] * (width - len(ids)) for ids, n in batch])
+        labels = torch.tensor([labels + [-100] * (width - len(labels)) for _, labels in batch])
         mask = torch.tensor([[1] * len(ids) + [0] * (width - len(ids)) for ids, _ in batch])
         loss = model(input_ids=ids, attention_mask=mask, labels=labels).loss
         optimizer.zero_grad()
@@ -182,7 +200,7 @@ def cache_root() -> Path:
 def ensure_small_policy(directory: Path | None = None, seed: int = 0, recipe: Recipe = Recipe()) -> Path:  # noqa: B008
     """The folder of the policy for ``seed``; taught on first use, appears whole or not at all."""
     digest = hashlib.blake2b(json.dumps(asdict(recipe), sort_keys=True).encode(), digest_size=6).hexdigest()
-    target = (directory or cache_root()) / f"small-policy-{seed}-{digest}"
+    target = (directory or cache_root()) / f"{recipe.name}-{seed}-{digest}"
     if (target / "small_policy.json").exists():
         return target
     partial = target.with_name(f".{target.name}.{os.getpid()}")
