@@ -39,10 +39,11 @@ def resolve_model(path: str, seed: int) -> str:
     """The model's folder or hub name; makes a small policy of ``seed`` where one is asked for and not there yet."""
     if not path.startswith(SMALL_POLICY):
         return os.path.expanduser(path)
+    from recipe.atropos.utils.calculator_policy import CalculatorRecipe
     from recipe.atropos.utils.small_policy import Recipe, ensure_small_policy
     from recipe.atropos.utils.two_task_policy import TwoTaskRecipe
 
-    recipes = {recipe.name: recipe for recipe in (Recipe(), TwoTaskRecipe())}
+    recipes = {recipe.name: recipe for recipe in (Recipe(), TwoTaskRecipe(), CalculatorRecipe())}
     return str(ensure_small_policy(seed=seed, recipe=recipes[path])) if path in recipes else path
 
 

@@ -27,6 +27,7 @@ from math_verify import LatexExtractionConfig, parse, verify
 from pydantic import Field
 
 from recipe.atropos.environments.pacing import Paced
+from recipe.atropos.environments.sampled_book import trained_spans
 from recipe.atropos.environments.weight_versions import WeightVersions
 from recipe.atropos.environments.word_problems import SYNTHETIC, Row, gold_answer, load_problems
 from recipe.atropos.utils.env_adapter import adapt
@@ -72,7 +73,7 @@ class GSM8kEnv(WeightVersions, Paced, BaseEnv):
     @classmethod
     def config_init(cls) -> tuple[GSM8kEnvConfig, list[APIServerConfig]]:
         """A list of one server: without the adapter, BaseEnv ignores ``--openai.base_url`` for any other form."""
-        env_config = GSM8kEnvConfig(
+        env_config = cls.env_config_cls(
             tokenizer_name="Qwen/Qwen2.5-1.5B-Instruct",
             group_size=8,
             use_wandb=False,
@@ -124,13 +125,16 @@ class GSM8kEnv(WeightVersions, Paced, BaseEnv):
         system = [{"role": "system", "content": self.config.system_prompt}] if self.config.system_prompt else []
         return [*system, {"role": "user", "content": row["question"]}]
 
-    def answer_tokens(self, messages: list[dict[str, str]]) -> int:
-        """How long an answer may be: the whole sequence stays below what BaseEnv and the trainer accept."""
+    def answer_tokens(self, messages: list[dict[str, str]], more: int = 0) -> int:
+        """How long an answer may be: the whole sequence stays below what BaseEnv and the trainer accept.
+
+        ``more``: tokens of the prompt beyond those that ``messages`` are encoded in.
+        """
         prompt = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         limit = self.config.max_token_length
         if self.max_token_len > 0:
             limit = min(limit, self.max_token_len)
-        room = limit - 1 - len(self.tokenizer.encode(prompt))
+        room = limit - 1 - len(self.tokenizer.encode(prompt)) - more
         return min(room, self.config.max_answer_tokens or room)
 
     async def collect_trajectories(self, item: Row) -> tuple[ScoredDataGroup | None, list[Row]]:
@@ -157,7 +161,7 @@ class GSM8kEnv(WeightVersions, Paced, BaseEnv):
         """The group with its scores. Raises ValueError where the gold answer cannot be read."""
         gold = gold_answer(item)
         correct = [
-            is_correct(self.tokenizer.decode(_completion(node), skip_special_tokens=True), gold) for node in nodes
+            is_correct(self.tokenizer.decode(_last_turn(node), skip_special_tokens=True), gold) for node in nodes
         ]
         self.percent_correct_buffer.extend(map(float, correct))
         scores = [1.0 if right else -1.0 for right in correct]
@@ -187,23 +191,19 @@ class GSM8kEnv(WeightVersions, Paced, BaseEnv):
         limit = asyncio.Semaphore(self.config.max_eval_workers)
 
         async def answer(row: Row) -> dict[str, Any]:
-            messages = self.messages(row)
-            async with limit, self.server.managed_server(tokenizer=self.tokenizer) as managed:
-                completion = await managed.chat_completion(
-                    messages=messages, n=1, max_tokens=self.answer_tokens(messages), temperature=0.0, split="eval"
-                )
-            (choice,) = completion.choices
-            text, gold = choice.message.content, gold_answer(row)
+            async with limit:
+                messages, finish_reason = await self.greedy_conversation(row)
+            text, gold = messages[-1]["content"], gold_answer(row)
             correct = is_correct(text, gold)
             return {
-                "messages": [*messages, {"role": "assistant", "content": text}],
+                "messages": messages,
                 "question": row["question"],
                 "answer": text,
                 "gold": gold,
                 "parsed": [str(value) for value in _parsed(text)],
                 "correct": correct,
                 "score": int(correct),
-                "finish_reason": choice.finish_reason,
+                "finish_reason": finish_reason,
             }
 
         async with asyncio.TaskGroup() as group:
@@ -221,6 +221,16 @@ class GSM8kEnv(WeightVersions, Paced, BaseEnv):
             end_time=time.time(),
             generation_parameters={"temperature": 0.0},
         )
+
+    async def greedy_conversation(self, row: Row) -> tuple[list[dict[str, str]], str]:
+        """Messages to what the policy says last to a held-out problem, and why that ended."""
+        messages = self.messages(row)
+        async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
+            completion = await managed.chat_completion(
+                messages=messages, n=1, max_tokens=self.answer_tokens(messages), temperature=0.0, split="eval"
+            )
+        (choice,) = completion.choices
+        return [*messages, {"role": "assistant", "content": choice.message.content}], choice.finish_reason
 
     async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
         wandb_metrics = dict(wandb_metrics or {})
@@ -256,8 +266,10 @@ def length_penalty(length: int, limit: int) -> float:
     return 1.0 - min(1.0, max(0.0, (length - threshold) / (limit - threshold)))
 
 
-def _completion(node: Any) -> list[int]:
-    return [token for token, mask in zip(node.tokens, node.masked_tokens, strict=True) if mask != -100]
+def _last_turn(node: Any) -> list[int]:
+    """The tokens that the policy sampled last, in an answer of one turn all of them."""
+    *_, (start, end) = trained_spans(node.masked_tokens)
+    return node.tokens[start:end]
 
 
 if __name__ == "__main__":

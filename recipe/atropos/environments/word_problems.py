@@ -9,6 +9,7 @@ names. The same (split, size, seed) gives the same rows in every process.
 
 import hashlib
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
@@ -17,7 +18,8 @@ import orjson
 Row = dict[str, str]
 Split = Literal["train", "test"]
 
-SYNTHETIC = "synthetic"
+SYNTHETIC = "synthetic"  # of one step
+SYNTHETIC_STEPS = "synthetic-steps"  # of two or three, with numbers too large for the head of a small policy
 _HELD_OUT_SHARE = 10  # one problem in ten is held out
 
 _NAMES = ("Anna", "Ben", "Carla", "Daniel", "Emma", "Felix", "Grace", "Hugo")
@@ -33,11 +35,17 @@ _TEMPLATES = {
         "{name} has {a} {items} and sells {b} of them. How many {items} does {name} have now?",
     ),
 }
-_LARGEST = 20  # of any number in a problem or its answer
+_LARGEST = 20  # of any number in a problem of one step, or its answer
+
+_BEGINNINGS = {"": "{name} has {a} {items}.", "*": "{name} has {a} boxes of {b} {items}."}
+_CHANGES = {
+    "+": ("{name} buys {b} more.", "{name} finds {b} more."),
+    "-": ("{name} gives {b} away.", "{name} loses {b} of them.", "{name} sells {b} of them."),
+}
 
 
-def generate(split: Split, size: int, seed: int = 0) -> list[Row]:
-    """``size`` distinct problems of one step, numbers up to 20, in an order given by ``seed``.
+def generate(split: Split, size: int, seed: int = 0, dataset: str = SYNTHETIC) -> list[Row]:
+    """``size`` distinct problems of a generated dataset, in an order given by ``seed``.
 
     Raises:
         ValueError: an unknown split, or more problems than there are.
@@ -49,10 +57,10 @@ def generate(split: Split, size: int, seed: int = 0) -> list[Row]:
     for _ in range(200 * size + 1000):
         if len(rows) == size:
             return list(rows.values())
-        row = _problem(rng)
+        row = GENERATED[dataset](rng)
         if split_of(row["question"]) == split:
             rows.setdefault(row["question"], row)
-    raise ValueError(f"dataset {SYNTHETIC!r} has fewer than {size} problems in split {split}; ask for fewer")
+    raise ValueError(f"dataset {dataset!r} has fewer than {size} problems in split {split}; ask for fewer")
 
 
 def split_of(question: str) -> Split:
@@ -61,7 +69,7 @@ def split_of(question: str) -> Split:
     return "test" if int.from_bytes(digest, "big") % _HELD_OUT_SHARE == 0 else "train"
 
 
-def _problem(rng: random.Random) -> Row:
+def _one_step(rng: random.Random) -> Row:
     templates = [(operator, text) for operator, texts in _TEMPLATES.items() for text in texts]
     operator, template = rng.choice(templates)
     if operator == "+":
@@ -79,20 +87,54 @@ def _problem(rng: random.Random) -> Row:
     }
 
 
+def _several_steps(rng: random.Random) -> Row:
+    """Two or three steps; a step's first number is the result before it."""
+    name, items = rng.choice(_NAMES), rng.choice(_ITEMS)
+    beginning = rng.choice(list(_BEGINNINGS))
+    steps = rng.choice([2, 3, 3])
+    if beginning == "*":
+        a, b = rng.randint(11, 29), rng.randint(11, 34)
+        total, arithmetic = a * b, [_shown(a, "*", b, a * b)]
+    else:
+        a, b = rng.randint(101, 899), None
+        total, arithmetic = a, []
+    sentences = [_BEGINNINGS[beginning].format(name=name, items=items, a=a, b=b)]
+    while len(arithmetic) < steps:
+        operator = rng.choice(["+", "-"])
+        if operator == "-" and total <= 11:
+            continue
+        b = rng.randint(11, 599) if operator == "+" else rng.randint(11, min(599, total - 1))
+        result = total + b if operator == "+" else total - b
+        sentences.append(rng.choice(_CHANGES[operator]).format(name=name, b=b))
+        arithmetic.append(_shown(total, operator, b, result))
+        total = result
+    return {
+        "question": " ".join([*sentences, f"How many {items} does {name} have now?"]),
+        "answer": "\n".join([*arithmetic, f"#### {total}"]),
+    }
+
+
+def _shown(a: int, operator: str, b: int, result: int) -> str:
+    return f"{a} {operator} {b} = <<{a}{operator}{b}={result}>>{result}"
+
+
+GENERATED: dict[str, Callable[[random.Random], Row]] = {SYNTHETIC: _one_step, SYNTHETIC_STEPS: _several_steps}
+
+
 def load_problems(
     dataset: str, split: Split, config: str | None = "main", size: int | None = None, seed: int = 0
 ) -> list[Row]:
     """The first ``size`` rows of a split (all, where None): generated, of a local file or folder, or of the hub.
 
-    ``dataset`` is "synthetic", a ``.jsonl`` file, a folder with ``SPLIT.jsonl`` or ``CONFIG/SPLIT.jsonl``, or a name on
-    the hub (``openai/gsm8k``).
+    ``dataset`` is "synthetic" or "synthetic-steps", a ``.jsonl`` file, a folder with ``SPLIT.jsonl`` or
+    ``CONFIG/SPLIT.jsonl``, or a name on the hub (``openai/gsm8k``).
 
     Raises:
         FileNotFoundError: a path that is not there.
         ValueError: a row without question or answer, naming file and line; a generated split too small.
     """
-    if dataset == SYNTHETIC:
-        return generate(split, size or 4096, seed)
+    if dataset in GENERATED:
+        return generate(split, size or 4096, seed, dataset)
     path = Path(dataset).expanduser()
     if path.exists() or _only_a_path(dataset):
         return _read_jsonl(_local_file(path, split, config))[:size]
@@ -113,7 +155,8 @@ def _local_file(path: Path, split: str, config: str | None) -> Path:
             return candidate
     wanted = " or ".join(str(candidate) for candidate in candidates)
     raise FileNotFoundError(
-        f"dataset {str(path)!r}: no {wanted}; give a GSM8K .jsonl file or folder, a name on the hub, or {SYNTHETIC!r}"
+        f"dataset {str(path)!r}: no {wanted}; give a GSM8K .jsonl file or folder, a name on the hub, or "
+        f"one of {', '.join(GENERATED)}"
     )
 
 

@@ -1,0 +1,148 @@
+r"""Word problems with a calculator: ``python -m recipe.atropos.environments.calculator serve|evaluate [flags]``.
+
+The policy writes ``<call>412 + 97</call>`` and ends its turn; the tool's answer is the next turn, by the chat template;
+a turn without a call is the last one, and what it boxes decides, +1 or -1. The promises:
+
+- Each sequence of a group is a conversation of its own, at most ``max_turns`` turns of the policy and never longer than
+  what BaseEnv and the trainer accept; its tokens, masks and logprobs are those sampled (``sampled``).
+- What the tool wrote, and what the chat template put around it, is masked. A malformed call is answered by an error
+  message, and costs the policy a turn.
+- A turn that was cut off at its greatest length ends the conversation. A group is whole, or its error is raised.
+
+Problems come from everywhere that ``gsm8k`` takes them from; by default they are generated, of several steps.
+"""
+
+import asyncio
+import logging
+from typing import Any, Literal, NamedTuple
+
+from atroposlib.envs.base import ScoredDataGroup
+from pydantic import Field
+
+from recipe.atropos.environments.calculator_tool import CLOSE, OPEN, answer
+from recipe.atropos.environments.gsm8k import GSM8kEnv, GSM8kEnvConfig
+from recipe.atropos.environments.sampled import SampledTokens
+from recipe.atropos.environments.word_problems import SYNTHETIC_STEPS, Row
+from recipe.atropos.utils.env_adapter import adapt
+
+logger = logging.getLogger(__name__)
+
+SYSTEM_PROMPT = (
+    f"Solve the problem step by step with a calculator: write {OPEN}412 + 97{CLOSE}, end your turn, and you are told "
+    "the result. It knows numbers, + - * / and parentheses. At the end, without a call, put the final number, and "
+    r"nothing else, into \boxed{}."
+)
+
+
+class CalculatorEnvConfig(GSM8kEnvConfig):
+    """The options of ``gsm8k``; ``max_answer_tokens`` is of one turn."""
+
+    dataset_name: str = Field(
+        SYNTHETIC_STEPS, description="'synthetic-steps', 'synthetic', a GSM8K .jsonl file or folder, or a hub name"
+    )
+    system_prompt: str = Field(SYSTEM_PROMPT, description="Empty for none")
+    max_turns: int = Field(8, ge=1, description="Of the policy, the one with the final answer included")
+    tool_role: Literal["tool", "user"] = Field(
+        "tool", description="Role of the calculator's answers; 'user' for chat templates without tools"
+    )
+
+
+class Conversation(NamedTuple):
+    """``messages`` end in what the policy said last; ``node`` is the managed server's, with all turns' tokens."""
+
+    messages: list[dict[str, str]]
+    node: Any
+    finish_reason: str
+
+    @property
+    def tool_answers(self) -> list[str]:
+        turns = self.messages[[message["role"] for message in self.messages].index("assistant") :]
+        return [message["content"] for message in turns if message["role"] != "assistant"]
+
+
+class CalculatorEnv(SampledTokens, GSM8kEnv):
+    """Multi-turn math problems with a tool."""
+
+    name = "calculator"
+    env_config_cls = CalculatorEnvConfig
+
+    async def setup(self) -> None:
+        """Load both splits, and try the chat template.
+
+        Raises:
+            FileNotFoundError, ValueError: naming the dataset, file or line; or that the template cannot render a tool.
+        """
+        self._try_chat_template()
+        await super().setup()
+
+    def _try_chat_template(self) -> None:
+        role, secret = self.config.tool_role, "7" * 7
+        chat = [*self.messages({"question": "1 + 1"}), _message("assistant", "1"), _message(role, secret)]
+        mend = "give --env.tool_role=user" if role == "tool" else "give a tokenizer with another chat template"
+        try:
+            text = self.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # whatever the template raises
+            raise ValueError(f"the chat template refuses the role {role!r}: {error}; {mend}") from error
+        if secret not in text:
+            raise ValueError(f"the chat template leaves out what the role {role!r} says; {mend}")
+
+    # ------------------------------------------------------------------ rollouts
+
+    async def collect_trajectories(self, item: Row) -> tuple[ScoredDataGroup | None, list[Row]]:
+        """A scored group for one problem; None where it leaves no room for an answer."""
+        if self.answer_tokens(self.messages(item)) < 1:
+            logger.warning("skipped a problem whose prompt leaves no room for an answer: %s", item["question"][:80])
+            return None, []
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(self.converse(item, "train")) for _ in range(self.config.group_size)]
+        conversations = [task.result() for task in tasks]
+        for conversation in conversations:
+            answers = conversation.tool_answers
+            self.report.observe("calls", len(answers))
+            self.report.observe("call_errors", sum(text.startswith("error") for text in answers))
+        return self.score(item, [conversation.node for conversation in conversations]), []
+
+    async def greedy_conversation(self, row: Row) -> tuple[list[dict[str, str]], str]:
+        conversation = await self.converse(row, "eval")
+        return conversation.messages, conversation.finish_reason
+
+    async def converse(self, item: Row, split: Literal["train", "eval"]) -> Conversation:
+        """One conversation about a problem, to its end; greedy for "eval"."""
+        messages, more = self.messages(item), 0
+        async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
+            for turn in range(1, self.config.max_turns + 1):
+                completion = await managed.chat_completion(
+                    messages=messages,
+                    n=1,
+                    max_tokens=self.answer_tokens(messages, more),
+                    temperature=self.config.temperature if split == "train" else 0.0,
+                    top_p=1.0,
+                    split=split,
+                )
+                choice, nodes = completion.choices[0], managed.get_state()["nodes"]
+                messages = [*messages, _message("assistant", choice.message.content)]
+                reply = answer(choice.message.content) if choice.finish_reason == "stop" else None
+                if reply is None or turn == self.config.max_turns:
+                    break
+                asked = [*messages, _message(self.config.tool_role, reply)]
+                more = self._tokens_beyond(messages, nodes[-1])
+                if self.answer_tokens(asked, more) < 1:
+                    break
+                messages = asked
+        if len(nodes) > 1:  # the template rewrote earlier turns: only those since then are trained on
+            self.report.count("split_conversations")
+        return Conversation(messages, nodes[-1], choice.finish_reason)
+
+    def _tokens_beyond(self, messages: list[dict[str, str]], node: Any) -> int:
+        """How many more tokens the policy sampled than its texts, and an end for each turn, are encoded in."""
+        texts = [message["content"] for message in messages if message["role"] == "assistant"]
+        encoded = sum(len(self.tokenizer.encode(text, add_special_tokens=False)) + 1 for text in texts)
+        return max(0, sum(mask != -100 for mask in node.masked_tokens) - encoded)
+
+
+def _message(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+if __name__ == "__main__":
+    adapt(CalculatorEnv).cli()

@@ -1,0 +1,255 @@
+"""The calculator and its environment's own rules; conversations with a real server are in test_calculator_rollouts."""
+
+import asyncio
+import operator
+import re
+import time
+from fractions import Fraction
+from types import SimpleNamespace
+
+import pytest
+from atroposlib.envs.base import APIServerConfig
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recipe.atropos.environments.calculator import CalculatorEnv, CalculatorEnvConfig, Conversation
+from recipe.atropos.environments.calculator_tool import LARGEST, CalculatorError, answer, calculate
+from recipe.atropos.environments.word_problems import SYNTHETIC_STEPS, generate, gold_answer
+from recipe.atropos.utils.calculator_policy import CalculatorRecipe, demonstration
+from recipe.atropos.utils.small_policy import make_small_policy
+
+# ---------------------------------------------------------------------- the tool
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("412 + 97", "509"),
+        ("(1+2)*-3", "-9"),
+        ("\t 2 * 3\n", "6"),
+        ("1,234 + 5", "1239"),
+        ("1,234,567.5 * 2", "2469135"),
+        ("7 / 2", "3.5"),
+        ("1 / 3", "0.3333333333"),
+        ("0.1 + 0.2", "0.3"),
+        ("9" * 30 + " - " + "9" * 30, "0"),
+    ],
+)
+def test_an_expression_has_its_exact_value(expression, value):
+    assert calculate(expression) == value
+
+
+@pytest.mark.parametrize(
+    ("expression", "message"),
+    [
+        ("1 / 0", "division by zero"),
+        ("1 / (2 - 2)", "division by zero"),
+        ("9" * 49 + "*" + "9" * 49, "too large"),
+        (f"{LARGEST} + 1", "too large"),
+        ("9 ** 9 ** 9 ** 9", "only numbers"),
+        ("7 // 2", "only numbers"),
+        ("+".join("1" * 60), "too long"),
+        ("", "not an expression"),
+        ("412 +", "not an expression"),
+        ("007", "not an expression"),
+        ("(" * 99, "not an expression"),
+        ("1\n+2", "not an expression"),
+        ("3(4)", "only numbers"),
+        ("1,23", "only numbers"),
+        ("__import__('os').system('false')", "only numbers"),
+        ("True + 1", "only numbers"),
+        ("'a' * 9", "only numbers"),
+        ("1j", "only numbers"),
+        ("1 if 1 else 2", "only numbers"),
+        ("\u0661 + \u0662", "only numbers"),
+        ("1 + 1\0", "only numbers"),
+    ],
+)
+def test_what_cannot_be_computed_is_an_error_and_said_to_the_policy_without_its_own_words(expression, message):
+    began = time.monotonic()
+    with pytest.raises(CalculatorError, match=f"^{message}"):
+        calculate(expression)
+    assert answer(f"<call>{expression}</call>").startswith(f"error: {message}")
+    assert time.monotonic() - began < 1
+
+
+_NUMBERS = st.integers(0, 9999).map(str)
+_EXPRESSIONS = st.recursive(
+    _NUMBERS, lambda inner: st.tuples(inner, st.sampled_from("+-*/"), inner).map(lambda parts: f"({' '.join(parts)})")
+)
+
+
+@given(_EXPRESSIONS)
+def test_any_expression_has_the_value_of_exact_fractions(expression):
+    exact = re.sub(r"(\d+)", r"Fraction(\1)", expression)
+    try:
+        expected = eval(exact, {"Fraction": Fraction})
+        value = calculate(expression)
+    except ZeroDivisionError:
+        with pytest.raises(CalculatorError, match="zero|too long"):
+            calculate(expression)
+        return
+    except CalculatorError as error:
+        assert str(error) in ("too long", "too large") and (len(expression) > 100 or abs(expected) > LARGEST)
+        return
+    assert value == str(expected) if expected.denominator == 1 else float(value) == pytest.approx(float(expected))
+
+
+@given(st.text("<call>/1+ ()\\boxed{}\n\0x9*", max_size=80) | st.text(max_size=80))
+def test_no_text_is_an_exception_and_only_calls_are_answered(text):
+    reply = answer(text)
+    assert (reply is None) == ("<call>" not in text and "</call>" not in text)
+    assert answer(f"<call>{text}</call>") is not None
+
+
+@pytest.mark.parametrize(
+    ("text", "reply"),
+    [
+        ("So <call>1+1</call>", "2"),
+        (r"<call>1+1</call> and <call>2*3</call> \boxed{8}", "2\n6"),
+        ("<call>1+</call><call>1+1</call>", "error: not an expression\n2"),
+        ("<call>1+1", "error: write <call>expression</call>"),
+        ("1+1</call>", "error: write <call>expression</call>"),
+        ("<call><call>1+1</call>", "2\nerror: write <call>expression</call>"),
+        (r"\boxed{2}", None),
+        ("", None),
+    ],
+)
+def test_each_call_of_a_turn_is_answered_in_order_and_a_broken_one_by_how_to_write_it(text, reply):
+    assert answer(text) == reply
+
+
+# ---------------------------------------------------------------------- problems and demonstrations
+
+_OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+
+
+def test_problems_of_several_steps_are_right_and_each_step_goes_on_from_the_one_before():
+    rows = generate("train", 500, 1, SYNTHETIC_STEPS)
+    assert len({row["question"] for row in rows}) == 500
+    assert rows == generate("train", 500, 1, SYNTHETIC_STEPS) != generate("train", 500, 2, SYNTHETIC_STEPS)
+    lengths = set()
+    for row in rows:
+        steps = re.findall(r"<<(\d+)([-+*])(\d+)=(\d+)>>", row["answer"])
+        lengths.add(len(steps))
+        for number, (a, op, b, result) in enumerate(steps):
+            assert _OPERATORS[op](int(a), int(b)) == int(result) > 0 and int(b) > 10
+            assert number == 0 or a == steps[number - 1][3]
+        assert gold_answer(row) == steps[-1][3]
+        assert re.findall(r"\d+", row["question"]) == [steps[0][0], *(b for _, _, b, _ in steps)]
+    assert lengths == {2, 3}
+
+
+def test_the_splits_of_several_steps_share_no_problem_whatever_the_seeds():
+    test = {row["question"] for seed in range(3) for row in generate("test", 300, seed, SYNTHETIC_STEPS)}
+    train = {row["question"] for seed in range(3) for row in generate("train", 3000, seed, SYNTHETIC_STEPS)}
+    assert len(test) > 850 and not test & train
+
+
+def demonstrations(**flaws):
+    import random
+
+    recipe = CalculatorRecipe(**{"forgotten_call": 0.0, "miscopied": 0.0, "malformed": 0.0, **flaws})
+    rows = generate("train", 200, 0, SYNTHETIC_STEPS)
+    return [(row, demonstration(row, random.Random(0), recipe)) for row in rows]
+
+
+def test_without_flaws_every_demonstration_calls_once_a_step_and_boxes_the_gold_answer():
+    for row, chat in demonstrations():
+        assert [m["role"] for m in chat] == ["user", *["assistant", "tool"] * row["answer"].count("<<"), "assistant"]
+        assert chat[-1]["content"] == rf"\boxed{{{gold_answer(row)}}}"
+
+
+@pytest.mark.parametrize("flaw", ["forgotten_call", "miscopied", "malformed"])
+def test_each_flaw_is_what_it_is_called(flaw):
+    for row, chat in demonstrations(**{flaw: 1.0}):
+        steps, calls = row["answer"].count("<<"), [m["content"] for m in chat if m["role"] == "tool"]
+        assert len(calls) == {"forgotten_call": 2, "miscopied": steps, "malformed": 2 * steps}[flaw]
+        assert sum(text.startswith("error") for text in calls) == (steps if flaw == "malformed" else 0)
+    wrong = sum(chat[-1]["content"] != rf"\boxed{{{gold_answer(row)}}}" for row, chat in demonstrations(**{flaw: 1.0}))
+    assert wrong == 0 if flaw == "malformed" else wrong > 100
+
+
+# ---------------------------------------------------------------------- the environment
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("policy")
+    make_small_policy(path, recipe=CalculatorRecipe(steps=1, problems=200, batch_size=4))
+    return str(path)
+
+
+@pytest.fixture
+def env(folder):
+    config = CalculatorEnvConfig(
+        tokenizer_name=folder, group_size=2, use_wandb=False, max_token_length=200, train_size=20, eval_size=20
+    )
+    server = APIServerConfig(
+        model_name=folder, base_url="http://127.0.0.1:1/v1", api_key="x", server_type="sglang", health_check=False
+    )
+    env = CalculatorEnv(config, [server])
+    asyncio.run(env.setup())
+    return env
+
+
+def test_the_environments_problems_are_those_of_several_steps_and_the_policy_is_told_of_its_tool(env):
+    assert env.train == generate("train", 20, 0, SYNTHETIC_STEPS) and env.test == generate(
+        "test", 20, 0, SYNTHETIC_STEPS
+    )
+    system, user = env.messages(env.train[0])
+    assert system["role"] == "system" and answer(re.search("<call>.*</call>", system["content"])[0]) == "509"
+    assert user == {"role": "user", "content": env.train[0]["question"]}
+
+
+def node(env, *turns):
+    """What the managed server returns for a conversation: each turn, and 3 tokens of the tool before the next."""
+    tokens, masks = [5] * 10, [-100] * 10
+    for number, text in enumerate(turns):
+        said = env.tokenizer.encode(text) + [env.tokenizer.eos_token_id]
+        tool = [6] * 3 if number + 1 < len(turns) else []
+        tokens += said + tool
+        masks += said + [-100] * len(tool)
+    return SimpleNamespace(tokens=tokens, masked_tokens=masks, logprobs=[1.0 if m == -100 else -0.5 for m in masks])
+
+
+def test_only_what_the_last_turn_boxes_counts(env):
+    nodes = [node(env, r"\boxed{7} <call>1+1</call>", r"\boxed{8}"), node(env, "<call>1+1</call>", r"\boxed{7}")]
+    group = env.score({"question": "?", "answer": "#### 7"}, nodes)
+    assert group["scores"] == [-1.0, 1.0]
+    assert group["tokens"] == [n.tokens for n in nodes] and group["masks"] == [n.masked_tokens for n in nodes]
+
+
+def test_tokens_that_a_policy_spends_on_its_text_beyond_the_usual_shorten_its_later_turns(env):
+    said = "<call>1+1</call>"
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": said}]
+    usual = node(env, said)
+    assert env._tokens_beyond(messages, usual) == 0
+    usual.masked_tokens += [7] * 4
+    assert env._tokens_beyond(messages, usual) == 4
+    assert env.answer_tokens(messages, 4) == env.answer_tokens(messages) - 4
+
+
+def test_the_tools_answers_of_a_conversation_are_told_from_the_prompt():
+    chat = [("system", "s"), ("user", "u"), ("assistant", "a"), ("user", "error: b"), ("assistant", "c")]
+    messages = [{"role": role, "content": content} for role, content in chat]
+    assert Conversation(messages, None, "stop").tool_answers == ["error: b"]
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{{ raise_exception('user and assistant only') }}", "refuses the role 'tool': user and assistant only"),
+        (
+            "{% for m in messages %}{% if m.role != 'tool' %}{{ m.content }}{% endif %}{% endfor %}",
+            "leaves out what the role 'tool' says; give --env.tool_role=user",
+        ),
+    ],
+)
+def test_a_chat_template_without_tools_is_named_before_anything_is_sampled(env, template, words):
+    env.tokenizer.chat_template = template
+    with pytest.raises(ValueError, match=words):
+        asyncio.run(env.setup())
+    if "raise" not in template:
+        env.config.tool_role = "user"
+        asyncio.run(env.setup())

@@ -1,0 +1,35 @@
+"""The small policy learns to use its calculator, by the launcher, as a person starts it."""
+
+import sys
+
+import orjson
+import pytest
+
+from recipe.atropos.run_record import read_metrics
+from recipe.atropos.services.process import start_service
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+@pytest.mark.timeout(1500)  # with the making of the policy, where it is not kept yet; about five minutes
+@pytest.mark.parametrize("seed", [0, 1])
+def test_held_out_success_rises_by_at_least_15_points_in_60_steps(tmp_path, seed):
+    command = [sys.executable, "-m", "recipe.atropos.launch_services", "--preset", "calculator", "--seed", str(seed)]
+    service = start_service("launcher", [*command, "--run-dir", str(tmp_path / "run")], log_path=tmp_path / "log")
+    try:
+        assert service.process.wait(1400) == 0, service.tail(60)
+        assert not service.members(), "no process of the run is alive"
+    finally:
+        service.stop(grace=30)
+    summary = orjson.loads((tmp_path / "run/summary.json").read_bytes())
+    before, after = summary["heldout_accuracy_before"], summary["heldout_accuracy_after"]
+    assert summary["heldout_problems"] == 256 and 0.2 <= before <= 0.5
+    assert after - before >= 0.15
+    assert summary["steps"] == 60 and summary["dropped"] == {}
+    metrics = read_metrics(tmp_path / "run")
+    assert metrics[0]["atropos/logprob_diff/max"] < 1e-4
+    assert max(line["atropos/staleness/max"] for line in metrics) <= 2
+    assert not any("unknown_version" in key for line in metrics for key in line)
+    rows = [orjson.loads(line) for line in (tmp_path / "run/rollouts/60.jsonl").read_bytes().splitlines()]
+    assert all(row["score"] in (1.0, -1.0) for row in rows)
+    assert sum(row["output"].count("<|im_start|>tool") for row in rows) >= 2 * len(rows), "two calls a problem"
