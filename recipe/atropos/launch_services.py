@@ -43,6 +43,7 @@ from recipe.atropos.utils.plots import plot_reward
 
 _WATCH_SECONDS = 0.5
 _VERSION_SECONDS = 120.0
+_REWARD_BRIDGE = "reward_bridge.yaml"  # in the run's folder
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -72,8 +73,9 @@ def compose_overrides(arguments: argparse.Namespace) -> list[str]:
         "seed": arguments.seed,
     }
     overrides = [f"{key}={value}" for key, value in named.items() if value is not None] + arguments.overrides
-    # These two mappings are the user's own: a new key in them needs no "+".
-    return [re.sub(r"^(environment|inference)\.args\.", r"++\g<0>", override) for override in overrides]
+    # These mappings are the user's own: a new key in them needs no "+".
+    own = r"^((environment|inference)\.args|environment\.reward_bridge)\."
+    return [re.sub(own, r"++\g<0>", override) for override in overrides]
 
 
 def quoted(value: str | Path) -> str:
@@ -235,7 +237,7 @@ def environment_command(run: Run, subcommand: str, api_url: str, server_url: str
     """The environment's own command line; ``environment.args`` come last and win.
 
     ``environment.args.KEY`` is the environment's ``--env.KEY``, ``environment.args.openai.KEY`` is ``--openai.KEY``;
-    null leaves a flag out.
+    null leaves a flag out. With ``environment.reward_bridge`` it runs through the adapter, and ``serve`` is shaped.
     """
     config, model = run.config, run.config.actor_rollout_ref.model.path
     target = config.environment.target
@@ -258,11 +260,18 @@ def environment_command(run: Run, subcommand: str, api_url: str, server_url: str
         flags |= {f"{key}.{k}": v for k, v in value.items()} if isinstance(value, dict) else {f"env.{key}": value}
     program = [str(Path(target).resolve())] if target.endswith(".py") else ["-m", target]
     given = {key: value for key, value in flags.items() if value is not None}
-    return [sys.executable, *program, subcommand, *(f"--{key}={_text(value)}" for key, value in given.items())]
+    words = [subcommand, *(f"--{key}={_text(value)}" for key, value in given.items())]
+    if config.environment.reward_bridge is not None:
+        words += ["--env", program[-1]]
+        words += ["--reward-bridge", str(run.directory / _REWARD_BRIDGE)] if subcommand == "serve" else []
+        program = ["-m", "recipe.atropos.utils.env_adapter"]
+    return [sys.executable, *program, *words]
 
 
 def start_environment(run: Run, api: Service, inference: Inference) -> Service:
     command = environment_command(run, "serve", api.url, inference.gateway)
+    if run.config.environment.reward_bridge is not None:
+        OmegaConf.save(run.config.environment.reward_bridge, run.directory / _REWARD_BRIDGE)
     max_staleness = run.config.trainer.atropos.max_staleness
     return run.start("environment", command, **{VARIABLE: "" if max_staleness is None else str(max_staleness)})
 

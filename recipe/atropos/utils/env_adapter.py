@@ -2,7 +2,7 @@
 
     python -m recipe.atropos.utils.env_adapter serve|evaluate|process --env MODULE:Class|FILE.py[:Class] [its own flags]
 
-or, in code, ``adapt(load_environment(target))``.
+or, in code, ``adapt(load_environment(target))``. ``--reward-bridge FILE.yaml`` shapes its scores (``reward_bridge``).
 """
 
 import importlib
@@ -15,7 +15,9 @@ from atroposlib.envs.base import BaseEnv
 
 from recipe.atropos.environments.pacing import Paced
 from recipe.atropos.environments.reporting import Reporting
+from recipe.atropos.environments.shaping import shaped_by
 from recipe.atropos.environments.weight_versions import WeightVersions
+from recipe.atropos.utils.reward_bridge import RewardBridge, RewardBridgeError, read_bridge
 
 _MIXINS = (Reporting, WeightVersions, Paced)  # in the order in which calls pass through them
 
@@ -74,9 +76,14 @@ def _import_file(path: Path) -> ModuleType:
     return module
 
 
-def adapt(environment: type[BaseEnv]) -> type[BaseEnv]:
-    """A subclass of ``environment`` with every mend that it lacks; its name and its command line stay."""
+def adapt(environment: type[BaseEnv], bridge: RewardBridge | None = None) -> type[BaseEnv]:
+    """A subclass of ``environment`` with every mend that it lacks; its name and its command line stay.
+
+    With ``bridge`` its scores are shaped before they are sent.
+    """
     mixins = tuple(mixin for mixin in _MIXINS if not issubclass(environment, mixin))
+    if bridge is not None:
+        mixins = (shaped_by(bridge), *mixins)
     body = {"__doc__": environment.__doc__, "__module__": environment.__module__}
     return type(environment.__name__, (*mixins, environment), body)
 
@@ -88,9 +95,17 @@ def main() -> None:
     position = arguments.index("--env")
     target = arguments[position + 1]
     del arguments[position : position + 2]
+    bridge = None
+    if "--reward-bridge" in arguments[:-1]:
+        position = arguments.index("--reward-bridge")
+        try:
+            bridge = read_bridge(arguments[position + 1])
+        except RewardBridgeError as error:
+            sys.exit(f"--reward-bridge {error}")
+        del arguments[position : position + 2]
     sys.argv[1:] = arguments
     try:
-        environment = adapt(load_environment(target))
+        environment = adapt(load_environment(target), bridge)
     except EnvironmentTargetError as error:
         sys.exit(f"--env {error}")
     environment.cli()

@@ -11,13 +11,16 @@ from recipe.atropos.run_record import read_metrics
 
 
 def plot_reward(directory: str | Path, window: int = 5) -> Path:
-    """Write ``reward.png``: mean score of each step's sequences, its mean over ``window`` steps, held-out accuracy."""
+    """Write ``reward.png``: mean score of each step's sequences, its mean over ``window`` steps, held-out accuracy.
+
+    The score is the environment's, before a reward bridge shaped it.
+    """
     directory = Path(directory)
     lines = read_metrics(directory)
     summary_path = directory / "summary.json"
     summary = orjson.loads(summary_path.read_bytes()) if summary_path.exists() else {}
     steps = np.array([line["step"] for line in lines])
-    scores = np.array([line["atropos/mean_score"] for line in lines])
+    scores = np.array([line.get("atropos/mean_raw_score", line["atropos/mean_score"]) for line in lines])
 
     figure = Figure(figsize=(8, 4.2), layout="constrained")
     FigureCanvasAgg(figure)
