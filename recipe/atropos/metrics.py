@@ -11,8 +11,9 @@ def batch_metrics(rows: DataProto) -> dict[str, float]:
 
     Over all, and under ``atropos/ENV/`` for each environment (its name, else ``env_ID``, else ``unknown``):
 
-    - ``mean_score``: of the rows; ``mean_raw_score``: before a reward bridge shaped it; ``mean_advantage``: of the trained tokens; ``response_length``: tokens a row from the
-      first trained one on, environment tokens between turns included;
+    - ``mean_score``: of the rows; ``mean_raw_score``: before a reward bridge shaped it; ``mean_advantage``: of the
+      trained tokens; ``response_length``: tokens a row from the first trained one on, environment tokens between turns
+      included;
     - ``groups``, and ``zero_signal_groups`` and ``zero_signal_share``, those of them whose advantages are all 0 (before
       normalising, which would move them);
     - ``num_environments``, over all only.

@@ -32,16 +32,17 @@ class ConfigurationError(ValueError):
     """A value in the configuration that cannot work; the message says which, and what to give instead."""
 
 
-SMALL_POLICY = "small-policy"  # as actor_rollout_ref.model.path: the demonstration's model, made here on first use
+# As actor_rollout_ref.model.path: the models of the demonstrations, made here on first use.
+SMALL_POLICIES = ("small-policy", "small-policy-terse")
 
 
 def resolve_model(path: str, seed: int) -> str:
-    """The model's folder or hub name; makes the small policy of ``seed`` where that is asked for and not there yet."""
-    if path != SMALL_POLICY:
+    """The model's folder or hub name; makes a small policy of ``seed`` where that is asked for and not there yet."""
+    if path not in SMALL_POLICIES:
         return os.path.expanduser(path)
-    from recipe.atropos.utils.small_policy import ensure_small_policy
+    from recipe.atropos.utils.small_policy import RECIPES, ensure_small_policy
 
-    return str(ensure_small_policy(seed=seed))
+    return str(ensure_small_policy(seed=seed, recipe=RECIPES[path]))
 
 
 def looks_local(path: str) -> bool:

@@ -2,8 +2,8 @@ r"""GSM8K for Atropos: ``python -m recipe.atropos.environments.gsm8k serve|evalu
 
 Problems come from the hub, a local folder or a generator (``word_problems``). The policy answers in ``\boxed{}``;
 math_verify decides, +1 or -1. Tokens, masks and logprobs are the managed server's: what the policy sampled, never
-encoded again. A group in which every score is equal teaches nothing and is not sent; where all answers are right, long
-ones get less, as in Atropos' own gsm8k_server.
+encoded again. Where all answers are right, long ones get less, as in Atropos' own gsm8k_server; a group in which every
+score is equal teaches nothing, and BaseEnv does not send it, unless ``--env.ensure_scores_are_not_same=false``.
 """
 
 import asyncio
@@ -143,8 +143,8 @@ class GSM8kEnv(WeightVersions, Paced, BaseEnv):
             return None, [item]
         return self.score(item, nodes), []
 
-    def score(self, item: Row, nodes: list[Any]) -> ScoredDataGroup | None:
-        """The group with its scores; None where they are all equal or the gold answer cannot be read."""
+    def score(self, item: Row, nodes: list[Any]) -> ScoredDataGroup:
+        """The group with its scores. Raises ValueError where the gold answer cannot be read."""
         gold = gold_answer(item)
         correct = [
             is_correct(self.tokenizer.decode(_completion(node), skip_special_tokens=True), gold) for node in nodes
@@ -153,8 +153,6 @@ class GSM8kEnv(WeightVersions, Paced, BaseEnv):
         scores = [1.0 if right else -1.0 for right in correct]
         if all(correct):
             scores = [length_penalty(len(node.tokens), self.config.max_token_length) for node in nodes]
-        if len(set(scores)) == 1:
-            return None
         return ScoredDataGroup(
             tokens=[list(node.tokens) for node in nodes],
             masks=[list(node.masked_tokens) for node in nodes],

@@ -12,6 +12,7 @@ import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
+from numbers import Real
 from typing import Any
 
 from atroposlib.envs import base
@@ -117,9 +118,9 @@ class Shaped:
         sizes = _sizes(group)
         if len(set(sizes.values())) > 1 or not sizes["tokens"]:
             return self.report.refuse("malformed", f"lengths {sizes}")
+        if not all(isinstance(score, Real) and math.isfinite(score) for score in group["scores"]):
+            return self.report.refuse("nonfinite_score", f"scores {group['scores']}")
         raw = [float(score) for score in group["scores"]]
-        if not all(map(math.isfinite, raw)):
-            return self.report.refuse("nonfinite_score", f"scores {raw}")
         equal, bridge, step = len(set(raw)) == 1, self.reward_bridge, self.curr_step
         if equal and self.config.ensure_scores_are_not_same and not bridge.send_equal_raw:
             return self.report.refuse("equal_scores", f"all {raw[0]:g}, and {KEY}.send_equal_raw is false")
