@@ -48,7 +48,8 @@ def rows_to_data_proto(rows: Sequence[Row], limits: RowLimits, multiple_of: int 
       them: at position t stands what the teacher expects at t + 1, as in the logits; NO_TEACHER where there is none;
 
     and, all (B,), the object arrays ``uid``, ``env_id``, ``env_name``, ``policy_version_min``, ``policy_version_max``
-    (None where unknown) and the bool arrays ``is_padding``, ``has_log_probs``, ``has_advantages``, ``has_teacher``,
+    (None where unknown), the float array ``raw_score`` (what the environment gave, the score itself where no reward
+    bridge shaped it) and the bool arrays ``is_padding``, ``has_log_probs``, ``has_advantages``, ``has_teacher``,
     ``zero_advantage``.
 
     Raises:
@@ -126,6 +127,7 @@ def rows_to_data_proto(rows: Sequence[Row], limits: RowLimits, multiple_of: int 
         "env_name": objects(column("env_name")),
         "policy_version_min": objects([row.versions[0] for row in rows] + [None] * n_pad),
         "policy_version_max": objects([row.versions[1] for row in rows] + [None] * n_pad),
+        "raw_score": np.array([row.score if row.raw_score is None else row.raw_score for row in rows] + [0.0] * n_pad),
         "is_padding": np.arange(len(rows) + n_pad) >= len(rows),
         "has_log_probs": np.array([values is not None for values in column("log_probs")]),
         "has_advantages": np.array([values is not None for values in column("advantages")]),

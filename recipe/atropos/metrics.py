@@ -11,8 +11,9 @@ def batch_metrics(rows: DataProto) -> dict[str, float]:
 
     Over all, and under ``atropos/ENV/`` for each environment (its name, else ``env_ID``, else ``unknown``):
 
-    - ``mean_score``: of the rows; ``mean_advantage``: of the trained tokens; ``response_length``: tokens a row from the
-      first trained one on, environment tokens between turns included;
+    - ``mean_score``: of the rows; ``mean_raw_score``: before a reward bridge shaped it; ``mean_advantage``: of the
+      trained tokens; ``response_length``: tokens a row from the first trained one on, environment tokens between turns
+      included;
     - ``groups``, and ``zero_signal_groups`` and ``zero_signal_share``, those of them whose advantages are all 0 (before
       normalising, which would move them);
     - ``num_environments``, over all only.
@@ -22,6 +23,7 @@ def batch_metrics(rows: DataProto) -> dict[str, float]:
     trained = rows.batch["response_mask"].bool().numpy()
     advantages = np.where(trained, rows.batch["advantages"].numpy(), 0.0)
     scores = rows.batch["token_level_scores"].sum(-1).numpy()
+    raw_scores = rows.non_tensor_batch["raw_score"]
     lengths = rows.batch["attention_mask"][:, -trained.shape[1] :].sum(-1).numpy()
     groups = rows.non_tensor_batch["uid"]
     signal = rows.non_tensor_batch["has_signal"]
@@ -31,6 +33,7 @@ def batch_metrics(rows: DataProto) -> dict[str, float]:
         silent = len(all_groups) - len(with_signal)
         return {
             "mean_score": float(scores[chosen].mean()),
+            "mean_raw_score": float(raw_scores[chosen].mean()),
             "mean_advantage": float(advantages[chosen].sum() / max(1, trained[chosen].sum())),
             "response_length": float(lengths[chosen].mean()),
             "groups": float(len(all_groups)),

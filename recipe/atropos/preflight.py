@@ -10,7 +10,7 @@ from typing import get_args
 
 import aiohttp
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY, kl_penalty
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
 from verl.trainer.ppo.utils import need_critic
@@ -23,6 +23,7 @@ from recipe.atropos.losses import DistillationConfig
 from recipe.atropos.recorded import recorded_steps
 from recipe.atropos.rows import RowLimits, VersionLimits
 from recipe.atropos.services.specs import check_specs, environment_specs
+from recipe.atropos.utils.reward_bridge import parse_bridge
 from recipe.atropos.weight_sync.engine import TRANSPORTS
 
 logger = logging.getLogger(__name__)
@@ -40,10 +41,10 @@ def resolve_model(path: str, seed: int) -> str:
     if not path.startswith(SMALL_POLICY):
         return os.path.expanduser(path)
     from recipe.atropos.utils.calculator_policy import CalculatorRecipe
-    from recipe.atropos.utils.small_policy import Recipe, ensure_small_policy
+    from recipe.atropos.utils.small_policy import RECIPES, ensure_small_policy
     from recipe.atropos.utils.two_task_policy import TwoTaskRecipe
 
-    recipes = {recipe.name: recipe for recipe in (Recipe(), TwoTaskRecipe(), CalculatorRecipe())}
+    recipes = RECIPES | {recipe.name: recipe for recipe in (TwoTaskRecipe(), CalculatorRecipe())}
     return str(ensure_small_policy(seed=seed, recipe=recipes[path])) if path in recipes else path
 
 
@@ -89,6 +90,8 @@ def check_config(config: DictConfig) -> None:
         VersionLimits(0, config.trainer.atropos.max_staleness)
         AdvantageConfig.from_config(config.trainer.atropos)
         DistillationConfig.from_config(config.trainer.atropos.distillation)
+        if config.environment.reward_bridge is not None:
+            parse_bridge(OmegaConf.to_container(config.environment.reward_bridge), "environment.reward_bridge")
     except (TypeError, ValueError) as error:
         raise ConfigurationError(str(error)) from error
     replay = config.trainer.atropos.replay

@@ -286,14 +286,14 @@ class RayGRPOAtroposTrainer(SeparateRayPPOTrainer):
         return self.is_last_step or self.global_steps % self.config.trainer.atropos.weight_sync.every == 0
 
     def _fit_dump_data(self, batch: DataProto) -> None:
-        """Sampled text, score and versions of every row, as ``rollouts/STEP.jsonl``."""
+        """Sampled text, scores and versions of every row, as ``rollouts/STEP.jsonl``."""
         folder = self.config.trainer.rollout_data_dir
         if not folder:
             return
         with marked_timer("dump", self.timing_raw):
             rows = _real_rows(batch)
             width, attended = rows.batch["prompts"].shape[1], rows.batch["attention_mask"].bool()
-            keys = ("uid", "env_id", "env_name", "policy_version_min", "policy_version_max")
+            keys = ("raw_score", "uid", "env_id", "env_name", "policy_version_min", "policy_version_max")
             self._dump_generations(
                 inputs=self._texts(rows.batch["prompts"], attended[:, :width]),
                 outputs=self._texts(rows.batch["responses"], attended[:, width:]),

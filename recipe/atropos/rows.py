@@ -143,7 +143,7 @@ class Row:
 
     ``log_probs`` is None where a trained token lacks a valid one; ``advantages``, ``ref_log_probs`` and the teacher's
     top-k are None where the environment sent none. ``versions`` is (oldest, newest) weight version among the trained
-    tokens, None if unknown.
+    tokens, None if unknown. ``raw_score`` is the score before a reward bridge shaped it, None where none did.
     """
 
     prompt: np.ndarray  # (P_i,) int64
@@ -154,6 +154,7 @@ class Row:
     env_id: int | None = None
     env_name: str | None = None
     versions: tuple[int | None, int | None] = (None, None)
+    raw_score: float | None = None
     log_probs: np.ndarray | None = None  # (R_i,) float32
     advantages: np.ndarray | None = None  # (R_i,) float32
     ref_log_probs: np.ndarray | None = None  # (R_i,) float32
@@ -411,6 +412,7 @@ def read_group(
                 env_id=group.get("env_id"),
                 env_name=overrides.get("env_name"),
                 versions=(oldest, newest),
+                raw_score=_raw_score(overrides, i, len(tokens), where),
                 log_probs=log_probs,
                 advantages=_masked(arrays["advantages"], first, end, mask),
                 ref_log_probs=_masked(arrays["ref_logprobs"], first, end, mask),
@@ -428,6 +430,18 @@ def read_group(
 def _masked(values: np.ndarray | None, first: int, end: int, mask: np.ndarray) -> np.ndarray | None:
     """The response part, 0 where not trained on (there stand sentinels such as 1.0)."""
     return None if values is None else np.where(mask, values[first:end], np.float32(0))
+
+
+def _raw_score(overrides: Mapping[str, Any], row: int, rows: int, where: str) -> float | None:
+    """Of a row, from ``group_overrides.raw_scores``, a list over rows."""
+    values = overrides.get("raw_scores")
+    if values is None:
+        return None
+    if not isinstance(values, Sequence) or len(values) != rows:
+        raise RefusedGroup("malformed", f"{where}: raw_scores is {values!r}, not a list over {rows} sequences")
+    if not isinstance(values[row], int | float) or not abs(values[row]) <= _FLOAT32_MAX:
+        raise RefusedGroup("malformed", f"{where}: raw_scores[{row}] is {values[row]!r}; it must be a finite number")
+    return float(values[row])
 
 
 def _versions(overrides: Mapping[str, Any], row: int, where: str) -> tuple[int | None, int | None]:

@@ -3,7 +3,8 @@
     python -m recipe.atropos.utils.env_adapter serve|evaluate|process --env MODULE:Class|FILE.py[:Class] [its own flags]
 
 or, in code, ``adapt(load_environment(target))``. What is mended stands in docs/environments.md, and in the modules of
-the mixins. Exit status: 0 done, 1 the environment failed, 2 a wrong target or flag, 130 interrupted, 143 terminated.
+the mixins; ``--reward-bridge FILE.yaml`` shapes the scores (``reward_bridge``). Exit status: 0 done, 1 the environment
+failed, 2 a wrong target or flag, 130 interrupted, 143 terminated.
 """
 
 import ast
@@ -27,8 +28,10 @@ from recipe.atropos.environments.pacing import Paced
 from recipe.atropos.environments.registration import Registered
 from recipe.atropos.environments.reporting import Reporting
 from recipe.atropos.environments.sampled import SampledTokens
+from recipe.atropos.environments.shaping import shaped_by
 from recipe.atropos.environments.weight_versions import WeightVersions
 from recipe.atropos.utils.env_flags import CommandLine, UsageError, take_flag
+from recipe.atropos.utils.reward_bridge import RewardBridge, RewardBridgeError, read_bridge
 
 # In front of the environment, in the order in which calls pass through them. The command line and the life of the
 # process stand around everything; Reporting before all that count; Checked before SampledTokens, which reads rows of
@@ -44,7 +47,7 @@ usage: python -m recipe.atropos.utils.env_adapter serve|evaluate|process --env T
 TARGET is MODULE, MODULE:Class, FILE.py or FILE.py:Class, any subclass of atroposlib's BaseEnv; the class is needed
 only where there are several. The flags are BaseEnv's (--env.KEY, --openai.KEY, --config FILE); --help after a target
 lists them. Here --openai.KEY always counts, a negative number may follow a space, an unknown flag is an error.
-What else differs from running the environment itself: docs/environments.md.
+--reward-bridge FILE.yaml shapes its scores. What else differs from running the environment itself: docs/environments.md.
 """
 
 
@@ -155,9 +158,15 @@ def _import_in_package(path: Path, levels: int) -> ModuleType:
     return module
 
 
-def adapt(environment: type[BaseEnv]) -> type[BaseEnv]:
-    """A subclass of ``environment`` with every mend that it lacks, itself where it lacks none; its name stays."""
-    before = tuple(mixin for mixin in _MIXINS if not issubclass(environment, mixin))
+def adapt(environment: type[BaseEnv], bridge: RewardBridge | None = None) -> type[BaseEnv]:
+    """A subclass of ``environment`` with every mend that it lacks, itself where it lacks none; its name stays.
+
+    With ``bridge`` its scores are shaped before they are sent.
+    """
+    mixins = list(_MIXINS)
+    if bridge is not None:
+        mixins.insert(mixins.index(Checked) + 1, shaped_by(bridge))
+    before = tuple(mixin for mixin in mixins if not issubclass(environment, mixin))
     behind = tuple(base for base in _BASES if not issubclass(environment, base))
     if not before and not behind:
         return environment
@@ -187,15 +196,18 @@ def wrong_usage(message: str) -> NoReturn:
 def main() -> None:
     arguments = sys.argv[1:]
     try:
-        target = take_flag(arguments, "--env")
+        target, bridge_file = take_flag(arguments, "--env"), take_flag(arguments, "--reward-bridge")
+        bridge = read_bridge(bridge_file) if bridge_file else None
     except UsageError as error:
         wrong_usage(str(error))
+    except RewardBridgeError as error:
+        wrong_usage(f"--reward-bridge {error}")
     if "--help" in arguments:
         print(_HELP)
     elif target is None:
         wrong_usage(_HELP.splitlines()[0])
     if target is not None:
-        run(target, arguments)
+        run(target, arguments, lambda environment: adapt(environment, bridge))
 
 
 if __name__ == "__main__":

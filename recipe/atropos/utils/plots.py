@@ -26,7 +26,8 @@ def plot_reward(directory: str | Path, window: int = 5) -> Path:
 def reward_figure(directory: str | Path, window: int = 5) -> Figure:
     """Mean score of each step's sequences, its mean over ``window`` steps, and what the evaluations found.
 
-    Of several environments, the score and the evaluations of each have one colour.
+    Of several environments, the score and the evaluations of each have one colour. Scores are those before a reward
+    bridge shaped them.
     """
     directory = Path(directory)
     lines = read_metrics(directory)
@@ -48,8 +49,9 @@ def reward_figure(directory: str | Path, window: int = 5) -> Figure:
 
 
 def _plot_scores(axes: Axes, lines: list, key: str, window: int, colour: str, label: str) -> None:
+    raw = key.replace("mean_score", "mean_raw_score")
     steps = np.array([line["step"] for line in lines if key in line])
-    scores = np.array([line[key] for line in lines if key in line])
+    scores = np.array([line.get(raw, line[key]) for line in lines if key in line])
     axes.plot(steps, scores, color=colour, alpha=0.35, linewidth=1, label=label)
     if len(scores) >= window:
         smooth = np.convolve(scores, np.ones(window) / window, mode="valid")

@@ -1,0 +1,298 @@
+r"""The universal reward bridge: a YAML block shapes any environment's scores, and the environment knows nothing of it.
+
+    reward_bridge:
+      format_markers:                  # what an answer shall, or shall not, have in it
+        - {pattern: '<think>', weight: 0.1, ordered: true}
+        - {pattern: '</think>', weight: 0.1, ordered: true, count: once}
+        - {pattern: '(?i)as an ai', regex: true, presence: forbidden, weight: 0.2}
+      answer_present: {pattern: '\\boxed\{([^}]*)\}', regex: true, weight: 0.3}
+      length_bounty: {target: 200, slope: 0.001, cap: 0.1}
+      clip: [-0.3, 0.5]
+      fade: {from_step: 50, to_step: 100}
+      send_equal_raw: true
+      right_margin: 1.0
+
+Judged is each sequence that an environment scored: its text is the decoded trained tokens, without special tokens; what
+the environment wrote between turns is not in it, and turns are joined by a line break. Its length is the number of its
+trained tokens, special ones included. In this order:
+
+1. ``format_markers``: each adds ``weight`` where its pattern is there, or, ``presence: forbidden``, takes it away.
+   ``count``: ``any`` (at least one occurrence), ``once`` (exactly one), ``each`` (``weight`` for every one).
+   ``ordered`` markers are a chain in the order of the list: of each, only occurrences count that begin where the first
+   counted occurrence of the one before it has ended, and none does after one that earned nothing.
+2. ``answer_present`` adds ``weight`` where there is an answer: more than white space in the first group of the regular
+   expression (in the whole match, if it has no group), or behind the last occurrence of a literal pattern.
+3. ``length_bounty`` adds ``slope * (length - target)``, at least ``-cap`` and at most ``cap``.
+4. The sum of these is cut to ``clip``.
+5. ``fade``: it is multiplied by 1 up to the trainer's step ``from_step``, by 0 from ``to_step`` on, linearly between.
+   The step is ``curr_step`` of BaseEnv, which the Trajectory API tells: it counts the batches that are cut.
+6. The environment's score is added. It stays beside the shaped one: in ``group_overrides["raw_scores"]``, a list.
+
+The promises:
+
+- A right answer outweighs all shaping: the largest difference that a configuration can make between two sequences must
+  be less than ``right_margin``, what the environment's score of a right answer is at least above that of a wrong one.
+  1.0 fits scores of 0 and 1, and of -1 and 1. Scores with steps between may still change places; groups in which any
+  do are counted, as ``shaping/overtaken``.
+- ``send_equal_raw`` true: a group of equal raw scores is sent if the shaped ones differ; also one that its environment
+  drops for that reason, as most do. False: it is not sent, as without the bridge.
+- Evaluation is never shaped: only what goes to the Trajectory API is.
+- Nothing becomes a score of 0 because it could not be judged. Per-token advantages, which the trainer uses instead of
+  scores, end the environment with a message; a group whose text a regular expression needs too long for, or whose
+  scores are no numbers, is not sent, and counted.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import field, fields
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import regex
+import yaml
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+
+KEY = "reward_bridge"
+_MATCH_SECONDS = 1.0  # for one pattern and one text
+_STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+Pattern = Annotated[str, Field(min_length=1)]
+Positive = Annotated[float, Field(gt=0)]
+Step = Annotated[int, Field(ge=0)]
+
+
+class RewardBridgeError(ValueError):
+    """A configuration that cannot be right, or an environment that the bridge cannot act on; names the mend."""
+
+
+@dataclass(frozen=True, config=_STRICT)
+class Marker:
+    pattern: Pattern
+    weight: Positive
+    regex: bool = False
+    presence: Literal["required", "forbidden"] = "required"
+    count: Literal["any", "once", "each"] = "any"
+    ordered: bool = False
+
+    def __post_init__(self) -> None:
+        _compiled(self.pattern, self.regex)
+        if self.presence == "forbidden" and (self.ordered or self.count == "once"):
+            wrong = "ordered: true" if self.ordered else "count: once"
+            raise ValueError(f"{wrong} means nothing where pattern {self.pattern!r} is forbidden; leave it out")
+
+    def find(self, text: str) -> list[tuple[int, int]]:
+        """(start, end) of the occurrences that may count, in order; none where ``count: once`` meets several."""
+        spans = [match.span() for match in _matches(self.pattern, self.regex, text)]
+        return [] if self.count == "once" and len(spans) != 1 else spans
+
+    def earned(self, occurrences: int) -> float:
+        if not occurrences:
+            return 0.0
+        signed = self.weight if self.presence == "required" else -self.weight
+        return signed * occurrences if self.count == "each" else signed
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        most = self.earned(1) if self.count != "each" else math.copysign(math.inf, self.earned(1))
+        return min(0.0, most), max(0.0, most)
+
+
+@dataclass(frozen=True, config=_STRICT)
+class AnswerPresent:
+    pattern: Pattern
+    weight: Positive
+    regex: bool = False
+
+    def __post_init__(self) -> None:
+        _compiled(self.pattern, self.regex)
+
+    def earned(self, text: str) -> float:
+        matches = _matches(self.pattern, self.regex, text)
+        if self.regex:
+            answers = [match[1] if match.re.groups else match[0] for match in matches]
+        else:
+            answers = [text[match.end() :] for match in matches[-1:]]
+        return self.weight if any(answer and answer.strip() for answer in answers) else 0.0
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        return 0.0, self.weight
+
+
+@dataclass(frozen=True, config=_STRICT)
+class LengthBounty:
+    """``target`` in trained tokens, ``slope`` in score a token, ``cap`` in score."""
+
+    target: Annotated[int, Field(ge=0)]
+    slope: float
+    cap: Positive
+
+    def __post_init__(self) -> None:
+        if not self.slope:
+            raise ValueError("slope=0 does nothing; give score a token, negative for short answers, or leave it out")
+
+    def earned(self, length: int) -> float:
+        return max(-self.cap, min(self.cap, self.slope * (length - self.target)))
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        shortest, longest = self.earned(0), math.copysign(self.cap, self.slope)
+        return min(shortest, longest), max(shortest, longest)
+
+
+@dataclass(frozen=True, config=_STRICT)
+class Fade:
+    """In the trainer's steps."""
+
+    from_step: Step
+    to_step: Step
+
+    def __post_init__(self) -> None:
+        if self.to_step <= self.from_step:
+            raise ValueError(f"to_step={self.to_step} must be above from_step={self.from_step}")
+
+    def weight(self, step: int) -> float:
+        return max(0.0, min(1.0, (self.to_step - step) / (self.to_step - self.from_step)))
+
+
+@dataclass(frozen=True, config=_STRICT)
+class RewardBridge:
+    """The block ``reward_bridge``; see the module."""
+
+    format_markers: list[Marker] = field(default_factory=list)
+    answer_present: AnswerPresent | None = None
+    length_bounty: LengthBounty | None = None
+    clip: tuple[float, float] | None = None
+    fade: Fade | None = None
+    send_equal_raw: bool = True
+    right_margin: Positive = 1.0
+
+    def __post_init__(self) -> None:
+        if self.clip and self.clip[0] >= self.clip[1]:
+            raise ValueError(f"clip={list(self.clip)}: the first must be below the second")
+        difference = self.largest_difference
+        if difference == 0:
+            raise ValueError("shapes nothing; give format_markers, answer_present or length_bounty")
+        if math.isinf(difference):
+            raise ValueError("count: each has no bound; give clip: [lowest, highest]")
+        if difference >= self.right_margin:
+            raise ValueError(
+                f"can make a difference of {difference:g} between two answers, and a right one is worth only "
+                f"right_margin={self.right_margin:g}: lower the weights or the cap, give a narrower clip, or say by "
+                "right_margin how far the environment's scores of right and wrong lie apart, where that is further"
+            )
+
+    @property
+    def largest_difference(self) -> float:
+        """Between what any two sequences can be given; inf where there is no bound."""
+        terms = [*self.format_markers, self.answer_present, self.length_bounty]
+        lows, highs = zip(*[term.bounds for term in terms if term is not None] or [(0.0, 0.0)], strict=True)
+        return self._clipped(sum(highs)) - self._clipped(sum(lows))
+
+    def terms(self, text: str, length: int) -> dict[str, float]:
+        """What each part of the block gives a sequence, by name: ``marker_0``, ..., before ``clip`` and ``fade``.
+
+        Raises:
+            TimeoutError: a regular expression took too long; names it.
+        """
+        found, chain = {}, 0.0
+        for number, marker in enumerate(self.format_markers):
+            spans = [span for span in marker.find(text) if not marker.ordered or span[0] >= chain]
+            found[f"marker_{number}"] = marker.earned(len(spans))
+            if marker.ordered:
+                chain = spans[0][1] if spans else math.inf
+        if self.answer_present is not None:
+            found["answer_present"] = self.answer_present.earned(text)
+        if self.length_bounty is not None:
+            found["length_bounty"] = self.length_bounty.earned(length)
+        return found
+
+    def weight(self, step: int) -> float:
+        """Of the shaping at a trainer's step, 1 to 0."""
+        return 1.0 if self.fade is None else self.fade.weight(step)
+
+    def shaped(self, raw: float, terms: Mapping[str, float], step: int) -> float:
+        return raw + self.weight(step) * self._clipped(sum(terms.values()))
+
+    def literals(self) -> list[str]:
+        parts = [*self.format_markers, *filter(None, [self.answer_present])]
+        return [part.pattern for part in parts if not part.regex]
+
+    def _clipped(self, value: float) -> float:
+        return value if self.clip is None else max(self.clip[0], min(self.clip[1], value))
+
+
+@cache
+def _compiled(pattern: str, is_regex: bool) -> regex.Pattern:
+    try:
+        return regex.compile(pattern if is_regex else regex.escape(pattern))
+    except regex.error as error:
+        raise ValueError(
+            f"pattern={pattern!r} does not compile: {error}; correct it, or leave out regex to take it literally"
+        ) from error
+
+
+def _matches(pattern: str, is_regex: bool, text: str) -> list[regex.Match]:
+    try:
+        return list(_compiled(pattern, is_regex).finditer(text, timeout=_MATCH_SECONDS, concurrent=True))
+    except TimeoutError as error:
+        raise TimeoutError(
+            f"pattern {pattern!r} took more than {_MATCH_SECONDS:g} s on a text of {len(text)} characters; write it "
+            "without nested repetition"
+        ) from error
+
+
+# ---------------------------------------------------------------------- reading the block
+
+_PARTS = {"format_markers": Marker, "answer_present": AnswerPresent, "length_bounty": LengthBounty, "fade": Fade}
+
+
+def parse_bridge(block: Any, name: str = KEY) -> RewardBridge:
+    """The block, as read from YAML; ``name`` is what errors call it.
+
+    Raises:
+        RewardBridgeError: naming every key that is unknown, missing or has a wrong value.
+    """
+    if not isinstance(block, Mapping):
+        raise RewardBridgeError(f"{name}={block!r}: give a mapping of {', '.join(_names(RewardBridge))}")
+    try:
+        return TypeAdapter(RewardBridge).validate_json(json.dumps(block, default=str))
+    except ValidationError as error:
+        raise RewardBridgeError("; ".join(_explain(each, name) for each in error.errors())) from error
+
+
+def read_bridge(path: str | Path) -> RewardBridge:
+    """Of a YAML file that holds the block, with or without its key.
+
+    Raises:
+        RewardBridgeError: there is no such file, it is no YAML, or what ``parse_bridge`` refuses.
+    """
+    try:
+        block = yaml.safe_load(Path(path).read_text())
+        return parse_bridge(block[KEY] if isinstance(block, Mapping) and list(block) == [KEY] else block)
+    except OSError as error:
+        raise RewardBridgeError(f"{path}: {error.strerror}; give a YAML file with the block {KEY}") from error
+    except yaml.YAMLError as error:
+        raise RewardBridgeError(f"{path} is no YAML: {error}") from error
+    except RewardBridgeError as error:
+        raise RewardBridgeError(f"{path}: {error}") from error
+
+
+def _explain(error: Mapping[str, Any], name: str) -> str:
+    place, kind = error["loc"], error["type"]
+    key = name + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place)
+    if kind == "unexpected_keyword_argument":
+        part = _PARTS.get(place[0], RewardBridge) if len(place) > 1 else RewardBridge
+        return f"{key}={error['input']!r}: no such key; there are {', '.join(_names(part))}"
+    if kind == "missing":
+        return f"{key} is missing"
+    if kind == "value_error":
+        return f"{key}: {error['ctx']['error']}"
+    return f"{key}={error['input']!r}: {error['msg']}"
+
+
+def _names(part: type) -> list[str]:
+    return [each.name for each in fields(part)]
