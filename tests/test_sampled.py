@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 from collections import Counter
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import torch
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup, ScoredDataItem
 from atroposlib.utils.tokenize_for_trainer import tokenize_for_trainer
 from helpers_sglang import CHAT_TEMPLATE, SPECIAL_TOKENS, make_tiny_model, running_sglang
+from openai.types.completion import Completion
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
@@ -17,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from recipe.atropos.environments.reporting import Reporting
 from recipe.atropos.environments.sampled import SampledTokens, group_of, restore
-from recipe.atropos.environments.sampled_book import ITEM, Book, Item, trained_spans
+from recipe.atropos.environments.sampled_book import ITEM, Book, Item, key_of, trained_spans
 from recipe.atropos.environments.sampled_calls import how_sampled, sampling_params
 from recipe.atropos.environments.weight_versions import WeightVersions
 from recipe.atropos.inference.client import InferenceError, SGLangClient
@@ -189,23 +191,22 @@ def test_turns_on_a_managed_server_are_the_sampled_tokens_each_ended_once(script
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("ignore_eos", [True, False])
-def test_a_prompt_extends_the_node_whose_text_it_continues_and_of_equal_ones_each_once(ignore_eos, model_path, url):
-    """Many short replies to one prompt: "ab" does not continue "a", and may be one token or two."""
+def test_a_prompt_extends_the_node_whose_text_it_continues_and_of_equal_ones_each_once(model_path, url):
+    """Many short replies to one prompt: "ab" does not continue "a", and is one token and an end, or two."""
     env = make(Scripted, model_path, url)
+    few = {str(token): 100.0 for token in (END, *ids_of(env.tokenizer, "a", "b", "ab"))}
 
     async def ask():
         async with env.server.managed_server(tokenizer=env.tokenizer) as managed:
-            how = {"max_tokens": 2, "ignore_eos": ignore_eos}
-            first = await managed.completion(prompt="Q:", n=24, **how)
+            first = await managed.completion(prompt="Q:", n=64, max_tokens=2, logit_bias=few)
             before = managed.get_state()["nodes"]
             texts = [choice.text for choice in first.choices if choice.text.strip()]  # else it continues nothing
             for text in texts:
-                await managed.completion(prompt="Q:" + text, **how)
+                await managed.completion(prompt="Q:" + text, max_tokens=2)
             return before, managed.get_state()["nodes"], len(texts)
 
     before, after, continued = asyncio.run(ask())
-    assert len(after) == len(before) == 24
+    assert len(after) == len(before) == 64
     longer = [(old, new) for old, new in zip(before, after, strict=True) if new is not old]
     assert len(longer) == continued
     for old, new in longer:
@@ -302,13 +303,19 @@ def test_the_openai_route_answers_as_before_and_what_it_alone_can_do_is_counted(
 
     async def ask():
         chat = await env.server.chat_completion(messages=messages, n=2, max_tokens=9, extra_body={"ignore_eos": True})
+        longer = await env.server.chat_completion(messages=messages, extra_body={"min_tokens": 130}, split="eval")
+        short = await env.server.completion(prompt="go", extra_body={"ignore_eos": True}, split="eval")
+        assert longer.usage.completion_tokens > 130 and short.usage.completion_tokens == 16  # as OpenAI's defaults
         plain = await env.server.chat_completion(messages=messages, n=2, max_tokens=9, logprobs=True)
         assert len(books["train"]) == 2
         text = await env.server.completion(prompt="go", max_tokens=5, temperature=0.0, split="eval")
         with_plain = await env.server.completion(prompt="go", max_tokens=5, temperature=0.0, logprobs=1, split="eval")
         async with env.server.managed_server(tokenizer=env.tokenizer) as managed:
-            await managed.chat_completion(messages=messages, max_tokens=5, split="eval")
-        assert (len(books["train"]), len(books["eval"])) == (2, 2)
+            answer = await managed.chat_completion(messages=messages, max_tokens=5, split="eval")
+            turns = [*messages, {"role": "assistant", "content": answer.choices[0].message.content}, *messages]
+            await managed.chat_completion(messages=turns, max_tokens=5, split="eval")
+            assert len(managed.get_state()["nodes"]) == 1  # the second turn went on from the first
+        assert (len(books["train"]), len(books["eval"])) == (2, 5)
         return chat, plain, text, with_plain
 
     chat, plain, text, with_plain = asyncio.run(ask())
@@ -616,6 +623,10 @@ def test_the_book_forgets_the_oldest_and_evaluation_does_not_displace_training(m
         sampled(book, [number], "ab", "cd", END)
     assert len(book) == 30 // 4
     assert len(book._by_prompt) == 7 and len(book._by_text["abcd"]) == 7
+    other = [7, 7]
+    book._by_prompt[key_of(other)] = book._by_prompt[key_of([9])]  # two prompts of one hash
+    assert book.exact([*other, *ids_of(tokenizer, "abcd<|im_end|>")]) == [*other, *ids_of(tokenizer, "ab", "cd", END)]
+    assert all(piece.completion is None for piece in book.trace([*other, *ids_of(tokenizer, "ab", "cd", END)]))
     calls = make(Scripted, model_path)._calls
     assert calls.books["eval"].capacity < calls.books["train"].capacity
 
@@ -754,3 +765,24 @@ def test_a_server_that_cannot_be_reached_is_named(model_path):
     env = make(Scripted, model_path)
     with pytest.raises(InferenceError, match="http://127.0.0.1:1/generate: cannot connect"):
         asyncio.run(env.server.completion(prompt="go", max_tokens=5))
+
+
+def test_only_the_missing_samples_are_asked_for_again(model_path):
+    """The server's aborts end all samples at once, so what it answers is scripted here."""
+    env, asked = make(Scripted, model_path), []
+    answers = iter([["stop", "abort", "length", "abort"], ["stop", "abort"], ["stop"]])
+
+    async def plain(n, **kwargs):
+        asked.append(n)
+        reasons = enumerate(next(answers))
+        choices = [{"index": i, "finish_reason": "stop", "text": reason, "logprobs": None} for i, reason in reasons]
+        answer = {"id": "x", "created": 0, "model": "m", "object": "text_completion", "choices": choices}
+        answer = Completion.model_validate(answer)
+        for choice in answer.choices:
+            choice.finish_reason = choice.text
+        return answer
+
+    env.server.servers[0]._completion_wrapper = partial(env._calls.text, env.server.servers[0], plain)
+    answer = asyncio.run(env.server.completion(prompt="go", n=4, logprobs=1))
+    assert asked == [4, 2, 1] and env.report.counts["aborted_samples"] == 3
+    assert [(c.index, c.text) for c in answer.choices] == [(0, "stop"), (1, "length"), (2, "stop"), (3, "stop")]
