@@ -27,7 +27,7 @@ from rich.table import Table
 from rich.text import Text
 from transformers import AutoConfig
 
-from recipe.atropos.environments.weight_versions import NOT_PUSHED, trained_spans
+from recipe.atropos.environments.sampled_book import NOT_PUSHED, trained_spans
 from recipe.atropos.inference.client import SGLangClient
 from recipe.atropos.inference.gateway import API_KEY_VARIABLE
 from recipe.atropos.rows import ConversionReport, Row, RowLimits, read_groups
