@@ -17,15 +17,12 @@ from gem.tools.tool_env_wrapper import ToolEnvWrapper
 from gem.utils.constants import TERMINAL_STATE
 from gem.wrappers.wrapper_factory import get_wrapper_fns
 from helpers_sglang import make_tiny_model
-from math_verify import parse, verify
-from math_verify.errors import TimeoutException
 from transformers import AutoTokenizer
 
 from recipe.atropos.environments.word_problems import SYNTHETIC, gold_answer, load_problems
-from recipe.atropos.utils import gem_env, thread_limits
+from recipe.atropos.utils import gem_env
 from recipe.atropos.utils.env_adapter import EnvironmentTargetError
 from recipe.atropos.utils.gem_env import AtroposEnv, NeverScored, register
-from recipe.atropos.utils.outer_policy import as_served
 
 GSM8K = "recipe.atropos.environments.gsm8k:GSM8kEnv"
 GUESS, SEEDED = "helpers_guess_env:GuessEnv", "helpers_guess_env:SeededGuessEnv"
@@ -180,24 +177,6 @@ def test_a_list_of_groups_has_the_mean_of_all_its_scores(make):
     env = make(config={"mood": "list of groups"})
     env.reset()
     assert env.step("1")[1] == 2.0
-
-
-@pytest.mark.parametrize(
-    ("text", "limits", "expected"),
-    [
-        ("ab", {}, ("ab", "ab<|im_end|>", "stop")),
-        ("ab<|im_end|>", {}, ("ab", "ab<|im_end|>", "stop")),
-        ("", {}, ("", "<|im_end|>", "stop")),
-        ("abc", {"max_tokens": 4}, ("abc", "abc<|im_end|>", "stop")),
-        ("abc", {"max_tokens": 3}, ("abc", "abc", "length")),
-        ("abc", {"max_tokens": 1}, ("a", "a", "length")),
-        ("ab;c!d", {"stop": ("!", ";c")}, ("ab", "ab;c", "stop")),
-        ("abc;d", {"stop": (";",), "max_tokens": 2}, ("ab", "ab", "length")),
-    ],
-)
-def test_an_answer_is_what_a_server_would_have_returned(tokenizer, text, limits, expected):
-    answer = as_served(text, tokenizer, **limits)
-    assert (answer.text, tokenizer.decode(answer.token_ids), answer.finish_reason) == expected
 
 
 def test_an_episode_whose_last_answer_is_cut_at_max_tokens_is_truncated(make):
@@ -516,42 +495,3 @@ def test_a_tool_of_gems_answers_in_the_place_of_the_environment(make):
     assert env.reset()[0] == f"{FIRST}\nWrite hint for a hint."
     assert env.step("hint")[0] == "it is small"
     assert env.step("9")[0] == "lower" and env.step("1")[1] == 1.0
-
-
-# ---------------------------------------------------------------------- time limits in threads
-
-
-def in_thread(function):
-    """What it returns or raises in a thread."""
-    outcome = []
-
-    def run():
-        try:
-            outcome.append(function())
-        except BaseException as error:
-            outcome.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join(30)
-    return outcome[0]
-
-
-def test_math_verify_needs_the_mend_and_with_it_keeps_its_time_limit_in_a_thread(monkeypatch):
-    monkeypatch.setattr("math_verify.parser.timeout", thread_limits._by_signal)
-    assert "threaded environment" in str(in_thread(lambda: parse("$14$")))  # if not: the mend can go
-
-    thread_limits.limit_math_verify_in_threads()
-    assert in_thread(lambda: verify(parse("$14$"), parse("$28/2$"))) is True
-
-    def endless():
-        while True:
-            time.sleep(0.01)
-
-    started = time.monotonic()
-    assert isinstance(in_thread(lambda: thread_limits.time_limit(1)(endless)()), TimeoutException)
-    assert 0.9 < time.monotonic() - started < 10
-    assert in_thread(lambda: [thread_limits.time_limit(1)(int)("7"), time.sleep(1.5)]) == [7, None]
-    with pytest.raises(TimeoutException):
-        thread_limits.time_limit(1)(endless)()
-    assert thread_limits.time_limit(1)(threading.active_count)() == threading.active_count()  # by the signal
