@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from recipe.atropos.environments.calculator import CalculatorEnv, CalculatorEnvConfig, Conversation
 from recipe.atropos.environments.calculator_tool import LARGEST, CalculatorError, answer, calculate
-from recipe.atropos.environments.word_problems import SYNTHETIC_STEPS, generate, gold_answer
+from recipe.atropos.environments.word_problems import SYNTHETIC_STEPS, generate, gold_answer, split_of
 from recipe.atropos.utils.calculator_policy import CalculatorRecipe, demonstration
 from recipe.atropos.utils.small_policy import make_small_policy
 
@@ -44,6 +44,7 @@ def test_an_expression_has_its_exact_value(expression, value):
     [
         ("1 / 0", "division by zero"),
         ("1 / (2 - 2)", "division by zero"),
+        ("1 / (0.3 - 0.1 - 0.2)", "division by zero"),  # not so in floats
         ("9" * 49 + "*" + "9" * 49, "too large"),
         (f"{LARGEST} + 1", "too large"),
         ("9 ** 9 ** 9 ** 9", "only numbers"),
@@ -144,6 +145,7 @@ def test_the_splits_of_several_steps_share_no_problem_whatever_the_seeds():
     test = {row["question"] for seed in range(3) for row in generate("test", 300, seed, SYNTHETIC_STEPS)}
     train = {row["question"] for seed in range(3) for row in generate("train", 3000, seed, SYNTHETIC_STEPS)}
     assert len(test) > 850 and not test & train
+    assert {split_of(text) for text in test} == {"test"} and {split_of(text) for text in train} == {"train"}
 
 
 def demonstrations(**flaws):
@@ -214,7 +216,7 @@ def node(env, *turns):
 
 
 def test_only_what_the_last_turn_boxes_counts(env):
-    nodes = [node(env, r"\boxed{7} <call>1+1</call>", r"\boxed{8}"), node(env, "<call>1+1</call>", r"\boxed{7}")]
+    nodes = [node(env, r"\boxed{7} <call>1+1</call>", "two"), node(env, "<call>1+1</call>", r"\boxed{7}")]
     group = env.score({"question": "?", "answer": "#### 7"}, nodes)
     assert group["scores"] == [-1.0, 1.0]
     assert group["tokens"] == [n.tokens for n in nodes] and group["masks"] == [n.masked_tokens for n in nodes]
