@@ -1,0 +1,86 @@
+"""The environment over reasoning-gym, and the policy that is taught its sums."""
+
+import asyncio
+import random
+
+import pytest
+
+from recipe.atropos.environments.reasoning import ReasoningEnv, ReasoningEnvConfig, dataset, held_out, score
+from recipe.atropos.utils.env_adapter import adapt
+from recipe.atropos.utils.two_task_policy import SETTINGS, TASK, TwoTaskRecipe, sum_solution
+
+
+def env(model_path, **settings):
+    _, [server] = ReasoningEnv.config_init()
+    server.model_name = str(model_path)
+    config = ReasoningEnvConfig(tokenizer_name=str(model_path), task=TASK, task_config=SETTINGS, **settings)
+    return adapt(ReasoningEnv)(config, [server])
+
+
+def questions(model_path, count, **settings):
+    async def draw():
+        environment = env(model_path, **settings)
+        await ReasoningEnv.setup(environment)
+        drawn = [(await environment.get_next_item())["question"] for _ in range(count)]
+        return drawn, [problem["question"] for problem in environment.test]
+
+    return asyncio.run(draw())
+
+
+def test_no_training_problem_is_held_out_and_a_seed_changes_only_the_training_ones(model_path):
+    first, held_back = questions(model_path, 300, seed=0, eval_size=64)
+    other, held_back_too = questions(model_path, 300, seed=1, eval_size=64)
+    assert held_back == held_back_too and len(set(held_back)) == 64
+    assert not set(held_back) & (set(first) | set(other))
+    assert first != other and first[1:] != other[:-1], "reasoning-gym's neighbouring seeds are one sequence, shifted"
+
+
+def test_an_environment_all_of_whose_problems_are_held_out_says_so(model_path):
+    with pytest.raises(ValueError, match="all of the 3 training problems are among the"):
+        asyncio.run(_first_of_a_single_problem(model_path))
+
+
+async def _first_of_a_single_problem(model_path):
+    environment = env(model_path, train_size=3, eval_size=8)
+    await ReasoningEnv.setup(environment)
+    environment._held_out = {environment._train[i]["question"] for i in range(3)}
+    await environment.get_next_item()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("<answer>-4</answer>", 1.0),
+        ("<think><answer>9</answer></think> <answer> -4 </answer>", 1.0),
+        ("<think><answer>-4</answer></think> so", 0.0),
+        ("-4", 0.0),
+        ("<answer></answer>", 0.0),
+    ],
+)
+def test_the_task_scores_what_stands_between_the_tags(text, expected):
+    assert score(dataset(TASK, SETTINGS, 1, 0), text, {"answer": "-4"}) == expected
+
+
+@pytest.mark.parametrize(
+    ("task", "settings", "message"),
+    [
+        ("sums", "{}", "--env.task=sums: reasoning-gym has no such task; it has ab, "),
+        (TASK, "{min_trms: 2}", "--env.task_config={min_trms: 2} does not suit"),
+        (TASK, "{min_terms: 0}", "min_terms must be positive"),
+        (TASK, "{min_terms", "does not suit"),
+    ],
+)
+def test_a_task_or_setting_that_is_not_there_is_refused_by_name(task, settings, message):
+    with pytest.raises(ValueError) as refusal:
+        dataset(task, settings, 1, 0)
+    assert message in str(refusal.value)
+
+
+def test_the_policy_is_taught_right_sums_and_sums_that_stop_early_and_none_that_is_held_out():
+    rng, task = random.Random(0), dataset(TASK, SETTINGS, 1, 0)
+    for problem in held_out(TASK, SETTINGS, 64):
+        assert score(task, sum_solution(problem["question"], rng, 0.0), problem) == 1.0
+    assert sum_solution("... problem: 4 - 1 - 7 =", rng, 1.0) == "4 - 1 = 3 <answer>3</answer>"
+    assert sum_solution("... problem: 4 - 7 =", rng, 1.0) == "4 - 7 = -3 <answer>-3</answer>"
+    taught = {chat[0]["content"] for chat in TwoTaskRecipe(problems=500).chats(0, rng)}
+    assert not taught & {problem["question"] for problem in held_out(TASK, SETTINGS, 256)}
