@@ -5,6 +5,8 @@ SGLANG_VENV ?= .venv-sglang
 SGLANG_0_5_12_VENV ?= .venv-sglang-0.5.12
 PIP_INSTALL = -m pip install --quiet --disable-pip-version-check
 ARGS ?=
+# Two files of tests at a time: most of their time goes into starting servers, which two cores do side by side.
+PARALLEL = -n 2 --dist loadfile --no-loadscope-reorder
 
 TRAINER_STAMP := $(VENV)/.installed
 SGLANG_STAMP := $(SGLANG_VENV)/.installed
@@ -17,7 +19,7 @@ demo: env  ## Watch a small policy learn, on a CPU, with the real parts
 
 test: env  ## Style and the whole test suite: what CI runs
 	$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check .
-	$(VENV)/bin/python -m pytest $(ARGS)
+	$(VENV)/bin/python -m pytest $(PARALLEL) $(ARGS)
 
 test-fast: trainer-env  ## The tests that start no server
 	$(VENV)/bin/python -m pytest -m "not e2e" $(ARGS)
@@ -28,7 +30,7 @@ test-slow: env  ## What repeats at length what `make test` shows
 # What starts, controls or pushes to SGLang, against the version that verl pins; its environment is built here alone.
 test-sglang-0.5.12: trainer-env $(SGLANG_0_5_12_STAMP)
 	ATROPOS_SGLANG_PYTHON=$(abspath $(SGLANG_0_5_12_VENV))/bin/python $(VENV)/bin/python -m pytest \
-		tests/test_inference.py tests/test_loop.py tests/test_two_servers.py tests/test_transports.py \
+		tests/test_inference.py tests/test_sglang_server.py tests/test_loop.py tests/test_two_servers.py tests/test_transports.py \
 		tests/test_launch.py $(ARGS)
 
 lint: trainer-env

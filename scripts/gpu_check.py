@@ -33,7 +33,7 @@ import aiohttp
 import numpy as np
 import torch
 
-from recipe.atropos.environments.weight_versions import versions_of
+from recipe.atropos.environments.sampled_book import versions_of
 from recipe.atropos.inference.client import SGLangClient
 from recipe.atropos.inference.server import LaunchError, default_sglang_python, has_gpu
 from recipe.atropos.launch_services import (

@@ -81,7 +81,7 @@ def running_sglang(model_path: Path | str, *, timeout: float = 240.0, **launch: 
         asyncio.run(wait_until_serving(service, timeout))
         yield service, service.url
     finally:
-        service.stop()
+        service.stop(grace=1)  # it would take its time, and nobody waits for anything of it
 
 
 def call(url: str, action: Callable[[SGLangClient], Awaitable[Any]], timeout: float = 30) -> Any:

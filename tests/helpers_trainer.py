@@ -7,6 +7,7 @@ import numpy as np
 import ray
 from hydra import compose, initialize_config_module
 from omegaconf import DictConfig
+from transformers import AutoConfig, AutoTokenizer
 
 CPU_OVERRIDES = [
     "trainer.device=cpu",
@@ -23,6 +24,25 @@ def compose_config(*overrides: str) -> DictConfig:
     """The recipe's configuration for this machine, with further overrides."""
     with initialize_config_module("recipe.atropos.config", version_base=None):
         return compose("trainer", overrides=[*CPU_OVERRIDES, *overrides])
+
+
+def started(config: DictConfig) -> Any:
+    """A RayGRPOAtroposTrainer whose workers are up; ``close`` it."""
+    from recipe.atropos.ray_trainer import RayGRPOAtroposTrainer
+
+    path = config.actor_rollout_ref.model.path
+    trainer = RayGRPOAtroposTrainer(
+        config=config, tokenizer=AutoTokenizer.from_pretrained(path), vocab_size=model_vocab(path)
+    )
+    trainer.init_workers()
+    return trainer
+
+
+def begin_step(trainer: Any, batch: Any, step: int) -> None:
+    """What the trainer sets before the parts of ``fit_step`` that a test calls itself."""
+    trainer.metrics, trainer.timing_raw, trainer.global_steps = {}, {}, step
+    batch.meta_info.update(temperature=1.0, global_token_num=batch.batch["attention_mask"].sum(-1).tolist())
+    trainer.reward_tensor, trainer.reward_extra_infos_dict = batch.batch["token_level_scores"], {}
 
 
 def close(trainer: Any) -> None:
@@ -55,8 +75,6 @@ def random_group(
     return {"tokens": tokens, "masks": masks, "scores": scores, "inference_logprobs": logprobs, "env_id": 0}
 
 
-def model_vocab(path: Path) -> int:
+def model_vocab(path: Path | str) -> int:
     """Vocabulary size of the model in ``path``."""
-    from transformers import AutoConfig
-
     return AutoConfig.from_pretrained(path).vocab_size

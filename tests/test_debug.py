@@ -1,5 +1,6 @@
 """A recorded run: its batches train to the same weights without servers, and can be looked at token by token."""
 
+import shutil
 import sys
 
 import pytest
@@ -11,11 +12,14 @@ from recipe.atropos.services.process import start_service
 from recipe.atropos.utils.debug import find_row, load_config, rows_of_step, show, style_of, tokens_of_row
 
 
-def command(folder, name, module, *arguments, timeout):
-    """(exit status, output) of a module of the recipe."""
-    service = start_service(
-        name, [sys.executable, "-m", module, *arguments], log_path=folder / f"{name}.log", cwd=folder
-    )
+def begun(folder, name, module, *arguments):
+    """A module of the recipe, running."""
+    command = [sys.executable, "-m", module, *arguments]
+    return start_service(name, command, log_path=folder / f"{name}.log", cwd=folder)
+
+
+def ended(service, timeout):
+    """(exit status, output), as soon as it has ended."""
     try:
         return service.process.wait(timeout), service.tail(4000)
     finally:
@@ -24,11 +28,11 @@ def command(folder, name, module, *arguments, timeout):
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
-    """A demo run of three steps that kept its batches."""
+    """A demo run of two steps that kept its batches."""
     folder = tmp_path_factory.mktemp("recorded")
-    options = ["--preset", "demo", "--steps", "3", f"run.dir={folder / 'run'}", "environment.evaluate=false"]
-    options += ["trainer.atropos.record_batches=true", "trainer.save_freq=3"]
-    status, output = command(folder, "launch", "recipe.atropos.launch_services", *options, timeout=240)
+    options = ["--preset", "demo", "--steps", "2", f"run.dir={folder / 'run'}", "environment.evaluate=false"]
+    options += ["trainer.atropos.record_batches=true", "trainer.save_freq=2"]
+    status, output = ended(begun(folder, "launch", "recipe.atropos.launch_services", *options), timeout=240)
     assert status == 0, output
     return folder / "run"
 
@@ -36,20 +40,19 @@ def recorded(tmp_path_factory):
 @pytest.mark.e2e
 @pytest.mark.timeout(400)
 def test_a_replay_without_servers_ends_with_the_runs_weights_bit_for_bit(recorded):
-    arguments = ["replay", str(recorded)]
-    status, output = command(recorded.parent, "replay", "recipe.atropos.utils.debug", *arguments, timeout=120)
-    assert status == 0 and "weights after step 3: the same, bit for bit" in output, output
-
-    # It is the batches and their order that the weights depend on.
-    first, second = (read_batch(recorded / "batches", step) for step in (1, 2))
-    write_batch(recorded / "batches", 1, second)
-    write_batch(recorded / "batches", 2, first)
+    """It is the batches and their order that the weights depend on: replayed in another order, they differ."""
+    swapped = shutil.copytree(recorded, recorded.with_name("swapped"))
+    for step, other in ((1, 2), (2, 1)):
+        write_batch(swapped / "batches", step, read_batch(recorded / "batches", other))
+    module, runs = "recipe.atropos.utils.debug", (recorded, swapped)
+    replays = [begun(recorded.parent, f"replay-{run.name}", module, "replay", str(run)) for run in runs]
     try:
-        status, output = command(recorded.parent, "again", "recipe.atropos.utils.debug", *arguments, timeout=120)
+        (status, output), (status_swapped, output_swapped) = [ended(replay, timeout=200) for replay in replays]
     finally:
-        write_batch(recorded / "batches", 1, first)
-        write_batch(recorded / "batches", 2, second)
-    assert status == 1 and "weights after step 3 differ in" in output, output
+        for replay in replays:
+            replay.stop(grace=0)
+    assert status == 0 and "weights after step 2: the same, bit for bit" in output, output
+    assert status_swapped == 1 and "weights after step 2 differ in" in output_swapped, output_swapped
 
 
 @pytest.mark.e2e

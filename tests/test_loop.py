@@ -10,43 +10,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import ray
 import torch
 from helpers_services import get, post, running_api
-from helpers_sglang import make_tiny_model, running_sglang
-from helpers_trainer import CPU_OVERRIDES, close, compose_config, model_vocab, random_group
+from helpers_trainer import CPU_OVERRIDES, begin_step, close, compose_config, model_vocab, random_group, started
 from safetensors import safe_open
-from transformers import AutoTokenizer
 
 from recipe.atropos.data_proto import groups_to_data_proto
 from recipe.atropos.inference.client import SGLangClient
-from recipe.atropos.ray_trainer import RayGRPOAtroposTrainer
 from recipe.atropos.run_record import read_metrics
 from recipe.atropos.services.process import start_service
 from recipe.atropos.weight_sync.probe import Probe
 from recipe.atropos.weight_sync.servers import WeightPushError
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240), pytest.mark.usefixtures("cluster")]
 
 PROMPTS = [[10, 11, 12], [20, 21], [30, 31, 32, 33, 34]]
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    return make_tiny_model(tmp_path_factory.mktemp("model"), seed=0)
-
-
-@pytest.fixture(scope="module")
-def server(model_path):
-    with running_sglang(model_path) as (_, url):
-        yield url
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cluster():
-    ray.init(num_cpus=4, include_dashboard=False)
-    yield
-    ray.shutdown()
 
 
 def make_trainer(model_path, server, api_url, run_dir, *overrides):
@@ -61,11 +39,7 @@ def make_trainer(model_path, server, api_url, run_dir, *overrides):
         "actor_rollout_ref.actor.optim.lr=1e-3",
         *overrides,
     )
-    trainer = RayGRPOAtroposTrainer(
-        config=config, tokenizer=AutoTokenizer.from_pretrained(model_path), vocab_size=model_vocab(model_path)
-    )
-    trainer.init_workers()
-    return trainer
+    return started(config)
 
 
 def ask(server, **fields):
@@ -168,9 +142,7 @@ def test_pushed_weights_are_the_trainers_and_engine_and_trainer_agree_after_each
         for version in (101, 102):
             groups = sampled_groups(server)
             batch, _ = groups_to_data_proto(groups, trainer.limits, trainer.mini_batch_size)
-            trainer.metrics, trainer.timing_raw, trainer.global_steps = {}, {}, version
-            batch.meta_info.update(temperature=1.0, global_token_num=batch.batch["attention_mask"].sum(-1).tolist())
-            trainer.reward_tensor, trainer.reward_extra_infos_dict = batch.batch["token_level_scores"], {}
+            begin_step(trainer, batch, version)
             batch = trainer._fit_compute_log_prob(batch)
             assert trainer.metrics["atropos/logprob_diff/max"] < 1e-4, f"samples of version {version - 1}"
             batch = trainer._fit_compute_advantage(batch)
@@ -195,49 +167,53 @@ async def version_of(server):
         return await client.weight_version()
 
 
-def test_a_push_that_fails_raises_and_the_version_in_force_stays(model_path, server, tmp_path):
-    trainer = make_trainer(model_path, server, "http://127.0.0.1:1", tmp_path)
-    try:
-        trainer.checkpoint_manager.update_weights(7)
-        (tmp_path / "weights").rename(tmp_path / "moved")
-        (tmp_path / "weights").write_text("a file where the folder should be")
-        with pytest.raises(Exception, match="weights"):
-            trainer.checkpoint_manager.update_weights(8)
-        assert trainer.checkpoint_manager.version == 7
-        assert asyncio.run(version_of(server)) == "7"
-        (tmp_path / "weights").unlink()
-        trainer.checkpoint_manager.update_weights(8)
-        assert asyncio.run(version_of(server)) == "8"
-    finally:
-        close(trainer)
-
-
-def test_the_probe_passes_true_pushes_and_catches_other_weights_and_keys_of_older_ones(model_path, server, tmp_path):
-    """In both faults the server reports the new version, so a look at the version alone finds nothing."""
+@pytest.fixture(scope="module")
+def probing(model_path, server, tmp_path_factory):
+    """A trainer that probes what it has pushed."""
     verify = "trainer.atropos.weight_sync.verify=probe"
-    trainer = make_trainer(model_path, server, "http://127.0.0.1:1", tmp_path, verify)
-    older, newer = tmp_path / "older", tmp_path / "weights" / "version_2"
-    try:
-        assert trainer.checkpoint_manager.update_weights(1)["weight_sync/probe_gap"] < 1e-4
-        shutil.copytree(tmp_path / "weights" / "version_1", older)
-        update_once(trainer, sampled_groups(server))
-        assert trainer.checkpoint_manager.update_weights(2)["weight_sync/probe_gap"] < 1e-4
+    trainer = make_trainer(model_path, server, "http://127.0.0.1:1", tmp_path_factory.mktemp("probing"), verify)
+    yield trainer
+    close(trainer)
 
-        asyncio.run(load(server, older, "3", flush_cache=True))
-        with pytest.raises(WeightPushError, match=f"report version 3 but compute with other weights.* on {server}"):
-            trainer.checkpoint_manager.verify(3)
 
-        asyncio.run(load(server, older, "3", flush_cache=True, resume=True))
-        Probe([server], None, model_vocab(model_path), "float32", 1.0, 60).ask()  # its keys are in the cache now
-        asyncio.run(load(server, newer, "4", flush_cache=False))
-        with pytest.raises(WeightPushError, match="or with keys of older ones"):
-            trainer.checkpoint_manager.verify(4)
-        assert asyncio.run(version_of(server)) == "4" and trainer.checkpoint_manager.version == 2
+def test_a_push_that_fails_raises_and_the_version_in_force_stays(probing, server, tmp_path):
+    folder = Path(probing.config.run.dir, "weights")
+    probing.checkpoint_manager.update_weights(7)
+    folder.rename(tmp_path / "moved")
+    folder.write_text("a file where the folder should be")
+    with pytest.raises(Exception, match="weights"):
+        probing.checkpoint_manager.update_weights(8)
+    assert probing.checkpoint_manager.version == 7
+    assert asyncio.run(version_of(server)) == "7"
+    folder.unlink()
+    probing.checkpoint_manager.update_weights(8)
+    assert asyncio.run(version_of(server)) == "8"
 
-        trainer.checkpoint_manager.update_weights(5)  # a whole push mends it, and lets the server go on
-        assert trainer.checkpoint_manager.version == 5 and greedy(server)
-    finally:
-        close(trainer)
+
+def test_the_probe_passes_true_pushes_and_catches_other_weights_and_keys_of_older_ones(
+    probing, model_path, server, tmp_path
+):
+    """In both faults the server reports the new version, so a look at the version alone finds nothing."""
+    manager, weights = probing.checkpoint_manager, Path(probing.config.run.dir, "weights")
+    older, newer = tmp_path / "older", weights / "version_12"
+    assert manager.update_weights(11)["weight_sync/probe_gap"] < 1e-4
+    shutil.copytree(weights / "version_11", older)
+    update_once(probing, sampled_groups(server))
+    assert manager.update_weights(12)["weight_sync/probe_gap"] < 1e-4
+
+    asyncio.run(load(server, older, "13", flush_cache=True))
+    with pytest.raises(WeightPushError, match=f"report version 13 but compute with other weights.* on {server}"):
+        manager.verify(13)
+
+    asyncio.run(load(server, older, "13", flush_cache=True, resume=True))
+    Probe([server], None, model_vocab(model_path), "float32", 1.0, 60).ask()  # its keys are in the cache now
+    asyncio.run(load(server, newer, "14", flush_cache=False))
+    with pytest.raises(WeightPushError, match="or with keys of older ones"):
+        manager.verify(14)
+    assert asyncio.run(version_of(server)) == "14" and manager.version == 12
+
+    manager.update_weights(15)  # a whole push mends it, and lets the server go on
+    assert manager.version == 15 and greedy(server)
 
 
 async def load(server, folder, version, flush_cache, resume=False):
@@ -251,8 +227,7 @@ async def load(server, folder, version, flush_cache, resume=False):
 def update_once(trainer, groups):
     """One update, large enough to be seen."""
     batch, _ = groups_to_data_proto(groups, trainer.limits, trainer.mini_batch_size)
-    trainer.metrics, trainer.timing_raw, trainer.global_steps = {}, {}, 1
-    batch.meta_info.update(temperature=1.0, global_token_num=batch.batch["attention_mask"].sum(-1).tolist())
+    begin_step(trainer, batch, step=1)
     trainer.reward_tensor, trainer.reward_extra_infos_dict = batch.batch["token_level_scores"], {}
     batch = trainer._fit_compute_advantage(trainer._fit_compute_log_prob(batch))
     trainer._fit_update_actor(batch)
@@ -266,14 +241,20 @@ def fit(model_path, server, run_dir, folder, groups, *overrides):
     folder.mkdir()
     with running_api(folder) as api:
         trainer = make_trainer(model_path, server, api.url, run_dir, *overrides)
-        try:
-            poster = threading.Thread(target=_post_when_registered, args=(api.url, groups), daemon=True)
-            poster.start()
-            trainer.fit()
-            poster.join(10)
-            return pushed_weights(run_dir, trainer.global_steps), trainer
-        finally:
-            close(trainer)
+        fit_on(trainer, groups)
+    return pushed_weights(run_dir, trainer.global_steps), trainer
+
+
+def fit_on(trainer, groups):
+    """``fit``, with ``groups`` posted from its registration on; the trainer is closed."""
+    url = trainer.config.trainer.atropos.api_url
+    try:
+        poster = threading.Thread(target=_post_when_registered, args=(url, groups), daemon=True)
+        poster.start()
+        trainer.fit()
+        poster.join(10)
+    finally:
+        close(trainer)
 
 
 def _post_when_registered(url, groups):
@@ -348,15 +329,7 @@ def test_a_trainer_killed_after_an_update_and_before_its_push_leaves_no_wrong_sa
             post(f"{api.url}/scored_data", group)
 
         trainer = make_trainer(model_path, server, api.url, run, *options)
-        try:
-            poster = threading.Thread(
-                target=_post_when_registered, args=(api.url, stamped(server, [2, 3])), daemon=True
-            )
-            poster.start()
-            trainer.fit()
-            poster.join(10)
-        finally:
-            close(trainer)
+        fit_on(trainer, stamped(server, [2, 3]))
     lines = {line["step"]: line for line in read_metrics(run)}
     assert lines[3]["atropos/dropped/future_version"] == 8 and "atropos/dropped/future_version" not in lines[4]
     assert all(lines[step]["atropos/logprob_diff/max"] < 1e-4 for step in (1, 2, 3, 4)), "each by its own weights"

@@ -1,7 +1,5 @@
 """LoRA with verl's own options: what is pushed, what is trained, what the reference is; real workers, a real server."""
 
-import asyncio
-from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,22 +8,18 @@ from typing import Any
 import pytest
 import ray
 import torch
-from helpers_sglang import make_tiny_model, running_sglang
-from helpers_trainer import close, compose_config, model_vocab
+from helpers_lora import ALPHA, RANK, make_trainer, scored_batch, update
+from helpers_trainer import close
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from recipe.atropos.data_proto import groups_to_data_proto
-from recipe.atropos.engines import MergedLoRA
-from recipe.atropos.inference.client import SGLangClient
-from recipe.atropos.ray_trainer import RayGRPOAtroposTrainer
+from recipe.atropos.engines import PushedLoRA
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
-RANK, ALPHA = 8, 32
-PROMPTS = [[10, 11, 12], [20, 21], [30, 31, 32, 33, 34]]
+
 ALL_LINEAR = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 COMBINATIONS = [
     ("fsdp2", 1, "all-linear"),
@@ -36,87 +30,8 @@ COMBINATIONS = [
 
 
 @pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    return make_tiny_model(tmp_path_factory.mktemp("model"), seed=0)
-
-
-@pytest.fixture(scope="module")
 def base(model_path):
     return load_file(model_path / "model.safetensors")
-
-
-@pytest.fixture(scope="module")
-def server(model_path):
-    with running_sglang(model_path) as (_, url):
-        yield url
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    ray.init(num_cpus=4, include_dashboard=False)
-    yield
-    ray.shutdown()
-
-
-def make_trainer(model_path, server, run_dir, strategy, world, targets, *overrides):
-    config = compose_config(
-        f"actor_rollout_ref.model.path={model_path}",
-        f"actor_rollout_ref.model.lora_rank={RANK}",
-        f"actor_rollout_ref.model.lora_alpha={ALPHA}",
-        f"actor_rollout_ref.model.target_modules={targets}",
-        "actor_rollout_ref.model.lora.merge=true",
-        f"actor_rollout_ref.actor.strategy={strategy}",
-        "actor_rollout_ref.actor.use_kl_loss=true",
-        "actor_rollout_ref.actor.optim.lr=1e-3",
-        "actor_rollout_ref.rollout.n=4",
-        "data.train_batch_size=3",
-        f"trainer.n_gpus_per_node={world}",
-        f"inference.urls=[{server}]",
-        f"run.dir={run_dir}",
-        *overrides,
-    )
-    tokenizer = AutoTokenizer.from_pretrained(model_path)
-    trainer = RayGRPOAtroposTrainer(config=config, tokenizer=tokenizer, vocab_size=model_vocab(model_path))
-    trainer.init_workers()
-    return trainer
-
-
-def sampled_groups(server, n=4):
-    """Fresh samples as an environment posts them: full length, the engine's own logprobs, 1.0 over the prompt."""
-
-    async def sample():
-        parameters = {"temperature": 1.0, "max_new_tokens": 16, "n": n}
-        async with SGLangClient(server) as client:
-            return [await client.generate(input_ids=prompt, sampling_params=parameters) for prompt in PROMPTS]
-
-    groups = []
-    for prompt, replies in zip(PROMPTS, asyncio.run(sample()), strict=True):
-        outputs = [reply["meta_info"]["output_token_logprobs"] for reply in replies]
-        tokens = [[token for _, token, _ in output] for output in outputs]
-        groups.append(
-            {
-                "tokens": [prompt + output for output in tokens],
-                "masks": [[-100] * len(prompt) + output for output in tokens],
-                "inference_logprobs": [[1.0] * len(prompt) + [lp for lp, *_ in output] for output in outputs],
-                "scores": [float(i % 2) for i in range(n)],
-            }
-        )
-    return groups
-
-
-def scored_batch(trainer, server, step):
-    """A batch of fresh samples, ready for the update, and the largest difference of engine and worker on it."""
-    batch, _ = groups_to_data_proto(sampled_groups(server), trainer.limits, trainer.mini_batch_size)
-    trainer.metrics, trainer.timing_raw, trainer.global_steps = {}, {}, step
-    batch.meta_info.update(temperature=1.0, global_token_num=batch.batch["attention_mask"].sum(-1).tolist())
-    trainer.reward_tensor, trainer.reward_extra_infos_dict = batch.batch["token_level_scores"], {}
-    batch = trainer._fit_compute_ref_log_prob(trainer._fit_compute_log_prob(batch))
-    return trainer._fit_compute_advantage(batch), trainer.metrics["atropos/logprob_diff/max"]
-
-
-def update(trainer, batch, step):
-    trainer.metrics, trainer.timing_raw, trainer.global_steps = {}, {}, step
-    trainer._fit_update_actor(deepcopy(batch))
 
 
 def saved(trainer, folder):
@@ -129,6 +44,16 @@ def saved(trainer, folder):
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
     return {name: torch.cat([local(rank[name]) for rank in ranks]).detach() for name in ranks[0]}
+
+
+def adapter_alone(trainer):
+    """What would be pushed without merging, by name; from every rank, since gathering is a collective."""
+
+    def stream(worker):
+        engine = next(iter(worker.worker_dict.values())).actor.engine
+        return {name: tensor.clone() for name, tensor in engine._adapter_per_tensor_param()}
+
+    return ray.get([worker.__ray_call__.remote(stream) for worker in trainer.actor_rollout_wg.workers])
 
 
 def base_name(name):
@@ -149,6 +74,7 @@ class Run:
     combination: tuple[str, int, str]
     batches: dict[int, Any] = field(default_factory=dict)  # by the update that they are for
     pushed: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)  # by the number of updates
+    alone: dict[int, list[dict[str, torch.Tensor]]] = field(default_factory=dict)  # of each rank
     saved: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
     engine_worker_gap: dict[int, float] = field(default_factory=dict)
     moved: dict[int, float] = field(default_factory=dict)  # largest change of a logprob by an update
@@ -184,6 +110,7 @@ def run(request, model_path, server, cluster, tmp_path_factory):
             run.saved[step] = saved(trainer, folder / f"before_push_{step}")
             trainer.checkpoint_manager.update_weights(step)
             run.pushed[step] = load_pushed(folder, step)
+            run.alone[step] = adapter_alone(trainer)
             run.batches[step + 1], run.engine_worker_gap[step] = scored_batch(trainer, server, step + 1)
         yield run
     finally:
@@ -214,6 +141,22 @@ def test_after_an_update_base_plus_scaled_b_times_a_is_pushed(run, base):
             change = ALPHA / RANK * adapter[a.replace(".lora_A.", ".lora_B.")].double() @ adapter[a].double()
             assert change.abs().max() > 1e-4, name
             torch.testing.assert_close(pushed[name].double(), weight.double() + change, atol=1e-6, rtol=0)
+
+
+def test_the_adapter_alone_is_a_and_scaled_b_with_zeros_for_what_is_computed_with_an_adapted_layer(run, base):
+    whole = [{"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"}, {"o_proj"}, {"down_proj"}]
+    layers = {part for parts in whole if parts & run.targets for part in parts}
+    for step in (0, 1, 2):
+        for alone in run.alone[step]:
+            adapter = {name.replace(".default.", "."): tensor for name, tensor in run.adapter(step).items()}
+            assert adapter.keys() <= alone.keys()
+            assert {name.split(".")[-3] for name in alone} == layers and len(alone) == 2 * 2 * len(layers)
+            for name, tensor in alone.items():
+                layer, factor = name.removeprefix("base_model.model.").removesuffix(".weight").split(".lora_")
+                size, scale = {"A": ((RANK, ...), 1), "B": ((..., RANK), ALPHA / RANK)}[factor]
+                size = [n if n is not ... else base[f"{layer}.weight"].shape[factor == "A"] for n in size]
+                assert list(tensor.shape) == size
+                assert torch.equal(tensor, scale * adapter.get(name, torch.zeros(size))), name
 
 
 def test_training_changes_all_of_the_adapter_and_nothing_else_and_pushes_leave_no_trace(run, base):
@@ -298,7 +241,7 @@ class PlainPeft:
         return get_peft_model(module, LoraConfig(task_type="CAUSAL_LM", r=RANK, **self.options))
 
 
-class Engine(MergedLoRA, PlainPeft):
+class Engine(PushedLoRA, PlainPeft):
     """What an engine becomes with the class before it."""
 
 
@@ -320,9 +263,21 @@ def test_a_new_adapter_depends_on_the_seed_alone_and_disturbs_no_other_random_nu
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_lora_whose_adapter_would_not_reach_the_servers_is_refused():
-    with pytest.raises(ValueError, match=r"model\.lora\.merge=true"):
-        Engine(merge=False)._build_lora_module(small_model())
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (
+            {"target_modules": ["q_proj", "lm_head"]},
+            r"outside the decoder \['base_model.model.lm_head'\].*lora.merge=true",
+        ),
+        ({"target_modules": ["q_proj", "v_proj"], "rank_pattern": {"v_proj": 2}}, r"ranks \[2, 8\].*lora.merge=true"),
+    ],
+    ids=["outside", "ranks"],
+)
+def test_an_adapter_that_no_server_could_take_alone_is_refused(options, named):
+    with pytest.raises(ValueError, match=named):
+        Engine(merge=False, **options)._build_lora_module(small_model())
+    Engine(merge=True, **options)._build_lora_module(small_model())
 
 
 @pytest.mark.parametrize(

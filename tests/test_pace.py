@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from recipe.atropos.data_proto import groups_to_data_proto
 from recipe.atropos.environments.pace import VARIABLE, Pace, PacingError, max_staleness_from_environment
-from recipe.atropos.environments.weight_versions import NOT_PUSHED
+from recipe.atropos.environments.sampled_book import NOT_PUSHED
 from recipe.atropos.preflight import ConfigurationError, check_config
 from recipe.atropos.rows import RowLimits, VersionLimits
 

@@ -11,7 +11,6 @@ from aiohttp import web
 from atroposlib.envs.base import APIServerConfig
 from helpers_length_env import LengthEnv, LengthEnvConfig
 from helpers_services import get, post, running_api
-from helpers_sglang import make_tiny_model
 
 from recipe.atropos.environments.pace import VARIABLE, PacingError
 from recipe.atropos.services.process import free_port
@@ -19,11 +18,6 @@ from recipe.atropos.services.process import free_port
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 
 GROUPS, SIZE = 3, 2
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    return make_tiny_model(tmp_path_factory.mktemp("model"), seed=0)
 
 
 class InstantEnv(LengthEnv):

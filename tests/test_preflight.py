@@ -7,6 +7,9 @@ from recipe.atropos.preflight import ConfigurationError, check_config
 
 ACTOR, CORRECTION, ATROPOS = "actor_rollout_ref.actor", "algorithm.rollout_correction", "trainer.atropos"
 BASELINE = f"algorithm.adv_estimator=tir_optimal_token_baseline {ACTOR}.calculate_sum_pi_squared=true"
+ADAPTER_ONLY = (
+    f"actor_rollout_ref.model.lora_rank=8 actor_rollout_ref.model.lora.merge=false {ATROPOS}.weight_sync.transport=auto"
+)
 MODEL = ["actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B", f"{ACTOR}.ppo_max_token_len_per_gpu=4096"]
 
 CASES = {
@@ -34,7 +37,10 @@ CASES = {
     f"{CORRECTION}.rollout_rs=token_k1": "rollout_rs_threshold must be explicitly provided",
     f"{CORRECTION}.rollout_rs=nonsense {CORRECTION}.rollout_rs_threshold=2": "Invalid rollout_rs option: nonsense",
     f"{CORRECTION}.loss_type=foo": "choose ppo_clip or reinforce",
-    "actor_rollout_ref.model.lora_rank=8 actor_rollout_ref.model.lora.merge=false": "lora.merge=false",
+    f"{ADAPTER_ONLY} inference.urls=[http://h:1]": "inference.gateway=null: requests meet the adapter only if",
+    f"{ADAPTER_ONLY} {ATROPOS}.weight_sync.transport=disk": "transport=disk: an adapter travels inside the request",
+    f"{ADAPTER_ONLY} {ATROPOS}.weight_sync.verify=checksum": "base weights alone; set it to probe",
+    f"{ADAPTER_ONLY} inference.colocated=true": "lost with the memory that servers lend",
     "actor_rollout_ref.model.lora_adapter_path=/some/adapter": "lora_rank=0 would train without an adapter",
     f"{ATROPOS}.distillation.loss_coef=-1": "loss_coef=-1",
     f"{ATROPOS}.distillation.use_policy_loss=false": "give a loss_coef",
@@ -66,8 +72,10 @@ def test_a_configuration_that_cannot_work_is_refused_by_key(overrides):
         f"{ATROPOS}.distillation.loss_coef=1 {ATROPOS}.distillation.use_policy_loss=false",
         BASELINE,
         "actor_rollout_ref.model.lora_rank=8",
+        ADAPTER_ONLY,
+        f"{ADAPTER_ONLY} inference.urls=[http://h:1] inference.gateway=http://h:2",
     ],
-    ids=["default", "sft", "bypass", "sequence", "teacher", "baseline", "lora"],
+    ids=["default", "sft", "bypass", "sequence", "teacher", "baseline", "lora", "adapter", "adapter by urls"],
 )
 def test_a_configuration_that_works_is_let_through(overrides):
     check_config(compose_config(*MODEL, *overrides.split()))

@@ -21,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recipe.atropos.data_proto import groups_to_data_proto
+from recipe.atropos.environments.errors import EnvironmentFailure
 from recipe.atropos.environments.reporting import VARIABLE
 from recipe.atropos.launch_services import Run, compose_overrides, environment_command, load_config, parse_arguments
 from recipe.atropos.metrics import batch_metrics
@@ -249,14 +250,14 @@ def test_a_margin_that_is_declared_gives_room_and_a_bounty_from_zero_on_only_giv
 
 
 @pytest.mark.parametrize("text", ["no/such.yaml", "[a: b: c"])
-def test_a_file_that_cannot_be_read_is_named_on_the_command_line(tmp_path, monkeypatch, text):
+def test_a_file_that_cannot_be_read_is_named_on_the_command_line(tmp_path, monkeypatch, capsys, text):
     path = tmp_path / "bridge.yaml"
     if text.startswith("["):
         path.write_text(text)
     monkeypatch.setattr(sys, "argv", ["env_adapter", "serve", "--env", "nothing", "--reward-bridge", str(path)])
-    monkeypatch.setattr(env_adapter, "__spec__", pytest.__spec__, raising=False)
-    with pytest.raises(SystemExit, match=f"--reward-bridge {re.escape(str(path))}"):
+    with pytest.raises(SystemExit, match="2"):
         env_adapter.main()
+    assert f"--reward-bridge {path}" in capsys.readouterr().err
 
 
 def test_the_launcher_runs_the_environment_through_the_adapter_with_the_block_and_evaluates_without(tmp_path):
@@ -412,7 +413,7 @@ def test_advantages_of_the_environments_own_end_it_with_a_message(folder, tmp_pa
     message = "environment answers sends advantages of its own.*reward_bridge has no effect there; leave it out"
     with pytest.raises(RewardBridgeError, match=message):
         send(env, ITEMS[0])
-    with pytest.raises(RewardBridgeError, match=message):  # BaseEnv logs the first and goes on; its loop ends at this
+    with pytest.raises(EnvironmentFailure, match=message):  # BaseEnv logs the first and goes on; its loop ends at this
         asyncio.run(env.get_status())
 
 
@@ -525,7 +526,11 @@ def test_shaped_groups_reach_the_api_with_their_raw_scores_and_a_bridge_that_can
 
         environment = serve(folder, tmp_path, api.url, "--env.own_advantages=true")
         try:
-            assert environment.process.wait(90) not in (0, None)
+            while environment.poll() is None:
+                assert time.monotonic() < deadline + 60, environment.tail(40)
+                get(f"{api.url}/batch")  # with a full queue nothing would begin
+                time.sleep(0.2)
+            assert environment.poll() != 0
         finally:
             environment.stop()
         assert "environment answers sends advantages of its own for each token" in environment.tail(40)

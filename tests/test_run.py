@@ -7,9 +7,11 @@ import orjson
 import pytest
 from helpers_trainer import compose_config
 
-from recipe.atropos.services.inference import plan_servers
+from recipe.atropos.inference.server import MEMORY_LENT, SGLangLaunch
+from recipe.atropos.services.inference import Inference, _start_again_from_now_on, plan_servers
 from recipe.atropos.services.process import ServiceFailed
 from recipe.atropos.services.run import Run
+from recipe.atropos.weight_sync.build import build_manager
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -53,6 +55,39 @@ def test_a_service_is_started_again_so_many_times_and_then_named(run, capsys):
     end(run.services[0])
     with pytest.raises(ServiceFailed, match="sglang: ended once more after 2 restarts .inference.max_restarts"):
         run.check()
+
+
+def test_a_service_that_may_not_start_yet_waits_and_is_said_to_and_starts_when_it_may(run, tmp_path, capsys):
+    """A server on the trainer's GPUs, while the trainer has its memory."""
+    lent = tmp_path / "lent"
+    lent.touch()
+    service = run.start("sglang", SLEEP)
+    run.revive(service, lambda: run.start("sglang", SLEEP), 1, "sglang", may_start=lambda: not lent.exists())
+    end(service)
+    for _ in range(3):
+        run.check()
+    assert run.services == [service] and not service.members()
+    assert capsys.readouterr().out == "sglang ended (-9); it starts again when the trainer gives its memory back\n"
+    lent.unlink()
+    run.check()
+    assert run.services[0].poll() is None and "1 of 1 restarts" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("colocated", [True, False])
+def test_servers_wait_for_the_memory_that_the_trainer_says_it_has_where_they_share_it(tmp_path, colocated):
+    options = ["actor_rollout_ref.model.path=m", "inference.urls=[http://127.0.0.1:1]", f"run.dir={tmp_path}"]
+    config = compose_config(*options, f"inference.colocated={colocated}")
+    run = Run(config, [], tmp_path)
+    try:
+        services = {name: run.start(name, SLEEP) for name in ("sglang", "gateway")}
+        launch = SGLangLaunch("m", port=1)
+        _start_again_from_now_on(run, Inference({"sglang": launch}, "http://gateway", "key"), services)
+        memory = build_manager(config, None, 10, None).memory
+        assert run.revivals["sglang"].may_start()
+        (memory.mark if colocated else tmp_path / MEMORY_LENT).touch()
+        assert run.revivals["sglang"].may_start() is not colocated and run.revivals["gateway"].may_start()
+    finally:
+        run.stop()
 
 
 def test_any_other_service_that_ends_ends_the_run(run):
@@ -108,6 +143,9 @@ def test_each_server_has_a_port_a_seed_and_on_gpus_devices_of_its_own(tmp_path, 
     assert len({launch.port for launch in launches.values()}) == 2
     assert [launch.extra_args["random_seed"] for launch in launches.values()] == [7, 8]
     assert [launch.extra_args.get("base_gpu_id") for launch in launches.values()] == gpus
+    assert not any(launch.extra_args["trust_remote_code"] for launch in launches.values())
+    config.actor_rollout_ref.model.trust_remote_code = True
+    assert all(launch.extra_args["trust_remote_code"] for launch in plan_servers(Run(config, [], tmp_path)).values())
 
     config.inference.servers, config.inference.port = 1, 30000
     assert [(name, launch.port) for name, launch in plan_servers(Run(config, [], tmp_path)).items()] == [

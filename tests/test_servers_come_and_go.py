@@ -10,17 +10,16 @@ import sys
 import threading
 import time
 
+import psutil
 import pytest
-import ray
 from helpers_sglang import make_tiny_model
-from helpers_trainer import close, compose_config, model_vocab
-from transformers import AutoTokenizer
+from helpers_trainer import close, compose_config, started
 
 from recipe.atropos.inference.client import SGLangClient
 from recipe.atropos.inference.gateway import API_KEY_VARIABLE
 from recipe.atropos.inference.server import SGLangLaunch, start_sglang
-from recipe.atropos.ray_trainer import RayGRPOAtroposTrainer
 from recipe.atropos.services.process import free_port, start_service
+from recipe.atropos.weight_sync.colocated import SharedMemory
 from recipe.atropos.weight_sync.fleet import ServersGone
 from recipe.atropos.weight_sync.gateway import GatewayClient, GatewayError
 
@@ -41,17 +40,17 @@ class Part:
     def kill(self):
         self.service.stop(grace=0)
 
+    def kill_scheduler(self):
+        """As the kernel does where memory is short; the HTTP process lives, and sees it when it looks."""
+        processes = psutil.Process(self.service.pid).children(recursive=True)
+        next(process for process in processes if "scheduler" in " ".join(process.cmdline())).kill()
+
     def start(self):
         port = int(self.url.rsplit(":", 1)[1])
         launch = SGLangLaunch(
             str(self.model), port=port, device="cpu", dtype="float32", max_total_tokens=4096, api_key=KEY
         )
         self.service = start_sglang(launch, log_path=self.log)
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    return make_tiny_model(tmp_path_factory.mktemp("model"), seed=0)
 
 
 @pytest.fixture(scope="module")
@@ -88,8 +87,7 @@ def gateway(servers, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def trainer(model_path, servers, gateway, tmp_path_factory):
-    ray.init(num_cpus=2, include_dashboard=False)
+def trainer(cluster, model_path, servers, gateway, tmp_path_factory):
     config = compose_config(
         f"actor_rollout_ref.model.path={model_path}",
         f"inference.urls=[{','.join(part.url for part in servers)}]",
@@ -99,13 +97,9 @@ def trainer(model_path, servers, gateway, tmp_path_factory):
         "trainer.atropos.weight_sync.verify=probe",
         f"run.dir={tmp_path_factory.mktemp('run')}",
     )
-    trainer = RayGRPOAtroposTrainer(
-        config=config, tokenizer=AutoTokenizer.from_pretrained(model_path), vocab_size=model_vocab(model_path)
-    )
-    trainer.init_workers()
+    trainer = started(config)
     yield trainer
     close(trainer)
-    ray.shutdown()
 
 
 async def healthy(url):
@@ -165,7 +159,7 @@ def until(condition, timeout=60):
         time.sleep(0.05)
 
 
-def test_requests_are_answered_by_current_weights_whatever_dies_and_returns(trainer, servers, gateway):
+def test_requests_are_answered_by_current_weights_whatever_dies_and_returns(trainer, servers, gateway, tmp_path):
     first, second = servers
     manager, word = trainer.checkpoint_manager, GatewayClient(gateway.url, KEY)
     start_weights = asyncio.run(generate(first.url))
@@ -182,10 +176,11 @@ def test_requests_are_answered_by_current_weights_whatever_dies_and_returns(trai
         current = asyncio.run(generate(first.url))[1]
         assert current != start_weights[1]
 
-        # one dies, in the midst of requests
+        # one dies, in the midst of requests: its scheduler alone, so that who looks at its HTTP finds nothing amiss
         until(lambda: seen(second)["inflight"] >= 2)
-        second.kill()
+        second.kill_scheduler()
         traffic.wait_for(16)
+        until(lambda: seen(second)["state"] == "down", timeout=20)
         assert seen(second)["state"] == "down" and seen(second)["last_error"]
         assert manager.ensure_current(1) == {"weight_sync/servers_out": 1}
         assert manager.update_weights(2)["weight_sync/servers_out"] == 1
@@ -193,6 +188,7 @@ def test_requests_are_answered_by_current_weights_whatever_dies_and_returns(trai
 
         # it returns, with the weights of its command line
         sent = seen(second)["requests"]
+        second.kill()  # what is left of it
         second.start()
         deadline = time.monotonic() + 120
         while "weight_sync/servers_back" not in (metrics := manager.ensure_current(2)):
@@ -214,13 +210,27 @@ def test_requests_are_answered_by_current_weights_whatever_dies_and_returns(trai
         assert word.serves() == (2, {first.url, second.url})
 
     with Traffic(gateway.url, concurrent=4) as later:
+        # one dies while the trainer has the memory of both; the next training waits until it has started again
+        mark = tmp_path / "lent"
+        manager.memory = SharedMemory(KEY, "auto", 60, mark)
+        manager.lend_memory([])
+        assert manager.memory.released.keys() == {first.url, second.url} and mark.exists()
+        first.kill()
+        first.start()
+        metrics = manager.update_weights(3)
+        assert metrics["weight_sync/servers_out"] == 1 and word.serves() == (3, {second.url}) and not mark.exists()
+        later.wait_for(8)
+        manager.fleet.timeout = 150
+        manager.lend_memory([])
+        assert manager.memory.released == {first.url: "default", second.url: "3"}
+
         # one dies in a push: the other has the whole of it
         manager.fleet.gateway = Murderer(first, **vars(word))
-        metrics = manager.update_weights(3)
+        metrics = manager.update_weights(4)
         manager.fleet.gateway = word
-        assert metrics["weight_sync/servers_out"] == 1 and word.serves() == (3, {second.url})
+        assert metrics["weight_sync/servers_out"] == 1 and word.serves() == (4, {second.url})
         later.wait_for(8)
-    assert later.answers[-1] == ("3", current)
+    assert later.answers[-1] == ("4", current)
     assert {text for _, text in traffic.answers + later.answers} == {current}, "no reply by the start weights"
     versions = [int(version) for version, _ in traffic.answers]
     assert set(versions) == {1, 2} and not traffic.errors and not later.errors
@@ -229,9 +239,9 @@ def test_requests_are_answered_by_current_weights_whatever_dies_and_returns(trai
     second.kill()
     manager.fleet.timeout = 2
     with pytest.raises(ServersGone, match=f"no SGLang server answered for 2 s.*{first.url}") as error:
-        manager.ensure_current(3)
-    assert second.url in str(error.value) and manager.version == 3
-    assert word.serves() == (3, set())
+        manager.ensure_current(4)
+    assert second.url in str(error.value) and manager.version == 4
+    assert word.serves() == (4, set())
 
 
 class Murderer(GatewayClient):

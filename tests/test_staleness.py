@@ -8,39 +8,17 @@ import helpers_length_env
 import numpy as np
 import orjson
 import pytest
-import ray
 from helpers_length_env import LONG, SHORT, answer_length
 from helpers_services import running_api
-from helpers_sglang import make_tiny_model, running_sglang
-from helpers_trainer import close, compose_config, model_vocab
-from transformers import AutoTokenizer
+from helpers_trainer import close, compose_config, started
 
 from recipe.atropos.environments.pace import VARIABLE
-from recipe.atropos.ray_trainer import RayGRPOAtroposTrainer
 from recipe.atropos.run_record import read_metrics
 from recipe.atropos.services.process import start_service
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(280)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(280), pytest.mark.usefixtures("cluster")]
 
 GROUPS, SIZE, STEPS = 4, 2, 5
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    return make_tiny_model(tmp_path_factory.mktemp("model"), seed=0)
-
-
-@pytest.fixture(scope="module")
-def server(model_path):
-    with running_sglang(model_path) as (_, url):
-        yield url
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cluster():
-    ray.init(num_cpus=4, include_dashboard=False)
-    yield
-    ray.shutdown()
 
 
 def train(model_path, server, folder, max_staleness, paced=True):
@@ -80,17 +58,16 @@ def train(model_path, server, folder, max_staleness, paced=True):
             log_path=folder / "environment.log",
             env={"PYTHONPATH": path, VARIABLE: str(max_staleness) if paced else "", "PYTHONUNBUFFERED": "1"},
         )
-        trainer = RayGRPOAtroposTrainer(
-            config=config, tokenizer=AutoTokenizer.from_pretrained(model_path), vocab_size=model_vocab(model_path)
-        )
         try:
-            trainer.init_workers()
-            trainer.fit()
-        except Exception as error:
-            raise AssertionError(environment.tail(60)) from error
+            trainer = started(config)
+            try:
+                trainer.fit()
+            except Exception as error:
+                raise AssertionError(environment.tail(60)) from error
+            finally:
+                close(trainer)
         finally:
             environment.stop()
-            close(trainer)
     items = []
     for step in range(1, STEPS + 1):
         rows = [orjson.loads(line) for line in (folder / f"run/rollouts/{step}.jsonl").read_bytes().splitlines()]

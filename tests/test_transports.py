@@ -2,12 +2,17 @@
 
 import asyncio
 import base64
+import inspect
+import json
 import os
+import re
 import resource
+import shutil
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,10 +20,11 @@ from helpers_sglang import call, make_tiny_model, running_sglang
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, dynamic_module_utils
 
 from recipe.atropos.inference.client import InferenceError, SGLangClient
-from recipe.atropos.weight_sync import tensor
+from recipe.atropos.launch_services import load_config
+from recipe.atropos.weight_sync import distributed, servers, tensor
 from recipe.atropos.weight_sync.bucket import Buckets
 from recipe.atropos.weight_sync.colocated import SharedMemory
 from recipe.atropos.weight_sync.engine import AtroposCheckpointEngine, choose_transport
@@ -34,19 +40,13 @@ LIMIT = 15  # s, one request
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """Folders by name: "old" is served at first, "new" is pushed; the tied ones share embedding and output layer."""
+    """Folders by name; of the tied ones, embedding and output layer are the same, and "old-tied" is served at first."""
     folder = tmp_path_factory.mktemp("models")
     return {
         f"{age}{kind}": make_tiny_model(folder / f"{age}{kind}", seed, tie_word_embeddings=bool(kind))
         for seed, age in enumerate(("old", "new"))
         for kind in ("", "-tied")
     }
-
-
-@pytest.fixture(scope="module")
-def server(models):
-    with running_sglang(models["old"], max_total_tokens=2048) as (_, url):
-        yield url
 
 
 @pytest.fixture(scope="module")
@@ -70,8 +70,7 @@ def engine(urls, transport, tmp_path, bucket_size=200_000, dtype="float32", **op
         transport=transport,
         directory=tmp_path / "weights",
         dtype=dtype,
-        timeout=LIMIT,
-        **{"verify": "checksum" if urls and can_checksum(urls[0]) else "version"} | options,
+        **{"verify": "checksum" if urls and can_checksum(urls[0]) else "version", "timeout": LIMIT} | options,
     )
 
 
@@ -114,11 +113,12 @@ def expected(model):
 @pytest.mark.parametrize("bucket_size", [200_000, 1 << 29], ids=["many", "one"])
 def test_the_server_computes_with_what_was_pushed(server, models, tmp_path, version, transport, bucket_size):
     pusher = engine([server], transport, tmp_path, bucket_size)
-    for i, model in enumerate(("new", "old", "new")):  # the second and third find buffers and group as they were left
+    for i, model in enumerate(("new", "old", "new")):  # the second and third find the group as it was left
         metrics = send(pusher, models[model], version + i)
         assert greedy(server) == expected(models[model]) and reported(server) == str(version + i)
     assert metrics["weight_sync/bytes"] == sum(tensor.nbytes for _, tensor in weights_of(models["new"]))
     assert 0 < metrics["weight_sync/pause_s"] <= metrics["weight_sync/total_s"]
+    assert not list(Path("/dev/shm").glob(f"torch_{os.getpid()}_*")), "a trainer that is killed would leave it there"
 
 
 @pytest.mark.e2e
@@ -206,6 +206,28 @@ def test_a_server_of_another_model_is_refused_before_anything_is_sent(server, mo
 
 
 @pytest.mark.e2e
+def test_a_model_with_code_of_its_own_is_compared_where_that_code_is_trusted(
+    server, models, tmp_path, version, monkeypatch
+):
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    own = shutil.copytree(models["new"], tmp_path / "own")
+    (own / "own.py").write_text(
+        "from transformers import Qwen2Config\n\n\nclass OwnConfig(Qwen2Config):\n    model_type = 'own'\n"
+    )
+    settings = json.loads((own / "config.json").read_text())
+    settings |= {"model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig"}}
+    (own / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(WeightPushError, match="trust_remote_code"):
+        send(engine([server], "tensor", tmp_path, model_path=str(own)), models["new"], version)
+    send(engine([server], "tensor", tmp_path, model_path=str(own), trust_remote_code=True), models["new"], version)
+    settings["intermediate_size"] = 64
+    (own / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(WeightPushError, match="intermediate_size=256, the trainer's is 64"):
+        pusher = engine([server], "tensor", tmp_path, model_path=str(own), trust_remote_code=True)
+        send(pusher, models["new"], version + 1)
+
+
+@pytest.mark.e2e
 def test_a_folder_that_a_server_does_not_see_is_named_and_its_weights_stay(server, models, tmp_path, version):
     pusher = engine([server], "disk", tmp_path)
     send(pusher, models["new"], version)
@@ -242,33 +264,68 @@ def test_a_full_disk_leaves_nothing_half_written(models, tmp_path, version):
 
 
 @pytest.mark.e2e
-def test_a_server_killed_in_a_push_is_named_at_once_and_joins_again_when_it_is_back(server, models, tmp_path, version):
+def test_a_server_that_hangs_or_dies_in_a_push_is_named_in_time_and_joins_again_when_it_is_back(
+    server, models, tmp_path, version, monkeypatch
+):
     """By the transport in which all must take part in every bucket."""
-    log_path = tmp_path / "second.log"
-    with running_sglang(models["old"], max_total_tokens=2048, log_path=log_path) as (service, second):
-        pusher = engine([server, second], "distributed", tmp_path)
+    monkeypatch.setattr(servers, "_TIDY_SECONDS", 1.0)
+    monkeypatch.setattr(distributed, "_BROKEN_OFF_SECONDS", 1.0)
+    launch = {"max_total_tokens": 2048, "log_path": tmp_path / "second.log"}
+    with running_sglang(models["old"], **launch) as (service, second):
+        pusher = engine([server, second], "distributed", tmp_path, timeout=5)
         send(pusher, models["new"], version)
         port = int(second.rpartition(":")[2])
 
-        def killing():
+        def signalling(what):
             for i, pair in enumerate(weights_of(models["old"])):
                 if i == 15:
-                    os.killpg(service.process.pid, signal.SIGKILL)
+                    for process in service.members():
+                        process.send_signal(what)
                 yield pair
 
-        started = time.monotonic()
-        with pytest.raises(WeightPushError, match=f"in phase 'deliver' on .*{second}"):
-            asyncio.run(pusher.send_weights(killing(), version + 1))
-        assert time.monotonic() - started < LIMIT, "nobody waits for it in vain"
+        told, seconds = failure(pusher, signalling(signal.SIGSTOP), version + 1)
+        assert f"in phase 'deliver' on {second}: " in told and "no answer within 5 s" in told
+        assert seconds < 5 + 5, "one request's time, and some to tidy up"
+        for process in service.members():
+            process.send_signal(signal.SIGCONT)
         assert reported(server) == str(version)
+        send(pusher, models["new"], version + 2)
+        assert greedy(second) == greedy(server) == expected(models["new"])
+
+        told, seconds = failure(pusher, signalling(signal.SIGKILL), version + 3)
+        assert re.search(f"in phase 'deliver' on .*{second}", told)
+        assert seconds < 5, "nobody waits for it in vain"
+        assert reported(server) == str(version + 2)
         pusher.urls = [server]
-        send(pusher, models["old"], version + 2)
+        send(pusher, models["old"], version + 4)
         assert greedy(server) == expected(models["old"])
 
-    with running_sglang(models["new"], max_total_tokens=2048, port=port, log_path=log_path) as (_, second):
+    with running_sglang(models["new"], port=port, **launch) as (service, second):
         pusher.urls = [server, second]
-        send(pusher, models["old"], version + 3)
+        send(pusher, models["old"], version + 5)
         assert greedy(second) == greedy(server) == expected(models["old"])
+
+        # one that hangs before the group forms: the others, who wait for it, are let go
+        monkeypatch.setattr(distributed, "_JOIN_SECONDS", 2.0)
+        scheduler = next(p for p in service.members() if "scheduler" in " ".join(p.cmdline()))
+        scheduler.suspend()
+        told, seconds = failure(
+            engine([server, second], "distributed", tmp_path), weights_of(models["new"]), version + 6
+        )
+        assert told == f"weight push failed in phase 'join' on {second}: did not come within 2 s" and seconds < 10
+        assert greedy(server, timeout=5) == expected(models["old"])
+
+
+def failure(pusher, weights, version):
+    """What a push says that fails, and after how many seconds."""
+
+    async def inner():
+        started = time.monotonic()
+        with pytest.raises(WeightPushError) as error:
+            await pusher.send_weights(weights, version)
+        return str(error.value), time.monotonic() - started
+
+    return asyncio.run(inner())
 
 
 @pytest.mark.e2e
@@ -277,7 +334,7 @@ def test_requests_wait_while_a_server_lends_its_memory_and_go_on_with_the_next_w
 ):
     if call(server, SGLangClient.capabilities).safe_pause_mode("auto") != "retract":
         pytest.skip("this server ends running requests when it is paused")
-    pusher, memory = engine([server], "tensor", tmp_path), SharedMemory(None, "auto", LIMIT)
+    pusher, memory = engine([server], "tensor", tmp_path), SharedMemory(None, "auto", LIMIT, tmp_path / "lent")
     send(pusher, models["old"], version)
     parameters = {"temperature": 0, "max_new_tokens": 600, "ignore_eos": True}
     request = partial(SGLangClient.generate, input_ids=PROMPT, sampling_params=parameters)
@@ -299,6 +356,14 @@ def test_requests_wait_while_a_server_lends_its_memory_and_go_on_with_the_next_w
     memory.released = {server: "of a process that is no more", "http://127.0.0.1:1": "1"}
     memory.wake()  # SGLang dies of memory given back that was not taken
     assert greedy(server) == expected(models["new"]) and not memory.released
+
+
+def test_the_engines_defaults_are_the_configurations_own():
+    configured = load_config(["actor_rollout_ref.model.path=m"]).actor_rollout_ref.rollout.checkpoint_engine
+    parameters = inspect.signature(AtroposCheckpointEngine).parameters.values()
+    defaults = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.default not in (p.empty, None)}
+    assert "pause_mode" in defaults and "trust_remote_code" in defaults
+    assert {name: configured.engine_kwargs.atropos[name] for name in defaults} == defaults
 
 
 def test_memory_is_shared_with_servers_of_this_machine_alone(tmp_path):

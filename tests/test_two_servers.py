@@ -1,6 +1,5 @@
 """One push, two real servers: both have the version, or the old one stays in force."""
 
-import contextlib
 import signal
 import threading
 import time
@@ -13,19 +12,12 @@ import pytest
 import ray
 from helpers_services import get, post, running_api
 from helpers_sglang import call, make_tiny_model, running_sglang
-from helpers_trainer import close, compose_config, model_vocab, random_group
+from helpers_trainer import close, compose_config, model_vocab, random_group, started
 from ray.cluster_utils import Cluster
-from transformers import AutoTokenizer
 
 from recipe.atropos.inference.client import InferenceError, SGLangClient
-from recipe.atropos.ray_trainer import RayGRPOAtroposTrainer
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    return make_tiny_model(tmp_path_factory.mktemp("model"), seed=0)
 
 
 @pytest.fixture(scope="module")
@@ -34,27 +26,24 @@ def other_model(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def servers(other_model):
-    """Two services and their URLs; they serve other random weights than the trainer begins with."""
-    with contextlib.ExitStack() as stack:
-        logs = [other_model.parent / f"{name}.log" for name in "ab"]
-        yield [stack.enter_context(running_sglang(other_model, max_total_tokens=2048, log_path=log)) for log in logs]
+def second_server(other_model):
+    """A service of this module alone, and its URL: some tests harm it."""
+    with running_sglang(other_model, max_total_tokens=2048) as (service, url):
+        yield service, url
 
 
-@pytest.fixture
-def trainer(model_path, servers, tmp_path):
-    ray.init(num_cpus=2, include_dashboard=False)
-    limits = ["trainer.atropos.weight_sync.timeout=8", "trainer.atropos.weight_sync.verify=probe"]
-    trainer = make_trainer(model_path, servers, tmp_path, *limits)
-    yield trainer
-    close(trainer)
-    ray.shutdown()
+@pytest.fixture(scope="module")
+def urls(server, second_server, other_model):
+    """Of two servers with other random weights than the trainer begins with."""
+    call(server, lambda client: client.update_weights_from_disk(other_model, "default"))
+    return [server, second_server[1]]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def two_nodes():
-    """A Ray cluster of two nodes in this machine, each with room for one rank and the trainer's own task."""
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+    """A Ray cluster of two nodes in this machine, each with room for one rank of two trainers, and their own tasks."""
+    ray.shutdown()
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 3, "include_dashboard": False})
     cluster.add_node(num_cpus=2)
     ray.init(address=cluster.address)
     yield
@@ -62,18 +51,21 @@ def two_nodes():
     cluster.shutdown()
 
 
-def make_trainer(model_path, servers, run_dir, *overrides):
-    config = compose_config(
+@pytest.fixture(scope="module")
+def trainer(two_nodes, model_path, urls, tmp_path_factory):
+    limits = ["trainer.atropos.weight_sync.timeout=8", "trainer.atropos.weight_sync.verify=probe"]
+    trainer = started(config_of(model_path, urls, tmp_path_factory.mktemp("run"), *limits))
+    yield trainer
+    close(trainer)
+
+
+def config_of(model_path, urls, run_dir, *overrides):
+    return compose_config(
         f"actor_rollout_ref.model.path={model_path}",
-        f"inference.urls=[{','.join(url for _, url in servers)}]",
+        f"inference.urls=[{','.join(urls)}]",
         f"run.dir={run_dir}",
         *overrides,
     )
-    trainer = RayGRPOAtroposTrainer(
-        config=config, tokenizer=AutoTokenizer.from_pretrained(model_path), vocab_size=model_vocab(model_path)
-    )
-    trainer.init_workers()
-    return trainer
 
 
 def version(url):
@@ -90,8 +82,10 @@ def send(service, what):
         process.send_signal(what)
 
 
-def test_a_push_reaches_both_servers_or_names_the_one_it_did_not_reach_and_the_old_version_stays(trainer, servers):
-    (_, first), (service, second) = servers
+def test_a_push_reaches_both_servers_or_names_the_one_it_did_not_reach_and_the_old_version_stays(
+    trainer, urls, second_server
+):
+    (first, second), (service, _) = urls, second_server
     assert greedy(first) == greedy(second)
     before = greedy(first)
     metrics = trainer.checkpoint_manager.update_weights(1)
@@ -113,9 +107,8 @@ def test_a_push_reaches_both_servers_or_names_the_one_it_did_not_reach_and_the_o
     assert greedy(first) == greedy(second) == after
 
 
-def test_a_push_while_both_servers_generate_leaves_no_old_key(trainer, servers):
+def test_a_push_while_both_servers_generate_leaves_no_old_key(trainer, urls):
     """The probe is there to see one. Running requests go on with the new weights, or end where SGLang cannot flush."""
-    urls = [url for _, url in servers]
     trainer.checkpoint_manager.update_weights(1)
     pushed = threading.Event()
     with ThreadPoolExecutor() as pool:
@@ -148,9 +141,11 @@ def generate_until(stop, url, max_new_tokens):
     return endings
 
 
-def test_a_server_that_comes_back_with_other_weights_is_given_the_current_ones(trainer, servers, other_model):
+def test_a_server_that_comes_back_with_other_weights_is_given_the_current_ones(
+    trainer, urls, second_server, other_model
+):
     """As one that was restarted: it serves the model of its command line, under a version of its own."""
-    (_, first), (service, second) = servers
+    (first, second), (service, _) = urls, second_server
     trainer.checkpoint_manager.update_weights(1)
     current = greedy(first)
     assert trainer.checkpoint_manager.ensure_current(1) == {}, "nothing is pushed where nothing is amiss"
@@ -169,13 +164,13 @@ def test_a_server_that_comes_back_with_other_weights_is_given_the_current_ones(t
         send(service, signal.SIGCONT)
 
 
-def test_ranks_on_two_nodes_train_and_push_to_two_servers(two_nodes, model_path, servers, tmp_path):
+def test_ranks_on_two_nodes_train_and_push_to_two_servers(two_nodes, model_path, urls, tmp_path):
     """A sharded model over Ray nodes, a process group with both servers, and a whole run of two steps."""
-    (_, first), (_, second) = servers
+    first, second = urls
     with running_api(tmp_path) as api:
-        trainer = make_trainer(
+        config = config_of(
             model_path,
-            servers,
+            urls,
             tmp_path / "run",
             "trainer.nnodes=2",
             "trainer.n_gpus_per_node=1",
@@ -187,6 +182,7 @@ def test_ranks_on_two_nodes_train_and_push_to_two_servers(two_nodes, model_path,
             "trainer.total_training_steps=2",
             f"trainer.atropos.api_url={api.url}",
         )
+        trainer = started(config)
         try:
             node_of = lambda _: ray.get_runtime_context().get_node_id()  # noqa: E731 (a function would go by its module)
             nodes = ray.get([worker.__ray_call__.remote(node_of) for worker in trainer.actor_rollout_wg.workers])

@@ -11,12 +11,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import ray
 import torch
-from helpers_sglang import make_tiny_model
-from helpers_trainer import close, compose_config, model_vocab, random_group
+from helpers_trainer import begin_step, close, compose_config, model_vocab, random_group, started
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 from verl.trainer.config import RolloutCorrectionConfig
 from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, get_kl_controller
 from verl.utils.config import omega_conf_to_dataclass
@@ -24,21 +22,8 @@ from verl.utils.config import omega_conf_to_dataclass
 from recipe.atropos.correction import _rewards_on
 from recipe.atropos.data_proto import groups_to_data_proto
 from recipe.atropos.losses import DistillationConfig, atropos_loss
-from recipe.atropos.ray_trainer import RayGRPOAtroposTrainer
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    return make_tiny_model(tmp_path_factory.mktemp("model"), seed=0)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cluster():
-    ray.init(num_cpus=4, include_dashboard=False)
-    yield
-    ray.shutdown()
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180), pytest.mark.usefixtures("cluster")]
 
 
 @pytest.fixture(scope="module", params=[("fsdp2", 2), ("fsdp", 1)], ids=lambda p: f"{p[0]}-world{p[1]}")
@@ -58,8 +43,7 @@ def trainer(request, model_path, tmp_path_factory):
         "actor_rollout_ref.actor.optim.clip_grad=1e9",
         "inference.urls=[]",  # a push then only writes the weights
     )
-    trainer = RayGRPOAtroposTrainer(config=config, tokenizer=AutoTokenizer.from_pretrained(model_path))
-    trainer.init_workers()
+    trainer = started(config)
     trainer.defaults = config.algorithm.copy()
     trainer.start = str(tmp_path_factory.mktemp("start"))
     trainer.actor_rollout_wg.save_checkpoint(trainer.start)
@@ -108,9 +92,7 @@ class Update:
         assert not report.dropped and len(batch) == 16 and report.padding_rows >= 3
         if distillation is None:
             batch = batch.select(batch_keys=[key for key in batch.batch.keys() if not key.startswith("teacher")])
-        batch.meta_info.update(temperature=1.0, global_token_num=batch.batch["attention_mask"].sum(-1).tolist())
-        trainer.metrics, trainer.timing_raw, trainer.global_steps = {}, {}, 1
-        trainer.reward_tensor, trainer.reward_extra_infos_dict = batch.batch["token_level_scores"], {}
+        begin_step(trainer, batch, step=1)
         if balance:
             trainer._balance_batch(batch, metrics={})
         batch = trainer._fit_compute_advantage(trainer._fit_compute_log_prob(batch))

@@ -1,9 +1,13 @@
 """Every posted sequence knows the weights that sampled it, or says that it does not."""
 
+import numpy as np
 import pytest
+from helpers_sglang import make_tiny_model
+from transformers import AutoTokenizer
 
 from recipe.atropos.data_proto import groups_to_data_proto
-from recipe.atropos.environments.weight_versions import Completion, VersionBook, stamp, trained_spans, versions_of
+from recipe.atropos.environments.sampled_book import Book, trained_spans, versions_of
+from recipe.atropos.environments.weight_versions import stamp
 from recipe.atropos.metrics import staleness_metrics
 from recipe.atropos.rows import RowLimits
 
@@ -37,11 +41,18 @@ def test_spans_are_the_runs_of_trained_tokens():
     assert list(trained_spans([I, I])) == []
 
 
-def a_book():
-    book = VersionBook()
-    book.add([5, 6], Completion((-0.1, -0.2), (1, 1)))
-    book.add([5, 6], Completion((-0.3, -0.4), (3, 4)))
-    book.add([7], Completion((-0.5,), (2, 2)))
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return AutoTokenizer.from_pretrained(make_tiny_model(tmp_path_factory.mktemp("model"), seed=0))
+
+
+@pytest.fixture
+def book(tokenizer):
+    book = Book(tokenizer)
+    first, second = np.array([1, 2], np.int32), np.array([1, 2, 5, 6, 9], np.int32)
+    book.add(first, [5, 6], [-0.1, -0.2], versions=(1, 1))
+    book.add(first, [5, 6], [-0.3, -0.4], versions=(3, 4))
+    book.add(second, [7], [-0.5], versions=(2, 2))
     return book
 
 
@@ -54,9 +65,9 @@ def a_group(**changes):
     } | changes
 
 
-def test_a_sequence_has_the_oldest_and_newest_version_of_its_turns_and_none_if_one_is_unknown():
+def test_a_sequence_has_the_oldest_and_newest_version_of_its_turns_and_none_if_one_is_unknown(book):
     group = a_group()
-    stamp(group, a_book(), "math")
+    stamp(group, book, "math")
     assert group["group_overrides"] == {
         "policy_version_min": [1, 2, None],
         "policy_version_max": [1, 4, None],
@@ -64,31 +75,28 @@ def test_a_sequence_has_the_oldest_and_newest_version_of_its_turns_and_none_if_o
     }
 
 
-def test_without_logprobs_all_completions_of_the_same_tokens_count():
-    group = a_group(inference_logprobs=None)
-    stamp(group, a_book())
-    assert group["group_overrides"]["policy_version_min"] == [1, 1, None]
-    assert group["group_overrides"]["policy_version_max"] == [4, 4, None]
+def test_a_sequence_with_a_token_that_nobody_sampled_or_of_unknown_version_has_none(book):
+    book.add(np.array([1, 2], np.int32), [8, 8], [-0.6, -0.7])
+    group = a_group(
+        tokens=[[1, 2, 5, 6, 3], [1, 2, 8, 8], [1, 2, 5]],
+        masks=[[I, I, 5, 6, 3], [I, I, 8, 8], [I, I, 5]],
+        inference_logprobs=[[1.0, 1.0, -0.1, -0.2, -0.3], [1.0, 1.0, -0.6, -0.7], [1.0, 1.0, -0.1]],
+    )
+    stamp(group, book)
+    assert group["group_overrides"]["policy_version_min"] == [None, None, 1]  # the last was cut short
 
 
-def test_what_the_environment_says_itself_stays():
+def test_what_the_environment_says_itself_stays(book):
     group = a_group(group_overrides={"env_name": "own", "policy_version_min": [9, 9, 9], "difficulty": 2})
-    stamp(group, a_book(), "math")
+    stamp(group, book, "math")
     overrides = group["group_overrides"]
     assert overrides["env_name"] == "own" and overrides["policy_version_min"] == [9, 9, 9]
     assert overrides["difficulty"] == 2 and overrides["policy_version_max"] == [1, 4, None]
 
 
-def test_the_book_forgets_the_oldest_first():
-    book = VersionBook(capacity=3)
-    for number in range(5):
-        book.add([number], Completion((-1.0,), (number, number)))
-    assert [book.find([number], None) for number in range(5)] == [None, None, (2, 2), (3, 3), (4, 4)]
-
-
-def test_staleness_is_counted_from_the_oldest_trained_token_when_the_row_is_trained_on():
+def test_staleness_is_counted_from_the_oldest_trained_token_when_the_row_is_trained_on(book):
     group = a_group()
-    stamp(group, a_book())
+    stamp(group, book)
     rows, _ = groups_to_data_proto([group], RowLimits(10, 10, 0))
     metrics = staleness_metrics(rows, step=5)  # the fifth update starts from version 4
     assert metrics == {

@@ -4,19 +4,16 @@ from functools import partial
 
 import numpy as np
 import pytest
-import ray
 import torch
-from helpers_sglang import make_tiny_model
-from helpers_trainer import close, compose_config, model_vocab, random_group
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from helpers_trainer import begin_step, close, compose_config, model_vocab, random_group, started
+from transformers import AutoModelForCausalLM
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.utils.losses import ppo_loss
 
 from recipe.atropos.data_proto import groups_to_data_proto, rows_to_data_proto
-from recipe.atropos.ray_trainer import RayGRPOAtroposTrainer
 from recipe.atropos.rows import read_groups
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180), pytest.mark.usefixtures("cluster")]
 
 SIZES = [
     "data.train_batch_size=4",
@@ -24,18 +21,6 @@ SIZES = [
     "inference.urls=[http://127.0.0.1:1]",
     "algorithm.rollout_correction.rollout_is=null",  # the engine logprobs here are random
 ]
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    return make_tiny_model(tmp_path_factory.mktemp("model"), seed=0)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cluster():
-    ray.init(num_cpus=4, include_dashboard=False)
-    yield
-    ray.shutdown()
 
 
 @pytest.fixture(
@@ -52,8 +37,7 @@ def trainer(request, model_path, tmp_path_factory):
         "actor_rollout_ref.actor.optim.lr=0",  # updates that leave the weights: each test starts from the same ones
         "actor_rollout_ref.actor.optim.weight_decay=0",
     )
-    trainer = RayGRPOAtroposTrainer(config=config, tokenizer=AutoTokenizer.from_pretrained(model_path))
-    trainer.init_workers()
+    trainer = started(config)
     yield trainer
     close(trainer)
 
@@ -120,9 +104,7 @@ def test_padding_rows_change_neither_loss_nor_gradient(trainer, plain, model_pat
     rows, _ = read_groups(groups, trainer.limits)
     batch, report = groups_to_data_proto(groups, trainer.limits, multiple_of=trainer.mini_batch_size)
     assert (len(rows), report.padding_rows) == (9, 7)
-    batch.meta_info.update(temperature=1.0, global_token_num=batch.batch["attention_mask"].sum(-1).tolist())
-    trainer.metrics, trainer.timing_raw, trainer.global_steps = {}, {}, 1
-    trainer.reward_tensor, trainer.reward_extra_infos_dict = batch.batch["token_level_scores"], {}
+    begin_step(trainer, batch, step=1)
     batch = trainer._fit_compute_log_prob(batch)
     batch = trainer._fit_compute_advantage(batch)
     trainer._fit_update_actor(batch)
@@ -147,16 +129,13 @@ def test_the_reference_policy_is_the_model_before_any_update(model_path, plain, 
         "actor_rollout_ref.actor.use_kl_loss=true",
         "actor_rollout_ref.actor.optim.lr=1e-2",
     )
-    trainer = RayGRPOAtroposTrainer(config=config, tokenizer=AutoTokenizer.from_pretrained(model_path))
-    trainer.init_workers()
+    trainer = started(config)
     try:
         groups = a_batch(trainer, model_path, turns=2, seed=3)
         rows, _ = read_groups(groups, trainer.limits)
         for step in (1, 2):
             batch, _ = groups_to_data_proto(groups, trainer.limits, multiple_of=16)
-            batch.meta_info.update(temperature=1.0, global_token_num=batch.batch["attention_mask"].sum(-1).tolist())
-            trainer.metrics, trainer.timing_raw, trainer.global_steps = {}, {}, step
-            trainer.reward_tensor, trainer.reward_extra_infos_dict = batch.batch["token_level_scores"], {}
+            begin_step(trainer, batch, step)
             batch = trainer._fit_compute_ref_log_prob(trainer._fit_compute_log_prob(batch))
             trainer._fit_update_actor(trainer._fit_compute_advantage(batch))
         for i, row in enumerate(rows):

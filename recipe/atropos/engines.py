@@ -4,9 +4,11 @@
 verl 0.9.1 offloads every forward-only model, whatever its configuration says, which makes its forward pass 40 to 70
 times slower.
 
-``MergedLoRA``: the servers get whole weights, base + scaling * B @ A, under the base model's names. verl merges the
-adapter into the model, reads the model, rounds what it reads to bf16, and puts copies of the base weights back
-(``merged_lora_context``). Here nothing is put into the model: the sum is made beside it, one tensor at a time. So
+``PushedLoRA``: what leaves a model with a LoRA adapter. With ``model.lora.merge`` the servers get whole weights, base +
+scaling * B @ A, under the base model's names; without it A and scaling * B of each adapted layer, under PEFT's names.
+verl merges the adapter into the model, reads the model, rounds what it reads to bf16, and puts copies of the base
+weights back (``merged_lora_context``). Here nothing is put into the model: the sum is made beside it, one tensor at a
+time. So
 
 - what is pushed is what the trainer computes with, in the trainer's precision;
 - a push only reads: base weights, adapter and optimizer are bit for bit what they were, also where FSDP holds gathered
@@ -16,20 +18,23 @@ adapter into the model, reads the model, rounds what it reads to bf16, and puts 
 A new adapter depends on the engine's ``seed`` alone, not on the strategy or the number of ranks.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from peft.tuners.lora import Linear, LoraLayer
 from peft.utils.other import transpose
 from torch.distributed.tensor import DTensor
 from verl.utils.device import get_device_id
-from verl.utils.fsdp_utils import normalize_peft_param_name, offload_fsdp_model_to_cpu
+from verl.utils.fsdp_utils import load_fsdp_model_to_gpu, normalize_peft_param_name, offload_fsdp_model_to_cpu
 from verl.utils.model import convert_weight_keys
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine.fsdp.utils import unfuse_moe_params
 
 _ADAPTER = "default"  # the one that verl makes or loads
+# SGLang computes these as one layer. It refuses an adapter with a part of the first, and dies of a part of the second.
+_COMPUTED_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 class ConfiguredOffload:
@@ -48,25 +53,55 @@ class ConfiguredOffload:
             config.forward_only = True
 
 
-class MergedLoRA:
-    """Goes before one of verl's FSDP engines: ``class Engine(MergedLoRA, FSDPEngineWithLMHead)``."""
+class PushedLoRA:
+    """Goes before one of verl's FSDP engines: ``class Engine(PushedLoRA, FSDPEngineWithLMHead)``."""
+
+    @property
+    def _adapter_only(self) -> bool:
+        return self.model_config.lora_rank > 0 and not self.model_config.lora.get("merge", False)
 
     def _build_lora_module(self, module: torch.nn.Module) -> torch.nn.Module:
         """``module`` with its adapter.
 
         Raises:
-            ValueError: the adapter cannot be merged: it is not to be, or is more than A and B of linear layers.
+            ValueError: the adapter cannot be pushed: it is more than A and B of linear layers, or, where it is not to
+                be merged, of layers outside the decoder or of several ranks.
         """
-        if not self.model_config.lora.get("merge", False):
-            raise ValueError(
-                f"actor_rollout_ref.model.lora_rank={self.model_config.lora_rank} with model.lora.merge=false: the "
-                "servers would get the base weights alone; set actor_rollout_ref.model.lora.merge=true"
-            )
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(self.engine_config.seed)
             module = super()._build_lora_module(module)
         _check_mergeable(module)
+        if self._adapter_only:
+            _check_servable(module)
         return module
+
+    def get_per_tensor_param(self, *args: Any, **kwargs: Any) -> tuple[Iterator[tuple[str, torch.Tensor]], None]:
+        """What is pushed; verl's own would give the base weights where the adapter is not to be merged."""
+        if not self._adapter_only:
+            return super().get_per_tensor_param(*args, **kwargs)
+        if not self._uses_fsdp2_cpu_offload_policy:
+            load_fsdp_model_to_gpu(self.module)
+        return self._adapter_per_tensor_param(), None
+
+    def _adapter_per_tensor_param(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """PEFT's name and the full tensor of A, (r, in), and of scaling * B, (out, r), of every adapted layer.
+
+        A layer that is not adapted, but that SGLang computes as one with an adapted one, has zeros.
+        """
+        try:
+            layers, state = self._lora_layers(), self.module.state_dict()
+            for name, layer in layers.items():
+                a, b = (_full(state[f"{name}.lora_{factor}.{_ADAPTER}.weight"]) for factor in "AB")
+                yield f"{name}.lora_A.weight", a
+                yield f"{name}.lora_B.weight", b * layer.scaling[_ADAPTER]
+                for part in _missing_parts(name, layers):
+                    weight = state.get(f"{part}.weight")
+                    if weight is not None:  # else the model has no such layer
+                        yield f"{part}.lora_A.weight", torch.zeros_like(a)
+                        yield f"{part}.lora_B.weight", b.new_zeros(weight.shape[0], len(a))
+        finally:
+            if self._is_offload_param:
+                offload_fsdp_model_to_cpu(self.module)
 
     def _merged_lora_per_tensor_param(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The name in the base checkpoint and the full tensor of every weight, in the dtype that is trained."""
@@ -78,12 +113,7 @@ class MergedLoRA:
 
     def _merged_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         model = getattr(self.module, "_fsdp_wrapped_module", self.module)  # FSDP1 wraps, FSDP2 does not
-        layers = {
-            name.replace("_fsdp_wrapped_module.", ""): layer
-            for name, layer in self.module.named_modules()
-            if isinstance(layer, LoraLayer)
-        }
-        state = self.module.state_dict()
+        layers, state = self._lora_layers(), self.module.state_dict()
         for key, tensor in state.items():
             # At most one name: verl's functions take dicts, and drop the adapter's own tensors.
             for name in convert_weight_keys(normalize_peft_param_name({key: tensor}), model):
@@ -95,11 +125,28 @@ class MergedLoRA:
                     )
                 yield name, weight
 
+    def _lora_layers(self) -> dict[str, Linear]:
+        """The adapted layers, by their names as ``state_dict`` has them."""
+        return {
+            name.replace("_fsdp_wrapped_module.", ""): layer
+            for name, layer in self.module.named_modules()
+            if isinstance(layer, LoraLayer)
+        }
+
 
 def _delta(prefix: str, layer: Linear, state: dict[str, torch.Tensor]) -> torch.Tensor:
     """scaling * B @ A of the layer whose keys start with ``prefix``, (out, in), float32."""
     a, b = (_full(state[f"{prefix}lora_{factor}.{_ADAPTER}.weight"]).float() for factor in "AB")
     return transpose(b @ a, layer.fan_in_fan_out) * layer.scaling[_ADAPTER]
+
+
+def _missing_parts(name: str, layers: Iterable[str]) -> list[str]:
+    """The layers without an adapter that are computed as one with ``name``; none if another of them has named them."""
+    parent, _, own = name.rpartition(".")
+    group = next((group for group in _COMPUTED_TOGETHER if own in group), (own,))
+    parts = [f"{parent}.{part}" for part in group]
+    first = next(part for part in parts if part in layers)
+    return [part for part in parts if part not in layers] if name == first else []
 
 
 def _full(tensor: torch.Tensor) -> torch.Tensor:
@@ -125,7 +172,19 @@ def _check_mergeable(module: torch.nn.Module) -> None:
         )
 
 
+def _check_servable(module: torch.nn.Module) -> None:
+    """Every adapted layer is one of a decoder layer, and all have the same rank: SGLang has room for no other."""
+    layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, LoraLayer)}
+    outside = [name for name in layers if ".layers." not in name]
+    ranks = {layer.r[_ADAPTER] for layer in layers.values()}
+    if outside or len(ranks) != 1:
+        raise ValueError(
+            "actor_rollout_ref.model.lora.merge=false with an adapter that SGLang cannot take alone: layers outside "
+            f"the decoder {outside[:5]}, ranks {sorted(ranks)}; set lora.merge=true, or give other target_modules"
+        )
+
+
 # verl looks for the vendor's engine before its own, which is registered for the device alone.
 @EngineRegistry.register(model_type="language_model", backend=["fsdp", "fsdp2"], device="cuda", vendor="nvidia")
-class AtroposFSDPEngine(ConfiguredOffload, MergedLoRA, FSDPEngineWithLMHead):
+class AtroposFSDPEngine(ConfiguredOffload, PushedLoRA, FSDPEngineWithLMHead):
     """FSDP1 ("fsdp") and FSDP2 ("fsdp2") on NVIDIA GPUs."""

@@ -59,9 +59,10 @@ class AtroposActorWorker(ActorRolloutRefWorker):
         self.actor.set_loss_fn(partial(atropos_loss, **self.loss_fn.keywords, distillation=self.distillation))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def set_inference_urls(self, urls: list[str]) -> None:
-        """The servers that the next pushes go to."""
+    def set_inference_urls(self, urls: list[str], adapter: str | None = None) -> None:
+        """The servers that the next pushes go to, and the name there of an adapter that is pushed by itself."""
         self.checkpoint_engine.urls = list(urls)
+        self.checkpoint_engine.adapter = adapter
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def empty_cache(self) -> None:

@@ -185,10 +185,7 @@ def _check_algorithm(config: DictConfig) -> None:
                 "actor_rollout_ref.model.lora_rank"
             )
     if model.lora_rank > 0 and not model.lora.merge:
-        raise ConfigurationError(
-            "actor_rollout_ref.model.lora.merge=false would push the base weights without the adapter; set it to true: "
-            "base and adapter are pushed as one"
-        )
+        _check_adapter_only(config)
     distillation = config.trainer.atropos.distillation
     if distillation.loss_coef:
         sequence_parallel = max(actor.ulysses_sequence_parallel_size, actor.fsdp_config.ulysses_sequence_parallel_size)
@@ -205,6 +202,38 @@ def _check_algorithm(config: DictConfig) -> None:
             raise ConfigurationError(
                 "trainer.atropos.distillation.use_policy_loss=false leaves out the KL and entropy terms too; drop "
                 "actor_rollout_ref.actor.use_kl_loss and entropy_coeff, or keep the policy loss"
+            )
+
+
+def _check_adapter_only(config: DictConfig) -> None:
+    settings, inference = config.trainer.atropos.weight_sync, config.inference
+    served = inference.urls and not config.trainer.atropos.replay
+    for wrong, key, why in (
+        (
+            served and not inference.gateway,
+            "inference.gateway=null",
+            "requests meet the adapter only if the gateway names it to the servers: start one, python -m "
+            "recipe.atropos.inference.gateway, give its URL, and let the environments ask it",
+        ),
+        (
+            settings.transport not in ("auto", "tensor"),
+            f"trainer.atropos.weight_sync.transport={settings.transport}",
+            "an adapter travels inside the request that loads it; set it to auto",
+        ),
+        (
+            settings.verify == "checksum",
+            "trainer.atropos.weight_sync.verify=checksum",
+            "SGLang's checksums are of the base weights alone; set it to probe",
+        ),
+        (
+            inference.colocated,
+            "inference.colocated=true",
+            "the base weights would be lost with the memory that servers lend, and are not pushed; set it to false",
+        ),
+    ):
+        if wrong:
+            raise ConfigurationError(
+                f"actor_rollout_ref.model.lora.merge=false with {key}: {why}, or set lora.merge=true"
             )
 
 

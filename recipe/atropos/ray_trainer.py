@@ -183,9 +183,8 @@ class RayGRPOAtroposTrainer(SeparateRayPPOTrainer):
         return batch
 
     def _look_after_servers(self) -> None:
-        """While a batch is waited for: it cannot come if the servers wait for weights."""
-        if self.config.inference.gateway:
-            self.metrics |= self.checkpoint_manager.ensure_current(self.global_steps - 1)
+        """While a batch is waited for: it cannot come if servers wait for weights, or serve those of their start."""
+        self.metrics |= self.checkpoint_manager.ensure_current(self.global_steps - 1, waiting=True)
 
     def _fit_compute_log_prob(self, batch: DataProto) -> DataProto:
         """``old_log_probs``, (B, R): the policy's before the update, and how far the engine's own are from them.

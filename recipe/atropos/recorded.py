@@ -82,7 +82,7 @@ class NoServers:
         self.version = global_steps
         return {}
 
-    def ensure_current(self, global_steps: int) -> dict[str, Any]:
+    def ensure_current(self, global_steps: int, waiting: bool = False) -> dict[str, Any]:
         return {}
 
     def return_memory(self) -> None:

@@ -1,9 +1,18 @@
 r"""GSM8K for Atropos: ``python -m recipe.atropos.environments.gsm8k serve|evaluate|process [flags]``.
 
 Problems come from the hub, a local folder or a generator (``word_problems``). The policy answers in ``\boxed{}``;
-math_verify decides, +1 or -1. Tokens, masks and logprobs are the managed server's: what the policy sampled, never
-encoded again. Where all answers are right, long ones get less, as in Atropos' own gsm8k_server; a group in which every
-score is equal teaches nothing, and BaseEnv does not send it, unless ``--env.ensure_scores_are_not_same=false``.
+math_verify decides, +1 or -1, by what follows ``</think>`` where the policy thinks aloud. Tokens, masks and logprobs
+are the managed server's: what the policy sampled, never encoded again. Where all answers are right, long ones get less.
+A group in which every score is equal teaches nothing; BaseEnv does not send it, unless ``ensure_scores_are_not_same``
+is off or something shapes the scores before that.
+
+All this is as in Atropos' own gsm8k_server, which ``gsm8k_upstream`` runs. On purpose otherwise are:
+
+- an answer of fewer than ten tokens counts as any other; there it is taken out, and its group, now too small, is lost;
+- an answer has the room that the problem leaves of ``max_token_length``; there both together may exceed it, and then
+  the group is refused;
+- evaluation is greedy, over the first ``eval_size`` problems; there it samples at 0.6, and says 0.0;
+- a gold answer that cannot be parsed is an error; there the problem is skipped without a word.
 """
 
 import asyncio
@@ -20,6 +29,7 @@ from pydantic import Field
 from recipe.atropos.environments.pacing import Paced
 from recipe.atropos.environments.weight_versions import WeightVersions
 from recipe.atropos.environments.word_problems import SYNTHETIC, Row, gold_answer, load_problems
+from recipe.atropos.utils.env_adapter import adapt
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +71,7 @@ class GSM8kEnv(WeightVersions, Paced, BaseEnv):
 
     @classmethod
     def config_init(cls) -> tuple[GSM8kEnvConfig, list[APIServerConfig]]:
-        """A list of one server: for any other form BaseEnv ignores ``--openai.base_url``."""
+        """A list of one server: without the adapter, BaseEnv ignores ``--openai.base_url`` for any other form."""
         env_config = GSM8kEnvConfig(
             tokenizer_name="Qwen/Qwen2.5-1.5B-Instruct",
             group_size=8,
@@ -182,9 +192,19 @@ class GSM8kEnv(WeightVersions, Paced, BaseEnv):
                 completion = await managed.chat_completion(
                     messages=messages, n=1, max_tokens=self.answer_tokens(messages), temperature=0.0, split="eval"
                 )
-            text = completion.choices[0].message.content
-            correct = is_correct(text, gold_answer(row))
-            return {"question": row["question"], "answer": text, "gold": gold_answer(row), "correct": correct}
+            (choice,) = completion.choices
+            text, gold = choice.message.content, gold_answer(row)
+            correct = is_correct(text, gold)
+            return {
+                "messages": [*messages, {"role": "assistant", "content": text}],
+                "question": row["question"],
+                "answer": text,
+                "gold": gold,
+                "parsed": [str(value) for value in _parsed(text)],
+                "correct": correct,
+                "score": int(correct),
+                "finish_reason": choice.finish_reason,
+            }
 
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(answer(row)) for row in self.test]
@@ -217,11 +237,17 @@ def is_correct(text: str, gold: str) -> bool:
     Raises:
         ValueError: ``gold`` cannot be read as a number or formula.
     """
-    gold_parsed = parse(rf"\boxed{{{gold}}}", extraction_config=[_BOXED], extraction_mode="first_match")
+    gold_parsed = _parsed(rf"\boxed{{{gold}}}")
     if not gold_parsed:
         raise ValueError(f"gold answer {gold!r} cannot be parsed")
-    answer = parse(text, extraction_config=[_BOXED], extraction_mode="first_match") if r"\boxed" in text else []
+    answer = _parsed(text)
     return bool(answer) and bool(verify(gold_parsed, answer))
+
+
+def _parsed(text: str) -> list[Any]:
+    """What is boxed after the thoughts, as a formula and as text; [] where nothing is."""
+    text = text.rpartition("</think>")[2]
+    return parse(text, extraction_config=[_BOXED], extraction_mode="first_match") if r"\boxed" in text else []
 
 
 def length_penalty(length: int, limit: int) -> float:
@@ -235,4 +261,4 @@ def _completion(node: Any) -> list[int]:
 
 
 if __name__ == "__main__":
-    GSM8kEnv.cli()
+    adapt(GSM8kEnv).cli()

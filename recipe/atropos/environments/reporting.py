@@ -3,6 +3,10 @@
     class MyEnv(Reporting, ..., BaseEnv): ...      # self.report counts; the mixins behind it use it too
 
 - What is not sent, or is sent otherwise than the environment made it, is counted under a name: never only a warning.
+- An environment whose items end for a minute without one group being sent is an event, ``nothing_sent``: counted, and
+  logged with the reasons so far; again each minute.
+- ``items`` ended, of which came ``groups_sent`` (or ``groups_written``), ``not_sent/REASON`` and ``failed/EXCEPTION``;
+  ``score`` is the mean of all that was scored, sent or not, before anything shapes it.
 - Counts are totals since the process began; means are of what was observed since the line before.
 - They go to wandb with the environment's own metrics, as ``env/NAME``, and, where ``ATROPOS_ENV_REPORT`` names a file,
   there as one JSON object a line: ``{"time", "env", "step", "counts": {NAME: int}, "means": {NAME: float}}``.
@@ -22,6 +26,8 @@ logger = logging.getLogger(__name__)
 VARIABLE = "ATROPOS_ENV_REPORT"
 
 _SECONDS = 5.0  # between two lines, where something was counted
+_SILENCE = 60.0  # of items that end and nothing that is sent, until it is said
+_REASONS = ("not_sent/", "failed/", "tried_again/")
 
 
 class EnvReport:
@@ -35,6 +41,8 @@ class EnvReport:
         self._means: dict[str, float] = {}  # the latest of each
         self._written: Counter[str] = Counter()
         self._time = float("-inf")
+        self._last = (0, 0)  # items ended, groups sent, when something was sent or the silence was said
+        self._silent_since: float | None = None  # the first item that ended since
         if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
 
@@ -49,6 +57,23 @@ class EnvReport:
         first = not self.counts[f"not_sent/{reason}"]
         self.count(f"not_sent/{reason}")
         logger.log(logging.WARNING if first else logging.DEBUG, "%s: group not sent, %s: %s", self.name, reason, detail)
+
+    def look(self, step: int) -> None:
+        """To be called every second or so: writes a line where one is due, and says when nothing is sent."""
+        counts, now = self.counts, time.monotonic()
+        ended, sent = counts["items"], counts["groups_sent"] + counts["groups_written"]
+        if sent != self._last[1]:
+            self._last, self._silent_since = (ended, sent), None
+        elif ended != self._last[0] and self._silent_since is None:
+            self._silent_since = now
+        elif self._silent_since is not None and now - self._silent_since >= _SILENCE:
+            reasons = ", ".join(f"{name} {n}" for name, n in counts.most_common() if name.startswith(_REASONS))
+            what = "%s: nothing sent for %.0f s, in which %d items ended; since the start: %s"
+            items, seconds = ended - self._last[0], now - self._silent_since
+            logger.error(what, self.name, seconds, items, reasons or "no reason known")
+            self.count("nothing_sent")
+            self._last, self._silent_since = (ended, sent), None
+        self.write(step)
 
     def metrics(self) -> dict[str, float]:
         """All counts and the latest means, as ``env/NAME``."""
@@ -78,16 +103,6 @@ class Reporting:
     def __init__(self, config: Any, *args: Any, **kwargs: Any):
         self.report = EnvReport(config.wandb_name or self.name or type(self).__name__, os.environ.get(VARIABLE))
         super().__init__(config, *args, **kwargs)
-
-    async def get_status(self) -> None:
-        await super().get_status()
-        self.report.write(self.curr_step)
-
-    async def env_manager(self) -> None:
-        try:
-            await super().env_manager()
-        finally:
-            self.report.write(self.curr_step, at_once=True)
 
     async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
         await super().wandb_log({**(wandb_metrics or {}), **self.report.metrics()})

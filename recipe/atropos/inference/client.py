@@ -51,6 +51,10 @@ class InferenceError(RuntimeError):
         super().__init__(f"{url}{endpoint}: {f'HTTP {status}: ' if status else ''}{message}")
 
 
+class ServerGone(InferenceError):
+    """Nobody listens at the server's address, or the connection broke: it has ended, or is starting."""
+
+
 @dataclass(frozen=True)
 class Capabilities:
     """What a server says that it can do, read from its /openapi.json: versions are not compared."""
@@ -58,6 +62,7 @@ class Capabilities:
     version: str
     endpoints: frozenset[str]
     pause_modes: frozenset[str]
+    generate_fields: frozenset[str] = frozenset()
     arguments: dict[str, Any] = field(default_factory=dict)  # it was started with: tp_size, dp_size, dtype, device, ...
 
     @property
@@ -74,6 +79,16 @@ class Capabilities:
         push: no old key is used.
         """
         return self.weight_update_session
+
+    @property
+    def forgets_adapters(self) -> bool:
+        """Whether an adapter can be unloaded after a request for several answers (``n``) has named it.
+
+        No endpoint says so. 0.5.22 brought it, and with it the field ``watermark`` of /generate, which is the sign
+        (read in the sources of 0.5.12, 18, 20 to 23; 0.5.12 was seen to wait for ever). Should the sign be wrong, the
+        push of an adapter too many has no answer in time, and fails.
+        """
+        return "watermark" in self.generate_fields
 
     def safe_pause_mode(self, wanted: PauseMode) -> PauseMode:
         """The mode in which a push can flush, whatever runs: for "auto" `retract` where it can, else `abort`.
@@ -169,11 +184,13 @@ class SGLangClient:
         if self._capabilities is None:
             api = await self._call("GET", "/openapi.json")
             server = await self._call("GET", "/server_info")
-            mode = api["components"]["schemas"].get("PauseGenerationReqInput", {}).get("properties", {}).get("mode", {})
+            schemas = api["components"]["schemas"]
+            mode = schemas.get("PauseGenerationReqInput", {}).get("properties", {}).get("mode", {})
             self._capabilities = Capabilities(
                 version=str(server.get("version", "unknown")),
                 endpoints=frozenset(api["paths"]),
                 pause_modes=frozenset(mode.get("enum", ())),
+                generate_fields=frozenset(schemas.get("GenerateReqInput", {}).get("properties", ())),
                 arguments=server,
             )
         return self._capabilities
@@ -208,6 +225,10 @@ class SGLangClient:
                 **fields,
             },
         )
+
+    async def tokenize(self, text: str) -> list[int]:
+        """POST /tokenize: the ids that the server's own tokenizer gives, without special tokens around them."""
+        return (await self._call("POST", "/tokenize", {"prompt": text, "add_special_tokens": False}))["tokens"]
 
     async def pause(self, mode: PauseMode) -> None:
         """POST /pause_generation; see the module's text for the modes. Pausing twice is no error.
@@ -266,6 +287,11 @@ class SGLangClient:
             {"model_path": str(model_path), "weight_version": str(weight_version), "flush_cache": flush_cache},
         )
 
+    async def adapters(self) -> set[str]:
+        """The names of the LoRA adapters that the server holds."""
+        models = await self._call("GET", "/v1/models")
+        return {model["id"] for model in models["data"] if model.get("parent")}
+
     async def begin_weight_update(self) -> None:
         """Open the session for tensor or distributed updates; does nothing on servers that know none (0.5.12).
 
@@ -307,9 +333,9 @@ class SGLangClient:
         except TimeoutError:
             raise InferenceError(self.url, endpoint, f"no answer within {limit:g} s") from None
         except aiohttp.ClientConnectorError as error:
-            raise InferenceError(self.url, endpoint, f"cannot connect ({error.os_error}); is the server up?") from error
+            raise ServerGone(self.url, endpoint, f"cannot connect ({error.os_error}); is the server up?") from error
         except aiohttp.ClientError as error:
-            raise InferenceError(
+            raise ServerGone(
                 self.url, endpoint, f"the connection broke ({error!r}); the server may have died: see its log"
             ) from error
         try:

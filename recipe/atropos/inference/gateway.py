@@ -2,10 +2,12 @@
 
 Environments know one base URL and nothing of servers that come and go; this process stands between. It promises:
 
-- Everything but its own two endpoints is proxied unchanged: method, path, query, body, status, headers, streams.
+- Everything but its own two endpoints is proxied unchanged: method, path, query, body, status, headers, streams; but
+  where the policy is an adapter, requests for it name it, and replies say its version. See `adapted`.
 - The API key ($ATROPOS_API_KEY) is checked, 401 otherwise, and passed on.
 - Only *admitted* servers get requests, and only the trainer admits: ``PUT /gateway/weights {"version": 7, "servers":
-  [URL, ...]}``, with ``"pushing": true`` before a push to servers that are admitted already. See `ServerPool`.
+  [URL, ...]}``, with ``"pushing": true`` before a push to servers that are admitted already, and the ``"adapter"`` if
+  the version is one. See `ServerPool`.
 - The load is spread: the admitted server with the fewest requests in flight is next.
 - A request that finds no admitted server is held, at most ``--max-wait`` seconds, then answered 503 with the reason.
 - A client that goes away is forgotten: while held, it leaves the queue; in flight, its request upstream is closed.
@@ -35,6 +37,7 @@ from aiohttp import hdrs, web
 from multidict import CIMultiDict
 from yarl import URL
 
+from recipe.atropos.inference.adapted import GENERATES, AdaptedPolicy, CannotName
 from recipe.atropos.inference.pool import NothingAdmitted, Server, ServerPool
 
 logger = logging.getLogger(__name__)
@@ -51,7 +54,6 @@ _NOT_PASSED_ON = frozenset(
     {"connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer", "transfer-encoding"}
     | {"upgrade", "host", "content-length", "expect"}
 )
-_GENERATES = ("/generate", "/v1/completions", "/v1/chat/completions")
 # In a JSON text these bytes can only be a key: within a string the quotes would be escaped.
 _WEIGHT_VERSION = re.compile(rb'"weight_version"\s*:\s*"([^"]*)"')
 
@@ -99,15 +101,18 @@ class Gateway:
         try:
             word = orjson.loads(await request.read())
             version, urls, pushing = word["version"], word["servers"], word.get("pushing", False)
+            adapter = word.get("adapter")
             if type(version) is not int or version < 0 or type(pushing) is not bool:
                 raise ValueError(
                     f"version={version!r}, pushing={pushing!r}: a whole number from 0 on, and a truth value"
                 )
             if not isinstance(urls, list) or not all(isinstance(url, str) for url in urls):
                 raise ValueError(f"servers={urls!r}: a list of URLs")
-            self.pool.admit(version, urls, pushing)
+            if not isinstance(adapter, str | None):
+                raise ValueError(f"adapter={adapter!r}: a name, or null")
+            self.pool.admit(version, urls, pushing, adapter)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            return _error(400, f"PUT /gateway/weights takes {{version, servers, pushing}}: {error}")
+            return _error(400, f"PUT /gateway/weights takes {{version, servers, pushing, adapter}}: {error}")
         return _json(self.pool.status())
 
     # -- everything else -------------------------------------------------------------------------------------------
@@ -141,17 +146,26 @@ class Gateway:
             _UpstreamFailed: the connection failed, the server was taken out, or it has weights that no push gave it.
         """
         response: web.StreamResponse | None = None
+        policy = AdaptedPolicy(self.pool.adapter, self.pool.version) if self.pool.adapter else None
         try:
-            async with server.exchange(), self._request(server, request, body) as upstream:
+            sent = policy.named_in(request.method, request.path, body) if policy else body
+        except CannotName as error:
+            return _error(400, str(error))
+        try:
+            async with server.exchange(), self._request(server, request, sent) as upstream:
                 headers = _passed_on(upstream.headers)
                 if not _is_stream(upstream):
                     content = await upstream.read()
                     _check_version(request, upstream, content)
+                    if policy:
+                        await self._check_adapter(server, upstream)
+                        content = policy.stamped(content)
                     return web.Response(status=upstream.status, reason=upstream.reason, headers=headers, body=content)
                 response = web.StreamResponse(status=upstream.status, reason=upstream.reason, headers=headers)
                 await _to_client(response.prepare(request))
-                while chunk := await upstream.content.readany():
-                    await _to_client(response.write(chunk))
+                pieces = _pieces(upstream)
+                async for piece in policy.stamped_lines(pieces) if policy else pieces:
+                    await _to_client(response.write(piece))
                 await _to_client(response.write_eof())
                 return response
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
@@ -159,6 +173,18 @@ class Gateway:
             if isinstance(error, TimeoutError) and server.state != "admitted":
                 why = f"it was taken out meanwhile ({server.last_error or 'the trainer left it out'})"
             raise _UpstreamFailed(why, passed_on=response is not None) from error
+
+    async def _check_adapter(self, server: Server, reply: aiohttp.ClientResponse) -> None:
+        """A server that was started again knows no adapter, and refuses: raises _UpstreamFailed."""
+        if reply.status < 400:
+            return
+        while True:
+            epoch = self.pool.epoch
+            amiss = await self._probe(server)
+            if epoch == self.pool.epoch:
+                break
+        if amiss:
+            raise _UpstreamFailed(amiss)
 
     def _request(
         self, server: Server, request: web.Request, body: bytes
@@ -216,7 +242,7 @@ class Gateway:
 
 def _check_version(request: web.Request, reply: aiohttp.ClientResponse, content: bytes) -> None:
     """Raises _UpstreamFailed for a generation by weights that no push gave: a push's version is a number."""
-    if request.path not in _GENERATES or reply.status != 200:
+    if request.path not in GENERATES or reply.status != 200:
         return
     for version in _WEIGHT_VERSION.findall(content):
         if not version.isdigit():
@@ -228,6 +254,11 @@ def _is_stream(reply: aiohttp.ClientResponse) -> bool:
     if reply.content_type == "text/event-stream":
         return True
     return reply.content_length is None and reply.content_type != "application/json"
+
+
+async def _pieces(reply: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    while piece := await reply.content.readany():
+        yield piece
 
 
 async def _to_client(action: Awaitable[object]) -> None:

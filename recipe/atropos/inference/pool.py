@@ -9,8 +9,9 @@ Promises:
 - a request waits at most `max_wait` seconds for a server, and its error says what it waited for.
 
 While the trainer pushes (`pushing=True`) servers pass from one version to the next, so both are accepted; only the word
-that ends the push leaves one. Whoever judges an answer by `accepted` must have asked in the present `epoch`: an answer
-that was on its way while the trainer spoke may tell of what was before.
+that ends the push leaves one, and says from when on requests meet another adapter, where the policy is one. Whoever
+judges an answer by `accepted` must have asked in the present `epoch`: an answer that was on its way while the trainer
+spoke may tell of what was before.
 """
 
 from __future__ import annotations
@@ -73,6 +74,7 @@ class ServerPool:
         self.servers = {url.rstrip("/"): Server(url.rstrip("/")) for url in urls}
         self.max_wait = max_wait
         self.version: int | None = None
+        self.adapter: str | None = None
         self.accepted: frozenset[str] = frozenset()
         self.epoch = 0
         self.held = 0
@@ -82,8 +84,10 @@ class ServerPool:
     def admitted(self) -> list[Server]:
         return [server for server in self.servers.values() if server.state == "admitted"]
 
-    def admit(self, version: int, urls: Sequence[str], pushing: bool = False) -> None:
+    def admit(self, version: int, urls: Sequence[str], pushing: bool = False, adapter: str | None = None) -> None:
         """The trainer's word: ``urls`` hold ``version``, or, while ``pushing``, those admitted among them will.
+
+        ``adapter``: what they call it, where it is not their own weights.
 
         Raises:
             ValueError: a URL that this pool was not started with.
@@ -103,7 +107,7 @@ class ServerPool:
         if pushing:
             self.accepted |= {str(version)}
             return
-        self.version, self.accepted = version, frozenset({str(version)})
+        self.version, self.adapter, self.accepted = version, adapter, frozenset({str(version)})
         self._admission.set()
         self._admission = asyncio.Event()
 
@@ -146,4 +150,4 @@ class ServerPool:
 
     def status(self) -> dict[str, Any]:
         servers = [server.status() for server in self.servers.values()]
-        return {"version": self.version, "servers": servers, "held": self.held}
+        return {"version": self.version, "adapter": self.adapter, "servers": servers, "held": self.held}

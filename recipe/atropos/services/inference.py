@@ -14,7 +14,8 @@ from omegaconf import DictConfig
 
 from recipe.atropos.inference.client import SGLangClient
 from recipe.atropos.inference.gateway import API_KEY_VARIABLE
-from recipe.atropos.inference.server import HIGHEST_PORT, SGLangLaunch, start_sglang, uses_gpu
+from recipe.atropos.inference.server import HIGHEST_PORT, MEMORY_LENT, SGLangLaunch, start_sglang, uses_gpu
+from recipe.atropos.services.lora import lora_arguments
 from recipe.atropos.services.process import Service, free_port, wait_until_healthy
 from recipe.atropos.services.run import Run
 
@@ -47,16 +48,17 @@ class Inference:
 
 def plan_servers(run: Run) -> dict[str, SGLangLaunch]:
     """What ``inference`` asks for, by name: ports chosen, each server with a seed of its own, and GPUs of its own."""
-    config = run.config.inference
+    config, model = run.config.inference, run.config.actor_rollout_ref.model
     ports = [
         free_port(config.host, HIGHEST_PORT) if config.port is None else config.port + i for i in range(config.servers)
     ]
-    launches = {}
+    launches, lora = {}, lora_arguments(model)
     for i, port in enumerate(ports):
         # The same seed would sample the same answers to the same prompts.
-        own: dict[str, Any] = {"random_seed": run.config.seed + i, **config.args}
+        own: dict[str, Any] = {"random_seed": run.config.seed + i, **lora, **config.args}
+        own.setdefault("trust_remote_code", model.trust_remote_code)
         launch = SGLangLaunch(
-            model_path=run.config.actor_rollout_ref.model.path,
+            model_path=model.path,
             python=config.python,
             host=config.host,
             port=port,
@@ -137,13 +139,15 @@ async def inference_healthy(run: Run, inference: Inference) -> float:
 
 
 def _start_again_from_now_on(run: Run, inference: Inference, services: dict[str, Service]) -> None:
-    limit = run.config.inference.max_restarts
+    """A server on the trainer's GPUs must wait while the trainer has its memory."""
+    limit, colocated = run.config.inference.max_restarts, run.config.inference.colocated
     for name, launch in inference.servers.items():
         run.revive(
             services[name],
             lambda name=name, launch=launch: start_sglang(launch, log_path=run.log(name), name=name),
             limit,
             kind="sglang",
+            may_start=lambda: not (colocated and (run.directory / MEMORY_LENT).exists()),
         )
     run.revive(
         services["gateway"], lambda: start_gateway(run, inference.gateway, inference.urls), limit, kind="gateway"

@@ -22,12 +22,17 @@ _ORPHANS_GRACE = 1.0  # seconds for what a dead service left running, before its
 
 @dataclass
 class Revival:
-    """How a service is started again. ``kind`` is one name for services of which any one is enough."""
+    """How a service is started again. ``kind`` is one name for services of which any one is enough.
+
+    While ``may_start`` says no, the trainer has the memory that it needs: it waits; ``waiting``: that was said.
+    """
 
     start: Callable[[], Service]
     limit: int
     kind: str
+    may_start: Callable[[], bool] = lambda: True
     count: int = 0
+    waiting: bool = False
 
 
 @dataclass
@@ -60,9 +65,16 @@ class Run:
         self.services.remove(service)
         self._write_listing()
 
-    def revive(self, service: Service, start: Callable[[], Service], limit: int, kind: str) -> None:
-        """From now on ``service`` is started again by ``start`` when it ends, at most ``limit`` times."""
-        self.revivals[service.name] = Revival(start, limit, kind)
+    def revive(
+        self,
+        service: Service,
+        start: Callable[[], Service],
+        limit: int,
+        kind: str,
+        may_start: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """From now on ``service`` is started again when it ends, at most ``limit`` times; see ``Revival``."""
+        self.revivals[service.name] = Revival(start, limit, kind, may_start)
 
     def log(self, name: str) -> Path:
         return self.directory / "logs" / f"{name}.log"
@@ -99,8 +111,15 @@ class Run:
             raise service.failure("ended while the run needs it")
         if revival.count >= revival.limit:
             raise service.failure(f"ended once more after {revival.count} restarts (inference.max_restarts)")
-        revival.count += 1
         service.stop(grace=_ORPHANS_GRACE)
+        if not revival.may_start():
+            if not revival.waiting:
+                told = "it starts again when the trainer gives its memory back"
+                console.print(f"[bold]{service.name}[/] ended ({service.poll()}); {told}", soft_wrap=True)
+            revival.waiting = True
+            return
+        revival.waiting = False
+        revival.count += 1
         self.add(revival.start())
         console.print(
             f"[bold]{service.name}[/] ended ({service.poll()}), started again at {service.url}: "

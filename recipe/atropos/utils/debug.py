@@ -62,13 +62,14 @@ def rows_of_step(config: DictConfig, step: int) -> DataProto:
         raise DataSourceError(
             f"algorithm.adv_estimator={config.algorithm.adv_estimator} needs the model: nothing to show"
         )
-    model = AutoConfig.from_pretrained(config.actor_rollout_ref.model.path)
+    model = config.actor_rollout_ref.model
+    model_config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     limits = RowLimits(
         config.data.max_prompt_length,
         config.data.max_response_length,
         pad_token_id=0,
         overlong=atropos.overlong,
-        vocab_size=model.get_text_config().vocab_size,
+        vocab_size=model_config.get_text_config().vocab_size,
         read_teacher=atropos.distillation.loss_coef > 0,
     )
     rows, report = groups_to_data_proto(read_batch(Path(config.run.dir) / "batches", step), limits)
@@ -131,7 +132,9 @@ def show(run: Path, step: int, group: int, sequence: int, table: bool, console: 
     config.run.dir = str(run)
     rows = rows_of_step(config, step)
     row = find_row(rows, group, sequence)
-    tokens = list(tokens_of_row(rows, row, AutoTokenizer.from_pretrained(config.actor_rollout_ref.model.path)))
+    model = config.actor_rollout_ref.model
+    tokenizer = AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+    tokens = list(tokens_of_row(rows, row, tokenizer))
     trained = [token for token in tokens if token["trained"]]
     largest = max(abs(token["advantage"]) for token in trained)
     others = rows.non_tensor_batch

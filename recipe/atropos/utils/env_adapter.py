@@ -3,23 +3,50 @@
     python -m recipe.atropos.utils.env_adapter serve|evaluate|process --env MODULE:Class|FILE.py[:Class] [its own flags]
 
 or, in code, ``adapt(load_environment(target))``. ``--reward-bridge FILE.yaml`` shapes its scores (``reward_bridge``).
+What is mended stands in docs/environments.md, and in the modules of
+the mixins. Exit status: 0 done, 1 the environment failed, 2 a wrong target or flag, 130 interrupted, 143 terminated.
 """
 
+import ast
 import importlib
 import importlib.util
+import inspect
 import sys
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import NoReturn
 
 from atroposlib.envs.base import BaseEnv
 
+from recipe.atropos.environments.checked import Checked
+from recipe.atropos.environments.durable import Durable
+from recipe.atropos.environments.lifecycle import Lifecycle
 from recipe.atropos.environments.pacing import Paced
 from recipe.atropos.environments.reporting import Reporting
+from recipe.atropos.environments.sampled import SampledTokens
 from recipe.atropos.environments.shaping import shaped_by
 from recipe.atropos.environments.weight_versions import WeightVersions
+from recipe.atropos.utils.env_flags import CommandLine, UsageError, take_flag
 from recipe.atropos.utils.reward_bridge import RewardBridge, RewardBridgeError, read_bridge
 
-_MIXINS = (Reporting, WeightVersions, Paced)  # in the order in which calls pass through them
+# In front of the environment, in the order in which calls pass through them. The command line and the life of the
+# process stand around everything; Reporting before all that count; Checked before SampledTokens, which reads rows of
+# one length and plain numbers; Paced last, because it only orders the posts. WeightVersions stamps what leaves,
+# wherever it stands. A mixin that changes scores belongs right after Checked, which observes the raw ones.
+_MIXINS = (CommandLine, Lifecycle, Reporting, Checked, SampledTokens, WeightVersions, Paced)
+# Behind it, where its own methods find BaseEnv's with super(): what an environment overrides stays in force.
+_BASES = (Durable,)
+
+_HELP = """\
+usage: python -m recipe.atropos.utils.env_adapter serve|evaluate|process --env TARGET [the environment's own flags]
+
+TARGET is MODULE, MODULE:Class, FILE.py or FILE.py:Class, any subclass of atroposlib's BaseEnv; the class is needed
+only where there are several. The flags are BaseEnv's (--env.KEY, --openai.KEY, --config FILE); --help after a target
+lists them. Here --openai.KEY always counts, a negative number may follow a space, an unknown flag is an error.
+What else differs from running the environment itself: docs/environments.md.
+"""
 
 
 class EnvironmentTargetError(ValueError):
@@ -29,7 +56,9 @@ class EnvironmentTargetError(ValueError):
 def load_environment(target: str) -> type[BaseEnv]:
     """The class that ``MODULE:Class``, ``MODULE``, ``FILE.py:Class`` or ``FILE.py`` names.
 
-    Without a class, the one subclass of ``BaseEnv`` that the module itself defines.
+    Without a class, the one subclass of ``BaseEnv`` that the module itself defines and that is not abstract. A file is
+    imported as ``python FILE.py`` would, its folder first; where it has relative imports, or names one of its own
+    folders (``from environments.x import y``), as a part of that package.
 
     Raises:
         EnvironmentTargetError: there is no such module, file or class, it is no ``BaseEnv``, or several could be meant.
@@ -41,16 +70,20 @@ def load_environment(target: str) -> type[BaseEnv]:
         found = getattr(module, name, None)
         if not (isinstance(found, type) and issubclass(found, BaseEnv)):
             raise EnvironmentTargetError(f"{target}: {place} has no class {name} that derives from BaseEnv")
+        if inspect.isabstract(found):
+            lacking = ", ".join(sorted(found.__abstractmethods__))
+            raise EnvironmentTargetError(f"{target}: {name} is no whole environment: it lacks {lacking}")
         return found
-    candidates = [
+    own = [
         value
         for value in vars(module).values()
         if isinstance(value, type) and issubclass(value, BaseEnv) and value.__module__ == module.__name__
     ]
-    if len(candidates) != 1:
-        names = ", ".join(candidate.__name__ for candidate in candidates) or "none"
-        raise EnvironmentTargetError(f"{target}: give {place}:CLASS; classes there that derive from BaseEnv: {names}")
-    return candidates[0]
+    whole = [environment for environment in own if not inspect.isabstract(environment)]
+    if len(whole) != 1:
+        names = ", ".join(dict.fromkeys(environment.__name__ for environment in whole)) or "none"
+        raise EnvironmentTargetError(f"{target}: give {place}:CLASS; environments that it defines: {names}")
+    return whole[0]
 
 
 def _import_module(name: str, target: str) -> ModuleType:
@@ -65,50 +98,115 @@ def _import_module(name: str, target: str) -> ModuleType:
 
 
 def _import_file(path: Path) -> ModuleType:
-    """As ``python FILE.py`` finds what it imports: its own folder comes first."""
     if not path.is_file():
         raise EnvironmentTargetError(f"{path}: no such file")
-    sys.path.insert(0, str(path.resolve().parent))
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    path = path.resolve()
+    for name, module in list(sys.modules.items()):
+        if name != "__main__" and getattr(module, "__file__", None) == str(path):
+            return module
+    _first_on_path(path.parent)
+    levels = _levels_of_relative_imports(path)
+    while True:
+        try:
+            return _import_in_package(path, levels) if levels else _import_script(path)
+        except ModuleNotFoundError as error:
+            top = (error.name or "").partition(".")[0]
+            above = next((folder.parent for folder in path.parents if folder.name == top), None)
+            if above is None or str(above) in sys.path:
+                raise
+            sys.path.append(str(above))
+
+
+def _first_on_path(folder: Path) -> None:
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+
+def _levels_of_relative_imports(path: Path) -> int:
+    """The most dots of any ``from ...x import y`` in a file; 0 where all its imports are absolute."""
+    tree = ast.parse(path.read_bytes(), filename=str(path))
+    return max((node.level for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)), default=0)
+
+
+def _import_script(path: Path) -> ModuleType:
+    name = path.stem if path.stem not in sys.modules else f"{path.stem}_{abs(hash(path)):x}"
+    spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _import_in_package(path: Path, levels: int) -> ModuleType:
+    root = path.parents[levels]
+    while (root / "__init__.py").is_file():
+        root = root.parent
+    _first_on_path(root)
+    name = ".".join(path.relative_to(root).with_suffix("").parts)
+    module = importlib.import_module(name)
+    if getattr(module, "__file__", None) != str(path):
+        raise EnvironmentTargetError(
+            f"{path}: it has relative imports, so it is imported as {name}, but Python finds {module.__file__} by that "
+            f"name; rename the folder {path.parent}"
+        )
     return module
 
 
 def adapt(environment: type[BaseEnv], bridge: RewardBridge | None = None) -> type[BaseEnv]:
-    """A subclass of ``environment`` with every mend that it lacks; its name and its command line stay.
+    """A subclass of ``environment`` with every mend that it lacks, itself where it lacks none; its name stays.
 
     With ``bridge`` its scores are shaped before they are sent.
     """
-    mixins = tuple(mixin for mixin in _MIXINS if not issubclass(environment, mixin))
+    before = tuple(mixin for mixin in _MIXINS if not issubclass(environment, mixin))
     if bridge is not None:
-        mixins = (shaped_by(bridge), *mixins)
+        place = before.index(Checked) + 1 if Checked in before else 0
+        before = (*before[:place], shaped_by(bridge), *before[place:])
+    behind = tuple(base for base in _BASES if not issubclass(environment, base))
+    if not before and not behind:
+        return environment
     body = {"__doc__": environment.__doc__, "__module__": environment.__module__}
-    return type(environment.__name__, (*mixins, environment), body)
+    return type(environment.__name__, (*before, environment, *behind), body)
+
+
+def run(target: str, arguments: list[str], prepare: Callable[[type[BaseEnv]], type[BaseEnv]] = adapt) -> NoReturn:
+    """Load a target and be its command line, with ``arguments``; ``prepare`` makes of the class what is run."""
+    try:
+        environment = load_environment(target)
+    except EnvironmentTargetError as error:
+        wrong_usage(f"--env {error}")
+    except (Exception, SystemExit) as error:
+        traceback.print_exc()
+        wrong_usage(f"--env {target} cannot be imported: {type(error).__name__}: {error}")
+    sys.argv[1:] = arguments
+    prepare(environment).cli()
+    sys.exit(0)  # an environment's own cli() may return
+
+
+def wrong_usage(message: str) -> NoReturn:
+    print(message, file=sys.stderr)
+    sys.exit(2)
 
 
 def main() -> None:
     arguments = sys.argv[1:]
-    if "--env" not in arguments[:-1]:
-        sys.exit(f"usage: {__spec__.name} serve|evaluate|process --env MODULE:Class|FILE.py[:Class] [flags]")
-    position = arguments.index("--env")
-    target = arguments[position + 1]
-    del arguments[position : position + 2]
-    bridge = None
-    if "--reward-bridge" in arguments[:-1]:
-        position = arguments.index("--reward-bridge")
-        try:
-            bridge = read_bridge(arguments[position + 1])
-        except RewardBridgeError as error:
-            sys.exit(f"--reward-bridge {error}")
-        del arguments[position : position + 2]
-    sys.argv[1:] = arguments
     try:
-        environment = adapt(load_environment(target), bridge)
-    except EnvironmentTargetError as error:
-        sys.exit(f"--env {error}")
-    environment.cli()
+        target = take_flag(arguments, "--env")
+        path = take_flag(arguments, "--reward-bridge")
+        bridge = None if path is None else read_bridge(path)
+    except UsageError as error:
+        wrong_usage(str(error))
+    except RewardBridgeError as error:
+        wrong_usage(f"--reward-bridge {error}")
+    if "--help" in arguments:
+        print(_HELP)
+    elif target is None:
+        wrong_usage(_HELP.splitlines()[0])
+    if target is not None:
+        run(target, arguments, lambda environment: adapt(environment, bridge))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 - ``engine``: verl's seam; on each rank.
 - ``push``: the protocol that every push keeps; on rank 0.
 - ``disk``, ``distributed``, ``tensor``: the transports. ``bucket``: what the last two send.
+- ``adapter``: a LoRA adapter by itself.
 - ``manager``: the trainer's side; the version in force.
 - ``fleet``: the same where servers come and go behind a gateway; ``gateway``: what the trainer tells it.
 """

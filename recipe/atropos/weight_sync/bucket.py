@@ -38,21 +38,27 @@ class Bucket:
 
 
 class Buckets:
-    """Two buffers of ``size`` bytes, made by ``allocate`` (bytes -> uint8 tensor) when they are first needed."""
+    """Two buffers of ``size`` bytes, made by ``allocate`` (bytes -> uint8 tensor) when they are first needed.
+
+    No larger than all weights together, once these have been through.
+    """
 
     def __init__(self, size: int, allocate: Callable[[int], torch.Tensor]):
         self.size = size
         self._allocate = allocate
-        self._buffers = [torch.empty(0, dtype=torch.uint8)] * 2
+        self._total: int | None = None
+        self.drop()
 
     def of(self, weights: NamedTensors) -> Iterator[Bucket]:
         """The weights in buckets; a bucket's memory is its own until the second after it is asked for."""
-        following = next(weights, None)
+        following, total = next(weights, None), 0
         for index in cycle((0, 1)):
             if following is None:
+                self._total = total
                 return
             dtype, used = following[1].dtype, 0
-            buffer = self._buffer(index, max(self.size, following[1].nbytes))
+            size = self.size if self._total is None else min(self.size, self._total)
+            buffer = self._buffer(index, max(size, following[1].nbytes))
             bucket = Bucket(buffer)
             while following is not None and following[1].dtype == dtype and used + following[1].nbytes <= len(buffer):
                 name, tensor = following
@@ -61,8 +67,13 @@ class Buckets:
                 bucket.names.append(name)
                 bucket.shapes.append(tensor.shape)
                 following = next(weights, None)
+            total += used
             bucket.flat, bucket.last = buffer[:used].view(dtype), following is None
             yield bucket
+
+    def drop(self) -> None:
+        """Give the buffers back; the next bucket has new ones."""
+        self._buffers = [torch.empty(0, dtype=torch.uint8)] * 2
 
     def _buffer(self, index: int, size: int) -> torch.Tensor:
         if len(self._buffers[index]) < size:

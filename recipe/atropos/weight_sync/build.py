@@ -2,11 +2,13 @@
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import torch
 from omegaconf import DictConfig
 from verl.single_controller.ray import RayWorkerGroup
 
+from recipe.atropos.inference.server import MEMORY_LENT
 from recipe.atropos.rows import Row
 from recipe.atropos.weight_sync.colocated import SharedMemory
 from recipe.atropos.weight_sync.fleet import FleetSyncManager, ServerFleet
@@ -30,19 +32,22 @@ def build_manager(
     fleet = None
     if inference.gateway:
         fleet = ServerFleet(inference.urls, GatewayClient(inference.gateway, key), key, timeout)
+    model = config.actor_rollout_ref.model
+    adapter_only = model.lora_rank > 0 and not model.lora.merge
     verify = None
     if settings.verify == "probe":
         urls = fleet.targets if fleet else inference.urls
         temperature = config.actor_rollout_ref.rollout.temperature
-        verify = partial(
-            Probe(urls, key, vocab_size, inference.dtype, temperature, timeout).verify, compute=log_probs_of
+        probe = Probe(
+            urls, key, vocab_size, inference.dtype, temperature, timeout, lambda: fleet.coming if fleet else None
         )
-    options = {
-        "timeout": 2 * timeout,  # gathering and staging come before the requests that the time-out is for
-        "verify": verify,
-        "memory": SharedMemory(key, settings.pause_mode, timeout) if inference.colocated else None,
-    }
+        verify = partial(probe.verify, compute=log_probs_of)
+    memory = None
+    if inference.colocated:
+        memory = SharedMemory(key, settings.pause_mode, timeout, Path(config.run.dir) / MEMORY_LENT)
+    # Twice: gathering and staging come before the requests that the time-out is for.
+    options = {"timeout": 2 * timeout, "verify": verify, "memory": memory}
     if fleet:
-        return FleetSyncManager(actor_wg, fleet, **options)
+        return FleetSyncManager(actor_wg, fleet, adapter_only, **options)
     reported = partial(reported_versions, inference.urls, key, min(timeout, _LONGEST_ANSWER))
     return WeightSyncManager(actor_wg, reported=reported, **options)

@@ -6,11 +6,15 @@ A server that is paused by "retract" keeps its requests, and those that arrive, 
 wait, and do not fail. By "abort", which is all that SGLang before 0.5.21 can do, those that run end.
 What a server held is lost with the memory, so between release and push nothing may resume it; hence a push after every
 update.
+
+Meanwhile nothing may be started in that memory: a mark, a file, says so to whoever starts servers again. The launcher
+waits until it is gone.
 """
 
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 
 from recipe.atropos.inference.client import InferenceError, PauseMode, SGLangClient
 
@@ -20,11 +24,16 @@ _TAGS = ("kv_cache", "weights")
 
 
 class SharedMemory:
-    """The memory of the servers that stand on the trainer's GPUs. ``timeout``: seconds for one request."""
+    """The memory of the servers that stand on the trainer's GPUs. ``timeout``: seconds for one request.
 
-    def __init__(self, api_key: str | None, pause_mode: PauseMode, timeout: float):
+    ``mark`` is there from before the first server gives its memory until all were asked to take it back.
+    """
+
+    def __init__(self, api_key: str | None, pause_mode: PauseMode, timeout: float, mark: Path):
         self._options = {"api_key": api_key, "timeout": timeout}
         self.pause_mode = pause_mode
+        self.mark = mark
+        mark.unlink(missing_ok=True)  # a trainer that was killed leaves it
         self.released: dict[str, str] = {}  # URL: the version that the server had when it gave its memory
 
     def release(self, urls: Sequence[str]) -> None:
@@ -40,6 +49,8 @@ class SharedMemory:
             self.released[client.url] = version  # before: a release without an answer may have happened
             await client.release_memory(_TAGS)
 
+        self.mark.parent.mkdir(parents=True, exist_ok=True)
+        self.mark.touch()
         self._on_each(urls, release_one)
 
     def wake(self) -> None:
@@ -54,8 +65,11 @@ class SharedMemory:
             if await client.weight_version() == version:
                 await client.resume_memory(_TAGS)
 
-        self._on_each(list(self.released), wake_one)
-        self.released.clear()  # who could not be reached is gone
+        try:
+            self._on_each(list(self.released), wake_one)
+        finally:
+            self.released.clear()  # who could not be reached is gone
+            self.mark.unlink(missing_ok=True)
 
     def _on_each(self, urls: Sequence[str], action: Callable[[SGLangClient], Awaitable[None]]) -> None:
         async def one(url: str) -> None:

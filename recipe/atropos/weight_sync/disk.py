@@ -20,6 +20,8 @@ from recipe.atropos.weight_sync.servers import WeightPushError, on_all
 class DiskTransport:
     """safetensors files of at most ``bucket_size`` bytes each (a larger tensor has a file of its own)."""
 
+    pauses = True
+
     def __init__(self, directory: str | Path, bucket_size: int):
         self.directory = Path(directory).resolve()
         self.bucket_size = bucket_size

@@ -22,12 +22,14 @@ from recipe.atropos.weight_sync.hosts import address_towards
 from recipe.atropos.weight_sync.servers import WeightPushError, on_all, tidied, update_session
 
 _count = itertools.count()
-_JOIN_SECONDS = 60.0  # for all servers to come to the meeting point
-_BROKEN_OFF_SECONDS = 5.0  # for a broadcast to notice that a server has died
+_JOIN_SECONDS = 30.0  # for all servers to come to the meeting point, where they wait for each other
+_BROKEN_OFF_SECONDS = 5.0  # for a broadcast, or a meeting, to notice that it was broken off
 
 
 class DistributedTransport:
-    """Buckets of ``bucket_size`` bytes, broadcast; ``timeout`` in seconds, for the group to form and for a bucket."""
+    """Buckets of ``bucket_size`` bytes, broadcast; ``timeout``: seconds that a server may take for one of them."""
+
+    pauses = True
 
     def __init__(self, bucket_size: int, timeout: float):
         device = "cpu" if get_device_name() == "cpu" else get_device_id()
@@ -106,6 +108,13 @@ class _Group:
 
     @classmethod
     async def form(cls, clients: Sequence[SGLangClient], timeout: float) -> "_Group":
+        """``timeout``: seconds that a server may take for a request.
+
+        Servers that joined wait for the others and generate nothing, so all are let go as soon as one fails.
+
+        Raises:
+            WeightPushError: a server did not join; names it.
+        """
         sizes = []
         for client in clients:
             info = (await client.capabilities()).arguments
@@ -117,7 +126,8 @@ class _Group:
             sizes.append(info.get("tp_size", 1) * info.get("pp_size", 1))
         world_size = 1 + sum(sizes)
         offsets = dict(zip(clients, itertools.accumulate([1, *sizes[:-1]]), strict=True))
-        backend = "gloo" if get_device_name() == "cpu" else "nccl"
+        # NCCL's time-out ends the process, so that a server's, which names it, must come first; gloo's delays closing.
+        backend, limit = ("gloo", timeout) if get_device_name() == "cpu" else ("nccl", 2 * timeout)
         name = f"atropos_{os.getpid()}_{next(_count)}"
         try:
             # A server elsewhere cannot reach this machine's loopback address.
@@ -126,18 +136,25 @@ class _Group:
             raise WeightPushError(f"no route to {[client.url for client in clients]}: {error}") from error
         listener = socket.create_server((address, 0))
         port = listener.getsockname()[1]
+        # The meeting point. Nobody here uses it as a store, so that who waits in it goes when it is closed.
+        meeting = dist.TCPStore(
+            address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
 
         # As SGLang does it on its side (init_custom_process_group): the processes have no default group in common.
-        def join() -> tuple[dist.ProcessGroup, dist.TCPStore]:
-            limit, join_limit = timedelta(seconds=timeout), timedelta(seconds=min(timeout, _JOIN_SECONDS))
-            store = dist.TCPStore(
-                address, port, world_size, is_master=True, timeout=join_limit, master_listen_fd=listener.detach()
-            )
+        def join() -> dist.ProcessGroup:
+            store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=_JOIN_SECONDS))
             process_group, _ = _new_process_group_helper(
-                world_size, 0, [], Backend(backend), PrefixStore(name, store), group_name=name, timeout=limit
+                world_size,
+                0,
+                [],
+                Backend(backend),
+                PrefixStore(name, store),
+                group_name=name,
+                timeout=timedelta(seconds=limit),
             )
             _world.pg_group_ranks[process_group] = {rank: rank for rank in range(world_size)}
-            return process_group, store
+            return process_group
 
         def invite(client: SGLangClient) -> Awaitable[object]:
             return client.post(
@@ -152,8 +169,22 @@ class _Group:
                 },
             )
 
-        _, (process_group, store) = await asyncio.gather(on_all(clients, "join", invite), in_thread(join))
-        return cls(name, [client.url for client in clients], process_group, store)
+        joining = asyncio.ensure_future(in_thread(join))
+        invited = {asyncio.ensure_future(invite(client)): client for client in clients}
+        patience = min(timeout / 2, _JOIN_SECONDS)  # below that of the requests, which would all end together
+        done, late = await asyncio.wait([joining, *invited], timeout=patience, return_when=asyncio.FIRST_EXCEPTION)
+        failed = [task for task in (joining, *invited) if task in done and task.exception()]
+        if not failed and not late:
+            return cls(name, [client.url for client in clients], joining.result(), meeting)
+        del meeting
+        if late:  # those who waited for the others have an answer now
+            _, late = await asyncio.wait(late, timeout=_BROKEN_OFF_SECONDS)
+        await _broken_off(joining, invited, name)
+        names = {joining: "the trainer's rank 0"} | {task: client.url for task, client in invited.items()}
+        guilty = failed or [task for task in invited if task in late] or list(invited)
+        silence = f"did not come within {patience:g} s"
+        details = "; ".join(f"{names[task]}: {task.exception() if task in failed else silence}" for task in guilty)
+        raise WeightPushError(f"weight push failed in phase 'join' on {details}")
 
     def broadcast(self, flat: torch.Tensor) -> None:
         """From this rank to all; blocks."""
@@ -171,6 +202,22 @@ class _Group:
         self._process_group = self._store = None
 
 
+async def _broken_off(
+    joining: asyncio.Task[dist.ProcessGroup], invited: dict[asyncio.Task[object], SGLangClient], name: str
+) -> None:
+    """Nobody keeps a part of a group that did not form."""
+    for task in invited:
+        task.cancel()
+        task.add_done_callback(_seen)
+    await tidied(client.post("/destroy_weights_update_group", {"group_name": name}) for client in invited.values())
+    joining.add_done_callback(lambda task: _seen(task) or dist.destroy_process_group(task.result()))
+
+
+def _seen(task: asyncio.Task[object]) -> object:
+    """What the task raised, if it did; asyncio then does not complain that nobody looked."""
+    return task.cancelled() or task.exception()
+
+
 async def _both(posts: Awaitable[None], broadcast: Awaitable[None], group: _Group) -> None:
     """Wait for servers and broadcast. Where a server refuses, the broadcast waits for it in vain, to its own time-out:
     gloo knows no abort. Nobody waits for that."""
@@ -181,7 +228,7 @@ async def _both(posts: Awaitable[None], broadcast: Awaitable[None], group: _Grou
         group.abort()
         await asyncio.wait(tasks, timeout=_BROKEN_OFF_SECONDS)
         tasks[0].cancel()
-        tasks[1].add_done_callback(lambda task: task.cancelled() or task.exception())
+        tasks[1].add_done_callback(_seen)
         if tasks[0].done() and not tasks[0].cancelled() and (named := tasks[0].exception()):
             raise named from None  # gloo's error names no server
         if isinstance(error, RuntimeError) and not isinstance(error, WeightPushError):

@@ -15,6 +15,7 @@ from verl.utils.device import get_device_name
 from verl.utils.torch_dtypes import PrecisionType
 
 from recipe.atropos.inference.client import Capabilities, SGLangClient
+from recipe.atropos.weight_sync.adapter import AdapterTransport
 from recipe.atropos.weight_sync.checksums import WeightChecksums
 from recipe.atropos.weight_sync.disk import DiskTransport
 from recipe.atropos.weight_sync.distributed import DistributedTransport
@@ -31,10 +32,12 @@ TRANSPORTS = ("auto", "disk", "distributed", "tensor")
 class AtroposCheckpointEngine(CheckpointEngine):
     """Pushes to SGLang servers that were started by themselves.
 
-    ``urls``: the servers; they must serve the model of ``model_path`` (None: not looked at). ``dtype``: what they serve
-    in; floating-point tensors are cast to it before they travel. ``transport`` and ``colocated``: see
-    ``choose_transport``; ``directory``: for "disk"; ``bucket_size`` in bytes. ``timeout``: seconds for one request of a
-    push to one server. ``verify="checksum"`` compares every tensor; see ``checksums``.
+    ``urls``: the servers; they must serve the model of ``model_path`` (None: not looked at), whose configuration may be
+    code of its own if ``trust_remote_code``. ``dtype``: what they serve in; floating-point tensors are cast to it
+    before they travel. ``transport`` and ``colocated``: see ``choose_transport``; ``directory``: for "disk";
+    ``bucket_size`` in bytes. ``timeout``: seconds for one request of a push to one server. ``verify="checksum"``
+    compares every tensor; see ``checksums``. With ``lora_rank`` and without ``lora_merge`` the weights are an adapter,
+    pushed by itself under the name ``adapter``; see ``adapter``.
     """
 
     def __init__(
@@ -44,27 +47,35 @@ class AtroposCheckpointEngine(CheckpointEngine):
         *,
         urls: list[str],
         model_path: str | None = None,
+        trust_remote_code: bool = False,
         transport: str = "auto",
         colocated: bool = False,
         directory: str | None = None,
         api_key: str | None = None,
         dtype: str = "bfloat16",
-        pause_mode: str = "retract",
+        pause_mode: str = "auto",
         verify: str = "version",
         timeout: float = 600.0,
+        lora_rank: int = 0,
+        lora_merge: bool = True,
     ):
         self.bucket_size = bucket_size
         self.is_master = is_master
         self.urls = list(urls)
         self.model_path = model_path
+        self.trust_remote_code = trust_remote_code
         self.dtype = PrecisionType.to_dtype(dtype)
         self.pause_mode = pause_mode
         self.verify = verify
         self._client_options = {"api_key": api_key, "timeout": timeout}
         self._capabilities: dict[str, Capabilities] = {}  # by URL; what is asked once need not be asked in a pause
         self._pushed: str | None = None  # the version that every server had after the last push
-        chosen = choose_transport(transport, urls, colocated)
-        self._transport: Transport = self._make_transport(chosen, directory, timeout)
+        self.adapter: str | None = None  # the name of the next
+        self._transport: Transport
+        if lora_rank and not lora_merge:
+            self._transport = AdapterTransport(model_path, proven=verify == "probe")
+        else:
+            self._transport = self._make_transport(choose_transport(transport, urls, colocated), directory, timeout)
 
     async def send_weights(
         self, weights: Generator[tuple[str, torch.Tensor], None, None], global_steps: int | None = None
@@ -86,6 +97,8 @@ class AtroposCheckpointEngine(CheckpointEngine):
                     for url in self.urls
                 ]
                 await on_all(clients, "check", self._check)
+                if isinstance(self._transport, AdapterTransport):
+                    self._transport.name = self.adapter
                 checksums = WeightChecksums() if self.verify == "checksum" else None
                 served = self._served(weights)
                 metrics = await push(clients, self._transport, served, global_steps, self.pause_mode, checksums)
@@ -100,8 +113,10 @@ class AtroposCheckpointEngine(CheckpointEngine):
             return
         client.forget_capabilities()
         if self.model_path:
-            trained = AutoConfig.from_pretrained(self.model_path)
+            trained = AutoConfig.from_pretrained(self.model_path, trust_remote_code=self.trust_remote_code)
             await check_model(client, trained, str(self.dtype).removeprefix("torch."))
+        if isinstance(self._transport, AdapterTransport):
+            await self._transport.check_server(client)
         self._capabilities[client.url] = await client.capabilities()
 
     def _make_transport(self, name: str, directory: str | None, timeout: float) -> Transport:

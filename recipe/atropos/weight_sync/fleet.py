@@ -7,11 +7,13 @@
   weights stops the run.
 - Without any server the trainer waits for one, at most the push's time-out; then the error names them all.
 - The gateway admits the servers that hold the version in force, and no others, also after it was started anew.
+- Where versions are adapters beside base weights that stay, each has one name on all servers, and the gateway knows it.
 """
 
 import asyncio
 import logging
 import time
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +22,7 @@ from ray.exceptions import GetTimeoutError, RayTaskError
 from verl.single_controller.ray import RayWorkerGroup
 
 from recipe.atropos.inference.client import InferenceError, SGLangClient
+from recipe.atropos.weight_sync.adapter import adapter_name
 from recipe.atropos.weight_sync.gateway import GatewayClient
 from recipe.atropos.weight_sync.manager import WeightSyncManager
 from recipe.atropos.weight_sync.servers import WeightPushError
@@ -33,7 +36,7 @@ _LOOK_SECONDS = 1.0  # between looks for the first server that answers
 
 
 class ServersGone(RuntimeError):
-    """No SGLang server is left; names all, with what each last said."""
+    """No SGLang server is left, or, on the trainer's own GPUs, not all are; names who is out and what each said."""
 
 
 @dataclass
@@ -41,6 +44,7 @@ class ServerFleet:
     """Who of ``urls`` is there. ``holding`` are those that hold the version in force.
 
     ``targets`` are the servers of the push that is going on; the same list always, so that the probe can keep it.
+    ``adapter`` is the name of the one in force, ``coming`` of that of the push; None where all weights are pushed.
     ``timeout``: seconds to wait for the first of them, if all are gone.
     """
 
@@ -50,6 +54,8 @@ class ServerFleet:
     timeout: float = 600.0
     holding: set[str] = field(default_factory=set)
     targets: list[str] = field(default_factory=list)
+    adapter: str | None = None
+    coming: str | None = None
     _errors: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -60,56 +66,66 @@ class ServerFleet:
         """The weight version that each server which answers reports; those that don't are out from now on."""
         patience = {url: _ANSWER_OF_ONE_OUT if url in self._errors else _LONGEST_ANSWER for url in self.urls}
         versions, errors = _ask(patience, self.api_key)
-        for url in errors.keys() - self._errors.keys():
-            logger.error("SGLang server %s is taken out until it answers again: %s", url, errors[url])
-        for url in self._errors.keys() - errors.keys():
+        for url in self._errors.keys() & versions.keys():
             logger.warning("SGLang server %s answers again, with weight version %s", url, versions[url])
-        self._errors = errors
-        self.holding -= errors.keys()
+            del self._errors[url]
+        self._take_out(errors)
         return versions
 
-    def wait_for_any(self) -> dict[str, str]:
-        """``look`` until a server answers.
+    def wait_for(self, least: int) -> dict[str, str]:
+        """``look`` until ``least`` servers answer.
 
         Raises:
-            ServersGone: none within ``timeout`` seconds.
+            ServersGone: fewer do, for ``timeout`` seconds.
         """
         deadline = time.monotonic() + self.timeout
-        if not (versions := self.look()):
-            logger.error("no SGLang server is left; waiting %g s for one of %s", self.timeout, ", ".join(self.urls))
-        while not versions:
+        if len(versions := self.look()) < least:
+            logger.error("%d SGLang servers answer, %d must: waiting %g s", len(versions), least, self.timeout)
+        while len(versions) < least:
             if time.monotonic() > deadline:
+                who = f"only {len(versions)} of {len(self.urls)} SGLang servers" if versions else "no SGLang server"
                 told = "; ".join(self._errors.values())
-                raise ServersGone(f"no SGLang server answered for {self.timeout:g} s; see their logs: {told}")
+                raise ServersGone(f"{who} answered for {self.timeout:g} s; see their logs: {told}")
             time.sleep(_LOOK_SECONDS)
             versions = self.look()
         return versions
 
     def died(self, targets: Sequence[str]) -> bool:
-        """Whether one of the servers of a failed push is gone; a dying one is given time to be."""
+        """Whether one of the servers of a failed push is gone, or hangs; a dying one is given time to be."""
         deadline = time.monotonic() + _DYING_SECONDS
         while True:
             _, errors = _ask(dict.fromkeys(targets, _DYING_SECONDS), self.api_key)
             if errors or time.monotonic() > deadline:
+                self._take_out(errors)
                 return bool(errors)
             time.sleep(_LOOK_SECONDS)
+
+    def _take_out(self, errors: dict[str, str]) -> None:
+        for url in errors.keys() - self._errors.keys():
+            logger.error("SGLang server %s is taken out until it answers again: %s", url, errors[url])
+        self._errors |= errors
+        self.holding -= errors.keys()
 
     def admit(self, version: int, urls: Sequence[str]) -> None:
         """``urls`` hold ``version``, and no others; the gateway is told if it knows it otherwise."""
         self.holding = set(urls)
-        if self.gateway.serves() != (version, self.holding):
-            self.gateway.announce(version, sorted(urls))
+        if not self.gateway.knows(version, urls, self.adapter):
+            self.gateway.announce(version, sorted(urls), adapter=self.adapter)
 
     def metrics(self) -> dict[str, float]:
         return {"weight_sync/servers_out": float(len(self._errors))}
 
 
 class FleetSyncManager(WeightSyncManager):
-    """``WeightSyncManager`` over a fleet: a version is in force once every server *that answers* has it."""
+    """``WeightSyncManager`` over a fleet: a version is in force once every server *that answers* has it.
 
-    def __init__(self, actor_wg: RayWorkerGroup, fleet: ServerFleet, **options: Any):
+    ``adapter_only``: what is pushed is an adapter.
+    """
+
+    def __init__(self, actor_wg: RayWorkerGroup, fleet: ServerFleet, adapter_only: bool = False, **options: Any):
         super().__init__(actor_wg, **options)
         self.fleet = fleet
+        self.adapter_only = adapter_only
 
     def update_weights(self, global_steps: int) -> dict[str, float]:
         """Push the actor's weights as version ``global_steps`` to every server that answers.
@@ -119,9 +135,12 @@ class FleetSyncManager(WeightSyncManager):
             GatewayError: the gateway is lost.
             ray.exceptions.RayError, WeightPushError: as in ``WeightSyncManager``; no server has died.
         """
+        self._make_room()  # first: a server that died may be started again only then
         attempts, first = len(self.fleet.urls) + 2, self.version is None
+        if self.adapter_only:
+            self.fleet.coming = adapter_name(global_steps, uuid.uuid4().hex[:8])
         for _ in range(attempts):
-            targets = sorted(self.fleet.wait_for_any())
+            targets = sorted(self.fleet.wait_for(1))
             self.fleet.gateway.announce(global_steps, targets, pushing=True)
             metrics = self._push(global_steps, targets)
             if metrics is not None:
@@ -132,9 +151,16 @@ class FleetSyncManager(WeightSyncManager):
         )
 
     def lend_memory(self, urls: Sequence[str]) -> None:
-        super().lend_memory(sorted(self.fleet.holding))
+        """All servers are waited for: one that is out may be starting, in the memory that training is to have.
 
-    def ensure_current(self, global_steps: int) -> dict[str, float]:
+        Raises:
+            ServersGone: one did not come back.
+        """
+        if self.memory is not None:
+            self.fleet.wait_for(len(self.fleet.urls))
+            super().lend_memory(self.fleet.urls)
+
+    def ensure_current(self, global_steps: int, waiting: bool = False) -> dict[str, float]:
         """Take out who is gone, and give who came back the actor's weights, those of ``global_steps``.
 
         Called before each step and while it waits for its batch. Returns metrics; raises as ``update_weights``.
@@ -145,6 +171,7 @@ class FleetSyncManager(WeightSyncManager):
         current = [url for url in self.fleet.holding if versions[url] == str(self.version)]
         self.fleet.admit(self.version, current)
         others = sorted(versions.keys() - set(current))
+        self.fleet.coming = self.fleet.adapter
         if not versions or (others and global_steps != self.version):
             return self.update_weights(global_steps)  # the weights in force are the actor's no more: all get its own
         if others and (metrics := self._push(global_steps, others)) is not None:
@@ -154,7 +181,7 @@ class FleetSyncManager(WeightSyncManager):
     def _push(self, global_steps: int, targets: list[str]) -> dict[str, float] | None:
         """The metrics of a push to ``targets`` alone; None if one of them died in it."""
         self.fleet.targets[:] = targets
-        self.actor_wg.set_inference_urls(targets)
+        self.actor_wg.set_inference_urls(targets, self.fleet.coming)
         try:
             return super().update_weights(global_steps)
         except (GetTimeoutError, RayTaskError, WeightPushError, InferenceError) as error:
@@ -166,6 +193,7 @@ class FleetSyncManager(WeightSyncManager):
     def _admitted(
         self, global_steps: int, urls: list[str], metrics: dict[str, float], returned: int
     ) -> dict[str, float]:
+        self.fleet.adapter = self.fleet.coming
         self.fleet.admit(global_steps, urls)
         if returned:
             logger.warning("%d SGLang servers are taken back with version %d", returned, global_steps)

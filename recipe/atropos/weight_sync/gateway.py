@@ -25,16 +25,19 @@ class GatewayClient:
     api_key: str | None = None
     patience: float = 60.0
 
-    def announce(self, version: int, servers: Sequence[str], pushing: bool = False) -> None:
+    def announce(self, version: int, servers: Sequence[str], pushing: bool = False, adapter: str | None = None) -> None:
         """Say that ``servers`` hold ``version``, and no others; or, ``pushing``, that a push of it to them begins.
+
+        ``adapter``: its name on the servers, where the version is an adapter beside their own weights.
 
         Raises:
             GatewayError: it does not answer within ``patience`` seconds, or knows one of the servers not.
         """
-        self._call("PUT", "/gateway/weights", {"version": version, "servers": list(servers), "pushing": pushing})
+        word = {"version": version, "servers": list(servers), "pushing": pushing, "adapter": adapter}
+        self._call("PUT", "/gateway/weights", word)
 
     def status(self) -> dict[str, Any]:
-        """``version`` (None: nobody has told it any), ``servers`` (``url``, ``state``, counts), ``held``.
+        """``version`` (None: nobody has told it any), ``adapter``, ``servers`` (``url``, ``state``, counts), ``held``.
 
         Raises:
             GatewayError: it does not answer within ``patience`` seconds.
@@ -44,7 +47,12 @@ class GatewayClient:
     def serves(self) -> tuple[int | None, set[str]]:
         """The version in force, and the URLs of the servers that get requests."""
         status = self.status()
-        return status["version"], {server["url"] for server in status["servers"] if server["state"] == "admitted"}
+        return status["version"], _admitted(status)
+
+    def knows(self, version: int, servers: Sequence[str], adapter: str | None) -> bool:
+        """Whether this is what it was told last."""
+        status = self.status()
+        return (status["version"], _admitted(status), status["adapter"]) == (version, set(servers), adapter)
 
     def _call(self, method: str, path: str, body: Any = None) -> Any:
         return asyncio.run(self._answer(method, path, body))
@@ -69,3 +77,7 @@ class GatewayClient:
                             f"({error!r}); see its log"
                         ) from error
                 await asyncio.sleep(_RETRY_SECONDS)
+
+
+def _admitted(status: dict[str, Any]) -> set[str]:
+    return {server["url"] for server in status["servers"] if server["state"] == "admitted"}

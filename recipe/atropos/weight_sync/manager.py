@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 import ray
 from verl.single_controller.ray import RayWorkerGroup
 
+from recipe.atropos.inference.client import ServerGone
 from recipe.atropos.weight_sync.colocated import SharedMemory
 
 logger = logging.getLogger(__name__)
@@ -36,6 +37,7 @@ class WeightSyncManager:
         self.reported = reported
         self.memory = memory
         self.version: int | None = None
+        self._gone = False  # a server, when last asked
 
     def update_weights(self, global_steps: int) -> dict[str, float]:
         """Push the actor's weights as version ``global_steps``; returns the push's metrics.
@@ -45,9 +47,7 @@ class WeightSyncManager:
             WeightPushError: a server does not compute with the weights that it was given.
             ray.exceptions.GetTimeoutError: the ranks did not finish within ``timeout`` seconds.
         """
-        if self.memory is not None:
-            self.actor_wg.empty_cache()
-            self.memory.wake()
+        self._make_room()
         results = ray.get(
             self.actor_wg.update_weights(global_steps=global_steps, mode=self.backend), timeout=self.timeout
         )
@@ -57,20 +57,33 @@ class WeightSyncManager:
         self.version = global_steps
         return metrics
 
-    def return_memory(self) -> None:
-        """However training ends, the next trainer finds servers that can take weights; they stay paused."""
+    def _make_room(self) -> None:
+        """Servers that lent their memory have it again, to take weights into."""
         if self.memory is not None:
+            self.actor_wg.empty_cache()
             self.memory.wake()
+
+    def return_memory(self) -> None:
+        """However training ends, the next trainer finds servers that can take weights; they stay paused.
+
+        What stands in the way is logged: it must not take the place of the error that ended the training.
+        """
+        if self.memory is not None:
+            try:
+                self.memory.wake()
+            except Exception:
+                logger.exception("start the servers again before the next trainer: they did not take their memory back")
 
     def lend_memory(self, urls: Sequence[str]) -> None:
         """The servers generate no more, and leave their memory to the trainer until the next push."""
         if self.memory is not None:
             self.memory.release(urls)
 
-    def ensure_current(self, global_steps: int) -> dict[str, float]:
+    def ensure_current(self, global_steps: int, waiting: bool = False) -> dict[str, float]:
         """Push the actor's weights, those of ``global_steps``, if a server has another version than it was given.
 
-        So has one that was restarted: it serves what it was started with. Returns metrics; none if nothing was amiss.
+        So has one that was restarted: it serves what it was started with. While the trainer is ``waiting`` for a batch
+        one may be gone, since it may be starting. Returns metrics; none if nothing was amiss.
 
         Raises:
             InferenceError: a server does not answer; names it.
@@ -78,7 +91,17 @@ class WeightSyncManager:
         """
         if self.reported is None or self.version is None:
             return {}
-        astray = {url: version for url, version in self.reported().items() if version != str(self.version)}
+        try:
+            reported = self.reported()
+        except ServerGone as error:
+            if not waiting:
+                raise
+            if not self._gone:
+                logger.error("the next step needs every server: %s", error)
+            self._gone = True
+            return {}
+        self._gone = False
+        astray = {url: version for url, version in reported.items() if version != str(self.version)}
         if not astray:
             return {}
         logger.error(

@@ -23,7 +23,10 @@ TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1}  # nats, mean abs
 
 @dataclass(frozen=True)
 class Probe:
-    """How the servers are reached, and what they serve: ``dtype`` sets how far apart logprobs may be."""
+    """How the servers are reached, and what they serve: ``dtype`` sets how far apart logprobs may be.
+
+    ``adapter`` gives the name of the one that is asked, where it is not the servers' own weights.
+    """
 
     urls: Sequence[str]
     api_key: str | None
@@ -31,6 +34,7 @@ class Probe:
     dtype: str
     temperature: float
     timeout: float
+    adapter: Callable[[], str | None] = lambda: None
 
     @property
     def prompt(self) -> list[int]:
@@ -73,7 +77,7 @@ class Probe:
     async def _ask_one(self, url: str) -> Row:
         parameters = {"temperature": self.temperature, "max_new_tokens": _NEW_TOKENS, "ignore_eos": True}
         async with SGLangClient(url, self.api_key, timeout=self.timeout) as client:
-            reply = await client.generate(input_ids=self.prompt, sampling_params=parameters)
+            reply = await client.generate(input_ids=self.prompt, sampling_params=parameters, lora_path=self.adapter())
         sampled = reply["meta_info"]["output_token_logprobs"]
         return Row(
             prompt=np.array(self.prompt),

@@ -10,6 +10,7 @@
 - No server reports the version before it has taken the last tensor, and generation continues only after *every* server
   has reported it.
 - Before that, where it is asked for, the checksum of each of its tensors is compared with what was sent.
+- An adapter by itself takes nothing away that is in use, and is delivered without a pause and a flush; see ``adapter``.
 - On an error after the pause the servers are left paused: one that may have taken half of the weights never goes on.
   (Before it they go on with the old version.) A retry is a whole push; the caller's version stays what it was.
 """
@@ -27,13 +28,15 @@ from recipe.atropos.weight_sync.servers import WeightPushError, on_all
 
 
 class Transport(Protocol):
-    """How the bytes of a version come to the servers."""
+    """How the bytes of a version come to the servers; ``pauses``: generation stands still while they are delivered."""
+
+    pauses: bool
 
     async def stage(self, clients: Sequence[SGLangClient], weights: NamedTensors, version: int) -> None:
         """Whatever can be done before generation is paused; ``weights`` are read here or in ``deliver``."""
 
     async def deliver(self, clients: Sequence[SGLangClient], version: int) -> None:
-        """Let every server, all paused, load the weights and then carry the version's number.
+        """Let every server, all paused if ``pauses``, load the weights and then carry the version's number.
 
         Raises WeightPushError, naming the server.
         """
@@ -66,10 +69,12 @@ async def push(
     await transport.stage(clients, counted, version)
     staged = time.perf_counter()
 
-    await on_all(clients, "pause", lambda client: client.pause(pause_mode))
+    if transport.pauses:
+        await on_all(clients, "pause", lambda client: client.pause(pause_mode))
     await transport.deliver(clients, version)
     delivered = time.perf_counter()
-    await on_all(clients, "flush", lambda client: client.flush_cache())
+    if transport.pauses:
+        await on_all(clients, "flush", lambda client: client.flush_cache())
     await on_all(clients, "verify", lambda client: _verify(client, version))
     if checksums is not None:
         await on_all(clients, "compare", checksums.check)
@@ -82,7 +87,7 @@ async def push(
         "weight_sync/bytes": float(counted.nbytes),
         "weight_sync/stage_s": staged - started,
         "weight_sync/deliver_s": delivered - staged,
-        "weight_sync/pause_s": resumed - staged,
+        "weight_sync/pause_s": resumed - staged if transport.pauses else 0.0,
         "weight_sync/total_s": resumed - started,
     }
 

@@ -4,6 +4,8 @@ The trainer copies a bucket into shared memory (a CPU's, or its GPU's by CUDA IP
 loads from there. What travels over HTTP is a pickle of the handles, so both sides must trust each other: one user's
 processes on one machine, with an API key.
 
+Shared memory of a CPU has a name, and outlives a process that is killed. So the buffers are there during a push alone.
+
 A buffer is filled again only after the server has answered. On a GPU its copies may then still be under way on its
 stream; torch's own end of an IPC handle waits for that stream before it lets go, and SGLang drops the handles before it
 answers. (Read in torch's sources; not yet run on a GPU.)
@@ -31,6 +33,8 @@ _sharing_lock = threading.Lock()
 
 class TensorTransport:
     """Buckets of ``bucket_size`` bytes, handed over by handles."""
+
+    pauses = True
 
     def __init__(self, bucket_size: int):
         self._buckets = Buckets(bucket_size, _allocate_shared)
@@ -64,11 +68,15 @@ class TensorTransport:
         async def send(bucket: Bucket) -> None:
             await on_all(clients, "deliver", lambda client: load(client, bucket))
 
-        async with update_session(clients):
-            await send_in_buckets(self._filled, send)
+        try:
+            async with update_session(clients):
+                await send_in_buckets(self._filled, send)
+        finally:
+            self._filled = iter(())
+            self._buckets.drop()
 
     def release(self, version: int) -> None:
-        """The buffers stay, for the next version."""
+        """Nothing is left to release: the buffers went when the last bucket was there."""
 
 
 def _allocate_shared(size: int) -> torch.Tensor:

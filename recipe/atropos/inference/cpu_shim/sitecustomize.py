@@ -90,20 +90,26 @@ class _TorchvisionSchemas:
         return None  # the ordinary finders import torchvision itself
 
 
+_PINNED = {b"pin_memory=True": b"pin_memory=False", b".pin_memory()": b""}
+
+
 class _PageableSource(importlib.machinery.SourceFileLoader):
-    """Compiles a module with every literal ``pin_memory=True`` as False; line numbers stay. No bytecode is cached."""
+    """Compiles a module without its literal requests for pinned memory; line numbers stay. No bytecode is cached."""
 
     def get_code(self, fullname):
         path = self.get_filename(fullname)
-        return self.source_to_code(self.get_data(path).replace(b"pin_memory=True", b"pin_memory=False"), path)
+        source = self.get_data(path)
+        for asked, instead in _PINNED.items():
+            source = source.replace(asked, instead)
+        return self.source_to_code(source, path)
 
 
 class _NoPinnedMemory:
     """Finder of SGLang's modules that pin host memory without asking whether there is a device to pin it for.
 
     torch refuses that on a machine without an accelerator. In SGLang 0.5.12 `layers/logits_processor.py` does it for
-    each request with `logprob_start_len`, and the scheduler dies; 0.5.23 asks there. Pinning only makes copies to a
-    device faster: without it the results are the same.
+    each request with `logprob_start_len`, and the scheduler dies; 0.5.23 asks there. Both do it in `lora/` for every
+    batch. Pinning only makes copies to a device faster: without it the results are the same.
 
     SGLang's modules are changed rather than torch's functions: where a wrapper of `torch.tensor` comes into the cached
     set of `torch.utils._device`, ``with torch.device(...)`` no longer reaches the real one, without a word.
@@ -115,7 +121,8 @@ class _NoPinnedMemory:
         spec = importlib.machinery.PathFinder.find_spec(fullname, path)
         if spec is None or type(spec.loader) is not importlib.machinery.SourceFileLoader:
             return None
-        if b"pin_memory=True" not in spec.loader.get_data(spec.origin):
+        source = spec.loader.get_data(spec.origin)
+        if not any(asked in source for asked in _PINNED):
             return None
         loader = _PageableSource(fullname, spec.origin)
         search = spec.submodule_search_locations

@@ -1,0 +1,89 @@
+"""Atropos' own GSM8K environment, as it stands in a checkout of Atropos:
+
+    python -m recipe.atropos.environments.gsm8k_upstream serve --atropos-dir DIR [--data-dir FOLDER] [its own flags]
+
+(or evaluate, or process). Its file is run through the adapter (``utils.env_adapter``) and not changed. With
+``--data-dir`` it needs no network: what it asks the hub for comes from FOLDER/train.jsonl and FOLDER/test.jsonl, or
+FOLDER/main/..., in GSM8K's format.
+"""
+
+import contextlib
+import functools
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from atroposlib.envs.base import BaseEnv
+
+from recipe.atropos.environments.word_problems import load_problems
+from recipe.atropos.utils.env_adapter import adapt, run, wrong_usage
+from recipe.atropos.utils.env_flags import UsageError, take_flag
+
+_FILE = Path("environments") / "gsm8k_server.py"
+_NAMES = ("gsm8k", "openai/gsm8k")  # on the hub
+
+
+def with_local_data(folder: str, environment: type[BaseEnv]) -> type[BaseEnv]:
+    """A subclass whose ``setup()`` finds GSM8K in ``folder``, and every other dataset where it always is."""
+
+    class LocalData(environment):
+        __doc__ = environment.__doc__
+
+        async def setup(self) -> None:
+            with _serving(folder, environment.__module__):
+                await super().setup()
+
+    LocalData.__name__, LocalData.__module__ = environment.__name__, environment.__module__
+    return LocalData
+
+
+@contextlib.contextmanager
+def _serving(folder: str, module: str) -> Iterator[None]:
+    """While open, ``load_dataset`` in ``module``, and in ``datasets`` itself, reads GSM8K from ``folder``."""
+    import datasets
+
+    original = datasets.load_dataset
+
+    @functools.wraps(original)
+    def load_dataset(path: str, name: str | None = None, *args: Any, split: str | None = None, **kwargs: Any) -> Any:
+        if path in _NAMES and split in ("train", "test"):
+            return datasets.Dataset.from_list(load_problems(folder, split, name))
+        return original(path, name, *args, split=split, **kwargs)
+
+    holders = [
+        holder for holder in (datasets, sys.modules[module]) if getattr(holder, "load_dataset", None) is original
+    ]
+    try:
+        for holder in holders:
+            holder.load_dataset = load_dataset
+        yield
+    finally:
+        for holder in holders:
+            holder.load_dataset = original
+
+
+def main() -> None:
+    arguments = sys.argv[1:]
+    try:
+        checkout, folder = take_flag(arguments, "--atropos-dir"), take_flag(arguments, "--data-dir")
+        if checkout is None:
+            raise UsageError("--atropos-dir is missing: git clone https://github.com/NousResearch/atropos, and name it")
+        file = Path(checkout).expanduser() / _FILE
+        if not file.is_file():
+            raise UsageError(f"--atropos-dir {checkout}: no checkout of Atropos, it has no {_FILE}")
+        if folder is not None:
+            folder = str(Path(folder).expanduser().resolve())
+            for split in ("train", "test"):
+                load_problems(folder, split)
+    except (UsageError, OSError, ValueError) as error:
+        wrong_usage(f"error: {error}")
+
+    def prepare(environment: type[BaseEnv]) -> type[BaseEnv]:
+        return adapt(environment if folder is None else with_local_data(folder, environment))
+
+    run(f"{file}:GSM8kEnv", arguments, prepare)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""Where the policy is a LoRA adapter: environments know nothing of it, so the gateway names it to the servers.
+
+- A request that samples names the adapter in force when it is sent to a server, whatever adapter it named before; one
+  that would sample in a way in which none can be named is refused, not answered by the base model.
+- An adapter stays what it is while a request runs, and other requests begin with newer ones. A server says one version
+  for all, its newest; so a reply is given the version of the adapter that sampled it, for every token.
+"""
+
+import re
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import orjson
+
+ADAPTERS_KEPT = 4  # by a server: the one in force, the next, and two with requests that began before
+GENERATES = ("/generate", "/v1/completions", "/v1/chat/completions")
+_SAMPLES_NOTHING = ("/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize", "/abort_request", "/flush_cache")
+
+# In a JSON text these bytes can only be keys: within a string the quotes would be escaped.
+_VERSION = re.compile(rb'("weight_version"\s*:\s*)"[^"]*"')
+_SPANS = re.compile(rb'("weight_versions"\s*:\s*)\[[^\]]*"end"\s*:\s*(\d+)[^\]]*\]')
+
+
+class CannotName(ValueError):
+    """A request that cannot be made to name the adapter; the message says why."""
+
+
+@dataclass(frozen=True)
+class AdaptedPolicy:
+    """The adapter that is the policy of ``version``, by its name on the servers."""
+
+    adapter: str
+    version: int
+
+    def named_in(self, method: str, path: str, body: bytes) -> bytes:
+        """The request's body, with the adapter's name where it samples.
+
+        Raises:
+            CannotName: it samples, and has no place for a name.
+        """
+        if method in ("GET", "HEAD", "OPTIONS") or path in _SAMPLES_NOTHING:
+            return body
+        if path not in GENERATES:
+            raise CannotName(
+                f"{method} {path} would be answered by the base model, without the policy's LoRA adapter: ask by "
+                f"{', '.join(GENERATES)}, or train with actor_rollout_ref.model.lora.merge=true"
+            )
+        try:
+            asked = orjson.loads(body)
+        except orjson.JSONDecodeError as error:
+            raise CannotName(f"{method} {path} takes a JSON object: {error}") from error
+        if not isinstance(asked, dict):
+            raise CannotName(f"{method} {path} takes a JSON object, not {type(asked).__name__}")
+        return orjson.dumps(asked | {"lora_path": self.adapter})
+
+    def stamped(self, reply: bytes) -> bytes:
+        """The reply, or a whole line of a stream, with this version wherever it says one."""
+        version = str(self.version).encode()
+        reply = _VERSION.sub(rb'\g<1>"%b"' % version, reply)
+        return _SPANS.sub(rb'\g<1>[{"version":"%b","start":0,"end":\g<2>}]' % version, reply)
+
+    async def stamped_lines(self, pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        """The same stream, stamped; no piece ends within a line."""
+        begun = b""
+        async for piece in pieces:
+            whole, end, begun = (begun + piece).rpartition(b"\n")
+            if end:
+                yield self.stamped(whole + end)
+        if begun:
+            yield self.stamped(begun)

@@ -1,0 +1,51 @@
+"""What many modules share, so that each need not start it again: a model, an SGLang server of it, and Ray."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from helpers_sglang import call, make_tiny_model, running_sglang
+
+from recipe.atropos.inference.client import SGLangClient
+
+
+@pytest.fixture(scope="session")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model of seed 0."""
+    return make_tiny_model(tmp_path_factory.mktemp("model"), seed=0)
+
+
+@pytest.fixture(scope="session")
+def _server_of_all(model_path: Path) -> Iterator[str]:
+    with running_sglang(model_path) as (_, url):
+        yield url
+
+
+@pytest.fixture(scope="module")
+def server(_server_of_all: str, model_path: Path) -> str:
+    """URL of a server without a key, as it was started, whatever the module before did: ``model_path``, "default"."""
+
+    async def anew(client: SGLangClient) -> None:
+        await client.abort_all()
+        await client.resume()
+        await client.update_weights_from_disk(model_path, "default")
+
+    call(_server_of_all, anew)
+    return _server_of_all
+
+
+@pytest.fixture(scope="session")
+def _ray_of_all() -> Iterator[None]:
+    yield
+    import ray  # here, because the tests that need none begin sooner without
+
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def cluster(_ray_of_all: None) -> None:
+    """Ray in this machine, with room for four ranks."""
+    import ray
+
+    if not ray.is_initialized():
+        ray.init(num_cpus=4, include_dashboard=False)

@@ -1,0 +1,738 @@
+"""What is trained on is what the policy sampled: in prompts, nodes and posted groups, whatever happens to the text."""
+
+import asyncio
+import itertools
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup, ScoredDataItem
+from atroposlib.utils.tokenize_for_trainer import tokenize_for_trainer
+from helpers_sglang import CHAT_TEMPLATE, SPECIAL_TOKENS, make_tiny_model, running_sglang
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from recipe.atropos.environments.reporting import Reporting
+from recipe.atropos.environments.sampled import SampledTokens, group_of, restore
+from recipe.atropos.environments.sampled_book import ITEM, Book, Item, trained_spans
+from recipe.atropos.environments.sampled_calls import how_sampled, sampling_params
+from recipe.atropos.environments.weight_versions import WeightVersions
+from recipe.atropos.inference.client import InferenceError, SGLangClient
+
+I = -100  # noqa: E741
+END = 2  # <|im_end|>
+LETTERS = "abcde"
+
+
+def make_drifting_model(path):
+    """A tiny model that writes the letters a to e and pairs of them, each a token: many token lists have one text.
+
+    It ends its turn after some ten tokens. A constant first coordinate of the embeddings makes that bias.
+    """
+    pairs = [a + b for a, b in itertools.product(LETTERS, repeat=2)]
+    vocabulary = [*SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet()), *pairs]
+    make_tiny_model(path, seed=0, vocab_size=len(vocabulary))
+    ids = {token: i for i, token in enumerate(vocabulary)}
+    tokenizer = Tokenizer(BPE(vocab=ids, merges=[(a, b) for a, b in pairs]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=SPECIAL_TOKENS[END],
+        pad_token=SPECIAL_TOKENS[0],
+        additional_special_tokens=list(SPECIAL_TOKENS),
+        chat_template=CHAT_TEMPLATE,
+    ).save_pretrained(path)
+    weights = load_file(path / "model.safetensors")
+    weights["model.embed_tokens.weight"][:, 0] = 100.0
+    liked = [END, *(ids[token] for token in (*LETTERS, *pairs, "Ġ"))]
+    weights["lm_head.weight"][:, 0] = -0.5
+    weights["lm_head.weight"][liked, 0] = 0.5
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    return make_drifting_model(tmp_path_factory.mktemp("model") / "policy")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model_path):
+    return AutoTokenizer.from_pretrained(model_path)
+
+
+@pytest.fixture(scope="module")
+def url(model_path):
+    with running_sglang(model_path, max_total_tokens=8192) as (_, url):
+        yield url
+
+
+class Scripted(BaseEnv):
+    """A BaseEnv as upstream's are; it keeps what it would post."""
+
+    name = "scripted"
+
+    async def setup(self): ...
+
+    async def get_next_item(self): ...
+
+    async def evaluate(self, *args, **kwargs): ...
+
+    async def _send_scored_data_to_api(self, scored_data):
+        self.sent = scored_data
+
+    def group(self, rows, **fields):
+        tokens, masks = zip(*((row["tokens"], row["masks"]) for row in rows), strict=True)
+        scores = [float(i) for i in range(len(rows))]
+        return ScoredDataGroup(tokens=list(tokens), masks=list(masks), scores=scores, group_overrides={}, **fields)
+
+
+def make(script, model_path, url="http://127.0.0.1:1", group_size=4):
+    """``script`` with the mixins, as ``adapt`` puts them before any environment."""
+    environment = type(script.__name__, (Reporting, WeightVersions, SampledTokens, script), {})
+    server = APIServerConfig(
+        model_name=str(model_path), base_url=f"{url}/v1", api_key="x", server_type="sglang", health_check=False
+    )
+    config = BaseEnvConfig(tokenizer_name=str(model_path), group_size=group_size, use_wandb=False)
+    env = environment(config, [server])
+    env.sent = None
+    return env
+
+
+def round_of(env, item="item"):
+    """The group that one item gives, as BaseEnv handles it."""
+    env.running_items["x"] = {"item": item}
+    asyncio.run(env.handle_env("x"))
+    return env.sent
+
+
+def assert_as_sampled(group, model_path, replies, temperature=1.0):
+    """Every trained span is a whole reply, with the logprobs that the policy gives it in the posted context.
+
+    A reply that the environment went on after is without its end of turn.
+    """
+    model = AutoModelForCausalLM.from_pretrained(model_path)
+    for tokens, masks, logprobs in zip(group["tokens"], group["masks"], group["inference_logprobs"], strict=True):
+        spans = [tuple(tokens[a:b]) for a, b in trained_spans(masks)]
+        assert all(span in replies or (*span, END) in replies for span in spans), "a trained span is no whole reply"
+        with torch.no_grad():
+            scores = (model(torch.tensor([tokens])).logits[0] / temperature).log_softmax(-1)
+        expected = [1.0, *(scores[i - 1, token].item() for i, token in enumerate(tokens) if i)]
+        expected = [value if mask != I else 1.0 for value, mask in zip(expected, masks, strict=True)]
+        np.testing.assert_allclose(logprobs, expected, atol=1e-4)
+        assert [m for m in masks if m != I] == [t for t, m in zip(tokens, masks, strict=True) if m != I]
+
+
+@pytest.fixture
+def replies(monkeypatch):
+    """The token lists of all replies of /generate."""
+    seen, generate = set(), SGLangClient.generate
+
+    async def spy(self, **kwargs):
+        answer = await generate(self, **kwargs)
+        for reply in answer if isinstance(answer, list) else [answer]:
+            seen.add(tuple(token for _, token, *_ in reply["meta_info"].get("output_token_logprobs") or ()))
+        return answer
+
+    monkeypatch.setattr(SGLangClient, "generate", spy)
+    return seen
+
+
+# ---------------------------------------------------------------------- with a real server
+
+
+class ManagedTurns(Scripted):
+    """Three turns on a managed server; the last one of two samples."""
+
+    how = "chat"
+
+    async def collect_trajectory(self, item):
+        async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
+            messages = [{"role": "user", "content": "go"}]
+            for turn in range(3):
+                if self.how == "chat":
+                    answer = await managed.chat_completion(messages=messages, max_tokens=60, n=1 + turn // 2)
+                    text = answer.choices[0].message.content
+                else:
+                    prompt = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+                    answer = await managed.completion(prompt=prompt, max_tokens=60, n=1 + turn // 2)
+                    text = answer.choices[0].text
+                messages += [{"role": "assistant", "content": text}, {"role": "user", "content": f"turn {turn}"}]
+            return managed.get_state()["nodes"]
+
+    async def collect_trajectories(self, item):
+        nodes = await asyncio.gather(*(self.collect_trajectory(item) for _ in range(2)))
+        self.nodes = sum(nodes, [])
+        rows = [{"tokens": node.tokens, "masks": node.masked_tokens} for node in self.nodes]
+        return self.group(rows, inference_logprobs=[node.logprobs for node in self.nodes]), []
+
+
+class ManagedTextTurns(ManagedTurns):
+    how = "text"
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("script", [ManagedTurns, ManagedTextTurns])
+def test_turns_on_a_managed_server_are_the_sampled_tokens_each_ended_once(script, model_path, url, replies):
+    env = make(script, model_path, url)
+    group = round_of(env)
+    assert_as_sampled(group, model_path, replies)
+    assert group["tokens"] == [node.tokens for node in env.nodes]  # already so in the nodes
+    for tokens, masks in zip(group["tokens"], group["masks"], strict=True):
+        assert len(list(trained_spans(masks))) == 3
+        assert (END, END) not in set(itertools.pairwise(tokens))
+    assert group["group_overrides"]["policy_version_min"] == [-1] * 4  # no trainer pushed
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("ignore_eos", [True, False])
+def test_a_prompt_extends_the_node_whose_text_it_continues_and_of_equal_ones_each_once(ignore_eos, model_path, url):
+    """Many short replies to one prompt: "ab" does not continue "a", and may be one token or two."""
+    env = make(Scripted, model_path, url)
+
+    async def ask():
+        async with env.server.managed_server(tokenizer=env.tokenizer) as managed:
+            how = {"max_tokens": 2, "ignore_eos": ignore_eos}
+            first = await managed.completion(prompt="Q:", n=24, **how)
+            before = managed.get_state()["nodes"]
+            texts = [choice.text for choice in first.choices if choice.text.strip()]  # else it continues nothing
+            for text in texts:
+                await managed.completion(prompt="Q:" + text, **how)
+            return before, managed.get_state()["nodes"], len(texts)
+
+    before, after, continued = asyncio.run(ask())
+    assert len(after) == len(before) == 24
+    longer = [(old, new) for old, new in zip(before, after, strict=True) if new is not old]
+    assert len(longer) == continued
+    for old, new in longer:
+        size = env._book.unended(old.tokens)  # what goes on has not ended
+        assert new.tokens[:size] == old.tokens[:size] and len(new.tokens) > size
+        assert new.masked_tokens == [I, I, *new.tokens[2:]] and new.logprobs[:size] == old.logprobs[:size]
+
+
+class TextTurns(Scripted):
+    """Upstream's games: chat_completion on a dedicated server, stripped texts, tokenize_for_trainer at the end."""
+
+    async def collect_trajectory(self, item):
+        messages = [{"role": "user", "content": "go"}]
+        async with self.server.dedicated_server() as server:
+            for turn in range(3):
+                answer = await server.chat_completion(messages=messages, n=1, max_tokens=60, temperature=1.0)
+                messages.append({"role": "assistant", "content": answer.choices[0].message.content.strip()})
+                messages.append({"role": "user", "content": f"turn {turn}"})
+        row = tokenize_for_trainer(self.tokenizer, messages[:-1], train_on_all_assistant_turns=True)
+        self.numbers = getattr(self, "numbers", itertools.count())
+        return ScoredDataItem(**row, scores=float(next(self.numbers))), []
+
+
+class ManySamples(Scripted):
+    """More samples than the manager asks for at once, as text, each encoded with the prompt by hand."""
+
+    temperature = 1.0
+
+    async def collect_trajectories(self, item):
+        prompt = self.tokenizer.apply_chat_template(
+            [{"role": "user", "content": "go"}], add_generation_prompt=True, tokenize=False
+        )
+        answer = await self.server.completion(
+            prompt=prompt, n=self.config.group_size, max_tokens=60, temperature=self.temperature
+        )
+        first = self.tokenizer.encode(prompt)
+        texts = [self.tokenizer.encode(choice.text + "<|im_end|>") for choice in answer.choices]
+        return self.group([{"tokens": first + text, "masks": [I] * len(first) + text} for text in texts]), []
+
+
+class RawTurns(Scripted):
+    """One text that grows, without a chat template, with replies that end before a stop string."""
+
+    async def collect_trajectory(self, item):
+        text = "Q: go\nA:"
+        tokens, masks, replies = self.tokenizer.encode(text), [I] * 8, 0
+        for _ in range(3):
+            answer = await self.server.completion(prompt=text, max_tokens=40, stop=["dc"])
+            reply, after = answer.choices[0].text, self.tokenizer.encode(" more\n")
+            ids = self.tokenizer.encode(reply)
+            text += reply + " more\n"
+            tokens, masks, replies = [*tokens, *ids, *after], [*masks, *ids, *[I] * 6], replies + bool(reply.strip())
+        self.replies = [*getattr(self, "replies", ()), replies]
+        return ScoredDataItem(tokens=tokens, masks=masks, scores=float(len(self.replies))), []
+
+
+@pytest.mark.e2e
+def test_a_text_that_grows_has_the_sampled_tokens_in_it(model_path, url, replies):
+    env = make(RawTurns, model_path, url)
+    group = round_of(env)
+    assert_as_sampled(group, model_path, replies)
+    assert sorted(len(list(trained_spans(masks))) for masks in group["masks"]) == sorted(env.replies)
+    assert env.report.counts["retokenized"] > 0 and env.report.counts["not_sampled"] == 0
+
+
+@pytest.mark.e2e
+def test_logprobs_are_those_of_the_distribution_that_was_sampled_from(model_path, url, replies):
+    """As the module says; and that it is another one is counted."""
+    env = make(ManySamples, model_path, url)
+    env.temperature = 0.5
+    group = round_of(env)
+    assert_as_sampled(group, model_path, replies, temperature=0.5)
+    assert env.report.counts["sampled_at_temperature"] == 4 and env.report.counts["sampled_restricted"] == 0
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(("script", "size", "spans"), [(TextTurns, 4, 3), (ManySamples, 10, 1)])
+def test_text_encoded_again_is_posted_as_it_was_sampled(script, size, spans, model_path, url, replies):
+    env = make(script, model_path, url, group_size=size)
+    group = round_of(env)
+    assert_as_sampled(group, model_path, replies)
+    lengths = [len(list(trained_spans(masks))) for masks in group["masks"]]
+    assert lengths == [spans] * size
+    assert env.report.counts["retokenized"] > 0 and env.report.counts["not_sampled"] == 0
+    assert env.report.counts["other_context"] == 0
+
+
+@pytest.mark.e2e
+def test_the_openai_route_answers_as_before_and_what_it_alone_can_do_is_counted(model_path, url):
+    """Evaluation has its own book."""
+    env = make(Scripted, model_path, url)
+    messages = [{"role": "user", "content": "go"}]
+    books = env._calls.books
+
+    async def ask():
+        chat = await env.server.chat_completion(messages=messages, n=2, max_tokens=9, extra_body={"ignore_eos": True})
+        plain = await env.server.chat_completion(messages=messages, n=2, max_tokens=9, logprobs=True)
+        assert len(books["train"]) == 2
+        text = await env.server.completion(prompt="go", max_tokens=5, temperature=0.0, split="eval")
+        with_plain = await env.server.completion(prompt="go", max_tokens=5, temperature=0.0, logprobs=1, split="eval")
+        async with env.server.managed_server(tokenizer=env.tokenizer) as managed:
+            await managed.chat_completion(messages=messages, max_tokens=5, split="eval")
+        assert (len(books["train"]), len(books["eval"])) == (2, 2)
+        return chat, plain, text, with_plain
+
+    chat, plain, text, with_plain = asyncio.run(ask())
+    assert type(chat) is type(plain) and type(text) is type(with_plain)
+    assert [(c.index, c.finish_reason, c.message.role) for c in chat.choices] == [
+        (0, "length", "assistant"),
+        (1, "length", "assistant"),
+    ]
+    assert chat.usage.completion_tokens == 18 and chat.usage.prompt_tokens == plain.usage.prompt_tokens
+    assert text.choices[0].text == with_plain.choices[0].text
+    assert text.usage.total_tokens == with_plain.usage.total_tokens == text.usage.prompt_tokens + 5
+    assert plain.choices[0].logprobs is not None and env.report.counts["plain_route/logprobs"] == 3
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("route", ["exact", "plain"])
+def test_aborted_samples_are_asked_for_again_until_they_are_whole(route, model_path, url):
+    env = make(Scripted, model_path, url)
+    extra = {"ignore_eos": True}
+
+    async def ask():
+        call = env.server.chat_completion(
+            messages=[{"role": "user", "content": "go"}],
+            n=4,
+            max_tokens=400,
+            extra_body=extra,
+            **({"logprobs": True} if route == "plain" else {}),
+        )
+        task = asyncio.create_task(call)
+        async with SGLangClient(url) as client:
+            while not task.done() and not env.report.counts["aborted_samples"]:
+                await asyncio.sleep(0.3)
+                await client.pause("abort")
+                await client.resume()
+        return await task
+
+    answer = asyncio.run(ask())
+    assert env.report.counts["aborted_samples"] > 0
+    assert [(c.index, c.finish_reason) for c in answer.choices] == [(i, "length") for i in range(4)]
+    assert answer.usage.completion_tokens >= 400
+    if route == "exact":
+        assert len(env._book) == 4
+
+
+@pytest.mark.e2e
+def test_samples_that_are_aborted_again_and_again_are_an_error_that_names_the_server(model_path, url):
+    env = make(Scripted, model_path, url)
+
+    async def ask():
+        params = {"n": 1, "max_new_tokens": 1900, "ignore_eos": True}
+        task = asyncio.create_task(env._calls.sample(env.server.servers[0], [1, 2, 3], params, None))
+        async with SGLangClient(url) as client:
+            while not task.done():
+                await asyncio.sleep(0.05)
+                await client.pause("abort")
+                await client.resume()
+        await task
+
+    with pytest.raises(InferenceError, match=f"{url}/generate: 1 of 1 samples were aborted or empty, 5 times"):
+        asyncio.run(ask())
+    assert env.report.counts["aborted_samples"] == 5 and len(env._book) == 0
+
+
+# ---------------------------------------------------------------------- without a server
+
+
+@pytest.fixture
+def book(tokenizer):
+    ITEM.set(Item())
+    return Book(tokenizer)
+
+
+def ids_of(tokenizer, *parts):
+    """Strings encoded each by itself, and token ids."""
+    return [i for part in parts for i in ([part] if isinstance(part, int) else tokenizer.encode(part))]
+
+
+def sampled(book, prompt, *parts, text=None, first=-0.5):
+    tokens = ids_of(book.tokenizer, *parts)
+    logprobs = [first - 0.01 * i for i in range(len(tokens))]
+    return book.add(np.array(prompt, np.int32), tokens, logprobs, text)
+
+
+def chat(tokenizer, *texts, add_generation_prompt=True):
+    """User and assistant in turn, as token ids."""
+    messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+    return list(tokenizer.apply_chat_template(messages, add_generation_prompt=add_generation_prompt, return_dict=False))
+
+
+def test_the_prompt_of_a_later_turn_has_the_tokens_of_the_earlier_ones(book, tokenizer):
+    prompt = chat(tokenizer, "go")
+    one = sampled(book, prompt, "a", "b", "c ", END)  # the text "abc " would be encoded as "ab", "c", " "
+    second = book.exact(chat(tokenizer, "go", "abc", "next"))
+    assert second == ids_of(tokenizer, *prompt, *one.tokens.tolist(), "\n<|im_start|>user\nnext<|im_end|>\n") + ids_of(
+        tokenizer, "<|im_start|>assistant\n"
+    )
+    two = sampled(book, second, "d", "e", END)
+    third = book.exact(chat(tokenizer, "go", "abc", "next", "de", "last"))
+    assert third[: len(second) + 3] == second + two.tokens.tolist()
+
+
+def test_a_longer_reply_is_not_taken_for_a_shorter_one_that_it_begins_with(book, tokenizer):
+    prompt = ids_of(tokenizer, "Q:")
+    sampled(book, prompt, "a")
+    longer = sampled(book, prompt, "a", "b")
+    sampled(book, prompt, "a", "b", "c", text="other")
+    assert book.exact(ids_of(tokenizer, "Q:", "ab", " so")) == prompt + longer.tokens.tolist() + ids_of(
+        tokenizer, " so"
+    )
+
+
+def test_of_two_replies_with_one_text_prompts_and_posted_sequences_have_the_same(book, tokenizer):
+    prompt = chat(tokenizer, "go")
+    sampled(book, prompt, "a", "bc", END)
+    sampled(book, prompt, "a", "b", "c", END)
+    second = book.exact(chat(tokenizer, "go", "abc", "next"))
+    last = sampled(book, second, "d", END)
+    posted = chat(tokenizer, "go", "abc", "next", "d", add_generation_prompt=False)
+    for _ in range(2):  # also once the first was posted
+        pieces = list(book.pieces(posted, posted))
+        assert [token for piece in pieces for token in piece.tokens][: len(second)] == second
+        assert last in [piece.completion for piece in pieces] and all(piece.context for piece in pieces)
+        for piece in pieces:
+            if piece.completion:
+                piece.completion.posted += 1
+
+
+def test_replies_of_one_text_are_each_posted_once(book, tokenizer):
+    prompt = chat(tokenizer, "go")
+    ways = [sampled(book, prompt, *way, END) for way in (("a", "b", "c"), ("a", "bc"))]
+    posted = chat(tokenizer, "go", "abc", add_generation_prompt=False)
+    found = [restore(book, posted, [I] * len(prompt) + posted[len(prompt) :], None, {}, Counter().update) for _ in ways]
+    tokens = [row.tokens[len(prompt) : len(prompt) + len(way.tokens)] for row, way in zip(found, ways, strict=True)]
+    assert tokens == [way.tokens.tolist() for way in ways]
+
+
+def test_of_replies_to_the_same_prompt_those_of_the_same_item_are_taken(book, tokenizer):
+    prompt = chat(tokenizer, "go")
+    sampled(book, prompt, "ab", END, first=-0.1)
+    ITEM.set(Item())
+    sampled(book, prompt, "ab", END, first=-0.2)
+    sampled_later = book.exact(chat(tokenizer, "go", "ab", "next"))
+    assert sampled_later
+    posted = chat(tokenizer, "go", "ab", add_generation_prompt=False)
+    row = restore(book, posted, [I] * len(prompt) + posted[len(prompt) :], None, {}, Counter().update)
+    assert row.logprobs[len(prompt)] == -0.2
+
+
+def test_items_in_flight_together_post_each_their_own_replies(model_path):
+    class Alike(Scripted):
+        async def collect_trajectories(self, item):
+            prompt = chat(self.tokenizer, "go")
+            for _ in range(self.config.group_size):
+                sampled(self._book, prompt, "ab", END, first=item)
+            self.sampled = getattr(self, "sampled", 0) + 1
+            while self.sampled < 3:
+                await asyncio.sleep(0)
+            ids = chat(self.tokenizer, "go", "ab", add_generation_prompt=False)
+            row = {"tokens": ids, "masks": [I] * len(prompt) + ids[len(prompt) :]}
+            self.size = len(prompt)
+            return self.group([row] * self.config.group_size, messages=item), []
+
+        async def _send_scored_data_to_api(self, scored_data):
+            posted = {logprobs[self.size] for logprobs in scored_data["inference_logprobs"]}
+            self.sent = {**(self.sent or {}), scored_data["messages"]: posted}
+
+    env = make(Alike, model_path)
+
+    async def rounds():
+        env.running_items = {str(value): {"item": value} for value in (-0.1, -0.2, -0.3)}
+        await asyncio.gather(*(env.handle_env(key) for key in list(env.running_items)))
+
+    asyncio.run(rounds())
+    assert env.sent == {-0.1: {-0.1}, -0.2: {-0.2}, -0.3: {-0.3}}
+
+
+@pytest.mark.parametrize(
+    ("posted", "trained"),
+    [
+        ("ab de", ["a", "b", " ", "d", "e", END]),  # as it was
+        (" ab de\n", ["a", "b", " ", "d", "e", END]),  # with white space around it
+        ("ab", ["a", "b"]),  # cut short, where the tokens are those sampled
+        ("ab de!", ["a", "b", " ", "d", "e"]),  # gone on after: what follows is no end
+        ("ba de", None),  # changed
+    ],
+)
+def test_what_an_environment_does_to_a_reply(posted, trained, book, tokenizer):
+    prompt = chat(tokenizer, "go")
+    way = ("ab",) if posted == "ab" else ("a", "b")
+    sampled(book, prompt, *way, " ", "d", "e", END)
+    tokens = chat(tokenizer, "go", posted, add_generation_prompt=False)
+    counts = Counter()
+    row = restore(book, tokens, [I] * len(prompt) + tokens[len(prompt) :], None, {}, lambda name: counts.update([name]))
+    if posted == "ab":
+        trained = ["ab"]
+    assert [m for m in row.masks if m != I] == ids_of(tokenizer, *(trained or []))
+    assert [m for m in row.masks if m != I] == [t for t, m in zip(row.tokens, row.masks, strict=True) if m != I]
+    assert counts["not_sampled"] == (posted in ("ab de!", "ba de"))
+    tail = "!<|im_end|>\n" if posted == "ab de!" else "\n" if trained and posted != "ab" else "<|im_end|>\n"
+    assert tokenizer.decode(row.tokens).endswith(tail)
+    assert (END, END) not in set(itertools.pairwise(row.tokens))
+
+
+def test_an_answer_that_the_environment_began_is_trained_on_from_where_it_was_sampled(book, tokenizer):
+    started = ids_of(tokenizer, *chat(tokenizer, "go"), "<x>")
+    sampled(book, started, "a", "b", END)
+    posted = chat(tokenizer, "go", "<x>ab", add_generation_prompt=False)
+    begin = len(started) - 3
+    row = restore(book, posted, [I] * begin + posted[begin:], None, {}, Counter().update)
+    assert row.masks == [I] * len(started) + ids_of(tokenizer, "a", "b", END) + [I]
+
+
+@pytest.mark.parametrize(("first", "last"), [("<x>", ""), ("", "<y>")])
+def test_a_reply_with_text_beside_it_is_found_in_another_context_too(first, last, book, tokenizer):
+    """As by environments that render the prompt without the beginning of the answer."""
+    prompt, counts = ids_of(tokenizer, "unlike the template"), Counter()
+    reply = sampled(book, prompt, "a", "b", "ab", "c", END)
+    posted = chat(tokenizer, "go", f"{first}ababc{last}", add_generation_prompt=False)
+    begin = len(chat(tokenizer, "go"))
+    row = restore(book, posted, [I] * begin + posted[begin:], None, {}, lambda name: counts.update([name]))
+    kept = reply.tokens.tolist() if first else reply.tokens.tolist()[:-1]
+    assert row.tokens == prompt + kept + tokenizer.encode(f"{last}<|im_end|>\n" if last else "\n")
+    assert [m for m in row.masks if m != I] == kept
+    assert counts["other_context"] == 1 and counts["not_sampled"] == 1
+
+
+@pytest.mark.parametrize("before", ["", "another prompt "])
+def test_a_reply_to_another_prompt_gets_its_own_back_and_is_counted(before, book, tokenizer):
+    prompt, counts = chat(tokenizer, "go"), Counter()
+    reply = sampled(book, prompt, "a", "b", "c", END)
+    posted = ids_of(tokenizer, before, "abc")
+    masks = [I] * len(before) + [1, 1]
+    advantages = [5.0] * len(before) + [2.0, 2.0]
+    row = restore(book, posted, masks, None, {"advantages": advantages}, lambda name: counts.update([name]))
+    assert row.tokens == prompt + reply.tokens.tolist()
+    assert row.masks == [I] * len(prompt) + reply.tokens.tolist()
+    assert row.logprobs == [1.0] * len(prompt) + reply.logprobs.tolist()
+    assert row.values["advantages"] == [0.0] * len(prompt) + [2.0] * 4
+    assert counts == {"other_context": 1, "retokenized": 1}
+
+
+def test_a_later_reply_in_another_context_stays_there(book, tokenizer):
+    prompt, counts = chat(tokenizer, "go"), Counter()
+    one = sampled(book, prompt, "a", "b", END)
+    two = sampled(book, ids_of(tokenizer, "another"), "d", "e", END)
+    posted = chat(tokenizer, "go", "ab", "next", "de", add_generation_prompt=False)
+    last = len(chat(tokenizer, "go", "ab", "next"))
+    masks = [I] * len(prompt) + posted[len(prompt) : len(prompt) + 2] + [I] * (last - len(prompt) - 2) + posted[last:]
+    row = restore(book, posted, masks, None, {}, lambda name: counts.update([name]))
+    assert row.tokens[: len(prompt) + 3] == prompt + one.tokens.tolist() and row.tokens[-4:-1] == two.tokens.tolist()
+    assert counts["other_context"] == 1
+
+
+def test_values_for_each_token_go_with_the_tokens_or_keep_them(book, tokenizer):
+    prompt = chat(tokenizer, "go")
+    reply = sampled(book, prompt, "a", "b", "c", END)
+    posted = chat(tokenizer, "go", "abc", add_generation_prompt=False)
+    masks = [I] * len(prompt) + posted[len(prompt) :]
+    size, counts = len(posted), Counter()
+
+    def row(**values):
+        return restore(book, posted, masks, None, values, lambda name: counts.update([name]))
+
+    assert row(advantages=[0.0] * len(prompt) + [3.0] * (size - len(prompt))).values == {
+        "advantages": [0.0] * len(prompt) + [3.0] * len(reply.tokens) + [3.0]
+    }
+    assert counts["not_aligned"] == 0
+    for values in ({"advantages": [float(i) for i in range(size)]}, {"distill_logprobs": [[-0.1]] * size}):
+        kept = row(**values)
+        assert kept.tokens == posted and set(kept.masks) == {I} and kept.values == values
+    assert counts["not_aligned"] == 2
+
+
+def test_given_logprobs_stay_and_missing_ones_are_filled(book, tokenizer):
+    prompt = chat(tokenizer, "go")
+    sampled(book, prompt, "ab", "ab", END, first=-0.5)
+    posted = chat(tokenizer, "go", "abab", add_generation_prompt=False)
+    masks = [I] * len(prompt) + posted[len(prompt) :]
+    given = [1.0] * len(prompt) + [-0.7, 1.0, float("nan"), 1.0]
+    row = restore(book, posted, masks, given, {}, Counter().update)
+    assert row.logprobs[len(prompt) :] == [-0.7, -0.51, -0.52, 1.0]
+
+
+def test_the_book_forgets_the_oldest_and_evaluation_does_not_displace_training(model_path, tokenizer):
+    book = Book(tokenizer, capacity=30)
+    for number in range(10):
+        sampled(book, [number], "ab", "cd", END)
+    assert len(book) == 30 // 4
+    assert len(book._by_prompt) == 7 and len(book._by_text["abcd"]) == 7
+    calls = make(Scripted, model_path)._calls
+    assert calls.books["eval"].capacity < calls.books["train"].capacity
+
+
+def test_what_nobody_sampled_is_not_trained_on_and_a_group_of_it_is_refused(model_path):
+    env = make(Scripted, model_path)
+    prompt, gold = chat(env.tokenizer, "go"), chat(env.tokenizer, "go", "dec", add_generation_prompt=False)
+    reply = sampled(env._book, prompt, "a", "b", END)
+    posted = chat(env.tokenizer, "go", "ab", add_generation_prompt=False)
+    rows = [{"tokens": ids, "masks": [I] * len(prompt) + ids[len(prompt) :]} for ids in (posted, gold, gold, gold)]
+    asyncio.run(env.handle_send_to_api(env.group(rows)))
+    assert env.sent["masks"][0] == [I] * len(prompt) + reply.tokens.tolist() + [I]
+    assert all(set(masks) == {I} and len(masks) == len(gold) for masks in env.sent["masks"][1:])
+    assert env.report.counts["not_sampled"] == 3
+    env.sent = None
+    asyncio.run(env.handle_send_to_api(env.group(rows[1:] + rows[1:2])))
+    assert env.sent is None and env.report.counts["not_sent/not_sampled"] == 1
+    asyncio.run(env.handle_send_to_api([env.group(rows), env.group(rows[1:] + rows[1:2]), None]))
+    assert len(env.sent) == 1 and env.report.counts["not_sent/not_sampled"] == 2
+    rows[2] = {"tokens": gold, "masks": gold[1:]}
+    asyncio.run(env.handle_send_to_api(env.group(rows)))
+    assert env.report.counts["not_sent/unequal_lengths"] == 1
+
+
+class Single(Scripted):
+    """collect_trajectory alone; every third is None."""
+
+    async def collect_trajectory(self, item):
+        self.calls = getattr(self, "calls", 0) + 1
+        if item == "never" or self.calls % 3 == 0:
+            return None, [f"again {self.calls}"]
+        tokens = chat(self.tokenizer, "go", "ab", add_generation_prompt=False)
+        size = len(tokens)
+        return ScoredDataItem(
+            tokens=tokens,
+            masks=tokens,
+            scores=float(self.calls),
+            inference_logprobs=[-0.1] * size if self.calls != 2 else None,
+            distill_token_ids=[[1]] * size,
+            distill_logprobs=[[-0.1]] * size,
+            generation_params={"temperature": 1.0},
+            overrides={"set_advantage_to_zero": True} if self.calls == 1 else None,
+        ), []
+
+
+def test_single_trajectories_keep_their_fields_and_one_that_is_none_is_asked_for_again(model_path):
+    env = make(Single, model_path)
+    group, backlog = asyncio.run(env.collect_trajectories("item"))
+    assert group["scores"] == [1.0, 2.0, 4.0, 5.0] and backlog == ["again 3"]
+    size = len(group["tokens"][0])
+    assert [values[0] for values in group["inference_logprobs"]] == [-0.1, 1.0, -0.1, -0.1]
+    assert group["distill_token_ids"] == [[[1]] * size] * 4 and group["distill_logprobs"] == [[[-0.1]] * size] * 4
+    assert group["generation_params"] == {"temperature": 1.0} and group["ref_logprobs"] == []
+    assert group["overrides"] == [{"set_advantage_to_zero": True}, {}, {}, {}]
+    group, backlog = asyncio.run(env.collect_trajectories("never"))
+    assert group is None and len(backlog) == 12
+    assert env.report.counts["not_sent/missing_trajectories"] == 1
+    assert env.report.counts["trajectories_missing"] == 1 + 3 * 4
+
+
+def test_fields_that_only_some_trajectories_have_are_an_error():
+    rows = [
+        {"tokens": [1], "masks": [1], "scores": 1.0, "advantages": [1.0]},
+        {"tokens": [1], "masks": [1], "scores": 1.0},
+    ]
+    with pytest.raises(ValueError, match="1 of 2 trajectories have no advantages"):
+        group_of(rows)
+
+
+def test_atroposlib_alone_loses_the_fields_of_single_trajectories(model_path):
+    """The reason for an own collect_trajectories: this fails when upstream mends it."""
+    env = make(Single, model_path, group_size=2)
+    group, _ = asyncio.run(BaseEnv.collect_trajectories(env, "item"))
+    assert "inference_logprobs" not in group and "distill_logprobs" not in group
+
+
+def test_chat_templates_give_lists_again(model_path, tokenizer):
+    """Also for tokenizers that an environment makes itself. The last line fails when transformers mends it."""
+    make(Scripted, model_path)
+    messages = [{"role": "user", "content": "go"}, {"role": "assistant", "content": "ab"}]
+    row = tokenize_for_trainer(AutoTokenizer.from_pretrained(model_path), messages)
+    prompt = chat(tokenizer, "go")
+    assert row["masks"] == [I] * len(prompt) + row["tokens"][len(prompt) :]
+    assert set(tokenizer.apply_chat_template(messages, return_dict=True)) >= {"input_ids"}
+    assert not isinstance(PreTrainedTokenizerBase.apply_chat_template.of_transformers(tokenizer, messages), list)
+
+
+def test_openai_arguments_become_those_of_sglang_or_are_named():
+    schema = {"type": "object", "properties": {}}
+    params, unknown = sampling_params(
+        {
+            "model": "m",
+            "max_completion_tokens": 5,
+            "seed": 3,
+            "stop": ["x", 7],
+            "n": 2,
+            "top_p": None,
+            "tools": None,
+            "logprobs": False,
+            "response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}},
+            "extra_body": {"top_k": 4, "min_tokens": 1},
+            "tool_choice": "auto",
+        }
+    )
+    assert unknown == {}
+    assert params == {
+        "max_new_tokens": 5,
+        "sampling_seed": 3,
+        "stop": ["x"],
+        "stop_token_ids": [7],
+        "n": 2,
+        "json_schema": '{"type":"object","properties":{}}',
+        "top_k": 4,
+        "min_new_tokens": 1,
+    }
+    assert sampling_params({"tools": [{}], "logprobs": 0, "best": 1})[1] == {"tools": [{}], "logprobs": 0, "best": 1}
+
+
+@pytest.mark.parametrize(
+    ("params", "names"),
+    [
+        ({}, []),
+        ({"temperature": 1.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "stop": ["x"]}, []),
+        ({"temperature": 0.0}, ["sampled_at_temperature"]),
+        ({"temperature": 0.7, "top_p": 0.9}, ["sampled_at_temperature", "sampled_restricted"]),
+        ({"regex": "a+"}, ["sampled_restricted"]),
+        ({"frequency_penalty": 0.5}, ["sampled_restricted"]),
+    ],
+)
+def test_sampling_from_another_distribution_is_named(params, names):
+    assert how_sampled(params) == names
+
+
+def test_a_server_that_cannot_be_reached_is_named(model_path):
+    """tenacity's RetryError has no text; completion is tried thrice."""
+    env = make(Scripted, model_path)
+    with pytest.raises(InferenceError, match="http://127.0.0.1:1/generate: cannot connect"):
+        asyncio.run(env.server.completion(prompt="go", max_tokens=5))
