@@ -3,7 +3,6 @@
 import asyncio
 from types import SimpleNamespace
 
-import jsonlines
 import pytest
 from atroposlib.envs.base import APIServerConfig
 
@@ -86,16 +85,6 @@ def test_a_mixed_group_scores_plus_and_minus_one_with_the_sampled_tokens_and_log
 def test_a_group_of_equal_scores_is_left_to_whoever_sends_it(env):
     assert env.score(ITEM, [node(env, r"\boxed{8}")] * 4)["scores"] == [-1.0] * 4
     assert env.score(ITEM, [node(env, r"\boxed{7}")] * 4)["scores"] == [1.0] * 4
-
-
-@pytest.mark.parametrize(("answer", "wanted"), [("8", False), ("7", False), ("8", True)])
-def test_a_group_of_equal_scores_is_not_sent_unless_that_is_wanted(env, tmp_path, answer, wanted):
-    env.config.ensure_scores_are_not_same = not wanted
-    env.config.data_path_to_save_groups = str(tmp_path / "sent.jsonl")
-    env.jsonl_writer = jsonlines.open(env.config.data_path_to_save_groups, "w", flush=True)
-    group = env.score(ITEM, [node(env, rf"\boxed{{{answer}}}")] * 4)
-    asyncio.run(env.handle_send_to_api(group, do_send_to_api=False))
-    assert bool((tmp_path / "sent.jsonl").read_bytes()) == wanted
 
 
 def test_where_all_are_right_long_answers_get_less(env):

@@ -2,8 +2,8 @@
 
     adapt(MyEnv, bridge)      # or env_adapter serve --reward-bridge FILE.yaml
 
-``Shaped`` acts in ``handle_send_to_api``, and so on what goes to the Trajectory API alone. It stands before every other
-mixin: these, and BaseEnv's check for equal scores, see the shaped ones.
+``Shaped`` acts in ``handle_send_to_api``, and so on what goes to the Trajectory API alone. It stands right after
+``Checked``, which observes the raw scores: what is behind it, BaseEnv's check for equal scores too, sees the shaped.
 """
 
 import asyncio
@@ -17,6 +17,7 @@ from typing import Any
 
 from atroposlib.envs import base
 
+from recipe.atropos.environments.errors import EnvironmentFailure
 from recipe.atropos.environments.sampled_book import trained_spans
 from recipe.atropos.utils.reward_bridge import KEY, RewardBridge, RewardBridgeError
 
@@ -83,7 +84,7 @@ class Shaped:
     async def get_status(self) -> None:
         """Raises what shaping failed with: BaseEnv would log it and go on."""
         if self._shaping_failure is not None:
-            raise self._shaping_failure
+            raise EnvironmentFailure(str(self._shaping_failure)) from self._shaping_failure
         await super().get_status()
 
     async def collect_trajectories(self, item: Any) -> tuple[Any, list[Any]]:
