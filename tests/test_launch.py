@@ -169,13 +169,13 @@ def test_the_demo_trains_reports_ends_what_it_started_and_goes_on_after_an_inter
     tracking = "trainer.logger=[console,tensorboard,wandb]"
     service = run(tmp_path, LAUNCH, *options, "--steps", "1000", "--seed", "0", tracking)
 
-    def until(condition):
-        deadline = time.monotonic() + 120
+    def until(condition, seconds=120):
+        deadline = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < deadline and service.poll() is None, service.tail()
             time.sleep(0.2)
 
-    until(lambda: len(read_metrics(folder)) >= 2)
+    until(lambda: len(read_metrics(folder)) >= 2, seconds=240)  # everything starts
     before = listed(folder)
     for name in ("sglang", "gateway"):  # no batch comes without them, so nobody but the waiting trainer can mend it
         psutil.Process(before[name]["pid"]).kill()
