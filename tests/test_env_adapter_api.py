@@ -1,6 +1,7 @@
 """An adapted environment over the real Trajectory API: what it loses, keeps, counts and says when things fail.
 
-The environments here make their groups without any server; what a server does is in test_gsm8k_upstream.
+The environments here make their groups without any server, and so are adapted without ``SampledTokens``, which sends
+nothing that no server sampled; what a server does is in test_gsm8k_upstream and test_sampled.
 """
 
 import asyncio
@@ -24,7 +25,9 @@ from helpers_services import get, post, running_api
 from recipe.atropos.environments import durable, lifecycle, reporting
 from recipe.atropos.environments.errors import EnvironmentFailure
 from recipe.atropos.environments.pace import VARIABLE
+from recipe.atropos.environments.sampled import SampledTokens
 from recipe.atropos.services.process import free_port, start_service
+from recipe.atropos.utils import env_adapter
 from recipe.atropos.utils.env_adapter import adapt
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
@@ -96,7 +99,10 @@ def api(tmp_path_factory):
 
 
 @pytest.fixture
-def make(model_path):
+def make(model_path, monkeypatch):
+    mixins = tuple(mixin for mixin in env_adapter._MIXINS if mixin is not SampledTokens)
+    monkeypatch.setattr(env_adapter, "_MIXINS", mixins)
+
     def made_env(url, environment=NumberEnv, server_url="http://127.0.0.1:1/v1", **config):
         server = APIServerConfig(
             model_name=str(model_path), base_url=server_url, server_type="sglang", api_key="x", health_check=True
