@@ -204,7 +204,7 @@ def test_servers_that_cannot_take_the_adapter_are_refused_before_anything_is_sen
     workers, url = trainer.actor_rollout_wg, servers.urls["a"]
     before = call(url, SGLangClient.adapters), call(url, SGLangClient.weight_version)
     workers.set_inference_urls([url, server], "policy-9-refused")
-    with pytest.raises(ray.exceptions.RayTaskError, match=f"{servers.urls['plain']}.*start it with --enable-lora"):
+    with pytest.raises(ray.exceptions.RayTaskError, match=f"{server}.*start it with --enable-lora"):
         ray.get(workers.update_weights(global_steps=9, mode="atropos"))
     assert before == (call(url, SGLangClient.adapters), call(url, SGLangClient.weight_version))
 

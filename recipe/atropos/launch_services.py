@@ -149,7 +149,9 @@ async def launch(config: DictConfig, overrides: list[str], directory: Path, spec
             f"behind {inference.gateway}",
             soft_wrap=True,
         )
-        trainer = start_trainer(run, api, inference, evaluations)  # it waits for the servers while its workers start
+        trainer = start_trainer(
+            run, api, inference, evaluations.word
+        )  # it waits for the servers while its workers start
         await servers_healthy(run, api, inference)
         version = await first_version(run, trainer, inference)
         await evaluations.begin(version)
@@ -187,13 +189,14 @@ async def servers_healthy(run: Run, api: Service, inference: Inference) -> None:
     console.print(f"[bold]sglang[/]  {many}up after {seconds:.0f} s; api at {api.url}")
 
 
-def start_trainer(run: Run, api: Service, inference: Inference, evaluations: Evaluations) -> Service:
+def start_trainer(run: Run, api: Service, inference: Inference, evaluated: Path | None = None) -> Service:
+    """Start it; it waits for the evaluations that the file ``evaluated`` tells of, for none without such a file."""
     addresses = [
         f"inference.urls=[{','.join(inference.urls)}]",
         f"inference.gateway={inference.gateway}",
         f"trainer.atropos.api_url={api.url}",
         f"trainer.atropos.startup_timeout={run.config.inference.start_timeout}",
-        f"evaluation.evaluated_file={quoted(evaluations.word)}",
+        f"evaluation.evaluated_file={'null' if evaluated is None else quoted(evaluated)}",
     ]
     model = f"actor_rollout_ref.model.path={quoted(run.config.actor_rollout_ref.model.path)}"
     command = [sys.executable, "-m", "recipe.atropos.main", *run.overrides, *addresses, model]

@@ -27,6 +27,7 @@ from rich.table import Table
 from rich.text import Text
 from transformers import AutoConfig
 
+from recipe.atropos.environments.durable import Durable
 from recipe.atropos.environments.sampled_book import NOT_PUSHED, trained_spans
 from recipe.atropos.inference.client import SGLangClient
 from recipe.atropos.inference.gateway import API_KEY_VARIABLE
@@ -95,7 +96,8 @@ async def verify(
         InferenceError: the server does not answer.
         TimeoutError: it takes longer.
     """
-    environment = _recorded_class(adapt(load_environment(target)))
+    environment = adapt(load_environment(target))
+    environment = type(environment.__name__, (environment, _Recorded), {"__module__": environment.__module__})
     own = {} if model is None else {"tokenizer_name": model}
     config = configured(environment, {"use_wandb": False, **overrides, **own})
     if url is None:
@@ -140,20 +142,16 @@ async def verify(
     return result
 
 
-def _recorded_class(environment: type[BaseEnv]) -> type[BaseEnv]:
-    """One that keeps in ``posted`` what it would post."""
+class _Recorded(Durable):
+    """Behind an adapted environment: keeps in ``posted`` what would go to the API."""
 
-    class Recorded(environment):
-        def __init__(self, *args: Any, **kwargs: Any):
-            super().__init__(*args, **kwargs)
-            self.posted: list[dict[str, Any]] = []
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.posted: list[dict[str, Any]] = []
 
-        async def _send_scored_data_to_api(self, scored_data: Any) -> None:
-            groups = scored_data if isinstance(scored_data, list) else [scored_data]
-            self.posted += [orjson.loads(orjson.dumps(group, option=orjson.OPT_SERIALIZE_NUMPY)) for group in groups]
-
-    Recorded.__name__, Recorded.__module__ = environment.__name__, environment.__module__
-    return Recorded
+    async def _send_scored_data_to_api(self, scored_data: Any) -> None:
+        groups = scored_data if isinstance(scored_data, list) else [scored_data]
+        self.posted += [orjson.loads(orjson.dumps(group, option=orjson.OPT_SERIALIZE_NUMPY)) for group in groups]
 
 
 class _Warnings(logging.Handler):
@@ -181,7 +179,7 @@ async def _recorder(url: str) -> AsyncIterator[tuple[str, list[Exchange]]]:
             headers = {k: v for k, v in request.headers.items() if k in ("Authorization", "Content-Type")}
             async with session.request(request.method, url + request.path_qs, data=body, headers=headers) as reply:
                 content = await reply.read()
-            if request.method == "POST":
+            if request.method == "POST" and request.path != "/tokenize":  # by it the adapter compares tokenizers
                 seconds = time.monotonic() - begun
                 exchanges.append(Exchange(request.path, _json(body), reply.status, _json(content), seconds))
             return web.Response(status=reply.status, body=content, content_type=reply.content_type)
