@@ -63,6 +63,8 @@ class GuessEnv(BaseEnv):
             return None, backlog
         if self.config.mood == "too many scores":
             groups["scores"] = [1.0, 2.0]
+        if self.config.mood == "own advantages":
+            groups["advantages"] = [[0.5] * len(tokens) for tokens in groups["tokens"]]
         if self.config.mood == "list of groups":
             return [groups, None, groups | {"scores": [3.0]}], backlog
         if self.config.mood == "comes back" and item["number"] == 1:

@@ -251,8 +251,8 @@ class Murderer(GatewayClient):
         super().__init__(**fields)
         object.__setattr__(self, "victim", victim)
 
-    def announce(self, version, servers, pushing=False):
-        super().announce(version, servers, pushing)
+    def announce(self, version, servers, pushing=False, **adapter):
+        super().announce(version, servers, pushing, **adapter)
         if pushing and self.victim.service.poll() is None:
             self.victim.kill()
 
