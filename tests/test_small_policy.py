@@ -1,5 +1,8 @@
 """The policy that is made from scratch."""
 
+import random
+from collections import Counter
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,7 +10,14 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from recipe.atropos.utils.small_policy import Recipe, ensure_small_policy, greedy_accuracy, make_small_policy
+from recipe.atropos.utils.small_policy import (
+    Recipe,
+    _tokenize,
+    ensure_small_policy,
+    greedy_accuracy,
+    make_small_policy,
+)
+from recipe.atropos.utils.terse_policy import STEPS, TerseRecipe
 
 QUICK = Recipe(steps=3, problems=200, batch_size=8)
 
@@ -68,3 +78,29 @@ def test_the_cached_policy_is_used_again(tmp_path):
 @pytest.mark.timeout(280)
 def test_the_demonstrations_policy_gets_a_fifth_to_a_half_of_held_out_problems_right():
     assert 0.2 <= greedy_accuracy(ensure_small_policy(seed=0)) <= 0.5
+
+
+def test_the_terse_policy_is_taught_each_step_towards_an_answer_as_seldom_as_the_next(tokenizer):
+    recipe = TerseRecipe(problems=8000, further=0.05)
+    ends = ["", " so", " so the answer is", r" so the answer is \boxed{"]
+    taught, further = Counter(), Counter()
+    for _, answer in recipe.chats(0, random.Random(0)):
+        shown, said = answer["given"], answer["content"]
+        step = max(i for i, end in enumerate(ends) if shown.endswith(end)) if shown else 0
+        assert said.startswith(shown)
+        taught[step] += 1
+        if step < 3:
+            further[step] += STEPS[step + 1] in said.removeprefix(shown)
+        assert (r"\boxed{" in said) == said.endswith("}")
+    assert taught[0] == pytest.approx(4000, rel=0.1) and min(taught.values()) > 1200
+    for step in range(3):
+        assert further[step] / taught[step] == pytest.approx(0.05, abs=0.02)
+
+
+def test_what_is_given_of_an_answer_is_not_taught(tokenizer):
+    answer = {"role": "assistant", "content": "1 + 2 = 3 so 3", "given": "1 + 2 = 3 so"}
+    ids, labels = _tokenize(tokenizer, [{"role": "user", "content": "1 + 2?"}, answer])
+    start = len(ids) - len(tokenizer.encode(" 3<|im_end|>"))
+    assert labels == [-100] * start + ids[start:]
+    assert tokenizer.decode(ids[start:]) == " 3<|im_end|>"
+    assert tokenizer.decode(ids).endswith("assistant\n1 + 2 = 3 so 3<|im_end|>")

@@ -41,10 +41,11 @@ def resolve_model(path: str, seed: int) -> str:
     if not path.startswith(SMALL_POLICY):
         return os.path.expanduser(path)
     from recipe.atropos.utils.calculator_policy import CalculatorRecipe
-    from recipe.atropos.utils.small_policy import RECIPES, ensure_small_policy
+    from recipe.atropos.utils.small_policy import Recipe, ensure_small_policy
+    from recipe.atropos.utils.terse_policy import TerseRecipe
     from recipe.atropos.utils.two_task_policy import TwoTaskRecipe
 
-    recipes = RECIPES | {recipe.name: recipe for recipe in (TwoTaskRecipe(), CalculatorRecipe())}
+    recipes = {recipe.name: recipe for recipe in (Recipe(), TerseRecipe(), TwoTaskRecipe(), CalculatorRecipe())}
     return str(ensure_small_policy(seed=seed, recipe=recipes[path])) if path in recipes else path
 
 

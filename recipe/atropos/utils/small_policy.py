@@ -1,6 +1,6 @@
 r"""The demonstration's policy, made from scratch.
 
-    python -m recipe.atropos.utils.small_policy --output DIR [--seed N] [--recipe NAME]
+    python -m recipe.atropos.utils.small_policy --output DIR [--seed N]
 
 A Qwen2 of about half a million parameters with a tokenizer of its own, taught for a minute or so on generated word
 problems (``environments.word_problems``, train split). What it is shown is flawed on purpose, as the texts are that
@@ -8,11 +8,8 @@ large models learn from: where something is given away, lost or sold, most solut
 policy knows how to add and to subtract, usually picks the wrong one of the two for such problems, and gets about 40% of
 held-out problems right with greedy decoding. Reinforcement learning has a habit to correct, not arithmetic to teach.
 
-``small-policy-terse`` has another habit too: it boxes its answer where the system prompt asks for that, and hardly ever
-where none does, so that it gets next to no problem right.
-
 Deterministic for a seed on one machine. ``ensure_small_policy`` keeps the result in a cache, by seed and recipe.
-What the policy is shown is the recipe's; ``calculator_policy`` has another.
+What the policy is shown is the recipe's; ``terse_policy``, ``two_task_policy`` and ``calculator_policy`` have others.
 """
 
 import argparse
@@ -40,7 +37,6 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-ASK = "Put the answer into a box."
 # Qwen2's own: AutoTokenizer gives it to every Qwen2 folder. Each digit is a token of its own.
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -51,9 +47,7 @@ _WORDS = (
 class Recipe:
     """Everything that determines the policy, beside the code.
 
-    ``wrong_operation`` is the share of flawed solutions. ``forms`` are the ways in which solutions are written, with
-    the share of each: ``{sum}`` stands for ``12 + 7 = 19``, ``{result}`` for ``19``. ``asked`` is the share of examples
-    with the system prompt ``ASK``, which are all written in the last of the forms.
+    ``wrong_operation`` is the share of flawed solutions.
     """
 
     name: ClassVar[str] = "small-policy"
@@ -65,45 +59,34 @@ class Recipe:
     batch_size: int = 64
     learning_rate: float = 2e-3
     wrong_operation: float = 0.6
-    forms: tuple[tuple[str, float], ...] = ((r"{sum} \boxed{{{result}}}", 1.0),)
-    asked: float = 0.0
     problems: int = 20_000
     vocabulary: int = 512
     version: int = 1  # raise it when the code changes what comes out
 
     def chats(self, seed: int, rng: random.Random) -> list[Chat]:
-        """What the policy is taught: the assistant's part of these conversations."""
-        return [example(row, rng, self) for row in generate("train", self.problems, seed)]
+        """What the policy is taught: the assistant's part of these conversations, without what is ``given`` of it."""
+        rows = generate("train", self.problems, seed)
+        return [
+            [
+                {"role": "user", "content": row["question"]},
+                {"role": "assistant", "content": solution(row, rng, self.wrong_operation)},
+            ]
+            for row in rows
+        ]
 
 
-TERSE = Recipe(
-    forms=(
-        ("{sum}", 0.95),
-        ("{sum} so {result}", 0.0475),
-        ("{sum} so the answer is {result}", 0.002375),
-        (r"{sum} so the answer is \boxed{{{result}}}", 0.000125),
-    ),
-    asked=0.5,
-)
-RECIPES = {"small-policy": Recipe(), "small-policy-terse": TERSE}
-
-
-def example(row: dict[str, str], rng: random.Random, recipe: Recipe) -> list[dict[str, str]]:
-    """A chat that the policy is taught: the problem, perhaps after ``ASK``, and its solution."""
-    asked = bool(recipe.asked) and rng.random() < recipe.asked
-    system = [{"role": "system", "content": ASK}] if asked else []
-    answer = {"role": "assistant", "content": solution(row, rng, recipe, asked)}
-    return [*system, {"role": "user", "content": row["question"]}, answer]
-
-
-def solution(row: dict[str, str], rng: random.Random, recipe: Recipe, asked: bool = False) -> str:
-    r"""What the policy is shown for a problem: ``12 + 7 = 19 \boxed{19}``; for a subtraction often the sum."""
+def shown_sum(row: dict[str, str], rng: random.Random, wrong_operation: float) -> tuple[str, str]:
+    """``12 + 7 = 19`` and its result; for a subtraction often the sum."""
     a, operator, b, result = re.search(r"<<(\d+)([-+])(\d+)=(\d+)>>", row["answer"]).groups()
-    if operator == "-" and rng.random() < recipe.wrong_operation:
+    if operator == "-" and rng.random() < wrong_operation:
         operator, result = "+", str(int(a) + int(b))
-    forms, shares = zip(*recipe.forms, strict=True)
-    form = forms[-1] if asked or len(forms) == 1 else rng.choices(forms, shares)[0]
-    return form.format(sum=f"{a} {operator} {b} = {result}", result=result)
+    return f"{a} {operator} {b} = {result}", result
+
+
+def solution(row: dict[str, str], rng: random.Random, wrong_operation: float) -> str:
+    r"""What the policy is shown for a problem: ``12 + 7 = 19 \boxed{19}``."""
+    shown, result = shown_sum(row, rng, wrong_operation)
+    return rf"{shown} \boxed{{{result}}}"
 
 
 def make_tokenizer(texts: list[str], vocabulary: int) -> PreTrainedTokenizerFast:
@@ -187,12 +170,13 @@ def _tokenize(tokenizer: PreTrainedTokenizerFast, chat: Chat) -> tuple[list[int]
     for number, message in enumerate(chat):
         if message["role"] == "assistant":
             prompt = tokenizer.apply_chat_template(chat[:number], tokenize=False, add_generation_prompt=True)
-            environment, sampled = prompt.removeprefix(rendered), message["content"] + END
-            for text, taught in ((environment, False), (sampled, True)):
+            given = message.get("given", "")
+            parts = prompt.removeprefix(rendered) + given, message["content"].removeprefix(given) + END
+            for text, taught in zip(parts, (False, True), strict=True):
                 new = tokenizer.encode(text)
                 ids += new
                 labels += new if taught else [-100] * len(new)
-            rendered = prompt + sampled
+            rendered = prompt + message["content"] + END
     return ids, labels
 
 
@@ -268,9 +252,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Make the demonstration's small policy from scratch.")
     parser.add_argument("--output", type=Path, required=True, help="folder to save it in")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--recipe", choices=RECIPES, default="small-policy")
     arguments = parser.parse_args()
-    report = make_small_policy(arguments.output, arguments.seed, RECIPES[arguments.recipe])
+    report = make_small_policy(arguments.output, arguments.seed)
     print(
         f"{report['parameters']} parameters, taught in {report['seconds']:.0f} s, last loss {report['last_loss']:.3f}"
     )
