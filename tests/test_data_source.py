@@ -1,9 +1,11 @@
 """The client against atroposlib's own Trajectory API."""
 
+import contextlib
 import socket
 import threading
 import time
 
+import orjson
 import pytest
 from helpers_services import get, group, post, running_api
 
@@ -138,32 +140,35 @@ def test_an_api_that_restarts_is_registered_with_again(tmp_path):
                 assert source.events["registered_again"] == 1
 
 
-def test_a_batch_that_breaks_off_is_counted_and_the_next_one_comes():
-    """The real API cannot be made to break off in the middle of a body, so this one is a socket."""
-    batch = b'{"batch": [{"tokens": [[1, 2]], "scores": [1.0]}]}'
-    replies = {
-        b"POST /register": [b'{"uuid": 1}'],
-        b"GET /info": [b'{"batch_size": 8, "max_token_len": 64}'],
-        b"GET /status": [b'{"current_step": 3, "queue_size": 0}', b'{"current_step": 4, "queue_size": 0}'],
-        b"GET /batch": [b"BROKEN", batch],
-    }
+@pytest.mark.parametrize("broken", [3, 2, 1])
+def test_a_batch_that_breaks_off_is_counted_and_the_others_come_in_their_order(broken):
+    """The real API cannot be made to break off in the middle of a body; as it does, this one cuts its queue whole."""
+    queues, cut, step = [[1, 2, 3], [4, 5, 6], [7, 8]], [], 3
     server = socket.create_server(("127.0.0.1", 0))
 
-    def serve():
-        while any(replies[key] for key in (b"GET /batch",)) or replies[b"GET /status"]:
-            connection, _ = server.accept()
-            with connection:
-                request = connection.recv(65536)
-                key = b" ".join(request.split(b" ", 2)[:2])
-                body = replies[key].pop(0)
-                length = 1000 if body == b"BROKEN" else len(body)
-                head = f"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: {length}\r\n\r\n"
-                connection.sendall(head.encode() + body)
+    def reply(path):
+        nonlocal step
+        if path != "/batch":
+            return {"uuid": 1, "batch_size": 8, "max_token_len": 64, "current_step": step, "queue_size": 0}
+        if not cut and queues:
+            cut.extend(queues.pop(0))
+            step += len(cut)
+        return {"batch": [{"scores": [float(cut.pop())]}] if cut else None}
 
-    thread = threading.Thread(target=serve, daemon=True)
-    thread.start()
+    def serve():
+        with contextlib.suppress(OSError):  # closed
+            while True:
+                connection, _ = server.accept()
+                with connection:
+                    body = orjson.dumps(reply(connection.recv(65536).split(b" ")[1].decode()))
+                    length = len(body) + 1000 * (b"%d.0" % broken in body)
+                    head = f"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: {length}\r\n\r\n"
+                    connection.sendall(head.encode() + body)
+
+    threading.Thread(target=serve, daemon=True).start()
     with server, DataSource(config(f"http://127.0.0.1:{server.getsockname()[1]}"), REGISTRATION) as source:
-        assert source.next_batch() == [{"tokens": [[1, 2]], "scores": [1.0]}]
+        came = [source.next_batch()[0]["scores"][0] for _ in range(7)]
+        assert came == [number for number in range(1, 9) if number != broken]
         assert source.events["batch_lost"] == 1
 
 

@@ -190,6 +190,11 @@ def test_servers_of_a_configuration_file_count_and_several_of_them_take_no_flags
     assert [server["base_url"] for server in said(output)["servers"]] == ["http://file0/v1", "http://file1/v1"]
     status, output = with_file([one, other], "--openai.api_key=k")
     assert status == 2 and "not supported when multiple servers are defined" in output
+    status, output = with_file({"model_nam": "m"})
+    assert status == 2 and "--config=c.yaml: " in output and "did you mean --openai.model_name?" in output
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump({"env": {"grup_size": 4}}))
+    status, output = run_adapter(tmp_path, "serve", "--env", SAID, "--config=c.yaml", MODEL=model)
+    assert status == 2 and "did you mean --env.group_size?" in output
     status, output = run_adapter(tmp_path, "serve", "--env", SAID, "--config=no.yaml", MODEL=model)
     assert status == 2 and "--config=no.yaml: no such file" in output
 

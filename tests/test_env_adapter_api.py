@@ -6,6 +6,7 @@ nothing that no server sampled; what a server does is in test_gsm8k_upstream and
 
 import asyncio
 import contextlib
+import inspect
 import json
 import math
 import os
@@ -180,6 +181,24 @@ def test_an_item_that_fails_is_tried_again_and_one_that_always_fails_is_counted_
     assert caplog.text.count("ValueError: bad luck") == 1 and "Traceback" in caplog.text, "once a kind"
 
 
+def test_a_cancelled_task_of_the_environments_own_is_a_failure_and_no_backlog_is_an_empty_one(api, make):
+    class Careless(NumberEnv):
+        async def collect_trajectories(self, item):
+            if item["number"] == 1:
+                waiting = asyncio.create_task(asyncio.sleep(9))
+                waiting.cancel()
+                await waiting
+            group, _ = await super().collect_trajectories(item)
+            return group, None
+
+    env = registered(make(api, environment=Careless))
+    assert asyncio.run(roll_out(env, 1)) is None
+    counts = env.report.counts
+    assert (counts["failed/RuntimeError"], counts["items"]) == (1, 1) and not env.running_items
+    asyncio.run(roll_out(env, 2))
+    assert counts["groups_sent"] == 1 and not env.running_items
+
+
 def test_a_worker_that_takes_too_long_is_counted_and_one_that_is_cancelled_keeps_its_item(api, make):
     async def scene():
         env = make(api, worker_timeout=0.2)
@@ -211,6 +230,28 @@ def test_what_an_environment_does_beside_costs_no_group_and_is_counted(api, make
     asyncio.run(roll_out(env, 1))
     assert env.cleaned and env.report.counts["groups_sent"] == 1
     assert [name for name in env.report.counts if name.startswith("failed/")] == ["failed/IndexError"]
+
+
+def test_process_ends_where_no_item_gives_a_group_and_says_how_many_were_written(make, monkeypatch, tmp_path, caplog):
+    class Seldom(NumberEnv):
+        every = 3
+
+        async def collect_trajectories(self, item):
+            return await super().collect_trajectories(item) if item["number"] % self.every == 0 else (None, [])
+
+    def process(groups):
+        url = f"http://127.0.0.1:{free_port()}"
+        env = make(url, environment=Seldom, data_path_to_save_groups=str(tmp_path / "groups.jsonl"))
+        env.n_groups_to_process, env.group_size_to_process = groups, env.config.group_size
+        asyncio.run(env.process_manager())
+        return env.report.counts
+
+    monkeypatch.setattr(lifecycle, "_FRUITLESS", 5)
+    counts = process(4)
+    assert counts["groups_written"] == 4 and counts["items"] >= 10
+    Seldom.every = 10**6
+    with pytest.raises(EnvironmentFailure, match="of 5 items in a row no group was written"):
+        process(4)
 
 
 def test_an_environment_without_items_says_so_once_and_counts(api, make, caplog):
@@ -263,6 +304,7 @@ async def stand_in(port, **answers):
 
         async def handle(request, answer=answer):
             answer = answer(await request.read()) if callable(answer) else answer
+            answer = await answer if inspect.isawaitable(answer) else answer
             return answer if isinstance(answer, web.Response) else web.json_response(answer)
 
         app.router.add_route("*", f"/{name.replace('__', '-')}", handle)
@@ -304,6 +346,27 @@ def test_a_post_that_fails_is_sent_again_and_given_up_with_a_count(make, monkeyp
         assert env.report.counts["not_sent/api_unreachable"] == 1
 
     asyncio.run(nobody_there())
+
+
+def test_a_post_without_an_answer_is_sent_again(make, monkeypatch):
+    monkeypatch.setattr(durable, "_LONGEST_POST", 0.5)
+    monkeypatch.setattr(durable, "_LONGEST_PAUSE", 0.01)
+
+    async def scene():
+        posts = []
+
+        async def take(body):
+            posts.append(body)
+            await asyncio.sleep(5 if len(posts) == 1 else 0)
+            return {"status": "received"}
+
+        async with stand_in(free_port(), scored_data=take) as url:
+            env = make(url)
+            await env.setup()
+            await roll_out(env, 5)
+        assert len(posts) == 2 and env.report.counts["posted_again"] == env.report.counts["groups_sent"] == 1
+
+    asyncio.run(scene())
 
 
 def test_an_api_that_refused_connections_has_forgotten_though_it_knows_somebody_by_the_same_number(make):

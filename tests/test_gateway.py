@@ -12,6 +12,7 @@ from aiohttp import web
 from helpers_gateway import HEADERS, behind_a_gateway
 
 from recipe.atropos.inference.gateway import PROBE_SECONDS
+from recipe.atropos.inference.pool import NothingAdmitted
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -131,6 +132,13 @@ async def test_a_request_that_no_server_takes_in_time_is_told_what_it_waited_for
     assert status == 503 and "waited 0.5 s for the trainer to give its weights" in message
     assert f"{stub.url} is waiting" in message
     assert (await client.status())["held"] == 0
+
+
+@behind_a_gateway(count=1, max_wait=60)
+async def test_what_a_request_has_waited_before_counts_when_it_is_sent_again(client, _):
+    async with asyncio.timeout(5):
+        with pytest.raises(NothingAdmitted, match="waited 60 s"):
+            await client.pool.acquire(waited=59.9)
 
 
 @behind_a_gateway(count=1)

@@ -23,6 +23,7 @@ from recipe.atropos.environments.word_problems import SYNTHETIC, gold_answer, lo
 from recipe.atropos.utils import gem_env
 from recipe.atropos.utils.env_adapter import EnvironmentTargetError
 from recipe.atropos.utils.gem_env import AtroposEnv, NeverScored, register
+from recipe.atropos.utils.outer_policy import OuterPolicyServer
 
 GSM8K = "recipe.atropos.environments.gsm8k:GSM8kEnv"
 GUESS, SEEDED = "helpers_guess_env:GuessEnv", "helpers_guess_env:SeededGuessEnv"
@@ -130,11 +131,24 @@ def test_each_turn_is_a_step_whatever_way_the_environment_calls_its_server(make,
     assert observation == ("lower" if has_messages else info["prompt"]) and info["use_tool"] is has_messages
     assert info["prompt"].endswith("7<|im_end|>\n<|im_start|>tool\nlower<|im_end|>\n<|im_start|>assistant\n")
     assert (info["messages"] is None) is not has_messages
-    assert env.step("0")[0].find("higher") >= 0
+    assert info["prompt_ids"] == tokenizer.encode(info["prompt"])
+    observation, *_, info = env.step("0")
+    assert "higher" in observation and info["prompt_ids"] == tokenizer.encode(info["prompt"])
+    before = info["prompt_ids"]
     _, reward, terminated, truncated, info = env.step("1")
     assert (reward, terminated, truncated) == (1.0, True, False)
-    [masks] = info["groups"][0]["masks"]
+    [tokens], [masks] = info["groups"][0]["tokens"], info["groups"][0]["masks"]
     assert [mask for mask in masks if mask > 2] == tokenizer.encode("701")
+    if way == "managed":
+        assert tokens == [*before, *tokenizer.encode("1<|im_end|>")] and masks.count(tokenizer.eos_token_id) == 3
+
+
+def test_the_words_that_end_an_answer_may_be_given_as_tokens_too(make, tokenizer):
+    server = OuterPolicyServer.__new__(OuterPolicyServer)
+    server.tokenizer = tokenizer
+    [exclamation] = tokenizer.encode("!")
+    assert server._stop([tokenizer.eos_token_id, exclamation, "", "stop"]) == ("!", "stop")
+    assert server._stop("!") == ("!",) and server._stop(None) == ()
 
 
 def test_of_a_group_each_answer_is_a_step_and_the_reward_is_the_mean_of_its_scores(make, tokenizer):

@@ -121,3 +121,15 @@ def test_a_server_that_is_not_there_fails_the_evaluation(env):
     env.test = env.test[:2]
     with pytest.raises(ExceptionGroup):
         asyncio.run(env.evaluate())
+
+
+def test_held_out_problems_without_room_for_an_answer_are_left_out_and_only_such_are_an_error(env, caplog):
+    longest = max(len(env.tokenizer.encode(row["question"])) for row in env.test)
+    room = [row for row in env.test if len(env.tokenizer.encode(row["question"])) < longest]
+    prompt = env.tokenizer.apply_chat_template(env.messages(room[0]), tokenize=False, add_generation_prompt=True)
+    around = len(env.tokenizer.encode(prompt)) - len(env.tokenizer.encode(room[0]["question"]))
+    env.config.max_token_length = longest + around + 1
+    assert env._with_room(env.test) == room and "leave no room in --env.max_token_length" in caplog.text
+    env.config.max_token_length = 5
+    with pytest.raises(ValueError, match="none of the 20 held-out problems leaves room.*--env.max_token_length=5"):
+        env._with_room(env.test)

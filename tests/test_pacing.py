@@ -23,10 +23,12 @@ GROUPS, SIZE = 3, 2
 class InstantEnv(LengthEnv):
     """Item n is ready at once; the API refuses the first groups that are ``broken``."""
 
-    broken = 0
+    broken, hangs = 0, None
 
     async def collect_trajectories(self, item):
         number = item["number"]
+        if number == self.hangs:
+            await asyncio.sleep(1000)
         tokens = [[1, 2, 3 + number]] * SIZE
         masks = [["no number"] * 3] * SIZE if number < self.broken else tokens
         return {"tokens": tokens, "masks": masks, "scores": [float(number), -1.0], "group_overrides": {}}, []
@@ -144,6 +146,16 @@ def test_what_a_batch_lacks_of_an_environment_that_left_is_begun_by_the_others(t
         assert await stage.next_batch(5) == [3, 4, 5], "from now on a batch is its own"
 
     play(tmp_path, model_path, monkeypatch, scene, left_patience=1.0)
+
+
+def test_a_rollout_that_never_ends_and_all_wait_for_ends_the_environment_and_says_so(tmp_path, model_path, monkeypatch):
+    async def scene(stage):
+        stage.env.config.worker_timeout = -1
+        with pytest.raises(PacingError, match="2 groups are done and wait for one that began [2-9] s ago"):
+            await stage.manager
+        assert stage.batch() is None
+
+    play(tmp_path, model_path, monkeypatch, scene, longest_wait=2.0, hangs=0)
 
 
 def test_an_environment_whose_server_never_gets_weights_ends_and_says_so(tmp_path, model_path, monkeypatch):

@@ -61,6 +61,21 @@ def test_the_task_scores_what_stands_between_the_tags(text, expected):
     assert score(dataset(TASK, SETTINGS, 1, 0), text, {"answer": "-4"}) == expected
 
 
+def test_an_answer_that_the_tasks_own_parser_fails_on_scores_nothing_and_is_counted(model_path):
+    environment = env(model_path)
+    environment._train = dataset("prime_factorization", "{}", 2, 0)
+    problem = environment._train[0]
+    assert score(environment._train, "<answer>seven</answer>", problem) is None
+    assert environment.score("<answer>seven</answer>", problem) == 0.0
+    assert environment.score(f"<answer>{problem['answer']}</answer>", problem) == 1.0
+    assert environment.report.counts["unreadable_answers"] == 1
+
+
+def test_every_task_has_problems_for_seeds_of_any_size():
+    for task in ("pool_matrix", TASK):  # the first takes seeds of 32 bits only
+        assert held_out(task, "{}", 2) and dataset(task, "{}", 3, 10**9)[2]["question"]
+
+
 @pytest.mark.parametrize(
     ("task", "settings", "message"),
     [

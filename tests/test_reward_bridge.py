@@ -251,6 +251,13 @@ def test_a_file_that_cannot_be_read_is_named_on_the_command_line(tmp_path, monke
     assert f"--reward-bridge {path}" in capsys.readouterr().err
 
 
+def test_a_file_without_a_name_is_not_taken_for_no_bridge(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["env_adapter", "serve", "--env", "nothing", "--reward-bridge="])
+    with pytest.raises(SystemExit, match="2"):
+        env_adapter.main()
+    assert "--reward-bridge" in capsys.readouterr().err
+
+
 def test_the_launcher_runs_the_environment_through_the_adapter_with_the_block_and_evaluates_without(tmp_path):
     options = ["--preset", "demo", "--model", "m", "environment.reward_bridge.length_bounty.target=5"]
     options += ["environment.reward_bridge.length_bounty.slope=0.01", "environment.reward_bridge.length_bounty.cap=1"]

@@ -607,14 +607,17 @@ def test_values_for_each_token_go_with_the_tokens_or_keep_them(book, tokenizer):
     assert counts["not_aligned"] == 2
 
 
-def test_given_logprobs_stay_and_missing_ones_are_filled(book, tokenizer):
+def test_logprobs_are_those_of_the_reply_and_others_are_counted(book, tokenizer):
     prompt = chat(tokenizer, "go")
     sampled(book, prompt, "ab", "ab", END, first=-0.5)
     posted = chat(tokenizer, "go", "abab", add_generation_prompt=False)
     masks = [I] * len(prompt) + posted[len(prompt) :]
     given = [1.0] * len(prompt) + [-0.7, 1.0, float("nan"), 1.0]
-    row = restore(book, posted, masks, given, {}, Counter().update)
-    assert row.logprobs[len(prompt) :] == [-0.7, -0.51, -0.52, 1.0]
+    counts = Counter()
+    row = restore(book, posted, masks, given, {}, lambda event: counts.update([event]))
+    assert row.logprobs[len(prompt) :] == [-0.5, -0.51, -0.52, 1.0] and counts == {"other_logprobs": 1}
+    restore(book, posted, masks, [value if value == 1 else 1.0 for value in given], {}, lambda e: counts.update([e]))
+    assert counts == {"other_logprobs": 1}, "none is given: filled in"
 
 
 def test_the_book_forgets_the_oldest_and_evaluation_does_not_displace_training(model_path, tokenizer):

@@ -11,6 +11,7 @@ import shutil
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 
@@ -385,12 +386,55 @@ def test_memory_is_shared_with_servers_of_this_machine_alone(tmp_path):
 
 def test_handles_go_by_name_also_while_another_thread_allocates():
     """A server dies of a handle that is a file descriptor."""
-    bucket = next(Buckets(64, tensor._allocate_shared).of(iter([("t", torch.ones(4))])))
+    transport = tensor.TensorTransport(64)
+    bucket = next(Buckets(64, transport._allocate).of(iter([("t", torch.ones(4))])))
     with ThreadPoolExecutor() as threads:
-        allocating = threads.submit(lambda: [tensor._allocate_shared(64) for _ in range(2000)])
+        allocating = threads.submit(lambda: [transport._allocate(64) for _ in range(2000)])
         handles = [base64.b64decode(tensor._handles(bucket)) for _ in range(2000)]
         allocating.result()
     assert all(b"rebuild_storage_filename" in each for each in handles)
+
+
+def test_what_a_server_that_died_had_not_read_of_shared_memory_goes_with_the_next_push():
+    def left():
+        return {path for path in Path("/dev/shm").glob(f"torch_{os.getpid()}_*") if path not in before}
+
+    before: set[Path] = set()
+    before = left()
+    transport = tensor.TensorTransport(1 << 20)
+    for bucket in transport._buckets.of(iter([("a", torch.ones(1000)), ("b", torch.ones(300_000))])):
+        tensor._handles(bucket)  # and nobody opens it
+    transport._sweep()
+    assert len(left()) == 2, "not while they are in use"
+    del bucket
+    transport._buckets.drop()
+    asyncio.run(transport.stage([], iter(()), 1))
+    assert not left()
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    ("transport", "flag", "said"),
+    [
+        ("disk", "pp_size", "goes on generating while it is paused: start it with tp_size"),
+        ("tensor", "dp_size", "takes no handles: start several servers instead, or set .*transport=disk"),
+        ("distributed", "dp_size", "joins no group: start several servers instead, or set .*transport=disk"),
+    ],
+)
+def test_a_server_that_could_not_be_paused_or_given_weights_is_refused_before_anything_is_sent(
+    server, models, tmp_path, version, monkeypatch, transport, flag, said
+):
+    capabilities = SGLangClient.capabilities
+
+    async def with_flag(client):
+        found = await capabilities(client)
+        return replace(found, arguments=found.arguments | {flag: 2})
+
+    before = reported(server), greedy(server)
+    monkeypatch.setattr(SGLangClient, "capabilities", with_flag)
+    told, _ = failure(engine([server], transport, tmp_path), weights_of(models["new"]), version)
+    assert re.search(f"{server} runs with {flag}=2, and such a server {said}", told)
+    assert (reported(server), greedy(server)) == before
 
 
 def test_auto_takes_shared_memory_where_it_can_and_the_network_where_it_must():

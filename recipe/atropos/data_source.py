@@ -109,6 +109,7 @@ class DataSource:
         self._registered = threading.Event()
         self._thread = threading.Thread(target=self._run, name="atropos-data-source", daemon=True)
         self._api_step = self.registration.starting_step
+        self._left_of_cut = 0  # batches that the API has cut and not given yet
 
     def __enter__(self) -> "DataSource":
         self._thread.start()
@@ -188,43 +189,43 @@ class DataSource:
     async def _next_cut(self, api: "_Api") -> list[Batch]:
         """All batches that the API cut from its queue together, oldest first; waits until there is one."""
         delay = _FIRST_POLL
-        while not self._stopping:
-            first = await self._get_batch(api)
-            if first is not None:
-                break
-            await asyncio.sleep(delay)
-            delay = min(2 * delay, _LONGEST_POLL)
-        else:
-            return []
-        # A cut of n batches raises the API's step by n, and nobody but us makes it cut.
-        step = (await api.get("/status"))["current_step"]
-        remaining = step - self._api_step - 1
-        self._api_step = step
-        cut = [first]
-        for _ in range(remaining):
-            batch = await self._get_batch(api)
-            if batch is None:
-                break
-            cut.append(batch)
+        cut: list[Batch] = []  # as the API gives them: newest first
+        while not self._stopping and not (cut and self._left_of_cut <= 0):
+            found, batch = await self._get_batch(api)
+            if found:
+                # A cut of n batches raises the API's step by n, and nobody but us makes it cut.
+                step = (await api.get("/status"))["current_step"]
+                self._left_of_cut += step - self._api_step - 1
+                self._api_step = step
+                cut += [] if batch is None else [batch]
+            elif cut:  # the rest went with the API's life
+                self._left_of_cut = 0
+            else:
+                await asyncio.sleep(delay)
+                delay = min(2 * delay, _LONGEST_POLL)
         return cut[::-1]
 
-    async def _get_batch(self, api: "_Api") -> Batch | None:
-        """One ``GET /batch``. Registers again where the API has lost its state; counts a batch that broke off."""
+    async def _get_batch(self, api: "_Api") -> tuple[bool, Batch | None]:
+        """One ``GET /batch``: whether there was one, and it, None if it broke off, which is counted.
+
+        Registers again where the API has lost its state.
+        """
         started = time.perf_counter()
         try:
             reply = await api.get("/batch", deadline=None)
         except _Broken as error:
             self.events["batch_lost"] += 1
             logger.error("a batch was lost on its way from the Trajectory API, which sends each only once: %s", error)
-            return None
+            return True, None
         if reply.get("status") == "error":
             logger.error("the Trajectory API at %s lost its state (%s); registering again", api.url, reply)
             self.events["registered_again"] += 1
-            self._api_step = await register(api, self.registration)
-            return None
-        if reply["batch"] is not None:
-            self.fetch_seconds += time.perf_counter() - started
-        return reply["batch"]
+            self._api_step, self._left_of_cut = await register(api, self.registration), 0
+            return False, None
+        if reply["batch"] is None:
+            return False, None
+        self.fetch_seconds += time.perf_counter() - started
+        return True, reply["batch"]
 
 
 class _Broken(DataSourceError):

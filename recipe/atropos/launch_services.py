@@ -16,11 +16,13 @@ A run leaves what DESIGN's run contract lists in ``runs/NAME``; the same command
 
 import argparse
 import asyncio
+import contextlib
 import os
 import re
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import aiohttp
@@ -102,10 +104,10 @@ def choose_run_dir(config: DictConfig, explicit: bool) -> Path:
     """
     configured = Path(config.run.dir).resolve()
     candidate, number = configured, 1
-    while _steps_done(candidate) >= config.trainer.total_training_steps:
+    while _finished(candidate) >= config.trainer.total_training_steps:
         if explicit:
             raise ConfigurationError(
-                f"run.dir={candidate} holds a run that has trained {_steps_done(candidate)} steps already; "
+                f"run.dir={candidate} holds a run that has trained {_finished(candidate)} steps already; "
                 "give another folder, or more --steps to go on"
             )
         number += 1
@@ -113,9 +115,10 @@ def choose_run_dir(config: DictConfig, explicit: bool) -> Path:
     return candidate
 
 
-def _steps_done(folder: Path) -> int:
+def _finished(folder: Path) -> int:
+    """The steps of a run whose last evaluation is done too; 0 where there is none."""
     summary = folder / "summary.json"
-    return orjson.loads(summary.read_bytes()).get("steps", 0) if summary.exists() else 0
+    return orjson.loads(summary.read_bytes()).get("finished_steps", 0) if summary.exists() else 0
 
 
 def environments_of(config: DictConfig) -> dict[str, EnvironmentSpec]:
@@ -149,9 +152,7 @@ async def launch(config: DictConfig, overrides: list[str], directory: Path, spec
             f"behind {inference.gateway}",
             soft_wrap=True,
         )
-        trainer = start_trainer(
-            run, api, inference, evaluations.word
-        )  # it waits for the servers while its workers start
+        trainer = start_trainer(run, api, inference, evaluations.word)  # waits for the servers as it starts
         await servers_healthy(run, api, inference)
         version = await first_version(run, trainer, inference)
         await evaluations.begin(version)
@@ -161,13 +162,29 @@ async def launch(config: DictConfig, overrides: list[str], directory: Path, spec
         environments.stop()
         await evaluations.end()
     finally:
-        if evaluations is not None:
-            await evaluations.stop()
-        run.stop()
+        try:
+            if evaluations is not None:
+                await evaluations.stop()
+        finally:
+            with _undisturbed():
+                run.stop()
         if environments is not None:
             update_summary(directory, {"environments": environments.summary()})
-    update_summary(directory, {"seconds_in_all": time.monotonic() - started})
+    total = config.trainer.total_training_steps
+    update_summary(directory, {"seconds_in_all": time.monotonic() - started, "finished_steps": total})
     plot_reward(directory)
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Another interrupt would leave processes behind."""
+    asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def start_api(run: Run) -> Service:
@@ -212,7 +229,12 @@ async def first_version(run: Run, trainer: Service, inference: Inference) -> int
         return await inference.version() is not None
 
     timeout = run.config.trainer.ray_wait_register_center_timeout + run.config.trainer.atropos.weight_sync.timeout
-    seconds = await wait_until_healthy(trainer, pushed, timeout, what="done with its first push of weights")
+    try:
+        seconds = await wait_until_healthy(trainer, pushed, timeout, what="done with its first push of weights")
+    except ServiceFailed:
+        if trainer.poll() != 0:
+            raise
+        seconds = 0.0  # it had nothing left to train
     version = await served_version(run, inference)
     console.print(f"[bold]trainer[/] pushed version {version} after {seconds:.0f} s")
     return version

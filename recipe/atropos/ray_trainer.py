@@ -144,6 +144,7 @@ class RayGRPOAtroposTrainer(SeparateRayPPOTrainer):
         self._fit_collect_metrics(batch)
         self._fit_postprocess_step()
         self._fit_save_checkpoint()
+        self.record.write_summary()  # a step whose checkpoint could not be saved is not told of
 
     # ---------------------------------------------------------------- its steps, where they differ from verl's
 
@@ -318,7 +319,6 @@ class RayGRPOAtroposTrainer(SeparateRayPPOTrainer):
     def _fit_postprocess_step(self) -> None:
         self.logger.log(data=self.metrics, step=self.global_steps)
         self.record.add_step(self.global_steps, self.metrics, self.timing_raw)
-        self.record.write_summary()
         self.progress_bar.set_postfix(score=f"{self.metrics['atropos/mean_score']:.3f}")
         self.progress_bar.update(1)
 

@@ -26,7 +26,7 @@ import logging
 import math
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from typing import Any
 
 import aiohttp
@@ -38,11 +38,13 @@ from recipe.atropos.environments.api_client import ApiRefused, Patience, ask, co
 from recipe.atropos.environments.checked import Refused, check_rows, to_json
 from recipe.atropos.environments.errors import EnvironmentFailure
 from recipe.atropos.environments.fits import check_sizes
+from recipe.atropos.environments.sampled_book import ITEM, Item
 
 logger = logging.getLogger(__name__)
 
 _SERVER_ERRORS = 5  # answers 5xx to one POST, until it is given up
 _REFUSALS = 3  # of the status of an environment that has just registered, until it ends
+_LONGEST_POST = 60.0  # s until a POST without an answer is sent again
 _LONGEST_PAUSE = 10.0  # s between two POSTs of one group
 _IGNORED = -100
 
@@ -219,14 +221,16 @@ class Durable(BaseEnv):
 
     async def __roll_out(self, item: Any) -> Any:
         """What is to be sent for an item; None where nothing is, with the reason counted."""
+        ITEM.set(Item())  # also for an environment whose own collect_trajectories stands before SampledTokens'
         for pause in (*self.retry_seconds, None):
             backlog: Sequence[Any] = ()
             stage = "collect_trajectories"
             try:
-                groups, backlog = await self.collect_trajectories(item)
+                groups, backlog = await _not_cancelled(self.collect_trajectories(item))
+                backlog = backlog or ()
                 stage = "postprocess_histories"
                 if groups:
-                    groups = await self.postprocess_histories(groups)
+                    groups = await _not_cancelled(self.postprocess_histories(groups))
             except Exception as error:
                 if pause is not None:
                     self.__say_once(stage, error)
@@ -338,7 +342,7 @@ class Durable(BaseEnv):
             begun = time.monotonic()
             try:
                 async with (
-                    aiohttp.ClientSession() as session,
+                    aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(_LONGEST_POST)) as session,
                     self._post_json_with_compression(
                         session, f"{self.config.rollout_server_url}{path}", scored_data
                     ) as reply,
@@ -378,6 +382,16 @@ class Durable(BaseEnv):
 
 def _said(error: Exception) -> str:
     return str(error) or type(error).__name__
+
+
+async def _not_cancelled(work: Awaitable[Any]) -> Any:
+    """``work``; where a task of its own was cancelled, and not this one, that is an error like any other."""
+    try:
+        return await work
+    except asyncio.CancelledError as error:
+        if asyncio.current_task().cancelling():
+            raise
+        raise RuntimeError("it waited for a task of its own that was cancelled") from error
 
 
 def _cause(error: BaseException) -> BaseException:

@@ -186,6 +186,10 @@ class GSM8kEnv(WeightVersions, Paced, BaseEnv):
         """Greedy accuracy on the held-out problems, through the same server calls as the rollouts.
 
         Logged as ``eval/percent_correct`` (0 to 1) and ``eval/total``. A call that fails raises: it is no wrong answer.
+        Problems that leave no room for one are left out, with a warning, as they are in training.
+
+        Raises:
+            ValueError: all of them do.
         """
         started = time.time()
         limit = asyncio.Semaphore(self.config.max_eval_workers)
@@ -207,7 +211,7 @@ class GSM8kEnv(WeightVersions, Paced, BaseEnv):
             }
 
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(answer(row)) for row in self.test]
+            tasks = [group.create_task(answer(row)) for row in self._with_room(self.test)]
         samples = [task.result() for task in tasks]
         metrics = {
             "eval/percent_correct": sum(sample["correct"] for sample in samples) / len(samples),
@@ -221,6 +225,15 @@ class GSM8kEnv(WeightVersions, Paced, BaseEnv):
             end_time=time.time(),
             generation_parameters={"temperature": 0.0},
         )
+
+    def _with_room(self, rows: list[Row]) -> list[Row]:
+        fit = [row for row in rows if self.answer_tokens(self.messages(row)) > 0]
+        limit = f"--env.max_token_length={self.config.max_token_length}"
+        if not fit:
+            raise ValueError(f"none of the {len(rows)} held-out problems leaves room for an answer in {limit}")
+        if len(fit) < len(rows):
+            logger.warning("%d of %d held-out problems leave no room in %s", len(rows) - len(fit), len(rows), limit)
+        return fit
 
     async def greedy_conversation(self, row: Row) -> tuple[list[dict[str, str]], str]:
         """Messages to what the policy says last to a held-out problem, and why that ended."""

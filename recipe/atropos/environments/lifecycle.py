@@ -22,6 +22,7 @@ import psutil
 import wandb
 from atroposlib.envs.server_handling.sglang_server import SGLangServer
 
+from recipe.atropos.environments.errors import EnvironmentFailure
 from recipe.atropos.environments.fits import Unknown, check_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -31,6 +32,7 @@ TERMINATED = 128 + signal.SIGTERM  # exit status
 # s for each, and until the process is gone, whatever hangs: when it was terminated, and when its work has ended
 _GOODBYE, _CHILDREN = 3.0, 1.5
 _WANDB, _EXIT = {True: 3.0, False: 30.0}, {True: 9.0, False: 40.0}
+_FRUITLESS = 200  # items in a row of which ``process`` writes nothing, until that is an error
 _LOOK = 1.0  # s between two looks at the report
 _ASK_SERVER = 10.0  # s between two tries to compare tokenizers
 
@@ -105,7 +107,27 @@ class Lifecycle:
         await self.__to_the_end(super().env_manager)
 
     async def process_manager(self) -> None:
-        await self.__to_the_end(super().process_manager)
+        await self.__to_the_end(self.__process)
+
+    async def __process(self) -> None:
+        """BaseEnv's, which would ask an environment that gives no group for another one for ever."""
+        get_next_item, report, in_a_row, written = self.get_next_item, self.report, 0, 0
+
+        async def counted() -> Any:
+            nonlocal in_a_row, written
+            before, written = written, report.counts["groups_written"]
+            in_a_row = 0 if written > before else in_a_row + 1
+            if in_a_row > _FRUITLESS:
+                raise EnvironmentFailure(
+                    f"{report.name}: no group of the last {_FRUITLESS} items was written: {report}"
+                )
+            report.count("items")
+            return await get_next_item()
+
+        self.get_next_item = counted
+        await super().process_manager()
+        if (written := report.counts["groups_written"]) < self.n_groups_to_process:
+            logger.warning("%s: %d of %d groups written: %s", report.name, written, self.n_groups_to_process, report)
 
     async def _run_evaluate(self) -> None:
         await self.__to_the_end(super()._run_evaluate)

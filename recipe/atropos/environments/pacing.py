@@ -161,6 +161,8 @@ class Paced:
             self._idle_since = now
             what = f"{pace.waiting} groups are done and wait for one that began {now - oldest.begun:.0f} s ago"
             since = oldest.begun if pace.waiting else now
+            if now - since > max(self.longest_wait, self.config.worker_timeout):
+                raise PacingError(what)
         elif pace.room or self._idle_since is None:
             self._idle_since = since = now
             what = ""

@@ -25,6 +25,7 @@ SYSTEM_PROMPT = (
 )
 _HELD_OUT_SEED = 1_000_000
 _SEEDS_APART = 1_000_003  # reasoning-gym's problem i of seed s is problem 0 of seed s + i
+_SEEDS = 2**32 - 2**24  # some tasks take only 32 bits
 
 
 class ReasoningEnvConfig(BaseEnvConfig):
@@ -70,13 +71,17 @@ class ReasoningEnv(BaseEnv):
         """Both sets of problems.
 
         Raises:
-            ValueError: reasoning-gym does not know the task, or the task not its settings; names them.
+            ValueError: reasoning-gym does not know the task, or the task not its settings, or not its own answer;
+                names them.
         """
         config = self.config
         self.position = 0  # of the next training problem, counted over epochs
         self.test = held_out(config.task, config.task_config, config.eval_size)
         self._held_out = {problem["question"] for problem in self.test}
         self._train = dataset(config.task, config.task_config, config.train_size, config.seed)
+        right = self.test[0]["answer"]
+        if right is not None and score(self._train, f"<answer>{right}</answer>", self.test[0]) is None:
+            raise ValueError(f"--env.task={config.task}: the task cannot score its own answer {right!r}; take another")
 
     async def get_next_item(self) -> Problem:
         """The training problems, epoch after epoch, without those that are held out.
@@ -100,8 +105,11 @@ class ReasoningEnv(BaseEnv):
         super().save_checkpoint(step, {"position": self.position, **(data or {})})
 
     def score(self, text: str, problem: Problem) -> float:
-        """In [0, 1], by the task; 0 where nothing stands between the tags."""
-        return score(self._train, text, problem)
+        """In [0, 1], by the task; 0 where nothing stands between the tags, or nothing that it can read."""
+        found = score(self._train, text, problem)
+        if found is None:
+            self.report.count("unreadable_answers")
+        return found or 0.0
 
     # ------------------------------------------------------------------ rollouts
 
@@ -203,7 +211,9 @@ def dataset(task: str, settings: str, size: int, seed: int) -> Any:
         raise ValueError(f"--env.task={task}: reasoning-gym has no such task; it has {', '.join(sorted(DATASETS))}")
     try:
         given = yaml.safe_load(settings) or {}
-        return reasoning_gym.create_dataset(task, **given, size=size, seed=seed * _SEEDS_APART)
+        made = reasoning_gym.create_dataset(task, **given, size=size, seed=seed * _SEEDS_APART % _SEEDS)
+        made[0]  # some settings are looked at only here
+        return made
     except (yaml.YAMLError, TypeError, AssertionError, ValueError) as error:
         raise ValueError(f"--env.task_config={settings} does not suit --env.task={task}: {error}") from error
 
@@ -218,11 +228,18 @@ def held_out(task: str, settings: str, size: int) -> list[Problem]:
     return list(found.values())
 
 
-def score(task: Any, text: str, problem: Problem) -> float:
-    """In [0, 1], by the task (a ``dataset``); 0 where nothing stands between the tags."""
+def score(task: Any, text: str, problem: Problem) -> float | None:
+    """In [0, 1], by the task (a ``dataset``); 0 where nothing stands between the tags.
+
+    None where the task raises: some of them do, of an answer that is not written as they expect it.
+    """
     from reasoning_gym.utils import extract_answer
 
-    return float(task.score_answer(extract_answer(text.rpartition("</think>")[2]), problem))
+    answer = extract_answer(text.rpartition("</think>")[2])
+    try:
+        return float(task.score_answer(answer, problem))
+    except Exception:  # whatever its parser raises
+        return None
 
 
 if __name__ == "__main__":

@@ -49,6 +49,11 @@ class EnvReport:
     def count(self, name: str, n: int = 1) -> None:
         self.counts[name] += n
 
+    def __str__(self) -> str:
+        """Why what is missing is missing."""
+        found = [f"{name} {n}" for name, n in self.counts.most_common() if name.startswith(_REASONS)]
+        return ", ".join(found) or "no reason known"
+
     def observe(self, name: str, value: float) -> None:
         self._observed[name].append(float(value))
 
@@ -67,10 +72,9 @@ class EnvReport:
         elif ended != self._last[0] and self._silent_since is None:
             self._silent_since = now
         elif self._silent_since is not None and now - self._silent_since >= _SILENCE:
-            reasons = ", ".join(f"{name} {n}" for name, n in counts.most_common() if name.startswith(_REASONS))
             what = "%s: nothing sent for %.0f s, in which %d items ended; since the start: %s"
             items, seconds = ended - self._last[0], now - self._silent_since
-            logger.error(what, self.name, seconds, items, reasons or "no reason known")
+            logger.error(what, self.name, seconds, items, self)
             self.count("nothing_sent")
             self._last, self._silent_since = (ended, sent), None
         self.write(step)

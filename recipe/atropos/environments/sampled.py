@@ -5,7 +5,8 @@
 All of an environment's calls to its SGLang servers are made with token ids and remembered (``sampled_calls``,
 ``sampled_book``). When a group is sent, each span that is trained on is looked up:
 
-- A reply that stands there token for token stays, and gets its logprobs where the environment lost them.
+- A reply that stands there token for token stays, with the logprobs that it was sampled with; where the environment
+  gives others, that is counted (``other_logprobs``).
 - One that was encoded again from its text is put back as it was sampled. What templates add to it, such as a newline
   after the end of the turn, stays and is not trained on. Advantages go with it where they are the same over the reply;
   values for each token that cannot go with it keep the text, which is then not trained on (``not_aligned``).
@@ -33,6 +34,7 @@ from recipe.atropos.environments.reporting import EnvReport
 from recipe.atropos.environments.sampled_book import IGNORED, ITEM, Book, Item, trained_spans
 from recipe.atropos.environments.sampled_calls import all_exact, sglang_servers
 
+_OTHER = 1e-3  # from here on a logprob is another than that of the reply
 _NOT_SAMPLED = 1.0  # the logprob that atroposlib writes where there is none
 _ROUNDS = 3  # in which trajectories that are None are asked for
 
@@ -109,9 +111,10 @@ def restore(
             for event in (*completion.events, *(["retokenized"] if piece.tokens != posted else [])):
                 count(event)
         own = completion.logprobs.tolist()
-        known = given or [None] * len(flags)
-        found = zip(flags, known, own, strict=False)  # a reply that was cut short has more logprobs
-        logprobs_here = [(k if _valid(k) else o) if flag else _NOT_SAMPLED for flag, k, o in found]
+        found = list(zip(flags, given or own, own, strict=False))  # a reply that was cut short has more logprobs
+        if any(flag and _valid(other) and abs(other - value) > _OTHER for flag, other, value in found):
+            count("other_logprobs")
+        logprobs_here = [value if flag else _NOT_SAMPLED for flag, _, value in found]
         row.add(piece.tokens, flags, logprobs_here, columns)
     return row
 

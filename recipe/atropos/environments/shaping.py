@@ -15,6 +15,7 @@ from contextvars import ContextVar
 from numbers import Real
 from typing import Any
 
+import numpy as np
 from atroposlib.envs import base
 
 from recipe.atropos.environments.errors import EnvironmentFailure
@@ -111,7 +112,7 @@ class Shaped:
 
     async def _shape(self, group: Mapping[str, Any]) -> dict[str, Any] | None:
         """A copy with shaped scores; None where the group is not sent."""
-        if any(values is not None and len(values) for values in group.get("advantages") or ()):
+        if any(values is not None and np.size(values) for values in group.get("advantages") or ()):
             raise RewardBridgeError(
                 f"environment {self.report.name} sends advantages of its own for each token, which are trained on "
                 f"instead of scores, so {KEY} has no effect there; leave it out"

@@ -29,6 +29,7 @@ import logging
 import os
 import re
 import resource
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
 import aiohttp
@@ -120,10 +121,12 @@ class Gateway:
     async def proxy(self, request: web.Request) -> web.StreamResponse:
         """Send a request to one server after the other until one has answered."""
         body = await request.read()
-        failures = []
+        failures, waited = [], 0.0
         while len(failures) < _MAX_SENDS:
+            begun = time.monotonic()
             try:
-                server = await self.pool.acquire()
+                server = await self.pool.acquire(waited)
+                waited += time.monotonic() - begun
             except NothingAdmitted as error:
                 return _error(503, str(error))
             try:

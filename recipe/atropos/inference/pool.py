@@ -120,20 +120,20 @@ class ServerPool:
         server.last_error = why
         server.leave("down")
 
-    async def acquire(self) -> Server:
+    async def acquire(self, waited: float = 0.0) -> Server:
         """The admitted server with the fewest requests in flight, as soon as there is one.
 
         Raises:
-            NothingAdmitted: none within ``max_wait`` seconds.
+            NothingAdmitted: none within ``max_wait`` seconds, less those that the request has ``waited`` before.
         """
         if not self.admitted:
-            await self._wait_for_admission()
+            await self._wait_for_admission(max(0.0, self.max_wait - waited))
         return min(self.admitted, key=lambda server: (server.inflight, server.requests))
 
-    async def _wait_for_admission(self) -> None:
+    async def _wait_for_admission(self, patience: float) -> None:
         self.held += 1
         try:
-            async with asyncio.timeout(self.max_wait):
+            async with asyncio.timeout(patience):
                 while not self.admitted:
                     await self._admission.wait()
         except TimeoutError:

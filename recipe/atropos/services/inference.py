@@ -80,9 +80,8 @@ def _on_gpus(config: DictConfig, arguments: dict[str, Any], number: int) -> dict
     first = arguments.get(
         "base_gpu_id", 0 if colocated or config.trainer.nnodes > 1 else config.trainer.n_gpus_per_node
     )
-    ranks = arguments.get("tp_size", 1) * arguments.get("pp_size", 1)
     saver = {"enable_memory_saver": True} if colocated else {}
-    return saver | arguments | {"base_gpu_id": first + number * ranks}
+    return saver | arguments | {"base_gpu_id": first + number * arguments.get("tp_size", 1)}
 
 
 def start_inference(run: Run) -> Inference:

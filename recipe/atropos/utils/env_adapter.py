@@ -198,7 +198,7 @@ def main() -> None:
     arguments = sys.argv[1:]
     try:
         target, bridge_file = take_flag(arguments, "--env"), take_flag(arguments, "--reward-bridge")
-        bridge = read_bridge(bridge_file) if bridge_file else None
+        bridge = None if bridge_file is None else read_bridge(bridge_file)
     except UsageError as error:
         wrong_usage(str(error))
     except RewardBridgeError as error:

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from atroposlib.envs.base import APIServerConfig, ServerBaseline
-from atroposlib.envs.constants import NAMESPACE_SEP, OPENAI_NAMESPACE
+from atroposlib.envs.base import APIServerConfig, BaseEnvConfig, ServerBaseline
+from atroposlib.envs.constants import ENV_NAMESPACE, NAMESPACE_SEP, OPENAI_NAMESPACE
 from atroposlib.utils.cli import extract_namespace, get_double_dash_flags
 from pydantic import ValidationError
 
@@ -173,6 +173,7 @@ class CommandLine:
         check_flags(
             [f"--{_OPENAI}{name}" for name in openai], {f"--{_OPENAI}{n}" for n in APIServerConfig.model_fields}
         )
+        _check_file(path, cls.env_config_cls)
         if server_configs(default, openai, _yaml_servers(path))[1]:
             cls.__openai_flags = openai
             for name in openai:
@@ -184,6 +185,22 @@ class CommandLine:
         ):
             if subcommand in arguments:
                 check_flags(sys.argv[1:], {f"--{name}" for name in command().model_fields} | {"--help"})
+
+
+def _check_file(path: Any, env_config: type[BaseEnvConfig]) -> None:
+    """Raises UsageError for a key of a configuration file that BaseEnv would pass over."""
+    given = yaml.safe_load(Path(path).read_text()) if path else None
+    servers = _yaml_servers(path)
+    blocks = [(ENV_NAMESPACE, (given or {}).get(ENV_NAMESPACE), env_config)]
+    blocks += [
+        (OPENAI_NAMESPACE, one, APIServerConfig) for one in (servers if isinstance(servers, list) else [servers])
+    ]
+    for namespace, block, model in blocks:
+        known = {f"--{namespace}{NAMESPACE_SEP}{name}" for name in model.model_fields}
+        try:
+            check_flags([f"--{namespace}{NAMESPACE_SEP}{name}" for name in block or {}], known)
+        except UsageError as error:
+            raise UsageError(f"--config={path}: {error}") from error
 
 
 def _yaml_servers(path: Any) -> dict | list | None:

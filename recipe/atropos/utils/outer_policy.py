@@ -282,11 +282,20 @@ class OuterPolicyServer(APIServer):
         )
 
     def _prompt(self, call: Mapping[str, Any]) -> tuple[str, list[int]]:
-        """Text and ids, whichever of the two the call has."""
+        """Text and ids, whichever of the two the call has; of both, the ids of the text.
+
+        atroposlib's managed server gives both from the second turn on, and its ids have each end of a turn twice.
+        """
         prompt, ids = call.get("prompt"), call.get("input_ids")
-        if ids is None:
-            ids = self.tokenizer.encode(prompt)
-        return self.tokenizer.decode(ids) if prompt is None else prompt, list(ids)
+        if prompt is None:
+            return self.tokenizer.decode(ids), list(ids)
+        return prompt, self.tokenizer.encode(prompt, add_special_tokens=ids is None)
+
+    def _stop(self, stop: Any) -> tuple[str, ...]:
+        """As texts; some environments give ids of tokens. The end of a turn goes without saying, as does nothing."""
+        given = [stop] if isinstance(stop, str | int) else stop or ()
+        words = [self.tokenizer.decode([word]) if isinstance(word, int) else word for word in given]
+        return tuple(word for word in words if word and word != self.tokenizer.eos_token)
 
     async def _ask(
         self, call: Mapping[str, Any], messages: Messages | None, prompt: str, prompt_ids: list[int]
@@ -297,14 +306,13 @@ class OuterPolicyServer(APIServer):
         max_tokens = next((call[key] for key in _LIMITS if call.get(key) is not None), None)
         if max_tokens is not None and max_tokens < 1:
             raise ValueError(f"the environment asks for an answer of {max_tokens} tokens: its prompt leaves no room")
-        stop = call.get("stop") or ()
         return await episode.ask(
             call.get("n") or 1,
             messages=None if messages is None else [dict(message) for message in messages],
             prompt=prompt,
             prompt_ids=prompt_ids,
             max_tokens=max_tokens,
-            stop=(stop,) if isinstance(stop, str) else tuple(stop),
+            stop=self._stop(call.get("stop")),
             sampling={key: value for key, value in call.items() if key not in _NOT_SAMPLING},
         )
 

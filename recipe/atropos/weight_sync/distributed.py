@@ -123,7 +123,7 @@ class _Group:
                     f"{client.url} runs with dp_size={info['dp_size']}, and such a server joins no group: start "
                     "several servers instead, or set trainer.atropos.weight_sync.transport=disk"
                 )
-            sizes.append(info.get("tp_size", 1) * info.get("pp_size", 1))
+            sizes.append(info.get("tp_size", 1))
         world_size = 1 + sum(sizes)
         offsets = dict(zip(clients, itertools.accumulate([1, *sizes[:-1]]), strict=True))
         # NCCL's time-out ends the process, so that a server's, which names it, must come first; gloo's delays closing.

@@ -22,7 +22,7 @@ from recipe.atropos.weight_sync.distributed import DistributedTransport
 from recipe.atropos.weight_sync.hosts import is_this_host
 from recipe.atropos.weight_sync.push import Transport, push
 from recipe.atropos.weight_sync.served_model import check_model
-from recipe.atropos.weight_sync.servers import on_all
+from recipe.atropos.weight_sync.servers import WeightPushError, on_all
 from recipe.atropos.weight_sync.tensor import TensorTransport
 
 TRANSPORTS = ("auto", "disk", "distributed", "tensor")
@@ -108,7 +108,7 @@ class AtroposCheckpointEngine(CheckpointEngine):
             _exhaust(weights)
 
     async def _check(self, client: SGLangClient) -> None:
-        """A server that is new, or was started again, serves the model that is trained."""
+        """A server that is new, or was started again, serves the model that is trained, and can be paused."""
         if client.url in self._capabilities and await client.weight_version() == self._pushed:
             return
         client.forget_capabilities()
@@ -117,7 +117,13 @@ class AtroposCheckpointEngine(CheckpointEngine):
             await check_model(client, trained, str(self.dtype).removeprefix("torch."))
         if isinstance(self._transport, AdapterTransport):
             await self._transport.check_server(client)
-        self._capabilities[client.url] = await client.capabilities()
+        capabilities = await client.capabilities()
+        if capabilities.arguments.get("pp_size", 1) != 1:  # read in SGLang 0.5.23, scheduler_pp_mixin.py
+            raise WeightPushError(
+                f"{client.url} runs with pp_size={capabilities.arguments['pp_size']}, and such a server goes on "
+                "generating while it is paused: start it with tp_size instead"
+            )
+        self._capabilities[client.url] = capabilities
 
     def _make_transport(self, name: str, directory: str | None, timeout: float) -> Transport:
         if name == "disk":

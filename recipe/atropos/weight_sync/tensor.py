@@ -4,7 +4,8 @@ The trainer copies a bucket into shared memory (a CPU's, or its GPU's by CUDA IP
 loads from there. What travels over HTTP is a pickle of the handles, so both sides must trust each other: one user's
 processes on one machine, with an API key.
 
-Shared memory of a CPU has a name, and outlives a process that is killed. So the buffers are there during a push alone.
+Shared memory of a CPU has a name, and outlives a process that is killed. So the buffers are there during a push alone;
+what a server that died in it had not read stays, for torch counts its readers, and goes with the next push.
 
 A buffer is filled again only after the server has answered. On a GPU its copies may then still be under way on its
 stream; torch's own end of an IPC handle waits for that stream before it lets go, and SGLang drops the handles before it
@@ -17,10 +18,12 @@ import io
 import threading
 from collections.abc import Iterator, Sequence
 from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import multiprocessing
+from torch.multiprocessing.reductions import StorageWeakRef
 from verl.utils.device import get_device_id, get_device_name
 
 from recipe.atropos.inference.client import SGLangClient
@@ -37,19 +40,29 @@ class TensorTransport:
     pauses = True
 
     def __init__(self, bucket_size: int):
-        self._buckets = Buckets(bucket_size, _allocate_shared)
+        self._segments: list[tuple[StorageWeakRef, Path]] = []  # on a CPU
+        self._buckets = Buckets(bucket_size, self._allocate)
         self._filled: Iterator[Bucket] = iter(())
-        self._ranks: dict[SGLangClient, int] = {}
+        self._ranks: dict[SGLangClient, int] = {}  # of the present push
 
     async def stage(self, clients: Sequence[SGLangClient], weights: NamedTensors, version: int) -> None:
-        """Raises WeightPushError: a server is on another machine."""
+        """Raises WeightPushError: a server is on another machine, or cannot take weights so."""
+        self._sweep()
+        self._ranks = {}
         for client in clients:
             if not is_this_host(client.url):
                 raise WeightPushError(
                     f"{client.url} is on another machine than the trainer's rank 0, and shares no memory with it: set "
                     "trainer.atropos.weight_sync.transport=distributed or disk"
                 )
-        self._ranks = {client: (await client.capabilities()).arguments.get("tp_size", 1) for client in clients}
+        for client in clients:
+            info = (await client.capabilities()).arguments
+            if info.get("dp_size", 1) != 1:
+                raise WeightPushError(
+                    f"{client.url} runs with dp_size={info['dp_size']}, and such a server takes no handles: start "
+                    "several servers instead, or set trainer.atropos.weight_sync.transport=disk"
+                )
+            self._ranks[client] = info.get("tp_size", 1)
         self._filled = await first_filled(self._buckets.of(weights))
 
     async def deliver(self, clients: Sequence[SGLangClient], version: int) -> None:
@@ -78,14 +91,22 @@ class TensorTransport:
     def release(self, version: int) -> None:
         """Nothing is left to release: the buffers went when the last bucket was there."""
 
+    def _allocate(self, size: int) -> torch.Tensor:
+        """uint8, (size,): on a CPU in shared memory, else on the current device, whose memory can be shared."""
+        if get_device_name() != "cpu":
+            return torch.empty(size, dtype=torch.uint8, device=get_device_id())
+        with _sharing_by_name():
+            storage = torch.UntypedStorage._new_shared(size)
+            name = storage._share_filename_cpu_()[1].decode()
+        self._segments.append((StorageWeakRef(storage), Path("/dev/shm") / name.lstrip("/")))
+        return torch.empty(0, dtype=torch.uint8).set_(storage)
 
-def _allocate_shared(size: int) -> torch.Tensor:
-    """uint8, (size,): on a CPU in shared memory, else on the current device, whose memory can be shared."""
-    if get_device_name() != "cpu":
-        return torch.empty(size, dtype=torch.uint8, device=get_device_id())
-    with _sharing_by_name():
-        storage = torch.UntypedStorage._new_shared(size)
-    return torch.empty(0, dtype=torch.uint8).set_(storage)
+    def _sweep(self) -> None:
+        """Take away what earlier pushes left behind. Not a buffer of ours: torch takes that away itself."""
+        for storage, path in self._segments:
+            if storage.expired():
+                path.unlink(missing_ok=True)
+        self._segments = [(storage, path) for storage, path in self._segments if not storage.expired()]
 
 
 def _handles(bucket: Bucket) -> str:
