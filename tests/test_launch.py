@@ -14,7 +14,7 @@ import pytest
 
 from recipe.atropos.environments import gsm8k
 from recipe.atropos.launch_services import compose_overrides, load_config, parse_arguments
-from recipe.atropos.run_record import read_metrics
+from recipe.atropos.run_record import read_evaluations, read_metrics
 from recipe.atropos.services.environments import environment_command
 from recipe.atropos.services.process import free_port, start_service
 from recipe.atropos.services.run import Run
@@ -161,7 +161,7 @@ def test_a_trainer_without_its_services_stops_and_names_them(tmp_path, model_pat
     assert re.search(rf"error: nothing usable at (inference.urls|trainer.atropos.api_url)={url}", words(output)), output
 
 
-@pytest.mark.timeout(600)  # two starts of everything, and one of a server
+@pytest.mark.timeout(600)  # three starts of everything, and one of a server
 def test_the_demo_trains_reports_ends_what_it_started_and_goes_on_after_an_interrupt(tmp_path):
     """Server and gateway are killed, then the launcher is interrupted; the same command goes on to the last step."""
     folder = tmp_path / "run"
@@ -221,6 +221,17 @@ def test_the_demo_trains_reports_ends_what_it_started_and_goes_on_after_an_inter
     row = orjson.loads((folder / "rollouts/1.jsonl").read_bytes().splitlines()[0])
     assert row["policy_version_min"] == row["policy_version_max"] == 0 and row["env_name"] == "gsm8k"
     assert row["score"] in (1.0, -1.0) and "boxed" in row["output"] and row["input"].startswith("<|im_start|>user")
+
+    # As if it had been stopped in its last evaluation: all of it is trained, and not all evaluated.
+    evaluations = read_evaluations(folder)
+    (folder / "evaluations.jsonl").write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in evaluations[:-1]))
+    del summary["finished_steps"], summary["heldout_accuracy_after"]
+    (folder / "summary.json").write_bytes(orjson.dumps(summary))
+    status, output, left = wait(run(tmp_path, LAUNCH, *options, "--steps", str(steps)), 240)
+    assert status == 0 and not left, output
+    again = read_evaluations(folder)
+    assert [line["metrics"] for line in again] == [line["metrics"] for line in evaluations], "of the same weights"
+    assert read_metrics(folder) == lines, "nothing is trained again"
 
     status, output, _ = wait(run(tmp_path, LAUNCH, *options, "--steps", str(steps)), 60)
     assert status == 1 and f"has trained {steps} steps already" in words(output)
