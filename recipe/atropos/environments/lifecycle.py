@@ -119,7 +119,7 @@ class Lifecycle:
             in_a_row = 0 if written > before else in_a_row + 1
             if in_a_row > _FRUITLESS:
                 raise EnvironmentFailure(
-                    f"{report.name}: no group of the last {_FRUITLESS} items was written: {report}"
+                    f"{report.name}: of {_FRUITLESS} items in a row no group was written: {report}"
                 )
             report.count("items")
             return await get_next_item()
