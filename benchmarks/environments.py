@@ -37,16 +37,19 @@ LIMIT = 60.0  # s, from the start of an environment to its first group
 AT_ONCE = 4
 GROUP_SIZE = 4
 CONTEXT = 16384
+_SHOWN = 160  # characters of an error
 STAGES = ("import", "set up", "group")
 
 # What an environment lacks here, by the last words of its log; the first that fits.
 NEEDS = {
-    "package": r"No module named '?([\w.]+)|cannot import name '(\w+)' from|ImportError: (.*)",
+    "package": r"No module named '?([\w.]+)|cannot import name '(\w+)' from|ImportError: (.*)|(DeprecatedEnv)",
     "key": r"([A-Z_]*API_KEY[A-Z_]*)|api_key client option|Missing credentials|gated repo",
     "data set or model of the hub": r"OfflineModeIsEnabled|LocalEntryNotFound|Couldn't (?:reach|find).*?'([^']+)'"
     r"|offline mode|couldn't connect to|ConnectionError|not a local folder and is not a valid model",
     "network": r"Name or service not known|Temporary failure in name resolution|Max retries exceeded|getaddrinfo",
     "data of nltk": r"nltk\.download|LookupError",
+    "configuration of its own": r"'BaseEnvConfig' object has no attribute '(\w+)'",
+    "policy that is right now and then": r"group not sent, (?:no_group|equal_scores)",
     "file": r"FileNotFoundError: (.*)|No such file or directory: '([^']+)'",
     "service": r"(docker|\bmodal\b|\blean\b|\belan\b).{0,40}(?:not|fail|error|refuse)",
 }
@@ -73,35 +76,23 @@ class Outcome:
 def make_policy(folder: Path, texts: list[Path]) -> None:
     """A random Qwen2 and a tokenizer with 8,192 tokens, trained on ``texts``; it ends its turn after some 60 tokens."""
     import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+    from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.train(
-        [str(path) for path in texts],
-        trainers.BpeTrainer(vocab_size=8192, special_tokens=special, initial_alphabet=alphabet, show_progress=False),
-    )
-    template = (
-        "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
-        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=template
-    ).save_pretrained(folder)
+    from recipe.atropos.utils.small_policy import make_tokenizer
+
+    tokenizer = make_tokenizer([path.read_text(errors="replace") for path in texts], vocabulary=8192)
+    tokenizer.model_max_length = CONTEXT
+    tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
     width = 128
     config = Qwen2Config(
-        vocab_size=tokenizer.get_vocab_size(),
+        vocab_size=len(tokenizer),
         hidden_size=width,
         intermediate_size=256,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=CONTEXT,
+        max_position_embeddings=2 * CONTEXT,  # some ask for answers of CONTEXT tokens
         tie_word_embeddings=False,
         bos_token_id=0,
         eos_token_id=2,
@@ -284,8 +275,11 @@ class Probe:
             return Outcome(
                 reached, "gives no item to roll out: for evaluation alone", "is for evaluation", None, seconds
             )
-        why = last_words(text) if over else f"no group within {LIMIT:g} s: {last_words(text)}"
-        return Outcome(reached, why, needs(text, why), None, seconds)
+        words = last_words(text)
+        why = words if over else f"no group within {LIMIT:g} s: {words}"
+        if "eval_environments" in self.file.parts:
+            return Outcome(reached, why[:_SHOWN], "is for evaluation", None, seconds)
+        return Outcome(reached, why[:_SHOWN], needs(text, why), None, seconds)
 
     def close(self) -> None:
         for pid in (self._pid, self._api_pid):
@@ -311,15 +305,15 @@ def last_words(log: str) -> str:
     errors = [
         line for line in lines if re.search(r"(Error|Exception|Exit)\b.*:|\berror\b|not sent|invalid|skipping", line)
     ]
-    return re.sub(r"\s+", " ", (errors or lines or ["(nothing was printed)"])[-1])[:160]
+    return re.sub(r"\s+", " ", (errors or lines or ["(nothing was printed)"])[-1])
 
 
 def needs(log: str, why: str) -> str:
     """Environments catch that a data set cannot be had, so the whole log tells; a package, only the last words."""
     for what, pattern in NEEDS.items():
-        if found := re.search(pattern, why if what in ("package", "file") else log):
+        if found := re.search(pattern, why if what in ("package", "file", "configuration of its own") else log):
             detail = next((group for group in found.groups() if group), "") if found.groups() else ""
-            return f"{what} {detail}".strip()[:80]
+            return re.sub(r" ?\(?/\S*", "", f"{what} {detail}").strip()[:80]  # no path of this machine
     return ""
 
 
@@ -384,6 +378,8 @@ def summarise(outcomes: dict[Path, dict[str, Outcome]], root: Path) -> tuple[str
         if outcome.ran:
             return "sends groups" + ("" if outcome.sampled == 1.0 else f", {outcome.sampled:.0%} with logprobs")
         stage = {"": "does not import", "import": "imports", "set up": "sets up"}[outcome.reached]
+        if outcome.needs.startswith("is "):
+            return f"{stage}; {outcome.needs}"
         return f"{stage}; " + (f"needs {outcome.needs}" if outcome.needs else outcome.why).replace("|", "\\|")
 
     def able(pair: dict[str, Outcome]) -> bool:
