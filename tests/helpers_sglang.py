@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from recipe.atropos.inference.client import SGLangClient
+from recipe.atropos.inference.client import InferenceError, SGLangClient
 from recipe.atropos.inference.server import SGLangLaunch, start_sglang, wait_until_serving
 from recipe.atropos.services.process import Service
 
@@ -92,3 +93,13 @@ def call(url: str, action: Callable[[SGLangClient], Awaitable[Any]], timeout: fl
             return await action(client)
 
     return asyncio.run(inner())
+
+
+@cache
+def can_checksum(url):
+    """SGLang 0.5.12 cannot, on a CPU."""
+    try:
+        call(url, lambda client: client.post("/weights_checker", {"action": "checksum"}))
+    except InferenceError:
+        return False
+    return True

@@ -12,12 +12,12 @@ import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from helpers_sglang import call, make_tiny_model, running_sglang
+from helpers_sglang import call, can_checksum, make_tiny_model, running_sglang
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -73,16 +73,6 @@ def engine(urls, transport, tmp_path, bucket_size=200_000, dtype="float32", **op
         dtype=dtype,
         **{"verify": "checksum" if urls and can_checksum(urls[0]) else "version", "timeout": LIMIT} | options,
     )
-
-
-@cache
-def can_checksum(url):
-    """SGLang 0.5.12 cannot, on a CPU."""
-    try:
-        call(url, lambda client: client.post("/weights_checker", {"action": "checksum"}))
-    except InferenceError:
-        return False
-    return True
 
 
 def send(engine, model, version):
