@@ -23,6 +23,7 @@ from verl import DataProto
 from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage, get_adv_estimator_fn, register_adv_est
 from verl.trainer.ppo.ray_trainer import compute_advantage
 
+from recipe.atropos.errors import AtroposError
 from recipe.atropos.rows import environment_name
 
 GRPO_ATROPOS = "grpo_atropos"
@@ -30,7 +31,7 @@ _EPSILON = 1e-8
 _SMALLEST_GROUP = {"grpo_passk": 2}  # the best against the second
 
 
-class MissingAdvantages(ValueError):
+class MissingAdvantages(AtroposError, ValueError):
     """A row without advantages of its environment where ``fallback_to_grpo`` is off."""
 
 

@@ -26,6 +26,8 @@ from typing import Any
 import aiohttp
 import orjson
 
+from recipe.atropos.errors import AtroposError
+
 logger = logging.getLogger(__name__)
 
 Batch = list[dict[str, Any]]  # groups: ScoredData of the API
@@ -35,7 +37,7 @@ _LONGEST_DELAY = 5.0  # seconds between two attempts to reach the API
 _MEANWHILE_SECONDS = 2.0  # of a wait for a batch, before the trainer looks after its servers
 
 
-class DataSourceError(RuntimeError):
+class DataSourceError(AtroposError, RuntimeError):
     """The Trajectory API cannot be used, or no batch came in time; the message says what was waited for."""
 
 

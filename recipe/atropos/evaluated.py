@@ -9,12 +9,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from recipe.atropos.errors import AtroposError
+
 NONE_YET = -1
 
 _POLL_SECONDS, _MEANWHILE_SECONDS = 0.1, 2.0
 
 
-class NotEvaluated(RuntimeError):
+class NotEvaluated(AtroposError, RuntimeError):
     """The launcher did not say in time that the weights were evaluated."""
 
 

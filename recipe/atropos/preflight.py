@@ -18,6 +18,7 @@ from verl.utils.device import get_device_name
 
 from recipe.atropos.advantages import GRPO_ATROPOS, AdvantageConfig
 from recipe.atropos.data_source import DataSourceConfig
+from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.inference.client import InferenceError, PauseMode, SGLangClient
 from recipe.atropos.losses import DistillationConfig
 from recipe.atropos.recorded import recorded_steps
@@ -27,10 +28,6 @@ from recipe.atropos.utils.reward_bridge import parse_bridge
 from recipe.atropos.weight_sync.engine import TRANSPORTS
 
 logger = logging.getLogger(__name__)
-
-
-class ConfigurationError(ValueError):
-    """A value in the configuration that cannot work; the message says which, and what to give instead."""
 
 
 SMALL_POLICY = "small-policy"  # begins the names of models that are made here on first use, see utils/small_policy.py

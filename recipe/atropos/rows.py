@@ -22,6 +22,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from recipe.atropos.errors import AtroposError
+
 logger = logging.getLogger(__name__)
 
 IGNORED = -100  # the mask of a token that is not trained on (atroposlib, as in torch's cross-entropy)
@@ -31,7 +33,7 @@ NO_TEACHER = np.float32(-1e4)  # logprob of a teacher's token that is not there:
 Group = Mapping[str, Any]  # one ScoredData of the API: parallel lists over sequences
 
 
-class RefusedGroup(ValueError):
+class RefusedGroup(AtroposError, ValueError):
     """A group that breaks the format; ``reason`` is its name in the counts."""
 
     def __init__(self, reason: str, message: str):

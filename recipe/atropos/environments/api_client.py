@@ -9,6 +9,7 @@ from typing import Any
 import aiohttp
 
 from recipe.atropos.environments.errors import EnvironmentFailure
+from recipe.atropos.errors import AtroposError
 
 logger = logging.getLogger(__name__)
 
@@ -16,7 +17,7 @@ _ANSWER = 60.0  # s; an API that cuts batches answers nobody for many seconds
 _SAY_AGAIN = 60.0  # s
 
 
-class ApiRefused(RuntimeError):
+class ApiRefused(AtroposError, RuntimeError):
     """The API answered with an error; ``status`` is HTTP's."""
 
     def __init__(self, status: int, text: str):

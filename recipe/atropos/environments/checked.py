@@ -17,6 +17,8 @@ from typing import Any
 
 import orjson
 
+from recipe.atropos.errors import AtroposError
+
 logger = logging.getLogger(__name__)
 
 _IGNORED = -100
@@ -24,7 +26,7 @@ _OPTIONAL_ROWS = ("inference_logprobs", "advantages", "ref_logprobs")  # one val
 _OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 
 
-class Refused(ValueError):
+class Refused(AtroposError, ValueError):
     """A group that cannot be sent: ``reason``, as it is counted, and what is wrong."""
 
     def __init__(self, reason: str, detail: str):

@@ -7,6 +7,8 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from recipe.atropos.errors import AtroposError
+
 logger = logging.getLogger(__name__)
 
 VARIABLE = "ATROPOS_MAX_STALENESS"
@@ -15,7 +17,7 @@ PATIENCE_VARIABLE = "ATROPOS_PATIENCE"
 _EPSILON = 1e-6  # sequences; shares such as a third of a batch add up to a little less or more
 
 
-class PacingError(RuntimeError):
+class PacingError(AtroposError, RuntimeError):
     """Generation cannot be paced, or waited too long; the message says for what."""
 
 

@@ -40,10 +40,12 @@ import aiohttp
 import orjson
 from safetensors import SafetensorError, safe_open
 
+from recipe.atropos.errors import AtroposError
+
 PauseMode = Literal["auto", "abort", "retract", "in_place"]
 
 
-class InferenceError(RuntimeError):
+class InferenceError(AtroposError, RuntimeError):
     """A call to an inference server failed; `status` is None if no HTTP answer came."""
 
     def __init__(self, url: str, endpoint: str, message: str, status: int | None = None):

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from recipe.atropos.errors import AtroposError
 from recipe.atropos.inference.client import SGLangClient
 from recipe.atropos.services.process import Service, free_port, port_is_free, start_service, wait_until_healthy
 
@@ -36,7 +37,7 @@ MEMORY_LENT = "memory_lent"
 _OWN_FLAGS = ("model_path", "host", "port", "device", "dtype", "api_key")
 
 
-class LaunchError(ValueError):
+class LaunchError(AtroposError, ValueError):
     """A server cannot be started as asked; the message names the value and what to do."""
 
 

@@ -28,6 +28,8 @@ from pathlib import Path
 
 import psutil
 
+from recipe.atropos.errors import AtroposError
+
 RUN_ID_VARIABLE = "ATROPOS_RUN_ID"
 """Environment variable that marks a service's processes: the ids of the services that they belong to, outermost first,
 joined by ":". A service started by a service carries both marks, so stopping the outer one ends the inner one too."""
@@ -54,7 +56,7 @@ os.execvp(sys.argv[2], sys.argv[2:])
 _spawner = ThreadPoolExecutor(max_workers=1, thread_name_prefix="service-spawner")
 
 
-class ServiceFailed(RuntimeError):
+class ServiceFailed(AtroposError, RuntimeError):
     """A service died, or did not become healthy in time. The message quotes the last lines of its log."""
 
 

@@ -30,6 +30,7 @@ from recipe.atropos.environments.reporting import Reporting
 from recipe.atropos.environments.sampled import SampledTokens
 from recipe.atropos.environments.shaping import shaped_by
 from recipe.atropos.environments.weight_versions import WeightVersions
+from recipe.atropos.errors import AtroposError
 from recipe.atropos.utils.env_flags import CommandLine, UsageError, take_flag
 from recipe.atropos.utils.reward_bridge import RewardBridge, RewardBridgeError, read_bridge
 
@@ -52,7 +53,7 @@ What else differs from running the environment itself: docs/environments.md.
 """
 
 
-class EnvironmentTargetError(ValueError):
+class EnvironmentTargetError(AtroposError, ValueError):
     """A target that names no environment; the message says why, and what to give instead."""
 
 

@@ -29,13 +29,14 @@ from pydantic import ValidationError
 
 from recipe.atropos.environments.errors import EnvironmentFailure
 from recipe.atropos.environments.lifecycle import TERMINATED, end_on_sigterm, end_process
+from recipe.atropos.errors import AtroposError
 
 _OPENAI = f"{OPENAI_NAMESPACE}{NAMESPACE_SEP}"
 _BASELINE_PORTS = range(9004, 9008)  # where BaseEnv looks for servers that nobody configured
 _SUBCOMMANDS = ("serve", "evaluate", "process")
 
 
-class UsageError(ValueError):
+class UsageError(AtroposError, ValueError):
     """Arguments that cannot be meant; the message names them and what to give instead."""
 
 

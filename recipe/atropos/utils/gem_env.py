@@ -23,6 +23,7 @@ from atroposlib.envs.base import BaseEnv
 from gem.envs.registration import ENV_REGISTRY
 from gem.utils.constants import TERMINAL_STATE
 
+from recipe.atropos.errors import AtroposError
 from recipe.atropos.utils.outer_policy import Ask, Episode, Messages, NothingCame
 from recipe.atropos.utils.stepped_env import (
     GRACE,
@@ -38,7 +39,7 @@ _INSTEAD = {"group_size": 1, "ensure_scores_are_not_same": False, "use_wandb": F
 _IN_A_ROW = 8  # items without an answer asked for, or first episodes without a score, until that is an error
 
 
-class NeverScored(RuntimeError):
+class NeverScored(AtroposError, RuntimeError):
     """An environment that gives no score; the message says what it gave."""
 
 

@@ -55,6 +55,8 @@ import yaml
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
+from recipe.atropos.errors import AtroposError
+
 KEY = "reward_bridge"
 _MATCH_SECONDS = 1.0  # for one pattern and one text
 _STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
@@ -64,7 +66,7 @@ Positive = Annotated[float, Field(gt=0)]
 Step = Annotated[int, Field(ge=0)]
 
 
-class RewardBridgeError(ValueError):
+class RewardBridgeError(AtroposError, ValueError):
     """A configuration that cannot be right, or an environment that the bridge cannot act on; names the mend."""
 
 

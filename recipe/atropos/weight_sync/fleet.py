@@ -21,6 +21,7 @@ from typing import Any
 from ray.exceptions import GetTimeoutError, RayTaskError
 from verl.single_controller.ray import RayWorkerGroup
 
+from recipe.atropos.errors import AtroposError
 from recipe.atropos.inference.client import InferenceError, SGLangClient
 from recipe.atropos.weight_sync.adapter import adapter_name
 from recipe.atropos.weight_sync.gateway import GatewayClient
@@ -35,7 +36,7 @@ _DYING_SECONDS = 5.0  # from the death of an engine's process to the end of its 
 _LOOK_SECONDS = 1.0  # between looks for the first server that answers
 
 
-class ServersGone(RuntimeError):
+class ServersGone(AtroposError, RuntimeError):
     """No SGLang server is left, or, on the trainer's own GPUs, not all are; names who is out and what each said."""
 
 

@@ -9,11 +9,13 @@ from typing import Any
 import aiohttp
 import orjson
 
+from recipe.atropos.errors import AtroposError
+
 _RETRY_SECONDS = 0.5
 _REQUEST_SECONDS = 10.0
 
 
-class GatewayError(RuntimeError):
+class GatewayError(AtroposError, RuntimeError):
     """The gateway does not answer, or refuses what it is told; the message names it."""
 
 

@@ -5,6 +5,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 
+from recipe.atropos.errors import AtroposError
 from recipe.atropos.inference.client import InferenceError, SGLangClient
 
 logger = logging.getLogger(__name__)
@@ -12,7 +13,7 @@ logger = logging.getLogger(__name__)
 _TIDY_SECONDS = 5.0  # that a server may take after a failure; a hanging one must not hold up what names it
 
 
-class WeightPushError(RuntimeError):
+class WeightPushError(AtroposError, RuntimeError):
     """A push that did not reach a server; names the server and the phase."""
 
 
