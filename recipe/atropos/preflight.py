@@ -17,6 +17,7 @@ from verl.trainer.ppo.utils import need_critic
 from verl.utils.device import get_device_name
 
 from recipe.atropos.advantages import GRPO_ATROPOS, AdvantageConfig
+from recipe.atropos.config.schema import check_schema
 from recipe.atropos.data_source import DataSourceConfig
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.inference.client import InferenceError, PauseMode, SGLangClient
@@ -52,11 +53,12 @@ def looks_local(path: str) -> bool:
 
 
 def check_config(config: DictConfig) -> None:
-    """Checks that need no server.
+    """Checks that need no server: of each value by the schema, then those that join several keys.
 
     Raises:
         ConfigurationError: naming the key.
     """
+    check_schema(OmegaConf.to_container(config, resolve=True))
     model = config.actor_rollout_ref.model.path
     if looks_local(model) and not (Path(model).expanduser() / "config.json").is_file():
         raise ConfigurationError(

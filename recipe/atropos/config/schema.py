@@ -1,0 +1,454 @@
+"""Types, ranges and choices of the configuration: of all keys of this recipe, and of verl's keys that it documents.
+
+Defaults stand in ``trainer.yaml`` alone. Rules that join several keys stand in ``preflight``. Guarantees:
+
+- imports pydantic only, so that a wrong value is answered in a moment;
+- strict: ``"8"`` is no number, ``true`` is no number, NaN and infinity are refused;
+- this recipe's sections take no other keys; verl's do, ``config.compose`` compares these with verl's own tree.
+"""
+
+import difflib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic.fields import FieldInfo
+
+from recipe.atropos.errors import ConfigurationError
+
+# verl's names, so that verl need not be imported to know them; a test compares them with verl's registries.
+Estimator = Literal[
+    "gpg",
+    "grpo",
+    "grpo_atropos",
+    "grpo_passk",
+    "grpo_vectorized",
+    "opo",
+    "optimal_token_baseline",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "rloo",
+    "rloo_vectorized",
+    "tir_optimal_token_baseline",
+]
+PolicyLoss = Literal[
+    "advantage_weighted_sft",
+    "bypass_mode",
+    "cispo",
+    "clip_cov",
+    "dppo_kl",
+    "dppo_tv",
+    "dro",
+    "gpg",
+    "gspo",
+    "kl_cov",
+    "sapo",
+    "vanilla",
+]
+KL = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"]
+KLLoss = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "low_var_kl+", "k3+"]
+LossAggregation = Literal[
+    "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+]
+Tracker = Literal[
+    "wandb",
+    "mlflow",
+    "swanlab",
+    "vemlp_wandb",
+    "tensorboard",
+    "console",
+    "clearml",
+    "trackio",
+    "file",
+    "rl_insight",
+]
+
+# What verl registers beside these, and why it cannot be chosen here; by key.
+EXCLUDED = {
+    "algorithm.adv_estimator": {
+        "gae": "needs a critic, which this recipe does not train",
+        "remax": "needs a greedy rollout for each prompt, which environments do not send",
+        "gdpo": "needs several named rewards for each sequence, of which the Trajectory API carries one",
+    },
+    "actor_rollout_ref.actor.policy_loss.loss_mode": {
+        "geo_mean": "is averaged by verl over each micro-batch, padding rows included, and these are added up, so it "
+        "grows with their number; gspo is the nearest",
+    },
+}
+
+Text = Annotated[str, Field(min_length=1)]
+Name = Text | int | float  # a name like 2024 reaches us as a number
+Count = Annotated[int, Field(ge=1)]
+Limit = Annotated[int, Field(ge=0)]
+Port = Annotated[int, Field(ge=1, le=65535)]
+Seconds = Annotated[float, Field(gt=0)]
+Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(gt=0, le=1)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+URL = Annotated[str, Field(pattern=r"^https?://.+")]
+Dtype = Literal["bfloat16", "float16", "float32"]
+TorchDtype = Literal["fp32", "float32", "fp16", "float16", "bf16", "bfloat16"]
+
+
+class Section(BaseModel):
+    """A mapping of this recipe's own keys."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+
+
+class VerlSection(Section):
+    """A mapping of verl's; only the keys named here are checked."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+def about(text: str) -> Any:
+    """A key and what it means. Without a default: that stands in ``trainer.yaml``."""
+    return Field(description=text)
+
+
+class Run(Section):
+    name: Name = about("Name of the run")
+    dir: Text = about("Folder of the run; an unfinished run in it is resumed")
+
+
+class API(Section):
+    host: Text = about("Address that the launcher binds the Trajectory API to")
+    port: Port | None = about("Its port; null: a free one")
+    start_timeout: Seconds = about("Seconds until it must answer")
+
+
+class Inference(Section):
+    urls: list[URL] = about("SGLang servers that the trainer pushes to; the launcher sets it")
+    gateway: URL | None = about("The gateway before these servers; null: they may not come and go")
+    servers: Count = about("Servers that the launcher starts")
+    max_restarts: Limit = about("Restarts of each server and of the gateway before the run ends")
+    python: Text | None = about("Interpreter of SGLang's environment; null: $ATROPOS_SGLANG_PYTHON, else .venv-sglang")
+    device: Literal["auto", "cuda", "cpu"] = about("Where the servers compute")
+    host: Text = about("Address that servers and gateway bind to")
+    port: Port | None = about("Port of the first server, the next ones follow it; null: free ones")
+    dtype: Dtype = about("Data type of the served weights; float32 on a CPU")
+    colocated: bool = about("Servers share the trainer's GPUs, and release their memory while it trains")
+    mem_fraction_static: Annotated[float, Field(gt=0, lt=1)] | None = about(
+        "Share of a GPU for the servers' weights and KV cache; null: SGLang's own choice"
+    )
+    api_key: Text | None = about("Key of servers and gateway; the launcher makes one for each run")
+    start_timeout: Seconds = about("Seconds until every server must generate")
+    args: dict[str, Any] = about("Further flags of sglang.launch_server")
+
+
+class Environment(Section):
+    target: Text = about("MODULE[:Class] or FILE.py[:Class]")
+    group_size: Count = about("Sequences of a group")
+    args: dict[str, Any] = about("The environment's own flags, without env.")
+    reward_bridge: dict[str, Any] | None = about("Shapes its scores, see utils/reward_bridge.py; null: does not")
+    weight: Positive = about("Of several: its part of what is not allocated, relative to the others'")
+    min_batch_allocation: Share | None = about("Of several: its part of every batch; null: none is reserved")
+    max_restarts: Limit = about("Restarts before it is abandoned")
+    start_timeout: Seconds = about("Seconds until it must have registered")
+    evaluate: bool = about("Evaluate with its own evaluate()")
+
+
+def _each_optional(section: type[Section], name: str) -> type[Section]:
+    fields: dict[str, Any] = {
+        key: (
+            Annotated[info.annotation, info.description, *info.metadata] | None,
+            Field(None, description=info.description),
+        )
+        for key, info in section.model_fields.items()
+    }
+    return create_model(name, __base__=Section, **fields)
+
+
+OneOfSeveral = _each_optional(Environment, "OneOfSeveral")  # what one leaves out, ``environment`` has
+EnvironmentName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]
+
+
+class Evaluation(Section):
+    every: Count | None = about("Also evaluate after every so many updates; null: before the first and after the last")
+    timeout: Seconds = about("Seconds, of one evaluation")
+    evaluated_file: Text | None = about("Marker file by which the launcher tells the trainer; it sets it")
+
+
+class Data(VerlSection):
+    train_batch_size: Count = about("Groups per step")
+    max_prompt_length: Count = about("Tokens; a longer prompt keeps its end")
+    max_response_length: Count = about("Tokens; for longer responses see trainer.atropos.overlong")
+
+
+class KLControl(VerlSection):
+    type: Literal["fixed", "adaptive"] = about("How the coefficient changes")
+    kl_coef: NotNegative = about("(Initial) coefficient of the KL penalty in the reward")
+    horizon: Count = about("Of the adaptive controller")
+    target_kl: Positive = about("Of the adaptive controller")
+
+
+class RolloutCorrection(VerlSection):
+    rollout_is: Literal["token", "sequence"] | None = about("Importance weights; null: none")
+    rollout_is_threshold: float | str | None = about("Where they are truncated, or LOW_HIGH: dropped outside")
+    rollout_is_batch_normalize: bool = about("Scale the weights to mean 1 over a batch")
+    rollout_rs: Text | None = about("Rejection by these statistics, comma-separated; null: none")
+    rollout_rs_threshold: float | str | None = about("Bounds of each statistic")
+    bypass_mode: bool = about("The engine's logprobs stand for the policy's before the update")
+    loss_type: Literal["ppo_clip", "reinforce"] = about("Loss in bypass mode")
+
+
+class Algorithm(VerlSection):
+    adv_estimator: Estimator = about("grpo_atropos (the environment's advantages, else GRPO), or one of verl's")
+    norm_adv_by_std_in_grpo: bool = about("Divide by the group's standard deviation")
+    gamma: Fraction = about("Discount factor of reinforce_plus_plus")
+    use_kl_in_reward: bool = about("Subtract a KL penalty from the rewards")
+    kl_penalty: KL = about("Estimator of that KL")
+    kl_ctrl: KLControl
+    rollout_correction: RolloutCorrection
+
+
+class LoRA(VerlSection):
+    merge: bool = about("Push base and adapter merged; false: push the adapter alone")
+    rank: Limit = about("Megatron's; use lora_rank")
+
+
+class Model(VerlSection):
+    path: Text = about("A local folder in Hugging Face format, or a hub name")
+    tokenizer_path: Text | None = about("Another tokenizer's folder")
+    trust_remote_code: bool = about("Allow code that comes with the model")
+    use_remove_padding: bool = about("Train on packed sequences")
+    enable_gradient_checkpointing: bool = about("Recompute activations in the backward pass")
+    enable_activation_offload: bool = about("Keep activations in host memory")
+    use_liger: bool = about("Liger kernels")
+    use_fused_kernels: bool = about("verl's fused logprob and entropy kernels")
+    override_config: dict[str, Any] = about("Overrides of the model's own configuration")
+    lora_rank: Limit = about("Above 0: train a LoRA adapter of this rank")
+    lora_alpha: Positive = about("Scale of the adapter: lora_alpha / lora_rank")
+    target_modules: Text | list[Text] = about("Modules that get an adapter; all-linear: all of them")
+    exclude_modules: Text | list[Text] | None = about("Modules that get none")
+    lora_adapter_path: Text | None = about("Begin with this adapter")
+    lora: LoRA
+
+
+class Optimizer(VerlSection):
+    lr: NotNegative = about("Learning rate")
+    lr_scheduler_type: Literal["constant", "cosine"] = about("Schedule after the warmup")
+    lr_warmup_steps: int | None = about("Updates of linear warmup; below 0 or null: by lr_warmup_steps_ratio")
+    lr_warmup_steps_ratio: Fraction = about("Warmup as a share of all updates")
+    min_lr_ratio: Fraction | None = about("Lowest learning rate of the cosine schedule, as a share of lr")
+    num_cycles: Positive = about("Of the cosine schedule")
+    weight_decay: NotNegative = about("AdamW's")
+    betas: Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)] = about("AdamW's")
+    clip_grad: Positive = about("Largest norm of the gradient")
+
+
+class FSDP(VerlSection):
+    param_offload: bool = about("Keep parameters in host memory between uses")
+    optimizer_offload: bool = about("Keep the optimizer's state in host memory between uses")
+    reshard_after_forward: bool = about("Free gathered parameters after the forward pass")
+    fsdp_size: int = about("Ranks that share one copy of the parameters; -1: all")
+    model_dtype: TorchDtype = about("Of the parameters that the optimizer updates")
+    dtype: TorchDtype = about("Of the computation")
+    seed: int = about("Of a new LoRA adapter")
+
+
+CheckpointContents = list[Literal["model", "optimizer", "extra", "hf_model"]]
+
+
+class Checkpoint(VerlSection):
+    save_contents: CheckpointContents = about("What a checkpoint holds; extra: scheduler and random state")
+    load_contents: CheckpointContents = about("What is read from it on resumption")
+
+
+class PolicyLossSettings(VerlSection):
+    loss_mode: PolicyLoss = about("Policy loss")
+    dro_beta: Positive | None = about("Of loss_mode=dro")
+
+
+class Actor(VerlSection):
+    strategy: Literal["fsdp", "fsdp2"] = about("Engine that shards the policy")
+    ppo_mini_batch_size: Count = about("Groups per optimizer step")
+    ppo_micro_batch_size_per_gpu: Count | None = about("Sequences per forward pass, where use_dynamic_bsz=false")
+    use_dynamic_bsz: bool = about("Fill micro-batches by tokens")
+    ppo_max_token_len_per_gpu: Count = about("Tokens of a micro-batch")
+    ppo_epochs: Count = about("Passes over a batch")
+    shuffle: bool = about("Shuffle mini-batches")
+    clip_ratio: NotNegative = about("PPO's clip range, where the next two are not set apart")
+    clip_ratio_low: Fraction = about("Lower clip range")
+    clip_ratio_high: NotNegative = about("Upper clip range")
+    clip_ratio_c: Annotated[float, Field(gt=1)] = about("Dual-clip bound for negative advantages")
+    policy_loss: PolicyLossSettings
+    loss_agg_mode: LossAggregation = about("How token losses become one number")
+    loss_scale_factor: Positive | None = about("Divisor of seq-mean-token-sum-norm")
+    entropy_coeff: float = about("Weight of the entropy bonus")
+    calculate_entropy: bool = about("Report the entropy")
+    calculate_sum_pi_squared: bool = about("For the optimal-token baselines")
+    use_kl_loss: bool = about("Add KL(policy, reference) to the loss")
+    kl_loss_coef: NotNegative = about("Its weight")
+    kl_loss_type: KLLoss = about("Its estimator; with +: its unbiased gradient")
+    use_torch_compile: bool = about("Compile the logprob and entropy computation")
+    grad_clip: Positive = about("See optim.clip_grad")
+    ulysses_sequence_parallel_size: Count = about("Ranks that share a sequence")
+    optim: Optimizer
+    fsdp_config: FSDP
+    checkpoint: Checkpoint
+
+
+class Reference(VerlSection):
+    log_prob_micro_batch_size_per_gpu: Count | None = about("Sequences per forward pass of the reference policy")
+    log_prob_use_dynamic_bsz: bool = about("Fill these micro-batches by tokens")
+    log_prob_max_token_len_per_gpu: Count = about("Tokens of such a micro-batch")
+    fsdp_config: FSDP
+
+
+class CheckpointEngine(VerlSection):
+    update_weights_bucket_megabytes: Count = about("Size of the pieces in which weights travel")
+
+
+class Rollout(VerlSection):
+    name: Literal["sglang"] = about("The inference engine")
+    n: Count = about("Sequences of a group")
+    temperature: Positive = about("Temperature at which the trainer computes logprobs: that of the sampling")
+    log_prob_micro_batch_size_per_gpu: Count | None = about("Sequences per forward pass of the policy's logprobs")
+    log_prob_use_dynamic_bsz: bool = about("Fill these micro-batches by tokens")
+    log_prob_max_token_len_per_gpu: Count = about("Tokens of such a micro-batch")
+    checkpoint_engine: CheckpointEngine
+
+
+class ActorRolloutRef(VerlSection):
+    model: Model
+    actor: Actor
+    ref: Reference
+    rollout: Rollout
+    nccl_timeout: Seconds = about("Seconds, of operations between ranks")
+
+
+class Distillation(Section):
+    loss_coef: NotNegative = about("Weight of KL(teacher || policy); 0: off")
+    use_policy_loss: bool = about("Keep the policy loss; false: distillation alone")
+
+
+class WeightSync(Section):
+    transport: Literal["auto", "disk", "distributed", "tensor"] = about("How weights travel; auto: the fastest")
+    directory: Text = about("For disk: written by rank 0, read by every server")
+    pause_mode: Literal["auto", "abort", "retract", "in_place"] = about("What running requests meet")
+    every: Count = about("Push after every so many updates")
+    verify: Literal["version", "probe", "checksum"] = about("How a push is verified")
+    timeout: Seconds = about("Seconds, one request of a push to one server; a push as a whole: twice that")
+
+
+class Atropos(Section):
+    api_url: URL = about("The Trajectory API; the launcher sets it")
+    timeout: Seconds = about("Seconds, one request to the API")
+    retry_attempts: Count = about("Attempts to reach the API, with exponential back-off")
+    retry_delay: Seconds = about("Seconds before the second attempt")
+    startup_timeout: Seconds = about("Seconds for the API and the servers to answer when the trainer starts")
+    max_wait_time: Seconds = about("Seconds, the longest wait for a batch")
+    prefetch: Count = about("Batches fetched ahead while one is trained on")
+    max_staleness: Limit | None = about("Updates that a sample may be old; 0: on-policy; null: any number")
+    overlong: Literal["truncate", "drop", "error"] = about("Responses longer than data.max_response_length")
+    use_advantages: bool = about("Use the environment's per-token advantages, with grpo_atropos")
+    fallback_to_grpo: bool = about("Compute those of rows that come without; false: an error")
+    advantage_normalization: Literal["none", "batch", "global"] = about("Over the batch's trained tokens, or the run's")
+    advantage_clipping: Annotated[list[float], Field(min_length=2, max_length=2)] | None = about(
+        "[low, high], after normalizing"
+    )
+    distillation: Distillation
+    record_batches: bool = about("Keep what each step is trained on, as run.dir/batches/STEP.json")
+    replay: Text | None = about("A folder of such batches: train on them, without API and servers")
+    weight_sync: WeightSync
+
+
+class Trainer(VerlSection):
+    project_name: Name = about("Project in the tracker")
+    experiment_name: Name = about("Run in the tracker")
+    nnodes: Count = about("Machines with ranks of the trainer")
+    n_gpus_per_node: Count = about("Ranks on each; on a CPU, processes")
+    total_training_steps: Count = about("Updates to train")
+    save_freq: int = about("Updates between checkpoints; -1: only after the last")
+    max_actor_ckpt_to_keep: Count | None = about("Checkpoints that are kept; null: all")
+    logger: list[Tracker] = about("Where metrics go beside metrics.jsonl")
+    default_local_dir: Text = about("Folder of the checkpoints")
+    resume_mode: Literal["auto", "disable", "resume_path"] = about("From the newest checkpoint, none, or a given one")
+    resume_from_path: Text | None = about("Folder global_step_N, with resume_mode=resume_path")
+    balance_batch: bool = about("Balance tokens over the ranks")
+    rollout_data_dir: Text | None = about("Folder of the sampled texts; null: not kept")
+    ray_wait_register_center_timeout: Seconds = about("Seconds until the workers must be up")
+    atropos: Atropos
+
+
+class Configuration(VerlSection):
+    """The whole configuration."""
+
+    seed: Limit = about("Of the data, the sampling and the small policy")
+    run: Run
+    api: API
+    inference: Inference
+    environment: Environment
+    environments: dict[EnvironmentName, OneOfSeveral] = about("Several, NAME: {target: ..., args: ...}")
+    evaluation: Evaluation
+    data: Data
+    algorithm: Algorithm
+    actor_rollout_ref: ActorRolloutRef
+    trainer: Trainer
+
+
+def documented() -> dict[str, FieldInfo]:
+    """Every key of the schema, by its dotted name; those of several environments are environments.NAME.KEY."""
+
+    def walk(section: type[BaseModel], prefix: str) -> Iterator[tuple[str, FieldInfo]]:
+        for name, field in section.model_fields.items():
+            inner = OneOfSeveral if name == "environments" else field.annotation
+            yield prefix + name, field
+            if isinstance(inner, type) and issubclass(inner, BaseModel):
+                yield from walk(inner, f"{prefix}{name}.{'NAME.' if name == 'environments' else ''}")
+
+    return dict(walk(Configuration, ""))
+
+
+def check_schema(values: Mapping[str, Any]) -> None:
+    """Raises ConfigurationError with a line for each key whose value cannot be: the key, the value, what to give."""
+    try:
+        Configuration.model_validate(values)
+    except ValidationError as error:
+        lines: dict[str, str] = {}
+        for problem in error.errors():
+            key, line = _line(values, problem)
+            lines.setdefault(key, line)  # a union reports each of its branches
+        raise ConfigurationError("\n".join(lines.values())) from error
+
+
+def nearest(key: str, known: Iterable[str]) -> str:
+    """``; did you mean KEY?``, or nothing where none of ``known`` is near."""
+    found = difflib.get_close_matches(key, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {found[0]}?" if found else ""
+
+
+def _line(values: Mapping[str, Any], problem: Mapping[str, Any]) -> tuple[str, str]:
+    keys: list[str] = []
+    index, value = "", values
+    for part in problem["loc"]:  # a union adds the name of its branch
+        if isinstance(value, Mapping) and (part in value or problem["type"] == "missing"):
+            keys.append(str(part))
+            value = value.get(part)
+        elif isinstance(value, list) and isinstance(part, int):
+            index, value = f"[{part}]", value[part]
+        else:
+            break
+    key = ".".join(keys) + index
+    fields = documented()
+    name = ".".join([keys[0], "NAME", *keys[2:]] if keys[0] == "environments" else keys)
+    field = fields.get(name)
+    if problem["type"] == "extra_forbidden":
+        return key, f"{key}: no such key{nearest(name, fields).replace('.NAME.', f'.{keys[1]}.')}"
+    if key == "actor_rollout_ref.model.path" and value in (None, ""):
+        return key, f"{key} is not set: give --model, a folder in Hugging Face format or a hub name"
+    if problem["type"] == "missing":
+        return key, f"{key} is missing"
+    choices = problem.get("ctx", {}).get("expected", "").replace("'", "").replace(" or ", ", ")
+    if isinstance(value, str) and value in EXCLUDED.get(key, {}):
+        return key, f"{key}={value} {EXCLUDED[key][value]}; choose one of {choices}"
+    null = field is not None and type(None) in get_args(field.annotation) and not index
+    shown = value if isinstance(value, str) else json.dumps(value, default=str)
+    if problem["type"] == "literal_error":
+        return key, f"{key}={shown}; choose one of {choices}{', null' if null else ''}"
+    wanted = problem["msg"].replace("Input should", "must", 1).replace("String should", "must", 1)
+    return key, f"{key}={shown}: {wanted}{', or null' if null else ''}"
