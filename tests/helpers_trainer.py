@@ -1,5 +1,7 @@
 """Configurations and rows for tests that run verl's real workers."""
 
+import copy
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,11 @@ CPU_OVERRIDES = [
 
 def compose_config(*overrides: str) -> DictConfig:
     """The recipe's configuration for this machine, with further overrides."""
+    return copy.deepcopy(_composed(overrides))
+
+
+@functools.cache
+def _composed(overrides: tuple[str, ...]) -> DictConfig:
     with initialize_config_module("recipe.atropos.config", version_base=None):
         return compose("trainer", overrides=[*CPU_OVERRIDES, *overrides])
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding
 
 from recipe.atropos.data_proto import groups_to_data_proto
-from recipe.atropos.rows import IGNORED, NO_TEACHER, RowLimits, read_groups
+from recipe.atropos.rows import IGNORED, NO_TEACHER, RowLimits, VersionLimits, read_groups
 
 LIMITS = RowLimits(max_prompt_length=5, max_response_length=6, pad_token_id=0, vocab_size=100)
 
@@ -303,3 +303,27 @@ def test_a_group_that_is_none_is_refused_and_counted_too(changes):
 def test_unknown_limits_are_refused():
     with pytest.raises(ValueError, match="trainer.atropos.overlong='cut'"):
         RowLimits(5, 5, 0, "cut")
+
+
+@pytest.mark.parametrize(
+    ("oldest", "newest", "max_staleness", "reason"),
+    [
+        (5, 5, 0, None),
+        (4, 5, 0, "stale"),
+        (3, 5, 2, None),
+        (2, 5, 2, "stale"),
+        (0, 0, None, None),
+        (5, 6, None, "future_version"),
+        (5, 6, 9, "future_version"),
+        (6, 6, 0, "future_version"),
+        (-1, 5, None, "not_pushed"),
+        (-1, -1, 9, "not_pushed"),
+        (None, None, None, None),
+        (None, None, 0, "unknown_version"),
+        (None, 5, 9, "unknown_version"),
+        (5, None, 0, None),
+    ],
+)
+def test_version_limits_hold_at_their_very_bounds(oldest, newest, max_staleness, reason):
+    """Of a policy with 5 updates behind it."""
+    assert VersionLimits(5, max_staleness).refuses(oldest, newest) == reason

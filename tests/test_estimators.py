@@ -112,12 +112,23 @@ def test_without_advantages_of_its_own_a_batch_gets_verls_grpo_advantage():
 
 
 def test_a_group_of_equal_scores_has_no_advantage_not_even_a_rounding():
-    groups = mixed_groups()[:1]
-    groups[0]["scores"] = [0.1, 0.1, 0.1, 0.1]
-    groups += mixed_groups(seed=1)[1:2]
+    """Eight scores of 100.1: the rounding of their mean, over an epsilon, makes verl's own GRPO 0.83 of them."""
+    rng = np.random.default_rng(0)
+    groups = [random_group(rng, 50, turns=2, size=8) | {"scores": [100.1] * 8}, *mixed_groups(seed=1)[1:2]]
+    ours, verls = (estimate(groups, f"algorithm.adv_estimator={name}") for name in ("grpo_atropos", "grpo"))
+    assert verls.batch["advantages"][:8].abs().max() > 0.5
+    assert not ours.batch["advantages"][:8].any()
+    assert_same(as_rows(ours)[8:], expected_advantages(groups[1:]))
+
+
+def test_a_group_of_one_row_has_its_score_as_advantage():
+    """As in verl's GRPO: nothing is known that it could be compared with."""
+    rng = np.random.default_rng(0)
+    groups = [random_group(rng, 50, size=1) | {"scores": [2.5]}, random_group(rng, 50, size=1) | {"scores": [-1.5]}]
     data = estimate(groups)
-    assert not data.batch["advantages"][:4].any()
-    assert_same(as_rows(data)[4:], expected_advantages(groups[1:]))
+    rows = as_rows(data)
+    assert_same(rows, [dict.fromkeys(row, score) for row, score in zip(rows, (2.5, -1.5), strict=True)])
+    assert data.non_tensor_batch["has_signal"].all()
 
 
 @pytest.mark.parametrize(

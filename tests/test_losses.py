@@ -261,6 +261,46 @@ def test_the_distillation_term_sits_on_the_tokens_that_the_teacher_was_asked_abo
         assert abs(alone) > 1e-3
 
 
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"])
+def test_distillation_is_averaged_over_all_trained_tokens(rng, mode):
+    """Of two rows of four trained tokens, the teacher has a mass at two of the first row's, and at none of the other's.
+
+    The KL of an untaught token is 0, and it counts in the mean: a token's weight does not depend on the others.
+    """
+    length, k = 6, 2
+    top = torch.randn(length, V, generator=rng).log_softmax(-1).topk(k)
+    logprobs = top.values.clone()
+    logprobs[4:] = float(NO_TEACHER)
+    group = {
+        "tokens": [[1] * length] * 2,
+        "masks": [[-100, -100, 1, 1, 1, 1]] * 2,
+        "scores": [0.0, 1.0],
+        "distill_token_ids": [[[]] * 2 + top.indices[2:].tolist(), []],
+        "distill_logprobs": [[[]] * 2 + logprobs[2:].tolist(), []],
+    }
+    data, report = groups_to_data_proto([group], RowLimits(20, 40, 0, vocab_size=V))
+    assert not report.dropped
+    data = left_right_2_no_padding(data.to_tensordict())
+    tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=8, global_batch_size=2)
+    overrides = ["actor_rollout_ref.model.path=none", f"actor_rollout_ref.actor.loss_agg_mode={mode}"]
+    config = omega_conf_to_dataclass(compose_config(*overrides).actor_rollout_ref.actor)
+    distillation = DistillationConfig(loss_coef=0.5, use_policy_loss=False)
+    logits = torch.randn(1, 2 * length, V, generator=rng)
+    carried = atropos_loss(config, distillation, data=data, student_logits=logits)
+    offsets = data["input_ids"].offsets()
+    output = {key: torch.nested.nested_tensor_from_jagged(v[0], offsets) for key, v in carried.items()}
+    loss, metrics = atropos_loss(config, distillation, model_output=output, data=data)
+    kl, mass = forward_kl_top_k(logits[0, 1:3], top.indices[2:4], top.values[2:4])
+    tokens, rows = 4, 2
+    mean = (
+        kl.sum() / {"token-mean": tokens * rows, "seq-mean-token-mean": tokens * rows, "seq-mean-token-sum": rows}[mode]
+    )
+    assert kl.sum() > 0.1 and loss.item() == pytest.approx(0.5 * mean.item(), rel=1e-4)
+    assert metrics["actor/distillation_loss"].aggregate() == pytest.approx(mean.item(), rel=1e-4)
+    assert metrics["actor/distillation_kl"].aggregate() == pytest.approx(kl.mean().item(), rel=1e-4), "of taught tokens"
+    assert metrics["actor/teacher_mass"].aggregate() == pytest.approx(mass.mean().item(), rel=1e-4)
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [

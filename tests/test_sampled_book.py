@@ -106,6 +106,22 @@ def test_replies_of_one_text_are_each_posted_once(book, tokenizer):
     assert tokens == [way.tokens.tolist() for way in ways]
 
 
+def test_sampled_replies_of_same_tokens_match_by_logprobs(book, tokenizer):
+    """As where temperatures differ: whichever was sampled first, or has been posted."""
+    prompt = chat(tokenizer, "go")
+    replies = {first: sampled(book, prompt, "ab", END, first=first) for first in (-0.1, -0.2, -0.3)}
+    replies[-0.1].continued = True
+    posted = chat(tokenizer, "go", "ab", add_generation_prompt=False)
+    masks = [I] * len(prompt) + posted[len(prompt) :]
+    for first in (-0.3, -0.1, -0.2, -0.3):
+        given = [1.0] * len(prompt) + replies[first].logprobs.tolist() + [1.0]
+        (piece,) = [piece for piece in book.trace(posted, given) if piece.completion]
+        assert piece.completion is replies[first]
+        counts = Counter()
+        row = restore(book, posted, masks, given, {}, lambda name: counts.update([name]))  # noqa: B023
+        assert row.logprobs[len(prompt)] == first and not counts["other_logprobs"]
+
+
 def test_of_replies_to_the_same_prompt_those_of_the_same_item_are_taken(book, tokenizer):
     prompt = chat(tokenizer, "go")
     sampled(book, prompt, "ab", END, first=-0.1)
