@@ -12,6 +12,8 @@ from transformers import AutoTokenizer
 
 from recipe.atropos.environments.sampled_book import trained_spans
 from recipe.atropos.inference.client import InferenceError, SGLangClient
+from recipe.atropos.rows import RowLimits, read_groups
+from recipe.atropos.sampling import SamplingCheck, SamplingMismatch
 
 
 @pytest.fixture(scope="module")
@@ -171,13 +173,30 @@ def test_a_text_that_grows_has_the_sampled_tokens_in_it(model_path, url, replies
 
 
 @pytest.mark.e2e
-def test_logprobs_are_those_of_the_distribution_that_was_sampled_from(model_path, url, replies):
-    """As the module says; and that it is another one is counted."""
+@pytest.mark.parametrize(("named", "trainer"), [(0.5, 1.0), (None, 0.7), (None, None)])
+def test_sampling_parameters_are_posted_with_the_tokens(named, trainer, model_path, url, replies, monkeypatch):
+    """An environment that names no temperature samples at the trainer's; other requests do not matter."""
+    if trainer is not None:
+        monkeypatch.setenv("ATROPOS_TEMPERATURE", str(trainer))
     env = make(ManySamples, model_path, url)
-    env.temperature = 0.5
+    env.temperature = named
+
+    async def evaluate():
+        await env.server.completion(prompt="go", max_tokens=5, temperature=0.0, top_p=0.5, split="eval")
+        await env.server.completion(prompt="not posted", max_tokens=5, temperature=3.0)
+
+    asyncio.run(evaluate())
     group = round_of(env)
-    assert_as_sampled(group, model_path, replies, temperature=0.5)
-    assert env.report.counts["sampled_at_temperature"] == 4 and env.report.counts["sampled_restricted"] == 0
+    expected = named or trainer or 1.0
+    assert group["group_overrides"]["sampling_params"] == [[{"temperature": expected}]] * 4
+    assert_as_sampled(group, model_path, replies, temperature=expected)
+    rows, _ = read_groups([group], RowLimits(100, 100, 0))
+    check = SamplingCheck(temperature=1.0)
+    if expected == 1.0:
+        assert check.metrics([row.sampling for row in rows], ["e"] * 4) == {}
+    else:
+        with pytest.raises(SamplingMismatch, match=f"environment e sampled at temperature {expected}"):
+            check.metrics([row.sampling for row in rows], ["e"] * 4)
 
 
 @pytest.mark.e2e

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from recipe.atropos.environments.sampled import group_of, restore
 from recipe.atropos.environments.sampled_book import ITEM, Book, Item, key_of
-from recipe.atropos.environments.sampled_calls import how_sampled, sampling_params
+from recipe.atropos.environments.sampled_calls import sampling_params
 from recipe.atropos.inference.client import InferenceError
 
 
@@ -398,21 +398,6 @@ def test_openai_arguments_become_those_of_sglang_or_are_named():
         "min_new_tokens": 1,
     }
     assert sampling_params({"tools": [{}], "logprobs": 0, "best": 1})[1] == {"tools": [{}], "logprobs": 0, "best": 1}
-
-
-@pytest.mark.parametrize(
-    ("params", "names"),
-    [
-        ({}, []),
-        ({"temperature": 1.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "stop": ["x"]}, []),
-        ({"temperature": 0.0}, ["sampled_at_temperature"]),
-        ({"temperature": 0.7, "top_p": 0.9}, ["sampled_at_temperature", "sampled_restricted"]),
-        ({"regex": "a+"}, ["sampled_restricted"]),
-        ({"frequency_penalty": 0.5}, ["sampled_restricted"]),
-    ],
-)
-def test_sampling_from_another_distribution_is_named(params, names):
-    assert how_sampled(params) == names
 
 
 def test_a_server_that_cannot_be_reached_is_named(model_path):

@@ -12,6 +12,7 @@ from verl.workers.utils.losses import ppo_loss
 
 from recipe.atropos.data_proto import groups_to_data_proto, rows_to_data_proto
 from recipe.atropos.rows import read_groups
+from recipe.atropos.sampling import SamplingCheck
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180), pytest.mark.usefixtures("cluster")]
 
@@ -48,9 +49,13 @@ def plain(model_path):
 
 
 def token_logprobs(model, row):
-    """(R_i,) logprobs of a row's response tokens by plain transformers, one unpadded sequence at a time."""
+    """(R_i,) logprobs of a row's response tokens by plain transformers, one unpadded sequence at a time.
+
+    At the temperature that the row was sampled at, where it is known.
+    """
     ids = torch.from_numpy(np.concatenate([row.prompt, row.response]))[None]
-    logprobs = torch.log_softmax(model(ids).logits[0].float(), dim=-1)
+    temperature = row.sampling[0].temperature if row.sampling else 1.0
+    logprobs = torch.log_softmax(model(ids).logits[0].float() / temperature, dim=-1)
     start = len(row.prompt)
     return logprobs[torch.arange(start - 1, ids.shape[1] - 1), ids[0, start:]]
 
@@ -115,6 +120,39 @@ def test_padding_rows_change_neither_loss_nor_gradient(trainer, plain, model_pat
     norm = torch.sqrt(sum(p.grad.square().sum() for p in plain.parameters()))
     assert norm > 1e-4
     # With several micro-batches and ranks verl reports the loss as the mean over ranks of sums over micro-batches.
+    assert trainer.metrics["actor/pg_loss"] == pytest.approx(loss.item(), rel=1e-3, abs=1e-6)
+    assert trainer.metrics["actor/grad_norm"] == pytest.approx(norm.item(), rel=1e-3)
+
+
+def test_sampling_temperature_of_each_row_is_computed(trainer, plain, model_path):
+    """Logprobs, loss and gradient under ``per_row``; unknown and padding rows are at the trainer's temperature."""
+    groups = a_batch(trainer, model_path, turns=2, seed=13)
+    for group, temperatures in zip(groups, [(0.7, 1.3, 0.7), (0.5, 1.0, 2.0), (None, 1.0, 0.7)], strict=True):
+        given = [None if t is None else [{"temperature": t}] for t in temperatures]
+        group["group_overrides"] = {"sampling_params": given}
+    rows, _ = read_groups(groups, trainer.limits)
+    batch, _ = groups_to_data_proto(groups, trainer.limits, multiple_of=trainer.mini_batch_size)
+    begin_step(trainer, batch, step=1)
+    check, trainer.sampling_check = trainer.sampling_check, SamplingCheck(temperature=1.0, mode="per_row")
+    try:
+        trainer._check_sampling(batch)
+    finally:
+        trainer.sampling_check = check
+    assert trainer.metrics["atropos/rows_with/other_temperature"] == 6
+    config = omega_conf_to_dataclass(trainer.config.actor_rollout_ref.actor)
+    trainer.actor_rollout_wg.set_loss_fn(partial(ppo_loss, config=config))
+    batch = trainer._fit_compute_log_prob(batch)
+    for i, row in enumerate(rows):
+        mask = torch.from_numpy(row.mask)
+        ours = batch.batch["old_log_probs"][i, : len(row.response)][mask]
+        with torch.no_grad():
+            torch.testing.assert_close(ours, token_logprobs(plain, row)[mask], atol=1e-4, rtol=0)
+    batch = trainer._fit_compute_advantage(batch)
+    trainer._fit_update_actor(batch)
+    plain.zero_grad()
+    loss = plain_loss(plain, rows, batch.batch["advantages"], "token-mean", None)
+    loss.backward()
+    norm = torch.sqrt(sum(p.grad.square().sum() for p in plain.parameters()))
     assert trainer.metrics["actor/pg_loss"] == pytest.approx(loss.item(), rel=1e-3, abs=1e-6)
     assert trainer.metrics["actor/grad_norm"] == pytest.approx(norm.item(), rel=1e-3)
 

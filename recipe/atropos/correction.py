@@ -20,22 +20,27 @@ def with_log_probs(rows: DataProto) -> tuple[DataProto | None, np.ndarray]:
     return (rows.select_idxs(known) if known.size else None), known
 
 
-def compare_with_engine(rows: DataProto) -> dict[str, float]:
+def compare_with_engine(rows: DataProto, version: int) -> dict[str, float]:
     """How far the engine's logprobs (``rollout_log_probs``) are from the trainer's (``old_log_probs``), as metrics.
 
-    ``atropos/logprob_diff/mean`` and ``max`` are of the absolute difference over trained tokens, in nats. In fp32 and
-    on fresh samples anything above 1e-4 is a bug.
+    ``atropos/logprob_diff/mean`` and ``max`` are of the absolute difference over trained tokens, in nats;
+    ``fresh_mean`` over those of the rows that the policy's own ``version`` sampled, where there are any. Nothing but
+    kernels and rounding is in that one: above ``trainer.atropos.logprob_tolerance`` it is an alarm.
     """
     known, _ = with_log_probs(rows)
     if known is None:
         return {}
-    difference = known.batch["rollout_log_probs"] - known.batch["old_log_probs"]
-    difference = difference.abs()[known.batch["response_mask"].bool()]
-    return {
+    difference = (known.batch["rollout_log_probs"] - known.batch["old_log_probs"]).abs()
+    mask = known.batch["response_mask"].bool()
+    fresh = torch.from_numpy(known.non_tensor_batch["policy_version_min"] == version)[:, None] & mask
+    metrics = {
         **calculate_debug_metrics(known),
-        "atropos/logprob_diff/mean": difference.mean().item(),
-        "atropos/logprob_diff/max": difference.max().item(),
+        "atropos/logprob_diff/mean": difference[mask].mean().item(),
+        "atropos/logprob_diff/max": difference[mask].max().item(),
     }
+    if fresh.any():
+        metrics["atropos/logprob_diff/fresh_mean"] = difference[fresh].mean().item()
+    return metrics
 
 
 def correct_rollout(rows: DataProto, config: DictConfig) -> dict[str, float]:

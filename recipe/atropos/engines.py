@@ -15,6 +15,9 @@ time. So
   copies of them (``reshard_after_forward=false``), and a push that fails half-way leaves nothing to restore;
 - every rank makes every tensor: gathering is a collective.
 
+``RowTemperature``: each row at a temperature of its own. verl's engine takes a temperature for each row, but its
+trainer writes one for the whole batch over it.
+
 A new adapter depends on the engine's ``seed`` alone, not on the strategy or the number of ranks.
 """
 
@@ -24,6 +27,7 @@ from typing import Any
 import torch
 from peft.tuners.lora import Linear, LoraLayer
 from peft.utils.other import transpose
+from tensordict import TensorDict
 from torch.distributed.tensor import DTensor
 from verl.utils.device import get_device_id
 from verl.utils.fsdp_utils import load_fsdp_model_to_gpu, normalize_peft_param_name, offload_fsdp_model_to_cpu
@@ -51,6 +55,19 @@ class ConfiguredOffload:
             return super()._build_fsdp_module(module)
         finally:
             config.forward_only = True
+
+
+class RowTemperature:
+    """Mixin; must precede one of verl's FSDP engines in the MRO.
+
+    ``row_temperature``, (B,) float32, where a batch has it, takes the place of the batch's ``temperature`` in logprobs,
+    entropies and the logits that losses see.
+    """
+
+    def prepare_model_inputs(self, micro_batch: TensorDict) -> tuple[dict[str, Any], dict[str, Any]]:
+        if "row_temperature" in micro_batch:
+            micro_batch["temperature"] = micro_batch["row_temperature"]
+        return super().prepare_model_inputs(micro_batch=micro_batch)
 
 
 class PushedLoRA:
@@ -186,5 +203,5 @@ def _check_servable(module: torch.nn.Module) -> None:
 
 # verl looks for the vendor's engine before its own, which is registered for the device alone.
 @EngineRegistry.register(model_type="language_model", backend=["fsdp", "fsdp2"], device="cuda", vendor="nvidia")
-class AtroposFSDPEngine(ConfiguredOffload, PushedLoRA, FSDPEngineWithLMHead):
+class AtroposFSDPEngine(ConfiguredOffload, RowTemperature, PushedLoRA, FSDPEngineWithLMHead):
     """FSDP1 ("fsdp") and FSDP2 ("fsdp2") on NVIDIA GPUs."""

@@ -33,6 +33,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from rich.markup import escape
 
+from recipe.atropos import alarms
 from recipe.atropos.inference.server import LaunchError
 from recipe.atropos.preflight import ConfigurationError, check_config, resolve_model
 from recipe.atropos.run_record import MetricsReader, update_summary
@@ -264,6 +265,7 @@ async def watch(run: Run, trainer: Service, version: int, environments: Environm
     """
     total = run.config.trainer.total_training_steps
     seen, reader = version, MetricsReader(run.directory)
+    reported: set[str] = set()
     while True:
         ended = trainer.poll() is not None
         for line in reader.new_lines():
@@ -272,9 +274,10 @@ async def watch(run: Run, trainer: Service, version: int, environments: Environm
                 console.print(
                     f"[bold]step {seen:>4}/{total}[/] score {scores_of(line)}  "
                     f"rows {line['atropos/rows']:.0f}  {line['timing_s/step']:.1f} s, of them waiting "
-                    f"{line['phase_s/wait']:.1f}  version {line['atropos/policy_version']}",
+                    f"{line['phase_s/wait']:.1f}  version {line['atropos/policy_version']}{_alarms(line)}",
                     soft_wrap=True,
                 )
+                _report_new_alarms(run.config, line, reported)
         await environments.look_after()
         run.check()
         await evaluations.look_after()
@@ -290,6 +293,20 @@ def scores_of(line: dict[str, float]) -> str:
     named = [(key.split("/"), score) for key, score in line.items() if key.endswith("/mean_score")]
     each = [f"{parts[1]} {score:+.3f}" for parts, score in named if len(parts) == 3]
     return f"{line['atropos/mean_score']:+.3f}" + (f" ({', '.join(each)})" if len(each) > 1 else "")
+
+
+def _alarms(line: dict[str, float]) -> str:
+    names = ", ".join(alarms.of_line(line))
+    return f"  [bold yellow]{names}[/]" if names else ""
+
+
+def _report_new_alarms(config: DictConfig, line: dict[str, float], reported: set[str]) -> None:
+    """Say in full what the names behind the steps mean, each once."""
+    tolerance = alarms.logprob_tolerance(config.trainer.atropos.logprob_tolerance, config.inference.dtype)
+    for name, value in alarms.of_line(line).items():
+        if name not in reported:
+            reported.add(name)
+            console.print(f"[bold yellow]{name}[/] {escape(alarms.describe(name, value, tolerance))}", soft_wrap=True)
 
 
 async def _answers(url: str) -> bool:

@@ -25,6 +25,7 @@ from verl.utils.debug import marked_timer
 from verl.utils.device import get_device_name
 from verl.utils.tracking import Tracking
 
+from recipe.atropos import alarms
 from recipe.atropos.advantages import AdvantageConfig, RunningMoments, compute_advantages
 from recipe.atropos.correction import compare_with_engine, correct_rollout
 from recipe.atropos.data_proto import groups_to_data_proto, rows_to_data_proto
@@ -34,14 +35,16 @@ from recipe.atropos.fsdp_workers import AtroposActorWorker
 from recipe.atropos.losses import DistillationConfig
 from recipe.atropos.metrics import batch_metrics, staleness_metrics
 from recipe.atropos.recorded import NoServers, RecordedSource, write_batch
-from recipe.atropos.rows import Row, RowLimits, VersionLimits
+from recipe.atropos.rows import Row, RowLimits, VersionLimits, environment_name
 from recipe.atropos.run_record import RunRecord
+from recipe.atropos.sampling import SamplingCheck
 from recipe.atropos.weight_sync.build import build_manager
 
 logger = logging.getLogger(__name__)
 
 # What the actor needs of a batch; the rest stays with the driver instead of travelling to every rank.
 _FORWARD_KEYS = ["prompts", "responses", "input_ids", "attention_mask", "position_ids", "response_mask"]
+_FORWARD_KEYS += ["row_temperature"]  # where rows were sampled at different ones
 _UPDATE_KEYS = ["old_log_probs", "advantages", "ref_log_prob", "rollout_is_weights", "teacher_ids", "teacher_logprobs"]
 _ADVANTAGE_KEYS = ["token_level_rewards", "response_mask", "rollout_is_weights", "advantages", "returns"]
 _EVALUATION_SLACK = 60.0  # seconds, for the launcher to notice that an evaluation is due, and to say that it ended
@@ -100,6 +103,8 @@ class RayGRPOAtroposTrainer(SeparateRayPPOTrainer):
             read_teacher=self.distillation.enabled,
         )
         self.source_config = DataSourceConfig.from_config(atropos)
+        self.sampling_check = SamplingCheck.from_config(config)
+        self.logprob_tolerance = alarms.logprob_tolerance(atropos.logprob_tolerance, config.inference.dtype)
 
     # ---------------------------------------------------------------- the algorithm
 
@@ -154,6 +159,7 @@ class RayGRPOAtroposTrainer(SeparateRayPPOTrainer):
         Raises:
             DataSourceError: no batch in time.
             RuntimeError: every sequence of many batches in a row was dropped; names the reasons.
+            SamplingMismatch: rows were sampled from another distribution than the trainer computes.
         """
         dropped, counts = Counter(), Counter()
         versions = VersionLimits(self.global_steps - 1, self.config.trainer.atropos.max_staleness)
@@ -179,12 +185,26 @@ class RayGRPOAtroposTrainer(SeparateRayPPOTrainer):
         self.metrics["atropos/batches_ahead"] = len(self.data_source)
         self.metrics["atropos/fetch_s_so_far"] = self.data_source.fetch_seconds
         self.metrics |= {f"atropos/api/{event}": n for event, n in self.data_source.events.items()}
+        self._check_sampling(batch)
         batch.meta_info["temperature"] = self.config.actor_rollout_ref.rollout.temperature
         if self.config.trainer.balance_batch:
             self._balance_batch(batch, metrics=self.metrics)
         batch.meta_info["global_token_num"] = batch.batch["attention_mask"].sum(dim=-1).tolist()
         self.reward_tensor, self.reward_extra_infos_dict = batch.batch["token_level_scores"], {}
         return batch
+
+    def _check_sampling(self, batch: DataProto) -> None:
+        """Counts of what was sampled otherwise than the trainer computes; ``row_temperature``, (B,), where needed."""
+        columns = batch.non_tensor_batch
+        sampled = columns["sampling"].tolist()
+        names = map(environment_name, columns["env_name"], columns["env_id"])
+        real = [
+            (s, name) for s, name, padding in zip(sampled, names, columns["is_padding"], strict=True) if not padding
+        ]
+        self.metrics |= self.sampling_check.metrics(*zip(*real, strict=True))
+        temperatures = self.sampling_check.temperatures(sampled)
+        if temperatures is not None:
+            batch.batch["row_temperature"] = torch.from_numpy(temperatures)
 
     def _look_after_servers(self) -> None:
         """While a batch is waited for: it cannot come if servers wait for weights, or serve those of their start."""
@@ -221,7 +241,7 @@ class RayGRPOAtroposTrainer(SeparateRayPPOTrainer):
         if engine is not None:
             batch.batch["rollout_log_probs"] = engine
             if "old_log_probs" in batch.batch:
-                self.metrics |= compare_with_engine(batch)
+                self.metrics |= compare_with_engine(batch, version=self.global_steps - 1)
             if bypass:
                 known = torch.from_numpy(~lacking)[:, None]
                 batch.batch["old_log_probs"] = torch.where(known, engine, batch.batch.get("old_log_probs", engine))
@@ -315,6 +335,14 @@ class RayGRPOAtroposTrainer(SeparateRayPPOTrainer):
         totals.sequences_trained += len(rows)
         totals.tokens_trained += int(rows.batch["response_mask"].sum())
         totals.policy_version = self.checkpoint_manager.version
+        self._raise_alarms()
+
+    def _raise_alarms(self) -> None:
+        """The step's alarms as metrics, and each in the log when it is raised for the first time."""
+        raised = alarms.raised_by(self.metrics, self.logprob_tolerance, self.sampling_check.mode)
+        for name in alarms.remember(self.record.totals.alarms, self.global_steps, raised, self.logprob_tolerance):
+            logger.error("step %d: %s", self.global_steps, self.record.totals.alarms[name]["what"])
+        self.metrics |= {f"{alarms.PREFIX}{name}": value for name, value in raised.items()}
 
     def _fit_postprocess_step(self) -> None:
         self.logger.log(data=self.metrics, step=self.global_steps)

@@ -23,6 +23,7 @@ from typing import Any, Literal
 import numpy as np
 
 from recipe.atropos.errors import AtroposError
+from recipe.atropos.sampling import Sampled, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -146,6 +147,7 @@ class Row:
     ``log_probs`` is None where a trained token lacks a valid one; ``advantages``, ``ref_log_probs`` and the teacher's
     top-k are None where the environment sent none. ``versions`` is (oldest, newest) weight version among the trained
     tokens, None if unknown. ``raw_score`` is the score before a reward bridge shaped it, None where none did.
+    ``sampling``: the distinct parameters that its trained tokens were sampled with, None if unknown.
     """
 
     prompt: np.ndarray  # (P_i,) int64
@@ -157,6 +159,7 @@ class Row:
     env_name: str | None = None
     versions: tuple[int | None, int | None] = (None, None)
     raw_score: float | None = None
+    sampling: Sampled = None
     log_probs: np.ndarray | None = None  # (R_i,) float32
     advantages: np.ndarray | None = None  # (R_i,) float32
     ref_log_probs: np.ndarray | None = None  # (R_i,) float32
@@ -415,6 +418,7 @@ def read_group(
                 env_name=overrides.get("env_name"),
                 versions=(oldest, newest),
                 raw_score=_raw_score(overrides, i, len(tokens), where),
+                sampling=_sampling(group, overrides, i, where),
                 log_probs=log_probs,
                 advantages=_masked(arrays["advantages"], first, end, mask),
                 ref_log_probs=_masked(arrays["ref_logprobs"], first, end, mask),
@@ -457,6 +461,28 @@ def _versions(overrides: Mapping[str, Any], row: int, where: str) -> tuple[int |
         return value
 
     return version("policy_version_min"), version("policy_version_max")
+
+
+def _sampling(group: Group, overrides: Mapping[str, Any], row: int, where: str) -> Sampled:
+    """Of a row, from ``group_overrides.sampling_params``, else from the group's ``generation_params``."""
+    values = overrides.get("sampling_params")
+    if values is not None and (not isinstance(values, Sequence) or len(values) != len(group["tokens"])):
+        raise RefusedGroup(
+            "malformed", f"{where}: sampling_params is {values!r}, not a list over {len(group['tokens'])} sequences"
+        )
+    given = None if values is None else values[row]
+    try:
+        if given is not None:
+            if isinstance(given, str) or not isinstance(given, Sequence) or not given:
+                raise ValueError(f"{given!r} is no list of mappings")
+            return tuple(dict.fromkeys(map(SamplingParams.from_mapping, given)))
+        declared = group.get("generation_params")
+        if isinstance(declared, Mapping) and declared.get("temperature") is not None:
+            return (SamplingParams.from_declaration(declared),)
+    except (TypeError, ValueError) as error:
+        key = "generation_params" if given is None else f"sampling_params[{row}]"
+        raise RefusedGroup("malformed", f"{where}: {key}: {error}") from error
+    return None
 
 
 def read_groups(

@@ -39,6 +39,7 @@ class RunTotals:
     seconds: float = 0.0
     seconds_per_phase: dict[str, float] = field(default_factory=dict)
     dropped: dict[str, int] = field(default_factory=dict)
+    alarms: dict[str, dict[str, Any]] = field(default_factory=dict)  # by name, see alarms.py
 
 
 class Stateful(Protocol):

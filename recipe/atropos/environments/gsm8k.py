@@ -30,6 +30,7 @@ from recipe.atropos.environments.pacing import Paced
 from recipe.atropos.environments.sampled_book import trained_spans
 from recipe.atropos.environments.weight_versions import WeightVersions
 from recipe.atropos.environments.word_problems import SYNTHETIC, Row, gold_answer, load_problems
+from recipe.atropos.sampling import default_temperature
 from recipe.atropos.utils.env_adapter import adapt
 
 logger = logging.getLogger(__name__)
@@ -54,7 +55,9 @@ class GSM8kEnvConfig(BaseEnvConfig):
     eval_size: int = Field(256, description="Number of held-out problems, the first of the test split")
     seed: int = Field(0, description="Order of the training problems; of the generated ones also their choice")
     system_prompt: str = Field(SYSTEM_PROMPT, description="Empty for none")
-    temperature: float = Field(1.0, description="Of sampling; the trainer's logprobs are for 1.0")
+    temperature: float = Field(
+        default_factory=default_temperature, description="Of sampling; by default the trainer's, 1 without a launcher"
+    )
     max_answer_tokens: int | None = Field(None, description="Of one answer; by default what max_token_length leaves")
 
 

@@ -15,6 +15,7 @@ import yaml
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup
 from pydantic import Field
 
+from recipe.atropos.sampling import default_temperature
 from recipe.atropos.utils.env_adapter import adapt
 
 Problem = dict[str, Any]  # question, answer, metadata: reasoning-gym's own
@@ -37,7 +38,9 @@ class ReasoningEnvConfig(BaseEnvConfig):
     eval_size: int = Field(256, description="Number of held-out problems; fewer where a task has fewer different ones")
     seed: int = Field(0, description="Of the training problems")
     system_prompt: str = Field(SYSTEM_PROMPT, description="Empty for none")
-    temperature: float = Field(1.0, description="Of sampling; the trainer's logprobs are for 1.0")
+    temperature: float = Field(
+        default_factory=default_temperature, description="Of sampling; by default the trainer's, 1 without a launcher"
+    )
     max_answer_tokens: int | None = Field(None, description="Of one answer; by default what max_token_length leaves")
 
 

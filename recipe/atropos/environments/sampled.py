@@ -15,7 +15,7 @@ All of an environment's calls to its SGLang servers are made with token ids and 
 - What nobody sampled, or a server or a route without token ids, is not trained on (``not_sampled``). A group of which
   nothing is left is refused, as ``not_sampled``.
 
-These names are counts of spans in ``env.report``, as are ``retokenized`` and those of ``how_sampled``.
+These names are counts of spans in ``env.report``, as is ``retokenized``.
 
 The default ``collect_trajectories`` keeps every field, asks again for a trajectory that is None, and refuses a group
 that stays incomplete as ``missing_trajectories``.
@@ -108,8 +108,8 @@ def restore(
                 if all(mask == IGNORED for mask in row.masks):
                     row = Row(values={name: [] for name in values})
                     row.add(completion.prompt.tolist())
-            for event in (*completion.events, *(["retokenized"] if piece.tokens != posted else [])):
-                count(event)
+            if piece.tokens != posted:
+                count("retokenized")
         own = completion.logprobs.tolist()
         found = list(zip(flags, given or own, own, strict=False))  # a reply that was cut short has more logprobs
         if any(flag and _valid(other) and abs(other - value) > _OTHER for flag, other, value in found):

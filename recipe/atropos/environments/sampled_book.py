@@ -1,4 +1,5 @@
-"""What was sampled: the tokens, logprobs, context and weight versions of each reply, found again in what becomes of it.
+"""What was sampled: each reply's tokens, logprobs, context, weight versions and sampling parameters, found again in
+what becomes of it.
 
 An environment sees a reply's text and goes on with that: into the next prompt, or into a sequence that it posts. Once
 encoded again, a text need not give the tokens that were sampled. ``Book.trace`` puts them back, in prompts and in
@@ -20,6 +21,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from recipe.atropos.sampling import SamplingParams
 
 IGNORED = -100  # the mask of a token that is not trained on
 NOT_PUSHED = -1  # a version, older than all: the trainer drops what such weights sampled
@@ -54,7 +57,7 @@ class Completion:
     """One reply: its tokens (n,) and their logprobs (n,), n >= 1.
 
     ``texts`` are what an environment may have seen of it: with and without a stop string at the end. ``versions`` are
-    the oldest and the newest that sampled it, None if unknown; ``events`` are named when its tokens are trained on.
+    the oldest and the newest that sampled it, ``sampling`` the parameters of its request; None if unknown.
     """
 
     prompt: np.ndarray  # (p,) int32
@@ -62,7 +65,7 @@ class Completion:
     logprobs: np.ndarray  # (n,) float64
     texts: tuple[str, ...]
     versions: tuple[int, int] | None = None
-    events: tuple[str, ...] = ()
+    sampling: SamplingParams | None = None
     item: Item | None = None
     continued: bool = False  # a later prompt was made with it
     posted: int = 0  # sequences that it was found in
@@ -128,13 +131,13 @@ class Book:
         logprobs: Sequence[float],
         text: str | None = None,
         versions: tuple[int, int] | None = None,
-        events: Sequence[str] = (),
+        sampling: SamplingParams | None = None,
     ) -> Completion:
         """Remember a reply of the present item. Give the replies to one request the same ``prompt``, (p,) int32."""
         texts = {text, self._decode(tokens)} - {None}
         item = ITEM.get()
         completion = Completion(
-            prompt, np.array(tokens, np.int32), np.array(logprobs), tuple(texts), versions, tuple(events), item
+            prompt, np.array(tokens, np.int32), np.array(logprobs), tuple(texts), versions, sampling, item
         )
         key = int(keys_of(prompt)[-1])
         self._by_prompt.setdefault(key, deque()).append(completion)

@@ -9,11 +9,10 @@
   are counted as ``plain_route/ARGUMENT``.
 - Evaluation (``split`` other than "train") has a small book of its own, so that it displaces nothing.
 
-Logprobs are SGLang's: of the distribution after temperature, penalties and grammar, before top-p, top-k and min-p are
-cut off. So at another temperature they are those of the policy that really sampled, as a correction of the difference
-between sampler and trainer needs them, not those that the trainer computes; with top-p they are too low by up to
-log(1 / top_p). Nothing is recomputed; what was so sampled is counted when it is trained on (``sampled_at_temperature``,
-``sampled_restricted``). Where an environment names no temperature it is 1, not what the model's generation_config says.
+Logprobs are SGLang's: of the distribution after temperature, penalties and grammar, before top-p, top-k and min-p cut
+it off. With each reply the book keeps the parameters of its request, which the trainer checks (``recipe.atropos
+.sampling``). They are all named in the request, so that no default of the model or the server applies; where an
+environment names no temperature, it trains on samples at the trainer's.
 """
 
 import contextlib
@@ -35,6 +34,7 @@ from tenacity import RetryError
 
 from recipe.atropos.environments.sampled_book import EVALUATION, Book, key_of, keys_of, versions_of
 from recipe.atropos.inference.client import InferenceError, SGLangClient
+from recipe.atropos.sampling import SamplingParams, default_temperature
 
 logger = logging.getLogger(__name__)
 
@@ -53,9 +53,6 @@ _SAME = frozenset(
     " no_stop_trim logit_bias custom_params sampling_seed".split()
 )
 _WITHOUT_EFFECT = frozenset(("model", "user", "tool_choice", "parallel_tool_calls", "timeout", "metadata"))
-# What makes the distribution another than the policy's own, unless it has this value.
-_NEUTRAL = {"top_p": 1, "top_k": -1, "min_p": 0, "frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1}
-_RESTRICTING = ("json_schema", "regex", "ebnf", "structural_tag", "logit_bias", "min_new_tokens", "custom_params")
 
 
 def sampling_params(arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -80,19 +77,12 @@ def sampling_params(arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str
     return params, unknown
 
 
-def how_sampled(params: dict[str, Any]) -> list[str]:
-    """Under which names it is counted when tokens sampled with these parameters are trained on."""
-    names = ["sampled_at_temperature"] if params.get("temperature", 1) != 1 else []
-    if any(params.get(name, usual) != usual for name, usual in _NEUTRAL.items()) or any(map(params.get, _RESTRICTING)):
-        names.append("sampled_restricted")
-    return names
-
-
 class Calls:
     """The calls of one environment. ``count`` takes the name of an event and a number."""
 
     def __init__(self, tokenizer: Any, count: Callable[[str, int], None]):
         self.count = count
+        self._temperature = default_temperature()
         self.books = {"train": Book(tokenizer), "eval": Book(tokenizer, EVALUATION)}
 
     @property
@@ -116,6 +106,10 @@ class Calls:
         """
         url = _address(server)
         book, prompt = self.book, np.array(ids, np.int32)
+        if book is self.books["train"]:
+            params = {"temperature": self._temperature, **params}
+        sampling = SamplingParams.from_request(params)
+        params = {**params, **sampling.request()}
 
         async def request(n: int) -> list[dict]:
             async with SGLangClient(url, server.config.api_key or None, timeout or server.config.timeout) as client:
@@ -129,7 +123,7 @@ class Calls:
         for reply in replies:
             values, tokens = zip(*((value, token) for value, token, *_ in _logprobs(reply)), strict=True)
             text, versions = reply.get("text"), versions_of(reply["meta_info"])
-            book.add(prompt, tokens, values, text, versions, how_sampled(params))
+            book.add(prompt, tokens, values, text, versions, sampling)
         return replies
 
     async def _whole(

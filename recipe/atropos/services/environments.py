@@ -27,6 +27,7 @@ from recipe.atropos.environments.pace import PATIENCE_VARIABLE, VARIABLE
 from recipe.atropos.environments.pacing import Paced
 from recipe.atropos.environments.reporting import VARIABLE as REPORT_VARIABLE
 from recipe.atropos.run_record import LineReader
+from recipe.atropos.sampling import TEMPERATURE_VARIABLE
 from recipe.atropos.services.process import Service
 from recipe.atropos.services.run import Run, console
 from recipe.atropos.services.specs import EnvironmentSpec
@@ -153,6 +154,7 @@ class Environments:
             VARIABLE: "" if max_staleness is None else str(max_staleness),
             PATIENCE_VARIABLE: str(Paced.patience + config.evaluation.timeout) if every else "",
             REPORT_VARIABLE: str(report),
+            TEMPERATURE_VARIABLE: str(config.actor_rollout_ref.rollout.temperature),
         }
         state.service = self._run.start(spec.service, command, **variables)
         state.started, state.registered = time.monotonic(), False

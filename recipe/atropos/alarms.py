@@ -1,0 +1,63 @@
+"""Alarms: what the metrics of a step say is wrong although the run goes on.
+
+The trainer adds ``atropos/alarms/NAME`` to a step's metrics, with the value that raised it, and keeps over the run when
+each was raised, for ``summary.json``. The launcher reads them from ``metrics.jsonl`` and prints them.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+PREFIX = "atropos/alarms/"
+# Mean absolute difference in nats, by what SGLang serves: over fresh samples nothing but kernels and rounding is in it.
+_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.0104, "float16": 0.0104}
+
+_TEXTS = {
+    "logprob_difference": "SGLang's logprobs of fresh samples differ from the trainer's by {value:.2g} nats in the "
+    "mean, above trainer.atropos.logprob_tolerance={tolerance:g}; likely causes, in this order: sampling parameters, "
+    "tensors missing on the servers (weight_sync.verify=probe or checksum finds them), dtype, kernels",
+    "other_temperature": "{value:.0f} rows of a step were sampled at another temperature than "
+    "actor_rollout_ref.rollout.temperature (atropos/ENV/rows_with/other_temperature says by whom), and "
+    "trainer.atropos.sampling_mismatch=warn trains on them with wrong logprobs; set it to per_row, or let the "
+    "environment sample at the trainer's",
+    "truncated_sampling": "{value:.0f} rows of a step were sampled with top_p, top_k or min_p, or greedily: neither "
+    "SGLang nor the trainer has their logprobs; let the environment sample without",
+    "penalized_sampling": "{value:.0f} rows of a step were sampled with penalties, logit bias, min_new_tokens or a "
+    "grammar: the trainer does not compute that distribution; let the environment sample without",
+}
+
+
+def logprob_tolerance(given: float | None, dtype: str) -> float:
+    """``trainer.atropos.logprob_tolerance``, or where it is null, the one of the served dtype."""
+    return _TOLERANCE.get(dtype, _TOLERANCE["bfloat16"]) if given is None else given
+
+
+def raised_by(metrics: Mapping[str, float], tolerance: float, mode: str) -> dict[str, float]:
+    """The alarms of a step, by name with the value; ``mode`` is ``trainer.atropos.sampling_mismatch``."""
+    limits = {
+        "logprob_difference": ("atropos/logprob_diff/fresh_mean", tolerance),
+        "truncated_sampling": ("atropos/rows_with/truncated_sampling", 0),
+        "penalized_sampling": ("atropos/rows_with/penalized_sampling", 0),
+    }
+    if mode == "warn":
+        limits["other_temperature"] = ("atropos/rows_with/other_temperature", 0)
+    return {name: metrics[key] for name, (key, limit) in limits.items() if not metrics.get(key, 0) <= limit}
+
+
+def of_line(line: Mapping[str, float]) -> dict[str, float]:
+    """The alarms in a line of ``metrics.jsonl``, by name with the value."""
+    return {key.removeprefix(PREFIX): value for key, value in line.items() if key.startswith(PREFIX)}
+
+
+def describe(name: str, value: float, tolerance: float) -> str:
+    """What an alarm means and what to do, for people."""
+    return _TEXTS[name].format(value=value, tolerance=tolerance)
+
+
+def remember(alarms: dict[str, dict[str, Any]], step: int, raised: Mapping[str, float], tolerance: float) -> list[str]:
+    """Add a step's alarms to those of the run; returns the names of those that are new."""
+    new = [name for name in raised if name not in alarms]
+    for name, value in raised.items():
+        known = alarms.setdefault(name, {"first_step": step, "steps": 0, "largest": value})
+        known |= {"last_step": step, "steps": known["steps"] + 1, "largest": max(known["largest"], value)}
+        known["what"] = describe(name, known["largest"], tolerance)
+    return new
