@@ -72,6 +72,8 @@ REFUSED = [
     (f"{ATROPOS}.max_staleness", True, "max_staleness=true: must be a valid integer, or null"),
     (f"{ATROPOS}.api_url", "localhost:8000", "api_url=localhost:8000: must match pattern"),
     (f"{ATROPOS}.timeout", float("nan"), "timeout=NaN: must be a finite number"),
+    (f"{ATROPOS}.sampling_mismatch", "ignore", "sampling_mismatch=ignore; choose one of error, per_row, warn"),
+    (f"{ATROPOS}.logprob_tolerance", 0, "logprob_tolerance=0: must be greater than 0, or null"),
     (f"{ATROPOS}.overlong", "cut", "overlong=cut; choose one of truncate, drop, error"),
     (f"{ATROPOS}.weight_sync.timeout", -5, "weight_sync.timeout=-5: must be greater than 0"),
     (

@@ -184,7 +184,7 @@ def atropos_loss(
 
     The KL is averaged as ``loss_agg_mode`` averages the policy loss, over all trained tokens: a token without a teacher
     adds 0, so a token's weight does not depend on how many others have one. The policy is taken at
-    ``rollout.temperature``, as everywhere in verl.
+    ``rollout.temperature``, or at its row's own.
 
     With ``student_logits``, (1, N, V), returns the per-token values that the engine carries to the second call; without
     them, the loss and its metrics.

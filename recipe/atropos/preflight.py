@@ -24,7 +24,6 @@ from recipe.atropos.inference.client import InferenceError, PauseMode, SGLangCli
 from recipe.atropos.losses import DistillationConfig
 from recipe.atropos.recorded import recorded_steps
 from recipe.atropos.rows import RowLimits, VersionLimits
-from recipe.atropos.sampling import SamplingCheck
 from recipe.atropos.services.specs import check_specs, environment_specs
 from recipe.atropos.utils.reward_bridge import parse_bridge
 from recipe.atropos.weight_sync.engine import TRANSPORTS
@@ -91,7 +90,6 @@ def check_config(config: DictConfig) -> None:
         VersionLimits(0, config.trainer.atropos.max_staleness)
         AdvantageConfig.from_config(config.trainer.atropos)
         DistillationConfig.from_config(config.trainer.atropos.distillation)
-        SamplingCheck.from_config(config)
         if config.environment.reward_bridge is not None:
             parse_bridge(OmegaConf.to_container(config.environment.reward_bridge), "environment.reward_bridge")
     except (TypeError, ValueError) as error:
@@ -111,11 +109,6 @@ def check_config(config: DictConfig) -> None:
             "trainer.atropos.sampling_mismatch=per_row with actor_rollout_ref.model.use_fused_kernels=true: fused "
             "kernels take one temperature for a batch; set either to another value"
         )
-    tolerance = config.trainer.atropos.logprob_tolerance
-    if tolerance is not None and (
-        isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or tolerance <= 0
-    ):
-        raise ConfigurationError(f"trainer.atropos.logprob_tolerance={tolerance!r}: give nats, above 0, or null")
     weight_sync = config.trainer.atropos.weight_sync
     known = {"transport": TRANSPORTS, "pause_mode": get_args(PauseMode), "verify": ("version", "probe", "checksum")}
     for key, choices in known.items():

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from recipe.atropos.errors import AtroposError, ConfigurationError
+from recipe.atropos.errors import AtroposError
 
 TEMPERATURE_VARIABLE = "ATROPOS_TEMPERATURE"  # the launcher tells environments the trainer's
 
@@ -33,7 +33,6 @@ _NEUTRAL = frozenset(
     "n stop stop_token_ids stop_regex max_new_tokens ignore_eos skip_special_tokens spaces_between_special_tokens"
     " no_stop_trim stream_interval sampling_seed".split()
 )
-_MODES = ("error", "per_row", "warn")
 _KINDS = ("truncated", "penalized")
 
 
@@ -160,26 +159,12 @@ class SamplingMismatch(AtroposError, ValueError):
 
 @dataclass(frozen=True)
 class SamplingCheck:
-    """How rows are taken that were not sampled as the trainer, at ``temperature``, computes them.
-
-    Raises:
-        ConfigurationError: an unknown ``mode``, or another type; names the key.
-    """
+    """How rows are taken that were not sampled as the trainer, at ``temperature``, computes them."""
 
     temperature: float
     mode: Literal["error", "per_row", "warn"] = "error"
     allow_truncated: bool = False
     several: bool = False  # environments, each with arguments of its own
-
-    def __post_init__(self) -> None:
-        if self.mode not in _MODES:
-            raise ConfigurationError(
-                f"trainer.atropos.sampling_mismatch={self.mode!r}: choose one of {', '.join(_MODES)}"
-            )
-        if not isinstance(self.allow_truncated, bool):
-            raise ConfigurationError(
-                f"trainer.atropos.allow_truncated_sampling={self.allow_truncated!r}: give true or false"
-            )
 
     @classmethod
     def from_config(cls, config: Any) -> "SamplingCheck":

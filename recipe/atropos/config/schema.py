@@ -344,6 +344,13 @@ class Atropos(Section):
     max_wait_time: Seconds = about("Seconds, the longest wait for a batch")
     prefetch: Count = about("Batches fetched ahead while one is trained on")
     max_staleness: Limit | None = about("Updates that a sample may be old; 0: on-policy; null: any number")
+    sampling_mismatch: Literal["error", "per_row", "warn"] = about(
+        "Rows sampled at another temperature than the trainer's"
+    )
+    allow_truncated_sampling: bool = about("Train on rows of truncated or penalized sampling")
+    logprob_tolerance: Positive | None = about(
+        "Nats between engine and trainer on fresh samples; null: by inference.dtype"
+    )
     overlong: Literal["truncate", "drop", "error"] = about("Responses longer than data.max_response_length")
     use_advantages: bool = about("Use the environment's per-token advantages, with grpo_atropos")
     fallback_to_grpo: bool = about("Compute those of rows that come without; false: an error")
