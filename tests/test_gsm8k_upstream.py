@@ -94,7 +94,7 @@ def test_it_serves_groups_that_the_policy_sampled_until_it_is_terminated(checkou
                 batches += filter(None, [get(f"{api.url}/batch")["batch"]])
                 time.sleep(0.1)
             os.kill(service.pid, signal.SIGTERM)
-            assert service.process.wait(20) == 143 and not service.members(), service.tail()
+            assert service.process.wait(20) == 143 and "left running" not in service.tail(), service.tail()
         finally:
             service.stop(grace=0)
     for group in (group for batch in batches for group in batch):

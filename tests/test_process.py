@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import socket
 import subprocess
@@ -116,16 +117,23 @@ def test_stop_kills_what_ignores_sigterm(launch, tmp_path):
     assert service.poll() == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("marker", ["environment", "session"])
-def test_stop_ends_what_a_dead_service_left_behind(launch, tmp_path, marker):
-    """A leader that ended by itself: its orphan is known by the mark, or, having no environment, by the session."""
-    own_session = "start_new_session=True" if marker == "environment" else "env={}"
-    service = launch(f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {WAIT!r}], {own_session})")
-    (orphan,) = started(tmp_path, 1)
-    assert service.process.wait(10) == 0
-    assert not gone(orphan, 0)
-    service.stop()
-    assert gone(orphan, 0)
+@pytest.mark.parametrize("own_session", [True, False])
+def test_orphan_of_a_dead_leader_is_ended_and_named(launch, tmp_path, own_session):
+    """Also one without the mark in its environment. The service has ended only when the orphan has."""
+    hidden = f"env={{}}, start_new_session={own_session}"
+    service = launch(f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {WAIT!r}], {hidden})")
+    assert service.process.wait(30) == 0
+    (orphan,) = tmp_path.glob("*.pid")
+    assert not psutil.pid_exists(int(orphan.stem))
+    assert f"ending what it left running: {orphan.stem} (" in service.tail()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGABRT])
+def test_service_that_a_signal_ended_reports_that_signal(launch, tmp_path, number):
+    service = launch(WAIT)
+    started(tmp_path, 1)
+    os.kill(service.pid, number)
+    assert service.process.wait(30) == -number
 
 
 def test_a_service_of_a_service_ends_with_the_outer_one(launch, tmp_path):
@@ -136,35 +144,9 @@ def test_a_service_of_a_service_ends_with_the_outer_one(launch, tmp_path):
     )
     service = launch(inner)
     processes = started(tmp_path, 3)
-    service.process.kill()
-    service.process.wait()
-    service.stop()
-    assert all(gone(process) for process in processes)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
-@pytest.mark.parametrize("thread", ["main", "short-lived"])
-def test_a_service_dies_with_a_launcher_that_is_killed(tmp_path, thread):
-    """Also when a thread that has long ended started it; and it does not die with that thread."""
-    launcher = subprocess.Popen(
-        python(
-            f"import sys, threading, time; sys.path.insert(0, {str(ROOT)!r})\n"
-            "from recipe.atropos.services.process import start_service\n"
-            f"start = lambda: start_service('w', [sys.executable, '-c', {WAIT!r}], log_path='w.log')\n"
-            "thread = threading.Thread(target=start)\n"
-            f"{'start()' if thread == 'main' else 'thread.start(); thread.join()'}\n"
-            "time.sleep(600)"
-        ),
-        cwd=tmp_path,
-    )
-    try:
-        (process,) = started(tmp_path, 1)
-        time.sleep(0.3)
-        assert not gone(process, 0)
-    finally:
-        launcher.kill()
-        launcher.wait()
-    assert gone(process)
+    os.kill(service.pid, signal.SIGKILL)
+    service.process.wait(30)
+    assert all(gone(process, 0) for process in processes)
 
 
 def test_signals_that_python_ignores_are_not_ignored_in_a_service(launch):

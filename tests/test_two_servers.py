@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
-import psutil
 import pytest
 import ray
 from helpers_services import get, post, running_api
@@ -78,7 +77,7 @@ def greedy(url, timeout=30):
 
 
 def send(service, what):
-    for process in [service.process, *psutil.Process(service.process.pid).children(recursive=True)]:
+    for process in service.members():
         process.send_signal(what)
 
 

@@ -1,10 +1,12 @@
-"""Start, watch and stop operating-system processes.
+"""Start, watch and stop operating-system processes (Linux).
 
-Promises:
+Guarantees:
 
-* a service ends with the process that started it, even if that one is killed with SIGKILL (Linux);
-* `Service.stop` ends every process that the service left running, and no other: descendants, members of its session,
-  and whatever carries its mark in the environment, so also daemons that re-parented themselves;
+* a service ends with the process that started it, however that one ends and at any moment, and so does everything the
+  service started: its parent is a guardian (see ``guardian.py``), which sees the launcher go;
+* `Service.stop` ends every process of the service, and no other. Should the guardian itself have been killed, they are
+  known by their session and their mark in the environment;
+* a service that has ended has left no process;
 * what a service printed is in its log file, and a failure quotes its last lines.
 """
 
@@ -22,7 +24,6 @@ import sys
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -38,22 +39,12 @@ _POLL_SECONDS = 0.05
 _KILL_SECONDS = 5.0
 _TAIL_COLUMNS = 300
 
-# Runs in the child, then becomes the command. PR_SET_PDEATHSIG (1) is set here and not by preexec_fn, because Python
-# code between fork and exec can deadlock in a process with threads (Ray, torch). The parent may have died already: it
-# is then no longer the parent. SIGPIPE and SIGXFSZ, which Python ignores, would stay ignored across exec.
-_DIE_WITH_PARENT = """
-import ctypes, os, signal, sys
-ctypes.CDLL(None).prctl(1, signal.SIGTERM)
-if os.getppid() != int(sys.argv[1]):
-    sys.exit("the launcher is gone")
-signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
-os.execvp(sys.argv[2], sys.argv[2:])
-"""
+_GUARDIAN = str(Path(__file__).with_name("guardian.py"))
+_GUARDIAN_SECONDS = 60.0  # until it must have started the service
 
-# The kernel sends that signal when the *thread* that made the child ends. So one thread, which lives as long as this
-# process, starts all services, whichever thread asks for it.
-_spawner = ThreadPoolExecutor(max_workers=1, thread_name_prefix="service-spawner")
+_controls: set[socket.socket] = set()
+"""This process's ends of the sockets to the guardians of services that were not stopped. Closing one ends the service,
+so they live as long as this process, whatever becomes of the ``Service``."""
 
 
 class ServiceFailed(AtroposError, RuntimeError):
@@ -95,7 +86,11 @@ class Service:
     name: str
     command: list[str]
     process: subprocess.Popen
+    """Its guardian, which ends as the service did, once all of the service has ended."""
+    pid: int
+    """Of the service's leading process."""
     log_path: Path
+    control: socket.socket = field(repr=False)
     url: str | None = None
     run_id: str = ""
     log_start: int = 0
@@ -103,12 +98,8 @@ class Service:
     _started: float = field(default=0.0, repr=False)
     _stopped: bool = field(default=False, repr=False)
 
-    @property
-    def pid(self) -> int:
-        return self.process.pid
-
     def poll(self) -> int | None:
-        """Exit code of the leading process (negative: the signal that ended it), or None while it runs."""
+        """Exit code of the leading process (negative: the signal that ended it), or None while any process runs."""
         return self.process.poll()
 
     def tail(self, lines: int = 20) -> str:
@@ -132,16 +123,16 @@ class Service:
         return ServiceFailed(f"{self.name}: {what}; {state}. Last lines of {self.log_path}:\n{tail}")
 
     def members(self) -> list[psutil.Process]:
-        """Every living process of this service, the leader first if it lives."""
+        """Every living process of this service, the leader first if it lives; the guardian is none of them."""
         found: dict[int, psutil.Process] = {}
         with contextlib.suppress(psutil.NoSuchProcess):
-            leader = psutil.Process(self.pid)
+            guardian = psutil.Process(self.process.pid)
             if self.process.poll() is None:  # else the number may already be another process's
-                found = {p.pid: p for p in [leader, *leader.children(recursive=True)]}
+                found = {p.pid: p for p in guardian.children(recursive=True)}
         for process in psutil.process_iter():
             if process.pid not in found and self._marked(process):
                 found[process.pid] = process
-        return [p for p in found.values() if p.pid != os.getpid() and _alive(p)]
+        return [p for p in found.values() if p.pid not in (os.getpid(), self.process.pid) and _alive(p)]
 
     def _marked(self, process: psutil.Process) -> bool:
         """Whether a process has this service's mark, or its session.
@@ -171,27 +162,22 @@ class Service:
         """
         if self._stopped:
             return
-        deadline = time.monotonic() + grace
-        members = self.members()  # collected before the leader is signalled: orphans lose their parent
-        if self.process.poll() is None:
-            self.process.terminate()
-            _wait_for(lambda: self.process.poll() is not None, deadline)
-        # Marked processes are searched for again at every turn: they may have started others since.
-        if rest := self._remaining(members):
+        with contextlib.suppress(OSError):  # it has ended
+            self.control.sendall(b"%g\n" % grace)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(grace + _KILL_SECONDS)
+        if rest := self.members():  # of a guardian that was killed
             _signal(rest, signal.SIGTERM)
-            _wait_for(lambda: not any(map(_alive, rest)), deadline)
-        deadline = max(deadline, time.monotonic()) + _KILL_SECONDS
-        while (rest := self._remaining(members)) and time.monotonic() < deadline:
+            _wait_for(lambda: not any(map(_alive, rest)), time.monotonic() + grace)
+        deadline = time.monotonic() + _KILL_SECONDS
+        while (rest := self.members()) and time.monotonic() < deadline:
             _signal(rest, signal.SIGKILL)
             _wait_for(lambda rest=rest: not any(map(_alive, rest)), time.monotonic() + 1.0)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(timeout=1.0)
         if rest:
             raise self.failure(f"processes {[p.pid for p in rest]} survived SIGKILL")
+        self.control.close()
+        _controls.discard(self.control)
         self._stopped = True
-
-    def _remaining(self, members: list[psutil.Process]) -> list[psutil.Process]:
-        return list({p.pid: p for p in [*filter(_alive, members), *self.members()]}.values())
 
 
 def start_service(
@@ -216,29 +202,38 @@ def start_service(
         raise ServiceFailed(f"{name}: no program {command[0]!r}; give its full path, or put it on PATH")
     run_id = uuid.uuid4().hex
     environment[RUN_ID_VARIABLE] = ":".join(filter(None, [os.environ.get(RUN_ID_VARIABLE), run_id]))
-    full_command = list(command)
-    if sys.platform == "linux":
-        full_command = [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid()), *command]
 
     log_path = Path(log_path)
     log_path.parent.mkdir(parents=True, exist_ok=True)
     started = time.time()
+    control, theirs = socket.socketpair()
     log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     try:
         log_start = os.fstat(log).st_size
-        process = _spawner.submit(
-            subprocess.Popen,
-            full_command,
-            stdin=subprocess.DEVNULL,
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-S", _GUARDIAN, name],
+            stdin=theirs,
             stdout=log,
             stderr=subprocess.STDOUT,
             env=environment,
             cwd=cwd,
-            start_new_session=True,
-        ).result()
+            start_new_session=True,  # a terminal's Ctrl-C is not for it
+        )
     finally:
+        theirs.close()
         os.close(log)
-    return Service(name, list(command), process, log_path, url, run_id, log_start, started)
+    words = "\0".join(command).encode(errors="surrogateescape")
+    pid = b""
+    with contextlib.suppress(OSError):  # it ended, or took too long
+        control.settimeout(_GUARDIAN_SECONDS)
+        control.sendall(len(words).to_bytes(8, "big") + words)
+        pid = control.recv(64)
+    if not pid:
+        process.kill()
+        process.wait()
+        raise ServiceFailed(f"{name}: its guardian process started nothing; see {log_path}")
+    _controls.add(control)
+    return Service(name, list(command), process, int(pid), log_path, control, url, run_id, log_start, started)
 
 
 async def wait_until_healthy(

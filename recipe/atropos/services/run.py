@@ -20,8 +20,6 @@ from recipe.atropos.services.process import Service, ServiceFailed, start_servic
 
 console = Console(highlight=False)
 
-_ORPHANS_GRACE = 1.0  # seconds for what a dead service left running, before its successor needs ports and memory
-
 
 @dataclass
 class Revival:
@@ -119,7 +117,7 @@ class Run:
             last = f"last lines of {service.log_path}:\n{service.tail(3)}"
             console.print(f"[bold red]{service.name}[/] {what}, given up; {escape(last)}", soft_wrap=True)
             return
-        service.stop(grace=_ORPHANS_GRACE)
+        service.stop()
         if not revival.may_start():
             if not revival.waiting:
                 told = "it starts again when the trainer gives its memory back"
@@ -153,7 +151,7 @@ class Run:
 
     def _dismiss(self, service: Service) -> None:
         self.remove(service)
-        service.stop(grace=_ORPHANS_GRACE)
+        service.stop()
 
     def _trained(self) -> bool:
         return any(service.name == "trainer" and service.poll() == 0 for service in self.services)

@@ -1,0 +1,197 @@
+"""The parent of one service: ``python -I -S guardian.py NAME``, started by ``process.start_service``.
+
+It is the subreaper of the service (Linux), so that every process the service starts stays its descendant, also one that
+re-parents itself, changes its session or renames itself. File descriptor 0 is a Unix socket to the launcher, which
+sends the command, is told the pid, and may ask for the end with a grace in seconds.
+
+Guarantees:
+
+* when the launcher is gone, however it ended, or asks for it, no process of the service is left: SIGTERM to the
+  service's leader, then to the rest, then SIGKILL until there is no child any more;
+* the same when the leader ends by itself, so a guardian that has ended has left nothing;
+* it ends as the leader did: with the same exit code, or by the same signal.
+
+Standard library only, and without site packages: it runs beside every service and must start at once.
+"""
+
+import ctypes
+import os
+import select
+import signal
+import sys
+import time
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_prctl = ctypes.CDLL(None).prctl
+
+_GRACE = 5.0  # seconds for the leader where nobody named any: the launcher is gone
+_LINGER = 1.0  # seconds for what outlives its leader: first to end by itself, then after SIGTERM
+
+
+def _receive(control: int, size: int) -> bytes:
+    """At most so many bytes; none when the launcher is gone, also if it left an answer unread (ECONNRESET)."""
+    try:
+        return os.read(control, size)
+    except OSError:
+        return b""
+
+
+def _receive_command(control: int) -> list[str] | None:
+    """Eight bytes of length, then the words with a zero byte between each two; None: the launcher is gone."""
+    data, size = b"", 8
+    while len(data) < size:
+        if not (more := _receive(control, size - len(data))):
+            return None
+        data += more
+        if len(data) == 8:
+            size = 8 + int.from_bytes(data, "big")
+    return data[8:].decode(errors="surrogateescape").split("\0")
+
+
+def _execute(command: list[str], parent: int) -> None:
+    """Become the command, in a session of its own. SIGPIPE and SIGXFSZ, which Python ignores, would stay ignored."""
+    try:
+        os.setsid()
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)  # should the guardian itself be killed
+        if os.getppid() == parent:
+            signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+            signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+            os.execvp(command[0], command)
+    except OSError as error:
+        os.write(2, f"{command[0]} cannot be executed: {error}\n".encode())
+    finally:
+        os._exit(127)
+
+
+def _descendants() -> dict[int, str]:
+    """The name of each process below this one, by pid; of a zombie it is empty."""
+    children: dict[int, list[tuple[int, str]]] = {}
+    for entry in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{entry}/stat", encoding="utf-8", errors="replace") as file:
+                head, _, tail = file.read().rpartition(")")
+        except OSError:
+            continue  # ended meanwhile
+        state, parent = tail.split()[:2]
+        children.setdefault(int(parent), []).append((int(entry), "" if state == "Z" else head.partition("(")[2]))
+    found, below = {}, [os.getpid()]
+    while below:
+        own = children.get(below.pop(), [])
+        found.update(own)
+        below += [pid for pid, _ in own]
+    return found
+
+
+def _signal(pids: list[int], *numbers: int) -> None:
+    for pid in pids:
+        for number in numbers:
+            try:
+                os.kill(pid, number)
+            except OSError:
+                pass  # ended meanwhile, or another user's
+
+
+class Guardian:
+    """See the module."""
+
+    def __init__(self, name: str, control: int):
+        self.name, self.control, self.launcher = name, control, os.getppid()
+        self.leader, self.status, self.alone, self.asked = 0, None, False, False
+        self.wake, write = os.pipe()
+        os.set_blocking(self.wake, False)
+        os.set_blocking(write, False)
+        signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup's choice is the service's too
+                signal.signal(number, self._ask)
+
+    def _ask(self, *_: object) -> None:
+        self.asked = True
+
+    def start(self, command: list[str]) -> None:
+        guardian = os.getpid()
+        self.leader = os.fork()
+        if self.leader == 0:
+            _execute(command, guardian)
+
+    def reap(self) -> None:
+        """Take the status of every child that has ended; ``alone``: there is none left."""
+        try:
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                if ended[0] == self.leader:
+                    self.status = ended[1]
+        except ChildProcessError:
+            self.alone = True
+
+    def pause(self, seconds: float, *descriptors: int) -> list[int]:
+        """Until a signal or a descriptor is ready, at most so long; returns the ready ones."""
+        ready = select.select([self.wake, *descriptors], [], [], max(0.0, seconds))[0]
+        if self.wake in ready:
+            os.read(self.wake, 4096)
+        self.reap()
+        return ready
+
+    def watch(self) -> float:
+        """Until the service is to end, or its leader has; returns the grace in seconds."""
+        while self.status is None:
+            if self.control in self.pause(1.0, self.control):
+                return float(_receive(self.control, 64).split(b"\n")[0] or _GRACE)
+            # A forked child of the launcher may hold its end of the socket open.
+            if self.asked or os.getppid() != self.launcher:
+                return _GRACE
+        return _LINGER
+
+    def end(self, grace: float) -> None:
+        """End whatever is left. SIGCONT, because a stopped process would meet SIGTERM only then."""
+        if self.status is None:
+            deadline = time.monotonic() + grace
+            _signal([self.leader], signal.SIGTERM, signal.SIGCONT)
+            self.wait(lambda: self.status is not None, deadline)
+        else:
+            self.wait(lambda: self.alone, time.monotonic() + _LINGER)
+            if left := [f"{pid} ({name})" for pid, name in _descendants().items() if name]:
+                os.write(2, f"{self.name} has ended; ending what it left running: {', '.join(left)}\n".encode())
+            deadline = time.monotonic() + grace
+        if not self.alone:
+            _signal(list(_descendants()), signal.SIGTERM, signal.SIGCONT)
+            self.wait(lambda: self.alone, deadline)
+        while not self.alone:  # what started others meanwhile is met at the next turn
+            _signal(list(_descendants()), signal.SIGKILL)
+            self.wait(lambda: self.alone, time.monotonic() + 0.2)
+
+    def wait(self, done, deadline: float) -> None:
+        while not done() and (left := deadline - time.monotonic()) > 0:
+            self.pause(left)
+
+    def exit(self) -> None:
+        if self.status is not None and os.WIFSIGNALED(self.status):
+            import resource
+
+            number = os.WTERMSIG(self.status)
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            if number not in (signal.SIGKILL, signal.SIGSTOP):
+                signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        os._exit(os.WEXITSTATUS(self.status or 0))
+
+
+def main() -> None:
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    control = os.dup(0)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    guardian = Guardian(sys.argv[1], control)
+    command = _receive_command(control)
+    if command is None:
+        return
+    guardian.start(command)
+    try:
+        os.write(control, b"%d\n" % guardian.leader)
+    except OSError:
+        pass  # noticed below
+    guardian.end(guardian.watch())
+    guardian.exit()
+
+
+if __name__ == "__main__":
+    main()
