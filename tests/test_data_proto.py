@@ -21,17 +21,20 @@ def slow_reference(groups, limits, multiple_of):
     rows, dropped = [], {}
     for index, group in enumerate(groups):
         overrides = group.get("group_overrides") or {}
+        lost = []
         for i, tokens in enumerate(group["tokens"]):
             trained = [m != IGNORED for m in group["masks"][i]]
-            if not any(trained):
-                dropped["no_trained_token"] = dropped.get("no_trained_token", 0) + 1
-                continue
-            first = trained.index(True)
-            if first == 0:
-                dropped["no_prompt"] = dropped.get("no_prompt", 0) + 1
-                continue
-            if limits.overlong == "drop" and len(tokens) - first > limits.max_response_length:
-                dropped["overlong_response"] = dropped.get("overlong_response", 0) + 1
+            first = trained.index(True) if any(trained) else None
+            reason = None
+            if first is None:
+                reason = "no_trained_token"
+            elif first == 0:
+                reason = "no_prompt"
+            elif limits.overlong == "drop" and len(tokens) - first > limits.max_response_length:
+                reason = "overlong_response"
+            if reason:
+                dropped[reason] = dropped.get(reason, 0) + 1
+                lost.append((float(group["scores"][i]), sum(trained), reason))
                 continue
             end = min(len(tokens), first + limits.max_response_length)
             row = {
@@ -64,6 +67,7 @@ def slow_reference(groups, limits, multiple_of):
             row["zero"] = bool(own.get("set_advantage_to_zero") or overrides.get("set_advantage_to_zero"))
             versions = overrides.get("policy_version_min")
             row["version"] = versions[i] if versions else None
+            row["dropped"] = lost  # the group's, once it is read
             rows.append(row)
     return rows, dropped, -len(rows) % multiple_of
 
@@ -161,6 +165,7 @@ def test_every_row_equals_the_slow_reference(batch, multiple_of, overlong):
         assert others["uid"][i] == row["uid"]
         assert others["zero_advantage"][i] == row["zero"]
         assert others["policy_version_min"][i] == row["version"]  # unknown is None, never 0
+        assert list(others["dropped"][i]) == row["dropped"]
     assert ("rollout_log_probs" in tensors) == any(row["logprobs"] is not None for row in rows)
     padding = slice(len(rows), None)
     assert others["is_padding"].tolist() == [False] * len(rows) + [True] * n_pad
@@ -261,6 +266,28 @@ def test_distillation_fields_may_be_empty_where_nothing_is_trained_and_for_whole
         ({"masks": [[[1]] * 4, [-100, -100, 9]]}, "malformed", "masks[0]"),
         ({"advantages": [0.5, 0.5]}, "malformed", "advantages[0] is not a flat list of numbers"),
         ({"group_overrides": {"env_name": "gsm8k_0", "policy_version_min": ["x", 1]}}, "malformed", "'x'"),
+        (
+            {"group_overrides": {"env_name": "gsm8k_0", "policy_version_min": [3, 1], "policy_version_max": [2, 1]}},
+            "malformed",
+            "policy_version_min[0] is 3, policy_version_max[0] only 2",
+        ),
+        (
+            {"inference_logprobs": [[1.0, 1.0, None, math.nan], [1.0, 1.0, -0.3]]},
+            "nonfinite_inference_logprobs",
+            "inference_logprobs[0] is nan at position 3",
+        ),
+        (
+            {"inference_logprobs": [[1.0, 1.0, math.inf, None], [1.0, 1.0, -0.3]]},
+            "nonfinite_inference_logprobs",
+            "inference_logprobs[0] is inf at position 2",
+        ),
+        (
+            {"inference_logprobs": [[1.0, 1.0, -0.1, math.inf], [1.0, 1.0, -0.3]]},
+            "nonfinite_inference_logprobs",
+            "inference_logprobs[0] is inf at position 3",
+        ),
+        ({"overrides": [True, {}]}, "malformed", "overrides[0] is True, not a mapping"),
+        ({"overrides": [{}, 0]}, "malformed", "overrides[1] is 0, not a mapping"),
         ({"scores": [1e39, 0.0]}, "nonfinite_scores", "score 0 is 1e+39"),
         (teacher([[], [], [1, 2], [3, 3]]), "repeated_distill_token", "[3, 3] at position 3"),
         (teacher([0, 0, 1, 2]), "malformed", "distill_token_ids[0] is not a list of lists"),
@@ -270,7 +297,7 @@ def test_distillation_fields_may_be_empty_where_nothing_is_trained_and_for_whole
         ({"overrides": ["x", {}]}, "malformed", "overrides[0]"),
         ({"advantages": [0.0, 0.0]}, "malformed", "advantages[0] is not a flat list of numbers"),
     ],
-    ids=[f"case{i}" for i in range(40)],
+    ids=[f"case{i}" for i in range(46)],
 )
 def test_a_group_that_breaks_the_format_is_refused_named_and_counted(changes, reason, words):
     rows, report = read_groups([good_group(), good_group(**changes)], LIMITS)
@@ -298,6 +325,21 @@ def test_reference_logprobs_are_used_only_if_every_row_has_them():
 def test_a_group_that_is_none_is_refused_and_counted_too(changes):
     rows, report = read_groups([good_group(**changes), good_group()], LIMITS)
     assert len(rows) == 2 and list(report.dropped) == ["malformed"] and report.messages[0].startswith("group 0 of env ")
+
+
+@pytest.mark.parametrize("group", [None, 7, "tokens", [good_group()]], ids=lambda group: type(group).__name__)
+def test_a_group_that_is_no_mapping_is_refused_and_counted(group):
+    rows, report = read_groups([group, good_group()], LIMITS)
+    assert len(rows) == 2 and report.dropped == {"malformed": 1} and report.received == 3
+    assert report.messages[0].startswith("group 0 of env unknown: ") and "not a mapping" in report.messages[0]
+    assert report.metrics()["atropos/unknown/dropped/malformed"] == 1
+
+
+@pytest.mark.parametrize("max_staleness", [None, 2])
+def test_a_group_of_which_only_the_oldest_version_is_known_may_be_too_new(max_staleness):
+    overrides = {"policy_version_min": [9, 8]}
+    rows, report = read_groups([good_group(group_overrides=overrides)], LIMITS, VersionLimits(8, max_staleness))
+    assert report.dropped == {"future_version": 1} and [row.versions for row in rows] == [(8, None)]
 
 
 def test_unknown_limits_are_refused():

@@ -1,7 +1,9 @@
 """The numbers that the loss is multiplied with, against plain Python over one sequence at a time."""
 
+import functools
 import math
 import statistics
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, get_adv_estimato
 
 from recipe.atropos.advantages import (
     AdvantageConfig,
+    IncompleteGroup,
     MissingAdvantages,
     RunningMoments,
     compute_advantages,
@@ -18,7 +21,7 @@ from recipe.atropos.advantages import (
 )
 from recipe.atropos.data_proto import groups_to_data_proto
 from recipe.atropos.metrics import batch_metrics
-from recipe.atropos.rows import RowLimits
+from recipe.atropos.rows import RowLimits, VersionLimits
 
 LIMITS = RowLimits(max_prompt_length=30, max_response_length=60, pad_token_id=0)
 
@@ -65,10 +68,21 @@ def expected_advantages(groups, by_std=True, use_own=True):
     return rows
 
 
-def estimate(groups, *overrides, moments=None, **settings):
-    """The advantages, (B, R), that the trainer computes with these configuration overrides."""
-    config = compose_config("actor_rollout_ref.model.path=none", *overrides)
-    data, _ = groups_to_data_proto(groups, LIMITS)
+@functools.cache
+def configured(*overrides):
+    return compose_config("actor_rollout_ref.model.path=none", *overrides)
+
+
+def estimate(groups, *overrides, moments=None, limits=LIMITS, versions=None, rejected=None, **settings):
+    """The advantages, (B, R), that the trainer computes with these configuration overrides.
+
+    ``rejected``, a bool (B,), are rows of which the off-policy correction rejects every token.
+    """
+    config = configured(*overrides)
+    data, _ = groups_to_data_proto(groups, limits, versions=versions)
+    data.batch["sampled_mask"] = data.batch["response_mask"]
+    if rejected is not None:
+        data.batch["response_mask"] = data.batch["response_mask"] * torch.tensor(~np.array(rejected))[:, None]
     data.batch["token_level_rewards"] = data.batch["token_level_scores"]
     data.batch["old_log_probs"] = torch.full_like(data.batch["token_level_scores"], -0.7)
     data.batch["sum_pi_squared"] = torch.full_like(data.batch["token_level_scores"], 0.3)
@@ -140,7 +154,7 @@ def test_verls_estimators_give_the_advantage_they_give_on_verls_own_data(name):
     groups = [random_group(rng, 50, turns=2) | {"scores": rng.normal(size=4).tolist()} for _ in range(4)]
     groups[1]["overrides"] = [{}, {"set_advantage_to_zero": True}, {}, {}]
     data = estimate(groups, f"algorithm.adv_estimator={name}")
-    config = compose_config("actor_rollout_ref.model.path=none", f"algorithm.adv_estimator={name}")
+    config = configured(f"algorithm.adv_estimator={name}")
     arguments = {"sum_pi_squared", "old_log_probs"} if "token_baseline" in name else set()
     wanted, _ = get_adv_estimator_fn(name)(
         token_level_rewards=data.batch["token_level_scores"],
@@ -161,6 +175,121 @@ def test_a_group_that_is_too_small_for_an_estimator_is_left_out_and_counted():
     data = estimate(groups, "algorithm.adv_estimator=grpo_passk")
     assert data.batch["advantages"][:3].any() and not data.batch["advantages"][3].any()
     assert batch_metrics(data)["atropos/zero_signal_groups"] == 1
+
+
+def four_scores(kept):
+    """Scores 100, 101, 99, 100; of the second row alone all of ``kept`` holds, of the others the rest."""
+    rows = [kept(i == 1) for i in range(4)]
+    return {
+        "tokens": [tokens for tokens, _ in rows],
+        "masks": [[token if trained else -100 for token, trained in zip(*row, strict=True)] for row in rows],
+        "scores": [100.0, 101.0, 99.0, 100.0],
+    }
+
+
+def trained_after_prompt(kept):
+    return [5, 6, 7, 8], [False, True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("reason", "rows", "version"),
+    [
+        (
+            "overlong_response",
+            lambda kept: ([5, 6, 7, 8] + [9] * 9 * (not kept), [False] + [True] * (12 - 9 * kept)),
+            8,
+        ),
+        ("no_trained_token", lambda kept: ([5, 6, 7], [False, kept, False]), 8),
+        ("no_prompt", lambda kept: ([5, 6, 7], [not kept, True, True]), 8),
+        ("stale", trained_after_prompt, 5),
+        ("future_version", trained_after_prompt, 9),
+        ("not_pushed", trained_after_prompt, -1),
+        ("unknown_version", trained_after_prompt, None),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_baseline_counts_the_rows_that_were_dropped(reason, rows, version):
+    group = four_scores(rows)
+    versions = [8 if i == 1 else version for i in range(4)]
+    group["group_overrides"] = {"policy_version_min": versions, "policy_version_max": versions}
+    limits = replace(LIMITS, max_response_length=6, overlong="drop")
+    data = estimate([group], limits=limits, versions=VersionLimits(8, max_staleness=2))
+    _, report = groups_to_data_proto([group], limits, versions=VersionLimits(8, max_staleness=2))
+    assert len(data) == 1 and report.dropped == {reason: 3}
+    values = [value for row in as_rows(data) for value in row.values()]
+    assert values == pytest.approx([(101 - 100) / math.sqrt(2 / 3)] * len(values), rel=1e-4)
+
+
+OF_SCORES = ["grpo_atropos", "gpg", "grpo", "grpo_passk", "grpo_vectorized", "opo", "rloo", "rloo_vectorized"]
+SHORT = replace(LIMITS, max_response_length=16, overlong="drop")
+
+
+def groups_that_lose_rows():
+    """(groups, bool for each row: it is longer than SHORT allows); each group keeps and loses a row, one its best."""
+    rng = np.random.default_rng(2)
+    groups = [random_group(rng, 50, turns=2, size=size) for size in (4, 5, 2, 6)]
+    lost = []
+    for group in groups:
+        group["scores"] = rng.normal(size=len(group["scores"])).tolist()
+        lost += [len(m) - next(t for t, k in enumerate(m) if k != -100) > 16 for m in group["masks"]]
+        assert 0 < sum(lost[-len(group["scores"]) :]) < len(group["scores"])
+    return groups, np.array(lost)
+
+
+@pytest.mark.parametrize("name", OF_SCORES, ids=str)
+@pytest.mark.parametrize("how", ["dropped", "rejected"])
+def test_baseline_of_verls_estimators_is_that_of_the_whole_group(name, how):
+    """What a surviving row gets is what it got with all rows there; also if the correction rejects the others."""
+    groups, lost = groups_that_lose_rows()
+    whole = estimate(groups, f"algorithm.adv_estimator={name}")
+    lacking = {"limits": SHORT} if how == "dropped" else {"rejected": lost}
+    data = estimate(groups, f"algorithm.adv_estimator={name}", **lacking)
+    kept = np.arange(len(data)) if how == "dropped" else np.flatnonzero(~lost)
+    survivors = [row for row, gone in zip(as_rows(whole), lost, strict=True) if not gone]
+    assert_same([as_rows(data)[i] for i in kept], survivors)
+    alone = [value for row in survivors for value in row.values()]
+    assert any(alone) and len(set(alone)) >= 3
+
+
+def test_baseline_of_reinforce_plus_plus_counts_dropped_rows():
+    """The mean is of the whole group; the whitening that follows is over the trained tokens."""
+    groups, lost = groups_that_lose_rows()
+    data = estimate(groups, "algorithm.adv_estimator=reinforce_plus_plus_baseline", limits=SHORT)
+    centered = [score - statistics.fmean(group["scores"]) for group in groups for score in group["scores"]]
+    centered = [value for value, gone in zip(centered, lost, strict=True) if not gone]
+    plain = [value for row, value in zip(as_rows(data), centered, strict=True) for _ in row]
+    mean, std = statistics.fmean(plain), statistics.stdev(plain)
+    assert_same(
+        as_rows(data), [dict.fromkeys(r, (v - mean) / std) for r, v in zip(as_rows(data), centered, strict=True)]
+    )
+    # Without a baseline there is nothing to count.
+    name = "algorithm.adv_estimator=reinforce_plus_plus"
+    kept = [
+        {
+            k: [v for v, g in zip(values, lost[:4], strict=True) if not g]
+            for k, values in groups[0].items()
+            if k != "env_id"
+        }
+    ]
+    assert_same(as_rows(estimate(groups[:1], name, limits=SHORT)), as_rows(estimate(kept, name)))
+
+
+@pytest.mark.parametrize("name", ["optimal_token_baseline", "tir_optimal_token_baseline"])
+def test_baseline_that_needs_dropped_rows_whole_is_refused(name):
+    groups, _ = groups_that_lose_rows()
+    with pytest.raises(
+        IncompleteGroup, match=rf"adv_estimator={name}: rows of group 0 .*\(overlong_response\).* choose one of .*opo"
+    ):
+        estimate(groups, f"algorithm.adv_estimator={name}", limits=SHORT)
+    groups[0]["masks"][0] = [-100] * len(groups[0]["masks"][0])  # nothing of it would weigh anything
+    assert len(estimate(groups, f"algorithm.adv_estimator={name}")) == 16
+
+
+def test_baseline_with_kl_in_the_reward_refuses_dropped_rows():
+    groups, _ = groups_that_lose_rows()
+    with pytest.raises(IncompleteGroup, match="use_kl_in_reward=true: .*use_kl_loss=true"):
+        estimate(groups, "algorithm.use_kl_in_reward=true", limits=SHORT)
+    estimate(groups, "algorithm.use_kl_in_reward=true")
 
 
 def test_a_normalized_advantage_has_mean_0_and_deviation_1_over_the_trained_tokens_alone():

@@ -219,13 +219,13 @@ def test_correction_weighs_the_gradient_with_the_truncated_ratio_of_trainer_and_
 
 
 def test_rejected_tokens_are_out_of_gradient_and_mean_and_rows_without_logprobs_stay(trainer, plain, model_path):
-    """token_k1 keeps a token while the ratio engine / trainer is within the bounds; another correction than weights."""
+    """token_k1 keeps a token while the ratio engine / trainer, the inverse of the weights', is within the bounds."""
     groups = some_groups(model_path)
-    settings = {"rollout_is": None, "rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_2.0"}
+    settings = {"rollout_is": None, "rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_3.0"}
     update = Update(trainer, plain, groups, {f"rollout_correction.{key}": value for key, value in settings.items()})
     rows = rows_of(plain, groups)
     kept = [
-        [t for t in row.positions if not row.engine or 0.5 <= math.exp(row.engine[t] - row.values[t]) <= 2]
+        [t for t in row.positions if not row.engine or 0.5 <= math.exp(row.engine[t] - row.values[t]) <= 3]
         for row in rows
     ]
     n = sum(map(len, kept))

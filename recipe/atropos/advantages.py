@@ -1,11 +1,14 @@
 """Advantages, (B, R): what the environment sent where it sent some, the group's GRPO elsewhere.
 
-The promises:
+Guarantees:
 
 - ``grpo_atropos``, registered with verl, is verl's own GRPO where no environment sends advantages, but for groups of
   equal scores: their advantage is 0, not the rounding of a mean divided by an epsilon.
 - A row's own advantages reach the loss as they were sent, position by position; the row's score still counts in the
   mean of its group.
+- Mean, deviation and whatever else an estimator takes of a group are over all of its scored rows, also those that were
+  dropped (too long, stale, nothing trained, ...) and those whose tokens the off-policy correction rejected. An
+  estimator that needs more than their scores and lengths is refused by name where rows were dropped.
 - Normalising and clipping come after any estimator, over trained tokens alone. ``set_advantage_to_zero`` comes last:
   such rows, like tokens under mask 0, have the advantage 0 and are not normalised with; their scores count in the mean
   of their group.
@@ -18,21 +21,39 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from omegaconf import DictConfig
 from verl import DataProto
 from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage, get_adv_estimator_fn, register_adv_est
 from verl.trainer.ppo.ray_trainer import compute_advantage
 
 from recipe.atropos.errors import AtroposError
-from recipe.atropos.rows import environment_name
+from recipe.atropos.rows import DroppedRow, environment_name
 
 GRPO_ATROPOS = "grpo_atropos"
 _EPSILON = 1e-8
 _SMALLEST_GROUP = {"grpo_passk": 2}  # the best against the second
+_OF_NO_GROUP = {"reinforce_plus_plus"}  # a row's advantage does not depend on the others of its group
+# Of a group's rows they read scores alone, and opo their lengths: so they can count a row that was dropped.
+_OF_SCORES = {
+    GRPO_ATROPOS,
+    "gpg",
+    "grpo",
+    "grpo_passk",
+    "grpo_vectorized",
+    "opo",
+    "reinforce_plus_plus_baseline",
+    "rloo",
+    "rloo_vectorized",
+}
 
 
 class MissingAdvantages(AtroposError, ValueError):
     """A row without advantages of its environment where ``fallback_to_grpo`` is off."""
+
+
+class IncompleteGroup(AtroposError, ValueError):
+    """A group lost rows, and the estimator cannot count a row of which only the score and the length are known."""
 
 
 @dataclass(frozen=True)
@@ -166,8 +187,10 @@ def compute_advantages(
 
     Raises:
         MissingAdvantages: a row has none of its environment and ``fallback_to_grpo`` is off.
+        IncompleteGroup: rows were dropped, and the estimator, or the KL in the reward, needs them whole.
     """
     tensors, others = rows.batch, rows.non_tensor_batch
+    scored = _scored_rows(rows, algorithm)
     if algorithm.adv_estimator == GRPO_ATROPOS:
         own = others["has_advantages"] & config.use_advantages
         if not (config.fallback_to_grpo or own.all()):
@@ -177,40 +200,87 @@ def compute_advantages(
                 f"{(~own).sum()} of {len(rows)} rows came without advantages and trainer.atropos.fallback_to_grpo is "
                 "false; set it to true, or let the environment send them"
             )
-        tensors["advantages"], tensors["returns"] = get_adv_estimator_fn(GRPO_ATROPOS)(
-            token_level_rewards=tensors["token_level_rewards"],
-            response_mask=tensors["response_mask"],
-            index=others["uid"],
+        n = len(scored) - len(rows)
+        advantages, returns = get_adv_estimator_fn(GRPO_ATROPOS)(
+            token_level_rewards=scored.batch["token_level_rewards"],
+            response_mask=scored.batch["response_mask"],
+            index=scored.non_tensor_batch["uid"],
             config=algorithm,
-            atropos_advantages=tensors["atropos_advantages"],
-            has_advantages=own,
+            atropos_advantages=F.pad(tensors["atropos_advantages"], (0, 0, 0, n)),
+            has_advantages=np.pad(own, (0, n)),
         )
     else:
-        _verls_advantages(rows, algorithm, group_size)
+        advantages, returns = _verls_advantages(scored, algorithm, group_size)
+    tensors["advantages"], tensors["returns"] = (
+        torch.where(tensors["response_mask"].bool(), values[: len(rows)], 0.0) for values in (advantages, returns)
+    )
     trained = tensors["response_mask"].bool() & torch.from_numpy(~others["zero_advantage"])[:, None]
     others["has_signal"] = ((tensors["advantages"] != 0) & trained).any(-1).numpy()
     tensors["advantages"] = shape_advantages(tensors["advantages"], trained, config, moments)
 
 
-def _verls_advantages(rows: DataProto, algorithm: DictConfig, group_size: int) -> None:
-    """``advantages`` and ``returns`` by verl's estimator; 0 in groups that are smaller than it can compare."""
+def _scored_rows(rows: DataProto, algorithm: DictConfig) -> DataProto:
+    """The rows, (B, R), and after them one for each row that was dropped from their groups, as the estimator reads it.
+
+    Such a row has its score on its first token, under mask 0; for ``opo``, which weighs a score with the sequence's
+    length, the mask sums up to the tokens that it had, and the other rows have the mask from before any rejection.
+
+    Raises:
+        IncompleteGroup: see ``compute_advantages``.
+    """
+    estimator, others = algorithm.adv_estimator, rows.non_tensor_batch
+    dropped = {} if estimator in _OF_NO_GROUP else dict(zip(others["uid"], others["dropped"], strict=True))
+    _refuse_dropped(dropped, algorithm)
+    uids = [uid for uid, lost in dropped.items() for _ in lost]
+    lost = [row for group in dropped.values() for row in group]
+    keys = ("token_level_rewards", "response_mask", "old_log_probs", "sum_pi_squared", "rollout_is_weights")
+    tensors = {key: F.pad(rows.batch[key], (0, 0, 0, len(lost))) for key in keys if key in rows.batch}
+    tensors["token_level_rewards"][len(rows) :, 0] = torch.tensor([row.score for row in lost])
+    if estimator == "opo":
+        tensors["response_mask"][: len(rows)] = rows.batch.get("sampled_mask", rows.batch["response_mask"])
+        tensors["response_mask"][len(rows) :, 0] = torch.tensor([row.trained_tokens for row in lost])
+    return DataProto.from_dict(tensors, {"uid": np.array([*others["uid"], *uids], dtype=object)})
+
+
+def _refuse_dropped(dropped: Mapping[str, Sequence[DroppedRow]], algorithm: DictConfig) -> None:
+    """A row without a trained token has no KL and no weight in a token's baseline: nothing of it is missing."""
+    group, reasons = next(
+        ((uid, {row.reason for row in rows}) for uid, rows in dropped.items() if any(r.trained_tokens for r in rows)),
+        (None, ()),
+    )
+    if group is None:
+        return
+    lost = f"rows of group {group} were dropped ({', '.join(sorted(reasons))}), and"
+    if algorithm.adv_estimator not in _OF_SCORES:
+        raise IncompleteGroup(
+            f"algorithm.adv_estimator={algorithm.adv_estimator}: {lost} its baseline needs their logprobs; choose one "
+            f"of {', '.join(sorted(_OF_SCORES))}"
+        )
+    if algorithm.use_kl_in_reward:
+        raise IncompleteGroup(
+            f"algorithm.use_kl_in_reward=true: {lost} the KL in their rewards is not known, which the mean of their "
+            "group is over; set it to false and actor_rollout_ref.actor.use_kl_loss=true"
+        )
+
+
+def _verls_advantages(rows: DataProto, algorithm: DictConfig, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Advantages and returns, (B, R), by verl's estimator; 0 in groups that are smaller than it can compare."""
     _, group, count = np.unique(rows.non_tensor_batch["uid"].astype(str), return_inverse=True, return_counts=True)
     enough = np.flatnonzero(count[group] >= _SMALLEST_GROUP.get(algorithm.adv_estimator, 1))
-    for key in ("advantages", "returns"):
-        rows.batch[key] = torch.zeros_like(rows.batch["token_level_rewards"])
-    if not enough.size:
-        return
-    chosen = compute_advantage(
-        rows.select_idxs(enough),
-        adv_estimator=algorithm.adv_estimator,
-        gamma=algorithm.gamma,
-        lam=algorithm.lam,
-        num_repeat=group_size,
-        norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
-        config=algorithm,
-    )
-    for key in ("advantages", "returns"):
-        rows.batch[key][enough] = chosen.batch[key].to(rows.batch[key].dtype)
+    advantages, returns = (torch.zeros_like(rows.batch["token_level_rewards"]) for _ in range(2))
+    if enough.size:
+        chosen = compute_advantage(
+            rows.select_idxs(enough),
+            adv_estimator=algorithm.adv_estimator,
+            gamma=algorithm.gamma,
+            lam=algorithm.lam,
+            num_repeat=group_size,
+            norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
+            config=algorithm,
+        )
+        advantages[enough] = chosen.batch["advantages"].to(advantages.dtype)
+        returns[enough] = chosen.batch["returns"].to(returns.dtype)
+    return advantages, returns
 
 
 def shape_advantages(

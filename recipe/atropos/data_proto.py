@@ -1,6 +1,6 @@
 """Scored groups of the Trajectory API -> verl's ``DataProto``.
 
-The promises, which the tests hold against a slow and obvious reference:
+Guarantees, which the tests hold against a slow and obvious reference:
 
 - Every trained token stands in ``responses`` under ``response_mask`` 1, with the logprob, the advantage and the teacher
   that the environment sent for that very position. Environment tokens between turns stand there too, under mask 0.
@@ -48,9 +48,9 @@ def rows_to_data_proto(rows: Sequence[Row], limits: RowLimits, multiple_of: int 
       them: at position t stands what the teacher expects at t + 1, as in the logits; NO_TEACHER where there is none;
 
     and, all (B,), the object arrays ``uid``, ``env_id``, ``env_name``, ``policy_version_min``, ``policy_version_max``
-    and ``sampling`` (None where unknown), the float array ``raw_score`` (what the environment gave, the score itself
-    where no reward bridge shaped it) and the bool arrays ``is_padding``, ``has_log_probs``, ``has_advantages``,
-    ``has_teacher``, ``zero_advantage``.
+    and ``sampling`` (None where unknown), ``dropped`` (a tuple of the ``DroppedRow`` of the row's group), the float
+    array ``raw_score`` (what the environment gave, the score itself where no reward bridge shaped it) and the bool
+    arrays ``is_padding``, ``has_log_probs``, ``has_advantages``, ``has_teacher``, ``zero_advantage``.
 
     Raises:
         ValueError: there are no rows.
@@ -129,6 +129,7 @@ def rows_to_data_proto(rows: Sequence[Row], limits: RowLimits, multiple_of: int 
         "policy_version_min": objects([row.versions[0] for row in rows] + [None] * n_pad),
         "policy_version_max": objects([row.versions[1] for row in rows] + [None] * n_pad),
         "sampling": objects(column("sampling")),
+        "dropped": objects(column("dropped", ())),
         "raw_score": np.array([row.score if row.raw_score is None else row.raw_score for row in rows] + [0.0] * n_pad),
         "is_padding": np.arange(len(rows) + n_pad) >= len(rows),
         "has_log_probs": np.array([values is not None for values in column("log_probs")]),

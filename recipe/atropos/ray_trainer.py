@@ -262,6 +262,7 @@ class RayGRPOAtroposTrainer(SeparateRayPPOTrainer):
                 # It reaches the advantages that are computed from rewards, not those that the environment sent.
                 rows, metrics = apply_kl_penalty(rows, self.kl_ctrl_in_reward, algorithm.kl_penalty)
                 self.metrics |= metrics
+            rows.batch["sampled_mask"] = rows.batch["response_mask"]  # as it was before any rejection
             if "rollout_log_probs" in rows.batch and not algorithm.rollout_correction.bypass_mode:
                 self.metrics |= correct_rollout(rows, algorithm.rollout_correction)
             group_size = self.config.actor_rollout_ref.rollout.n

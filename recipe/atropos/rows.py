@@ -1,13 +1,15 @@
 """Scored groups of the Trajectory API -> rows: one sequence each, read, checked and cut.
 
-The promises:
+Guarantees:
 
 - For one sequence, ``first`` is the first position whose mask is not -100: what comes before is the prompt.
 - A group that cannot be understood is refused whole, named and counted; a row that cannot be trained on is dropped and
   counted. Nothing is repaired by guessing, and nothing leaves without a count.
+- The rows of a group know the scores of those that were dropped from it: a baseline is over all scored rows.
 
 A logprob that is missing or positive (environments write 1.0 where they have none) only leaves its row without
-logprobs; one that is NaN or infinite comes from an engine that is broken, so its group is refused.
+logprobs; one that is NaN or infinite comes from an engine that is broken, so its group is refused, also where another
+logprob of the row is missing.
 
 Shapes: R_i tokens of a response, K a teacher's top-k.
 """
@@ -18,7 +20,7 @@ from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -83,12 +85,13 @@ class VersionLimits:
     def refuses(self, oldest: int | None, newest: int | None) -> str | None:
         """Why a row with these versions cannot be trained on, as it is counted; None if it can.
 
-        - ``future_version``: newer than the policy, so of a branch that was given up; whatever ``max_staleness`` is.
+        - ``future_version``: newer than the policy, so of a branch that was given up; whatever ``max_staleness`` is,
+          and by the oldest version alone where the newest is unknown.
         - ``not_pushed``: by weights that no trainer pushed, those that a server was started with; likewise.
         - ``stale``: too old.
         - ``unknown_version``: what cannot be shown to be within a bound is not trained on.
         """
-        if newest is not None and newest > self.policy_version:
+        if any(version is not None and version > self.policy_version for version in (oldest, newest)):
             return "future_version"
         if oldest is not None and oldest < 0:
             return "not_pushed"
@@ -140,6 +143,14 @@ class ConversionReport:
         return {f"atropos/{key}": float(n) for key, n in counts.items()}
 
 
+class DroppedRow(NamedTuple):
+    """What a group's baseline needs of a scored row that is not trained on."""
+
+    score: float
+    trained_tokens: int  # that it had as it was sent, before any cut
+    reason: str  # as in ``ConversionReport.dropped``
+
+
 @dataclass
 class Row:
     """One sequence, split at ``first``. Every array over the response has the same length R_i >= 1.
@@ -148,6 +159,7 @@ class Row:
     top-k are None where the environment sent none. ``versions`` is (oldest, newest) weight version among the trained
     tokens, None if unknown. ``raw_score`` is the score before a reward bridge shaped it, None where none did.
     ``sampling``: the distinct parameters that its trained tokens were sampled with, None if unknown.
+    ``dropped`` are the rows that were dropped from the same group.
     """
 
     prompt: np.ndarray  # (P_i,) int64
@@ -166,6 +178,7 @@ class Row:
     teacher_ids: np.ndarray | None = None  # (R_i, K) int64: the teacher's likeliest tokens in this token's place
     teacher_log_probs: np.ndarray | None = None  # (R_i, K) float32, NO_TEACHER where not trained on
     zero_advantage: bool = False
+    dropped: tuple[DroppedRow, ...] = ()
 
     def __post_init__(self) -> None:
         assert len(self.prompt) >= 1 and self.mask.any(), "a row has a prompt and at least one trained token"
@@ -179,8 +192,10 @@ def environment_name(name: str | None, env_id: int | None) -> str:
     return str(name).replace("/", "_") if name is not None else "unknown" if env_id is None else f"env_{env_id}"
 
 
-def _environment(group: Group) -> tuple[Any, Any]:
+def _environment(group: Any) -> tuple[Any, Any]:
     """(name, id) of the environment that sent a group, None where it does not say."""
+    if not isinstance(group, Mapping):
+        return None, None
     overrides = group.get("group_overrides")
     return overrides.get("env_name") if isinstance(overrides, Mapping) else None, group.get("env_id")
 
@@ -302,6 +317,8 @@ def read_group(
         ValueError: a response is too long and ``limits.overlong`` is "error".
     """
     where = group_name(group, index)
+    if not isinstance(group, Mapping):
+        raise RefusedGroup("malformed", f"{where}: it is {str(group)[:80]!r}, not a mapping of lists over sequences")
     overrides = group.get("group_overrides") or {}
     if not isinstance(overrides, Mapping):
         raise RefusedGroup("malformed", f"{where}: group_overrides is {overrides!r}, not a mapping")
@@ -334,6 +351,12 @@ def read_group(
 
     rows: list[Row] = []
     dropped, events = Counter(), Counter()
+    dropped_rows: list[DroppedRow] = []
+
+    def drop(reason: str, score: float, trained: np.ndarray) -> None:
+        dropped[reason] += 1
+        dropped_rows.append(DroppedRow(float(score), int(trained.sum()), reason))
+
     for i, score in enumerate(scores):
         if not isinstance(score, int | float) or not abs(score) <= _FLOAT32_MAX:
             raise RefusedGroup("nonfinite_scores", f"{where}: score {i} is {score}; it must be a finite number")
@@ -355,15 +378,15 @@ def read_group(
             _require_finite(arrays["advantages"], "advantages", i, where)
 
         if not trained.any():
-            dropped["no_trained_token"] += 1
+            drop("no_trained_token", score, trained)
             continue
         first = int(trained.argmax())
         if first == 0:  # its first token has no context to be predicted from
-            dropped["no_prompt"] += 1
+            drop("no_prompt", score, trained)
             continue
         oldest, newest = _versions(overrides, i, where)
         if versions is not None and (reason := versions.refuses(oldest, newest)):
-            dropped[reason] += 1
+            drop(reason, score, trained)
             continue
         end = length
         if length - first > limits.max_response_length:
@@ -373,7 +396,7 @@ def read_group(
                     f"{limits.max_response_length}; raise it, or set trainer.atropos.overlong to truncate or drop"
                 )
             if limits.overlong == "drop":
-                dropped["overlong_response"] += 1
+                drop("overlong_response", score, trained)
                 continue
             events["response_truncated"] += 1
             end = first + limits.max_response_length
@@ -383,12 +406,14 @@ def read_group(
         mask = trained[first:end]
         for key in ("inference_logprobs", "ref_logprobs"):
             values = arrays[key]
-            kept = np.empty(0) if values is None else values[first:end][mask]
-            missing = ~np.isfinite(kept).all() and any(value is None for value in group[key][i][first:end])
+            if values is None:
+                continue
+            kept = np.where(trained[:end], values[:end], np.float32(0))
+            missing = [t for t in np.flatnonzero(np.isnan(kept)) if group[key][i][t] is None]
+            kept[missing] = 0
+            _require_finite(kept, key, i, where)
             if missing or (kept > 0).any():  # null, or the 1.0 that environments write where they have none
                 arrays[key] = None
-            elif not np.isfinite(kept).all():
-                _require_finite(np.where(trained, values, 0)[:end], key, i, where)
         log_probs = _masked(arrays["inference_logprobs"], first, end, mask)
         events["no_logprobs"] += log_probs is None
         events["own_advantages"] += arrays["advantages"] is not None
@@ -397,10 +422,12 @@ def read_group(
             values = _teacher(group, i, where, trained, limits.vocab_size)
             teacher_ids, teacher_log_probs = (array[first:end] for array in values)
         events["teacher"] += teacher_ids is not None
-        row_overrides = (group["overrides"][i] or {}) if optional["overrides"] else {}
+        row_overrides = group["overrides"][i] if optional["overrides"] else None
         zero = False
         for name, given in (("group_overrides", overrides), (f"overrides[{i}]", row_overrides)):
-            value = given.get("set_advantage_to_zero", False) if isinstance(given, Mapping) else given
+            if not isinstance(given, Mapping | None):
+                raise RefusedGroup("malformed", f"{where}: {name} is {given!r}, not a mapping")
+            value = (given or {}).get("set_advantage_to_zero", False)
             if value not in (True, False, None):
                 raise RefusedGroup(
                     "malformed", f"{where}: {name} has set_advantage_to_zero {value!r}; give true or false"
@@ -427,6 +454,8 @@ def read_group(
                 zero_advantage=zero,
             )
         )
+    for row in rows:
+        row.dropped = tuple(dropped_rows)
     for reason, sequences in dropped.items():
         report.drop(group, reason, sequences)
     report.events += events  # leaves out what is 0
@@ -456,11 +485,16 @@ def _versions(overrides: Mapping[str, Any], row: int, where: str) -> tuple[int |
     def version(key: str) -> int | None:
         values = overrides.get(key)
         value = values[row] if isinstance(values, Sequence) and len(values) > row else None
-        if value is not None and not isinstance(value, int):
+        if value is not None and type(value) is not int:
             raise RefusedGroup("malformed", f"{where}: {key}[{row}] is {value!r}, not a weight version")
         return value
 
-    return version("policy_version_min"), version("policy_version_max")
+    oldest, newest = version("policy_version_min"), version("policy_version_max")
+    if oldest is not None and newest is not None and oldest > newest:
+        raise RefusedGroup(
+            "malformed", f"{where}: policy_version_min[{row}] is {oldest}, policy_version_max[{row}] only {newest}"
+        )
+    return oldest, newest
 
 
 def _sampling(group: Group, overrides: Mapping[str, Any], row: int, where: str) -> Sampled:
@@ -492,12 +526,13 @@ def read_groups(
     report = ConversionReport()
     rows: list[Row] = []
     for index, group in enumerate(groups):
-        size = len(group["tokens"]) if isinstance(group.get("tokens"), Sequence) else 0
+        tokens = group.get("tokens") if isinstance(group, Mapping) else None
+        size = max(1, len(tokens)) if isinstance(tokens, Sequence) else 1  # what has no sequences counts as one
         report.received += size
         try:
             rows.extend(read_group(group, index, limits, report, versions))
         except RefusedGroup as refused:
-            report.drop(group, refused.reason, max(1, size))
+            report.drop(group, refused.reason, size)
             report.messages.append(str(refused))
             logger.error("refused %s", refused)
     for reason in sorted(_MENDS.keys() & report.dropped.keys()):
