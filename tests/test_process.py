@@ -166,6 +166,14 @@ def test_a_dead_service_is_reported_at_once_with_its_last_lines(launch):
         assert part in str(failure.value)
 
 
+def test_failure_of_our_own_program_is_its_one_line_and_the_log(launch):
+    """Whatever Ray prints after it."""
+    service = launch("import sys; print('error: seed=abc: give a number'); sys.exit('Ray: 3 workers have ended')")
+    service.process.wait(30)
+    told = str(service.failure("ended while the run needs it"))
+    assert told == f"worker: ended while the run needs it; seed=abc: give a number; see {service.log_path}"
+
+
 def test_a_service_that_never_gets_healthy_is_reported_with_the_last_reason(launch):
     async def check() -> bool:
         raise ConnectionRefusedError("port closed")

@@ -34,8 +34,8 @@ from omegaconf.errors import OmegaConfBaseException
 from rich.markup import escape
 
 from recipe.atropos import alarms
-from recipe.atropos.inference.server import LaunchError
-from recipe.atropos.preflight import ConfigurationError, check_config, resolve_model
+from recipe.atropos.errors import ConfigurationError, expected_failure
+from recipe.atropos.preflight import check_config, resolve_model
 from recipe.atropos.run_record import MetricsReader, update_summary
 from recipe.atropos.services.environments import Environments, check_target
 from recipe.atropos.services.evaluation import Evaluations
@@ -140,7 +140,9 @@ async def launch(config: DictConfig, overrides: list[str], directory: Path, spec
         ConfigurationError, ServiceFailed: with nothing left running.
     """
     # Terminated, it ends its services as when it is interrupted; also where a shell started it with SIGINT ignored.
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, asyncio.current_task().cancel)
+    # So too when its terminal is closed, unless it was told to outlive that (nohup).
+    for number in _ending_signals():
+        asyncio.get_running_loop().add_signal_handler(number, asyncio.current_task().cancel)
     run = Run(config, overrides, directory)
     started = time.monotonic()
     environments = evaluations = None
@@ -179,13 +181,19 @@ async def launch(config: DictConfig, overrides: list[str], directory: Path, spec
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
     """Another interrupt would leave processes behind."""
-    asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    ending = _ending_signals()
+    for number in ending:
+        asyncio.get_running_loop().remove_signal_handler(number)
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, *ending)}
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _ending_signals() -> list[signal.Signals]:
+    return [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
 
 
 def start_api(run: Run) -> Service:
@@ -261,16 +269,18 @@ async def watch(run: Run, trainer: Service, version: int, environments: Environm
     """Until the trainer has ended well; says every step that it trained.
 
     Raises:
-        ServiceFailed: a service ended that the run needs, or the trainer ended short of the last step.
+        ServiceFailed: a service ended that the run needs, the trainer ended short of the last step, or a process of it
+            hangs: no step was trained for ``trainer.atropos.step_timeout`` seconds.
     """
-    total = run.config.trainer.total_training_steps
+    total, limit = run.config.trainer.total_training_steps, run.config.trainer.atropos.step_timeout
+    progress = time.monotonic()
     seen, reader = version, MetricsReader(run.directory)
     reported: set[str] = set()
     while True:
         ended = trainer.poll() is not None
         for line in reader.new_lines():
             if line["step"] > seen:
-                seen = line["step"]
+                seen, progress = line["step"], time.monotonic()
                 console.print(
                     f"[bold]step {seen:>4}/{total}[/] score {scores_of(line)}  "
                     f"rows {line['atropos/rows']:.0f}  {line['timing_s/step']:.1f} s, of them waiting "
@@ -281,6 +291,8 @@ async def watch(run: Run, trainer: Service, version: int, environments: Environm
         await environments.look_after()
         run.check()
         await evaluations.look_after()
+        if not ended and time.monotonic() - progress > limit:
+            raise trainer.failure(f"no step after step {seen} within trainer.atropos.step_timeout={limit:g} s")
         if ended:
             if seen < total:
                 raise trainer.failure(f"ended after step {seen} of {total}")
@@ -338,12 +350,14 @@ def main(argv: list[str] | None = None) -> int:
         OmegaConf.save(config, directory / "config.yaml")
         console.print(f"[bold]run[/]     {os.path.relpath(directory)}")
         asyncio.run(launch(config, overrides, directory, specs))
-    except (ConfigurationError, LaunchError, ServiceFailed) as error:
-        console.print(f"[bold red]error[/]   {escape(str(error))}", soft_wrap=True)
-        return 1
     except (KeyboardInterrupt, asyncio.CancelledError):
         console.print("[bold]stopped[/] the same command resumes the run")
         return 130
+    except Exception as error:
+        if (told := expected_failure(error)) is None:
+            raise
+        console.print(f"[bold red]error[/]   {escape(told)}", soft_wrap=True)
+        return 1
     summary = orjson.loads((directory / "summary.json").read_bytes())
     console.print(f"[bold]done[/]    {os.path.relpath(directory)}/summary.json, reward.png")
     console.print_json(orjson.dumps(summary).decode())

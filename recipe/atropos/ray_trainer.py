@@ -30,6 +30,7 @@ from recipe.atropos.advantages import AdvantageConfig, RunningMoments, compute_a
 from recipe.atropos.correction import compare_with_engine, correct_rollout
 from recipe.atropos.data_proto import groups_to_data_proto, rows_to_data_proto
 from recipe.atropos.data_source import DataSource, DataSourceConfig, Registration
+from recipe.atropos.errors import ConfigurationError, NothingToTrain
 from recipe.atropos.evaluated import wait_until_evaluated
 from recipe.atropos.fsdp_workers import AtroposActorWorker
 from recipe.atropos.losses import DistillationConfig
@@ -59,7 +60,7 @@ class DevicePoolManager(ResourcePoolManager):
             return super()._check_resource_available()
         wanted, available = self.get_n_gpus(), int(ray.available_resources().get("CPU", 0))
         if available < wanted:  # Ray would wait for ever for a placement
-            raise ValueError(
+            raise ConfigurationError(
                 f"trainer.nnodes * trainer.n_gpus_per_node = {wanted} ranks, but Ray has {available} CPUs free; "
                 "lower them or raise ray_kwargs.ray_init.num_cpus"
             )
@@ -158,7 +159,7 @@ class RayGRPOAtroposTrainer(SeparateRayPPOTrainer):
 
         Raises:
             DataSourceError: no batch in time.
-            RuntimeError: every sequence of many batches in a row was dropped; names the reasons.
+            NothingToTrain: every sequence of many batches in a row was dropped; names the reasons.
             SamplingMismatch: rows were sampled from another distribution than the trainer computes.
         """
         dropped, counts = Counter(), Counter()
@@ -176,7 +177,7 @@ class RayGRPOAtroposTrainer(SeparateRayPPOTrainer):
             if batch is not None:
                 break
         else:
-            raise RuntimeError(f"{attempts} batches in a row held nothing to train on; dropped: {dict(dropped)}")
+            raise NothingToTrain(f"{attempts} batches in a row held nothing to train on; dropped: {dict(dropped)}")
 
         if self.config.trainer.atropos.record_batches:
             write_batch(Path(self.config.run.dir) / "batches", self.global_steps, groups)
@@ -284,10 +285,10 @@ class RayGRPOAtroposTrainer(SeparateRayPPOTrainer):
         """One pass of optimizer steps over the mini-batches; none, and a count, where rejection left no token at all.
 
         Raises:
-            RuntimeError: distillation alone, and no row of the batch has a teacher.
+            NothingToTrain: distillation alone, and no row of the batch has a teacher.
         """
         if not self.distillation.use_policy_loss and "teacher_ids" not in batch.batch:
-            raise RuntimeError(
+            raise NothingToTrain(
                 "trainer.atropos.distillation.use_policy_loss=false, but no row of this batch has distill_token_ids "
                 "and distill_logprobs; let the environment send them, or set it to true"
             )

@@ -24,7 +24,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from recipe.atropos.errors import AtroposError
+from recipe.atropos.errors import AtroposError, ConfigurationError
 from recipe.atropos.sampling import Sampled, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -314,7 +314,7 @@ def read_group(
         RefusedGroup: lengths differ within the group; a score, an advantage or the logprob of a trained token is not
             finite; a token is outside the vocabulary; the teacher's top-k is ragged or no distribution. The message
             names the group, the environment, the sequence and the position.
-        ValueError: a response is too long and ``limits.overlong`` is "error".
+        ConfigurationError: a response is too long and ``limits.overlong`` is "error".
     """
     where = group_name(group, index)
     if not isinstance(group, Mapping):
@@ -391,7 +391,7 @@ def read_group(
         end = length
         if length - first > limits.max_response_length:
             if limits.overlong == "error":
-                raise ValueError(
+                raise ConfigurationError(
                     f"{where}: response {i} has {length - first} tokens, data.max_response_length is "
                     f"{limits.max_response_length}; raise it, or set trainer.atropos.overlong to truncate or drop"
                 )

@@ -342,6 +342,7 @@ class Atropos(Section):
     retry_delay: Seconds = about("Seconds before the second attempt")
     startup_timeout: Seconds = about("Seconds for the API and the servers to answer when the trainer starts")
     max_wait_time: Seconds = about("Seconds, the longest wait for a batch")
+    step_timeout: Seconds = about("Seconds without a trained step, after which the launcher ends the run")
     prefetch: Count = about("Batches fetched ahead while one is trained on")
     max_staleness: Limit | None = about("Updates that a sample may be old; 0: on-policy; null: any number")
     sampling_mismatch: Literal["error", "per_row", "warn"] = about(

@@ -37,7 +37,7 @@ joined by ":". A service started by a service carries both marks, so stopping th
 
 _POLL_SECONDS = 0.05
 _KILL_SECONDS = 5.0
-_TAIL_COLUMNS = 300
+_TAIL_LINES, _TAIL_COLUMNS = 20, 300
 
 _GUARDIAN = str(Path(__file__).with_name("guardian.py"))
 _GUARDIAN_SECONDS = 60.0  # until it must have started the service
@@ -102,16 +102,22 @@ class Service:
         """Exit code of the leading process (negative: the signal that ended it), or None while any process runs."""
         return self.process.poll()
 
-    def tail(self, lines: int = 20) -> str:
-        """The last lines that this process wrote, long ones cut (SGLang prints all its arguments, keys too, in one)."""
+    def _last_lines(self) -> list[str]:
         with open(self.log_path, "rb") as log:
             end = log.seek(0, os.SEEK_END)
             log.seek(max(self.log_start, end - 65536))
-            last = log.read().decode(errors="replace").splitlines()[-lines:]
+            return log.read().decode(errors="replace").splitlines()
+
+    def tail(self, lines: int = _TAIL_LINES) -> str:
+        """The last lines that this process wrote, long ones cut (SGLang prints all its arguments, keys too, in one)."""
+        last = self._last_lines()[-lines:]
         return "\n".join(line if len(line) <= _TAIL_COLUMNS else f"{line[:_TAIL_COLUMNS]} ..." for line in last)
 
     def failure(self, what: str) -> ServiceFailed:
-        """The error that says `what` happened to this service, how it ended if it did, and its last lines."""
+        """The error that says `what` happened to this service, how it ended if it did, and its last lines.
+
+        Of our own programs, which end an expected failure with a line "error: ...", it is that line.
+        """
         status = self.poll()
         if status is None:
             state = "it still runs"
@@ -119,6 +125,9 @@ class Service:
             state = f"it was ended by {signal.Signals(-status).name}"
         else:
             state = f"it ended with exit code {status}"
+        lines = self._last_lines()
+        if status and (told := [line for line in lines[-_TAIL_LINES:] if line.startswith("error: ")]):
+            return ServiceFailed(f"{self.name}: {what}; {told[-1].removeprefix('error: ')}; see {self.log_path}")
         tail = self.tail() or "(it wrote nothing)"
         return ServiceFailed(f"{self.name}: {what}; {state}. Last lines of {self.log_path}:\n{tail}")
 

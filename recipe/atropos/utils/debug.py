@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from ray.exceptions import RayTaskError
 from rich.console import Console
 from rich.style import Style
 from rich.table import Table
@@ -32,11 +31,10 @@ from rich.text import Text
 from transformers import AutoConfig, AutoTokenizer
 from verl import DataProto
 
-from recipe.atropos.advantages import AdvantageConfig, MissingAdvantages, RunningMoments, compute_advantages
+from recipe.atropos.advantages import AdvantageConfig, RunningMoments, compute_advantages
 from recipe.atropos.data_proto import groups_to_data_proto
 from recipe.atropos.data_source import DataSourceError
-from recipe.atropos.inference.client import InferenceError
-from recipe.atropos.preflight import ConfigurationError
+from recipe.atropos.errors import ConfigurationError, one_line_errors
 from recipe.atropos.recorded import read_batch
 from recipe.atropos.rows import RowLimits, environment_name
 from recipe.atropos.utils.env_adapter import EnvironmentTargetError
@@ -266,24 +264,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     verified.add_argument("overrides", nargs="*", help="key=value of the environment's configuration")
     arguments = parser.parse_args(argv)
     console = Console(highlight=False)
-    try:
+    with one_line_errors(OmegaConfBaseException, OSError):
         if arguments.command == "show":
             show(arguments.run, arguments.step, arguments.group, arguments.sequence, arguments.table, console)
             return 0
         if arguments.command == "verify-env":
             return 0 if verify_env(arguments, console) else 1
         return 0 if replay(arguments.run, arguments.overrides, console) else 1
-    except (
-        ConfigurationError,
-        DataSourceError,
-        EnvironmentTargetError,
-        InferenceError,
-        MissingAdvantages,
-        OmegaConfBaseException,
-        OSError,
-        RayTaskError,
-    ) as error:
-        sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":
