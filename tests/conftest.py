@@ -4,9 +4,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from helpers_processes import no_service_outlives_its_test  # noqa: F401
 from helpers_sglang import call, make_tiny_model, running_sglang
 
 from recipe.atropos.inference.client import SGLangClient
+from recipe.atropos.services.process import unstopped
 
 
 @pytest.fixture(scope="session")
@@ -17,7 +19,8 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def _server_of_all(model_path: Path) -> Iterator[str]:
-    with running_sglang(model_path) as (_, url):
+    with running_sglang(model_path) as (service, url):
+        unstopped.remove(service)  # it is not of the test that asked for it first
         yield url
 
 

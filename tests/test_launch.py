@@ -4,8 +4,10 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import sys
 import time
+import uuid
 from pathlib import Path
 
 import orjson
@@ -16,7 +18,7 @@ from recipe.atropos.environments import gsm8k
 from recipe.atropos.launch_services import compose_overrides, load_config, parse_arguments
 from recipe.atropos.run_record import read_evaluations, read_metrics
 from recipe.atropos.services.environments import environment_command
-from recipe.atropos.services.process import free_port, start_service
+from recipe.atropos.services.process import RUN_ID_VARIABLE, free_port, start_service
 from recipe.atropos.services.run import Run
 from recipe.atropos.services.specs import environment_specs
 
@@ -151,6 +153,62 @@ def test_a_terminated_launcher_ends_its_services_also_where_interrupts_are_ignor
     status, output, left = wait(service, 60)
     assert status == 130 and "the same command resumes the run" in output, output
     assert not left
+
+
+def test_trainer_that_fails_in_its_start_does_not_wait_for_services(tmp_path, model_path):
+    """It has five minutes to wait for them, and fails long before: Ray has no room for its ranks."""
+    url = f"http://127.0.0.1:{free_port()}"
+    options = ["preset=demo", f"actor_rollout_ref.model.path={model_path}", "trainer.atropos.startup_timeout=1000"]
+    options += ["trainer.n_gpus_per_node=2", "ray_kwargs.ray_init.num_cpus=1"]
+    service = run(tmp_path, MAIN, *options, f"inference.urls=[{url}]", f"trainer.atropos.api_url={url}")
+    status, output, left = wait(service, 200)
+    assert status == 1 and not left
+    assert "error: trainer.nnodes * trainer.n_gpus_per_node = 2 ranks, but Ray has 1 CPUs free" in words(output), output
+    assert "Traceback" not in output
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP], ids=lambda number: number.name)
+def test_orphans_of_a_launcher_killed_in_its_start_are_ended(tmp_path, number):
+    """While the trainer starts Ray and SGLang its processes; some of them show neither environment nor name."""
+    mark, folder = uuid.uuid4().hex, tmp_path / "run"
+    command = [sys.executable, "-m", LAUNCH, "--preset", "demo", f"--run-dir={folder}"]
+    environment = {**os.environ, RUN_ID_VARIABLE: mark}
+    with (tmp_path / "log").open("wb") as log:
+        launcher = subprocess.Popen(command, stdout=log, stderr=log, cwd=tmp_path, env=environment)
+    seen = {}
+
+    def look():
+        seen.update({p.pid: p for p in psutil.Process(launcher.pid).children(recursive=True)})
+        return {name for p in seen.values() if p.is_running() for name in (p.name(), *p.cmdline()[:1])}
+
+    def living():
+        marked = [p for p in psutil.process_iter() if mark in _environment(p).get(RUN_ID_VARIABLE, "").split(":")]
+        found = {p.pid: p for p in [*marked, *seen.values()] if p.is_running() and p.pid != launcher.pid}
+        return [p for p in found.values() if p.status() != psutil.STATUS_ZOMBIE]
+
+    try:
+        deadline = time.monotonic() + 240
+        while not any("raylet" in name for name in look()):
+            assert launcher.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()
+            time.sleep(0.1)
+        assert len(look()) > 3
+        launcher.send_signal(number)
+        launcher.wait(120)
+        deadline = time.monotonic() + 20
+        while left := living():
+            assert time.monotonic() < deadline, left
+            time.sleep(0.1)
+    finally:
+        for process in [*living(), launcher]:
+            process.kill()
+        launcher.wait(10)
+
+
+def _environment(process):
+    try:
+        return process.environ()
+    except (psutil.Error, OSError):
+        return {}
 
 
 def test_a_trainer_without_its_services_stops_and_names_them(tmp_path, model_path):

@@ -36,6 +36,7 @@ os.wait()
 exec({WAIT!r})
 """
 PROCESSES = 3
+DAEMONS = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {WAIT!r}], start_new_session=True); {WAIT}"
 
 LAUNCHER = f"""
 import os, signal, socket, subprocess, sys, threading, time
@@ -174,6 +175,50 @@ def test_orphans_of_a_launcher_killed_in_a_spawn_are_ended(families):
         launcher.wait(30)
     for family, _ in launched:
         family.wait_until(lambda family=family: not family.living())
+
+
+INNER = f"""
+import os, sys, time
+from pathlib import Path
+import psutil
+import pytest
+from helpers_processes import no_service_outlives_its_test  # noqa: F401
+from recipe.atropos.services.process import start_service
+
+def numbers():
+    return [int(path.stem) for path in Path().glob("*.pid")]
+
+def start():
+    before = len(numbers())
+    start_service("wait", [sys.executable, "-c", {DAEMONS!r}], log_path="log")
+    while len(numbers()) < before + 2:
+        time.sleep(0.02)
+
+def test_fails():
+    start()
+    assert False
+
+@pytest.mark.timeout(5)
+def test_times_out():
+    start()
+    time.sleep(60)
+
+def test_crashes():
+    assert len(numbers()) == 4 and not any(map(psutil.pid_exists, numbers()))
+    start()
+    os._exit(7)
+"""
+
+
+def test_orphans_of_a_failed_test_are_ended(family):
+    """Of one that fails, one that runs into its limit, and one that takes the test run with it."""
+    (family.folder / "test_inner.py").write_text(INNER)
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    environment = {**os.environ, RUN_ID_VARIABLE: family.mark, "PYTHONPATH": paths}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--noconftest", "test_inner.py"]
+    status = subprocess.run(command, cwd=family.folder, env=environment, stdout=subprocess.DEVNULL).returncode
+    assert status == 7 and len(family.numbers()) == 6
+    family.wait_until(lambda: not family.living())
 
 
 def test_orphans_of_a_killed_guardian_are_ended_by_stop(family, monkeypatch):

@@ -42,10 +42,6 @@ _TAIL_LINES, _TAIL_COLUMNS = 20, 300
 _GUARDIAN = str(Path(__file__).with_name("guardian.py"))
 _GUARDIAN_SECONDS = 60.0  # until it must have started the service
 
-_controls: set[socket.socket] = set()
-"""This process's ends of the sockets to the guardians of services that were not stopped. Closing one ends the service,
-so they live as long as this process, whatever becomes of the ``Service``."""
-
 
 class ServiceFailed(AtroposError, RuntimeError):
     """A service died, or did not become healthy in time. The message quotes the last lines of its log."""
@@ -185,8 +181,13 @@ class Service:
         if rest:
             raise self.failure(f"processes {[p.pid for p in rest]} survived SIGKILL")
         self.control.close()
-        _controls.discard(self.control)
+        unstopped[:] = [service for service in unstopped if service is not self]
         self._stopped = True
+
+
+unstopped: list[Service] = []
+"""The services that this process started and did not stop. A guardian ends its service when the socket to it is closed,
+so they are kept here, whatever becomes of the ``Service`` elsewhere."""
 
 
 def start_service(
@@ -241,8 +242,9 @@ def start_service(
         process.kill()
         process.wait()
         raise ServiceFailed(f"{name}: its guardian process started nothing; see {log_path}")
-    _controls.add(control)
-    return Service(name, list(command), process, int(pid), log_path, control, url, run_id, log_start, started)
+    service = Service(name, list(command), process, int(pid), log_path, control, url, run_id, log_start, started)
+    unstopped.append(service)
+    return service
 
 
 async def wait_until_healthy(
