@@ -220,6 +220,43 @@ def test_a_trainer_without_its_services_stops_and_names_them(tmp_path, model_pat
     assert re.search(rf"error: nothing usable at (inference.urls|trainer.atropos.api_url)={url}", words(output)), output
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1500)  # four starts of everything
+def test_sampling_at_another_temperature_ends_the_run(tmp_path):
+    """Naming both options, of which each trains; with a warning instead, alarms say that the logprobs are wrong."""
+    options = ["--preset", "demo", "--steps", "2", "evaluation.timeout=600", "environment.evaluate=false"]
+    other, fixed = "environment.args.temperature=0.7", "actor_rollout_ref.rollout.temperature=0.7"
+    folders = [tmp_path / name for name in ("error", "fixed", "warn")]
+
+    status, output, left = wait(run(tmp_path, LAUNCH, *options, f"run.dir={folders[0]}", other), 280)
+    assert status == 1 and not left, output
+    expected = (
+        "environment gsm8k sampled at temperature 0.7, but the trainer computes logprobs at "
+        "actor_rollout_ref.rollout.temperature=1; set environment.args.temperature=1 (or what the environment calls "
+        f"it), or {fixed}, or trainer.atropos.sampling_mismatch=per_row"
+    )
+    assert expected in words(output)
+
+    # The environment samples at the trainer's temperature without being told so, too.
+    for arguments in ([fixed, other], [fixed]):
+        status, output, left = wait(run(tmp_path, LAUNCH, *options, f"run.dir={folders[1]}", *arguments), 280)
+        assert status == 0 and not left, output
+        summary = orjson.loads((folders[1] / "summary.json").read_bytes())
+        assert summary["steps"] == 2 and summary["alarms"] == {}
+        assert not any("rows_with" in key for line in read_metrics(folders[1]) for key in line)
+        folders[1] = tmp_path / "default"
+
+    warn = [other, "trainer.atropos.sampling_mismatch=warn"]
+    status, output, left = wait(run(tmp_path, LAUNCH, *options, f"run.dir={folders[2]}", *warn), 280)
+    assert status == 0 and not left, output
+    alarms = orjson.loads((folders[2] / "summary.json").read_bytes())["alarms"]
+    assert set(alarms) == {"other_temperature", "logprob_difference"}
+    assert alarms["other_temperature"]["largest"] == 128 and alarms["logprob_difference"]["largest"] > 1e-3
+    assert [alarms["other_temperature"][key] for key in ("first_step", "last_step", "steps")] == [1, 2, 2]
+    for alarm in alarms.values():
+        assert alarm["what"][-60:] in words(output)
+
+
 @pytest.mark.timeout(600)  # three starts of everything, and one of a server
 def test_the_demo_trains_reports_ends_what_it_started_and_goes_on_after_an_interrupt(tmp_path):
     """Server and gateway are killed, then the launcher is interrupted; the same command goes on to the last step."""
@@ -259,7 +296,7 @@ def test_the_demo_trains_reports_ends_what_it_started_and_goes_on_after_an_inter
     assert 0.2 <= summary["heldout_accuracy_before"] <= 0.5
     assert summary["heldout_accuracy_after"] > 0
     assert summary["sequences_trained"] > steps * 100 and summary["tokens_trained"] > steps * 1250
-    assert summary["dropped"] == {}
+    assert summary["dropped"] == {} and summary["alarms"] == {}
     assert sum(summary["seconds_per_phase"].values()) == pytest.approx(summary["seconds"], rel=0.05)
     lines = read_metrics(folder)
     assert [line["step"] for line in lines] == list(range(1, steps + 1)), "each step once"

@@ -22,6 +22,7 @@ from verl.utils.config import omega_conf_to_dataclass
 from recipe.atropos.correction import _rewards_on
 from recipe.atropos.data_proto import groups_to_data_proto
 from recipe.atropos.losses import DistillationConfig, atropos_loss
+from recipe.atropos.sampling import SamplingCheck
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180), pytest.mark.usefixtures("cluster")]
 
@@ -93,6 +94,9 @@ class Update:
         if distillation is None:
             batch = batch.select(batch_keys=[key for key in batch.batch.keys() if not key.startswith("teacher")])
         begin_step(trainer, batch, step=1)
+        if any("sampling_params" in group.get("group_overrides", {}) for group in groups):
+            trainer.sampling_check = SamplingCheck(temperature=1.0, mode="per_row")
+            trainer._check_sampling(batch)
         if balance:
             trainer._balance_batch(batch, metrics={})
         batch = trainer._fit_compute_advantage(trainer._fit_compute_log_prob(batch))
@@ -109,7 +113,10 @@ class Update:
 
 
 class Tokens:
-    """A row of ``groups`` under the plain model: its trained positions, logits and logprobs there."""
+    """A row of ``groups`` under the plain model: its trained positions, logits and logprobs there.
+
+    At the temperature that it was sampled at, where the group says so.
+    """
 
     def __init__(self, plain, group, row):
         mask = group["masks"][row]
@@ -117,7 +124,8 @@ class Tokens:
         self.first = next(t for t, m in enumerate(mask) if m != -100)
         self.positions = [t for t in range(len(mask)) if mask[t] != -100]
         ids = torch.tensor(group["tokens"][row])
-        self.logits = plain(ids[None]).logits[0].float()
+        sampling = group.get("group_overrides", {}).get("sampling_params")
+        self.logits = plain(ids[None]).logits[0].float() / (sampling[row][0]["temperature"] if sampling else 1.0)
         self.log_policy = self.logits.log_softmax(-1)
         self.log_probs = {t: self.log_policy[t - 1, ids[t]] for t in self.positions}
         self.values = {t: value.item() for t, value in self.log_probs.items()}
@@ -339,10 +347,21 @@ def test_kl_in_the_reward_changes_the_advantage_by_the_sequences_kl(trainer, pla
     assert update.metrics["actor/reward_kl_penalty"] == pytest.approx(mean, rel=1e-3), "padding rows do not thin it out"
 
 
-@pytest.mark.parametrize("use_policy_loss", [True, False], ids=["beside", "alone"])
-def test_distillation_moves_the_policy_towards_the_teachers_top_k(trainer, plain, model_path, use_policy_loss):
-    """In two groups of four; the gradient on the logits is policy - target, from the derivative of the KL by hand."""
+@pytest.mark.parametrize(
+    ("use_policy_loss", "temperatures"),
+    [(True, None), (False, None), (True, [0.7, 1.0, 1.5, 0.7])],
+    ids=["beside", "alone", "sampling_temperatures"],
+)
+def test_distillation_moves_the_policy_towards_the_teachers_top_k(
+    trainer, plain, model_path, use_policy_loss, temperatures
+):
+    """In two groups of four; the gradient on the logits is policy - target, from the derivative of the KL by hand.
+
+    Also where each row has the temperature that it was sampled at.
+    """
     groups, generator = some_groups(model_path), torch.Generator().manual_seed(0)
+    if temperatures:
+        groups[0]["group_overrides"] = {"sampling_params": [[{"temperature": t}] for t in temperatures]}
     vocab = model_vocab(model_path)
     for group in groups[:2]:
         full = [2 * torch.randn(len(t), vocab, generator=generator).log_softmax(-1) for t in group["tokens"]]
