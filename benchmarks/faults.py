@@ -3,7 +3,8 @@
 One run of the demonstration goes through all faults: each start resumes what the fault before it left. Of each fault:
 whether the run recovered (it trained on) or ended with a named error, after how many seconds, whether a process or
 shared memory stayed, and whether each step is in ``metrics.jsonl`` once after the next start. In the end the run must
-reach its last step. A stopped process (SIGSTOP) is noticed by a limit of the configuration, which is ``LIMIT`` here.
+reach its last step. A stopped process (SIGSTOP) is noticed by limits of the configuration, of which
+``LIMIT`` is the longest here.
 
 At least two minutes are needed where a limit runs out; the whole takes about 50 minutes, ``--quick`` about 8.
 """
@@ -84,7 +85,7 @@ OPTIONS = [
     "trainer.logger=[console]",
     f"trainer.atropos.step_timeout={LIMIT}",
     f"trainer.atropos.max_wait_time={LIMIT}",
-    f"trainer.atropos.weight_sync.timeout={LIMIT}",
+    f"trainer.atropos.weight_sync.timeout={LIMIT // 2}",
 ]
 
 

@@ -30,7 +30,7 @@ from recipe.atropos.environments.reporting import Reporting
 from recipe.atropos.environments.sampled import SampledTokens
 from recipe.atropos.environments.shaping import shaped_by
 from recipe.atropos.environments.weight_versions import WeightVersions
-from recipe.atropos.errors import AtroposError
+from recipe.atropos.errors import AtroposError, one_line_errors
 from recipe.atropos.utils.env_flags import CommandLine, UsageError, take_flag
 from recipe.atropos.utils.reward_bridge import RewardBridge, RewardBridgeError, read_bridge
 
@@ -186,7 +186,8 @@ def run(target: str, arguments: list[str], prepare: Callable[[type[BaseEnv]], ty
         traceback.print_exc()
         wrong_usage(f"--env {target} cannot be imported: {type(error).__name__}: {error}")
     sys.argv[1:] = arguments
-    prepare(environment).cli()
+    with one_line_errors():
+        prepare(environment).cli()
     sys.exit(0)  # an environment's own cli() may return
 
 
