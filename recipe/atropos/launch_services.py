@@ -2,14 +2,15 @@
 
 Starts the Trajectory API, the SGLang servers with the gateway before them, the trainer and the environments, in the
 order in which each can use the one before; watches them until the trainer has trained every step; then ends exactly
-what it started. The promises:
+what it started. Guarantees:
 
 - the environments start only when the servers hold the trainer's weights;
 - an SGLang server, a gateway or an environment that ends is started again, so many times, and the run goes on, of
   several environments also without one that is given up; whichever other service ends early ends the run, with that
   service's name and last lines, and a non-zero status;
 - held-out accuracy is measured by the environments themselves, on one version of the weights from beginning to end;
-- whatever happens, Ctrl-C included, no process of the run stays.
+- however and whenever it ends, no process of the run is left 20 seconds later (see ``services/guardian.py``);
+- a run that trains no step for ``trainer.atropos.step_timeout`` seconds ends with an error.
 
 A run leaves what DESIGN's run contract lists in ``runs/NAME``; the same command resumes an interrupted run.
 """
