@@ -3,6 +3,7 @@ PYTHON ?= python3.11
 VENV ?= .venv
 SGLANG_VENV ?= .venv-sglang
 SGLANG_0_5_12_VENV ?= .venv-sglang-0.5.12
+MUTATION_VENV ?= .venv-mutation
 PIP_INSTALL = -m pip install --quiet --disable-pip-version-check
 ARGS ?=
 # Two files of tests at a time: most of their time goes into starting servers, which two cores do side by side.
@@ -12,8 +13,10 @@ TRAINER_STAMP := $(VENV)/.installed
 GEM_STAMP := $(VENV)/.installed-gem
 SGLANG_STAMP := $(SGLANG_VENV)/.installed
 SGLANG_0_5_12_STAMP := $(SGLANG_0_5_12_VENV)/.installed
+MUTATION_STAMP := $(MUTATION_VENV)/.installed
 
-.PHONY: demo test test-fast test-slow test-sglang-0.5.12 lint format env trainer-env gem-env sglang-env clean-env
+.PHONY: demo test test-fast test-slow test-mutations test-sglang-0.5.12 lint format env trainer-env gem-env sglang-env \
+	clean-env
 
 demo: env  ## Watch a small policy learn, on a CPU, with the real parts
 	$(VENV)/bin/python -m recipe.atropos.launch_services --preset demo $(ARGS)
@@ -27,6 +30,9 @@ test-fast: gem-env  ## The tests that start no server
 
 test-slow: env gem-env  ## What repeats at length what `make test` shows
 	$(VENV)/bin/python -m pytest -m slow $(ARGS)
+
+test-mutations: gem-env $(MUTATION_STAMP)  ## Which faults no fast test would see; docs/testing.md has its table
+	$(VENV)/bin/python tests/mutation/run.py --python $(abspath $(MUTATION_VENV))/bin/python $(ARGS)
 
 # What starts, controls or pushes to SGLang, against the version that verl pins; its environment is built here alone.
 test-sglang-0.5.12: trainer-env $(SGLANG_0_5_12_STAMP)
@@ -58,6 +64,12 @@ $(GEM_STAMP): $(TRAINER_STAMP) requirements/gem.txt  # a C compiler compiles one
 	$(VENV)/bin/python $(PIP_INSTALL) --no-deps -r requirements/gem.txt
 	touch $@
 
+$(MUTATION_STAMP): requirements/mutation.txt
+	rm -rf $(MUTATION_VENV)
+	$(PYTHON) -m venv $(MUTATION_VENV)
+	$(MUTATION_VENV)/bin/python $(PIP_INSTALL) -r requirements/mutation.txt
+	touch $@
+
 $(SGLANG_STAMP): requirements/sglang-cpu.txt requirements/sglang.txt
 $(SGLANG_0_5_12_STAMP): requirements/sglang-0.5.12-cpu.txt requirements/sglang-0.5.12.txt
 $(SGLANG_STAMP) $(SGLANG_0_5_12_STAMP): %/.installed:
@@ -68,4 +80,4 @@ $(SGLANG_STAMP) $(SGLANG_0_5_12_STAMP): %/.installed:
 	touch $@
 
 clean-env:
-	rm -rf $(VENV) $(SGLANG_VENV) $(SGLANG_0_5_12_VENV)
+	rm -rf $(VENV) $(SGLANG_VENV) $(SGLANG_0_5_12_VENV) $(MUTATION_VENV)
