@@ -18,7 +18,7 @@ class StubSGLang:
     """One server. ``calls`` may be shared by several: (url, endpoint, body) of each request, as they came.
 
     ``delays`` (seconds) and ``failures`` (HTTP status) are by endpoint; ``reported`` is a version to report in place of
-    the one it was given.
+    the one it was given. ``replies``, if any, are what /generate answers with, one after the other (see ``reply``).
     """
 
     calls: list[tuple[str, str, dict[str, Any]]]
@@ -30,6 +30,7 @@ class StubSGLang:
     checksums: dict[str, str] = field(default_factory=dict)
     delays: dict[str, float] = field(default_factory=dict)
     failures: dict[str, int] = field(default_factory=dict)
+    replies: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def endpoints(self) -> list[str]:
@@ -71,6 +72,10 @@ class StubSGLang:
     async def _generate(self, body: dict[str, Any]) -> web.Response:
         while self.paused:
             await asyncio.sleep(0.01)
+        if self.replies:
+            n = body["sampling_params"]["n"]
+            found, self.replies = self.replies[:n], self.replies[n:]
+            return web.json_response(found if n > 1 else found[0])
         return web.json_response({"output_ids": [0], "meta_info": {"weight_version": self.version}})
 
     async def _flush_cache(self, body: dict[str, Any]) -> web.Response:
@@ -100,6 +105,16 @@ class StubSGLang:
 
     async def _weights_checker(self, body: dict[str, Any]) -> web.Response:
         return web.json_response({"success": True, "ranks": [{"checksums": self.checksums}]})
+
+
+def reply(
+    tokens: list[int], text: str, reason: str = "stop", first: float = -0.5, version: str = "3"
+) -> dict[str, Any]:
+    """One reply of /generate; the logprobs go down from ``first``."""
+    logprobs = [[first - 0.1 * i, token, None] for i, token in enumerate(tokens)]
+    spans = [{"version": version, "start": 0, "end": len(tokens)}]
+    meta_info = {"finish_reason": {"type": reason}, "output_token_logprobs": logprobs, "weight_versions": spans}
+    return {"text": text, "output_ids": tokens, "meta_info": meta_info}
 
 
 def _error(status: int, message: str) -> web.Response:

@@ -19,6 +19,7 @@ import importlib.machinery
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -35,7 +36,7 @@ ROOT = HERE.parents[1]
 _TARGET = 0.95
 _MEMORY = 12 << 30  # bytes of data that a mutant may allocate
 _SAMPLED = ["test_sampled_book.py", "test_sampled_calls.py", "test_weight_versions.py"]
-_ROWS = ["test_data_proto.py", "test_estimators.py", "test_losses.py", "test_reward_bridge.py"]
+_ROWS = ["test_data_proto.py", "test_estimators.py", "test_losses.py", "test_sampling.py", "test_reward_bridge.py"]
 _PUSH = ["test_push.py", "test_weight_manager.py"]
 
 # Each module, under recipe/atropos, and the test files that cover it, those that are most likely to fail first.
@@ -44,8 +45,9 @@ TESTS = {
     "data_proto.py": _ROWS,
     "advantages.py": ["test_estimators.py"],
     "losses.py": ["test_losses.py"],
-    "correction.py": ["test_correction.py"],
-    "metrics.py": ["test_metrics.py", "test_estimators.py", "test_reward_bridge.py", "test_weight_versions.py"],
+    "correction.py": ["test_sampling.py"],
+    "sampling.py": ["test_sampling.py"],
+    "metrics.py": ["test_estimators.py", "test_reward_bridge.py", "test_weight_versions.py"],
     "environments/sampled.py": _SAMPLED,
     "environments/sampled_book.py": _SAMPLED,
     "environments/sampled_calls.py": _SAMPLED,
@@ -74,6 +76,7 @@ class Mutant:
     source: str
     tests: list[str]
     keywords: str | None = None  # of the tests that must fail
+    processes: bool = False  # the tests start processes that import the module
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,17 @@ def named_mutants(files: list[str]) -> list[Mutant]:
         mutated = source.replace(entry["old"], entry["new"])
         compile(mutated, entry["file"], "exec")
         if entry["file"] in files or not files:
-            mutants.append(Mutant(entry["file"], name, "", mutated, entry["tests"], entry.get("keywords")))
+            mutants.append(
+                Mutant(
+                    entry["file"],
+                    name,
+                    "",
+                    mutated,
+                    entry["tests"],
+                    entry.get("keywords"),
+                    entry.get("processes", False),
+                )
+            )
     return mutants
 
 
@@ -193,6 +206,7 @@ def start(mutant: Mutant, output: Path) -> int:
     status = 99
     try:
         os.setsid()
+        os.chdir(ROOT)
         resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY, _MEMORY))
         with output.open("w") as file:
             os.dup2(file.fileno(), 1)
@@ -201,24 +215,32 @@ def start(mutant: Mutant, output: Path) -> int:
             sys.meta_path.insert(0, _Finder(mutant.file, mutant.source))
         import pytest
 
-        tests = [path for path in dict.fromkeys(mutant.tests) if (ROOT / "tests" / path).exists()]
-        arguments = [
-            "-x",
-            "-q",
-            "--no-header",
-            "--tb=short",
-            "--durations=0",
-            "-p",
-            "no:cacheprovider",
-            "-p",
-            "no:xdist",
-        ]
-        arguments += ["-m", "not e2e and not slow", "--rootdir", str(ROOT), "--basetemp", f"{output}.tmp"]
+        arguments = ["-x", "-q", "--no-header", "--tb=short", "-p", "no:cacheprovider", "-p", "no:xdist"]
+        arguments += ["-m", "not slow" if mutant.processes else "not e2e and not slow", f"--basetemp={output}.tmp"]
         arguments += ["-k", mutant.keywords] if mutant.keywords else []
-        status = int(pytest.main([*arguments, *(f"tests/{path}" for path in tests)]))
+        arguments += [f"tests/{path}" for path in mutant.tests]
+        if mutant.processes:
+            status = _in_a_copy(mutant, Path(f"{output}.tree"), arguments)
+        else:
+            if mutant.source:
+                sys.meta_path.insert(0, _Finder(mutant.file, mutant.source))
+            import pytest
+
+            status = int(pytest.main(arguments))
     finally:
         sys.stdout.flush()
         os._exit(status)
+
+
+def _in_a_copy(mutant: Mutant, tree: Path, arguments: list[str]) -> int:
+    """Status of pytest in a copy of the sources that has the mutation."""
+    for part in ("recipe", "tests"):
+        shutil.copytree(ROOT / part, tree / part, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tree)
+    if mutant.source:
+        (tree / "recipe/atropos" / mutant.file).write_text(mutant.source)
+    command = [sys.executable, "-m", "pytest", *arguments]
+    return subprocess.run(command, cwd=tree, env={**os.environ, "PYTHONPATH": str(tree)}).returncode
 
 
 @dataclass
@@ -258,7 +280,8 @@ def run_all(mutants: list[Mutant], limits: dict[str, float], workers: int, folde
                     os.WEXITSTATUS(status), "crashed"
                 )
             yield Result(one.mutant, outcome, seconds, one.output.read_text(errors="replace"))
-            subprocess.run(["rm", "-rf", f"{one.output}.tmp"], check=False)
+            for left in (f"{one.output}.tmp", f"{one.output}.tree"):
+                shutil.rmtree(left, ignore_errors=True)
 
 
 def baseline(mutants: list[Mutant], workers: int, folder: Path) -> dict[str, float]:
@@ -266,7 +289,7 @@ def baseline(mutants: list[Mutant], workers: int, folder: Path) -> dict[str, flo
 
     Raises Broken: some fail.
     """
-    unchanged = {(m.keywords, *m.tests): replace(m, source="") for m in mutants}
+    unchanged = {(m.processes, m.keywords, *m.tests): replace(m, source="") for m in mutants}
     seconds = {}
     for result in run_all(list(unchanged.values()), {}, workers, folder):
         if result.outcome != "survived":
