@@ -18,7 +18,8 @@ from recipe.atropos.environments.pacing import Paced
 from recipe.atropos.environments.reporting import EnvReport
 from recipe.atropos.launch_services import compose_overrides, load_config, parse_arguments, scores_of
 from recipe.atropos.preflight import ConfigurationError, check_config
-from recipe.atropos.run_record import LineReader, read_evaluations, read_metrics
+from recipe.atropos.run_dir import LineReader
+from recipe.atropos.run_record import read_evaluations, read_metrics
 from recipe.atropos.services.environments import Environments, environment_command
 from recipe.atropos.services.process import ServiceFailed, start_service
 from recipe.atropos.services.run import Run

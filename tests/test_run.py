@@ -9,7 +9,8 @@ import orjson
 import pytest
 from helpers_trainer import compose_config
 
-from recipe.atropos.inference.server import MEMORY_LENT, SGLangLaunch, sglang_command
+from recipe.atropos.inference.server import SGLangLaunch, sglang_command
+from recipe.atropos.run_dir import RunDir
 from recipe.atropos.services.inference import Inference, _start_again_from_now_on, plan_servers
 from recipe.atropos.services.process import ServiceFailed
 from recipe.atropos.services.run import Run
@@ -40,7 +41,10 @@ def end(service):
 
 
 def listed(run):
-    return {name: entry["pid"] for name, entry in orjson.loads((run.directory / "services.json").read_bytes()).items()}
+    """Its pid by the name of each service; the launcher is this process."""
+    found = {name: entry["pid"] for name, entry in orjson.loads((run.directory / "services.json").read_bytes()).items()}
+    assert found.pop("launcher") == os.getpid()
+    return found
 
 
 def test_a_service_is_started_again_so_many_times_and_then_named(run, capsys):
@@ -86,7 +90,7 @@ def test_servers_wait_for_the_memory_that_the_trainer_says_it_has_where_they_sha
         _start_again_from_now_on(run, Inference({"sglang": launch}, "http://gateway", "key"), services)
         memory = build_manager(config, None, 10, None).memory
         assert run.revivals["sglang"].may_start()
-        (memory.mark if colocated else tmp_path / MEMORY_LENT).touch()
+        (memory.mark if colocated else RunDir(tmp_path).servers_offloaded).touch()
         assert run.revivals["sglang"].may_start() is not colocated and run.revivals["gateway"].may_start()
     finally:
         run.stop()
@@ -109,7 +113,7 @@ def test_when_the_training_is_done_the_servers_that_are_left_must_do(run, capsys
     end(first)
     run.check()
     assert "sglang-0 ended (-9); the others go on" in capsys.readouterr().out
-    assert set(listed(run)) == {"sglang-1", "gateway", "trainer"}
+    assert set(listed(run)) == {"sglang-1", "gateway"}
     end(second)
     with pytest.raises(ServiceFailed, match="sglang-1: ended while the run needs it"):
         run.check()

@@ -4,12 +4,12 @@ The trainer replaces weights that are due for evaluation only once their number 
 launcher names no file, and waits for nothing.
 """
 
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from recipe.atropos.errors import AtroposError
+from recipe.atropos.run_dir import write_atomic
 
 NONE_YET = -1
 
@@ -24,9 +24,7 @@ def say_evaluated(path: str | Path, version: int) -> None:
     """A reader sees the old or the new number, never a part."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_text(str(version))
-    os.replace(partial, path)
+    write_atomic(path, str(version).encode())
 
 
 def wait_until_evaluated(

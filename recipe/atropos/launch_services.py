@@ -27,7 +27,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import aiohttp
-import orjson
 from hydra import compose, initialize_config_module
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
@@ -37,7 +36,9 @@ from rich.markup import escape
 from recipe.atropos import alarms
 from recipe.atropos.errors import ConfigurationError, expected_failure
 from recipe.atropos.preflight import check_config, resolve_model
-from recipe.atropos.run_record import MetricsReader, update_summary
+from recipe.atropos.resumption import prepare_folder
+from recipe.atropos.run_dir import LineReader, RunDir, disk_is_full, read_json
+from recipe.atropos.run_record import update_summary
 from recipe.atropos.services.environments import Environments, check_target
 from recipe.atropos.services.evaluation import Evaluations
 from recipe.atropos.services.inference import Inference, inference_healthy, start_inference
@@ -119,8 +120,7 @@ def choose_run_dir(config: DictConfig, explicit: bool) -> Path:
 
 def _finished(folder: Path) -> int:
     """The steps of a run whose last evaluation is done too; 0 where there is none."""
-    summary = folder / "summary.json"
-    return orjson.loads(summary.read_bytes()).get("finished_steps", 0) if summary.exists() else 0
+    return read_json(RunDir(folder).summary, {}).get("finished_steps", 0)
 
 
 def environments_of(config: DictConfig) -> dict[str, EnvironmentSpec]:
@@ -134,19 +134,26 @@ def environments_of(config: DictConfig) -> dict[str, EnvironmentSpec]:
     return specs
 
 
-async def launch(config: DictConfig, overrides: list[str], directory: Path, specs: dict[str, EnvironmentSpec]) -> None:
-    """Run everything to the last step.
+async def launch(
+    config: DictConfig,
+    overrides: list[str],
+    directory: Path,
+    specs: dict[str, EnvironmentSpec],
+    lock: int | None = None,
+) -> None:
+    """Run everything to the last step. What is started holds the run folder too, by the descriptor ``lock``.
 
     Raises:
-        ConfigurationError, ServiceFailed: with nothing left running.
+        ConfigurationError, ServiceFailed, DiskFull: with nothing left running; what went wrong first, and as its notes
+            what went wrong in the end.
     """
     # Terminated, it ends its services as when it is interrupted; also where a shell started it with SIGINT ignored.
     # So too when its terminal is closed, unless it was told to outlive that (nohup).
     for number in _ending_signals():
         asyncio.get_running_loop().add_signal_handler(number, asyncio.current_task().cancel)
-    run = Run(config, overrides, directory)
+    run = Run(config, overrides, directory, lock=lock)
     started = time.monotonic()
-    environments = evaluations = None
+    environments = evaluations = failure = None
     try:
         api = start_api(run)
         inference = start_inference(run)
@@ -165,18 +172,37 @@ async def launch(config: DictConfig, overrides: list[str], directory: Path, spec
         await watch(run, trainer, version, environments, evaluations)
         environments.stop()
         await evaluations.end()
-    finally:
-        try:
-            if evaluations is not None:
-                await evaluations.stop()
-        finally:
-            with _undisturbed():
-                run.stop()
-        if environments is not None:
-            update_summary(directory, {"environments": environments.summary()})
+    except BaseException as error:
+        failure = error
+        if disk_is_full(directory):  # which a service's log, on the same disk, may not say
+            error.add_note(f"no space left on device: {directory}")
+    later = await _end(run, environments, evaluations)
+    if failure := failure or next(iter(later), None):
+        for error in later:
+            if error is not failure:
+                failure.add_note(f"then, at the end: {error}")
+        raise failure
     total = config.trainer.total_training_steps
     update_summary(directory, {"seconds_in_all": time.monotonic() - started, "finished_steps": total})
     plot_reward(directory)
+
+
+async def _end(run: Run, environments: Environments | None, evaluations: Evaluations | None) -> list[Exception]:
+    """End everything, whatever fails; returns what failed."""
+    failures: list[Exception] = []
+    with _undisturbed():
+        if evaluations is not None:
+            await evaluations.stop()
+        try:
+            run.stop()
+        except Exception as error:
+            failures.append(error)
+        try:
+            if environments is not None:
+                update_summary(run.directory, {"environments": environments.summary()})
+        except Exception as error:
+            failures.append(error)
+    return failures
 
 
 @contextlib.contextmanager
@@ -227,7 +253,7 @@ def start_trainer(run: Run, api: Service, inference: Inference, evaluated: Path 
     ]
     model = f"actor_rollout_ref.model.path={quoted(run.config.actor_rollout_ref.model.path)}"
     command = [sys.executable, "-m", "recipe.atropos.main", *run.overrides, *addresses, model]
-    folders = {"TENSORBOARD_DIR": str(run.directory / "tensorboard"), "WANDB_DIR": str(run.directory)}
+    folders = {"TENSORBOARD_DIR": str(run.files.tensorboard), "WANDB_DIR": str(run.directory)}
     return run.start("trainer", [*command, f"run.dir={quoted(run.directory)}"], ATROPOS_API_KEY=run.api_key, **folders)
 
 
@@ -275,7 +301,7 @@ async def watch(run: Run, trainer: Service, version: int, environments: Environm
     """
     total, limit = run.config.trainer.total_training_steps, run.config.trainer.atropos.step_timeout
     progress = time.monotonic()
-    seen, reader = version, MetricsReader(run.directory)
+    seen, reader = version, LineReader(run.files.metrics)
     reported: set[str] = set()
     while True:
         ended = trainer.poll() is not None
@@ -347,10 +373,12 @@ def main(argv: list[str] | None = None) -> int:
         config.actor_rollout_ref.model.path = resolve_model(config.actor_rollout_ref.model.path, config.seed)
         check_config(config)
         specs = environments_of(config)
-        directory.mkdir(parents=True, exist_ok=True)
-        OmegaConf.save(config, directory / "config.yaml")
-        console.print(f"[bold]run[/]     {os.path.relpath(directory)}")
-        asyncio.run(launch(config, overrides, directory, specs))
+        with RunDir(directory).lock(_say) as lock:
+            changes = prepare_folder(RunDir(directory), config)
+            _say(os.path.relpath(directory))
+            for change in changes:
+                _say(f"resumed with another {change}")
+            asyncio.run(launch(config, overrides, directory, specs, lock))
     except (KeyboardInterrupt, asyncio.CancelledError):
         console.print("[bold]stopped[/] the same command resumes the run")
         return 130
@@ -359,10 +387,14 @@ def main(argv: list[str] | None = None) -> int:
             raise
         console.print(f"[bold red]error[/]   {escape(told)}", soft_wrap=True)
         return 1
-    summary = orjson.loads((directory / "summary.json").read_bytes())
-    console.print(f"[bold]done[/]    {os.path.relpath(directory)}/summary.json, reward.png")
-    console.print_json(orjson.dumps(summary).decode())
+    files = RunDir(directory)
+    console.print(f"[bold]done[/]    {os.path.relpath(files.summary)}, {files.reward_picture.name}")
+    console.print_json(files.summary.read_text())
     return 0
+
+
+def _say(text: str) -> None:
+    console.print(f"[bold]run[/]     {escape(text)}", soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from pathlib import Path
 
 import hydra
 import ray
@@ -21,6 +20,8 @@ from verl.utils.device import get_device_name
 from recipe.atropos.errors import one_line_errors
 from recipe.atropos.preflight import check_config, check_services, resolve_model
 from recipe.atropos.ray_trainer import RayGRPOAtroposTrainer
+from recipe.atropos.resumption import prepare_folder
+from recipe.atropos.run_dir import RunDir
 
 
 def run(config: DictConfig) -> None:
@@ -29,19 +30,29 @@ def run(config: DictConfig) -> None:
     A failure or a signal ends it at once, with the Ray that it started.
 
     Raises:
-        AtroposError: a value that cannot work, a service that does not answer in time, a push that failed.
+        AtroposError: a value that cannot work, a service that does not answer in time, a push that failed, a run
+            folder that another process holds, a full disk.
     """
     with open_dict(config):
         config.trainer.device = get_device_name()
         if config.trainer.device == "cpu":  # verl's own default, FlashAttention, exists for accelerators only
             config.actor_rollout_ref.model.override_config.setdefault("attn_implementation", "sdpa")
     OmegaConf.resolve(config)
-    os.environ.setdefault("TENSORBOARD_DIR", str(Path(config.run.dir) / "tensorboard"))
+    folder = RunDir(config.run.dir)
+    os.environ.setdefault("TENSORBOARD_DIR", str(folder.tensorboard))
     os.environ.setdefault("WANDB_DIR", str(config.run.dir))
     config.actor_rollout_ref.model.path = resolve_model(config.actor_rollout_ref.model.path, config.seed)
     check_config(config)
     validate_config(config, use_reference_policy=need_reference_policy(config), use_critic=False)
 
+    with folder.lock():
+        if not folder.inherits_lock():  # else the launcher has prepared it
+            for change in prepare_folder(folder, config):
+                print(f"resumed with another {change}", flush=True)
+        _train(config)
+
+
+def _train(config: DictConfig) -> None:
     init = OmegaConf.to_container(config.ray_kwargs.ray_init)
     runtime_env = {**get_ppo_ray_runtime_env(config), **(init.pop("runtime_env", None) or {})}
     # The servers may still be starting, and so do Ray and its workers.

@@ -5,6 +5,7 @@ and post it to the Trajectory API. ``fit_step`` reads as the algorithm; what is 
 (``SeparateRayPPOTrainer``), reached through its ``_fit_*`` hooks.
 """
 
+import io
 import logging
 import uuid
 from collections import Counter
@@ -27,6 +28,7 @@ from verl.utils.tracking import Tracking
 
 from recipe.atropos import alarms
 from recipe.atropos.advantages import AdvantageConfig, RunningMoments, compute_advantages
+from recipe.atropos.checkpoints import Checkpoints, resume_folder, step_of
 from recipe.atropos.correction import compare_with_engine, correct_rollout
 from recipe.atropos.data_proto import groups_to_data_proto, rows_to_data_proto
 from recipe.atropos.data_source import DataSource, DataSourceConfig, Registration
@@ -37,6 +39,7 @@ from recipe.atropos.losses import DistillationConfig
 from recipe.atropos.metrics import batch_metrics, staleness_metrics
 from recipe.atropos.recorded import NoServers, RecordedSource, write_batch
 from recipe.atropos.rows import Row, RowLimits, VersionLimits, environment_name
+from recipe.atropos.run_dir import RunDir, rewrite_lines, write_atomic
 from recipe.atropos.run_record import RunRecord
 from recipe.atropos.sampling import SamplingCheck
 from recipe.atropos.weight_sync.build import build_manager
@@ -106,6 +109,7 @@ class RayGRPOAtroposTrainer(SeparateRayPPOTrainer):
         self.source_config = DataSourceConfig.from_config(atropos)
         self.sampling_check = SamplingCheck.from_config(config)
         self.logprob_tolerance = alarms.logprob_tolerance(atropos.logprob_tolerance, config.inference.dtype)
+        self.checkpoints = Checkpoints(config.trainer.default_local_dir)
 
     # ---------------------------------------------------------------- the algorithm
 
@@ -180,7 +184,7 @@ class RayGRPOAtroposTrainer(SeparateRayPPOTrainer):
             raise NothingToTrain(f"{attempts} batches in a row held nothing to train on; dropped: {dict(dropped)}")
 
         if self.config.trainer.atropos.record_batches:
-            write_batch(Path(self.config.run.dir) / "batches", self.global_steps, groups)
+            write_batch(RunDir(self.config.run.dir).batches, self.global_steps, groups)
         self.record.totals.dropped = dict(Counter(self.record.totals.dropped) + dropped)
         self.metrics |= counts
         self.metrics["atropos/batches_ahead"] = len(self.data_source)
@@ -317,14 +321,16 @@ class RayGRPOAtroposTrainer(SeparateRayPPOTrainer):
             rows = _real_rows(batch)
             width, attended = rows.batch["prompts"].shape[1], rows.batch["attention_mask"].bool()
             keys = ("raw_score", "uid", "env_id", "env_name", "policy_version_min", "policy_version_max")
-            self._dump_generations(
-                inputs=self._texts(rows.batch["prompts"], attended[:, :width]),
-                outputs=self._texts(rows.batch["responses"], attended[:, width:]),
-                gts=[None] * len(rows),
-                scores=rows.batch["token_level_scores"].sum(-1).tolist(),
-                reward_extra_infos_dict={key: rows.non_tensor_batch[key].tolist() for key in keys},
-                dump_path=folder,
-            )
+            columns = {
+                "input": self._texts(rows.batch["prompts"], attended[:, :width]),
+                "output": self._texts(rows.batch["responses"], attended[:, width:]),
+                "score": rows.batch["token_level_scores"].sum(-1).tolist(),
+                "step": [self.global_steps] * len(rows),
+                **{key: rows.non_tensor_batch[key].tolist() for key in keys},
+            }
+            path = Path(folder, f"{self.global_steps}.jsonl")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            rewrite_lines(path, [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)])
 
     def _fit_collect_metrics(self, batch: DataProto) -> None:
         rows = _real_rows(batch)
@@ -426,6 +432,33 @@ class RayGRPOAtroposTrainer(SeparateRayPPOTrainer):
 
     def _update_actor(self, batch: DataProto) -> DataProto:
         return super()._update_actor(_select(batch, _FORWARD_KEYS + _UPDATE_KEYS))
+
+    def _load_checkpoint(self) -> None:
+        """From the newest whole checkpoint, or from ``trainer.resume_from_path``.
+
+        Raises:
+            ConfigurationError: there is none at that path.
+        """
+        trainer = self.config.trainer
+        folder = self.checkpoints.newest() if trainer.resume_mode == "auto" else None
+        if trainer.resume_mode == "resume_path":
+            folder = resume_folder(trainer.resume_from_path)
+        if folder is None:
+            return
+        self.global_steps = step_of(folder)
+        logger.warning("resuming from %s", folder)
+        self.actor_rollout_wg.load_checkpoint(
+            str(folder / "actor"), del_local_after_load=trainer.del_local_ckpt_after_load
+        )
+        self.record.load_state_dict(torch.load(folder / "data.pt", weights_only=False))
+
+    def _save_checkpoint(self) -> None:
+        """Raises DiskFull, with nothing left of this checkpoint, and the earlier ones as they were."""
+        with self.checkpoints.saving(self.global_steps, self.config.trainer.max_actor_ckpt_to_keep) as folder:
+            self.actor_rollout_wg.save_checkpoint(str(folder / "actor"), None, self.global_steps)
+            state = io.BytesIO()
+            torch.save(self.record.state_dict(), state)
+            write_atomic(folder / "data.pt", state.getvalue())
 
     def _fit_save_checkpoint(self) -> None:
         super()._fit_save_checkpoint()

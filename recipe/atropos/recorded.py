@@ -5,7 +5,6 @@ its configuration gives its weights again: bit for bit on a CPU; GPU kernels add
 not to (``actor.fsdp_config.full_determinism``).
 """
 
-import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import orjson
 
 from recipe.atropos.data_source import Batch, DataSourceError
+from recipe.atropos.run_dir import write_atomic
 
 
 def batch_path(directory: str | Path, step: int) -> Path:
@@ -26,12 +26,14 @@ def recorded_steps(directory: str | Path) -> list[int]:
 
 
 def write_batch(directory: str | Path, step: int, batch: Batch) -> None:
-    """Record a step's groups; a reader sees the whole file or none."""
+    """Record a step's groups; a reader sees the whole file or none.
+
+    Raises:
+        DiskFull: nothing is written.
+    """
     path = batch_path(directory, step)
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_bytes(orjson.dumps(batch))
-    os.replace(partial, path)
+    write_atomic(path, orjson.dumps(batch))
 
 
 def read_batch(directory: str | Path, step: int) -> Batch:

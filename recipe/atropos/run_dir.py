@@ -34,6 +34,7 @@ LOCK_VARIABLE = "ATROPOS_RUN_LOCK"
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _PARTIAL = ".partial"  # ends the names of files that are being written; their names begin with "."
+_NO_ROOM = 1 << 16  # bytes
 _LOCK_SECONDS = 30.0  # for the processes of a launcher that was killed to end
 _LOCK_POLL_SECONDS = 0.1
 
@@ -58,6 +59,15 @@ def disk_errors(path: str | Path) -> Iterator[None]:
         if error.errno in _FULL and not isinstance(error, DiskFull):
             raise DiskFull(path) from error
         raise
+
+
+def disk_is_full(path: str | Path) -> bool:
+    """Whether there is no room for anything on the disk of a folder."""
+    try:
+        disk = os.statvfs(path)
+    except OSError:
+        return False
+    return disk.f_bavail * disk.f_frsize < _NO_ROOM
 
 
 def write_atomic(path: str | Path, data: bytes, mode: int = 0o644) -> None:
@@ -139,7 +149,7 @@ def _end_of_last_line(file: Any, block: int = 1 << 16) -> int:
 
 def rewrite_lines(path: str | Path, lines: list[dict[str, Any]]) -> None:
     """``write_atomic`` of a file of JSON objects, one a line."""
-    write_atomic(path, b"".join(orjson.dumps(line) + b"\n" for line in lines))
+    write_atomic(path, b"".join(orjson.dumps(line, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n" for line in lines))
 
 
 class LineReader:
@@ -198,6 +208,7 @@ class RunDir:
         self.evaluation = path / "evaluation"
         self.evaluated = self.evaluation / "evaluated"  # the newest version that was evaluated
         self.tensorboard = path / "tensorboard"
+        self.servers_offloaded = path / "servers_offloaded"  # while the trainer has the memory of servers on its GPUs
         self.lock_file = path / "lock"
 
     def log(self, service: str) -> Path:
@@ -205,6 +216,9 @@ class RunDir:
 
     def evaluation_of(self, version: int, environment: str) -> Path:
         return self.evaluation / str(version) / environment
+
+    def reward_bridge(self, environment: str) -> Path:
+        return self.environments / f"{environment}.reward_bridge.yaml"
 
     def environment_report(self, name: str) -> Path:
         return self.environments / f"{name}.jsonl"
@@ -252,6 +266,10 @@ class RunDir:
             yield descriptor
         finally:
             os.close(descriptor)
+
+    def inherits_lock(self) -> bool:
+        """Whether a launcher that holds the folder started this process."""
+        return self._inherited() is not None
 
     def _inherited(self) -> int | None:
         try:

@@ -4,7 +4,7 @@ Both are functions of the trained steps alone: a resumed run continues the count
 lines of steps that the checkpoint does not hold, because they are trained again.
 """
 
-import os
+import fcntl
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-import orjson
+from recipe.atropos.run_dir import RunDir, append_line, read_json, read_lines, rewrite_lines, write_json
 
 PHASES = {  # phases of a step, in order, and the timers of the trainer that measure them
     "wait": ("wait",),
@@ -57,14 +57,10 @@ class RunRecord:
     """
 
     def __init__(self, directory: str | Path, parts: Mapping[str, Stateful] | None = None):
-        self.directory = Path(directory)
-        self.directory.mkdir(parents=True, exist_ok=True)
+        self.directory = RunDir(directory)
+        self.directory.path.mkdir(parents=True, exist_ok=True)
         self.totals = RunTotals()
         self.parts = dict(parts or {})
-
-    @property
-    def metrics_path(self) -> Path:
-        return self.directory / "metrics.jsonl"
 
     def __len__(self) -> int:
         return 0  # no epochs: verl then restores the state wherever a run stopped
@@ -80,9 +76,8 @@ class RunRecord:
 
     def begin(self) -> None:
         """Call once the checkpoint is loaded: cuts ``metrics.jsonl`` to the steps that are in it."""
-        lines = self.metrics_path.read_bytes().splitlines() if self.metrics_path.exists() else []
-        kept = [line for line in lines if _step(line) <= self.totals.steps]
-        self.metrics_path.write_bytes(b"".join(line + b"\n" for line in kept))
+        lines = read_lines(self.directory.metrics)
+        rewrite_lines(self.directory.metrics, [line for line in lines if line["step"] <= self.totals.steps])
 
     def add_step(self, step: int, metrics: Mapping[str, float], timing: Mapping[str, float]) -> None:
         """One line of metrics and of seconds by phase."""
@@ -92,9 +87,8 @@ class RunRecord:
         totals.steps = step
         totals.seconds += timing["step"]
         totals.seconds_per_phase = dict(Counter(totals.seconds_per_phase) + Counter(phases))
-        with self.metrics_path.open("ab") as file:
-            line = {"step": step, "time": time.time(), **metrics, **{f"phase_s/{k}": v for k, v in phases.items()}}
-            file.write(orjson.dumps(line, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n")
+        line = {"step": step, "time": time.time(), **metrics, **{f"phase_s/{k}": v for k, v in phases.items()}}
+        append_line(self.directory.metrics, line)
 
     def add_seconds(self, phase: str, seconds: float) -> None:
         """Time that belongs to a step, spent after its line was written."""
@@ -102,56 +96,26 @@ class RunRecord:
         self.totals.seconds_per_phase[phase] = self.totals.seconds_per_phase.get(phase, 0.0) + seconds
 
     def write_summary(self) -> None:
-        update_summary(self.directory, asdict(self.totals))
+        update_summary(self.directory.path, asdict(self.totals))
 
 
 def update_summary(directory: str | Path, values: Mapping[str, Any]) -> None:
-    """Merge ``values`` into ``summary.json``; a reader sees the old or the new file, never a part."""
-    path = Path(directory) / "summary.json"
-    old = orjson.loads(path.read_bytes()) if path.exists() else {}
-    partial = path.with_suffix(".partial")
-    options = orjson.OPT_INDENT_2 | orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE
-    partial.write_bytes(orjson.dumps({**old, **values}, option=options))
-    os.replace(partial, path)
+    """Merge ``values`` into ``summary.json``; of several processes none undoes what another one wrote.
 
-
-class LineReader:
-    """Follows a file of JSON objects, one a line, that is being written, from its beginning; whole lines only."""
-
-    def __init__(self, path: str | Path):
-        self._path = Path(path)
-        self._offset = 0
-
-    def new_lines(self) -> list[dict[str, Any]]:
-        """The lines that were added since the last call."""
-        if not self._path.exists():
-            return []
-        with self._path.open("rb") as file:
-            file.seek(self._offset)
-            whole, newline, _ = file.read().rpartition(b"\n")
-        self._offset += len(whole) + len(newline)
-        return [orjson.loads(line) for line in whole.splitlines()]
-
-
-class MetricsReader(LineReader):
-    """Follows the ``metrics.jsonl`` of a run."""
-
-    def __init__(self, directory: str | Path):
-        super().__init__(Path(directory) / "metrics.jsonl")
+    Raises:
+        DiskFull: the summary is as it was.
+    """
+    path = RunDir(directory).summary
+    with open(path.with_name(".summary.lock"), "ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        write_json(path, {**read_json(path, {}), **values})
 
 
 def read_metrics(directory: str | Path) -> list[dict[str, Any]]:
     """All lines of ``metrics.jsonl``."""
-    return MetricsReader(directory).new_lines()
+    return read_lines(RunDir(directory).metrics)
 
 
 def read_evaluations(directory: str | Path) -> list[dict[str, Any]]:
-    """All lines of ``evaluations.jsonl``; not one in which a killed launcher stopped."""
-    return LineReader(Path(directory) / "evaluations.jsonl").new_lines()
-
-
-def _step(line: bytes) -> float:
-    try:
-        return orjson.loads(line)["step"]
-    except (orjson.JSONDecodeError, KeyError):  # the line in which a killed trainer stopped
-        return float("inf")
+    """All lines of ``evaluations.jsonl``."""
+    return read_lines(RunDir(directory).evaluations)

@@ -8,11 +8,9 @@ it has learnt from the trainer's sizes that it fits.
 
 import os
 import time
-from pathlib import Path
-
-import orjson
 
 from recipe.atropos.environments.reporting import VARIABLE
+from recipe.atropos.run_dir import append_line
 
 
 class Registered:
@@ -23,5 +21,4 @@ class Registered:
         path = os.environ.get(VARIABLE)
         if path:
             line = {"time": time.time(), "env": self.config.wandb_name, "pid": os.getpid(), "registered": self.env_id}
-            with Path(path).open("ab") as file:
-                file.write(orjson.dumps(line) + b"\n")
+            append_line(path, line)

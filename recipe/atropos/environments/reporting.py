@@ -19,7 +19,7 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
-import orjson
+from recipe.atropos.run_dir import append_line
 
 logger = logging.getLogger(__name__)
 
@@ -92,8 +92,7 @@ class EnvReport:
             return
         self._settle()
         line = {"time": time.time(), "env": self.name, "step": step, "counts": dict(self.counts), "means": self._means}
-        with self._path.open("ab") as file:
-            file.write(orjson.dumps(line) + b"\n")
+        append_line(self._path, line)
         self._time, self._written = now, self.counts.copy()
 
     def _settle(self) -> None:

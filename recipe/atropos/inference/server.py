@@ -32,8 +32,6 @@ HIGHEST_PORT = 55535
 # Else SGLang waits for its requests first: for ever on 0.5.12, which forgets none that had n > 1, so that it would
 # outlive a launcher that was killed.
 _END_ON_SIGTERM = {"SGL_FORCE_SHUTDOWN": "1"}
-MEMORY_LENT = "memory_lent"
-"""File in a run's folder: the trainer has the memory of the servers on its GPUs, and none may be started there."""
 _OWN_FLAGS = ("model_path", "host", "port", "device", "dtype", "api_key")
 
 

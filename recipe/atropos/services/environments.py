@@ -20,13 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import orjson
 from omegaconf import OmegaConf
 
 from recipe.atropos.environments.pace import PATIENCE_VARIABLE, VARIABLE
 from recipe.atropos.environments.pacing import Paced
 from recipe.atropos.environments.reporting import VARIABLE as REPORT_VARIABLE
-from recipe.atropos.run_record import LineReader
+from recipe.atropos.run_dir import LineReader, append_line, write_atomic
 from recipe.atropos.sampling import TEMPERATURE_VARIABLE
 from recipe.atropos.services.process import Service
 from recipe.atropos.services.run import Run, console
@@ -86,9 +85,9 @@ def environment_command(
         target = str(Path(spec.place).resolve()) + spec.target[len(spec.place) :]
     bridge = []
     if spec.reward_bridge is not None and subcommand == "serve":  # an evaluation never sees shaping
-        path = run.directory / "environments" / f"{spec.name}.reward_bridge.yaml"
+        path = run.files.reward_bridge(spec.name)
         path.parent.mkdir(parents=True, exist_ok=True)
-        OmegaConf.save(OmegaConf.create(dict(spec.reward_bridge)), path)
+        write_atomic(path, OmegaConf.to_yaml(OmegaConf.create(dict(spec.reward_bridge))).encode())
         bridge = ["--reward-bridge", str(path)]
     options = [f"--{key}={_text(value)}" for key, value in given.items()]
     return [sys.executable, "-m", _ADAPTER, subcommand, "--env", target, *bridge, *options]
@@ -136,7 +135,7 @@ class Environments:
             state.read()  # an interrupted run's; what it registered was another API's
 
     def _report(self, spec: EnvironmentSpec) -> Path:
-        return self._run.directory / "environments" / f"{spec.name}.jsonl"
+        return self._run.files.environment_report(spec.name)
 
     def start(self) -> None:
         for state in self._states:
@@ -146,8 +145,7 @@ class Environments:
         spec, config = state.spec, self._run.config
         report = self._report(spec)
         report.parent.mkdir(parents=True, exist_ok=True)
-        with report.open("ab") as file:
-            file.write(orjson.dumps({"time": time.time(), "env": spec.name, "started": True}) + b"\n")
+        append_line(report, {"time": time.time(), "env": spec.name, "started": True})
         max_staleness, every = config.trainer.atropos.max_staleness, config.evaluation.every
         command = environment_command(self._run, spec, "serve", self._api_url, self._server_url)
         variables = {

@@ -23,10 +23,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import orjson
 from rich.markup import escape
 
 from recipe.atropos.evaluated import NONE_YET, say_evaluated
+from recipe.atropos.run_dir import append_line, rewrite_lines
 from recipe.atropos.run_record import read_evaluations, update_summary
 from recipe.atropos.services.environments import environment_command
 from recipe.atropos.services.inference import Inference
@@ -83,7 +83,7 @@ class Evaluations:
         self._specs = {name: spec for name, spec in specs.items() if spec.evaluate}
         self._several = len(specs) > 1
         self._settings, self._last = run.config.evaluation, run.config.trainer.total_training_steps
-        self._path = run.directory / "evaluations.jsonl"
+        self._path = run.files.evaluations
         self._task: asyncio.Task[None] | None = None
         self._settled = NONE_YET
         self._say(NONE_YET)
@@ -91,7 +91,7 @@ class Evaluations:
     @property
     def word(self) -> Path:
         """The file by which the trainer learns what is evaluated."""
-        return self._run.directory / "evaluation" / "evaluated"
+        return self._run.files.evaluated
 
     def _say(self, version: int) -> None:
         self._settled = version
@@ -107,7 +107,7 @@ class Evaluations:
         """
         lines = read_evaluations(self._run.directory)
         kept = [line for line in lines if line["step"] <= version and "error" not in line]
-        self._path.write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in kept))
+        rewrite_lines(self._path, kept)
         for line in kept:
             if not line["metrics"]:
                 self._specs.pop(line["env"], None)
@@ -177,7 +177,8 @@ class Evaluations:
         failures = []
         for spec, result in zip(specs, results, strict=True):
             if isinstance(result, ServiceFailed):
-                self._record({"step": version, "version": version, "env": spec.name, "error": str(result)})
+                failure = {"step": version, "version": version, "env": spec.name, "error": str(result)}
+                append_line(self._path, failure)
                 if spec.service in self._run.given_up:
                     console.print(f"[bold red]heldout[/] version {version}: {escape(str(result))}", soft_wrap=True)
                     continue
@@ -187,11 +188,11 @@ class Evaluations:
             raise failures[0]
 
     async def _one(self, spec: EnvironmentSpec, version: int) -> None:
-        folder = self._run.directory / "evaluation" / str(version) / spec.name
+        folder = self._run.files.evaluation_of(version, spec.name)
         shutil.rmtree(folder, ignore_errors=True)  # of an evaluation that was interrupted
         folder.mkdir(parents=True)
         found = await self._evaluate(spec, version, folder)
-        self._record(found.line())
+        append_line(self._path, found.line())
         whose = f"{spec.name} " if self._several else ""
         console.print(f"[bold]heldout[/] {whose}{found.text()}, version {version}", soft_wrap=True)
         if not found.metrics:
@@ -233,10 +234,6 @@ class Evaluations:
         while (version := await self._inference.version()) is None:
             await asyncio.sleep(_LOOK_SECONDS)
         return version
-
-    def _record(self, line: Mapping[str, Any]) -> None:
-        with self._path.open("ab") as file:
-            file.write(orjson.dumps(line) + b"\n")
 
 
 def _read(path: Path) -> tuple[dict[str, float], bool]:

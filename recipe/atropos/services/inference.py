@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 
 from recipe.atropos.inference.client import SGLangClient
 from recipe.atropos.inference.gateway import API_KEY_VARIABLE
-from recipe.atropos.inference.server import HIGHEST_PORT, MEMORY_LENT, SGLangLaunch, start_sglang, uses_gpu
+from recipe.atropos.inference.server import HIGHEST_PORT, SGLangLaunch, start_sglang, uses_gpu
 from recipe.atropos.services.lora import lora_arguments
 from recipe.atropos.services.process import Service, free_port, wait_until_healthy
 from recipe.atropos.services.run import Run
@@ -146,7 +146,7 @@ def _start_again_from_now_on(run: Run, inference: Inference, services: dict[str,
             lambda name=name, launch=launch: start_sglang(launch, log_path=run.log(name), name=name),
             limit,
             kind="sglang",
-            may_start=lambda: not (colocated and (run.directory / MEMORY_LENT).exists()),
+            may_start=lambda: not (colocated and run.files.servers_offloaded.exists()),
         )
     run.revive(
         services["gateway"], lambda: start_gateway(run, inference.gateway, inference.urls), limit, kind="gateway"

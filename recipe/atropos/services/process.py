@@ -23,7 +23,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -198,11 +198,12 @@ def start_service(
     env: Mapping[str, str] | None = None,
     cwd: Path | str | None = None,
     url: str | None = None,
+    pass_fds: Sequence[int] = (),
 ) -> Service:
     """Start `command` as the leader of a new session; its output is appended to `log_path` (mode 0600: servers print
     their secrets).
 
-    `env` is added to this process's environment. May be called from any thread.
+    `env` is added to this process's environment; `pass_fds` stay open in the service. May be called from any thread.
 
     Raises:
         ServiceFailed: the program does not exist.
@@ -228,6 +229,7 @@ def start_service(
             env=environment,
             cwd=cwd,
             start_new_session=True,  # a terminal's Ctrl-C is not for it
+            pass_fds=pass_fds,
         )
     finally:
         theirs.close()

@@ -2,20 +2,21 @@
 
 A service for which ``Run.revive`` knows how to start it is started again, a server on its port, at most so many times;
 after that the run goes on without it where its revival says so and another of its kind is left. Any other that ends,
-but for a trainer that is done, ends the run. ``services.json`` always names those that run.
+but for a trainer that is done, ends the run. ``services.json`` names the launcher and the services that run.
 """
 
+import os
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import orjson
 from omegaconf import DictConfig
 from rich.console import Console
 from rich.markup import escape
 
+from recipe.atropos.run_dir import LOCK_VARIABLE, RunDir, write_json
 from recipe.atropos.services.process import Service, ServiceFailed, start_service
 
 console = Console(highlight=False)
@@ -51,10 +52,19 @@ class Run:
     api_key: str = field(default_factory=lambda: secrets.token_hex(16))
     revivals: dict[str, Revival] = field(default_factory=dict)
     given_up: set[str] = field(default_factory=set)
+    lock: int | None = None
+    """Descriptor of the run folder's lock, which what is started inherits."""
+
+    def __post_init__(self) -> None:
+        self.files = RunDir(self.directory)
 
     def start(self, name: str, command: list[str], url: str | None = None, **env: str) -> Service:
         """In the launcher's own working folder, so that relative paths and local modules mean what the user meant."""
-        service = start_service(name, command, log_path=self.log(name), env={"PYTHONUNBUFFERED": "1", **env}, url=url)
+        env = {"PYTHONUNBUFFERED": "1", **env}
+        inherited = ()
+        if self.lock is not None:
+            env[LOCK_VARIABLE], inherited = str(self.lock), (self.lock,)
+        service = start_service(name, command, log_path=self.log(name), env=env, url=url, pass_fds=inherited)
         self.add(service)
         return service
 
@@ -76,7 +86,7 @@ class Run:
         self.revivals[service.name] = Revival(start, limit, kind, **options)
 
     def log(self, name: str) -> Path:
-        return self.directory / "logs" / f"{name}.log"
+        return self.files.log(name)
 
     def stop(self, *services: Service) -> None:
         """End the given services, or all, the youngest first."""
@@ -86,6 +96,7 @@ class Run:
                 service.stop()
             except ServiceFailed as failure:  # the others are ended all the same
                 failures.append(failure)
+        self._write_listing()
         if failures:
             raise failures[0]
 
@@ -157,5 +168,8 @@ class Run:
         return any(service.name == "trainer" and service.poll() == 0 for service in self.services)
 
     def _write_listing(self) -> None:
-        listing = {s.name: {"pid": s.pid, "url": s.url, "log": str(s.log_path)} for s in self.services}
-        (self.directory / "services.json").write_bytes(orjson.dumps(listing, option=orjson.OPT_INDENT_2))
+        running = [service for service in self.services if service.poll() is None]
+        listing: dict[str, Any] = {s.name: {"pid": s.pid, "url": s.url, "log": str(s.log_path)} for s in running}
+        if running:
+            listing = {"launcher": {"pid": os.getpid(), "url": None, "log": None}, **listing}
+        write_json(self.files.services, listing)

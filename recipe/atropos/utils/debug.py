@@ -37,6 +37,7 @@ from recipe.atropos.data_source import DataSourceError
 from recipe.atropos.errors import ConfigurationError, one_line_errors
 from recipe.atropos.recorded import read_batch
 from recipe.atropos.rows import RowLimits, environment_name
+from recipe.atropos.run_dir import RunDir
 from recipe.atropos.utils.env_adapter import EnvironmentTargetError
 
 _UNLIKELY = -3.0  # nats; a sampled token below it (5%) is underlined
@@ -48,7 +49,7 @@ def load_config(run: Path) -> DictConfig:
     Raises:
         FileNotFoundError: it is no run folder.
     """
-    path = run / "config.yaml"
+    path = RunDir(run).config
     if not path.is_file():
         raise FileNotFoundError(f"{path} is not there; give the folder of a run that launch_services started")
     return OmegaConf.load(path)
@@ -78,7 +79,7 @@ def rows_of_step(config: DictConfig, step: int) -> DataProto:
         vocab_size=model_config.get_text_config().vocab_size,
         read_teacher=atropos.distillation.loss_coef > 0,
     )
-    rows, report = groups_to_data_proto(read_batch(Path(config.run.dir) / "batches", step), limits)
+    rows, report = groups_to_data_proto(read_batch(RunDir(config.run.dir).batches, step), limits)
     if rows is None:
         raise DataSourceError(f"step {step} holds no row to train on; dropped: {dict(report.dropped)}")
     rows.batch["token_level_rewards"] = rows.batch["token_level_scores"]
@@ -177,11 +178,11 @@ def replay(run: Path, overrides: Sequence[str], console: Console) -> bool:
     settings = {
         "run.name": replayed.name,
         "run.dir": str(replayed),
-        "trainer.default_local_dir": str(replayed / "checkpoints"),
-        "trainer.rollout_data_dir": str(replayed / "rollouts"),
+        "trainer.default_local_dir": str(RunDir(replayed).checkpoints),
+        "trainer.rollout_data_dir": str(RunDir(replayed).rollouts),
         "trainer.resume_mode": "disable",
         "trainer.atropos.record_batches": False,
-        "trainer.atropos.replay": str(run / "batches"),
+        "trainer.atropos.replay": str(RunDir(run).batches),
     }
     for key, value in settings.items():
         OmegaConf.update(config, key, value)
@@ -189,7 +190,7 @@ def replay(run: Path, overrides: Sequence[str], console: Console) -> bool:
     config.merge_with_dotlist(list(overrides))
     train(config)
     step = config.trainer.total_training_steps
-    folders = [Path(folder) / "checkpoints" / f"global_step_{step}" / "actor" for folder in (run, config.run.dir)]
+    folders = [RunDir(folder).checkpoints / f"global_step_{step}" / "actor" for folder in (run, config.run.dir)]
     if not folders[0].is_dir():
         console.print(f"trained {step} steps; {run} has no checkpoint of that step to compare the weights with")
         return False

@@ -1,5 +1,6 @@
 """Pictures of a run, from its ``metrics.jsonl`` and ``evaluations.jsonl``."""
 
+import io
 from collections import defaultdict
 from pathlib import Path
 
@@ -8,6 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from recipe.atropos.run_dir import RunDir, write_atomic
 from recipe.atropos.run_record import read_evaluations, read_metrics
 
 _COLOURS = ("#1f6feb", "#bf8700", "#8250df", "#1a7f37", "#bc4c00", "#57606a")
@@ -15,11 +17,12 @@ _HELDOUT = "#d1242f"  # of a single environment
 
 
 def plot_reward(directory: str | Path, window: int = 5) -> Path:
-    """Write ``reward.png``, see ``reward_figure``."""
-    path = Path(directory) / "reward.png"
+    """Write ``reward.png``, see ``reward_figure``. Raises DiskFull, with an older picture as it was."""
+    path, picture = RunDir(directory).reward_picture, io.BytesIO()
     figure = reward_figure(directory, window)
     FigureCanvasAgg(figure)
-    figure.savefig(path, dpi=120)
+    figure.savefig(picture, dpi=120, format="png")
+    write_atomic(path, picture.getvalue())
     return path
 
 

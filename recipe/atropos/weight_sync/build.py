@@ -2,14 +2,13 @@
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import torch
 from omegaconf import DictConfig
 from verl.single_controller.ray import RayWorkerGroup
 
-from recipe.atropos.inference.server import MEMORY_LENT
 from recipe.atropos.rows import Row
+from recipe.atropos.run_dir import RunDir
 from recipe.atropos.weight_sync.colocated import SharedMemory
 from recipe.atropos.weight_sync.fleet import FleetSyncManager, ServerFleet
 from recipe.atropos.weight_sync.gateway import GatewayClient
@@ -44,7 +43,7 @@ def build_manager(
         verify = partial(probe.verify, compute=log_probs_of)
     memory = None
     if inference.colocated:
-        memory = SharedMemory(key, settings.pause_mode, timeout, Path(config.run.dir) / MEMORY_LENT)
+        memory = SharedMemory(key, settings.pause_mode, timeout, RunDir(config.run.dir).servers_offloaded)
     # Twice: gathering and staging come before the requests that the time-out is for.
     options = {"timeout": 2 * timeout, "verify": verify, "memory": memory}
     if fleet:

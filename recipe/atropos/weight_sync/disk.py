@@ -32,7 +32,8 @@ class DiskTransport:
     async def stage(self, clients: Sequence[SGLangClient], weights: NamedTensors, version: int) -> None:
         """Raises WeightPushError (no space, no permission) with nothing half-written left behind."""
         target, partial = self.path(version), self.directory / f".partial_{version}"
-        shutil.rmtree(partial, ignore_errors=True)
+        for left in self.directory.glob(".partial_*"):  # by a process that was killed while it wrote
+            shutil.rmtree(left, ignore_errors=True)
         try:
             partial.mkdir(parents=True)
             n_files, bucket, bucket_bytes = 0, {}, 0

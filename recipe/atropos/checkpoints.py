@@ -1,0 +1,123 @@
+"""The checkpoints of a run: which are whole, which is the newest, how many are kept.
+
+Guarantees:
+
+- a checkpoint is whole once ``complete.json`` lists its files and their sizes, which is written last; only a whole one
+  is resumed from, the one that was completed last, whatever verl's tracker says;
+- what a kill or a full disk left of one is removed at the next start; folders of others are never touched;
+- ``keep`` counts all whole checkpoints of the folder, those of earlier processes too.
+"""
+
+import contextlib
+import logging
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from recipe.atropos.errors import ConfigurationError
+from recipe.atropos.run_dir import DiskFull, RunDirError, disk_errors, disk_is_full, read_json, write_atomic, write_json
+
+logger = logging.getLogger(__name__)
+
+_COMPLETE, _INCOMPLETE = "complete.json", "incomplete"
+_TRACKER = "latest_checkpointed_iteration.txt"  # for verl's own tools
+
+
+class Checkpoints:
+    """The folders ``global_step_N`` of ``directory``."""
+
+    def __init__(self, directory: str | Path):
+        self.directory = Path(directory).resolve()
+
+    def path(self, step: int) -> Path:
+        return self.directory / f"global_step_{step}"
+
+    def whole(self) -> list[Path]:
+        """The whole checkpoints, in the order in which they were completed."""
+        found = {folder: self._sequence(folder) for folder in self._folders()}
+        return sorted((folder for folder, number in found.items() if number is not None), key=found.__getitem__)
+
+    def newest(self) -> Path | None:
+        """The whole checkpoint that was completed last; says which others cannot be resumed from."""
+        whole = self.whole()
+        for folder in self._folders():
+            if folder not in whole:
+                why = f"it has no {_COMPLETE}, which this recipe writes last"
+                if (folder / _COMPLETE).exists():
+                    why = "files are missing, or have other sizes than when they were saved"
+                logger.warning("%s is not resumed from: %s (trainer.resume_mode=resume_path forces it)", folder, why)
+        return whole[-1] if whole else None
+
+    def remove_incomplete(self) -> None:
+        """Remove what an earlier process began to save and did not complete."""
+        for folder in self._folders():
+            if (folder / _INCOMPLETE).exists() and not (folder / _COMPLETE).exists():
+                shutil.rmtree(folder, ignore_errors=True)
+
+    @contextlib.contextmanager
+    def saving(self, step: int, keep: int | None) -> Iterator[Path]:
+        """Yields the folder to write into. ``keep`` whole ones stay, all where it is None; never none meanwhile.
+
+        Raises:
+            DiskFull: nothing is left of the new one.
+        """
+        folder = self.path(step)
+        self._prune(max(1, keep - 1) if keep else None)  # room first, as verl makes it
+        shutil.rmtree(folder, ignore_errors=True)
+        try:
+            with disk_errors(folder):
+                folder.mkdir(parents=True)
+                (folder / _INCOMPLETE).touch()
+                yield folder
+                files = {path.relative_to(folder).as_posix(): path.stat().st_size for path in _files(folder)}
+                sequence = 1 + max((self._sequence(other) or 0 for other in self._folders()), default=0)
+                write_json(folder / _COMPLETE, {"step": step, "sequence": sequence, "files": files})
+                (folder / _INCOMPLETE).unlink()
+        except BaseException as error:
+            # torch's writer, in another process, does not say why it failed.
+            full = "No space left on device" in str(error) or disk_is_full(self.directory)
+            shutil.rmtree(folder, ignore_errors=True)
+            if full and not isinstance(error, DiskFull):
+                raise DiskFull(folder) from error
+            raise
+        write_atomic(self.directory / _TRACKER, str(step).encode())
+        self._prune(keep)
+
+    def _prune(self, keep: int | None) -> None:
+        for folder in self.whole()[: -keep or None] if keep else []:
+            os.replace(folder / _COMPLETE, folder / _INCOMPLETE)  # a kill in the middle leaves one that is removed
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _folders(self) -> list[Path]:
+        found = [path for path in self.directory.glob("global_step_*") if re.fullmatch(r"global_step_\d+", path.name)]
+        return sorted(found, key=step_of)
+
+    def _sequence(self, folder: Path) -> int | None:
+        """Its place in the order of completion; None for one that is not whole."""
+        try:
+            saved = read_json(folder / _COMPLETE)
+            whole = saved and all((folder / name).stat().st_size == size for name, size in saved["files"].items())
+        except (OSError, KeyError, RunDirError):
+            return None
+        return saved["sequence"] if whole else None
+
+
+def resume_folder(path: str | Path) -> Path:
+    """``trainer.resume_from_path`` as a folder. Raises ConfigurationError: it is no checkpoint."""
+    folder = Path(path).expanduser().resolve()
+    if not re.fullmatch(r"global_step_\d+", folder.name) or not (folder / "actor").is_dir():
+        raise ConfigurationError(
+            f"trainer.resume_from_path={path}: no checkpoint; give a folder global_step_N with actor/ in it"
+        )
+    return folder
+
+
+def step_of(folder: Path) -> int:
+    """Raises ValueError: its name is not ``global_step_N``."""
+    return int(folder.name.removeprefix("global_step_"))
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file() and path.name != _INCOMPLETE)
