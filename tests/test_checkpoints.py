@@ -11,7 +11,8 @@ from omegaconf import OmegaConf
 from recipe.atropos.checkpoints import Checkpoints, resume_folder
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.resumption import prepare_folder
-from recipe.atropos.run_dir import DiskFull, RunDir
+from recipe.atropos.run_dir import DiskFull, RunDir, read_json
+from recipe.atropos.run_record import RunRecord, account_of_groups, update_summary
 
 FILES = {"actor/model_world_size_1_rank_0.pt": b"model" * 3, "actor/huggingface/config.json": b"{}", "data.pt": b"data"}
 
@@ -161,3 +162,39 @@ def test_run_dir_names_the_folders_of_the_configuration(composed):
     assert Path(config.trainer.default_local_dir) == folder.checkpoints
     assert Path(config.trainer.rollout_data_dir) == folder.rollouts
     assert Path(config.trainer.atropos.weight_sync.directory) == folder.weights
+
+
+# ---------------------------------------------------------------- what became of the groups
+
+
+def test_run_dir_accounts_for_every_group(tmp_path):
+    """Two starts: the first ends with a step that no checkpoint holds, and with a batch fetched ahead."""
+
+    def train(record, *trained):
+        for count in trained:
+            record.totals.steps += 1
+            record.totals.groups_trained += count
+            record.totals.groups_dropped += 4 - count
+            record.write_summary()
+
+    first = RunRecord(tmp_path)
+    first.begin()
+    train(first, 4, 3)
+    saved = first.state_dict()
+    train(first, 2)
+    first.end(groups_fetched=16)
+    second = RunRecord(tmp_path)
+    second.load_state_dict(saved)
+    second.begin()
+    train(second, 4)
+    second.end(groups_fetched=4)
+    update_summary(tmp_path, {"groups_queued": 5, "environments": {"a": {"groups_sent": 20}, "b": {"groups_sent": 6}}})
+    assert account_of_groups(read_json(RunDir(tmp_path).summary)) == {
+        "sent": 26,
+        "trained": 11,
+        "dropped": 1,
+        "rolled_back": 4,
+        "prefetched": 4,
+        "queued": 5,
+        "unknown": 1,
+    }

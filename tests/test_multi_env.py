@@ -175,12 +175,15 @@ def test_counts_are_summed_over_the_processes_of_an_environment(tmp_path):
         report.count("sent", sent)
         report.write(1, at_once=True)
         report.count("not_sent/equal_scores", equal)
+        report.in_flight = 4
         report.write(2, at_once=True)
 
     process(5, 2)
     process(7, 1)
     environments = Environments(Run(settings, [], tmp_path), environment_specs(settings), "http://api", "http://server")
     assert environments.summary()["a"] == {
+        "in_flight": 8,  # each process left four undone
+        "items": 8,
         "not_sent/equal_scores": 3,
         "sent": 12,
         "restarts": 0,

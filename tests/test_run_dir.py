@@ -9,7 +9,7 @@ import sys
 import orjson
 import pytest
 
-from recipe.atropos.errors import ConfigurationError
+from recipe.atropos.errors import ConfigurationError, secondary_errors
 from recipe.atropos.run_dir import (
     LOCK_VARIABLE,
     DiskFull,
@@ -202,3 +202,15 @@ def test_run_dir_full_disk_is_named_and_changes_nothing(full_disk):
         append_line(lines, {"step": 2, "text": "x" * 5000})
     assert orjson.loads(summary.read_bytes()) == {"steps": 1} and read_lines(lines) == [{"step": 1}]
     assert sorted(os.listdir(full_disk)) == ["ballast", "metrics.jsonl", "summary.json"]
+
+
+def test_run_dir_first_error_is_the_one_that_is_shown():
+    with pytest.raises(RuntimeError, match="first") as shown:
+        try:
+            raise RuntimeError("first")
+        finally:
+            with secondary_errors():
+                raise DiskFull("/a/file")
+    assert shown.value.__notes__ == [f"then, at the end: {DiskFull('/a/file')}"]
+    with pytest.raises(DiskFull), secondary_errors():
+        raise DiskFull("/a/file")

@@ -95,13 +95,14 @@ class DataSource:
     by the API at the first fetch, so enter only once the servers hold the weights of ``starting_step``.
 
     ``events`` counts what went wrong and was survived: api_unreachable, batch_lost, registered_again.
-    ``fetch_seconds`` is the time spent on receiving batches, beside the training.
+    ``fetch_seconds`` is the time spent on receiving batches, beside the training; ``groups_fetched`` what came.
     """
 
     config: DataSourceConfig
     registration: Registration
     events: Counter[str] = field(default_factory=Counter)
     fetch_seconds: float = 0.0
+    groups_fetched: int = 0
 
     def __post_init__(self) -> None:
         self._ready: deque[Batch] = deque()
@@ -227,6 +228,7 @@ class DataSource:
         if reply["batch"] is None:
             return False, None
         self.fetch_seconds += time.perf_counter() - started
+        self.groups_fetched += len(reply["batch"])
         return True, reply["batch"]
 
 

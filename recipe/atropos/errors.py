@@ -44,6 +44,18 @@ def expected_failure(error: BaseException) -> str | None:
 
 
 @contextlib.contextmanager
+def secondary_errors() -> Iterator[None]:
+    """Around each step of a ``finally``: where an error is on its way already, one of the step becomes a note of it."""
+    first = sys.exception()
+    try:
+        yield
+    except Exception as error:
+        if first is None:
+            raise
+        first.add_note(f"then, at the end: {error}")
+
+
+@contextlib.contextmanager
 def one_line_errors(*others: type[Exception]) -> Iterator[None]:
     """Around an entry point: an expected failure, or one of ``others``, ends the process with ``error: ...`` and
     status 1; a defect goes through."""

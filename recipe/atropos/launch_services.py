@@ -18,13 +18,16 @@ A run leaves what DESIGN's run contract lists in ``runs/NAME``; the same command
 import argparse
 import asyncio
 import contextlib
+import inspect
 import os
 import re
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 from hydra import compose, initialize_config_module
@@ -38,7 +41,7 @@ from recipe.atropos.errors import ConfigurationError, expected_failure
 from recipe.atropos.preflight import check_config, resolve_model
 from recipe.atropos.resumption import prepare_folder
 from recipe.atropos.run_dir import LineReader, RunDir, disk_is_full, read_json
-from recipe.atropos.run_record import update_summary
+from recipe.atropos.run_record import QUEUED, account_of_groups, update_summary
 from recipe.atropos.services.environments import Environments, check_target
 from recipe.atropos.services.evaluation import Evaluations
 from recipe.atropos.services.inference import Inference, inference_healthy, start_inference
@@ -49,6 +52,7 @@ from recipe.atropos.utils.plots import plot_reward
 
 _WATCH_SECONDS = 0.5
 _VERSION_SECONDS = 120.0
+_QUEUE_SECONDS = 5.0
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -153,9 +157,10 @@ async def launch(
         asyncio.get_running_loop().add_signal_handler(number, asyncio.current_task().cancel)
     run = Run(config, overrides, directory, lock=lock)
     started = time.monotonic()
-    environments = evaluations = failure = None
+    environments = evaluations = failure = api_url = None
     try:
         api = start_api(run)
+        api_url = api.url
         inference = start_inference(run)
         evaluations = Evaluations(run, specs, inference)
         console.print(
@@ -176,7 +181,7 @@ async def launch(
         failure = error
         if disk_is_full(directory):  # which a service's log, on the same disk, may not say
             error.add_note(f"no space left on device: {directory}")
-    later = await _end(run, environments, evaluations)
+    later = await _end(run, api_url, environments, evaluations)
     if failure := failure or next(iter(later), None):
         for error in later:
             if error is not failure:
@@ -187,22 +192,46 @@ async def launch(
     plot_reward(directory)
 
 
-async def _end(run: Run, environments: Environments | None, evaluations: Evaluations | None) -> list[Exception]:
-    """End everything, whatever fails; returns what failed."""
+async def _end(
+    run: Run, api_url: str | None, environments: Environments | None, evaluations: Evaluations | None
+) -> list[Exception]:
+    """End everything, whatever fails, and account for the groups; returns what failed."""
     failures: list[Exception] = []
+
+    async def attempt(step: Callable[[], Any]) -> None:
+        try:
+            if inspect.isawaitable(result := step()):
+                await result
+        except Exception as error:
+            failures.append(error)
+
+    async def account() -> None:
+        # Nothing is sent or fetched any more, and the trainer has told what it had not trained on.
+        queued = await groups_in_queue(api_url) if api_url else 0
+        summary = read_json(run.files.summary, {})
+        told = {"environments": environments.summary(), QUEUED: queued + summary.get(QUEUED, 0)}
+        update_summary(run.directory, told | {"groups": account_of_groups(summary | told)})
+
     with _undisturbed():
         if evaluations is not None:
-            await evaluations.stop()
-        try:
-            run.stop()
-        except Exception as error:
-            failures.append(error)
-        try:
-            if environments is not None:
-                update_summary(run.directory, {"environments": environments.summary()})
-        except Exception as error:
-            failures.append(error)
+            await attempt(evaluations.stop)
+        if environments is not None:
+            await attempt(environments.stop)
+            for trainer in [service for service in run.services if service.name == "trainer"]:
+                await attempt(partial(run.stop, trainer))
+            await attempt(account)
+        await attempt(run.stop)
     return failures
+
+
+async def groups_in_queue(api_url: str) -> int:
+    """Groups that the Trajectory API has in no batch yet; 0 where it is gone, with what it had."""
+    try:
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_QUEUE_SECONDS)) as session:
+            async with session.get(f"{api_url}/status") as reply:
+                return (await reply.json())["queue_size"]
+    except (aiohttp.ClientError, TimeoutError):
+        return 0
 
 
 @contextlib.contextmanager

@@ -32,7 +32,7 @@ from recipe.atropos.checkpoints import Checkpoints, resume_folder, step_of
 from recipe.atropos.correction import compare_with_engine, correct_rollout
 from recipe.atropos.data_proto import groups_to_data_proto, rows_to_data_proto
 from recipe.atropos.data_source import DataSource, DataSourceConfig, Registration
-from recipe.atropos.errors import ConfigurationError, NothingToTrain
+from recipe.atropos.errors import ConfigurationError, NothingToTrain, secondary_errors
 from recipe.atropos.evaluated import wait_until_evaluated
 from recipe.atropos.fsdp_workers import AtroposActorWorker
 from recipe.atropos.losses import DistillationConfig
@@ -132,7 +132,10 @@ class RayGRPOAtroposTrainer(SeparateRayPPOTrainer):
                 for self.global_steps in range(done + 1, total + 1):
                     self.fit_step()
             finally:
-                self.checkpoint_manager.return_memory()
+                with secondary_errors():
+                    self.record.end(self.data_source.groups_fetched)
+                with secondary_errors():
+                    self.checkpoint_manager.return_memory()
         self.record.write_summary()
 
     def fit_step(self, batch_dict: Any = None) -> None:
@@ -166,7 +169,7 @@ class RayGRPOAtroposTrainer(SeparateRayPPOTrainer):
             NothingToTrain: every sequence of many batches in a row was dropped; names the reasons.
             SamplingMismatch: rows were sampled from another distribution than the trainer computes.
         """
-        dropped, counts = Counter(), Counter()
+        dropped, counts, fetched = Counter(), Counter(), 0
         versions = VersionLimits(self.global_steps - 1, self.config.trainer.atropos.max_staleness)
         attempts = (
             1 if self.config.trainer.atropos.replay else _MAX_EMPTY_BATCHES
@@ -174,6 +177,7 @@ class RayGRPOAtroposTrainer(SeparateRayPPOTrainer):
         for _ in range(attempts):
             with marked_timer("wait", self.timing_raw):
                 groups = self.data_source.next_batch(self._look_after_servers)
+                fetched += len(groups)
             with marked_timer("convert", self.timing_raw):
                 batch, report = groups_to_data_proto(groups, self.limits, self.mini_batch_size, versions)
             dropped.update(report.dropped)
@@ -187,6 +191,7 @@ class RayGRPOAtroposTrainer(SeparateRayPPOTrainer):
             write_batch(RunDir(self.config.run.dir).batches, self.global_steps, groups)
         self.record.totals.dropped = dict(Counter(self.record.totals.dropped) + dropped)
         self.metrics |= counts
+        self._groups_fetched = fetched
         self.metrics["atropos/batches_ahead"] = len(self.data_source)
         self.metrics["atropos/fetch_s_so_far"] = self.data_source.fetch_seconds
         self.metrics |= {f"atropos/api/{event}": n for event, n in self.data_source.events.items()}
@@ -340,6 +345,9 @@ class RayGRPOAtroposTrainer(SeparateRayPPOTrainer):
         score = self.metrics["atropos/mean_score"]
         totals.mean_score_first = score if totals.mean_score_first is None else totals.mean_score_first
         totals.mean_score_last = score
+        trained = len(set(rows.non_tensor_batch["uid"]))
+        totals.groups_trained += trained
+        totals.groups_dropped += self._groups_fetched - trained
         totals.sequences_trained += len(rows)
         totals.tokens_trained += int(rows.batch["response_mask"].sum())
         totals.policy_version = self.checkpoint_manager.version

@@ -58,6 +58,7 @@ class RecordedSource:
         self.step = first_step
         self.events: Counter[str] = Counter()
         self.fetch_seconds = 0.0
+        self.groups_fetched = 0
 
     def __enter__(self) -> "RecordedSource":
         return self
@@ -72,6 +73,7 @@ class RecordedSource:
         """Raises DataSourceError where the recording ends."""
         batch = read_batch(self.directory, self.step)
         self.step += 1
+        self.groups_fetched += len(batch)
         return batch
 
 

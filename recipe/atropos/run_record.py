@@ -31,6 +31,8 @@ class RunTotals:
     """Sums over all trained steps of a run, across restarts. Seconds are the trainer's, without its start."""
 
     steps: int = 0
+    groups_trained: int = 0
+    groups_dropped: int = 0  # of which no sequence was trained on
     sequences_trained: int = 0
     tokens_trained: int = 0
     mean_score_first: float | None = None
@@ -40,6 +42,12 @@ class RunTotals:
     seconds_per_phase: dict[str, float] = field(default_factory=dict)
     dropped: dict[str, int] = field(default_factory=dict)
     alarms: dict[str, dict[str, Any]] = field(default_factory=dict)  # by name, see alarms.py
+
+
+# In summary.json, over all processes of the run: groups of steps that no checkpoint held when the run was resumed, and
+# groups that were fetched and not trained on when the trainer ended.
+ROLLED_BACK, PREFETCHED = "groups_rolled_back", "groups_prefetched"
+QUEUED = "groups_queued"  # left in the queue of the Trajectory API, by the launcher
 
 
 class Stateful(Protocol):
@@ -75,9 +83,20 @@ class RunRecord:
                 part.load_state_dict(state[name])
 
     def begin(self) -> None:
-        """Call once the checkpoint is loaded: cuts ``metrics.jsonl`` to the steps that are in it."""
+        """Call once the checkpoint is loaded: what was recorded of steps that are not in it is cut, and counted."""
         lines = read_lines(self.directory.metrics)
         rewrite_lines(self.directory.metrics, [line for line in lines if line["step"] <= self.totals.steps])
+
+        summary = read_json(self.directory.summary, {})
+        self._groups_before = self.totals.groups_trained + self.totals.groups_dropped
+        again = max(0, _groups_used(summary) - self._groups_before)
+        update_summary(self.directory.path, asdict(self.totals) | {ROLLED_BACK: again + summary.get(ROLLED_BACK, 0)})
+
+    def end(self, groups_fetched: int) -> None:
+        """Call however the training ends: of so many groups that this process fetched, what no step was trained on."""
+        summary = read_json(self.directory.summary, {})
+        left = groups_fetched - (_groups_used(summary) - self._groups_before)
+        update_summary(self.directory.path, {PREFETCHED: left + summary.get(PREFETCHED, 0)})
 
     def add_step(self, step: int, metrics: Mapping[str, float], timing: Mapping[str, float]) -> None:
         """One line of metrics and of seconds by phase."""
@@ -97,6 +116,23 @@ class RunRecord:
 
     def write_summary(self) -> None:
         update_summary(self.directory.path, asdict(self.totals))
+
+
+def _groups_used(summary: Mapping[str, Any]) -> int:
+    return summary.get("groups_trained", 0) + summary.get("groups_dropped", 0)
+
+
+def account_of_groups(summary: Mapping[str, Any]) -> dict[str, int]:
+    """What became of the groups that the environments sent, over all processes of a run.
+
+    ``sent`` is the sum of the others. ``unknown``: lost with a trainer that was killed, or in the Trajectory API, which
+    does not say what it lost; below 0, groups that it took from an environment that had no answer any more.
+    """
+    sent = sum(counts.get("groups_sent", 0) for counts in summary.get("environments", {}).values())
+    account = {
+        name: summary.get(f"groups_{name}", 0) for name in ("trained", "dropped", "rolled_back", "prefetched", "queued")
+    }
+    return {"sent": sent, **account, "unknown": sent - sum(account.values())}
 
 
 def update_summary(directory: str | Path, values: Mapping[str, Any]) -> None:

@@ -3,7 +3,7 @@
 - A ``setup()`` that fails ends it; the error says that it was there.
 - A tokenizer that is not the policy's ends it: compared at the start, or as soon as the server answers (``fits``).
 - However it ends, it says goodbye to the Trajectory API, closes the files that it wrote, ends wandb's run and writes
-  the last line of its report; each of these has a few seconds. Items that were not done are counted, ``unfinished``.
+  the last line of its report, with the items that were not done; each of these has a few seconds.
 - In a process of its own (``cli``): SIGTERM ends it as an end of the work would; no child process stays, and a thread
   that hangs, or work that takes no notice, holds it up for seconds only.
 """
@@ -159,6 +159,7 @@ class Lifecycle:
         asked = loop.time()
         while True:
             await asyncio.sleep(_LOOK)
+            self.report.in_flight = len(self.running_items)
             self.report.look(self.curr_step)
             if self.__uncompared and loop.time() - asked > _ASK_SERVER:
                 await self.__compare_tokenizers()
@@ -178,8 +179,7 @@ class Lifecycle:
     async def __leave(self, code: int) -> None:
         for worker in [*self.workers, *self.eval_workers]:
             worker.cancel()
-        if self.running_items:
-            self.report.count("unfinished", len(self.running_items))
+        self.report.in_flight = len(self.running_items)
         await _within(_GOODBYE, self.say_goodbye())
         self.report.write(self.curr_step, at_once=True)
         if self.jsonl_writer is not None:

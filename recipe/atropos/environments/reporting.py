@@ -6,10 +6,12 @@
 - An environment whose items end for a minute without one group being sent is an event, ``nothing_sent``: counted, and
   logged with the reasons so far; again each minute.
 - ``items`` ended, of which came ``groups_sent`` (or ``groups_written``), ``not_sent/REASON`` and ``failed/EXCEPTION``;
+  ``in_flight`` are those that have begun and not ended: at the time of the line, in the last line those of the end;
   ``score`` is the mean of all that was scored, sent or not, before anything shapes it.
 - Counts are totals since the process began; means are of what was observed since the line before.
 - They go to wandb with the environment's own metrics, as ``env/NAME``, and, where ``ATROPOS_ENV_REPORT`` names a file,
-  there as one JSON object a line: ``{"time", "env", "step", "counts": {NAME: int}, "means": {NAME: float}}``.
+  there as one JSON object a line: ``{"time", "env", "step", "in_flight", "counts": {NAME: int}, "means": {NAME:
+  float}}``.
 """
 
 import logging
@@ -36,10 +38,11 @@ class EnvReport:
     def __init__(self, name: str, path: str | Path | None = None):
         self.name = name
         self.counts: Counter[str] = Counter()
+        self.in_flight = 0
         self._path = Path(path) if path else None
         self._observed: dict[str, list[float]] = defaultdict(list)
         self._means: dict[str, float] = {}  # the latest of each
-        self._written: Counter[str] = Counter()
+        self._written: tuple[Counter[str], int] = Counter(), 0
         self._time = float("-inf")
         self._last = (0, 0)  # items ended, groups sent, when something was sent or the silence was said
         self._silent_since: float | None = None  # the first item that ended since
@@ -87,13 +90,14 @@ class EnvReport:
     def write(self, step: int, at_once: bool = False) -> None:
         """A line, if there is something new and the last one is some seconds old (or ``at_once``)."""
         now = time.monotonic()
-        news = self._observed or self.counts != self._written
+        state = self.counts.copy(), self.in_flight
+        news = self._observed or state != self._written
         if self._path is None or not news or (now - self._time < _SECONDS and not at_once):
             return
         self._settle()
-        line = {"time": time.time(), "env": self.name, "step": step, "counts": dict(self.counts), "means": self._means}
-        append_line(self._path, line)
-        self._time, self._written = now, self.counts.copy()
+        line = {"time": time.time(), "env": self.name, "step": step, "in_flight": self.in_flight}
+        append_line(self._path, {**line, "counts": dict(self.counts), "means": self._means})
+        self._time, self._written = now, state
 
     def _settle(self) -> None:
         self._means |= {name: sum(values) / len(values) for name, values in self._observed.items()}

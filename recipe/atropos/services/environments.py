@@ -109,19 +109,24 @@ class _State:
     registrations: list[tuple[int, int]] = field(default_factory=list)  # (pid, number at the API), not taken back
     counts: Counter[str] = field(default_factory=Counter)  # of the processes before
     present: Counter[str] = field(default_factory=Counter)
+    in_flight: int = 0  # what the processes before left undone
+    present_in_flight: int = 0
 
     @property
     def totals(self) -> Counter[str]:
-        return self.counts + self.present
+        """``items`` are all that have begun: sent, not sent, failed and ``in_flight``, which ended with a process."""
+        in_flight = self.in_flight + self.present_in_flight
+        return self.counts + self.present + Counter({"items": in_flight, "in_flight": in_flight})
 
     def read(self) -> list[dict[str, Any]]:
         """Take in what is new in the report; returns these lines."""
         lines = self.reader.new_lines()
         for line in lines:
             if "started" in line:  # a new process counts from 0
-                self.counts, self.present = self.totals, Counter()
+                self.counts, self.present = self.counts + self.present, Counter()
+                self.in_flight, self.present_in_flight = self.in_flight + self.present_in_flight, 0
             if "counts" in line:
-                self.present = Counter(line["counts"])
+                self.present, self.present_in_flight = Counter(line["counts"]), line["in_flight"]
         return lines
 
 
