@@ -275,14 +275,23 @@ def test_the_demo_trains_reports_ends_what_it_started_and_goes_on_after_an_inter
     before = listed(folder)
     for name in ("sglang", "gateway"):  # no batch comes without them, so nobody but the waiting trainer can mend it
         psutil.Process(before[name]["pid"]).kill()
-    until(lambda: all(listed(folder)[name]["pid"] != before[name]["pid"] for name in ("sglang", "gateway")))
+    until(
+        lambda: all(
+            listed(folder).get(name, before[name])["pid"] != before[name]["pid"] for name in ("sglang", "gateway")
+        )
+    )
     reached = len(read_metrics(folder))
     until(lambda: len(read_metrics(folder)) >= reached + 4)  # more than were ahead
     assert listed(folder)["sglang"]["url"] == before["sglang"]["url"]
+    (tmp_path / "second").mkdir()
+    status, output, _ = wait(run(tmp_path / "second", LAUNCH, *options, "--steps", "1000"), 120)
+    assert status == 1 and f"is in use by process {listed(folder)['launcher']['pid']} (launch_services" in words(output)
     os.kill(service.pid, signal.SIGINT)
     status, output, left = wait(service, 60)
     assert status == 130 and "the same command resumes the run" in output, output
     assert not left, "no process of the run is alive"
+    assert listed(folder) == {}
+    (folder / "checkpoints/latest_checkpointed_iteration.txt").write_bytes(b"")
     assert re.search(r"sglang ended \(-9\), started again at http://127.0.0.1:\d+: 1 of 3 restarts", words(output)), (
         output
     )
@@ -297,6 +306,12 @@ def test_the_demo_trains_reports_ends_what_it_started_and_goes_on_after_an_inter
     assert summary["heldout_accuracy_after"] > 0
     assert summary["sequences_trained"] > steps * 100 and summary["tokens_trained"] > steps * 1250
     assert summary["dropped"] == {} and summary["alarms"] == {}
+    counts, groups = summary["environments"]["gsm8k"], summary["groups"]
+    ends = [n for name, n in counts.items() if name.startswith(("not_sent/", "failed/"))]
+    assert counts["items"] == counts["groups_sent"] + sum(ends) + counts["in_flight"]
+    assert groups["trained"] == steps * 16 and groups["dropped"] == 0 and groups["sent"] == counts["groups_sent"]
+    assert abs(groups["unknown"]) <= 1, groups  # sent as its environment ended
+    assert len(list((folder / "checkpoints").glob("global_step_*"))) == 2, "of both processes"
     assert sum(summary["seconds_per_phase"].values()) == pytest.approx(summary["seconds"], rel=0.05)
     lines = read_metrics(folder)
     assert [line["step"] for line in lines] == list(range(1, steps + 1)), "each step once"
