@@ -2,9 +2,11 @@
 
 import copy
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from helpers_disk import fill, full_disk  # noqa: F401
 from helpers_trainer import compose_config
 from omegaconf import OmegaConf
 
@@ -94,6 +96,19 @@ def test_run_dir_has_a_whole_checkpoint_while_the_next_is_saved(tmp_path):
             raise RuntimeError("RayTaskError: OSError: [Errno 28] No space left on device")
 
 
+def test_run_dir_full_disk_ends_a_checkpoint_and_keeps_the_last(full_disk):  # noqa: F811
+    save(full_disk, 2, keep=1)
+    room = shutil.disk_usage(full_disk).free
+    with pytest.raises(DiskFull, match=f"no space left on device: {full_disk}/global_step_4"):
+        with Checkpoints(full_disk).saving(4, 1) as folder:
+            (folder / "data.pt").write_bytes(b"x" * 2 * room)
+    assert steps(full_disk) == [2] and not (full_disk / "global_step_4").exists()
+    fill(full_disk)
+    with pytest.raises(DiskFull):
+        save(full_disk, 4, keep=1)
+    assert steps(full_disk) == [2]
+
+
 def test_run_dir_checkpoint_path_that_is_none_is_refused(tmp_path):
     save(tmp_path, 2)
     assert resume_folder(tmp_path / "global_step_2") == tmp_path / "global_step_2"
@@ -165,6 +180,16 @@ def test_run_dir_names_the_folders_of_the_configuration(composed):
 
 
 # ---------------------------------------------------------------- what became of the groups
+
+
+def test_run_dir_summary_keeps_what_several_processes_write(tmp_path):
+    def write(name):
+        for i in range(40):
+            update_summary(tmp_path, {f"{name}{i}": i})
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(write, "abc"))
+    assert len(read_json(RunDir(tmp_path).summary)) == 120
 
 
 def test_run_dir_accounts_for_every_group(tmp_path):

@@ -16,6 +16,7 @@ import pytest
 
 from recipe.atropos.environments import gsm8k
 from recipe.atropos.launch_services import compose_overrides, load_config, parse_arguments
+from recipe.atropos.run_dir import RunDir
 from recipe.atropos.run_record import read_evaluations, read_metrics
 from recipe.atropos.services.environments import environment_command
 from recipe.atropos.services.process import RUN_ID_VARIABLE, free_port, start_service
@@ -209,6 +210,14 @@ def _environment(process):
         return process.environ()
     except (psutil.Error, OSError):
         return {}
+
+
+@pytest.mark.slow
+def test_lock_refuses_a_trainer_started_by_hand(tmp_path, model_path):
+    with RunDir(tmp_path / "run").lock():
+        options = ["preset=demo", f"actor_rollout_ref.model.path={model_path}", f"run.dir={tmp_path / 'run'}"]
+        status, output, left = wait(run(tmp_path, MAIN, *options, "inference.urls=[http://127.0.0.1:1]"), 120)
+    assert status == 1 and f"is in use by process {os.getpid()}" in words(output) and not left, output
 
 
 def test_a_trainer_without_its_services_stops_and_names_them(tmp_path, model_path):

@@ -8,6 +8,7 @@ import sys
 
 import orjson
 import pytest
+from helpers_disk import fill, full_disk  # noqa: F401
 
 from recipe.atropos.errors import ConfigurationError, secondary_errors
 from recipe.atropos.run_dir import (
@@ -112,6 +113,13 @@ def test_run_dir_lock_variable_of_another_folder_is_not_believed(tmp_path, monke
             pass
 
 
+def test_run_dir_lock_names_a_folder_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigurationError, match=f"run.dir={tmp_path}/file/run: Not a directory; give a folder"):
+        with RunDir(tmp_path / "file/run").lock():
+            pass
+
+
 # ---------------------------------------------------------------- format
 
 
@@ -173,29 +181,11 @@ def test_run_dir_line_that_is_no_json_is_named(tmp_path):
         read_lines(path)
 
 
-@pytest.fixture
-def full_disk(tmp_path):
-    """A file system of 1 MB; yields its folder."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
-    try:
-        mounted = subprocess.run(command, capture_output=True, text=True)
-    except FileNotFoundError:
-        pytest.skip("no mount command")
-    if mounted.returncode:
-        pytest.skip(f"cannot mount a small file system: {mounted.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
-
-
-def test_run_dir_full_disk_is_named_and_changes_nothing(full_disk):
+def test_run_dir_full_disk_is_named_and_changes_nothing(full_disk):  # noqa: F811
     summary, lines = full_disk / "summary.json", full_disk / "metrics.jsonl"
     write_json(summary, {"steps": 1})
     append_line(lines, {"step": 1})
-    with contextlib.suppress(OSError), open(full_disk / "ballast", "wb", buffering=0) as ballast:
-        while ballast.write(b"x" * 4096):
-            pass
+    fill(full_disk)
     with pytest.raises(DiskFull, match=f"no space left on device: {summary}"):
         write_json(summary, {"steps": 2, "text": "x" * 5000})
     with pytest.raises(DiskFull, match=f"no space left on device: {lines}"):

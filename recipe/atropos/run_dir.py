@@ -254,13 +254,21 @@ class RunDir:
 
         Raises:
             RunDirError: a living process holds it; names it.
+            ConfigurationError: it cannot be made or written.
         """
-        with disk_errors(self.path):
-            self.path.mkdir(parents=True, exist_ok=True)
         if (inherited := self._inherited()) is not None:
             yield inherited
             return
-        descriptor = os.open(self.lock_file, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            with disk_errors(self.path):
+                self.path.mkdir(parents=True, exist_ok=True)
+                descriptor = os.open(self.lock_file, os.O_RDWR | os.O_CREAT, 0o644)
+        except DiskFull:
+            raise
+        except OSError as error:
+            raise ConfigurationError(
+                f"run.dir={self.path}: {error.strerror}; give a folder that can be written (--run-dir)"
+            ) from error
         try:
             self._acquire(descriptor, say)
             yield descriptor

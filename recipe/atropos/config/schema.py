@@ -372,7 +372,7 @@ class Trainer(VerlSection):
     n_gpus_per_node: Count = about("Ranks on each; on a CPU, processes")
     total_training_steps: Count = about("Updates to train")
     save_freq: int = about("Updates between checkpoints; -1: only after the last")
-    max_actor_ckpt_to_keep: Count | None = about("Checkpoints that are kept; null: all")
+    max_actor_ckpt_to_keep: Count | None = about("Whole checkpoints that are kept in the folder; null: all")
     logger: list[Tracker] = about("Where metrics go beside metrics.jsonl")
     default_local_dir: Text = about("Folder of the checkpoints")
     resume_mode: Literal["auto", "disable", "resume_path"] = about("From the newest checkpoint, none, or a given one")
