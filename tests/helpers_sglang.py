@@ -20,8 +20,8 @@ CHAT_TEMPLATE = (
 )
 
 
-def make_tiny_model(path: Path | str, seed: int, **config: Any) -> Path:
-    """Write a random float32 Qwen2 (2 layers, 128 wide, vocabulary 259) and its tokenizer into `path`; return it.
+def make_tiny_model(path: Path | str, seed: int, model_type: str = "qwen2", **config: Any) -> Path:
+    """Write a random float32 model (2 layers, 128 wide, vocabulary 259) and its tokenizer into `path`; return it.
 
     The tokenizer has one token a byte, after the three special ones. It is a byte-level BPE because AutoTokenizer, in
     transformers 5, reads the tokenizer of any Qwen2 folder as one: a WordLevel one turns every text into no tokens at
@@ -33,7 +33,7 @@ def make_tiny_model(path: Path | str, seed: int, **config: Any) -> Path:
     import torch
     from tokenizers import Tokenizer, decoders, pre_tokenizers
     from tokenizers.models import BPE
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
     path = Path(path)
     vocabulary = [*SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
@@ -54,7 +54,8 @@ def make_tiny_model(path: Path | str, seed: int, **config: Any) -> Path:
     }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        Qwen2ForCausalLM(Qwen2Config(**(settings | config))).to(torch.float32).save_pretrained(path)
+        settings = AutoConfig.for_model(model_type, **(settings | config))
+        AutoModelForCausalLM.from_config(settings, dtype=torch.float32).save_pretrained(path)
 
     tokenizer = Tokenizer(BPE(vocab={token: i for i, token in enumerate(vocabulary)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

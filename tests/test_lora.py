@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from recipe.atropos.engines import PushedLoRA
+from recipe.atropos.engines import PushedWeights
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
@@ -241,7 +241,7 @@ class PlainPeft:
         return get_peft_model(module, LoraConfig(task_type="CAUSAL_LM", r=RANK, **self.options))
 
 
-class Engine(PushedLoRA, PlainPeft):
+class Engine(PushedWeights, PlainPeft):
     """What an engine becomes with the class before it."""
 
 

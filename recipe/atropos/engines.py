@@ -4,8 +4,11 @@
 verl 0.9.1 offloads every forward-only model, whatever its configuration says, which makes its forward pass 40 to 70
 times slower.
 
-``PushedLoRA``: what leaves a model with a LoRA adapter. With ``model.lora.merge`` the servers get whole weights, base +
-scaling * B @ A, under the base model's names; without it A and scaling * B of each adapted layer, under PEFT's names.
+``PushedWeights``: what leaves a model. verl renames packed experts of MoE models as Qwen's checkpoints name them,
+whatever the model; here every tensor has the name and the shape that it has in the model's own checkpoint.
+
+With a LoRA adapter and ``model.lora.merge`` the servers get whole weights, base + scaling * B @ A, under the base
+model's names; without it A and scaling * B of each adapted layer, under PEFT's names.
 verl merges the adapter into the model, reads the model, rounds what it reads to bf16, and puts copies of the base
 weights back (``merged_lora_context``). Here nothing is put into the model: the sum is made beside it, one tensor at a
 time. So
@@ -30,11 +33,16 @@ from peft.utils.other import transpose
 from tensordict import TensorDict
 from torch.distributed.tensor import DTensor
 from verl.utils.device import get_device_id
-from verl.utils.fsdp_utils import load_fsdp_model_to_gpu, normalize_peft_param_name, offload_fsdp_model_to_cpu
-from verl.utils.model import convert_weight_keys
+from verl.utils.fsdp_utils import (
+    fsdp_version,
+    load_fsdp_model_to_gpu,
+    normalize_peft_param_name,
+    offload_fsdp_model_to_cpu,
+)
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
-from verl.workers.engine.fsdp.utils import unfuse_moe_params
+
+from recipe.atropos.checkpoint_format import CheckpointFormat
 
 _ADAPTER = "default"  # the one that verl makes or loads
 # SGLang computes these as one layer. It refuses an adapter with a part of the first, and dies of a part of the second.
@@ -70,12 +78,23 @@ class RowTemperature:
         return super().prepare_model_inputs(micro_batch=micro_batch)
 
 
-class PushedLoRA:
-    """Goes before one of verl's FSDP engines: ``class Engine(PushedLoRA, FSDPEngineWithLMHead)``."""
+class PushedWeights:
+    """Mixin for one of verl's FSDP engines: ``class Engine(PushedWeights, FSDPEngineWithLMHead)``.
+
+    ``checkpoint_format`` is that of the model, from the moment on when it is built.
+    """
+
+    checkpoint_format: CheckpointFormat
 
     @property
-    def _adapter_only(self) -> bool:
-        return self.model_config.lora_rank > 0 and not self.model_config.lora.get("merge", False)
+    def adapter_only(self) -> bool:
+        """Whether an adapter is pushed without the base weights."""
+        return self._is_lora and not self.model_config.lora.get("merge", False)
+
+    def _build_module(self) -> torch.nn.Module:
+        module = super()._build_module()
+        self.checkpoint_format = CheckpointFormat(module)
+        return module
 
     def _build_lora_module(self, module: torch.nn.Module) -> torch.nn.Module:
         """``module`` with its adapter.
@@ -88,17 +107,24 @@ class PushedLoRA:
             torch.default_generator.manual_seed(self.engine_config.seed)
             module = super()._build_lora_module(module)
         _check_mergeable(module)
-        if self._adapter_only:
+        if self.adapter_only:
             _check_servable(module)
         return module
 
     def get_per_tensor_param(self, *args: Any, **kwargs: Any) -> tuple[Iterator[tuple[str, torch.Tensor]], None]:
-        """What is pushed; verl's own would give the base weights where the adapter is not to be merged."""
-        if not self._adapter_only:
-            return super().get_per_tensor_param(*args, **kwargs)
-        if not self._uses_fsdp2_cpu_offload_policy:
+        """Name and full tensor of all that is pushed, in the dtype that is trained; every rank iterates to the end."""
+        # FSDP2 gathers from where the shards are; only an adapter is computed with.
+        staged = (self._is_lora or fsdp_version(self.module) == 1) and not self._uses_fsdp2_cpu_offload_policy
+        if staged:
             load_fsdp_model_to_gpu(self.module)
-        return self._adapter_per_tensor_param(), None
+        if self.adapter_only:
+            return self._adapter_per_tensor_param(), None
+        if self._is_lora:
+            return self._merged_lora_per_tensor_param(), None
+        state = self.module.state_dict()
+        if staged and self._is_offload_param:
+            offload_fsdp_model_to_cpu(self.module)
+        return self.checkpoint_format.stream((name, _full(tensor)) for name, tensor in state.items()), None
 
     def _adapter_per_tensor_param(self) -> Iterator[tuple[str, torch.Tensor]]:
         """PEFT's name and the full tensor of A, (r, in), and of scaling * B, (out, r), of every adapted layer.
@@ -121,19 +147,18 @@ class PushedLoRA:
                 offload_fsdp_model_to_cpu(self.module)
 
     def _merged_lora_per_tensor_param(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The name in the base checkpoint and the full tensor of every weight, in the dtype that is trained."""
         try:
-            yield from unfuse_moe_params(self._merged_weights(), self.model_config.hf_config.model_type)
+            yield from self.checkpoint_format.stream(self._merged_weights())
         finally:
             if self._is_offload_param:
                 offload_fsdp_model_to_cpu(self.module)
 
     def _merged_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        model = getattr(self.module, "_fsdp_wrapped_module", self.module)  # FSDP1 wraps, FSDP2 does not
+        """The name in the base model and the full tensor of every weight, in the dtype that is trained."""
         layers, state = self._lora_layers(), self.module.state_dict()
         for key, tensor in state.items():
-            # At most one name: verl's functions take dicts, and drop the adapter's own tensors.
-            for name in convert_weight_keys(normalize_peft_param_name({key: tensor}), model):
+            # At most one name: verl's function takes a dict, and drops the adapter's own tensors.
+            for name in normalize_peft_param_name({key: tensor}):
                 weight = _full(tensor)
                 layer = layers.get(key.removesuffix(".base_layer.weight"))
                 if layer is not None:
@@ -203,5 +228,5 @@ def _check_servable(module: torch.nn.Module) -> None:
 
 # verl looks for the vendor's engine before its own, which is registered for the device alone.
 @EngineRegistry.register(model_type="language_model", backend=["fsdp", "fsdp2"], device="cuda", vendor="nvidia")
-class AtroposFSDPEngine(ConfiguredOffload, RowTemperature, PushedLoRA, FSDPEngineWithLMHead):
+class AtroposFSDPEngine(ConfiguredOffload, RowTemperature, PushedWeights, FSDPEngineWithLMHead):
     """FSDP1 ("fsdp") and FSDP2 ("fsdp2") on NVIDIA GPUs."""

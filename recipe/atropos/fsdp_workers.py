@@ -59,6 +59,16 @@ class AtroposActorWorker(ActorRolloutRefWorker):
         self.actor.set_loss_fn(partial(atropos_loss, **self.loss_fn.keywords, distillation=self.distillation))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def check_weight_names(self) -> None:
+        """Compare names and shapes of the tensors that will be pushed with the model's checkpoint; gathers nothing.
+
+        Raises:
+            WeightNamesError, CheckpointError: they differ, or the checkpoint cannot be read.
+        """
+        if not self.actor.engine.adapter_only:
+            self.checkpoint_engine.expect(self.actor.engine.checkpoint_format)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def set_inference_urls(self, urls: list[str], adapter: str | None = None) -> None:
         """The servers that the next pushes go to, and the name there of an adapter that is pushed by itself."""
         self.checkpoint_engine.urls = list(urls)

@@ -1,6 +1,7 @@
 """What can be known to be wrong before anything is started: each error names the value and the mend."""
 
 import asyncio
+import json
 import logging
 import os
 from collections.abc import Awaitable, Callable
@@ -17,6 +18,7 @@ from verl.trainer.ppo.utils import need_critic
 from verl.utils.device import get_device_name
 
 from recipe.atropos.advantages import GRPO_ATROPOS, AdvantageConfig
+from recipe.atropos.checkpoint_format import model_file
 from recipe.atropos.config.schema import check_schema
 from recipe.atropos.data_source import DataSourceConfig
 from recipe.atropos.errors import ConfigurationError
@@ -27,6 +29,7 @@ from recipe.atropos.rows import RowLimits, VersionLimits
 from recipe.atropos.services.specs import check_specs, environment_specs
 from recipe.atropos.utils.reward_bridge import parse_bridge
 from recipe.atropos.weight_sync.engine import TRANSPORTS
+from recipe.atropos.weight_sync.served_model import QUANTIZATION_FLAGS
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +68,7 @@ def check_config(config: DictConfig) -> None:
             f"actor_rollout_ref.model.path={model}: no model there (no config.json); "
             "give a folder in Hugging Face format, or a hub name"
         )
+    _check_quantization(config)
     _check_algorithm(config)
     group_size = config.actor_rollout_ref.rollout.n
     batch_size = config.data.train_batch_size * group_size
@@ -222,6 +226,23 @@ def _check_algorithm(config: DictConfig) -> None:
             raise ConfigurationError(
                 "trainer.atropos.distillation.use_policy_loss=false leaves out the KL and entropy terms too; drop "
                 "actor_rollout_ref.actor.use_kl_loss and entropy_coeff, or keep the policy loss"
+            )
+
+
+def _check_quantization(config: DictConfig) -> None:
+    path = config.actor_rollout_ref.model.path
+    file = model_file(path, "config.json")
+    quantization = json.loads(file.read_text()).get("quantization_config") if file else None
+    if quantization:
+        raise ConfigurationError(
+            f"actor_rollout_ref.model.path={path} is quantized ({quantization.get('quant_method')}), and unquantized "
+            "weights are pushed to the servers; give a bfloat16 checkpoint"
+        )
+    for flag, value in config.inference.args.items():
+        if flag.replace("-", "_") in QUANTIZATION_FLAGS and value:
+            raise ConfigurationError(
+                f"inference.args.{flag}={value}: a quantized server cannot take the weights that are pushed; leave it "
+                "out, and serve bfloat16"
             )
 
 

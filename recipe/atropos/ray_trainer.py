@@ -405,6 +405,7 @@ class RayGRPOAtroposTrainer(SeparateRayPPOTrainer):
         if self.config.trainer.atropos.replay:
             self.checkpoint_manager = NoServers()
             return
+        self.actor_rollout_wg.check_weight_names()
         vocab_size = self.limits.vocab_size or len(self.tokenizer)
         self.checkpoint_manager = build_manager(self.config, self.actor_rollout_wg, vocab_size, self._log_probs_of)
 

@@ -1,7 +1,7 @@
 """verl's FSDP engine for the platform "cpu", registered under device "cpu" on import.
 
 Only the wrapping is a CPU's own: there is nothing to offload to, and FSDP1's ``sync_module_states`` refuses CPU
-parameters, so rank 0's weights are broadcast here. ``PushedLoRA`` and ``RowTemperature`` would be the same on any
+parameters, so rank 0's weights are broadcast here. ``PushedWeights`` and ``RowTemperature`` would be the same on any
 platform.
 """
 
@@ -22,14 +22,14 @@ from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine.fsdp.utils import get_sharding_strategy
 
-from recipe.atropos.engines import PushedLoRA, RowTemperature
+from recipe.atropos.engines import PushedWeights, RowTemperature
 
 # Without gradient scaling (which lives on accelerators) fp16 underflows; a CPU runs fp32, or bf16 slowly.
 _DEFAULT_PRECISION = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
 
 
 @EngineRegistry.register(model_type="language_model", backend=["fsdp", "fsdp2"], device="cpu")
-class CPUFSDPEngine(RowTemperature, PushedLoRA, FSDPEngineWithLMHead):
+class CPUFSDPEngine(RowTemperature, PushedWeights, FSDPEngineWithLMHead):
     """FSDP1 ("fsdp") and FSDP2 ("fsdp2") over gloo. ``mixed_precision`` defaults to fp32 throughout."""
 
     def _build_fsdp_module(self, module: torch.nn.Module) -> torch.nn.Module:

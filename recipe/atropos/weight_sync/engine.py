@@ -4,8 +4,10 @@ verl gives each rank the stream of full tensors. Gathering them is a collective,
 when rank 0 fails; rank 0 alone talks to the servers, over HTTP.
 """
 
+import logging
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import AsyncExitStack
+from os.path import realpath
 from typing import Any
 
 import torch
@@ -14,16 +16,20 @@ from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegist
 from verl.utils.device import get_device_name
 from verl.utils.torch_dtypes import PrecisionType
 
+from recipe.atropos.checkpoint_format import CheckpointError, read_shapes
 from recipe.atropos.inference.client import Capabilities, SGLangClient
 from recipe.atropos.weight_sync.adapter import AdapterTransport
 from recipe.atropos.weight_sync.checksums import WeightChecksums
 from recipe.atropos.weight_sync.disk import DiskTransport
 from recipe.atropos.weight_sync.distributed import DistributedTransport
 from recipe.atropos.weight_sync.hosts import is_this_host
+from recipe.atropos.weight_sync.names import PushedNames, Streamed
 from recipe.atropos.weight_sync.push import Transport, push
-from recipe.atropos.weight_sync.served_model import check_model
+from recipe.atropos.weight_sync.served_model import check_model, served_path
 from recipe.atropos.weight_sync.servers import WeightPushError, on_all
 from recipe.atropos.weight_sync.tensor import TensorTransport
+
+logger = logging.getLogger(__name__)
 
 TRANSPORTS = ("auto", "disk", "distributed", "tensor")
 
@@ -32,7 +38,7 @@ TRANSPORTS = ("auto", "disk", "distributed", "tensor")
 class AtroposCheckpointEngine(CheckpointEngine):
     """Pushes to SGLang servers that were started by themselves.
 
-    ``urls``: the servers; they must serve the model of ``model_path`` (None: not looked at), whose configuration may be
+    ``urls``: the servers; they must serve the model of ``model_path`` (None: not compared), whose configuration may be
     code of its own if ``trust_remote_code``. ``dtype``: what they serve in; floating-point tensors are cast to it
     before they travel. ``transport`` and ``colocated``: see ``choose_transport``; ``directory``: for "disk";
     ``bucket_size`` in bytes. ``timeout``: seconds for one request of a push to one server. ``verify="checksum"``
@@ -70,6 +76,7 @@ class AtroposCheckpointEngine(CheckpointEngine):
         self._client_options = {"api_key": api_key, "timeout": timeout}
         self._capabilities: dict[str, Capabilities] = {}  # by URL; what is asked once need not be asked in a pause
         self._pushed: str | None = None  # the version that every server had after the last push
+        self._names: PushedNames | None = None  # None: not compared
         self.adapter: str | None = None  # the name of the next
         self._transport: Transport
         if lora_rank and not lora_merge:
@@ -77,13 +84,22 @@ class AtroposCheckpointEngine(CheckpointEngine):
         else:
             self._transport = self._make_transport(choose_transport(transport, urls, colocated), directory, timeout)
 
+    def expect(self, streamed: Streamed) -> None:
+        """The weights of every push will be ``streamed``: compared with the model's checkpoint now, on rank 0.
+
+        Raises:
+            WeightNamesError, CheckpointError: they differ, or the checkpoint cannot be read.
+        """
+        if self.is_master and self.model_path:
+            self._names = PushedNames(streamed, read_shapes(self.model_path), self.model_path)
+
     async def send_weights(
         self, weights: Generator[tuple[str, torch.Tensor], None, None], global_steps: int | None = None
     ) -> dict[str, float]:
         """Push all weights as version ``global_steps``; metrics on rank 0, an empty dict elsewhere.
 
         Raises:
-            WeightPushError: see ``push`` and the transport.
+            WeightPushError: see ``push``, the transport and ``names``.
         """
         if not self.is_master:
             _exhaust(weights)
@@ -115,6 +131,7 @@ class AtroposCheckpointEngine(CheckpointEngine):
         if self.model_path:
             trained = AutoConfig.from_pretrained(self.model_path, trust_remote_code=self.trust_remote_code)
             await check_model(client, trained, str(self.dtype).removeprefix("torch."))
+            await self._check_names(client)
         if isinstance(self._transport, AdapterTransport):
             await self._transport.check_server(client)
         capabilities = await client.capabilities()
@@ -124,6 +141,18 @@ class AtroposCheckpointEngine(CheckpointEngine):
                 "generating while it is paused: start it with tp_size instead"
             )
         self._capabilities[client.url] = capabilities
+
+    async def _check_names(self, client: SGLangClient) -> None:
+        """A server that loaded the checkpoint of another path has the tensors of the trainer's."""
+        path = served_path(await client.model_info())
+        if self._names is None or path is None or realpath(path) == realpath(self.model_path):
+            return
+        try:
+            served = read_shapes(path)
+        except CheckpointError as error:
+            logger.warning("%s: the names of its tensors cannot be compared: %s", client.url, error)
+            return
+        self._names.compare(served, f"{path} of {client.url}")
 
     def _make_transport(self, name: str, directory: str | None, timeout: float) -> Transport:
         if name == "disk":
@@ -138,7 +167,7 @@ class AtroposCheckpointEngine(CheckpointEngine):
         return TensorTransport(self.bucket_size)
 
     def _served(self, weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in weights:
+        for name, tensor in weights if self._names is None else self._names.checked(weights):
             yield name, tensor.to(self.dtype) if tensor.is_floating_point() else tensor
 
     # The rest of the interface is for engines that run inside the inference processes, which this one does not.

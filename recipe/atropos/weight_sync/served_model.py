@@ -2,6 +2,7 @@
 another name is passed over in silence, so this is asked before anything is sent."""
 
 import logging
+from typing import Any
 
 from transformers import PretrainedConfig
 
@@ -10,6 +11,7 @@ from recipe.atropos.weight_sync.servers import WeightPushError
 
 logger = logging.getLogger(__name__)
 
+QUANTIZATION_FLAGS = ("quantization", "torchao_config")  # of sglang.launch_server
 # What the names and shapes of the tensors follow from.
 _KEYS = (
     "vocab_size",
@@ -29,15 +31,24 @@ async def check_model(client: SGLangClient, trained: PretrainedConfig, dtype: st
     """``dtype`` is the one that weights are cast to before they travel, e.g. "bfloat16".
 
     Raises:
-        WeightPushError: the server has another architecture, another size or another dtype; names it, and both values.
+        WeightPushError: the server has another architecture, size or dtype, or is quantized; names it, and the values.
         InferenceError: the server does not answer.
     """
     model, arguments = await client.model_info(), (await client.capabilities()).arguments
+    path = served_path(model)
+    served = _configuration(client.url, path, trained)
+    # SGLang reports the flag alone; where it is not given, the checkpoint's own configuration decides.
+    found = {f"--{flag.replace('_', '-')} {arguments[flag]}" for flag in QUANTIZATION_FLAGS if arguments.get(flag)}
+    if found or (method := quantization_method(served)):
+        how = " and ".join(sorted(found)) if found else f"{path}, a checkpoint with quantization_config {method}"
+        raise WeightPushError(
+            f"{client.url} serves quantized weights ({how}), and unquantized ones are pushed. Nothing was sent; serve "
+            "a bfloat16 checkpoint, without a flag for quantization"
+        )
     if (theirs := model.get("architectures")) and theirs != trained.architectures:
         differences = [f"architectures {theirs}, the trainer's are {trained.architectures}"]
     else:
-        # model_path changes with every update from disk; the tokenizer's stays where the model was.
-        differences = _other_sizes(client.url, model.get("tokenizer_path") or model.get("model_path"), trained)
+        differences = _other_sizes(served, trained)
     served_dtype = arguments.get("dtype")
     if served_dtype not in (None, "auto", dtype, {"float16": "half"}.get(dtype)):
         differences.append(f"dtype {served_dtype}, inference.dtype is {dtype}")
@@ -48,12 +59,31 @@ async def check_model(client: SGLangClient, trained: PretrainedConfig, dtype: st
         )
 
 
-def _other_sizes(url: str, path: str, trained: PretrainedConfig) -> list[str]:
+def served_path(model_info: dict[str, Any]) -> str | None:
+    """Where a server's checkpoint is, by its /model_info.
+
+    ``model_path`` changes with every update from disk; the tokenizer's stays where the model was.
+    """
+    return model_info.get("tokenizer_path") or model_info.get("model_path")
+
+
+def quantization_method(config: PretrainedConfig | None) -> str | None:
+    """How the checkpoint of this configuration is quantized, e.g. "fp8"; None if it is not."""
+    settings = getattr(config, "quantization_config", None)
+    return str(settings.get("quant_method", settings)) if settings else None
+
+
+def _configuration(url: str, path: str | None, trained: PretrainedConfig) -> PretrainedConfig | None:
     try:
         # By the trained model's own class: no code that stands at a server's path is run here.
-        served = type(trained).from_pretrained(path, local_files_only=True)
+        return type(trained).from_pretrained(path, local_files_only=True)
     except (OSError, ValueError):
         logger.warning("%s: the configuration of its model, %s, cannot be read from here to compare", url, path)
+        return None
+
+
+def _other_sizes(served: PretrainedConfig | None, trained: PretrainedConfig) -> list[str]:
+    if served is None:
         return []
     pairs = {key: (getattr(served, key, None), getattr(trained, key, None)) for key in _KEYS}
     return [f"{key}={theirs}, the trainer's is {ours}" for key, (theirs, ours) in pairs.items() if theirs != ours]

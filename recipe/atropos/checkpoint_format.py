@@ -1,0 +1,141 @@
+"""A model's tensors under the names, and in the shapes, of its checkpoint: what every server loads.
+
+transformers 5 renames modules and packs the experts of MoE models while it loads a checkpoint; ``save_pretrained``
+undoes this for the whole model at once. Here the same operations are undone for one group of tensors at a time (usually
+one tensor), so that a push never holds more of the model than that.
+"""
+
+import pickle
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import PreTrainedModel
+from transformers.core_model_loading import WeightConverter, rename_source_key, revert_weight_conversion
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
+from transformers.utils.hub import cached_file, get_checkpoint_shard_files
+
+from recipe.atropos.errors import AtroposError
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+class CheckpointError(AtroposError, RuntimeError):
+    """The names and shapes of a checkpoint cannot be read; the message names it."""
+
+
+class CheckpointFormat:
+    """How the tensors of a model that ``from_pretrained`` has loaded, before it is wrapped, stand in its checkpoint.
+
+    ``ignored``: patterns of names that a checkpoint may have and that the model's class doesn't load.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        self._model = model
+        self._conversions = getattr(model, "_weight_conversions", None) or []
+        reverse = [conversion.reverse_transform() for conversion in reversed(self._conversions)]
+        self._converters = [transform for transform in reverse if isinstance(transform, WeightConverter)]
+        self._state: Shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        self._group_sizes = Counter(map(self._group_of, self._state))
+        self._buffers = [name for name, _ in model.named_buffers() if name in self._state]
+        self._tied = model.all_tied_weights_keys
+        derived = [name for name, _ in model.named_buffers() if name not in self._state]
+        self.ignored = [
+            *sorted(model._keys_to_ignore_on_load_unexpected or ()),
+            r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$",  # of each layer, in older checkpoints
+            *(rf"^{re.escape(name)}$" for name in derived),
+        ]
+
+    def stream(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Name in the checkpoint and tensor, of ``weights`` under their names in the model's state dict."""
+        if not self._conversions:
+            yield from weights
+            return
+        pending: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
+        for name, tensor in weights:
+            group = self._group_of(name)
+            pending[group][name] = tensor
+            del tensor  # a group that has been sent is not kept while the next one is gathered
+            if len(pending[group]) == self._group_sizes[group]:
+                converted = revert_weight_conversion(self._model, pending.pop(group))
+                while converted:
+                    first = next(iter(converted))
+                    yield first, converted.pop(first)
+
+    def _group_of(self, name: str) -> str:
+        """The same for all tensors of the state dict that one conversion makes tensors of the checkpoint from."""
+        return rename_source_key(name, [], self._converters)[0] if self._converters else name
+
+    @cached_property
+    def shapes(self) -> Shapes:
+        """What ``stream`` gives of the whole state dict. Raises ValueError: two tensors would have one name."""
+        named = [(name, tuple(tensor.shape)) for name, tensor in self.stream(self._empty(self._state))]
+        shapes = dict(named)
+        if len(shapes) < len(named):
+            raise ValueError(f"two tensors of a {self._model.config.model_type} model have one name in its checkpoint")
+        return shapes
+
+    @cached_property
+    def buffers(self) -> frozenset[str]:
+        """Names in ``shapes`` of tensors that are not trained: buffers that the state dict holds."""
+        return frozenset(name for name, _ in self.stream(self._empty(self._buffers)))
+
+    @cached_property
+    def tied(self) -> dict[str, str]:
+        """Names in ``shapes`` of tensors that are another one's, each with that one's name."""
+        return {self._renamed(name): self._renamed(other) for name, other in self._tied.items()}
+
+    def _renamed(self, name: str) -> str:
+        return next(self.stream(self._empty([name])))[0]
+
+    def _empty(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((name, torch.empty(self._state[name], device="meta")) for name in names)
+
+
+def read_shapes(model: str | Path) -> Shapes:
+    """Names and shapes of the tensors of a checkpoint, a folder or a hub name that is in the cache; no data is read.
+
+    Raises:
+        CheckpointError: no safetensors and no pytorch_model.bin there, or they cannot be read.
+    """
+    # transformers looks for them in this order, too.
+    forms = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
+    file = next((file for name in forms if (file := model_file(model, name)) is not None), None)
+    if file is None:
+        raise CheckpointError(
+            f"{model}: no {SAFE_WEIGHTS_NAME} or {WEIGHTS_NAME} there, whole or in parts, so that the names of its "
+            "tensors cannot be compared with those that are pushed; give a checkpoint in Hugging Face format"
+        )
+    shapes: Shapes = {}
+    try:
+        parts = [str(file)]
+        if file.suffix == ".json":
+            parts, _ = get_checkpoint_shard_files(str(model), str(file), local_files_only=True)
+        for part in parts:
+            shapes |= _safetensors_shapes(part) if part.endswith(".safetensors") else _pickled_shapes(part)
+    except (OSError, KeyError, ValueError, RuntimeError, SafetensorError, pickle.UnpicklingError) as error:
+        raise CheckpointError(f"{file}: the names of its tensors cannot be read: {error}") from error
+    return shapes
+
+
+def model_file(model: str | Path, name: str) -> Path | None:
+    """A file of a model, in its folder or in the cache of the hub; None if it is in neither."""
+    try:
+        found = cached_file(str(model), name, local_files_only=True, _raise_exceptions_for_missing_entries=False)
+    except OSError:  # no folder, and no name that the hub could have, or not in the cache
+        return None
+    return None if found is None else Path(found)
+
+
+def _safetensors_shapes(file: str) -> Shapes:
+    with safe_open(file, framework="pt") as opened:
+        return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+
+
+def _pickled_shapes(file: str) -> Shapes:
+    tensors: dict[str, torch.Tensor] = torch.load(file, map_location="meta", weights_only=True)
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}

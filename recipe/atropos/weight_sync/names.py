@@ -1,0 +1,114 @@
+"""Whether every tensor of the served checkpoint is pushed, under its name there and in its shape.
+
+SGLang skips a name that it doesn't know with a line in its log, or none, and goes on with the tensor that it has; a
+tensor of another shape ends its scheduler. So names and shapes are compared before training, which takes no tensor, and
+each push is compared with them while it is on its way. What may differ:
+
+- **tied embeddings**: where one of two tied tensors is missing on a side, the other one must be there;
+- **derived buffers**: a buffer that the checkpoint doesn't have is not pushed, because a server, which loaded the
+  checkpoint, computes it itself (MiniMax: the decays of its linear attention);
+- **what the model's class leaves out** of its checkpoint: buffers of older checkpoints (``rotary_emb.inv_freq`` of each
+  layer), and parts that it lists in ``_keys_to_ignore_on_load_unexpected`` (layers for multi-token prediction).
+"""
+
+import re
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+
+from recipe.atropos.checkpoint_format import Shapes
+from recipe.atropos.weight_sync.servers import WeightPushError
+
+_LISTED = 5  # names in an error
+
+
+class WeightNamesError(WeightPushError):
+    """What is pushed and the served checkpoint have different tensors; lists them."""
+
+
+class Streamed(Protocol):
+    """What the trainer's stream consists of; see ``CheckpointFormat``."""
+
+    shapes: Shapes
+    buffers: frozenset[str]
+    tied: dict[str, str]
+    ignored: list[str]
+
+
+class PushedNames:
+    """The names and shapes of every push: all that is ``streamed``, without what the servers derive.
+
+    Raises:
+        WeightNamesError: ``checkpoint``, that of ``path``, has other names or shapes.
+    """
+
+    def __init__(self, streamed: Streamed, checkpoint: Shapes, path: str):
+        self.path = path
+        self.shapes = {
+            name: shape for name, shape in streamed.shapes.items() if name in checkpoint or name not in streamed.buffers
+        }
+        self._derived = streamed.shapes.keys() - self.shapes.keys()
+        self._streamed = streamed
+        self.compare(checkpoint, path)
+
+    def compare(self, checkpoint: Shapes, path: str) -> None:
+        """Raises WeightNamesError: the checkpoint of ``path`` differs from what is pushed, beyond the exceptions."""
+        partner = self._streamed.tied | {source: name for name, source in self._streamed.tied.items()}
+        ignored = re.compile("|".join(f"(?:{pattern})" for pattern in self._streamed.ignored) or "(?!)")
+        missing = [
+            name
+            for name in checkpoint.keys() - self.shapes.keys()
+            if partner.get(name) not in self.shapes and not ignored.search(name)
+        ]
+        unknown = [name for name in self.shapes.keys() - checkpoint.keys() if partner.get(name) not in checkpoint]
+        reshaped = [
+            f"{name} {list(shape)}, there {list(checkpoint[name])}"
+            for name, shape in self.shapes.items()
+            if checkpoint.get(name, shape) != shape
+        ]
+        problems = [
+            f"{len(found)} tensors {what}: {_some(found)}"
+            for found, what in (
+                (missing, "of the checkpoint would not be pushed"),
+                (unknown, "would be pushed that the checkpoint does not have"),
+                (reshaped, "would be pushed in another shape"),
+            )
+            if found
+        ]
+        if problems:
+            raise WeightNamesError(
+                f"the servers' checkpoint {path} and what the trainer pushes are not the same tensors, and SGLang "
+                f"would keep old weights without an error: {'; '.join(problems)}. Give a checkpoint of this "
+                "architecture, as transformers' save_pretrained writes it, as actor_rollout_ref.model.path"
+            )
+
+    def checked(self, weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """``weights`` without what the servers derive.
+
+        Raises:
+            WeightNamesError: instead of a tensor that is not expected, and instead of the end if some are missing.
+        """
+        left = dict(self.shapes)
+        for name, tensor in weights:
+            if name in self._derived:
+                continue
+            expected = left.pop(name, None)
+            if expected != tensor.shape:
+                known = self.shapes.get(name)
+                wanted = "no such tensor" if known is None else "it once" if expected is None else list(known)
+                raise WeightNamesError(
+                    f"the push holds {name} {list(tensor.shape)}, the checkpoint {self.path} has {wanted}; "
+                    "the version is not complete"
+                )
+            yield name, tensor
+        if left:
+            raise WeightNamesError(
+                f"the push ended without {len(left)} of {len(self.shapes)} tensors: {_some(list(left))}; the version "
+                "is not complete"
+            )
+
+
+def _some(names: list[str]) -> str:
+    names = sorted(names)
+    return ", ".join(names[:_LISTED]) + (f" and {len(names) - _LISTED} more" if len(names) > _LISTED else "")
