@@ -2,6 +2,7 @@
 
 - ``engine``: verl's seam; on each rank.
 - ``push``: the protocol that every push keeps; on rank 0.
+- ``names``: whether a push holds every tensor of the served checkpoint.
 - ``disk``, ``distributed``, ``tensor``: the transports. ``bucket``: what the last two send.
 - ``adapter``: a LoRA adapter by itself.
 - ``manager``: the trainer's side; the version in force.
