@@ -238,6 +238,11 @@ def _check_quantization(config: DictConfig) -> None:
             f"actor_rollout_ref.model.path={path} is quantized ({quantization.get('quant_method')}), and unquantized "
             "weights are pushed to the servers; give a bfloat16 checkpoint"
         )
+    if config.actor_rollout_ref.actor.fsdp_config.qat.enable:
+        raise ConfigurationError(
+            "actor_rollout_ref.actor.fsdp_config.qat.enable=true trains for quantized servers, and unquantized weights "
+            "are pushed; set it to false"
+        )
     for flag, value in config.inference.args.items():
         if flag.replace("-", "_") in QUANTIZATION_FLAGS and value:
             raise ConfigurationError(
