@@ -257,6 +257,32 @@ def test_buckets_are_sent_one_at_a_time_while_the_next_is_filled():
         assert events.index(f"sent t{i}") < events.index(f"send t{i + 1}")
 
 
+def test_buckets_of_later_pushes_are_no_larger_than_all_weights():
+    allocated = []
+
+    def allocate(n):
+        allocated.append(n)
+        return torch.empty(n, dtype=torch.uint8)
+
+    buckets = Buckets(1000, allocate)
+    for _ in range(2):
+        (bucket,) = buckets.of(iter([("a", torch.ones(3)), ("b", torch.ones(4))]))
+        assert bucket.last and len(bucket.flat) == 7 and bucket.dtype == "float32"
+        buckets.drop()
+    assert allocated == [1000, 28]
+    assert [b.dtype for b in buckets.of(iter([("a", torch.ones(1)), ("b", torch.ones(1).bfloat16())]))] == [
+        "float32",
+        "bfloat16",
+    ]
+
+
+def test_buckets_of_nothing_send_nothing():
+    async def send(bucket):
+        raise AssertionError
+
+    asyncio.run(send_in_buckets(two_buffers().of(iter(())), send))
+
+
 @pytest.mark.parametrize("where", ["first", "middle", "last"])
 def test_buckets_end_with_the_error_of_one_that_cannot_be_sent(where):
     failing = {"first": "t0", "middle": "t2", "last": "t4"}[where]

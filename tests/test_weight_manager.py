@@ -54,6 +54,11 @@ def test_a_server_may_be_gone_while_a_batch_is_waited_for_and_not_when_a_step_be
     assert caplog.text.count("the next step needs every server") == caplog.text.count(nobody) == 1
     with pytest.raises(ServerGone, match=nobody):
         manager.ensure_current(3)
+    gone, manager.reported = manager.reported, lambda: {nobody: "3"}
+    assert manager.ensure_current(3, waiting=True) == {}
+    manager.reported = gone
+    manager.ensure_current(3, waiting=True)
+    assert caplog.text.count("the next step needs every server") == 2, "gone again after it came back"
     manager.reported = partial(reported_versions, [refusing], None, 5)
     with pytest.raises(InferenceError, match=f"{refusing}/model_info: HTTP 501"):
         manager.ensure_current(3, waiting=True)

@@ -4,7 +4,8 @@ It runs in an environment of its own (requirements/mutation.txt): Cosmic Ray's r
 
 Of all places in the files that an operator changes, N are drawn, and at each one of its mutations: so no place with
 eleven arithmetic operators to try outweighs one with a single comparison. Left out is what tests cannot or should not
-see: annotations, the text of messages (f-strings, what is logged) and docstrings.
+see: annotations, the text of messages (f-strings, what is logged), docstrings, and the guards ``strict=`` of zip and
+``frozen=`` of dataclasses, which no correct code meets.
 """
 
 import json
@@ -22,7 +23,7 @@ from cosmic_ray.plugins import get_operator, operator_names
 
 
 def excluded(node: Any) -> bool:
-    """Whether a parso node is part of an annotation, of an f-string, or of a call of the logger."""
+    """Whether a parso node is part of an annotation, of an f-string, of a call of the logger, or of a guard."""
     child = node
     while (parent := child.parent) is not None:
         if parent.type == "fstring" or parent.type == "annassign" and child is parent.children[1]:
@@ -33,6 +34,8 @@ def excluded(node: Any) -> bool:
             or parent.type == "funcdef"
             and child is parent.annotation
         ):
+            return True
+        if parent.type == "argument" and parent.children[0].get_code().strip() in ("strict", "frozen"):
             return True
         if parent.type in ("atom_expr", "power") and parent.children[0].get_code().strip() == "logger":
             return True
