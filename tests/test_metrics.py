@@ -1,0 +1,70 @@
+"""The metrics of a batch, number by number."""
+
+import numpy as np
+import pytest
+import torch
+from verl import DataProto
+
+from recipe.atropos.metrics import batch_metrics, staleness_metrics
+
+
+def a_batch():
+    """Five rows of three groups; the last two are of another environment, without advantage."""
+    mask = [[1, 1, 0, 0], [1, 0, 1, 1], [1, 0, 0, 0], [1, 1, 1, 0], [1, 1, 0, 0]]
+    tensors = {
+        "response_mask": torch.tensor(mask),
+        "attention_mask": torch.tensor([[0, 1, *row] for row in ([1, 1, 0, 0], [1] * 4, [1, 0, 0, 0], [1, 1, 1, 0])])[
+            [0, 1, 2, 3, 0]
+        ],
+        "advantages": torch.tensor([[1.0, 2.0, 9.0, 9.0], [-1.0, 9.0, -1.0, -1.0], [0.5] * 4, [0.0] * 4, [0.0] * 4]),
+        "token_level_scores": torch.tensor(
+            [[0.0, 1.0, 0, 0], [0.0, 0, 0, 3.0], [2.0, 0, 0, 0], [0, 0, 5.0, 0], [0.0] * 4]
+        ),
+    }
+    others = {
+        "env_name": np.array(["a/b", "a/b", "a/b", None, None], dtype=object),
+        "env_id": np.array([1, 1, 1, 7, 7], dtype=object),
+        "raw_score": np.array([10.0, 30.0, 20.0, 50.0, 0.0]),
+        "uid": np.array(["0", "0", "1", "2", "2"], dtype=object),
+        "has_signal": np.array([True, False, True, False, False]),
+        "policy_version_min": np.array([4, 2, None, 4, 3], dtype=object),
+    }
+    return DataProto.from_dict(tensors, others)
+
+
+def test_metrics_of_a_batch_are_over_trained_tokens_rows_and_groups():
+    found = batch_metrics(a_batch())
+    expected = {
+        "mean_score": (11 / 5, 2.0, 2.5),
+        "mean_raw_score": (22.0, 20.0, 25.0),
+        "mean_advantage": (0.5 / 11, 0.5 / 6, 0.0),
+        "response_length": (12 / 5, 7 / 3, 2.5),
+        "groups": (3, 2, 1),
+        "zero_signal_groups": (1, 0, 1),
+        "zero_signal_share": (1 / 3, 0, 1),
+    }
+    wanted = {"atropos/num_environments": 2.0}
+    for key, (of_all, of_named, of_other) in expected.items():
+        wanted |= {f"atropos/{key}": of_all, f"atropos/a_b/{key}": of_named, f"atropos/env_7/{key}": of_other}
+    assert found == pytest.approx(wanted)
+    assert all(type(value) is float for value in found.values())
+
+
+def test_metrics_of_a_batch_without_a_trained_token_are_finite():
+    batch = a_batch()
+    batch.batch["response_mask"][3:] = 0
+    assert batch_metrics(batch)["atropos/env_7/mean_advantage"] == 0
+
+
+def test_metrics_of_staleness_count_updates_and_rows():
+    found = staleness_metrics(a_batch(), step=5)
+    ages = {"mean": 0.75, "max": 2, "min": 0, "rows_0": 2, "rows_1": 1, "rows_2": 1}
+    assert found == {
+        "atropos/rows_with/unknown_version": 1.0,
+        **{f"atropos/staleness/{key}": float(value) for key, value in ages.items()},
+    }
+    batch = a_batch()
+    batch.non_tensor_batch["policy_version_min"][:] = None
+    assert staleness_metrics(batch, step=5) == {"atropos/rows_with/unknown_version": 5.0}
+    batch.non_tensor_batch["policy_version_min"][:] = 4
+    assert "atropos/rows_with/unknown_version" not in staleness_metrics(batch, step=5)
