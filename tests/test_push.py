@@ -276,6 +276,20 @@ def test_buckets_of_later_pushes_are_no_larger_than_all_weights():
     ]
 
 
+def test_buckets_use_two_buffers_again_and_again():
+    allocated = []
+
+    def allocate(n):
+        allocated.append(n)
+        return torch.empty(n, dtype=torch.uint8)
+
+    weights = [(f"t{i}", torch.full((n,), float(i))) for i, n in enumerate((250, 200, 500, 250, 250, 500))]
+    for bucket in Buckets(1000, allocate).of(iter(weights)):
+        (name, tensor) = bucket.tensors()[0]
+        assert torch.equal(tensor, dict(weights)[name])
+    assert sorted(allocated) == [1000, 1000, 2000, 2000], "one larger for each larger tensor, none otherwise"
+
+
 def test_buckets_of_nothing_send_nothing():
     async def send(bucket):
         raise AssertionError
@@ -300,7 +314,7 @@ def test_buckets_end_with_the_error_of_one_that_cannot_be_sent(where):
     assert begun[-1] == failing
 
 
-def test_buckets_cancel_what_is_sent_when_the_next_cannot_be_filled():
+def test_buckets_cancel_a_send_when_the_next_cannot_be_filled():
     ended = []
 
     def weights():
@@ -314,9 +328,12 @@ def test_buckets_cancel_what_is_sent_when_the_next_cannot_be_filled():
         finally:
             ended.append(bucket.names)
 
-    with pytest.raises(OSError, match="a rank died"):
-        asyncio.run(send_in_buckets(two_buffers().of(weights()), send))
-    assert ended in ([["t0"]], []), "cancelled, at once"
+    async def run():
+        with pytest.raises(OSError, match="a rank died"):
+            await send_in_buckets(two_buffers().of(weights()), send)
+        assert ended == [["t0"]] and asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(run())
 
 
 def test_buckets_have_their_first_filled_before_they_are_sent():

@@ -337,7 +337,7 @@ def main() -> int:
     parser.add_argument("--n", type=int, default=400, help="mutants in the sample (400)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="the named ones and a sample of 40")
-    parser.add_argument("--named", action="store_true", help="the named ones alone")
+    parser.add_argument("--named", nargs="?", const="", help="the named ones alone, or those with this in their name")
     parser.add_argument("--sampled", action="store_true", help="the sample alone")
     parser.add_argument("--files", nargs="+", default=[], help="these modules alone, e.g. rows.py weight_sync/push.py")
     parser.add_argument("--workers", type=int, default=2)
@@ -348,9 +348,9 @@ def main() -> int:
 
     begun = time.monotonic()
     files = options.files or list(TESTS)
-    named = [] if options.sampled else named_mutants(options.files)
+    named = [] if options.sampled else [m for m in named_mutants(options.files) if (options.named or "") in m.name]
     sampled, how, reasons = [], "", accepted()
-    if not options.named:
+    if options.named is None:
         sampled, how = sampled_mutants(files, options.seed, 40 if options.quick else options.n, options.python)
     with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
         preload()
