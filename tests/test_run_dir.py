@@ -149,6 +149,18 @@ def test_run_dir_write_atomic_keeps_the_old_file_at_any_byte(tmp_path):
     assert path.read_bytes() == new and path.stat().st_mode & 0o777 == 0o600
 
 
+def test_run_dir_partial_files_of_the_dead_are_removed(tmp_path, started):
+    folder, dead = RunDir(tmp_path), started("pass", tmp_path)
+    dead.wait()
+    folder.environments.mkdir()
+    left = [tmp_path / f".summary.json.{dead.pid}.partial", folder.environments / f".a.jsonl.{dead.pid}.partial"]
+    kept = [tmp_path / f".summary.json.{os.getpid()}.partial", tmp_path / "mine.partial"]
+    for path in [*left, *kept]:
+        path.touch()
+    folder.remove_partial()
+    assert not any(path.exists() for path in left) and all(path.exists() for path in kept)
+
+
 def test_run_dir_append_line_on_a_full_disk_leaves_whole_lines(tmp_path):
     path = tmp_path / "lines.jsonl"
     for line in LINES:

@@ -224,9 +224,10 @@ class RunDir:
         return self.environments / f"{name}.jsonl"
 
     def remove_partial(self) -> None:
-        """What a kill left of files that were being written; only the holder of the lock may."""
+        """Remove what processes that were killed left of files that they were writing."""
         for partial in self.path.rglob(f".*{_PARTIAL}"):
-            if partial.is_file():
+            writer = partial.name.split(".")[-2]
+            if writer.isdigit() and not psutil.pid_exists(int(writer)):
                 partial.unlink(missing_ok=True)
 
     # ---------------------------------------------------------------- format
