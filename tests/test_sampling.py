@@ -7,7 +7,7 @@ import pytest
 from helpers_sglang import make_tiny_model
 from transformers import AutoTokenizer
 
-from recipe.atropos import alarms
+from recipe.atropos import alarms, launch_services
 from recipe.atropos.correction import compare_with_engine
 from recipe.atropos.data_proto import groups_to_data_proto
 from recipe.atropos.environments.sampled_book import Book
@@ -17,6 +17,7 @@ from recipe.atropos.launch_services import load_config
 from recipe.atropos.preflight import check_config
 from recipe.atropos.rows import RowLimits, read_groups
 from recipe.atropos.sampling import SamplingCheck, SamplingMismatch, SamplingParams
+from recipe.atropos.services.run import console
 
 I = -100  # noqa: E741
 LIMITS = RowLimits(10, 10, 0)
@@ -85,7 +86,7 @@ def test_sampling_of_each_trained_span_is_stamped_once(tmp_path):
     assert batch.non_tensor_batch["sampling"].tolist() == [(warm,), (warm, cold), None, (cold,), None]
 
 
-def test_sampling_declared_by_a_group_counts_for_its_unknown_rows():
+def test_sampling_declared_by_a_group_is_of_its_unknown_rows():
     """As an environment without the adapter may post it."""
     group = a_group(generation_params={"temperature": 0.6, "top_k": 20, "max_tokens": 5})
     rows, _ = read_groups([group, a_group(generation_params={"max_tokens": 5})], LIMITS)
@@ -213,5 +214,16 @@ def test_sampling_alarm_is_on_fresh_rows_beyond_the_tolerance():
         what.index(cause) for cause in ("0.02 nats", "sampling parameters", "tensors missing", "dtype", "kernels")
     ]
     assert causes == sorted(causes)
-    line = {"step": 3, "atropos/alarms/logprob_difference": 0.001}
-    assert alarms.of_line(line) == {"logprob_difference": 0.001}
+
+
+def test_sampling_alarm_is_printed_in_full_once():
+    config, reported = load_config(["actor_rollout_ref.model.path=m", "inference.dtype=float32"]), set()
+    line = {"step": 3, "atropos/alarms/logprob_difference": 0.0059, "atropos/alarms/truncated_sampling": 4.0}
+    with console.capture() as captured:
+        for _ in range(2):
+            launch_services._report_new_alarms(config, line, reported)
+    text = captured.get()
+    assert text.count("by 0.0059 nats") == text.count("4 rows of a step were sampled with top_p") == 1
+    assert "logprob_tolerance=0.0001" in text
+    assert "logprob_difference, truncated_sampling" in launch_services._alarms(line)
+    assert launch_services._alarms({"step": 3}) == ""

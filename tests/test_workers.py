@@ -125,11 +125,14 @@ def test_padding_rows_change_neither_loss_nor_gradient(trainer, plain, model_pat
 
 
 def test_sampling_temperature_of_each_row_is_computed(trainer, plain, model_path):
-    """Logprobs, loss and gradient under ``per_row``; unknown and padding rows are at the trainer's temperature."""
+    """Logprobs, loss and gradient under ``per_row``; unknown and padding rows are at the trainer's temperature.
+
+    The engine's logprobs are random here, and the rows fresh: an alarm.
+    """
     groups = a_batch(trainer, model_path, turns=2, seed=13)
     for group, temperatures in zip(groups, [(0.7, 1.3, 0.7), (0.5, 1.0, 2.0), (None, 1.0, 0.7)], strict=True):
         given = [None if t is None else [{"temperature": t}] for t in temperatures]
-        group["group_overrides"] = {"sampling_params": given}
+        group["group_overrides"] = {"sampling_params": given, "policy_version_min": [0, 0, 0]}
     rows, _ = read_groups(groups, trainer.limits)
     batch, _ = groups_to_data_proto(groups, trainer.limits, multiple_of=trainer.mini_batch_size)
     begin_step(trainer, batch, step=1)
@@ -147,6 +150,10 @@ def test_sampling_temperature_of_each_row_is_computed(trainer, plain, model_path
         ours = batch.batch["old_log_probs"][i, : len(row.response)][mask]
         with torch.no_grad():
             torch.testing.assert_close(ours, token_logprobs(plain, row)[mask], atol=1e-4, rtol=0)
+    trainer._raise_alarms()
+    alarm = trainer.record.totals.alarms["logprob_difference"]
+    assert trainer.metrics["atropos/alarms/logprob_difference"] == alarm["largest"] > 0.1
+
     batch = trainer._fit_compute_advantage(batch)
     trainer._fit_update_actor(batch)
     plain.zero_grad()
