@@ -163,6 +163,19 @@ def test_openai_flags_win_in_every_form_of_configuration(tmp_path, model, comman
     assert not server["health_check"] and said(output)["kind"] == "SGLangServer"
 
 
+def test_secret_is_hidden_by_environments(tmp_path, model):
+    """BaseEnv prints its servers, and writes them to a file that everyone may read."""
+    secret = json.dumps(["--openai.api_key=the-key-of-the-run"])
+    options = ["--env", SAID, "--env.data_dir_to_save_evals=evals"]
+    status, output = run_adapter(
+        tmp_path, "evaluate", *options, MODEL=str(model), SERVERS="two", ATROPOS_SECRET_FLAGS=secret
+    )
+    assert status == 0 and "the-key" not in output and '"api_key": "***"' in output, output
+    written = tmp_path / "evals" / "evaluate_config.yaml"
+    assert [server["api_key"] for server in yaml.safe_load(written.read_text())["openai"]] == ["***", "***"]
+    assert written.stat().st_mode & 0o777 == 0o644, "and is a file as any other"
+
+
 def test_a_flag_that_names_no_server_changes_each_of_several(tmp_path, model):
     for servers, urls in (("two", ["http://first:1/v1", "http://second:1/v1"]), ("baseline", None)):
         status, output = run_adapter(

@@ -72,6 +72,16 @@ async def test_the_key_is_asked_for_everywhere(client, stub):
     assert not stub.seen
 
 
+@behind_a_gateway(count=1)
+async def test_secret_that_is_no_utf8_is_a_wrong_key(client, stub):
+    host, port = client.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(b"GET /gateway/status HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer \xff\xfe\r\n\r\n")
+    assert (await reader.readline()).split()[1] == b"401"
+    writer.close()
+    assert not stub.seen
+
+
 @behind_a_gateway()
 async def test_nothing_is_admitted_but_by_the_trainer(client, first, second):
     request = asyncio.create_task(client.generate())

@@ -100,9 +100,10 @@ def test_the_interpreter_is_named_by_the_environment_first(monkeypatch):
 
 def test_the_command_on_a_cpu_and_on_a_gpu():
     cpu, cpu_env = sglang_command(SGLangLaunch("m", python="py", port=5, device="cpu", api_key="k"))
-    assert cpu[:3] == ["py", "-m", "sglang.launch_server"]
-    assert cpu[cpu.index("--attention-backend") + 1] == "torch_native" and cpu[cpu.index("--api-key") + 1] == "k"
+    assert cpu[0] == "py" and cpu[2] == "sglang.launch_server"
+    assert cpu[cpu.index("--attention-backend") + 1] == "torch_native" and "--api-key" not in cpu
     assert cpu_env == {
+        "ATROPOS_SECRET_FLAGS": '["--api-key", "k"]',
         "PYTHONPATH": str(CPU_SHIM),
         "SGLANG_USE_CPU_ENGINE": "1",
         "OMP_NUM_THREADS": "1",

@@ -42,6 +42,7 @@ from recipe.atropos.preflight import check_config, resolve_model
 from recipe.atropos.resumption import prepare_folder
 from recipe.atropos.run_dir import LineReader, RunDir, disk_is_full, read_json
 from recipe.atropos.run_record import QUEUED, account_of_groups, update_summary
+from recipe.atropos.secret import API_KEY_VARIABLE, without_secret_overrides
 from recipe.atropos.services.environments import Environments, check_target
 from recipe.atropos.services.evaluation import Evaluations
 from recipe.atropos.services.inference import Inference, inference_healthy, start_inference
@@ -281,9 +282,14 @@ def start_trainer(run: Run, api: Service, inference: Inference, evaluated: Path 
         f"evaluation.evaluated_file={'null' if evaluated is None else quoted(evaluated)}",
     ]
     model = f"actor_rollout_ref.model.path={quoted(run.config.actor_rollout_ref.model.path)}"
-    command = [sys.executable, "-m", "recipe.atropos.main", *run.overrides, *addresses, model]
-    folders = {"TENSORBOARD_DIR": str(run.files.tensorboard), "WANDB_DIR": str(run.directory)}
-    return run.start("trainer", [*command, f"run.dir={quoted(run.directory)}"], ATROPOS_API_KEY=run.api_key, **folders)
+    overrides = without_secret_overrides(run.overrides)
+    command = [sys.executable, "-m", "recipe.atropos.main", *overrides, *addresses, model]
+    variables = {
+        API_KEY_VARIABLE: run.api_key,
+        "TENSORBOARD_DIR": str(run.files.tensorboard),
+        "WANDB_DIR": str(run.directory),
+    }
+    return run.start("trainer", [*command, f"run.dir={quoted(run.directory)}"], **variables)
 
 
 async def first_version(run: Run, trainer: Service, inference: Inference) -> int:

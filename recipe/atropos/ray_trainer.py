@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import ray
 import torch
-from omegaconf import OmegaConf, open_dict
+from omegaconf import open_dict
 from tqdm import tqdm
 from verl import DataProto
 from verl.experimental.separation.ray_trainer import SeparateRayPPOTrainer
@@ -42,6 +42,7 @@ from recipe.atropos.rows import Row, RowLimits, VersionLimits, environment_name
 from recipe.atropos.run_dir import RunDir, rewrite_lines, write_atomic
 from recipe.atropos.run_record import RunRecord
 from recipe.atropos.sampling import SamplingCheck
+from recipe.atropos.secret import public_config
 from recipe.atropos.weight_sync.build import build_manager
 
 logger = logging.getLogger(__name__)
@@ -119,7 +120,7 @@ class RayGRPOAtroposTrainer(SeparateRayPPOTrainer):
             project_name=self.config.trainer.project_name,
             experiment_name=self.config.trainer.experiment_name,
             default_backend=self.config.trainer.logger,
-            config=OmegaConf.to_container(self.config, resolve=True),
+            config=public_config(self.config),
         )
         self.global_steps = 0
         self._load_checkpoint()

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from recipe.atropos.checkpoints import Checkpoints
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.run_dir import FORMAT, RunDir, read_json, write_atomic, write_json
+from recipe.atropos.secret import config_yaml, is_secret
 
 _YAML = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # OmegaConf's own takes seconds on a busy machine
 _SAMPLE_BYTES = 1 << 20  # of each weights file at its beginning and its end
@@ -24,7 +25,6 @@ _SHOWN_FIRST = (
     "actor_rollout_ref.actor.optim.lr",
 )
 _MOST_SHOWN = 20
-_SECRET = ("key", "token", "secret", "password")  # in a key's last part: its value is not shown
 
 
 def prepare_folder(folder: RunDir, config: DictConfig) -> list[str]:
@@ -49,7 +49,7 @@ def prepare_folder(folder: RunDir, config: DictConfig) -> list[str]:
     if old != model:
         write_json(folder.identity, {"format": FORMAT, "model": model})
     before = folder.config.read_bytes() if newest is not None and folder.config.exists() else None
-    after = OmegaConf.to_yaml(config).encode()
+    after = config_yaml(config)
     write_atomic(folder.config, after)
     return [] if before is None else changed_keys(*(yaml.load(text, _YAML) for text in (before, after)))
 
@@ -82,7 +82,7 @@ def changed_keys(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[st
     """``key: old -> new`` of the keys whose values differ, those that matter most first, at most so many."""
     old, new = (dict(_leaves(config)) for config in (before, after))
     changed = [key for key in old.keys() | new.keys() if old.get(key) != new.get(key)]
-    changed = [key for key in changed if not any(word in key.rpartition(".")[2].lower() for word in _SECRET)]
+    changed = [key for key in changed if not is_secret(key)]
     changed.sort(key=lambda key: (_SHOWN_FIRST.index(key) if key in _SHOWN_FIRST else len(_SHOWN_FIRST), key))
     lines = [f"{key}: {old.get(key, 'not given')} -> {new.get(key, 'not given')}" for key in changed[:_MOST_SHOWN]]
     return lines + [f"and {len(changed) - _MOST_SHOWN} more keys"] * (len(changed) > _MOST_SHOWN)

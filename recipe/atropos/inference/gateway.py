@@ -40,10 +40,10 @@ from yarl import URL
 
 from recipe.atropos.inference.adapted import GENERATES, AdaptedPolicy, CannotName
 from recipe.atropos.inference.pool import NothingAdmitted, Server, ServerPool
+from recipe.atropos.secret import API_KEY_VARIABLE
 
 logger = logging.getLogger(__name__)
 
-API_KEY_VARIABLE = "ATROPOS_API_KEY"
 PROBE_SECONDS = 1.0
 
 _PROBE_TIMEOUT = 30.0  # a busy server answers late; a dead one refuses at once
@@ -88,8 +88,9 @@ class Gateway:
     async def _authorized(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        given = request.headers.get(hdrs.AUTHORIZATION, "")
-        if self._authorization and not hmac.compare_digest(given.encode(), self._authorization.encode()):
+        # Bytes that are no UTF-8 come as surrogates, and go back to what they were.
+        given = request.headers.get(hdrs.AUTHORIZATION, "").encode(errors="surrogateescape")
+        if self._authorization and not hmac.compare_digest(given, self._authorization.encode()):
             return _error(401, f"the API key is wrong or missing; give the run's own, that of ${API_KEY_VARIABLE}")
         return await handler(request)
 

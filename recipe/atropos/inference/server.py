@@ -19,7 +19,9 @@ from typing import Any, Literal
 
 from recipe.atropos.errors import AtroposError
 from recipe.atropos.inference.client import SGLangClient
+from recipe.atropos.secret import secret_variables, split_secret_flags
 from recipe.atropos.services.process import Service, free_port, port_is_free, start_service, wait_until_healthy
+from recipe.atropos.utils import private_process
 
 PYTHON_VARIABLE = "ATROPOS_SGLANG_PYTHON"
 CPU_SHIM = Path(__file__).resolve().parent / "cpu_shim"
@@ -49,8 +51,7 @@ class SGLangLaunch:
         port: None: a free one is chosen at the start.
         device: "auto" is "cuda" if nvidia-smi lists a GPU, else "cpu".
         dtype: "float32" makes a CPU server's logprobs those of transformers, to 2e-5.
-        api_key: guards every endpoint but /health. It stands in the command line and in the server's log: keep both to
-            one user (the log file has mode 0600).
+        api_key: guards every endpoint but /health. It stands neither in the command line nor in the server's log.
         mem_fraction_static: None is 0.3 on a CPU.
         max_total_tokens: size of the KV cache; None is 32768 on a CPU.
         extra_args: further flags of `sglang.launch_server`, by name: True gives a bare flag, None and False give none,
@@ -146,15 +147,20 @@ def sglang_command(launch: SGLangLaunch) -> tuple[list[str], dict[str, str]]:
             **_END_ON_SIGTERM,
         }
     flags |= {name.replace("_", "-"): value for name, value in launch.extra_args.items()}
+    public, secret = map(_arguments, split_secret_flags(flags))
+    command = [launch.python or default_sglang_python(), private_process.__file__, "sglang.launch_server", *public]
+    return command, environment | secret_variables(secret)
 
-    command = [launch.python or default_sglang_python(), "-m", "sglang.launch_server"]
+
+def _arguments(flags: Mapping[str, Any]) -> list[str]:
+    arguments = []
     for name, value in flags.items():
         if value is None or value is False:
             continue
-        command.append(f"--{name}")
+        arguments.append(f"--{name}")
         if value is not True:
-            command.extend(map(str, value if isinstance(value, list | tuple) else [value]))
-    return command, environment
+            arguments.extend(map(str, value if isinstance(value, list | tuple) else [value]))
+    return arguments
 
 
 def check_launch(launch: SGLangLaunch) -> None:

@@ -27,6 +27,7 @@ from recipe.atropos.environments.pacing import Paced
 from recipe.atropos.environments.reporting import VARIABLE as REPORT_VARIABLE
 from recipe.atropos.run_dir import LineReader, append_line, write_atomic
 from recipe.atropos.sampling import TEMPERATURE_VARIABLE
+from recipe.atropos.secret import secret_variables, split_secret_flags
 from recipe.atropos.services.process import Service
 from recipe.atropos.services.run import Run, console
 from recipe.atropos.services.specs import EnvironmentSpec
@@ -55,6 +56,7 @@ def environment_command(
     """The environment's command line through the adapter. ``spec.args`` come last and win, but over ``flags``.
 
     ``args.KEY`` is the environment's ``--env.KEY``, ``args.openai.KEY`` is ``--openai.KEY``; null leaves a flag out.
+    Flags that hold secrets are not in it: see ``environment_secrets``.
     """
     config, model = run.config, run.config.actor_rollout_ref.model.path
     known = {
@@ -70,16 +72,13 @@ def environment_command(
         "openai.base_url": f"{server_url}/v1",
         "openai.model_name": model,
         "openai.server_type": "sglang",
-        "openai.api_key": run.api_key,
         "openai.health_check": False,
     }
     if spec.several and spec.min_batch_allocation is None:
         known["env.min_batch_allocation"] = 0.0  # else an allocation of its own counts at the API, unknown to anyone
     if subcommand == "serve":
         known["slurm"] = False
-    for key, value in spec.args.items():
-        known |= {f"{key}.{k}": v for k, v in value.items()} if isinstance(value, Mapping) else {f"env.{key}": value}
-    given = {key: value for key, value in {**known, **flags}.items() if value is not None}
+    given = split_secret_flags({**known, **_own_flags(spec), **flags})[0]
     target = spec.target
     if spec.place.endswith(".py"):
         target = str(Path(spec.place).resolve()) + spec.target[len(spec.place) :]
@@ -89,8 +88,23 @@ def environment_command(
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, OmegaConf.to_yaml(OmegaConf.create(dict(spec.reward_bridge))).encode())
         bridge = ["--reward-bridge", str(path)]
-    options = [f"--{key}={_text(value)}" for key, value in given.items()]
-    return [sys.executable, "-m", _ADAPTER, subcommand, "--env", target, *bridge, *options]
+    return [sys.executable, "-m", _ADAPTER, subcommand, "--env", target, *bridge, *_options(given)]
+
+
+def environment_secrets(run: Run, spec: EnvironmentSpec) -> dict[str, str]:
+    """Environment variables by which the adapter gets the flags that hold secrets, the run's key among them."""
+    return secret_variables(_options(split_secret_flags({"openai.api_key": run.api_key, **_own_flags(spec)})[1]))
+
+
+def _own_flags(spec: EnvironmentSpec) -> dict[str, Any]:
+    flags: dict[str, Any] = {}
+    for key, value in spec.args.items():
+        flags |= {f"{key}.{k}": v for k, v in value.items()} if isinstance(value, Mapping) else {f"env.{key}": value}
+    return flags
+
+
+def _options(flags: Mapping[str, Any]) -> list[str]:
+    return [f"--{key}={_text(value)}" for key, value in flags.items() if value is not None]
 
 
 def _text(value: Any) -> str:
@@ -158,6 +172,7 @@ class Environments:
             PATIENCE_VARIABLE: str(Paced.patience + config.evaluation.timeout) if every else "",
             REPORT_VARIABLE: str(report),
             TEMPERATURE_VARIABLE: str(config.actor_rollout_ref.rollout.temperature),
+            **environment_secrets(self._run, spec),
         }
         state.service = self._run.start(spec.service, command, **variables)
         state.started, state.registered = time.monotonic(), False

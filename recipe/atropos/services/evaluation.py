@@ -28,7 +28,7 @@ from rich.markup import escape
 from recipe.atropos.evaluated import NONE_YET, say_evaluated
 from recipe.atropos.run_dir import append_line, rewrite_lines
 from recipe.atropos.run_record import read_evaluations, update_summary
-from recipe.atropos.services.environments import environment_command
+from recipe.atropos.services.environments import environment_command, environment_secrets
 from recipe.atropos.services.inference import Inference
 from recipe.atropos.services.process import ServiceFailed
 from recipe.atropos.services.run import Run, console
@@ -208,7 +208,7 @@ class Evaluations:
         started = time.monotonic()
         flags = {"env.data_dir_to_save_evals": str(folder)}
         command = environment_command(self._run, spec, "evaluate", _NO_API, self._inference.gateway, **flags)
-        service = self._run.start(f"evaluate-{spec.name}", command)
+        service = self._run.start(f"evaluate-{spec.name}", command, **environment_secrets(self._run, spec))
         self._run.remove(service)  # it may end
         before = after = None
         try:

@@ -13,8 +13,8 @@ import aiohttp
 from omegaconf import DictConfig
 
 from recipe.atropos.inference.client import SGLangClient
-from recipe.atropos.inference.gateway import API_KEY_VARIABLE
 from recipe.atropos.inference.server import HIGHEST_PORT, SGLangLaunch, start_sglang, uses_gpu
+from recipe.atropos.secret import API_KEY_VARIABLE
 from recipe.atropos.services.lora import lora_arguments
 from recipe.atropos.services.process import Service, free_port, wait_until_healthy
 from recipe.atropos.services.run import Run

@@ -105,7 +105,7 @@ class Service:
             return log.read().decode(errors="replace").splitlines()
 
     def tail(self, lines: int = _TAIL_LINES) -> str:
-        """The last lines that this process wrote, long ones cut (SGLang prints all its arguments, keys too, in one)."""
+        """The last lines that this process wrote, long ones cut (SGLang prints all its arguments in one)."""
         last = self._last_lines()[-lines:]
         return "\n".join(line if len(line) <= _TAIL_COLUMNS else f"{line[:_TAIL_COLUMNS]} ..." for line in last)
 
@@ -200,8 +200,8 @@ def start_service(
     url: str | None = None,
     pass_fds: Sequence[int] = (),
 ) -> Service:
-    """Start `command` as the leader of a new session; its output is appended to `log_path` (mode 0600: servers print
-    their secrets).
+    """Start `command` as the leader of a new session; its output is appended to `log_path` (mode 0600: it may
+    hold what is nobody else's).
 
     `env` is added to this process's environment; `pass_fds` stay open in the service. May be called from any thread.
 

@@ -49,7 +49,7 @@ class Run:
     overrides: list[str]
     directory: Path
     services: list[Service] = field(default_factory=list)
-    api_key: str = field(default_factory=lambda: secrets.token_hex(16))
+    api_key: str = field(default="", repr=False)
     revivals: dict[str, Revival] = field(default_factory=dict)
     given_up: set[str] = field(default_factory=set)
     lock: int | None = None
@@ -57,6 +57,8 @@ class Run:
 
     def __post_init__(self) -> None:
         self.files = RunDir(self.directory)
+        # The user's own key, or one for this run alone.
+        self.api_key = (self.config and self.config.inference.api_key) or secrets.token_hex(16)
 
     def start(self, name: str, command: list[str], url: str | None = None, **env: str) -> Service:
         """In the launcher's own working folder, so that relative paths and local modules mean what the user meant."""

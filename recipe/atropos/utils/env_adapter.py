@@ -32,6 +32,7 @@ from recipe.atropos.environments.shaping import shaped_by
 from recipe.atropos.environments.weight_versions import WeightVersions
 from recipe.atropos.errors import AtroposError, one_line_errors
 from recipe.atropos.utils.env_flags import CommandLine, UsageError, take_flag
+from recipe.atropos.utils.private_process import hide_in_output, take_secret_flags
 from recipe.atropos.utils.reward_bridge import RewardBridge, RewardBridgeError, read_bridge
 
 # In front of the environment, in the order in which calls pass through them. The command line and the life of the
@@ -197,7 +198,9 @@ def wrong_usage(message: str) -> NoReturn:
 
 
 def main() -> None:
-    arguments = sys.argv[1:]
+    secret_flags = take_secret_flags()
+    hide_in_output(secret_flags)
+    arguments = [*sys.argv[1:], *secret_flags]
     try:
         target, bridge_file = take_flag(arguments, "--env"), take_flag(arguments, "--reward-bridge")
         bridge = None if bridge_file is None else read_bridge(bridge_file)

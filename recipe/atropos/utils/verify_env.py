@@ -30,8 +30,8 @@ from transformers import AutoConfig
 from recipe.atropos.environments.durable import Durable
 from recipe.atropos.environments.sampled_book import NOT_PUSHED, trained_spans
 from recipe.atropos.inference.client import SGLangClient
-from recipe.atropos.inference.gateway import API_KEY_VARIABLE
 from recipe.atropos.rows import ConversionReport, Row, RowLimits, read_groups
+from recipe.atropos.secret import API_KEY_VARIABLE
 from recipe.atropos.utils.env_adapter import adapt, load_environment
 from recipe.atropos.utils.outer_policy import watch_managed_calls
 from recipe.atropos.utils.stepped_env import configured, next_item, roll_out

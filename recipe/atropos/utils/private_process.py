@@ -1,0 +1,97 @@
+"""Starts a program so that its secrets stay private, and torch's rendezvous on this machine.
+
+    python .../private_process.py MODULE ARGUMENTS     # as python -m MODULE ARGUMENTS
+
+Guarantees:
+
+- flags that hold secrets come in an environment variable, and stand in no command line;
+- what this process prints holds none of them: SGLang and Atropos print all their settings, keys included;
+- a torch store for processes of one machine listens on loopback.
+
+SGLang's interpreter runs this file too, and runs it again in each process that SGLang spawns, so it imports only the
+standard library, and torch where that is there.
+"""
+
+import importlib
+import importlib.util
+import ipaddress
+import json
+import os
+import runpy
+import socket
+import sys
+from collections.abc import Iterable
+
+SECRET_FLAGS = "ATROPOS_SECRET_FLAGS"
+"""Environment variable with flags as a JSON list, ["--api-key", "..."]; they follow those of the command line."""
+
+
+def take_secret_flags() -> list[str]:
+    """The flags of the variable, which is gone then: they are for this process, and not for those that it starts."""
+    return json.loads(os.environ.pop(SECRET_FLAGS, "[]"))
+
+
+def hide_in_output(flags: Iterable[str]) -> None:
+    """Print *** in place of the values of these flags, ``--name VALUE`` or ``--name=VALUE``, from now on."""
+    words = [flag.partition("=")[2] if flag.startswith("--") else flag for flag in flags]
+    values = [word for word in words if len(word) > 3]  # "x", a stand-in for a key, is in every text
+
+    def hidden(text: str) -> str:
+        for value in values:
+            text = text.replace(value, "***")
+        return text
+
+    for stream in (sys.stdout, sys.stderr) if values else ():
+        stream.write = lambda text, write=stream.write: write(hidden(text))
+
+
+def keep_rendezvous_on_loopback() -> None:
+    """From now on ``init_process_group`` of ranks that meet at a loopback address listens there.
+
+    torch's TCPStore listens on every address, whatever host it is given, and takes any client's word. It has an option
+    for a listening socket, which its rendezvous does not offer.
+    """
+    if importlib.util.find_spec("torch") is None:
+        return
+    rendezvous = importlib.import_module("torch.distributed.rendezvous")  # the package has a function of this name
+    create = rendezvous._create_c10d_store
+
+    def create_on_loopback(hostname, port, rank, world_size, timeout, *args, **kwargs):
+        if rank != 0 or not _is_loopback(hostname) or rendezvous._torchelastic_use_agent_store():
+            return create(hostname, port, rank, world_size, timeout, *args, **kwargs)
+        listener = socket.create_server((hostname, port), backlog=2048)
+        return rendezvous.TCPStore(
+            host_name=hostname,
+            port=listener.getsockname()[1],
+            world_size=world_size,
+            is_master=True,
+            timeout=timeout,
+            multi_tenant=True,
+            master_listen_fd=listener.detach(),
+        )
+
+    if create.__name__ != create_on_loopback.__name__:
+        rendezvous._create_c10d_store = create_on_loopback
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _run() -> None:
+    module, secret_flags = sys.argv[1], take_secret_flags()
+    hide_in_output(secret_flags)
+    sys.argv[1:] = [*sys.argv[2:], *secret_flags]
+    # This folder's modules are not the program's. __main__ stays this file, for the processes that it spawns.
+    own = os.path.dirname(os.path.abspath(__file__))
+    sys.path[:] = [os.getcwd(), *(path for path in sys.path if path != own)]
+    runpy.run_module(module, run_name="__main__", alter_sys=False)
+
+
+if __name__ in ("__main__", "__mp_main__"):  # a process, or one that multiprocessing spawned of it
+    keep_rendezvous_on_loopback()
+if __name__ == "__main__":
+    _run()
