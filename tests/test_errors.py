@@ -8,6 +8,11 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutErro
 from recipe.atropos.errors import AtroposError, ConfigurationError, expected_failure, one_line_errors
 
 
+def noted(error, note):
+    error.add_note(note)
+    return error
+
+
 def of_a_rank(cause: Exception) -> Exception:
     """As ``ray.get`` raises it: an instance of RayTaskError and of the cause's class."""
     return RayTaskError("update_actor", "Traceback ...\nmany lines", cause).as_instanceof_cause()
@@ -18,6 +23,7 @@ def of_a_rank(cause: Exception) -> Exception:
     [
         (ConfigurationError("seed=abc: give a number"), "seed=abc: give a number"),
         (of_a_rank(AtroposError("server A refused the weights")), "server A refused the weights"),
+        (noted(AtroposError("the first"), "then, at the end: no space"), "the first; then, at the end: no space"),
         (OSError(errno.ENOSPC, "No space left on device", "/run/metrics.jsonl"), "/run/metrics.jsonl"),
         (of_a_rank(OSError(errno.ENOSPC, "No space left on device", "/run/model.pt")), "/run/model.pt"),
         (ActorDiedError(), "ActorDiedError: The actor died unexpectedly before finishing this task."),

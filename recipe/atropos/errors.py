@@ -37,7 +37,7 @@ def expected_failure(error: BaseException) -> str | None:
             return None  # the text of a traceback
         return f"{type(error).__name__}: {' '.join(str(error).split())}"
     if isinstance(error, AtroposError):
-        return "\n".join([str(error), *getattr(error, "__notes__", [])])
+        return "; ".join([str(error), *getattr(error, "__notes__", [])])
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"no space left on device: {error.filename or 'a file without a name'}; make room there"
     return None
