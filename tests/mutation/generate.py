@@ -26,14 +26,10 @@ def excluded(node: Any) -> bool:
     """Whether a parso node is part of an annotation, of an f-string, of a call of the logger, or of a guard."""
     child = node
     while (parent := child.parent) is not None:
-        if parent.type == "fstring" or parent.type == "annassign" and child is parent.children[1]:
+        annotation = {"annassign": 1, "tfpdef": 2}.get(parent.type)  # `: annotation = value`, `name: annotation`
+        if parent.type == "fstring" or annotation is not None and child is parent.children[annotation]:
             return True
-        if (
-            parent.type == "param"
-            and child is parent.annotation
-            or parent.type == "funcdef"
-            and child is parent.annotation
-        ):
+        if parent.type == "funcdef" and child is parent.annotation:
             return True
         if parent.type == "argument" and parent.children[0].get_code().strip() in ("strict", "frozen"):
             return True

@@ -36,7 +36,14 @@ ROOT = HERE.parents[1]
 _TARGET = 0.95
 _MEMORY = 12 << 30  # bytes of data that a mutant may allocate
 _SAMPLED = ["test_sampled_book.py", "test_sampled_calls.py", "test_weight_versions.py"]
-_ROWS = ["test_data_proto.py", "test_estimators.py", "test_losses.py", "test_sampling.py", "test_reward_bridge.py"]
+_ROWS = [
+    "test_rows.py",
+    "test_data_proto.py",
+    "test_estimators.py",
+    "test_losses.py",
+    "test_sampling.py",
+    "test_reward_bridge.py",
+]
 _PUSH = ["test_push.py", "test_weight_manager.py"]
 
 # Each module, under recipe/atropos, and the test files that cover it, those that are most likely to fail first.

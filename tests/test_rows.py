@@ -1,0 +1,186 @@
+"""The row contract at its very bounds: what is just within a limit, and what is just beyond."""
+
+import logging
+
+import numpy as np
+import pytest
+
+from recipe.atropos.rows import ConversionReport, Row, RowLimits, VersionLimits, environment_name, read_groups
+
+LIMITS = RowLimits(max_prompt_length=2, max_response_length=3, pad_token_id=0, vocab_size=100)
+FLOAT32_MAX = float(np.finfo(np.float32).max)
+
+
+def a_group(**changes):
+    return {
+        "tokens": [[1, 2, 5, 6], [1, 2, 8]],
+        "masks": [[-100, -100, 5, 6], [-100, -100, 8]],
+        "scores": [1.0, 2.0],
+    } | changes
+
+
+def read(limits=LIMITS, versions=None, **changes):
+    return read_groups([a_group(**changes)], limits, versions)
+
+
+def teacher(ids=((3, 4), (3, 4)), logprobs=((-1.0, -2.0), (-1.0, -2.0))):
+    return {
+        "distill_token_ids": [[[], [], *map(list, ids)], []],
+        "distill_logprobs": [[[], [], *map(list, logprobs)], None],
+    }
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tokens": [[0, 99, 0, 99], [1, 2, 8]]},
+        {"scores": [FLOAT32_MAX, -FLOAT32_MAX]},
+        {"scores": [1, 2]},
+        {"scores": (1.0, 2.0)},
+        {"group_overrides": {"raw_scores": [FLOAT32_MAX, 0]}},
+        {"group_overrides": {"policy_version_min": [4], "policy_version_max": None}},
+        {"group_overrides": {"policy_version_min": [4, 4], "policy_version_max": [4, 5]}},
+        {"group_overrides": None, "overrides": [None, {"set_advantage_to_zero": None}]},
+        teacher(ids=((0, 99), (1, 2))),
+        teacher(logprobs=((np.log(0.5), np.log(0.5)), (-1e4, -1e4))),
+        {"advantages": [[-1e30] * 4, None], "ref_logprobs": [None, []]},
+    ],
+    ids=range(11),
+)
+def test_rows_take_what_is_just_within_the_format(changes):
+    rows, report = read(**changes)
+    assert len(rows) == 2 == report.rows == report.received and not report.dropped and not report.messages
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"tokens": [[1, 2, 5, 100], [1, 2, 8]]}, "foreign_tokens"),
+        ({"tokens": [[1, 2, 5, -1], [1, 2, 8]]}, "foreign_tokens"),
+        ({"tokens": "ab"}, "malformed"),
+        ({"tokens": {"0": [1]}}, "malformed"),
+        ({"tokens": None}, "empty_group"),
+        ({"scores": [1.0, 2.0, 3.0]}, "unequal_lengths"),
+        ({"scores": 1.0}, "unequal_lengths"),
+        ({"scores": [FLOAT32_MAX * 1.01, 0.0]}, "nonfinite_scores"),
+        ({"scores": [0.0, -FLOAT32_MAX * 1.01]}, "nonfinite_scores"),
+        ({"scores": ["1", 0.0]}, "nonfinite_scores"),
+        ({"masks": None}, "unequal_lengths"),
+        ({"masks": [[-100, -100, 5, 6, 7], [-100, -100, 8]]}, "unequal_lengths"),
+        ({"overrides": [{}]}, "unequal_lengths"),
+        ({"ref_logprobs": [[-1.0] * 4] * 3}, "unequal_lengths"),
+        ({"inference_logprobs": 3}, "malformed"),
+        ({"group_overrides": [1]}, "malformed"),
+        ({"group_overrides": {"raw_scores": [1.0]}}, "malformed"),
+        ({"group_overrides": {"raw_scores": 1.0}}, "malformed"),
+        ({"group_overrides": {"raw_scores": [1.0, "2"]}}, "malformed"),
+        ({"group_overrides": {"raw_scores": [1.0, FLOAT32_MAX * 1.01]}}, "malformed"),
+        ({"group_overrides": {"policy_version_min": [True, 1]}}, "malformed"),
+        ({"group_overrides": {"policy_version_max": [1, 1.0]}}, "malformed"),
+        ({"group_overrides": {"set_advantage_to_zero": "yes"}}, "malformed"),
+        (teacher(ids=((3, 100), (3, 4))), "foreign_tokens"),
+        (teacher(ids=((3, -1), (3, 4))), "foreign_tokens"),
+        (teacher(ids=((4, 4), (3, 4))), "repeated_distill_token"),
+        (teacher(ids=((2**70, 4), (3, 4))), "malformed"),
+        (teacher(logprobs=((np.log(0.6), np.log(0.5)), (-1, -1))), "invalid_distill_logprobs"),
+        (teacher(logprobs=((-1.0, -np.inf), (-1, -1))), "invalid_distill_logprobs"),
+        ({"tokens": [[1, 2, 5, 2**70], [1, 2, 8]]}, "malformed"),
+    ],
+    ids=range(30),
+)
+def test_rows_refuse_what_is_just_beyond_the_format(changes, reason):
+    rows, report = read(**changes)
+    assert not rows and set(report.dropped) == {reason} and len(report.messages) == 1
+
+
+def test_rows_are_cut_at_their_very_limits_and_counted():
+    group = a_group(
+        tokens=[[1, 2, 5, 6, 7], [1, 2, 3, 5, 6, 7, 8], [1, 5, 6, 7, 8], [5, 6], [1, 2]],
+        masks=[[-100, -100, 5, 6, 7], [-100] * 3 + [5, 6, 7, 8], [-100, 5, 6, 7, 8], [5, 6], [-100, -100]],
+        scores=[0.0, 1.0, 2.0, 3.0, 4.0],
+    )
+    rows, report = read_groups([group], LIMITS)
+    assert [row.prompt.tolist() for row in rows] == [[1, 2], [2, 3], [1]]
+    assert [row.response.tolist() for row in rows] == [[5, 6, 7]] * 3
+    assert report.events == {"response_truncated": 2, "prompt_truncated": 1, "no_logprobs": 3}
+    assert report.dropped == {"no_prompt": 1, "no_trained_token": 1}
+    expected = [(3.0, 2, "no_prompt"), (4.0, 0, "no_trained_token")]
+    assert all(list(row.dropped) == expected for row in rows)
+    rows, report = read_groups([group], RowLimits(2, 3, 0, overlong="drop"))
+    assert [row.score for row in rows] == [0.0] and report.dropped["overlong_response"] == 2
+    assert [row.trained_tokens for row in rows[0].dropped] == [4, 4, 2, 0]
+
+
+def test_rows_events_count_what_a_row_lacks_or_brings():
+    changes = {
+        "inference_logprobs": [[1.0, 1.0, -0.1, 0.0], [1.0, 1.0, None]],
+        "advantages": [None, [9.0, 9.0, 0.5]],
+        "overrides": [{"set_advantage_to_zero": True}, {}],
+        "group_overrides": {"raw_scores": [7.0, 8]},
+    }
+    rows, report = read(**changes, **teacher())
+    assert report.events == {"no_logprobs": 1, "own_advantages": 1, "teacher": 1, "zero_advantage": 1}
+    assert [row.zero_advantage for row in rows] == [True, False] and [row.raw_score for row in rows] == [7.0, 8.0]
+    assert rows[0].log_probs.tolist() == pytest.approx([-0.1, 0.0]), "0 is the logarithm of a probability"
+    assert rows[1].log_probs is None and rows[1].advantages.tolist() == [0.5] and rows[1].teacher_ids is None
+    rows, report = read(RowLimits(2, 3, 0, read_teacher=False), distill_token_ids="not looked at")
+    assert len(rows) == 2 and rows[0].teacher_ids is None
+    rows, _ = read(group_overrides={"set_advantage_to_zero": True})
+    assert [row.zero_advantage for row in rows] == [True, True]
+
+
+def test_rows_that_versions_drop_are_logged_with_the_remedy(caplog):
+    overrides = {"policy_version_min": [3, 5], "policy_version_max": [5, 5]}
+    with caplog.at_level(logging.ERROR):
+        rows, report = read(versions=VersionLimits(5, 1), group_overrides=overrides)
+    assert [row.versions for row in rows] == [(5, 5)] and report.dropped == {"stale": 1}
+    assert "dropped 1 sequences as stale: the policy has version 5, trainer.atropos.max_staleness=1; " in caplog.text
+    assert "ATROPOS_MAX_STALENESS" in caplog.text
+
+
+def test_rows_report_metrics_by_reason_and_environment():
+    _, report = read(scores=[None, 0.0], env_id=4)
+    assert report.metrics() == {
+        "atropos/received": 2.0,
+        "atropos/rows": 0.0,
+        "atropos/padding_rows": 0.0,
+        "atropos/dropped/nonfinite_scores": 2.0,
+        "atropos/env_4/dropped/nonfinite_scores": 2.0,
+    }
+    assert not ConversionReport().dropped and environment_name("a/b", 3) == "a_b"
+    assert (environment_name(None, 3), environment_name(None, None)) == ("env_3", "unknown")
+
+
+@pytest.mark.parametrize("lengths", [(0, 3), (3, 0), (-1, 3)])
+def test_rows_limits_are_positive(lengths):
+    RowLimits(1, 1, 0)
+    with pytest.raises(ValueError, match="lengths must be positive"):
+        RowLimits(*lengths, 0)
+
+
+@pytest.mark.parametrize("bound", [-1, True, 1.5, "2"])
+def test_version_limits_are_whole_numbers_or_none(bound):
+    assert VersionLimits(3, 0).max_staleness == 0 and VersionLimits(3).max_staleness is None
+    with pytest.raises(ValueError, match=f"max_staleness={bound!r}: give a whole number"):
+        VersionLimits(3, bound)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"prompt": np.array([], int)},
+        {"mask": np.array([False, False])},
+        {"mask": np.array([True])},
+        {"log_probs": np.zeros(3)},
+        {"advantages": np.zeros(1)},
+        {"ref_log_probs": np.zeros(1)},
+        {"teacher_ids": np.zeros((3, 2), int)},
+        {"teacher_log_probs": np.zeros((1, 2))},
+    ],
+    ids=range(8),
+)
+def test_rows_cannot_be_made_wrong(changes):
+    right = {"prompt": np.array([1]), "response": np.array([2, 3]), "mask": np.array([True, False])}
+    Row(**right, score=0.0, uid="0")
+    with pytest.raises(AssertionError):
+        Row(**(right | changes), score=0.0, uid="0")
