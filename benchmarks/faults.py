@@ -30,7 +30,7 @@ from recipe.atropos.services.process import RUN_ID_VARIABLE
 LIMIT = 90  # seconds, configured for a step, a batch and a request of a push
 TARGETS = {"seconds": 120, "seconds_stopped": LIMIT + 60, "processes_left": 0, "steps_not_once": 0}
 GONE_SECONDS = 20  # from the end of the launcher to the end of the last process
-READY_SECONDS = 400  # for a moment to come
+READY_SECONDS = 900  # for a moment to come
 MORE_STEPS = 4  # trained after a fault that the run survived: more than were sampled before it
 SUSPENDED_SECONDS = 15  # of a stopped launcher, which is continued: whoever stopped it meant to
 
@@ -365,6 +365,7 @@ def main() -> int:
     faults = [fault for fault in faults if arguments.only in " ".join(fault)]
     if not faults:
         parser.error(f"--only={arguments.only!r}: no such fault; give a part of one, as 'rank KILL push'")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # with the run that it started
     results, begun = [], time.monotonic()
     print(f"{HEADER}\n{'|---' * HEADER.count(' | ')}|---|", flush=True)
     with tempfile.TemporaryDirectory() as name:
@@ -372,8 +373,8 @@ def main() -> int:
         folder.mkdir(parents=True, exist_ok=True)
         for result in campaign(folder, faults):
             print(result.row(), flush=True)
-            for process in result.left:
-                print(f"  left: {process}", flush=True)
+            for what in [*result.left, *sorted(result.shm)]:
+                print(f"left: {what}", file=sys.stderr, flush=True)
             results.append(result)
     of_faults = results[: len(faults)]
     figures = {
