@@ -135,36 +135,34 @@ def family(families) -> Family:
     return families()
 
 
-def test_orphans_of_a_launcher_are_ended_however_it_ends(families):
-    """By a signal to it while its services run: the guardians see no more than that it is gone."""
+def test_orphans_are_ended_however_and_whenever_a_launcher_ends(families):
+    """By a signal while its services run, by itself, and killed between the steps of starting a service."""
     signals = [signal.SIGKILL, signal.SIGHUP, signal.SIGTERM, signal.SIGINT]
     cases = [("running", number) for number in signals] + [("thread", signal.SIGKILL), ("fork", signal.SIGKILL)]
-    launched = [(families(), moment, number) for moment, number in cases]
-    launched = [(family, family.launch(moment), moment, number) for family, moment, number in launched]
-    for family, launcher, *_ in launched:
-        assert launcher.stdout.readline() == b"ready\n"
-        family.wait_until(lambda family=family: len(family.numbers()) == PROCESSES)
-    for _, launcher, _, number in launched:
-        launcher.send_signal(number)
-        launcher.wait(30)
-    for family, _, moment, _ in launched:
+    cases += [("forked", None), ("asked", None), ("returns", None), ("raises", None)]
+    launched = []
+    for moment, number in cases:  # side by side: the process that ignores SIGTERM takes each its time
+        family = families()
+        launched.append((family, family.launch(moment), moment, number))
+    for family, launcher, _, number in launched:
+        if number is not None:
+            assert launcher.stdout.readline() == b"ready\n"
+            family.wait_until(lambda family=family: len(family.numbers()) == PROCESSES)
+            launcher.send_signal(number)
+    for family, launcher, moment, number in launched:
+        launcher.wait(60)
+        if number is None:
+            killed = moment in ("forked", "asked")
+            assert launcher.returncode == (-signal.SIGKILL if killed else moment == "raises")
         children = 1 if moment == "fork" else 0  # the launcher's own, which is no service
         family.wait_until(lambda family=family, n=children: len(family.living()) == n)
         for process in family.living():
             process.kill()
             process.wait(10)
-
-
-def test_orphans_of_a_launcher_are_ended_whenever_it_ends(families):
-    launched = [(families(), moment) for moment in ("forked", "asked", "returns", "raises")]
-    launched = [(family, family.launch(moment), moment) for family, moment in launched]
-    for family, launcher, moment in launched:
-        launcher.wait(60)
-        assert launcher.returncode == (-signal.SIGKILL if moment in ("forked", "asked") else moment == "raises")
-        family.wait_until(lambda family=family: not family.living())
         assert moment != "forked" or not family.numbers()
 
 
+@pytest.mark.slow
 def test_orphans_of_a_launcher_killed_in_a_spawn_are_ended(families):
     """At moments spread over the start of a service."""
     launched = [(family := families(), family.launch("many")) for _ in range(5)]
@@ -198,7 +196,7 @@ def test_fails():
     start()
     assert False
 
-@pytest.mark.timeout(5)
+@pytest.mark.timeout(4)
 def test_times_out():
     start()
     time.sleep(60)
