@@ -25,8 +25,10 @@ from verl.workers.engine.fsdp.utils import unfuse_moe_params
 from recipe.atropos.checkpoint_format import CheckpointError, CheckpointFormat, read_shapes
 from recipe.atropos.engines import PushedWeights
 from recipe.atropos.errors import ConfigurationError
+from recipe.atropos.fsdp_workers import AtroposActorWorker
 from recipe.atropos.inference.client import Capabilities
 from recipe.atropos.preflight import check_config
+from recipe.atropos.ray_trainer import RayGRPOAtroposTrainer
 from recipe.atropos.weight_sync.engine import AtroposCheckpointEngine
 from recipe.atropos.weight_sync.names import PushedNames, WeightNamesError
 from recipe.atropos.weight_sync.probe import Probe
@@ -360,6 +362,25 @@ def test_names_of_a_model_and_its_checkpoint_are_compared_on_rank_0(make_model):
         engine = AtroposCheckpointEngine(1, is_master, urls=[], model_path=str(make_model("llama")))
         with pytest.raises(WeightNamesError, match="q_proj.bias") if is_master else contextlib.nullcontext():
             engine.expect(format)
+
+
+@pytest.mark.parametrize("adapter_only", [False, True])
+def test_names_are_compared_before_anything_is_trained(make_model, monkeypatch, adapter_only):
+    """By the trainer's start, with the worker's own comparison; the ranks are not started here."""
+    engine = SimpleNamespace(adapter_only=adapter_only, checkpoint_format=CheckpointFormat(loaded(make_model("qwen2"))))
+    pushes = AtroposCheckpointEngine(1, True, urls=[], model_path=str(make_model("llama")))
+    worker = SimpleNamespace(actor=SimpleNamespace(engine=engine), checkpoint_engine=pushes)
+    for part in ("_init_resource_pools", "_create_worker_classes", "_init_worker_groups", "_init_models"):
+        monkeypatch.setattr(RayGRPOAtroposTrainer, part, lambda self: None)
+    monkeypatch.setattr("recipe.atropos.ray_trainer.build_manager", lambda *_: "the manager")
+    trainer = RayGRPOAtroposTrainer.__new__(RayGRPOAtroposTrainer)
+    trainer.config, trainer.limits = compose_config(), SimpleNamespace(vocab_size=259)
+    trainer.actor_rollout_wg = SimpleNamespace(
+        check_weight_names=lambda: AtroposActorWorker.check_weight_names(worker), world_size=1
+    )
+    with contextlib.nullcontext() if adapter_only else pytest.raises(WeightNamesError, match="q_proj.bias"):
+        trainer.init_workers()
+        assert trainer.checkpoint_manager == "the manager", "an adapter has no names of the checkpoint"
 
 
 class Server:
