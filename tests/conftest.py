@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from helpers_disk import full_disk  # noqa: F401
 from helpers_processes import no_service_outlives_its_test  # noqa: F401
 from helpers_sglang import call, make_tiny_model, running_sglang
 

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from helpers_disk import fill, full_disk  # noqa: F401
+from helpers_disk import fill
 from helpers_trainer import compose_config
 from omegaconf import OmegaConf
 
@@ -96,7 +96,7 @@ def test_run_dir_has_a_whole_checkpoint_while_the_next_is_saved(tmp_path):
             raise RuntimeError("RayTaskError: OSError: [Errno 28] No space left on device")
 
 
-def test_run_dir_full_disk_ends_a_checkpoint_and_keeps_the_last(full_disk):  # noqa: F811
+def test_run_dir_full_disk_ends_a_checkpoint_and_keeps_the_last(full_disk):
     save(full_disk, 2, keep=1)
     room = shutil.disk_usage(full_disk).free
     with pytest.raises(DiskFull, match=f"no space left on device: {full_disk}/global_step_4"):

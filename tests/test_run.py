@@ -1,19 +1,24 @@
 """What becomes of a run when one of its services ends; the services are small programs."""
 
+import asyncio
 import os
 import signal
 import sys
 import time
 
 import orjson
+import psutil
 import pytest
+from helpers_disk import fill
 from helpers_trainer import compose_config
 
 from recipe.atropos.inference.server import SGLangLaunch, sglang_command
-from recipe.atropos.run_dir import RunDir
+from recipe.atropos.launch_services import launch
+from recipe.atropos.run_dir import DiskFull, RunDir
 from recipe.atropos.services.inference import Inference, _start_again_from_now_on, plan_servers
 from recipe.atropos.services.process import ServiceFailed
 from recipe.atropos.services.run import Run
+from recipe.atropos.services.specs import environment_specs
 from recipe.atropos.weight_sync.build import build_manager
 
 pytestmark = pytest.mark.timeout(60)
@@ -61,6 +66,16 @@ def test_a_service_is_started_again_so_many_times_and_then_named(run, capsys):
     end(run.services[0])
     with pytest.raises(ServiceFailed, match="sglang: ended once more after 2 restarts .inference.max_restarts"):
         run.check()
+
+
+def test_run_dir_full_disk_ends_the_launcher_with_its_first_error(full_disk):
+    config = compose_config("actor_rollout_ref.model.path=m")
+    (full_disk / "run").mkdir()
+    fill(full_disk)
+    with pytest.raises(DiskFull, match=f"no space left on device: {full_disk}/run/services.json") as raised:
+        asyncio.run(launch(config, [], full_disk / "run", environment_specs(config)))
+    assert raised.value.__notes__ == [f"then, at the end: {raised.value}"]
+    assert not any("run_api" in process.cmdline() for process in psutil.Process().children(recursive=True))
 
 
 def test_a_service_that_may_not_start_yet_waits_and_is_said_to_and_starts_when_it_may(run, tmp_path, capsys):

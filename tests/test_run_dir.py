@@ -8,7 +8,7 @@ import sys
 
 import orjson
 import pytest
-from helpers_disk import fill, full_disk  # noqa: F401
+from helpers_disk import fill
 
 from recipe.atropos.errors import ConfigurationError, secondary_errors
 from recipe.atropos.run_dir import (
@@ -193,7 +193,7 @@ def test_run_dir_line_that_is_no_json_is_named(tmp_path):
         read_lines(path)
 
 
-def test_run_dir_full_disk_is_named_and_changes_nothing(full_disk):  # noqa: F811
+def test_run_dir_full_disk_is_named_and_changes_nothing(full_disk):
     summary, lines = full_disk / "summary.json", full_disk / "metrics.jsonl"
     write_json(summary, {"steps": 1})
     append_line(lines, {"step": 1})

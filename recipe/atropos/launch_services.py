@@ -40,7 +40,7 @@ from recipe.atropos import alarms
 from recipe.atropos.errors import ConfigurationError, expected_failure
 from recipe.atropos.preflight import check_config, resolve_model
 from recipe.atropos.resumption import prepare_folder
-from recipe.atropos.run_dir import LineReader, RunDir, disk_is_full, read_json
+from recipe.atropos.run_dir import DiskFull, LineReader, RunDir, disk_is_full, read_json
 from recipe.atropos.run_record import QUEUED, account_of_groups, update_summary
 from recipe.atropos.secret import API_KEY_VARIABLE, without_secret_overrides
 from recipe.atropos.services.environments import Environments, check_target
@@ -180,7 +180,9 @@ async def launch(
         await evaluations.end()
     except BaseException as error:
         failure = error
-        if disk_is_full(directory):  # which a service's log, on the same disk, may not say
+        if disk_is_full(directory) and not isinstance(
+            error, DiskFull
+        ):  # which a service's log, on the same disk, may not say
             error.add_note(f"no space left on device: {directory}")
     later = await _end(run, api_url, environments, evaluations)
     if failure := failure or next(iter(later), None):
