@@ -29,12 +29,12 @@ from typing import Any
 import numpy as np
 import ray
 import torch
-from hydra import compose, initialize_config_module
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 from verl import DataProto
 from verl.utils.device import get_device_name
 from verl.utils.model import compute_position_id_with_mask
 
+from recipe.atropos.config.compose import compose_config
 from recipe.atropos.data_proto import groups_to_data_proto
 from recipe.atropos.ray_trainer import RayGRPOAtroposTrainer
 from recipe.atropos.rows import IGNORED, Group, RowLimits
@@ -265,14 +265,13 @@ def running_trainer(folder: Path, sizes: UpdateSizes) -> Iterator[RayGRPOAtropos
         f"data.max_response_length={sizes.max_response_length}",
         f"actor_rollout_ref.rollout.n={GROUP_SIZE}",
         f"actor_rollout_ref.model.path={model}",
-        "+actor_rollout_ref.model.override_config.attn_implementation=sdpa",
+        "actor_rollout_ref.model.override_config.attn_implementation=sdpa",
         f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={sizes.micro_batch_tokens}",
         "actor_rollout_ref.actor.use_torch_compile=false",
         "actor_rollout_ref.actor.optim.lr=0",
         "actor_rollout_ref.actor.optim.weight_decay=0",
     ]
-    with initialize_config_module("recipe.atropos.config", version_base=None):
-        config = compose("trainer", overrides=overrides)
+    config = compose_config(overrides)
     try:
         ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
         trainer = RayGRPOAtroposTrainer(config=config, tokenizer=AutoTokenizer.from_pretrained(model))

@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 import ray
-from hydra import compose, initialize_config_module
 from omegaconf import DictConfig
 from transformers import AutoConfig, AutoTokenizer
 
+from recipe.atropos.config import compose
+
 CPU_OVERRIDES = [
-    "trainer.device=cpu",
-    "+actor_rollout_ref.model.override_config.attn_implementation=sdpa",
+    "actor_rollout_ref.model.override_config.attn_implementation=sdpa",
     "actor_rollout_ref.actor.use_torch_compile=false",
     "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=256",
     "inference.dtype=float32",
@@ -29,8 +29,9 @@ def compose_config(*overrides: str) -> DictConfig:
 
 @functools.cache
 def _composed(overrides: tuple[str, ...]) -> DictConfig:
-    with initialize_config_module("recipe.atropos.config", version_base=None):
-        return compose("trainer", overrides=[*CPU_OVERRIDES, *overrides])
+    config = compose.compose_config([*CPU_OVERRIDES, *overrides])
+    config.trainer.device = "cpu"  # as recipe.atropos.main sets it
+    return config
 
 
 def started(config: DictConfig) -> Any:

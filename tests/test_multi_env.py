@@ -72,16 +72,16 @@ def test_a_single_environment_is_called_as_its_flag_says_or_as_its_module(option
 
 A, B = "environments.a.target=m", "environments.b.target=m"
 REFUSED = {
-    f"{A} environments.a.wieght=2": "environments.a.wieght: no such key; choose from target, group_size",
-    f"{A} environments.a.weight=0": "environments.a.weight=0: give a number above 0",
-    f"{A} environments.a.min_batch_allocation=1.5": "environments.a.min_batch_allocation=1.5: give a share in",
+    f"{A} environments.a.wieght=2": "environments.a.wieght: no such key; did you mean environments.a.weight?",
+    f"{A} environments.a.weight=0": "environments.a.weight=0: give more than 0",
+    f"{A} environments.a.min_batch_allocation=1.5": "environments.a.min_batch_allocation=1.5: give 1 or less",
     f"{A} environments.a.max_restarts=-1": "environments.a.max_restarts=-1",
     f"{A} environments.a.evaluate=3": "environments.a.evaluate=3: give true or false",
     f"{A} environments.a.args=7": "environments.a.args=7: give a mapping",
     f"{A} environments.a.args.group_size=4": "environments.a.args.group_size: give environments.a.group_size instead",
     f"{A} environments.a.args.wandb_name=b": "environments.a.args.wandb_name: it is called a",
     "environment.args.min_batch_allocation=0.5": "give environment.min_batch_allocation instead",
-    "environments.a=module": "environments.a='module': give a mapping",
+    "environments.a=module": "environments.a=module: give a mapping",
     f"{A} {B} environments.a.min_batch_allocation=0.6 environments.b.min_batch_allocation=0.5": (
         "environments.a.min_batch_allocation=0.6 + environments.b.min_batch_allocation=0.5 = 1.1 of a batch"
     ),
@@ -90,10 +90,10 @@ REFUSED = {
         "environments.a.group_size=4 does not divide environments.b.group_size=6"
     ),
     f"{A} {B} environments.b.group_size=6": "environments.b.group_size=6 does not divide the batch of 128 sequences",
-    "environment.group_size=0": "environment.group_size=0: give a whole number from 1 on",
-    "evaluation.every=0": "evaluation.every=0: give a whole number",
+    "environment.group_size=0": "environment.group_size=0: give 1 or more",
+    "evaluation.every=0": "evaluation.every=0: give 1 or more",
     "evaluation.every=3 trainer.atropos.weight_sync.every=2": "evaluation.every=3 is no multiple of",
-    "evaluation.timeout=0": "evaluation.timeout=0: give seconds",
+    "evaluation.timeout=0": "evaluation.timeout=0: give more than 0",
 }
 
 

@@ -372,9 +372,9 @@ def test_a_batch_of_which_nothing_is_fresh_is_empty():
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        ("max_staleness=-1", "max_staleness=-1: give a whole number"),
+        ("max_staleness=-1", "max_staleness=-1: give 0 or more"),
         ("max_staleness=1.5", "max_staleness=1.5: give a whole number"),
-        ("max_staleness=true", "max_staleness=True: give a whole number"),
+        ("max_staleness=true", "max_staleness=true: give a whole number"),
         ("max_staleness=2 trainer.atropos.weight_sync.every=4", "max_staleness=2 with weight_sync.every=4: .*for ever"),
         ("max_staleness=3 trainer.atropos.weight_sync.every=4", None),
         ("max_staleness=0", None),

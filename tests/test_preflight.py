@@ -2,8 +2,10 @@
 
 import pytest
 from helpers_trainer import compose_config
+from omegaconf import OmegaConf
 
-from recipe.atropos.preflight import ConfigurationError, check_config
+from recipe.atropos.errors import ConfigurationError
+from recipe.atropos.preflight import REJECTION_STATISTICS, check_config, check_correction
 
 ACTOR, CORRECTION, ATROPOS = "actor_rollout_ref.actor", "algorithm.rollout_correction", "trainer.atropos"
 BASELINE = f"algorithm.adv_estimator=tir_optimal_token_baseline {ACTOR}.calculate_sum_pi_squared=true"
@@ -33,9 +35,9 @@ CASES = {
     f"{ACTOR}.ppo_max_token_len_per_gpu=1024": "no room for a row of data.max_prompt_length",
     f"{CORRECTION}.rollout_is=tokens": "rollout_is=tokens; choose one of token, sequence, null",
     f"{CORRECTION}.rollout_is_threshold=null": "rollout_is_threshold=null with rollout_is=token",
-    f"{CORRECTION}.rollout_is_threshold=-1": "must be positive",
-    f"{CORRECTION}.rollout_rs=token_k1": "rollout_rs_threshold must be explicitly provided",
-    f"{CORRECTION}.rollout_rs=nonsense {CORRECTION}.rollout_rs_threshold=2": "Invalid rollout_rs option: nonsense",
+    f"{CORRECTION}.rollout_is_threshold=-1": "rollout_is_threshold=-1: give a number above 0",
+    f"{CORRECTION}.rollout_rs=token_k1": "rollout_rs_threshold=null with rollout_rs=token_k1",
+    f"{CORRECTION}.rollout_rs=nonsense {CORRECTION}.rollout_rs_threshold=2": "nonsense is none of token_k1",
     f"{CORRECTION}.loss_type=foo": "choose one of ppo_clip, reinforce",
     f"{ADAPTER_ONLY} inference.urls=[http://h:1]": "inference.gateway=null: requests meet the adapter only if",
     f"{ADAPTER_ONLY} {ATROPOS}.weight_sync.transport=disk": "transport=disk: an adapter travels inside the request",
@@ -52,6 +54,9 @@ CASES = {
     f"{ATROPOS}.weight_sync.verify=hash": "weight_sync.verify=hash; choose one of version, probe",
     f"inference.colocated=true {ATROPOS}.weight_sync.every=2": "every update needs a push; set it to 1",
     f"inference.colocated=true {ATROPOS}.weight_sync.pause_mode=in_place": "dies when it gives memory back",
+    "actor_rollout_ref.model.lora_rank=8 actor_rollout_ref.actor.checkpoint.save_contents=[model,hf_model]": (
+        "give save_contents=[model], of which model holds base and adapter"
+    ),
     f"{ATROPOS}.replay=/no/such/folder": "no recorded batches there",
 }
 
@@ -79,3 +84,25 @@ def test_a_configuration_that_cannot_work_is_refused_by_key(overrides):
 )
 def test_a_configuration_that_works_is_let_through(overrides):
     check_config(compose_config(*MODEL, *overrides.split()))
+
+
+THRESHOLDS = [2, -1, "0.5_2", "2_0.5", "a", "1_b", "", "0.5_2,3", "2,3"]
+
+
+@pytest.mark.parametrize("threshold", THRESHOLDS)
+@pytest.mark.parametrize(
+    "statistics", ["token_k1", "seq_mean_k3", "token_k1,seq_max_k2", "token_k4", "token_k1,token_k1"]
+)
+def test_schema_of_rejection_thresholds_is_verls(statistics, threshold):
+    import torch
+    from verl.trainer.ppo.rollout_corr_helper import SUPPORTED_ROLLOUT_RS_OPTIONS, compute_rollout_rejection_mask
+
+    assert set(REJECTION_STATISTICS) == SUPPORTED_ROLLOUT_RS_OPTIONS
+    correction = OmegaConf.create({"rollout_is": None, "rollout_rs": statistics, "rollout_rs_threshold": threshold})
+    try:
+        compute_rollout_rejection_mask(torch.zeros(1, 2), torch.ones(1, 2), statistics, threshold)
+    except ValueError:
+        with pytest.raises(ConfigurationError, match="algorithm.rollout_correction.rollout_rs"):
+            check_correction(correction)
+    else:
+        check_correction(correction)

@@ -9,7 +9,9 @@ import pytest
 from omegaconf import OmegaConf
 
 from recipe.atropos.config import schema
+from recipe.atropos.config.compose import compose_config, load_config, presets
 from recipe.atropos.config.schema import check_schema, documented
+from recipe.atropos.config.unsupported import UNSUPPORTED
 from recipe.atropos.errors import ConfigurationError
 
 ACTOR, ATROPOS, MODEL, ROLLOUT = (
@@ -22,10 +24,7 @@ ACTOR, ATROPOS, MODEL, ROLLOUT = (
 
 @pytest.fixture(scope="module")
 def values():
-    from helpers_trainer import compose_config
-
-    config = compose_config(f"{MODEL}.path=m", "environments={}")
-    return OmegaConf.to_container(config, resolve=True)
+    return OmegaConf.to_container(load_config([f"{MODEL}.path=m"]))
 
 
 def with_value(values, key, value):
@@ -39,55 +38,55 @@ def with_value(values, key, value):
 
 
 REFUSED = [
-    ("data.train_batch_size", -4, "data.train_batch_size=-4: must be greater than or equal to 1"),
-    ("data.train_batch_size", 0, "data.train_batch_size=0: must be greater than or equal to 1"),
-    ("data.train_batch_size", "many", "data.train_batch_size=many: must be a valid integer"),
-    (f"{MODEL}.lora_rank", -1, "lora_rank=-1: must be greater than or equal to 0"),
+    ("data.train_batch_size", -4, "data.train_batch_size=-4: give 1 or more"),
+    ("data.train_batch_size", 0, "data.train_batch_size=0: give 1 or more"),
+    ("data.train_batch_size", "many", "data.train_batch_size=many: give a whole number"),
+    (f"{MODEL}.lora_rank", -1, "lora_rank=-1: give 0 or more"),
     (f"{MODEL}.path", None, "actor_rollout_ref.model.path is not set: give --model"),
-    ("seed", "abc", "seed=abc: must be a valid integer"),
-    ("seed", True, "seed=true: must be a valid integer"),
+    ("seed", "abc", "seed=abc: give a whole number"),
+    ("seed", True, "seed=true: give a whole number"),
     ("inference.device", "gpu", "inference.device=gpu; choose one of auto, cuda, cpu"),
     ("inference.dtype", "fp16", "inference.dtype=fp16; choose one of bfloat16, float16, float32"),
-    ("inference.args", 3, "inference.args=3: must be a valid dictionary"),
+    ("inference.args", 3, "inference.args=3: give a mapping"),
     ("inference.servrs", 1, "inference.servrs: no such key; did you mean inference.servers?"),
-    ("environment.target", None, "environment.target=null: must be a valid string"),
-    ("environment.group_size", None, "environment.group_size=null: must be a valid integer"),
-    ("environment.args", 3, "environment.args=3: must be a valid dictionary"),
+    ("environment.target", None, "environment.target=null: give a string"),
+    ("environment.group_size", None, "environment.group_size=null: give a whole number"),
+    ("environment.args", 3, "environment.args=3: give a mapping"),
     (
         "environments.a",
         {"target": "m", "wieght": 2},
         "environments.a.wieght: no such key; did you mean environments.a.we",
     ),
-    ("environments.a", {"weight": 0}, "environments.a.weight=0: must be greater than 0, or null"),
+    ("environments.a", {"weight": 0}, "environments.a.weight=0: give more than 0, or null"),
     ("environments.a b", {}, "environments.a b"),
-    ("evaluation.every", 0, "evaluation.every=0: must be greater than or equal to 1, or null"),
-    ("trainer.total_training_steps", None, "total_training_steps=null: must be a valid integer"),
-    ("trainer.total_training_steps", "ten", "total_training_steps=ten: must be a valid integer"),
-    ("trainer.total_training_steps", 0, "total_training_steps=0: must be greater than or equal to 1"),
-    ("trainer.n_gpus_per_node", 0, "n_gpus_per_node=0: must be greater than or equal to 1"),
-    ("trainer.nnodes", 0, "nnodes=0: must be greater than or equal to 1"),
+    ("evaluation.every", 0, "evaluation.every=0: give 1 or more, or null"),
+    ("trainer.total_training_steps", None, "total_training_steps=null: give a whole number"),
+    ("trainer.total_training_steps", "ten", "total_training_steps=ten: give a whole number"),
+    ("trainer.total_training_steps", 0, "total_training_steps=0: give 1 or more"),
+    ("trainer.n_gpus_per_node", 0, "n_gpus_per_node=0: give 1 or more"),
+    ("trainer.nnodes", 0, "nnodes=0: give 1 or more"),
     ("trainer.logger", ["wandbb"], "trainer.logger[0]=wandbb; choose one of wandb, mlflow"),
     ("trainer.resume_mode", "always", "resume_mode=always; choose one of auto, disable, resume_path"),
     (f"{ATROPOS}.max_stalenes", 1, "max_stalenes: no such key; did you mean trainer.atropos.max_staleness?"),
-    (f"{ATROPOS}.max_staleness", True, "max_staleness=true: must be a valid integer, or null"),
-    (f"{ATROPOS}.api_url", "localhost:8000", "api_url=localhost:8000: must match pattern"),
-    (f"{ATROPOS}.timeout", float("nan"), "timeout=NaN: must be a finite number"),
+    (f"{ATROPOS}.max_staleness", True, "max_staleness=true: give a whole number, or null"),
+    (f"{ATROPOS}.api_url", "localhost:8000", "api_url=localhost:8000: give a string that matches"),
+    (f"{ATROPOS}.timeout", float("nan"), "timeout=NaN: give a finite number"),
     (f"{ATROPOS}.sampling_mismatch", "ignore", "sampling_mismatch=ignore; choose one of error, per_row, warn"),
-    (f"{ATROPOS}.logprob_tolerance", 0, "logprob_tolerance=0: must be greater than 0, or null"),
+    (f"{ATROPOS}.logprob_tolerance", 0, "logprob_tolerance=0: give more than 0, or null"),
     (f"{ATROPOS}.overlong", "cut", "overlong=cut; choose one of truncate, drop, error"),
-    (f"{ATROPOS}.weight_sync.timeout", -5, "weight_sync.timeout=-5: must be greater than 0"),
+    (f"{ATROPOS}.weight_sync.timeout", -5, "weight_sync.timeout=-5: give more than 0"),
     (
         f"{ACTOR}.checkpoint.save_contents",
         ["model", "hf"],
         "save_contents[1]=hf; choose one of model, optimizer, extra",
     ),
-    (f"{ACTOR}.clip_ratio", -1, "clip_ratio=-1: must be greater than or equal to 0"),
-    (f"{ACTOR}.optim.lr", "abc", "optim.lr=abc: must be a valid number"),
+    (f"{ACTOR}.clip_ratio", -1, "clip_ratio=-1: give 0 or more"),
+    (f"{ACTOR}.optim.lr", "abc", "optim.lr=abc: give a number"),
     (f"{ACTOR}.optim.lr_scheduler_type", "cosin", "lr_scheduler_type=cosin; choose one of constant, cosine"),
     (f"{ACTOR}.kl_loss_type", "low_kl", "kl_loss_type=low_kl; choose one of kl, k1, abs, mse, k2, low_var_kl"),
-    (f"{ACTOR}.ppo_epochs", 0, "ppo_epochs=0: must be greater than or equal to 1"),
+    (f"{ACTOR}.ppo_epochs", 0, "ppo_epochs=0: give 1 or more"),
     (f"{ACTOR}.strategy", "megatron", "strategy=megatron; choose one of fsdp, fsdp2"),
-    (f"{ROLLOUT}.temperature", 0, "temperature=0: must be greater than 0"),
+    (f"{ROLLOUT}.temperature", 0, "temperature=0: give more than 0"),
     (f"{ROLLOUT}.name", "vllm", "rollout.name=vllm; choose one of sglang"),
     ("algorithm.adv_estimator", "gae", "needs a critic, which this recipe does not train; choose one of gpg, grpo"),
 ]
@@ -112,8 +111,8 @@ def test_schema_reports_every_wrong_key_on_a_line_of_its_own(values):
     with pytest.raises(ConfigurationError) as refusal:
         check_schema(with_value(with_value(values, "seed", -1), "trainer.nnodes", "two"))
     assert str(refusal.value).splitlines() == [
-        "seed=-1: must be greater than or equal to 0",
-        "trainer.nnodes=two: must be a valid integer",
+        "seed=-1: give 0 or more",
+        "trainer.nnodes=two: give a whole number",
     ]
 
 
@@ -142,6 +141,104 @@ def test_schema_choices_are_those_that_verl_registers():
         assert kl_penalty(torch.zeros(1, 1), torch.zeros(1, 1), name).shape == (1, 1)
 
 
-def test_schema_imports_neither_torch_nor_verl():
-    code = "import sys, recipe.atropos.config.schema; print([m for m in ('torch', 'verl', 'ray') if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
+UNKNOWN = {
+    "trainer.atropos.max_stalenes=1": "trainer.atropos.max_stalenes: no such key; did you mean",
+    "+trainer.atropos.max_stalenes=1": "did you mean trainer.atropos.max_staleness?",
+    "++trainer.atropos={weight_sync: {evry: 2}}": "trainer.atropos.weight_sync.evry: no such key; did you mean",
+    "max_staleness=3": "max_staleness: no such key; did you mean trainer.atropos.max_staleness?",
+    "+actor_rollout_ref.actor.clip_rati=0.1": "did you mean actor_rollout_ref.actor.clip_ratio?",
+    "learning_rate=3": "learning_rate: no such key",
+    "trainer.atropos=3": "trainer.atropos=3: give a mapping",
+    "preset=dmo": "preset=dmo: no such preset; choose one of calculator, demo",
+    "trainer.logger=a,b": "a value with commas needs brackets or quotes",
+    "~seed": "give key=value",
+    "hydra.run.dir=x": "give key=value",
+    "seed": "give key=value",
+}
+WITHOUT_EFFECT = {
+    "data.train_files=[a]": "environment.args.KEY",
+    "data.val_files=b": "environment.args.KEY",
+    "data={train_files: a}": "environment.args.KEY",
+    "custom_reward_function.path=f.py": "environment.reward_bridge",
+    "reward_model.enable=true": "environment.reward_bridge",
+    "reward.reward_manager.name=dapo": "environment.reward_bridge",
+    "critic.optim.lr=1e-4": "no critic is trained",
+    "model_engine=megatron": "only the FSDP engines",
+    "trainer.test_freq=5": "set evaluation.every instead",
+    "trainer.val_before_train=true": "set evaluation.every instead",
+    "trainer.total_epochs=3": "set trainer.total_training_steps instead",
+    "trainer.device=cpu": "VERL_PLATFORM",
+    "+trainer.v1.trainer_mode=colocate_async": "a training loop of its own",
+    f"{ROLLOUT}.top_p=0.9": "environments choose how they sample",
+    f"{ROLLOUT}.top_k=5": "environments choose how they sample",
+    f"{ROLLOUT}.gpu_memory_utilization=0.8": "set inference.mem_fraction_static instead",
+    f"{ROLLOUT}.tensor_model_parallel_size=2": "set inference.args.tp_size instead",
+    f"{ROLLOUT}.checkpoint_engine.backend=nccl": "set trainer.atropos.weight_sync instead",
+    f"{ACTOR}.grad_clip=0.5": "set actor_rollout_ref.actor.optim.clip_grad instead",
+    f"{MODEL}.lora.rank=8": "lora_rank",
+}
+
+
+@pytest.mark.parametrize("override", [*UNKNOWN, *WITHOUT_EFFECT])
+def test_schema_of_keys_names_the_nearest_or_what_to_set(override):
+    with pytest.raises(ConfigurationError) as refusal:
+        load_config([f"{MODEL}.path=m", override])
+    assert {**UNKNOWN, **WITHOUT_EFFECT}[override] in str(refusal.value)
+    assert override in UNKNOWN or "has no effect here" in str(refusal.value)
+    assert "+" not in str(refusal.value)
+
+
+def test_schema_lets_shipped_values_and_free_mappings_through():
+    config = load_config(
+        [
+            f"{MODEL}.path=m",
+            f"{ROLLOUT}.tensor_model_parallel_size=1",
+            "trainer.test_freq=-1",
+            "inference.args.tp_size=2",
+            f"+{MODEL}.override_config.attn_implementation=sdpa",
+            "environments.a={target: m, args: {x: 1}}",
+            "ray_kwargs.ray_init.address=local",
+            f"{ACTOR}.clip_ratio=0.1",
+        ]
+    )
+    assert config.inference.args == {"tp_size": 2} and config.environments.a.args == {"x": 1}
+    assert config.actor_rollout_ref.actor.clip_ratio_high == 0.1, "verl reads that one"
+
+
+def test_schema_unsupported_keys_are_verls():
+    shipped = compose_config([])
+    assert not [
+        key
+        for key in UNSUPPORTED
+        if OmegaConf.select(shipped, key, default="absent") == "absent" and key != "model_engine"
+    ]
+
+
+def test_schema_preset_does_not_leak_into_another_environment():
+    told = []
+    other = ["preset=reward_bridge", "environment.target=their.env", "environment.args.size=3"]
+    config = load_config(other, told.append)
+    assert config.environment.args == {"size": 3} and config.environment.reward_bridge is None
+    assert len(told) == 2 and "environment.args is for recipe.atropos.environments.gsm8k" in told[0]
+    same = load_config(["preset=demo", "environment.target=recipe.atropos.environments.gsm8k", "seed=5"], told.append)
+    assert same.environment.args.seed == 5 and len(told) == 2
+    assert load_config(["preset=demo", "environment.args={}"]).environment.args == {}
+    one = load_config(["preset=two_environments", "environments.sums.target=their.env"], told.append)
+    assert one.environments.sums.args == {} and one.environments.word_problems.args.steps_per_eval == 0
+
+
+@pytest.mark.parametrize("preset", presets())
+def test_schema_takes_every_preset(preset):
+    assert load_config([f"preset={preset}"]).run.name
+
+
+def test_schema_is_checked_without_torch_and_verl():
+    code = """
+import sys
+from recipe.atropos.config.compose import load_config
+from recipe.atropos.launch_services import compose_overrides, parse_arguments
+load_config(compose_overrides(parse_arguments(["--preset", "demo"])))
+print([name for name in ("torch", "verl", "ray", "transformers", "atroposlib", "matplotlib") if name in sys.modules])
+"""
+    checked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert checked.stdout.strip() == "[]", checked.stderr

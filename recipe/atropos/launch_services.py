@@ -20,9 +20,9 @@ import asyncio
 import contextlib
 import inspect
 import os
-import re
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -30,26 +30,26 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from hydra import compose, initialize_config_module
-from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import DictConfig
 from rich.markup import escape
 
 from recipe.atropos import alarms
+from recipe.atropos.config.compose import load_config
 from recipe.atropos.errors import ConfigurationError, expected_failure
-from recipe.atropos.preflight import check_config, resolve_model
+from recipe.atropos.inference.server import SGLangLaunch, check_launch
+from recipe.atropos.models import SMALL_POLICIES, check_model, resolve_model
+from recipe.atropos.preflight import check_config
 from recipe.atropos.resumption import prepare_folder
 from recipe.atropos.run_dir import DiskFull, LineReader, RunDir, disk_is_full, read_json
 from recipe.atropos.run_record import QUEUED, account_of_groups, update_summary
 from recipe.atropos.secret import API_KEY_VARIABLE, without_secret_overrides
-from recipe.atropos.services.environments import Environments, check_target
+from recipe.atropos.services.environments import Environments, check_environments, check_target
 from recipe.atropos.services.evaluation import Evaluations
 from recipe.atropos.services.inference import Inference, inference_healthy, start_inference
 from recipe.atropos.services.process import Service, ServiceFailed, free_port, port_is_free, wait_until_healthy
+from recipe.atropos.services.progress import progress
 from recipe.atropos.services.run import Run, console
 from recipe.atropos.services.specs import EnvironmentSpec, environment_specs
-from recipe.atropos.utils.plots import plot_reward
 
 _WATCH_SECONDS = 0.5
 _VERSION_SECONDS = 120.0
@@ -73,7 +73,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def compose_overrides(arguments: argparse.Namespace) -> list[str]:
-    """The launcher's options as Hydra overrides; explicit key=value come last and win."""
+    """The launcher's options as key=value; the user's own key=value come last and win."""
     named = {
         "preset": arguments.preset,
         "trainer.total_training_steps": arguments.steps,
@@ -82,26 +82,12 @@ def compose_overrides(arguments: argparse.Namespace) -> list[str]:
         "trainer.n_gpus_per_node": arguments.gpus,
         "seed": arguments.seed,
     }
-    overrides = [f"{key}={value}" for key, value in named.items() if value is not None] + arguments.overrides
-    # These mappings are the user's own: a new key in them needs no "+".
-    own = r"^((environment|inference)\.args|environment\.reward_bridge|environments)\."
-    return [re.sub(own, r"++\g<0>", override) for override in overrides]
+    return [f"{key}={value}" for key, value in named.items() if value is not None] + arguments.overrides
 
 
 def quoted(value: str | Path) -> str:
     """A string as Hydra's override grammar takes it whatever is in it, ``=``, commas and spaces included."""
     return "'" + str(value).replace("\\", "\\\\").replace("'", "\\'") + "'"
-
-
-def load_config(overrides: list[str]) -> DictConfig:
-    """Raises ConfigurationError, naming the key, where Hydra refuses an override."""
-    try:
-        with initialize_config_module("recipe.atropos.config", version_base=None):
-            config = compose("trainer", overrides=overrides)
-        OmegaConf.resolve(config)
-    except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigurationError(str(error)) from error
-    return config
 
 
 def choose_run_dir(config: DictConfig, explicit: bool) -> Path:
@@ -139,6 +125,45 @@ def environments_of(config: DictConfig) -> dict[str, EnvironmentSpec]:
     return specs
 
 
+def check_start(config: DictConfig) -> None:
+    """Ports, SGLang's interpreter and its flags, before anything is started.
+
+    Raises:
+        ConfigurationError, LaunchError: naming the key.
+    """
+    _port(config.api.port, config.api.host, "api.port")
+    inference = config.inference
+    for number in range(inference.servers):
+        check_launch(
+            SGLangLaunch(
+                model_path=config.actor_rollout_ref.model.path,
+                python=inference.python,
+                host=inference.host,
+                port=None if inference.port is None else inference.port + number,
+                device=inference.device,
+                extra_args=inference.args,
+            )
+        )
+
+
+def make_folder(directory: Path) -> None:
+    """Raises ConfigurationError where it cannot be made or written."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        raise ConfigurationError(f"run.dir={directory}: {error.strerror}; give another --run-dir") from error
+
+
+def prepare_model(config: DictConfig) -> None:
+    """Put the folder of a small policy in place of its name; it is made where it is not there yet."""
+    model = config.actor_rollout_ref.model
+    if model.path in SMALL_POLICIES:
+        with progress(f"preparing {model.path}, which is made once, in a minute"):
+            model.path = resolve_model(model.path, config.seed)
+
+
 async def launch(
     config: DictConfig,
     overrides: list[str],
@@ -170,12 +195,17 @@ async def launch(
             soft_wrap=True,
         )
         trainer = start_trainer(run, api, inference, evaluations.word)  # waits for the servers as it starts
-        await servers_healthy(run, api, inference)
-        version = await first_version(run, trainer, inference)
+        with progress("the SGLang servers start, and beside them the trainer", run.log(next(iter(inference.servers)))):
+            await servers_healthy(run, api, inference)
+        with progress("the trainer loads the model and pushes its weights", trainer.log_path):
+            version = await first_version(run, trainer, inference)
         await evaluations.begin(version)
         environments = Environments(run, specs, api.url, inference.gateway)
         environments.start()
-        await watch(run, trainer, version, environments, evaluations)
+        with contextlib.ExitStack() as first:
+            what = "the first step: the environments sample, the trainer compiles and trains"
+            first.enter_context(progress(what, trainer.log_path))
+            await watch(run, trainer, version, environments, evaluations, on_step=first.close)
         environments.stop()
         await evaluations.end()
     except BaseException as error:
@@ -192,6 +222,8 @@ async def launch(
         raise failure
     total = config.trainer.total_training_steps
     update_summary(directory, {"seconds_in_all": time.monotonic() - started, "finished_steps": total})
+    from recipe.atropos.utils.plots import plot_reward  # here: matplotlib takes a second
+
     plot_reward(directory)
 
 
@@ -329,22 +361,30 @@ async def served_version(run: Run, inference: Inference) -> int:
     return version
 
 
-async def watch(run: Run, trainer: Service, version: int, environments: Environments, evaluations: Evaluations) -> None:
-    """Until the trainer has ended well; says every step that it trained.
+async def watch(
+    run: Run,
+    trainer: Service,
+    version: int,
+    environments: Environments,
+    evaluations: Evaluations,
+    on_step: Callable[[], None] = lambda: None,
+) -> None:
+    """Until the trainer has ended well; says every step that it trained, after a call of ``on_step``.
 
     Raises:
         ServiceFailed: a service ended that the run needs, the trainer ended short of the last step, or a process of it
             hangs: no step was trained for ``trainer.atropos.step_timeout`` seconds.
     """
     total, limit = run.config.trainer.total_training_steps, run.config.trainer.atropos.step_timeout
-    progress = time.monotonic()
+    last_step = time.monotonic()
     seen, reader = version, LineReader(run.files.metrics)
     reported: set[str] = set()
     while True:
         ended = trainer.poll() is not None
         for line in reader.new_lines():
             if line["step"] > seen:
-                seen, progress = line["step"], time.monotonic()
+                seen, last_step = line["step"], time.monotonic()
+                on_step()
                 console.print(
                     f"[bold]step {seen:>4}/{total}[/] score {scores_of(line)}  "
                     f"rows {line['atropos/rows']:.0f}  {line['timing_s/step']:.1f} s, of them waiting "
@@ -355,7 +395,7 @@ async def watch(run: Run, trainer: Service, version: int, environments: Environm
         await environments.look_after()
         run.check()
         await evaluations.look_after()
-        if not ended and time.monotonic() - progress > limit:
+        if not ended and time.monotonic() - last_step > limit:
             raise trainer.failure(f"no step after step {seen} within trainer.atropos.step_timeout={limit:g} s")
         if ended:
             if seen < total:
@@ -404,16 +444,19 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     overrides = compose_overrides(arguments)
     try:
-        config = load_config(overrides)
+        config = load_config(overrides, tell=_say)
         explicit = any(override.startswith("run.dir=") for override in overrides)
         directory = choose_run_dir(config, explicit)
-        config.actor_rollout_ref.model.path = resolve_model(config.actor_rollout_ref.model.path, config.seed)
         check_config(config)
         specs = environments_of(config)
+        check_start(config)
+        _say(os.path.relpath(directory))
+        check_model(config.actor_rollout_ref.model.path)
+        check_environments(Run(config, overrides, directory), specs)
+        make_folder(directory)
         with RunDir(directory).lock(_say) as lock:
-            changes = prepare_folder(RunDir(directory), config)
-            _say(os.path.relpath(directory))
-            for change in changes:
+            prepare_model(config)
+            for change in prepare_folder(RunDir(directory), config):
                 _say(f"resumed with another {change}")
             asyncio.run(launch(config, overrides, directory, specs, lock))
     except (KeyboardInterrupt, asyncio.CancelledError):

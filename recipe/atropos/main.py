@@ -1,15 +1,17 @@
-"""Hydra entry point of the trainer: ``python -m recipe.atropos.main key=value ...``
+"""The trainer: ``python -m recipe.atropos.main key=value ...``
 
 The SGLang servers (``inference.urls``) and the Trajectory API (``trainer.atropos.api_url``) must be running;
 ``launch_services`` starts them, and an environment, around this.
 """
 
+import argparse
+import logging
 import os
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 
-import hydra
 import ray
 from omegaconf import DictConfig, OmegaConf, open_dict
 from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
@@ -17,8 +19,10 @@ from verl.trainer.ppo.utils import need_reference_policy
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 from verl.utils.device import get_device_name
 
+from recipe.atropos.config.compose import load_config
 from recipe.atropos.errors import one_line_errors
-from recipe.atropos.preflight import check_config, check_services, resolve_model
+from recipe.atropos.models import resolve_model
+from recipe.atropos.preflight import check_config, check_services
 from recipe.atropos.ray_trainer import RayGRPOAtroposTrainer
 from recipe.atropos.resumption import prepare_folder
 from recipe.atropos.run_dir import RunDir
@@ -83,10 +87,17 @@ def _in_background(work: Callable[[], None]) -> Future[None]:
     return future
 
 
-@hydra.main(config_path="config", config_name="trainer", version_base=None)
-def main(config: DictConfig) -> None:
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m recipe.atropos.main",
+        description="Train on what environments send to a Trajectory API, with SGLang servers that run already.",
+        epilog="The keys are those of recipe/atropos/config/trainer.yaml and of verl's ppo_trainer.",
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    arguments = parser.parse_args(argv)
+    logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(message)s")
     with one_line_errors():
-        run(config)
+        run(load_config(arguments.overrides))
 
 
 if __name__ == "__main__":

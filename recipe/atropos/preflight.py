@@ -3,56 +3,21 @@
 import asyncio
 import json
 import logging
-import os
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
-from typing import get_args
 
 import aiohttp
-import torch
 from omegaconf import DictConfig, OmegaConf
-from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY, kl_penalty
-from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
-from verl.trainer.ppo.utils import need_critic
-from verl.utils.device import get_device_name
 
-from recipe.atropos.advantages import GRPO_ATROPOS, AdvantageConfig
-from recipe.atropos.checkpoint_format import model_file
 from recipe.atropos.config.schema import check_schema
-from recipe.atropos.data_source import DataSourceConfig
 from recipe.atropos.errors import ConfigurationError
-from recipe.atropos.inference.client import InferenceError, PauseMode, SGLangClient
-from recipe.atropos.losses import DistillationConfig
-from recipe.atropos.recorded import recorded_steps
-from recipe.atropos.rows import RowLimits, VersionLimits
-from recipe.atropos.services.specs import check_specs, environment_specs
-from recipe.atropos.utils.reward_bridge import parse_bridge
-from recipe.atropos.weight_sync.engine import TRANSPORTS
-from recipe.atropos.weight_sync.served_model import QUANTIZATION_FLAGS
+from recipe.atropos.inference.client import InferenceError, SGLangClient
+from recipe.atropos.inference.server import QUANTIZATION_FLAGS, has_gpu
+from recipe.atropos.models import config_file
+from recipe.atropos.services.specs import EnvironmentSpec, check_specs, environment_specs
 
 logger = logging.getLogger(__name__)
-
-
-SMALL_POLICY = "small-policy"  # begins the names of models that are made here on first use, see utils/small_policy.py
-
-
-def resolve_model(path: str, seed: int) -> str:
-    """The model's folder or hub name; makes a small policy of ``seed`` where one is asked for and not there yet."""
-    if not path.startswith(SMALL_POLICY):
-        return os.path.expanduser(path)
-    from recipe.atropos.utils.calculator_policy import CalculatorRecipe
-    from recipe.atropos.utils.small_policy import Recipe, ensure_small_policy
-    from recipe.atropos.utils.terse_policy import TerseRecipe
-    from recipe.atropos.utils.two_task_policy import TwoTaskRecipe
-
-    recipes = {recipe.name: recipe for recipe in (Recipe(), TerseRecipe(), TwoTaskRecipe(), CalculatorRecipe())}
-    return str(ensure_small_policy(seed=seed, recipe=recipes[path])) if path in recipes else path
-
-
-def looks_local(path: str) -> bool:
-    """Whether a model or dataset name can only be a path: hub names are NAME or ORG/NAME."""
-    return path.startswith(("/", "./", "../", "~")) or path.count("/") > 1 or os.path.exists(os.path.expanduser(path))
 
 
 def check_config(config: DictConfig) -> None:
@@ -62,19 +27,16 @@ def check_config(config: DictConfig) -> None:
         ConfigurationError: naming the key.
     """
     check_schema(OmegaConf.to_container(config, resolve=True))
-    model = config.actor_rollout_ref.model.path
-    if looks_local(model) and not (Path(model).expanduser() / "config.json").is_file():
-        raise ConfigurationError(
-            f"actor_rollout_ref.model.path={model}: no model there (no config.json); "
-            "give a folder in Hugging Face format, or a hub name"
-        )
     _check_quantization(config)
     _check_algorithm(config)
     group_size = config.actor_rollout_ref.rollout.n
     batch_size = config.data.train_batch_size * group_size
     mini_batch = config.actor_rollout_ref.actor.ppo_mini_batch_size
     try:
-        check_specs([*environment_specs(config).values()], batch_size)
+        specs = [*environment_specs(config).values()]
+        check_specs(specs, batch_size)
+        for spec in specs:
+            _check_bridge(spec)
     except ValueError as error:
         raise ConfigurationError(str(error)) from error
     if config.data.train_batch_size % mini_batch:
@@ -88,42 +50,18 @@ def check_config(config: DictConfig) -> None:
             f"a mini-batch of {mini_batch} groups x {group_size} sequences cannot be split over {ranks} ranks "
             "(trainer.nnodes x trainer.n_gpus_per_node); change actor_rollout_ref.actor.ppo_mini_batch_size"
         )
-    try:
-        DataSourceConfig.from_config(config.trainer.atropos)
-        RowLimits(config.data.max_prompt_length, config.data.max_response_length, 0, config.trainer.atropos.overlong)
-        VersionLimits(0, config.trainer.atropos.max_staleness)
-        AdvantageConfig.from_config(config.trainer.atropos)
-        DistillationConfig.from_config(config.trainer.atropos.distillation)
-        if config.environment.reward_bridge is not None:
-            parse_bridge(OmegaConf.to_container(config.environment.reward_bridge), "environment.reward_bridge")
-    except (TypeError, ValueError) as error:
-        raise ConfigurationError(str(error)) from error
     replay = config.trainer.atropos.replay
-    if replay and not recorded_steps(replay):
+    if replay and not list(Path(replay).glob("*.json")):
         raise ConfigurationError(
             f"trainer.atropos.replay={replay}: no recorded batches there; give the folder batches/ of a run that was "
             "started with trainer.atropos.record_batches=true"
         )
-    for key, least in (("servers", 1), ("max_restarts", 0)):
-        value = config.inference[key]
-        if type(value) is not int or value < least:
-            raise ConfigurationError(f"inference.{key}={value!r}: give a whole number from {least} on")
     if config.trainer.atropos.sampling_mismatch == "per_row" and config.actor_rollout_ref.model.use_fused_kernels:
         raise ConfigurationError(
             "trainer.atropos.sampling_mismatch=per_row with actor_rollout_ref.model.use_fused_kernels=true: fused "
             "kernels take one temperature for a batch; set either to another value"
         )
     weight_sync = config.trainer.atropos.weight_sync
-    known = {"transport": TRANSPORTS, "pause_mode": get_args(PauseMode), "verify": ("version", "probe", "checksum")}
-    for key, choices in known.items():
-        if weight_sync[key] not in choices:
-            raise ConfigurationError(
-                f"trainer.atropos.weight_sync.{key}={weight_sync[key]!r}; choose one of {', '.join(choices)}"
-            )
-    if not isinstance(weight_sync.every, int) or weight_sync.every < 1:
-        raise ConfigurationError(
-            f"trainer.atropos.weight_sync.every={weight_sync.every!r} updates between pushes: give 1 or more"
-        )
     if config.inference.colocated and weight_sync.every != 1:
         raise ConfigurationError(
             f"inference.colocated=true with trainer.atropos.weight_sync.every={weight_sync.every}: servers that lent "
@@ -134,12 +72,14 @@ def check_config(config: DictConfig) -> None:
             "inference.colocated=true with trainer.atropos.weight_sync.pause_mode=in_place: SGLang dies when it gives "
             "memory back under a running request; set it to auto"
         )
-    if config.inference.colocated and weight_sync.transport == "distributed" and get_device_name() != "cpu":
+    on_gpu = config.inference.device == "cuda" or (config.inference.device == "auto" and has_gpu())
+    if config.inference.colocated and weight_sync.transport == "distributed" and on_gpu:
         raise ConfigurationError(
             "inference.colocated=true with trainer.atropos.weight_sync.transport=distributed: NCCL takes no two ranks "
             "on one GPU; set it to auto, tensor or disk"
         )
     _check_evaluation(config.evaluation, weight_sync.every)
+    _check_resumption(config.trainer)
     max_staleness = config.trainer.atropos.max_staleness
     if max_staleness is not None and max_staleness < weight_sync.every - 1:
         raise ConfigurationError(
@@ -149,35 +89,36 @@ def check_config(config: DictConfig) -> None:
         )
 
 
+def _check_bridge(spec: EnvironmentSpec) -> None:
+    if spec.reward_bridge is not None:
+        from recipe.atropos.utils.reward_bridge import parse_bridge  # here: few runs have one
+
+        parse_bridge(dict(spec.reward_bridge), f"{spec.key}.reward_bridge")
+
+
+def _check_resumption(trainer: DictConfig) -> None:
+    path = trainer.resume_from_path
+    if (trainer.resume_mode == "resume_path") != (path is not None):
+        raise ConfigurationError(
+            f"trainer.resume_from_path={path} with trainer.resume_mode={trainer.resume_mode}: give both, "
+            "resume_mode=resume_path and the folder global_step_N, or neither"
+        )
+    if path is not None and not (Path(path).is_dir() and "global_step_" in Path(path).name):
+        raise ConfigurationError(f"trainer.resume_from_path={path}: no such folder; give one named global_step_N")
+
+
 def _check_evaluation(evaluation: DictConfig, push_every: int) -> None:
-    every, timeout = evaluation.every, evaluation.timeout
-    if every is not None and (type(every) is not int or every < 1):
-        raise ConfigurationError(f"evaluation.every={every!r}: give a whole number of updates from 1 on, or null")
+    every = evaluation.every
     if every is not None and every % push_every:
         raise ConfigurationError(
             f"evaluation.every={every} is no multiple of trainer.atropos.weight_sync.every={push_every}: the servers "
             "would hold older weights than those of that update; change either"
         )
-    if not isinstance(timeout, int | float) or timeout <= 0:
-        raise ConfigurationError(f"evaluation.timeout={timeout!r}: give seconds, above 0")
-
-
-# Estimators of verl that cannot work here, and what each would need.
-_ESTIMATORS_LACKING = {
-    "gae": "a critic, which this recipe does not train",
-    "remax": "a greedy rollout for each prompt, which environments do not send",
-    "gdpo": "several named rewards for each sequence, of which the Trajectory API carries one",
-}
 
 
 def _check_algorithm(config: DictConfig) -> None:
     algorithm, actor = config.algorithm, config.actor_rollout_ref.actor
-    usable = sorted(set(ADV_ESTIMATOR_REGISTRY) - set(_ESTIMATORS_LACKING))
     estimator = algorithm.adv_estimator
-    lacking = _ESTIMATORS_LACKING["gae"] if need_critic(config) else _ESTIMATORS_LACKING.get(estimator)
-    if lacking or estimator not in ADV_ESTIMATOR_REGISTRY:
-        why = f"needs {lacking}" if lacking else "is not registered"
-        raise ConfigurationError(f"algorithm.adv_estimator={estimator} {why}; choose one of {', '.join(usable)}")
     if "optimal_token_baseline" in estimator and not actor.calculate_sum_pi_squared:
         raise ConfigurationError(
             f"algorithm.adv_estimator={estimator} needs actor_rollout_ref.actor.calculate_sum_pi_squared=true"
@@ -188,29 +129,42 @@ def _check_algorithm(config: DictConfig) -> None:
             f"algorithm.adv_estimator={estimator} needs the forward pass that is saved by "
             "algorithm.rollout_correction.bypass_mode=true; set it to false"
         )
-    if estimator != GRPO_ATROPOS and not config.trainer.atropos.fallback_to_grpo:
+    atropos = config.trainer.atropos
+    if estimator != "grpo_atropos" and not atropos.fallback_to_grpo:
         raise ConfigurationError(
             f"trainer.atropos.fallback_to_grpo=false means nothing to algorithm.adv_estimator={estimator}, which reads "
             "no advantages of the environment; set it to true, or choose grpo_atropos"
         )
     _check_loss(config)
-    _check_correction(correction)
-    try:
-        kl_penalty(torch.zeros(1, 1), torch.zeros(1, 1), algorithm.kl_penalty)
-    except NotImplementedError as error:
+    check_correction(correction)
+    if not (atropos.use_advantages or atropos.fallback_to_grpo):
         raise ConfigurationError(
-            f"algorithm.kl_penalty={algorithm.kl_penalty!r}; choose kl, abs, mse or low_var_kl"
-        ) from error
+            "trainer.atropos.use_advantages=false and fallback_to_grpo=false leave no advantage; set one to true"
+        )
+    bounds = atropos.advantage_clipping
+    if bounds is not None and bounds[0] >= bounds[1]:
+        raise ConfigurationError(f"trainer.atropos.advantage_clipping={list(bounds)}: give [low, high], low below high")
     model = config.actor_rollout_ref.model
-    for key, value in (("lora_adapter_path", model.get("lora_adapter_path")), ("lora.rank", model.lora.get("rank"))):
-        if value and not model.lora_rank:
-            raise ConfigurationError(
-                f"actor_rollout_ref.model.{key}={value} with lora_rank=0 would train without an adapter; give "
-                "actor_rollout_ref.model.lora_rank"
-            )
+    if model.lora_adapter_path and not model.lora_rank:
+        raise ConfigurationError(
+            f"actor_rollout_ref.model.lora_adapter_path={model.lora_adapter_path} with lora_rank=0 would train without "
+            "an adapter; give actor_rollout_ref.model.lora_rank"
+        )
+    contents = actor.checkpoint.save_contents
+    if model.lora_rank > 0 and "hf_model" in contents:
+        kept = ",".join(name for name in contents if name != "hf_model")
+        raise ConfigurationError(
+            f"actor_rollout_ref.actor.checkpoint.save_contents={list(contents)} with lora_rank={model.lora_rank}: "
+            "verl's hf_model names an adapter's tensors as no model does, and transformers loads random weights; give "
+            f"save_contents=[{kept}], of which model holds base and adapter"
+        )
     if model.lora_rank > 0 and not model.lora.merge:
         _check_adapter_only(config)
-    distillation = config.trainer.atropos.distillation
+    distillation = atropos.distillation
+    if not (distillation.loss_coef or distillation.use_policy_loss):
+        raise ConfigurationError(
+            "trainer.atropos.distillation.use_policy_loss=false leaves no loss at loss_coef=0; give a loss_coef"
+        )
     if distillation.loss_coef:
         sequence_parallel = max(actor.ulysses_sequence_parallel_size, actor.fsdp_config.ulysses_sequence_parallel_size)
         for key, value, needed in (
@@ -231,7 +185,7 @@ def _check_algorithm(config: DictConfig) -> None:
 
 def _check_quantization(config: DictConfig) -> None:
     path = config.actor_rollout_ref.model.path
-    file = model_file(path, "config.json")
+    file = config_file(path)
     quantization = json.loads(file.read_text()).get("quantization_config") if file else None
     if quantization:
         raise ConfigurationError(
@@ -286,13 +240,6 @@ def _check_adapter_only(config: DictConfig) -> None:
 def _check_loss(config: DictConfig) -> None:
     actor, bypass = config.actor_rollout_ref.actor, config.algorithm.rollout_correction.bypass_mode
     key, loss_mode = "actor_rollout_ref.actor.policy_loss.loss_mode", actor.policy_loss.loss_mode
-    if loss_mode not in POLICY_LOSS_REGISTRY:
-        raise ConfigurationError(f"{key}={loss_mode}; choose one of {', '.join(sorted(POLICY_LOSS_REGISTRY))}")
-    if loss_mode == "geo_mean":
-        raise ConfigurationError(
-            f"{key}=geo_mean: verl averages it over each micro-batch, padding rows included, and adds these up, so it "
-            "grows with their number; choose another, gspo is the nearest"
-        )
     if loss_mode == "dro" and actor.policy_loss.dro_beta is None:
         raise ConfigurationError(f"{key}=dro needs actor_rollout_ref.actor.policy_loss.dro_beta")
     if bypass and loss_mode not in ("vanilla", "bypass_mode"):
@@ -302,10 +249,6 @@ def _check_loss(config: DictConfig) -> None:
         )
     if loss_mode == "bypass_mode" and not bypass:
         raise ConfigurationError(f"{key}=bypass_mode goes with algorithm.rollout_correction.bypass_mode=true; set it")
-    if actor.loss_agg_mode not in _LOSS_AGG_MODES:
-        raise ConfigurationError(
-            f"actor_rollout_ref.actor.loss_agg_mode={actor.loss_agg_mode}; choose one of {', '.join(_LOSS_AGG_MODES)}"
-        )
     longest = config.data.max_prompt_length + config.data.max_response_length
     for name, dynamic, budget in (
         ("actor.ppo_max_token_len_per_gpu", actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu),
@@ -322,26 +265,49 @@ def _check_loss(config: DictConfig) -> None:
             )
 
 
-_LOSS_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+_STATISTICS = tuple(f"{level}_{k}" for level in ("token", "seq_sum", "seq_mean") for k in ("k1", "k2", "k3"))
+REJECTION_STATISTICS = (*_STATISTICS, "seq_max_k2", "seq_max_k3")
 
 
-def _check_correction(correction: DictConfig) -> None:
-    """verl's own functions read the settings, on two tokens, now rather than after the first batch."""
+def check_correction(correction: DictConfig) -> None:
+    """What verl would refuse after the first batch; a test compares both."""
     key = "algorithm.rollout_correction"
-    if correction.rollout_is and correction.rollout_is_threshold is None:
+    if correction.rollout_is:
+        threshold = correction.rollout_is_threshold
+        if threshold is None:
+            raise ConfigurationError(
+                f"{key}.rollout_is_threshold=null with rollout_is={correction.rollout_is}: give it"
+            )
+        _check_bounds(f"{key}.rollout_is_threshold", str(threshold), range_allowed=True)
+    if not correction.rollout_rs:
+        return
+    statistics = list(dict.fromkeys(part.strip() for part in correction.rollout_rs.split(",") if part.strip()))
+    if wrong := [name for name in statistics if name not in REJECTION_STATISTICS] or not statistics:
         raise ConfigurationError(
-            f"{key}.rollout_is_threshold=null with rollout_is={correction.rollout_is}: give a number"
+            f"{key}.rollout_rs={correction.rollout_rs}: {wrong[0] if statistics else 'it'} is none of "
+            f"{', '.join(REJECTION_STATISTICS)}"
         )
-    if correction.loss_type not in ("ppo_clip", "reinforce"):
-        raise ConfigurationError(f"{key}.loss_type={correction.loss_type}; choose ppo_clip or reinforce")
-    names = ("rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize", "rollout_rs", "rollout_rs_threshold")
-    nothing = torch.zeros(1, 2)
+    if correction.rollout_rs_threshold is None:
+        raise ConfigurationError(f"{key}.rollout_rs_threshold=null with rollout_rs={correction.rollout_rs}: give it")
+    bounds = [part.strip() for part in str(correction.rollout_rs_threshold).split(",") if part.strip()]
+    if len(bounds) not in (1, len(statistics)):
+        raise ConfigurationError(
+            f"{key}.rollout_rs_threshold={correction.rollout_rs_threshold}: give one for all, or {len(statistics)}, "
+            "comma-separated, one for each of rollout_rs"
+        )
+    for name, bound in zip(statistics, bounds * (len(statistics) if len(bounds) == 1 else 1), strict=True):
+        _check_bounds(f"{key}.rollout_rs_threshold", bound, range_allowed=name.endswith("k1"), of=f" of {name}")
+
+
+def _check_bounds(key: str, text: str, range_allowed: bool, of: str = "") -> None:
+    """``HIGH``, or ``LOW_HIGH``; above 0 and in order."""
     try:
-        compute_rollout_correction_and_rejection_mask(
-            nothing, nothing, torch.ones(1, 2), **{name: correction[name] for name in names}
-        )
-    except (TypeError, ValueError) as error:
-        raise ConfigurationError(f"{key}: {error}") from error
+        values = [float(part) for part in text.split("_", 1)]
+    except ValueError:
+        values = []
+    if not values or min(values) <= 0 or values != sorted(values) or (len(values) > 1 and not range_allowed):
+        wanted = "a number above 0, or LOW_HIGH" if range_allowed else "a number above 0"
+        raise ConfigurationError(f"{key}={text}{of}: give {wanted}")
 
 
 def check_services(config: DictConfig, timeout: float = 30.0) -> None:

@@ -207,7 +207,6 @@ class Algorithm(VerlSection):
 
 class LoRA(VerlSection):
     merge: bool = about("Push base and adapter merged; false: push the adapter alone")
-    rank: Limit = about("Megatron's; use lora_rank")
 
 
 class Model(VerlSection):
@@ -285,7 +284,6 @@ class Actor(VerlSection):
     kl_loss_coef: NotNegative = about("Its weight")
     kl_loss_type: KLLoss = about("Its estimator; with +: its unbiased gradient")
     use_torch_compile: bool = about("Compile the logprob and entropy computation")
-    grad_clip: Positive = about("See optim.clip_grad")
     ulysses_sequence_parallel_size: Count = about("Ranks that share a sequence")
     optim: Optimizer
     fsdp_config: FSDP
@@ -318,7 +316,6 @@ class ActorRolloutRef(VerlSection):
     actor: Actor
     ref: Reference
     rollout: Rollout
-    nccl_timeout: Seconds = about("Seconds, of operations between ranks")
 
 
 class Distillation(Section):
@@ -371,7 +368,7 @@ class Trainer(VerlSection):
     nnodes: Count = about("Machines with ranks of the trainer")
     n_gpus_per_node: Count = about("Ranks on each; on a CPU, processes")
     total_training_steps: Count = about("Updates to train")
-    save_freq: int = about("Updates between checkpoints; -1: only after the last")
+    save_freq: int = about("Updates between checkpoints, one after the last too; -1: none")
     max_actor_ckpt_to_keep: Count | None = about("Whole checkpoints that are kept in the folder; null: all")
     logger: list[Tracker] = about("Where metrics go beside metrics.jsonl")
     default_local_dir: Text = about("Folder of the checkpoints")
@@ -458,5 +455,28 @@ def _line(values: Mapping[str, Any], problem: Mapping[str, Any]) -> tuple[str, s
     shown = value if isinstance(value, str) else json.dumps(value, default=str)
     if problem["type"] == "literal_error":
         return key, f"{key}={shown}; choose one of {choices}{', null' if null else ''}"
-    wanted = problem["msg"].replace("Input should", "must", 1).replace("String should", "must", 1)
-    return key, f"{key}={shown}: {wanted}{', or null' if null else ''}"
+    template = _WANTED.get(problem["type"])
+    wanted = template.format(**problem.get("ctx", {})) if template else problem["msg"]
+    return key, f"{key}={shown}: give {wanted}{', or null' if null else ''}"
+
+
+_WANTED = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "string_type": "a string",
+    "string_too_short": "a string that is not empty",
+    "string_pattern_mismatch": "a string that matches {pattern}",
+    "dict_type": "a mapping",
+    "model_type": "a mapping",
+    "model_attributes_type": "a mapping",
+    "list_type": "a list, [A, B]",
+    "too_short": "{min_length} of them",
+    "too_long": "{max_length} of them",
+    "greater_than_equal": "{ge:g} or more",
+    "greater_than": "more than {gt:g}",
+    "less_than_equal": "{le:g} or less",
+    "less_than": "less than {lt:g}",
+}

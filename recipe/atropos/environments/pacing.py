@@ -53,6 +53,7 @@ from atroposlib.envs.base import EvalHandlingEnum
 from atroposlib.envs.server_handling.sglang_server import SGLangServer
 
 from recipe.atropos.environments.pace import (
+    PATIENCE,
     PATIENCE_VARIABLE,
     VARIABLE,
     Pace,
@@ -90,7 +91,7 @@ _TICKET: ContextVar[Ticket | None] = ContextVar("ticket", default=None)  # of th
 class Paced:
     """Goes before ``BaseEnv``; see the module. Only servers of type "sglang" report versions."""
 
-    patience = 120.0  # s without a new version, with nothing in flight and no room, until a batch is taken for lost
+    patience = PATIENCE
     left_patience = 5.0  # s that the trainer waits for what another environment left undone, until it is begun here
     longest_wait = 3600.0  # s of the same, until the environment ends
 

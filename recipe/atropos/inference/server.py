@@ -34,6 +34,7 @@ HIGHEST_PORT = 55535
 # Else SGLang waits for its requests first: for ever on 0.5.12, which forgets none that had n > 1, so that it would
 # outlive a launcher that was killed.
 _END_ON_SIGTERM = {"SGL_FORCE_SHUTDOWN": "1"}
+QUANTIZATION_FLAGS = ("quantization", "torchao_config")  # of sglang.launch_server
 _OWN_FLAGS = ("model_path", "host", "port", "device", "dtype", "api_key")
 
 

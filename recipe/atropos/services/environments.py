@@ -11,24 +11,30 @@ Promises:
 """
 
 import importlib.util
+import os
+import re
+import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 from omegaconf import OmegaConf
 
-from recipe.atropos.environments.pace import PATIENCE_VARIABLE, VARIABLE
-from recipe.atropos.environments.pacing import Paced
+from recipe.atropos.environments.pace import PATIENCE, PATIENCE_VARIABLE, VARIABLE
 from recipe.atropos.environments.reporting import VARIABLE as REPORT_VARIABLE
+from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.run_dir import LineReader, append_line, write_atomic
 from recipe.atropos.sampling import TEMPERATURE_VARIABLE
 from recipe.atropos.secret import secret_variables, split_secret_flags
 from recipe.atropos.services.process import Service
+from recipe.atropos.services.progress import progress
 from recipe.atropos.services.run import Run, console
 from recipe.atropos.services.specs import EnvironmentSpec
 
@@ -48,6 +54,46 @@ def check_target(spec: EnvironmentSpec) -> None:
             f"{spec.key}.target={spec.target}: no such {'file' if is_file else 'module'}; give a module that can be "
             "imported (put its folder on PYTHONPATH), or the path of its .py file, with :Class where it has several"
         )
+
+
+def check_environments(run: Run, specs: Mapping[str, EnvironmentSpec]) -> None:
+    """Whether each target can be imported and takes its flags: in a process of its own, which imports it.
+
+    Raises:
+        ConfigurationError: naming the target or the flag as a key of the configuration.
+    """
+    with progress(f"checking the flags of {', '.join(specs)}"), ThreadPoolExecutor() as pool:
+        problems = [problem for problem in pool.map(partial(_flag_problem, run), specs.values()) if problem]
+    if problems:
+        raise ConfigurationError("\n".join(problems))
+
+
+def _flag_problem(run: Run, spec: EnvironmentSpec) -> str | None:
+    anywhere = "http://127.0.0.1:1"
+    command = [*environment_command(run, replace(spec, reward_bridge=None), "serve", anywhere, anywhere), "--check"]
+    try:
+        done = subprocess.run(
+            command,
+            env={**os.environ, **environment_secrets(run, spec)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=spec.start_timeout,
+        )
+    except subprocess.TimeoutExpired:
+        return f"{spec.key}.target={spec.target}: not imported within {spec.key}.start_timeout={spec.start_timeout:g} s"
+    if done.returncode == 0:
+        return None
+    lines = [line for line in done.stdout.splitlines() if line.strip()] or [f"exit status {done.returncode}"]
+    told = [line.removeprefix("error: ") for line in lines if line.startswith(("error: ", "--env "))] or lines[-1:]
+    return "\n".join(_as_key(line, spec.key) for line in told)
+
+
+def _as_key(line: str, key: str) -> str:
+    """``--env.size`` as ``environment.args.size``, ``--env TARGET`` as ``environment.target=TARGET``."""
+    line = re.sub(r"^Cli\w+: (?=--)", "", line).replace("--env ", f"{key}.target=")
+    return re.sub(r"--(?:env\.|(?=openai\.))(?=\w)", f"{key}.args.", line)
 
 
 def environment_command(
@@ -111,6 +157,15 @@ def _text(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
+def why_nothing_is_sent(counts: Mapping[str, int]) -> str:
+    """Of an environment's report: what its items raised, and why their groups were not sent."""
+    failed = {k.removeprefix("failed/"): n for k, n in counts.items() if k.startswith("failed/")}
+    not_sent = {k.removeprefix("not_sent/"): n for k, n in counts.items() if k.startswith("not_sent/")}
+    told = [f"{n} items raised {name}" for name, n in failed.items()]
+    told += [f"{n} groups were not sent: {name}" for name, n in not_sent.items()]
+    return ", ".join(told) or "no item was finished"
+
+
 @dataclass
 class _State:
     """What is known of one environment: of its process, and of all its processes together."""
@@ -169,7 +224,7 @@ class Environments:
         command = environment_command(self._run, spec, "serve", self._api_url, self._server_url)
         variables = {
             VARIABLE: "" if max_staleness is None else str(max_staleness),
-            PATIENCE_VARIABLE: str(Paced.patience + config.evaluation.timeout) if every else "",
+            PATIENCE_VARIABLE: str(PATIENCE + config.evaluation.timeout) if every else "",
             REPORT_VARIABLE: str(report),
             TEMPERATURE_VARIABLE: str(config.actor_rollout_ref.rollout.temperature),
             **environment_secrets(self._run, spec),
@@ -192,10 +247,9 @@ class Environments:
                     if line["pid"] == state.service.pid:
                         self._is_registered(state)
             if state.totals["nothing_sent"] > silent:
-                reasons = {k.removeprefix("not_sent/"): n for k, n in state.totals.items() if k.startswith("not_sent/")}
                 console.print(
-                    f"[bold yellow]{state.spec.service}[/] sends nothing; not sent so far, by reason: "
-                    f"{reasons or 'nothing was finished'}; see {state.service.log_path}",
+                    f"[bold yellow]{state.spec.service}[/] sends nothing: {why_nothing_is_sent(state.totals)}; "
+                    f"see {state.service.log_path}",
                     soft_wrap=True,
                 )
             await self._take_back(state)

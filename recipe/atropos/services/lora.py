@@ -2,11 +2,7 @@
 
 from typing import Any
 
-import torch
 from omegaconf import DictConfig, OmegaConf
-from peft import LoraConfig, PeftConfig, get_peft_model
-from peft.tuners.lora import LoraLayer
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from recipe.atropos.inference.adapted import ADAPTERS_KEPT
 
@@ -18,6 +14,12 @@ def lora_arguments(model: DictConfig) -> dict[str, Any]:
     """
     if not model.lora_rank or model.lora.merge:
         return {}
+    # Here: they take seconds, which no launcher without an adapter needs.
+    import torch
+    from peft import LoraConfig, PeftConfig, get_peft_model
+    from peft.tuners.lora import LoraLayer
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     if model.get("lora_adapter_path"):
         adapter = PeftConfig.from_pretrained(model.lora_adapter_path)
     else:

@@ -9,13 +9,12 @@ an allocation, with at least so many of its sequences, or not at all. What could
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 _OWN_KEYS = {  # flags of the environment that are keys of their own
     "group_size": "group_size",
     "inference_weight": "weight",
@@ -48,24 +47,6 @@ class EnvironmentSpec:
     reward_bridge: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        def check(name: str, right: bool, wanted: str) -> None:
-            if not right:
-                raise ValueError(f"{self.key}.{name}={getattr(self, name)!r}: give {wanted}")
-
-        def number(value: Any) -> bool:
-            return isinstance(value, int | float) and not isinstance(value, bool)
-
-        check("target", isinstance(self.target, str) and bool(self.target), "MODULE[:Class] or FILE.py[:Class]")
-        check("group_size", type(self.group_size) is int and self.group_size > 0, "a whole number from 1 on")
-        check("weight", number(self.weight) and self.weight > 0, "a number above 0")
-        share = self.min_batch_allocation
-        check("min_batch_allocation", share is None or (number(share) and 0 < share <= 1), "a share in (0, 1], or null")
-        check("max_restarts", type(self.max_restarts) is int and self.max_restarts >= 0, "a whole number from 0 on")
-        check("start_timeout", number(self.start_timeout) and self.start_timeout > 0, "seconds, above 0")
-        check("evaluate", isinstance(self.evaluate, bool), "true or false")
-        check("args", isinstance(self.args, Mapping), "a mapping of its own flags")
-        bridge = self.reward_bridge
-        check("reward_bridge", bridge is None or isinstance(bridge, Mapping), "a mapping, or null")
         for flag in _OWN_KEYS.keys() & self.args.keys():
             raise ValueError(f"{self.key}.args.{flag}: give {self.key}.{_OWN_KEYS[flag]} instead")
         if self.several and "wandb_name" in self.args:
@@ -87,7 +68,7 @@ class EnvironmentSpec:
 
 
 def environment_specs(config: DictConfig) -> dict[str, EnvironmentSpec]:
-    """The run's environments by name, in the configuration's order.
+    """The run's environments by name, in the configuration's order. Types and ranges are ``config.schema``'s.
 
     Raises:
         ValueError: a key or value that cannot be; names it.
@@ -99,10 +80,6 @@ def environment_specs(config: DictConfig) -> dict[str, EnvironmentSpec]:
     shared = {key: value for key, value in single.items() if key not in ("args", "reward_bridge")}
     specs = {}
     for name, own in several.items():
-        if not isinstance(name, str) or not _NAME.fullmatch(name):
-            raise ValueError(f"environments.{name}: a name is of letters, digits, _ and -")
-        if not isinstance(own, dict):
-            raise ValueError(f"environments.{name}={own!r}: give a mapping, {{target: ..., args: ...}}")
         specs[name] = _spec(f"environments.{name}", name, {**shared, **own})
     return specs
 
@@ -118,9 +95,6 @@ def _name_of(settings: Mapping[str, Any]) -> str:
 
 
 def _spec(key: str, name: str, settings: Mapping[str, Any]) -> EnvironmentSpec:
-    known = [f.name for f in fields(EnvironmentSpec) if f.name not in ("key", "name")]
-    for unknown in settings.keys() - set(known):
-        raise ValueError(f"{key}.{unknown}: no such key; choose from {', '.join(known)}")
     given = {k: v for k, v in settings.items() if v is not None or k in ("min_batch_allocation", "reward_bridge")}
     return EnvironmentSpec(key=key, name=name, **given)
 

@@ -43,13 +43,16 @@ _MIXINS = (CommandLine, Lifecycle, Reporting, Registered, Evaluating, Checked, S
 # Behind it, where its own methods find BaseEnv's with super(): what an environment overrides stays in force.
 _BASES = (Durable,)
 
+CHECK = "--check"
+"""Flag: end with status 0 where the environment would be built, or say what is wrong with target, class or flags."""
+
 _HELP = """\
 usage: python -m recipe.atropos.utils.env_adapter serve|evaluate|process --env TARGET [the environment's own flags]
 
 TARGET is MODULE, MODULE:Class, FILE.py or FILE.py:Class, any subclass of atroposlib's BaseEnv; the class is needed
 only where there are several. The flags are BaseEnv's (--env.KEY, --openai.KEY, --config FILE); --help after a target
 lists them. Here --openai.KEY always counts, a negative number may follow a space, an unknown flag is an error.
---reward-bridge FILE.yaml shapes its scores.
+--reward-bridge FILE.yaml shapes its scores; --check ends before the environment is built, with its flags checked.
 What else differs from running the environment itself: docs/environments.md.
 """
 
@@ -201,6 +204,9 @@ def main() -> None:
     secret_flags = take_secret_flags()
     hide_in_output(secret_flags)
     arguments = [*sys.argv[1:], *secret_flags]
+    if CHECK in arguments:
+        arguments.remove(CHECK)
+        CommandLine.only_checked = True
     try:
         target, bridge_file = take_flag(arguments, "--env"), take_flag(arguments, "--reward-bridge")
         bridge = None if bridge_file is None else read_bridge(bridge_file)

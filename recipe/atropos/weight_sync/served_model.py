@@ -7,11 +7,11 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from recipe.atropos.inference.client import SGLangClient
+from recipe.atropos.inference.server import QUANTIZATION_FLAGS
 from recipe.atropos.weight_sync.servers import WeightPushError
 
 logger = logging.getLogger(__name__)
 
-QUANTIZATION_FLAGS = ("quantization", "torchao_config")  # of sglang.launch_server
 # What the names and shapes of the tensors follow from.
 _KEYS = (
     "vocab_size",

@@ -1,0 +1,206 @@
+"""The configuration of a command line: ``trainer.yaml``, a preset, and ``key=value`` arguments, checked.
+
+Guarantees:
+
+- a key that does not exist is an error that names the nearest one, whether it is given as ``key``, ``+key``, ``++key``
+  or inside of ``key={...}``; so is a key of verl's that has no effect here, where its value differs from the shipped;
+- every value is checked by ``schema``;
+- verl, torch and Ray are not imported.
+
+The values are those of Hydra's override grammar. A mapping that is free by design (``FREE``) is replaced as a whole by
+``key={...}``, so ``environment.args={}`` empties it, and extended by ``key.name=value``.
+"""
+
+import copy
+import difflib
+import functools
+import importlib.util
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from recipe.atropos.config.schema import check_schema, documented
+from recipe.atropos.config.unsupported import UNSUPPORTED
+from recipe.atropos.errors import ConfigurationError
+
+FOLDER = Path(__file__).parent
+
+# Mappings whose keys are the user's, or another program's.
+FREE = (
+    "inference.args",
+    "environment.args",
+    "environment.reward_bridge",
+    "environments",
+    "actor_rollout_ref.model.override_config",
+    "actor_rollout_ref.actor.optim.override_optimizer_config",
+    "actor_rollout_ref.actor.fsdp_config.mixed_precision",
+    "actor_rollout_ref.actor.fsdp_config.wrap_policy",
+    "actor_rollout_ref.ref.fsdp_config.mixed_precision",
+    "actor_rollout_ref.ref.fsdp_config.wrap_policy",
+    "ray_kwargs.ray_init",
+)
+_ONLY_IN_DATACLASSES = ("actor_rollout_ref.actor.checkpoint.save_lora_only",)  # of verl, which its YAML leaves out
+
+
+def verl_config_folder() -> Path:
+    """Where verl's YAML is, without importing verl: that takes seconds, and warns."""
+    spec = importlib.util.find_spec("verl")
+    if spec is None or not spec.submodule_search_locations:
+        raise ConfigurationError("verl is not installed in this environment; install it as the README says")
+    return Path(spec.submodule_search_locations[0]) / "trainer" / "config"
+
+
+def presets() -> list[str]:
+    return sorted(path.stem for path in (FOLDER / "preset").glob("*.yaml"))
+
+
+def load_config(overrides: Sequence[str], tell: Callable[[str], None] = lambda _: None) -> DictConfig:
+    """Compose, resolve and check. ``tell`` is called with what the user should know.
+
+    Raises:
+        ConfigurationError: naming key and value, and the nearest key, the choices, or what to set instead.
+    """
+    config = compose_config(overrides, tell)
+    try:
+        OmegaConf.resolve(config)
+    except OmegaConfBaseException as error:
+        raise ConfigurationError(_first_line(error)) from error
+    check_schema(OmegaConf.to_container(config))
+    return config
+
+
+def compose_config(overrides: Sequence[str], tell: Callable[[str], None] = lambda _: None) -> DictConfig:
+    """As ``load_config``, with interpolations, and values not yet checked by the schema."""
+    given = [_parse(text) for text in overrides]
+    preset = next((one.value() for one in reversed(given) if one.key_or_group == "preset"), None)
+    config = copy.deepcopy(_shipped(preset))
+    known = set(_keys(OmegaConf.to_container(config), ""))
+    changes = [
+        change
+        for one in given
+        if one.key_or_group != "preset"
+        for change in _changes(one.key_or_group, one.value(), known, config)
+    ]
+    _drop_for_another_target(config, preset, changes, tell)
+    with open_dict(config):
+        for key, value in changes:
+            try:
+                OmegaConf.update(config, key, value, merge=False, force_add=True)
+            except OmegaConfBaseException as error:
+                raise ConfigurationError(f"{key}={value}: {_first_line(error)}") from error
+    return config
+
+
+def _parse(text: str) -> Override:
+    try:
+        override = OverridesParser.create().parse_override(text)
+    except HydraException as error:
+        raise ConfigurationError(
+            f"{text}: give key=value, and quote a value that holds spaces, commas, colons or braces: key='\"VALUE\"'"
+        ) from error
+    key = override.key_or_group
+    if override.is_delete() or override.package is not None or key.split(".")[0] == "hydra":
+        raise ConfigurationError(f"{text}: give key=value; key=null leaves an option out, key={{}} empties a mapping")
+    if override.is_sweep_override():
+        raise ConfigurationError(f"{text}: a value with commas needs brackets or quotes: {key}=[A,B], {key}='\"A,B\"'")
+    return override
+
+
+@functools.cache
+def _shipped(preset: str | None) -> DictConfig:
+    if preset is not None and preset not in presets():
+        raise ConfigurationError(f"preset={preset}: no such preset; choose one of {', '.join(presets())}")
+    overrides = [f"hydra.searchpath=['file://{verl_config_folder()}']"]
+    with initialize_config_dir(str(FOLDER), version_base=None):
+        return compose("trainer", overrides=overrides + ([f"preset={preset}"] if preset is not None else []))
+
+
+def _keys(tree: dict[str, Any], prefix: str) -> Iterator[str]:
+    for name, value in tree.items():
+        yield f"{prefix}{name}"
+        if isinstance(value, dict):
+            yield from _keys(value, f"{prefix}{name}.")
+
+
+def _changes(key: str, value: Any, known: set[str], shipped: DictConfig) -> Iterator[tuple[str, Any]]:
+    """``key={name: value}`` as (key.name, value), but for the mappings that are free.
+
+    Raises:
+        ConfigurationError: there is no such key, it has no effect here, or its value is of another kind.
+    """
+    if not any(f"{key}.".startswith(f"{free}.") for free in FREE):
+        reason, instead = _unsupported(key)
+        if key not in known and key not in _ONLY_IN_DATACLASSES and not reason:
+            raise ConfigurationError(f"{key}: no such key{_nearest(key, known)}")
+        default = OmegaConf.select(shipped, key)
+        if isinstance(value, dict) and OmegaConf.is_dict(default):
+            for name, inner in value.items():
+                yield from _changes(f"{key}.{name}", inner, known, shipped)
+            return
+        if OmegaConf.is_dict(default) and not _interpolates(value):
+            raise ConfigurationError(
+                f"{key}={value}: give a mapping, or one of its keys: {key}.{next(iter(default))}=..."
+            )
+        default = OmegaConf.to_container(default) if OmegaConf.is_config(default) else default
+        if reason and value != default:
+            advice = f"set {instead} instead" if instead else "leave it out"
+            raise ConfigurationError(f"{key}={value} has no effect here: {reason}; {advice}")
+        if key not in documented() and (wanted := _another_kind(value, default)):
+            raise ConfigurationError(f"{key}={value}: give {wanted}, like verl's {default}")
+    yield key, value
+
+
+def _unsupported(key: str) -> tuple[str | None, str | None]:
+    if key not in UNSUPPORTED and key in documented():
+        return None, None
+    parts = key.split(".")
+    prefixes = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+    return next((UNSUPPORTED[prefix] for prefix in prefixes if prefix in UNSUPPORTED), (None, None))
+
+
+def _another_kind(value: Any, default: Any) -> str | None:
+    """What to give, where ``value`` is not of the kind of ``default``; of an undocumented key of verl's."""
+    if value is None or default is None or _interpolates(value):
+        return None
+    kinds = {bool: "true or false", int | float: "a number", list: "a list", dict: "a mapping", str: "a string"}
+    wanted = next((name for kind, name in kinds.items() if isinstance(default, kind)), None)
+    return None if wanted == next((name for kind, name in kinds.items() if isinstance(value, kind)), None) else wanted
+
+
+def _interpolates(value: Any) -> bool:
+    return isinstance(value, str) and "${" in value
+
+
+def _nearest(key: str, known: set[str]) -> str:
+    """The key that ends with this one, or with its last name, else the most similar one."""
+    ends = (f".{key}", "." + key.rpartition(".")[2])
+    same_name = next((same for end in ends if (same := [other for other in known if other.endswith(end)])), None)
+    found = difflib.get_close_matches(key, same_name or known, n=1, cutoff=0.0 if same_name else 0.6)
+    return f"; did you mean {found[0]}?" if found else "; recipe/atropos/config/trainer.yaml lists the keys"
+
+
+def _drop_for_another_target(
+    config: DictConfig, preset: str | None, changes: list[tuple[str, Any]], tell: Callable[[str], None]
+) -> None:
+    """A preset's args and reward bridge are for the environment that it names, not for one that the user names."""
+    given = dict(changes)
+    for key in [f"environments.{name}" for name in config.environments] or ["environment"]:
+        settings, target = OmegaConf.select(config, key), given.get(f"{key}.target")
+        if preset is None or target in (None, settings.target):
+            continue
+        for name, empty in (("args", {}), ("reward_bridge", None)):
+            if settings.get(name):
+                tell(f"preset {preset}: its {key}.{name} is for {settings.target}, and left out for {target}")
+                settings[name] = empty
+
+
+def _first_line(error: OmegaConfBaseException) -> str:
+    where = f"{error.full_key}: " if error.full_key else ""
+    return where + str(error.msg or error).splitlines()[0]

@@ -1,0 +1,90 @@
+"""Which model a name means: a folder, a name on the Hugging Face hub, or a small policy that is made here."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from recipe.atropos.errors import AtroposError, ConfigurationError
+
+KEY = "actor_rollout_ref.model.path"
+SMALL_POLICIES = ("small-policy", "small-policy-calculator", "small-policy-terse", "small-policy-two-tasks")
+_HUB_SECONDS = 10.0
+
+
+class PolicyNotMade(AtroposError, RuntimeError):
+    """A small policy could not be made; the message holds the last lines of what was tried."""
+
+
+def looks_local(path: str) -> bool:
+    """Whether a model or dataset name can only be a path: hub names are NAME or ORG/NAME."""
+    return path.startswith(("/", "./", "../", "~")) or path.count("/") > 1 or os.path.exists(os.path.expanduser(path))
+
+
+def check_model(path: str) -> None:
+    """Whether the model is there: its folder, or on the hub (asked for at most 10 s), or in the hub's cache.
+
+    Raises:
+        ConfigurationError: naming what to give instead.
+    """
+    if path in SMALL_POLICIES:
+        return
+    if looks_local(path):
+        if not (Path(path).expanduser() / "config.json").is_file():
+            raise ConfigurationError(
+                f"{KEY}={path}: no model there (no config.json); give a folder in Hugging Face format, or a hub name"
+            )
+        return
+    if path.startswith(SMALL_POLICIES[0]):
+        raise ConfigurationError(f"{KEY}={path}: no such small policy; choose one of {', '.join(SMALL_POLICIES)}")
+    if config_file(path):
+        return
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+    from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, HFValidationError, RepositoryNotFoundError
+
+    try:
+        get_hf_file_metadata(hf_hub_url(path, "config.json"), timeout=_HUB_SECONDS)
+    except GatedRepoError as error:
+        raise ConfigurationError(f"{KEY}={path}: gated; accept its license on the hub, and set HF_TOKEN") from error
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        raise ConfigurationError(
+            f"{KEY}={path}: the hub has no such model, or not for you (HF_TOKEN); correct the name, or give a folder"
+        ) from error
+    except EntryNotFoundError as error:
+        raise ConfigurationError(f"{KEY}={path}: it has no config.json, so it is no model of transformers") from error
+    except Exception as error:  # of the HTTP library that huggingface_hub happens to use
+        raise ConfigurationError(
+            f"{KEY}={path}: no such folder, not in the hub's cache, and the hub cannot be reached "
+            f"({type(error).__name__}); give the folder of a model, or a name that the hub can resolve"
+        ) from error
+
+
+def config_file(path: str) -> Path | None:
+    """``config.json`` of a model's folder, or of the hub's cache; None where it is in neither."""
+    if looks_local(path):
+        file = Path(path).expanduser() / "config.json"
+        return file if file.is_file() else None
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        cached = try_to_load_from_cache(path, "config.json")
+    except HFValidationError:
+        return None
+    return Path(cached) if isinstance(cached, str) else None
+
+
+def resolve_model(path: str, seed: int) -> str:
+    """The model's folder or hub name; makes a small policy of ``seed`` where one is asked for and not there yet.
+
+    Raises:
+        PolicyNotMade: with the last lines of the process that makes it.
+    """
+    if path not in SMALL_POLICIES:
+        return os.path.expanduser(path)
+    # In a process of its own: torch and transformers take seconds and memory that a launcher does not need.
+    command = [sys.executable, "-m", "recipe.atropos.utils.policies", path, "--seed", str(seed)]
+    made = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    if made.returncode != 0:
+        raise PolicyNotMade(f"{KEY}={path} could not be made:\n{made.stderr.strip()[-2000:]}")
+    return made.stdout.strip().splitlines()[-1]
