@@ -111,7 +111,10 @@ def choose_run_dir(config: DictConfig, explicit: bool) -> Path:
 
 def _finished(folder: Path) -> int:
     """The steps of a run whose last evaluation is done too; 0 where there is none."""
-    return read_json(RunDir(folder).summary, {}).get("finished_steps", 0)
+    try:
+        return read_json(RunDir(folder).summary, {}).get("finished_steps", 0)
+    except OSError as error:
+        raise ConfigurationError(f"run.dir={folder}: {error.strerror}; give another --run-dir") from error
 
 
 def environments_of(config: DictConfig) -> dict[str, EnvironmentSpec]:
