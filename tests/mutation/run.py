@@ -266,7 +266,7 @@ def run_all(mutants: list[Mutant], limits: dict[str, float], workers: int, folde
             number, mutant = waiting.pop()
             output = folder / f"{number}.log"
             pid = start(mutant, output)
-            running[pid] = _Running(mutant, output, time.monotonic(), limits.get(mutant.file, 300))
+            running[pid] = _Running(mutant, output, time.monotonic(), limits.get(mutant.file, 900))
         time.sleep(0.05)
         for pid, one in list(running.items()):
             seconds = time.monotonic() - one.begun
@@ -300,7 +300,7 @@ def baseline(mutants: list[Mutant], workers: int, folder: Path) -> dict[str, flo
     seconds = {}
     for result in run_all(list(unchanged.values()), {}, workers, folder):
         if result.outcome != "survived":
-            raise Broken(f"the tests of {result.mutant.name} fail without a mutation:\n{result.output[-4000:]}")
+            raise Broken(f"{result.mutant.name}: {result.outcome} without a mutation:\n{result.output[-4000:]}")
         seconds[tuple(result.mutant.tests)] = result.seconds
         print(f"  {' '.join(result.mutant.tests)}: {result.seconds:.1f} s", flush=True)
     return {m.file: 20 + 4 * seconds[tuple(m.tests)] for m in mutants}
