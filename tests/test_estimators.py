@@ -367,8 +367,13 @@ def test_a_row_without_its_own_can_be_an_error_that_names_group_and_environment(
         ({"advantage_clipping": [1]}, "low below high"),
         ({"advantage_clipping": 5.0}, "low below high"),
         ({"advantage_clipping": [0, math.nan]}, "low below high"),
+        ({"advantage_clipping": [1, 1]}, "low below high"),
+        ({"advantage_clipping": [0, 1, 2]}, "low below high"),
+        ({"advantage_clipping": ["0", 1]}, "low below high"),
+        ({"advantage_clipping": "01"}, "advantage_clipping='01'"),
+        ({"fallback_to_grpo": None}, "fallback_to_grpo=None"),
     ],
-    ids=range(7),
+    ids=range(12),
 )
 def test_settings_that_cannot_work_are_refused_by_name(settings, words):
     with pytest.raises(ValueError, match=words):
@@ -419,3 +424,33 @@ def test_drops_are_counted_by_reason_and_environment():
     metrics = report.metrics()
     assert metrics["atropos/env_3/dropped/nonfinite_scores"] == 4 == metrics["atropos/dropped/nonfinite_scores"]
     assert metrics["atropos/code/dropped/no_trained_token"] == 1 == metrics["atropos/dropped/no_trained_token"]
+
+
+def test_grpo_by_itself_divides_by_the_deviation():
+    """As verl calls an estimator that knows nothing of environments."""
+    rewards, index = torch.tensor([[0.0, 1.0], [0.0, 3.0], [5.0, 0.0]]), np.array(["a", "a", "b"], dtype=object)
+    advantages, returns = get_adv_estimator_fn("grpo_atropos")(rewards, torch.ones(3, 2), index)
+    half = math.sqrt(0.5)
+    torch.testing.assert_close(advantages, torch.tensor([[-half] * 2, [half] * 2, [5.0] * 2]), atol=1e-4, rtol=0)
+    assert advantages is returns
+
+
+def test_grpo_passk_compares_groups_of_two():
+    rng = np.random.default_rng(0)
+    data = estimate([random_group(rng, 50, size=2) | {"scores": [0.0, 1.0]}], "algorithm.adv_estimator=grpo_passk")
+    assert not data.batch["advantages"][0].any() and data.batch["advantages"][1].any()
+
+
+def test_moments_of_nothing_change_nothing():
+    moments = RunningMoments()
+    assert (moments.count, moments.mean, moments.m2, moments.std) == (0, 0.0, 0.0, 0.0)
+    moments.update(torch.tensor([]))
+    assert moments == RunningMoments()
+    moments.update(torch.tensor([1.0, 3.0]))
+    moments.update(torch.tensor([]))
+    assert (moments.count, moments.mean, moments.std) == (2, 2.0, 1.0)
+    config = AdvantageConfig.from_config({"advantage_normalization": "global", "advantage_clipping": None})
+    shaped = shape_advantages(torch.ones(2, 2), torch.zeros(2, 2, dtype=torch.bool), config, moments)
+    assert not shaped.any() and moments.count == 2
+    assert config.use_advantages and config.fallback_to_grpo
+    assert AdvantageConfig.from_config({"advantage_clipping": [-math.inf, 0]}).advantage_clipping == (-math.inf, 0)

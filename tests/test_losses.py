@@ -78,10 +78,12 @@ def test_one_advantage_a_sequence_has_the_gradient_of_the_same_one_at_every_toke
         ({"advantages": torch.zeros(B, S - 1)}, r"advantages is \(3, 6\), input_ids is \(3, 7\)"),
         ({"loss_mask": torch.zeros(B, S)}, "nothing to train on"),
         ({"loss_mask": torch.full((B, S), -100)}, "loss_mask holds -100; .* masks != -100"),
+        ({"loss_mask": torch.full((B, S), 2)}, "loss_mask holds 2"),
+        ({"loss_mask": torch.full((B, S), 0.5)}, "loss_mask holds 0.5"),
         ({"logits": torch.zeros(B, S - 1, V)}, "logits is"),
         ({"advantages": torch.full((B, S), math.nan)}, r"advantages\[0, \d\] is nan"),
     ],
-    ids=range(5),
+    ids=range(7),
 )
 def test_inputs_that_do_not_fit_are_refused_by_name(rng, changes, words):
     logits, ids, advantages, mask = sequences(rng)
@@ -306,10 +308,12 @@ def test_distillation_is_averaged_over_all_trained_tokens(rng, mode):
     [
         ({"loss_coef": -1}, "loss_coef=-1"),
         ({"loss_coef": math.inf}, "loss_coef=inf"),
+        ({"loss_coef": "1"}, "loss_coef='1'"),
+        ({"loss_coef": 0, "use_policy_loss": False}, "give a loss_coef"),
         ({"use_policy_loss": False}, "give a loss_coef"),
         ({"use_policy_loss": 0}, "use_policy_loss=0"),
     ],
-    ids=range(4),
+    ids=range(6),
 )
 def test_settings_of_a_teacher_that_cannot_work_are_refused(settings, words):
     with pytest.raises(ValueError, match=words):
@@ -322,3 +326,54 @@ def test_a_micro_batch_without_a_teacher_still_reaches_the_graph():
     kl, _ = forward_kl_top_k(logits, torch.zeros(5, 2, dtype=torch.int64), torch.full((5, 2), float(NO_TEACHER)))
     kl.sum().backward()
     assert not logits.grad.any()
+
+
+def test_distillation_is_off_by_default_and_on_from_any_weight():
+    assert not DistillationConfig().enabled and DistillationConfig().use_policy_loss
+    assert DistillationConfig.from_config({"loss_coef": 0.1, "use_policy_loss": False}).enabled
+
+
+def test_distillation_is_finite_where_the_top_k_holds_all_mass(rng):
+    """Two tokens of eleven with all of the mass; and eleven of eleven with a little less than all of it."""
+    logits = torch.randn(1, V, generator=rng)
+    log_policy = logits.log_softmax(-1)
+    ids, logprobs = torch.tensor([[3, 5]]), torch.tensor([[0.25, 0.75]]).log()
+    kl, mass = forward_kl_top_k(logits, ids, logprobs)
+    wanted = (logprobs.exp() * (logprobs - log_policy.gather(-1, ids))).sum()
+    assert kl.item() == pytest.approx(wanted.item(), rel=1e-5) and mass.item() == pytest.approx(1)
+    every, less = torch.arange(V)[None], log_policy + math.log(0.99)
+    kl, _ = forward_kl_top_k(logits, every, less)
+    assert kl.item() == pytest.approx(0.99 * math.log(0.99), rel=1e-3)
+
+
+def a_micro_batch(rng, mask):
+    """(model's output, data) of verl's engine, two rows, with a leaf that the logprobs follow from."""
+    group = random_group(np.random.default_rng(0), V, size=2)
+    data, _ = groups_to_data_proto([group], RowLimits(20, 40, 0, vocab_size=V))
+    shape = data.batch["responses"].shape
+    data.batch["old_log_probs"] = data.batch["ref_log_prob"] = torch.full(shape, -1.0)
+    data.batch["advantages"] = torch.randn(shape, generator=rng)
+    data.batch["response_mask"] *= mask
+    data = left_right_2_no_padding(data.to_tensordict())
+    tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=int(data["response_mask"].sum()), global_batch_size=2)
+    leaf = torch.full((data["input_ids"].values().numel(),), -1.5, requires_grad=True)
+    return {"log_probs": torch.nested.nested_tensor_from_jagged(leaf * 1.0, data["input_ids"].offsets())}, data, leaf
+
+
+@pytest.mark.parametrize("mode", ["vanilla", "bypass_mode"])
+def test_policy_loss_of_a_micro_batch_without_a_trained_token_is_0(rng, mode):
+    """Tied to the graph, with the same metrics as the others: other ranks wait for it."""
+    overrides = [
+        "actor_rollout_ref.model.path=none",
+        "algorithm.rollout_correction.bypass_mode=true",
+        f"actor_rollout_ref.actor.policy_loss.loss_mode={mode}",
+        "+actor_rollout_ref.actor.policy_loss.rollout_correction._target_=verl.trainer.config.algorithm.RolloutCorrectionConfig",
+    ]
+    config = omega_conf_to_dataclass(compose_config(*overrides).actor_rollout_ref.actor)
+    metrics = {}
+    for mask in (1, 0):
+        output, data, leaf = a_micro_batch(rng, mask)
+        loss, metrics[mask] = atropos_loss(config, DistillationConfig(), model_output=output, data=data)
+        loss.backward()
+        assert math.isfinite(loss.item()) and leaf.grad.any() == bool(mask)
+    assert loss.item() == 0 and metrics[0].keys() == metrics[1].keys()
