@@ -18,6 +18,7 @@ import importlib
 import importlib.machinery
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -344,7 +345,9 @@ def main() -> int:
     parser.add_argument("--n", type=int, default=400, help="mutants in the sample (400)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="the named ones and a sample of 40")
-    parser.add_argument("--named", nargs="?", const="", help="the named ones alone, or those with this in their name")
+    parser.add_argument(
+        "--named", nargs="?", const="", help="the named ones alone, or those whose name fits this expression"
+    )
     parser.add_argument("--sampled", action="store_true", help="the sample alone")
     parser.add_argument("--files", nargs="+", default=[], help="these modules alone, e.g. rows.py weight_sync/push.py")
     parser.add_argument("--workers", type=int, default=2)
@@ -355,7 +358,9 @@ def main() -> int:
 
     begun = time.monotonic()
     files = options.files or list(TESTS)
-    named = [] if options.sampled else [m for m in named_mutants(options.files) if (options.named or "") in m.name]
+    named = (
+        [] if options.sampled else [m for m in named_mutants(options.files) if re.search(options.named or "", m.name)]
+    )
     sampled, how, reasons = [], "", accepted()
     if options.named is None:
         sampled, how = sampled_mutants(files, options.seed, 40 if options.quick else options.n, options.python)
