@@ -80,10 +80,9 @@ class Plain:
     _uses_fsdp2_cpu_offload_policy = _is_offload_param = False
 
     def __init__(self, folder, lora_rank=0):
-        self._is_lora = lora_rank > 0
-        self.model_config = SimpleNamespace(path=folder, lora={"merge": True})
+        self.model_config = SimpleNamespace(path=folder, lora_rank=lora_rank, lora={"merge": True})
         self.module = self._build_module()
-        if self._is_lora:
+        if lora_rank:
             targets = ["q_proj", "v_proj"]
             self.module = get_peft_model(self.module, LoraConfig(r=lora_rank, target_modules=targets))
 
@@ -139,7 +138,7 @@ def stream_of_a_rank(rank, world, model, folder):
             self.engine_config = FSDPEngineConfig(strategy=strategy)
             self.model_config = SimpleNamespace(lora_rank=lora_rank, lora={"merge": True})
             self.device_mesh = init_device_mesh("cpu", (world,), mesh_dim_names=["fsdp"])
-            self._is_lora, self._uses_fsdp2_cpu_offload_policy = lora_rank > 0, False
+            self._uses_fsdp2_cpu_offload_policy = False
             with get_init_weight_context_manager(mesh=self.device_mesh)():
                 module = loaded(model)
             assert next(module.parameters()).is_meta == bool(rank)

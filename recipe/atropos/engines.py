@@ -89,7 +89,7 @@ class PushedWeights:
     @property
     def adapter_only(self) -> bool:
         """Whether an adapter is pushed without the base weights."""
-        return self._is_lora and not self.model_config.lora.get("merge", False)
+        return self.model_config.lora_rank > 0 and not self.model_config.lora.get("merge", False)
 
     def _build_module(self) -> torch.nn.Module:
         module = super()._build_module()
@@ -114,12 +114,13 @@ class PushedWeights:
     def get_per_tensor_param(self, *args: Any, **kwargs: Any) -> tuple[Iterator[tuple[str, torch.Tensor]], None]:
         """Name and full tensor of all that is pushed, in the dtype that is trained; every rank iterates to the end."""
         # FSDP2 gathers from where the shards are; only an adapter is computed with.
-        staged = (self._is_lora or fsdp_version(self.module) == 1) and not self._uses_fsdp2_cpu_offload_policy
+        adapted = self.model_config.lora_rank > 0
+        staged = (adapted or fsdp_version(self.module) == 1) and not self._uses_fsdp2_cpu_offload_policy
         if staged:
             load_fsdp_model_to_gpu(self.module)
         if self.adapter_only:
             return self._adapter_per_tensor_param(), None
-        if self._is_lora:
+        if adapted:
             return self._merged_lora_per_tensor_param(), None
         state = self.module.state_dict()
         if staged and self._is_offload_param:
