@@ -1,7 +1,8 @@
 """The trainer: ``python -m recipe.atropos.main key=value ...``
 
 The SGLang servers (``inference.urls``) and the Trajectory API (``trainer.atropos.api_url``) must be running;
-``launch_services`` starts them, and an environment, around this.
+``launch_services`` starts them, and an environment, around this. verl, torch and Ray are imported once the
+configuration is right: a wrong key or value is answered in a moment.
 """
 
 import argparse
@@ -9,21 +10,16 @@ import logging
 import os
 import sys
 import threading
+import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
 
-import ray
 from omegaconf import DictConfig, OmegaConf, open_dict
-from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
-from verl.trainer.ppo.utils import need_reference_policy
-from verl.utils.config import omega_conf_to_dataclass, validate_config
-from verl.utils.device import get_device_name
 
 from recipe.atropos.config.compose import load_config
 from recipe.atropos.errors import one_line_errors
-from recipe.atropos.models import resolve_model
+from recipe.atropos.models import check_model, resolve_model
 from recipe.atropos.preflight import check_config, check_services
-from recipe.atropos.ray_trainer import RayGRPOAtroposTrainer
 from recipe.atropos.resumption import prepare_folder
 from recipe.atropos.run_dir import RunDir
 
@@ -37,6 +33,10 @@ def run(config: DictConfig) -> None:
         AtroposError: a value that cannot work, a service that does not answer in time, a push that failed, a run
             folder that another process holds, a full disk.
     """
+    from verl.trainer.ppo.utils import need_reference_policy
+    from verl.utils.config import validate_config
+    from verl.utils.device import get_device_name
+
     with open_dict(config):
         config.trainer.device = get_device_name()
         if config.trainer.device == "cpu":  # verl's own default, FlashAttention, exists for accelerators only
@@ -57,6 +57,12 @@ def run(config: DictConfig) -> None:
 
 
 def _train(config: DictConfig) -> None:
+    import ray
+    from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
+    from verl.utils.config import omega_conf_to_dataclass
+
+    from recipe.atropos.ray_trainer import RayGRPOAtroposTrainer
+
     init = OmegaConf.to_container(config.ray_kwargs.ray_init)
     runtime_env = {**get_ppo_ray_runtime_env(config), **(init.pop("runtime_env", None) or {})}
     # The servers may still be starting, and so do Ray and its workers.
@@ -97,7 +103,13 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(message)s")
     with one_line_errors():
-        run(load_config(arguments.overrides))
+        config = load_config(arguments.overrides)
+        check_config(config)
+        check_model(config.actor_rollout_ref.model.path)
+        print(f"run {config.run.dir}: trains {config.actor_rollout_ref.model.path}", flush=True)
+        # verl tells of each engine that is not installed; this recipe uses FSDP alone.
+        warnings.filterwarnings("ignore", message=".* engine is not available")
+        run(config)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,105 @@
+"""What is checked before any service starts: the model, SGLang's interpreter, an environment's target and flags."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from recipe.atropos.config.compose import load_config
+from recipe.atropos.errors import ConfigurationError
+from recipe.atropos.inference.server import LaunchError
+from recipe.atropos.launch_services import check_start, environments_of, make_folder
+from recipe.atropos.models import SMALL_POLICIES, check_model
+from recipe.atropos.preflight import check_config
+from recipe.atropos.services import progress as progress_module
+from recipe.atropos.services.environments import _as_key, check_environments, why_nothing_is_sent
+from recipe.atropos.services.run import Run
+
+
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        ("/no/such/model", "no model there"),
+        ("no-such-org/no-such-model", "a name that the hub can resolve|the hub has no such model"),
+        ("small-policy-ters", "choose one of small-policy, small-policy-calculator"),
+        ("not a name", "correct the name"),
+    ],
+)
+def test_schema_start_names_a_model_that_is_not_there(path, told):
+    with pytest.raises(ConfigurationError, match=f"actor_rollout_ref.model.path={path}: .*({told})"):
+        check_model(path)
+
+
+def test_schema_start_takes_a_folder_and_every_small_policy(tmp_path):
+    from recipe.atropos.utils.policies import RECIPES
+
+    (tmp_path / "config.json").write_text("{}")
+    check_model(str(tmp_path))
+    assert set(RECIPES) == set(SMALL_POLICIES)
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("inference.python=/nope", "inference.python is '/nope'"),
+        ("inference.args.port=5", "set inference.port itself"),
+        ("trainer.resume_from_path=/no/such", "give both"),
+        ("trainer.resume_mode=resume_path", "give both"),
+        ("'trainer.resume_from_path=/no/global_step_3 trainer.resume_mode=resume_path'", "no such folder"),
+    ],
+)
+def test_schema_start_names_what_cannot_start(override, told):
+    config = load_config(["preset=demo", *override.strip("'").split()])
+    with pytest.raises((ConfigurationError, LaunchError), match=told):
+        check_config(config)
+        check_start(config)
+
+
+def test_schema_start_names_a_run_folder_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigurationError, match=r"run.dir=.*/file/run: Not a directory; give another --run-dir"):
+        make_folder(tmp_path / "file" / "run")
+
+
+def test_schema_start_checks_flags_of_an_environment(tmp_path):
+    config = load_config(["preset=demo", "environment.args.sed=1"])
+    with pytest.raises(ConfigurationError) as refusal:
+        check_environments(Run(config, [], tmp_path), environments_of(config))
+    assert str(refusal.value) == "unknown flag environment.args.sed; did you mean environment.args.seed?"
+    assert not list(tmp_path.iterdir())
+
+
+def test_schema_start_speaks_of_flags_as_keys():
+    told = {
+        "CliServeConfig: --env.steps='abc': Input should be a valid integer": "environment.args.steps='abc'",
+        "--env m:Nope: m has no class Nope": "environment.target=m:Nope: m has no class Nope",
+        "unknown flag --openai.timout": "unknown flag environment.args.openai.timout",
+    }
+    for line, wanted in told.items():
+        assert _as_key(line, "environment").startswith(wanted)
+
+
+def test_schema_start_says_what_the_items_raised():
+    assert why_nothing_is_sent({"failed/ValueError": 12, "items": 12, "not_sent/wrong_size": 2}) == (
+        "12 items raised ValueError, 2 groups were not sent: wrong_size"
+    )
+    assert why_nothing_is_sent({"nothing_sent": 1}) == "no item was finished"
+
+
+def test_schema_start_shows_progress_without_a_terminal(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(progress_module, "_EVERY_SECONDS", 0.05)
+    with progress_module.progress("making tea", tmp_path / "tea.log"):
+        time.sleep(0.5)
+    told = capsys.readouterr().out
+    assert " s: making tea; log: " in told and "tea.log" in told
+
+
+def test_schema_start_of_the_trainer_imports_no_verl_for_a_typo():
+    code = (
+        "import sys\nfrom recipe.atropos import main\n"
+        "try:\n    main.main(['preset=demo', 'seeed=1'])\nexcept SystemExit as end:\n    print(end.code)\n"
+        "print([name for name in ('torch', 'verl', 'ray') if name in sys.modules])"
+    )
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert told.stdout.splitlines() == ["error: seeed: no such key; did you mean seed?", "[]"], told.stderr
