@@ -4,7 +4,9 @@ import logging
 
 import numpy as np
 import pytest
+import torch
 
+from recipe.atropos.data_proto import groups_to_data_proto
 from recipe.atropos.rows import ConversionReport, Row, RowLimits, VersionLimits, environment_name, read_groups
 
 LIMITS = RowLimits(max_prompt_length=2, max_response_length=3, pad_token_id=0, vocab_size=100)
@@ -184,3 +186,51 @@ def test_rows_cannot_be_made_wrong(changes):
     Row(**right, score=0.0, uid="0")
     with pytest.raises(AssertionError):
         Row(**(right | changes), score=0.0, uid="0")
+
+
+def test_rows_become_columns_with_padding_that_says_nothing():
+    """Everything that is not a tensor over the response, of two rows and a padding row."""
+    overrides = {
+        "env_name": "e",
+        "raw_scores": [7.0, 8.0],
+        "policy_version_min": [3, 4],
+        "policy_version_max": [4, 5],
+    }
+    group = a_group(
+        env_id=4,
+        group_overrides=overrides,
+        overrides=[{}, {"set_advantage_to_zero": True}],
+        inference_logprobs=[[1.0, 1.0, -0.1, -0.2], []],
+        ref_logprobs=[[0.0, 0.0, -0.3, -0.4], [0.0, 0.0, -0.5]],
+        advantages=[[], [1.0, 1.0, 2.0]],
+        **teacher(),
+    )
+    data, report = groups_to_data_proto([group], LIMITS, multiple_of=3)
+    expected = {
+        "env_id": [4, 4, None],
+        "env_name": ["e", "e", None],
+        "policy_version_min": [3, 4, None],
+        "policy_version_max": [4, 5, None],
+        "raw_score": [7.0, 8.0, 0.0],
+        "is_padding": [False, False, True],
+        "has_log_probs": [True, False, False],
+        "has_advantages": [False, True, False],
+        "has_teacher": [True, False, False],
+        "zero_advantage": [False, True, False],
+    }
+    assert {key: data.non_tensor_batch[key].tolist() for key in expected} == expected
+    assert len(set(data.non_tensor_batch["uid"])) == 2 and report.padding_rows == 1
+    tensors = data.batch
+    assert tensors["ref_log_prob"].tolist() == [pytest.approx([-0.3, -0.4]), [-0.5, 0.0], [0.0, 0.0]]
+    assert tensors["atropos_advantages"].tolist() == [[0.0, 0.0], [2.0, 0.0], [0.0, 0.0]]
+    assert tensors["rollout_log_probs"].tolist() == [pytest.approx([-0.1, -0.2]), [0.0, 0.0], [0.0, 0.0]]
+    assert tensors["token_level_scores"].tolist() == [[0.0, 1.0], [2.0, 0.0], [0.0, 0.0]]
+    assert tensors["position_ids"].tolist() == [[0, 1, 2, 3], [0, 1, 2, 2], [0, 0, 0, 0]]
+    assert tensors["teacher_ids"].shape == (3, 4, 2) and tensors["teacher_ids"][0, 1:3].tolist() == [[3, 4]] * 2
+    of_scores = {"rollout_log_probs", "ref_log_prob", "atropos_advantages", "token_level_scores", "teacher_logprobs"}
+    for key, tensor in tensors.items():
+        assert tensor.dtype == (torch.float32 if key in of_scores else torch.int64), key
+    bare, _ = groups_to_data_proto([a_group()], LIMITS)
+    assert not {"rollout_log_probs", "ref_log_prob", "teacher_ids", "teacher_logprobs"} & set(bare.batch.keys())
+    assert bare.non_tensor_batch["raw_score"].tolist() == [1.0, 2.0] and not bare.non_tensor_batch["is_padding"].any()
+    assert groups_to_data_proto([a_group(scores=[None, None])], LIMITS)[0] is None
