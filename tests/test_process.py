@@ -20,6 +20,7 @@ from recipe.atropos.services.process import (
     ServiceFailed,
     free_port,
     port_is_free,
+    run_command,
     start_service,
     wait_until_healthy,
 )
@@ -220,6 +221,16 @@ def test_environment_is_added_to_and_marked(launch):
     )
     service.process.wait(10)
     assert service.tail() == f"True y {service.run_id}"
+
+
+def test_command_is_run_to_its_end_and_ended_at_its_limit(tmp_path):
+    assert run_command("says", python("import sys; print('done'); sys.exit(3)")) == (3, "done\n")
+    begin = time.monotonic()
+    code = f"import os; os.chdir({str(tmp_path)!r}); {CHILD}"
+    with pytest.raises(TimeoutError, match="waits: not done within 2 s"):
+        run_command("waits", python(code), timeout=2)
+    assert time.monotonic() - begin < 20
+    assert not any(psutil.pid_exists(int(path.stem)) for path in tmp_path.glob("*.pid"))
 
 
 def test_a_missing_program_is_an_error_at_once(tmp_path):

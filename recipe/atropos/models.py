@@ -1,11 +1,11 @@
 """Which model a name means: a folder, a name on the Hugging Face hub, or a small policy that is made here."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 from recipe.atropos.errors import AtroposError, ConfigurationError
+from recipe.atropos.services.process import run_command
 
 KEY = "actor_rollout_ref.model.path"
 SMALL_POLICIES = ("small-policy", "small-policy-calculator", "small-policy-terse", "small-policy-two-tasks")
@@ -84,7 +84,8 @@ def resolve_model(path: str, seed: int) -> str:
         return os.path.expanduser(path)
     # In a process of its own: torch and transformers take seconds and memory that a launcher does not need.
     command = [sys.executable, "-m", "recipe.atropos.utils.policies", path, "--seed", str(seed)]
-    made = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
-    if made.returncode != 0:
-        raise PolicyNotMade(f"{KEY}={path} could not be made:\n{made.stderr.strip()[-2000:]}")
-    return made.stdout.strip().splitlines()[-1]
+    status, printed = run_command("policy", command)
+    folders = [line for line in printed.splitlines() if line and Path(line).is_dir()]
+    if status != 0 or not folders:
+        raise PolicyNotMade(f"{KEY}={path} could not be made:\n{printed.strip()[-2000:]}")
+    return folders[-1]

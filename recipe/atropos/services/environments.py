@@ -11,9 +11,7 @@ Promises:
 """
 
 import importlib.util
-import os
 import re
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -33,7 +31,7 @@ from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.run_dir import LineReader, append_line, write_atomic
 from recipe.atropos.sampling import TEMPERATURE_VARIABLE
 from recipe.atropos.secret import secret_variables, split_secret_flags
-from recipe.atropos.services.process import Service
+from recipe.atropos.services.process import Service, run_command
 from recipe.atropos.services.progress import progress
 from recipe.atropos.services.run import Run, console
 from recipe.atropos.services.specs import EnvironmentSpec
@@ -72,20 +70,14 @@ def _flag_problem(run: Run, spec: EnvironmentSpec) -> str | None:
     anywhere = "http://127.0.0.1:1"
     command = [*environment_command(run, replace(spec, reward_bridge=None), "serve", anywhere, anywhere), "--check"]
     try:
-        done = subprocess.run(
-            command,
-            env={**os.environ, **environment_secrets(run, spec)},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=spec.start_timeout,
+        status, printed = run_command(
+            f"check-{spec.name}", command, env=environment_secrets(run, spec), timeout=spec.start_timeout
         )
-    except subprocess.TimeoutExpired:
+    except TimeoutError:
         return f"{spec.key}.target={spec.target}: not imported within {spec.key}.start_timeout={spec.start_timeout:g} s"
-    if done.returncode == 0:
+    if status == 0:
         return None
-    lines = [line for line in done.stdout.splitlines() if line.strip()] or [f"exit status {done.returncode}"]
+    lines = [line for line in printed.splitlines() if line.strip()] or [f"exit status {status}"]
     told = [line.removeprefix("error: ") for line in lines if line.startswith(("error: ", "--env "))] or lines[-1:]
     return "\n".join(_as_key(line, spec.key) for line in told)
 

@@ -21,6 +21,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -247,6 +248,26 @@ def start_service(
     service = Service(name, list(command), process, int(pid), log_path, control, url, run_id, log_start, started)
     unstopped.append(service)
     return service
+
+
+def run_command(
+    name: str, command: list[str], *, env: Mapping[str, str] | None = None, timeout: float | None = None
+) -> tuple[int, str]:
+    """Run a command to its end, as a service, so that it never outlives this process; its status and what it printed.
+
+    Raises:
+        TimeoutError: it took longer than ``timeout`` seconds, and was ended.
+        ServiceFailed: the program does not exist.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        service = start_service(name, command, log_path=Path(folder) / "log", env=env)
+        try:
+            status = service.process.wait(timeout)
+        except subprocess.TimeoutExpired as error:
+            raise TimeoutError(f"{name}: not done within {timeout:g} s") from error
+        finally:
+            service.stop(grace=1.0)
+        return status, service.log_path.read_text(errors="replace")
 
 
 async def wait_until_healthy(
