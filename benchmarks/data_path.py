@@ -257,7 +257,6 @@ def running_trainer(folder: Path, sizes: UpdateSizes) -> Iterator[RayGRPOAtropos
     model = make_model(folder / "model")
     overrides = [
         f"run.dir={folder / 'run'}",
-        f"trainer.device={get_device_name()}",
         "trainer.logger=[]",
         "inference.urls=[http://127.0.0.1:1]",  # nothing is generated and nothing pushed
         f"data.train_batch_size={sizes.groups}",
@@ -272,6 +271,7 @@ def running_trainer(folder: Path, sizes: UpdateSizes) -> Iterator[RayGRPOAtropos
         "actor_rollout_ref.actor.optim.weight_decay=0",
     ]
     config = compose_config(overrides)
+    config.trainer.device = get_device_name()
     try:
         ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
         trainer = RayGRPOAtroposTrainer(config=config, tokenizer=AutoTokenizer.from_pretrained(model))

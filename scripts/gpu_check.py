@@ -180,7 +180,7 @@ def overrides_of(trial: Trial, arguments: argparse.Namespace, model: Path, on_gp
         f"actor_rollout_ref.actor.optim.lr={size.learning_rate}",
         f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={size.micro_batch}",
         "actor_rollout_ref.actor.use_torch_compile=false",
-        "++actor_rollout_ref.model.override_config.attn_implementation=sdpa",
+        "actor_rollout_ref.model.override_config.attn_implementation=sdpa",
     ]
     if not on_gpu:
         given.append("inference.args.max_total_tokens=4096")

@@ -29,7 +29,7 @@ def write(folder, *lines, torn=b""):
 
 
 def evaluations(folder, *options):
-    config = compose_config("++environments.a.target=m", "++environments.b.target=m", *options)
+    config = compose_config("environments.a.target=m", "environments.b.target=m", *options)
     return Evaluations(Run(config, [], folder), environment_specs(config), None)
 
 
@@ -61,7 +61,7 @@ def test_an_environment_that_reports_nothing_is_not_asked_again(tmp_path):
 
 
 def test_environments_whose_evaluation_is_off_are_never_due(tmp_path):
-    kept = evaluations(tmp_path, "++environments.a.evaluate=false")
+    kept = evaluations(tmp_path, "environments.a.evaluate=false")
     assert [spec.name for spec in kept.due(0)] == ["b"]
 
 

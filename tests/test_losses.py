@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers_trainer import compose_config, random_group
+from omegaconf import open_dict
 from verl.trainer.ppo.core_algos import get_policy_loss_fn
 from verl.utils import tensordict_utils as tu
 from verl.utils.config import omega_conf_to_dataclass
@@ -367,9 +368,12 @@ def test_policy_loss_of_a_micro_batch_without_a_trained_token_is_0(rng, mode):
         "actor_rollout_ref.model.path=none",
         "algorithm.rollout_correction.bypass_mode=true",
         f"actor_rollout_ref.actor.policy_loss.loss_mode={mode}",
-        "+actor_rollout_ref.actor.policy_loss.rollout_correction._target_=verl.trainer.config.algorithm.RolloutCorrectionConfig",
     ]
-    config = omega_conf_to_dataclass(compose_config(*overrides).actor_rollout_ref.actor)
+    actor = compose_config(*overrides).actor_rollout_ref.actor
+    with open_dict(actor):  # as the trainer gives it
+        target = "verl.trainer.config.algorithm.RolloutCorrectionConfig"
+        actor.policy_loss.rollout_correction = {"_target_": target}
+    config = omega_conf_to_dataclass(actor)
     metrics = {}
     for mask in (1, 0):
         output, data, leaf = a_micro_batch(rng, mask)

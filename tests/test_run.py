@@ -156,8 +156,8 @@ def test_each_server_has_a_port_a_seed_and_on_gpus_devices_of_its_own(tmp_path, 
         "inference.servers=2",
         f"inference.device={device}",
         "seed=7",
-        "++inference.args.tp_size=2",
-        *(["++inference.args.base_gpu_id=4"] if device == "cuda" else []),
+        "inference.args.tp_size=2",
+        *(["inference.args.base_gpu_id=4"] if device == "cuda" else []),
     )
     launches = plan_servers(Run(config, [], tmp_path))
     assert list(launches) == ["sglang-0", "sglang-1"]
@@ -185,5 +185,5 @@ def test_servers_are_started_to_take_the_adapter_that_is_pushed_by_itself(model_
     alone = flags(*lora, "actor_rollout_ref.model.lora.merge=false")
     assert "--enable-lora --max-lora-rank 4 --lora-target-modules down_proj q_proj" in alone
     assert "--max-loras-per-batch 4 --max-loaded-loras 4" in alone
-    linear = flags(lora[0], "actor_rollout_ref.model.lora.merge=false", "++inference.args.max_lora_rank=8")
+    linear = flags(lora[0], "actor_rollout_ref.model.lora.merge=false", "inference.args.max_lora_rank=8")
     assert "--max-lora-rank 8 --lora-target-modules down_proj gate_proj k_proj o_proj q_proj up_proj v_proj" in linear
