@@ -51,5 +51,7 @@ def cluster(_ray_of_all: None) -> None:
     """Ray in this machine, with room for four ranks."""
     import ray
 
+    from recipe.atropos.local_ray import start_ray
+
     if not ray.is_initialized():
-        ray.init(num_cpus=4, include_dashboard=False)
+        start_ray(num_cpus=4, include_dashboard=False)

@@ -1,5 +1,6 @@
 """The launcher and the trainer's command line, as a person uses them."""
 
+import contextlib
 import os
 import re
 import signal
@@ -257,31 +258,87 @@ def test_sampling_at_another_temperature_ends_the_run(tmp_path):
         assert alarm["what"][-60:] in words(output)
 
 
-@pytest.mark.timeout(600)  # three starts of everything, and one of a server
-def test_the_demo_trains_reports_ends_what_it_started_and_goes_on_after_an_interrupt(tmp_path):
-    """Server and gateway are killed, then the launcher is interrupted; the same command goes on to the last step."""
-    folder = tmp_path / "run"
-    options = ["--preset", "demo", "--run-dir", str(folder), "trainer.save_freq=2"]
+def until(service, condition, seconds=120):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline and service.poll() is None, service.tail()
+        time.sleep(0.2)
+
+
+@pytest.fixture(scope="module")
+def training(tmp_path_factory):
+    """(launcher, its options) of a demo that trains: some steps are done, many are to come."""
+    folder = tmp_path_factory.mktemp("training")
+    options = ["--preset", "demo", "--run-dir", str(folder / "run"), "trainer.save_freq=2"]
     tracking = "trainer.logger=[console,tensorboard,wandb]"
-    service = run(tmp_path, LAUNCH, *options, "--steps", "1000", "--seed", "0", tracking)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # as ``interruptible``, which comes later
+    service = run(folder, LAUNCH, *options, "--steps", "1000", "--seed", "0", tracking)
+    try:
+        until(service, lambda: len(read_metrics(folder / "run")) >= 2, seconds=240)  # everything starts
+        yield service, folder / "run", options
+    finally:
+        service.stop()
 
-    def until(condition, seconds=120):
-        deadline = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < deadline and service.poll() is None, service.tail()
-            time.sleep(0.2)
 
-    until(lambda: len(read_metrics(folder)) >= 2, seconds=240)  # everything starts
+def maps_of(process):
+    with contextlib.suppress(psutil.Error):
+        return process.memory_maps()
+    return []
+
+
+def processes_of(service):
+    launcher = psutil.Process(service.pid)
+    return [launcher, *launcher.children(recursive=True)]
+
+
+def test_secret_of_a_run_is_in_no_file_and_no_command_line(training):
+    service, folder, _ = training
+    key = psutil.Process(listed(folder)["gateway"]["pid"]).environ()["ATROPOS_API_KEY"]
+    assert len(key) >= 32
+    for process in processes_of(service):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            assert not any(key in word for word in process.cmdline()), process
+    files = [path for path in folder.parent.rglob("*") if path.is_file()]
+    assert {"config.yaml", "evaluate_config.yaml", "sglang.log", "environment.log"} <= {path.name for path in files}
+    assert not [path for path in files if key.encode() in path.read_bytes()]
+
+
+def test_secret_ports_of_a_run_are_on_loopback(training):
+    """Those of Ray, torch and SGLang too; Ray asks for a token."""
+    service, folder, _ = training
+    listening, names = {}, set()
+    for process in processes_of(service):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            names.add(process.name())
+            for connection in process.net_connections("inet"):
+                if connection.status == psutil.CONN_LISTEN:
+                    listening.setdefault(connection.laddr.ip.removeprefix("::ffff:"), set()).add(process.name())
+    assert set(listening) == {"127.0.0.1"}, listening
+    assert {"gcs_server", "raylet"} <= names
+    trainer = psutil.Process(listed(folder)["trainer"]["pid"])
+    [raylet] = [child for child in trainer.children(recursive=True) if child.name() == "raylet"]
+    assert raylet.environ()["RAY_AUTH_MODE"] == "token" and len(raylet.environ()["RAY_AUTH_TOKEN"]) == 64
+
+
+@pytest.mark.timeout(600)  # three starts of everything, and one of a server
+def test_the_demo_trains_reports_ends_what_it_started_and_goes_on_after_an_interrupt(training, tmp_path):
+    """Server and gateway are killed, then the launcher is interrupted; the same command goes on to the last step."""
+    service, folder, options = training
     before = listed(folder)
+    temporary = Path(psutil.Process(before["gateway"]["pid"]).environ()["TMPDIR"])
+    assert (temporary / "ray").is_dir()
+    maps = [m.path for process in processes_of(service) for m in maps_of(process) if "sglang_loads" in m.path]
+    assert all(temporary.name in path for path in maps), "shared memory is named by its run"
     for name in ("sglang", "gateway"):  # no batch comes without them, so nobody but the waiting trainer can mend it
         psutil.Process(before[name]["pid"]).kill()
     until(
+        service,
         lambda: all(
             listed(folder).get(name, before[name])["pid"] != before[name]["pid"] for name in ("sglang", "gateway")
-        )
+        ),
     )
     reached = len(read_metrics(folder))
-    until(lambda: len(read_metrics(folder)) >= reached + 4)  # more than were ahead
+    until(service, lambda: len(read_metrics(folder)) >= reached + 4)  # more than were ahead
     assert listed(folder)["sglang"]["url"] == before["sglang"]["url"]
     (tmp_path / "second").mkdir()
     status, output, _ = wait(run(tmp_path / "second", LAUNCH, *options, "--steps", "1000"), 120)
@@ -290,6 +347,7 @@ def test_the_demo_trains_reports_ends_what_it_started_and_goes_on_after_an_inter
     status, output, left = wait(service, 200)
     assert status == 130 and "the same command resumes the run" in output, output
     assert not left, "no process of the run is alive"
+    assert not temporary.exists() and not [p for p in Path("/dev/shm").iterdir() if temporary.name in p.name]
     assert listed(folder) == {}
     (folder / "checkpoints/latest_checkpointed_iteration.txt").write_bytes(b"")
     assert re.search(r"sglang ended \(-9\), started again at http://127.0.0.1:\d+: 1 of 3 restarts", words(output)), (

@@ -7,10 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import ray
 from helpers_trainer import compose_config
 from omegaconf import OmegaConf
 
+from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.inference.server import SGLangLaunch, sglang_command
+from recipe.atropos.local_ray import joins_cluster, start_ray
 from recipe.atropos.secret import config_yaml, is_secret, public_config, without_secret_overrides
 from recipe.atropos.services.environments import environment_command, environment_secrets
 from recipe.atropos.services.run import Run
@@ -75,6 +78,13 @@ def test_secret_flags_are_in_no_command_line(tmp_path):
     for words in (command, server, without_secret_overrides(OPTIONS)):
         assert not any(KEY in word or JUDGE in word for word in words)
     assert "--openai.timeout=8" in command and "++environment.args.train_size=7" in without_secret_overrides(OPTIONS)
+
+
+def test_secret_tokens_are_asked_of_ray(monkeypatch):
+    assert joins_cluster({"address": "auto"}) and not joins_cluster({"address": None})
+    monkeypatch.delattr(ray._raylet, "AuthenticationTokenLoader")
+    with pytest.raises(ConfigurationError, match=rf"ray=={ray.__version__} has no token .* install ray>=2.55"):
+        start_ray(num_cpus=1)
 
 
 def test_secret_flags_reach_a_process_that_prints_none():

@@ -25,11 +25,11 @@ from transformers import AutoModelForCausalLM, dynamic_module_utils
 
 from recipe.atropos.inference.client import InferenceError, SGLangClient
 from recipe.atropos.launch_services import load_config
+from recipe.atropos.utils.hosts import address_towards, is_this_host
 from recipe.atropos.weight_sync import distributed, servers, tensor
 from recipe.atropos.weight_sync.bucket import Buckets
 from recipe.atropos.weight_sync.colocated import SharedMemory
 from recipe.atropos.weight_sync.engine import AtroposCheckpointEngine, choose_transport
-from recipe.atropos.weight_sync.hosts import address_towards, is_this_host
 from recipe.atropos.weight_sync.servers import WeightPushError
 
 pytestmark = pytest.mark.timeout(240)

@@ -20,6 +20,7 @@ from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
 import recipe.atropos.engines  # noqa: F401  (registers the engines for GPUs)
 from recipe.atropos.losses import DistillationConfig, atropos_loss
+from recipe.atropos.utils.private_process import keep_rendezvous_on_loopback
 
 
 class AtroposTrainingWorker(TrainingWorker):
@@ -50,6 +51,7 @@ class AtroposActorWorker(ActorRolloutRefWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
+        keep_rendezvous_on_loopback()
         if get_device_name() == "cpu":
             import recipe.atropos.platforms.cpu_engine  # noqa: F401  (registers the engine)
 

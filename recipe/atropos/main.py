@@ -16,12 +16,14 @@ from concurrent.futures import Future
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from recipe.atropos import scratch
 from recipe.atropos.config.compose import load_config
 from recipe.atropos.errors import one_line_errors
 from recipe.atropos.models import check_model, resolve_model
 from recipe.atropos.preflight import check_config, check_services
 from recipe.atropos.resumption import prepare_folder
 from recipe.atropos.run_dir import RunDir
+from recipe.atropos.utils.hosts import is_this_host, loopback_variables
 
 
 def run(config: DictConfig) -> None:
@@ -61,13 +63,18 @@ def _train(config: DictConfig) -> None:
     from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
     from verl.utils.config import omega_conf_to_dataclass
 
+    from recipe.atropos.local_ray import joins_cluster, keep_logs, start_ray
     from recipe.atropos.ray_trainer import RayGRPOAtroposTrainer
 
     init = OmegaConf.to_container(config.ray_kwargs.ray_init)
+    if not joins_cluster(init):
+        os.environ |= scratch.current().variables()
+        if all(is_this_host(url) for url in config.inference.urls):
+            os.environ |= loopback_variables()
     runtime_env = {**get_ppo_ray_runtime_env(config), **(init.pop("runtime_env", None) or {})}
     # The servers may still be starting, and so do Ray and its workers.
     services = _in_background(lambda: check_services(config, timeout=config.trainer.atropos.startup_timeout))
-    ray.init(runtime_env=runtime_env, **init)
+    start_ray(runtime_env=runtime_env, **init)
     try:
         model = omega_conf_to_dataclass(config.actor_rollout_ref.model)
         vocab_size = model.hf_config.get_text_config().vocab_size
@@ -75,6 +82,9 @@ def _train(config: DictConfig) -> None:
         trainer.init_workers()
         services.result()
         trainer.fit()
+    except Exception:
+        keep_logs(RunDir(config.run.dir).logs / "ray")
+        raise
     finally:
         ray.shutdown()
 

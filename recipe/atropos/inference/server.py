@@ -197,8 +197,12 @@ def _check_interpreter(python: str) -> None:
         raise LaunchError(f"inference.python is {python!r}, which does not run ({found.stderr.strip()}): {mend}")
 
 
-def start_sglang(launch: SGLangLaunch, *, log_path: Path | str, name: str = "sglang") -> Service:
+def start_sglang(
+    launch: SGLangLaunch, *, log_path: Path | str, name: str = "sglang", env: Mapping[str, str] | None = None
+) -> Service:
     """Check the launch, choose a port if none is given, start the server, and return at once: see `wait_until_serving`.
+
+    ``env`` is added to its environment.
 
     Raises:
         LaunchError: see `check_launch`.
@@ -209,7 +213,7 @@ def start_sglang(launch: SGLangLaunch, *, log_path: Path | str, name: str = "sgl
     if (local := Path(launch.model_path).expanduser()).is_dir():
         launch = replace(launch, model_path=str(local.resolve()))
     command, environment = sglang_command(launch)
-    return start_service(name, command, log_path=log_path, env=environment, url=launch.url)
+    return start_service(name, command, log_path=log_path, env={**(env or {}), **environment}, url=launch.url)
 
 
 async def wait_until_serving(service: Service, timeout: float = 600.0) -> float:

@@ -93,7 +93,7 @@ def start_inference(run: Run) -> Inference:
     launches = plan_servers(run)
     gateway = f"http://{_reachable(run.config.inference.host)}:{free_port(run.config.inference.host)}"
     for name, launch in launches.items():
-        run.add(start_sglang(launch, log_path=run.log(name), name=name))
+        run.add(start_sglang(launch, log_path=run.log(name), name=name, env=run.variables))
     start_gateway(run, gateway, [launch.url for launch in launches.values()])
     return Inference(launches, gateway, run.api_key)
 
@@ -143,7 +143,7 @@ def _start_again_from_now_on(run: Run, inference: Inference, services: dict[str,
     for name, launch in inference.servers.items():
         run.revive(
             services[name],
-            lambda name=name, launch=launch: start_sglang(launch, log_path=run.log(name), name=name),
+            lambda name=name, launch=launch: start_sglang(launch, log_path=run.log(name), name=name, env=run.variables),
             limit,
             kind="sglang",
             may_start=lambda: not (colocated and run.files.servers_offloaded.exists()),

@@ -17,7 +17,9 @@ from rich.console import Console
 from rich.markup import escape
 
 from recipe.atropos.run_dir import LOCK_VARIABLE, RunDir, write_json
+from recipe.atropos.scratch import Scratch
 from recipe.atropos.services.process import Service, ServiceFailed, start_service
+from recipe.atropos.utils.hosts import is_this_host, loopback_variables
 
 console = Console(highlight=False)
 
@@ -54,6 +56,7 @@ class Run:
     given_up: set[str] = field(default_factory=set)
     lock: int | None = None
     """Descriptor of the run folder's lock, which what is started inherits."""
+    scratch: Scratch | None = None
 
     def __post_init__(self) -> None:
         self.files = RunDir(self.directory)
@@ -62,13 +65,24 @@ class Run:
 
     def start(self, name: str, command: list[str], url: str | None = None, **env: str) -> Service:
         """In the launcher's own working folder, so that relative paths and local modules mean what the user meant."""
-        env = {"PYTHONUNBUFFERED": "1", **env}
+        env = {"PYTHONUNBUFFERED": "1", **self.variables, **env}
         inherited = ()
         if self.lock is not None:
             env[LOCK_VARIABLE], inherited = str(self.lock), (self.lock,)
         service = start_service(name, command, log_path=self.log(name), env=env, url=url, pass_fds=inherited)
         self.add(service)
         return service
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Environment of every service: the run's temporary folder, and loopback where none is on another machine."""
+        if self.scratch is None:
+            self.scratch = Scratch.create()
+        config, variables = self.config, self.scratch.variables()
+        if config and config.trainer.nnodes == 1 and not os.environ.get("RAY_ADDRESS"):
+            if config.inference.args.get("nnodes", 1) == 1 and is_this_host(f"http://{config.inference.host}"):
+                variables |= loopback_variables()
+        return variables
 
     def add(self, service: Service) -> None:
         """A service that was started; it takes the place of one with its name."""
@@ -91,7 +105,7 @@ class Run:
         return self.files.log(name)
 
     def stop(self, *services: Service) -> None:
-        """End the given services, or all, the youngest first."""
+        """End the given services, or all, the youngest first; with all of them the run's temporary files go."""
         failures = []
         for service in reversed(services or tuple(self.services)):
             try:
@@ -99,6 +113,9 @@ class Run:
             except ServiceFailed as failure:  # the others are ended all the same
                 failures.append(failure)
         self._write_listing()
+        if not services and self.scratch is not None:
+            self.scratch.remove()
+            self.scratch = None
         if failures:
             raise failures[0]
 

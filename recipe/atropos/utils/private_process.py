@@ -6,7 +6,8 @@ Guarantees:
 
 - flags that hold secrets come in an environment variable, and stand in no command line;
 - what this process prints holds none of them: SGLang and Atropos print all their settings, keys included;
-- a torch store for processes of one machine listens on loopback.
+- a torch store for processes of one machine listens on loopback;
+- shared memory that outlives its processes is named by the run (``scratch``).
 
 SGLang's interpreter runs this file too, and runs it again in each process that SGLang spawns, so it imports only the
 standard library, and torch where that is there.
@@ -16,6 +17,7 @@ import importlib
 import importlib.util
 import ipaddress
 import json
+import multiprocessing
 import os
 import runpy
 import socket
@@ -24,6 +26,9 @@ from collections.abc import Iterable
 
 SECRET_FLAGS = "ATROPOS_SECRET_FLAGS"
 """Environment variable with flags as a JSON list, ["--api-key", "..."]; they follow those of the command line."""
+
+SCRATCH = "ATROPOS_SCRATCH"
+"""Environment variable with the folder for temporary files of the run that a process belongs to."""
 
 
 def take_secret_flags() -> list[str]:
@@ -81,9 +86,31 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
+def name_shared_memory(name: str) -> None:
+    """From now on semaphores of multiprocessing are ``sem.NAME-mp-*``, shared memory of SGLang ``sglang_loads_NAME_*``.
+
+    Both stay when their processes are killed, and by their own names nobody knows whose they are.
+    """
+    multiprocessing.process.current_process()._config["semprefix"] = f"/{name}-mp"  # children have it too
+    if importlib.util.find_spec("sglang") is None:
+        return
+    ports = importlib.import_module("sglang.srt.server_args").PortArgs
+    create = ports.init_new
+
+    def create_named(*args, **kwargs):
+        created = create(*args, **kwargs)
+        if getattr(created, "instance_id", None):  # SGLang 0.5.12 has none
+            created.instance_id = f"{name}_{created.instance_id}"
+        return created
+
+    ports.init_new = staticmethod(create_named)
+
+
 def _run() -> None:
     module, secret_flags = sys.argv[1], take_secret_flags()
     hide_in_output(secret_flags)
+    if folder := os.environ.get(SCRATCH):
+        name_shared_memory(os.path.basename(folder))
     sys.argv[1:] = [*sys.argv[2:], *secret_flags]
     # This folder's modules are not the program's. __main__ stays this file, for the processes that it spawns.
     own = os.path.dirname(os.path.abspath(__file__))

@@ -17,8 +17,8 @@ from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_proces
 from verl.utils.device import get_device_id, get_device_name
 
 from recipe.atropos.inference.client import SGLangClient
+from recipe.atropos.utils.hosts import address_towards
 from recipe.atropos.weight_sync.bucket import Bucket, Buckets, NamedTensors, first_filled, in_thread, send_in_buckets
-from recipe.atropos.weight_sync.hosts import address_towards
 from recipe.atropos.weight_sync.servers import WeightPushError, on_all, tidied, update_session
 
 _count = itertools.count()

@@ -18,11 +18,11 @@ from verl.utils.torch_dtypes import PrecisionType
 
 from recipe.atropos.checkpoint_format import CheckpointError, read_shapes
 from recipe.atropos.inference.client import Capabilities, SGLangClient
+from recipe.atropos.utils.hosts import is_this_host
 from recipe.atropos.weight_sync.adapter import AdapterTransport
 from recipe.atropos.weight_sync.checksums import WeightChecksums
 from recipe.atropos.weight_sync.disk import DiskTransport
 from recipe.atropos.weight_sync.distributed import DistributedTransport
-from recipe.atropos.weight_sync.hosts import is_this_host
 from recipe.atropos.weight_sync.names import PushedNames, Streamed
 from recipe.atropos.weight_sync.push import Transport, push
 from recipe.atropos.weight_sync.served_model import check_model, served_path

@@ -5,7 +5,8 @@ loads from there. What travels over HTTP is a pickle of the handles, so both sid
 processes on one machine, with an API key.
 
 Shared memory of a CPU has a name, and outlives a process that is killed. So the buffers are there during a push alone;
-what a server that died in it had not read stays, for torch counts its readers, and goes with the next push.
+what a server that died in it had not read stays, for torch counts its readers, and goes with the next push. The names
+are the run's: what a killed trainer leaves goes with the run (``scratch``).
 
 A buffer is filled again only after the server has answered. On a GPU its copies may then still be under way on its
 stream; torch's own end of an IPC handle waits for that stream before it lets go, and SGLang drops the handles before it
@@ -15,6 +16,7 @@ answers. (Read in torch's sources; not yet run on a GPU.)
 import base64
 import contextlib
 import io
+import os
 import threading
 from collections.abc import Iterator, Sequence
 from multiprocessing.reduction import ForkingPickler
@@ -26,11 +28,14 @@ from torch import multiprocessing
 from torch.multiprocessing.reductions import StorageWeakRef
 from verl.utils.device import get_device_id, get_device_name
 
+from recipe.atropos import scratch
 from recipe.atropos.inference.client import SGLangClient
+from recipe.atropos.run_dir import disk_errors
+from recipe.atropos.utils.hosts import is_this_host
 from recipe.atropos.weight_sync.bucket import Bucket, Buckets, NamedTensors, first_filled, send_in_buckets
-from recipe.atropos.weight_sync.hosts import is_this_host
 from recipe.atropos.weight_sync.servers import WeightPushError, on_all, update_session
 
+_TORCH_HEADER = 64  # bytes, with its count of readers
 _sharing_lock = threading.Lock()
 
 
@@ -95,10 +100,12 @@ class TensorTransport:
         """uint8, (size,): on a CPU in shared memory, else on the current device, whose memory can be shared."""
         if get_device_name() != "cpu":
             return torch.empty(size, dtype=torch.uint8, device=get_device_id())
+        path = scratch.current().shared_memory()  # torch's own names do not say whose they are
+        with disk_errors(path), open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600), "rb") as file:
+            os.posix_fallocate(file.fileno(), 0, _TORCH_HEADER + size)  # else a full disk kills whoever writes
         with _sharing_by_name():
-            storage = torch.UntypedStorage._new_shared(size)
-            name = storage._share_filename_cpu_()[1].decode()
-        self._segments.append((StorageWeakRef(storage), Path("/dev/shm") / name.lstrip("/")))
+            storage = torch.UntypedStorage._new_shared_filename_cpu(b"", f"/{path.name}".encode(), size)
+        self._segments.append((StorageWeakRef(storage), path))
         return torch.empty(0, dtype=torch.uint8).set_(storage)
 
     def _sweep(self) -> None:

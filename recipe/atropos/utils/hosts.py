@@ -1,6 +1,7 @@
 """Which addresses are this machine's."""
 
 import ipaddress
+import os
 import socket
 from urllib.parse import urlsplit
 
@@ -25,6 +26,14 @@ def address_towards(url: str) -> str:
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(target)  # sends nothing: it only looks up the route
         return probe.getsockname()[0]
+
+
+def loopback_variables() -> dict[str, str]:
+    """Environment for processes that all run on this machine: gloo and NCCL then listen on loopback alone."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.address == "127.0.0.1" for address in addresses):
+            return {key: os.environ.get(key, name) for key in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
+    return {}
 
 
 def _addresses(url: str) -> set[str]:

@@ -1,0 +1,60 @@
+"""Ray as the trainer starts it: for this machine alone, and for this run alone.
+
+Guarantees, unless a cluster is joined (RAY_ADDRESS, or ``ray_kwargs.ray_init.address``), where nothing is changed:
+
+- every port of Ray is on loopback, and asks for a token that only this run's processes have;
+- its files are in the run's temporary folder.
+"""
+
+import os
+import secrets
+import shutil
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray._private import ray_constants
+
+from recipe.atropos import scratch
+from recipe.atropos.errors import ConfigurationError
+
+_OLDEST = "2.55"  # as in pyproject.toml
+
+
+def joins_cluster(options: dict[str, Any]) -> bool:
+    """Whether ``ray.init`` with ``options`` joins a cluster that is there."""
+    return bool(os.environ.get("RAY_ADDRESS") or options.get("address", "local") not in (None, "local"))
+
+
+def start_ray(**options: Any) -> None:
+    """``ray.init(**options)``.
+
+    Raises:
+        ConfigurationError: this Ray has no token authentication.
+    """
+    if joins_cluster(options):
+        ray.init(**options)
+        return
+    if not hasattr(ray._raylet, "AuthenticationTokenLoader"):
+        raise ConfigurationError(
+            f"ray=={ray.__version__} has no token authentication, so that any user of this machine could run code as "
+            f"you: install ray>={_OLDEST}"
+        )
+    os.environ |= {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        # Ray's name for "this node's address is 127.0.0.1"; _node_ip_address=127.0.0.1 it replaces by another.
+        ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0",
+    }
+    ray_constants.ENABLE_RAY_CLUSTER = False  # Ray read the variable when it was imported
+    ray._raylet.Config.initialize("")  # and the mode
+    ray._raylet.AuthenticationTokenLoader.instance().reset_cache()
+    options = {"_temp_dir": str(scratch.current().folder / "ray"), **options, "address": "local"}
+    ray.init(**options)
+
+
+def keep_logs(folder: Path) -> None:
+    """Copy Ray's own logs, to which its errors refer, to ``folder``; none where a cluster was joined."""
+    logs = scratch.current().folder / "ray" / "session_latest" / "logs"
+    if logs.is_dir():
+        shutil.copytree(logs, folder, dirs_exist_ok=True, ignore_dangling_symlinks=True)

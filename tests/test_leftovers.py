@@ -1,0 +1,108 @@
+"""What a run leaves in temporary folders and shared memory goes with it, or with the next run; nothing else does."""
+
+import contextlib
+import os
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+import psutil
+import pytest
+
+from recipe.atropos import scratch
+from recipe.atropos.scratch import Scratch, remove_dead
+from recipe.atropos.services.run import Run
+from recipe.atropos.weight_sync.tensor import TensorTransport
+
+SHM = Path("/dev/shm")
+
+# A rank with a buffer of a push: it says where, and waits.
+RANK = """
+import sys, time
+from recipe.atropos.weight_sync.tensor import TensorTransport
+transport = TensorTransport(1 << 16)
+buffer = transport._allocate(1 << 16)
+print(transport._segments[0][1], flush=True)
+time.sleep(100)
+"""
+# A launcher that starts a rank, says the run's folder, and waits.
+LAUNCHER = """
+import sys, subprocess, time
+from recipe.atropos.scratch import Scratch
+own = Scratch.create()
+subprocess.Popen([sys.executable, "-c", sys.argv[1]], env={**__import__("os").environ, **own.variables()})
+print(own.folder, flush=True)
+time.sleep(100)
+"""
+
+
+def kill(process):
+    """With all that it started; torch's manager of shared memory would tidy up, where it is not killed too."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for child in reversed(psutil.Process(process.pid).children(recursive=True)):
+            child.kill()
+    process.kill()
+    process.wait()
+
+
+@pytest.fixture
+def launcher():
+    """(process, the run's folder, the rank's buffer) of a run in the middle of a push."""
+    process = subprocess.Popen([sys.executable, "-c", LAUNCHER, RANK], stdout=subprocess.PIPE, text=True)
+    try:
+        lines = sorted((process.stdout.readline().strip() for _ in range(2)), key=lambda line: "/shm/" in line)
+        yield process, *map(Path, lines)
+    finally:
+        kill(process)
+        process.stdout.close()
+
+
+@pytest.mark.timeout(120)
+def test_leftovers_of_a_killed_run_go_with_the_next(launcher):
+    process, folder, buffer = launcher
+    name = uuid.uuid4().hex[:8]
+    ours = [SHM / f"sglang_loads_{folder.name}_ab12_cd.shm", SHM / f"sem.{folder.name}-mp-ab"]
+    names = [f"sglang_loads_{name}_ab.shm", f"sem.mp-{name}", f"torch_{name}", f"atropos-{name}x", f"my-atropos-{name}"]
+    others = [*(SHM / n for n in names), folder.parent / f"atropos-{name}-1-1", folder.parent / f"atropos-{name}"]
+    try:
+        for path in (*ours, *others):
+            path.touch()
+        remove_dead()
+        assert folder.is_dir() and buffer.exists() and buffer.name.startswith(folder.name), "the run lives"
+        kill(process)
+        assert buffer.exists(), "shared memory outlives those who are killed"
+        own = Scratch.create()
+        own.remove()
+        assert not folder.exists() and not list(SHM.glob(f"{folder.name}*")) and not any(map(Path.exists, ours))
+        assert all(path.exists() for path in others), "what is not ours stays"
+    finally:
+        for path in (*ours, *others):
+            path.unlink(missing_ok=True)
+
+
+def test_leftovers_of_a_run_go_at_its_end(tmp_path):
+    run = Run(None, [], tmp_path)
+    try:
+        code = "import os, tempfile; open(tempfile.mktemp(), 'w'); open(os.environ['NAME'], 'w')"
+        folder = Path(run.variables["TMPDIR"])
+        segment = SHM / f"{folder.name}-1-0"
+        service = run.start("a", [sys.executable, "-c", code], NAME=str(segment))
+        assert service.process.wait(30) == 0
+        assert folder.stat().st_mode & 0o777 == 0o700 and segment.exists()
+        assert sorted(path.name[:3] for path in folder.iterdir()) == [".sc", "tmp"]
+    finally:
+        run.stop()
+    assert not folder.exists() and not list(SHM.glob(f"{folder.name}*"))
+
+
+def test_leftovers_of_a_push_are_named_by_their_run():
+    transport = TensorTransport(1 << 16)
+    buffer = transport._allocate(1 << 16)
+    [(_, path)] = transport._segments
+    assert path.name.startswith(f"{scratch.current().folder.name}-{os.getpid()}-")
+    assert path.stat().st_mode & 0o777 == 0o600 and path.stat().st_size >= len(buffer)
+    assert buffer.fill_(7).sum() == 7 * (1 << 16)
+    del buffer
+    transport._sweep()
+    assert not path.exists()
