@@ -87,7 +87,6 @@ def test_the_environments_flags_are_the_users_over_the_launchers_own(tmp_path):
     [
         (["--model", "/no/such/model"], "actor_rollout_ref.model.path=/no/such/model: no model there"),
         (["--steps", "0"], "trainer.total_training_steps=0: give 1 or more"),
-        (["--gpus", "3"], "cannot be split over 3 ranks"),
         (["inference.python=/no/python"], "/no/python"),
         (
             ["environment.target=recipe.atropos.environments.nothing"],

@@ -8,9 +8,11 @@ import torch
 import torch.nn.functional as F
 from helpers_trainer import compose_config, random_group
 from omegaconf import open_dict
+from verl.trainer.config import RolloutCorrectionConfig
 from verl.trainer.ppo.core_algos import get_policy_loss_fn
 from verl.utils import tensordict_utils as tu
 from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.metric import Metric
 from verl.workers.utils.padding import left_right_2_no_padding
 
 from recipe.atropos import losses
@@ -19,6 +21,7 @@ from recipe.atropos.losses import (
     DistillationConfig,
     atropos_loss,
     compute_advantage_weighted_sft_loss,
+    finished_metrics,
     forward_kl_top_k,
 )
 from recipe.atropos.rows import NO_TEACHER, RowLimits
@@ -300,8 +303,132 @@ def test_distillation_is_averaged_over_all_trained_tokens(rng, mode):
     )
     assert kl.sum() > 0.1 and loss.item() == pytest.approx(0.5 * mean.item(), rel=1e-4)
     assert metrics["actor/distillation_loss"].aggregate() == pytest.approx(mean.item(), rel=1e-4)
-    assert metrics["actor/distillation_kl"].aggregate() == pytest.approx(kl.mean().item(), rel=1e-4), "of taught tokens"
-    assert metrics["actor/teacher_mass"].aggregate() == pytest.approx(mass.mean().item(), rel=1e-4)
+    metrics = finished_metrics({name: [metric.aggregate()] for name, metric in metrics.items()})
+    assert metrics["actor/distillation_kl"] == pytest.approx([kl.mean().item()], rel=1e-4), "of taught tokens"
+    assert metrics["actor/teacher_mass"] == pytest.approx([mass.mean().item()], rel=1e-4)
+
+
+@pytest.fixture
+def a_mini_batch(rng):
+    """Rows of unequal lengths and three of padding; the logprobs and logits that the policy has for them."""
+    source = np.random.default_rng(0)
+    groups = [random_group(source, V, turns=2, size=4), random_group(source, V, size=4, longest=30)]
+    full = [torch.randn(len(t), V, generator=rng).log_softmax(-1) for t in groups[0]["tokens"]]
+    groups[0]["distill_token_ids"] = [[[]] + f.topk(4).indices[1:].tolist() for f in full]
+    groups[0]["distill_logprobs"] = [[[]] + f.topk(4).values[1:].tolist() for f in full]
+    data, _ = groups_to_data_proto(groups, RowLimits(20, 40, 0, vocab_size=V), multiple_of=11)
+    shape = data.batch["responses"].shape
+    data.batch["old_log_probs"] = -torch.rand(shape, generator=rng) * data.batch["response_mask"]
+    data.batch["advantages"] = torch.randn(shape, generator=rng)
+    log_probs = torch.randn(shape, generator=rng) * 0.5 + data.batch["old_log_probs"]
+    return data, log_probs * data.batch["response_mask"], torch.randn(1, shape[0] * 100, V, generator=rng)
+
+
+def reported(config, distillation, mini_batch, ranks):
+    """The metrics of ``atropos_loss``; ``ranks`` are lists over micro-batches of lists of rows."""
+    data, log_probs, logits = mini_batch
+    tokens, gathered = int(data.batch["response_mask"].sum()), []
+    for micro_batches in ranks:
+        metrics = {}
+        for rows in micro_batches:
+            micro = left_right_2_no_padding(data.select_idxs(np.array(rows)).to_tensordict())
+            info = {"dp_size": len(ranks), "batch_num_tokens": tokens, "global_batch_size": 8}
+            tu.assign_non_tensor(micro, **info)
+            lengths = micro["input_ids"].offsets().diff().tolist()
+            of_rows = torch.cat([logits[:, row * 100 : row * 100 + n] for row, n in zip(rows, lengths, strict=True)], 1)
+            carried = atropos_loss(config, distillation, data=micro, student_logits=of_rows)
+            flat = torch.zeros(sum(lengths))
+            for row, end, n in zip(rows, np.cumsum(lengths), lengths, strict=True):
+                response = int(data.batch["attention_mask"][row, -log_probs.shape[1] :].sum())
+                flat[end - 1 - response : end - 1] = log_probs[row, :response] if response < n else 0.0
+            output = {key: values[0] for key, values in carried.items()} | {"log_probs": flat.requires_grad_()}
+            offsets = micro["input_ids"].offsets()
+            output = {key: torch.nested.nested_tensor_from_jagged(v, offsets) for key, v in output.items()}
+            _, of_micro = atropos_loss(config, distillation, model_output=output, data=micro)
+            for key, metric in of_micro.items():
+                if isinstance(metric, Metric):
+                    metrics.setdefault(key, metric.init_list()).append(metric)
+        gathered.append(metrics)
+    summed = {key: [Metric.aggregate_dp([metrics[key] for metrics in gathered])] for key in gathered[0]}
+    summed = {key if key.startswith("actor/") else f"actor/{key}": values for key, values in summed.items()}
+    return {key: values[0] for key, values in finished_metrics(summed).items()}
+
+
+SPLITS = {
+    "at_once": [[[*range(11)]]],
+    "one_row_each": [[[row] for row in range(11)]],
+    "unequal": [[[0], [1, 2, 3, 4, 8, 9, 10], [5, 6, 7]]],
+    "two_ranks": [[[0, 1, 2], [3]], [[4, 5, 6, 7], [8, 9, 10]]],
+    "padding_rank": [[[*range(8)]], [[8, 9, 10]]],
+}
+
+
+@pytest.mark.parametrize("split", SPLITS.values(), ids=SPLITS)
+@pytest.mark.parametrize("mode", ["vanilla", "advantage_weighted_sft", "bypass_mode"])
+def test_metrics_are_over_the_tokens_of_the_mini_batches(a_mini_batch, mode, split):
+    """Whatever the micro-batches, ranks and padding rows, against their definitions over the trained tokens."""
+    data, log_probs, logits = a_mini_batch
+    config = omega_conf_to_dataclass(compose_config("actor_rollout_ref.model.path=none").actor_rollout_ref.actor)
+    object.__setattr__(config.policy_loss, "loss_mode", mode)
+    if mode == "bypass_mode":
+        correction = RolloutCorrectionConfig(
+            bypass_mode=True, rollout_is="token", rollout_rs="token_k1", rollout_rs_threshold="0.6_3"
+        )
+        object.__setattr__(config.policy_loss, "rollout_correction", correction)
+    metrics = reported(config, DistillationConfig(loss_coef=0.7), a_mini_batch, split)
+
+    mask = data.batch["response_mask"].bool()
+    new, old, advantage = log_probs[mask], data.batch["old_log_probs"][mask], data.batch["advantages"][mask]
+    ratio, kept = (new - old).exp(), torch.ones(len(new), dtype=torch.bool)
+    expected = {"ppo_kl": old - new}
+    if mode == "bypass_mode":
+        gap = new - old
+        off_policy = {
+            "kl": -gap,
+            "k3_kl": ratio - gap - 1,
+            "chi2_token": ratio**2 - 1,
+            "rollout_is_mean": ratio.clamp(max=2),
+        }
+        kept = (1 / ratio >= 0.6) & (1 / ratio <= 3)  # token_k1 bounds engine / trainer
+        off_policy["rollout_rs_masked_fraction"] = (~kept).float()
+        for name, values in off_policy.items():
+            assert metrics.pop(f"actor/rollout_corr/{name}") == pytest.approx(values.mean().item(), rel=1e-4), name
+        assert metrics.pop("actor/kept_fraction") == pytest.approx(kept.float().mean().item(), rel=1e-5)
+        assert 0.1 < kept.float().mean() < 0.9
+    if mode == "advantage_weighted_sft":
+        expected["cross_entropy"] = -new
+    else:
+        clipped = -advantage * ratio.clamp(0.8, 1.2) > -advantage * ratio
+        expected["pg_clipfrac"] = clipped.float()
+        expected["pg_clipfrac_lower"] = ((advantage < 0) & (torch.maximum(ratio, ratio.clamp(0.8, 1.2)) > 3)).float()
+    for name, values in expected.items():
+        assert metrics.pop(f"actor/{name}") == pytest.approx(values[kept].mean().item(), rel=1e-4), name
+
+    kl, mass = [], []
+    for row in range(4):
+        first = int(data.batch["attention_mask"][row].sum() - data.batch["attention_mask"][row, -mask.shape[1] :].sum())
+        ids, teacher_log_probs = (
+            data.batch[key][row][data.batch["attention_mask"][row].bool()]
+            for key in ("teacher_ids", "teacher_logprobs")
+        )
+        values, masses = forward_kl_top_k(logits[0, row * 100 :][: len(ids)], ids, teacher_log_probs)
+        at = first - 1 + mask[row].nonzero()[:, 0]
+        kl.append(values[at])
+        mass.append(masses[at])
+    kl, mass = torch.cat(kl), torch.cat(mass)
+    assert metrics.pop("actor/taught_fraction") == pytest.approx(len(kl) / len(new), rel=1e-5)
+    assert metrics.pop("actor/distillation_kl") == pytest.approx(kl.mean().item(), rel=1e-4)
+    assert metrics.pop("actor/teacher_mass") == pytest.approx(mass.mean().item(), rel=1e-4)
+    assert metrics.pop("actor/distillation_loss") == pytest.approx(kl.sum().item() / len(new), rel=1e-4)
+    assert set(metrics) == {"actor/pg_loss"}, "nothing whose definition depends on micro-batches"
+
+
+def test_metrics_of_no_token_have_no_value():
+    """Of mini-batches' steps, one without a taught token says nothing of the teacher."""
+    metrics = {"actor/teacher_mass": [0.2, 0.0], "actor/taught_fraction": [0.5, 0.0], "actor/lr": [1.0]}
+    assert finished_metrics(metrics) == metrics | {"actor/teacher_mass": [0.4]}
+    nothing = {"actor/teacher_mass": [0.0], "actor/taught_fraction": [0.0]}
+    assert finished_metrics(nothing) == {"actor/taught_fraction": [0.0]}
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,8 @@ CASES = {
     f"{ACTOR}.policy_loss.loss_mode=geo_mean": "gspo is the nearest",
     f"{ACTOR}.policy_loss.loss_mode=dro": "dro_beta",
     f"{ACTOR}.policy_loss.loss_mode=bypass_mode": "bypass_mode=true; set it",
+    f"{ACTOR}.shuffle=true": "would tear groups apart",
+    f"{CORRECTION}.bypass_mode=true {CORRECTION}.rollout_is_batch_normalize=true": "over each micro-batch",
     f"{ACTOR}.policy_loss.loss_mode=gspo {CORRECTION}.bypass_mode=true": "drop one of them",
     f"{ACTOR}.loss_agg_mode=mean": "choose one of token-mean",
     f"{ACTOR}.ppo_max_token_len_per_gpu=1024": "no room for a row of data.max_prompt_length",

@@ -72,7 +72,7 @@ def some_groups(model_path, seed=0):
 class Update:
     """Weights before and after one update of the first model on ``groups``, and what the trainer said of it."""
 
-    def __init__(self, trainer, plain, groups, algorithm=(), actor=(), distillation=None, balance=True):
+    def __init__(self, trainer, plain, groups, algorithm=(), actor=(), distillation=None, mini_batch_size=None):
         trainer.config.algorithm = trainer.defaults.copy()
         for key, value in dict(algorithm).items():
             target, _, name = key.rpartition(".")
@@ -89,16 +89,18 @@ class Update:
         trainer.actor_rollout_wg.load_checkpoint(trainer.start)  # updates as large as these add up to nan
         before = self._weights(trainer)
         plain.load_state_dict(before)
-        batch, report = groups_to_data_proto(groups, trainer.limits, multiple_of=trainer.mini_batch_size)
-        assert not report.dropped and len(batch) == 16 and report.padding_rows >= 3
+        if mini_batch_size:
+            trainer.metrics, trainer.mini_batch_size = {}, mini_batch_size
+            batch, report = trainer._batch_of(groups)
+        else:
+            batch, report = groups_to_data_proto(groups, trainer.limits, multiple_of=16)
+        assert not report.dropped and report.padding_rows == batch.non_tensor_batch["is_padding"].sum() > 0
         if distillation is None:
             batch = batch.select(batch_keys=[key for key in batch.batch.keys() if not key.startswith("teacher")])
         begin_step(trainer, batch, step=1)
         if any("sampling_params" in group.get("group_overrides", {}) for group in groups):
             trainer.sampling_check = SamplingCheck(temperature=1.0, mode="per_row")
             trainer._check_sampling(batch)
-        if balance:
-            trainer._balance_batch(batch, metrics={})
         batch = trainer._fit_compute_advantage(trainer._fit_compute_log_prob(batch))
         self.batch = trainer._fit_update_actor(batch)
         self.metrics = trainer.metrics
@@ -138,13 +140,14 @@ def rows_of(plain, groups):
     return [Tokens(plain, group, row) for group in groups for row in range(len(group["tokens"]))]
 
 
-def group_advantages(rows, rewards=None):
+def group_advantages(rows, rewards=None, by_std=True):
     """GRPO over the group by its definition: one number a row, 0 where the environment says so."""
     rewards = rewards or [row.group["scores"][row.row] for row in rows]
     values = []
     for row, reward in zip(rows, rewards, strict=True):
         own = [r for other, r in zip(rows, rewards, strict=True) if other.group is row.group]
-        values.append(0.0 if row.zero else (reward - statistics.fmean(own)) / (statistics.stdev(own) + 1e-6))
+        spread = statistics.stdev(own) + 1e-6 if by_std else 1.0
+        values.append(0.0 if row.zero else (reward - statistics.fmean(own)) / spread)
     return values
 
 
@@ -266,7 +269,7 @@ def test_bypass_mode_has_the_gradient_of_ppo_against_the_engine_as_its_only_corr
 def test_a_rank_with_nothing_but_padding_leaves_the_gradient_of_bypass_mode_and_its_correction(
     trainer, plain, model_path
 ):
-    """Two rows on two ranks, balanced by length: verl's own loss raises on the rank that has no token."""
+    """Two rows, both on the first of two ranks: verl's own loss raises on the rank that has no token."""
     group = some_groups(model_path)[0]
     keys = ("tokens", "masks", "scores", "inference_logprobs")
     groups = [{key: [group[key][i] for i in (0, 2)] for key in keys}]
@@ -276,7 +279,6 @@ def test_a_rank_with_nothing_but_padding_leaves_the_gradient_of_bypass_mode_and_
         groups,
         {"rollout_correction.bypass_mode": True},
         {"policy_loss.loss_mode": "bypass_mode", "policy_loss.rollout_correction": RolloutCorrectionConfig()},
-        balance=False,
     )
     rows = rows_of(plain, groups)
     n = sum(len(row.positions) for row in rows)
@@ -285,6 +287,80 @@ def test_a_rank_with_nothing_but_padding_leaves_the_gradient_of_bypass_mode_and_
         ratios = {t: math.exp(row.values[t] - row.engine[t]) for t in row.positions}
         clipped = {t: r > 1.2 if advantage > 0 else not 0.8 <= r <= 3.0 for t, r in ratios.items()}
         coefficients.append({t: 0.0 if clipped[t] else -advantage * r / n for t, r in ratios.items()})
+    assert_gradient(update, plain, weighted(rows, coefficients))
+
+
+@pytest.fixture
+def two_epochs(trainer):
+    settings = trainer.config.actor_rollout_ref.actor
+    settings.ppo_epochs = 2
+    yield
+    settings.ppo_epochs = 1
+
+
+@pytest.fixture(scope="module")
+def moved():
+    """How far each trainer moved the weights: {number of ranks: {name: tensor}}."""
+    return {}
+
+
+def distance(one, other):
+    """The norm of the difference of two sets of tensors, relative to the first."""
+    norm = math.sqrt(sum(tensor.square().sum().item() for tensor in one.values()))
+    return math.sqrt(sum((one[name] - other[name]).square().sum().item() for name in one)) / norm
+
+
+def ppo(rows, advantages, old):
+    """(PPO's loss over the rows by its definition, the share of tokens that it clips); ``old`` are logprobs."""
+    losses, clipped = [], []
+    for row, advantage, before in zip(rows, advantages, old, strict=True):
+        ratios = torch.stack([(row.log_probs[t] - before[t]).exp() for t in row.positions])
+        free, bounded = -advantage * ratios, -advantage * ratios.clamp(0.8, 1.2)
+        loss = torch.maximum(free, bounded)
+        losses.append(loss.clamp(max=-3 * advantage) if advantage < 0 else loss)
+        clipped += (bounded > free).tolist()
+    return torch.cat(losses).mean(), statistics.fmean(clipped)
+
+
+def test_mini_batches_are_whole_groups_on_any_number_of_ranks(trainer, plain, model_path, two_epochs, moved):
+    """Four steps of SGD, two groups in each, against the definition, and one rank against two."""
+    groups = some_groups(model_path)
+    for group in groups:  # so that steps are small: large ones amplify the rounding of those before
+        group["scores"] = [0.05 * score for score in group["scores"]]
+    algorithm = {"rollout_correction.rollout_is": None, "norm_adv_by_std_in_grpo": False}
+    update = Update(trainer, plain, groups, algorithm, mini_batch_size=8)
+    start = {name: weight.clone() for name, weight in plain.state_dict().items()}
+    rows = rows_of(plain, groups)
+    advantages, old, shares = group_advantages(rows, by_std=False), [row.values for row in rows], []
+    assert update.metrics["atropos/mini_batches"] == 2
+    for part in 2 * (range(7), range(7, 13)):
+        rows = rows_of(plain, groups)
+        loss, clipped = ppo(*([values[i] for i in part] for values in (rows, advantages, old)))
+        shares.append(clipped)
+        plain.zero_grad()
+        loss.backward()
+        with torch.no_grad():
+            for parameter in plain.parameters():
+                parameter -= parameter.grad
+    wanted = {name: (start[name] - weight).detach() for name, weight in plain.named_parameters()}
+    assert distance(wanted, update.gradient) < 1e-3
+    assert update.metrics["actor/pg_clipfrac"] == pytest.approx(statistics.fmean(shares), abs=1e-3)
+    moved[trainer._ranks] = update.gradient
+    one, *others = moved.values()
+    assert all(distance(one, other) < 2e-5 for other in others), "rounding, of four steps"
+
+
+def test_mini_batches_without_a_trained_token_take_no_step(trainer, plain, model_path):
+    """Of two, the first is rejected whole; of the second there stays the group that came without logprobs."""
+    groups = some_groups(model_path)
+    settings = {"rollout_is": None, "rollout_rs": "seq_max_k2", "rollout_rs_threshold": 1e-9}
+    algorithm = {f"rollout_correction.{key}": value for key, value in settings.items()}
+    update = Update(trainer, plain, groups, algorithm, mini_batch_size=8)
+    assert update.metrics["atropos/mini_batches"] == update.metrics["atropos/mini_batches_without_token"] == 1
+    rows = rows_of(plain, groups[3:])
+    n = sum(len(row.positions) for row in rows)
+    coefficients = [dict.fromkeys(r.positions, -v / n) for r, v in zip(rows, group_advantages(rows), strict=True)]
+    # The norms too: a step without a gradient, which momentum or weight decay gives an effect, would halve their mean.
     assert_gradient(update, plain, weighted(rows, coefficients))
 
 

@@ -33,8 +33,10 @@ def _pad(arrays: Sequence[np.ndarray], width: int, dtype: np.dtype | type, fill:
     return torch.from_numpy(out)
 
 
-def rows_to_data_proto(rows: Sequence[Row], limits: RowLimits, multiple_of: int = 1) -> DataProto:
-    """Rows, filled up with masked padding rows to a multiple of ``multiple_of``, as verl's actor and trainer read them.
+def rows_to_data_proto(rows: Sequence[Row | None], limits: RowLimits, multiple_of: int = 1) -> DataProto:
+    """Rows as verl's actor and trainer read them; None is a masked padding row.
+
+    More of these fill them up at the end to a multiple of ``multiple_of``.
 
     Returns a DataProto with the tensors (int64 unless said otherwise)
 
@@ -55,21 +57,22 @@ def rows_to_data_proto(rows: Sequence[Row], limits: RowLimits, multiple_of: int 
     Raises:
         ValueError: there are no rows.
     """
-    if not rows:
+    real = [row for row in rows if row is not None]
+    if not real:
         raise ValueError("a batch without a row to train on; see the counts of dropped sequences")
-    n_pad = -len(rows) % multiple_of
+    rows = [*rows, *[None] * (-len(rows) % multiple_of)]
     pad = np.array([limits.pad_token_id])
     empty = np.empty(0)
 
     def column(name: str, padding: Any = None) -> list[Any]:
-        return [getattr(row, name) for row in rows] + [padding] * n_pad
+        return [padding if row is None else getattr(row, name) for row in rows]
 
     def per_token(name: str) -> torch.Tensor:
         values = [empty if value is None else value for value in column(name, empty)]
         return _pad(values, width, np.float32)
 
-    width = max(len(row.response) for row in rows)
-    prompt_width = max(len(row.prompt) for row in rows)
+    width = max(len(row.response) for row in real)
+    prompt_width = max(len(row.prompt) for row in real)
     prompt_lengths = np.array([len(prompt) for prompt in column("prompt", pad)])
     response_lengths = np.array([len(response) for response in column("response", empty)])
     prompts = _pad(column("prompt", pad), prompt_width, np.int64, limits.pad_token_id, left=True)
@@ -83,9 +86,10 @@ def rows_to_data_proto(rows: Sequence[Row], limits: RowLimits, multiple_of: int 
             axis=1,
         ).astype(np.int64)
     )
-    scores = np.zeros((len(rows) + n_pad, width), dtype=np.float32)
-    for row, values in zip(scores, rows, strict=False):
-        row[np.flatnonzero(values.mask)[-1]] = values.score
+    scores = np.zeros((len(rows), width), dtype=np.float32)
+    for out, row in zip(scores, rows, strict=True):
+        if row is not None:
+            out[np.flatnonzero(row.mask)[-1]] = row.score
 
     tensors = {
         "prompts": prompts,
@@ -97,15 +101,15 @@ def rows_to_data_proto(rows: Sequence[Row], limits: RowLimits, multiple_of: int 
         "token_level_scores": torch.from_numpy(scores),
         "atropos_advantages": per_token("advantages"),
     }
-    if any(row.log_probs is not None for row in rows):
+    if any(row.log_probs is not None for row in real):
         tensors["rollout_log_probs"] = per_token("log_probs")
-    if all(row.ref_log_probs is not None for row in rows):
+    if all(row.ref_log_probs is not None for row in real):
         tensors["ref_log_prob"] = per_token("ref_log_probs")
-    if top_k := max((row.teacher_ids.shape[1] for row in rows if row.teacher_ids is not None), default=0):
+    if top_k := max((row.teacher_ids.shape[1] for row in real if row.teacher_ids is not None), default=0):
         teacher_ids = np.zeros((*attention_mask.shape, top_k), dtype=np.int64)
         teacher_logprobs = np.full(teacher_ids.shape, NO_TEACHER)
         for i, row in enumerate(rows):
-            if row.teacher_ids is not None:
+            if row is not None and row.teacher_ids is not None:
                 length, k = row.teacher_ids.shape
                 predictors = slice(prompt_width - 1, prompt_width - 1 + length)
                 teacher_ids[i, predictors, :k] = row.teacher_ids
@@ -121,17 +125,18 @@ def rows_to_data_proto(rows: Sequence[Row], limits: RowLimits, multiple_of: int 
             out[i] = value
         return out
 
-    padding_uids = [f"padding-{i}" for i in range(n_pad)]
+    versions = column("versions", (None, None))
+    raw_scores = [s if raw is None else raw for s, raw in zip(column("score", 0.0), column("raw_score"), strict=True)]
     non_tensors = {
-        "uid": objects([row.uid for row in rows] + padding_uids),
+        "uid": objects([f"padding-{i}" if row is None else row.uid for i, row in enumerate(rows)]),
         "env_id": objects(column("env_id")),
         "env_name": objects(column("env_name")),
-        "policy_version_min": objects([row.versions[0] for row in rows] + [None] * n_pad),
-        "policy_version_max": objects([row.versions[1] for row in rows] + [None] * n_pad),
+        "policy_version_min": objects([oldest for oldest, _ in versions]),
+        "policy_version_max": objects([newest for _, newest in versions]),
         "sampling": objects(column("sampling")),
         "dropped": objects(column("dropped", ())),
-        "raw_score": np.array([row.score if row.raw_score is None else row.raw_score for row in rows] + [0.0] * n_pad),
-        "is_padding": np.arange(len(rows) + n_pad) >= len(rows),
+        "raw_score": np.array(raw_scores),
+        "is_padding": np.array([row is None for row in rows]),
         "has_log_probs": np.array([values is not None for values in column("log_probs")]),
         "has_advantages": np.array([values is not None for values in column("advantages")]),
         "has_teacher": np.array([values is not None for values in column("teacher_ids")]),

@@ -24,6 +24,21 @@ from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import no_padding_2_padding
 
 _TAIL = 1e-6  # a teacher's mass outside its top-k below this is rounding
+# Of what verl reports of bypass mode under rollout_corr/: the means over tokens. The others (of sequences, extremes,
+# deviations) verl takes of each micro-batch, padding rows included, so that their mean has no definition: not reported.
+_TOKEN_MEANS = {
+    f"rollout_corr/{name}"
+    for name in ("chi2_token", "k3_kl", "kl", "rollout_is_mean", "rollout_is_oob_ratio", "rollout_rs_masked_fraction")
+}
+_KEPT, _TAUGHT = "actor/kept_fraction", "actor/taught_fraction"
+# Metrics over a part of a mini-batch's tokens, and the share of all its tokens that the part is.
+_OVER_A_PART = {
+    "actor/pg_clipfrac": _KEPT,
+    "actor/pg_clipfrac_lower": _KEPT,
+    "actor/ppo_kl": _KEPT,
+    "actor/distillation_kl": _TAUGHT,
+    "actor/teacher_mass": _TAUGHT,
+}
 _CHUNK = 1024  # positions whose float32 distributions over the vocabulary are in memory at a time
 
 
@@ -187,7 +202,7 @@ def atropos_loss(
     ``rollout.temperature``, or at its row's own.
 
     With ``student_logits``, (1, N, V), returns the per-token values that the engine carries to the second call; without
-    them, the loss and its metrics.
+    them, the loss and its metrics, to be read by ``finished_metrics``.
     """
     if student_logits is not None:
         kl, mass = forward_kl_top_k(student_logits[0], data["teacher_ids"].values(), data["teacher_logprobs"].values())
@@ -199,6 +214,7 @@ def atropos_loss(
         loss, metrics = _bypass_loss_of_nothing(config, model_output, data, dp_group)
     else:
         loss, metrics = ppo_loss(config, model_output, data, dp_group)
+    metrics = _over_tokens(metrics, data)
     if "distillation_losses" not in model_output:  # no row of this batch has a teacher
         return loss, metrics
 
@@ -216,9 +232,45 @@ def atropos_loss(
     )
     taught = mask & (mass > 0)
     metrics["actor/distillation_loss"] = Metric(value=distillation_loss, aggregation=AggregationType.SUM)
-    metrics["actor/distillation_kl"] = Metric(value=masked_mean(kl.detach(), taught), aggregation=AggregationType.MEAN)
-    metrics["actor/teacher_mass"] = Metric(value=masked_mean(mass, taught), aggregation=AggregationType.MEAN)
+    for name, values in (("distillation_kl", kl.detach()), ("teacher_mass", mass), ("taught_fraction", taught.float())):
+        share = torch.where(taught, values, 0.0).sum() / data["batch_num_tokens"] * data["dp_size"]
+        metrics[f"actor/{name}"] = Metric(value=share, aggregation=AggregationType.SUM)
     return loss + distillation.loss_coef * distillation_loss, metrics
+
+
+def _over_tokens(metrics: dict[str, Any], data: TensorDict) -> dict[str, Any]:
+    """verl's metrics of a micro-batch, so that they add up to means over the trained tokens of the mini-batch.
+
+    verl averages the means of micro-batches and ranks, however few tokens one has. Here each is weighed with its share
+    of the tokens, and summed. In bypass mode, where the loss rejects tokens by itself, the policy's metrics are over
+    those that it kept: ``actor/kept_fraction`` of all.
+    """
+    tokens = data["response_mask"].sum().item()
+    share = tokens * data["dp_size"] / data["batch_num_tokens"]
+    rejected = metrics.get("rollout_corr/rollout_rs_masked_fraction")
+    kept = share if rejected is None else share * (1 - rejected.aggregate())
+    summed: dict[str, Any] = {}
+    for name, metric in metrics.items():
+        if not isinstance(metric, Metric) or metric.aggregation is not AggregationType.MEAN:
+            summed[name] = metric
+        elif not name.startswith("rollout_corr/") or name in _TOKEN_MEANS:
+            weight = kept if _OVER_A_PART.get(name) == _KEPT else share
+            summed[name] = Metric(value=metric.aggregate() * weight if tokens else 0.0, aggregation=AggregationType.SUM)
+    if rejected is not None:
+        summed[_KEPT] = Metric(value=kept, aggregation=AggregationType.SUM)
+    return summed
+
+
+def finished_metrics(metrics: dict[str, Any]) -> dict[str, Any]:
+    """Metrics as verl's ranks return them, {name: a value for each optimizer step}, over the tokens that they are of.
+
+    A step of which no token was kept, or taught, has no value there.
+    """
+    finished = dict(metrics)
+    for name, part in _OVER_A_PART.items():
+        if name in metrics and part in metrics:
+            finished[name] = [value / share for value, share in zip(metrics[name], metrics[part], strict=True) if share]
+    return {name: values for name, values in finished.items() if not (isinstance(values, list) and not values)}
 
 
 def _bypass_loss_of_nothing(

@@ -44,11 +44,10 @@ def check_config(config: DictConfig) -> None:
             f"actor_rollout_ref.actor.ppo_mini_batch_size={mini_batch} does not divide "
             f"data.train_batch_size={config.data.train_batch_size}; both count groups"
         )
-    ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
-    if (mini_batch * group_size) % ranks:
+    if config.actor_rollout_ref.actor.shuffle:
         raise ConfigurationError(
-            f"a mini-batch of {mini_batch} groups x {group_size} sequences cannot be split over {ranks} ranks "
-            "(trainer.nnodes x trainer.n_gpus_per_node); change actor_rollout_ref.actor.ppo_mini_batch_size"
+            "actor_rollout_ref.actor.shuffle=true would tear groups apart: mini-batches are whole groups in the order "
+            "of their arrival; set it to false"
         )
     replay = config.trainer.atropos.replay
     if replay and not list(Path(replay).glob("*.json")):
@@ -272,6 +271,11 @@ REJECTION_STATISTICS = (*_STATISTICS, "seq_max_k2", "seq_max_k3")
 def check_correction(correction: DictConfig) -> None:
     """What verl would refuse after the first batch; a test compares both."""
     key = "algorithm.rollout_correction"
+    if correction.get("bypass_mode") and correction.get("rollout_is_batch_normalize"):
+        raise ConfigurationError(
+            f"{key}.rollout_is_batch_normalize=true with bypass_mode=true: verl would normalize over each micro-batch, "
+            "so the loss would depend on how the batch is cut; set one of them to false"
+        )
     if correction.rollout_is:
         threshold = correction.rollout_is_threshold
         if threshold is None:

@@ -7,6 +7,7 @@ and post it to the Trajectory API. ``fit_step`` reads as the algorithm; what is 
 
 import io
 import logging
+import math
 import uuid
 from collections import Counter
 from pathlib import Path
@@ -30,15 +31,16 @@ from recipe.atropos import alarms
 from recipe.atropos.advantages import AdvantageConfig, RunningMoments, compute_advantages
 from recipe.atropos.checkpoints import Checkpoints, resume_folder, step_of
 from recipe.atropos.correction import compare_with_engine, correct_rollout
-from recipe.atropos.data_proto import groups_to_data_proto, rows_to_data_proto
+from recipe.atropos.data_proto import rows_to_data_proto
 from recipe.atropos.data_source import DataSource, DataSourceConfig, Registration
 from recipe.atropos.errors import ConfigurationError, NothingToTrain, secondary_errors
 from recipe.atropos.evaluated import wait_until_evaluated
 from recipe.atropos.fsdp_workers import AtroposActorWorker
 from recipe.atropos.losses import DistillationConfig
 from recipe.atropos.metrics import batch_metrics, staleness_metrics
+from recipe.atropos.mini_batches import lay_out, update_actor
 from recipe.atropos.recorded import NoServers, RecordedSource, write_batch
-from recipe.atropos.rows import Row, RowLimits, VersionLimits, environment_name
+from recipe.atropos.rows import ConversionReport, Group, Row, RowLimits, VersionLimits, environment_name, read_groups
 from recipe.atropos.run_dir import RunDir, rewrite_lines, write_atomic
 from recipe.atropos.run_record import RunRecord
 from recipe.atropos.sampling import SamplingCheck
@@ -98,7 +100,7 @@ class RayGRPOAtroposTrainer(SeparateRayPPOTrainer):
         atropos = config.trainer.atropos
         group_size = config.actor_rollout_ref.rollout.n
         self.batch_size = config.data.train_batch_size * group_size  # sequences
-        self.mini_batch_size = config.actor_rollout_ref.actor.ppo_mini_batch_size * group_size
+        self.mini_batch_size = config.actor_rollout_ref.actor.ppo_mini_batch_size * group_size  # sequences, about
         self.limits = RowLimits(
             max_prompt_length=config.data.max_prompt_length,
             max_response_length=config.data.max_response_length,
@@ -180,7 +182,7 @@ class RayGRPOAtroposTrainer(SeparateRayPPOTrainer):
                 groups = self.data_source.next_batch(self._look_after_servers)
                 fetched += len(groups)
             with marked_timer("convert", self.timing_raw):
-                batch, report = groups_to_data_proto(groups, self.limits, self.mini_batch_size, versions)
+                batch, report = self._batch_of(groups, versions)
             dropped.update(report.dropped)
             counts.update(report.metrics())
             if batch is not None:
@@ -198,11 +200,35 @@ class RayGRPOAtroposTrainer(SeparateRayPPOTrainer):
         self.metrics |= {f"atropos/api/{event}": n for event, n in self.data_source.events.items()}
         self._check_sampling(batch)
         batch.meta_info["temperature"] = self.config.actor_rollout_ref.rollout.temperature
-        if self.config.trainer.balance_batch:
-            self._balance_batch(batch, metrics=self.metrics)
         batch.meta_info["global_token_num"] = batch.batch["attention_mask"].sum(dim=-1).tolist()
         self.reward_tensor, self.reward_extra_infos_dict = batch.batch["token_level_scores"], {}
         return batch
+
+    def _batch_of(
+        self, groups: list[Group], versions: VersionLimits | None = None
+    ) -> tuple[DataProto | None, ConversionReport]:
+        """The groups' rows in mini-batches of whole groups; None where no row is left to train on."""
+        rows, report = read_groups(groups, self.limits, versions)
+        if not rows:
+            return None, report
+        layout = lay_out(
+            rows,
+            report.group_sizes,
+            self.mini_batch_size,
+            ranks=self._ranks,
+            multiple_of=_micro_batch_size(self.config.actor_rollout_ref),
+            balance=self.config.trainer.balance_batch,
+        )
+        batch = rows_to_data_proto(layout.rows, self.limits)
+        batch.meta_info["mini_batches"] = layout.mini_batches
+        report.padding_rows = len(batch) - len(rows)
+        self.metrics |= layout.metrics
+        return batch, report
+
+    @property
+    def _ranks(self) -> int:
+        """Data-parallel ones: those of one sequence-parallel group are one."""
+        return self._get_dp_size(self.actor_rollout_wg, "actor")
 
     def _check_sampling(self, batch: DataProto) -> None:
         """Counts of what was sampled otherwise than the trainer computes; ``row_temperature``, (B,), where needed."""
@@ -441,7 +467,10 @@ class RayGRPOAtroposTrainer(SeparateRayPPOTrainer):
         return super()._compute_ref_log_prob(_select(batch, _FORWARD_KEYS))
 
     def _update_actor(self, batch: DataProto) -> DataProto:
-        return super()._update_actor(_select(batch, _FORWARD_KEYS + _UPDATE_KEYS))
+        settings, mini_batches = self.config.actor_rollout_ref.actor, batch.meta_info.get("mini_batches", 1)
+        batch = _select(batch, _FORWARD_KEYS + _UPDATE_KEYS)
+        metrics = update_actor(self.actor_rollout_wg, batch, settings, mini_batches, self._ranks)
+        return DataProto(meta_info={"metrics": metrics})
 
     def _load_checkpoint(self) -> None:
         """From the newest whole checkpoint, or from ``trainer.resume_from_path``.
@@ -499,6 +528,17 @@ def _configure_bypass_mode(config: Any) -> None:
             policy_loss = config.actor_rollout_ref.actor.policy_loss
             policy_loss.loss_mode = "bypass_mode"
             policy_loss.rollout_correction = config.algorithm.rollout_correction
+
+
+def _micro_batch_size(actor_rollout_ref: Any) -> int:
+    """What the number of a rank's rows must be a multiple of: 1, but for micro-batches of fixed sizes."""
+    actor, rollout, ref = actor_rollout_ref.actor, actor_rollout_ref.rollout, actor_rollout_ref.ref
+    fixed = [
+        (actor.use_dynamic_bsz, actor.ppo_micro_batch_size_per_gpu),
+        (rollout.log_prob_use_dynamic_bsz, rollout.log_prob_micro_batch_size_per_gpu),
+        (ref.log_prob_use_dynamic_bsz, ref.log_prob_micro_batch_size_per_gpu),
+    ]
+    return math.lcm(*(size for dynamic, size in fixed if not dynamic and size))
 
 
 def _select(batch: DataProto, keys: list[str]) -> DataProto:

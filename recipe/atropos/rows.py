@@ -114,18 +114,23 @@ _MENDS = {
 class ConversionReport:
     """What became of a batch's sequences.
 
-    ``dropped`` counts the sequences that are not in the batch, by reason; ``events`` the rows that are in it, altered
-    or lacking something: prompt_truncated, response_truncated, no_logprobs, zero_advantage. ``messages`` are for
-    people.
+    ``group_sizes`` are the sequences that each group was sent with. ``dropped`` counts those that are not in the batch,
+    by reason; ``events`` the rows that are in it, altered or lacking something: prompt_truncated, response_truncated,
+    no_logprobs, zero_advantage. ``messages`` are for people.
     """
 
-    received: int = 0
+    group_sizes: list[int] = field(default_factory=list)
     rows: int = 0
     padding_rows: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     dropped_by_environment: dict[str, Counter[str]] = field(default_factory=dict)
     events: Counter[str] = field(default_factory=Counter)
     messages: list[str] = field(default_factory=list)
+
+    @property
+    def received(self) -> int:
+        """Sequences."""
+        return sum(self.group_sizes)
 
     def drop(self, group: Group, reason: str, sequences: int) -> None:
         """Count sequences of a group that are not in the batch."""
@@ -528,7 +533,7 @@ def read_groups(
     for index, group in enumerate(groups):
         tokens = group.get("tokens") if isinstance(group, Mapping) else None
         size = max(1, len(tokens)) if isinstance(tokens, Sequence) else 1  # what has no sequences counts as one
-        report.received += size
+        report.group_sizes.append(size)
         try:
             rows.extend(read_group(group, index, limits, report, versions))
         except RefusedGroup as refused:

@@ -269,7 +269,7 @@ class Actor(VerlSection):
     use_dynamic_bsz: bool = about("Fill micro-batches by tokens")
     ppo_max_token_len_per_gpu: Count = about("Tokens of a micro-batch")
     ppo_epochs: Count = about("Passes over a batch")
-    shuffle: bool = about("Shuffle mini-batches")
+    shuffle: bool = about("Shuffle mini-batches: must be false, they are whole groups in the order of arrival")
     clip_ratio: NotNegative = about("PPO's clip range, where the next two are not set apart")
     clip_ratio_low: Fraction = about("Lower clip range")
     clip_ratio_high: NotNegative = about("Upper clip range")

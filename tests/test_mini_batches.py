@@ -1,0 +1,108 @@
+"""Which rows share an optimizer step: whole groups, whatever the ranks, the lengths and what was dropped."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from recipe.atropos.data_proto import rows_to_data_proto
+from recipe.atropos.mini_batches import _has_trained_token, lay_out, mini_batch_of_groups
+from recipe.atropos.rows import Row, RowLimits
+
+
+def some_rows(sizes, lengths, dropped=()):
+    """Rows of groups of these sizes, numbered by their first token, without those numbered in ``dropped``."""
+    uids = [str(group) for group, size in enumerate(sizes) for _ in range(size)]
+    rows = []
+    for i, (uid, length) in enumerate(zip(uids, lengths, strict=False)):
+        if i not in dropped:
+            rows.append(Row(np.array([i]), np.arange(length), np.ones(length, dtype=bool), 0.0, uid))
+    return rows
+
+
+def members(layout, ranks):
+    """The numbers of the rows of each mini-batch, as verl's ranks cut the batch."""
+    share = len(layout.rows) // ranks // layout.mini_batches
+    parts = [set() for _ in range(layout.mini_batches)]
+    for at, row in enumerate(layout.rows):
+        if row is not None:
+            parts[at // share % layout.mini_batches].add(int(row.prompt[0]))
+    return parts
+
+
+@pytest.mark.parametrize(
+    ("sizes", "sequences", "expected"),
+    [
+        ([8] * 4, 16, [0, 0, 1, 1]),
+        ([8] * 4, 32, [0, 0, 0, 0]),
+        ([8] * 4, 8, [0, 1, 2, 3]),
+        ([8, 4, 4, 4, 8, 4], 16, [0, 0, 0, 1, 1, 1]),
+        ([4, 8, 4, 16], 16, [0, 0, 0, 1]),
+        ([2, 2, 2, 12, 2], 10, [0, 0, 0, 1, 1]),
+        ([8, 8, 8, 1], 8, [0, 1, 2, 2]),  # a group that is none counts as one sequence
+        ([3], 16, [0]),
+    ],
+    ids=str,
+)
+def test_mini_batch_of_groups_by_hand(sizes, sequences, expected):
+    assert mini_batch_of_groups(sizes, sequences) == expected
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.integers(1, 6), min_size=1, max_size=9),
+    st.integers(1, 12),
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.booleans(),
+    st.data(),
+)
+def test_mini_batches_are_whole_groups_for_any_ranks(sizes, sequences, ranks, multiple_of, balance, data):
+    total = sum(sizes)
+    lengths = data.draw(st.lists(st.integers(1, 40), min_size=total, max_size=total))
+    dropped = data.draw(st.sets(st.integers(0, total - 1), max_size=total - 1))
+    rows = some_rows(sizes, lengths, dropped)
+    layout = lay_out(rows, sizes, sequences, ranks, multiple_of, balance)
+    parts = members(layout, ranks)
+    assert sum(map(len, parts)) == len(rows) and set().union(*parts) == set(range(total)) - dropped
+    assert len(layout.rows) % (ranks * multiple_of * layout.mini_batches) == 0
+
+    # Of the same groups, by the order of arrival alone: each mini-batch is what is left of consecutive whole groups.
+    of_group = np.repeat(mini_batch_of_groups(sizes, sequences), sizes)
+    assert list(of_group) == sorted(of_group)
+    expected = [{i for i in range(total) if of_group[i] == m and i not in dropped} for m in range(total)]
+    assert parts == [part for part in expected if part]
+    longest = max(map(len, parts))
+    step = ranks * multiple_of
+    assert len(layout.rows) == -(-longest // step) * step * layout.mini_batches, "no more padding than needed"
+
+
+def test_mini_batches_are_balanced_over_the_ranks_within_each():
+    lengths = [100, 1, 1, 100, 100, 100, 1, 1]
+    layout = lay_out(some_rows([4, 4], lengths), [4, 4], 4, ranks=2)
+    tokens = [0 if row is None else len(row.response) for row in layout.rows]
+    assert layout.mini_batches == 2 and [sum(tokens[i : i + 2]) for i in range(0, 8, 2)] == [101] * 4
+    assert layout.metrics["global_seqlen/balanced_min"] == layout.metrics["global_seqlen/balanced_max"] == 206
+    in_order = lay_out(some_rows([4, 4], lengths), [4, 4], 4, ranks=2, balance=False)
+    assert [int(row.prompt[0]) for row in in_order.rows] == [0, 1, 4, 5, 2, 3, 6, 7]
+
+
+def test_mini_batches_padding_rows_stand_in_their_places():
+    layout = lay_out(some_rows([3, 1], [4, 5, 6, 7]), [3, 1], 2, ranks=2)
+    batch = rows_to_data_proto(layout.rows, RowLimits(5, 10, pad_token_id=0))
+    padding = batch.non_tensor_batch["is_padding"]
+    assert padding.tolist() == [row is None for row in layout.rows] and padding.sum() == 4
+    assert (
+        not batch.batch["response_mask"][padding].any() and (batch.batch["attention_mask"][padding].sum(-1) == 1).all()
+    )
+    assert len(set(batch.non_tensor_batch["uid"][padding])) == 4
+    for i, row in enumerate(layout.rows):
+        assert row is None or batch.batch["responses"][i, : len(row.response)].tolist() == row.response.tolist()
+
+
+def test_mini_batches_without_a_trained_token_are_found():
+    mask = torch.zeros(12, 3)  # two ranks, three mini-batches, two rows in each
+    mask[7, 1] = mask[1, 0] = 1  # of the second rank's first, of the first rank's first
+    mask[10, 2] = 1
+    assert _has_trained_token(mask, mini_batches=3, ranks=2).tolist() == [True, False, True]
