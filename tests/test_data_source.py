@@ -172,14 +172,6 @@ def test_a_batch_that_breaks_off_is_counted_and_the_others_come_in_their_order(b
         assert source.events["batch_lost"] == 1
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"), [({"api_url": "localhost:8000"}, "is not a URL"), ({"prefetch": 0}, "prefetch=0")]
-)
-def test_values_that_cannot_work_are_refused(changes, words):
-    with pytest.raises(ValueError, match=words):
-        DataSourceConfig(**({"api_url": "http://127.0.0.1:1"} | changes))
-
-
 def test_who_waits_for_a_batch_can_do_something_meanwhile_that_does_not_count_as_waiting(api):
     calls = []
 

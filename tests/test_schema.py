@@ -73,6 +73,13 @@ REFUSED = [
     (f"{ATROPOS}.timeout", float("nan"), "timeout=NaN: give a finite number"),
     (f"{ATROPOS}.sampling_mismatch", "ignore", "sampling_mismatch=ignore; choose one of error, per_row, warn"),
     (f"{ATROPOS}.logprob_tolerance", 0, "logprob_tolerance=0: give more than 0, or null"),
+    (f"{ATROPOS}.use_advantages", 1, "use_advantages=1: give true or false"),
+    (f"{ATROPOS}.advantage_normalization", "max", "advantage_normalization=max; choose one of none, batch, global"),
+    (f"{ATROPOS}.advantage_clipping", 5.0, "advantage_clipping=5.0: give a list"),
+    (f"{ATROPOS}.advantage_clipping", [1], "advantage_clipping=[1]: give 2 of them"),
+    (f"{ATROPOS}.advantage_clipping", [0, float("nan")], "advantage_clipping[1]=NaN: give a finite number"),
+    (f"{ATROPOS}.advantage_clipping", ["0", 1], "advantage_clipping[0]=0: give a number"),
+    (f"{ATROPOS}.prefetch", 0, "prefetch=0: give 1 or more"),
     (f"{ATROPOS}.overlong", "cut", "overlong=cut; choose one of truncate, drop, error"),
     (f"{ATROPOS}.weight_sync.timeout", -5, "weight_sync.timeout=-5: give more than 0"),
     (

@@ -71,29 +71,9 @@ class AdvantageConfig:
     advantage_normalization: Literal["none", "batch", "global"] = "none"
     advantage_clipping: tuple[float, float] | None = None
 
-    def __post_init__(self) -> None:
-        for name in ("use_advantages", "fallback_to_grpo"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"trainer.atropos.{name}={getattr(self, name)!r}: give true or false")
-        if not (self.use_advantages or self.fallback_to_grpo):
-            raise ValueError(
-                "trainer.atropos.use_advantages=false and fallback_to_grpo=false leave no advantage; set one to true"
-            )
-        if self.advantage_normalization not in ("none", "batch", "global"):
-            raise ValueError(
-                f"trainer.atropos.advantage_normalization={self.advantage_normalization!r}; "
-                "choose none, batch or global"
-            )
-        bounds = self.advantage_clipping
-        numbers = isinstance(bounds, tuple) and all(isinstance(b, int | float) and not math.isnan(b) for b in bounds)
-        if bounds is not None and not (numbers and len(bounds) == 2 and bounds[0] < bounds[1]):
-            raise ValueError(
-                f"trainer.atropos.advantage_clipping={bounds!r}: give [low, high], low below high, or null"
-            )
-
     @classmethod
     def from_config(cls, values: Mapping[str, Any]) -> "AdvantageConfig":
-        """From ``trainer.atropos``, which holds other keys too. Raises ValueError, naming key and value."""
+        """From ``trainer.atropos``, which ``config.schema`` has checked, and which holds other keys too."""
         given = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
         if isinstance(given.get("advantage_clipping"), Sequence) and not isinstance(given["advantage_clipping"], str):
             given["advantage_clipping"] = tuple(given["advantage_clipping"])

@@ -57,19 +57,9 @@ class DataSourceConfig:
     max_wait_time: float = 600.0
     prefetch: int = 1
 
-    def __post_init__(self) -> None:
-        if not str(self.api_url).startswith(("http://", "https://")):
-            raise ValueError(f"trainer.atropos.api_url={self.api_url!r} is not a URL; give http://HOST:PORT")
-        for name in ("timeout", "retry_attempts", "retry_delay", "max_wait_time", "prefetch"):
-            value = getattr(self, name)
-            kinds = int if name in ("retry_attempts", "prefetch") else int | float
-            if not isinstance(value, kinds) or value <= 0:
-                what = "whole number" if kinds is int else "number"
-                raise ValueError(f"trainer.atropos.{name}={value!r} must be a positive {what}")
-
     @classmethod
     def from_config(cls, values: Mapping[str, Any]) -> "DataSourceConfig":
-        """From ``trainer.atropos``, which holds other keys too. Raises ValueError, naming key and value."""
+        """From ``trainer.atropos``, which ``config.schema`` has checked, and which holds other keys too."""
         return cls(**{name: values[name] for name in cls.__dataclass_fields__ if name in values})
 
 
