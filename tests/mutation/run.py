@@ -53,6 +53,7 @@ TESTS = {
     "data_proto.py": _ROWS,
     "advantages.py": ["test_estimators.py"],
     "losses.py": ["test_losses.py"],
+    "mini_batches.py": ["test_mini_batches.py"],
     "correction.py": ["test_correction.py", "test_sampling.py"],
     "sampling.py": ["test_sampling.py"],
     "metrics.py": ["test_metrics.py", "test_weight_versions.py", "test_estimators.py"],
