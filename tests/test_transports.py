@@ -4,7 +4,6 @@ import asyncio
 import base64
 import inspect
 import json
-import os
 import re
 import resource
 import shutil
@@ -23,6 +22,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, dynamic_module_utils
 
+from recipe.atropos import scratch
 from recipe.atropos.inference.client import InferenceError, SGLangClient
 from recipe.atropos.launch_services import load_config
 from recipe.atropos.utils.hosts import address_towards, is_this_host
@@ -109,7 +109,9 @@ def test_the_server_computes_with_what_was_pushed(server, models, tmp_path, vers
         assert greedy(server) == expected(models[model]) and reported(server) == str(version + i)
     assert metrics["weight_sync/bytes"] == sum(tensor.nbytes for _, tensor in weights_of(models["new"]))
     assert 0 < metrics["weight_sync/pause_s"] <= metrics["weight_sync/total_s"]
-    assert not list(Path("/dev/shm").glob(f"torch_{os.getpid()}_*")), "a trainer that is killed would leave it there"
+    assert not list(Path("/dev/shm").glob(f"{scratch.current().folder.name}-*")), (
+        "a trainer that is killed would leave it there"
+    )
 
 
 @pytest.mark.e2e
@@ -387,7 +389,7 @@ def test_handles_go_by_name_also_while_another_thread_allocates():
 
 def test_what_a_server_that_died_had_not_read_of_shared_memory_goes_with_the_next_push():
     def left():
-        return {path for path in Path("/dev/shm").glob(f"torch_{os.getpid()}_*") if path not in before}
+        return {path for path in Path("/dev/shm").glob(f"{scratch.current().folder.name}-*") if path not in before}
 
     before: set[Path] = set()
     before = left()
