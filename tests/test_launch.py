@@ -165,18 +165,31 @@ def test_orphans_of_a_launcher_killed_in_its_start_are_ended(tmp_path, number):
     mark, folder = uuid.uuid4().hex, tmp_path / "run"
     command = [sys.executable, "-m", LAUNCH, "--preset", "demo", f"--run-dir={folder}"]
     environment = {**os.environ, RUN_ID_VARIABLE: mark}
-    with (tmp_path / "log").open("wb") as log:
-        launcher = subprocess.Popen(command, stdout=log, stderr=log, cwd=tmp_path, env=environment)
+    ignored = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, and would be in the launcher
+    try:
+        with (tmp_path / "log").open("wb") as log:
+            launcher = subprocess.Popen(command, stdout=log, stderr=log, cwd=tmp_path, env=environment)
+    finally:
+        signal.signal(signal.SIGHUP, ignored)
     seen = {}
 
     def look():
         seen.update({p.pid: p for p in psutil.Process(launcher.pid).children(recursive=True)})
-        return {name for p in seen.values() if p.is_running() for name in (p.name(), *p.cmdline()[:1])}
+        names = set()
+        for process in seen.values():
+            with contextlib.suppress(psutil.Error):  # ended meanwhile
+                names |= {process.name(), *process.cmdline()[:1]}
+        return names
+
+    def is_alive(process):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        return False
 
     def living():
         marked = [p for p in psutil.process_iter() if mark in _environment(p).get(RUN_ID_VARIABLE, "").split(":")]
-        found = {p.pid: p for p in [*marked, *seen.values()] if p.is_running() and p.pid != launcher.pid}
-        return [p for p in found.values() if p.status() != psutil.STATUS_ZOMBIE]
+        found = {p.pid: p for p in [*marked, *seen.values()] if p.pid != launcher.pid}
+        return [p for p in found.values() if is_alive(p)]
 
     try:
         deadline = time.monotonic() + 240

@@ -1,6 +1,7 @@
 """What a row was sampled with comes with it, and is compared with what the trainer computes."""
 
 import json
+import math
 
 import numpy as np
 import pytest
@@ -165,6 +166,26 @@ def test_sampling_that_no_temperature_describes_is_an_error(changes, kind):
     for check in (SamplingCheck(1.0, allow_truncated=True), SamplingCheck(1.0, "warn"), SamplingCheck(1.0, "per_row")):
         assert check.metrics(rows, names) == counted
         assert alarms.raised_by(counted, 1e-4, check.mode) == {f"{kind}_sampling": 1}
+
+
+def test_sampling_greedily_is_truncated_at_temperature_1():
+    """The fix that is offered is one that works: no trainer has the temperature 0."""
+    with pytest.raises(SamplingMismatch, match="math used truncated sampling"):
+        SamplingCheck(1.0).metrics([at(0.0)], ["math"])
+    counted = {"atropos/rows_with/truncated_sampling": 1, "atropos/math/rows_with/truncated_sampling": 1}
+    assert SamplingCheck(1.0, allow_truncated=True).metrics([at(0.0)], ["math"]) == counted
+    with pytest.raises(SamplingMismatch, match="sampled at temperature 1"):
+        SamplingCheck(0.7, allow_truncated=True).metrics([at(0.0)], ["math"])
+
+
+@pytest.mark.parametrize(
+    ("metrics", "name"),
+    [({"actor/grad_norm": math.nan}, "gradient_not_finite"), ({"actor/grad_norm": math.inf}, "gradient_not_finite")]
+    + [({"atropos/rows_with/unknown_sampling": 3.0, "actor/grad_norm": 0.5}, "unknown_sampling")],
+)
+def test_sampling_alarms_of_steps_and_rows_nobody_checks(metrics, name):
+    assert [*alarms.raised_by(metrics, 1e-4, "error")] == [name]
+    assert alarms.describe(name, metrics.get("atropos/rows_with/unknown_sampling"), 1e-4)
 
 
 def test_sampling_temperature_of_each_row():

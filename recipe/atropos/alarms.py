@@ -4,6 +4,7 @@ The trainer adds ``atropos/alarms/NAME`` to a step's metrics, with the value tha
 each was raised, for ``summary.json``. The launcher reads them from ``metrics.jsonl`` and prints them.
 """
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,11 @@ _TEXTS = {
     "logprob_difference": "SGLang's logprobs of fresh samples differ from the trainer's by {value:.2g} nats in the "
     "mean, above trainer.atropos.logprob_tolerance={tolerance:g}; likely causes, in this order: sampling parameters, "
     "tensors missing on the servers (weight_sync.verify=probe or checksum finds them), dtype, kernels",
+    "gradient_not_finite": "the gradient of an optimizer step was not finite, so verl left the step out: the policy is "
+    "what it was before; look at actor/pg_loss, the learning rate and the dtype",
+    "unknown_sampling": "{value:.0f} rows of a step came without sampling parameters, and are taken to be sampled at "
+    "actor_rollout_ref.rollout.temperature; run their environment through recipe.atropos.utils.env_adapter, or let it "
+    "send group_overrides.sampling_params",
     "other_temperature": "{value:.0f} rows of a step were sampled at another temperature than "
     "actor_rollout_ref.rollout.temperature (atropos/ENV/rows_with/other_temperature says by whom), and "
     "trainer.atropos.sampling_mismatch=warn trains on them with wrong logprobs; set it to per_row, or let the "
@@ -35,6 +41,8 @@ def raised_by(metrics: Mapping[str, float], tolerance: float, mode: str) -> dict
     """The alarms of a step, by name with the value; ``mode`` is ``trainer.atropos.sampling_mismatch``."""
     limits = {
         "logprob_difference": ("atropos/logprob_diff/fresh_mean", tolerance),
+        "gradient_not_finite": ("actor/grad_norm", sys.float_info.max),
+        "unknown_sampling": ("atropos/rows_with/unknown_sampling", 0),
         "truncated_sampling": ("atropos/rows_with/truncated_sampling", 0),
         "penalized_sampling": ("atropos/rows_with/penalized_sampling", 0),
     }

@@ -452,9 +452,9 @@ def main(argv: list[str] | None = None) -> int:
         directory = choose_run_dir(config, explicit)
         check_config(config)
         specs = environments_of(config)
-        check_start(config)
         _say(os.path.relpath(directory))
         check_model(config.actor_rollout_ref.model.path)
+        check_start(config)
         check_environments(Run(config, overrides, directory), specs)
         make_folder(directory)
         with RunDir(directory).lock(_say) as lock:

@@ -214,7 +214,7 @@ def atropos_loss(
         loss, metrics = _bypass_loss_of_nothing(config, model_output, data, dp_group)
     else:
         loss, metrics = ppo_loss(config, model_output, data, dp_group)
-    metrics = _over_tokens(metrics, data)
+    metrics = _over_tokens(_by_their_names(metrics, config.policy_loss.loss_mode), data)
     if "distillation_losses" not in model_output:  # no row of this batch has a teacher
         return loss, metrics
 
@@ -236,6 +236,16 @@ def atropos_loss(
         share = torch.where(taught, values, 0.0).sum() / data["batch_num_tokens"] * data["dp_size"]
         metrics[f"actor/{name}"] = Metric(value=share, aggregation=AggregationType.SUM)
     return loss + distillation.loss_coef * distillation_loss, metrics
+
+
+def _by_their_names(metrics: dict[str, Any], loss_mode: str) -> dict[str, Any]:
+    """verl's metrics of a loss, without those that are something else than their name says.
+
+    ``sapo`` clips nothing and reports 0 for it; ``kl_cov`` reports the mean *absolute* log-ratio as ``ppo_kl``.
+    """
+    renamed = {"kl_cov": {"actor/ppo_kl": "actor/ppo_kl_abs"}}.get(loss_mode, {})
+    dropped = ("actor/pg_clipfrac", "actor/pg_clipfrac_lower") if loss_mode == "sapo" else ()
+    return {renamed.get(name, name): metric for name, metric in metrics.items() if name not in dropped}
 
 
 def _over_tokens(metrics: dict[str, Any], data: TensorDict) -> dict[str, Any]:

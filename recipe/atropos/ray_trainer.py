@@ -216,7 +216,7 @@ class RayGRPOAtroposTrainer(SeparateRayPPOTrainer):
             report.group_sizes,
             self.mini_batch_size,
             ranks=self._ranks,
-            multiple_of=_micro_batch_size(self.config.actor_rollout_ref),
+            multiple_of=self._rows_multiple,
             balance=self.config.trainer.balance_batch,
         )
         batch = rows_to_data_proto(layout.rows, self.limits)
@@ -229,6 +229,15 @@ class RayGRPOAtroposTrainer(SeparateRayPPOTrainer):
     def _ranks(self) -> int:
         """Data-parallel ones: those of one sequence-parallel group are one."""
         return self._get_dp_size(self.actor_rollout_wg, "actor")
+
+    @property
+    def _rows_multiple(self) -> int:
+        """What the number of an actor rank's rows must be a multiple of; the reference policy may have more ranks."""
+        multiple = _micro_batch_size(self.config.actor_rollout_ref)
+        if not self.use_reference_policy or self.ref_in_actor:
+            return multiple
+        reference = self._get_dp_size(self.ref_policy_wg, "ref") * multiple
+        return math.lcm(self._ranks * multiple, reference) // self._ranks
 
     def _check_sampling(self, batch: DataProto) -> None:
         """Counts of what was sampled otherwise than the trainer computes; ``row_temperature``, (B,), where needed."""
@@ -438,7 +447,9 @@ class RayGRPOAtroposTrainer(SeparateRayPPOTrainer):
 
     def _log_probs_of(self, rows: list[Row]) -> torch.Tensor:
         """The policy's logprobs of the rows' responses, (B, R) float32."""
-        batch = rows_to_data_proto(rows, self.limits, multiple_of=self.actor_rollout_wg.world_size)
+        batch = rows_to_data_proto(
+            rows, self.limits, multiple_of=self.actor_rollout_wg.world_size * self._rows_multiple
+        )
         batch.meta_info["temperature"] = self.config.actor_rollout_ref.rollout.temperature
         batch.meta_info["global_token_num"] = batch.batch["attention_mask"].sum(dim=-1).tolist()
         return self._compute_old_log_prob(batch)[0].batch["old_log_probs"][: len(rows)]

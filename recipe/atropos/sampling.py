@@ -195,10 +195,18 @@ class SamplingCheck:
         return {key: float(n) for key, n in counts.items()}
 
     def _others(self, sampled: tuple[SamplingParams, ...]) -> list[float]:
-        found = {params.temperature for params in sampled}
+        found = {params.logprob_temperature for params in sampled}
         return sorted(value for value in found if not math.isclose(value, self.temperature, abs_tol=1e-6))
 
     def _check(self, sampled: tuple[SamplingParams, ...], name: str) -> None:
+        for kind in _KINDS:
+            if self.mode == "error" and not self.allow_truncated and _any(sampled, kind):
+                which = next(p for p in sampled if getattr(p, kind)).to_mapping()
+                raise SamplingMismatch(
+                    f"environment {name} used {kind} sampling, {which}: it is not the distribution of which "
+                    "SGLang reports and the trainer computes logprobs; let the environment sample without, "
+                    "or set trainer.atropos.allow_truncated_sampling=true to train on it as it is"
+                )
         others = self._others(sampled)
         if others and self.mode == "error":
             key = f"environments.{name}.args" if self.several else "environment.args"
@@ -215,14 +223,6 @@ class SamplingCheck:
                 "trainer.atropos.sampling_mismatch=per_row computes a row at one temperature: let the environment "
                 "sample all its turns at the same"
             )
-        for kind in _KINDS:
-            if self.mode == "error" and not self.allow_truncated and _any(sampled, kind):
-                which = next(p for p in sampled if getattr(p, kind)).to_mapping()
-                raise SamplingMismatch(
-                    f"environment {name} used {kind} sampling, {which}: it is not the distribution of which "
-                    "SGLang reports and the trainer computes logprobs; let the environment sample without, "
-                    "or set trainer.atropos.allow_truncated_sampling=true to train on it as it is"
-                )
 
     def temperatures(self, rows: Sequence[Sampled]) -> np.ndarray | None:
         """(B,) float32, each row's own; None where all rows are at the trainer's, or the mode is not ``per_row``."""
