@@ -1,5 +1,6 @@
 """Which checkpoint of a run folder is resumed from, how many are kept, and by which model and values."""
 
+import contextlib
 import copy
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -12,17 +13,17 @@ from omegaconf import OmegaConf
 
 from recipe.atropos.checkpoints import Checkpoints, resume_folder
 from recipe.atropos.errors import ConfigurationError
-from recipe.atropos.resumption import prepare_folder
+from recipe.atropos.resumption import model_identity, prepare_folder
 from recipe.atropos.run_dir import DiskFull, RunDir, read_json
 from recipe.atropos.run_record import RunRecord, account_of_groups, update_summary
 
 FILES = {"actor/model_world_size_1_rank_0.pt": b"model" * 3, "actor/huggingface/config.json": b"{}", "data.pt": b"data"}
 
 
-def save(directory, *steps, keep=None):
+def save(directory, *steps, keep=None, model=None):
     """As the trainer saves; of small files."""
     for step in steps:
-        with Checkpoints(directory).saving(step, keep) as folder:
+        with Checkpoints(directory).saving(step, keep, model) as folder:
             for name, content in FILES.items():
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 (folder / name).write_bytes(content)
@@ -150,12 +151,21 @@ def test_run_dir_of_another_model_is_refused(configured, tmp_path, model_path):
     original = weights.read_bytes()
     weights.write_bytes(original[:-1] + bytes([original[-1] ^ 1]))
     configured()  # nothing is trained yet
-    save(tmp_path / "run/checkpoints", 2)
+    save(tmp_path / "run/checkpoints", 2, model=model_identity(str(tmp_path / "model")))
+    checkpoint = tmp_path / "run/checkpoints/global_step_2"
+    by_path = {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": str(checkpoint)}
+    configured(**by_path)
     weights.write_bytes(original)
-    with pytest.raises(ConfigurationError, match="is another model than .*/model, which run.dir=.* has trained to "):
-        configured()
-    configured(**{"trainer.resume_mode": "disable"})
-    assert any("model.path" in line for line in configured(**{"actor_rollout_ref.model.path": str(model_path)}))
+    # Also after a start that resumed nothing with the other model, which its folder's run.json then names.
+    for options in ({}, by_path, {"trainer.resume_mode": "disable"}, {}, by_path):
+        refused = "disable" not in options.values()
+        expected = f"is another model than .*/model, which was trained to {checkpoint}: give that model"
+        with pytest.raises(ConfigurationError, match=expected) if refused else contextlib.nullcontext():
+            configured(**options)
+    save(tmp_path / "run/checkpoints", 1, model=model_identity(str(tmp_path / "model")))
+    assert any("model.path" in line for line in configured(**{"actor_rollout_ref.model.path": str(model_path)})), (
+        "the newest is of this model, which is elsewhere now"
+    )
 
 
 def test_run_dir_with_other_values_is_reported(configured, tmp_path):

@@ -3,14 +3,16 @@
 import subprocess
 import sys
 import time
+from pathlib import Path
 
+import orjson
 import pytest
 
 from recipe.atropos.config.compose import load_config
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.inference.server import LaunchError
-from recipe.atropos.launch_services import check_start, environments_of, make_folder
-from recipe.atropos.models import SMALL_POLICIES, check_model
+from recipe.atropos.launch_services import check_start, environments_of, load_run_config, make_folder, prepare_model
+from recipe.atropos.models import SMALL_POLICIES, check_model, resolve_model
 from recipe.atropos.preflight import check_config
 from recipe.atropos.services import progress as progress_module
 from recipe.atropos.services.environments import _as_key, check_environments, why_nothing_is_sent
@@ -46,7 +48,7 @@ def test_schema_start_takes_a_folder_and_every_small_policy(tmp_path):
         ("inference.args.port=5", "set inference.port itself"),
         ("trainer.resume_from_path=/no/such", "give both"),
         ("trainer.resume_mode=resume_path", "give both"),
-        ("'trainer.resume_from_path=/no/global_step_3 trainer.resume_mode=resume_path'", "no such folder"),
+        ("'trainer.resume_from_path=/no/global_step_3 trainer.resume_mode=resume_path'", "no checkpoint"),
     ],
 )
 def test_schema_start_names_what_cannot_start(override, told):
@@ -54,6 +56,52 @@ def test_schema_start_names_what_cannot_start(override, told):
     with pytest.raises((ConfigurationError, LaunchError), match=told):
         check_config(config)
         check_start(config)
+
+
+def test_schema_start_finds_a_checkpoint_below_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "global_step_3" / "actor").mkdir(parents=True)
+    options = ["trainer.resume_mode=resume_path", "trainer.resume_from_path='~/global_step_3'"]
+    check_config(load_config(["preset=demo", *options]))
+
+
+def test_schema_start_gives_everyone_the_model_below_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = load_config(["preset=demo", "actor_rollout_ref.model.path='~/m'"])
+    prepare_model(config)
+    engine = config.actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.atropos
+    assert config.actor_rollout_ref.model.path == engine.model_path == str(tmp_path / "m")
+
+
+def test_schema_start_gives_everyone_a_small_policy(monkeypatch):
+    monkeypatch.setattr("recipe.atropos.models.run_command", lambda *_: (0, f"made\n{Path.cwd()}\n"))
+    config = load_config(["preset=demo"])
+    prepare_model(config)
+    engine = config.actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.atropos
+    assert config.actor_rollout_ref.model.path == engine.model_path == str(Path.cwd())
+    assert resolve_model("org/name", seed=0) == "org/name"
+
+
+def finished(folder, steps=60):
+    folder.mkdir(parents=True)
+    (folder / "summary.json").write_bytes(orjson.dumps({"finished_steps": steps}))
+
+
+def test_run_dir_of_the_next_number_holds_all_of_its_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    finished(tmp_path / "runs/demo")
+    for options, name in ((["preset=demo"], "demo-2"), (["preset=demo", "run.name=mine"], "mine")):
+        config, overrides, directory = load_run_config(options)
+        assert directory == tmp_path / "runs" / name and load_config(overrides) == config
+        for path in (config.run.dir, config.trainer.default_local_dir, config.trainer.rollout_data_dir):
+            assert Path(path).resolve().is_relative_to(directory), path
+
+
+@pytest.mark.parametrize("key", ["run.dir=DIR", "+run.dir=DIR", "++run.dir=DIR", "run={dir: DIR}"])
+def test_run_dir_given_by_hand_is_not_replaced(tmp_path, key):
+    finished(tmp_path / "run")
+    with pytest.raises(ConfigurationError, match=rf"run.dir={tmp_path}/run holds a run that has trained 60 steps"):
+        load_run_config(["preset=demo", key.replace("DIR", str(tmp_path / "run"))])
 
 
 def test_schema_start_names_a_run_folder_that_cannot_be_written(tmp_path):

@@ -5,7 +5,8 @@ Guarantees:
 - a checkpoint is whole once ``complete.json`` lists its files and their sizes, which is written last; only a whole one
   is resumed from, the one that was completed last, whatever verl's tracker says;
 - what a kill or a full disk left of one is removed at the next start; folders of others are never touched;
-- ``keep`` counts all whole checkpoints of the folder, those of earlier processes too.
+- ``keep`` counts all whole checkpoints of the folder, those of earlier processes too;
+- a checkpoint says which model was trained to it.
 """
 
 import contextlib
@@ -15,6 +16,9 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
 
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.run_dir import DiskFull, RunDirError, disk_errors, disk_is_full, read_json, write_atomic, write_json
@@ -50,6 +54,16 @@ class Checkpoints:
                 logger.warning("%s is not resumed from: %s (trainer.resume_mode=resume_path forces it)", folder, why)
         return whole[-1] if whole else None
 
+    def to_resume(self, trainer: DictConfig) -> Path | None:
+        """The checkpoint from which ``trainer.resume_mode`` resumes; None: from none.
+
+        Raises:
+            ConfigurationError: ``trainer.resume_from_path`` is no checkpoint.
+        """
+        if trainer.resume_mode == "resume_path":
+            return resume_folder(trainer.resume_from_path)
+        return self.newest() if trainer.resume_mode == "auto" else None
+
     def remove_incomplete(self) -> None:
         """Remove what an earlier process began to save and did not complete."""
         for folder in self._folders():
@@ -57,8 +71,10 @@ class Checkpoints:
                 shutil.rmtree(folder, ignore_errors=True)
 
     @contextlib.contextmanager
-    def saving(self, step: int, keep: int | None) -> Iterator[Path]:
+    def saving(self, step: int, keep: int | None, model: dict[str, Any] | None = None) -> Iterator[Path]:
         """Yields the folder to write into. ``keep`` whole ones stay, all where it is None; never none meanwhile.
+
+        ``model``: what ``resumption.model_identity`` says of the model that is trained.
 
         Raises:
             DiskFull: nothing is left of the new one.
@@ -73,7 +89,8 @@ class Checkpoints:
                 yield folder
                 files = {path.relative_to(folder).as_posix(): path.stat().st_size for path in _files(folder)}
                 sequence = 1 + max((self._sequence(other) or 0 for other in self._folders()), default=0)
-                write_json(folder / _COMPLETE, {"step": step, "sequence": sequence, "files": files})
+                complete = {"step": step, "sequence": sequence, "model": model, "files": files}
+                write_json(folder / _COMPLETE, complete)
                 (folder / _INCOMPLETE).unlink()
         except BaseException as error:
             # torch's writer, in another process, does not say why it failed.
@@ -112,6 +129,14 @@ def resume_folder(path: str | Path) -> Path:
             f"trainer.resume_from_path={path}: no checkpoint; give a folder global_step_N with actor/ in it"
         )
     return folder
+
+
+def model_of(folder: Path) -> dict[str, Any] | None:
+    """The identity of the model that was trained to a checkpoint; None where the checkpoint does not say."""
+    try:
+        return read_json(folder / _COMPLETE, {}).get("model")
+    except RunDirError:  # cut short; resumed from only where trainer.resume_from_path names it
+        return None
 
 
 def step_of(folder: Path) -> int:

@@ -34,10 +34,10 @@ from omegaconf import DictConfig
 from rich.markup import escape
 
 from recipe.atropos import alarms
-from recipe.atropos.config.compose import load_config
+from recipe.atropos.config.compose import given_keys, load_config
 from recipe.atropos.errors import ConfigurationError, expected_failure
 from recipe.atropos.inference.server import SGLangLaunch, check_launch
-from recipe.atropos.models import SMALL_POLICIES, check_model, resolve_model
+from recipe.atropos.models import SMALL_POLICIES, check_model, set_model_path
 from recipe.atropos.preflight import check_config
 from recipe.atropos.resumption import prepare_folder
 from recipe.atropos.run_dir import DiskFull, LineReader, RunDir, disk_is_full, read_json
@@ -88,6 +88,20 @@ def compose_overrides(arguments: argparse.Namespace) -> list[str]:
 def quoted(value: str | Path) -> str:
     """A string as Hydra's override grammar takes it whatever is in it, ``=``, commas and spaces included."""
     return "'" + str(value).replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+
+def load_run_config(overrides: list[str]) -> tuple[DictConfig, list[str], Path]:
+    """The configuration, the overrides that give it, and the folder of the run; paths below run.dir are in that folder.
+
+    Raises:
+        ConfigurationError: as ``load_config`` and ``choose_run_dir``.
+    """
+    config = load_config(overrides, tell=_say)
+    directory = choose_run_dir(config, explicit="run.dir" in given_keys(overrides))
+    if directory != Path(config.run.dir).resolve():
+        overrides = [*overrides, f"run.dir={quoted(directory)}"]
+        config = load_config(overrides)
+    return config, overrides, directory
 
 
 def choose_run_dir(config: DictConfig, explicit: bool) -> Path:
@@ -160,11 +174,11 @@ def make_folder(directory: Path) -> None:
 
 
 def prepare_model(config: DictConfig) -> None:
-    """Put the folder of a small policy in place of its name; it is made where it is not there yet."""
-    model = config.actor_rollout_ref.model
-    if model.path in SMALL_POLICIES:
-        with progress(f"preparing {model.path}, which is made once, in a minute"):
-            model.path = resolve_model(model.path, config.seed)
+    """Put the model's folder in place of a small policy's name or a path with ``~``; makes a small policy."""
+    path = config.actor_rollout_ref.model.path
+    small = path in SMALL_POLICIES
+    with progress(f"preparing {path}, which is made once, in a minute") if small else contextlib.nullcontext():
+        set_model_path(config)
 
 
 async def launch(
@@ -445,11 +459,8 @@ def _port(given: int | None, host: str, key: str) -> int:
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit status: 0 only if every step was trained."""
     arguments = parse_arguments(argv)
-    overrides = compose_overrides(arguments)
     try:
-        config = load_config(overrides, tell=_say)
-        explicit = any(override.startswith("run.dir=") for override in overrides)
-        directory = choose_run_dir(config, explicit)
+        config, overrides, directory = load_run_config(compose_overrides(arguments))
         check_config(config)
         specs = environments_of(config)
         _say(os.path.relpath(directory))

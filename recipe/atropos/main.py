@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from recipe.atropos import scratch
 from recipe.atropos.config.compose import load_config
 from recipe.atropos.errors import one_line_errors
-from recipe.atropos.models import check_model, resolve_model
+from recipe.atropos.models import check_model, set_model_path
 from recipe.atropos.preflight import check_config, check_services
 from recipe.atropos.resumption import prepare_folder
 from recipe.atropos.run_dir import RunDir
@@ -47,7 +47,7 @@ def run(config: DictConfig) -> None:
     folder = RunDir(config.run.dir)
     os.environ.setdefault("TENSORBOARD_DIR", str(folder.tensorboard))
     os.environ.setdefault("WANDB_DIR", str(config.run.dir))
-    config.actor_rollout_ref.model.path = resolve_model(config.actor_rollout_ref.model.path, config.seed)
+    set_model_path(config)
     check_config(config)
     validate_config(config, use_reference_policy=need_reference_policy(config), use_critic=False)
 

@@ -4,6 +4,8 @@ import os
 import sys
 from pathlib import Path
 
+from omegaconf import DictConfig
+
 from recipe.atropos.errors import AtroposError, ConfigurationError
 from recipe.atropos.services.process import run_command
 
@@ -72,6 +74,18 @@ def config_file(path: str) -> Path | None:
     except HFValidationError:
         return None
     return Path(cached) if isinstance(cached, str) else None
+
+
+def set_model_path(config: DictConfig) -> None:
+    """Resolve the model's path by ``resolve_model``, also where the configuration's interpolations have copied it.
+
+    Raises:
+        PolicyNotMade: as ``resolve_model``.
+    """
+    model, engine = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs
+    given, model.path = model.path, resolve_model(model.path, config.seed)
+    if engine.atropos.model_path == given:
+        engine.atropos.model_path = model.path
 
 
 def resolve_model(path: str, seed: int) -> str:

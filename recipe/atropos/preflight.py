@@ -10,6 +10,7 @@ from pathlib import Path
 import aiohttp
 from omegaconf import DictConfig, OmegaConf
 
+from recipe.atropos.checkpoints import resume_folder
 from recipe.atropos.config.schema import check_schema
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.inference.client import InferenceError, SGLangClient
@@ -102,8 +103,8 @@ def _check_resumption(trainer: DictConfig) -> None:
             f"trainer.resume_from_path={path} with trainer.resume_mode={trainer.resume_mode}: give both, "
             "resume_mode=resume_path and the folder global_step_N, or neither"
         )
-    if path is not None and not (Path(path).is_dir() and "global_step_" in Path(path).name):
-        raise ConfigurationError(f"trainer.resume_from_path={path}: no such folder; give one named global_step_N")
+    if path is not None:
+        resume_folder(path)
 
 
 def _check_evaluation(evaluation: DictConfig, push_every: int) -> None:

@@ -29,7 +29,7 @@ from verl.utils.tracking import Tracking
 
 from recipe.atropos import alarms
 from recipe.atropos.advantages import AdvantageConfig, RunningMoments, compute_advantages
-from recipe.atropos.checkpoints import Checkpoints, resume_folder, step_of
+from recipe.atropos.checkpoints import Checkpoints, step_of
 from recipe.atropos.correction import compare_with_engine, correct_rollout
 from recipe.atropos.data_proto import rows_to_data_proto
 from recipe.atropos.data_source import DataSource, DataSourceConfig, Registration
@@ -40,6 +40,7 @@ from recipe.atropos.losses import DistillationConfig
 from recipe.atropos.metrics import batch_metrics, staleness_metrics
 from recipe.atropos.mini_batches import lay_out, update_actor
 from recipe.atropos.recorded import NoServers, RecordedSource, write_batch
+from recipe.atropos.resumption import model_identity
 from recipe.atropos.rows import ConversionReport, Group, Row, RowLimits, VersionLimits, environment_name, read_groups
 from recipe.atropos.run_dir import RunDir, rewrite_lines, write_atomic
 from recipe.atropos.run_record import RunRecord
@@ -113,6 +114,7 @@ class RayGRPOAtroposTrainer(SeparateRayPPOTrainer):
         self.sampling_check = SamplingCheck.from_config(config)
         self.logprob_tolerance = alarms.logprob_tolerance(atropos.logprob_tolerance, config.inference.dtype)
         self.checkpoints = Checkpoints(config.trainer.default_local_dir)
+        self._model_identity = model_identity(config.actor_rollout_ref.model.path)
 
     # ---------------------------------------------------------------- the algorithm
 
@@ -490,9 +492,7 @@ class RayGRPOAtroposTrainer(SeparateRayPPOTrainer):
             ConfigurationError: there is none at that path.
         """
         trainer = self.config.trainer
-        folder = self.checkpoints.newest() if trainer.resume_mode == "auto" else None
-        if trainer.resume_mode == "resume_path":
-            folder = resume_folder(trainer.resume_from_path)
+        folder = self.checkpoints.to_resume(trainer)
         if folder is None:
             return
         self.global_steps = step_of(folder)
@@ -504,7 +504,8 @@ class RayGRPOAtroposTrainer(SeparateRayPPOTrainer):
 
     def _save_checkpoint(self) -> None:
         """Raises DiskFull, with nothing left of this checkpoint, and the earlier ones as they were."""
-        with self.checkpoints.saving(self.global_steps, self.config.trainer.max_actor_ckpt_to_keep) as folder:
+        keep = self.config.trainer.max_actor_ckpt_to_keep
+        with self.checkpoints.saving(self.global_steps, keep, self._model_identity) as folder:
             self.actor_rollout_wg.save_checkpoint(str(folder / "actor"), None, self.global_steps)
             state = io.BytesIO()
             torch.save(self.record.state_dict(), state)

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 from omegaconf import DictConfig
 
-from recipe.atropos.checkpoints import Checkpoints
+from recipe.atropos.checkpoints import Checkpoints, model_of
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.run_dir import FORMAT, RunDir, read_json, write_atomic, write_json
 from recipe.atropos.secret import config_yaml, is_secret
@@ -33,22 +33,24 @@ def prepare_folder(folder: RunDir, config: DictConfig) -> list[str]:
     Returns the lines to show where a run is resumed with other values: ``key: old -> new``.
 
     Raises:
-        ConfigurationError: the folder has another format, or holds checkpoints of another model.
+        ConfigurationError: the folder has another format, or the checkpoint to resume from is of another model.
     """
     folder.check_format()
     folder.remove_partial()
     checkpoints = Checkpoints(config.trainer.default_local_dir)
     checkpoints.remove_incomplete()
-    newest = checkpoints.newest() if config.trainer.resume_mode == "auto" else None
-    model, old = model_identity(config.actor_rollout_ref.model.path), read_json(folder.identity, {}).get("model")
-    if newest is not None and old is not None and not _same_model(old, model):
+    resumed = checkpoints.to_resume(config.trainer)
+    model, trained = model_identity(config.actor_rollout_ref.model.path), model_of(resumed) if resumed else None
+    if trained is not None and not _same_model(trained, model):
         raise ConfigurationError(
-            f"actor_rollout_ref.model.path={model['path']} is another model than {old['path']}, which "
-            f"run.dir={folder.path} has trained to {newest.name}: give that model, or another folder (--run-dir)"
+            f"actor_rollout_ref.model.path={model['path']} is another model than {trained['path']}, which was trained "
+            f"to {resumed}: give that model, or another folder (--run-dir)"
         )
-    if old != model:
-        write_json(folder.identity, {"format": FORMAT, "model": model})
-    before = folder.config.read_bytes() if newest is not None and folder.config.exists() else None
+    identity = {"format": FORMAT, "model": model}
+    if read_json(folder.identity) != identity:
+        write_json(folder.identity, identity)
+    goes_on = resumed is not None and resumed.parent == checkpoints.directory
+    before = folder.config.read_bytes() if goes_on and folder.config.exists() else None
     after = config_yaml(config)
     write_atomic(folder.config, after)
     return [] if before is None else changed_keys(*(yaml.load(text, _YAML) for text in (before, after)))

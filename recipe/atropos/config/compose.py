@@ -98,6 +98,15 @@ def compose_config(overrides: Sequence[str], tell: Callable[[str], None] = lambd
     return config
 
 
+def given_keys(overrides: Sequence[str]) -> set[str]:
+    """The keys that overrides set, however they are spelled: ``+run.dir=a`` and ``run={dir: a}`` both set run.dir."""
+    keys: set[str] = set()
+    for override in map(_parse, overrides):
+        key, value = override.key_or_group, override.value()
+        keys |= {key, *(_keys(value, f"{key}.") if isinstance(value, dict) else ())}
+    return keys
+
+
 def _parse(text: str) -> Override:
     try:
         override = OverridesParser.create().parse_override(text)
