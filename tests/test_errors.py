@@ -1,11 +1,16 @@
 """Expected failures are one line; defects keep their traceback."""
 
 import errno
+import os
+import pickle
 
 import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayTaskError
 
 from recipe.atropos.errors import AtroposError, ConfigurationError, expected_failure, one_line_errors
+from recipe.atropos.local_ray import keep_logs
+from recipe.atropos.run_dir import DiskFull
+from recipe.atropos.scratch import Scratch
 
 
 def noted(error, note):
@@ -53,3 +58,26 @@ def test_defects_keep_their_traceback(error):
     assert expected_failure(error) is None
     with pytest.raises(type(error)), one_line_errors():
         raise error
+
+
+def test_errors_of_copying_logs_do_not_hide_the_first(tmp_path, monkeypatch):
+    run = Scratch(tmp_path / "run", [])
+    monkeypatch.setattr("recipe.atropos.local_ray.scratch.current", lambda: run)
+    logs = run.folder / "ray" / "session_latest" / "logs"
+    logs.mkdir(parents=True)
+    for name in ("gcs.out", "raylet.out"):
+        os.mkfifo(logs / name)  # which cannot be copied
+    with pytest.raises(ZeroDivisionError) as raised:
+        try:
+            raise ZeroDivisionError("the first")
+        except ZeroDivisionError:
+            keep_logs(tmp_path / "kept")
+            raise
+    [note] = raised.value.__notes__
+    assert note.startswith(f"then, at the end: Ray's log {logs}/") and ", and 1 others could not be copied" in note
+
+
+def test_errors_of_a_full_disk_are_told_once_after_pickling():
+    error = noted(DiskFull("/run/metrics.jsonl"), "a note")
+    again = pickle.loads(pickle.dumps(error))
+    assert str(again) == str(error) and again.__notes__ == ["a note"] and again.path == error.path

@@ -110,6 +110,14 @@ def test_stop_ends_the_whole_tree_and_nothing_else(launch, tmp_path, code, count
         bystander.wait()
 
 
+def test_stop_wakes_a_guardian_that_was_stopped(launch, tmp_path):
+    service = launch(WAIT)
+    [process] = started(tmp_path, 1)
+    os.kill(service.process.pid, signal.SIGSTOP)
+    service.stop(grace=1)
+    assert gone(process, 0) and service.poll() == -signal.SIGTERM
+
+
 def test_stop_kills_what_ignores_sigterm(launch, tmp_path):
     service = launch(DEAF_CHILD)
     processes = started(tmp_path, 2)
@@ -127,6 +135,17 @@ def test_orphan_of_a_dead_leader_is_ended_and_named(launch, tmp_path, own_sessio
     (orphan,) = tmp_path.glob("*.pid")
     assert not psutil.pid_exists(int(orphan.stem))
     assert f"ending what it left running: {orphan.stem} (" in service.tail()
+
+
+def test_orphan_is_ended_where_the_log_has_no_room(tmp_path):
+    """/dev/full refuses each write, as a full disk does."""
+    code = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {WAIT!r}]); sys.exit(3)"
+    service = start_service("worker", python(code), log_path="/dev/full", cwd=tmp_path)
+    try:
+        assert service.process.wait(30) == 3
+        assert not any(psutil.pid_exists(int(path.stem)) for path in tmp_path.glob("*.pid"))
+    finally:
+        service.stop(grace=1)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGABRT])

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import time
+from dataclasses import replace
 
 import orjson
 import psutil
@@ -15,10 +16,13 @@ from helpers_trainer import compose_config
 from recipe.atropos.inference.server import SGLangLaunch, sglang_command
 from recipe.atropos.launch_services import launch
 from recipe.atropos.run_dir import DiskFull, RunDir
+from recipe.atropos.scratch import Scratch
+from recipe.atropos.services.environments import Environments
 from recipe.atropos.services.inference import Inference, _start_again_from_now_on, plan_servers
 from recipe.atropos.services.process import ServiceFailed
 from recipe.atropos.services.run import Run
 from recipe.atropos.services.specs import environment_specs
+from recipe.atropos.utils.hosts import joins_cluster
 from recipe.atropos.weight_sync.build import build_manager
 
 pytestmark = pytest.mark.timeout(60)
@@ -68,14 +72,66 @@ def test_a_service_is_started_again_so_many_times_and_then_named(run, capsys):
         run.check()
 
 
-def test_run_dir_full_disk_ends_the_launcher_with_its_first_error(full_disk):
+def test_run_dir_full_disk_ends_the_launcher_with_its_first_error(full_disk, monkeypatch):
     config = compose_config("actor_rollout_ref.model.path=m")
+    made, create = [], Scratch.create
+    monkeypatch.setattr(Scratch, "create", lambda: made.append(create()) or made[-1])
     (full_disk / "run").mkdir()
     fill(full_disk)
     with pytest.raises(DiskFull, match=f"no space left on device: {full_disk}/run/services.json") as raised:
         asyncio.run(launch(config, [], full_disk / "run", environment_specs(config)))
     assert raised.value.__notes__ == [f"then, at the end: {raised.value}"]
-    assert not any("run_api" in process.cmdline() for process in psutil.Process().children(recursive=True))
+    words = [word for process in psutil.Process().children(recursive=True) for word in process.cmdline()]
+    assert not any("run_api" in word for word in words)
+    assert len(made) == 1 and not made[0].folder.exists()
+
+
+def test_run_dir_full_disk_keeps_no_environment_running(full_disk, monkeypatch):
+    config = compose_config("actor_rollout_ref.model.path=m")
+    run = Run(config, [], full_disk / "run")
+    environments = Environments(run, environment_specs(config), "http://api", "http://server")
+    [state] = environments._states
+    environments._states = [state, replace(state)]
+    try:
+        for number, state in enumerate(environments._states):
+            state.service = run.start(f"env-{number}", SLEEP)
+        fill(full_disk)
+        with pytest.raises(DiskFull, match="services.json"):
+            environments.stop()
+        assert not run.services and all(state.service.poll() is not None for state in environments._states)
+    finally:
+        (full_disk / "ballast").unlink(missing_ok=True)
+        run.stop()
+
+
+@pytest.mark.parametrize(("address", "loopback"), [(None, True), ("local", True), ("10.0.0.1:6379", False)])
+def test_run_on_a_cluster_is_not_kept_on_loopback(tmp_path, monkeypatch, address, loopback):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    config = compose_config("actor_rollout_ref.model.path=m", f"+ray_kwargs.ray_init.address={address or 'null'}")
+    run = Run(config, [], tmp_path)
+    try:
+        assert ("GLOO_SOCKET_IFNAME" in run.variables) is loopback
+    finally:
+        run.stop()
+
+
+@pytest.mark.parametrize(
+    ("variable", "address", "expected"),
+    [
+        (None, None, False),
+        (None, "auto", True),
+        ("10.0.0.1:6379", None, True),
+        ("10.0.0.1:6379", "auto", True),
+        ("10.0.0.1:6379", "local", False),
+        ("local", None, False),
+        ("local", "10.0.0.1:6379", True),
+    ],
+)
+def test_run_joins_the_cluster_that_ray_would(monkeypatch, variable, address, expected):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    if variable:
+        monkeypatch.setenv("RAY_ADDRESS", variable)
+    assert joins_cluster({"address": address}) is expected
 
 
 def test_a_service_that_may_not_start_yet_waits_and_is_said_to_and_starts_when_it_may(run, tmp_path, capsys):

@@ -1,5 +1,6 @@
 """What is checked before any service starts: the model, SGLang's interpreter, an environment's target and flags."""
 
+import os
 import subprocess
 import sys
 import time
@@ -10,7 +11,7 @@ import pytest
 
 from recipe.atropos.config.compose import load_config
 from recipe.atropos.errors import ConfigurationError
-from recipe.atropos.inference.server import LaunchError
+from recipe.atropos.inference.server import LaunchError, SGLangLaunch, check_launch, has_gpu
 from recipe.atropos.launch_services import check_start, environments_of, load_run_config, make_folder, prepare_model
 from recipe.atropos.models import SMALL_POLICIES, check_model, resolve_model
 from recipe.atropos.preflight import check_config
@@ -151,3 +152,17 @@ def test_schema_start_of_the_trainer_imports_no_verl_for_a_typo():
     )
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
     assert told.stdout.splitlines() == ["error: seeed: no such key; did you mean seed?", "[]"], told.stderr
+
+
+@pytest.mark.parametrize("program", ["nvidia-smi", "python"])
+def test_schema_start_names_a_program_that_hangs(tmp_path, monkeypatch, program):
+    (tmp_path / program).write_text("#!/bin/sh\nexec sleep 100\n")
+    (tmp_path / program).chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr("recipe.atropos.inference.server._PROBE_SECONDS", 0.2)
+    with pytest.raises(LaunchError, match=rf"{program}.* does not (answer|start) within 0.2 s: "):
+        if program == "python":
+            check_launch(SGLangLaunch("m", python=str(tmp_path / program)))
+        else:
+            has_gpu.__wrapped__()

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.inference.server import SGLangLaunch, sglang_command
-from recipe.atropos.local_ray import joins_cluster, start_ray
+from recipe.atropos.local_ray import start_ray
 from recipe.atropos.secret import config_yaml, is_secret, public_config, without_secret_overrides
 from recipe.atropos.services.environments import environment_command, environment_secrets
 from recipe.atropos.services.run import Run
@@ -81,7 +81,7 @@ def test_secret_flags_are_in_no_command_line(tmp_path):
 
 
 def test_secret_tokens_are_asked_of_ray(monkeypatch):
-    assert joins_cluster({"address": "auto"}) and not joins_cluster({"address": None})
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.delattr(ray._raylet, "AuthenticationTokenLoader")
     with pytest.raises(ConfigurationError, match=rf"ray=={ray.__version__} has no token .* install ray>=2.55"):
         start_ray(num_cpus=1)

@@ -16,14 +16,10 @@ import ray
 from ray._private import ray_constants
 
 from recipe.atropos import scratch
-from recipe.atropos.errors import ConfigurationError
+from recipe.atropos.errors import AtroposError, ConfigurationError, secondary_errors
+from recipe.atropos.utils.hosts import joins_cluster
 
 _OLDEST = "2.55"  # as in pyproject.toml
-
-
-def joins_cluster(options: dict[str, Any]) -> bool:
-    """Whether ``ray.init`` with ``options`` joins a cluster that is there."""
-    return bool(os.environ.get("RAY_ADDRESS") or options.get("address", "local") not in (None, "local"))
 
 
 def start_ray(**options: Any) -> None:
@@ -54,7 +50,17 @@ def start_ray(**options: Any) -> None:
 
 
 def keep_logs(folder: Path) -> None:
-    """Copy Ray's own logs, to which its errors refer, to ``folder``; none where a cluster was joined."""
+    """Copy Ray's own logs, to which its errors refer, to ``folder``; none where a cluster was joined.
+
+    Where an error is being handled, one of the copy becomes a note of it.
+    """
     logs = scratch.current().folder / "ray" / "session_latest" / "logs"
-    if logs.is_dir():
-        shutil.copytree(logs, folder, dirs_exist_ok=True, ignore_dangling_symlinks=True)
+    with secondary_errors():
+        if not logs.is_dir():
+            return
+        try:
+            shutil.copytree(logs, folder, dirs_exist_ok=True, ignore_dangling_symlinks=True)
+        except shutil.Error as error:  # with all the files that failed: the disk is full, or Ray rotated a log
+            [(path, _, reason), *others] = error.args[0]
+            more = f", and {len(others)} others" if others else ""
+            raise AtroposError(f"Ray's log {path}{more} could not be copied to {folder}: {reason}") from error

@@ -23,7 +23,7 @@ from recipe.atropos.models import check_model, set_model_path
 from recipe.atropos.preflight import check_config, check_services
 from recipe.atropos.resumption import prepare_folder
 from recipe.atropos.run_dir import RunDir
-from recipe.atropos.utils.hosts import is_this_host, loopback_variables
+from recipe.atropos.utils.hosts import is_this_host, joins_cluster, loopback_variables
 
 
 def run(config: DictConfig) -> None:
@@ -63,7 +63,7 @@ def _train(config: DictConfig) -> None:
     from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
     from verl.utils.config import omega_conf_to_dataclass
 
-    from recipe.atropos.local_ray import joins_cluster, keep_logs, start_ray
+    from recipe.atropos.local_ray import keep_logs, start_ray
     from recipe.atropos.ray_trainer import RayGRPOAtroposTrainer
 
     init = OmegaConf.to_container(config.ray_kwargs.ray_init)

@@ -44,6 +44,10 @@ class DiskFull(AtroposError, OSError):
 
     def __init__(self, path: str | Path):
         super().__init__(f"no space left on device: {path}; make room there, the same command then resumes the run")
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:  # it is made of the path, not of its message
+        return type(self), (self.path,), self.__dict__
 
 
 class RunDirError(AtroposError, RuntimeError):

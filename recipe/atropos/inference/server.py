@@ -34,6 +34,7 @@ HIGHEST_PORT = 55535
 # Else SGLang waits for its requests first: for ever on 0.5.12, which forgets none that had n > 1, so that it would
 # outlive a launcher that was killed.
 _END_ON_SIGTERM = {"SGL_FORCE_SHUTDOWN": "1"}
+_PROBE_SECONDS = 60.0  # for nvidia-smi, and for the interpreter, to answer
 QUANTIZATION_FLAGS = ("quantization", "torchao_config")  # of sglang.launch_server
 _OWN_FLAGS = ("model_path", "host", "port", "device", "dtype", "api_key")
 
@@ -103,10 +104,20 @@ def default_sglang_python() -> str:
 
 @functools.cache
 def has_gpu() -> bool:
-    """Whether nvidia-smi lists a GPU that CUDA_VISIBLE_DEVICES does not hide."""
+    """Whether nvidia-smi lists a GPU that CUDA_VISIBLE_DEVICES does not hide.
+
+    Raises:
+        LaunchError: it does not answer.
+    """
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or shutil.which("nvidia-smi") is None:
         return False
-    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60, check=False)
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=_PROBE_SECONDS)
+    except subprocess.TimeoutExpired as error:
+        raise LaunchError(
+            f"nvidia-smi -L does not answer within {_PROBE_SECONDS:g} s: repair the GPU's driver, or set "
+            "CUDA_VISIBLE_DEVICES= (empty) to run on the CPU"
+        ) from error
     return listed.returncode == 0 and "GPU " in listed.stdout
 
 
@@ -183,18 +194,20 @@ def check_launch(launch: SGLangLaunch) -> None:
 
 
 def _check_interpreter(python: str) -> None:
-    mend = f"run `make sglang-env`, or set inference.python or {PYTHON_VARIABLE} to an interpreter that has SGLang"
+    fix = f"run `make sglang-env`, or set inference.python or {PYTHON_VARIABLE} to an interpreter that has SGLang"
     if shutil.which(python) is None:
-        raise LaunchError(f"inference.python is {python!r}, which does not exist or cannot be run: {mend}")
+        raise LaunchError(f"inference.python is {python!r}, which does not exist or cannot be run: {fix}")
     probe = "import importlib.util, sys; sys.exit(0 if importlib.util.find_spec('sglang') else 3)"
     environment = {**os.environ, "PYTHONPATH": ""}
-    found = subprocess.run(
-        [python, "-c", probe], cwd="/", env=environment, capture_output=True, text=True, timeout=60, check=False
-    )
+    command, limit = [python, "-c", probe], _PROBE_SECONDS
+    try:
+        found = subprocess.run(command, cwd="/", env=environment, capture_output=True, text=True, timeout=limit)
+    except subprocess.TimeoutExpired as error:
+        raise LaunchError(f"inference.python is {python!r}, which does not start within {limit:g} s: {fix}") from error
     if found.returncode == 3:
-        raise LaunchError(f"inference.python is {python!r}, which has no package sglang: {mend}")
+        raise LaunchError(f"inference.python is {python!r}, which has no package sglang: {fix}")
     if found.returncode != 0:
-        raise LaunchError(f"inference.python is {python!r}, which does not run ({found.stderr.strip()}): {mend}")
+        raise LaunchError(f"inference.python is {python!r}, which does not run ({found.stderr.strip()}): {fix}")
 
 
 def start_sglang(

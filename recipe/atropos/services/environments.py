@@ -31,7 +31,7 @@ from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.run_dir import LineReader, append_line, write_atomic
 from recipe.atropos.sampling import TEMPERATURE_VARIABLE
 from recipe.atropos.secret import secret_variables, split_secret_flags
-from recipe.atropos.services.process import Service, run_command
+from recipe.atropos.services.process import Service, ServiceFailed, run_command
 from recipe.atropos.services.progress import progress
 from recipe.atropos.services.run import Run, console
 from recipe.atropos.services.specs import EnvironmentSpec
@@ -285,12 +285,22 @@ class Environments:
         service.stop()  # and is started again, or given up
 
     def stop(self) -> None:
-        """End all that run; they count their last groups."""
+        """End all that run; they count their last groups.
+
+        Raises:
+            ServiceFailed, DiskFull: the first failure, once the others are ended too.
+        """
+        failures: list[Exception] = []
         for state in self._states:
             if state.service in self._run.services:
-                self._run.stop(state.service)
-                self._run.remove(state.service)
+                for step in (self._run.stop, self._run.remove):
+                    try:
+                        step(state.service)
+                    except (ServiceFailed, OSError) as failure:
+                        failures.append(failure)
             state.read()
+        if failures:
+            raise failures[0]
 
     def summary(self) -> dict[str, dict[str, Any]]:
         """By name: what was counted over all its processes, ``restarts``, and whether it was ``given_up``."""

@@ -48,6 +48,14 @@ def _receive_command(control: int) -> list[str] | None:
     return data[8:].decode(errors="surrogateescape").split("\0")
 
 
+def _log(text: str) -> None:
+    """In the service's log, where there is room: on a full disk the service is ended all the same."""
+    try:
+        os.write(2, f"{text}\n".encode(errors="replace"))
+    except OSError:
+        pass
+
+
 def _execute(command: list[str], parent: int) -> None:
     """Become the command, in a session of its own. SIGPIPE and SIGXFSZ, which Python ignores, would stay ignored."""
     try:
@@ -58,7 +66,7 @@ def _execute(command: list[str], parent: int) -> None:
             signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
             os.execvp(command[0], command)
     except OSError as error:
-        os.write(2, f"{command[0]} cannot be executed: {error}\n".encode())
+        _log(f"{command[0]} cannot be executed: {error}")
     finally:
         os._exit(127)
 
@@ -151,7 +159,7 @@ class Guardian:
         else:
             self.wait(lambda: self.alone, time.monotonic() + _LINGER)
             if left := [f"{pid} ({name})" for pid, name in _descendants().items() if name]:
-                os.write(2, f"{self.name} has ended; ending what it left running: {', '.join(left)}\n".encode())
+                _log(f"{self.name} has ended; ending what it left running: {', '.join(left)}")
             deadline = time.monotonic() + grace
         if not self.alone:
             _signal(list(_descendants()), signal.SIGTERM, signal.SIGCONT)

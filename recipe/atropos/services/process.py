@@ -168,6 +168,7 @@ class Service:
         """
         if self._stopped:
             return
+        self.process.send_signal(signal.SIGCONT)  # a guardian that was stopped (SIGSTOP) would end nothing
         with contextlib.suppress(OSError):  # it has ended
             self.control.sendall(b"%g\n" % grace)
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -19,7 +19,7 @@ from rich.markup import escape
 from recipe.atropos.run_dir import LOCK_VARIABLE, RunDir, write_json
 from recipe.atropos.scratch import Scratch
 from recipe.atropos.services.process import Service, ServiceFailed, start_service
-from recipe.atropos.utils.hosts import is_this_host, loopback_variables
+from recipe.atropos.utils.hosts import is_this_host, joins_cluster, loopback_variables
 
 console = Console(highlight=False)
 
@@ -79,7 +79,7 @@ class Run:
         if self.scratch is None:
             self.scratch = Scratch.create()
         config, variables = self.config, self.scratch.variables()
-        if config and config.trainer.nnodes == 1 and not os.environ.get("RAY_ADDRESS"):
+        if config and config.trainer.nnodes == 1 and not joins_cluster(config.ray_kwargs.ray_init):
             if config.inference.args.get("nnodes", 1) == 1 and is_this_host(f"http://{config.inference.host}"):
                 variables |= loopback_variables()
         return variables
@@ -105,14 +105,21 @@ class Run:
         return self.files.log(name)
 
     def stop(self, *services: Service) -> None:
-        """End the given services, or all, the youngest first; with all of them the run's temporary files go."""
-        failures = []
+        """End the given services, or all, the youngest first; with all of them the run's temporary files go.
+
+        Raises:
+            ServiceFailed, DiskFull: the first failure, once the rest is done.
+        """
+        failures: list[Exception] = []
         for service in reversed(services or tuple(self.services)):
             try:
                 service.stop()
             except ServiceFailed as failure:  # the others are ended all the same
                 failures.append(failure)
-        self._write_listing()
+        try:
+            self._write_listing()
+        except OSError as failure:  # among them DiskFull
+            failures.append(failure)
         if not services and self.scratch is not None:
             self.scratch.remove()
             self.scratch = None

@@ -1,8 +1,10 @@
-"""Which addresses are this machine's."""
+"""Which addresses are this machine's, and whether Ray is to run on others."""
 
 import ipaddress
 import os
 import socket
+from collections.abc import Mapping
+from typing import Any
 from urllib.parse import urlsplit
 
 import psutil
@@ -34,6 +36,17 @@ def loopback_variables() -> dict[str, str]:
         if any(address.address == "127.0.0.1" for address in addresses):
             return {key: os.environ.get(key, name) for key in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
     return {}
+
+
+def joins_cluster(ray_init: Mapping[str, Any]) -> bool:
+    """Whether ``ray.init`` with these options joins a cluster that is there.
+
+    As in Ray, RAY_ADDRESS counts only where the options have no address, or "auto".
+    """
+    address = ray_init.get("address")
+    if address in (None, "auto"):
+        address = os.environ.get("RAY_ADDRESS") or address
+    return address not in (None, "local")
 
 
 def _addresses(url: str) -> set[str]:
