@@ -24,7 +24,7 @@ from recipe.atropos.services.process import RUN_ID_VARIABLE, free_port, start_se
 from recipe.atropos.services.run import Run
 from recipe.atropos.services.specs import environment_specs
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
 GSM8K = gsm8k.__file__
 LAUNCH = "recipe.atropos.launch_services"
@@ -286,7 +286,7 @@ def training(tmp_path_factory):
     signal.signal(signal.SIGINT, signal.default_int_handler)  # as ``interruptible``, which comes later
     service = run(folder, LAUNCH, *options, "--steps", "1000", "--seed", "0", tracking)
     try:
-        until(service, lambda: len(read_metrics(folder / "run")) >= 2, seconds=240)  # everything starts
+        until(service, lambda: len(read_metrics(folder / "run")) >= 2, seconds=900)  # everything starts
         yield service, folder / "run", options
     finally:
         service.stop()
@@ -332,7 +332,7 @@ def test_secret_ports_of_a_run_are_on_loopback(training):
     assert raylet.environ()["RAY_AUTH_MODE"] == "token" and len(raylet.environ()["RAY_AUTH_TOKEN"]) == 64
 
 
-@pytest.mark.timeout(600)  # three starts of everything, and one of a server
+@pytest.mark.timeout(1800)  # three starts of everything, and one of a server
 def test_the_demo_trains_reports_ends_what_it_started_and_goes_on_after_an_interrupt(training, tmp_path):
     """Server and gateway are killed, then the launcher is interrupted; the same command goes on to the last step."""
     service, folder, options = training
