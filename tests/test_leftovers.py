@@ -1,9 +1,12 @@
 """What a run leaves in temporary folders and shared memory goes with it, or with the next run; nothing else does."""
 
 import contextlib
+import errno
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import uuid
 from pathlib import Path
 
@@ -11,7 +14,9 @@ import psutil
 import pytest
 
 from recipe.atropos import scratch
+from recipe.atropos.errors import AtroposError
 from recipe.atropos.scratch import Scratch, remove_dead
+from recipe.atropos.services.process import run_command
 from recipe.atropos.services.run import Run
 from recipe.atropos.weight_sync.tensor import TensorTransport
 
@@ -106,3 +111,40 @@ def test_leftovers_of_a_push_are_named_by_their_run():
     del buffer
     transport._sweep()
     assert not path.exists()
+
+
+def test_leftovers_of_another_machine_are_left_to_it():
+    """On a shared file system, where no lock tells that its run lives."""
+    other = Scratch.create()
+    try:
+        os.close(other._locks[0])
+        (other.folder / ".scratch").write_text("another boot")
+        remove_dead()
+        assert other.folder.is_dir()
+        (other.folder / ".scratch").write_text(scratch._machine())
+        remove_dead()
+        assert not other.folder.exists()
+    finally:
+        shutil.rmtree(other.folder, ignore_errors=True)
+        os.close(other._locks.pop())
+        (SHM / other.folder.name).unlink(missing_ok=True)
+
+
+def test_leftovers_are_none_where_nothing_can_be_locked(monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    made, make = [], tempfile.mkdtemp
+    monkeypatch.setattr(tempfile, "mkdtemp", lambda **kw: made.append(make(**kw)) or made[-1])
+    monkeypatch.setattr(scratch.fcntl, "flock", refuse)
+    with pytest.raises(AtroposError, match="TMPDIR=.* cannot be locked .* give one on a local disk"):
+        Scratch.create()
+    assert made and not any(Path(folder).exists() or (SHM / Path(folder).name).exists() for folder in made)
+
+
+@pytest.mark.timeout(60)
+def test_leftovers_of_a_command_go_with_it():
+    code = "import os, tempfile; tempfile.mkstemp(); print(os.environ['TMPDIR'], len(os.listdir(os.environ['TMPDIR'])))"
+    status, printed = run_command("makes", [sys.executable, "-c", code])
+    folder, files = printed.split()
+    assert status == 0 and files == "3" and Path(folder).name.startswith("atropos-") and not Path(folder).exists()

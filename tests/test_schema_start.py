@@ -1,8 +1,10 @@
 """What is checked before any service starts: the model, SGLang's interpreter, an environment's target and flags."""
 
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from recipe.atropos.models import SMALL_POLICIES, check_model, resolve_model
 from recipe.atropos.preflight import check_config
 from recipe.atropos.services import progress as progress_module
 from recipe.atropos.services.environments import _as_key, check_environments, why_nothing_is_sent
+from recipe.atropos.services.process import unstopped
 from recipe.atropos.services.run import Run
 
 
@@ -166,3 +169,23 @@ def test_schema_start_names_a_program_that_hangs(tmp_path, monkeypatch, program)
             check_launch(SGLangLaunch("m", python=str(tmp_path / program)))
         else:
             has_gpu.__wrapped__()
+
+
+@pytest.mark.timeout(60)
+def test_schema_start_is_interrupted_in_a_check_of_flags(tmp_path):
+    (tmp_path / "slow.py").write_text("import time\ntime.sleep(100)\n")
+    config = load_config(["preset=demo", f"environment.target={tmp_path}/slow.py"])
+
+    def interrupt():
+        while not (found := [service for service in unstopped if service.name.startswith("check-")]):
+            time.sleep(0.05)
+        checks.extend(found)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    checks = []
+    threading.Thread(target=interrupt, daemon=True).start()
+    begin = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        check_environments(Run(config, [], tmp_path / "run"), environments_of(config))
+    assert time.monotonic() - begin < 30
+    assert checks[0].poll() is not None and checks[0] not in unstopped

@@ -6,7 +6,7 @@ Guarantees:
   at the end of the run, or, where that was killed, by the next run that starts;
 - nothing of a living run, of another user or of another program is removed: the run's owner holds a lock on the folder,
   and on an entry of its own in ``/dev/shm``, as long as it lives. A lock is seen from other containers too, where a
-  process number is not.
+  process number is not, but on a shared file system not from other machines: each removes the folders of its own runs.
 """
 
 import atexit
@@ -17,10 +17,12 @@ import itertools
 import os
 import re
 import shutil
+import socket
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from recipe.atropos.errors import AtroposError
 from recipe.atropos.utils.private_process import SCRATCH
 
 _SHARED_MEMORY = Path("/dev/shm")
@@ -28,7 +30,9 @@ _PREFIX = "atropos-"
 _NAME = rf"({_PREFIX}[a-z0-9_]{{8}})"
 _FOLDER = re.compile(_NAME)
 _SEGMENT = re.compile(rf"{_NAME}(?:-\d+-\d+)?|sem\.{_NAME}-mp-\w+|sglang_loads_{_NAME}_\w+\.shm")
-_MARK = ".scratch"  # a file in each folder of ours
+_MARK = ".scratch"  # a file in each folder of ours, with the boot of the machine that made it
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+_TRIES = 20
 _LONGEST_BASE = 22  # bytes; the path of a Unix socket has 107, of which Ray takes 68 below the run's folder
 _segments = itertools.count()
 
@@ -41,11 +45,15 @@ class Scratch:
 
     @classmethod
     def create(cls) -> "Scratch":
-        """A new one, owned by this process, after those of dead runs are removed."""
+        """A new one, owned by this process, after those of dead runs are removed.
+
+        Raises:
+            AtroposError: the file system of the temporary folder has no locks.
+        """
         remove_dead()
-        while True:
+        for _ in range(_TRIES):
             folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_base()))
-            (folder / _MARK).touch()
+            (folder / _MARK).write_text(_machine())
             locks = [_lock(folder)]
             if _SHARED_MEMORY.is_dir():
                 mark = _SHARED_MEMORY / folder.name
@@ -56,6 +64,11 @@ class Scratch:
             for lock in locks:  # another process, which starts too, took an entry for a dead run's
                 if lock is not None:
                     os.close(lock)
+            _remove(folder.parent, folder.name)
+            _remove(_SHARED_MEMORY, folder.name)
+        raise AtroposError(
+            f"TMPDIR={_base()}: a folder there cannot be locked (flock); give one on a local disk of this machine"
+        )
 
     def variables(self) -> dict[str, str]:
         """The environment of the run's processes. What torch compiles is for later runs too, and stays."""
@@ -98,14 +111,29 @@ def remove_dead() -> None:
 
 
 def _found(base: Path) -> Iterator[tuple[str, Path]]:
-    """(run, path) of what is this user's, and any run's."""
+    """(run, path) of what is this user's, and any run's of this machine."""
     with contextlib.suppress(OSError):
         for entry in os.scandir(base):
             match = (_SEGMENT if base == _SHARED_MEMORY else _FOLDER).fullmatch(entry.name)
             if match is None or entry.stat(follow_symlinks=False).st_uid != os.getuid():
                 continue
-            if base == _SHARED_MEMORY or Path(entry, _MARK).is_file():
+            if base == _SHARED_MEMORY or _made_here(Path(entry, _MARK)):
                 yield next(filter(None, match.groups())), Path(entry)
+
+
+def _made_here(mark: Path) -> bool:
+    try:
+        return mark.read_text() == _machine()
+    except OSError:
+        return False
+
+
+def _machine() -> str:
+    """The boot of this machine, which its containers share; its name, where the system does not tell."""
+    try:
+        return _BOOT.read_text()
+    except OSError:
+        return socket.gethostname()
 
 
 def _remove(base: Path, name: str) -> None:

@@ -10,15 +10,15 @@ Promises:
   the batches is the others'. Else an allocation of a dead environment would hold up every batch for ever.
 """
 
+import contextlib
 import importlib.util
 import re
 import sys
 import time
 from collections import Counter
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +31,14 @@ from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.run_dir import LineReader, append_line, write_atomic
 from recipe.atropos.sampling import TEMPERATURE_VARIABLE
 from recipe.atropos.secret import secret_variables, split_secret_flags
-from recipe.atropos.services.process import Service, ServiceFailed, run_command
+from recipe.atropos.services.process import Service, ServiceFailed, run_command, unstopped
 from recipe.atropos.services.progress import progress
 from recipe.atropos.services.run import Run, console
 from recipe.atropos.services.specs import EnvironmentSpec
 
 _ADAPTER = "recipe.atropos.utils.env_adapter"
 _API_SECONDS = 10.0
+_CHECK = "check-"  # begins the names of the processes that check flags
 
 
 def check_target(spec: EnvironmentSpec) -> None:
@@ -61,9 +62,25 @@ def check_environments(run: Run, specs: Mapping[str, EnvironmentSpec]) -> None:
         ConfigurationError: naming the target or the flag as a key of the configuration.
     """
     with progress(f"checking the flags of {', '.join(specs)}"), ThreadPoolExecutor() as pool:
-        problems = [problem for problem in pool.map(partial(_flag_problem, run), specs.values()) if problem]
+        checks = [pool.submit(_flag_problem, run, spec) for spec in specs.values()]
+        try:
+            problems = [problem for check in checks if (problem := check.result())]
+        except BaseException:
+            _end_checks(checks)
+            raise
     if problems:
         raise ConfigurationError("\n".join(problems))
+
+
+def _end_checks(checks: list[Future[str | None]]) -> None:
+    """Else the pool waits for threads that wait for their processes, which a terminal's Ctrl-C does not reach."""
+    for check in checks:
+        check.cancel()
+    while not all(check.done() for check in checks):
+        for service in [service for service in unstopped if service.name.startswith(_CHECK)]:
+            with contextlib.suppress(ServiceFailed):  # its thread raises it too
+                service.stop(grace=0)
+        time.sleep(0.05)
 
 
 def _flag_problem(run: Run, spec: EnvironmentSpec) -> str | None:
@@ -71,7 +88,7 @@ def _flag_problem(run: Run, spec: EnvironmentSpec) -> str | None:
     command = [*environment_command(run, replace(spec, reward_bridge=None), "serve", anywhere, anywhere), "--check"]
     try:
         status, printed = run_command(
-            f"check-{spec.name}", command, env=environment_secrets(run, spec), timeout=spec.start_timeout
+            f"{_CHECK}{spec.name}", command, env=environment_secrets(run, spec), timeout=spec.start_timeout
         )
     except TimeoutError:
         return f"{spec.key}.target={spec.target}: not imported within {spec.key}.start_timeout={spec.start_timeout:g} s"

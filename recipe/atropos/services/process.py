@@ -21,7 +21,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -31,6 +30,7 @@ from pathlib import Path
 import psutil
 
 from recipe.atropos.errors import AtroposError
+from recipe.atropos.scratch import Scratch
 
 RUN_ID_VARIABLE = "ATROPOS_RUN_ID"
 """Environment variable that marks a service's processes: the ids of the services that they belong to, outermost first,
@@ -256,12 +256,16 @@ def run_command(
 ) -> tuple[int, str]:
     """Run a command to its end, as a service, so that it never outlives this process; its status and what it printed.
 
+    Its temporary files go with it; where this process is killed, with the next run.
+
     Raises:
         TimeoutError: it took longer than ``timeout`` seconds, and was ended.
         ServiceFailed: the program does not exist.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        service = start_service(name, command, log_path=Path(folder) / "log", env=env)
+    scratch = Scratch.create()
+    try:
+        variables = {**(env or {}), **scratch.variables()}
+        service = start_service(name, command, log_path=scratch.folder / "log", env=variables)
         try:
             status = service.process.wait(timeout)
         except subprocess.TimeoutExpired as error:
@@ -269,6 +273,8 @@ def run_command(
         finally:
             service.stop(grace=1.0)
         return status, service.log_path.read_text(errors="replace")
+    finally:
+        scratch.remove()
 
 
 async def wait_until_healthy(
