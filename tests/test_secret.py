@@ -5,16 +5,20 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import ray
 from helpers_trainer import compose_config
 from omegaconf import OmegaConf
 
+from recipe.atropos import main
+from recipe.atropos.config.compose import load_config
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.inference.server import SGLangLaunch, sglang_command
+from recipe.atropos.launch_services import start_trainer
 from recipe.atropos.local_ray import start_ray
-from recipe.atropos.secret import config_yaml, is_secret, public_config, without_secret_overrides
+from recipe.atropos.secret import config_yaml, holds_secret, is_secret, public_config, without_secrets
 from recipe.atropos.services.environments import environment_command, environment_secrets
 from recipe.atropos.services.run import Run
 from recipe.atropos.services.specs import environment_specs
@@ -39,6 +43,20 @@ OPTIONS = [
         ("environment.args.OPENAI_API_KEY", True),
         ("hf_token", True),
         ("ssl_keyfile_password", True),
+        ("AWS_SECRET_ACCESS_KEY", True),
+        ("HUGGING_FACE_HUB_TOKEN", True),
+        ("GITHUB_TOKEN", True),
+        ("ray_init.runtime_env.env_vars.WANDB_API_KEY", True),
+        ("hub-token", True),
+        ("secret_key", True),
+        ("private_key", True),
+        ("api_keys", True),
+        ("tokenizer", False),
+        ("stop_token_ids", False),
+        ("pad_token_id", False),
+        ("eos_token", False),
+        ("distill_token_ids", False),
+        ("sort_key", False),
         ("pad_token", False),
         ("max_tokens", False),
         ("token_level_scores", False),
@@ -75,9 +93,73 @@ def test_secret_flags_are_in_no_command_line(tmp_path):
         SGLangLaunch("m", python="py", port=5, device="cpu", api_key=KEY, extra_args={"admin_api_key": JUDGE})
     )
     assert json.loads(variables[private_process.SECRET_FLAGS]) == ["--api-key", KEY, "--admin-api-key", JUDGE]
-    for words in (command, server, without_secret_overrides(OPTIONS)):
+    for words in (command, server):
         assert not any(KEY in word or JUDGE in word for word in words)
-    assert "--openai.timeout=8" in command and "++environment.args.train_size=7" in without_secret_overrides(OPTIONS)
+    assert "--openai.timeout=8" in command
+
+
+NESTED = [
+    "environment.args.judge_api_key=123456",
+    "environment.args.judge={first: {api_key: the-key-of-a-judge}, sizes: [1, 2]}",
+    "environment.args.judges=[{api_keys: [the-key-of-a-judge, 123456]}]",
+    "environment.args={openai: {api_key: the-key-of-a-judge}}",
+]
+
+
+@pytest.mark.parametrize("override", NESTED)
+def test_secret_inside_of_a_value_is_hidden(override, tmp_path):
+    config = compose_config("actor_rollout_ref.model.path=m", f"inference.api_key={KEY}", override)
+    [spec] = environment_specs(config).values()
+    run = Run(config, [], tmp_path)
+    flags = environment_secrets(run, spec)[private_process.SECRET_FLAGS]
+    command = environment_command(run, spec, "serve", "http://api", "http://server")
+    kept = config_yaml(config).decode() + json.dumps(public_config(config))
+    for text in (" ".join(command), kept):
+        assert JUDGE not in text and "123456" not in text
+    assert JUDGE in flags or "123456" in flags
+
+
+def test_secret_that_is_no_value_is_shown():
+    settings = {"api_key": None, "hf_token": "", "secret": False, "password": "${oc.env:PASSWORD}", "a": [{"b": 1}]}
+    assert without_secrets(settings) == settings and not holds_secret(settings)
+    assert holds_secret({"api_key": "${oc.env:KEY,literal}"})
+
+
+def trainer_of(overrides, folder, monkeypatch):
+    """(its command line, its own environment variables) for a launcher with these overrides."""
+    config = load_config(overrides)
+    run = Run(config, overrides, folder)
+    monkeypatch.setattr(run, "start", lambda name, command, **variables: (command, variables))
+    inference = SimpleNamespace(urls=["http://127.0.0.1:1"], gateway="http://127.0.0.1:2")
+    return start_trainer(run, SimpleNamespace(url="http://127.0.0.1:3"), inference)
+
+
+TOKENS = "ray_kwargs.ray_init.runtime_env.env_vars"
+
+
+@pytest.mark.parametrize(
+    ("given", "visible"),
+    [
+        ([f"{TOKENS}.HF_TOKEN={KEY}"], False),
+        (["ray_kwargs.ray_init.runtime_env={env_vars: {HF_TOKEN: the-key-of-the-run}}"], False),
+        ([f"{TOKENS}.HF_TOKEN=${{oc.env:MY_TOKEN}}"], True),
+    ],
+    ids=["key", "mapping", "reference"],
+)
+def test_secret_of_the_trainer_reaches_it_in_its_environment(given, visible, tmp_path, model_path, monkeypatch):
+    monkeypatch.setenv("MY_TOKEN", KEY)
+    overrides = ["preset=demo", f"actor_rollout_ref.model.path={model_path}", "inference.api_key=null", "seed=5"]
+    command, variables = trainer_of([*overrides, *given], tmp_path, monkeypatch)
+    assert not any(KEY in word for word in command) and ("seed=5" in command) is visible
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    trained = []
+    monkeypatch.setattr(main, "run", trained.append)
+    main.main(command[3:])
+    assert private_process.SECRET_FLAGS not in os.environ, "what the trainer starts does not have it"
+    [config] = trained
+    assert config.ray_kwargs.ray_init.runtime_env.env_vars.HF_TOKEN == KEY and config.seed == 5
+    assert config.inference.api_key == variables["ATROPOS_API_KEY"] and config.inference.urls == ["http://127.0.0.1:1"]
 
 
 def test_secret_tokens_are_asked_of_ray(monkeypatch):

@@ -34,7 +34,7 @@ from omegaconf import DictConfig
 from rich.markup import escape
 
 from recipe.atropos import alarms
-from recipe.atropos.config.compose import given_keys, load_config
+from recipe.atropos.config.compose import given_keys, given_values, load_config
 from recipe.atropos.errors import ConfigurationError, expected_failure
 from recipe.atropos.inference.server import SGLangLaunch, check_launch
 from recipe.atropos.models import SMALL_POLICIES, check_model, set_model_path
@@ -42,7 +42,7 @@ from recipe.atropos.preflight import check_config
 from recipe.atropos.resumption import prepare_folder
 from recipe.atropos.run_dir import DiskFull, LineReader, RunDir, disk_is_full, read_json
 from recipe.atropos.run_record import QUEUED, account_of_groups, update_summary
-from recipe.atropos.secret import API_KEY_VARIABLE, without_secret_overrides
+from recipe.atropos.secret import API_KEY_VARIABLE, holds_secret, secret_variables
 from recipe.atropos.services.environments import Environments, check_environments, check_target
 from recipe.atropos.services.evaluation import Evaluations
 from recipe.atropos.services.inference import Inference, inference_healthy, start_inference
@@ -331,11 +331,15 @@ def start_trainer(run: Run, api: Service, inference: Inference, evaluated: Path 
         f"trainer.atropos.api_url={api.url}",
         f"trainer.atropos.startup_timeout={run.config.inference.start_timeout}",
         f"evaluation.evaluated_file={'null' if evaluated is None else quoted(evaluated)}",
+        f"inference.api_key=${{oc.env:{API_KEY_VARIABLE}}}",
     ]
     model = f"actor_rollout_ref.model.path={quoted(run.config.actor_rollout_ref.model.path)}"
-    overrides = without_secret_overrides(run.overrides)
-    command = [sys.executable, "-m", "recipe.atropos.main", *overrides, *addresses, model]
+    # All of them together, since each may replace what one before it has set.
+    private = any(holds_secret({key: value}) for key, value in given_values(run.overrides))
+    public, secret = ([], run.overrides) if private else (run.overrides, [])
+    command = [sys.executable, "-m", "recipe.atropos.main", *public, *addresses, model]
     variables = {
+        **secret_variables(secret),
         API_KEY_VARIABLE: run.api_key,
         "TENSORBOARD_DIR": str(run.files.tensorboard),
         "WANDB_DIR": str(run.directory),

@@ -24,6 +24,7 @@ from recipe.atropos.preflight import check_config, check_services
 from recipe.atropos.resumption import prepare_folder
 from recipe.atropos.run_dir import RunDir
 from recipe.atropos.utils.hosts import is_this_host, joins_cluster, loopback_variables
+from recipe.atropos.utils.private_process import take_secret_flags
 
 
 def run(config: DictConfig) -> None:
@@ -113,7 +114,7 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(message)s")
     with one_line_errors():
-        config = load_config(arguments.overrides)
+        config = load_config([*take_secret_flags(), *arguments.overrides])
         check_config(config)
         check_model(config.actor_rollout_ref.model.path)
         print(f"run {config.run.dir}: trains {config.actor_rollout_ref.model.path}", flush=True)

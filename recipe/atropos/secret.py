@@ -1,7 +1,8 @@
 """Which settings are secrets, and what is written of them.
 
-A secret reaches a service in its environment, or in a file of mode 0600: other users of the machine can read command
-lines. Configurations that are kept, and those that trackers get, hold none.
+A secret is a setting with the name of one, or anything but a boolean inside of such a setting. It reaches a service in
+its environment, or in a file of mode 0600: other users of the machine can read command lines. Configurations that are
+kept, and those that trackers get, hold none. A reference to another place, ``${oc.env:NAME}``, is no secret.
 """
 
 import json
@@ -9,13 +10,18 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from recipe.atropos.utils.private_process import SECRET_FLAGS
 
 API_KEY_VARIABLE = "ATROPOS_API_KEY"
 HIDDEN = "***"
-_NAME = re.compile(r"(^|[_.-])(api_?key|secret|password|passwd|(auth|access|hf|bearer)_token)$", re.IGNORECASE)
+_TOKENS = "access|api|auth|bearer|github|gitlab|hf|hub|hugging_?face|refresh|session"  # not pad, stop, max, ...
+_NAME = re.compile(
+    rf"(^|[_.])((access|api|private|secret)_?keys?|secrets?|passwords?|passphrase|passwd|({_TOKENS})_token)$",
+    re.IGNORECASE,
+)
+_REFERENCE = re.compile(r"\$\{(oc\.env:\w+(,\s*null)?|[\w.]+)\}")
 
 
 def is_secret(name: str) -> bool:
@@ -23,14 +29,26 @@ def is_secret(name: str) -> bool:
     return _NAME.search(name.replace("-", "_")) is not None
 
 
-def without_secrets(settings: Any) -> Any:
-    """A copy of nested mappings and lists with ``***`` for every secret that is set."""
+def without_secrets(settings: Any, secret: bool = False) -> Any:
+    """A copy of nested mappings and lists with ``***`` for every secret that is set; ``secret``: all are."""
     if isinstance(settings, Mapping):
-        return {
-            key: HIDDEN if value and is_secret(str(key)) and isinstance(value, str) else without_secrets(value)
-            for key, value in settings.items()
-        }
-    return [without_secrets(value) for value in settings] if isinstance(settings, list) else settings
+        return {key: without_secrets(value, secret or is_secret(str(key))) for key, value in settings.items()}
+    if isinstance(settings, list | tuple | ListConfig):
+        return [without_secrets(value, secret) for value in settings]
+    return HIDDEN if secret and _is_set(settings) else settings
+
+
+def holds_secret(settings: Any, secret: bool = False) -> bool:
+    """Whether ``without_secrets`` hides anything of it."""
+    if isinstance(settings, Mapping):
+        return any(holds_secret(value, secret or is_secret(str(key))) for key, value in settings.items())
+    if isinstance(settings, list | tuple | ListConfig):
+        return any(holds_secret(value, secret) for value in settings)
+    return secret and _is_set(settings)
+
+
+def _is_set(value: Any) -> bool:
+    return value not in (None, "") and not isinstance(value, bool) and not _REFERENCE.fullmatch(str(value))
 
 
 def public_config(config: DictConfig) -> dict[str, Any]:
@@ -48,14 +66,9 @@ def config_yaml(config: DictConfig) -> bytes:
     return OmegaConf.to_yaml(OmegaConf.create(public)).encode()
 
 
-def without_secret_overrides(overrides: list[str]) -> list[str]:
-    """Hydra overrides for another process's command line: those that name a secret are left out."""
-    return [override for override in overrides if not is_secret(override.partition("=")[0])]
-
-
 def split_secret_flags(flags: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Those for the command line, and the others."""
-    public = {name: value for name, value in flags.items() if not is_secret(name)}
+    public = {name: value for name, value in flags.items() if not holds_secret({name: value})}
     return public, {name: value for name, value in flags.items() if name not in public}
 
 

@@ -101,10 +101,14 @@ def compose_config(overrides: Sequence[str], tell: Callable[[str], None] = lambd
 def given_keys(overrides: Sequence[str]) -> set[str]:
     """The keys that overrides set, however they are spelled: ``+run.dir=a`` and ``run={dir: a}`` both set run.dir."""
     keys: set[str] = set()
-    for override in map(_parse, overrides):
-        key, value = override.key_or_group, override.value()
+    for key, value in given_values(overrides):
         keys |= {key, *(_keys(value, f"{key}.") if isinstance(value, dict) else ())}
     return keys
+
+
+def given_values(overrides: Sequence[str]) -> list[tuple[str, Any]]:
+    """The overrides as (key, value), without the ``+`` before a key; mappings are dicts."""
+    return [(override.key_or_group, override.value()) for override in map(_parse, overrides)]
 
 
 def _parse(text: str) -> Override:
