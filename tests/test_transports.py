@@ -266,7 +266,7 @@ def test_a_server_that_hangs_or_dies_in_a_push_is_named_in_time_and_joins_again_
     monkeypatch.setattr(distributed, "_BROKEN_OFF_SECONDS", 1.0)
     launch = {"max_total_tokens": 2048, "log_path": tmp_path / "second.log"}
     with running_sglang(models["old"], **launch) as (service, second):
-        pusher = engine([server, second], "distributed", tmp_path, timeout=5)
+        pusher = engine([server, second], "distributed", tmp_path, timeout=15)
         send(pusher, models["new"], version)
         port = int(second.rpartition(":")[2])
 
@@ -278,8 +278,8 @@ def test_a_server_that_hangs_or_dies_in_a_push_is_named_in_time_and_joins_again_
                 yield pair
 
         told, seconds = failure(pusher, signalling(signal.SIGSTOP), version + 1)
-        assert f"in phase 'deliver' on {second}: " in told and "no answer within 5 s" in told
-        assert seconds < 5 + 5, "one request's time, and some to tidy up"
+        assert f"in phase 'deliver' on {second}: " in told and "no answer within 15 s" in told
+        assert seconds < 15 + 30, "one request's time, and some to tidy up"
         for process in service.members():
             process.send_signal(signal.SIGCONT)
         assert reported(server) == str(version)
@@ -288,7 +288,7 @@ def test_a_server_that_hangs_or_dies_in_a_push_is_named_in_time_and_joins_again_
 
         told, seconds = failure(pusher, signalling(signal.SIGKILL), version + 3)
         assert re.search(f"in phase 'deliver' on .*{second}", told)
-        assert seconds < 5, "nobody waits for it in vain"
+        assert seconds < 15, "nobody waits for it in vain"
         assert reported(server) == str(version + 2)
         pusher.urls = [server]
         send(pusher, models["old"], version + 4)
