@@ -227,9 +227,8 @@ async def launch(
         await evaluations.end()
     except BaseException as error:
         failure = error
-        if disk_is_full(directory) and not isinstance(
-            error, DiskFull
-        ):  # which a service's log, on the same disk, may not say
+        # A service's log, on the same disk, may not say so.
+        if disk_is_full(directory) and not isinstance(error, DiskFull):
             error.add_note(f"no space left on device: {directory}")
     later = await _end(run, api_url, environments, evaluations)
     if failure := failure or next(iter(later), None):
