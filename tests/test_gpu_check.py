@@ -33,7 +33,7 @@ def finished(service, out, timeout):
     """Exit status and report; nothing that the script started is left running."""
     try:
         status = service.process.wait(timeout)
-        assert "left running" not in service.tail()
+        assert "ending what it left running" not in service.tail()
         return status, json.loads(out.read_text())
     finally:
         service.stop()
