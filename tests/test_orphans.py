@@ -43,6 +43,9 @@ import os, signal, socket, subprocess, sys, threading, time
 sys.path.insert(0, {str(ROOT)!r})
 from recipe.atropos.services.process import start_service
 
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup has these two ignored
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 def start():
     return start_service("family", [sys.executable, "-c", {FAMILY!r}], log_path="family.log")
 

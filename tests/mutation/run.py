@@ -220,10 +220,6 @@ def start(mutant: Mutant, output: Path) -> int:
         with output.open("w") as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
-        if mutant.source:
-            sys.meta_path.insert(0, _Finder(mutant.file, mutant.source))
-        import pytest
-
         arguments = ["-x", "-q", "--no-header", "--tb=short", "-p", "no:cacheprovider", "-p", "no:xdist"]
         arguments += ["-m", "not slow" if mutant.processes else "not e2e and not slow", f"--basetemp={output}.tmp"]
         arguments += ["-k", mutant.keywords] if mutant.keywords else []
