@@ -3,7 +3,8 @@
 Guarantees:
 
 - a key that does not exist is an error that names the nearest one, whether it is given as ``key``, ``+key``, ``++key``
-  or inside of ``key={...}``; so is a key of verl's that has no effect here, where its value differs from the shipped;
+  or inside of ``key={...}``; so is a key of verl's that has no effect here, where its value differs from the shipped,
+  and a key of another recipe for Atropos, whose error names the key of this one, wherever it stands;
 - every value is checked by ``schema``;
 - verl, torch and Ray are not imported.
 
@@ -26,6 +27,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from recipe.atropos.config.renamed import check_renamed
 from recipe.atropos.config.schema import check_schema, documented
 from recipe.atropos.config.unsupported import UNSUPPORTED
 from recipe.atropos.errors import ConfigurationError
@@ -72,13 +74,16 @@ def load_config(overrides: Sequence[str], tell: Callable[[str], None] = lambda _
         OmegaConf.resolve(config)
     except OmegaConfBaseException as error:
         raise ConfigurationError(_first_line(error)) from error
-    check_schema(OmegaConf.to_container(config))
+    values = OmegaConf.to_container(config)
+    check_renamed(values)
+    check_schema(values)
     return config
 
 
 def compose_config(overrides: Sequence[str], tell: Callable[[str], None] = lambda _: None) -> DictConfig:
     """As ``load_config``, with interpolations, and values not yet checked by the schema."""
     given = [_parse(text) for text in overrides]
+    check_renamed({one.key_or_group: one.value() for one in given})
     preset = next((one.value() for one in reversed(given) if one.key_or_group == "preset"), None)
     config = copy.deepcopy(_shipped(preset))
     known = set(_keys(OmegaConf.to_container(config), ""))

@@ -75,6 +75,12 @@ EXCLUDED = {
         "geo_mean": "is averaged by verl over each micro-batch, padding rows included, and these are added up, so it "
         "grows with their number; gspo is the nearest",
     },
+    "actor_rollout_ref.actor.strategy": {
+        "megatron": "is not supported: weights are pushed from the FSDP engines only",
+    },
+    "actor_rollout_ref.rollout.name": {
+        "vllm": "is not supported: only SGLang serves token ids, logprobs and weight versions as needed here",
+    },
 }
 
 Text = Annotated[str, Field(min_length=1)]
