@@ -15,7 +15,7 @@ SGLANG_STAMP := $(SGLANG_VENV)/.installed
 SGLANG_0_5_12_STAMP := $(SGLANG_0_5_12_VENV)/.installed
 MUTATION_STAMP := $(MUTATION_VENV)/.installed
 
-.PHONY: demo test test-fast test-slow test-mutations test-sglang-0.5.12 lint format env trainer-env gem-env sglang-env \
+.PHONY: demo test test-fast test-all test-mutations test-sglang-0.5.12 lint format env trainer-env gem-env sglang-env \
 	clean-env
 
 demo: env  ## Watch a small policy learn, on a CPU, with the real parts
@@ -28,8 +28,8 @@ test: env gem-env  ## Style and the whole test suite: what CI runs
 test-fast: gem-env  ## The tests that start no server
 	$(VENV)/bin/python -m pytest -m "not e2e" $(ARGS)
 
-test-slow: env gem-env  ## What repeats at length what `make test` shows
-	$(VENV)/bin/python -m pytest -m slow $(ARGS)
+test-all: env gem-env  ## The same, and what takes long
+	$(VENV)/bin/python -m pytest -m "slow or not slow" $(PARALLEL) $(ARGS)
 
 test-mutations: gem-env $(MUTATION_STAMP)  ## Which faults no fast test would see; docs/testing.md has its table
 	$(VENV)/bin/python tests/mutation/run.py --python $(abspath $(MUTATION_VENV))/bin/python $(ARGS)

@@ -26,7 +26,7 @@ from recipe.atropos.weight_sync.adapter import AdapterTransport
 from recipe.atropos.weight_sync.gateway import GatewayClient
 from recipe.atropos.weight_sync.servers import WeightPushError
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
 
 # Of each pair that SGLang computes together one part only, and one layer by itself.
 TARGETS = "[q_proj,up_proj,down_proj]"

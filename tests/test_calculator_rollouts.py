@@ -30,7 +30,7 @@ from recipe.atropos.services.process import free_port, start_service
 from recipe.atropos.utils.calculator_policy import CalculatorRecipe, demonstration
 from recipe.atropos.utils.small_policy import make_small_policy
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(280)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(280)]
 
 GROUPS, SIZE, STEPS, TURNS, LENGTH, TOLERANCE = 4, 8, 2, 8, 300, 1e-4
 PROBLEMS = [row for row in generate("train", 60, 0, SYNTHETIC_STEPS) if row["answer"].count("<<") == 3][:12]

@@ -38,6 +38,7 @@ def recorded(tmp_path_factory):
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_replay_without_servers_ends_with_the_runs_weights_bit_for_bit(recorded):
     """It is the batches and their order that the weights depend on: replayed in another order, they differ."""
@@ -56,6 +57,7 @@ def test_a_replay_without_servers_ends_with_the_runs_weights_bit_for_bit(recorde
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_trajectory_is_shown_with_mask_logprob_and_advantage_of_every_token(recorded):
     batch = read_batch(recorded / "batches", 2)
@@ -105,6 +107,7 @@ def test_a_recording_that_ends_says_where(tmp_path):
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 def test_what_is_no_run_or_no_such_sequence_is_said(tmp_path, recorded):
     with pytest.raises(FileNotFoundError, match="give the folder of a run"):
         load_config(tmp_path)

@@ -8,7 +8,7 @@ import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayTaskError
 
 from recipe.atropos.errors import AtroposError, ConfigurationError, expected_failure, one_line_errors
-from recipe.atropos.local_ray import keep_logs
+from recipe.atropos.local_ray import keep_logs, start_ray
 from recipe.atropos.run_dir import DiskFull
 from recipe.atropos.scratch import Scratch
 
@@ -58,6 +58,12 @@ def test_defects_keep_their_traceback(error):
     assert expected_failure(error) is None
     with pytest.raises(type(error)), one_line_errors():
         raise error
+
+
+def test_errors_of_a_start_of_ray_are_expected(monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1,2")  # where no cluster can be
+    with pytest.raises(AtroposError, match="^ray_kwargs.ray_init: Ray did not start: [^\n]+$"):
+        start_ray(num_cpus=1)
 
 
 def test_errors_of_copying_logs_do_not_hide_the_first(tmp_path, monkeypatch):

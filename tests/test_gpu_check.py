@@ -77,6 +77,7 @@ def test_each_transport_has_a_limit_and_its_failure_does_not_hide_the_next(tmp_p
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_a_check_that_is_ended_ends_what_it_started_and_says_what_it_has(tmp_path):
     service, out = started(tmp_path, "--transports", "disk")

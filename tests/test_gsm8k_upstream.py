@@ -46,7 +46,7 @@ def data(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(params=["shaped", "real"])
+@pytest.fixture(params=["shaped", pytest.param("real", marks=pytest.mark.slow)])
 def checkout(request, tmp_path):
     if request.param == "real":
         folder = os.environ.get("ATROPOS_DIR", "")

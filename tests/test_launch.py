@@ -159,7 +159,9 @@ def test_trainer_that_fails_in_its_start_does_not_wait_for_services(tmp_path, mo
     assert "Traceback" not in output
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP], ids=lambda number: number.name)
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)], ids=lambda number: number.name
+)
 def test_orphans_of_a_launcher_killed_in_its_start_are_ended(tmp_path, number):
     """While the trainer starts Ray and SGLang its processes; some of them show neither environment nor name."""
     mark, folder = uuid.uuid4().hex, tmp_path / "run"

@@ -275,6 +275,7 @@ def test_of_an_environment_that_is_killed_nothing_is_waited_for(tmp_path, model_
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_two_environments_train_together_are_evaluated_and_one_killed_for_good_does_not_stop_the_other(
     tmp_path, model_path

@@ -75,7 +75,7 @@ def train(model_path, server, folder, max_staleness, paced=True):
     return read_metrics(folder / "run"), items, [int(line) for line in cancelled.read_text().split()]
 
 
-@pytest.mark.parametrize("max_staleness", [0, 2])
+@pytest.mark.parametrize("max_staleness", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_no_row_is_older_than_the_bound_and_what_began_first_is_trained_on_whatever_its_length(
     model_path, server, tmp_path, max_staleness
 ):
@@ -90,6 +90,7 @@ def test_no_row_is_older_than_the_bound_and_what_began_first_is_trained_on_whate
     assert not {n for n in cancelled if n < STEPS * GROUPS}, "nothing that ran was cancelled"
 
 
+@pytest.mark.slow
 def test_without_pacing_the_same_environment_trains_on_short_answers_first(model_path, server, tmp_path):
     """So the test above can fail: what it asks for is not so by itself."""
     lines, items, _ = train(model_path, server, tmp_path, None, paced=False)

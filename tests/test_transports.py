@@ -101,7 +101,7 @@ def expected(model):
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("bucket_size", [200_000, 1 << 29], ids=["many", "one"])
+@pytest.mark.parametrize("bucket_size", [200_000, pytest.param(1 << 29, marks=pytest.mark.slow)], ids=["many", "one"])
 def test_the_server_computes_with_what_was_pushed(server, models, tmp_path, version, transport, bucket_size):
     pusher = engine([server], transport, tmp_path, bucket_size)
     for i, model in enumerate(("new", "old", "new")):  # the second and third find the group as it was left
@@ -258,6 +258,7 @@ def test_a_full_disk_leaves_nothing_half_written(models, tmp_path, version):
 
 @pytest.mark.e2e
 @pytest.mark.timeout(400)
+@pytest.mark.slow
 def test_a_server_that_hangs_or_dies_in_a_push_is_named_in_time_and_joins_again_when_it_is_back(
     server, models, tmp_path, version, monkeypatch
 ):

@@ -165,6 +165,7 @@ def test_a_server_that_comes_back_with_other_weights_is_given_the_current_ones(
         send(service, signal.SIGCONT)
 
 
+@pytest.mark.slow
 def test_ranks_on_two_nodes_train_and_push_to_two_servers(two_nodes, model_path, urls, tmp_path):
     """A sharded model over Ray nodes, a process group with both servers, and a whole run of two steps."""
     first, second = urls

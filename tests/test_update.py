@@ -27,7 +27,11 @@ from recipe.atropos.sampling import SamplingCheck
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180), pytest.mark.usefixtures("cluster")]
 
 
-@pytest.fixture(scope="module", params=[("fsdp2", 2), ("fsdp", 1)], ids=lambda p: f"{p[0]}-world{p[1]}")
+@pytest.fixture(
+    scope="module",
+    params=[("fsdp2", 2), pytest.param(("fsdp", 1), marks=pytest.mark.slow)],
+    ids=lambda p: f"{p[0]}-world{p[1]}",
+)
 def trainer(request, model_path, tmp_path_factory):
     strategy, world = request.param
     config = compose_config(

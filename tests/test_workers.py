@@ -25,7 +25,9 @@ SIZES = [
 
 
 @pytest.fixture(
-    scope="module", params=[("fsdp2", 1), ("fsdp2", 2), ("fsdp", 1), ("fsdp", 2)], ids=lambda p: f"{p[0]}-world{p[1]}"
+    scope="module",
+    params=[("fsdp2", 2), *(pytest.param(p, marks=pytest.mark.slow) for p in [("fsdp2", 1), ("fsdp", 1), ("fsdp", 2)])],
+    ids=lambda p: f"{p[0]}-world{p[1]}",
 )
 def trainer(request, model_path, tmp_path_factory):
     strategy, world = request.param

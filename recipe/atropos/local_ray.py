@@ -27,9 +27,10 @@ def start_ray(**options: Any) -> None:
 
     Raises:
         ConfigurationError: this Ray has no token authentication.
+        AtroposError: Ray did not start, or the cluster did not let this process in.
     """
     if joins_cluster(options):
-        ray.init(**options)
+        _init(**options)
         return
     if not hasattr(ray._raylet, "AuthenticationTokenLoader"):
         raise ConfigurationError(
@@ -45,8 +46,15 @@ def start_ray(**options: Any) -> None:
     ray_constants.ENABLE_RAY_CLUSTER = False  # Ray read the variable when it was imported
     ray._raylet.Config.initialize("")  # and the mode
     ray._raylet.AuthenticationTokenLoader.instance().reset_cache()
-    options = {"_temp_dir": str(scratch.current().folder / "ray"), **options, "address": "local"}
-    ray.init(**options)
+    _init(**{"_temp_dir": str(scratch.current().folder / "ray"), **options, "address": "local"})
+
+
+def _init(**options: Any) -> None:
+    try:
+        ray.init(**options)
+    except Exception as error:  # also a bare one, where the node is not there within Ray's 30 seconds
+        reason = " ".join(str(error).split())
+        raise AtroposError(f"ray_kwargs.ray_init: Ray did not start: {type(error).__name__}: {reason}") from error
 
 
 def keep_logs(folder: Path) -> None:
