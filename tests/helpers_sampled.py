@@ -1,6 +1,7 @@
 """What the tests of sampled tokens share: a policy that writes the same text by many tokens, and a scripted BaseEnv."""
 
 import asyncio
+import copy
 import itertools
 
 import numpy as np
@@ -8,7 +9,7 @@ import torch
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup
 from helpers_sglang import CHAT_TEMPLATE, SPECIAL_TOKENS, make_tiny_model
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers import Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import BPE
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -70,11 +71,21 @@ class Scripted(BaseEnv):
         return ScoredDataGroup(tokens=list(tokens), masks=list(masks), scores=scores, group_overrides={}, **fields)
 
 
-def make(script, model_path, url="http://127.0.0.1:1", group_size=4):
+def with_bos(tokenizer):
+    """One that begins each text that it encodes with a BOS token, as Llama's do."""
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.bos_token = SPECIAL_TOKENS[0]
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{SPECIAL_TOKENS[0]} $A", special_tokens=[(SPECIAL_TOKENS[0], 0)]
+    )
+    return tokenizer
+
+
+def make(script, model_path, url="http://127.0.0.1:1", group_size=4, server_type="sglang"):
     """``script`` with the mixins, as ``adapt`` puts them before any environment."""
     environment = type(script.__name__, (Reporting, WeightVersions, SampledTokens, script), {})
     server = APIServerConfig(
-        model_name=str(model_path), base_url=f"{url}/v1", api_key="x", server_type="sglang", health_check=False
+        model_name=str(model_path), base_url=f"{url}/v1", api_key="x", server_type=server_type, health_check=False
     )
     config = BaseEnvConfig(tokenizer_name=str(model_path), group_size=group_size, use_wandb=False)
     env = environment(config, [server])

@@ -7,9 +7,9 @@ from functools import partial
 
 import numpy as np
 import pytest
-from atroposlib.envs.base import BaseEnv, ScoredDataItem
+from atroposlib.envs.base import BaseEnv, ScoredDataGroup, ScoredDataItem
 from atroposlib.utils.tokenize_for_trainer import tokenize_for_trainer
-from helpers_sampled import END, I, Scripted, chat, ids_of, make, make_drifting_model
+from helpers_sampled import END, I, Scripted, chat, ids_of, make, make_drifting_model, with_bos
 from openai.types.completion import Completion
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -205,6 +205,7 @@ def test_a_reply_with_text_beside_it_is_found_in_another_context_too(first, last
     reply = sampled(book, prompt, "a", "b", "ab", "c", END)
     posted = chat(tokenizer, "go", f"{first}ababc{last}", add_generation_prompt=False)
     begin = len(chat(tokenizer, "go"))
+    assert all(piece.tokens for piece in book.pieces(posted, [I] * begin + posted[begin:]))
     row = restore(book, posted, [I] * begin + posted[begin:], None, {}, lambda name: counts.update([name]))
     kept = reply.tokens.tolist() if first else reply.tokens.tolist()[:-1]
     assert row.tokens == prompt + kept + tokenizer.encode(f"{last}<|im_end|>\n" if last else "\n")
@@ -259,6 +260,74 @@ def test_values_for_each_token_go_with_the_tokens_or_keep_them(book, tokenizer):
     assert counts["not_aligned"] == 2
 
 
+def test_sampled_ends_of_a_turn_are_trained_on_where_they_were(book, tokenizer):
+    """Of a reply that was encoded again the mask of the end of its turn is the end's alone, not its content's."""
+    prompt, counts = chat(tokenizer, "go"), Counter()
+    reply = sampled(book, prompt, "a", "b", "c", END)
+    posted = chat(tokenizer, "go", "abc", add_generation_prompt=False)
+    content = posted[len(prompt) : posted.index(END, len(prompt))]
+    masks = [I] * len(prompt) + content + [I] * (len(posted) - len(prompt) - len(content))
+    row = restore(book, posted, masks, None, {}, lambda name: counts.update([name]))
+    assert row.masks == [I] * len(prompt) + reply.tokens.tolist()[:-1] + [I, I] and counts == {"retokenized": 1}
+    reply = sampled(book, chat(tokenizer, "on"), "a", "b", END)
+    posted = chat(tokenizer, "on", "abe", add_generation_prompt=False)  # "e" has no place of its own
+    masks = [I] * len(prompt) + posted[len(prompt) : -2] + [I, I]
+    row = restore(book, posted, masks, None, {}, lambda name: counts.update([name]))
+    assert [m for m in row.masks if m != I] == reply.tokens.tolist()[:-1] and counts["not_sampled"] == 1
+
+
+def test_sampled_prompts_that_end_within_a_turn_stay_open(book, tokenizer):
+    """Also where the tokenizer puts a token before each text: nothing is put before what follows the reply."""
+    prompt = chat(tokenizer, "go")
+    sampled(book, prompt, "a", "b", END)
+    assert book.exact(ids_of(tokenizer, *prompt, "ab")) == ids_of(tokenizer, *prompt, "a", "b")
+    book.tokenizer = with_bos(tokenizer)
+    assert book.exact(ids_of(tokenizer, *prompt, "abe!")) == ids_of(tokenizer, *prompt, "a", "b", "e!")
+
+
+def test_sampled_replies_of_another_item_must_fit_whole(book, tokenizer):
+    prompt, counts = chat(tokenizer, "go"), Counter()
+    sampled(book, prompt, "a", END)
+    sampled(book, prompt, "a", "d", END)
+    whole = sampled(book, prompt, "a", "b", "c", END)
+    ITEM.set(Item())
+    for text, completion in [("abc", whole), ("abc!", None)]:
+        posted = chat(tokenizer, "go", text, add_generation_prompt=False)
+        pieces = book.trace(posted)
+        assert [piece.completion for piece in pieces if piece.completion] == ([completion] if completion else [])
+    posted = chat(tokenizer, "go", "ab", add_generation_prompt=False)[:-2]
+    sampled_by_another = book.add(np.array(prompt, np.int32), ids_of(tokenizer, "ab", "c"), [-0.5, -0.5])
+    ITEM.set(Item())
+    row = restore(book, posted, [I] * len(prompt) + posted[len(prompt) :], None, {}, lambda n: counts.update([n]))
+    assert sampled_by_another.posted == 0 and set(row.masks) == {I} and counts == {"not_sampled": 1}
+
+
+def test_sampled_text_is_taken_whole_and_the_longest_of_it(book, tokenizer):
+    prompt = chat(tokenizer, "go")
+    sampled(book, prompt, "a", "b", "|", text="ab")  # the server left its stop string out, the environment did not
+    assert book.exact(ids_of(tokenizer, *prompt, "ab|e!")) == ids_of(tokenizer, *prompt, "a", "b", "|", "e!")
+    prompt = chat(tokenizer, "on")
+    sampled(book, prompt, "ab", "e", "c")
+    sampled(book, prompt, "a", "b")  # one that was gone on after comes before one that was cut short
+    assert book.exact(ids_of(tokenizer, *prompt, "abe")) == ids_of(tokenizer, *prompt, "a", "b", "e")
+
+
+def test_sampled_text_in_another_context_is_the_longest_part(book, tokenizer):
+    """At least half of the span, of replies to the same item."""
+    other, prompt = ids_of(tokenizer, "another"), chat(tokenizer, "go")
+    short, long = (sampled(book, other, *way, END) for way in (("c", "d"), ("b", "cd")))
+
+    def found(text):
+        posted = chat(tokenizer, "go", text, add_generation_prompt=False)
+        pieces = book.pieces(posted, [I] * len(prompt) + posted[len(prompt) :])
+        return [(piece.completion, piece.tokens) for piece in pieces if piece.tokens]
+
+    begun = found("e bcd")
+    assert (long, long.tokens.tolist()) in begun and (None, ids_of(tokenizer, "e ")) in begun
+    assert found("eecd")[1:3] == [(None, ids_of(tokenizer, "ee")), (short, short.tokens.tolist())]
+    assert {completion for completion, _ in found("eee cd")} == {None}, "less than half of it"
+
+
 def test_logprobs_are_those_of_the_reply_and_others_are_counted(book, tokenizer):
     prompt = chat(tokenizer, "go")
     sampled(book, prompt, "ab", "ab", END, first=-0.5)
@@ -286,7 +355,7 @@ def test_the_book_forgets_the_oldest_and_evaluation_does_not_displace_training(m
     assert calls.books["eval"].capacity < calls.books["train"].capacity
 
 
-def test_what_nobody_sampled_is_not_trained_on_and_a_group_of_it_is_refused(model_path):
+def test_what_nobody_sampled_is_not_trained_on_and_a_group_of_it_is_refused(model_path, caplog):
     env = make(Scripted, model_path)
     prompt, gold = chat(env.tokenizer, "go"), chat(env.tokenizer, "go", "dec", add_generation_prompt=False)
     reply = sampled(env._book, prompt, "a", "b", END)
@@ -301,9 +370,12 @@ def test_what_nobody_sampled_is_not_trained_on_and_a_group_of_it_is_refused(mode
     assert env.sent is None and env.report.counts["not_sent/not_sampled"] == 1
     asyncio.run(env.handle_send_to_api([env.group(rows), env.group(rows[1:] + rows[1:2]), None]))
     assert len(env.sent) == 1 and env.report.counts["not_sent/not_sampled"] == 2
-    rows[2] = {"tokens": gold, "masks": gold[1:]}
+    assert "none of its servers" not in caplog.text
+    env.sent, rows[2] = None, {"tokens": gold, "masks": gold[1:]}
     asyncio.run(env.handle_send_to_api(env.group(rows)))
-    assert env.report.counts["not_sent/unequal_lengths"] == 1
+    assert env.sent is None and env.report.counts["not_sent/unequal_lengths"] == 1
+    asyncio.run(env.handle_send_to_api(ScoredDataGroup(tokens=[], masks=[], scores=[])))
+    assert "Group structure invalid" in caplog.text, "BaseEnv refuses it"
 
 
 class Single(Scripted):

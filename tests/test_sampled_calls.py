@@ -3,11 +3,12 @@
 import asyncio
 
 import pytest
-from helpers_sampled import END, I, Scripted, chat, ids_of, make, make_drifting_model
+from atroposlib.envs.server_handling.managed_server import ManagedServer
+from helpers_sampled import END, I, Scripted, chat, ids_of, make, make_drifting_model, with_bos
 from helpers_stub_sglang import reply, stub_servers
 from transformers import AutoTokenizer
 
-from recipe.atropos.environments.sampled_calls import ATTEMPTS, sampling_params
+from recipe.atropos.environments.sampled_calls import ATTEMPTS, ExactManagedServer, sampling_params
 from recipe.atropos.inference.client import InferenceError
 from recipe.atropos.sampling import SamplingParams
 
@@ -72,15 +73,35 @@ def test_sampled_calls_for_tokens_give_what_was_sampled(ask, tokenizer):
     assert first.logprobs.tolist() == logprobs[0] and first.sampling == SamplingParams(temperature=0.7, top_p=0.5)
 
 
-def test_sampled_calls_for_tokens_take_ids_with_one_bos(ask, tokenizer):
-    bos = tokenizer.bos_token_id
-    server_of = lambda env: env.server.servers[0]  # noqa: E731
-    for given, sent in (([5, 6], [5, 6]), ([7], [7])) + ((([bos, bos, 5], [bos, 5]),) if bos is not None else ()):
-        ids, *_ = ask(
-            two(tokenizer)[:1],
-            lambda env, given=given: env._calls.tokens(server_of(env), input_ids=given, max_tokens=1),
-        )
-        assert ids == sent == ask.bodies[0]["input_ids"]
+def test_sampled_calls_send_one_bos_whoever_writes_it(ask, tokenizer):
+    """The tokenizer does before a text; a chat template is told to, so nothing comes before what it gives."""
+    bos = with_bos(tokenizer)
+
+    def sent(name, **arguments):
+        async def call(env):
+            server = env.server.servers[0]
+            server.tokenizer = bos
+            plain = () if name == "tokens" else (None,)
+            return await getattr(env._calls, name)(server, *plain, max_tokens=1, **arguments)
+
+        ask(two(tokenizer)[:1], call)
+        return ask.bodies[0]["input_ids"]
+
+    for given, ids in [([5, 6], [5, 6]), ([7], [7]), ([0], [0]), ([0, 0], [0]), ([0, 5], [0, 5]), ([0, 0, 5], [0, 5])]:
+        assert sent("tokens", input_ids=given) == ids
+    text = tokenizer.encode("Q:")
+    assert sent("tokens", prompt="Q:") == sent("text", prompt="Q:") == [0, *text]
+    assert sent("chat", messages=GO) == chat(tokenizer, "go")
+
+
+def test_sampled_calls_leave_servers_alone_that_are_not_sglang(model_path):
+    async def class_of(server_type):
+        env = make(Scripted, model_path, server_type=server_type)
+        async with env.server.managed_server(tokenizer=env.tokenizer) as managed:
+            return type(managed)
+
+    assert asyncio.run(class_of("vllm")) is ManagedServer
+    assert asyncio.run(class_of("sglang")) is ExactManagedServer
 
 
 def test_sampled_calls_of_evaluation_keep_to_their_own_book(ask, tokenizer):
