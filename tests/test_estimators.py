@@ -94,7 +94,7 @@ def estimate(groups, *overrides, moments=None, limits=LIMITS, versions=None, rej
 
 def as_rows(data):
     trained = data.batch["response_mask"].bool()
-    assert not data.batch["advantages"][~trained].any(), "nothing under mask 0"
+    assert not any(data.batch[key][~trained].any() for key in ("advantages", "returns")), "nothing under mask 0"
     return [
         {t: row[t].item() for t in range(len(row)) if mask[t]}
         for row, mask in zip(data.batch["advantages"], trained, strict=True)

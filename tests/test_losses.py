@@ -123,6 +123,11 @@ def test_the_policy_loss_has_the_gradient_advantage_times_mask(rng):
     torch.testing.assert_close(log_prob.grad, -advantages * weights * mask / mask.sum())
     assert metrics["actor/ppo_kl"] == pytest.approx(0.1, abs=1e-5)
     assert metrics["actor/cross_entropy"] == pytest.approx(-log_prob[mask.bool()].mean().item(), abs=1e-5)
+    config.global_batch_info.update({"dp_size": 2, "batch_num_tokens": 100})  # of a mini-batch on two ranks
+    of_a_part, _ = get_policy_loss_fn("advantage_weighted_sft")(
+        log_prob.detach(), log_prob, advantages, mask, config=config, rollout_is_weights=weights
+    )
+    assert of_a_part.item() == pytest.approx(loss.item() * mask.sum().item() * 2 / 100, rel=1e-5)
 
 
 def teacher(rng, n, k):

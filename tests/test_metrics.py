@@ -54,6 +54,9 @@ def test_metrics_of_a_batch_without_a_trained_token_are_finite():
     batch = a_batch()
     batch.batch["response_mask"][3:] = 0
     assert batch_metrics(batch)["atropos/env_7/mean_advantage"] == 0
+    batch.batch["response_mask"][3, 0] = 1
+    batch.batch["advantages"][3, 0] = 3.0
+    assert batch_metrics(batch)["atropos/env_7/mean_advantage"] == 3, "of one token"
 
 
 def test_metrics_of_staleness_count_updates_and_rows():

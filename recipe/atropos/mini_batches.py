@@ -108,14 +108,15 @@ def update_actor(
         Metrics as verl's ``reduce_metrics`` takes them, and under ``atropos/`` the mini-batches that were left out.
     """
     kept = _has_trained_token(batch.batch["response_mask"], mini_batches, ranks)
-    lacking = mini_batches - int(kept.sum())
+    steps = int(kept.sum())
+    lacking = mini_batches - steps
     if lacking:
         batch = batch.select_idxs(kept[None, :, None].expand(ranks, -1, len(batch) // kept.numel() // ranks).flatten())
     data = left_right_2_no_padding(batch.to_tensordict())
     tu.assign_non_tensor(
         data,
         calculate_entropy=settings.calculate_entropy or settings.entropy_coeff != 0.0,
-        mini_batch_size=len(batch) // (mini_batches - lacking),
+        mini_batch_size=len(batch) // steps,
         epochs=settings.ppo_epochs,
         seed=settings.data_loader_seed,
         dataloader_kwargs={"shuffle": False},
@@ -123,7 +124,7 @@ def update_actor(
     )
     metrics = finished_metrics(rename_dict(tu.get(workers.update_actor(data), "metrics"), "actor/"))
     metrics["perf/mfu/actor"] = metrics.pop("actor/mfu")
-    metrics["atropos/mini_batches"] = [mini_batches - lacking]
+    metrics["atropos/mini_batches"] = [steps]
     if lacking:
         metrics["atropos/mini_batches_without_token"] = [lacking]
     return metrics
