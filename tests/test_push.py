@@ -77,7 +77,7 @@ def test_push_that_fails_names_the_server_and_resumes_none(tmp_path, endpoint, f
     def break_one(servers):
         servers[failing].failures = {endpoint: 500}
         if endpoint == "/model_info":
-            servers[failing].failures, servers[failing].reported = {}, "6"
+            servers[failing].failures, servers[failing].reported = {}, "68"[failing]
 
     old = tmp_path / "weights" / "version_6"
     old.mkdir(parents=True)
@@ -85,7 +85,7 @@ def test_push_that_fails_names_the_server_and_resumes_none(tmp_path, endpoint, f
     assert isinstance(error, WeightPushError) and f"'{phases[endpoint]}' on {servers[failing].url}" in str(error)
     assert servers[1 - failing].url not in str(error)
     if endpoint == "/model_info":
-        assert "reports weight version '6' after a push of 7" in str(error)
+        assert f"reports weight version '{'68'[failing]}' after a push of 7" in str(error)
     assert not calls_to(servers, "/continue_generation")[0]
     done = PUSHED[: PUSHED.index(endpoint) + 1]
     assert all(server.endpoints == done for server in servers), "no later phase was begun"

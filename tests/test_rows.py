@@ -113,6 +113,12 @@ def test_rows_are_cut_at_their_very_limits_and_counted():
     assert [row.trained_tokens for row in rows[0].dropped] == [4, 4, 2, 0]
 
 
+def test_rows_without_some_reference_logprobs_are_without_any():
+    """Also in a group without logprobs of the engine's."""
+    rows, _ = read(ref_logprobs=[[0.0, 0.0, -1.0, -2.0], [0.0, 0.0, 1.0]])
+    assert [row.ref_log_probs is None for row in rows] == [False, True]
+
+
 def test_rows_events_count_what_a_row_lacks_or_brings():
     changes = {
         "inference_logprobs": [[1.0, 1.0, -0.1, 0.0], [1.0, 1.0, None]],

@@ -17,7 +17,13 @@ from recipe.atropos.errors import AtroposError
 from recipe.atropos.launch_services import load_config
 from recipe.atropos.preflight import check_config
 from recipe.atropos.rows import RowLimits, read_groups
-from recipe.atropos.sampling import SamplingCheck, SamplingMismatch, SamplingParams
+from recipe.atropos.sampling import (
+    TEMPERATURE_VARIABLE,
+    SamplingCheck,
+    SamplingMismatch,
+    SamplingParams,
+    default_temperature,
+)
 from recipe.atropos.services.run import console
 
 I = -100  # noqa: E741
@@ -31,6 +37,28 @@ def a_group(**changes):
         "inference_logprobs": [[1.0, 1.0, -0.1, -0.2], [1.0, 1.0, -0.3, -0.4, 1.0, -0.5], [1.0, 1.0, -0.6]],
         "scores": [0.0, 1.0, 2.0],
     } | changes
+
+
+@pytest.mark.parametrize(("told", "temperature"), [("0.7", 0.7), ("", 1.0), (None, 1.0)])
+def test_sampling_temperature_is_the_trainers_or_1(told, temperature, monkeypatch):
+    monkeypatch.delenv(TEMPERATURE_VARIABLE, raising=False)
+    if told is not None:
+        monkeypatch.setenv(TEMPERATURE_VARIABLE, told)
+    assert default_temperature() == temperature
+
+
+def test_sampling_check_has_the_keys_of_the_configuration():
+    options = ["actor_rollout_ref.model.path=m", "actor_rollout_ref.rollout.temperature=0.7"]
+    assert SamplingCheck.from_config(load_config(options)) == SamplingCheck(0.7)
+    options += ["trainer.atropos.sampling_mismatch=warn", "trainer.atropos.allow_truncated_sampling=true"]
+    options += ["+environments.a.target=recipe.atropos.environments.gsm8k"]
+    assert SamplingCheck.from_config(load_config(options)) == SamplingCheck(0.7, "warn", True, True)
+
+
+def test_sampling_parameters_of_a_request_are_sglangs_defaults():
+    neutral = {"frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1, "min_new_tokens": 0}
+    expected = {"temperature": 1, "top_p": 1, "top_k": -1, "min_p": 0} | neutral
+    assert SamplingParams().request() == expected
 
 
 @pytest.mark.parametrize(
