@@ -160,6 +160,8 @@ UNKNOWN = {
     "max_staleness=3": "max_staleness: no such key; did you mean trainer.atropos.max_staleness?",
     "+actor_rollout_ref.actor.clip_rati=0.1": "did you mean actor_rollout_ref.actor.clip_ratio?",
     "learning_rate=3": "learning_rate: no such key",
+    "rollout.name=vllm": "rollout.name: no such key; did you mean actor_rollout_ref.rollout.name?",
+    "actor.strategy=megatron": "actor.strategy: no such key; did you mean actor_rollout_ref.actor.strategy?",
     "trainer.atropos=3": "trainer.atropos=3: give a mapping",
     "preset=dmo": "preset=dmo: no such preset; choose one of calculator, demo",
     "trainer.logger=a,b": "a value with commas needs brackets or quotes",

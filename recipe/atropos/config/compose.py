@@ -197,7 +197,8 @@ def _interpolates(value: Any) -> bool:
 
 
 def _nearest(key: str, known: set[str]) -> str:
-    """The key that ends with this one, or with its last name, else the most similar one."""
+    """Of the keys that have an effect: that which ends with this one, or with its last name, else the most similar."""
+    known = {other for other in known if not _unsupported(other)[0]}
     ends = (f".{key}", "." + key.rpartition(".")[2])
     same_name = next((same for end in ends if (same := [other for other in known if other.endswith(end)])), None)
     found = difflib.get_close_matches(key, same_name or known, n=1, cutoff=0.0 if same_name else 0.6)

@@ -8,6 +8,7 @@ Defaults stand in ``trainer.yaml`` alone. Rules that join several keys stand in 
 """
 
 import difflib
+import functools
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal, get_args
@@ -402,6 +403,7 @@ class Configuration(VerlSection):
     trainer: Trainer
 
 
+@functools.cache
 def documented() -> dict[str, FieldInfo]:
     """Every key of the schema, by its dotted name; those of several environments are environments.NAME.KEY."""
 
