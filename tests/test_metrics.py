@@ -38,6 +38,7 @@ def test_metrics_of_a_batch_are_over_trained_tokens_rows_and_groups():
         "mean_score": (11 / 5, 2.0, 2.5),
         "mean_raw_score": (22.0, 20.0, 25.0),
         "mean_advantage": (0.5 / 11, 0.5 / 6, 0.0),
+        "trained_tokens": (11, 6, 5),
         "response_length": (12 / 5, 7 / 3, 2.5),
         "groups": (3, 2, 1),
         "zero_signal_groups": (1, 0, 1),

@@ -12,8 +12,8 @@ def batch_metrics(rows: DataProto) -> dict[str, float]:
     Over all, and under ``atropos/ENV/`` for each environment (its name, else ``env_ID``, else ``unknown``):
 
     - ``mean_score``: of the rows; ``mean_raw_score``: before a reward bridge shaped it; ``mean_advantage``: of the
-      trained tokens; ``response_length``: tokens a row from the first trained one on, environment tokens between turns
-      included;
+      trained tokens; ``trained_tokens``: how many there are; ``response_length``: tokens a row from the first trained
+      one on, environment tokens between turns included;
     - ``groups``, and ``zero_signal_groups`` and ``zero_signal_share``, those of them whose advantages are all 0 (before
       normalising, which would move them);
     - ``num_environments``, over all only.
@@ -35,6 +35,7 @@ def batch_metrics(rows: DataProto) -> dict[str, float]:
             "mean_score": float(scores[chosen].mean()),
             "mean_raw_score": float(raw_scores[chosen].mean()),
             "mean_advantage": float(advantages[chosen].sum() / max(1, trained[chosen].sum())),
+            "trained_tokens": float(trained[chosen].sum()),
             "response_length": float(lengths[chosen].mean()),
             "groups": float(len(all_groups)),
             "zero_signal_groups": float(silent),

@@ -16,7 +16,7 @@ OPEN, CLOSE = "<call>", "</call>"
 LONGEST = 100  # characters of an expression
 LARGEST = 10**15  # of a result, in absolute value
 
-_CALL = re.compile(rf"{OPEN}((?:(?!{OPEN}).)*?){CLOSE}", re.DOTALL)
+CALL = re.compile(rf"{OPEN}((?:(?!{OPEN}).)*?){CLOSE}", re.DOTALL)
 _ALLOWED = re.compile(r"[\d\s.,()+*/-]*", re.ASCII)
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 _OPERATORS = {
@@ -35,8 +35,8 @@ class CalculatorError(ValueError):
 
 def answer(text: str) -> str | None:
     """One line for each call in ``text``, its result or its error; None where there is no call."""
-    lines = [_result(expression) for expression in _CALL.findall(text)]
-    rest = _CALL.sub("", text)
+    lines = [_result(expression) for expression in CALL.findall(text)]
+    rest = CALL.sub("", text)
     if OPEN in rest or CLOSE in rest:
         lines.append(f"error: write {OPEN}expression{CLOSE}")
     return "\n".join(lines) if lines else None

@@ -1,0 +1,112 @@
+"""What an environment's own token advantages buy: ``python benchmarks/token_advantages.py [--quick] [--runs DIR]``.
+
+Trains the small policies of the word problems and of the calculator, each by outcome GRPO (presets ``demo``,
+``calculator``) and by the advantages that the environment gives to single tokens (``advantages``,
+``calculator_advantages``), three seeds each, with the real parts. Same policy, problems, groups and updates; only the
+advantages differ. The reference is outcome GRPO.
+
+Compared at equal numbers of trained tokens: for each seed a quarter, a half and all of the tokens that both methods
+trained on; greedy accuracy on 256 held-out problems, linear between the evaluations after every ``EVERY`` updates.
+``--quick`` runs the word problems with one seed. ``--runs DIR`` keeps the runs, and takes those that are complete.
+"""
+
+import argparse
+import itertools
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from recipe.atropos.run_record import read_evaluations, read_metrics
+
+TASKS = {"word problems": ("demo", "advantages"), "calculator": ("calculator", "calculator_advantages")}
+METHODS = ("outcome GRPO", "token advantages")
+SEEDS = (0, 1, 2)
+EVERY = 15
+SHARES = (0.25, 0.5, 1.0)  # of the tokens that both methods trained on
+TARGETS = {"runs": "== all", "dropped": "== 0", "own_advantages": "== 1.0", "mean_advantage": "<= 1e-3"}
+
+
+def run(preset: str, seed: int, folder: Path) -> Path:
+    """The folder of a complete run, which is made unless it is there."""
+    if not is_complete(folder):
+        command = [sys.executable, "-m", "recipe.atropos.launch_services", "--preset", preset, "--seed", str(seed)]
+        options = ["--run-dir", str(folder), f"evaluation.every={EVERY}", "trainer.save_freq=-1"]
+        log_path = folder.with_suffix(".log")
+        with open(log_path, "w") as log:
+            status = subprocess.run([*command, *options], stdout=log, stderr=subprocess.STDOUT).returncode
+        if status:
+            sys.exit(f"{preset}, seed {seed}: exit status {status}\n{log_path.read_text()[-4000:]}")
+    return folder
+
+
+def is_complete(folder: Path) -> bool:
+    summary = folder / "summary.json"
+    return summary.is_file() and "heldout_accuracy_after" in json.loads(summary.read_bytes())
+
+
+def curve(folder: Path) -> tuple[np.ndarray, np.ndarray]:
+    """(trained tokens so far, greedy held-out accuracy) at each evaluation."""
+    so_far = np.cumsum([0.0, *(line["atropos/trained_tokens"] for line in read_metrics(folder))])
+    lines = read_evaluations(folder)
+    accuracy = np.array([line["metrics"][line["main"]] for line in lines])
+    return np.array([so_far[line["step"]] for line in lines]), accuracy
+
+
+def checks(folder: Path, own: bool) -> dict[str, float]:
+    """Sequences that were dropped; share of rows with their own advantages; largest mean advantage of a step."""
+    lines = read_metrics(folder)
+    rows = sum(line["atropos/rows"] for line in lines)
+    brought = sum(line.get("atropos/rows_with/own_advantages", 0.0) for line in lines) / rows
+    return {
+        "dropped": sum(json.loads((folder / "summary.json").read_bytes())["dropped"].values()),
+        "own_advantages": brought if own else 1.0 - brought,
+        "mean_advantage": max(abs(line["atropos/mean_advantage"]) for line in lines) if own else 0.0,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one seed of the word problems")
+    parser.add_argument("--runs", type=Path, help="keep the runs here, and go on where some are complete")
+    arguments = parser.parse_args()
+    tasks, seeds = (["word problems"], SEEDS[:1]) if arguments.quick else (list(TASKS), SEEDS)
+    with tempfile.TemporaryDirectory() as name:
+        root = arguments.runs or Path(name)
+        root.mkdir(parents=True, exist_ok=True)
+        found, checked = {}, []
+        head = "".join(f"{f'at {share:.0%}':>9}" for share in SHARES)
+        print(f"{'':<15}{'seed':>5}  {'method':<18}{'before':>9}{head}{'tokens':>10}", flush=True)
+        for task, seed in itertools.product(tasks, seeds):
+            folders = [run(preset, seed, root / f"{preset}-{seed}") for preset in TASKS[task]]
+            curves = [curve(folder) for folder in folders]
+            checked += [checks(folder, own) for folder, own in zip(folders, (False, True), strict=True)]
+            budget = min(tokens[-1] for tokens, _ in curves)
+            for method, (tokens, accuracy) in zip(METHODS, curves, strict=True):
+                values = [accuracy[0], *np.interp([share * budget for share in SHARES], tokens, accuracy)]
+                found[task, method, seed] = [float(value) for value in values]
+                shown = "".join(f"{value:>9.1%}" for value in values)
+                print(f"{task:<15}{seed:>5}  {method:<18}{shown}{budget:>10.0f}", flush=True)
+    figures = {}
+    for task, method in itertools.product(tasks, METHODS):
+        means = [statistics.mean(values) for values in zip(*(found[task, method, s] for s in seeds), strict=True)]
+        print(f"{task:<15}{'mean':>5}  {method:<18}" + "".join(f"{value:>9.1%}" for value in means))
+        name = f"{task} {method}".lower().replace(" ", "_")
+        figures |= {f"{name}_at_{share:.0%}": round(v, 4) for share, v in zip(SHARES, means[1:], strict=True)}
+    figures |= {
+        "runs": len(checked),
+        "dropped": sum(each["dropped"] for each in checked),
+        "own_advantages": min(each["own_advantages"] for each in checked),
+        "mean_advantage": max(each["mean_advantage"] for each in checked),
+    }
+    ok = not figures["dropped"] and figures["own_advantages"] == 1.0 and figures["mean_advantage"] <= 1e-3
+    print(json.dumps({"name": "token_advantages", "figures": figures, "targets": TARGETS, "ok": ok}))
+    return 0 if ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

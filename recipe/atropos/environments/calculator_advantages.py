@@ -1,0 +1,33 @@
+"""The calculator with an advantage for every token.
+
+    python -m recipe.atropos.environments.calculator_advantages serve|evaluate [flags]
+
+As in ``gsm8k_advantages``, but a step is a call of the tool: worth -1 where it is answered by an error, 0 where it is
+computed, and 1 where its value is also a result in the worked solution.
+"""
+
+from collections.abc import Collection, Iterator
+from fractions import Fraction
+
+from recipe.atropos.environments.calculator import CalculatorEnv
+from recipe.atropos.environments.calculator_tool import CALL, CalculatorError, calculate
+from recipe.atropos.environments.gsm8k_advantages import GradedSpan, TokenAdvantages
+from recipe.atropos.utils.env_adapter import adapt
+
+
+class CalculatorAdvantagesEnv(TokenAdvantages, CalculatorEnv):
+    """Multi-turn math problems with a tool, judged token by token."""
+
+    name = "calculator_advantages"
+
+    def steps(self, text: str, results: Collection[Fraction]) -> Iterator[GradedSpan]:
+        for match in CALL.finditer(text):
+            try:
+                grade = float(Fraction(calculate(match[1])) in results)
+            except CalculatorError:
+                grade = -1.0
+            yield match.start(), match.end(), grade
+
+
+if __name__ == "__main__":
+    adapt(CalculatorAdvantagesEnv).cli()
