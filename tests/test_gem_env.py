@@ -229,7 +229,7 @@ def test_a_group_that_the_environment_drops_because_its_scores_are_equal_still_h
     _, reward, _, _, info = env.step("1")
     assert (reward, info["dropped"], info["unscored"]) == (1.0, True, None)
     assert env.reset()[1]["last_episode"] == {
-        "reward": 1.0, "truncated": False, "scores": [1.0], "dropped": True, "unscored": None
+        "reward": 1.0, "truncated": False, "scores": [1.0], "raw_scores": [1.0], "dropped": True, "unscored": None
     }  # fmt: skip
 
 

@@ -73,12 +73,7 @@ class Shaped:
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._shaping_failure: Exception | None = None
-        for pattern in self.reward_bridge.literals():
-            if special := [token for token in self.tokenizer.all_special_tokens if token in pattern]:
-                raise RewardBridgeError(
-                    f"{KEY}: pattern {pattern!r} can never match: {special[0]!r} is a special token of "
-                    f"{self.config.tokenizer_name}, and the judged text is without them"
-                )
+        check_literals(self.reward_bridge, self.tokenizer)
         if self.reward_bridge.send_equal_raw:
             _record_groups()
 
@@ -112,11 +107,7 @@ class Shaped:
 
     async def _shape(self, group: Mapping[str, Any]) -> dict[str, Any] | None:
         """A copy with shaped scores; None where the group is not sent."""
-        if any(values is not None and np.size(values) for values in group.get("advantages") or ()):
-            raise RewardBridgeError(
-                f"environment {self.report.name} sends advantages of its own for each token, which are trained on "
-                f"instead of scores, so {KEY} has no effect there; leave it out"
-            )
+        check_no_advantages(group, self.report.name)
         sizes = _sizes(group)
         if len(set(sizes.values())) > 1 or not sizes["tokens"]:
             return self.report.refuse("malformed", f"lengths {sizes}")
@@ -126,23 +117,15 @@ class Shaped:
         equal, bridge, step = len(set(raw)) == 1, self.reward_bridge, self.curr_step
         if equal and self.config.ensure_scores_are_not_same and not bridge.send_equal_raw:
             return self.report.refuse("equal_scores", f"all {raw[0]:g}, and {KEY}.send_equal_raw is false")
-        judged = [self._judged(*sequence) for sequence in zip(group["tokens"], group["masks"], strict=True)]
+        texts = judged(self.tokenizer, group)
         try:
-            terms = await asyncio.to_thread(lambda: [bridge.terms(*each) for each in judged])
+            terms = await asyncio.to_thread(lambda: [bridge.terms(*each) for each in texts])
         except TimeoutError as error:
             return self.report.refuse("marker_timeout", str(error))
         scores = [bridge.shaped(score, each, step) for score, each in zip(raw, terms, strict=True)]
         self._tell(raw, scores, terms, bridge.weight(step), equal)
         overrides = {**(group.get("group_overrides") or {}), "raw_scores": raw}
         return {**group, "scores": scores, "group_overrides": overrides}
-
-    def _judged(self, tokens: Sequence[int], masks: Sequence[int]) -> tuple[str, int]:
-        """(text, length in tokens) of what the policy said in one sequence."""
-        turns = [list(tokens[start:end]) for start, end in trained_spans(masks)]
-        texts = [
-            self.tokenizer.decode(turn, skip_special_tokens=True, clean_up_tokenization_spaces=False) for turn in turns
-        ]
-        return "\n".join(texts), sum(map(len, turns))
 
     def _tell(
         self, raw: list[float], scores: list[float], terms: list[dict[str, float]], weight: float, equal: bool
@@ -158,6 +141,36 @@ class Shaped:
         pairs = list(zip(raw, scores, strict=True))
         if any(less < more and now >= then for less, now in pairs for more, then in pairs):
             self.report.count("shaping/overtaken")
+
+
+def check_literals(bridge: RewardBridge, tokenizer: Any) -> None:
+    """Raises RewardBridgeError for a literal pattern that can match nothing, because it holds a special token."""
+    for pattern in bridge.literals():
+        if special := [token for token in tokenizer.all_special_tokens if token in pattern]:
+            raise RewardBridgeError(
+                f"{KEY}: pattern {pattern!r} can never match: {special[0]!r} is a special token of "
+                f"{tokenizer.name_or_path}, and the judged text is without them"
+            )
+
+
+def check_no_advantages(group: Mapping[str, Any], name: str) -> None:
+    """Raises RewardBridgeError where the group of environment ``name`` has advantages for its tokens."""
+    if any(values is not None and np.size(values) for values in group.get("advantages") or ()):
+        raise RewardBridgeError(
+            f"environment {name} sends advantages of its own for each token, which are trained on "
+            f"instead of scores, so {KEY} has no effect there; leave it out"
+        )
+
+
+def judged(tokenizer: Any, group: Mapping[str, Any]) -> list[tuple[str, int]]:
+    """(text, length in tokens) of what the policy wrote in each sequence of a group; see ``utils.reward_bridge``."""
+
+    def of_sequence(tokens: Sequence[int], masks: Sequence[int]) -> tuple[str, int]:
+        turns = [list(tokens[start:end]) for start, end in trained_spans(masks)]
+        texts = [tokenizer.decode(turn, skip_special_tokens=True, clean_up_tokenization_spaces=False) for turn in turns]
+        return "\n".join(texts), sum(map(len, turns))
+
+    return [of_sequence(*sequence) for sequence in zip(group["tokens"], group["masks"], strict=True)]
 
 
 def shaped_by(bridge: RewardBridge) -> type[Shaped]:

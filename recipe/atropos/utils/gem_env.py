@@ -10,12 +10,14 @@ r"""An Atropos environment as a ``gem.Env`` (package gem-llm), for frameworks th
   is NaN with ``info["unscored"]``, never 0; one that has never scored is an error after a few episodes.
 - What the environment raises is raised by ``reset`` or ``step``. Neither waits longer than ``timeout`` seconds.
 - ``reset`` ends an episode that is not finished; ``close`` ends everything, and so does the garbage collector.
+- With ``reward_bridge`` the reward is the shaped score, and the environment's own stays beside it in ``info``.
 """
 
 import logging
 import math
 import weakref
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import gem
@@ -23,8 +25,10 @@ from atroposlib.envs.base import BaseEnv
 from gem.envs.registration import ENV_REGISTRY
 from gem.utils.constants import TERMINAL_STATE
 
+from recipe.atropos.environments.shaping import check_literals, check_no_advantages, judged
 from recipe.atropos.errors import AtroposError
 from recipe.atropos.utils.outer_policy import Ask, Episode, Messages, NothingCame
+from recipe.atropos.utils.reward_bridge import KEY, RewardBridge, RewardBridgeError, as_bridge
 from recipe.atropos.utils.stepped_env import (
     GRACE,
     SteppedEnvironment,
@@ -70,6 +74,9 @@ class AtroposEnv(gem.Env):
         tokenizer: name or folder, over ``config``'s ``tokenizer_name``; it renders prompts and counts tokens.
         seed: of the first reset that has none; gem's vectorised environments give each its own.
         timeout: seconds that the environment may take to set itself up, and between an answer and what follows on it.
+        reward_bridge: shapes the reward: a YAML file, or the block as a mapping; see ``utils.reward_bridge``. Its
+            ``fade`` counts in the trainer's steps: set ``training_step``, which gem's wrappers pass on to
+            ``env.unwrapped``, before an episode ends.
 
     The observation is the text that is new since the policy's last answer (at first that of all messages), or the whole
     prompt where the environment writes that itself. ``info`` has
@@ -81,19 +88,23 @@ class AtroposEnv(gem.Env):
     - ``cut``: the answer before was cut at ``max_tokens``, and the environment read what is left of it. An episode
       whose last answer was cut is truncated, any other terminated;
     - ``use_tool``: the observation is a tool's output, as gem's wrappers understand it;
-    - after the last step ``scores`` and ``groups``: what the environment made of the item; ``dropped``: it made the
-      group, and then did not return it, as many do where all scores are equal; ``unscored``: why there is no reward, or
-      None;
+    - after the last step ``groups``: what the environment made of the item; ``scores``: what its reward is the mean
+      of; ``raw_scores``: the environment's own, the same without a reward bridge; ``dropped``: it made the group, and
+      then did not return it, as many do where all scores are equal; ``unscored``: why there is no reward, or None;
     - after ``reset`` ``skipped``, the number of items that the environment passed over without a question, and
-      ``last_episode``: reward, truncated, scores, dropped and unscored of the one before, because gem's vectorised
-      environments show the beginning of the next in the place of an end.
+      ``last_episode``: reward, truncated, scores, raw_scores, dropped and unscored of the one before, because gem's
+      vectorized environments show the beginning of the next in the place of an end.
 
     With ``group_size`` above 1 an episode is a whole group, and its reward the mean of the scores.
 
     Raises:
         EnvironmentTargetError: ``target`` names no environment.
         ValueError: the configuration is none of the environment's.
+        RewardBridgeError: no such file, or a block that cannot be right.
     """
+
+    training_step: int | None = None
+    """Of whoever trains on this environment; only a reward bridge with ``fade`` asks for it."""
 
     def __init__(
         self,
@@ -103,10 +114,15 @@ class AtroposEnv(gem.Env):
         tokenizer: str | None = None,
         seed: int | None = None,
         timeout: float = 600.0,
+        reward_bridge: str | Path | Mapping[str, Any] | RewardBridge | None = None,
     ):
         if not timeout > 0:
             raise ValueError(f"timeout={timeout!r}: give seconds, more than 0")
-        self._arguments = {"target": target, "config": config, "tokenizer": tokenizer, "seed": seed, "timeout": timeout}
+        self._bridge = None if reward_bridge is None else as_bridge(reward_bridge)
+        self._arguments = {
+            **{"target": target, "config": config, "tokenizer": tokenizer, "seed": seed, "timeout": timeout},
+            "reward_bridge": self._bridge,
+        }
         self._class = stepped_class(target)
         own = {} if tokenizer is None else {"tokenizer_name": tokenizer}
         self._config = configured(self._class, {**_INSTEAD, **(config or {}), **own})
@@ -127,6 +143,7 @@ class AtroposEnv(gem.Env):
         Raises:
             TimeoutError: the environment did not ask for an answer in time, or did not end.
             NeverScored: it asks for none.
+            RewardBridgeError: a pattern of the reward bridge can match nothing.
             Exception: what the environment raised.
         """
         session = self._session
@@ -142,6 +159,8 @@ class AtroposEnv(gem.Env):
         elif session.environment is None:
             session.environment = shared_environment(self._class, self._config)
         session.environment.set_up(self._timeout)
+        if self._bridge is not None:
+            check_literals(self._bridge, session.environment.base.tokenizer)
         for skipped in range(_IN_A_ROW):
             session.episode = session.environment.begin()
             event = self._next("its beginning")
@@ -160,6 +179,8 @@ class AtroposEnv(gem.Env):
             NeverScored: it has not scored any episode so far.
             TimeoutError: it neither asked for another answer nor ended in time.
             ValueError: its scores are no finite numbers.
+            RewardBridgeError: the reward bridge fades and ``training_step`` is not set, or the environment gives
+                advantages of its own.
             Exception: what the environment raised.
         """
         if self._ask is None:
@@ -172,7 +193,10 @@ class AtroposEnv(gem.Env):
             observation, info = self._observe(event, cut)
             return observation, 0.0, False, False, info
         reward, info = score(event, made)
-        self._last = {"reward": reward, "truncated": cut} | {k: info[k] for k in ("scores", "dropped", "unscored")}
+        if self._bridge is not None:
+            reward, info = self._shaped(reward, info)
+        told = ("scores", "raw_scores", "dropped", "unscored")
+        self._last = {"reward": reward, "truncated": cut} | {key: info[key] for key in told}
         self._count(info["unscored"])
         return TERMINAL_STATE, reward, not cut, cut, info | {"cut": cut, "use_tool": False}
 
@@ -190,6 +214,24 @@ class AtroposEnv(gem.Env):
         if same_state:
             raise NotImplementedError("a rollout that is under way cannot be copied; spawn with same_state=False")
         return AtroposEnv(**(self._arguments | kwargs))
+
+    def _shaped(self, reward: float, info: dict[str, Any]) -> tuple[float, dict[str, Any]]:
+        """(reward, info) with shaped scores. What could not be judged is unscored, never shaped by 0."""
+        bridge, step, name = self._bridge, self.training_step, self._class.__name__
+        if bridge.fade is not None and step is None:
+            raise RewardBridgeError(
+                f"{KEY}.fade counts the trainer's steps: set env.unwrapped.training_step, now None, or leave fade out"
+            )
+        scores: list[float] = []
+        for group in info["groups"]:
+            check_no_advantages(group, name)
+            try:
+                terms = [bridge.terms(*each) for each in judged(self._session.environment.base.tokenizer, group)]
+            except TimeoutError as error:
+                return math.nan, info | {"scores": [], "unscored": str(error)}
+            pairs = zip(group["scores"], terms, strict=True)
+            scores += [bridge.shaped(float(raw), each, step or 0) for raw, each in pairs]
+        return (sum(scores) / len(scores) if scores else reward), info | {"scores": scores}
 
     def _next(self, after: str) -> Ask | Any:
         """The next answer that the environment waits for, or what it made of the item."""
@@ -309,4 +351,5 @@ def score(returned: Any, made: list[dict[str, Any]]) -> tuple[float, dict[str, A
         raise ValueError(f"scores {scores}: they must be finite")
     unscored = None if scores else f"the environment made {returned!r:.80} and no scores"
     reward = sum(scores) / len(scores) if scores else math.nan
-    return reward, {"scores": scores, "groups": groups, "dropped": dropped, "unscored": unscored}
+    info = {"scores": scores, "raw_scores": scores, "groups": groups, "dropped": dropped, "unscored": unscored}
+    return reward, info

@@ -283,6 +283,17 @@ def read_bridge(path: str | Path) -> RewardBridge:
         raise RewardBridgeError(f"{path}: {error}") from error
 
 
+def as_bridge(given: RewardBridge | Mapping[str, Any] | str | Path) -> RewardBridge:
+    """A bridge, the block as a mapping, or the name of a YAML file.
+
+    Raises:
+        RewardBridgeError: what ``read_bridge`` and ``parse_bridge`` refuse.
+    """
+    if isinstance(given, RewardBridge):
+        return given
+    return read_bridge(given) if isinstance(given, str | Path) else parse_bridge(given)
+
+
 def _explain(error: Mapping[str, Any], name: str) -> str:
     place, kind = error["loc"], error["type"]
     key = name + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place)
