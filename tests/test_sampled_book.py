@@ -189,6 +189,25 @@ def test_what_an_environment_does_to_a_reply(posted, trained, book, tokenizer):
     assert (END, END) not in set(itertools.pairwise(row.tokens))
 
 
+def test_promises_reply_with_other_white_space_is_found(book, tokenizer):
+    """As where an environment writes the JSON of a tool call anew, in its next prompt and in what it posts."""
+    prompt = chat(tokenizer, "go")
+    one = sampled(book, prompt, "a", " ", "b", " ", "c", END)
+    other = sampled(book, prompt, "a", "b", "c", END)
+    for written, reply in (("a b\nc", one), ("abc", other), ("ab c", one)):
+        second = book.exact(chat(tokenizer, "go", written, "next"))
+        assert second[: len(prompt) + len(reply.tokens)] == prompt + reply.tokens.tolist(), written
+        tokens = chat(tokenizer, "go", written, add_generation_prompt=False)
+        trained = [I] * len(prompt) + tokens[len(prompt) :]
+        advantages = {"advantages": [0.0] * len(prompt) + [0.5] * (len(tokens) - len(prompt))}
+        row = restore(book, tokens, trained, None, advantages, lambda name: None)
+        assert [m for m in row.masks if m != I] == reply.tokens.tolist()
+        assert [v for v, m in zip(row.values["advantages"], row.masks, strict=True) if m != I] == [0.5] * len(
+            reply.tokens
+        )
+    assert book.exact(chat(tokenizer, "go", "acb", "next")) == chat(tokenizer, "go", "acb", "next")
+
+
 def test_an_answer_that_the_environment_began_is_trained_on_from_where_it_was_sampled(book, tokenizer):
     started = ids_of(tokenizer, *chat(tokenizer, "go"), "<x>")
     sampled(book, started, "a", "b", END)

@@ -7,7 +7,8 @@ posted sequences by the same rule, so that a reply stands in every later context
 
 - A reply is looked for where exactly the tokens stand that it was sampled after; replies before it are back by then.
 - There it is taken if its tokens follow, or its text, up to white space at both ends (many environments strip it), to
-  the end of the turn (the next special token); also where the environment cut it short, or went on in the same turn.
+  the end of the turn (the next special token); also where the environment cut it short, went on in the same turn, or
+  changed white space only (as where it writes a tool call's JSON anew).
 - Of several, those of the same item come first, then that of the longest text, then that whose very tokens follow.
 - Sampled tokens are put back whole, with the end-of-turn token; where that follows in the text too, it is there once.
 
@@ -292,10 +293,12 @@ class Book:
         if work[start : start + len(tokens)] == tokens:
             return _Fit(start + len(tokens), len(tokens), "", (True, size, True))
         kept = self.unended(tokens)
-        if text.strip() in _stripped(completion):
+        same = text.strip() in _stripped(completion)
+        if same or _same_but_for_spaces(text, completion):
+            rank = (True, size if same else 0, False)
             if prompt and end == len(work):
-                return _Fit(end, kept, "", (True, size, False)) if kept else None
-            return _Fit(end + (work[end : end + 1] == tokens[-1:]), len(tokens), "", (True, size, False))
+                return _Fit(end, kept, "", rank) if kept else None
+            return _Fit(end + (work[end : end + 1] == tokens[-1:]), len(tokens), "", rank)
         turn = text.lstrip()
         for known in sorted(_stripped(completion) | {t.lstrip() for t in completion.texts}, key=len, reverse=True):
             if kept and known.strip() and turn.startswith(known):
@@ -379,6 +382,11 @@ def key_of(ids: Sequence[int]) -> int:
 
 def _stripped(completion: Completion) -> set[str]:
     return {text.strip() for text in completion.texts}
+
+
+def _same_but_for_spaces(text: str, completion: Completion) -> bool:
+    dense = "".join(text.split())
+    return bool(dense) and any(dense == "".join(known.split()) for known in completion.texts)
 
 
 _powers = np.ones(1, np.uint64)  # of _FACTOR, as many as were needed yet

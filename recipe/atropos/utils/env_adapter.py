@@ -29,6 +29,7 @@ from recipe.atropos.environments.registration import Registered
 from recipe.atropos.environments.reporting import Reporting
 from recipe.atropos.environments.sampled import SampledTokens
 from recipe.atropos.environments.shaping import shaped_by
+from recipe.atropos.environments.teacher import Taught
 from recipe.atropos.environments.weight_versions import WeightVersions
 from recipe.atropos.errors import AtroposError, one_line_errors
 from recipe.atropos.utils.env_flags import CommandLine, UsageError, take_flag
@@ -66,7 +67,8 @@ def load_environment(target: str) -> type[BaseEnv]:
 
     Without a class, the one subclass of ``BaseEnv`` that the module itself defines and that is not abstract. A file is
     imported as ``python FILE.py`` would, its folder first; where it has relative imports, or names one of its own
-    folders (``from environments.x import y``), as a part of that package.
+    folders (``from environments.x import y``), as a part of that package. Modules of atroposlib that the installed one
+    lacks come from the checkout of Atropos that the file is in.
 
     Raises:
         EnvironmentTargetError: there is no such module, file or class, it is no ``BaseEnv``, or several could be meant.
@@ -118,11 +120,25 @@ def _import_file(path: Path) -> ModuleType:
         try:
             return _import_in_package(path, levels) if levels else _import_script(path)
         except ModuleNotFoundError as error:
+            if _found_in_checkout(path, error.name or ""):
+                continue
             top = (error.name or "").partition(".")[0]
             above = next((folder.parent for folder in path.parents if folder.name == top), None)
             if above is None or str(above) in sys.path:
                 raise
             sys.path.append(str(above))
+
+
+def _found_in_checkout(path: Path, name: str) -> bool:
+    """Whether the checkout around ``path`` has the module ``name`` of atroposlib that is not installed; it is added."""
+    package, _, module = name.rpartition(".")
+    for folder in path.parents if package.split(".")[0] == "atroposlib" else ():
+        own = folder.joinpath(*package.split("."))
+        places = importlib.import_module(package).__path__
+        if (own / f"{module}.py").is_file() and str(own) not in places:
+            places.append(str(own))
+            return True
+    return False
 
 
 def _first_on_path(folder: Path) -> None:
@@ -170,6 +186,8 @@ def adapt(environment: type[BaseEnv], bridge: RewardBridge | None = None) -> typ
     With ``bridge`` its scores are shaped before they are sent.
     """
     mixins = list(_MIXINS)
+    if hasattr(environment, "teacher_config_init"):
+        mixins.append(Taught)
     if bridge is not None:
         mixins.insert(mixins.index(Checked) + 1, shaped_by(bridge))
     before = tuple(mixin for mixin in mixins if not issubclass(environment, mixin))

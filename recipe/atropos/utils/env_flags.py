@@ -185,13 +185,17 @@ class CommandLine:
             cls.__openai_flags = openai
             for name in openai:
                 take_flag(sys.argv, f"--{_OPENAI}{name}")
-        for subcommand, command in (
-            ("serve", cls.get_cli_serve_config_cls),
-            ("evaluate", cls.get_cli_evaluate_config_cls),
-            ("process", cls.get_cli_process_config_cls),
-        ):
-            if subcommand in arguments:
-                check_flags(sys.argv[1:], {f"--{name}" for name in command().model_fields} | {"--help"})
+        commands = {
+            "serve": cls.get_cli_serve_config_cls,
+            "evaluate": cls.get_cli_evaluate_config_cls,
+            "process": cls.get_cli_process_config_cls,
+        }
+        for subcommand in commands.keys() & set(arguments):
+            known = {f"--{name}" for name in commands[subcommand]().model_fields} | {"--help"}
+            if subcommand == "evaluate":  # of serve alone are a teacher's flags; a launcher gives the same to both
+                for flag in {f"--{name}" for name in commands["serve"]().model_fields} - known:
+                    take_flag(sys.argv, flag)
+            check_flags(sys.argv[1:], known)
 
 
 def _check_file(path: Any, env_config: type[BaseEnvConfig]) -> None:
