@@ -163,7 +163,7 @@ UNKNOWN = {
     "rollout.name=vllm": "rollout.name: no such key; did you mean actor_rollout_ref.rollout.name?",
     "actor.strategy=megatron": "actor.strategy: no such key; did you mean actor_rollout_ref.actor.strategy?",
     "trainer.atropos=3": "trainer.atropos=3: give a mapping",
-    "preset=dmo": "preset=dmo: no such preset; choose one of calculator, demo",
+    "preset=dmo": "preset=dmo: no such preset; choose one of advantages, calculator, ",
     "trainer.logger=a,b": "a value with commas needs brackets or quotes",
     "~seed": "give key=value",
     "hydra.run.dir=x": "give key=value",
