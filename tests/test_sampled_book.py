@@ -239,6 +239,7 @@ def test_a_reply_to_another_prompt_gets_its_own_back_and_is_counted(before, book
     posted = ids_of(tokenizer, before, "abc")
     masks = [I] * len(before) + [1, 1]
     advantages = [5.0] * len(before) + [2.0, 2.0]
+    assert all(piece.tokens for piece in book.pieces(posted, masks))
     row = restore(book, posted, masks, None, {"advantages": advantages}, lambda name: counts.update([name]))
     assert row.tokens == prompt + reply.tokens.tolist()
     assert row.masks == [I] * len(prompt) + reply.tokens.tolist()
@@ -299,9 +300,11 @@ def test_sampled_prompts_that_end_within_a_turn_stay_open(book, tokenizer):
     """Also where the tokenizer puts a token before each text: nothing is put before what follows the reply."""
     prompt = chat(tokenizer, "go")
     sampled(book, prompt, "a", "b", END)
-    assert book.exact(ids_of(tokenizer, *prompt, "ab")) == ids_of(tokenizer, *prompt, "a", "b")
     book.tokenizer = with_bos(tokenizer)
     assert book.exact(ids_of(tokenizer, *prompt, "abe!")) == ids_of(tokenizer, *prompt, "a", "b", "e!")
+    for item in (ITEM.get(), Item()):
+        ITEM.set(item)
+        assert book.exact(ids_of(tokenizer, *prompt, "ab")) == ids_of(tokenizer, *prompt, "a", "b")
 
 
 def test_sampled_replies_of_another_item_must_fit_whole(book, tokenizer):
@@ -325,6 +328,8 @@ def test_sampled_text_is_taken_whole_and_the_longest_of_it(book, tokenizer):
     prompt = chat(tokenizer, "go")
     sampled(book, prompt, "a", "b", "|", text="ab")  # the server left its stop string out, the environment did not
     assert book.exact(ids_of(tokenizer, *prompt, "ab|e!")) == ids_of(tokenizer, *prompt, "a", "b", "|", "e!")
+    rest = book.trace(ids_of(tokenizer, *prompt, "ab", "|", "e"))[-1]
+    assert rest[:3] == (len(prompt) + 2, len(prompt) + 3, ids_of(tokenizer, "e")), "what is behind keeps its position"
     prompt = chat(tokenizer, "on")
     sampled(book, prompt, "ab", "e", "c")
     sampled(book, prompt, "a", "b")  # one that was gone on after comes before one that was cut short
