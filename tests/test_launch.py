@@ -226,6 +226,7 @@ def test_lock_refuses_a_trainer_started_by_hand(tmp_path, model_path):
     assert status == 1 and f"is in use by process {os.getpid()}" in words(output) and not left, output
 
 
+@pytest.mark.slow
 def test_a_trainer_without_its_services_stops_and_names_them(tmp_path, model_path):
     url = f"http://127.0.0.1:{free_port()}"
     options = ["preset=demo", f"actor_rollout_ref.model.path={model_path}", "trainer.atropos.startup_timeout=5"]
