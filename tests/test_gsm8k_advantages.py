@@ -1,11 +1,16 @@
 """Advantages of single tokens, as the examples of an environment give them and as the trainer reads them."""
 
+import io
+import re
 from fractions import Fraction
 
 import numpy as np
 import pytest
 from atroposlib.envs.base import APIServerConfig
 from atroposlib.envs.server_handling.managed_server import SequenceNode
+from helpers_trainer import compose_config
+from omegaconf import OmegaConf
+from rich.console import Console
 
 from recipe.atropos.data_proto import groups_to_data_proto
 from recipe.atropos.environments.calculator_advantages import CalculatorAdvantagesEnv
@@ -18,7 +23,10 @@ from recipe.atropos.environments.gsm8k_advantages import (
     results_of,
     token_span,
 )
+from recipe.atropos.recorded import write_batch
 from recipe.atropos.rows import RowLimits
+from recipe.atropos.run_dir import RunDir
+from recipe.atropos.utils.debug import show
 from recipe.atropos.utils.small_policy import Recipe, make_small_policy
 
 ROW = {"question": "?", "answer": "first 12 + 7 = <<12+7=19>>19\nthen <<19-4=15>>15\n#### 15"}
@@ -182,3 +190,27 @@ def test_promises_the_trainer_reads_each_tokens_advantage(make):
         sent = [value for value, m in zip(advantages, one.masked_tokens, strict=True) if m != IGNORED]
         assert rows.batch["atropos_advantages"][row][mask[row]].tolist() == pytest.approx(sent, abs=1e-6)
     assert not rows.batch["atropos_advantages"][~mask].any()
+
+
+def test_promises_debug_shows_the_advantage_of_each_token(make, tmp_path):
+    env = make(GSM8kAdvantagesEnv)
+    nodes = [
+        node(env.tokenizer, rf"{shown} so \boxed{{{answer}}}")
+        for shown, answer in (("12 + 7 = 19", 15), ("1 + 1 = 3", 3))
+    ]
+    group = env.score(ROW, nodes)
+    config = compose_config(f"actor_rollout_ref.model.path={env.tokenizer.name_or_path}", f"run.dir={tmp_path}")
+    OmegaConf.save(config, RunDir(tmp_path).config)
+    write_batch(RunDir(tmp_path).batches, 1, [group])
+    console = Console(record=True, width=200, color_system="truecolor", force_terminal=True, file=io.StringIO())
+    show(tmp_path, 1, 0, 1, table=True, console=console)
+    lines = [line for line in console.export_text(clear=False).splitlines() if " yes " in line]
+    shown = [float(line.split("\u2502")[-2]) for line in lines]
+    sent = [
+        value for value, mask in zip(group["advantages"][1], nodes[1].masked_tokens, strict=True) if mask != IGNORED
+    ]
+    assert shown == pytest.approx(sent, abs=1e-4) and len(set(shown)) >= 3
+    assert "score -1," in console.export_text(clear=False)
+    colors = re.findall(r"48;2;(\d+);(\d+);(\d+)", console.export_text(styles=True))
+    red = {(r, g, b) for r, g, b in colors if int(r) > int(g)}
+    assert len(red) >= 3, "a shade for each kind: answer, step, elsewhere"

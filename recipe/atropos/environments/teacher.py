@@ -41,6 +41,8 @@ class Taught:
 
     def _connect_teacher(self, configs: Any) -> None:
         configs = [configs] if isinstance(configs, APIServerConfig) else configs
+        if isinstance(configs, list):  # an empty key, as upstream's default, is one that the client of openai refuses
+            configs = [config.model_copy(update={"api_key": config.api_key or "x"}) for config in configs]
         first = configs[0] if isinstance(configs, list) else configs
         name = first.tokenizer_name if first.tokenizer_name not in ("", "none") else first.model_name
         self._validate_teacher_tokenizer_compatibility(name)
