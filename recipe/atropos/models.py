@@ -10,7 +10,13 @@ from recipe.atropos.errors import AtroposError, ConfigurationError
 from recipe.atropos.services.process import run_command
 
 KEY = "actor_rollout_ref.model.path"
-SMALL_POLICIES = ("small-policy", "small-policy-calculator", "small-policy-terse", "small-policy-two-tasks")
+SMALL_POLICIES = (
+    "small-policy",
+    "small-policy-calculator",
+    "small-policy-code",
+    "small-policy-terse",
+    "small-policy-two-tasks",
+)
 _HUB_SECONDS = 10.0
 
 

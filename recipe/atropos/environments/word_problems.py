@@ -63,10 +63,10 @@ def generate(split: Split, size: int, seed: int = 0, dataset: str = SYNTHETIC) -
     raise ValueError(f"dataset {dataset!r} has fewer than {size} problems in split {split}; ask for fewer")
 
 
-def split_of(question: str) -> Split:
-    """The split that a generated question belongs to, whatever the seed."""
+def split_of(question: str, share: int = _HELD_OUT_SHARE) -> Split:
+    """The split that a question belongs to, whatever the seed: one in ``share`` is held out."""
     digest = hashlib.blake2b(question.encode(), digest_size=8).digest()
-    return "test" if int.from_bytes(digest, "big") % _HELD_OUT_SHARE == 0 else "train"
+    return "test" if int.from_bytes(digest, "big") % share == 0 else "train"
 
 
 def _one_step(rng: random.Random) -> Row:

@@ -7,11 +7,14 @@ import argparse
 from pathlib import Path
 
 from recipe.atropos.utils.calculator_policy import CalculatorRecipe
+from recipe.atropos.utils.code_policy import CodeRecipe
 from recipe.atropos.utils.small_policy import Recipe, ensure_small_policy
 from recipe.atropos.utils.terse_policy import TerseRecipe
 from recipe.atropos.utils.two_task_policy import TwoTaskRecipe
 
-RECIPES = {recipe.name: recipe for recipe in (Recipe(), TerseRecipe(), TwoTaskRecipe(), CalculatorRecipe())}
+RECIPES = {
+    recipe.name: recipe for recipe in (Recipe(), TerseRecipe(), TwoTaskRecipe(), CalculatorRecipe(), CodeRecipe())
+}
 
 
 def ensure_policy(name: str, seed: int) -> Path:

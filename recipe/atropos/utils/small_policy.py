@@ -9,7 +9,8 @@ policy knows how to add and to subtract, usually picks the wrong one of the two 
 held-out problems right with greedy decoding. Reinforcement learning has a habit to correct, not arithmetic to teach.
 
 Deterministic for a seed on one machine. ``ensure_small_policy`` keeps the result in a cache, by seed and recipe.
-What the policy is shown is the recipe's; ``terse_policy``, ``two_task_policy`` and ``calculator_policy`` have others.
+What the policy is shown is the recipe's; ``terse_policy``, ``two_task_policy``, ``calculator_policy`` and
+``code_policy`` have others.
 """
 
 import argparse

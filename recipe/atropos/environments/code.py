@@ -1,0 +1,174 @@
+"""Programs against tests: ``python -m recipe.atropos.environments.code serve|evaluate [flags]``.
+
+The policy is given a problem of HumanEval or MBPP, or one in their formats, and writes a Python program; a sandbox runs
+it against the problem's tests, +1 where it passes all of them, else -1. Guarantees:
+
+- nothing that the policy writes runs outside of the sandbox (``sandbox``, which says what it holds back); where no
+  isolation works the environment ends before anything is sampled, unless ``isolation`` is "none";
+- no answer passes but by what its functions return (``sandbox_answer``);
+- why answers fail is counted, ``answers/timeout`` and so on;
+- tokens, masks and logprobs are those that were sampled (``sampled``).
+
+Problems: ``code_problems``. A group in which every score is equal is not sent, as in ``gsm8k``.
+"""
+
+import asyncio
+import logging
+import time
+from typing import Any
+
+from atroposlib.envs.base import ScoredDataGroup
+from pydantic import Field
+
+from recipe.atropos.environments.code_problems import Problem, job, load_problems
+from recipe.atropos.environments.gsm8k import GSM8kEnv, GSM8kEnvConfig
+from recipe.atropos.environments.sampled import SampledTokens
+from recipe.atropos.environments.sandbox import Isolation, Limits, Sandbox, Verdict
+from recipe.atropos.utils.env_adapter import adapt
+
+logger = logging.getLogger(__name__)
+
+SYSTEM_PROMPT = "Write the Python function that is asked for, with the imports that it needs, in one ```python block."
+
+
+class CodeEnvConfig(GSM8kEnvConfig):
+    """The options of ``gsm8k``, and those of the sandbox; its limits are of each answer."""
+
+    dataset_name: str = Field(
+        "google-research-datasets/mbpp",
+        description="In HumanEval's or MBPP's format: a hub name, .jsonl or .parquet file, or folder; or 'synthetic'",
+    )
+    dataset_config: str | None = Field(None, description="Configuration of the dataset on the hub")
+    system_prompt: str = Field(SYSTEM_PROMPT, description="Empty for none")
+    shown_tests: int = Field(1, ge=0, description="How many of MBPP's tests the policy reads; HumanEval's never")
+    isolation: Isolation = Field(
+        "auto", description="Of the sandbox: 'auto', 'namespaces', 'landlock'; 'none' is unsafe"
+    )
+    sandboxes: int | None = Field(None, ge=1, description="Answers that run at a time; by default one a core")
+    cpu_seconds: int = Field(Limits.cpu_seconds, ge=1, description="CPU time")
+    wall_seconds: float = Field(Limits.wall_seconds, gt=0, description="Elapsed time")
+    memory_mb: int = Field(Limits.memory_mb, ge=128, description="Memory, MiB")
+    disk_mb: int = Field(Limits.disk_mb, ge=1, description="Files in its temporary folder, MiB")
+
+
+class CodeEnv(SampledTokens, GSM8kEnv):
+    """Single-turn programming problems; tests decide."""
+
+    name = "code"
+    env_config_cls = CodeEnvConfig
+
+    # ------------------------------------------------------------------ problems
+
+    async def setup(self) -> None:
+        """Start the sandbox, and load both splits.
+
+        Raises:
+            SandboxError: answers cannot be isolated here.
+            ConfigurationError: naming the dataset, file or row.
+        """
+        config = self.config
+        limits = Limits(config.cpu_seconds, config.wall_seconds, config.memory_mb, config.disk_mb)
+        self.sandbox = Sandbox(limits, config.isolation, config.sandboxes)
+        what = (
+            "UNPROTECTED, as --env.isolation=none wants it" if self.sandbox.start() == "none" else "isolated and probed"
+        )
+        logger.warning("answers run %s: isolation %s, %d at a time", what, self.sandbox.isolation, self.sandbox.workers)
+        source = config.dataset_name, config.dataset_config
+        # The held-out problems do not depend on the seed: runs are compared on the same ones.
+        self.train = load_problems(*source[:1], "train", source[1], config.train_size, config.seed, config.shown_tests)
+        self.test = load_problems(*source[:1], "test", source[1], config.eval_size, 0, config.shown_tests)
+        self._order = (-1, [])
+
+    # ------------------------------------------------------------------ rollouts
+
+    async def verdicts(self, problem: Problem, texts: list[str]) -> list[Verdict]:
+        """Of each answer, in order."""
+        loop, sandbox = asyncio.get_running_loop(), self.sandbox
+        jobs = [job(problem, text) for text in texts]
+        found = await asyncio.gather(*(loop.run_in_executor(sandbox.executor, sandbox.check, one) for one in jobs))
+        for verdict in found:
+            self.report.count(f"answers/{verdict.why}")
+        return found
+
+    async def collect_trajectories(self, item: Problem) -> tuple[ScoredDataGroup | None, list[Problem]]:
+        """A scored group for one problem, or None. A problem whose sampling was aborted comes back for another try."""
+        messages = self.messages(item)
+        max_tokens = self.answer_tokens(messages)
+        if max_tokens < 1:
+            logger.warning("skipped problem %s, whose prompt leaves no room for an answer", item["task"])
+            return None, []
+        async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
+            completion = await managed.chat_completion(
+                messages=messages,
+                n=self.config.group_size,
+                max_tokens=max_tokens,
+                temperature=self.config.temperature,
+                top_p=1.0,
+            )
+            nodes = managed.get_state()["nodes"]
+        if any(node.metadata["finish_reason"] == "abort" for node in nodes):
+            return None, [item]
+        return await self.score(item, nodes, [choice.message.content for choice in completion.choices]), []
+
+    async def score(self, item: Problem, nodes: list[Any], texts: list[str]) -> ScoredDataGroup:
+        """The group with its scores."""
+        passed = [verdict.passed for verdict in await self.verdicts(item, texts)]
+        self.percent_correct_buffer.extend(map(float, passed))
+        return ScoredDataGroup(
+            tokens=[list(node.tokens) for node in nodes],
+            masks=[list(node.masked_tokens) for node in nodes],
+            scores=[1.0 if right else -1.0 for right in passed],
+            inference_logprobs=[list(node.logprobs) for node in nodes],
+            advantages=None,
+            ref_logprobs=None,
+            messages=None,
+            overrides=None,
+            group_overrides={},
+            images=None,
+        )
+
+    # ------------------------------------------------------------------ evaluation
+
+    async def evaluate(self, *args: Any, **kwargs: Any) -> None:
+        """Greedy pass@1 on the held-out problems: ``eval/percent_correct`` (0 to 1) and ``eval/total``, as ``gsm8k``.
+
+        Raises:
+            ValueError: no problem leaves room for an answer.
+        """
+        started = time.time()
+        limit = asyncio.Semaphore(self.config.max_eval_workers)
+
+        async def answer(problem: Problem) -> dict[str, Any]:
+            async with limit:
+                messages, finish_reason = await self.greedy_conversation(problem)
+            [verdict] = await self.verdicts(problem, [messages[-1]["content"]])
+            return {
+                "messages": messages,
+                "task": problem["task"],
+                "answer": messages[-1]["content"],
+                "gold": problem["gold"],
+                "correct": verdict.passed,
+                "why": f"{verdict.why} {verdict.detail}".strip(),
+                "score": int(verdict.passed),
+                "finish_reason": finish_reason,
+            }
+
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(answer(problem)) for problem in self._with_room(self.test)]
+        samples = [task.result() for task in tasks]
+        metrics = {
+            "eval/percent_correct": sum(sample["correct"] for sample in samples) / len(samples),
+            "eval/total": len(samples),
+        }
+        self.eval_metrics.extend(metrics.items())
+        await self.evaluate_log(
+            metrics=metrics,
+            samples=samples,
+            start_time=started,
+            end_time=time.time(),
+            generation_parameters={"temperature": 0.0},
+        )
+
+
+if __name__ == "__main__":
+    adapt(CodeEnv).cli()

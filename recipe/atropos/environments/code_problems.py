@@ -1,0 +1,240 @@
+"""Problems whose answers are programs, in HumanEval's and MBPP's formats: generated, from a local file, or the hub.
+
+A row of HumanEval has ``prompt`` (the beginning of a function), ``entry_point`` and ``test``; one of MBPP ``text`` (in
+its sanitized version ``prompt``), ``code``, ``test_list`` and ``test_setup_code`` (``test_imports``). ``job`` makes of
+a problem and an answer what the sandbox takes.
+"""
+
+import ast
+import logging
+import random
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypedDict
+
+from recipe.atropos.environments.sandbox import Job
+from recipe.atropos.environments.word_problems import Split, split_of
+from recipe.atropos.errors import ConfigurationError
+
+logger = logging.getLogger(__name__)
+
+SYNTHETIC = "synthetic"
+_HELD_OUT_SHARE = 5  # one in five of a dataset with a single split
+_FENCED = re.compile(r"```(?:python|py)?[ \t]*\r?\n(.*?)(?:```|\Z)", re.DOTALL)
+
+
+class Problem(TypedDict):
+    """``question`` is what the policy reads; ``begun`` the beginning of the program that it completes, or "";
+    ``names`` are what the ``tests`` call of an answer; ``setup`` is executed before the tests, in their process."""
+
+    task: str
+    question: str
+    begun: str
+    names: list[str]
+    setup: str
+    tests: str
+    gold: str
+
+
+# ---------------------------------------------------------------------- formats
+
+
+def read_problem(row: dict[str, Any], where: str, shown_tests: int = 1) -> Problem:
+    """A row of either format; ``shown_tests`` of MBPP's stand in the question, which else does not name the function.
+
+    Raises:
+        ConfigurationError: it is a row of neither; ``where`` is in the message.
+    """
+    try:
+        if {"prompt", "entry_point", "test"} <= row.keys():
+            return _humaneval(row, where)
+        if {"code", "test_list"} <= row.keys() and row.keys() & {"text", "prompt"}:
+            return _mbpp(row, where, shown_tests)
+    except (SyntaxError, TypeError, AttributeError) as error:
+        raise ConfigurationError(f"{where}: a field cannot be read: {error}; correct the row") from error
+    raise ConfigurationError(
+        f"{where}: the fields are {', '.join(map(str, row))}; rows of HumanEval have prompt, entry_point and test, "
+        "of MBPP text (or prompt), code and test_list"
+    )
+
+
+def _humaneval(row: dict[str, Any], where: str) -> Problem:
+    return Problem(
+        task=str(row.get("task_id", where)),
+        question=f"Complete this function.\n\n```python\n{row['prompt'].strip()}\n```",
+        begun=row["prompt"],
+        names=[row["entry_point"]],
+        setup=row["prompt"] + "    pass\n",  # the tests use functions that stand before the one that is asked for
+        tests=f"{row['test']}\n\ncheck({row['entry_point']})\n",
+        gold=row["prompt"] + row.get("canonical_solution", ""),
+    )
+
+
+def _mbpp(row: dict[str, Any], where: str, shown_tests: int) -> Problem:
+    imports, setup = row.get("test_imports") or [], row.get("test_setup_code") or ""
+    tests, tree = "\n".join(row["test_list"]), ast.parse(row["code"])
+    imports = [*(ast.unparse(node) for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)), *imports]
+    used = {node.id for node in ast.walk(ast.parse(f"{setup}\n{tests}")) if isinstance(node, ast.Name)}
+    if not (names := used & _defined(tree)):
+        raise ConfigurationError(f"{where}: its tests use nothing that its code defines; correct test_list or code")
+    shown = "\n".join(row["test_list"][:shown_tests])
+    return Problem(
+        task=str(row.get("task_id", where)),
+        question=(row.get("text") or row["prompt"]).strip() + (f"\n\nIt must pass this:\n{shown}" if shown else ""),
+        begun="",
+        names=sorted(names),
+        setup="\n".join([*imports, setup]),
+        tests=tests,
+        gold=row["code"],
+    )
+
+
+def _defined(tree: ast.Module) -> set[str]:
+    """The functions, classes and variables at the top of a program."""
+    named = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    targets = [target for node in tree.body if isinstance(node, ast.Assign) for target in node.targets]
+    return named | {target.id for target in targets if isinstance(target, ast.Name)}
+
+
+# ---------------------------------------------------------------------- answers
+
+
+def job(problem: Problem, text: str) -> Job:
+    """Of what the policy says, after its thoughts: the block of code that defines the function, else the first one,
+    else all of it. It follows the imports of the beginning that it was given or, where it defines nothing, goes on
+    from its end."""
+    text = text.rpartition("</think>")[2]
+    blocks = _FENCED.findall(text) or [text]
+    program = next((block for block in blocks if _defines(block, problem["names"])), None)
+    if program is None:
+        program = problem["begun"] + blocks[0]
+    elif problem["begun"]:
+        program = _before_last_function(problem["begun"]) + program
+    return Job(program=program, names=problem["names"], setup=problem["setup"], tests=problem["tests"])
+
+
+def _defines(program: str, names: list[str]) -> bool:
+    try:
+        return set(names) <= _defined(ast.parse(program))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+
+
+def _before_last_function(begun: str) -> str:
+    return begun[: max(begun.rfind("\ndef ") + 1, 0)]
+
+
+# ---------------------------------------------------------------------- datasets
+
+
+def load_problems(
+    dataset: str, split: Split, config: str | None, size: int | None, seed: int, shown_tests: int = 1
+) -> list[Problem]:
+    """The first ``size`` problems of a split (all, where None).
+
+    ``dataset`` is "synthetic", a .jsonl, .json or .parquet file, a folder with files of a split each, or a name on the
+    hub. One with a single split (HumanEval has only "test") is divided: by a digest of the question, one problem in
+    five is held out.
+
+    Raises:
+        ConfigurationError: there is no such dataset, or a row is in neither format.
+    """
+    if dataset == SYNTHETIC:
+        rows = list(generate(split, size or 4096, seed))
+        return [read_problem(row, f"{SYNTHETIC} row {i}", shown_tests) for i, row in enumerate(rows)]
+    splits = _load(dataset, config)
+    if len(splits) > 1 and split not in splits:
+        raise ConfigurationError(
+            f"--env.dataset_name={dataset}: no split {split!r} beside {', '.join(splits)}; rename one to it"
+        )
+    name = split if split in splits else next(iter(splits))
+    problems = [read_problem(row, f"{dataset} {name} row {i}", shown_tests) for i, row in enumerate(splits[name])]
+    if len(splits) == 1:
+        total = len(problems)
+        problems = [problem for problem in problems if split_of(problem["question"], _HELD_OUT_SHARE) == split]
+        logger.warning(
+            "%s has one split, %s: %d of its %d problems are for %s", dataset, name, len(problems), total, split
+        )
+    if not problems:
+        raise ConfigurationError(f"--env.dataset_name={dataset}: no problems for the split {split!r}; give more rows")
+    return problems[:size]
+
+
+def _load(dataset: str, config: str | None) -> dict[str, Any]:
+    import datasets
+
+    path = Path(dataset).expanduser()
+    try:
+        if path.is_file():
+            kind = "parquet" if path.suffix == ".parquet" else "json"
+            return datasets.load_dataset(kind, data_files=str(path))
+        return datasets.load_dataset(str(path) if path.is_dir() else dataset, config)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        raise ConfigurationError(
+            f"--env.dataset_name={dataset} cannot be loaded: {str(error).splitlines()[0]}; give a .jsonl or .parquet "
+            f"file, a folder of such files, a name that the hub can resolve, or {SYNTHETIC!r}"
+        ) from error
+
+
+# ---------------------------------------------------------------------- generated problems
+
+_NAMES = ("pick", "scan", "find", "take", "look", "read", "tell", "work", "solve", "answer", "result", "search")
+_REDUCTIONS: dict[str, tuple[str, Callable[[list[int]], Any]]] = {
+    "how many numbers of xs are": ("len([x for x in xs if {}])", len),
+    "the sum of the numbers of xs that are": ("sum(x for x in xs if {})", sum),
+    "the list of the numbers of xs that are": ("[x for x in xs if {}]", list),
+}
+CONDITIONS: dict[str, tuple[str, Callable[[int, int], bool]]] = {
+    "greater than": (">", lambda x, k: x > k),
+    "at least": (">=", lambda x, k: x >= k),
+    "less than": ("<", lambda x, k: x < k),
+    "at most": ("<=", lambda x, k: x <= k),
+}
+
+
+def generate(split: Split, size: int, seed: int = 0) -> Iterator[dict[str, Any]]:
+    """``size`` different problems in MBPP's format, in an order given by ``seed``: which numbers of a list count.
+
+    A problem belongs to the split that a digest of its text names, whatever the seed.
+
+    Raises:
+        ConfigurationError: there are not so many.
+    """
+    rng = random.Random(f"code problems, {split}, {seed}")
+    every = [
+        (name, reduction, condition, k)
+        for name in _NAMES
+        for reduction in _REDUCTIONS
+        for condition in CONDITIONS
+        for k in range(2, 99)
+    ]
+    rng.shuffle(every)
+    rows = 0
+    for name, reduction, condition, k in every:
+        text = f"Write a function {name}(xs) that returns {reduction} {condition} {k}."
+        if rows < size and split_of(text) == split:
+            rows += 1
+            yield _row(rows, text, name, reduction, condition, k, rng)
+    if rows < size:
+        raise ConfigurationError(
+            f"--env.dataset_name={SYNTHETIC} has {rows} problems in {split}, not {size}; ask for fewer"
+        )
+
+
+def _row(
+    number: int, text: str, name: str, reduction: str, condition: str, k: int, rng: random.Random
+) -> dict[str, Any]:
+    (expression, reduced), (sign, holds) = _REDUCTIONS[reduction], CONDITIONS[condition]
+    tests = []
+    for _ in range(3):  # each with the number itself and its neighbors
+        xs = [k - 1, k, k + 1, *(rng.randint(0, 2 * k) for _ in range(4))]
+        rng.shuffle(xs)
+        tests.append(f"assert {name}({xs}) == {reduced([x for x in xs if holds(x, k)])}")
+    return {
+        "task_id": f"{SYNTHETIC}/{number}",
+        "text": text,
+        "code": f"def {name}(xs):\n    return {expression.format(f'x {sign} {k}')}",
+        "test_list": tests,
+        "test_setup_code": "",
+    }

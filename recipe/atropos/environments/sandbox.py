@@ -1,0 +1,220 @@
+"""Runs what a policy wrote, against tests, without harm: ``Sandbox(...).check(job)``.
+
+Guarantees, for an answer as hostile as can be:
+
+- the verdict is that of the tests (``sandbox_answer``): printing, ``os._exit``, or a patched checker passes nothing;
+- it has no network and no other process: it can neither start one nor signal, trace or see one;
+- it sees Python's standard library and nothing else of the file system, no environment variable and no descriptor of
+  this process; it can write to a folder of its own, in memory, that goes with it (with "landlock": to none);
+- CPU time, elapsed time, memory, files and open files are limited; what it prints goes nowhere;
+- when its verdict is there, nothing of it is left.
+
+This holds on x86_64 Linux, as root and without any privilege, with either isolation: "namespaces" (user, mount,
+network, process, IPC) or, where the kernel or a container forbids these, "landlock" (Linux 5.13); both with a filter
+that leaves about a hundred system calls. "auto" takes the first that works, and where none does it is an error. "none"
+keeps the limits, the empty environment and the verdict, and nothing else: only for answers that you trust.
+"""
+
+import contextlib
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any, Literal, NamedTuple, TypedDict
+
+from recipe.atropos.environments.errors import EnvironmentFailure
+
+Isolation = Literal["auto", "namespaces", "landlock", "none"]
+
+_WORKER = Path(__file__).with_name("sandbox_worker.py")
+_START_SECONDS = 60.0
+_MARGIN_SECONDS = 30.0  # beyond the limit of a job, until its worker is given up
+
+
+class SandboxError(EnvironmentFailure):
+    """Answers cannot be run here; the message says why."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of one answer, and of its tests: seconds, MiB, numbers."""
+
+    cpu_seconds: int = 3
+    wall_seconds: float = 15.0
+    memory_mb: int = 512
+    disk_mb: int = 16
+    open_files: int = 64
+
+
+class Job(TypedDict):
+    """``program`` is the answer; ``setup`` and ``tests`` are the problem's own code, which calls its ``names``."""
+
+    program: str
+    names: list[str]
+    setup: str
+    tests: str
+
+
+class Verdict(NamedTuple):
+    """``why``: one of those of ``sandbox_answer.run_tests``; ``detail``: the exception, in the answer's own words."""
+
+    passed: bool
+    why: str
+    detail: str
+
+
+# What the isolation is proved with at every start: the answer says what it can do, and nothing is right.
+_PROBE = """
+def can():
+    import os, socket
+    found = []
+    for name, act in {
+        "open a socket": lambda: socket.socket(),
+        "start a process": lambda: os.fork() or os._exit(0),
+        "signal its parent": lambda: os.kill(os.getppid(), 0),
+        "read /proc": lambda: open("/proc/self/environ").read(),
+        "read /etc": lambda: open("/etc/passwd").read(),
+    }.items():
+        try:
+            act()
+        except OSError:
+            continue
+        found.append(name)
+    return found
+"""
+
+
+class Sandbox:
+    """``workers`` answers at a time (by default as many as there are cores), each in a process that is used again.
+
+    Nothing runs before ``start``; ``close`` ends all, as the end of this process does.
+    """
+
+    def __init__(self, limits: Limits = Limits(), isolation: Isolation = "auto", workers: int | None = None):  # noqa: B008
+        self.limits, self.isolation = limits, isolation
+        self.workers = workers or len(os.sched_getaffinity(0))
+        self._idle: queue.SimpleQueue[_Worker | None] = queue.SimpleQueue()
+        self._all: list[_Worker] = []
+        self._lock = threading.Lock()
+        self.executor = ThreadPoolExecutor(self.workers, "sandbox")
+
+    def start(self) -> str:
+        """The isolation, proved, once for all workers.
+
+        Raises:
+            SandboxError: none works here, with each one's reason.
+        """
+        reasons = []
+        for isolation in ("namespaces", "landlock") if self.isolation == "auto" else (self.isolation,):
+            try:
+                worker = _Worker(isolation, self.limits)
+                if isolation != "none":
+                    worker.prove()
+            except SandboxError as error:
+                reasons.append(f"{isolation}: {error}")
+                continue
+            self.isolation = isolation
+            self._all.append(worker)
+            self._idle.put(worker)
+            for _ in range(self.workers - 1):
+                self._idle.put(None)  # started when it is needed
+            return isolation
+        raise SandboxError(
+            f"answers cannot be isolated here ({'; '.join(reasons)}); allow user namespaces, or give "
+            "--env.isolation=none where you trust what the policy writes: it could "
+            "then read this user's files and use the network"
+        )
+
+    def check(self, job: Job) -> Verdict:
+        """Blocks until there is a verdict; from any thread.
+
+        Raises:
+            SandboxError: a worker ended.
+        """
+        worker = self._idle.get()
+        try:
+            if worker is None:
+                worker = _Worker(self.isolation, self.limits)
+                with self._lock:
+                    self._all.append(worker)
+            return worker.check(job)
+        except SandboxError:
+            if worker is not None:
+                worker.close()
+            worker = None
+            raise
+        finally:
+            self._idle.put(worker)
+
+    def close(self) -> None:
+        self.executor.shutdown(cancel_futures=True)
+        with self._lock:
+            for worker in self._all:
+                worker.close()
+
+    def __enter__(self) -> "Sandbox":
+        self.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+
+class _Worker:
+    """One process of ``sandbox_worker``. Raises SandboxError where it cannot isolate itself."""
+
+    def __init__(self, isolation: str, limits: Limits):
+        self._seconds = limits.wall_seconds + _MARGIN_SECONDS
+        # An empty environment, no descriptor but its pipes, no terminal's signals.
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-B", str(_WORKER), isolation, json.dumps(asdict(limits))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={},
+            cwd="/",
+            start_new_session=True,
+        )
+        if error := self._line(_START_SECONDS).get("error"):
+            self.close()
+            raise SandboxError(error)
+
+    def prove(self) -> None:
+        verdict = self.check(Job(program=_PROBE, names=["can"], setup="", tests="assert can() == [], can()"))
+        if not verdict.passed:
+            self.close()
+            raise SandboxError(f"the isolation does not hold: {verdict.why} {verdict.detail}")
+
+    def check(self, job: Job) -> Verdict:
+        data = json.dumps(job).encode()
+        try:
+            self._stream(self._process.stdin).write(b"%10d%s" % (len(data), data))
+            self._stream(self._process.stdin).flush()
+        except OSError as error:
+            raise SandboxError(f"a worker of the sandbox ended: {error}") from error
+        return Verdict(**self._line(self._seconds))
+
+    def _line(self, seconds: float) -> dict[str, Any]:
+        watch = threading.Timer(seconds, self._process.kill)
+        watch.start()
+        line = self._stream(self._process.stdout).readline()
+        watch.cancel()
+        if not line:
+            raise SandboxError(f"a worker of the sandbox ended with status {self._process.wait()}")
+        return json.loads(line)
+
+    @staticmethod
+    def _stream(stream: IO[bytes] | None) -> IO[bytes]:
+        assert stream is not None
+        return stream
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout):
+            with contextlib.suppress(OSError):
+                self._stream(stream).close()

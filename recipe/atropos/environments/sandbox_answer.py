@@ -1,0 +1,266 @@
+"""An answer and its tests, each in a process of its own, and how the tests call the answer.
+
+The answer's process runs what a policy wrote. The tests' process runs the problem's own code, calls the functions of
+the answer over a pipe, and decides. Guarantees:
+
+- the verdict is the tests' process' alone: nothing that the answer prints, returns, patches, or ends with is taken for
+  it;
+- what comes back is data of Python's own types, or a handle of an object that stays with the answer; a handle equals
+  nothing but itself;
+- the answer gets the arguments of a call, one call at a time, and never the tests.
+
+A message is a line of JSON. From the tests: ``[what, target, ...]``; a target is the name of a global or the number of
+a handle. From the answer: ``["value", value]`` or ``["raise", type, text]``. Needs only the standard library.
+"""
+
+import builtins
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+LONGEST = 4 << 20  # bytes of a message
+_DIGITS = 100_000  # of an integer in a message
+_DETAIL = 300  # characters of what a verdict says of an exception
+_SEQUENCES = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
+_NEVER_RAISED = (StopIteration, StopAsyncIteration, AssertionError, Warning)  # they would end a test otherwise
+
+
+class Handle:
+    """An object in the answer's process: attributes, calls and iteration go there."""
+
+    def __init__(self, ask: Callable[..., Any], target: str | int):
+        object.__setattr__(self, "_asked", (ask, target))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        ask, target = object.__getattribute__(self, "_asked")
+        return ask("get", target, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        ask, target = object.__getattribute__(self, "_asked")
+        ask("set", target, name, value)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        ask, target = object.__getattribute__(self, "_asked")
+        return ask("call", target, list(args), kwargs)
+
+    def __iter__(self) -> Iterator[Any]:
+        ask, target = object.__getattribute__(self, "_asked")
+        return iter(ask("items", target))
+
+
+def encode(value: Any, keep: Callable[[Any], str | int]) -> Any:
+    """As JSON; a subclass of a type of Python's own becomes that type, any other object what ``keep`` says of it."""
+    if value is None or isinstance(value, bool):
+        return value
+    for kind in (int, float, str):
+        if isinstance(value, kind):
+            return kind(value)
+    for name, kind in _SEQUENCES.items():
+        if isinstance(value, kind):
+            return [name, *(encode(item, keep) for item in value)]
+    if isinstance(value, dict):
+        return ["dict", *([encode(key, keep), encode(item, keep)] for key, item in value.items())]
+    if isinstance(value, bytes | bytearray):
+        return ["bytes", bytes(value).hex()]
+    if isinstance(value, complex):
+        return ["complex", value.real, value.imag]
+    if isinstance(value, range):
+        return ["range", value.start, value.stop, value.step]
+    if isinstance(value, type) and getattr(builtins, value.__name__, None) is value:
+        return ["type", value.__name__]
+    return ["handle", keep(value)]
+
+
+def decode(value: Any, handle: Callable[[str | int], Any]) -> Any:
+    """What ``encode`` was given.
+
+    Raises:
+        ValueError, TypeError, KeyError: it is none of its values.
+    """
+    if not isinstance(value, list):
+        return value
+    match value:
+        case ["handle", str() | int() as number]:
+            return handle(number)
+        case ["dict", *pairs]:
+            return {decode(key, handle): decode(item, handle) for key, item in pairs}
+        case ["type", str() as name] if isinstance(getattr(builtins, name, None), type):
+            return getattr(builtins, name)
+        case ["bytes", str() as text]:
+            return bytes.fromhex(text)
+        case ["complex", real, imaginary]:
+            return complex(float(real), float(imaginary))
+        case ["range", int() as start, int() as stop, int() as step]:
+            return range(start, stop, step)
+        case [str() as name, *items]:
+            return _SEQUENCES[name](decode(item, handle) for item in items)
+    raise ValueError("not a value")
+
+
+def _send(descriptor: int, message: Any) -> None:
+    data = json.dumps(message).encode() + b"\n"
+    if len(data) > LONGEST:
+        raise ValueError(f"more than {LONGEST} bytes")
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
+def _receive(descriptor: int) -> Any:
+    """The next message.
+
+    Raises:
+        EOFError: the other process ended.
+        ValueError, RecursionError: what came is none.
+    """
+    data = bytearray()
+    while not data.endswith(b"\n"):
+        if not (chunk := os.read(descriptor, 1 << 16)):
+            raise EOFError
+        data += chunk
+        if len(data) > LONGEST:
+            raise ValueError(f"more than {LONGEST} bytes")
+    return json.loads(data)
+
+
+# ---------------------------------------------------------------------- the answer's process
+
+
+def run_answer(requests: int, replies: int) -> NoReturn:
+    """Execute the program that comes first, then answer calls until they end."""
+    sys.set_int_max_str_digits(_DIGITS)
+    kept: list[Any] = []
+
+    def keep(value: Any) -> int:
+        kept.append(value)
+        return len(kept) - 1
+
+    def reply(work: Callable[[], Any]) -> None:
+        try:
+            message = ["value", encode(work(), keep)]
+        except BaseException as error:  # SystemExit and MemoryError too
+            message = ["raise", type(error).__name__, str(error)[:_DETAIL]]
+        _send(replies, message)
+
+    space: dict[str, Any] = {"__name__": "answer"}
+    program = _receive(requests)
+    reply(lambda: exec(compile(program, "<answer>", "exec"), space) or sorted(map(str, space)))
+    while True:
+        try:
+            what, target, *arguments = _receive(requests)
+        except EOFError:
+            os._exit(0)
+
+        def there(target: str | int) -> Any:
+            return space[target] if isinstance(target, str) else kept[target]
+
+        def work(what: str = what, target: str | int = target, arguments: list = arguments) -> Any:
+            values = [decode(value, there) for value in arguments]
+            match what:
+                case "get":
+                    return getattr(there(target), values[0])
+                case "set":
+                    return setattr(there(target), *values)
+                case "call":
+                    return there(target)(*values[0], **values[1])
+            return list(there(target))
+
+        reply(work)
+
+
+# ---------------------------------------------------------------------- the tests' process
+
+
+class _Decided(BaseException):
+    """The verdict is known before the tests end, whatever they catch."""
+
+
+def run_tests(job: dict[str, Any], requests: int, replies: int, answer: int) -> dict[str, Any]:
+    """``{"passed", "why", "detail"}`` of a job: ``program`` of the answer; ``setup`` and ``tests``, the problem's own
+    code, in which ``names`` are the answer's. ``answer`` is the process.
+
+    ``why``: passed; wrong, raised (an exception, in the tests or the answer); undefined, invalid (the program cannot be
+    executed); timeout, ended, unreadable (what the answer's process did); tests (their setup fails).
+    """
+    sys.set_int_max_str_digits(_DIGITS)
+    decided: list[str] = []
+
+    def decide(why: str) -> NoReturn:
+        decided.append(why)
+        raise _Decided
+
+    def exchange(message: Any) -> Any:
+        if decided:
+            raise _Decided
+        try:
+            _send(requests, message)
+            return _receive(replies)
+        except (EOFError, BrokenPipeError):
+            _, status = os.waitpid(answer, 0)
+            decide("timeout" if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGXCPU else "ended")
+        except (ValueError, RecursionError):
+            decide("unreadable")
+
+    def ask(what: str, target: str | int, *values: Any) -> Any:
+        match exchange([what, target, *(encode(value, _target) for value in values)]):
+            case ["value", value]:
+                try:
+                    return decode(value, lambda number: Handle(ask, number))
+                except (ValueError, TypeError, KeyError, RecursionError):
+                    decide("unreadable")
+            case ["raise", str() as kind, str() as text]:
+                raise _as_exception(kind, text)
+        decide("unreadable")
+
+    try:
+        why, detail = _outcome(job, exchange, ask)
+    except _Decided:
+        why, detail = decided[0], ""
+    if decided:  # also where the tests caught it
+        why = decided[0]
+    return {"passed": why == "passed", "why": why, "detail": detail[:_DETAIL]}
+
+
+def _outcome(job: dict[str, Any], exchange: Callable[[Any], Any], ask: Callable[..., Any]) -> tuple[str, str]:
+    match exchange(job["program"]):
+        case ["value", ["list", *defined]]:
+            if missing := [name for name in job["names"] if name not in defined]:
+                return "undefined", ", ".join(missing)
+        case ["raise", str() as kind, str() as text]:
+            return "invalid", f"{kind}: {text}"
+        case _:
+            return "unreadable", ""
+    own = {name: Handle(ask, name) for name in job["names"]}
+    space = {"__name__": "tests", **own}
+    why = "tests"
+    try:
+        exec(compile(job["setup"], "<setup>", "exec"), space)
+        space.update(own)
+        tests, why = compile(job["tests"], "<tests>", "exec"), "raised"
+        exec(tests, space)
+    except _Decided:
+        raise
+    except AssertionError as error:
+        return "wrong" if why == "raised" else why, str(error)
+    except BaseException as error:
+        return why, f"{type(error).__name__}: {error}"
+    return "passed", ""
+
+
+def _target(value: Any) -> str | int:
+    if isinstance(value, Handle):
+        return object.__getattribute__(value, "_asked")[1]
+    raise TypeError(f"an answer cannot be given a {type(value).__name__}")
+
+
+def _as_exception(kind: str, text: str) -> Exception:
+    found = getattr(builtins, kind, None)
+    known = isinstance(found, type) and issubclass(found, Exception) and not issubclass(found, _NEVER_RAISED)
+    try:
+        return found(text) if known else RuntimeError(f"{kind}: {text}")
+    except TypeError:
+        return RuntimeError(f"{kind}: {text}")

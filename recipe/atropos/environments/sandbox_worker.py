@@ -1,0 +1,198 @@
+"""The process that runs answers, one after the other, for ``sandbox.Sandbox``, which starts it:
+
+    python -I -S -B sandbox_worker.py ISOLATION LIMITS        # LIMITS: sandbox.Limits as JSON
+
+It isolates itself, says so in a line of JSON, ``{"isolation": ...}`` or ``{"error": ...}``, and then takes jobs from
+standard input: ten digits, the length, and that many bytes of JSON. For each there is a line, ``{"passed", "why",
+"detail"}``.
+
+Each job has two processes, forked from this one before anything of the job is read: that of the tests, which reads it,
+and that of the answer, which gets the program alone. Needs only the standard library; no secret is in its memory, its
+environment or its descriptors.
+"""
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import sys
+import sysconfig
+import time
+from typing import Any, NoReturn
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+import sandbox_answer  # noqa: E402
+import sandbox_kernel as kernel  # noqa: E402
+
+del sys.path[0]
+
+_HEADER = 10
+_MOST_DESCRIPTORS = 1 << 12
+# Imported before the isolation: afterwards no shared library can be loaded, and an answer has them for nothing.
+_LIBRARY = (
+    *("array", "bisect", "bz2", "calendar", "cmath", "collections", "copy", "datetime", "decimal", "enum", "fractions"),
+    *("functools", "hashlib", "heapq", "itertools", "lzma", "math", "operator", "random", "re", "statistics", "string"),
+    *("struct", "typing", "unicodedata", "zlib"),
+)
+_READ = b"."  # from the tests' process: the job is read
+
+
+def isolate(isolation: str) -> None:
+    """Change this process for good; returns in another one for "namespaces".
+
+    Raises:
+        OSError: the kernel refuses.
+    """
+    library = sysconfig.get_path("stdlib")
+    sys.path[:] = [library, os.path.join(library, "lib-dynload")]
+    if isolation == "namespaces":
+        kernel.enter_namespaces()
+        if child := os.fork():  # process 1 of the namespace, with which all others in it end
+            for descriptor in (0, 1):
+                os.close(descriptor)
+            _, status = os.waitpid(child, 0)
+            os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
+        kernel.die_with_parent()
+        kernel.new_root([library, "/dev/null"])
+    elif isolation == "landlock":
+        kernel.adopt_orphans()  # the answer's process, when that of the tests is killed
+        kernel.only_read([library], "/dev/null")
+
+
+def enter_job(limits: dict[str, Any], null: int, keep: tuple[int, ...], isolation: str) -> None:
+    """In a process of a job: without the worker's rights, descriptors and standard streams."""
+    os.setsid()
+    kernel.die_with_parent()
+    kernel.hide_memory()
+    for stream in (0, 1, 2):
+        os.dup2(null, stream)
+    low = 3
+    for descriptor in sorted({*keep, _MOST_DESCRIPTORS}):
+        os.closerange(low, max(low, descriptor))
+        low = max(low, descriptor + 1)
+    kernel.drop_capabilities()
+    temporary = isolation == "namespaces"
+    kernel.set_limits(
+        limits["cpu_seconds"],
+        limits["memory_mb"] << 20,
+        (limits["disk_mb"] << 20) if temporary else 0,
+        limits["open_files"],
+    )
+    if temporary:
+        os.chdir("/tmp")
+    if isolation != "none":
+        kernel.filter_system_calls()
+
+
+def job_process(length: int, limits: dict[str, Any], null: int, verdict: int, isolation: str) -> NoReturn:
+    """The tests' process, which starts the answer's before it reads the job."""
+    requests, request = os.pipe()
+    replies, reply = os.pipe()
+    if (answer := os.fork()) == 0:
+        try:
+            enter_job(limits, null, (requests, reply), isolation)
+            sandbox_answer.run_answer(requests, reply)
+        finally:
+            os._exit(1)
+    os.close(requests)
+    os.close(reply)
+    job = json.loads(_read(length))
+    os.write(verdict, _READ)
+    enter_job(limits, null, (request, replies, verdict), isolation)
+    found = sandbox_answer.run_tests(job, request, replies, answer)
+    os.write(verdict, json.dumps(found).encode())
+    os._exit(0)
+
+
+def _read(size: int) -> bytes:
+    """``size`` bytes of standard input, fewer where it ends; nothing beyond them."""
+    data = b""
+    while len(data) < size and (chunk := os.read(0, size - len(data))):
+        data += chunk
+    return data
+
+
+def work(limits: dict[str, Any], null: int, isolation: str) -> None:
+    """Jobs until standard input ends. Of each, no process and no file is left when its verdict is written."""
+    if isolation == "namespaces":
+        kernel.mount_temporary("/tmp", limits["disk_mb"] << 20)
+    while header := _read(_HEADER):
+        receive, send = os.pipe()
+        deadline = time.monotonic() + limits["wall_seconds"]
+        if (child := os.fork()) == 0:
+            try:
+                os.close(receive)
+                job_process(int(header), limits, null, send, isolation)
+            finally:
+                os._exit(1)
+        os.close(send)
+        said, ended = _said(receive, deadline)
+        os.close(receive)
+        end_job(child, limits, isolation)
+        if said is None:
+            return
+        if not said.startswith(_READ):
+            sys.exit("a job was not read")  # what is in standard input now is unknown
+        lost = {"passed": False, "why": "ended" if ended else "timeout", "detail": ""}
+        found = said[len(_READ) :] or json.dumps(lost).encode()
+        os.write(1, found + b"\n")
+
+
+def _said(receive: int, deadline: float) -> tuple[bytes | None, bool]:
+    """What the tests' process writes until it ends, and whether it does before ``deadline``; None where whoever wants
+    to know is gone."""
+    poll = select.poll()
+    poll.register(receive, select.POLLIN)
+    poll.register(0, 0)  # that it was hung up is reported anyway
+    said = b""
+    while found := dict(poll.poll(max(0.0, 1000 * (deadline - time.monotonic())))):
+        if 0 in found:
+            return None, False
+        if not (chunk := os.read(receive, 1 << 12)):
+            return said, True
+        said += chunk
+    return said, False
+
+
+def end_job(child: int, limits: dict[str, Any], isolation: str) -> None:
+    """Kill what is left of a job, the answer's process dies with that of the tests; and remove its files."""
+    if isolation == "namespaces":
+        os.kill(-1, signal.SIGKILL)  # all of this namespace but this process
+    else:
+        os.kill(child, signal.SIGKILL)
+    try:
+        while True:
+            os.waitpid(-1, 0)
+    except ChildProcessError:
+        pass
+    if isolation == "namespaces" and os.listdir("/tmp"):  # most answers write none, and a mount takes 20 ms
+        kernel.unmount("/tmp")
+        kernel.mount_temporary("/tmp", limits["disk_mb"] << 20)
+
+
+def main() -> None:
+    isolation, limits = sys.argv[1], json.loads(sys.argv[2])
+    os.environ.clear()
+    os.environ.update(HOME="/tmp", TMPDIR="/tmp")
+    os.umask(0o077)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    null = os.open("/dev/null", os.O_RDWR)
+    for name in _LIBRARY:
+        with contextlib.suppress(ImportError):  # of a Python that was built without it
+            importlib.import_module(name)
+    try:
+        isolate(isolation)
+        said = {"isolation": isolation}
+    except OSError as error:
+        said = {"error": str(error)}
+    os.write(1, json.dumps(said).encode() + b"\n")
+    gc.freeze()  # so that the processes of jobs share the memory of this one
+    if "error" not in said:
+        work(limits, null, isolation)
+
+
+if __name__ == "__main__":
+    main()
