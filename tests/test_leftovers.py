@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import uuid
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import pytest
 from recipe.atropos import scratch
 from recipe.atropos.errors import AtroposError
 from recipe.atropos.scratch import Scratch, remove_dead
-from recipe.atropos.services.process import run_command
+from recipe.atropos.services.process import run_command, start_service
 from recipe.atropos.services.run import Run
 from recipe.atropos.weight_sync.tensor import TensorTransport
 
@@ -143,6 +144,24 @@ def test_leftovers_are_none_where_nothing_can_be_locked(monkeypatch):
 
 
 @pytest.mark.timeout(60)
+def test_leftovers_of_a_killed_process_are_tidied_up_by_its_tracker(tmp_path):
+    """Semaphores have names of multiprocessing's own, by which nobody could tell later whose they were."""
+    code = (
+        "import multiprocessing, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+        "lock = multiprocessing.get_context('spawn').Lock(); print(lock._semlock.name, flush=True); time.sleep(100)"
+    )
+    service = start_service("locks", [sys.executable, "-c", code], log_path=tmp_path / "log")
+    try:
+        while not (name := Path(service.log_path).read_text().strip()):
+            assert service.poll() is None
+            time.sleep(0.02)
+        semaphore = SHM / f"sem.{name.removeprefix('/')}"
+        assert semaphore.exists()
+    finally:
+        service.stop(grace=0)
+    assert not semaphore.exists()
+
+
 def test_leftovers_of_a_command_go_with_it():
     code = "import os, tempfile; tempfile.mkstemp(); print(os.environ['TMPDIR'], len(os.listdir(os.environ['TMPDIR'])))"
     status, printed = run_command("makes", [sys.executable, "-c", code])

@@ -7,7 +7,7 @@ sends the command, is told the pid, and may ask for the end with a grace in seco
 Guarantees:
 
 * when the launcher is gone, however it ended, or asks for it, no process of the service is left: SIGTERM to the
-  service's leader, then to the rest, then SIGKILL until there is no child any more;
+  service's leader, then to the rest, then SIGKILL until there is no child any more; last to those that tidy up;
 * the same when the leader ends by itself, so a guardian that has ended has left nothing;
 * it ends as the leader did: with the same exit code, or by the same signal.
 
@@ -26,6 +26,8 @@ _prctl = ctypes.CDLL(None).prctl
 
 _GRACE = 5.0  # seconds for the leader where nobody named any: the launcher is gone
 _LINGER = 1.0  # seconds for what outlives its leader: first to end by itself, then after SIGTERM
+# They unlink what others left in shared memory, and end when those have.
+_TIDYING = (b"multiprocessing.resource_tracker", b"torch_shm_manager")
 
 
 def _receive(control: int, size: int) -> bytes:
@@ -88,6 +90,15 @@ def _descendants() -> dict[int, str]:
         found.update(own)
         below += [pid for pid, _ in own]
     return found
+
+
+def _tidies(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            command = file.read()
+    except OSError:
+        return False
+    return any(word in command for word in _TIDYING)
 
 
 def _signal(pids: list[int], *numbers: int) -> None:
@@ -162,10 +173,12 @@ class Guardian:
                 _log(f"{self.name} has ended; ending what it left running: {', '.join(left)}")
             deadline = time.monotonic() + grace
         if not self.alone:
-            _signal(list(_descendants()), signal.SIGTERM, signal.SIGCONT)
+            _signal([pid for pid in _descendants() if not _tidies(pid)], signal.SIGTERM, signal.SIGCONT)
             self.wait(lambda: self.alone, deadline)
+        deadline = time.monotonic() + _LINGER
         while not self.alone:  # what started others meanwhile is met at the next turn
-            _signal(list(_descendants()), signal.SIGKILL)
+            late = time.monotonic() > deadline
+            _signal([pid for pid in _descendants() if late or not _tidies(pid)], signal.SIGKILL)
             self.wait(lambda: self.alone, time.monotonic() + 0.2)
 
     def wait(self, done, deadline: float) -> None:
