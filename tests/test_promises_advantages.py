@@ -3,6 +3,7 @@
 Always with groups of the shape that they send; with the environments themselves where ATROPOS_DIR names a checkout.
 """
 
+import asyncio
 import copy
 import itertools
 import json
@@ -13,22 +14,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+import helpers_teacher_env
 import numpy as np
 import orjson
 import pytest
 import torch
+from atroposlib.envs.server_handling.sglang_server import SGLangServer
+from helpers_adapter_cli import run_adapter
 from helpers_boxed_policy import ANSWERS, make_boxed_policy
 from helpers_loss import assert_taught, in_the_loss
 from helpers_services import get, post, running_api
 from helpers_sglang import call, running_sglang
+from helpers_teacher_env import Positional, TaughtEnv, TeacherConfig, server_of
 from helpers_trainer import model_vocab, random_group
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipe.atropos.data_proto import groups_to_data_proto
+from recipe.atropos.environments.errors import EnvironmentFailure
 from recipe.atropos.environments.sampled_book import trained_spans
 from recipe.atropos.environments.teacher import likeliest
 from recipe.atropos.rows import RowLimits
 from recipe.atropos.services.process import start_service
+from recipe.atropos.utils.env_adapter import adapt
 from recipe.atropos.utils.small_policy import Recipe, make_small_policy
 
 V, BATCH, SIZE = 40, 8, 4
@@ -91,7 +98,90 @@ def test_promises_teachers_top_k_reaches_the_loss(extra):
         assert report.dropped == {"ragged_distillation": 3}
 
 
+# ---------------------------------------------------------------------- a teacher
+
+
+def taught(model, url="http://127.0.0.1:1", teacher="default", **config):
+    config = {"tokenizer_name": str(model), "group_size": 2, "use_wandb": False, "teacher_enabled": True} | config
+    teacher = {"teacher_server_configs": server_of(model, url, api_key="")} if teacher == "default" else {}
+    return adapt(TaughtEnv)(config=TeacherConfig(**config), server_configs=[server_of(model, url)], **teacher)
+
+
+def test_promises_teacher_is_connected_whatever_the_constructor(model_path):
+    env = taught(model_path)
+    assert isinstance(env.teacher_server.servers[0], SGLangServer) and env.config.teacher_enabled
+    assert taught(model_path, teacher=None).teacher_server is None, "as for evaluate"
+    assert "Taught" not in [base.__name__ for base in adapt(Positional).__mro__]
+
+
+def test_promises_teacher_is_missed_by_process(model_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["env", "process"])
+    with pytest.raises(EnvironmentFailure, match="process asks no teacher: give --env.teacher_enabled=false, or serve"):
+        taught(model_path, teacher=None)
+
+
+def test_promises_teacher_that_does_not_answer_is_counted(model_path):
+    env = taught(model_path, teacher_answers=False)
+    for overrides, expected in (({}, 1), ({"skip_teacher_top_k": True}, 1), ({"teacher_top_k": -1}, 1), ({}, 2)):
+        group = {"tokens": [[5, 6]], "group_overrides": overrides}
+        assert asyncio.run(env._attach_teacher_distillation(group))["distill_token_ids"] is None
+        assert env.report.counts["teacher_missing"] == expected
+
+
+@pytest.mark.e2e
+def test_promises_sglang_teacher_answers_with_its_top_k(server, model_path):
+    env = taught(model_path, server, teacher_top_k=3, max_token_length=200)
+    env.running_items["x"] = {"item": "go"}
+    asyncio.run(env.handle_env("x"))
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    for tokens, ids, logprobs in zip(
+        *(env.sent[key] for key in ("tokens", "distill_token_ids", "distill_logprobs")), strict=True
+    ):
+        with torch.no_grad():
+            top = model(torch.tensor([tokens])).logits[0].log_softmax(-1).topk(3)
+        assert ids[0] == logprobs[0] == [] and len(ids) == len(logprobs) == len(tokens)
+        assert ids[1:] == top.indices[:-1].tolist()
+        np.testing.assert_allclose(logprobs[1:], top.values[:-1], atol=1e-3)
+    assert_taught([env.sent], in_the_loss([env.sent], model_vocab(model_path)))
+
+
 # ---------------------------------------------------------------------- the environments of a checkout
+
+
+@pytest.mark.parametrize("command", ["serve", "evaluate"])
+def test_promises_modules_that_atroposlib_lacks_come_from_the_checkout(tmp_path, command):
+    """And of a teacher's flags, which only serve has, evaluate takes no notice."""
+    (tmp_path / "atroposlib" / "envs").mkdir(parents=True)
+    (tmp_path / "environments").mkdir()
+    source = Path(helpers_teacher_env.__file__).read_text()
+    (tmp_path / "atroposlib" / "envs" / "lacking.py").write_text(source.partition("class TaughtEnv")[0] + FLAGS)
+    file = tmp_path / "environments" / "own.py"
+    file.write_text(OWN)
+    flags = ["--teacher.base_url=http://127.0.0.1:1/v1", "--check"]
+    status, output = run_adapter(tmp_path, command, "--env", str(file), *flags)
+    assert status == 0, output
+    status, output = run_adapter(tmp_path, command, "--env", str(file), "--teacher.base_ur=x", "--check")
+    assert status == 2 and "unknown flag --teacher.base_ur" in output
+
+
+FLAGS = """
+class WithFlags(TeacherDistillationEnv):
+    @classmethod
+    def get_cli_serve_config_cls(cls):
+        from atroposlib.utils.cli import get_prefixed_pydantic_model
+        class Serve(super().get_cli_serve_config_cls(), get_prefixed_pydantic_model(APIServerConfig, "teacher.")):
+            pass
+        return Serve
+"""
+OWN = """
+from atroposlib.envs.lacking import Positional, WithFlags
+class Own(Positional, WithFlags):
+    name = "own"
+    @classmethod
+    def config_init(cls):
+        from atroposlib.envs.base import APIServerConfig
+        return cls.env_config_cls(wandb_name="own"), APIServerConfig()
+"""
 
 
 @pytest.fixture(scope="module")
