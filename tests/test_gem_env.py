@@ -91,7 +91,9 @@ def bisect(observation, state):
 def test_gem_makes_gsm8k_by_its_id_and_its_own_scoring_is_the_reward(tokenizer):
     answers = {row["question"]: gold_answer(row) for row in load_problems(SYNTHETIC, "train", "main", 20, seed=0)}
     assert register(GSM8K) == register(GSM8K) == f"atropos:{GSM8K}"
-    env = gem.make(f"atropos:{GSM8K}", tokenizer=tokenizer.name_or_path, config={"train_size": 20})
+    env = gem.make(
+        f"atropos:{GSM8K}", tokenizer=tokenizer.name_or_path, config={"dataset_name": SYNTHETIC, "train_size": 20}
+    )
     assert isinstance(env, gem.Env) and env.unwrapped is env
     scores = []
     for right in (True, False, True):
@@ -152,7 +154,7 @@ def test_the_words_that_end_an_answer_may_be_given_as_tokens_too(make, tokenizer
 
 
 def test_of_a_group_each_answer_is_a_step_and_the_reward_is_the_mean_of_its_scores(make, tokenizer):
-    env = make(GSM8K, config={"group_size": 4, "train_size": 20}, seed=0)
+    env = make(GSM8K, config={"dataset_name": SYNTHETIC, "group_size": 4, "train_size": 20}, seed=0)
     observation, info = env.reset()
     seen = [(info["call"], info["choice"], info["choices"])]
     answers = {row["question"]: gold_answer(row) for row in load_problems(SYNTHETIC, "train", "main", 20, seed=0)}
@@ -470,7 +472,8 @@ def test_gems_vectorised_environments_run_48_at_once_and_leave_nothing(tokenizer
 
 def test_each_of_a_vector_of_seeded_environments_has_its_own_problems(tokenizer):
     register(GSM8K)
-    arguments = {"tokenizer": tokenizer.name_or_path, "config": {"train_size": 50, "eval_size": 4}}
+    config = {"dataset_name": SYNTHETIC, "train_size": 50, "eval_size": 4}
+    arguments = {"tokenizer": tokenizer.name_or_path, "config": config}
     vector = make_vec([f"atropos:{GSM8K}"] * 16, async_mode=True, seed=3, **arguments)
     observations, _ = vector.reset()
     assert len(set(observations)) > 10 and vector.reset(seed=3)[0] == observations

@@ -7,6 +7,7 @@ import pytest
 from atroposlib.envs.base import APIServerConfig
 
 from recipe.atropos.environments.gsm8k import GSM8kEnv, GSM8kEnvConfig, is_correct, length_penalty
+from recipe.atropos.environments.word_problems import SYNTHETIC
 from recipe.atropos.utils.small_policy import Recipe, make_small_policy
 
 
@@ -19,9 +20,8 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def env(folder):
-    config = GSM8kEnvConfig(
-        tokenizer_name=folder, group_size=4, use_wandb=False, max_token_length=100, train_size=50, eval_size=20, seed=1
-    )
+    own = {"dataset_name": SYNTHETIC, "train_size": 50, "eval_size": 20, "seed": 1}
+    config = GSM8kEnvConfig(tokenizer_name=folder, group_size=4, use_wandb=False, max_token_length=100, **own)
     server = APIServerConfig(
         model_name=folder, base_url="http://127.0.0.1:1/v1", api_key="x", server_type="sglang", health_check=False
     )

@@ -152,7 +152,7 @@ def test_a_checkout_or_data_that_is_not_there_is_an_error_that_names_it(tmp_path
     for split in ("train", "test"):
         (tmp_path / "odd" / f"{split}.jsonl").write_text('{"question": "?"}\n')
     for flags, expected in (
-        ([], "--atropos-dir is missing"),
+        ([], "no checkout of Atropos is on PYTHONPATH"),
         (["--atropos-dir", "/nowhere"], "--atropos-dir /nowhere: no checkout of Atropos"),
         (["--atropos-dir", str(checkout), "--data-dir=/nowhere"], "dataset '/nowhere': no /nowhere/train.jsonl"),
         (["--atropos-dir", str(checkout), "--data-dir", "half"], "half/test.jsonl"),

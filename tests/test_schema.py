@@ -49,7 +49,7 @@ REFUSED = [
     ("inference.dtype", "fp16", "inference.dtype=fp16; choose one of bfloat16, float16, float32"),
     ("inference.args", 3, "inference.args=3: give a mapping"),
     ("inference.servrs", 1, "inference.servrs: no such key; did you mean inference.servers?"),
-    ("environment.target", None, "environment.target=null: give a string"),
+    ("environment.target", "", "environment.target=: give a string that is not empty, or null"),
     ("environment.group_size", None, "environment.group_size=null: give a whole number"),
     ("environment.args", 3, "environment.args=3: give a mapping"),
     (

@@ -31,7 +31,13 @@ def shown(capsys, *arguments):
 @pytest.mark.timeout(300)
 def test_a_group_is_shown_from_the_messages_to_the_rows_and_all_of_it_was_sampled(server, capsys):
     model, url = server
-    options = ["group_size=3", "max_token_length=250", "max_answer_tokens=12", "ensure_scores_are_not_same=false"]
+    options = [
+        "dataset_name=synthetic",
+        "group_size=3",
+        "max_token_length=250",
+        "max_answer_tokens=12",
+        "ensure_scores_are_not_same=false",
+    ]
     status, output = shown(capsys, "--env", GSM8K, "--model", model, "--url", f"{url}/v1", "--table", *options)
     assert status == 0, output
     assert "system: Solve the problem step by step." in output and "user: " in output
@@ -46,7 +52,7 @@ def test_a_group_is_shown_from_the_messages_to_the_rows_and_all_of_it_was_sample
 @pytest.mark.timeout(300)
 def test_what_is_not_sent_is_named(server, capsys):
     model, url = server
-    options = ["group_size=2", "max_token_length=250", "max_answer_tokens=4"]
+    options = ["dataset_name=synthetic", "group_size=2", "max_token_length=250", "max_answer_tokens=4"]
     status, output = shown(capsys, "--env", GSM8K, "--model", model, "--url", url, *options)
     assert status == 1 and "NOT OK: 0 rows with 0 trained tokens" in output and "no row" in output
     assert "made None of the item: no group" in output or "equal_scores" in output

@@ -8,7 +8,7 @@ The promises:
 - At most ``prefetch`` batches (or one whole cut) are ahead of the training. The environments' backpressure counts the
   API's queue, so what is fetched early lets them generate further ahead.
 - ``GET /batch`` is never cancelled and has no short time-out: the API forgets a batch as it begins to send it.
-- Every wait ends: registering after ``retry_attempts``, a batch after ``max_wait_time``. The error names the silent
+- Every wait ends: registering after ``retry_attempts``, a batch after ``longest_wait``. The error names the silent
   part.
 
 Nothing here knows of tensors; ``data_proto`` does.
@@ -47,7 +47,7 @@ class DataSourceConfig:
 
     ``timeout``: one request (not ``/batch``, see the module). ``retry_attempts`` and ``retry_delay``: an API that
     cannot be reached is asked again after ``retry_delay``, doubling up to 5 s. ``max_wait_time``: the longest wait for
-    one batch.
+    one batch; ``join_timeout``: the same in its place, where environments join that nobody here starts (``joined``).
     """
 
     api_url: str
@@ -55,12 +55,22 @@ class DataSourceConfig:
     retry_attempts: int = 10
     retry_delay: float = 0.5
     max_wait_time: float = 600.0
+    join_timeout: float = 86400.0
+    joined: bool = False
     prefetch: int = 1
 
     @classmethod
-    def from_config(cls, values: Mapping[str, Any]) -> "DataSourceConfig":
-        """From ``trainer.atropos``, which ``config.schema`` has checked, and which holds other keys too."""
-        return cls(**{name: values[name] for name in cls.__dataclass_fields__ if name in values})
+    def from_config(cls, config: Any) -> "DataSourceConfig":
+        """Of the whole configuration."""
+        values = config.trainer.atropos
+        own = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
+        return cls(**own, joined=config.environment.target is None and not config.environments)
+
+    @property
+    def longest_wait(self) -> tuple[str, float]:
+        """For one batch, seconds, and the name of the option that says so."""
+        name = "join_timeout" if self.joined else "max_wait_time"
+        return name, getattr(self, name)
 
 
 @dataclass(frozen=True)
@@ -127,9 +137,10 @@ class DataSource:
         ``meanwhile`` is called every few seconds of the wait; what it takes does not count as waiting.
 
         Raises:
-            DataSourceError: none came within ``max_wait_time``, or the API was lost; says which part is silent.
+            DataSourceError: none came within ``longest_wait``, or the API was lost; says which part is silent.
         """
-        deadline = time.monotonic() + self.config.max_wait_time
+        option, limit = self.config.longest_wait
+        deadline = time.monotonic() + limit
         while (remaining := deadline - time.monotonic()) > 0:
             if (batch := self._take(min(remaining, _MEANWHILE_SECONDS))) is not None:
                 return batch
@@ -138,7 +149,7 @@ class DataSource:
                 meanwhile()
                 deadline += time.monotonic() - begun
         raise DataSourceError(
-            f"no batch of {self.registration.batch_size} sequences within {self.config.max_wait_time:g} s: "
+            f"no batch of {self.registration.batch_size} sequences within trainer.atropos.{option}={limit:g} s: "
             f"{asyncio.run(diagnose(self.config, self.registration.batch_size))}"
         )
 

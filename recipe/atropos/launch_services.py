@@ -4,7 +4,8 @@ Starts the Trajectory API, the SGLang servers with the gateway before them, the 
 order in which each can use the one before; watches them until the trainer has trained every step; then ends exactly
 what it started. Guarantees:
 
-- the environments start only when the servers hold the trainer's weights;
+- the environments start only when the servers hold the trainer's weights; with ``environment.target=null`` it starts
+  none, and prints how they join;
 - an SGLang server, a gateway or an environment that ends is started again, so many times, and the run goes on, of
   several environments also without one that is given up; whichever other service ends early ends the run, with that
   service's name and last lines, and a non-zero status;
@@ -46,10 +47,14 @@ from recipe.atropos.secret import API_KEY_VARIABLE, holds_secret, secret_variabl
 from recipe.atropos.services.environments import Environments, check_environments, check_target
 from recipe.atropos.services.evaluation import Evaluations
 from recipe.atropos.services.inference import Inference, inference_healthy, start_inference
-from recipe.atropos.services.process import Service, ServiceFailed, free_port, port_is_free, wait_until_healthy
+from recipe.atropos.services.joining import Joining, check_key
+from recipe.atropos.services.process import Service, ServiceFailed, default_port, port_is_free, wait_until_healthy
 from recipe.atropos.services.progress import progress
 from recipe.atropos.services.run import Run, console
 from recipe.atropos.services.specs import EnvironmentSpec, environment_specs
+from recipe.atropos.utils.hosts import reachable
+
+API_PORT = 8000  # where it is free: the address that Atropos' environments have by default
 
 _WATCH_SECONDS = 0.5
 _VERSION_SECONDS = 120.0
@@ -63,6 +68,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         epilog="key=value: any key of config/trainer.yaml or of verl's ppo_trainer, as for recipe.atropos.main",
     )
     parser.add_argument("--preset", help="a file of config/preset, without .yaml; demo runs on two CPU cores")
+    parser.add_argument("--config", metavar="FILE", help="a YAML file of your own, over trainer.yaml and the preset")
     parser.add_argument("--steps", type=int, help="updates to train (trainer.total_training_steps)")
     parser.add_argument("--run-dir", help="folder of the run (run.dir); an unfinished run there is resumed")
     parser.add_argument("--model", help="local folder or hub name (actor_rollout_ref.model.path)")
@@ -76,6 +82,7 @@ def compose_overrides(arguments: argparse.Namespace) -> list[str]:
     """The launcher's options as key=value; the user's own key=value come last and win."""
     named = {
         "preset": arguments.preset,
+        "config": arguments.config and quoted(Path(arguments.config).resolve()),
         "trainer.total_training_steps": arguments.steps,
         "run.dir": arguments.run_dir and quoted(Path(arguments.run_dir).resolve()),
         "actor_rollout_ref.model.path": arguments.model and quoted(arguments.model),
@@ -148,8 +155,16 @@ def check_start(config: DictConfig) -> None:
     Raises:
         ConfigurationError, LaunchError: naming the key.
     """
-    _port(config.api.port, config.api.host, "api.port")
     inference = config.inference
+    _check_port(config.api.port, config.api.host, "api.port")
+    _check_port(inference.gateway_port, inference.host, "inference.gateway_port")
+    ports = {"api.port": config.api.port, "inference.gateway_port": inference.gateway_port}
+    if inference.port is not None:
+        ports |= {f"inference.port of server {i}": inference.port + i for i in range(inference.servers)}
+    given = [port for port in ports.values() if port is not None]
+    if double := next((port for port in given if given.count(port) > 1), None):
+        keys = " and ".join(key for key, port in ports.items() if port == double)
+        raise ConfigurationError(f"{keys}: both are {double}; give another, or null for a free one")
     for number in range(inference.servers):
         check_launch(
             SGLangLaunch(
@@ -217,11 +232,15 @@ async def launch(
         with progress("the trainer loads the model and pushes its weights", trainer.log_path):
             version = await first_version(run, trainer, inference)
         await evaluations.begin(version)
-        environments = Environments(run, specs, api.url, inference.gateway)
+        if specs:
+            environments = Environments(run, specs, api.url, inference.gateway)
+        else:
+            environments = Joining(run, api.url, inference.gateway)
         environments.start()
         with contextlib.ExitStack() as first:
-            what = "the first step: the environments sample, the trainer compiles and trains"
-            first.enter_context(progress(what, trainer.log_path))
+            if specs:
+                what = "the first step: the environments sample, the trainer compiles and trains"
+                first.enter_context(progress(what, trainer.log_path))
             await watch(run, trainer, version, environments, evaluations, on_step=first.close)
         environments.stop()
         await evaluations.end()
@@ -244,7 +263,7 @@ async def launch(
 
 
 async def _end(
-    run: Run, api_url: str | None, environments: Environments | None, evaluations: Evaluations | None
+    run: Run, api_url: str | None, environments: Environments | Joining | None, evaluations: Evaluations | None
 ) -> list[Exception]:
     """End everything, whatever fails, and account for the groups; returns what failed."""
     failures: list[Exception] = []
@@ -306,9 +325,10 @@ def _ending_signals() -> list[signal.Signals]:
 def start_api(run: Run) -> Service:
     """The Trajectory API; not healthy yet."""
     config = run.config.api
-    port = _port(config.port, config.host, "api.port")
+    _check_port(config.port, config.host, "api.port")
+    port = config.port or default_port(API_PORT, config.host)
     command = [sys.executable, "-m", "atroposlib.cli.run_api", "--host", config.host, "--port", str(port)]
-    return run.start("api", command, url=f"http://{config.host}:{port}")
+    return run.start("api", command, url=f"http://{reachable(config.host)}:{port}")
 
 
 async def servers_healthy(run: Run, api: Service, inference: Inference) -> None:
@@ -385,7 +405,7 @@ async def watch(
     run: Run,
     trainer: Service,
     version: int,
-    environments: Environments,
+    environments: Environments | Joining,
     evaluations: Evaluations,
     on_step: Callable[[], None] = lambda: None,
 ) -> None:
@@ -413,6 +433,8 @@ async def watch(
                 )
                 _report_new_alarms(run.config, line, reported)
         await environments.look_after()
+        if environments.awaited:  # bounded by trainer.atropos.join_timeout
+            last_step = time.monotonic()
         run.check()
         await evaluations.look_after()
         if not ended and time.monotonic() - last_step > limit:
@@ -453,10 +475,9 @@ async def _answers(url: str) -> bool:
         return False
 
 
-def _port(given: int | None, host: str, key: str) -> int:
+def _check_port(given: int | None, host: str, key: str) -> None:
     if given is not None and not port_is_free(given, host):
         raise ConfigurationError(f"{key}={given} is taken on {host}; give another, or null for a free one")
-    return given or free_port(host)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -469,7 +490,10 @@ def main(argv: list[str] | None = None) -> int:
         _say(os.path.relpath(directory))
         check_model(config.actor_rollout_ref.model.path)
         check_start(config)
-        check_environments(Run(config, overrides, directory), specs)
+        if specs:
+            check_environments(Run(config, overrides, directory), specs)
+        else:
+            check_key(config)
         make_folder(directory)
         with RunDir(directory).lock(_say) as lock:
             prepare_model(config)

@@ -101,7 +101,8 @@ def resolve_model(path: str, seed: int) -> str:
         PolicyNotMade: with the last lines of the process that makes it.
     """
     if path not in SMALL_POLICIES:
-        return os.path.expanduser(path)
+        folder = os.path.expanduser(path)
+        return os.path.abspath(folder) if os.path.isdir(folder) else folder  # environments may run in another folder
     # In a process of its own: torch and transformers take seconds and memory that a launcher does not need.
     command = [sys.executable, "-m", "recipe.atropos.utils.policies", path, "--seed", str(seed)]
     status, printed = run_command("policy", command)

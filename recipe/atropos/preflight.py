@@ -40,6 +40,8 @@ def check_config(config: DictConfig) -> None:
             _check_bridge(spec)
     except ValueError as error:
         raise ConfigurationError(str(error)) from error
+    if not specs:
+        _check_joined(config)
     if config.data.train_batch_size % mini_batch:
         raise ConfigurationError(
             f"actor_rollout_ref.actor.ppo_mini_batch_size={mini_batch} does not divide "
@@ -87,6 +89,20 @@ def check_config(config: DictConfig) -> None:
             f"wait for ever, since the last update before a push needs samples that are {weight_sync.every - 1} "
             "updates old; raise the one or lower the other"
         )
+
+
+def _check_joined(config: DictConfig) -> None:
+    """Nothing that an environment of the run's own would be needed for."""
+    for key, value in (
+        ("environment.args", dict(config.environment.args)),
+        ("environment.reward_bridge", config.environment.reward_bridge),
+        ("evaluation.every", config.evaluation.every),
+    ):
+        if value:
+            raise ConfigurationError(
+                f"{key}={value} has no effect with environment.target=null, which starts no environment: leave it out, "
+                "and give it to the environment that joins, or name a target"
+            )
 
 
 def _check_bridge(spec: EnvironmentSpec) -> None:

@@ -110,7 +110,7 @@ class RayGRPOAtroposTrainer(SeparateRayPPOTrainer):
             vocab_size=vocab_size,
             read_teacher=self.distillation.enabled,
         )
-        self.source_config = DataSourceConfig.from_config(atropos)
+        self.source_config = DataSourceConfig.from_config(config)
         self.sampling_check = SamplingCheck.from_config(config)
         self.logprob_tolerance = alarms.logprob_tolerance(atropos.logprob_tolerance, config.inference.dtype)
         self.checkpoints = Checkpoints(config.trainer.default_local_dir)

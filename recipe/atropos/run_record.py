@@ -126,12 +126,16 @@ def account_of_groups(summary: Mapping[str, Any]) -> dict[str, int]:
     """What became of the groups that the environments sent, over all processes of a run.
 
     ``sent`` is the sum of the others. ``unknown``: lost with a trainer that was killed, or in the Trajectory API, which
-    does not say what it lost; below 0, groups that it took from an environment that had no answer any more.
+    does not say what it lost; below 0, groups that it took from an environment that had no answer any more, or from one
+    that joined. Of a run that starts no environment neither is known, and both are left out.
     """
-    sent = sum(counts.get("groups_sent", 0) for counts in summary.get("environments", {}).values())
+    environments = summary.get("environments", {})
+    sent = sum(counts.get("groups_sent", 0) for counts in environments.values())
     account = {
         name: summary.get(f"groups_{name}", 0) for name in ("trained", "dropped", "rolled_back", "prefetched", "queued")
     }
+    if not environments:
+        return account
     return {"sent": sent, **account, "unknown": sent - sum(account.values())}
 
 

@@ -1,4 +1,4 @@
-"""The configuration of a command line: ``trainer.yaml``, a preset, and ``key=value`` arguments, checked.
+"""The configuration of a command line: ``trainer.yaml``, a preset, a file, and ``key=value`` arguments, checked.
 
 Guarantees:
 
@@ -8,8 +8,11 @@ Guarantees:
 - every value is checked by ``schema``;
 - verl, torch and Ray are not imported.
 
-The values are those of Hydra's override grammar. A mapping that is free by design (``FREE``) is replaced as a whole by
-``key={...}``, so ``environment.args={}`` empties it, and extended by ``key.name=value``.
+``config=FILE`` names a YAML file of the user's, whose values stand over those of ``trainer.yaml`` and the preset, and
+below the other arguments. Its mappings are merged, and ``preset: NAME`` in it chooses a preset.
+
+The values of arguments are those of Hydra's override grammar. A mapping that is free by design (``FREE``) is replaced
+as a whole by ``key={...}``, so ``environment.args={}`` empties it, and extended by ``key.name=value``.
 """
 
 import copy
@@ -17,9 +20,11 @@ import difflib
 import functools
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
@@ -82,24 +87,24 @@ def load_config(overrides: Sequence[str], tell: Callable[[str], None] = lambda _
 
 def compose_config(overrides: Sequence[str], tell: Callable[[str], None] = lambda _: None) -> DictConfig:
     """As ``load_config``, with interpolations, and values not yet checked by the schema."""
-    given = [_parse(text) for text in overrides]
-    check_renamed({one.key_or_group: one.value() for one in given})
-    preset = next((one.value() for one in reversed(given) if one.key_or_group == "preset"), None)
+    given = given_values(overrides)
+    check_renamed(dict(given))
+    preset = next((value for key, value in reversed(given) if key == "preset"), None)
     config = copy.deepcopy(_shipped(preset))
     known = set(_keys(OmegaConf.to_container(config), ""))
-    changes = [
-        change
-        for one in given
-        if one.key_or_group != "preset"
-        for change in _changes(one.key_or_group, one.value(), known, config)
-    ]
+    changes = [change for key, value in given if key != "preset" for change in _changes(key, value, known, config)]
     _drop_for_another_target(config, preset, changes, tell)
     with open_dict(config):
         for key, value in changes:
+            if isinstance(value, _Derived):
+                continue
             try:
                 OmegaConf.update(config, key, value, merge=False, force_add=True)
             except OmegaConfBaseException as error:
                 raise ConfigurationError(f"{key}={value}: {_first_line(error)}") from error
+    for key, value in changes:
+        if isinstance(value, _Derived) and value.given != OmegaConf.select(config, key):
+            raise _without_effect(key, value.given)
     return config
 
 
@@ -112,8 +117,42 @@ def given_keys(overrides: Sequence[str]) -> set[str]:
 
 
 def given_values(overrides: Sequence[str]) -> list[tuple[str, Any]]:
-    """The overrides as (key, value), without the ``+`` before a key; mappings are dicts."""
-    return [(override.key_or_group, override.value()) for override in map(_parse, overrides)]
+    """The overrides as (key, value), without the ``+`` before a key; mappings are dicts. Those of a file come first.
+
+    Raises:
+        ConfigurationError: an override that cannot be read, or a file that is no mapping.
+    """
+    given = [(override.key_or_group, override.value()) for override in map(_parse, overrides)]
+    files = [value for key, value in given if key == "config"]
+    if len(files) > 1:
+        raise ConfigurationError(f"config={files[-1]}: a second file, after {files[0]}; merge them into one")
+    in_files = [item for file in files for item in _leaves("", _read(file))]
+    return in_files + [(key, value) for key, value in given if key != "config"]
+
+
+def _read(file: Any) -> dict[str, Any]:
+    path = Path(str(file)).expanduser()
+    try:
+        found = OmegaConf.to_container(OmegaConf.load(path))
+    except (OSError, yaml.YAMLError, OmegaConfBaseException) as error:
+        raise ConfigurationError(f"config={file}: {' '.join(str(error).split())}; give a YAML file") from error
+    if not isinstance(found, dict):
+        raise ConfigurationError(f"config={file}: it holds no mapping of keys to values")
+    for key in ("defaults", "hydra"):
+        if key in found:
+            raise ConfigurationError(
+                f"config={file}: {key}: has no effect here: the file stands over trainer.yaml; preset: NAME chooses one"
+            )
+    return found
+
+
+def _leaves(prefix: str, values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """A nested mapping as (dotted key, value); an empty one is a value, OmegaConf's mark of a missing value none."""
+    for name, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(f"{prefix}{name}.", value)
+        elif value != "???":
+            yield f"{prefix}{name}", value
 
 
 def _parse(text: str) -> Override:
@@ -154,7 +193,7 @@ def _changes(key: str, value: Any, known: set[str], shipped: DictConfig) -> Iter
         ConfigurationError: there is no such key, it has no effect here, or its value is of another kind.
     """
     if not any(f"{key}.".startswith(f"{free}.") for free in FREE):
-        reason, instead = _unsupported(key)
+        reason = _unsupported(key)[0]
         if key not in known and key not in _ONLY_IN_DATACLASSES and not reason:
             raise ConfigurationError(f"{key}: no such key{_nearest(key, known)}")
         default = OmegaConf.select(shipped, key)
@@ -167,12 +206,37 @@ def _changes(key: str, value: Any, known: set[str], shipped: DictConfig) -> Iter
                 f"{key}={value}: give a mapping, or one of its keys: {key}.{next(iter(default))}=..."
             )
         default = OmegaConf.to_container(default) if OmegaConf.is_config(default) else default
-        if reason and value != default:
-            advice = f"set {instead} instead" if instead else "leave it out"
-            raise ConfigurationError(f"{key}={value} has no effect here: {reason}; {advice}")
-        if key not in documented() and (wanted := _another_kind(value, default)):
+        if reason and (reference := _reference(key, shipped)):
+            if value == reference:
+                return
+            value = _Derived(value)
+        elif reason and value != default:
+            raise _without_effect(key, value)
+        if not isinstance(value, _Derived) and key not in documented() and (wanted := _another_kind(value, default)):
             raise ConfigurationError(f"{key}={value}: give {wanted}, like verl's {default}")
     yield key, value
+
+
+@dataclass(frozen=True)
+class _Derived:
+    """Given for a key without effect here that follows another: right where it says what that gives."""
+
+    given: Any
+
+
+def _reference(key: str, shipped: DictConfig) -> str | None:
+    """``${OTHER}``, where that is what is shipped."""
+    mapping, _, name = key.rpartition(".")
+    values = OmegaConf.select(shipped, mapping) if mapping else shipped
+    if not (OmegaConf.is_dict(values) and OmegaConf.is_interpolation(values, name)):
+        return None
+    return OmegaConf.to_container(values)[name]
+
+
+def _without_effect(key: str, value: Any) -> ConfigurationError:
+    reason, instead = _unsupported(key)
+    advice = f"set {instead} instead" if instead else "leave it out"
+    return ConfigurationError(f"{key}={value} has no effect here: {reason}; {advice}")
 
 
 def _unsupported(key: str) -> tuple[str | None, str | None]:
@@ -211,12 +275,13 @@ def _drop_for_another_target(
     """A preset's args and reward bridge are for the environment that it names, not for one that the user names."""
     given = dict(changes)
     for key in [f"environments.{name}" for name in config.environments] or ["environment"]:
-        settings, target = OmegaConf.select(config, key), given.get(f"{key}.target")
-        if preset is None or target in (None, settings.target):
+        settings = OmegaConf.select(config, key)
+        target = given.get(f"{key}.target", settings.target)
+        if preset is None or target == settings.target:
             continue
         for name, empty in (("args", {}), ("reward_bridge", None)):
             if settings.get(name):
-                tell(f"preset {preset}: its {key}.{name} is for {settings.target}, and left out for {target}")
+                tell(f"preset {preset}: its {key}.{name} is for {settings.target}, and left out for {target or 'null'}")
                 settings[name] = empty
 
 

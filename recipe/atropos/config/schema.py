@@ -123,7 +123,7 @@ class Run(Section):
 
 class API(Section):
     host: Text = about("Address that the launcher binds the Trajectory API to")
-    port: Port | None = about("Its port; null: a free one")
+    port: Port | None = about("Its port; null: 8000, or a free one where that is taken")
     start_timeout: Seconds = about("Seconds until it must answer")
 
 
@@ -136,6 +136,7 @@ class Inference(Section):
     device: Literal["auto", "cuda", "cpu"] = about("Where the servers compute")
     host: Text = about("Address that servers and gateway bind to")
     port: Port | None = about("Port of the first server, the next ones follow it; null: free ones")
+    gateway_port: Port | None = about("Port of the gateway; null: 9001, or a free one where that is taken")
     dtype: Dtype = about("Data type of the served weights; float32 on a CPU")
     colocated: bool = about("Servers share the trainer's GPUs, and release their memory while it trains")
     mem_fraction_static: Annotated[float, Field(gt=0, lt=1)] | None = about(
@@ -147,7 +148,7 @@ class Inference(Section):
 
 
 class Environment(Section):
-    target: Text = about("MODULE[:Class] or FILE.py[:Class]")
+    target: Text | None = about("MODULE[:Class] or FILE.py[:Class]; null: none is started, others join")
     group_size: Count = about("Sequences of a group")
     args: dict[str, Any] = about("The environment's own flags, without env.")
     reward_bridge: dict[str, Any] | None = about("Shapes its scores, see utils/reward_bridge.py; null: does not")
@@ -346,6 +347,7 @@ class Atropos(Section):
     retry_delay: Seconds = about("Seconds before the second attempt")
     startup_timeout: Seconds = about("Seconds for the API and the servers to answer when the trainer starts")
     max_wait_time: Seconds = about("Seconds, the longest wait for a batch")
+    join_timeout: Seconds = about("The same where environment.target=null: for environments to join, or to return")
     step_timeout: Seconds = about("Seconds without a trained step, after which the launcher ends the run")
     prefetch: Count = about("Batches fetched ahead while one is trained on")
     max_staleness: Limit | None = about("Updates that a sample may be old; 0: on-policy; null: any number")

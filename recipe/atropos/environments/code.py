@@ -73,11 +73,19 @@ class CodeEnv(SampledTokens, GSM8kEnv):
             "UNPROTECTED, as --env.isolation=none wants it" if self.sandbox.start() == "none" else "isolated and probed"
         )
         logger.warning("answers run %s: isolation %s, %d at a time", what, self.sandbox.isolation, self.sandbox.workers)
-        source = config.dataset_name, config.dataset_config
-        # The held-out problems do not depend on the seed: runs are compared on the same ones.
-        self.train = load_problems(*source[:1], "train", source[1], config.train_size, config.seed, config.shown_tests)
-        self.test = load_problems(*source[:1], "test", source[1], config.eval_size, 0, config.shown_tests)
+        self.train, self.test = self.load(config)
         self._order = (-1, [])
+
+    @staticmethod
+    def load(config: CodeEnvConfig) -> tuple[list[Problem], list[Problem]]:
+        """The train split and the test split. The latter does not depend on the seed: runs are compared on the same.
+
+        Raises:
+            ConfigurationError: naming the dataset, file or row.
+        """
+        name, part, shown = config.dataset_name, config.dataset_config, config.shown_tests
+        train = load_problems(name, "train", part, config.train_size, config.seed, shown)
+        return train, load_problems(name, "test", part, config.eval_size, 0, shown)
 
     # ------------------------------------------------------------------ rollouts
 

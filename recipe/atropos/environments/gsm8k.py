@@ -29,7 +29,7 @@ from pydantic import Field
 from recipe.atropos.environments.pacing import Paced
 from recipe.atropos.environments.sampled_book import trained_spans
 from recipe.atropos.environments.weight_versions import WeightVersions
-from recipe.atropos.environments.word_problems import SYNTHETIC, Row, gold_answer, load_problems
+from recipe.atropos.environments.word_problems import GSM8K, Row, gold_answer, load_problems
 from recipe.atropos.sampling import default_temperature
 from recipe.atropos.utils.env_adapter import adapt
 
@@ -49,7 +49,9 @@ _BOXED = LatexExtractionConfig(
 class GSM8kEnvConfig(BaseEnvConfig):
     """BaseEnv's options and this environment's own."""
 
-    dataset_name: str = Field(SYNTHETIC, description="'synthetic', a GSM8K .jsonl file or folder, or a hub name")
+    dataset_name: str = Field(
+        GSM8K, description="A hub name, a GSM8K .jsonl file or folder, or 'synthetic': problems generated for trials"
+    )
     dataset_config: str = Field("main", description="Configuration of the dataset on the hub, or subfolder")
     train_size: int | None = Field(None, description="Use only the first problems of the train split")
     eval_size: int = Field(256, description="Number of held-out problems, the first of the test split")
@@ -98,15 +100,26 @@ class GSM8kEnv(WeightVersions, Paced, BaseEnv):
         """Load both splits.
 
         Raises:
-            FileNotFoundError, ValueError: naming the dataset, file or line.
+            AtroposError, FileNotFoundError, ValueError: as ``load``.
         """
-        config = self.config
-        self.train = load_problems(
-            config.dataset_name, "train", config.dataset_config, config.train_size, seed=config.seed
-        )
-        # The held-out problems do not depend on the seed: runs are compared on the same ones.
-        self.test = load_problems(config.dataset_name, "test", config.dataset_config, config.eval_size)
+        self.train, self.test = self.load(self.config)
         self._order: tuple[int, list[int]] = (-1, [])
+
+    @classmethod
+    def check_config(cls, config: GSM8kEnvConfig) -> None:
+        """The launcher asks before it starts anything."""
+        cls.load(config)
+
+    @staticmethod
+    def load(config: GSM8kEnvConfig) -> tuple[list[Row], list[Row]]:
+        """The train split and the test split. The latter does not depend on the seed: runs are compared on the same.
+
+        Raises:
+            AtroposError, FileNotFoundError, ValueError: naming the dataset, file or line.
+        """
+        name, part = config.dataset_name, config.dataset_config
+        train = load_problems(name, "train", part, config.train_size, seed=config.seed)
+        return train, load_problems(name, "test", part, config.eval_size)
 
     async def get_next_item(self) -> Row:
         """The training problems in a new seeded order every epoch, without end."""

@@ -1,10 +1,10 @@
 """Atropos' own GSM8K environment, as it stands in a checkout of Atropos:
 
-    python -m recipe.atropos.environments.gsm8k_upstream serve --atropos-dir DIR [--data-dir FOLDER] [its own flags]
+    python -m recipe.atropos.environments.gsm8k_upstream serve [--atropos-dir DIR] [--data-dir FOLDER] [its own flags]
 
-(or evaluate, or process). Its file is run through the adapter (``utils.env_adapter``) and not changed. With
-``--data-dir`` it needs no network: what it asks the hub for comes from FOLDER/train.jsonl and FOLDER/test.jsonl, or
-FOLDER/main/..., in GSM8K's format.
+(or evaluate, or process). The checkout is DIR, or one on PYTHONPATH. Its file is run through the adapter
+(``utils.env_adapter``) and not changed. With ``--data-dir`` it needs no network: what it asks the hub for comes from
+FOLDER/train.jsonl and FOLDER/test.jsonl, or FOLDER/main/..., in GSM8K's format.
 """
 
 import contextlib
@@ -63,15 +63,27 @@ def _serving(folder: str, module: str) -> Iterator[None]:
             holder.load_dataset = original
 
 
+def _find(checkout: str | None) -> Path:
+    """The environment's file. Raises UsageError where there is none."""
+    if checkout is None:
+        on_path = (Path(folder) / _FILE for folder in sys.path)
+        if (file := next(filter(Path.is_file, on_path), None)) is None:
+            raise UsageError(
+                "no checkout of Atropos is on PYTHONPATH: git clone https://github.com/NousResearch/atropos, and name "
+                "it there, or as --atropos-dir"
+            )
+        return file
+    file = Path(checkout).expanduser() / _FILE
+    if not file.is_file():
+        raise UsageError(f"--atropos-dir {checkout}: no checkout of Atropos, it has no {_FILE}")
+    return file
+
+
 def main() -> None:
     arguments = sys.argv[1:]
     try:
         checkout, folder = take_flag(arguments, "--atropos-dir"), take_flag(arguments, "--data-dir")
-        if checkout is None:
-            raise UsageError("--atropos-dir is missing: git clone https://github.com/NousResearch/atropos, and name it")
-        file = Path(checkout).expanduser() / _FILE
-        if not file.is_file():
-            raise UsageError(f"--atropos-dir {checkout}: no checkout of Atropos, it has no {_FILE}")
+        file = _find(checkout)
         if folder is not None:
             folder = str(Path(folder).expanduser().resolve())
             for split in ("train", "test"):

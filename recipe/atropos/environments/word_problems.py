@@ -15,9 +15,12 @@ from typing import Literal
 
 import orjson
 
+from recipe.atropos.errors import AtroposError
+
 Row = dict[str, str]
 Split = Literal["train", "test"]
 
+GSM8K = "openai/gsm8k"  # on the hub
 SYNTHETIC = "synthetic"  # of one step
 SYNTHETIC_STEPS = "synthetic-steps"  # of two or three, with numbers too large for the head of a small policy
 _HELD_OUT_SHARE = 10  # one problem in ten is held out
@@ -42,6 +45,10 @@ _CHANGES = {
     "+": ("{name} buys {b} more.", "{name} finds {b} more."),
     "-": ("{name} gives {b} away.", "{name} loses {b} of them.", "{name} sells {b} of them."),
 }
+
+
+class DatasetUnavailable(AtroposError, OSError):
+    """A dataset of the hub that cannot be had; the message says why, and what else there is."""
 
 
 def generate(split: Split, size: int, seed: int = 0, dataset: str = SYNTHETIC) -> list[Row]:
@@ -131,6 +138,7 @@ def load_problems(
 
     Raises:
         FileNotFoundError: a path that is not there.
+        DatasetUnavailable: the hub has no such dataset, or cannot be reached.
         ValueError: a row without question or answer, naming file and line; a generated split too small.
     """
     if dataset in GENERATED:
@@ -140,7 +148,14 @@ def load_problems(
         return _read_jsonl(_local_file(path, split, config))[:size]
     import datasets
 
-    rows = datasets.load_dataset(dataset, config, split=split if size is None else f"{split}[:{size}]")
+    try:
+        rows = datasets.load_dataset(dataset, config, split=split if size is None else f"{split}[:{size}]")
+    except (OSError, ValueError) as error:  # no connection, or no such dataset, configuration or split
+        raise DatasetUnavailable(
+            f"dataset_name={dataset}: {' '.join(str(error).split())}; where the hub cannot be reached, give a folder "
+            "in GSM8K's format, dataset_name=FOLDER with train.jsonl and test.jsonl, or, to try things out, generated "
+            f"problems, dataset_name={SYNTHETIC}"
+        ) from error
     return [_checked(row, f"{dataset} row {i}") for i, row in enumerate(rows)]
 
 

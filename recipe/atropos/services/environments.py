@@ -143,12 +143,12 @@ def environment_command(
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, OmegaConf.to_yaml(OmegaConf.create(dict(spec.reward_bridge))).encode())
         bridge = ["--reward-bridge", str(path)]
-    return [sys.executable, "-m", _ADAPTER, subcommand, "--env", target, *bridge, *_options(given)]
+    return [sys.executable, "-m", _ADAPTER, subcommand, "--env", target, *bridge, *options(given)]
 
 
 def environment_secrets(run: Run, spec: EnvironmentSpec) -> dict[str, str]:
     """Environment variables by which the adapter gets the flags that hold secrets, the run's key among them."""
-    return secret_variables(_options(split_secret_flags({"openai.api_key": run.api_key, **_own_flags(spec)})[1]))
+    return secret_variables(options(split_secret_flags({"openai.api_key": run.api_key, **_own_flags(spec)})[1]))
 
 
 def _own_flags(spec: EnvironmentSpec) -> dict[str, Any]:
@@ -158,7 +158,8 @@ def _own_flags(spec: EnvironmentSpec) -> dict[str, Any]:
     return flags
 
 
-def _options(flags: Mapping[str, Any]) -> list[str]:
+def options(flags: Mapping[str, Any]) -> list[str]:
+    """``--key=value`` for each flag that is not None."""
     return [f"--{key}={_text(value)}" for key, value in flags.items() if value is not None]
 
 
@@ -210,6 +211,8 @@ class _State:
 
 class Environments:
     """See the module. Call ``look_after`` before every ``Run.check``."""
+
+    awaited = False  # a trainer that waits for data has ``max_wait_time``
 
     def __init__(self, run: Run, specs: Mapping[str, EnvironmentSpec], api_url: str, server_url: str):
         self._run, self._api_url, self._server_url = run, api_url, server_url

@@ -1,6 +1,6 @@
 """The run's SGLang servers, and the gateway that is the environments' one address of them.
 
-Promises: the environments know only the gateway; the ports stay what they are when a server or the gateway is started
+Guarantees: the environments know only the gateway; the ports stay what they are when a server or the gateway is started
 again; a server that never came up is an error, and only one that was up is started again.
 """
 
@@ -16,8 +16,11 @@ from recipe.atropos.inference.client import SGLangClient
 from recipe.atropos.inference.server import HIGHEST_PORT, SGLangLaunch, start_sglang, uses_gpu
 from recipe.atropos.secret import API_KEY_VARIABLE
 from recipe.atropos.services.lora import lora_arguments
-from recipe.atropos.services.process import Service, free_port, wait_until_healthy
+from recipe.atropos.services.process import Service, default_port, free_port, wait_until_healthy
 from recipe.atropos.services.run import Run
+from recipe.atropos.utils.hosts import reachable
+
+GATEWAY_PORT = 9001  # where it is free: the address that Atropos' environments have by default
 
 _GATEWAY_START = 60.0
 
@@ -91,7 +94,12 @@ def start_inference(run: Run) -> Inference:
         LaunchError: a server cannot be started as asked.
     """
     launches = plan_servers(run)
-    gateway = f"http://{_reachable(run.config.inference.host)}:{free_port(run.config.inference.host)}"
+    config = run.config.inference
+    taken = [launch.port for launch in launches.values()]
+    port = config.gateway_port or (
+        free_port(config.host) if GATEWAY_PORT in taken else default_port(GATEWAY_PORT, config.host)
+    )
+    gateway = f"http://{reachable(config.host)}:{port}"
     for name, launch in launches.items():
         run.add(start_sglang(launch, log_path=run.log(name), name=name, env=run.variables))
     start_gateway(run, gateway, [launch.url for launch in launches.values()])
@@ -151,7 +159,3 @@ def _start_again_from_now_on(run: Run, inference: Inference, services: dict[str,
     run.revive(
         services["gateway"], lambda: start_gateway(run, inference.gateway, inference.urls), limit, kind="gateway"
     )
-
-
-def _reachable(host: str) -> str:
-    return "127.0.0.1" if host in ("0.0.0.0", "::") else host

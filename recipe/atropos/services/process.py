@@ -73,6 +73,25 @@ def free_port(host: str = "127.0.0.1", highest: int = 65535) -> int:
     raise OSError(f"no free port up to {highest} on {host}: name one that is free")
 
 
+_claims: dict[int, socket.socket] = {}
+
+
+def default_port(preferred: int, host: str = "127.0.0.1") -> int:
+    """`preferred` where nothing listens there and no other launcher of this machine has chosen it, else a free one.
+
+    The choice lasts as long as this process: an abstract socket's name is one process's, and goes with it.
+    """
+    if preferred not in _claims:
+        claim = socket.socket(socket.AF_UNIX)
+        try:
+            claim.bind(f"\0atropos-port-{preferred}")
+        except OSError:
+            claim.close()
+            return free_port(host)
+        _claims[preferred] = claim
+    return preferred if port_is_free(preferred, host) else free_port(host)
+
+
 @dataclass
 class Service:
     """A started process, leader of its own session, with all its output in one log file.

@@ -1,7 +1,8 @@
 """The environments that a configuration asks for.
 
-``environment`` is the one environment of a run. Where ``environments`` has entries, NAME: {settings}, these are the
-run's instead, and ``environment`` says what they leave out; only ``args`` and ``reward_bridge`` are each one's own.
+``environment`` is the one environment of a run; with ``target: null`` the run starts none, and others join it. Where
+``environments`` has entries, NAME: {settings}, these are the run's instead, and ``environment`` says what they leave
+out; only ``args`` and ``reward_bridge`` are each one's own.
 
 The Trajectory API fills a batch with packs of as many sequences as the largest group has, and, where an environment has
 an allocation, with at least so many of its sequences, or not at all. What could never fill one is refused here.
@@ -76,10 +77,14 @@ def environment_specs(config: DictConfig) -> dict[str, EnvironmentSpec]:
     single = OmegaConf.to_container(config.environment, resolve=True)
     several = OmegaConf.to_container(config.environments, resolve=True) if config.environments else {}
     if not several:
+        if single["target"] is None:
+            return {}
         return {spec.name: spec for spec in [_spec("environment", _name_of(single), single)]}
     shared = {key: value for key, value in single.items() if key not in ("args", "reward_bridge")}
     specs = {}
     for name, own in several.items():
+        if {**shared, **own}["target"] is None:
+            raise ValueError(f"environments.{name}.target is not set, and environment.target=null; give one")
         specs[name] = _spec(f"environments.{name}", name, {**shared, **own})
     return specs
 
@@ -105,7 +110,7 @@ def check_specs(specs: Sequence[EnvironmentSpec], batch_size: int) -> None:
     Raises:
         ValueError: naming the key.
     """
-    largest = max(specs, key=lambda spec: spec.group_size)
+    largest = max(specs, key=lambda spec: spec.group_size, default=None)
     for spec in specs:
         if batch_size % spec.group_size:
             raise ValueError(

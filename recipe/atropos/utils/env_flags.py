@@ -7,6 +7,7 @@ they disagree on was lost without a word. With ``CommandLine`` in front of an en
   ``ServerBaseline``, for which BaseEnv ignores the address; and for several, for which it refuses the flags. There
   ``--openai.base_url`` names the one server to use, and flags without it change each of them. Several servers in the
   file of ``--config`` stay BaseEnv's: it refuses flags beside them.
+- What neither flags nor file say of the servers is completed, see ``environments.defaults``.
 - A negative number may follow its flag after a space (``--env.total_steps -1`` was read as True, so as 1).
 - A flag that does not exist, or that is only the beginning of one, is an error that names the nearest; so is a value of
   a wrong type. Exit status 2.
@@ -27,9 +28,12 @@ from atroposlib.envs.constants import ENV_NAMESPACE, NAMESPACE_SEP, OPENAI_NAMES
 from atroposlib.utils.cli import extract_namespace, get_double_dash_flags
 from pydantic import ValidationError
 
+from recipe.atropos.environments.defaults import WrongKey, complete
 from recipe.atropos.environments.errors import EnvironmentFailure
 from recipe.atropos.environments.lifecycle import TERMINATED, end_on_sigterm, end_process
 from recipe.atropos.errors import AtroposError
+from recipe.atropos.secret import API_KEY_VARIABLE
+from recipe.atropos.utils.private_process import hide_in_output
 
 _OPENAI = f"{OPENAI_NAMESPACE}{NAMESPACE_SEP}"
 _BASELINE_PORTS = range(9004, 9008)  # where BaseEnv looks for servers that nobody configured
@@ -116,17 +120,29 @@ class CommandLine:
     only_checked = False  # the process ends where the environment would be built: target, class and flags are right
     __openai_flags: dict[str, Any] = {}  # those that BaseEnv must not see
 
-    def __new__(cls, *_: Any, **__: Any) -> "CommandLine":
+    def __new__(cls, config: BaseEnvConfig | None = None, *_: Any, **__: Any) -> "CommandLine":
         if cls.only_checked:
+            cls.check_config(config)
             raise SystemExit(0)
         return super().__new__(cls)
+
+    @classmethod
+    def check_config(cls, config: BaseEnvConfig) -> None:
+        """For an environment's own checks before anything is started, such as of its data: what it raises is told."""
 
     @classmethod
     def config_init(cls) -> tuple[Any, Any]:
         env_config, default = super().config_init()
         flags = get_double_dash_flags()
         openai = cls.__openai_flags or extract_namespace(flags, _OPENAI)
-        return env_config, server_configs(default, openai, _yaml_servers(flags.get("config")))[0]
+        in_file = _yaml_servers(flags.get("config"))
+        in_file = in_file[0] if isinstance(in_file, list) and len(in_file) == 1 else in_file
+        servers = server_configs(default, openai, in_file)[0]
+        if cls.only_checked or not isinstance(servers, list) or isinstance(in_file, list):
+            return env_config, servers
+        env_given = extract_namespace(flags, f"{ENV_NAMESPACE}{NAMESPACE_SEP}")
+        env_given |= _yaml(flags.get("config")).get(ENV_NAMESPACE) or {}
+        return complete(env_config, servers, {**(in_file or {}), **openai}, env_given)
 
     @classmethod
     def cli(cls) -> None:
@@ -135,6 +151,7 @@ class CommandLine:
         try:
             cls.owns_process = True
             end_on_sigterm()
+            hide_in_output([os.environ.get(API_KEY_VARIABLE, "")])  # BaseEnv prints its servers' keys
             cls.__prepare_arguments()
             super().cli()
             code = 0
@@ -142,7 +159,7 @@ class CommandLine:
             code = error.code if isinstance(error.code, int) else int(error.code is not None)
             if isinstance(error.code, str):
                 print(error.code, file=sys.stderr)
-        except UsageError as error:
+        except (UsageError, WrongKey) as error:
             print(f"error: {error}", file=sys.stderr)
             code = 2
         except ValidationError as error:
@@ -159,6 +176,8 @@ class CommandLine:
         except EnvironmentFailure as error:
             if error.__cause__ is not None:
                 traceback.print_exception(error.__cause__)
+            print(f"error: {error}", file=sys.stderr)
+        except AtroposError as error:
             print(f"error: {error}", file=sys.stderr)
         except Exception as error:
             traceback.print_exc()
@@ -214,7 +233,11 @@ def _check_file(path: Any, env_config: type[BaseEnvConfig]) -> None:
             raise UsageError(f"--config={path}: {error}") from error
 
 
-def _yaml_servers(path: Any) -> dict | list | None:
+def _yaml(path: Any) -> dict:
     if not isinstance(path, str | os.PathLike) or not Path(path).is_file():
-        return None
-    return (yaml.safe_load(Path(path).read_text()) or {}).get(OPENAI_NAMESPACE)
+        return {}
+    return yaml.safe_load(Path(path).read_text()) or {}
+
+
+def _yaml_servers(path: Any) -> dict | list | None:
+    return _yaml(path).get(OPENAI_NAMESPACE)

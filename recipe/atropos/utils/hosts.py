@@ -17,6 +17,21 @@ def is_this_host(url: str) -> bool:
     return bool(addresses) and all(a in own or ipaddress.ip_address(a).is_loopback for a in addresses)
 
 
+def reachable(host: str) -> str:
+    """Where a service that listens on ``host`` is reached from this machine."""
+    return "127.0.0.1" if host in ("0.0.0.0", "::") else host
+
+
+def reachable_from_others(host: str) -> str:
+    """The same for other machines: instead of every address, this machine's on its default route, or its name."""
+    if reachable(host) == host:
+        return host
+    try:
+        return address_towards("http://192.0.2.1")  # reserved for documents: only the route to it is looked up
+    except OSError:
+        return socket.gethostname()
+
+
 def address_towards(url: str) -> str:
     """This machine's address on the route to the host of ``url``.
 

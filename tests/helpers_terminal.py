@@ -1,0 +1,76 @@
+"""A command on a terminal of its own, as a person starts it."""
+
+import contextlib
+import os
+import pty
+import re
+import secrets
+import signal
+import subprocess
+import threading
+import time
+
+import psutil
+
+from recipe.atropos.services.process import RUN_ID_VARIABLE
+
+CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r")
+LIMIT = 480  # s of a wait; an order of magnitude above an idle machine's
+
+
+class Terminal:
+    """A command on a terminal of its own, and what stands there; ``end`` leaves no process of it."""
+
+    def __init__(self, command, cwd, **variables):
+        self.mark = secrets.token_hex(16)
+        self._master, slave = pty.openpty()
+        environment = {**os.environ, **variables, RUN_ID_VARIABLE: self.mark, "TERM": "xterm"}
+        self.process = subprocess.Popen(
+            command, cwd=cwd, env=environment, stdin=slave, stdout=slave, stderr=slave, start_new_session=True
+        )
+        os.close(slave)
+        self._read = b""
+        threading.Thread(target=self._keep_reading, daemon=True).start()
+
+    def _keep_reading(self):
+        with contextlib.suppress(OSError):  # at its end
+            while piece := os.read(self._master, 65536):
+                self._read += piece
+
+    @property
+    def text(self):
+        return CONTROL.sub("", self._read.decode(errors="replace"))
+
+    def wait_for(self, pattern):
+        deadline = time.monotonic() + LIMIT
+        while not (found := re.search(pattern, self.text)):
+            assert self.process.poll() is None and time.monotonic() < deadline, f"no {pattern} in:\n{self.text[-5000:]}"
+            time.sleep(0.2)
+        return found
+
+    def end(self):
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(60)
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, OSError):
+                if self.mark in process.environ().get(RUN_ID_VARIABLE, ""):
+                    process.kill()
+        self.process.wait(10)
+
+
+@contextlib.contextmanager
+def terminals():
+    """A function that opens one; all of them are ended, the youngest first."""
+    opened = []
+
+    def open_one(command, cwd, **variables):
+        opened.append(Terminal(command, cwd, **variables))
+        return opened[-1]
+
+    try:
+        yield open_one
+    finally:
+        for one in reversed(opened):
+            one.end()
