@@ -116,12 +116,17 @@ def test_a_value_that_cannot_work_stops_the_launcher_and_is_named(tmp_path, mode
         pytest.param(
             ["environment.args.dataset_name=/no/such/data.jsonl"], "/no/such/data.jsonl", marks=pytest.mark.slow
         ),
+        pytest.param(
+            ["environment.target=recipe.atropos.environments.reasoning", "environment.args.task=no_such_task"],
+            "no_such_task",
+            marks=pytest.mark.slow,
+        ),
         (
             ["environment.evaluate=false", f"environment.target={GSM8K}", "environment.args.no_such_flag=1"],
             "no_such_flag",
         ),
     ],
-    ids=["dataset", "flag"],
+    ids=["dataset", "setup", "flag"],
 )
 def test_an_environment_that_exits_stops_everything_and_is_named(tmp_path, model_path, arguments, expected):
     model = os.path.relpath(model_path, tmp_path)
@@ -129,7 +134,7 @@ def test_an_environment_that_exits_stops_everything_and_is_named(tmp_path, model
     begin = time.monotonic()
     status, output, left = wait(service, 900)
     assert status == 1 and expected in words(output), output
-    assert re.search(r"error +(FileNotFoundError: dataset |unknown flag environment.args.)", output), output
+    assert re.search(r"error +(FileNotFoundError: dataset |evaluate-reasoning: |unknown flag environment.args.)", output), output
     assert time.monotonic() - begin < 350 and not left  # 35 to 40 s where nothing else runs
 
 
