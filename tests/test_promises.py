@@ -231,7 +231,7 @@ def test_promises_of_presets_pass_what_is_checked_first(preset):
 
 @pytest.mark.e2e
 @pytest.mark.slow
-@pytest.mark.timeout(560)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("preset", PRESETS)
 def test_promises_of_presets_train_a_small_model(tmp_path, preset):
     for split, size in (("train", 256), ("test", 64)):
@@ -242,7 +242,7 @@ def test_promises_of_presets_train_a_small_model(tmp_path, preset):
     command += [f"environment.args.dataset_name={tmp_path}", "trainer.logger=[console,wandb]"]
     service = start_service("launcher", command, log_path=tmp_path / "log", cwd=tmp_path, env={"WANDB_MODE": "offline"})
     try:
-        status = service.process.wait(540)
+        status = service.process.wait(1700)
     finally:
         service.stop(grace=0)
     assert status == 0, (tmp_path / "log").read_text()
