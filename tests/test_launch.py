@@ -134,7 +134,9 @@ def test_an_environment_that_exits_stops_everything_and_is_named(tmp_path, model
     begin = time.monotonic()
     status, output, left = wait(service, 900)
     assert status == 1 and expected in words(output), output
-    assert re.search(r"error +(FileNotFoundError: dataset |evaluate-reasoning: |unknown flag environment.args.)", output), output
+    assert re.search(
+        r"error +(FileNotFoundError: dataset |evaluate-reasoning: |unknown flag environment.args.)", output
+    ), output
     assert time.monotonic() - begin < 350 and not left  # 35 to 40 s where nothing else runs
 
 

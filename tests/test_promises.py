@@ -125,6 +125,58 @@ def test_promises_of_renamed_keys_name_each_of_them_and_no_other():
     check_renamed(OmegaConf.to_container(load_config([MODEL, "environment.args={lr: 3, optim: {lr: 2}}"])))
 
 
+OF_THE_SFT_DOCUMENT = """
+use_advantage_weighting: true
+advantage_normalization: "batch"
+advantage_clipping: [-5.0, 5.0]  # null for no clipping
+model:
+  strategy: "fsdp"  # or "fsdp2" for better performance
+data:
+  micro_batch_size_per_gpu: 1
+  balance_dp_token: true
+  max_response_length: 512
+optim:
+  clip_grad: 1.0
+  lr: 1.0e-5
+"""
+OF_THE_VERL_DOCUMENT = """
+trainer:
+  atropos:
+    api_url: http://localhost:9001
+    timeout: 30
+    use_advantages: true
+    fallback_to_grpo: true
+    retry_attempts: 10
+    retry_delay: 0.5
+    max_wait_time: 30.0
+algorithm:
+  adv_estimator: grpo_atropos
+"""
+
+
+def test_promises_of_old_files_are_kept_or_told_key_by_key(tmp_path):
+    file = tmp_path / "old.yaml"
+    file.write_text(OF_THE_VERL_DOCUMENT)
+    config = load_config([MODEL, f"config={file}"])
+    assert config.trainer.atropos.api_url == "http://localhost:9001" and config.trainer.atropos.max_wait_time == 30
+    file.write_text(OF_THE_SFT_DOCUMENT)
+    with pytest.raises(ConfigurationError) as refusal:
+        load_config([MODEL, f"config={file}"])
+    told = [line.partition(": this key has another name here; give ")[::2] for line in str(refusal.value).splitlines()]
+    assert told == [
+        ("use_advantage_weighting=true", "actor_rollout_ref.actor.policy_loss.loss_mode=advantage_weighted_sft"),
+        ("advantage_normalization=batch", "trainer.atropos.advantage_normalization=batch"),
+        ("advantage_clipping=[-5.0, 5.0]", "trainer.atropos.advantage_clipping=[-5.0, 5.0]"),
+        ("model.strategy=fsdp", "actor_rollout_ref.actor.strategy=fsdp"),
+        ("data.micro_batch_size_per_gpu=1", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1"),
+        ("data.balance_dp_token=true", "trainer.balance_batch=true"),
+        ("optim.clip_grad=1.0", "actor_rollout_ref.actor.optim.clip_grad=1.0"),
+        ("optim.lr=1e-05", "actor_rollout_ref.actor.optim.lr=1e-05"),
+    ]
+    config = load_config([MODEL, *(new for _, new in told)])  # as it says
+    assert config.actor_rollout_ref.actor.optim.lr == 1e-5 and config.trainer.atropos.advantage_clipping == [-5, 5]
+
+
 def test_promises_of_values_are_taken_or_refused_by_name(tmp_path, capsys):
     for name, _, state, _ in rows_of("Values"):
         (given,) = code(name)
