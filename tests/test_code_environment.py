@@ -91,6 +91,7 @@ def test_code_environment_shows_as_many_tests_as_asked():
         ({**MBPP, "code": "def area(r) return"}, "a field cannot be read"),
         ({**MBPP, "code": "def volume(r): return r"}, "its tests use nothing that its code defines"),
         ({**MBPP, "test_list": None}, "a field cannot be read"),
+        ({**HUMANEVAL, "test": "def check(candidate)"}, "a field cannot be read"),
     ],
 )
 def test_code_environment_row_of_neither_format_is_named(row, message):
@@ -102,7 +103,7 @@ def rows(count):
     return [{**MBPP, "task_id": i, "text": f"Write a function to find the area of circle {i}."} for i in range(count)]
 
 
-def test_code_environment_reads_files_and_folders(tmp_path, monkeypatch):
+def test_code_environment_reads_files_and_folders(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     folder = tmp_path / "mbpp"
     folder.mkdir()
@@ -119,6 +120,11 @@ def test_code_environment_reads_files_and_folders(tmp_path, monkeypatch):
     for file in (single, tables):
         train, test = ({p["question"] for p in load_problems(str(file), s, None, None, 0)} for s in ("train", "test"))
         assert len(train) + len(test) == 40 and not train & test and 1 <= len(test) <= 16
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text("".join(json.dumps({**row, "code": "def area(r): return 3 * r * r"}) + "\n" for row in rows(9)))
+    with pytest.raises(ConfigurationError, match="no problems for the split"):
+        load_problems(str(broken), "train", None, None, 0)
+    assert "left out 9 problems whose tests use names that neither code nor setup defines: 0, 1, 2" in caplog.text
     (folder / "train-00000-of-00001.parquet").rename(folder / "validation-00000-of-00001.parquet")
     with pytest.raises(ConfigurationError, match="no split 'train' beside"):
         load_problems(str(folder), "train", None, None, 0)
@@ -159,14 +165,20 @@ def test_code_environment_policy_is_shown_flawed_programs():
 # ---------------------------------------------------------------------- the environment
 
 
-@pytest.fixture
-def env(model_path):
+def made(model_path, url="http://127.0.0.1:1"):
     config, [server] = CodeEnv.config_init()
     server.model_name = config.tokenizer_name = str(model_path)
+    server.base_url = f"{url}/v1"
     config.dataset_name, config.train_size, config.eval_size, config.group_size = SYNTHETIC, 20, 8, 3
-    config.max_token_length, config.sandboxes = 2048, 1
+    config.max_token_length, config.max_answer_tokens, config.sandboxes = 2048, 12, 1
     env = adapt(CodeEnv)(config, [server])
     asyncio.run(CodeEnv.setup(env))
+    return env
+
+
+@pytest.fixture
+def env(model_path):
+    env = made(model_path)
     yield env
     env.sandbox.close()
 

@@ -6,6 +6,7 @@ a problem and an answer what the sandbox takes.
 """
 
 import ast
+import builtins
 import logging
 import random
 import re
@@ -47,10 +48,14 @@ def read_problem(row: dict[str, Any], where: str, shown_tests: int = 1) -> Probl
         ConfigurationError: it is a row of neither; ``where`` is in the message.
     """
     try:
+        problem = None
         if {"prompt", "entry_point", "test"} <= row.keys():
-            return _humaneval(row, where)
-        if {"code", "test_list"} <= row.keys() and row.keys() & {"text", "prompt"}:
-            return _mbpp(row, where, shown_tests)
+            problem = _humaneval(row, where)
+        elif {"code", "test_list"} <= row.keys() and row.keys() & {"text", "prompt"}:
+            problem = _mbpp(row, where, shown_tests)
+        if problem is not None:
+            ast.parse(f"{problem['setup']}\n{problem['tests']}")
+            return problem
     except (SyntaxError, TypeError, AttributeError) as error:
         raise ConfigurationError(f"{where}: a field cannot be read: {error}; correct the row") from error
     raise ConfigurationError(
@@ -95,6 +100,23 @@ def _defined(tree: ast.Module) -> set[str]:
     named = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     targets = [target for node in tree.body if isinstance(node, ast.Assign) for target in node.targets]
     return named | {target.id for target in targets if isinstance(target, ast.Name)}
+
+
+def _unknown_names(problem: Problem) -> set[str]:
+    """What the tests use and nothing defines: whatever the answer, they would fail."""
+    trees = [ast.parse(problem["setup"]), ast.parse(problem["tests"])]
+    known, used = {*problem["names"], *dir(builtins)}, set()
+    for node in (node for tree in trees for node in ast.walk(tree)):
+        match node:
+            case ast.Name(id=name, ctx=ast.Load()):
+                used.add(name)
+            case ast.Name(id=name) | ast.arg(arg=name) | ast.ExceptHandler(name=str() as name):
+                known.add(name)
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                known.add(name)
+            case ast.Import(names=names) | ast.ImportFrom(names=names):
+                known |= {alias.asname or alias.name.partition(".")[0] for alias in names}
+    return set() if "*" in known else used - known
 
 
 # ---------------------------------------------------------------------- answers
@@ -150,6 +172,10 @@ def load_problems(
         )
     name = split if split in splits else next(iter(splits))
     problems = [read_problem(row, f"{dataset} {name} row {i}", shown_tests) for i, row in enumerate(splits[name])]
+    if broken := [problem["task"] for problem in problems if _unknown_names(problem)]:
+        what = "%s %s: left out %d problems whose tests use names that neither code nor setup defines: %s"
+        logger.warning(what, dataset, name, len(broken), ", ".join(broken[:20]))
+        problems = [problem for problem in problems if not _unknown_names(problem)]
     if len(splits) == 1:
         total = len(problems)
         problems = [problem for problem in problems if split_of(problem["question"], _HELD_OUT_SHARE) == split]
