@@ -14,16 +14,16 @@ from omegaconf import OmegaConf
 from recipe.atropos.checkpoints import Checkpoints, resume_folder
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.resumption import model_identity, prepare_folder
-from recipe.atropos.run_dir import DiskFull, RunDir, read_json
-from recipe.atropos.run_record import RunRecord, account_of_groups, update_summary
+from recipe.atropos.run_dir import DiskFull, RunDir, append_line, read_json
+from recipe.atropos.run_record import RunRecord, account_of_groups, heldout_scores, update_summary
 
 FILES = {"actor/model_world_size_1_rank_0.pt": b"model" * 3, "actor/huggingface/config.json": b"{}", "data.pt": b"data"}
 
 
-def save(directory, *steps, keep=None, model=None):
+def save(directory, *steps, keep=None, model=None, scores=None):
     """As the trainer saves; of small files."""
     for step in steps:
-        with Checkpoints(directory).saving(step, keep, model) as folder:
+        with Checkpoints(directory).saving(step, keep, model, scores) as folder:
             for name, content in FILES.items():
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 (folder / name).write_bytes(content)
@@ -77,6 +77,30 @@ def test_run_dir_keeps_so_many_checkpoints_of_all_processes(tmp_path):
     assert steps(tmp_path) == [8] and len(list(tmp_path.glob("global_step_*"))) == 1
     save(tmp_path, 10, 12)
     assert steps(tmp_path) == [8, 10, 12]
+
+
+def test_run_dir_keeps_the_best_for_export_beside_the_newest(tmp_path):
+    """Of equals the newest; a run resumes from the newest all the same."""
+    scores = {0: 0.9, 2: 0.3, 4: 0.5}
+    save(tmp_path, 2, 4, 6, keep=1, scores=scores)
+    assert steps(tmp_path) == [4, 6]
+    save(tmp_path, 8, 10, keep=2, scores=scores)
+    assert steps(tmp_path) == [4, 8, 10] and Checkpoints(tmp_path).newest().name == "global_step_10"
+    scores |= {8: 0.5, 10: 0.2}
+    assert Checkpoints(tmp_path).best(scores).name == "global_step_8"
+    save(tmp_path, 12, keep=1, scores=scores)
+    assert steps(tmp_path) == [8, 12]
+
+
+def test_run_dir_scores_for_export_are_of_the_same_environments(tmp_path):
+    """One that was given up meanwhile, or that failed, would make steps look better or worse than they are."""
+    for step, env, value in ((0, "a", 0.1), (0, "b", 0.9), (2, "a", 0.2), (4, "a", 0.4), (4, "b", 0.6), (4, "c", None)):
+        line = {"step": step, "env": env, "metrics": {}, "main": None}
+        told = {"error": "failed"} if value is None else {"metrics": {"accuracy": value}, "main": "accuracy"}
+        append_line(RunDir(tmp_path).evaluations, line | told)
+    assert heldout_scores(tmp_path) == {0: 0.5, 4: 0.5}
+    append_line(RunDir(tmp_path).evaluations, {"step": 6, "env": "a", "metrics": {"accuracy": 0.3}, "main": "accuracy"})
+    assert heldout_scores(tmp_path) == {0: 0.1, 2: 0.2, 4: 0.4, 6: 0.3}
 
 
 def test_run_dir_resumes_from_what_was_saved_last(tmp_path):

@@ -14,6 +14,8 @@ from pathlib import Path
 import orjson
 import psutil
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from recipe.atropos.environments import gsm8k
 from recipe.atropos.launch_services import compose_overrides, load_config, parse_arguments
@@ -392,6 +394,11 @@ def test_the_demo_trains_reports_ends_what_it_started_and_goes_on_after_an_inter
     assert groups["trained"] == steps * 16 and groups["dropped"] == 0 and groups["sent"] == counts["groups_sent"]
     assert abs(groups["unknown"]) < 8, groups  # what was being sent as the environment ended
     assert len(list((folder / "checkpoints").glob("global_step_*"))) == 2, "of both processes"
+    assert f"model {os.path.relpath(folder / 'model', tmp_path)}: step {steps}, float32" in words(output), output
+    card = (folder / "model/README.md").read_text()
+    assert f"| {summary['heldout_accuracy_before']:.4g} (step 0) | {summary['heldout_accuracy_after']:.4g} |" in card
+    exported = AutoModelForCausalLM.from_pretrained(folder / "model", dtype="auto")
+    assert exported.dtype == torch.float32 and exported.num_parameters() > 1e5
     assert sum(summary["seconds_per_phase"].values()) == pytest.approx(summary["seconds"], rel=0.05)
     lines = read_metrics(folder)
     assert [line["step"] for line in lines] == list(range(1, steps + 1)), "each step once"

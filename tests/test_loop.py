@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers_export import assert_export_is_what_is_served
 from helpers_services import get, post, running_api
 from helpers_trainer import CPU_OVERRIDES, begin_step, close, compose_config, model_vocab, random_group, started
 from safetensors import safe_open
@@ -119,10 +120,11 @@ def test_sharded_weights_arrive_by_every_transport(model_path, server, tmp_path,
     ],
     ids=str,
 )
-def test_pushed_weights_are_the_trainers_and_engine_and_trainer_agree_after_each_update(
-    model_path, server, tmp_path, strategy, world
-):
-    """Bit for bit on the way; 1e-4 between the engine's and the worker's logprobs of fresh samples (FSDP in fp32)."""
+def test_pushed_and_exported_weights_are_the_trainers(model_path, server, tmp_path, strategy, world):
+    """Bit for bit on the way; 1e-4 between the engine's and the worker's logprobs of fresh samples (FSDP in fp32).
+
+    An export answers in transformers as the server does, token for token.
+    """
     trainer = make_trainer(
         model_path,
         server,
@@ -159,6 +161,7 @@ def test_pushed_weights_are_the_trainers_and_engine_and_trainer_agree_after_each
             torch.equal(a, b) for a, b in zip(pushed_weights(tmp_path, 102).values(), base.values(), strict=True)
         )
         assert [p.name for p in (tmp_path / "weights").iterdir()] == ["version_102"], "old versions are removed"
+        assert_export_is_what_is_served(trainer, server, pushed_weights(tmp_path, 102), tmp_path / "exported")
     finally:
         close(trainer)
 

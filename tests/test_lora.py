@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import ray
 import torch
+from helpers_export import assert_export_is_what_is_served
 from helpers_lora import ALPHA, RANK, make_trainer, scored_batch, update
 from helpers_trainer import close
 from peft import LoraConfig, get_peft_model
@@ -203,6 +204,13 @@ def test_the_reference_policy_is_the_base_model_after_every_update_and_the_only_
 
     workers = run.trainer.actor_rollout_wg.workers
     assert ray.get([worker.__ray_call__.remote(models) for worker in workers]) == [1] * len(workers)
+
+
+def test_export_answers_as_the_server_does(run, server):
+    """Of an adapter on any number of ranks, merged, in transformers."""
+    run.trainer.checkpoint_manager.update_weights(100)
+    pushed = load_pushed(run.folder, 100)
+    assert_export_is_what_is_served(run.trainer, server, pushed, run.folder / "exported")
 
 
 @pytest.mark.parametrize("run", [COMBINATIONS[0], COMBINATIONS[2]], indirect=True, ids=["fsdp2", "fsdp"])

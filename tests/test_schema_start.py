@@ -95,7 +95,7 @@ def test_run_dir_of_the_next_number_holds_all_of_its_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     finished(tmp_path / "runs/demo")
     for options, name in ((["preset=demo"], "demo-2"), (["preset=demo", "run.name=mine"], "mine")):
-        config, overrides, directory = load_run_config(options)
+        config, overrides, directory, _ = load_run_config(options)
         assert directory == tmp_path / "runs" / name and load_config(overrides) == config
         for path in (config.run.dir, config.trainer.default_local_dir, config.trainer.rollout_data_dir):
             assert Path(path).resolve().is_relative_to(directory), path

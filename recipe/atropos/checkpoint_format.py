@@ -15,13 +15,21 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
-from transformers.core_model_loading import WeightConverter, rename_source_key, revert_weight_conversion
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+    revert_weight_conversion,
+)
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from recipe.atropos.errors import AtroposError
 
 Shapes = dict[str, tuple[int, ...]]
+TENSOR_NAMES = "tensor_names.json"
+"""File of a training checkpoint: the names in ``CheckpointFormat.shapes`` of the model that was trained."""
 
 
 class CheckpointError(AtroposError, RuntimeError):
@@ -49,6 +57,18 @@ class CheckpointFormat:
             r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$",  # of each layer, in older checkpoints
             *(rf"^{re.escape(name)}$" for name in derived),
         ]
+
+    @classmethod
+    def of_unloaded(cls, model: PreTrainedModel, names: Iterable[str]) -> "CheckpointFormat":
+        """That of a model which was only built, also on the meta device; ``names`` are those of its checkpoint."""
+        conversions = get_model_conversion_mapping(model)
+        renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
+        converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
+        state = model.state_dict()
+        for name in names:  # what from_pretrained does with them: it keeps the conversions that match any
+            rename_source_key(name, renamings, converters, model.base_model_prefix, state)
+        model._weight_conversions = [conversion for conversion in conversions if conversion.was_used()]
+        return cls(model)
 
     def stream(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Name in the checkpoint and tensor, of ``weights`` under their names in the model's state dict."""

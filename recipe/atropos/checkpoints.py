@@ -5,7 +5,8 @@ Guarantees:
 - a checkpoint is whole once ``complete.json`` lists its files and their sizes, which is written last; only a whole one
   is resumed from, the one that was completed last, whatever verl's tracker says;
 - what a kill or a full disk left of one is removed at the next start; folders of others are never touched;
-- ``keep`` counts all whole checkpoints of the folder, those of earlier processes too;
+- ``keep`` counts all whole checkpoints of the folder, those of earlier processes too, but for the one with the best
+  held-out score, which stays beside them;
 - a checkpoint says which model was trained to it.
 """
 
@@ -14,14 +15,25 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
 
 from recipe.atropos.errors import ConfigurationError
-from recipe.atropos.run_dir import DiskFull, RunDirError, disk_errors, disk_is_full, read_json, write_atomic, write_json
+from recipe.atropos.run_dir import (
+    DiskFull,
+    RunDir,
+    RunDirError,
+    disk_errors,
+    disk_is_full,
+    read_json,
+    write_atomic,
+    write_json,
+)
+from recipe.atropos.run_record import heldout_scores
+from recipe.atropos.secret import read_config_yaml
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +66,11 @@ class Checkpoints:
                 logger.warning("%s is not resumed from: %s (trainer.resume_mode=resume_path forces it)", folder, why)
         return whole[-1] if whole else None
 
+    def best(self, scores: Mapping[int, float]) -> Path | None:
+        """The whole checkpoint of the highest of ``scores``, by step, of equals the newest; None: none has a score."""
+        scored = [folder for folder in self.whole() if step_of(folder) in scores]
+        return max(reversed(scored), key=lambda folder: scores[step_of(folder)], default=None)
+
     def to_resume(self, trainer: DictConfig) -> Path | None:
         """The checkpoint from which ``trainer.resume_mode`` resumes; None: from none.
 
@@ -71,16 +88,22 @@ class Checkpoints:
                 shutil.rmtree(folder, ignore_errors=True)
 
     @contextlib.contextmanager
-    def saving(self, step: int, keep: int | None, model: dict[str, Any] | None = None) -> Iterator[Path]:
+    def saving(
+        self,
+        step: int,
+        keep: int | None,
+        model: dict[str, Any] | None = None,
+        scores: Mapping[int, float] | None = None,
+    ) -> Iterator[Path]:
         """Yields the folder to write into. ``keep`` whole ones stay, all where it is None; never none meanwhile.
 
-        ``model``: what ``resumption.model_identity`` says of the model that is trained.
+        ``model``: what ``resumption.model_identity`` says of the model that is trained. ``scores``: held-out, by step.
 
         Raises:
             DiskFull: nothing is left of the new one.
         """
         folder = self.path(step)
-        self._prune(max(1, keep - 1) if keep else None)  # room first, as verl makes it
+        self._prune(max(1, keep - 1) if keep else None, scores or {})  # room first, as verl makes it
         shutil.rmtree(folder, ignore_errors=True)
         try:
             with disk_errors(folder):
@@ -100,10 +123,13 @@ class Checkpoints:
                 raise DiskFull(folder) from error
             raise
         write_atomic(self.directory / _TRACKER, str(step).encode())
-        self._prune(keep)
+        self._prune(keep, scores or {})
 
-    def _prune(self, keep: int | None) -> None:
+    def _prune(self, keep: int | None, scores: Mapping[int, float]) -> None:
+        best = self.best(scores)
         for folder in self.whole()[: -keep or None] if keep else []:
+            if folder == best:
+                continue
             os.replace(folder / _COMPLETE, folder / _INCOMPLETE)  # a kill in the middle leaves one that is removed
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -119,6 +145,38 @@ class Checkpoints:
         except (OSError, KeyError, RunDirError):
             return None
         return saved["sequence"] if whole else None
+
+
+def checkpoints_of(run: RunDir) -> Checkpoints:
+    """Those of a run, wherever its folder is now."""
+    if run.checkpoints.is_dir() or not run.config.exists():
+        return Checkpoints(run.checkpoints)
+    return Checkpoints(read_config_yaml(run.config).trainer.default_local_dir)
+
+
+def choose_checkpoint(run: RunDir, step: int | None = None, best: bool = False) -> Path:
+    """The newest whole checkpoint of a run, that of ``step``, or the one with the best held-out score.
+
+    Raises:
+        ConfigurationError: there is none; says which there are.
+    """
+    checkpoints = checkpoints_of(run)
+    whole = {step_of(folder): folder for folder in checkpoints.whole()}
+    if not whole:
+        raise ConfigurationError(
+            f"{checkpoints.directory} holds no whole checkpoint: give the folder of a run that has saved one "
+            "(trainer.save_freq)"
+        )
+    if best:
+        if (found := checkpoints.best(heldout_scores(run.path))) is None:
+            raise ConfigurationError(
+                f"--best: no checkpoint of {run.path} was evaluated, which has those of steps {sorted(whole)}; let "
+                "evaluation.every and trainer.save_freq come at the same steps"
+            )
+        return found
+    if step is not None and step not in whole:
+        raise ConfigurationError(f"step {step}: {run.path} has whole checkpoints of steps {sorted(whole)}")
+    return list(whole.values())[-1] if step is None else whole[step]
 
 
 def resume_folder(path: str | Path) -> Path:

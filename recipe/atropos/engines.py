@@ -25,26 +25,26 @@ A new adapter depends on the engine's ``seed`` alone, not on the strategy or the
 """
 
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from peft.tuners.lora import Linear, LoraLayer
-from peft.utils.other import transpose
 from tensordict import TensorDict
 from torch.distributed.tensor import DTensor
 from verl.utils.device import get_device_id
 from verl.utils.fsdp_utils import (
     fsdp_version,
     load_fsdp_model_to_gpu,
-    normalize_peft_param_name,
     offload_fsdp_model_to_cpu,
 )
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
-from recipe.atropos.checkpoint_format import CheckpointFormat
+from recipe.atropos.checkpoint_format import TENSOR_NAMES, CheckpointFormat
+from recipe.atropos.lora import ADAPTER, adapted_layers, merged_weights
+from recipe.atropos.run_dir import write_json
 
-_ADAPTER = "default"  # the one that verl makes or loads
 # SGLang computes these as one layer. It refuses an adapter with a part of the first, and dies of a part of the second.
 _COMPUTED_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
@@ -111,6 +111,17 @@ class PushedWeights:
             _check_servable(module)
         return module
 
+    def save_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
+        """As verl, and beside it the names that the weights have in the model's checkpoint, and PEFT's configuration of
+        an adapter: what ``export`` needs, and what is known only where the model is loaded.
+        """
+        super().save_checkpoint(local_path, *args, **kwargs)
+        if torch.distributed.get_rank() == 0:
+            write_json(Path(local_path) / TENSOR_NAMES, list(self.checkpoint_format.shapes))
+            adapter = getattr(self.module, "peft_config", {}).get(ADAPTER)  # FSDP forwards to the module that it wraps
+            if adapter is not None:
+                adapter.save_pretrained(local_path)
+
     def get_per_tensor_param(self, *args: Any, **kwargs: Any) -> tuple[Iterator[tuple[str, torch.Tensor]], None]:
         """Name and full tensor of all that is pushed, in the dtype that is trained; every rank iterates to the end."""
         # FSDP2 gathers from where the shards are; only an adapter is computed with.
@@ -133,11 +144,11 @@ class PushedWeights:
         A layer that is not adapted, but that SGLang computes as one with an adapted one, has zeros.
         """
         try:
-            layers, state = self._lora_layers(), self.module.state_dict()
+            layers, state = adapted_layers(self.module), self.module.state_dict()
             for name, layer in layers.items():
-                a, b = (_full(state[f"{name}.lora_{factor}.{_ADAPTER}.weight"]) for factor in "AB")
+                a, b = (_full(state[f"{name}.lora_{factor}.{ADAPTER}.weight"]) for factor in "AB")
                 yield f"{name}.lora_A.weight", a
-                yield f"{name}.lora_B.weight", b * layer.scaling[_ADAPTER]
+                yield f"{name}.lora_B.weight", b * layer.scaling[ADAPTER]
                 for part in _missing_parts(name, layers):
                     weight = state.get(f"{part}.weight")
                     if weight is not None:  # else the model has no such layer
@@ -149,38 +160,11 @@ class PushedWeights:
 
     def _merged_lora_per_tensor_param(self) -> Iterator[tuple[str, torch.Tensor]]:
         try:
-            yield from self.checkpoint_format.stream(self._merged_weights())
+            weights = merged_weights(adapted_layers(self.module), self.module.state_dict(), _full)
+            yield from self.checkpoint_format.stream(weights)
         finally:
             if self._is_offload_param:
                 offload_fsdp_model_to_cpu(self.module)
-
-    def _merged_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The name in the base model and the full tensor of every weight, in the dtype that is trained."""
-        layers, state = self._lora_layers(), self.module.state_dict()
-        for key, tensor in state.items():
-            # At most one name: verl's function takes a dict, and drops the adapter's own tensors.
-            for name in normalize_peft_param_name({key: tensor}):
-                weight = _full(tensor)
-                layer = layers.get(key.removesuffix(".base_layer.weight"))
-                if layer is not None:
-                    weight = (weight.float() + _delta(key.removesuffix("base_layer.weight"), layer, state)).to(
-                        weight.dtype
-                    )
-                yield name, weight
-
-    def _lora_layers(self) -> dict[str, Linear]:
-        """The adapted layers, by their names as ``state_dict`` has them."""
-        return {
-            name.replace("_fsdp_wrapped_module.", ""): layer
-            for name, layer in self.module.named_modules()
-            if isinstance(layer, LoraLayer)
-        }
-
-
-def _delta(prefix: str, layer: Linear, state: dict[str, torch.Tensor]) -> torch.Tensor:
-    """scaling * B @ A of the layer whose keys start with ``prefix``, (out, in), float32."""
-    a, b = (_full(state[f"{prefix}lora_{factor}.{_ADAPTER}.weight"]).float() for factor in "AB")
-    return transpose(b @ a, layer.fan_in_fan_out) * layer.scaling[_ADAPTER]
 
 
 def _missing_parts(name: str, layers: Iterable[str]) -> list[str]:
@@ -199,7 +183,7 @@ def _full(tensor: torch.Tensor) -> torch.Tensor:
 
 def _check_mergeable(module: torch.nn.Module) -> None:
     """Only A and B of linear layers are trained, and no such layer shares its weight with the embedding."""
-    factors = tuple(f".lora_{factor}.{_ADAPTER}.weight" for factor in "AB")
+    factors = tuple(f".lora_{factor}.{ADAPTER}.weight" for factor in "AB")
     others = [name for name, p in module.named_parameters() if p.requires_grad and not name.endswith(factors)]
     embedding = module.get_input_embeddings().weight
     for name, layer in module.named_modules():
@@ -219,7 +203,7 @@ def _check_servable(module: torch.nn.Module) -> None:
     """Every adapted layer is one of a decoder layer, and all have the same rank: SGLang has room for no other."""
     layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, LoraLayer)}
     outside = [name for name in layers if ".layers." not in name]
-    ranks = {layer.r[_ADAPTER] for layer in layers.values()}
+    ranks = {layer.r[ADAPTER] for layer in layers.values()}
     if outside or len(ranks) != 1:
         raise ValueError(
             "actor_rollout_ref.model.lora.merge=false with an adapter that SGLang cannot take alone: layers outside "

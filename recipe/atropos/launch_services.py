@@ -38,6 +38,8 @@ from recipe.atropos import alarms
 from recipe.atropos.config.compose import given_keys, given_values, load_config
 from recipe.atropos.errors import ConfigurationError, expected_failure
 from recipe.atropos.inference.server import SGLangLaunch, check_launch
+from recipe.atropos.model_card import EXPORTED, write_card
+from recipe.atropos.models import KEY as MODEL_KEY
 from recipe.atropos.models import SMALL_POLICIES, check_model, set_model_path
 from recipe.atropos.preflight import check_config
 from recipe.atropos.resumption import prepare_folder
@@ -52,6 +54,7 @@ from recipe.atropos.services.process import Service, ServiceFailed, default_port
 from recipe.atropos.services.progress import progress
 from recipe.atropos.services.run import Run, console
 from recipe.atropos.services.specs import EnvironmentSpec, environment_specs
+from recipe.atropos.start_from import Start
 from recipe.atropos.utils.hosts import reachable
 
 API_PORT = 8000  # where it is free: the address that Atropos' environments have by default
@@ -72,6 +75,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="updates to train (trainer.total_training_steps)")
     parser.add_argument("--run-dir", help="folder of the run (run.dir); an unfinished run there is resumed")
     parser.add_argument("--model", help="local folder or hub name (actor_rollout_ref.model.path)")
+    parser.add_argument(
+        "--resume-from", metavar="RUN[@STEP]", help="begin with another run's weights (run.resume_from)"
+    )
     parser.add_argument("--gpus", type=int, help="ranks of the trainer (trainer.n_gpus_per_node); on a CPU, processes")
     parser.add_argument("--seed", type=int, help="of the data, the sampling and the small policy (seed)")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
@@ -86,6 +92,7 @@ def compose_overrides(arguments: argparse.Namespace) -> list[str]:
         "trainer.total_training_steps": arguments.steps,
         "run.dir": arguments.run_dir and quoted(Path(arguments.run_dir).resolve()),
         "actor_rollout_ref.model.path": arguments.model and quoted(arguments.model),
+        "run.resume_from": arguments.resume_from and quoted(arguments.resume_from),
         "trainer.n_gpus_per_node": arguments.gpus,
         "seed": arguments.seed,
     }
@@ -97,18 +104,27 @@ def quoted(value: str | Path) -> str:
     return "'" + str(value).replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
-def load_run_config(overrides: list[str]) -> tuple[DictConfig, list[str], Path]:
-    """The configuration, the overrides that give it, and the folder of the run; paths below run.dir are in that folder.
+def load_run_config(overrides: list[str]) -> tuple[DictConfig, list[str], Path, Start | None]:
+    """The configuration, the overrides that give it, the run's folder, and another run's weights that it begins with.
+
+    Paths below run.dir are in that folder.
 
     Raises:
-        ConfigurationError: as ``load_config`` and ``choose_run_dir``.
+        ConfigurationError: as ``load_config``, ``choose_run_dir`` and ``Start.of``.
     """
-    config = load_config(overrides, tell=_say)
-    directory = choose_run_dir(config, explicit="run.dir" in given_keys(overrides))
+    given, start, more = given_keys(overrides), None, []
+    later = "run.resume_from" in given and MODEL_KEY not in given  # its model is known once the run's folder is
+    config = load_config([*overrides, f"{MODEL_KEY}=run.resume_from"] if later else overrides, tell=_say)
+    directory = choose_run_dir(config, explicit="run.dir" in given)
     if directory != Path(config.run.dir).resolve():
-        overrides = [*overrides, f"run.dir={quoted(directory)}"]
+        more = [("run.dir", directory)]
+    if config.run.resume_from:
+        start = Start.of(config, directory, given)
+        more += start.overrides
+    if more or later:
+        overrides = [*overrides, *(f"{key}={quoted(value)}" for key, value in more)]
         config = load_config(overrides)
-    return config, overrides, directory
+    return config, overrides, directory, start
 
 
 def choose_run_dir(config: DictConfig, explicit: bool) -> Path:
@@ -244,6 +260,7 @@ async def launch(
             await watch(run, trainer, version, environments, evaluations, on_step=first.close)
         environments.stop()
         await evaluations.end()
+        tell_model(run)
     except BaseException as error:
         failure = error
         # A service's log, on the same disk, may not say so.
@@ -260,6 +277,19 @@ async def launch(
     from recipe.atropos.utils.plots import plot_reward  # here: matplotlib takes a second
 
     plot_reward(directory)
+
+
+def tell_model(run: Run) -> None:
+    """Name what the trainer has exported, and complete its card: the last evaluation came after it."""
+    for folder in (run.files.model, run.files.adapter):
+        exported = read_json(folder / EXPORTED, {})
+        if exported.get("step") == run.config.trainer.total_training_steps:
+            write_card(folder, run.files)
+            what = f"{os.path.relpath(folder)}: step {exported['step']}, {exported['dtype']}"
+            console.print(f"[bold]model[/]   {escape(what)}", soft_wrap=True)
+            return
+    why = f"see {run.log('trainer')}" if run.config.trainer.save_freq > 0 else "trainer.save_freq saves no checkpoint"
+    console.print(f"[bold]model[/]   none is exported: {escape(why)}", soft_wrap=True)
 
 
 async def _end(
@@ -484,18 +514,22 @@ def main(argv: list[str] | None = None) -> int:
     """Returns the exit status: 0 only if every step was trained."""
     arguments = parse_arguments(argv)
     try:
-        config, overrides, directory = load_run_config(compose_overrides(arguments))
-        check_config(config)
+        config, overrides, directory, start = load_run_config(compose_overrides(arguments))
+        checked = start.for_checks(config) if start else config
+        check_config(checked)
         specs = environments_of(config)
         _say(os.path.relpath(directory))
-        check_model(config.actor_rollout_ref.model.path)
-        check_start(config)
+        check_model(checked.actor_rollout_ref.model.path)
+        check_start(checked)
         if specs:
-            check_environments(Run(config, overrides, directory), specs)
+            check_environments(Run(checked, overrides, directory), specs)
         else:
             check_key(config)
         make_folder(directory)
         with RunDir(directory).lock(_say) as lock:
+            if start:
+                with progress(f"copying the weights of {start.source.path}, step {start.step}"):
+                    start.make()
             prepare_model(config)
             for change in prepare_folder(RunDir(directory), config):
                 _say(f"resumed with another {change}")

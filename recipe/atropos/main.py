@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from recipe.atropos import scratch
 from recipe.atropos.config.compose import load_config
-from recipe.atropos.errors import one_line_errors
+from recipe.atropos.errors import ConfigurationError, one_line_errors
 from recipe.atropos.models import check_model, set_model_path
 from recipe.atropos.preflight import check_config, check_services
 from recipe.atropos.resumption import prepare_folder
@@ -88,6 +88,24 @@ def _train(config: DictConfig) -> None:
         raise
     finally:
         ray.shutdown()
+    export_model(RunDir(config.run.dir))
+
+
+def export_model(folder: RunDir) -> None:
+    """Export the last checkpoint as ``RUN/model``; one that cannot be exported is only told of: all steps are trained.
+
+    Raises:
+        DiskFull: the same command exports it, once there is room.
+    """
+    from recipe.atropos.export import ExportError, export_last
+    from recipe.atropos.safetensors_writer import UnsupportedDtype
+    from recipe.atropos.shards import ShardsError
+
+    try:
+        if (exported := export_last(folder)) is not None:
+            print(f"model exported to {exported}", flush=True)
+    except (ExportError, ShardsError, UnsupportedDtype) as error:
+        print(f"model not exported: {error}", flush=True)
 
 
 def _in_background(work: Callable[[], None]) -> Future[None]:
@@ -115,6 +133,11 @@ def main(argv: list[str] | None = None) -> None:
     logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(message)s")
     with one_line_errors():
         config = load_config([*take_secret_flags(), *arguments.overrides])
+        if config.run.resume_from and not RunDir(config.run.dir).inherits_lock():
+            raise ConfigurationError(
+                f"run.resume_from={config.run.resume_from} is the launcher's work: export that run, and give the "
+                "folder as actor_rollout_ref.model.path"
+            )
         check_config(config)
         check_model(config.actor_rollout_ref.model.path)
         print(f"run {config.run.dir}: trains {config.actor_rollout_ref.model.path}", flush=True)

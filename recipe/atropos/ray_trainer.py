@@ -43,7 +43,7 @@ from recipe.atropos.recorded import NoServers, RecordedSource, write_batch
 from recipe.atropos.resumption import model_identity
 from recipe.atropos.rows import ConversionReport, Group, Row, RowLimits, VersionLimits, environment_name, read_groups
 from recipe.atropos.run_dir import RunDir, rewrite_lines, write_atomic
-from recipe.atropos.run_record import RunRecord
+from recipe.atropos.run_record import RunRecord, heldout_scores
 from recipe.atropos.sampling import SamplingCheck
 from recipe.atropos.secret import public_config
 from recipe.atropos.weight_sync.build import build_manager
@@ -504,8 +504,8 @@ class RayGRPOAtroposTrainer(SeparateRayPPOTrainer):
 
     def _save_checkpoint(self) -> None:
         """Raises DiskFull, with nothing left of this checkpoint, and the earlier ones as they were."""
-        keep = self.config.trainer.max_actor_ckpt_to_keep
-        with self.checkpoints.saving(self.global_steps, keep, self._model_identity) as folder:
+        keep, scores = self.config.trainer.max_actor_ckpt_to_keep, heldout_scores(self.config.run.dir)
+        with self.checkpoints.saving(self.global_steps, keep, self._model_identity, scores) as folder:
             self.actor_rollout_wg.save_checkpoint(str(folder / "actor"), None, self.global_steps)
             state = io.BytesIO()
             torch.save(self.record.state_dict(), state)

@@ -3,6 +3,7 @@
 Guarantees:
 
 - ``write_atomic`` replaces a file whole: a reader sees the old or the new content, also after a kill or a full disk.
+- ``replace_folder`` lets a folder appear whole or not at all.
 - ``append_line`` adds a line whole: what a kill left of one is cut before the next, and no reader ever gets it.
 - ``RunDir.lock`` lets one run at a time into the folder; it ends with the processes that inherit it, however they end.
 - A folder says which format it has; one of another format is refused.
@@ -13,6 +14,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import shutil
 import socket
 import sys
 import time
@@ -94,6 +96,44 @@ def write_atomic(path: str | Path, data: bytes, mode: int = 0o644) -> None:
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
         raise
+
+
+@contextlib.contextmanager
+def replace_folder(path: str | Path) -> Iterator[Path]:
+    """Yields an empty folder beside ``path``, which takes its place at the end of the block, or changes nothing.
+
+    Raises:
+        DiskFull: nothing half-written is left.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for left in path.parent.glob(f".{path.name}.*{_PARTIAL}"):
+        _remove_partial(left)
+    partial = path.with_name(f".{path.name}.{os.getpid()}{_PARTIAL}")
+    former = path.with_name(f".{path.name}.former.{os.getpid()}{_PARTIAL}")
+    try:
+        with disk_errors(path):
+            partial.mkdir()
+            yield partial
+            if path.exists():
+                path.rename(former)
+            partial.rename(path)
+    finally:
+        if former.exists() and not path.exists():
+            former.rename(path)
+        for folder in (partial, former):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_partial(partial: Path) -> None:
+    """Unless the process lives that writes it."""
+    writer = partial.name.split(".")[-2]
+    if not writer.isdigit() or psutil.pid_exists(int(writer)):
+        return
+    if partial.is_dir():
+        shutil.rmtree(partial, ignore_errors=True)
+    else:
+        partial.unlink(missing_ok=True)
 
 
 def write_json(path: str | Path, value: Any, mode: int = 0o644) -> None:
@@ -208,6 +248,9 @@ class RunDir:
         self.batches = path / "batches"
         self.checkpoints = path / "checkpoints"
         self.weights = path / "weights"
+        self.model = path / "model"  # the trained model in Hugging Face format
+        self.adapter = path / "adapter"  # or a LoRA adapter alone, in PEFT's
+        self.start = path / "start"  # the weights of another run that this one begins with
         self.environments = path / "environments"
         self.evaluation = path / "evaluation"
         self.evaluated = self.evaluation / "evaluated"  # the newest version that was evaluated
@@ -229,10 +272,8 @@ class RunDir:
 
     def remove_partial(self) -> None:
         """Remove what processes that were killed left of files that they were writing."""
-        for partial in self.path.rglob(f".*{_PARTIAL}"):
-            writer = partial.name.split(".")[-2]
-            if writer.isdigit() and not psutil.pid_exists(int(writer)):
-                partial.unlink(missing_ok=True)
+        for partial in list(self.path.rglob(f".*{_PARTIAL}")):
+            _remove_partial(partial)
 
     # ---------------------------------------------------------------- format
 

@@ -159,3 +159,14 @@ def read_metrics(directory: str | Path) -> list[dict[str, Any]]:
 def read_evaluations(directory: str | Path) -> list[dict[str, Any]]:
     """All lines of ``evaluations.jsonl``."""
     return read_lines(RunDir(directory).evaluations)
+
+
+def heldout_scores(directory: str | Path) -> dict[int, float]:
+    """By step, the mean of the environments' main metrics, of the steps that all of the newest one's have evaluated."""
+    values: dict[int, dict[str, float]] = {}
+    for line in read_evaluations(directory):
+        if line.get("main"):
+            values.setdefault(line["step"], {})[line["env"]] = line["metrics"][line["main"]]
+    needed = values[max(values)].keys() if values else set()
+    scores = {step: [found[env] for env in needed] for step, found in values.items() if needed <= found.keys()}
+    return {step: sum(found) / len(found) for step, found in scores.items()}

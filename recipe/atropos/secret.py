@@ -8,8 +8,10 @@ kept, and those that trackers get, hold none. A reference to another place, ``${
 import json
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from recipe.atropos.utils.private_process import SECRET_FLAGS
@@ -64,6 +66,11 @@ def config_yaml(config: DictConfig) -> bytes:
         "${inference.api_key}"
     )
     return OmegaConf.to_yaml(OmegaConf.create(public)).encode()
+
+
+def read_config_yaml(path: str | Path) -> DictConfig:
+    """What ``config_yaml`` gave; in a moment, where OmegaConf's own reader takes a second."""
+    return OmegaConf.create(yaml.load(Path(path).read_bytes(), getattr(yaml, "CSafeLoader", yaml.SafeLoader)))
 
 
 def split_secret_flags(flags: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

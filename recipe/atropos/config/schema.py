@@ -119,6 +119,7 @@ def about(text: str) -> Any:
 class Run(Section):
     name: Name = about("Name of the run")
     dir: Text = about("Folder of the run; an unfinished run in it is resumed")
+    resume_from: Text | None = about("RUN[@STEP]: begin with that run's weights, a new optimizer and step 0")
 
 
 class API(Section):
@@ -378,7 +379,7 @@ class Trainer(VerlSection):
     n_gpus_per_node: Count = about("Ranks on each; on a CPU, processes")
     total_training_steps: Count = about("Updates to train")
     save_freq: int = about("Updates between checkpoints, one after the last too; -1: none")
-    max_actor_ckpt_to_keep: Count | None = about("Whole checkpoints that are kept in the folder; null: all")
+    max_actor_ckpt_to_keep: Count | None = about("Newest checkpoints that are kept, beside the best; null: all")
     logger: list[Tracker] = about("Where metrics go beside metrics.jsonl")
     default_local_dir: Text = about("Folder of the checkpoints")
     resume_mode: Literal["auto", "disable", "resume_path"] = about("From the newest checkpoint, none, or a given one")

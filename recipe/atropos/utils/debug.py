@@ -1,13 +1,16 @@
-"""Look at what a run was trained on, train on it again without any server, and look at what an environment does.
+"""Look at what a run was trained on, train on it again without any server, export its model, look at an environment.
 
     python -m recipe.atropos.utils.debug show runs/NAME --step 3 --group 0 --sequence 1
     python -m recipe.atropos.utils.debug replay runs/NAME [key=value ...]
+    python -m recipe.atropos.utils.debug export runs/NAME [--step N | --best] [--out DIR] [--dtype bfloat16]
     python -m recipe.atropos.utils.debug verify-env --env MODULE:Class --model DIR --url URL [key=value ...]
 
-The first two need the batches of the run: start it with ``trainer.atropos.record_batches=true``. ``show`` prints one
-trajectory, each token coloured by mask, logprob and advantage. ``replay`` trains with the run's own configuration,
-without Trajectory API, environment and SGLang, into ``runs/NAME-replay``, and says whether the weights became the same:
-on a CPU they do; on GPUs set ``actor_rollout_ref.actor.fsdp_config.full_determinism=true`` in both.
+``show`` and ``replay`` need the batches of the run: start it with ``trainer.atropos.record_batches=true``. ``show``
+prints one trajectory, each token colored by mask, logprob and advantage. ``replay`` trains with the run's own
+configuration, without Trajectory API, environment and SGLang, into ``runs/NAME-replay``, and says whether the weights
+became the same: on a CPU they do; on GPUs set ``actor_rollout_ref.actor.fsdp_config.full_determinism=true`` in both.
+
+``export`` writes the model of a checkpoint as a folder in Hugging Face format (``recipe/atropos/export.py``).
 
 ``verify-env`` has an environment roll out one item with a running SGLang server, and shows what each side saw and what
 the trainer would read of it; keys are fields of the environment's configuration. Exit status 0 only if there is
@@ -35,6 +38,8 @@ from recipe.atropos.advantages import AdvantageConfig, RunningMoments, compute_a
 from recipe.atropos.data_proto import groups_to_data_proto
 from recipe.atropos.data_source import DataSourceError
 from recipe.atropos.errors import ConfigurationError, one_line_errors
+from recipe.atropos.export import add_arguments as add_export_arguments
+from recipe.atropos.export import export
 from recipe.atropos.recorded import read_batch
 from recipe.atropos.rows import RowLimits, environment_name
 from recipe.atropos.run_dir import RunDir
@@ -256,6 +261,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     replayed = commands.add_parser("replay", help="train on the recorded batches, without servers")
     replayed.add_argument("run", type=Path, help="folder of the run")
     replayed.add_argument("overrides", nargs="*", help="key=value of the configuration")
+    add_export_arguments(commands.add_parser("export", help="a checkpoint's model in Hugging Face format"))
     verified = commands.add_parser("verify-env", help="one group with a real server, and what each side saw")
     verified.add_argument("--env", required=True, help="MODULE:Class, FILE.py or FILE.py:Class")
     verified.add_argument("--model", help="folder or name of the policy; default: the environment's own tokenizer")
@@ -268,6 +274,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     with one_line_errors(OmegaConfBaseException, OSError):
         if arguments.command == "show":
             show(arguments.run, arguments.step, arguments.group, arguments.sequence, arguments.table, console)
+            return 0
+        if arguments.command == "export":
+            console.print(str(export(arguments)), markup=False, soft_wrap=True)
             return 0
         if arguments.command == "verify-env":
             return 0 if verify_env(arguments, console) else 1

@@ -1,0 +1,85 @@
+"""The model in a checkpoint of verl's FSDP engines, whole tensors of any number of ranks' files, one at a time.
+
+Nothing is read before it is asked for: the files are mapped into memory. No process group is needed, and no GPU.
+Nothing but tensors is unpickled.
+"""
+
+import pickle
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch.distributed.tensor import DTensor  # also allows torch.load to make them
+
+from recipe.atropos.errors import AtroposError
+
+
+class ShardsError(AtroposError, RuntimeError):
+    """The files of a checkpoint do not make a model; the message names the folder."""
+
+
+class Shards(Mapping[str, torch.Tensor]):
+    """Name in the state dict of the engine's module, and whole tensor on the CPU, of the checkpoint ``folder``.
+
+    FSDP1 and FSDP2, also with replicas (``fsdp_size``): verl saves DTensors, or plain tensors of what is not sharded.
+    ``like``: the same names with tensors on the meta device.
+
+    Raises:
+        ShardsError: a rank's file is missing, or something else than tensors is in one.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self._ranks = [_load(path) for path in _files(folder)]
+        self.like = {
+            name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            for name, tensor in self._ranks[0].items()
+        }
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.like)
+
+    def __len__(self) -> int:
+        return len(self.like)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        first = self._ranks[0][name]
+        if not isinstance(first, DTensor):
+            return first  # every rank has the whole of it
+        sharded = [placement.is_shard() for placement in first.placements]
+        if sum(sharded) > 1 or any(placement.is_partial() for placement in first.placements):
+            raise ShardsError(f"{self.folder}: {name} is sharded as {first.placements}, which FSDP alone does not do")
+        # Of replicas the first; a mesh has the ranks' numbers.
+        ranks = first.device_mesh.mesh[tuple(slice(None) if shard else 0 for shard in sharded)].flatten().tolist()
+        parts = [self._ranks[rank][name]._local_tensor for rank in ranks]
+        whole = parts[0] if len(parts) == 1 else torch.cat(parts, first.placements[sharded.index(True)].dim)
+        if whole.shape != first.shape:
+            raise ShardsError(f"{self.folder}: the ranks' parts of {name} make {list(whole.shape)}, not {first.shape}")
+        return whole
+
+
+def _files(folder: Path) -> list[Path]:
+    """Those of the ranks 0, 1, ..."""
+    pattern = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
+    found = {tuple(map(int, match.groups())) for path in folder.glob("*.pt") if (match := pattern.fullmatch(path.name))}
+    worlds = {world for world, _ in found}
+    if len(worlds) != 1:
+        raise ShardsError(
+            f"{folder} holds {'models of several numbers of ranks' if worlds else 'no model'}; "
+            "actor_rollout_ref.actor.checkpoint.save_contents must hold model"
+        )
+    [world] = worlds
+    if missing := sorted(set(range(world)) - {rank for _, rank in found}):
+        raise ShardsError(
+            f"{folder} holds {len(found)} of {world} ranks' files, rank {missing[0]} is missing: copy those of the "
+            "other machines into it, or keep runs on a file system that all share"
+        )
+    return [folder / f"model_world_size_{world}_rank_{rank}.pt" for rank in range(world)]
+
+
+def _load(path: Path) -> dict[str, torch.Tensor]:
+    try:
+        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise ShardsError(f"{path} cannot be read: {error}") from error
