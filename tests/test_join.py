@@ -132,7 +132,7 @@ def test_join_with_a_bound_on_staleness_needs_the_adapter():
         ("environments.one.args.seed=3", "environments.one.target is not set"),
     ],
 )
-def test_join_refuses_settings_of_an_environment_that_is_not_there(override, told):
+def test_join_refuses_settings_of_no_environment(override, told):
     with pytest.raises(ConfigurationError, match=re.escape(told)):
         check_config(config(override))
 

@@ -1,6 +1,6 @@
 """Client of the Atropos Trajectory API: register, fetch ahead, hand over oldest first, say who is silent.
 
-The promises:
+Guarantees:
 
 - ``next_batch`` hands batches over in the order in which their groups were posted, although the API cuts its whole
   queue at once and serves the cuts last first. A cut shows in the API's step counter, so it is fetched whole and

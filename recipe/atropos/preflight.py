@@ -1,4 +1,4 @@
-"""What can be known to be wrong before anything is started: each error names the value and the mend."""
+"""What can be known to be wrong before anything is started: each error names the value and the fix."""
 
 import asyncio
 import json
