@@ -117,6 +117,7 @@ def server_configs(
 class CommandLine:
     """Goes before ``BaseEnv``; see the module."""
 
+    owns_process = False  # its command line runs
     only_checked = False  # the process ends where the environment would be built: target, class and flags are right
     __openai_flags: dict[str, Any] = {}  # those that BaseEnv must not see
 
@@ -138,7 +139,8 @@ class CommandLine:
         in_file = _yaml_servers(flags.get("config"))
         in_file = in_file[0] if isinstance(in_file, list) and len(in_file) == 1 else in_file
         servers = server_configs(default, openai, in_file)[0]
-        if cls.only_checked or not isinstance(servers, list) or isinstance(in_file, list):
+        in_code = not cls.owns_process  # not by the command line: who asks for the defaults shall get these
+        if in_code or cls.only_checked or not isinstance(servers, list) or isinstance(in_file, list):
             return env_config, servers
         env_given = extract_namespace(flags, f"{ENV_NAMESPACE}{NAMESPACE_SEP}")
         env_given |= _yaml(flags.get("config")).get(ENV_NAMESPACE) or {}
