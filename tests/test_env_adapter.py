@@ -163,6 +163,18 @@ def test_openai_flags_win_in_every_form_of_configuration(tmp_path, model, comman
     assert not server["health_check"] and said(output)["kind"] == "SGLangServer"
 
 
+def test_promises_adapter_completes_what_the_command_line_leaves(tmp_path, model):
+    """And only there: in code, ``config_init`` gives the environment's own defaults."""
+    url = "http://127.0.0.1:1/v1"
+    command = ["serve", "--env", SAID, f"--openai.base_url={url}"]
+    status, output = run_adapter(tmp_path, *command, MODEL=model, ATROPOS_API_KEY="the-key-of-the-run")
+    assert status == 0 and '"kind": "SGLangServer"' in output and "the-key" not in output, output
+    assert f"adapter: {url} is taken for an SGLang server (--openai.server_type=sglang)" in output
+    assert '"api_key": "***"' in output, "the run's, hidden"
+    _, [server] = adapt(load_environment("recipe.atropos.environments.gsm8k")).config_init()
+    assert server.api_key == "x"
+
+
 def test_secret_is_hidden_by_environments(tmp_path, model):
     """BaseEnv prints its servers, and writes them to a file that everyone may read."""
     secret = json.dumps(["--openai.api_key=the-key-of-the-run"])

@@ -8,7 +8,6 @@ import sys
 import helpers_gsm8k_server
 import pytest
 from atroposlib.envs.base import APIServerConfig, BaseEnvConfig
-from helpers_adapter_cli import run_adapter
 from helpers_boxed_policy import ANSWERS, make_boxed_policy
 from helpers_terminal import terminals
 from test_join import told_command
@@ -23,7 +22,6 @@ from recipe.atropos.run_record import read_metrics
 from recipe.atropos.secret import config_yaml
 from recipe.atropos.services.inference import GATEWAY_PORT
 from recipe.atropos.services.process import free_port, port_is_free, start_service
-from recipe.atropos.utils.env_adapter import adapt, load_environment
 
 # ---------------------------------------------------------------------- launch_services --config FILE
 
@@ -110,18 +108,6 @@ def test_promises_adapter_takes_sglang_and_the_key_and_says_so(monkeypatch, caps
     assert (found.server_type, found.api_key) == expected and found_env == env, "nobody answers: its defaults stay"
     told = capsys.readouterr().err
     assert ("--openai.server_type=sglang" in told) == (expected[0] == "sglang") and "the-key" not in told
-
-
-def test_promises_adapter_completes_what_the_command_line_leaves(tmp_path, model_path):
-    """And only there: in code, ``config_init`` gives the environment's own defaults."""
-    url = f"http://127.0.0.1:{free_port()}/v1"
-    command = ["serve", "--env", "helpers_said_env:SaidEnv", f"--openai.base_url={url}"]
-    status, output = run_adapter(tmp_path, *command, MODEL=str(model_path), ATROPOS_API_KEY="the-key-of-the-run")
-    assert status == 0 and '"kind": "SGLangServer"' in output and "the-key" not in output, output
-    assert f"adapter: {url} is taken for an SGLang server (--openai.server_type=sglang)" in output
-    assert '"api_key": "***"' in output, "the run's, hidden"
-    _, [server] = adapt(load_environment("recipe.atropos.environments.gsm8k")).config_init()
-    assert server.api_key == "x"
 
 
 @pytest.mark.e2e
