@@ -21,12 +21,14 @@ from helpers_terminal import LIMIT, terminals
 from recipe.atropos.config.compose import load_config
 from recipe.atropos.data_source import DataSourceConfig
 from recipe.atropos.errors import ConfigurationError
-from recipe.atropos.launch_services import check_start
+from recipe.atropos.launch_services import check_start, watch
 from recipe.atropos.preflight import check_config
 from recipe.atropos.run_record import read_metrics
 from recipe.atropos.services import joining
+from recipe.atropos.services.evaluation import Evaluations
+from recipe.atropos.services.inference import Inference
 from recipe.atropos.services.joining import check_key, how_to_join
-from recipe.atropos.services.process import default_port, free_port
+from recipe.atropos.services.process import ServiceFailed, default_port, free_port
 from recipe.atropos.services.run import Run
 
 LAUNCH = [sys.executable, "-m", "recipe.atropos.launch_services"]
@@ -168,13 +170,28 @@ def test_join_ports_given_twice_are_refused(model_path):
         check_start(load_config(["preset=demo", *overrides]))
 
 
-@pytest.mark.e2e
-def test_join_announces_who_comes_and_says_why_no_batch_does(tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def api(tmp_path):
+    """With a trainer's registration, of batches of two groups of two."""
+    trainer = {"wandb_group": "", "wandb_project": "", "batch_size": 4, "max_token_len": 128, "checkpoint_dir": ""}
+    with running_api(tmp_path) as service:
+        post(f"{service.url}/register", trainer | {"save_checkpoint_interval": -1, "starting_step": 0, "num_steps": 9})
+        get(f"{service.url}/batch")
+        yield service
+
+
+def small_batches(*overrides):
+    return config("data.train_batch_size=2", "actor_rollout_ref.rollout.n=2", "inference.api_key=the-key", *overrides)
+
+
+@pytest.fixture
+def impatient(monkeypatch):
     for name, value in {"_FIRST_WORD": 0.2, "_LONGEST_SILENCE": 0.2, "_FIRST_LOOK": 0.1, "_LONGEST_LOOK": 0.1}.items():
         monkeypatch.setattr(joining, name, value)
-    settings = config("data.train_batch_size=2", "actor_rollout_ref.rollout.n=2", "inference.api_key=the-key")
-    trainer = {"wandb_group": "", "wandb_project": "", "batch_size": 4, "max_token_len": 128, "checkpoint_dir": ""}
-    trainer |= {"save_checkpoint_interval": -1, "starting_step": 0, "num_steps": 9}
+
+
+@pytest.mark.e2e
+def test_join_announces_who_comes_and_says_why_no_batch_does(tmp_path, impatient, capsys, api):
     environment = {"max_token_length": 128, "desired_name": "e", "weight": 1.0, "group_size": 2}
 
     async def looks(join, count):
@@ -183,22 +200,43 @@ def test_join_announces_who_comes_and_says_why_no_batch_does(tmp_path, monkeypat
             await asyncio.sleep(0.15)
         return re.sub(r"\s+", " ", capsys.readouterr().out)
 
-    with running_api(tmp_path) as api:
-        post(f"{api.url}/register", trainer)
-        get(f"{api.url}/batch")
-        join = joining.Joining(Run(settings, [], tmp_path), api.url, "http://127.0.0.1:9")
-        join.start()
-        shown = asyncio.run(looks(join, 6))
-        assert "the-key" not in shown and '"$ATROPOS_API_KEY"' in shown, "this output is no terminal"
-        assert "evaluates nothing" in shown
-        assert "no environment has registered" in shown and "join_timeout=86400 s" in shown and join.awaited
-        for _ in range(2):
-            post(f"{api.url}/register-env", environment)
-        shown = asyncio.run(looks(join, 1))
-        assert "has joined, as number 0" in shown and "has joined, as number 1" in shown
-        for number in range(2):
-            post(f"{api.url}/scored_data", group(number, 2))
-        assert "joined" not in asyncio.run(looks(join, 2)) and not join.awaited, "a batch is there: the trainer is slow"
+    join = joining.Joining(Run(small_batches(), [], tmp_path), api.url, "http://127.0.0.1:9")
+    join.start()
+    shown = asyncio.run(looks(join, 6))
+    assert "the-key" not in shown and '"$ATROPOS_API_KEY"' in shown, "this output is no terminal"
+    assert "evaluates nothing" in shown
+    assert "no environment has registered" in shown and "join_timeout=86400 s" in shown and join.awaited
+    for _ in range(2):
+        post(f"{api.url}/register-env", environment)
+    shown = asyncio.run(looks(join, 1))
+    assert "has joined, as number 0" in shown and "has joined, as number 1" in shown
+    for number in range(2):
+        post(f"{api.url}/scored_data", group(number, 2))
+    assert "joined" not in asyncio.run(looks(join, 2)) and not join.awaited, "a batch is there: the trainer is slow"
+    api.stop(grace=3)
     asyncio.run(looks(join, 1))  # an API that has ended is no error here
     join.stop()
     assert join.number == orjson.loads((tmp_path / "summary.json").read_bytes())["environments_joined"] == 2
+
+
+@pytest.mark.e2e
+def test_join_ends_a_run_that_hangs_but_not_one_that_waits(tmp_path, impatient, api):
+    """No step in ``step_timeout`` is an error only where a batch is there."""
+    run = Run(small_batches("trainer.atropos.step_timeout=2"), [], tmp_path)
+    trainer = run.start("trainer", ["sleep", "1000"])
+    join = joining.Joining(run, api.url, "http://127.0.0.1:9")
+
+    async def watched(seconds):
+        evaluations = Evaluations(run, {}, Inference({}, "http://127.0.0.1:9", "the-key"))
+        async with asyncio.timeout(seconds):
+            await watch(run, trainer, 0, join, evaluations)
+
+    try:
+        with pytest.raises(TimeoutError):
+            asyncio.run(watched(6))
+        for number in range(2):
+            post(f"{api.url}/scored_data", group(number, 2))
+        with pytest.raises(ServiceFailed, match="no step after step 0 within trainer.atropos.step_timeout=2 s"):
+            asyncio.run(watched(60))
+    finally:
+        run.stop()
