@@ -7,6 +7,7 @@ import sys
 
 import helpers_gsm8k_server
 import pytest
+import yaml
 from atroposlib.envs.base import APIServerConfig, BaseEnvConfig
 from helpers_boxed_policy import ANSWERS, make_boxed_policy
 from helpers_terminal import terminals
@@ -162,6 +163,9 @@ def folder(tmp_path):
         for split, size in (("train", 20), ("test", 2)):
             rows = [{"question": f"{split} {i}?", "answer": f"so\n#### {ANSWERS[i % 2]}"} for i in range(size)]
             (tmp_path / name / "main" / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        files = [{"split": split, "path": f"main/{split}.jsonl"} for split in ("train", "test")]
+        card = {"configs": [{"config_name": "main", "data_files": files}]}  # as the hub's has it
+        (tmp_path / name / "README.md").write_text(f"---\n{yaml.safe_dump(card)}---\n")
     (tmp_path / "atropos" / "environments").mkdir(parents=True)
     shutil.copy(helpers_gsm8k_server.__file__, tmp_path / "atropos" / "environments" / "gsm8k_server.py")
     return tmp_path
@@ -199,6 +203,7 @@ def test_promises_commands_of_the_main_document_run_as_written(terminal, folder,
         launcher.wait_for(f"an environment has joined, as number {number}")
         before = len(read_metrics(folder / "runs" / "default"))
         launcher.wait_for(rf"step +{before + 6}/1000")  # more than one that has left could have posted
+        assert environment.process.poll() is None, environment.text
         environment.end()
     lines = read_metrics(folder / "runs" / "default")
     assert any("atropos/env_0/mean_score" in line for line in lines), "a stock environment has no name"
