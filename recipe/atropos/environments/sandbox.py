@@ -4,8 +4,9 @@ Guarantees, for an answer as hostile as can be:
 
 - the verdict is that of the tests (``sandbox_answer``): printing, ``os._exit``, or a patched checker passes nothing;
 - it has no network and no other process: it can neither start one nor signal, trace or see one;
-- it sees Python's standard library and nothing else of the file system, no environment variable and no descriptor of
-  this process; it can write to a folder of its own, in memory, that goes with it (with "landlock": to none);
+- it reads Python's standard library and nothing else of the file system, no environment variable and no descriptor of
+  this process; it can write to a folder of its own, in memory, that goes with it (with "landlock": to none, and it
+  can ask whether a path exists);
 - CPU time, elapsed time, memory, files and open files are limited; what it prints goes nowhere;
 - when its verdict is there, nothing of it is left.
 
