@@ -171,6 +171,9 @@ def test_promises_adapter_completes_what_the_command_line_leaves(tmp_path, model
     assert status == 0 and '"kind": "SGLangServer"' in output and "the-key" not in output, output
     assert f"adapter: {url} is taken for an SGLang server (--openai.server_type=sglang)" in output
     assert '"api_key": "***"' in output, "the run's, hidden"
+    assert said(output)["config"]["total_steps"] == 10**9, "BaseEnv would end after 1,000"
+    status, output = run_adapter(tmp_path, *command, "--env.total_steps=7", MODEL=model)
+    assert said(output)["config"]["total_steps"] == 7
     _, [server] = adapt(load_environment("recipe.atropos.environments.gsm8k")).config_init()
     assert server.api_key == "x"
 

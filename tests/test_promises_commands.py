@@ -105,7 +105,7 @@ def test_promises_adapter_takes_sglang_and_the_key_and_says_so(monkeypatch, caps
     monkeypatch.setenv("ATROPOS_API_KEY", "the-key")
     defaults._say.cache_clear()
     env = BaseEnvConfig(tokenizer_name="t", use_wandb=False)
-    found_env, [found] = defaults.complete(env, [one_server(**values)], given, {})
+    found_env, [found] = defaults.complete(env, [one_server(**values)], given, {}, serves=False)
     assert (found.server_type, found.api_key) == expected and found_env == env, "nobody answers: its defaults stay"
     told = capsys.readouterr().err
     assert ("--openai.server_type=sglang" in told) == (expected[0] == "sglang") and "the-key" not in told

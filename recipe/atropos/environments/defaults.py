@@ -6,7 +6,8 @@ Guarantees, the first three for servers over plain http, as a run's are, and eac
 - the key is ``$ATROPOS_API_KEY`` where the environment has none, or "x";
 - model and tokenizer are those that the server, or the gateway before it, serves, whatever the environment has as
   defaults: it is asked, and waited for while the trainer has not pushed yet. Where none answers, the defaults stay;
-- wandb is off where nobody has logged in to it: it would end the environment.
+- wandb is off where nobody has logged in to it: it would end the environment;
+- one that serves does so until it is ended, not for BaseEnv's 1,000 steps: a longer run would wait for it in vain.
 """
 
 import contextlib
@@ -27,6 +28,7 @@ from atroposlib.envs.base import APIServerConfig, BaseEnvConfig
 from recipe.atropos.errors import AtroposError
 from recipe.atropos.secret import API_KEY_VARIABLE
 
+_UNTIL_ENDED = 10**9
 _CONNECT_SECONDS = 5.0
 _ANSWER_SECONDS = 900.0  # above what the gateway holds a request for, while no server has the trainer's weights
 
@@ -36,11 +38,15 @@ class WrongKey(AtroposError, ValueError):
 
 
 def complete(
-    env: BaseEnvConfig, servers: list[APIServerConfig], given: Mapping[str, Any], env_given: Mapping[str, Any]
+    env: BaseEnvConfig,
+    servers: list[APIServerConfig],
+    given: Mapping[str, Any],
+    env_given: Mapping[str, Any],
+    serves: bool = True,
 ) -> tuple[BaseEnvConfig, list[APIServerConfig]]:
     """The defaults of an environment with what its servers can tell; ``given`` and ``env_given`` stay as they are.
 
-    ``given``: by flags and file, of the servers; ``env_given``: of the environment.
+    ``given``: by flags and file, of the servers; ``env_given``: of the environment. ``serves``: it is to serve.
 
     Raises:
         WrongKey: names the variable.
@@ -48,6 +54,9 @@ def complete(
     if env.use_wandb and "use_wandb" not in env_given and not _wandb_is_set_up():
         _say("nobody has logged in to wandb here (--env.use_wandb=false)")
         env = env.model_copy(update={"use_wandb": False})
+    if serves and "total_steps" not in env_given:
+        _say(f"it serves until it is ended (--env.total_steps={_UNTIL_ENDED})")
+        env = env.model_copy(update={"total_steps": _UNTIL_ENDED})
     completed = [_complete(server, given) for server in servers]
     first = completed[0].model_copy(update=dict(given))
     names = {"model_name", "tokenizer_name"} - {*given, *(["tokenizer_name"] if "tokenizer_name" in env_given else [])}

@@ -144,7 +144,7 @@ class CommandLine:
             return env_config, servers
         env_given = extract_namespace(flags, f"{ENV_NAMESPACE}{NAMESPACE_SEP}")
         env_given |= _yaml(flags.get("config")).get(ENV_NAMESPACE) or {}
-        return complete(env_config, servers, {**(in_file or {}), **openai}, env_given)
+        return complete(env_config, servers, {**(in_file or {}), **openai}, env_given, serves="serve" in sys.argv)
 
     @classmethod
     def cli(cls) -> None:
