@@ -1,5 +1,6 @@
 """The gem environment inside of Ray workers, beside progress bars and ``datasets`` in another thread."""
 
+import sys
 import threading
 
 import pytest
@@ -14,6 +15,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400), pytest.mark.usefixtures
 
 GSM8K = "recipe.atropos.environments.gsm8k:GSM8kEnv"
 EPISODES, SECONDS = 30, 180
+
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers do not find the folder of the tests
 
 
 @pytest.fixture(scope="module")
