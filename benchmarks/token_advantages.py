@@ -6,7 +6,8 @@ Trains the small policies of the word problems and of the calculator, each by ou
 advantages differ. The reference is outcome GRPO.
 
 Compared at equal numbers of trained tokens: for each seed a half and all of the tokens that both methods trained on in
-``STEPS`` updates; greedy accuracy on 256 held-out problems, linear between the evaluations after every ``EVERY`` updates.
+``STEPS`` updates. What is compared is the greedy accuracy on 256 held-out problems, linear between the evaluations
+after every ``EVERY`` updates.
 ``--quick`` runs the word problems with one seed. ``--runs DIR`` keeps the runs, and takes those that are complete.
 """
 
