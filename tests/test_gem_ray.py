@@ -66,9 +66,11 @@ class Worker:
     def play(self, model, vector):
         busy = Busy()
         play = self._play_vector if vector else self._play_one
-        rewards = play({"tokenizer": model, "config": {"train_size": 20}, "timeout": 60.0})
+        rewards = play({"tokenizer": model, "config": {"dataset_name": "synthetic", "train_size": 20}, "timeout": 60.0})
         while not busy.rounds and busy.error is None and busy.thread.is_alive():
-            rewards += play({"tokenizer": model, "config": {"train_size": 20}, "timeout": 60.0})
+            rewards += play(
+                {"tokenizer": model, "config": {"dataset_name": "synthetic", "train_size": 20}, "timeout": 60.0}
+            )
         return rewards, busy.end(), threading.current_thread() is threading.main_thread()
 
     def _play_one(self, arguments):

@@ -72,7 +72,7 @@ def test_gem_reward_bridge_is_a_file_a_mapping_or_parsed(model, tmp_path, way):
     path = tmp_path / "bridge.yaml"
     path.write_text(yaml.safe_dump({"reward_bridge": MARKERS}))
     bridge = {"file": path, "mapping": MARKERS, "parsed": parse_bridge(MARKERS)}[way]
-    config = {"train_size": 20, "wandb_name": f"{way}"}
+    config = {"dataset_name": "synthetic", "train_size": 20, "wandb_name": f"{way}"}
     env = gem.make(register(GSM8K), tokenizer=model, config=config, reward_bridge=bridge)
     assert played(env, "so #### 7")[0] == -1.0 + 0.75
     assert played(env.spawn(), "it is #### 7")[0] == -1.0 + 0.5, "one that is made alike has it too"
@@ -80,7 +80,7 @@ def test_gem_reward_bridge_is_a_file_a_mapping_or_parsed(model, tmp_path, way):
 
 
 def test_gem_reward_bridge_of_a_group_shapes_each_score(make):
-    env = make(MARKERS, GSM8K, group_size=2, train_size=20)
+    env = make(MARKERS, GSM8K, group_size=2, dataset_name="synthetic", train_size=20)
     reward, info = played(env, "so", "no")
     assert info["scores"] == [-0.75, -1.0] and info["raw_scores"] == [-1.0, -1.0] and reward == -0.875
     assert info["groups"][0]["scores"] == [-1.0, -1.0], "the environment's own"
@@ -111,7 +111,9 @@ def test_gem_reward_bridge_fades_by_the_trainers_step(make):
 def test_gem_reward_bridge_that_takes_too_long_gives_no_reward(make, monkeypatch):
     monkeypatch.setattr(reward_bridge, "_MATCH_SECONDS", 0.1)
     pattern = {"pattern": "(a|aa|b?a)+$", "regex": True, "weight": 0.1}
-    reward, info = played(make({"answer_present": pattern}, GSM8K, train_size=20), "a" * 200 + "c")
+    reward, info = played(
+        make({"answer_present": pattern}, GSM8K, dataset_name="synthetic", train_size=20), "a" * 200 + "c"
+    )
     assert math.isnan(reward) and "took more than" in info["unscored"] and info["raw_scores"] == [-1.0]
 
 
@@ -140,7 +142,11 @@ def test_gem_reward_bridge_and_advantages_of_tokens_exclude_each_other(make):
 
 @pytest.mark.parametrize("async_mode", [False, True])
 def test_gem_vectors_have_a_reward_bridge(model, async_mode):
-    arguments = {"tokenizer": model, "config": {"train_size": 20}, "reward_bridge": MARKERS}
+    arguments = {
+        "tokenizer": model,
+        "config": {"dataset_name": "synthetic", "train_size": 20},
+        "reward_bridge": MARKERS,
+    }
     vector = make_vec([register(GSM8K)] * 3, async_mode=async_mode, **arguments)
     vector.reset()
     _, rewards, terminated, _, infos = vector.step(["so", "no", "so #### 9"])
