@@ -48,7 +48,16 @@ def test_promises_config_file_is_over_ours_and_below_arguments(tmp_path):
 def test_promises_config_of_a_run_is_a_file_for_another(tmp_path):
     config = load_config(["preset=two_environments", "seed=3", "trainer.atropos.max_staleness=1"])
     (tmp_path / "config.yaml").write_bytes(config_yaml(config))
-    assert load_config([f"config={tmp_path / 'config.yaml'}"]) == config
+    file = f"config={tmp_path / 'config.yaml'}"
+    assert load_config([file]) == config
+    other = load_config([file, "run.dir=other", "data.train_batch_size=32", "actor_rollout_ref.actor.clip_ratio=0.3"])
+    assert other.trainer.default_local_dir == "other/checkpoints", "not the first run's"
+    assert other.trainer.atropos.weight_sync.directory == "other/weights"
+    actor = other.actor_rollout_ref.actor
+    assert (actor.ppo_mini_batch_size, actor.clip_ratio_low) == (32, 0.3)
+    own = tmp_path / "own.yaml"
+    own.write_text("data: {train_batch_size: 8}\nactor_rollout_ref: {actor: {ppo_mini_batch_size: 4}}")
+    assert load_config([f"config={own}", "preset=demo"]).actor_rollout_ref.actor.ppo_mini_batch_size == 4
 
 
 @pytest.mark.parametrize(
@@ -218,7 +227,9 @@ def test_promises_launcher_trains_by_the_documents_command(terminal, folder):
     launch = words("python -m recipe.atropos.launch_services --model model --steps 1000 --gpus 1")
     launcher = terminal([*launch, "--config=cpu.yaml"], folder, HF_HUB_OFFLINE="1")
     launcher.wait_for(r"step +2/1000")
-    assert "heldout" in launcher.text and "generated" not in launcher.text
+    assert "heldout" in launcher.text
+    prompts = "".join(path.read_text() for path in (folder / "runs" / "default" / "rollouts").iterdir())
+    assert "train 0?" in prompts or "train 1?" in prompts, "questions of the folder's data"
 
 
 def test_promises_help_lists_every_option_of_the_document(capsys):

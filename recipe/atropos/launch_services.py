@@ -48,7 +48,7 @@ from recipe.atropos.run_record import QUEUED, account_of_groups, update_summary
 from recipe.atropos.secret import API_KEY_VARIABLE, holds_secret, secret_variables
 from recipe.atropos.services.environments import Environments, check_environments, check_target
 from recipe.atropos.services.evaluation import Evaluations
-from recipe.atropos.services.inference import Inference, inference_healthy, start_inference
+from recipe.atropos.services.inference import Inference, given_ports, inference_healthy, start_inference
 from recipe.atropos.services.joining import Joining, check_key
 from recipe.atropos.services.process import Service, ServiceFailed, default_port, port_is_free, wait_until_healthy
 from recipe.atropos.services.progress import progress
@@ -174,10 +174,8 @@ def check_start(config: DictConfig) -> None:
     inference = config.inference
     _check_port(config.api.port, config.api.host, "api.port")
     _check_port(inference.gateway_port, inference.host, "inference.gateway_port")
-    ports = {"api.port": config.api.port, "inference.gateway_port": inference.gateway_port}
-    if inference.port is not None:
-        ports |= {f"inference.port of server {i}": inference.port + i for i in range(inference.servers)}
-    given = [port for port in ports.values() if port is not None]
+    ports = given_ports(config)
+    given = list(ports.values())
     if double := next((port for port in given if given.count(port) > 1), None):
         keys = " and ".join(key for key, port in ports.items() if port == double)
         raise ConfigurationError(f"{keys}: both are {double}; give another, or null for a free one")
@@ -356,7 +354,7 @@ def start_api(run: Run) -> Service:
     """The Trajectory API; not healthy yet."""
     config = run.config.api
     _check_port(config.port, config.host, "api.port")
-    port = config.port or default_port(API_PORT, config.host)
+    port = config.port or default_port(API_PORT, config.host, given_ports(run.config).values())
     command = [sys.executable, "-m", "atroposlib.cli.run_api", "--host", config.host, "--port", str(port)]
     return run.start("api", command, url=f"http://{reachable(config.host)}:{port}")
 
@@ -446,7 +444,8 @@ async def watch(
             hangs: no step was trained for ``trainer.atropos.step_timeout`` seconds.
     """
     total, limit = run.config.trainer.total_training_steps, run.config.trainer.atropos.step_timeout
-    last_step = time.monotonic()
+    longest = limit + run.config.trainer.atropos.join_timeout  # whatever is waited for
+    last_step = trained = time.monotonic()
     seen, reader = version, LineReader(run.files.metrics)
     reported: set[str] = set()
     while True:
@@ -454,6 +453,7 @@ async def watch(
         for line in reader.new_lines():
             if line["step"] > seen:
                 seen, last_step = line["step"], time.monotonic()
+                trained = last_step
                 on_step()
                 console.print(
                     f"[bold]step {seen:>4}/{total}[/] score {scores_of(line)}  "
@@ -467,8 +467,10 @@ async def watch(
             last_step = time.monotonic()
         run.check()
         await evaluations.look_after()
-        if not ended and time.monotonic() - last_step > limit:
-            raise trainer.failure(f"no step after step {seen} within trainer.atropos.step_timeout={limit:g} s")
+        now = time.monotonic()
+        if not ended and (now - last_step > limit or now - trained > longest):
+            waited = f"{now - trained:.0f} s; trainer.atropos.step_timeout={limit:g} s"
+            raise trainer.failure(f"no step after step {seen} for {waited}")
         if ended:
             if seen < total:
                 raise trainer.failure(f"ended after step {seen} of {total}")

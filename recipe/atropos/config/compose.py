@@ -15,6 +15,7 @@ The values of arguments are those of Hydra's override grammar. A mapping that is
 as a whole by ``key={...}``, so ``environment.args={}`` empties it, and extended by ``key.name=value``.
 """
 
+import contextlib
 import copy
 import difflib
 import functools
@@ -79,18 +80,17 @@ def load_config(overrides: Sequence[str], tell: Callable[[str], None] = lambda _
         OmegaConf.resolve(config)
     except OmegaConfBaseException as error:
         raise ConfigurationError(_first_line(error)) from error
-    values = OmegaConf.to_container(config)
-    check_renamed(values)
-    check_schema(values)
+    check_schema(OmegaConf.to_container(config))
     return config
 
 
 def compose_config(overrides: Sequence[str], tell: Callable[[str], None] = lambda _: None) -> DictConfig:
     """As ``load_config``, with interpolations, and values not yet checked by the schema."""
-    given = given_values(overrides)
-    check_renamed(dict(given))
-    preset = next((value for key, value in reversed(given) if key == "preset"), None)
+    in_file, given = _given(overrides)
+    check_renamed(dict(in_file + given))
+    preset = next((value for key, value in reversed(in_file + given) if key == "preset"), None)
     config = copy.deepcopy(_shipped(preset))
+    given = _not_derived(in_file, config) + given
     known = set(_keys(OmegaConf.to_container(config), ""))
     changes = [change for key, value in given if key != "preset" for change in _changes(key, value, known, config)]
     _drop_for_another_target(config, preset, changes, tell)
@@ -122,12 +122,44 @@ def given_values(overrides: Sequence[str]) -> list[tuple[str, Any]]:
     Raises:
         ConfigurationError: an override that cannot be read, or a file that is no mapping.
     """
+    in_file, given = _given(overrides)
+    return in_file + given
+
+
+def _given(overrides: Sequence[str]) -> tuple[list[tuple[str, Any]], list[tuple[str, Any]]]:
+    """Those of a file, and the others."""
     given = [(override.key_or_group, override.value()) for override in map(_parse, overrides)]
     files = [value for key, value in given if key == "config"]
     if len(files) > 1:
         raise ConfigurationError(f"config={files[-1]}: a second file, after {files[0]}; merge them into one")
-    in_files = [item for file in files for item in _leaves("", _read(file))]
-    return in_files + [(key, value) for key, value in given if key != "config"]
+    in_file = [item for file in files for item in _leaves("", _read(file))]
+    return in_file, [(key, value) for key, value in given if key != "config"]
+
+
+def _not_derived(in_file: list[tuple[str, Any]], shipped: DictConfig) -> list[tuple[str, Any]]:
+    """Without the values that the file's others give: a run's ``config.yaml`` has them all, as the folder of its
+    checkpoints, and with another ``run.dir`` beside it they must be others."""
+    derived: dict[str, dict[str, Any]] = {}  # by the key, or the mapping around it, that is shipped as ${OTHER}
+    config, own = copy.deepcopy(shipped), []
+    with open_dict(config):
+        for key, value in in_file:
+            parts = key.split(".")
+            prefixes = (".".join(parts[:length]) for length in range(1, len(parts) + 1))
+            prefix = next((prefix for prefix in prefixes if _reference(prefix, shipped)), None)
+            if prefix is not None:
+                derived.setdefault(prefix, {})[key] = value
+                continue
+            own.append((key, value))
+            with contextlib.suppress(OmegaConfBaseException):  # a wrong value is told of later
+                OmegaConf.update(config, key, value, merge=False, force_add=True)
+    for prefix, values in derived.items():
+        with contextlib.suppress(OmegaConfBaseException):
+            found = OmegaConf.select(config, prefix)
+            found = OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found
+            if values == (dict(_leaves(f"{prefix}.", found)) if isinstance(found, dict) and found else {prefix: found}):
+                continue
+        own += values.items()
+    return own
 
 
 def _read(file: Any) -> dict[str, Any]:
@@ -228,7 +260,7 @@ def _reference(key: str, shipped: DictConfig) -> str | None:
     """``${OTHER}``, where that is what is shipped."""
     mapping, _, name = key.rpartition(".")
     values = OmegaConf.select(shipped, mapping) if mapping else shipped
-    if not (OmegaConf.is_dict(values) and OmegaConf.is_interpolation(values, name)):
+    if not (OmegaConf.is_dict(values) and name in values.keys() and OmegaConf.is_interpolation(values, name)):
         return None
     return OmegaConf.to_container(values)[name]
 
@@ -283,6 +315,9 @@ def _drop_for_another_target(
             if settings.get(name):
                 tell(f"preset {preset}: its {key}.{name} is for {settings.target}, and left out for {target or 'null'}")
                 settings[name] = empty
+        if target is None and config.evaluation.every is not None:
+            tell(f"preset {preset}: its evaluation.every is for {settings.target}, and left out for null")
+            config.evaluation.every = None
 
 
 def _first_line(error: OmegaConfBaseException) -> str:

@@ -53,7 +53,10 @@ def _lines(values: Mapping[str, Any], prefix: str) -> Iterator[str]:
             new = RENAMED[old] + key.removeprefix(old)
             shown = value if isinstance(value, str) else json.dumps(value, default=str)
             complete = "=" in new or "," in new
-            yield f"{key}={shown}: this key has another name here; give {new if complete else f'{new}={shown}'}"
+            instead = (
+                "leave it out" if "=" in new and value is False else f"give {new if complete else f'{new}={shown}'}"
+            )
+            yield f"{key}={shown}: this key has another name here; {instead}"
 
 
 def _renamed(key: str) -> str | None:

@@ -87,6 +87,15 @@ def _on_gpus(config: DictConfig, arguments: dict[str, Any], number: int) -> dict
     return saver | arguments | {"base_gpu_id": first + number * arguments.get("tp_size", 1)}
 
 
+def given_ports(config: DictConfig) -> dict[str, int]:
+    """The ports that the whole configuration names, by what they are for."""
+    inference = config.inference
+    ports = {"api.port": config.api.port, "inference.gateway_port": inference.gateway_port}
+    if inference.port is not None:
+        ports |= {f"inference.port of server {i}": inference.port + i for i in range(inference.servers)}
+    return {key: port for key, port in ports.items() if port is not None}
+
+
 def start_inference(run: Run) -> Inference:
     """Start the servers and the gateway; not healthy yet.
 
@@ -95,10 +104,8 @@ def start_inference(run: Run) -> Inference:
     """
     launches = plan_servers(run)
     config = run.config.inference
-    taken = [launch.port for launch in launches.values()]
-    port = config.gateway_port or (
-        free_port(config.host) if GATEWAY_PORT in taken else default_port(GATEWAY_PORT, config.host)
-    )
+    taken = {*given_ports(run.config).values(), *(launch.port for launch in launches.values())}
+    port = config.gateway_port or default_port(GATEWAY_PORT, config.host, taken)
     gateway = f"http://{reachable(config.host)}:{port}"
     for name, launch in launches.items():
         run.add(start_sglang(launch, log_path=run.log(name), name=name, env=run.variables))

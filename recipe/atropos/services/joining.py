@@ -23,6 +23,7 @@ from rich.markup import escape
 from recipe.atropos.data_source import DataSourceConfig, diagnose
 from recipe.atropos.environments.pace import VARIABLE as STALENESS_VARIABLE
 from recipe.atropos.errors import ConfigurationError
+from recipe.atropos.run_dir import read_json
 from recipe.atropos.run_record import update_summary
 from recipe.atropos.sampling import TEMPERATURE_VARIABLE
 from recipe.atropos.secret import API_KEY_VARIABLE
@@ -110,6 +111,7 @@ class Joining:
     def __init__(self, run: Run, api_url: str, gateway: str):
         self._run, self._api_url, self._gateway = run, api_url, gateway
         self.number = 0  # that have registered
+        self._before: int = read_json(run.files.summary, {}).get("environments_joined", 0)  # in earlier starts
         self.awaited = True  # the trainer may be waiting for data: the API holds less than a batch
         self._look, self._next_look = _FIRST_LOOK, 0.0
         self._step: int | None = None  # of the API: batches that it cut
@@ -170,7 +172,7 @@ class Joining:
 
     def stop(self) -> None:
         """They are not the launcher's to end: without the Trajectory API they end, or wait for another run."""
-        update_summary(self._run.directory, {"environments_joined": self.number})
+        update_summary(self._run.directory, {"environments_joined": self._before + self.number})
 
     def summary(self) -> dict[str, dict[str, Any]]:
         """Nothing is known of what they counted."""

@@ -23,7 +23,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -76,11 +76,14 @@ def free_port(host: str = "127.0.0.1", highest: int = 65535) -> int:
 _claims: dict[int, socket.socket] = {}
 
 
-def default_port(preferred: int, host: str = "127.0.0.1") -> int:
-    """`preferred` where nothing listens there and no other launcher of this machine has chosen it, else a free one.
+def default_port(preferred: int, host: str = "127.0.0.1", given: Collection[int] = ()) -> int:
+    """`preferred` where nothing listens there, no other launcher of this machine has chosen it, and it is not among the
+    ports `given` to other services of this one; else a free one.
 
     The choice lasts as long as this process: an abstract socket's name is one process's, and goes with it.
     """
+    if preferred in given:
+        return free_port(host)
     if preferred not in _claims:
         claim = socket.socket(socket.AF_UNIX)
         try:
