@@ -100,6 +100,7 @@ def test_export_start_that_cannot_be_is_refused_by_name(source, model, tmp_path,
         main(["run.resume_from=x", f"run.dir={tmp_path / 'third'}", f"actor_rollout_ref.model.path={model}"])
 
 
+@pytest.mark.slow
 def test_export_that_fails_leaves_no_start(source, tmp_path):
     _, start = begun(tmp_path, source.path)
     (source.checkpoints / "global_step_2/actor/tensor_names.json").write_text("[]")  # its size is another now
