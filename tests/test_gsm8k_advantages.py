@@ -79,6 +79,12 @@ def said(tokenizer, node, advantages, condition):
     return texts
 
 
+@pytest.mark.timeout(20)  # it takes milliseconds; it took minutes where each place was tried anew
+@pytest.mark.parametrize("text", ["1" * 50_000, "1+" * 50_000, "(" * 50_000, "1 " + " " * 50_000, "1,111" * 20_000])
+def test_promises_arithmetic_steps_take_linear_time(text):
+    assert not list(arithmetic_steps(text, set()))
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

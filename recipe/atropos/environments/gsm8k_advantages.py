@@ -35,24 +35,31 @@ WEIGHTS = {ELSEWHERE: 0.05, STEP: 0.5, ANSWER: 1.0}
 
 GradedSpan = tuple[int, int, float]  # characters [start, end) of a text, and what they are worth
 
-_NUMBER = r"-?\$?\d+(?:,\d{3})*(?:\.\d+)?"
-# The result is only looked at, because in 2 + 3 = 5 * 4 = 20 it begins the next step.
-_STEP = re.compile(rf"(\(*{_NUMBER}(?:\)*\s*[-+*/x×÷]\s*\(*{_NUMBER})+\)*)\s*=(?=\s*({_NUMBER}))")
+# Possessive, so that the time is linear in the text, whatever a policy writes.
+_NUMBER = r"-?\$?\d++(?:,\d{3})*+(?:\.\d++)?+"
+_EXPRESSION = re.compile(rf"(?:(?<!\()\(++|(?<![\d.,])){_NUMBER}(?:\)*+\s*+[-+*/x×÷]\s*+\(*+{_NUMBER})++\)*+")
+_RESULT = re.compile(rf"\s*=\s*({_NUMBER})")  # in 2 + 3 = 5 * 4 = 20 the first begins the next expression
 _OPERATORS = str.maketrans({"x": "*", "×": "*", "÷": "/", "$": None})
 _BOXED = re.compile(r"\\boxed[^\n]*")
 
 
 def arithmetic_steps(text: str, results: Collection[Fraction]) -> Iterator[GradedSpan]:
-    """Each ``a op b = c`` in ``text``, graded -1, 0 or 1 as above; a rounded c is right. ``results``: `results_of`."""
-    for match in _STEP.finditer(text):
+    """Each ``a op b = c`` in ``text``, graded -1, 0 or 1 as above; c may be rounded to the decimals that it has.
+
+    ``results``: `results_of`.
+    """
+    for match in _EXPRESSION.finditer(text):
+        result = _RESULT.match(text, match.end())
+        if result is None:
+            continue
         try:
-            value = Fraction(calculate(match[1].translate(_OPERATORS)))
+            value = Fraction(calculate(match[0].translate(_OPERATORS)))
         except CalculatorError:
             continue
-        shown = match[2].replace("$", "").replace(",", "")
+        shown = result[1].replace("$", "").replace(",", "")
         decimals = len(shown.partition(".")[2])
         right = abs(value - Fraction(shown)) <= (Fraction(1, 2 * 10**decimals) if decimals else 0)
-        yield match.start(), match.end(2), float(Fraction(shown) in results) if right else -1.0
+        yield match.start(), result.end(), float(Fraction(shown) in results) if right else -1.0
 
 
 def results_of(row: Row) -> set[Fraction]:
