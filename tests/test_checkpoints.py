@@ -99,8 +99,11 @@ def test_run_dir_scores_for_export_are_of_the_same_environments(tmp_path):
         told = {"error": "failed"} if value is None else {"metrics": {"accuracy": value}, "main": "accuracy"}
         append_line(RunDir(tmp_path).evaluations, line | told)
     assert heldout_scores(tmp_path) == {0: 0.5, 4: 0.5}
-    append_line(RunDir(tmp_path).evaluations, {"step": 6, "env": "a", "metrics": {"accuracy": 0.3}, "main": "accuracy"})
-    assert heldout_scores(tmp_path) == {0: 0.1, 2: 0.2, 4: 0.4, 6: 0.3}
+    alone = {"env": "a", "metrics": {"accuracy": 0.3}, "main": "accuracy"}
+    append_line(RunDir(tmp_path).evaluations, {"step": 6, **alone})
+    assert heldout_scores(tmp_path) == {0: 0.5, 4: 0.5}, "the other one failed, or was given up"
+    append_line(RunDir(tmp_path).evaluations, {"step": 8, **alone})
+    assert heldout_scores(tmp_path) == {0: 0.1, 2: 0.2, 4: 0.4, 6: 0.3, 8: 0.3}
 
 
 def test_run_dir_resumes_from_what_was_saved_last(tmp_path):

@@ -162,11 +162,14 @@ def read_evaluations(directory: str | Path) -> list[dict[str, Any]]:
 
 
 def heldout_scores(directory: str | Path) -> dict[int, float]:
-    """By step, the mean of the environments' main metrics, of the steps that all of the newest one's have evaluated."""
+    """By step, the mean of the environments' main metrics, of the steps that all environments have evaluated.
+
+    All are those of the two newest steps: one evaluation that failed does not make another step the best one.
+    """
     values: dict[int, dict[str, float]] = {}
     for line in read_evaluations(directory):
         if line.get("main"):
             values.setdefault(line["step"], {})[line["env"]] = line["metrics"][line["main"]]
-    needed = values[max(values)].keys() if values else set()
+    needed = {env for step in sorted(values)[-2:] for env in values[step]}
     scores = {step: [found[env] for env in needed] for step, found in values.items() if needed <= found.keys()}
     return {step: sum(found) / len(found) for step, found in scores.items()}
