@@ -8,7 +8,7 @@ Guarantees:
   ``trainer.atropos.join_timeout`` seconds in all.
 
 atroposlib's Trajectory API keeps the registration of an environment that has left, and gives one that returns another
-number. It holds up nothing: a batch is filled by whoever posts.
+number. A batch is filled by whoever posts, unless the one that left had a ``min_batch_allocation``.
 """
 
 import json
