@@ -85,7 +85,7 @@ def test_a_trajectory_is_shown_with_mask_logprob_and_advantage_of_every_token(re
     assert "step 2, group 3, sequence 1 of gsm8k: score" in text and "assistant" in text
 
 
-def test_colours_tell_mask_sign_size_and_unlikely_tokens_apart():
+def test_colors_tell_mask_sign_size_and_unlikely_tokens_apart():
     token = {"trained": True, "advantage": 1.0, "logprob": -0.1}
     good, bad = style_of(token, 1.0), style_of(token | {"advantage": -1.0}, 1.0)
     small, none = style_of(token | {"advantage": 0.1}, 1.0), style_of(token | {"advantage": 0.0}, 1.0)

@@ -333,7 +333,7 @@ def test_global_statistics_of_the_advantage_run_over_all_batches_and_survive_a_r
     assert moments.count == len(seen)
 
 
-def test_clipping_bounds_every_advantage_after_normalising_and_leaves_the_rest():
+def test_clipping_bounds_every_advantage_after_normalizing_and_leaves_the_rest():
     groups = mixed_groups()
     free, clipped = (estimate(groups, advantage_normalization="batch", advantage_clipping=c) for c in (None, (-0.5, 1)))
     wanted = [{t: min(max(v, -0.5), 1.0) if v else 0.0 for t, v in row.items()} for row in as_rows(free)]
@@ -382,7 +382,7 @@ def test_metrics_are_of_each_environment_and_of_all():
     assert metrics["atropos/env_7/zero_signal_share"] == 1 and metrics["atropos/env_0/zero_signal_share"] == 0.5
 
 
-def test_a_group_without_signal_is_counted_before_normalising_moves_it():
+def test_a_group_without_signal_is_counted_before_normalizing_moves_it():
     groups = mixed_groups()[1:3]
     for group in groups:
         group.pop("advantages")

@@ -444,7 +444,7 @@ def test_an_answer_that_the_environment_no_longer_waits_for_goes_unread(make, gr
 
 
 @pytest.mark.parametrize("async_mode", [False, True])
-def test_gems_vectorised_environments_run_48_at_once_and_leave_nothing(tokenizer, async_mode):
+def test_gems_vectorized_environments_run_48_at_once_and_leave_nothing(tokenizer, async_mode):
     assert until(lambda: not threads())
     register(GUESS, timeout=7.0)
     before = len(os.listdir("/proc/self/fd")), threading.active_count()

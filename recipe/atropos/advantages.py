@@ -9,8 +9,8 @@ Guarantees:
 - Mean, deviation and whatever else an estimator takes of a group are over all of its scored rows, also those that were
   dropped (too long, stale, nothing trained, ...) and those whose tokens the off-policy correction rejected. An
   estimator that needs more than their scores and lengths is refused by name where rows were dropped.
-- Normalising and clipping come after any estimator, over trained tokens alone. ``set_advantage_to_zero`` comes last:
-  such rows, like tokens under mask 0, have the advantage 0 and are not normalised with; their scores count in the mean
+- Normalizing and clipping come after any estimator, over trained tokens alone. ``set_advantage_to_zero`` comes last:
+  such rows, like tokens under mask 0, have the advantage 0 and are not normalized with; their scores count in the mean
   of their group.
 """
 
@@ -63,7 +63,7 @@ class AdvantageConfig:
     ``use_advantages``: take the environment's where it sends them. ``fallback_to_grpo``: compute the others from the
     group's scores; false refuses a row that has none. ``advantage_normalization``: "none", "batch" (mean 0 and
     standard deviation 1 over the batch's trained tokens) or "global" (over those of the whole run, this batch
-    included). ``advantage_clipping``: bounds (low, high), applied after normalising.
+    included). ``advantage_clipping``: bounds (low, high), applied after normalizing.
     """
 
     use_advantages: bool = True
@@ -163,7 +163,7 @@ def compute_advantages(
     """Put ``advantages`` and ``returns``, (B, R) float32, into rows that have ``token_level_rewards``.
 
     And ``has_signal``, (B,) bool: the estimator gave some trained token an advantage. No padding rows, please.
-    ``moments`` takes in this batch where normalisation is "global".
+    ``moments`` takes in this batch where normalization is "global".
 
     Raises:
         MissingAdvantages: a row has none of its environment and ``fallback_to_grpo`` is off.
@@ -266,7 +266,7 @@ def _verls_advantages(rows: DataProto, algorithm: DictConfig, group_size: int) -
 def shape_advantages(
     advantages: torch.Tensor, trained: torch.Tensor, config: AdvantageConfig, moments: RunningMoments
 ) -> torch.Tensor:
-    """Normalised, clipped, and 0 where not ``trained``: all (B, R), float32 but for the bool mask."""
+    """Normalized, clipped, and 0 where not ``trained``: all (B, R), float32 but for the bool mask."""
     if config.advantage_normalization != "none":
         if config.advantage_normalization == "batch":
             moments = RunningMoments()

@@ -15,7 +15,7 @@ def batch_metrics(rows: DataProto) -> dict[str, float]:
       trained tokens; ``trained_tokens``: how many there are; ``response_length``: tokens a row from the first trained
       one on, environment tokens between turns included;
     - ``groups``, and ``zero_signal_groups`` and ``zero_signal_share``, those of them whose advantages are all 0 (before
-      normalising, which would move them);
+      normalizing, which would move them);
     - ``num_environments``, over all only.
     """
     named = zip(rows.non_tensor_batch["env_name"], rows.non_tensor_batch["env_id"], strict=True)

@@ -133,9 +133,9 @@ def style_of(token: dict[str, Any], largest: float) -> Style:
         return Style(color="bright_black")
     share = min(1.0, abs(token["advantage"]) / largest) if largest else 0.0
     full, empty = int(60 + 140 * share), int(60 - 60 * share)
-    colour = (60, 60, 60) if share == 0 else (empty, full, empty) if token["advantage"] > 0 else (full, empty, empty)
+    color = (60, 60, 60) if share == 0 else (empty, full, empty) if token["advantage"] > 0 else (full, empty, empty)
     unlikely = token["logprob"] is not None and token["logprob"] < _UNLIKELY
-    return Style(color="white", bgcolor=f"rgb({colour[0]},{colour[1]},{colour[2]})", underline=unlikely)
+    return Style(color="white", bgcolor=f"rgb({color[0]},{color[1]},{color[2]})", underline=unlikely)
 
 
 def show(run: Path, step: int, group: int, sequence: int, table: bool, console: Console) -> None:

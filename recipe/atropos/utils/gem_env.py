@@ -72,7 +72,7 @@ class AtroposEnv(gem.Env):
         config: fields of the environment's configuration, over its own ``config_init`` and over ``group_size=1``,
             ``ensure_scores_are_not_same=False``, ``use_wandb=False``.
         tokenizer: name or folder, over ``config``'s ``tokenizer_name``; it renders prompts and counts tokens.
-        seed: of the first reset that has none; gem's vectorised environments give each its own.
+        seed: of the first reset that has none; gem's vectorized environments give each its own.
         timeout: seconds that the environment may take to set itself up, and between an answer and what follows on it.
         reward_bridge: shapes the reward: a YAML file, or the block as a mapping; see ``utils.reward_bridge``. Its
             ``fade`` counts in the trainer's steps: set ``training_step``, which gem's wrappers pass on to

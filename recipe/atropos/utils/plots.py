@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from recipe.atropos.run_dir import RunDir, write_atomic
 from recipe.atropos.run_record import read_evaluations, read_metrics
 
-_COLOURS = ("#1f6feb", "#bf8700", "#8250df", "#1a7f37", "#bc4c00", "#57606a")
+_COLORS = ("#1f6feb", "#bf8700", "#8250df", "#1a7f37", "#bc4c00", "#57606a")
 _HELDOUT = "#d1242f"  # of a single environment
 
 
@@ -29,7 +29,7 @@ def plot_reward(directory: str | Path, window: int = 5) -> Path:
 def reward_figure(directory: str | Path, window: int = 5) -> Figure:
     """Mean score of each step's sequences, its mean over ``window`` steps, and what the evaluations found.
 
-    Of several environments, the score and the evaluations of each have one colour. Scores are those before a reward
+    Of several environments, the score and the evaluations of each have one color. Scores are those before a reward
     bridge shaped them.
     """
     directory = Path(directory)
@@ -39,29 +39,29 @@ def reward_figure(directory: str | Path, window: int = 5) -> Figure:
     keys = sorted({key for line in lines for key in line if key.endswith("/mean_score") and key.count("/") == 2})
     names = [key.split("/")[1] for key in keys]
     if len(names) > 1:
-        for key, name, colour in zip(keys, names, _COLOURS * len(names), strict=False):
-            _plot_scores(axes, lines, key, window, colour, f"score, {name}")
+        for key, name, color in zip(keys, names, _COLORS * len(names), strict=False):
+            _plot_scores(axes, lines, key, window, color, f"score, {name}")
     else:
-        _plot_scores(axes, lines, "atropos/mean_score", window, _COLOURS[0], "mean score of a step's sequences")
+        _plot_scores(axes, lines, "atropos/mean_score", window, _COLORS[0], "mean score of a step's sequences")
     axes.set(xlabel="update", ylabel="score of sampled answers", title=directory.name)
     axes.grid(alpha=0.3)
-    colours = dict(zip(names, _COLOURS * len(names), strict=False)) if len(names) > 1 else {}
-    _plot_evaluations(axes, directory, colours)
+    colors = dict(zip(names, _COLORS * len(names), strict=False)) if len(names) > 1 else {}
+    _plot_evaluations(axes, directory, colors)
     axes.legend(loc="upper left")
     return figure
 
 
-def _plot_scores(axes: Axes, lines: list, key: str, window: int, colour: str, label: str) -> None:
+def _plot_scores(axes: Axes, lines: list, key: str, window: int, color: str, label: str) -> None:
     raw = key.replace("mean_score", "mean_raw_score")
     steps = np.array([line["step"] for line in lines if key in line])
     scores = np.array([line.get(raw, line[key]) for line in lines if key in line])
-    axes.plot(steps, scores, color=colour, alpha=0.35, linewidth=1, label=label)
+    axes.plot(steps, scores, color=color, alpha=0.35, linewidth=1, label=label)
     if len(scores) >= window:
         smooth = np.convolve(scores, np.ones(window) / window, mode="valid")
-        axes.plot(steps[window - 1 :], smooth, color=colour, linewidth=2, label=f"its mean over {window} steps")
+        axes.plot(steps[window - 1 :], smooth, color=color, linewidth=2, label=f"its mean over {window} steps")
 
 
-def _plot_evaluations(axes: Axes, directory: Path, colours: dict[str, str]) -> None:
+def _plot_evaluations(axes: Axes, directory: Path, colors: dict[str, str]) -> None:
     points: dict[tuple[str, str], list[tuple[int, float]]] = defaultdict(list)
     for line in read_evaluations(directory):
         if line.get("metrics"):
@@ -71,12 +71,12 @@ def _plot_evaluations(axes: Axes, directory: Path, colours: dict[str, str]) -> N
         return
     right = axes.twinx()
     for (name, metric), found in points.items():
-        colour = colours.get(name, _HELDOUT)
-        label = f"held out, {name}: {metric.removeprefix('eval/')}" if colours else metric.removeprefix("eval/")
-        right.plot(*zip(*found, strict=True), "o:", color=colour, label=label)
+        color = colors.get(name, _HELDOUT)
+        label = f"held out, {name}: {metric.removeprefix('eval/')}" if colors else metric.removeprefix("eval/")
+        right.plot(*zip(*found, strict=True), "o:", color=color, label=label)
         for x, y in (found[0], found[-1]):
             text = f"{y:.0%}" if 0 <= y <= 1 else f"{y:.3g}"
-            right.annotate(text, (x, y), textcoords="offset points", xytext=(0, 8), ha="center", color=colour)
+            right.annotate(text, (x, y), textcoords="offset points", xytext=(0, 8), ha="center", color=color)
     if all(0 <= value <= 1 for found in points.values() for _, value in found):
         right.set(ylim=(0, 1.08))
     right.set(ylabel="held-out items")
