@@ -7,7 +7,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from datetime import timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -28,7 +31,7 @@ from recipe.atropos import safetensors_writer
 from recipe.atropos.checkpoint_format import CheckpointFormat
 from recipe.atropos.checkpoints import choose_checkpoint
 from recipe.atropos.errors import ConfigurationError
-from recipe.atropos.export import ExportError, add_arguments, export, export_checkpoint
+from recipe.atropos.export import ExportError, _ask_hub, add_arguments, export, export_checkpoint
 from recipe.atropos.launch_services import tell_model
 from recipe.atropos.main import export_model
 from recipe.atropos.run_dir import DiskFull, RunDir, append_line, replace_folder
@@ -115,6 +118,30 @@ def test_export_has_tokenizer_template_and_generation_configuration(small_run, m
     assert GenerationConfig.from_pretrained(tmp_path / "out").temperature == 0.6
 
 
+def test_export_keeps_chat_templates_in_folders(small_run, tmp_path):
+    """No weights, wherever they are."""
+    run, _ = small_run
+    templates = run.checkpoints / "global_step_3/actor/huggingface/additional_chat_templates"
+    templates.mkdir()
+    (templates / "tool_use.jinja").write_text("tools")
+    (templates / "model.safetensors").touch()
+    export(arguments(run.path, "--out", tmp_path / "out"))
+    shutil.rmtree(templates)
+    assert [path.read_text() for path in (tmp_path / "out/additional_chat_templates").iterdir()] == ["tools"]
+
+
+def test_export_refuses_a_dtype_without_room(make_model, tmp_path):
+    """A value that would become infinite; one that was infinite is not hidden."""
+    engine = trained(make_model("qwen2"))
+    with torch.no_grad():
+        engine.module.lm_head.weight[0, 0] = 1e5
+    run = saved_run(tmp_path / "run", configuration(make_model("qwen2")), engine)
+    with pytest.raises(ConfigurationError, match=r"--dtype=float16: lm_head.weight holds values up to 1e\+05"):
+        export(arguments(run.path, "--dtype", "float16"))
+    assert not run.model.exists()
+    export(arguments(run.path, "--dtype", "bfloat16"))
+
+
 def test_export_rounds_only_when_asked(small_run, tmp_path):
     run, engine = small_run
     exact = engine.module.state_dict()["lm_head.weight"].full_tensor()
@@ -124,6 +151,25 @@ def test_export_rounds_only_when_asked(small_run, tmp_path):
         assert torch.equal(load_file(tmp_path / "out/model.safetensors")["lm_head.weight"], expected)
         name = dtype or "float32"
         assert json.loads((tmp_path / "out/config.json").read_text())["dtype"] == name and f"step 3, {name}" in told
+
+
+def test_export_at_the_end_never_ends_a_run(make_model, tmp_path, capsys, caplog):
+    """Whatever is wrong: an unknown type of model, the user's own files; ``save_lora_only`` counts with LoRA alone."""
+    only = "+actor_rollout_ref.actor.checkpoint.save_lora_only=true"
+    run = saved_run(tmp_path / "run", configuration(make_model("qwen2"), only), trained(make_model("qwen2")))
+    export_model(run)
+    assert f"model exported to {run.model}" in capsys.readouterr().out and not run.adapter.exists()
+    (run.model / "export.json").unlink()
+    export_model(run)
+    assert f"model not exported: {run.model}: holds other files" in capsys.readouterr().out and run.model.exists()
+    shutil.rmtree(run.model)
+    [config] = run.checkpoints.glob("*/actor/huggingface/config.json")
+    text = config.read_text()
+    config.write_text(text.replace('"qwen2"', '"qwenX"'))
+    export_model(run)
+    told = capsys.readouterr().out
+    assert "model not exported: ValueError: " in told and "qwenX" in told and len(told.splitlines()) == 1
+    assert "Traceback" in caplog.text and not run.model.exists()
 
 
 def test_export_of_an_adapter_is_peft_s(make_model, tmp_path):
@@ -145,6 +191,10 @@ def test_export_of_an_adapter_is_peft_s(make_model, tmp_path):
         assert not torch.allclose(merged(ids).logits, AutoModelForCausalLM.from_pretrained(model)(ids).logits)
     names = sorted(path.name for path in (run.path / "adapter").iterdir())
     assert "config.json" not in names and {"adapter_config.json", "adapter_model.safetensors", "README.md"} <= {*names}
+
+    export_checkpoint(run, choose_checkpoint(run), tmp_path / "public", adapter=True, public=True)
+    bases = [json.loads((path / "adapter_config.json").read_text()) for path in (run.adapter, tmp_path / "public")]
+    assert [base["base_model_name_or_path"] for base in bases] == [str(model), Path(model).name]
 
     bare = saved_run(tmp_path / "bare", configuration(model, lora), engine, save_lora_only=True)
     with pytest.raises(ConfigurationError, match="holds the adapter alone .* give --adapter"):
@@ -191,7 +241,9 @@ def test_export_writes_every_dtype_and_shape(tmp_path):
 def test_export_names_what_the_run_was(small_run, tmp_path):
     """The card: figures of the run, the score of that step, no secret and no path."""
     run, _ = small_run
-    update_summary(run.path, {"steps": 3, "tokens_trained": 1234, "resumed_from": {"run": "before", "step": 7}})
+    update_summary(
+        run.path, {"steps": 3, "tokens_trained": 1234, "resumed_from": {"run": "/home/me/before", "step": 7}}
+    )
     for step, accuracy in ((0, 0.25), (2, 0.5)):
         metrics = {"eval/percent_correct": accuracy, "eval/total": 64}
         append_line(run.evaluations, {"step": step, "env": "Mine", "metrics": metrics, "main": "eval/percent_correct"})
@@ -201,7 +253,7 @@ def test_export_names_what_the_run_was(small_run, tmp_path):
         assert f"| Mine | eval/percent_correct | 64 | 0.25 (step 0) | {score} |" in card
         for line in ("library_name: transformers", "| groups a step | 5 |", "| tokens trained on, whole run | 1234 |"):
             assert line in card
-        assert f"| steps | {step}, of a run of 3 |" in card and f"torch {torch.__version__.split('+')[0]}" in card
+        assert f"| steps | {step} of 3 |" in card and f"torch {torch.__version__.split('+')[0]}" in card
         assert "| weights at step 0 | run before, step 7 |" in card and "my_env.py:Mine" in card
         assert "s3cret" not in card and "/home/me" not in card and str(tmp_path.parent) not in card
     run.evaluations.unlink()
@@ -238,7 +290,8 @@ def test_export_refuses_by_name(small_run, make_model, tmp_path):
     for given, told in (
         (["--step", "9"], r"step 9: .* has whole checkpoints of steps \[1, 2, 3\]"),
         (["--adapter"], "--adapter: .* was trained without LoRA"),
-        (["--out", tmp_path / "other"], f"--out={tmp_path}/other: holds other files"),
+        (["--out", tmp_path / "other"], f"{tmp_path}/other: holds other files"),
+        (["--out", "/proc"], "/proc: a mount point cannot be replaced"),
     ):
         with pytest.raises(ConfigurationError, match=told):
             export(arguments(run.path, *given))
@@ -352,14 +405,60 @@ def test_export_on_a_full_disk_leaves_the_former(small_run, full_disk):
 
 
 def test_export_to_a_hub_that_is_not_there_says_so(small_run, monkeypatch):
-    """Before the model is written."""
+    """Before the model is written; a token does not help against a network that fails."""
     run, _ = small_run
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     shutil.rmtree(run.model, ignore_errors=True)
-    for name in ("me/model", "not/a/name"):
-        with pytest.raises(ExportError, match=f"--push-to-hub={name}: .*; give ORG/NAME, and a token"):
+    told = {"me/model": "try again when the hub can be reached", "not/a/name": r"give ORG/NAME, and a token .*"}
+    for name, fix in told.items():
+        with pytest.raises(ExportError, match=f"--push-to-hub={name}: .+; {fix}; nothing was written$"):
             export(arguments(run.path, "--push-to-hub", name))
     assert not run.model.exists()
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """A hub that makes repositories and refuses uploads."""
+
+    class Answers(BaseHTTPRequestHandler):
+        def do_POST(self):
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            created = self.path == "/api/repos/create"
+            body = json.dumps({"url": f"http://127.0.0.1:{self.server.server_port}/me/model", "error": "no"}).encode()
+            self.send_response(200 if created else 403)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    yield
+    server.shutdown()
+    server.server_close()
+
+
+def test_export_that_is_not_uploaded_says_what_is_where(small_run, tmp_path, hub):
+    run, _ = small_run
+    command = (run.path, "--push-to-hub", "me/model", "--out", tmp_path / "out")
+    left = "me/model on the hub may be new, and without the model"
+    with pytest.raises(ExportError, match=f"a token .*; {tmp_path}/out holds the export, and {left}$"):
+        export(arguments(*command))
+    assert (tmp_path / "out/model.safetensors").exists()
+    with pytest.raises(ConfigurationError, match="--adapter") as caught:
+        export(arguments(*command, "--adapter"))
+    assert caught.value.__notes__ == [left]
+
+
+def test_export_names_an_error_without_text():
+    def fails(_):
+        raise TimeoutError
+
+    with pytest.raises(ExportError, match="--push-to-hub=me/model: TimeoutError; try again"):
+        _ask_hub("me/model", fails)
 
 
 # ---------------------------------------------------------------- any number of ranks

@@ -15,7 +15,8 @@ from recipe.atropos.main import main
 from recipe.atropos.models import check_model
 from recipe.atropos.preflight import check_config
 from recipe.atropos.run_dir import RunDir, read_json
-from recipe.atropos.start_from import NotExported
+from recipe.atropos.run_record import update_summary
+from recipe.atropos.start_from import NotExported, forget_start
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("alone")]
 
@@ -101,6 +102,19 @@ def test_export_start_that_cannot_be_is_refused_by_name(source, model, tmp_path,
 
 
 @pytest.mark.slow
+def test_export_start_is_forgotten_with_another_model(source, model, tmp_path):
+    """Of a run that had saved nothing; the weights of one that has are still from there."""
+    _, start = begun(tmp_path, source.path)
+    start.make()
+    folder = RunDir(tmp_path / "second")
+    forget_start(folder)
+    assert "resumed_from" not in read_json(folder.summary)
+    update_summary(folder.path, {"resumed_from": {"run": str(source.path), "step": 2}})
+    saved_run(folder.path, configuration(model), trained(model))
+    forget_start(folder)
+    assert "resumed_from" in read_json(folder.summary)
+
+
 def test_export_that_fails_leaves_no_start(source, tmp_path):
     _, start = begun(tmp_path, source.path)
     (source.checkpoints / "global_step_2/actor/tensor_names.json").write_text("[]")  # its size is another now

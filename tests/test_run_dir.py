@@ -19,6 +19,7 @@ from recipe.atropos.run_dir import (
     RunDirError,
     append_line,
     read_lines,
+    replace_folder,
     write_atomic,
     write_json,
 )
@@ -136,6 +137,44 @@ def test_run_dir_of_another_format_is_refused(tmp_path):
 
 
 # ---------------------------------------------------------------- a kill or a full disk at any byte
+
+REPLACE_HALF = """
+import os, signal, sys
+from pathlib import Path
+from recipe.atropos.run_dir import replace_folder
+rename = Path.rename
+def stop(self, target):
+    rename(self, target)
+    os.kill(os.getpid(), signal.SIGKILL)
+Path.rename = stop
+with replace_folder(Path(sys.argv[1]) / "model") as folder:
+    (folder / "new").touch()
+"""
+
+
+@pytest.mark.parametrize("by", ["start", "export"])
+def test_run_dir_folder_returns_after_a_kill_between_renames(tmp_path, started, by):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/old").touch()
+    started(REPLACE_HALF, tmp_path).wait()
+    assert not (tmp_path / "model").exists() and len(list(tmp_path.glob(".model*"))) == 2
+    if by == "start":
+        RunDir(tmp_path).remove_partial()
+    else:
+        with contextlib.suppress(KeyError), replace_folder(tmp_path / "model"):
+            raise KeyError
+    assert [path.name for path in (tmp_path / "model").iterdir()] == ["old"] and not list(tmp_path.glob(".model*"))
+
+
+def test_run_dir_folder_is_replaced_over_what_its_own_number_left(tmp_path):
+    """In a container the number is often the same."""
+    for name in (f".model.{os.getpid()}.partial", f".model.former.{os.getpid()}.partial", "model"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "left").touch()
+    with replace_folder(tmp_path / "model") as folder:
+        (folder / "new").touch()
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    assert [path.name for path in (tmp_path / "model").iterdir()] == ["new"]
 
 
 def test_run_dir_write_atomic_keeps_the_old_file_at_any_byte(tmp_path):

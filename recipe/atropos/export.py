@@ -14,6 +14,7 @@ untrained base.
 
 import argparse
 import json
+import os
 import re
 import shutil
 import sys
@@ -26,6 +27,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import HfApi
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from omegaconf import DictConfig, OmegaConf
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
@@ -33,7 +35,7 @@ from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 from recipe.atropos.checkpoint_format import TENSOR_NAMES, CheckpointFormat, model_file
 from recipe.atropos.checkpoints import checkpoints_of, choose_checkpoint, step_of
 from recipe.atropos.errors import AtroposError, ConfigurationError, one_line_errors
-from recipe.atropos.model_card import EXPORTED, write_card
+from recipe.atropos.model_card import EXPORTED, model_name, write_card
 from recipe.atropos.run_dir import RunDir, read_json, replace_folder, write_json
 from recipe.atropos.safetensors_writer import write_safetensors
 from recipe.atropos.secret import read_config_yaml
@@ -106,7 +108,7 @@ class _Checkpoint:
 
         def stream(state: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
             for name, tensor in self.format.stream(weights(state)):
-                yield name, _cast(tensor, self._dtype_of(name, dtype))
+                yield name, _cast(name, tensor, self._dtype_of(name, dtype))
 
         like = dict(stream(self.shards.like))
         tied, unsaved = self.format.tied, set(model._keys_to_ignore_on_save or ())
@@ -119,17 +121,18 @@ class _Checkpoint:
     def adapter(self, dtype: torch.dtype | None) -> tuple[dict[str, torch.Tensor], Iterator[tuple[str, torch.Tensor]]]:
         """As ``merged``, of A and B of every adapted layer under PEFT's names."""
         names = {key.replace(".default.", "."): key for key in self.shards if ".lora_" in key}
-        like = {name: _cast(self.shards.like[key], dtype) for name, key in names.items()}
-        return like, ((name, _cast(self.shards[key], dtype)) for name, key in names.items())
+        like = {name: _cast(name, self.shards.like[key], dtype) for name, key in names.items()}
+        return like, ((name, _cast(name, self.shards[key], dtype)) for name, key in names.items())
 
     def _dtype_of(self, name: str, dtype: torch.dtype | None) -> torch.dtype | None:
         """Some models compute with a few tensors in float32 whatever the others are, such as a router's biases."""
         kept = self.model._keep_in_fp32_modules_strict or ()
         return None if any(re.search(rf"(^|\.){pattern}($|\.)", name) for pattern in kept) else dtype
 
-    def write_adapter_config(self, folder: Path) -> None:
+    def write_adapter_config(self, folder: Path, public: bool) -> None:
         settings = json.loads(self._adapter_config.read_text())
-        settings |= {"base_model_name_or_path": self.base, "inference_mode": True}
+        base = model_name(self.base) if public else self.base
+        settings |= {"base_model_name_or_path": base, "inference_mode": True}
         write_json(folder / _ADAPTER_CONFIG, settings)
 
     def write_configuration(self, folder: Path, dtype: str) -> None:
@@ -155,8 +158,17 @@ def _on_meta(folder: Path, trust_remote_code: bool) -> PreTrainedModel:
         return auto_class.from_config(config, trust_remote_code=trust_remote_code)
 
 
-def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+def _cast(name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """Raises ConfigurationError: a finite value is too large for ``dtype``."""
+    if dtype in (None, tensor.dtype) or not tensor.is_floating_point():
+        return tensor
+    cast = tensor.to(dtype)
+    if not tensor.is_meta and (cast.isinf() & tensor.isfinite()).any():
+        raise ConfigurationError(
+            f"--dtype={str(dtype).removeprefix('torch.')}: {name} holds values up to {tensor.abs().max():.4g}, which "
+            f"would become infinite (the largest is {torch.finfo(dtype).max:.4g}); give bfloat16, or leave it out"
+        )
+    return cast
 
 
 def _without_tied(
@@ -182,17 +194,26 @@ def _without_tied(
 
 
 def export_checkpoint(
-    run: RunDir, checkpoint: Path, out: Path, dtype: str | None = None, adapter: bool = False
+    run: RunDir,
+    checkpoint: Path,
+    out: Path,
+    dtype: str | None = None,
+    adapter: bool = False,
+    public: bool = False,
 ) -> Exported:
     """Write the model of ``checkpoint`` to ``out``, which it replaces; ``dtype`` null: as it was trained.
 
     ``adapter``: a LoRA adapter by itself, which is all that a checkpoint of ``save_lora_only`` can give.
+    ``public``: of a base model in a folder of this machine, an adapter's configuration tells the name alone.
 
     Raises:
         ExportError, ShardsError: it cannot be exported.
-        ConfigurationError: an adapter of a run without one.
+        ConfigurationError: an adapter of a run without one, a value that ``dtype`` cannot hold, or an ``out`` that is a
+            mount point or holds something else than an export.
         DiskFull: ``out`` is as it was.
     """
+    out = out.resolve()
+    _check_out(out)
     config = read_config_yaml(run.config)
     source, wanted = _Checkpoint(checkpoint, config), None if dtype is None else getattr(torch, dtype)
     if adapter and not source.adapted:
@@ -209,18 +230,30 @@ def export_checkpoint(
         "size": sum(tensor.nbytes for tensor in like.values()),
     }
     with replace_folder(out) as folder:
-        for path in source.huggingface.iterdir():
+        for path in source.huggingface.rglob("*"):  # chat templates may be in a folder of their own
             if path.is_file() and not _WEIGHTS.fullmatch(path.name):
                 if not (adapter and path.name in (CONFIG_NAME, GENERATION_CONFIG_NAME)):
-                    shutil.copyfile(path, folder / path.name)
+                    copy = folder / path.relative_to(source.huggingface)
+                    copy.parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copyfile(path, copy)
         if adapter:
-            source.write_adapter_config(folder)
+            source.write_adapter_config(folder, public)
         else:
             source.write_configuration(folder, written)
         write_safetensors(folder, "adapter_model" if adapter else "model", like, tensors)
         write_json(folder / EXPORTED, exported)
         write_card(folder, run)
     return Exported(out, exported["step"], written, exported["size"])
+
+
+def _check_out(out: Path) -> None:
+    """Raises ConfigurationError: ``out`` cannot be replaced, or must not be."""
+    if os.path.ismount(out):
+        raise ConfigurationError(f"{out}: a mount point cannot be replaced by an export; give a folder in it (--out)")
+    if out.exists() and not (out / EXPORTED).exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigurationError(
+            f"{out}: holds other files, and would be replaced; move them, or give another folder (--out)"
+        )
 
 
 def _most_common_dtype(like: Mapping[str, torch.Tensor]) -> str:
@@ -234,11 +267,12 @@ def export_last(run: RunDir) -> Exported | None:
     """The newest checkpoint as ``RUN/model``, or of ``save_lora_only`` as ``RUN/adapter``; None: none was saved.
 
     Raises:
-        ExportError, ShardsError, DiskFull: as ``export_checkpoint``.
+        ExportError, ShardsError, ConfigurationError, DiskFull: as ``export_checkpoint``.
     """
     if checkpoints_of(run).newest() is None:
         return None
-    adapter = bool(OmegaConf.select(read_config_yaml(run.config), "actor_rollout_ref.actor.checkpoint.save_lora_only"))
+    settings = read_config_yaml(run.config).actor_rollout_ref
+    adapter = bool(settings.model.lora_rank and OmegaConf.select(settings, "actor.checkpoint.save_lora_only"))
     return export_checkpoint(run, choose_checkpoint(run), run.adapter if adapter else run.model, adapter=adapter)
 
 
@@ -257,7 +291,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def export(arguments: argparse.Namespace) -> Exported:
-    """Raises ConfigurationError, ExportError, ShardsError, DiskFull: nothing was written, unless the upload failed."""
+    """Raises ConfigurationError, ExportError, ShardsError, DiskFull: nothing was written here unless the upload failed.
+
+    The message says so, and that a new repository may have been left on the hub.
+    """
     run = RunDir(arguments.run)
     if not run.config.is_file():
         raise ConfigurationError(f"{arguments.run}: no {run.config.name} there; give the folder of a run")
@@ -265,24 +302,33 @@ def export(arguments: argparse.Namespace) -> Exported:
     newest = checkpoint == choose_checkpoint(run)
     name = f"{'adapter' if arguments.adapter else 'model'}{'' if newest else f'-{step_of(checkpoint)}'}"
     out = arguments.out or run.path / name
-    if out.exists() and not (out / EXPORTED).exists() and any(out.iterdir()):
-        raise ConfigurationError(f"--out={out}: holds other files, and would be replaced; give another folder")
+    _check_out(out.resolve())
     if name := arguments.push_to_hub:  # before the export, which may take long
         _ask_hub(name, lambda hub: hub.create_repo(name, private=True, exist_ok=True))
-    exported = export_checkpoint(run, checkpoint, out.resolve(), arguments.dtype, arguments.adapter)
+    left = f"{name} on the hub may be new, and without the model"
+    try:
+        exported = export_checkpoint(run, checkpoint, out, arguments.dtype, arguments.adapter, public=bool(name))
+    except AtroposError as error:
+        if name:
+            error.add_note(left)
+        raise
     if name:
-        _ask_hub(name, lambda hub: hub.upload_folder(repo_id=name, folder_path=exported.folder))
+        written = f"{exported.folder} holds the export, and {left}"
+        _ask_hub(name, lambda hub: hub.upload_folder(repo_id=name, folder_path=exported.folder), written)
     return exported
 
 
-def _ask_hub(name: str, request: Callable[[HfApi], Any]) -> None:
+def _ask_hub(name: str, request: Callable[[HfApi], Any], written: str = "nothing was written") -> None:
     try:
         request(HfApi())
     except Exception as error:  # of the HTTP library that huggingface_hub happens to use
-        raise ExportError(
-            f"--push-to-hub={name}: {str(error).splitlines()[0]}; give ORG/NAME, and a token that may write there "
-            "(hf auth login, or HF_TOKEN)"
-        ) from error
+        status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
+        if isinstance(error, HFValidationError) or status in (400, 401, 403, 404):
+            fix = "give ORG/NAME, and a token that may write there (hf auth login, or HF_TOKEN)"
+        else:
+            fix = "try again when the hub can be reached"
+        told = next(iter(str(error).splitlines()), "") or type(error).__name__
+        raise ExportError(f"--push-to-hub={name}: {told}; {fix}; {written}") from error
 
 
 def main(argv: Sequence[str] | None = None) -> int:

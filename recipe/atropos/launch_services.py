@@ -54,11 +54,12 @@ from recipe.atropos.services.process import Service, ServiceFailed, default_port
 from recipe.atropos.services.progress import progress
 from recipe.atropos.services.run import Run, console
 from recipe.atropos.services.specs import EnvironmentSpec, environment_specs
-from recipe.atropos.start_from import Start
+from recipe.atropos.start_from import Start, forget_start
 from recipe.atropos.utils.hosts import reachable
 
 API_PORT = 8000  # where it is free: the address that Atropos' environments have by default
 
+_MODEL_TO_COME = "model-of-the-run-to-resume-from"  # a value until the start is known, which only then is loaded
 _WATCH_SECONDS = 0.5
 _VERSION_SECONDS = 120.0
 _QUEUE_SECONDS = 5.0
@@ -114,7 +115,7 @@ def load_run_config(overrides: list[str]) -> tuple[DictConfig, list[str], Path, 
     """
     given, start, more = given_keys(overrides), None, []
     later = "run.resume_from" in given and MODEL_KEY not in given  # its model is known once the run's folder is
-    config = load_config([*overrides, f"{MODEL_KEY}=run.resume_from"] if later else overrides, tell=_say)
+    config = load_config([*overrides, f"{MODEL_KEY}={_MODEL_TO_COME}"] if later else overrides, tell=_say)
     directory = choose_run_dir(config, explicit="run.dir" in given)
     if directory != Path(config.run.dir).resolve():
         more = [("run.dir", directory)]
@@ -532,6 +533,8 @@ def main(argv: list[str] | None = None) -> int:
             if start:
                 with progress(f"copying the weights of {start.source.path}, step {start.step}"):
                     start.make()
+            else:
+                forget_start(RunDir(directory))
             prepare_model(config)
             for change in prepare_folder(RunDir(directory), config):
                 _say(f"resumed with another {change}")

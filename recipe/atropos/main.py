@@ -18,11 +18,11 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from recipe.atropos import scratch
 from recipe.atropos.config.compose import load_config
-from recipe.atropos.errors import ConfigurationError, one_line_errors
+from recipe.atropos.errors import ConfigurationError, expected_failure, one_line_errors
 from recipe.atropos.models import check_model, set_model_path
 from recipe.atropos.preflight import check_config, check_services
 from recipe.atropos.resumption import prepare_folder
-from recipe.atropos.run_dir import RunDir
+from recipe.atropos.run_dir import DiskFull, RunDir
 from recipe.atropos.utils.hosts import is_this_host, joins_cluster, loopback_variables
 from recipe.atropos.utils.private_process import take_secret_flags
 
@@ -97,15 +97,18 @@ def export_model(folder: RunDir) -> None:
     Raises:
         DiskFull: the same command exports it, once there is room.
     """
-    from recipe.atropos.export import ExportError, export_last
-    from recipe.atropos.safetensors_writer import UnsupportedDtype
-    from recipe.atropos.shards import ShardsError
-
     try:
+        from recipe.atropos.export import export_last
+
         if (exported := export_last(folder)) is not None:
             print(f"model exported to {exported}", flush=True)
-    except (ExportError, ShardsError, UnsupportedDtype) as error:
-        print(f"model not exported: {error}", flush=True)
+    except DiskFull:
+        raise
+    except Exception as error:  # also of transformers, such as a model type that it does not know any more
+        if (told := expected_failure(error)) is None:
+            logging.getLogger(__name__).exception("the export of the trained model failed")
+            told = f"{type(error).__name__}: {error}"
+        print(f"model not exported: {' '.join(told.split())}", flush=True)
 
 
 def _in_background(work: Callable[[], None]) -> Future[None]:

@@ -23,7 +23,7 @@ def write_card(folder: Path, run: RunDir) -> None:
     """``README.md`` in an exported folder, of what the run's files say now; no secrets and no paths of this machine."""
     config, summary, exported = read_config_yaml(run.config), read_json(run.summary, {}), read_json(folder / EXPORTED)
     lines = [*_header(config, exported), "", f"# {exported['run']}, step {exported['step']}", ""]
-    base = _model_name(config.actor_rollout_ref.model.path)
+    base = model_name(config.actor_rollout_ref.model.path)
     lines += [
         f"{base} after {exported['step']} updates by reinforcement learning on [Atropos]"
         "(https://github.com/NousResearch/atropos) environments, with [verl](https://github.com/verl-project/verl).",
@@ -52,15 +52,16 @@ def _header(config: DictConfig, exported: dict[str, Any]) -> Iterator[str]:
     yield from ("pipeline_tag: text-generation", "tags: [reinforcement-learning, grpo, atropos, verl]", "---")
 
 
-def _model_name(path: str) -> str:
+def model_name(path: str) -> str:
+    """On the hub; of a folder, its name without its path on this machine."""
     return Path(path).name if looks_local(path) else path
 
 
 def _figures(config: DictConfig, summary: dict[str, Any], exported: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     model = config.actor_rollout_ref.model
-    yield "base model", _model_name(model.path)
+    yield "base model", model_name(model.path)
     if start := summary.get("resumed_from"):
-        yield "weights at step 0", f"run {start['run']}, step {start['step']}"
+        yield "weights at step 0", f"run {Path(start['run']).name}, step {start['step']}"
     if model.lora_rank:
         how = "the adapter alone" if exported["adapter"] else "merged"
         yield "LoRA", f"rank {model.lora_rank}, alpha {model.lora_alpha}, {how}"
@@ -69,7 +70,7 @@ def _figures(config: DictConfig, summary: dict[str, Any], exported: dict[str, An
     yield "algorithm", config.algorithm.adv_estimator
     yield "learning rate", config.actor_rollout_ref.actor.optim.lr
     yield "groups a step", config.data.train_batch_size
-    yield "steps", f"{exported['step']}, of a run of {summary.get('steps', exported['step'])}"
+    yield "steps", f"{exported['step']} of {summary.get('steps', exported['step'])}"
     yield "weights", exported["dtype"]
     for key, name in (
         ("sequences_trained", "sequences trained on, whole run"),

@@ -108,7 +108,7 @@ def replace_folder(path: str | Path) -> Iterator[Path]:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     for left in path.parent.glob(f".{path.name}.*{_PARTIAL}"):
-        _remove_partial(left)
+        _remove_partial(left, own=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}{_PARTIAL}")
     former = path.with_name(f".{path.name}.former.{os.getpid()}{_PARTIAL}")
     try:
@@ -125,12 +125,18 @@ def replace_folder(path: str | Path) -> Iterator[Path]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _remove_partial(partial: Path) -> None:
-    """Unless the process lives that writes it."""
+def _remove_partial(partial: Path, own: bool = False) -> None:
+    """Unless the process lives that writes it; ``own``: this one does not, an earlier one had its number.
+
+    A folder that was moved away by ``replace_folder``, which was killed before the new one took its place, returns.
+    """
     writer = partial.name.split(".")[-2]
-    if not writer.isdigit() or psutil.pid_exists(int(writer)):
+    if not writer.isdigit() or (psutil.pid_exists(int(writer)) and not (own and int(writer) == os.getpid())):
         return
-    if partial.is_dir():
+    place, former, _ = partial.name.removeprefix(".").rpartition(f".former.{writer}{_PARTIAL}")
+    if former and partial.is_dir() and not partial.with_name(place).exists():
+        partial.rename(partial.with_name(place))
+    elif partial.is_dir():
         shutil.rmtree(partial, ignore_errors=True)
     else:
         partial.unlink(missing_ok=True)

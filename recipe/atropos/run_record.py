@@ -7,7 +7,7 @@ lines of steps that the checkpoint does not hold, because they are trained again
 import fcntl
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -139,8 +139,10 @@ def account_of_groups(summary: Mapping[str, Any]) -> dict[str, int]:
     return {"sent": sent, **account, "unknown": sent - sum(account.values())}
 
 
-def update_summary(directory: str | Path, values: Mapping[str, Any]) -> None:
-    """Merge ``values`` into ``summary.json``; of several processes none undoes what another one wrote.
+def update_summary(directory: str | Path, values: Mapping[str, Any], remove: Collection[str] = ()) -> None:
+    """Merge ``values`` into ``summary.json`` and ``remove`` keys of it.
+
+    Of several processes none undoes what another one wrote.
 
     Raises:
         DiskFull: the summary is as it was.
@@ -148,7 +150,8 @@ def update_summary(directory: str | Path, values: Mapping[str, Any]) -> None:
     path = RunDir(directory).summary
     with open(path.with_name(".summary.lock"), "ab") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        write_json(path, {**read_json(path, {}), **values})
+        merged = {**read_json(path, {}), **values}
+        write_json(path, {key: value for key, value in merged.items() if key not in remove})
 
 
 def read_metrics(directory: str | Path) -> list[dict[str, Any]]:

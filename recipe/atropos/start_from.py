@@ -28,6 +28,12 @@ from recipe.atropos.services.process import run_command
 _ADAPTER = "actor_rollout_ref.model.lora_adapter_path"
 
 
+def forget_start(folder: RunDir) -> None:
+    """Of a folder without checkpoints, whose run now begins with a model instead of another run's weights."""
+    if "resumed_from" in read_json(folder.summary, {}) and not checkpoints_of(folder).whole():
+        update_summary(folder.path, {}, remove=["resumed_from"])
+
+
 class NotExported(AtroposError, RuntimeError):
     """The other run's weights could not be copied; the message holds the last lines of the export."""
 
