@@ -79,8 +79,15 @@ def test_export_starts_a_lora_run_with_another_s_adapter(adapted, model, tmp_pat
     settings = config.actor_rollout_ref.model
     assert settings.path == str(model) and settings.lora_adapter_path == str(tmp_path / "second/start")
     assert start.adapter and start.for_checks(config) == config
+    assert (settings.lora_alpha, settings.target_modules) == (8, ["q_proj", "v_proj"])  # Engine's, of PEFT's default
     with pytest.raises(ConfigurationError, match=r"lora_rank=8 with .*, whose adapter has rank 4: give that"):
         begun(tmp_path, adapted.path, f"{lora}8")
+    start.make()
+    again, _ = begun(tmp_path, adapted.path, f"{lora}4")
+    assert again == config
+    with pytest.raises(ConfigurationError, match=r"lora_rank=8 with .* has begun with that run's adapter, of rank 4"):
+        begun(tmp_path, adapted.path, f"{lora}8")
+    shutil.rmtree(tmp_path / "second")
     config, start = begun(tmp_path, adapted.path)
     assert not start.adapter and config.actor_rollout_ref.model.path == str(tmp_path / "second/start")
 

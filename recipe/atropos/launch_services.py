@@ -100,8 +100,12 @@ def compose_overrides(arguments: argparse.Namespace) -> list[str]:
     return [f"{key}={value}" for key, value in named.items() if value is not None] + arguments.overrides
 
 
-def quoted(value: str | Path) -> str:
-    """A string as Hydra's override grammar takes it whatever is in it, ``=``, commas and spaces included."""
+def quoted(value: str | Path | int | list[str]) -> str:
+    """As Hydra's override grammar takes it, a string whatever is in it, ``=``, commas and spaces included."""
+    if isinstance(value, list):
+        return f"[{','.join(quoted(item) for item in value)}]"
+    if isinstance(value, int):
+        return str(value)
     return "'" + str(value).replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 

@@ -12,8 +12,10 @@ Without torch: the launcher asks.
 
 import re
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig, open_dict
 
@@ -25,7 +27,8 @@ from recipe.atropos.run_record import update_summary
 from recipe.atropos.secret import read_config_yaml
 from recipe.atropos.services.process import run_command
 
-_ADAPTER = "actor_rollout_ref.model.lora_adapter_path"
+_MODEL = "actor_rollout_ref.model"
+_ADAPTER_CONFIG = "adapter_config.json"
 
 
 def forget_start(folder: RunDir) -> None:
@@ -40,12 +43,13 @@ class NotExported(AtroposError, RuntimeError):
 
 @dataclass(frozen=True)
 class Start:
-    """Which weights the run in ``folder`` begins with; ``adapter``: the LoRA adapter by itself."""
+    """Which weights the run in ``folder`` begins with; ``adapter``: PEFT's configuration of the LoRA adapter that is
+    all of them, or None: they are a whole model."""
 
     folder: RunDir
     source: RunDir
     step: int
-    adapter: bool
+    adapter: Mapping[str, Any] | None
     base: str
     """The model's folder or hub name, for the new run."""
 
@@ -67,11 +71,17 @@ class Start:
         if source.path == folder.path:
             raise ConfigurationError(f"{key} is the run's own folder: leave it out, the same command resumes a run")
         began = read_json(folder.summary, {}).get("resumed_from")
+        rank = config.actor_rollout_ref.model.lora_rank
         known = began and began["run"] == str(source.path) and step in (None, str(began["step"]))
         if known and folder.start.exists():
-            adapter = read_json(folder.start / "adapter_config.json")
+            adapter = read_json(folder.start / _ADAPTER_CONFIG)
+            if adapter and adapter["r"] != rank:
+                raise ConfigurationError(
+                    f"{_MODEL}.lora_rank={rank} with {key}: run.dir={directory} has begun with that run's adapter, of "
+                    f"rank {adapter['r']}; give that rank, or another folder (--run-dir)"
+                )
             base = adapter["base_model_name_or_path"] if adapter else str(folder.start)
-            return cls(folder, source, began["step"], adapter is not None, base)
+            return cls(folder, source, began["step"], adapter, base)
         if checkpoints_of(folder).whole():
             what = f"the weights of {began['run']}, step {began['step']}" if began else f"the model of {MODEL_KEY}"
             raise ConfigurationError(
@@ -83,22 +93,30 @@ class Start:
             checkpoint = choose_checkpoint(source, step and int(step))
         except ConfigurationError as error:
             raise ConfigurationError(f"{key}: {error}") from error
-        rank, theirs = config.actor_rollout_ref.model.lora_rank, read_config_yaml(source.config).actor_rollout_ref.model
-        adapter = bool(rank and theirs.lora_rank)
-        if adapter and theirs.lora_rank != rank:
+        adapter = read_json(checkpoint / "actor" / _ADAPTER_CONFIG) if rank else None
+        if adapter and adapter["r"] != rank:
             raise ConfigurationError(
-                f"actor_rollout_ref.model.lora_rank={rank} with {key}, whose adapter has rank {theirs.lora_rank}: give "
-                "that rank to train it on, 0 to train the whole model, or --model with an export of that run"
+                f"{_MODEL}.lora_rank={rank} with {key}, whose adapter has rank {adapter['r']}: give that "
+                "rank to train it on, 0 to train the whole model, or --model with an export of that run"
             )
-        return cls(folder, source, step_of(checkpoint), adapter, theirs.path if adapter else str(folder.start))
+        base = read_config_yaml(source.config).actor_rollout_ref.model.path if adapter else str(folder.start)
+        return cls(folder, source, step_of(checkpoint), adapter, base)
 
     @property
-    def overrides(self) -> list[tuple[str, str]]:
-        """Keys of the new run's configuration, and their values."""
+    def overrides(self) -> list[tuple[str, Any]]:
+        """Keys of the new run's configuration, and their values; of an adapter that is trained on, its own."""
+        adapter = []
+        if self.adapter:
+            targets = self.adapter["target_modules"]  # in no order, and a resumed run has the same configuration
+            adapter = [
+                (f"{_MODEL}.lora_adapter_path", self.folder.start),
+                (f"{_MODEL}.lora_alpha", self.adapter["lora_alpha"]),
+                (f"{_MODEL}.target_modules", targets if isinstance(targets, str) else sorted(targets)),
+            ]
         return [
             ("run.resume_from", f"{self.source.path}@{self.step}"),
             (MODEL_KEY, self.base),
-            *([(_ADAPTER, str(self.folder.start))] if self.adapter else []),
+            *adapter,
         ]
 
     def for_checks(self, config: DictConfig) -> DictConfig:
