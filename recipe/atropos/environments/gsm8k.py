@@ -276,17 +276,20 @@ def is_correct(text: str, gold: str) -> bool:
     Raises:
         ValueError: ``gold`` cannot be read as a number or formula.
     """
-    gold_parsed = _parsed(rf"\boxed{{{gold}}}")
+    # Without a time limit: the data is no policy's, and the first parse of a process may take seconds on a busy machine.
+    gold_parsed = _parsed(rf"\boxed{{{gold}}}", parsing_timeout=0)
     if not gold_parsed:
         raise ValueError(f"gold answer {gold!r} cannot be parsed")
     answer = _parsed(text)
     return bool(answer) and bool(verify(gold_parsed, answer))
 
 
-def _parsed(text: str) -> list[Any]:
+def _parsed(text: str, **options: Any) -> list[Any]:
     """What is boxed after the thoughts, as a formula and as text; [] where nothing is."""
     text = text.rpartition("</think>")[2]
-    return parse(text, extraction_config=[_BOXED], extraction_mode="first_match") if r"\boxed" in text else []
+    if r"\boxed" not in text:
+        return []
+    return parse(text, extraction_config=[_BOXED], extraction_mode="first_match", **options)
 
 
 def length_penalty(length: int, limit: int) -> float:
