@@ -108,7 +108,8 @@ def test_a_wait_ends_and_says_who_is_silent(api, situation):
             for number in range(5):
                 post(f"{api.url}/scored_data", group(number, size=3))
             expected = "groups wait, the last of 3 sequences, which cannot fill a batch of 8"
-        with pytest.raises(DataSourceError, match=f"no batch of 8 sequences within trainer.atropos.max_wait_time=3 s: .*{expected}"):
+        limit = "within trainer.atropos.max_wait_time=3 s"
+        with pytest.raises(DataSourceError, match=f"no batch of 8 sequences {limit}: .*{expected}"):
             source.next_batch()
 
 

@@ -276,7 +276,7 @@ def is_correct(text: str, gold: str) -> bool:
     Raises:
         ValueError: ``gold`` cannot be read as a number or formula.
     """
-    # Without a time limit: the data is no policy's, and the first parse of a process may take seconds on a busy machine.
+    # Without a time limit: it is the data's, and the first parse of a process may take seconds on a busy machine.
     gold_parsed = _parsed(rf"\boxed{{{gold}}}", parsing_timeout=0)
     if not gold_parsed:
         raise ValueError(f"gold answer {gold!r} cannot be parsed")
