@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 
 from atroposlib.envs.base import APIServerConfig, BaseEnvConfig
 
-from recipe.atropos.errors import AtroposError
+from recipe.atropos.environments.errors import EnvironmentFailure
 from recipe.atropos.secret import API_KEY_VARIABLE
 
 _UNTIL_ENDED = 10**9
@@ -33,7 +33,7 @@ _CONNECT_SECONDS = 5.0
 _ANSWER_SECONDS = 900.0  # above what the gateway holds a request for, while no server has the trainer's weights
 
 
-class WrongKey(AtroposError, ValueError):
+class WrongKey(EnvironmentFailure):
     """The server asks for a key, and not for this one."""
 
 
