@@ -180,6 +180,7 @@ def test_schema_start_is_interrupted_in_a_check_of_flags(tmp_path):
         while not (found := [service for service in unstopped if service.name.startswith("check-")]):
             time.sleep(0.05)
         checks.extend(found)
+        time.sleep(0.5)  # until it is waited for: Python drops an exception that is raised in a finalizer
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
     checks = []
