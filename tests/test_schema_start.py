@@ -171,7 +171,7 @@ def test_schema_start_names_a_program_that_hangs(tmp_path, monkeypatch, program)
             has_gpu.__wrapped__()
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(60, method="signal")  # a thread would end the whole worker, for which xdist then waits
 def test_schema_start_is_interrupted_in_a_check_of_flags(tmp_path):
     (tmp_path / "slow.py").write_text("import time\ntime.sleep(100)\n")
     config = load_config(["preset=demo", f"environment.target={tmp_path}/slow.py"])

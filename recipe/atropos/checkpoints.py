@@ -37,6 +37,9 @@ from recipe.atropos.secret import read_config_yaml
 
 logger = logging.getLogger(__name__)
 
+ADAPTER_CONFIG = "adapter_config.json"
+"""PEFT's name of a LoRA adapter's configuration; here, because its own is in a module that takes seconds."""
+
 _COMPLETE, _INCOMPLETE = "complete.json", "incomplete"
 _TRACKER = "latest_checkpointed_iteration.txt"  # for verl's own tools
 

@@ -33,7 +33,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
 from recipe.atropos.checkpoint_format import TENSOR_NAMES, CheckpointFormat, model_file
-from recipe.atropos.checkpoints import checkpoints_of, choose_checkpoint, step_of
+from recipe.atropos.checkpoints import ADAPTER_CONFIG, checkpoints_of, choose_checkpoint, step_of
 from recipe.atropos.errors import AtroposError, ConfigurationError, one_line_errors
 from recipe.atropos.model_card import EXPORTED, model_name, write_card
 from recipe.atropos.run_dir import RunDir, read_json, replace_folder, write_json
@@ -41,7 +41,6 @@ from recipe.atropos.safetensors_writer import write_safetensors
 from recipe.atropos.secret import read_config_yaml
 from recipe.atropos.shards import Shards
 
-_ADAPTER_CONFIG = "adapter_config.json"
 _WEIGHTS = re.compile(r".*\.(safetensors|bin|pt)(\.index\.json)?")  # of save_contents=[hf_model], in bfloat16
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -83,7 +82,7 @@ class _Checkpoint:
         self.base = settings.path
         self.model = _on_meta(self.huggingface, settings.trust_remote_code)
         self.format = CheckpointFormat.of_unloaded(self.model, names)
-        self._adapter_config = actor / _ADAPTER_CONFIG
+        self._adapter_config = actor / ADAPTER_CONFIG
         self.adapted = self._adapter_config.exists()
         self.adapter_only = self.adapted and all(".lora_" in name for name in self.shards)
         """``save_lora_only``: the base weights are not in the checkpoint."""
@@ -133,7 +132,7 @@ class _Checkpoint:
         settings = json.loads(self._adapter_config.read_text())
         base = model_name(self.base) if public else self.base
         settings |= {"base_model_name_or_path": base, "inference_mode": True}
-        write_json(folder / _ADAPTER_CONFIG, settings)
+        write_json(folder / ADAPTER_CONFIG, settings)
 
     def write_configuration(self, folder: Path, dtype: str) -> None:
         """Configuration, generation configuration, and the code of a model that brings its own."""
@@ -227,7 +226,6 @@ def export_checkpoint(
         "step": step_of(checkpoint),
         "dtype": written,
         "adapter": adapter,
-        "size": sum(tensor.nbytes for tensor in like.values()),
     }
     with replace_folder(out) as folder:
         for path in source.huggingface.rglob("*"):  # chat templates may be in a folder of their own
@@ -240,7 +238,7 @@ def export_checkpoint(
             source.write_adapter_config(folder, public)
         else:
             source.write_configuration(folder, written)
-        write_safetensors(folder, "adapter_model" if adapter else "model", like, tensors)
+        exported["size"] = write_safetensors(folder, "adapter_model" if adapter else "model", like, tensors)
         write_json(folder / EXPORTED, exported)
         write_card(folder, run)
     return Exported(out, exported["step"], written, exported["size"])

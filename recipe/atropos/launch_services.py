@@ -457,8 +457,8 @@ async def watch(
         ended = trainer.poll() is not None
         for line in reader.new_lines():
             if line["step"] > seen:
-                seen, last_step = line["step"], time.monotonic()
-                trained = last_step
+                seen = line["step"]
+                last_step = trained = time.monotonic()
                 on_step()
                 console.print(
                     f"[bold]step {seen:>4}/{total}[/] score {scores_of(line)}  "

@@ -19,7 +19,7 @@ from typing import Any
 
 from omegaconf import DictConfig, open_dict
 
-from recipe.atropos.checkpoints import checkpoints_of, choose_checkpoint, step_of
+from recipe.atropos.checkpoints import ADAPTER_CONFIG, checkpoints_of, choose_checkpoint, step_of
 from recipe.atropos.errors import AtroposError, ConfigurationError
 from recipe.atropos.models import KEY as MODEL_KEY
 from recipe.atropos.run_dir import RunDir, read_json
@@ -28,7 +28,6 @@ from recipe.atropos.secret import read_config_yaml
 from recipe.atropos.services.process import run_command
 
 _MODEL = "actor_rollout_ref.model"
-_ADAPTER_CONFIG = "adapter_config.json"
 
 
 def forget_start(folder: RunDir) -> None:
@@ -74,7 +73,7 @@ class Start:
         rank = config.actor_rollout_ref.model.lora_rank
         known = began and began["run"] == str(source.path) and step in (None, str(began["step"]))
         if known and folder.start.exists():
-            adapter = read_json(folder.start / _ADAPTER_CONFIG)
+            adapter = read_json(folder.start / ADAPTER_CONFIG)
             if adapter and adapter["r"] != rank:
                 raise ConfigurationError(
                     f"{_MODEL}.lora_rank={rank} with {key}: run.dir={directory} has begun with that run's adapter, of "
@@ -93,7 +92,7 @@ class Start:
             checkpoint = choose_checkpoint(source, step and int(step))
         except ConfigurationError as error:
             raise ConfigurationError(f"{key}: {error}") from error
-        adapter = read_json(checkpoint / "actor" / _ADAPTER_CONFIG) if rank else None
+        adapter = read_json(checkpoint / "actor" / ADAPTER_CONFIG) if rank else None
         if adapter and adapter["r"] != rank:
             raise ConfigurationError(
                 f"{_MODEL}.lora_rank={rank} with {key}, whose adapter has rank {adapter['r']}: give that "

@@ -33,7 +33,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from recipe.atropos.config.renamed import check_renamed
+from recipe.atropos.config.renamed import check_renamed, prefixes
 from recipe.atropos.config.schema import check_schema, documented
 from recipe.atropos.config.unsupported import UNSUPPORTED
 from recipe.atropos.errors import ConfigurationError
@@ -90,7 +90,8 @@ def compose_config(overrides: Sequence[str], tell: Callable[[str], None] = lambd
     check_renamed(dict(in_file + given))
     preset = next((value for key, value in reversed(in_file + given) if key == "preset"), None)
     config = copy.deepcopy(_shipped(preset))
-    given = _not_derived(in_file, config) + given
+    if in_file:
+        given = _not_derived(in_file, config) + given
     known = set(_keys(OmegaConf.to_container(config), ""))
     changes = [change for key, value in given if key != "preset" for change in _changes(key, value, known, config)]
     _drop_for_another_target(config, preset, changes, tell)
@@ -143,9 +144,7 @@ def _not_derived(in_file: list[tuple[str, Any]], shipped: DictConfig) -> list[tu
     config, own = copy.deepcopy(shipped), []
     with open_dict(config):
         for key, value in in_file:
-            parts = key.split(".")
-            prefixes = (".".join(parts[:length]) for length in range(1, len(parts) + 1))
-            prefix = next((prefix for prefix in prefixes if _reference(prefix, shipped)), None)
+            prefix = next((prefix for prefix in reversed(prefixes(key)) if _reference(prefix, shipped)), None)
             if prefix is not None:
                 derived.setdefault(prefix, {})[key] = value
                 continue
@@ -274,9 +273,7 @@ def _without_effect(key: str, value: Any) -> ConfigurationError:
 def _unsupported(key: str) -> tuple[str | None, str | None]:
     if key not in UNSUPPORTED and key in documented():
         return None, None
-    parts = key.split(".")
-    prefixes = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
-    return next((UNSUPPORTED[prefix] for prefix in prefixes if prefix in UNSUPPORTED), (None, None))
+    return next((UNSUPPORTED[prefix] for prefix in prefixes(key) if prefix in UNSUPPORTED), (None, None))
 
 
 def _another_kind(value: Any, default: Any) -> str | None:

@@ -1,7 +1,6 @@
 """Keys of other recipes that join Atropos and verl, and what they are called here. ``docs/migration.md`` lists all.
 
-``check_renamed`` takes any mapping, nested or with dotted keys, so it works on a command line, a file and the composed
-configuration alike.
+``check_renamed`` takes any mapping, nested or with dotted keys, so it works on a command line and on a file.
 """
 
 import json
@@ -60,6 +59,10 @@ def _lines(values: Mapping[str, Any], prefix: str) -> Iterator[str]:
 
 
 def _renamed(key: str) -> str | None:
+    return next((prefix for prefix in prefixes(key) if prefix in RENAMED), None)
+
+
+def prefixes(key: str) -> list[str]:
+    """The dotted key and the mappings around it, the innermost first."""
     parts = key.split(".")
-    prefixes = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
-    return next((prefix for prefix in prefixes if prefix in RENAMED), None)
+    return [".".join(parts[:length]) for length in range(len(parts), 0, -1)]

@@ -14,7 +14,6 @@ Problems: ``code_problems``. A group in which every score is equal is not sent, 
 
 import asyncio
 import logging
-import time
 from typing import Any
 
 from atroposlib.envs.base import ScoredDataGroup
@@ -22,7 +21,7 @@ from pydantic import Field
 
 from recipe.atropos.environments.code_problems import Problem, job, load_problems
 from recipe.atropos.environments.gsm8k import GSM8kEnv, GSM8kEnvConfig
-from recipe.atropos.environments.sampled import SampledTokens
+from recipe.atropos.environments.sampled import SampledTokens, group_of_nodes
 from recipe.atropos.environments.sandbox import Isolation, Limits, Sandbox, Verdict
 from recipe.atropos.utils.env_adapter import adapt
 
@@ -122,60 +121,20 @@ class CodeEnv(SampledTokens, GSM8kEnv):
         """The group with its scores."""
         passed = [verdict.passed for verdict in await self.verdicts(item, texts)]
         self.percent_correct_buffer.extend(map(float, passed))
-        return ScoredDataGroup(
-            tokens=[list(node.tokens) for node in nodes],
-            masks=[list(node.masked_tokens) for node in nodes],
-            scores=[1.0 if right else -1.0 for right in passed],
-            inference_logprobs=[list(node.logprobs) for node in nodes],
-            advantages=None,
-            ref_logprobs=None,
-            messages=None,
-            overrides=None,
-            group_overrides={},
-            images=None,
-        )
+        return group_of_nodes(nodes, [1.0 if right else -1.0 for right in passed])
 
     # ------------------------------------------------------------------ evaluation
 
-    async def evaluate(self, *args: Any, **kwargs: Any) -> None:
-        """Greedy pass@1 on the held-out problems: ``eval/percent_correct`` (0 to 1) and ``eval/total``, as ``gsm8k``.
-
-        Raises:
-            ValueError: no problem leaves room for an answer.
-        """
-        started = time.time()
-        limit = asyncio.Semaphore(self.config.max_eval_workers)
-
-        async def answer(problem: Problem) -> dict[str, Any]:
-            async with limit:
-                messages, finish_reason = await self.greedy_conversation(problem)
-            [verdict] = await self.verdicts(problem, [messages[-1]["content"]])
-            return {
-                "messages": messages,
-                "task": problem["task"],
-                "answer": messages[-1]["content"],
-                "gold": problem["gold"],
-                "correct": verdict.passed,
-                "why": f"{verdict.why} {verdict.detail}".strip(),
-                "score": int(verdict.passed),
-                "finish_reason": finish_reason,
-            }
-
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(answer(problem)) for problem in self._with_room(self.test)]
-        samples = [task.result() for task in tasks]
-        metrics = {
-            "eval/percent_correct": sum(sample["correct"] for sample in samples) / len(samples),
-            "eval/total": len(samples),
+    async def graded(self, row: Problem, text: str) -> dict[str, Any]:
+        [verdict] = await self.verdicts(row, [text])
+        return {
+            "task": row["task"],
+            "answer": text,
+            "gold": row["gold"],
+            "correct": verdict.passed,
+            "why": f"{verdict.why} {verdict.detail}".strip(),
+            "score": int(verdict.passed),
         }
-        self.eval_metrics.extend(metrics.items())
-        await self.evaluate_log(
-            metrics=metrics,
-            samples=samples,
-            start_time=started,
-            end_time=time.time(),
-            generation_parameters={"temperature": 0.0},
-        )
 
 
 if __name__ == "__main__":

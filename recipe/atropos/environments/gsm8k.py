@@ -27,6 +27,7 @@ from math_verify import LatexExtractionConfig, parse, verify
 from pydantic import Field
 
 from recipe.atropos.environments.pacing import Paced
+from recipe.atropos.environments.sampled import group_of_nodes
 from recipe.atropos.environments.sampled_book import trained_spans
 from recipe.atropos.environments.weight_versions import WeightVersions
 from recipe.atropos.environments.word_problems import GSM8K, Row, gold_answer, load_problems
@@ -183,18 +184,7 @@ class GSM8kEnv(WeightVersions, Paced, BaseEnv):
         scores = [1.0 if right else -1.0 for right in correct]
         if all(correct):
             scores = [length_penalty(len(node.tokens), self.config.max_token_length) for node in nodes]
-        return ScoredDataGroup(
-            tokens=[list(node.tokens) for node in nodes],
-            masks=[list(node.masked_tokens) for node in nodes],
-            scores=scores,
-            inference_logprobs=[list(node.logprobs) for node in nodes],
-            advantages=None,
-            ref_logprobs=None,
-            messages=None,
-            overrides=None,
-            group_overrides={},  # BaseEnv reads it before it sets its default
-            images=None,
-        )
+        return group_of_nodes(nodes, scores)
 
     # ------------------------------------------------------------------ evaluation
 
@@ -213,18 +203,8 @@ class GSM8kEnv(WeightVersions, Paced, BaseEnv):
         async def answer(row: Row) -> dict[str, Any]:
             async with limit:
                 messages, finish_reason = await self.greedy_conversation(row)
-            text, gold = messages[-1]["content"], gold_answer(row)
-            correct = is_correct(text, gold)
-            return {
-                "messages": messages,
-                "question": row["question"],
-                "answer": text,
-                "gold": gold,
-                "parsed": [str(value) for value in _parsed(text)],
-                "correct": correct,
-                "score": int(correct),
-                "finish_reason": finish_reason,
-            }
+            graded = await self.graded(row, messages[-1]["content"])
+            return {"messages": messages, **graded, "finish_reason": finish_reason}
 
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(answer(row)) for row in self._with_room(self.test)]
@@ -241,6 +221,19 @@ class GSM8kEnv(WeightVersions, Paced, BaseEnv):
             end_time=time.time(),
             generation_parameters={"temperature": 0.0},
         )
+
+    async def graded(self, row: Row, text: str) -> dict[str, Any]:
+        """What a sample of the evaluation says of an answer; ``correct`` is counted."""
+        gold = gold_answer(row)
+        correct = is_correct(text, gold)
+        return {
+            "question": row["question"],
+            "answer": text,
+            "gold": gold,
+            "parsed": [str(value) for value in _parsed(text)],
+            "correct": correct,
+            "score": int(correct),
+        }
 
     def _with_room(self, rows: list[Row]) -> list[Row]:
         fit = [row for row in rows if self.answer_tokens(self.messages(row)) > 0]

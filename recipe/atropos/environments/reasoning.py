@@ -15,6 +15,7 @@ import yaml
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup
 from pydantic import Field
 
+from recipe.atropos.environments.sampled import group_of_nodes
 from recipe.atropos.sampling import default_temperature
 from recipe.atropos.utils.env_adapter import adapt
 
@@ -150,19 +151,7 @@ class ReasoningEnv(BaseEnv):
         if any(node.metadata["finish_reason"] == "abort" for node in nodes):
             return None, [item]
         texts = [choice.message.content for choice in completion.choices]
-        group = ScoredDataGroup(
-            tokens=[list(node.tokens) for node in nodes],
-            masks=[list(node.masked_tokens) for node in nodes],
-            scores=[self.score(text, item) for text in texts],
-            inference_logprobs=[list(node.logprobs) for node in nodes],
-            advantages=None,
-            ref_logprobs=None,
-            messages=None,
-            overrides=None,
-            group_overrides={},
-            images=None,
-        )
-        return group, []
+        return group_of_nodes(nodes, [self.score(text, item) for text in texts]), []
 
     # ------------------------------------------------------------------ evaluation
 

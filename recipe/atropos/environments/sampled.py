@@ -234,6 +234,22 @@ def group_of(trajectories: Sequence[dict[str, Any]]) -> ScoredDataGroup:
     return group
 
 
+def group_of_nodes(nodes: Sequence[Any], scores: Sequence[float]) -> ScoredDataGroup:
+    """One group of the sequences of a managed server, as they were sampled."""
+    return ScoredDataGroup(
+        tokens=[list(node.tokens) for node in nodes],
+        masks=[list(node.masked_tokens) for node in nodes],
+        scores=list(scores),
+        inference_logprobs=[list(node.logprobs) for node in nodes],
+        advantages=None,
+        ref_logprobs=None,
+        messages=None,
+        overrides=None,
+        group_overrides={},  # BaseEnv reads it before it sets its default
+        images=None,
+    )
+
+
 def _over(group: ScoredDataGroup, name: str, row: int) -> Sequence | None:
     """A per-token field of one sequence, None where it is not given, or not over all of its tokens."""
     values = group.get(name)
