@@ -1,4 +1,4 @@
-"""What cannot work is refused before anything is started, by key and with the mend."""
+"""What cannot work is refused before anything is started, by key and with what to give instead."""
 
 import pytest
 from helpers_trainer import compose_config
@@ -12,6 +12,8 @@ BASELINE = f"algorithm.adv_estimator=tir_optimal_token_baseline {ACTOR}.calculat
 ADAPTER_ONLY = (
     f"actor_rollout_ref.model.lora_rank=8 actor_rollout_ref.model.lora.merge=false {ATROPOS}.weight_sync.transport=auto"
 )
+# Half of the longest row for each of the two ranks that share it.
+SHARED = f"data.max_prompt_length=1024 data.max_response_length=1024 {ACTOR}.ppo_max_token_len_per_gpu=1024"
 MODEL = ["actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B", f"{ACTOR}.ppo_max_token_len_per_gpu=4096"]
 
 CASES = {
@@ -81,8 +83,22 @@ def test_a_configuration_that_cannot_work_is_refused_by_key(overrides):
         "actor_rollout_ref.model.lora_rank=8",
         ADAPTER_ONLY,
         f"{ADAPTER_ONLY} inference.urls=[http://h:1] inference.gateway=http://h:2",
+        f"{SHARED} {ACTOR}.ulysses_sequence_parallel_size=2",
+        f"{SHARED} {ACTOR}.fsdp_config.ulysses_sequence_parallel_size=2",
     ],
-    ids=["default", "sft", "bypass", "sequence", "teacher", "baseline", "lora", "adapter", "adapter by urls"],
+    ids=[
+        "default",
+        "sft",
+        "bypass",
+        "sequence",
+        "teacher",
+        "baseline",
+        "lora",
+        "adapter",
+        "adapter by urls",
+        "sp",
+        "sp2",
+    ],
 )
 def test_a_configuration_that_works_is_let_through(overrides):
     check_config(compose_config(*MODEL, *overrides.split()))

@@ -50,6 +50,8 @@ def test_schema_start_takes_a_folder_and_every_small_policy(tmp_path):
     [
         ("inference.python=/nope", "inference.python is '/nope'"),
         ("inference.args.port=5", "set inference.port itself"),
+        ("inference.host=::", "inference.host=:: is no IPv4 address of this machine"),
+        ("api.host=192.0.2.1", "api.host=192.0.2.1 is no IPv4 address of this machine"),
         ("trainer.resume_from_path=/no/such", "give both"),
         ("trainer.resume_mode=resume_path", "give both"),
         ("'trainer.resume_from_path=/no/global_step_3 trainer.resume_mode=resume_path'", "no checkpoint"),
@@ -84,6 +86,19 @@ def test_schema_start_gives_everyone_a_small_policy(monkeypatch):
     engine = config.actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.atropos
     assert config.actor_rollout_ref.model.path == engine.model_path == str(Path.cwd())
     assert resolve_model("org/name", seed=0) == "org/name"
+
+
+@pytest.mark.parametrize(
+    ("override", "instead"),
+    [
+        ("inference.urls=[http://h:1]", "give inference.servers"),
+        ("inference={gateway: http://h:1}", "give inference.host and inference.gateway_port"),
+        ("trainer.atropos.api_url=http://h:1", "give api.host and api.port, or train beside services of your own"),
+    ],
+)
+def test_schema_start_refuses_what_the_launcher_sets_itself(override, instead):
+    with pytest.raises(ConfigurationError, match=instead):
+        load_run_config(["preset=demo", override])
 
 
 def finished(folder, steps=60):

@@ -50,7 +50,14 @@ from recipe.atropos.services.environments import Environments, check_environment
 from recipe.atropos.services.evaluation import Evaluations
 from recipe.atropos.services.inference import Inference, given_ports, inference_healthy, start_inference
 from recipe.atropos.services.joining import Joining, check_key
-from recipe.atropos.services.process import Service, ServiceFailed, default_port, port_is_free, wait_until_healthy
+from recipe.atropos.services.process import (
+    Service,
+    ServiceFailed,
+    default_port,
+    free_port,
+    port_is_free,
+    wait_until_healthy,
+)
 from recipe.atropos.services.progress import progress
 from recipe.atropos.services.run import Run, console
 from recipe.atropos.services.specs import EnvironmentSpec, environment_specs
@@ -60,6 +67,13 @@ from recipe.atropos.utils.hosts import reachable
 API_PORT = 8000  # where it is free: the address that Atropos' environments have by default
 
 _MODEL_TO_COME = "model-of-the-run-to-resume-from"  # a value until the start is known, which only then is loaded
+_SET_BY_THE_LAUNCHER = {  # keys, and what to give instead
+    "evaluation.evaluated_file": "nothing",
+    "inference.gateway": "inference.host and inference.gateway_port",
+    "inference.urls": "inference.servers, inference.host and inference.port",
+    "trainer.atropos.api_url": "api.host and api.port",
+    "trainer.atropos.startup_timeout": "inference.start_timeout",
+}
 _WATCH_SECONDS = 0.5
 _VERSION_SECONDS = 120.0
 _QUEUE_SECONDS = 5.0
@@ -115,9 +129,15 @@ def load_run_config(overrides: list[str]) -> tuple[DictConfig, list[str], Path, 
     Paths below run.dir are in that folder.
 
     Raises:
-        ConfigurationError: as ``load_config``, ``choose_run_dir`` and ``Start.of``.
+        ConfigurationError: as ``load_config``, ``choose_run_dir`` and ``Start.of``; or a key that only the trainer by
+            itself takes.
     """
     given, start, more = given_keys(overrides), None, []
+    for key in sorted(given & _SET_BY_THE_LAUNCHER.keys()):
+        raise ConfigurationError(
+            f"{key} is the launcher's to set, which starts the services itself; drop it and give "
+            f"{_SET_BY_THE_LAUNCHER[key]}, or train beside services of your own by python -m recipe.atropos.main"
+        )
     later = "run.resume_from" in given and MODEL_KEY not in given  # its model is known once the run's folder is
     config = load_config([*overrides, f"{MODEL_KEY}={_MODEL_TO_COME}"] if later else overrides, tell=_say)
     directory = choose_run_dir(config, explicit="run.dir" in given)
@@ -171,12 +191,14 @@ def environments_of(config: DictConfig) -> dict[str, EnvironmentSpec]:
 
 
 def check_start(config: DictConfig) -> None:
-    """Ports, SGLang's interpreter and its flags, before anything is started.
+    """Hosts, ports, SGLang's interpreter and its flags, before anything is started.
 
     Raises:
         ConfigurationError, LaunchError: naming the key.
     """
     inference = config.inference
+    _check_host(config.api.host, "api.host")
+    _check_host(inference.host, "inference.host")
     _check_port(config.api.port, config.api.host, "api.port")
     _check_port(inference.gateway_port, inference.host, "inference.gateway_port")
     ports = given_ports(config)
@@ -510,6 +532,15 @@ async def _answers(url: str) -> bool:
             return reply.status == 200
     except aiohttp.ClientError:
         return False
+
+
+def _check_host(host: str, key: str) -> None:
+    try:
+        free_port(host)
+    except OSError as error:
+        raise ConfigurationError(
+            f"{key}={host} is no IPv4 address of this machine ({error.strerror}); give 127.0.0.1, or 0.0.0.0 for all"
+        ) from error
 
 
 def _check_port(given: int | None, host: str, key: str) -> None:

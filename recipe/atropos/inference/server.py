@@ -82,7 +82,7 @@ class SGLangLaunch:
     def url(self) -> str:
         if self.port is None:
             raise LaunchError("the port is chosen when the server starts: take the url of the Service")
-        host = "127.0.0.1" if self.host in ("0.0.0.0", "::") else self.host
+        host = "127.0.0.1" if self.host == "0.0.0.0" else self.host
         return f"http://{host}:{self.port}"
 
 

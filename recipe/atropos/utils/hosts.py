@@ -19,7 +19,7 @@ def is_this_host(url: str) -> bool:
 
 def reachable(host: str) -> str:
     """Where a service that listens on ``host`` is reached from this machine."""
-    return "127.0.0.1" if host in ("0.0.0.0", "::") else host
+    return "127.0.0.1" if host == "0.0.0.0" else host
 
 
 def reachable_from_others(host: str) -> str:
