@@ -118,6 +118,8 @@ def test_promises_adapter_takes_sglang_and_the_key_and_says_so(monkeypatch, caps
     assert (found.server_type, found.api_key) == expected and found_env == env, "nobody answers: its defaults stay"
     told = capsys.readouterr().err
     assert ("--openai.server_type=sglang" in told) == (expected[0] == "sglang") and "the-key" not in told
+    plain = found.base_url.startswith("http:")
+    assert ("the policy stays no/such-model, and its tokenizer t" in told) == plain, told
 
 
 @pytest.mark.e2e

@@ -1,6 +1,7 @@
 """An environment's defaults, where neither its flags nor its file of ``--config`` give a value.
 
-Guarantees, the first three for servers over plain http, as a run's are, and each said in a line:
+Guarantees, the first three for servers over plain http, as a run's are, and each, an answer that does not come too, said in a
+line:
 
 - the type is "sglang" where the environment leaves "openai", whose replies have no tokens;
 - the key is ``$ATROPOS_API_KEY`` where the environment has none, or "x";
@@ -61,7 +62,10 @@ def complete(
     first = completed[0].model_copy(update=dict(given))
     names = {"model_name", "tokenizer_name"} - {*given, *(["tokenizer_name"] if "tokenizer_name" in env_given else [])}
     url = first.base_url or ""
-    if not names or not _is_plain(url) or (found := served_model(url, first.api_key or None)) is None:
+    if not names or not _is_plain(url):
+        return env, completed
+    if (found := served_model(url, first.api_key or None)) is None:
+        _say(f"no server answers at {url}: the policy stays {first.model_name}, and its tokenizer {env.tokenizer_name}")
         return env, completed
     model, tokenizer = found
     if "model_name" in names and first.model_name != model:
