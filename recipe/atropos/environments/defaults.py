@@ -1,7 +1,7 @@
 """An environment's defaults, where neither its flags nor its file of ``--config`` give a value.
 
-Guarantees, the first three for servers over plain http, as a run's are, and each, an answer that does not come too, said in a
-line:
+Guarantees, the first three for servers over plain http, as a run's are; each is said in a line, and a server that does
+not answer too:
 
 - the type is "sglang" where the environment leaves "openai", whose replies have no tokens;
 - the key is ``$ATROPOS_API_KEY`` where the environment has none, or "x";
