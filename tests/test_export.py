@@ -241,9 +241,8 @@ def test_export_writes_every_dtype_and_shape(tmp_path):
 def test_export_names_what_the_run_was(small_run, tmp_path):
     """The card: figures of the run, the score of that step, no secret and no path."""
     run, _ = small_run
-    update_summary(
-        run.path, {"steps": 3, "tokens_trained": 1234, "resumed_from": {"run": "/home/me/before", "step": 7}}
-    )
+    before = {"run": "/home/me/before", "step": 7, "base": "org/Base-1B"}
+    update_summary(run.path, {"steps": 3, "tokens_trained": 1234, "resumed_from": before})
     for step, accuracy in ((0, 0.25), (2, 0.5)):
         metrics = {"eval/percent_correct": accuracy, "eval/total": 64}
         append_line(run.evaluations, {"step": step, "env": "Mine", "metrics": metrics, "main": "eval/percent_correct"})
@@ -255,6 +254,7 @@ def test_export_names_what_the_run_was(small_run, tmp_path):
             assert line in card
         assert f"| steps | {step} of 3 |" in card and f"torch {torch.__version__.split('+')[0]}" in card
         assert "| weights at step 0 | run before, step 7 |" in card and "my_env.py:Mine" in card
+        assert "base_model: org/Base-1B" in card and "| base model | org/Base-1B |" in card
         assert "s3cret" not in card and "/home/me" not in card and str(tmp_path.parent) not in card
     run.evaluations.unlink()
 

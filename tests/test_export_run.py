@@ -49,7 +49,8 @@ def test_export_of_a_run_is_what_the_next_begins_with(launch, tmp_path, lora):
     assert "model second/model: step 1, float32" in output
     config, summary = yaml.safe_load(second.config.read_text()), read_json(second.summary)
     assert config["run"]["resume_from"] == f"{first.path}@4" and summary["steps"] == summary["policy_version"] == 1
-    assert summary["resumed_from"] == {"run": str(first.path), "step": 4}
+    base = yaml.safe_load(first.config.read_text())["actor_rollout_ref"]["model"]["path"]
+    assert summary["resumed_from"] == {"run": str(first.path), "step": 4, "base": base}
     assert summary["heldout_accuracy_before"] == read_json(first.summary)["heldout_accuracy_after"]
     [line] = read_metrics(second.path)
     assert line["atropos/logprob_diff/max"] < 1e-4 and line["atropos/staleness/max"] == 0

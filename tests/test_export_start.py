@@ -48,7 +48,7 @@ def begun(tmp_path, spec, *options):
     return config, start
 
 
-def test_export_starts_a_run_with_another_s_weights(source, tmp_path):
+def test_export_starts_a_run_with_another_s_weights(source, model, tmp_path):
     """Also once the other is gone, by the same command; the other's name wins over a preset's model."""
     config, start = begun(tmp_path, f"{source.path}@1", "--preset", "demo")
     settings = config.actor_rollout_ref.model
@@ -61,7 +61,7 @@ def test_export_starts_a_run_with_another_s_weights(source, tmp_path):
     weights = load_file(tmp_path / "second/start/model.safetensors")
     saved = torch.load(source.checkpoints / "global_step_1/actor/model_world_size_1_rank_0.pt")
     assert weights.keys() == saved.keys() and all(torch.equal(weights[name], saved[name]) for name in weights)
-    told = {"run": str(source.path), "step": 1}
+    told = {"run": str(source.path), "step": 1, "base": str(model)}
     assert read_json(RunDir(tmp_path / "second").summary) == {"resumed_from": told}
 
     shutil.rmtree(source.path)
@@ -111,10 +111,10 @@ def test_export_start_that_cannot_be_is_refused_by_name(source, model, tmp_path,
 def test_export_start_is_forgotten_with_another_model(source, model, tmp_path):
     """Of a run that had saved nothing; the weights of one that has are still from there."""
     folder, told = RunDir(tmp_path / "second"), {"resumed_from": {"run": str(source.path), "step": 2}}
-    folder.path.mkdir()
+    folder.start.mkdir(parents=True)
     update_summary(folder.path, {**told, "seed": 1})
     forget_start(folder)
-    assert read_json(folder.summary) == {"seed": 1}
+    assert read_json(folder.summary) == {"seed": 1} and not folder.start.exists()
     update_summary(folder.path, told)
     saved_run(folder.path, configuration(model), trained(model))
     forget_start(folder)

@@ -1,6 +1,6 @@
 """The model card of an exported model: what it was trained from and on, and what came of it, by the run's own files."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,10 @@ _PACKAGES = ("verl-atropos", "verl", "atroposlib", "torch", "transformers", "pef
 def write_card(folder: Path, run: RunDir) -> None:
     """``README.md`` in an exported folder, of what the run's files say now; no secrets and no paths of this machine."""
     config, summary, exported = read_config_yaml(run.config), read_json(run.summary, {}), read_json(folder / EXPORTED)
-    lines = [*_header(config, exported), "", f"# {exported['run']}, step {exported['step']}", ""]
-    base = model_name(config.actor_rollout_ref.model.path)
+    base = base_model(config, summary)
+    lines = [*_header(base, exported), "", f"# {exported['run']}, step {exported['step']}", ""]
     lines += [
-        f"{base} after {exported['step']} updates by reinforcement learning on [Atropos]"
+        f"{model_name(base)} after {exported['step']} updates by reinforcement learning on [Atropos]"
         "(https://github.com/NousResearch/atropos) environments, with [verl](https://github.com/verl-project/verl).",
         "",
         "| | |",
@@ -36,19 +36,23 @@ def write_card(folder: Path, run: RunDir) -> None:
         "## Use",
         "",
         "```python",
-        *_usage(exported["adapter"], base),
+        *_usage(exported["adapter"], model_name(config.actor_rollout_ref.model.path)),
         "```",
         "",
     ]
     write_atomic(folder / "README.md", "\n".join(lines).encode())
 
 
-def _header(config: DictConfig, exported: dict[str, Any]) -> Iterator[str]:
+def base_model(config: DictConfig, summary: Mapping[str, Any]) -> str:
+    """Folder or hub name of the model that nobody here has trained; of a run that began with another's, that one's."""
+    return summary.get("resumed_from", {}).get("base") or config.actor_rollout_ref.model.path
+
+
+def _header(base: str, exported: dict[str, Any]) -> Iterator[str]:
     """What the hub reads."""
     yield from ("---", f"library_name: {'peft' if exported['adapter'] else 'transformers'}")
-    path = config.actor_rollout_ref.model.path
-    if not looks_local(path):
-        yield f"base_model: {path}"
+    if not looks_local(base):
+        yield f"base_model: {base}"
     yield from ("pipeline_tag: text-generation", "tags: [reinforcement-learning, grpo, atropos, verl]", "---")
 
 
@@ -59,7 +63,7 @@ def model_name(path: str) -> str:
 
 def _figures(config: DictConfig, summary: dict[str, Any], exported: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     model = config.actor_rollout_ref.model
-    yield "base model", model_name(model.path)
+    yield "base model", model_name(base_model(config, summary))
     if start := summary.get("resumed_from"):
         yield "weights at step 0", f"run {Path(start['run']).name}, step {start['step']}"
     if model.lora_rank:

@@ -11,6 +11,7 @@ Without torch: the launcher asks.
 """
 
 import re
+import shutil
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from omegaconf import DictConfig, open_dict
 
 from recipe.atropos.checkpoints import ADAPTER_CONFIG, checkpoints_of, choose_checkpoint, step_of
 from recipe.atropos.errors import AtroposError, ConfigurationError
+from recipe.atropos.model_card import base_model
 from recipe.atropos.models import KEY as MODEL_KEY
 from recipe.atropos.run_dir import RunDir, read_json
 from recipe.atropos.run_record import update_summary
@@ -34,6 +36,7 @@ def forget_start(folder: RunDir) -> None:
     """Of a folder without checkpoints, whose run now begins with a model instead of another run's weights."""
     if "resumed_from" in read_json(folder.summary, {}) and not checkpoints_of(folder).whole():
         update_summary(folder.path, {}, remove=["resumed_from"])
+        shutil.rmtree(folder.start, ignore_errors=True)
 
 
 class NotExported(AtroposError, RuntimeError):
@@ -134,11 +137,13 @@ class Start:
             NotExported: why.
         """
         told = {"run": str(self.source.path), "step": self.step}
-        if not self.folder.start.exists() or read_json(self.folder.summary, {}).get("resumed_from") != told:
+        began = read_json(self.folder.summary, {}).get("resumed_from", {})
+        if not self.folder.start.exists() or began.items() & told.items() != told.items():
+            base = base_model(read_config_yaml(self.source.config), read_json(self.source.summary, {}))
             # In a process of its own: torch and transformers take seconds and memory that a launcher does not need.
             command = [sys.executable, "-m", "recipe.atropos.export", str(self.source.path), "--step", str(self.step)]
             command += ["--out", str(self.folder.start), *(["--adapter"] if self.adapter else [])]
             status, printed = run_command("export", command)
             if status != 0:
                 raise NotExported(f"run.resume_from={self.source.path}@{self.step}: {printed.strip()[-2000:]}")
-            update_summary(self.folder.path, {"resumed_from": told})
+            update_summary(self.folder.path, {"resumed_from": {**told, "base": base}})
