@@ -23,13 +23,13 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, dynamic_module_utils
 from verl.utils.fsdp_utils import get_init_weight_context_manager
 from verl.workers.config import FSDPEngineConfig
 
 from recipe.atropos import safetensors_writer
 from recipe.atropos.checkpoint_format import CheckpointFormat
-from recipe.atropos.checkpoints import choose_checkpoint
+from recipe.atropos.checkpoints import Checkpoints, choose_checkpoint
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.export import ExportError, _ask_hub, add_arguments, export, export_checkpoint
 from recipe.atropos.launch_services import tell_model
@@ -257,6 +257,39 @@ def test_export_names_what_the_run_was(small_run, tmp_path):
         assert "base_model: org/Base-1B" in card and "| base model | org/Base-1B |" in card
         assert "s3cret" not in card and "/home/me" not in card and str(tmp_path.parent) not in card
     run.evaluations.unlink()
+
+
+OWN_CODE = """
+from pathlib import Path
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+Path({marker!r}).touch()
+
+class OwnConfig(Qwen2Config):
+    model_type = "own"
+
+class OwnForCausalLM(Qwen2ForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+def test_export_runs_code_of_a_model_only_when_told(make_model, tmp_path, monkeypatch):
+    """Whatever the run's configuration says: it may be somebody else's."""
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    model, trusted = make_model("qwen2"), "actor_rollout_ref.model.trust_remote_code=true"
+    run = saved_run(tmp_path / "run", configuration(model, trusted))
+    with Checkpoints(run.checkpoints).saving(1, None) as checkpoint:
+        trained(model).save_checkpoint(checkpoint / "actor")
+        folder = checkpoint / "actor/huggingface"
+        own = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"}
+        settings = json.loads((folder / "config.json").read_text()) | {"model_type": "own", "auto_map": own}
+        (folder / "config.json").write_text(json.dumps(settings))
+        (folder / "own.py").write_text(OWN_CODE.format(marker=str(tmp_path / "ran")))
+    with pytest.raises(ConfigurationError, match="code of its own, which would be run; give --trust-remote-code if"):
+        export(arguments(run.path))
+    assert not (tmp_path / "ran").exists() and not run.model.exists()
+    exported = export(arguments(run.path, "--trust-remote-code"))
+    assert (tmp_path / "ran").exists() and (exported.folder / "own.py").exists()
 
 
 # ---------------------------------------------------------------- from where, and to where

@@ -68,7 +68,7 @@ class Exported:
 class _Checkpoint:
     """The trained model of a checkpoint: its class on the meta device, its shards, and the names of its tensors."""
 
-    def __init__(self, folder: Path, config: DictConfig):
+    def __init__(self, folder: Path, config: DictConfig, trust_remote_code: bool):
         actor = folder / "actor"
         self.huggingface = actor / "huggingface"
         self.shards = Shards(actor)
@@ -80,7 +80,7 @@ class _Checkpoint:
             )
         settings = config.actor_rollout_ref.model
         self.base = settings.path
-        self.model = _on_meta(self.huggingface, settings.trust_remote_code)
+        self.model = _on_meta(self.huggingface, trust_remote_code)
         self.format = CheckpointFormat.of_unloaded(self.model, names)
         self._adapter_config = actor / ADAPTER_CONFIG
         self.adapted = self._adapter_config.exists()
@@ -149,6 +149,18 @@ class _Checkpoint:
 
 
 def _on_meta(folder: Path, trust_remote_code: bool) -> PreTrainedModel:
+    """Raises ConfigurationError: the model brings code of its own, which is not trusted."""
+    brings_code = "auto_map" in read_json(folder / CONFIG_NAME, {})
+    try:
+        return _class_on_meta(folder, trust_remote_code)
+    except ValueError as error:
+        if trust_remote_code or not brings_code:
+            raise
+        told = "is a model with code of its own, which would be run; give --trust-remote-code if you trust it"
+        raise ConfigurationError(f"{folder} {told}") from error
+
+
+def _class_on_meta(folder: Path, trust_remote_code: bool) -> PreTrainedModel:
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     # The class that verl trains.
     several = type(config) in AutoModelForImageTextToText._model_mapping.keys()
@@ -199,22 +211,27 @@ def export_checkpoint(
     dtype: str | None = None,
     adapter: bool = False,
     public: bool = False,
+    trust_remote_code: bool = False,
 ) -> Exported:
     """Write the model of ``checkpoint`` to ``out``, which it replaces; ``dtype`` null: as it was trained.
 
     ``adapter``: a LoRA adapter by itself, which is all that a checkpoint of ``save_lora_only`` can give.
     ``public``: of a base model in a folder of this machine, an adapter's configuration tells the name alone.
+    ``trust_remote_code``: code that the model brings may run, whatever the run's configuration says of it.
 
     Raises:
         ExportError, ShardsError: it cannot be exported.
-        ConfigurationError: an adapter of a run without one, a value that ``dtype`` cannot hold, or an ``out`` that is a
-            mount point or holds something else than an export.
+        ConfigurationError: an adapter of a run without one, a model with code that is not trusted, a value that
+            ``dtype`` cannot hold, or an ``out`` that is a mount point or holds something else than an export.
         DiskFull: ``out`` is as it was.
     """
     out = out.resolve()
     _check_out(out)
     config = read_config_yaml(run.config)
-    source, wanted = _Checkpoint(checkpoint, config), None if dtype is None else getattr(torch, dtype)
+    source, wanted = (
+        _Checkpoint(checkpoint, config, trust_remote_code),
+        None if dtype is None else getattr(torch, dtype),
+    )
     if adapter and not source.adapted:
         raise ConfigurationError(f"--adapter: {run.path} was trained without LoRA; leave it out")
     if source.adapter_only and not adapter:
@@ -271,7 +288,8 @@ def export_last(run: RunDir) -> Exported | None:
         return None
     settings = read_config_yaml(run.config).actor_rollout_ref
     adapter = bool(settings.model.lora_rank and OmegaConf.select(settings, "actor.checkpoint.save_lora_only"))
-    return export_checkpoint(run, choose_checkpoint(run), run.adapter if adapter else run.model, adapter=adapter)
+    out, trusted = run.adapter if adapter else run.model, settings.model.trust_remote_code
+    return export_checkpoint(run, choose_checkpoint(run), out, adapter=adapter, trust_remote_code=trusted)
 
 
 # ---------------------------------------------------------------- command line
@@ -285,6 +303,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, help="folder to write; default: RUN/model, of an older step RUN/model-STEP")
     parser.add_argument("--dtype", choices=DTYPES, help="of the weights; default: as they were trained")
     parser.add_argument("--adapter", action="store_true", help="the LoRA adapter in PEFT's format, not merged")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run the code that the model brings")
     parser.add_argument("--push-to-hub", metavar="NAME", help="then upload it to ORG/NAME, private if that is new")
 
 
@@ -305,7 +324,9 @@ def export(arguments: argparse.Namespace) -> Exported:
         _ask_hub(name, lambda hub: hub.create_repo(name, private=True, exist_ok=True))
     left = f"{name} on the hub may be new, and without the model"
     try:
-        exported = export_checkpoint(run, checkpoint, out, arguments.dtype, arguments.adapter, public=bool(name))
+        exported = export_checkpoint(
+            run, checkpoint, out, arguments.dtype, arguments.adapter, bool(name), arguments.trust_remote_code
+        )
     except AtroposError as error:
         if name:
             error.add_note(left)

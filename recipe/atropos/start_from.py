@@ -46,12 +46,13 @@ class NotExported(AtroposError, RuntimeError):
 @dataclass(frozen=True)
 class Start:
     """Which weights the run in ``folder`` begins with; ``adapter``: PEFT's configuration of the LoRA adapter that is
-    all of them, or None: they are a whole model."""
+    all of them, or None: they are a whole model. ``trust_remote_code``: of the new run."""
 
     folder: RunDir
     source: RunDir
     step: int
     adapter: Mapping[str, Any] | None
+    trust_remote_code: bool
     base: str
     """The model's folder or hub name, for the new run."""
 
@@ -73,7 +74,7 @@ class Start:
         if source.path == folder.path:
             raise ConfigurationError(f"{key} is the run's own folder: leave it out, the same command resumes a run")
         began = read_json(folder.summary, {}).get("resumed_from")
-        rank = config.actor_rollout_ref.model.lora_rank
+        rank, trusted = (config.actor_rollout_ref.model[key] for key in ("lora_rank", "trust_remote_code"))
         known = began and began["run"] == str(source.path) and step in (None, str(began["step"]))
         if known and folder.start.exists():
             adapter = read_json(folder.start / ADAPTER_CONFIG)
@@ -83,7 +84,7 @@ class Start:
                     f"rank {adapter['r']}; give that rank, or another folder (--run-dir)"
                 )
             base = adapter["base_model_name_or_path"] if adapter else str(folder.start)
-            return cls(folder, source, began["step"], adapter, base)
+            return cls(folder, source, began["step"], adapter, trusted, base)
         if checkpoints_of(folder).whole():
             what = f"the weights of {began['run']}, step {began['step']}" if began else f"the model of {MODEL_KEY}"
             raise ConfigurationError(
@@ -102,7 +103,7 @@ class Start:
                 "rank to train it on, 0 to train the whole model, or --model with an export of that run"
             )
         base = read_config_yaml(source.config).actor_rollout_ref.model.path if adapter else str(folder.start)
-        return cls(folder, source, step_of(checkpoint), adapter, base)
+        return cls(folder, source, step_of(checkpoint), adapter, trusted, base)
 
     @property
     def overrides(self) -> list[tuple[str, Any]]:
@@ -143,6 +144,7 @@ class Start:
             # In a process of its own: torch and transformers take seconds and memory that a launcher does not need.
             command = [sys.executable, "-m", "recipe.atropos.export", str(self.source.path), "--step", str(self.step)]
             command += ["--out", str(self.folder.start), *(["--adapter"] if self.adapter else [])]
+            command += ["--trust-remote-code"] if self.trust_remote_code else []
             status, printed = run_command("export", command)
             if status != 0:
                 raise NotExported(f"run.resume_from={self.source.path}@{self.step}: {printed.strip()[-2000:]}")
