@@ -1,5 +1,6 @@
 """What many modules share, so that each need not start it again: a model, an SGLang server of it, and Ray."""
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,9 @@ from helpers_sglang import call, make_tiny_model, running_sglang
 
 from recipe.atropos.inference.client import SGLangClient
 from recipe.atropos.services.process import unstopped
+
+# A shell that runs the tests in the background has them ignore SIGINT, and so would all that they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

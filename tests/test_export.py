@@ -497,7 +497,7 @@ def test_export_names_an_error_without_text():
 # ---------------------------------------------------------------- any number of ranks
 
 
-def save_by_a_rank(rank, world, model, folder):
+def save_by_a_rank(rank, world, fsdp_sizes, model, folder):
     """Each layout in FOLDER/STRATEGY-FSDP_SIZE-LORA, and by rank 0 what it streams, as a dict in FOLDER/NAME.pt."""
     torch.set_num_threads(1)
     options = {"init_method": f"file://{folder}/store", "timeout": timedelta(seconds=600)}
@@ -529,7 +529,7 @@ def save_by_a_rank(rank, world, model, folder):
             )
 
     for strategy in ("fsdp", "fsdp2"):
-        for fsdp_size in (-1, 2):
+        for fsdp_size in fsdp_sizes:
             for lora_rank in (0, 4):
                 engine, name = Rank(strategy, fsdp_size, lora_rank), f"{strategy}-{fsdp_size}-{lora_rank}"
                 engine.save_checkpoint(f"{folder}/{name}/checkpoints/global_step_1/actor")
@@ -541,23 +541,26 @@ def save_by_a_rank(rank, world, model, folder):
 
 
 @pytest.mark.slow
-def test_export_of_four_ranks_is_what_they_push(make_model, tmp_path, monkeypatch):
-    """FSDP1 and FSDP2, sharded over all four and over two with replicas, in full and with an adapter; none is left."""
+@pytest.mark.parametrize(("world", "fsdp_sizes"), [(4, (-1, 2)), (3, (-1,))], ids=["four", "three"])
+def test_export_of_several_ranks_is_what_they_push(make_model, tmp_path, monkeypatch, world, fsdp_sizes):
+    """FSDP1 and FSDP2, in full and with an adapter; over four, and over two with replicas; over three, unevenly."""
     monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "recipe.atropos.platforms.cpu")
     monkeypatch.setenv("VERL_PLATFORM", "cpu")
     model = make_model("mixtral")
-    ranks = torch.multiprocessing.spawn(save_by_a_rank, (4, model, tmp_path), nprocs=4, join=False)
+    ranks = torch.multiprocessing.spawn(save_by_a_rank, (world, fsdp_sizes, model, tmp_path), nprocs=world, join=False)
     try:
         while not ranks.join():
             pass
     finally:
-        for process in ranks.processes:
+        for process in ranks.processes:  # none is left
             process.kill()
-    for name in (f"{strategy}-{size}-{lora}" for strategy in ("fsdp", "fsdp2") for size in (-1, 2) for lora in (0, 4)):
+    cases = [f"{strategy}-{size}-{lora}" for strategy in ("fsdp", "fsdp2") for size in fsdp_sizes for lora in (0, 4)]
+    for name in cases:
         run = RunDir(tmp_path / name)
         run.config.write_bytes(configuration(model))
         export_checkpoint(run, run.checkpoints / "global_step_1", run.model)
         exported, pushed = load_file(run.model / "model.safetensors"), torch.load(tmp_path / f"{name}.pt")
         assert exported.keys() == pushed.keys(), name
         assert all(torch.equal(tensor, pushed[key]) for key, tensor in exported.items()), name
-        assert len(list((run.checkpoints / "global_step_1/actor").glob("model_world_size_4_rank_*.pt"))) == 4
+        saved = run.checkpoints / "global_step_1/actor"
+        assert len(list(saved.glob(f"model_world_size_{world}_rank_*.pt"))) == world

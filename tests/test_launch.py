@@ -34,14 +34,6 @@ MAIN = "recipe.atropos.main"
 LEFT = "ending what it left running"
 
 
-@pytest.fixture(autouse=True)
-def interruptible():
-    """A shell that runs the tests in the background has its children ignore SIGINT, and so would theirs."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 def run(folder, module, *arguments):
     command = [sys.executable, "-m", module, *arguments]
     return start_service(module, command, log_path=folder / "log", cwd=folder, env={"WANDB_MODE": "offline"})
@@ -143,9 +135,12 @@ def test_an_environment_that_exits_stops_everything_and_is_named(tmp_path, model
 
 
 def test_a_terminated_launcher_ends_its_services_also_where_interrupts_are_ignored(tmp_path):
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     folder = tmp_path / "run"
-    service = run(tmp_path, LAUNCH, "--preset", "demo", "--run-dir", str(folder))
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        service = run(tmp_path, LAUNCH, "--preset", "demo", "--run-dir", str(folder))
+    finally:
+        signal.signal(signal.SIGINT, before)
     deadline = time.monotonic() + 120
     while not (folder / "logs/trainer.log").exists():
         assert time.monotonic() < deadline and service.poll() is None, service.tail()
@@ -156,6 +151,7 @@ def test_a_terminated_launcher_ends_its_services_also_where_interrupts_are_ignor
     assert not left
 
 
+@pytest.mark.slow
 def test_trainer_that_fails_in_its_start_does_not_wait_for_services(tmp_path, model_path):
     """It has five minutes to wait for them, and fails long before: Ray has no room for its ranks."""
     url = f"http://127.0.0.1:{free_port()}"
@@ -295,7 +291,6 @@ def training(tmp_path_factory):
     folder = tmp_path_factory.mktemp("training")
     options = ["--preset", "demo", "--run-dir", str(folder / "run"), "trainer.save_freq=2"]
     tracking = "trainer.logger=[console,tensorboard,wandb]"
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # as ``interruptible``, which comes later
     service = run(folder, LAUNCH, *options, "--steps", "1000", "--seed", "0", tracking)
     try:
         until(service, lambda: len(read_metrics(folder / "run")) >= 2, seconds=900)  # everything starts
@@ -344,17 +339,15 @@ def test_secret_ports_of_a_run_are_on_loopback(training):
     assert raylet.environ()["RAY_AUTH_MODE"] == "token" and len(raylet.environ()["RAY_AUTH_TOKEN"]) == 64
 
 
-@pytest.mark.timeout(1800)  # three starts of everything, and one of a server
-def test_the_demo_trains_reports_ends_what_it_started_and_goes_on_after_an_interrupt(training, tmp_path):
-    """Server and gateway are killed, then the launcher is interrupted; the same command goes on to the last step."""
+def test_a_killed_server_and_gateway_come_back_and_an_interrupt_leaves_nothing(training, tmp_path):
     service, folder, options = training
     before = listed(folder)
     temporary = Path(psutil.Process(before["gateway"]["pid"]).environ()["TMPDIR"])
     assert (temporary / "ray").is_dir()
     maps = [m.path for process in processes_of(service) for m in maps_of(process) if "sglang_loads" in m.path]
     assert all(temporary.name in path for path in maps), "shared memory is named by its run"
-    for name in ("sglang", "gateway"):  # no batch comes without them, so nobody but the waiting trainer can mend it
-        psutil.Process(before[name]["pid"]).kill()
+    for name in ("sglang", "gateway"):
+        psutil.Process(before[name]["pid"]).kill()  # no batch comes without it: only the waiting trainer can go on
     until(
         service,
         lambda: all(
@@ -373,14 +366,28 @@ def test_the_demo_trains_reports_ends_what_it_started_and_goes_on_after_an_inter
     assert not left, "no process of the run is alive"
     assert not temporary.exists() and not [p for p in Path("/dev/shm").iterdir() if temporary.name in p.name]
     assert listed(folder) == {}
-    (folder / "checkpoints/latest_checkpointed_iteration.txt").write_bytes(b"")
     assert re.search(r"sglang ended \(-9\), started again at http://127.0.0.1:\d+: 1 of 3 restarts", words(output)), (
         output
     )
 
-    steps = len(read_metrics(folder)) + 1
-    status, output, left = wait(run(tmp_path, LAUNCH, *options, "--steps", str(steps)), 900)
+
+@pytest.fixture(scope="module")
+def finished(training, tmp_path_factory):
+    """(folder, its options, what the second launcher printed, its working folder): interrupted, then gone on with."""
+    service, folder, options = training
+    if service.poll() is None:
+        os.kill(service.pid, signal.SIGINT)
+        wait(service, 300)
+    (folder / "checkpoints/latest_checkpointed_iteration.txt").write_bytes(b"")
+    options, where = [*options, "--steps", str(len(read_metrics(folder)) + 1)], tmp_path_factory.mktemp("finished")
+    status, output, left = wait(run(where, LAUNCH, *options), 900)
     assert status == 0 and not left, output
+    return folder, options, output, where
+
+
+def test_the_demo_goes_on_after_an_interrupt_and_reports_each_step_once(finished):
+    folder, options, output, where = finished
+    steps = int(options[-1])
     summary = orjson.loads((folder / "summary.json").read_bytes())
     assert summary["steps"] == summary["policy_version"] == steps
     assert summary["heldout_problems"] >= 200
@@ -394,7 +401,7 @@ def test_the_demo_trains_reports_ends_what_it_started_and_goes_on_after_an_inter
     assert groups["trained"] == steps * 16 and groups["dropped"] == 0 and groups["sent"] == counts["groups_sent"]
     assert abs(groups["unknown"]) < 8, groups  # what was being sent as the environment ended
     assert len(list((folder / "checkpoints").glob("global_step_*"))) == 2, "of both processes"
-    assert f"model {os.path.relpath(folder / 'model', tmp_path)}: step {steps}, float32" in words(output), output
+    assert f"model {os.path.relpath(folder / 'model', where)}: step {steps}, float32" in words(output), output
     card = (folder / "model/README.md").read_text()
     assert f"| {summary['heldout_accuracy_before']:.4g} (step 0) | {summary['heldout_accuracy_after']:.4g} |" in card
     exported = AutoModelForCausalLM.from_pretrained(folder / "model", dtype="auto")
@@ -420,16 +427,21 @@ def test_the_demo_trains_reports_ends_what_it_started_and_goes_on_after_an_inter
     assert row["policy_version_min"] == row["policy_version_max"] == 0 and row["env_name"] == "gsm8k"
     assert row["score"] in (1.0, -1.0) and "boxed" in row["output"] and row["input"].startswith("<|im_start|>user")
 
-    # As if it had been stopped in its last evaluation: all of it is trained, and not all evaluated.
+
+@pytest.mark.slow
+def test_a_run_stopped_in_its_last_evaluation_goes_on_with_it(finished, tmp_path):
+    """All of it is trained, and not all evaluated."""
+    folder, options, *_ = finished
+    summary, lines = orjson.loads((folder / "summary.json").read_bytes()), read_metrics(folder)
     evaluations = read_evaluations(folder)
     (folder / "evaluations.jsonl").write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in evaluations[:-1]))
     del summary["finished_steps"], summary["heldout_accuracy_after"]
     (folder / "summary.json").write_bytes(orjson.dumps(summary))
-    status, output, left = wait(run(tmp_path, LAUNCH, *options, "--steps", str(steps)), 900)
+    status, output, left = wait(run(tmp_path, LAUNCH, *options), 900)
     assert status == 0 and not left, output
     again = read_evaluations(folder)
     assert [line["metrics"] for line in again] == [line["metrics"] for line in evaluations], "of the same weights"
     assert read_metrics(folder) == lines, "nothing is trained again"
 
-    status, output, _ = wait(run(tmp_path, LAUNCH, *options, "--steps", str(steps)), 300)
-    assert status == 1 and f"has trained {steps} steps already" in words(output)
+    status, output, _ = wait(run(tmp_path, LAUNCH, *options), 300)
+    assert status == 1 and f"has trained {options[-1]} steps already" in words(output)

@@ -5,7 +5,6 @@ import re
 
 import orjson
 import pytest
-from helpers_sglang import make_tiny_model, running_sglang
 
 from recipe.atropos.utils import debug
 from recipe.atropos.utils.verify_env import Exchange, _not_sampled, verify
@@ -13,12 +12,10 @@ from recipe.atropos.utils.verify_env import Exchange, _not_sampled, verify
 GSM8K, GUESS = "recipe.atropos.environments.gsm8k:GSM8kEnv", "helpers_guess_env:GuessEnv"
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
+@pytest.fixture
+def served(model_path, server):
     """(folder of the model, URL)"""
-    model = make_tiny_model(tmp_path_factory.mktemp("verify") / "model", seed=0)
-    with running_sglang(model) as (_, url):
-        yield str(model), url
+    return str(model_path), server
 
 
 def shown(capsys, *arguments):
@@ -29,8 +26,8 @@ def shown(capsys, *arguments):
 
 @pytest.mark.e2e
 @pytest.mark.timeout(300)
-def test_a_group_is_shown_from_the_messages_to_the_rows_and_all_of_it_was_sampled(server, capsys):
-    model, url = server
+def test_a_group_is_shown_from_the_messages_to_the_rows_and_all_of_it_was_sampled(served, capsys):
+    model, url = served
     options = [
         "dataset_name=synthetic",
         "group_size=3",
@@ -50,8 +47,8 @@ def test_a_group_is_shown_from_the_messages_to_the_rows_and_all_of_it_was_sample
 
 @pytest.mark.e2e
 @pytest.mark.timeout(300)
-def test_what_is_not_sent_is_named(server, capsys):
-    model, url = server
+def test_what_is_not_sent_is_named(served, capsys):
+    model, url = served
     options = ["dataset_name=synthetic", "group_size=2", "max_token_length=250", "max_answer_tokens=4"]
     status, output = shown(capsys, "--env", GSM8K, "--model", model, "--url", url, *options)
     assert status == 1 and "NOT OK: 0 rows with 0 trained tokens" in output and "no row" in output
@@ -60,8 +57,8 @@ def test_what_is_not_sent_is_named(server, capsys):
 
 @pytest.mark.e2e
 @pytest.mark.timeout(300)
-def test_each_turn_is_a_call_with_its_messages_and_a_row_trains_on_all_its_answers(server):
-    model, url = server
+def test_each_turn_is_a_call_with_its_messages_and_a_row_trains_on_all_its_answers(served):
+    model, url = served
     overrides = {"group_size": 2, "ensure_scores_are_not_same": False, "max_tokens": 6}
     result = asyncio.run(verify(GUESS, model, url, overrides))
     assert result.error is None and result.ok and len(result.rows) == 2
@@ -79,8 +76,8 @@ def test_each_turn_is_a_call_with_its_messages_and_a_row_trains_on_all_its_answe
 
 @pytest.mark.e2e
 @pytest.mark.timeout(300)
-def test_tokens_that_no_reply_has_and_errors_of_the_environment_are_told(server, capsys, tmp_path):
-    model, url = server
+def test_tokens_that_no_reply_has_and_errors_of_the_environment_are_told(served, capsys, tmp_path):
+    model, url = served
     lying = tmp_path / "lying_env.py"
     lying.write_text(
         "from helpers_guess_env import *\n"
@@ -100,8 +97,8 @@ def test_tokens_that_no_reply_has_and_errors_of_the_environment_are_told(server,
 
 @pytest.mark.e2e
 @pytest.mark.timeout(300)
-def test_an_environment_that_hangs_ends_with_one_line(server):
-    model, url = server
+def test_an_environment_that_hangs_ends_with_one_line(served):
+    model, url = served
     arguments = ["--env", GUESS, "--model", model, "--url", url, "--timeout", "1", "mood=hangs"]
     with pytest.raises(SystemExit, match="error: .*not done within --timeout=1 s"):
         debug.main(["verify-env", *arguments])
