@@ -244,6 +244,9 @@ def test_environment_is_added_to_and_marked(launch):
 
 def test_command_is_run_to_its_end_and_ended_at_its_limit(tmp_path):
     assert run_command("says", python("import sys; print('done'); sys.exit(3)")) == (3, "done\n")
+    (tmp_path / "log").write_text("before\n")
+    assert run_command("says", python("print('done')"), log_path=tmp_path / "log") == (0, "done\n")
+    assert (tmp_path / "log").read_text() == "before\ndone\n"
     begin = time.monotonic()
     code = f"import os; os.chdir({str(tmp_path)!r}); {CHILD}"
     with pytest.raises(TimeoutError, match="waits: not done within 2 s"):

@@ -229,12 +229,15 @@ def make_folder(directory: Path) -> None:
         raise ConfigurationError(f"run.dir={directory}: {error.strerror}; give another --run-dir") from error
 
 
-def prepare_model(config: DictConfig) -> None:
-    """Put the model's folder in place of a small policy's name or a path with ``~``; makes a small policy."""
+def prepare_model(config: DictConfig, log_path: Path) -> None:
+    """Put the model's folder in place of a small policy's name or a path with ``~``; makes a small policy.
+
+    ``log_path``: for what its making prints.
+    """
     path = config.actor_rollout_ref.model.path
-    small = path in SMALL_POLICIES
-    with progress(f"preparing {path}, which is made once, in a minute") if small else contextlib.nullcontext():
-        set_model_path(config)
+    making = progress(f"preparing {path}, which is made once, in a minute", log_path)
+    with making if path in SMALL_POLICIES else contextlib.nullcontext():
+        set_model_path(config, log_path)
 
 
 async def launch(
@@ -566,11 +569,11 @@ def main(argv: list[str] | None = None) -> int:
         make_folder(directory)
         with RunDir(directory).lock(_say) as lock:
             if start:
-                with progress(f"copying the weights of {start.source.path}, step {start.step}"):
+                with progress(f"copying the weights of {start.source.path}, step {start.step}", start.log):
                     start.make()
             else:
                 forget_start(RunDir(directory))
-            prepare_model(config)
+            prepare_model(config, RunDir(directory).log("policy"))
             for change in prepare_folder(RunDir(directory), config):
                 _say(f"resumed with another {change}")
             asyncio.run(launch(config, overrides, directory, specs, lock))

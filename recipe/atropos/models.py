@@ -82,20 +82,22 @@ def config_file(path: str) -> Path | None:
     return Path(cached) if isinstance(cached, str) else None
 
 
-def set_model_path(config: DictConfig) -> None:
+def set_model_path(config: DictConfig, log_path: Path | None = None) -> None:
     """Resolve the model's path by ``resolve_model``, also where the configuration's interpolations have copied it.
 
     Raises:
         PolicyNotMade: as ``resolve_model``.
     """
     model, engine = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs
-    given, model.path = model.path, resolve_model(model.path, config.seed)
+    given, model.path = model.path, resolve_model(model.path, config.seed, log_path)
     if engine.atropos.model_path == given:
         engine.atropos.model_path = model.path
 
 
-def resolve_model(path: str, seed: int) -> str:
+def resolve_model(path: str, seed: int, log_path: Path | None = None) -> str:
     """The model's folder or hub name; makes a small policy of ``seed`` where one is asked for and not there yet.
+
+    ``log_path``: for what its making prints.
 
     Raises:
         PolicyNotMade: with the last lines of the process that makes it.
@@ -105,7 +107,7 @@ def resolve_model(path: str, seed: int) -> str:
         return os.path.abspath(folder) if os.path.isdir(folder) else folder  # environments may run in another folder
     # In a process of its own: torch and transformers take seconds and memory that a launcher does not need.
     command = [sys.executable, "-m", "recipe.atropos.utils.policies", path, "--seed", str(seed)]
-    status, printed = run_command("policy", command)
+    status, printed = run_command("policy", command, log_path=log_path)
     folders = [line for line in printed.splitlines() if line and Path(line).is_dir()]
     if status != 0 or not folders:
         raise PolicyNotMade(f"{KEY}={path} could not be made:\n{printed.strip()[-2000:]}")

@@ -131,6 +131,11 @@ class Start:
                 config.actor_rollout_ref.model.path = str(path)
         return config
 
+    @property
+    def log(self) -> Path:
+        """Of the copying."""
+        return self.folder.log("start")
+
     def make(self) -> None:
         """Copy the weights, unless they are there; for the holder of the folder's lock.
 
@@ -145,7 +150,7 @@ class Start:
             command = [sys.executable, "-m", "recipe.atropos.export", str(self.source.path), "--step", str(self.step)]
             command += ["--out", str(self.folder.start), *(["--adapter"] if self.adapter else [])]
             command += ["--trust-remote-code"] if self.trust_remote_code else []
-            status, printed = run_command("export", command)
+            status, printed = run_command("export", command, log_path=self.log)
             if status != 0:
                 raise NotExported(f"run.resume_from={self.source.path}@{self.step}: {printed.strip()[-2000:]}")
             update_summary(self.folder.path, {"resumed_from": {**told, "base": base}})

@@ -274,11 +274,17 @@ def start_service(
 
 
 def run_command(
-    name: str, command: list[str], *, env: Mapping[str, str] | None = None, timeout: float | None = None
+    name: str,
+    command: list[str],
+    *,
+    env: Mapping[str, str] | None = None,
+    timeout: float | None = None,
+    log_path: Path | None = None,
 ) -> tuple[int, str]:
     """Run a command to its end, as a service, so that it never outlives this process; its status and what it printed.
 
-    Its temporary files go with it; where this process is killed, with the next run.
+    Its temporary files go with it; where this process is killed, with the next run. ``log_path``: where what it prints
+    can be read meanwhile.
 
     Raises:
         TimeoutError: it took longer than ``timeout`` seconds, and was ended.
@@ -287,14 +293,16 @@ def run_command(
     scratch = Scratch.create()
     try:
         variables = {**(env or {}), **scratch.variables()}
-        service = start_service(name, command, log_path=scratch.folder / "log", env=variables)
+        service = start_service(name, command, log_path=log_path or scratch.folder / "log", env=variables)
         try:
             status = service.process.wait(timeout)
         except subprocess.TimeoutExpired as error:
             raise TimeoutError(f"{name}: not done within {timeout:g} s") from error
         finally:
             service.stop(grace=1.0)
-        return status, service.log_path.read_text(errors="replace")
+        with service.log_path.open("rb") as log:
+            log.seek(service.log_start)
+            return status, log.read().decode(errors="replace")
     finally:
         scratch.remove()
 

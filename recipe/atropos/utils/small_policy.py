@@ -27,6 +27,7 @@ from typing import ClassVar
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from recipe.atropos.environments.word_problems import generate, gold_answer
@@ -189,7 +190,7 @@ def _teach(model: Qwen2ForCausalLM, examples: list, pad: int, rng: random.Random
     schedule = torch.optim.lr_scheduler.SequentialLR(
         optimizer, [torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=warmup), decay], [warmup]
     )
-    for _ in range(recipe.steps):
+    for _ in tqdm(range(recipe.steps), desc=f"teaching {recipe.name}", mininterval=5):
         batch = rng.choices(examples, k=recipe.batch_size)
         width = max(len(ids) for ids, _ in batch)
         ids = torch.tensor([ids + [pad] * (width - len(ids)) for ids, _ in batch])
