@@ -8,11 +8,12 @@ import torch
 import torch.nn.functional as F
 from helpers_trainer import compose_config, random_group
 from omegaconf import open_dict
+from tensordict import TensorDict
 from verl.trainer.config import RolloutCorrectionConfig
 from verl.trainer.ppo.core_algos import get_policy_loss_fn
 from verl.utils import tensordict_utils as tu
 from verl.utils.config import omega_conf_to_dataclass
-from verl.utils.metric import Metric
+from verl.utils.metric import AggregationType, Metric
 from verl.workers.utils.padding import left_right_2_no_padding
 
 from recipe.atropos import losses
@@ -426,6 +427,16 @@ def test_metrics_are_over_the_tokens_of_the_mini_batches(a_mini_batch, mode, spl
     assert metrics.pop("actor/teacher_mass") == pytest.approx(mass.mean().item(), rel=1e-4)
     assert metrics.pop("actor/distillation_loss") == pytest.approx(kl.sum().item() / len(new), rel=1e-4)
     assert set(metrics) == {"actor/pg_loss"}, "nothing whose definition depends on micro-batches"
+
+
+def test_metrics_that_are_no_means_stay_what_they_are():
+    data = TensorDict({"response_mask": torch.ones(1, 2)}, batch_size=1)
+    tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=4)
+    largest = Metric(value=3.0, aggregation=AggregationType.MAX)
+    mean = Metric(value=3.0, aggregation=AggregationType.MEAN)
+    found = losses._over_tokens({"plain": 3.0, "largest": largest, "mean": mean}, data)
+    assert found["plain"] == 3.0 and found["largest"] is largest
+    assert found["mean"].aggregate() == 1.5, "of half of the tokens"
 
 
 def test_metrics_of_no_token_have_no_value():

@@ -5,9 +5,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from omegaconf import OmegaConf
+from verl.utils import tensordict_utils as tu
 
 from recipe.atropos.data_proto import rows_to_data_proto
-from recipe.atropos.mini_batches import _has_trained_token, lay_out, mini_batch_of_groups
+from recipe.atropos.mini_batches import _has_trained_token, lay_out, mini_batch_of_groups, update_actor
 from recipe.atropos.rows import Row, RowLimits
 
 
@@ -97,8 +99,33 @@ def test_mini_batches_padding_rows_stand_in_their_places():
         not batch.batch["response_mask"][padding].any() and (batch.batch["attention_mask"][padding].sum(-1) == 1).all()
     )
     assert len(set(batch.non_tensor_batch["uid"][padding])) == 4
+    assert not batch.non_tensor_batch["zero_advantage"].any(), "unless a row says so"
     for i, row in enumerate(layout.rows):
         assert row is None or batch.batch["responses"][i, : len(row.response)].tolist() == row.response.tolist()
+
+
+class Workers:
+    """In the place of the ranks: what the actor is told."""
+
+    def update_actor(self, data):
+        self.told = {key: tu.get(data, key) for key in ("calculate_entropy", "mini_batch_size", "epochs")}
+        return tu.get_tensordict({}, {"metrics": {"loss": [0.0], "mfu": 0.5}})
+
+
+@pytest.mark.parametrize(
+    ("asked", "coefficient", "calculated"),
+    [(False, 0.0, False), (True, 0.0, True), (False, 0.1, True), (False, 1.0, True), (False, -0.1, True)],
+)
+def test_mini_batches_are_told_to_calculate_the_entropy_where_it_is_used(asked, coefficient, calculated):
+    rows = some_rows([2, 2], [3, 4, 5, 6])
+    batch = rows_to_data_proto(rows, RowLimits(4, 8, 0))
+    settings = OmegaConf.create(
+        {"calculate_entropy": asked, "entropy_coeff": coefficient, "ppo_epochs": 3, "data_loader_seed": 1}
+    )
+    workers = Workers()
+    metrics = update_actor(workers, batch, settings, mini_batches=2, ranks=1)
+    assert workers.told == {"calculate_entropy": calculated, "mini_batch_size": 2, "epochs": 3}
+    assert metrics["perf/mfu/actor"] == 0.5 and metrics["atropos/mini_batches"] == [2]
 
 
 def test_mini_batches_without_a_trained_token_are_found():

@@ -95,6 +95,29 @@ def test_rows_refuse_what_is_just_beyond_the_format(changes, reason):
     assert not rows and set(report.dropped) == {reason} and len(report.messages) == 1
 
 
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        (
+            teacher(ids=((3, 4), ()), logprobs=((-1.0, -2.0), ())),
+            "0 distill_token_ids and 0 distill_logprobs at position 3, and 2 at its first trained one",
+        ),
+        (
+            {
+                "distill_token_ids": [[[], [7], [3, 4], [3, 4]], []],
+                "distill_logprobs": [[[], [-1.0], [-1.0, -2.0], [-1.0, -2.0]], None],
+            },
+            "1 distill_token_ids and 1 distill_logprobs at position 1",
+        ),
+        (teacher(ids=((3, 100), (200, 4))), "distill_token_ids[0] is 100 at position 2"),
+    ],
+    ids=["trained", "not_trained", "foreign"],
+)
+def test_rows_name_the_first_place_where_a_teacher_is_wrong(changes, told):
+    rows, report = read(**changes)
+    assert not rows and told in report.messages[0]
+
+
 def test_rows_are_cut_at_their_very_limits_and_counted():
     group = a_group(
         tokens=[[1, 2, 5, 6, 7], [1, 2, 3, 5, 6, 7, 8], [1, 5, 6, 7, 8], [5, 6], [1, 2]],

@@ -7,14 +7,14 @@ from functools import partial
 
 import numpy as np
 import pytest
-from atroposlib.envs.base import BaseEnv, ScoredDataGroup, ScoredDataItem
+from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup, ScoredDataItem
 from atroposlib.utils.tokenize_for_trainer import tokenize_for_trainer
 from helpers_sampled import END, I, Scripted, chat, ids_of, make, make_drifting_model, with_bos
 from openai.types.completion import Completion
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from recipe.atropos.environments.sampled import group_of, restore
-from recipe.atropos.environments.sampled_book import ITEM, Book, Item, key_of
+from recipe.atropos.environments.sampled import SampledTokens, group_of, restore
+from recipe.atropos.environments.sampled_book import ITEM, Book, Item, Piece, key_of, keys_of
 from recipe.atropos.environments.sampled_calls import sampling_params
 from recipe.atropos.inference.client import InferenceError
 
@@ -348,8 +348,62 @@ def test_sampled_text_in_another_context_is_the_longest_part(book, tokenizer):
 
     begun = found("e bcd")
     assert (long, long.tokens.tolist()) in begun and (None, ids_of(tokenizer, "e ")) in begun
+    assert (long, long.tokens.tolist()) in found("ebcd"), "the longer one, where both are within it"
     assert found("eecd")[1:3] == [(None, ids_of(tokenizer, "ee")), (short, short.tokens.tolist())]
     assert {completion for completion, _ in found("eee cd")} == {None}, "less than half of it"
+
+
+def test_sampled_fits_say_how_well(book, tokenizer):
+    """End, tokens that are kept, text behind them, and the rank: whole, length of the text, these very tokens."""
+    reply = sampled(book, [1], "ab", END, text="ab \n")
+
+    def fit(text, end=9):
+        work = [1, *ids_of(tokenizer, text)]
+        found = book._fit(reply, work, 1, min(end, len(work)), text, prompt=False)
+        return found and tuple(found)
+
+    assert fit("cab ") is None and fit("abc")[1:] == (1, "c", (True, 2, False))
+    assert fit("ab \nc")[1:] == (1, "c", (True, 2, False)), "the longest text that it is known by"
+    work = [1, *reply.tokens.tolist(), 7]
+    assert tuple(book._fit(reply, work, 1, 3, "ab", prompt=False)) == (3, 2, "", (True, 2, True))
+
+
+def test_sampled_token_lists_have_keys_of_their_order():
+    lists = [[], [1], [2], [1, 2], [2, 1], [1, 1, 2], [2, 1, 1], [0], [0, 0]]
+    assert len({key_of(ids) for ids in lists}) == len(lists)
+    assert keys_of([2, 1]).tolist() == [key_of([]), key_of([2]), key_of([2, 1])]
+    assert keys_of([1], before=[2]).tolist() == [key_of([2]), key_of([2, 1])]
+
+
+class Pieces:
+    """In the place of a book: a reply that was trained on, and what was put in behind it."""
+
+    def __init__(self, completion):
+        self.completion = completion
+
+    def pieces(self, ids, masks, logprobs):
+        yield Piece(0, 1, ids[:1])
+        yield Piece(1, 2, ids[1:2], self.completion)
+        yield Piece(2, 2, [7])
+        yield Piece(2, 3, ids[2:])
+
+    def is_template(self, tokens):
+        return False
+
+
+def test_not_sampled_text_within_a_turn_counts_as_what_is_beside_it(book):
+    reply = book.add(np.array([1], np.int32), [5], [-0.5])
+    for last, expected in ((I, 1), (6, 2)):
+        counts = Counter()
+        restore(Pieces(reply), [1, 5, 6], [I, 5, last], None, {}, lambda name, counts=counts: counts.update([name]))
+        assert counts["not_sampled"] == expected, "of what was put in, and of the last where it is trained on"
+
+
+@pytest.mark.parametrize(("wandb_name", "name"), [("mine", "mine"), (None, "Bare")])
+def test_reports_of_an_environment_that_has_none_have_its_name(wandb_name, name, model_path):
+    config = BaseEnvConfig(tokenizer_name=str(model_path), wandb_name=wandb_name, use_wandb=False)
+    server = APIServerConfig(model_name=str(model_path), base_url="http://127.0.0.1:1/v1", api_key="x")
+    assert type("Bare", (SampledTokens, Scripted), {})(config, [server]).report.name == name
 
 
 def test_logprobs_are_those_of_the_reply_and_others_are_counted(book, tokenizer):

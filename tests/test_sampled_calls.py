@@ -122,6 +122,8 @@ def test_sampled_calls_for_text_answer_as_openai_does(ask, tokenizer):
     assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (2, 4, 6)
     assert ask.bodies[0]["sampling_params"]["max_new_tokens"] == 16, "OpenAI's default"
     assert ask.bodies[0]["sampling_params"]["stop"] == ["x"] and not ask.others
+    usage = ask(two(tokenizer), lambda env: env.server.completion(prompt="Q:Q:Q:", n=2)).usage
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (6, 4, 10)
 
 
 def test_sampled_calls_for_chat_have_earlier_replies_as_sampled(ask, tokenizer):
@@ -206,9 +208,10 @@ def test_sampled_calls_give_up_and_name_the_server(ask, tokenizer):
 
 
 @pytest.mark.parametrize("how", ["chat", "text"])
-def test_sampled_calls_of_a_managed_server_extend_its_nodes(ask, tokenizer, how):
+@pytest.mark.parametrize(("second", "lasts"), [(("ab",), "dc"), (("a", "b"), "cd")], ids=["one_text", "same_tokens"])
+def test_sampled_calls_of_a_managed_server_extend_its_nodes(ask, tokenizer, how, second, lasts):
     """The longest node that a prompt goes on from, as it was sampled; of two with one text, each once."""
-    way_1, way_2 = ids_of(tokenizer, "a", "b", END), ids_of(tokenizer, "ab", END)
+    way_1, way_2 = ids_of(tokenizer, "a", "b", END), ids_of(tokenizer, *second, END)
     replies = [reply(way_1, "ab", first=-0.1), reply(way_2, "ab", first=-0.2)]
     replies += [
         reply(ids_of(tokenizer, "c", END), "c", first=-0.3),
@@ -229,6 +232,10 @@ def test_sampled_calls_of_a_managed_server_extend_its_nodes(ask, tokenizer, how)
             await turn(later)
             await turn(later)
             nodes = managed.get_state()["nodes"]
+            tokens = [*nodes[0].tokens]
+            assert managed._extended(tokens) == (nodes[0], len(tokens))
+            assert managed._extended(tokens, [nodes[0]]) == (nodes[0], len(tokens))
+            assert managed._extended(tokens, []) == (None, 0)
             managed.reset()
             assert not managed.get_state()["nodes"] and managed._extended([*nodes[0].tokens]) == (None, 0)
             return nodes
@@ -236,7 +243,7 @@ def test_sampled_calls_of_a_managed_server_extend_its_nodes(ask, tokenizer, how)
     nodes = ask(replies, call)
     assert len(nodes) == 2
     prompt = chat(tokenizer, "go")
-    for node, way, last, first in zip(nodes, (way_1, way_2), ("d", "c"), (-0.1, -0.2), strict=True):
+    for node, way, last, first in zip(nodes, (way_1, way_2), lasts, (-0.1, -0.2), strict=True):
         reply_at, size = len(prompt), len(way)
         assert node.tokens[:reply_at] == prompt and node.tokens[reply_at : reply_at + size] == way
         assert node.tokens[-2:] == ids_of(tokenizer, last, END)
