@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from torch import multiprocessing
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch.multiprocessing.reductions import StorageWeakRef, reduce_tensor
 from verl.utils.device import get_device_id, get_device_name
 
 from recipe.atropos import scratch
@@ -36,6 +36,7 @@ from recipe.atropos.weight_sync.bucket import Bucket, Buckets, NamedTensors, fir
 from recipe.atropos.weight_sync.servers import WeightPushError, on_all, update_session
 
 _TORCH_HEADER = 64  # bytes, with its count of readers
+_DEVICE_INDEX = 6  # the place of the device among the arguments of torch's rebuild_cuda_tensor
 _sharing_lock = threading.Lock()
 
 
@@ -120,8 +121,23 @@ def _handles(bucket: Bucket) -> str:
     """[(name, tensor), ...] with handles in the tensors' place, as SGLang reads it."""
     written = io.BytesIO()
     with _sharing_by_name():
-        ForkingPickler(written).dump(bucket.tensors())
+        _HandlePickler(written).dump(bucket.tensors())
     return base64.b64encode(written.getvalue()).decode()
+
+
+class _HandlePickler(ForkingPickler):
+    """Of a GPU it tells the UUID, as SGLang itself does: each process counts those that it sees from 0.
+
+    SGLang reads either (read in 0.5.23, srt/utils/patch_torch.py).
+    """
+
+    def reducer_override(self, value: Any) -> Any:
+        if not (isinstance(value, torch.Tensor) and value.is_cuda):
+            return NotImplemented
+        rebuild, arguments = reduce_tensor(value)
+        device = arguments[_DEVICE_INDEX]
+        uuid = str(torch.cuda.get_device_properties(device).uuid)
+        return rebuild, (*arguments[:_DEVICE_INDEX], uuid, *arguments[_DEVICE_INDEX + 1 :])
 
 
 @contextlib.contextmanager
