@@ -434,13 +434,15 @@ def test_manager_gives_servers_their_memory_back_before_a_push(waited):
     group = SimpleNamespace(
         empty_cache=lambda: order.append("empty"), update_weights=lambda **_: order.append("push") or []
     )
-    memory = SimpleNamespace(wake=lambda: order.append("wake"), release=lambda urls: order.append(urls))
+    steps = {name: lambda name=name: order.append(name) for name in ("wake_weights", "wake_caches", "resume")}
+    memory = SimpleNamespace(**steps, release=lambda urls: order.append(urls))
     manager = WeightSyncManager(group, memory=memory)
     manager.update_weights(1)
     manager.lend_memory(["http://a"])
     manager.return_memory()
-    assert order == ["empty", "wake", "push", ["http://a"], "wake"]
+    given_back = ["empty", "wake_weights", "push", "empty", "wake_caches", "resume"]
+    assert order == [*given_back, ["http://a"], "wake_weights", "wake_caches"]
     without = WeightSyncManager(group)
     without.lend_memory(["http://a"])
     without.return_memory()
-    assert len(order) == 5
+    assert len(order) == 9

@@ -212,7 +212,7 @@ def test_requests_are_answered_by_current_weights_whatever_dies_and_returns(trai
     with Traffic(gateway.url, concurrent=4) as later:
         # one dies while the trainer has the memory of both; the next training waits until it has started again
         mark = tmp_path / "lent"
-        manager.memory = SharedMemory(KEY, "auto", 60, mark)
+        manager.memory = SharedMemory(manager.fleet.targets, KEY, "auto", 60, mark)
         manager.lend_memory([])
         assert manager.memory.released.keys() == {first.url, second.url} and mark.exists()
         first.kill()

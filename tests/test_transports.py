@@ -4,6 +4,7 @@ import asyncio
 import base64
 import inspect
 import json
+import pickle
 import re
 import resource
 import shutil
@@ -13,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from helpers_sglang import call, can_checksum, make_tiny_model, running_sglang
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from torch.multiprocessing import reductions
 from transformers import AutoModelForCausalLM, dynamic_module_utils
 
 from recipe.atropos import scratch
@@ -336,7 +339,7 @@ def test_requests_wait_while_a_server_lends_its_memory_and_go_on_with_the_next_w
 ):
     if call(server, SGLangClient.capabilities).safe_pause_mode("auto") != "retract":
         pytest.skip("this server ends running requests when it is paused")
-    pusher, memory = engine([server], "tensor", tmp_path), SharedMemory(None, "auto", LIMIT, tmp_path / "lent")
+    pusher, memory = engine([server], "tensor", tmp_path), SharedMemory([server], None, "auto", LIMIT, tmp_path / "lent")
     send(pusher, models["old"], version)
     parameters = {"temperature": 0, "max_new_tokens": 600, "ignore_eos": True}
     request = partial(SGLangClient.generate, input_ids=PROMPT, sampling_params=parameters)
@@ -386,6 +389,28 @@ def test_handles_go_by_name_also_while_another_thread_allocates():
         handles = [base64.b64decode(tensor._handles(bucket)) for _ in range(2000)]
         allocating.result()
     assert all(b"rebuild_storage_filename" in each for each in handles)
+
+
+class OnGPU(torch.Tensor):
+    """Says that it is on a GPU; there is none here."""
+
+    is_cuda = True
+
+
+def test_handles_of_a_gpu_name_its_uuid(monkeypatch):
+    """The trainer's rank sees its GPU as number 0, and so may a server another one."""
+    names = list(inspect.signature(reductions.rebuild_cuda_tensor).parameters)
+    assert names[tensor._DEVICE_INDEX] == "storage_device"
+    arguments = tuple(0 if name == "storage_device" else name for name in names)
+    monkeypatch.setattr(tensor, "reduce_tensor", lambda _: (reductions.rebuild_cuda_tensor, arguments))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"GPU-{device}"))
+    bucket = SimpleNamespace(tensors=lambda: [("weight", torch.ones(2).as_subclass(OnGPU))])
+
+    handles, opened = base64.b64decode(tensor._handles(bucket)), {}
+    monkeypatch.setattr(reductions, "rebuild_cuda_tensor", lambda *given: opened.update(zip(names, given, strict=True)))
+    [(name, _)] = pickle.loads(handles)
+    assert name == "weight" and opened["storage_device"] == "GPU-0"
+    assert all(opened[key] == key for key in names if key != "storage_device")
 
 
 def test_what_a_server_that_died_had_not_read_of_shared_memory_goes_with_the_next_push():

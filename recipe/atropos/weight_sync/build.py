@@ -43,7 +43,8 @@ def build_manager(
         verify = partial(probe.verify, compute=log_probs_of)
     memory = None
     if inference.colocated:
-        memory = SharedMemory(key, settings.pause_mode, timeout, RunDir(config.run.dir).servers_offloaded)
+        urls, mark = fleet.targets if fleet else inference.urls, RunDir(config.run.dir).servers_offloaded
+        memory = SharedMemory(urls, key, settings.pause_mode, timeout, mark)
     # Twice: gathering and staging come before the requests that the time-out is for.
     options = {"timeout": 2 * timeout, "verify": verify, "memory": memory}
     if fleet:

@@ -1,9 +1,10 @@
 """One GPU for both: while the policy is trained, the servers give their memory back.
 
-    batch -> pause, release -> train -> wake -> push (see ``push``)
+    batch -> pause, release -> train -> wake the weights -> push (see ``push``) -> wake the caches, resume
 
-A server that is paused by "retract" keeps its requests, and those that arrive, and answers them after the push: they
-wait, and do not fail. By "abort", which is all that SGLang before 0.5.21 can do, those that run end.
+The KV cache is the larger part, and a push needs none: it comes back when the trainer's buckets are gone. A server that
+is paused by "retract" keeps its requests, and those that arrive, and answers them after the push: they wait, and do not
+fail. By "abort", which is all that SGLang before 0.5.21 can do, those that run end.
 What a server held is lost with the memory, so between release and push nothing may resume it; hence a push after every
 update.
 
@@ -20,21 +21,24 @@ from recipe.atropos.inference.client import InferenceError, PauseMode, SGLangCli
 
 logger = logging.getLogger(__name__)
 
-_TAGS = ("kv_cache", "weights")
+_WEIGHTS, _CACHE = ("weights",), ("kv_cache",)
 
 
 class SharedMemory:
     """The memory of the servers that stand on the trainer's GPUs. ``timeout``: seconds for one request.
 
-    ``mark`` is there from before the first server gives its memory until all were asked to take it back.
+    ``urls``: those of each push; whoever pushes may change the list. ``mark`` is there from before the first server
+    gives its memory until all were asked to take it back.
     """
 
-    def __init__(self, api_key: str | None, pause_mode: PauseMode, timeout: float, mark: Path):
+    def __init__(self, urls: Sequence[str], api_key: str | None, pause_mode: PauseMode, timeout: float, mark: Path):
+        self.urls = urls
         self._options = {"api_key": api_key, "timeout": timeout}
         self.pause_mode = pause_mode
         self.mark = mark
         mark.unlink(missing_ok=True)  # a trainer that was killed leaves it
         self.released: dict[str, str] = {}  # URL: the version that the server had when it gave its memory
+        self.without_cache: set[str] = set()  # URLs of those that have taken back what their weights need
 
     def release(self, urls: Sequence[str]) -> None:
         """Pause the servers and take their memory; one that cannot be reached has none.
@@ -47,14 +51,14 @@ class SharedMemory:
             version = await client.weight_version()
             await client.pause(self.pause_mode)
             self.released[client.url] = version  # before: a release without an answer may have happened
-            await client.release_memory(_TAGS)
+            await client.release_memory((*_CACHE, *_WEIGHTS))
 
         self.mark.parent.mkdir(parents=True, exist_ok=True)
         self.mark.touch()
         self._on_each(urls, release_one)
 
-    def wake(self) -> None:
-        """Give the memory back, without what was in it. A server that was started again since has its own.
+    def wake_weights(self) -> None:
+        """Give back what a push needs, without what was in it. A server that was started again since has its own.
 
         Raises:
             InferenceError: a server refuses, or finds no room.
@@ -63,13 +67,38 @@ class SharedMemory:
         async def wake_one(client: SGLangClient) -> None:
             version = self.released.pop(client.url)  # before: SGLang dies of a second one
             if await client.weight_version() == version:
-                await client.resume_memory(_TAGS)
+                await client.resume_memory(_WEIGHTS)
+                self.without_cache.add(client.url)
 
         try:
             self._on_each(list(self.released), wake_one)
         finally:
             self.released.clear()  # who could not be reached is gone
+
+    def wake_caches(self) -> None:
+        """Give back the rest.
+
+        Raises:
+            InferenceError: a server refuses, or finds no room.
+        """
+
+        async def wake_one(client: SGLangClient) -> None:
+            self.without_cache.discard(client.url)  # before, as above
+            await client.resume_memory(_CACHE)
+
+        try:
+            self._on_each(list(self.without_cache), wake_one)
+        finally:
+            self.without_cache.clear()
             self.mark.unlink(missing_ok=True)
+
+    def resume(self) -> None:
+        """The servers generate again: what a push leaves to be done where their caches come after it.
+
+        Raises:
+            InferenceError: a server refuses.
+        """
+        self._on_each(list(self.urls), lambda client: client.resume())
 
     def _on_each(self, urls: Sequence[str], action: Callable[[SGLangClient], Awaitable[None]]) -> None:
         async def one(url: str) -> None:

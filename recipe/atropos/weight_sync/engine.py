@@ -70,6 +70,7 @@ class AtroposCheckpointEngine(CheckpointEngine):
         self.urls = list(urls)
         self.model_path = model_path
         self.trust_remote_code = trust_remote_code
+        self.colocated = colocated
         self.dtype = PrecisionType.to_dtype(dtype)
         self.pause_mode = pause_mode
         self.verify = verify
@@ -117,7 +118,15 @@ class AtroposCheckpointEngine(CheckpointEngine):
                     self._transport.name = self.adapter
                 checksums = WeightChecksums() if self.verify == "checksum" else None
                 served = self._served(weights)
-                metrics = await push(clients, self._transport, served, global_steps, self.pause_mode, checksums)
+                metrics = await push(
+                    clients,
+                    self._transport,
+                    served,
+                    global_steps,
+                    self.pause_mode,
+                    checksums,
+                    resume=not self.colocated,
+                )
                 self._pushed = str(global_steps)
                 return metrics
         finally:

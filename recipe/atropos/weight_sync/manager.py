@@ -52,16 +52,20 @@ class WeightSyncManager:
             self.actor_wg.update_weights(global_steps=global_steps, mode=self.backend), timeout=self.timeout
         )
         metrics = {key: value for metrics in results for key, value in (metrics or {}).items()}
+        if self.memory is not None:
+            self.actor_wg.empty_cache()
+            self.memory.wake_caches()
+            self.memory.resume()
         if self.verify is not None:
             metrics |= self.verify(global_steps)
         self.version = global_steps
         return metrics
 
     def _make_room(self) -> None:
-        """Servers that lent their memory have it again, to take weights into."""
+        """Servers that lent their memory have as much of it again as they need to take weights into."""
         if self.memory is not None:
             self.actor_wg.empty_cache()
-            self.memory.wake()
+            self.memory.wake_weights()
 
     def return_memory(self) -> None:
         """However training ends, the next trainer finds servers that can take weights; they stay paused.
@@ -70,7 +74,8 @@ class WeightSyncManager:
         """
         if self.memory is not None:
             try:
-                self.memory.wake()
+                self.memory.wake_weights()
+                self.memory.wake_caches()
             except Exception:
                 logger.exception("start the servers again before the next trainer: they did not take their memory back")
 

@@ -1,6 +1,6 @@
 """One push: a weight version reaches every server, or an error says which one it did not reach.
 
-    stage -> pause -> deliver -> flush -> verify -> resume
+    stage -> pause -> deliver -> flush -> verify -> resume (of colocated servers by the caller, see ``colocated``)
 
 - While the weights are staged, generation goes on with the old version: transport "disk" gathers and writes them then;
   the others gather them in buckets as they deliver, and stage the first.
@@ -52,12 +52,14 @@ async def push(
     version: int,
     pause_mode: str,
     checksums: WeightChecksums | None = None,
+    resume: bool = True,
 ) -> dict[str, float]:
     """Bring ``weights`` (name, full tensor) to all servers as ``version``.
 
     ``pause_mode`` says what running requests meet: "abort" ends them, "retract" computes their prefix anew with the new
     weights and goes on. "in_place" keeps their old keys, so that the flush, and with it the push, fails while one runs.
-    ``checksums``, new ones, have every tensor of every server compared with what was sent.
+    ``checksums``, new ones, have every tensor of every server compared with what was sent. ``resume``: false leaves the
+    servers paused.
 
     Returns seconds by phase and the size, as metrics under ``weight_sync/``.
 
@@ -78,7 +80,8 @@ async def push(
     await on_all(clients, "verify", lambda client: _verify(client, version))
     if checksums is not None:
         await on_all(clients, "compare", checksums.check)
-    await on_all(clients, "resume", lambda client: client.resume())
+    if resume:
+        await on_all(clients, "resume", lambda client: client.resume())
     resumed = time.perf_counter()
 
     transport.release(version)
