@@ -19,6 +19,10 @@ class ConfigurationError(AtroposError, ValueError):
     """A value in the configuration that cannot work; the message says which, and what to give instead."""
 
 
+class LaunchError(AtroposError, ValueError):
+    """A server cannot be started as asked; the message names the value and what to do."""
+
+
 class NothingToTrain(AtroposError, RuntimeError):
     """What the environments send cannot be trained on; the message counts the reasons."""
 

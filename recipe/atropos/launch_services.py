@@ -50,6 +50,7 @@ from recipe.atropos.services.environments import Environments, check_environment
 from recipe.atropos.services.evaluation import Evaluations
 from recipe.atropos.services.inference import Inference, given_ports, inference_healthy, start_inference
 from recipe.atropos.services.joining import Joining, check_key
+from recipe.atropos.services.placement import place_servers
 from recipe.atropos.services.process import (
     Service,
     ServiceFailed,
@@ -270,9 +271,13 @@ async def launch(
             f"behind {inference.gateway}",
             soft_wrap=True,
         )
-        trainer = start_trainer(run, api, inference, evaluations.word)  # waits for the servers as it starts
-        with progress("the SGLang servers start, and beside them the trainer", run.log(next(iter(inference.servers)))):
+        # It waits for the servers as it starts. Colocated ones measure first what is free of their GPU.
+        beside = not any(launch.lends_memory for launch in inference.servers.values())
+        trainer = start_trainer(run, api, inference, evaluations.word) if beside else None
+        what = "the SGLang servers start" + (", and beside them the trainer" if beside else "")
+        with progress(what, run.log(next(iter(inference.servers)))):
             await servers_healthy(run, api, inference)
+        trainer = trainer or start_trainer(run, api, inference, evaluations.word)
         with progress("the trainer loads the model and pushes its weights", trainer.log_path):
             version = await first_version(run, trainer, inference)
         await evaluations.begin(version)
@@ -405,6 +410,7 @@ def start_trainer(run: Run, api: Service, inference: Inference, evaluated: Path 
     addresses = [
         f"inference.urls=[{','.join(inference.urls)}]",
         f"inference.gateway={inference.gateway}",
+        f"inference.colocated={run.config.inference.colocated}",
         f"trainer.atropos.api_url={api.url}",
         f"trainer.atropos.startup_timeout={run.config.inference.start_timeout}",
         f"evaluation.evaluated_file={'null' if evaluated is None else quoted(evaluated)}",
@@ -556,10 +562,13 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     try:
         config, overrides, directory, start = load_run_config(compose_overrides(arguments))
+        shared = place_servers(config)
         checked = start.for_checks(config) if start else config
         check_config(checked)
         specs = environments_of(config)
         _say(os.path.relpath(directory))
+        if shared:
+            _say(shared)
         check_model(checked.actor_rollout_ref.model.path)
         check_start(checked)
         if specs:

@@ -6,8 +6,8 @@ model folder, interpreter or port) is an error before anything starts; a server 
 
 from __future__ import annotations
 
-import functools
 import importlib.util
+import math
 import os
 import shutil
 import subprocess
@@ -17,8 +17,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from recipe.atropos.errors import AtroposError
+from recipe.atropos.device import nccl_variables, visible_gpus, without_gpus
+from recipe.atropos.errors import LaunchError
 from recipe.atropos.inference.client import SGLangClient
+from recipe.atropos.inference.memory_saver import check_saver, saver_variables
 from recipe.atropos.secret import secret_variables, split_secret_flags
 from recipe.atropos.services.process import Service, free_port, port_is_free, start_service, wait_until_healthy
 from recipe.atropos.utils import private_process
@@ -34,13 +36,19 @@ HIGHEST_PORT = 55535
 # Else SGLang waits for its requests first: for ever on 0.5.12, which forgets none that had n > 1, so that it would
 # outlive a launcher that was killed.
 _END_ON_SIGTERM = {"SGL_FORCE_SHUTDOWN": "1"}
-_PROBE_SECONDS = 60.0  # for nvidia-smi, and for the interpreter, to answer
+_PROBE_SECONDS = 60.0  # for the interpreter to answer
 QUANTIZATION_FLAGS = ("quantization", "torchao_config")  # of sglang.launch_server
+# Names that SGLang takes too: argparse completes the first ones (read in SGLang 0.5.23, arg_groups/fields/parallel.py).
+_ALIASES = {
+    "tp": "tp_size",
+    "tensor_parallel_size": "tp_size",
+    "pp": "pp_size",
+    "pipeline_parallel_size": "pp_size",
+    "dp": "dp_size",
+    "data_parallel_size": "dp_size",
+    "model": "model_path",
+}
 _OWN_FLAGS = ("model_path", "host", "port", "device", "dtype", "api_key")
-
-
-class LaunchError(AtroposError, ValueError):
-    """A server cannot be started as asked; the message names the value and what to do."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +59,7 @@ class SGLangLaunch:
         model_path: local folder, or a name on the Hugging Face hub.
         python: interpreter that has SGLang; None: `default_sglang_python`.
         port: None: a free one is chosen at the start.
-        device: "auto" is "cuda" if nvidia-smi lists a GPU, else "cpu".
+        device: "auto" is "cuda" if this process may use a GPU, else "cpu".
         dtype: "float32" makes a CPU server's logprobs those of transformers, to 2e-5.
         api_key: guards every endpoint but /health. It stands neither in the command line nor in the server's log.
         mem_fraction_static: None is 0.3 on a CPU.
@@ -75,8 +83,18 @@ class SGLangLaunch:
     def __post_init__(self) -> None:
         if self.device not in ("auto", "cuda", "cpu"):
             raise LaunchError(f"inference.device is {self.device!r}; it must be auto, cuda or cpu")
-        if clash := sorted(set(_OWN_FLAGS) & {name.replace("-", "_") for name in self.extra_args}):
-            raise LaunchError(f"extra_args holds {clash}: set inference.{clash[0]} itself")
+        object.__setattr__(self, "extra_args", sglang_flags(self.extra_args))
+        if clash := sorted(set(_OWN_FLAGS) & set(self.extra_args)):
+            raise LaunchError(f"inference.args holds {clash}: set inference.{clash[0]} itself")
+
+    @property
+    def gpus(self) -> int:
+        """GPUs that it takes: a rank of SGLang each."""
+        return math.prod(int(self.extra_args.get(name) or 1) for name in ("tp_size", "pp_size", "dp_size"))
+
+    @property
+    def lends_memory(self) -> bool:
+        return bool(self.extra_args.get("enable_memory_saver")) and uses_gpu(self)
 
     @property
     def url(self) -> str:
@@ -84,6 +102,22 @@ class SGLangLaunch:
             raise LaunchError("the port is chosen when the server starts: take the url of the Service")
         host = "127.0.0.1" if self.host == "0.0.0.0" else self.host
         return f"http://{host}:{self.port}"
+
+
+def sglang_flags(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Flags of `sglang.launch_server` under the names of its fields, whatever way they are spelled.
+
+    Raises:
+        LaunchError: one is given twice.
+    """
+    flags: dict[str, Any] = {}
+    for spelled, value in given.items():
+        name = spelled.replace("-", "_")
+        name = _ALIASES.get(name, name)
+        if name in flags:
+            raise LaunchError(f"inference.args gives {name} twice, once as {spelled}: leave one of them out")
+        flags[name] = value
+    return flags
 
 
 def default_sglang_python() -> str:
@@ -102,27 +136,8 @@ def default_sglang_python() -> str:
     raise LaunchError(f"no interpreter has SGLang: run `make sglang-env`, or set inference.python or {PYTHON_VARIABLE}")
 
 
-@functools.cache
-def has_gpu() -> bool:
-    """Whether nvidia-smi lists a GPU that CUDA_VISIBLE_DEVICES does not hide.
-
-    Raises:
-        LaunchError: it does not answer.
-    """
-    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or shutil.which("nvidia-smi") is None:
-        return False
-    try:
-        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=_PROBE_SECONDS)
-    except subprocess.TimeoutExpired as error:
-        raise LaunchError(
-            f"nvidia-smi -L does not answer within {_PROBE_SECONDS:g} s: repair the GPU's driver, or set "
-            "CUDA_VISIBLE_DEVICES= (empty) to run on the CPU"
-        ) from error
-    return listed.returncode == 0 and "GPU " in listed.stdout
-
-
 def uses_gpu(launch: SGLangLaunch) -> bool:
-    return launch.device == "cuda" or (launch.device == "auto" and has_gpu())
+    return launch.device == "cuda" or (launch.device == "auto" and visible_gpus() > 0)
 
 
 def sglang_command(launch: SGLangLaunch) -> tuple[list[str], dict[str, str]]:
@@ -141,7 +156,10 @@ def sglang_command(launch: SGLangLaunch) -> tuple[list[str], dict[str, str]]:
         "sleep-on-idle": True,  # else the idle scheduler burns a core
     }
     # The launcher's PYTHONPATH is for another environment; an empty one counts as none.
-    environment = {"PYTHONPATH": "", "SGLANG_USE_CPU_ENGINE": "0", **_END_ON_SIGTERM}
+    python = launch.python or default_sglang_python()
+    environment = {"PYTHONPATH": "", "SGLANG_USE_CPU_ENGINE": "0", **nccl_variables(), **_END_ON_SIGTERM}
+    if launch.lends_memory:
+        environment |= saver_variables(python)
     if device == "cpu":
         flags |= {
             "attention-backend": "torch_native",
@@ -156,11 +174,12 @@ def sglang_command(launch: SGLangLaunch) -> tuple[list[str], dict[str, str]]:
             "SGLANG_USE_CPU_ENGINE": "1",
             "OMP_NUM_THREADS": "1",  # ten times the speed of the default, for small models on shared cores
             "THP_MEM_ALLOC_ENABLE": "1",  # torch asks for huge pages: weights that arrive are not faulted in by 4 KiB
+            **without_gpus(),
             **_END_ON_SIGTERM,
         }
     flags |= {name.replace("_", "-"): value for name, value in launch.extra_args.items()}
     public, secret = map(_arguments, split_secret_flags(flags))
-    command = [launch.python or default_sglang_python(), private_process.__file__, "sglang.launch_server", *public]
+    command = [python, private_process.__file__, "sglang.launch_server", *public]
     return command, environment | secret_variables(secret)
 
 
@@ -177,7 +196,10 @@ def _arguments(flags: Mapping[str, Any]) -> list[str]:
 
 def check_launch(launch: SGLangLaunch) -> None:
     """Raise LaunchError for what would make the server fail half a minute from now."""
-    _check_interpreter(launch.python or default_sglang_python())
+    python = launch.python or default_sglang_python()
+    _check_interpreter(python)
+    if launch.lends_memory:
+        check_saver(python)
     path = Path(launch.model_path).expanduser()
     looks_local = launch.model_path.startswith(("/", ".", "~")) or launch.model_path.count("/") > 1
     if looks_local and not path.is_dir():

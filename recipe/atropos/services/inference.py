@@ -13,9 +13,10 @@ import aiohttp
 from omegaconf import DictConfig
 
 from recipe.atropos.inference.client import SGLangClient
-from recipe.atropos.inference.server import HIGHEST_PORT, SGLangLaunch, start_sglang, uses_gpu
+from recipe.atropos.inference.server import HIGHEST_PORT, SGLangLaunch, sglang_flags, start_sglang, uses_gpu
 from recipe.atropos.secret import API_KEY_VARIABLE
 from recipe.atropos.services.lora import lora_arguments
+from recipe.atropos.services.placement import on_gpus
 from recipe.atropos.services.process import Service, default_port, free_port, wait_until_healthy
 from recipe.atropos.services.run import Run
 from recipe.atropos.utils.hosts import reachable
@@ -58,7 +59,7 @@ def plan_servers(run: Run) -> dict[str, SGLangLaunch]:
     launches, lora = {}, lora_arguments(model)
     for i, port in enumerate(ports):
         # The same seed would sample the same answers to the same prompts.
-        own: dict[str, Any] = {"random_seed": run.config.seed + i, **lora, **config.args}
+        own: dict[str, Any] = {"random_seed": run.config.seed + i, **lora, **sglang_flags(config.args)}
         own.setdefault("trust_remote_code", model.trust_remote_code)
         launch = SGLangLaunch(
             model_path=model.path,
@@ -72,19 +73,9 @@ def plan_servers(run: Run) -> dict[str, SGLangLaunch]:
             extra_args=own,
         )
         if uses_gpu(launch):
-            launch = replace(launch, extra_args=_on_gpus(run.config, own, i))
+            launch = replace(launch, extra_args=on_gpus(run.config, own, i))
         launches["sglang" if len(ports) == 1 else f"sglang-{i}"] = launch
     return launches
-
-
-def _on_gpus(config: DictConfig, arguments: dict[str, Any], number: int) -> dict[str, Any]:
-    """The arguments of a server on its own GPUs: after the trainer's, or the trainer's where they are shared."""
-    colocated = config.inference.colocated
-    first = arguments.get(
-        "base_gpu_id", 0 if colocated or config.trainer.nnodes > 1 else config.trainer.n_gpus_per_node
-    )
-    saver = {"enable_memory_saver": True} if colocated else {}
-    return saver | arguments | {"base_gpu_id": first + number * arguments.get("tp_size", 1)}
 
 
 def given_ports(config: DictConfig) -> dict[str, int]:

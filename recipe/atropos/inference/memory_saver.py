@@ -1,0 +1,82 @@
+"""torch_memory_saver, the preloaded library by which a colocated SGLang server lends its GPU memory: tried before use.
+
+The library needs CUDA's runtime, which pip installs where the dynamic loader does not look. Whoever preloads a library
+with a need that cannot be met does not start: Python ends with status 127, without a word in SGLang's log.
+"""
+
+import functools
+import os
+import subprocess
+from pathlib import Path
+
+from recipe.atropos.errors import LaunchError
+from recipe.atropos.utils.machine import versions_in
+
+_PACKAGE = "torch-memory-saver"
+_TRIAL_SECONDS = 60.0
+# Segments that grow cannot be lent. Torch's present and its former name of the variable.
+_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+_GROWING = "expandable_segments:true"
+
+
+@functools.cache
+def saver_variables(python: str) -> dict[str, str]:
+    """What a server of that interpreter needs in its environment so that it can lend its memory.
+
+    Raises:
+        LaunchError: the interpreter does not run.
+    """
+    folders = sorted({str(path.parent) for path in _packages(python).glob("nvidia/*/lib/libcudart.so.*")})
+    given = os.environ.get("LD_LIBRARY_PATH")
+    variables = {"LD_LIBRARY_PATH": os.pathsep.join([*folders, *([given] if given else [])])} if folders else {}
+    for name in _ALLOCATOR_VARIABLES:
+        if value := os.environ.get(name):
+            options = [option for option in value.split(",") if option.strip().lower() != _GROWING]
+            variables[name] = ",".join(options)
+    return variables
+
+
+def check_saver(python: str) -> None:
+    """Start that interpreter with the library, as SGLang will.
+
+    Raises:
+        LaunchError: it is not installed, or not for this CUDA, or does not load.
+    """
+    packages = _packages(python)
+    versions = versions_in(python, (_PACKAGE,))
+    fix = f"{python} -m pip install torch-memory-saver, or inference.colocated=false with a GPU for each"
+    if versions[_PACKAGE] is None:
+        raise LaunchError(f"inference.colocated=true: {python} has no package torch_memory_saver: {fix}")
+    if versions["cuda"] is None:
+        raise LaunchError(f"inference.colocated=true: {python} has torch for a CPU: install SGLang's CUDA build of it")
+    major = versions["cuda"].split(".")[0]
+    found = sorted(packages.glob(f"torch_memory_saver_hook_mode_preload_cu{major}.*.so"))
+    if not found:
+        raise LaunchError(
+            f"inference.colocated=true: torch_memory_saver {versions[_PACKAGE]} of {python} has no library for CUDA "
+            f"{versions['cuda']}, which its torch is for: {fix}"
+        )
+    environment = {**os.environ, "PYTHONPATH": "", **saver_variables(python), "LD_PRELOAD": str(found[0])}
+    try:
+        trial = subprocess.run(
+            [python, "-c", "pass"], cwd="/", env=environment, capture_output=True, text=True, timeout=_TRIAL_SECONDS
+        )
+    except subprocess.TimeoutExpired as error:
+        raise LaunchError(f"{python} does not start within {_TRIAL_SECONDS:g} s with {found[0].name}: {fix}") from error
+    if trial.returncode != 0:
+        told = " ".join(trial.stderr.split()) or f"exit status {trial.returncode}"
+        raise LaunchError(
+            f"inference.colocated=true: {python} does not start with {found[0].name} ({told}): install "
+            f"nvidia-cuda-runtime for CUDA {major} there, or add the folder of libcudart.so.{major} to LD_LIBRARY_PATH"
+        )
+
+
+@functools.cache
+def _packages(python: str) -> Path:
+    """The folder of that interpreter's packages."""
+    try:
+        probe = [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
+        found = subprocess.run(probe, capture_output=True, text=True, timeout=_TRIAL_SECONDS, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise LaunchError(f"inference.python={python} does not run ({error}): name another interpreter") from error
+    return Path(found.stdout.strip())
