@@ -33,9 +33,10 @@ import aiohttp
 import numpy as np
 import torch
 
+from recipe.atropos.device import visible_gpus
 from recipe.atropos.environments.sampled_book import versions_of
 from recipe.atropos.inference.client import SGLangClient
-from recipe.atropos.inference.server import LaunchError, default_sglang_python, has_gpu
+from recipe.atropos.inference.server import LaunchError, default_sglang_python
 from recipe.atropos.launch_services import (
     compose_overrides,
     first_version,
@@ -167,7 +168,7 @@ def overrides_of(trial: Trial, arguments: argparse.Namespace, model: Path, on_gp
         f"trainer.atropos.max_wait_time={arguments.limit:g}",
         "trainer.logger=[]",
         "trainer.save_freq=-1",
-        f"inference.device={'cuda' if on_gpu else 'cpu'}",
+        f"trainer.device={'cuda' if on_gpu else 'cpu'}",
         f"inference.dtype={'bfloat16' if on_gpu else 'float32'}",
         f"inference.colocated={str(shared).lower()}",
         f"inference.mem_fraction_static={arguments.mem_fraction_static if shared or not on_gpu else 'null'}",
@@ -193,7 +194,7 @@ async def run_trial(trial: Trial, overrides: list[str], size: Size, limit: float
 
     Returns the measurements (see ``measurements``); with ``ok``, and ``error`` where that is false.
     """
-    started, memory, accounts = time.monotonic(), MemoryWatch(has_gpu()), 0.0
+    started, memory, accounts = time.monotonic(), MemoryWatch(visible_gpus() > 0), 0.0
     run: Run | None = None
     speeds: list[float] = []
     result: dict[str, Any] = {"ok": False, "colocated": trial.colocated}
@@ -417,7 +418,7 @@ async def check(arguments: argparse.Namespace, gpus: int, work: Path, report: di
 
 def count_gpus() -> int:
     """0 without a GPU. Raises LaunchError: there is one, and torch cannot use it."""
-    if not has_gpu():
+    if not visible_gpus():
         return 0
     if not torch.cuda.is_available():
         raise LaunchError(

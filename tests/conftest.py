@@ -1,16 +1,21 @@
 """What many modules share, so that each need not start it again: a model, an SGLang server of it, and Ray."""
 
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from helpers_disk import full_disk  # noqa: F401
+from helpers_gpu import machine  # noqa: F401
 from helpers_processes import no_service_outlives_its_test  # noqa: F401
 from helpers_sglang import call, make_tiny_model, running_sglang
 
 from recipe.atropos.inference.client import SGLangClient
 from recipe.atropos.services.process import unstopped
+
+# Also on a machine with a GPU, in every process that is started from here.
+os.environ |= {"VERL_PLATFORM": "cpu", "CUDA_VISIBLE_DEVICES": ""}
 
 # A shell that runs the tests in the background has them ignore SIGINT, and so would all that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,6 +1,5 @@
 """What is checked before any service starts: the model, SGLang's interpreter, an environment's target and flags."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -13,7 +12,7 @@ import pytest
 
 from recipe.atropos.config.compose import load_config
 from recipe.atropos.errors import ConfigurationError
-from recipe.atropos.inference.server import LaunchError, SGLangLaunch, check_launch, has_gpu
+from recipe.atropos.inference.server import LaunchError, SGLangLaunch, check_launch
 from recipe.atropos.launch_services import check_start, environments_of, load_run_config, make_folder, prepare_model
 from recipe.atropos.models import SMALL_POLICIES, check_model, resolve_model
 from recipe.atropos.preflight import check_config
@@ -172,18 +171,12 @@ def test_schema_start_of_the_trainer_imports_no_verl_for_a_typo():
     assert told.stdout.splitlines() == ["error: seeed: no such key; did you mean seed?", "[]"], told.stderr
 
 
-@pytest.mark.parametrize("program", ["nvidia-smi", "python"])
-def test_schema_start_names_a_program_that_hangs(tmp_path, monkeypatch, program):
-    (tmp_path / program).write_text("#!/bin/sh\nexec sleep 100\n")
-    (tmp_path / program).chmod(0o700)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+def test_schema_start_names_an_interpreter_that_hangs(tmp_path, monkeypatch):
+    (tmp_path / "python").write_text("#!/bin/sh\nexec sleep 100\n")
+    (tmp_path / "python").chmod(0o700)
     monkeypatch.setattr("recipe.atropos.inference.server._PROBE_SECONDS", 0.2)
-    with pytest.raises(LaunchError, match=rf"{program}.* does not (answer|start) within 0.2 s: "):
-        if program == "python":
-            check_launch(SGLangLaunch("m", python=str(tmp_path / program)))
-        else:
-            has_gpu.__wrapped__()
+    with pytest.raises(LaunchError, match="python.* does not start within 0.2 s: "):
+        check_launch(SGLangLaunch("m", python=str(tmp_path / "python")))
 
 
 @pytest.mark.timeout(60, method="signal")  # a thread would end the whole worker, for which xdist then waits

@@ -339,8 +339,11 @@ def test_requests_wait_while_a_server_lends_its_memory_and_go_on_with_the_next_w
 ):
     if call(server, SGLangClient.capabilities).safe_pause_mode("auto") != "retract":
         pytest.skip("this server ends running requests when it is paused")
-    pusher, memory = engine([server], "tensor", tmp_path), SharedMemory([server], None, "auto", LIMIT, tmp_path / "lent")
+    mark = tmp_path / "lent"
+    memory = SharedMemory([server], None, "auto", LIMIT, mark)
+    pusher = engine([server], "tensor", tmp_path, colocated=True)
     send(pusher, models["old"], version)
+    memory.resume()
     parameters = {"temperature": 0, "max_new_tokens": 600, "ignore_eos": True}
     request = partial(SGLangClient.generate, input_ids=PROMPT, sampling_params=parameters)
     with ThreadPoolExecutor() as threads:
@@ -350,8 +353,14 @@ def test_requests_wait_while_a_server_lends_its_memory_and_go_on_with_the_next_w
         arriving = threads.submit(call, server, request, 120)
         time.sleep(1.5)
         assert not running.done() and not arriving.done()
-        memory.wake()
+        memory.wake_weights()
+        assert memory.without_cache == {server} and mark.exists()
         send(pusher, models["new"], version + 1)
+        time.sleep(0.5)
+        assert not running.done() and not arriving.done(), "its cache comes first"
+        memory.wake_caches()
+        memory.resume()
+        assert not memory.without_cache and not mark.exists()
         spans = [
             [span["version"] for span in each.result()["meta_info"]["weight_versions"]] for each in (running, arriving)
         ]
@@ -359,12 +368,13 @@ def test_requests_wait_while_a_server_lends_its_memory_and_go_on_with_the_next_w
     assert greedy(server) == expected(models["new"])
 
     memory.released = {server: "of a process that is no more", "http://127.0.0.1:1": "1"}
-    memory.wake()  # SGLang dies of memory given back that was not taken
+    memory.wake_weights()
+    memory.wake_caches()  # SGLang dies of memory given back that was not taken
     assert greedy(server) == expected(models["new"]) and not memory.released
 
 
 def test_the_engines_defaults_are_the_configurations_own():
-    configured = load_config(["actor_rollout_ref.model.path=m"]).actor_rollout_ref.rollout.checkpoint_engine
+    configured = load_config(["actor_rollout_ref.model.path=m", "inference.colocated=false"]).actor_rollout_ref.rollout.checkpoint_engine
     parameters = inspect.signature(AtroposCheckpointEngine).parameters.values()
     defaults = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.default not in (p.empty, None)}
     assert "pause_mode" in defaults and "trust_remote_code" in defaults

@@ -18,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from recipe.atropos import scratch
 from recipe.atropos.config.compose import load_config
+from recipe.atropos.device import platform_variables
 from recipe.atropos.errors import ConfigurationError, expected_failure, one_line_errors
 from recipe.atropos.models import check_model, set_model_path
 from recipe.atropos.preflight import check_config, check_services
@@ -36,11 +37,13 @@ def run(config: DictConfig) -> None:
         AtroposError: a value that cannot work, a service that does not answer in time, a push that failed, a run
             folder that another process holds, a full disk.
     """
+    os.environ |= platform_variables(config)  # before verl is imported
     from verl.trainer.ppo.utils import need_reference_policy
     from verl.utils.config import validate_config
     from verl.utils.device import get_device_name
 
     with open_dict(config):
+        config.inference.colocated = bool(config.inference.colocated)  # null is the launcher's to decide
         config.trainer.device = get_device_name()
         if config.trainer.device == "cpu":  # verl's own default, FlashAttention, exists for accelerators only
             config.actor_rollout_ref.model.override_config.setdefault("attn_implementation", "sdpa")
@@ -73,6 +76,8 @@ def _train(config: DictConfig) -> None:
         if all(is_this_host(url) for url in config.inference.urls):
             os.environ |= loopback_variables()
     runtime_env = {**get_ppo_ray_runtime_env(config), **(init.pop("runtime_env", None) or {})}
+    own = {name: os.environ[name] for name in platform_variables(config)}  # workers on other machines need it said
+    runtime_env["env_vars"] = {**own, **runtime_env.get("env_vars", {})}
     # The servers may still be starting, and so do Ray and its workers.
     services = _in_background(lambda: check_services(config, timeout=config.trainer.atropos.startup_timeout))
     start_ray(runtime_env=runtime_env, **init)

@@ -12,9 +12,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from recipe.atropos.checkpoints import resume_folder
 from recipe.atropos.config.schema import check_schema
+from recipe.atropos.device import device_of
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.inference.client import InferenceError, SGLangClient
-from recipe.atropos.inference.server import QUANTIZATION_FLAGS, has_gpu
+from recipe.atropos.inference.server import QUANTIZATION_FLAGS
 from recipe.atropos.models import config_file
 from recipe.atropos.services.specs import EnvironmentSpec, check_specs, environment_specs
 
@@ -74,8 +75,7 @@ def check_config(config: DictConfig) -> None:
             "inference.colocated=true with trainer.atropos.weight_sync.pause_mode=in_place: SGLang dies when it gives "
             "memory back under a running request; set it to auto"
         )
-    on_gpu = config.inference.device == "cuda" or (config.inference.device == "auto" and has_gpu())
-    if config.inference.colocated and weight_sync.transport == "distributed" and on_gpu:
+    if config.inference.colocated and weight_sync.transport == "distributed" and device_of(config) == "cuda":
         raise ConfigurationError(
             "inference.colocated=true with trainer.atropos.weight_sync.transport=distributed: NCCL takes no two ranks "
             "on one GPU; set it to auto, tensor or disk"

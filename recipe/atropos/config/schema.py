@@ -95,6 +95,7 @@ NotNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(gt=0, le=1)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 URL = Annotated[str, Field(pattern=r"^https?://.+")]
+Device = Literal["auto", "cuda", "cpu"]
 Dtype = Literal["bfloat16", "float16", "float32"]
 TorchDtype = Literal["fp32", "float32", "fp16", "float16", "bf16", "bfloat16"]
 
@@ -134,12 +135,14 @@ class Inference(Section):
     servers: Count = about("Servers that the launcher starts")
     max_restarts: Limit = about("Restarts of each server and of the gateway before the run ends")
     python: Text | None = about("Interpreter of SGLang's environment; null: $ATROPOS_SGLANG_PYTHON, else .venv-sglang")
-    device: Literal["auto", "cuda", "cpu"] = about("Where the servers compute")
+    device: Device = about("Where the servers compute: where the trainer does")
     host: Text = about("Address that servers and gateway bind to")
     port: Port | None = about("Port of the first server, the next ones follow it; null: free ones")
     gateway_port: Port | None = about("Port of the gateway; null: 9001, or a free one where that is taken")
     dtype: Dtype = about("Data type of the served weights; float32 on a CPU")
-    colocated: bool = about("Servers share the trainer's GPUs, and release their memory while it trains")
+    colocated: bool | None = about(
+        "Servers share the trainer's GPUs, and release their memory while it trains; null: if they are too few for both"
+    )
     mem_fraction_static: Annotated[float, Field(gt=0, lt=1)] | None = about(
         "Share of a GPU for the servers' weights and KV cache; null: SGLang's own choice"
     )
@@ -377,6 +380,7 @@ class Trainer(VerlSection):
     experiment_name: Name = about("Run in the tracker")
     nnodes: Count = about("Machines with ranks of the trainer")
     n_gpus_per_node: Count = about("Ranks on each; on a CPU, processes")
+    device: Device = about("What trainer and servers compute on; auto: GPUs, where there is one")
     total_training_steps: Count = about("Updates to train")
     save_freq: int = about("Updates between checkpoints, one after the last too; -1: none")
     max_actor_ckpt_to_keep: Count | None = about("Newest checkpoints that are kept, beside the best; null: all")

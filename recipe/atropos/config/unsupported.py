@@ -40,7 +40,6 @@ UNSUPPORTED: dict[str, tuple[str, str | None]] = {
     "trainer.max_critic_ckpt_to_keep": ("no critic is trained", "trainer.max_actor_ckpt_to_keep"),
     "trainer.checkpoint_callback_class": _OWN_LOOP,
     "trainer.default_hdfs_dir": ("verl cannot resume from it", "trainer.default_local_dir"),
-    "trainer.device": ("the platform is detected", "the environment variable VERL_PLATFORM"),
     "trainer.use_v1": _OWN_LOOP,
     "trainer.v1": _OWN_LOOP,
     "model_engine": _MEGATRON,

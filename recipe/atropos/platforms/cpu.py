@@ -3,13 +3,15 @@
 Loaded through the ``verl.plugins`` entry point in every process that imports verl. It registers the platform "cpu" with
 verl's own registry, and promises:
 
-- where any accelerator is visible, verl chooses that one and nothing changes: ``is_platform_available`` says no;
-- where none is, verl detects "cpu" by itself; ``VERL_PLATFORM`` overrides both.
+- where any accelerator is visible, verl chooses that one and nothing changes: ``is_platform_available`` says no; so it
+  does in a process of a Ray cluster, whose other machines may have one, and where an NVIDIA driver is loaded;
+- where none is, verl detects "cpu" by itself; ``VERL_PLATFORM`` overrides both, and is what the trainer sets.
 
 The matching FSDP engine is in ``cpu_engine``; it is imported by the workers, because verl's engines cannot be imported
 while verl itself is still being imported.
 """
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
@@ -19,6 +21,14 @@ import psutil
 import torch
 from verl.plugin.platform.platform_base import PlatformBase
 from verl.plugin.platform.platform_manager import PlatformRegistry
+
+from recipe.atropos.device import driver_gpus
+
+_RAY_VARIABLES = ("RAY_ADDRESS", "RAY_RAYLET_PID")  # of a driver that joins a cluster; of a worker
+
+
+def _in_a_cluster() -> bool:
+    return any(os.environ.get(name) for name in _RAY_VARIABLES)
 
 
 class _DeviceId(str):
@@ -77,6 +87,8 @@ class PlatformCPU(PlatformBase):
         return True
 
     def is_platform_available(self, use_smi_check: bool = False) -> bool:
+        if driver_gpus() or _in_a_cluster():
+            return False
         others = (name for name in PlatformRegistry.registered_names() if name != "cpu")
         return not any(PlatformRegistry.get(name)().is_platform_available(use_smi_check) for name in others)
 
