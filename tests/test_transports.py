@@ -374,7 +374,9 @@ def test_requests_wait_while_a_server_lends_its_memory_and_go_on_with_the_next_w
 
 
 def test_the_engines_defaults_are_the_configurations_own():
-    configured = load_config(["actor_rollout_ref.model.path=m", "inference.colocated=false"]).actor_rollout_ref.rollout.checkpoint_engine
+    configured = load_config(
+        ["actor_rollout_ref.model.path=m", "inference.colocated=false"]
+    ).actor_rollout_ref.rollout.checkpoint_engine
     parameters = inspect.signature(AtroposCheckpointEngine).parameters.values()
     defaults = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.default not in (p.empty, None)}
     assert "pause_mode" in defaults and "trust_remote_code" in defaults

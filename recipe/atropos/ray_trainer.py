@@ -20,7 +20,7 @@ from omegaconf import open_dict
 from tqdm import tqdm
 from verl import DataProto
 from verl.experimental.separation.ray_trainer import SeparateRayPPOTrainer
-from verl.single_controller.ray import RayClassWithInitArgs, ResourcePoolManager
+from verl.single_controller.ray import RayClassWithInitArgs
 from verl.trainer.ppo.ray_trainer import apply_kl_penalty
 from verl.trainer.ppo.utils import Role
 from verl.utils.debug import marked_timer
@@ -33,13 +33,14 @@ from recipe.atropos.checkpoints import Checkpoints, step_of
 from recipe.atropos.correction import compare_with_engine, correct_rollout
 from recipe.atropos.data_proto import rows_to_data_proto
 from recipe.atropos.data_source import DataSource, DataSourceConfig, Registration
-from recipe.atropos.errors import ConfigurationError, NothingToTrain, secondary_errors
+from recipe.atropos.errors import NothingToTrain, secondary_errors
 from recipe.atropos.evaluated import wait_until_evaluated
 from recipe.atropos.fsdp_workers import AtroposActorWorker
 from recipe.atropos.losses import DistillationConfig
 from recipe.atropos.metrics import batch_metrics, staleness_metrics
 from recipe.atropos.mini_batches import lay_out, update_actor
 from recipe.atropos.recorded import NoServers, RecordedSource, write_batch
+from recipe.atropos.resource_pool import DevicePoolManager
 from recipe.atropos.resumption import model_identity
 from recipe.atropos.rows import ConversionReport, Group, Row, RowLimits, VersionLimits, environment_name, read_groups
 from recipe.atropos.run_dir import RunDir, rewrite_lines, write_atomic
@@ -57,20 +58,6 @@ _UPDATE_KEYS = ["old_log_probs", "advantages", "ref_log_prob", "rollout_is_weigh
 _ADVANTAGE_KEYS = ["token_level_rewards", "response_mask", "rollout_is_weights", "advantages", "returns"]
 _EVALUATION_SLACK = 60.0  # seconds, for the launcher to notice that an evaluation is due, and to say that it ended
 _MAX_EMPTY_BATCHES = 20  # in a row, before the run is called dead
-
-
-class DevicePoolManager(ResourcePoolManager):
-    """Counts what the platform runs on: verl's own check knows GPUs and NPUs only."""
-
-    def _check_resource_available(self) -> None:
-        if get_device_name() != "cpu":
-            return super()._check_resource_available()
-        wanted, available = self.get_n_gpus(), int(ray.available_resources().get("CPU", 0))
-        if available < wanted:  # Ray would wait for ever for a placement
-            raise ConfigurationError(
-                f"trainer.nnodes * trainer.n_gpus_per_node = {wanted} ranks, but Ray has {available} CPUs free; "
-                "lower them or raise ray_kwargs.ray_init.num_cpus"
-            )
 
 
 class RayGRPOAtroposTrainer(SeparateRayPPOTrainer):
@@ -94,6 +81,7 @@ class RayGRPOAtroposTrainer(SeparateRayPPOTrainer):
             resource_pool_manager=DevicePoolManager(
                 resource_pool_spec={pool: [config.trainer.n_gpus_per_node] * config.trainer.nnodes},
                 mapping={Role.ActorRollout: pool},
+                timeout=config.trainer.ray_wait_register_center_timeout,
             ),
             device_name=get_device_name(),
             **kwargs,
