@@ -35,6 +35,7 @@ from omegaconf import DictConfig
 from rich.markup import escape
 
 from recipe.atropos import alarms
+from recipe.atropos.attention import set_attention
 from recipe.atropos.config.compose import given_keys, given_values, load_config
 from recipe.atropos.errors import ConfigurationError, expected_failure
 from recipe.atropos.inference.server import SGLangLaunch, check_launch
@@ -48,6 +49,7 @@ from recipe.atropos.run_record import QUEUED, account_of_groups, update_summary
 from recipe.atropos.secret import API_KEY_VARIABLE, holds_secret, secret_variables
 from recipe.atropos.services.environments import Environments, check_environments, check_target
 from recipe.atropos.services.evaluation import Evaluations
+from recipe.atropos.services.gpu_environment import check_gpu_environment
 from recipe.atropos.services.inference import Inference, given_ports, inference_healthy, start_inference
 from recipe.atropos.services.joining import Joining, check_key
 from recipe.atropos.services.placement import place_servers
@@ -562,14 +564,15 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     try:
         config, overrides, directory, start = load_run_config(compose_overrides(arguments))
-        shared = place_servers(config)
+        remarks = [place_servers(config), set_attention(config.copy())]
         checked = start.for_checks(config) if start else config
         check_config(checked)
         specs = environments_of(config)
         _say(os.path.relpath(directory))
-        if shared:
-            _say(shared)
+        for remark in filter(None, remarks):
+            _say(remark)
         check_model(checked.actor_rollout_ref.model.path)
+        check_gpu_environment(checked)
         check_start(checked)
         if specs:
             check_environments(Run(checked, overrides, directory), specs)

@@ -17,6 +17,7 @@ from concurrent.futures import Future
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from recipe.atropos import scratch
+from recipe.atropos.attention import set_attention
 from recipe.atropos.config.compose import load_config
 from recipe.atropos.device import platform_variables
 from recipe.atropos.errors import ConfigurationError, expected_failure, one_line_errors
@@ -45,8 +46,8 @@ def run(config: DictConfig) -> None:
     with open_dict(config):
         config.inference.colocated = bool(config.inference.colocated)  # null is the launcher's to decide
         config.trainer.device = get_device_name()
-        if config.trainer.device == "cpu":  # verl's own default, FlashAttention, exists for accelerators only
-            config.actor_rollout_ref.model.override_config.setdefault("attn_implementation", "sdpa")
+    if told := set_attention(config):
+        print(told, flush=True)
     OmegaConf.resolve(config)
     folder = RunDir(config.run.dir)
     os.environ.setdefault("TENSORBOARD_DIR", str(folder.tensorboard))

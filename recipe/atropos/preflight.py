@@ -10,6 +10,7 @@ from pathlib import Path
 import aiohttp
 from omegaconf import DictConfig, OmegaConf
 
+from recipe.atropos.attention import sequence_parallel
 from recipe.atropos.checkpoints import resume_folder
 from recipe.atropos.config.schema import check_schema
 from recipe.atropos.device import device_of
@@ -183,7 +184,7 @@ def _check_algorithm(config: DictConfig) -> None:
         )
     if distillation.loss_coef:
         for key, value, needed in (
-            ("actor.ulysses_sequence_parallel_size", _sequence_parallel(actor), 1),
+            ("actor.ulysses_sequence_parallel_size", sequence_parallel(actor), 1),
             ("model.use_fused_kernels", model.use_fused_kernels, False),
             ("actor.fsdp_config.pad_to_length", actor.fsdp_config.pad_to_length, False),
         ):
@@ -196,12 +197,6 @@ def _check_algorithm(config: DictConfig) -> None:
                 "trainer.atropos.distillation.use_policy_loss=false leaves out the KL and entropy terms too; drop "
                 "actor_rollout_ref.actor.use_kl_loss and entropy_coeff, or keep the policy loss"
             )
-
-
-def _sequence_parallel(actor: DictConfig) -> int:
-    """Ranks that share a sequence: verl reads the older of the two keys first (workers/config/actor.py)."""
-    older = actor.ulysses_sequence_parallel_size
-    return older if older > 1 else actor.fsdp_config.ulysses_sequence_parallel_size
 
 
 def _check_quantization(config: DictConfig) -> None:
@@ -279,7 +274,7 @@ def _check_loss(config: DictConfig) -> None:
             config.actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu,
         ),
     ):
-        if dynamic and longest > budget * _sequence_parallel(actor):
+        if dynamic and longest > budget * sequence_parallel(actor):
             raise ConfigurationError(
                 f"actor_rollout_ref.{name}={budget} has no room for a row of data.max_prompt_length + "
                 f"data.max_response_length = {longest} tokens; raise it"

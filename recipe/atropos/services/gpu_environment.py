@@ -1,0 +1,73 @@
+"""Whether the two environments can work on this machine's GPUs, known before anything is started.
+
+What is compared: the NVIDIA driver with the CUDA that each environment's torch is for; NCCL's version on both sides,
+where weights go over it; and whether a C compiler is there for what torch compiles at run time.
+"""
+
+import shutil
+import sys
+from collections.abc import Iterator
+
+from omegaconf import DictConfig
+
+from recipe.atropos.device import device_of
+from recipe.atropos.errors import ConfigurationError
+from recipe.atropos.inference.server import default_sglang_python
+from recipe.atropos.utils.machine import nvidia_smi, versions_in
+
+# The oldest Linux driver of each CUDA major, by NVIDIA's "CUDA Toolkit Release Notes", minor version compatibility.
+_OLDEST_DRIVER = {"11": 450, "12": 525, "13": 580}
+
+
+def check_gpu_environment(config: DictConfig) -> None:
+    """Nothing is asked where the run computes on a CPU.
+
+    Raises:
+        ConfigurationError: naming what does not fit, and the fix, of all that does not.
+    """
+    if device_of(config) == "cpu" or config.inference.device == "cpu":
+        return
+    try:
+        if wrong := list(_misfits(config)):
+            raise ConfigurationError("; ".join(wrong))
+    except RuntimeError as error:  # an interpreter that does not run
+        raise ConfigurationError(f"inference.python={error}") from error
+
+
+def _misfits(config: DictConfig) -> Iterator[str]:
+    python = config.inference.python or default_sglang_python()
+    drivers = nvidia_smi("gpu", "driver_version")
+    driver = drivers[0][0] if drivers else None
+    versions = {}
+    for side, interpreter in (("the trainer", sys.executable), ("SGLang", python)):
+        found = versions_in(interpreter, ("torch",))
+        cuda = found["cuda"]
+        if found["torch"] is None or cuda is None:
+            yield (
+                f"{side} has torch {found['torch']} without CUDA ({interpreter}): install its CUDA build "
+                "(docs/gpu.md), or set trainer.device=cpu"
+            )
+            continue
+        major = cuda.split(".")[0]
+        oldest = _OLDEST_DRIVER.get(major)
+        if driver and oldest and int(driver.split(".")[0]) < oldest:
+            yield (
+                f"{side} has torch for CUDA {cuda}, which needs an NVIDIA driver from {oldest} on, and this machine "
+                f"has {driver}: update the driver, or install torch for an older CUDA"
+            )
+        package = f"nvidia-nccl-cu{major}"
+        versions[side] = package, versions_in(interpreter, (package,))[package]
+    transport = config.trainer.atropos.weight_sync.transport
+    if transport == "distributed" or (transport == "auto" and not config.inference.colocated):
+        if len(set(versions.values())) > 1:
+            (_, trainers), (package, servers) = versions["the trainer"], versions["SGLang"]
+            yield (
+                f"weights go over NCCL, which joins no two versions: the trainer has {trainers}, SGLang {servers}; "
+                f"{sys.executable} -m pip install --no-deps {package}=={servers}, or set "
+                "trainer.atropos.weight_sync.transport=disk"
+            )
+    if config.actor_rollout_ref.actor.use_torch_compile and not any(map(shutil.which, ("cc", "gcc", "clang"))):
+        yield (
+            "there is no C compiler (cc, gcc, clang) for what torch compiles: install one, or set "
+            "actor_rollout_ref.actor.use_torch_compile=false"
+        )

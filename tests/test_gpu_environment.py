@@ -1,0 +1,89 @@
+"""What keeps two environments from working on a machine's GPUs is told before the start, with the fix."""
+
+import pytest
+
+from recipe.atropos.config.compose import load_config
+from recipe.atropos.errors import ConfigurationError
+from recipe.atropos.services import gpu_environment
+from recipe.atropos.services.gpu_environment import check_gpu_environment
+
+DISTRIBUTED = "trainer.atropos.weight_sync.transport=distributed"
+COMPILERS = ("cc", "gcc", "clang")
+GOOD = {"torch": "2.13.0", "cuda": "13.0", "nvidia-nccl-cu13": "2.30.7"}
+
+
+@pytest.fixture
+def check(machine, monkeypatch):
+    """Call it with what differs of trainer and server, the driver, and further settings."""
+
+    which = gpu_environment.shutil.which
+
+    def run(*overrides, trainer=None, server=None, driver="580.65.06", compilers=("gcc",)):
+        machine(2)
+        found = {"trainer-python": GOOD | (trainer or {}), "server-python": GOOD | (server or {})}
+        monkeypatch.setattr(gpu_environment.sys, "executable", "trainer-python")
+        monkeypatch.setattr(gpu_environment, "nvidia_smi", lambda *_: [[driver]] * 2 if driver else [])
+        monkeypatch.setattr(
+            gpu_environment,
+            "versions_in",
+            lambda python, packages: {name: found[python].get(name) for name in (*packages, "cuda")},
+        )
+        programs = {name: name if name in compilers else None for name in COMPILERS}
+        monkeypatch.setattr(
+            gpu_environment.shutil,
+            "which",
+            lambda name, **given: programs[name] if name in programs else which(name, **given),
+        )
+        options = ["inference.colocated=false", "inference.python=server-python", *overrides]
+        check_gpu_environment(load_config(["actor_rollout_ref.model.path=m", *options]))
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("overrides", "found", "told"),
+    [
+        (
+            [],
+            {"driver": "570.86.10"},
+            "CUDA 13.0, which needs an NVIDIA driver from 580 on, .* has 570.86",
+        ),
+        ([], {"trainer": {"cuda": None}}, r"the trainer has torch 2.13.0 without CUDA \(trainer-python\): install its"),
+        ([], {"server": {"torch": None}}, r"SGLang has torch None without CUDA \(server-python\)"),
+        (
+            [],
+            {"trainer": {"nvidia-nccl-cu13": "2.29.7"}},
+            "the trainer has 2.29.7, SGLang 2.30.7; trainer-python -m pip install --no-deps nvidia-nccl-cu13==2.30.7",
+        ),
+        (
+            [DISTRIBUTED],
+            {"server": {"nvidia-nccl-cu13": None}},
+            "SGLang None; ",
+        ),
+    ],
+    ids=["driver", "trainer", "server", "nccl", "distributed"],
+)
+def test_gpu_environments_that_do_not_fit_are_told(check, overrides, found, told):
+    with pytest.raises(ConfigurationError, match=told):
+        check(*overrides, **found)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "found"),
+    [
+        ([], {}),
+        ([], {"driver": None}),  # nvidia-smi does not say
+        ([], {"driver": "535.1", "trainer": {"cuda": "12.8"}, "server": {"cuda": "12.8"}}),
+        (["inference.colocated=true"], {"trainer": {"nvidia-nccl-cu13": "2.29.7"}}),
+        (["trainer.atropos.weight_sync.transport=disk"], {"trainer": {"nvidia-nccl-cu13": "2.29.7"}}),
+        (["trainer.device=cpu"], {"trainer": {"cuda": None}, "server": {"cuda": None}}),
+    ],
+)
+def test_gpu_environments_that_fit_are_let_through(check, overrides, found):
+    check(*overrides, **found)
+
+
+def test_gpu_environments_need_a_compiler_where_torch_compiles(check):
+    with pytest.raises(ConfigurationError, match="no C compiler .*use_torch_compile=false"):
+        check(compilers=())
+    check("actor_rollout_ref.actor.use_torch_compile=false", compilers=())
