@@ -15,6 +15,7 @@ from recipe.atropos.config import compose
 CPU_OVERRIDES = [
     "actor_rollout_ref.model.override_config.attn_implementation=sdpa",
     "actor_rollout_ref.actor.use_torch_compile=false",
+    "actor_rollout_ref.model.enable_gradient_checkpointing=false",
     "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=256",
     "inference.dtype=float32",
     "trainer.atropos.weight_sync.transport=disk",  # what was pushed can be read

@@ -60,6 +60,7 @@ def test_placement_gives_each_its_gpus_or_shares_them_where_they_are_too_few(
     launches = plan_servers(Run(config, [], tmp_path)).values()
     assert [launch.extra_args["base_gpu_id"] for launch in launches] == first
     assert all(launch.lends_memory is colocated for launch in launches)
+    assert {launch.mem_fraction_static for launch in launches} == {0.4 if colocated else None}
 
 
 @pytest.mark.parametrize(

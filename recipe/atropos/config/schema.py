@@ -144,7 +144,7 @@ class Inference(Section):
         "Servers share the trainer's GPUs, and release their memory while it trains; null: if they are too few for both"
     )
     mem_fraction_static: Annotated[float, Field(gt=0, lt=1)] | None = about(
-        "Share of a GPU for the servers' weights and KV cache; null: SGLang's own choice"
+        "Share of a GPU for the servers' weights and KV cache; null: SGLang's own choice, colocated 0.4"
     )
     api_key: Text | None = about("Key of servers and gateway; the launcher makes one for each run")
     start_timeout: Seconds = about("Seconds until every server must generate")

@@ -24,6 +24,9 @@ from recipe.atropos.utils.hosts import reachable
 GATEWAY_PORT = 9001  # where it is free: the address that Atropos' environments have by default
 
 _GATEWAY_START = 60.0
+# Of a GPU, for weights and KV cache: SGLang's own choice, nearly all of it, would leave the trainer's weights and moments
+# no room. docs/gsm8k.md has the source.
+_COLOCATED_SHARE = 0.4
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,8 @@ def plan_servers(run: Run) -> dict[str, SGLangLaunch]:
             extra_args=own,
         )
         if uses_gpu(launch):
-            launch = replace(launch, extra_args=on_gpus(run.config, own, i))
+            share = config.mem_fraction_static or (_COLOCATED_SHARE if config.colocated else None)
+            launch = replace(launch, extra_args=on_gpus(run.config, own, i), mem_fraction_static=share)
         launches["sglang" if len(ports) == 1 else f"sglang-{i}"] = launch
     return launches
 
