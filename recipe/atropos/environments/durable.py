@@ -24,13 +24,14 @@ import asyncio
 import inspect
 import logging
 import math
+import os
 import time
 import traceback
 from collections.abc import Awaitable, Sequence
 from typing import Any
 
 import aiohttp
-from atroposlib.envs.base import BaseEnv
+from atroposlib.envs.base import BaseEnv, BaseEnvConfig
 from atroposlib.envs.server_handling.sglang_server import SGLangServer
 from tenacity import RetryError
 
@@ -38,6 +39,7 @@ from recipe.atropos.environments.api_client import ApiRefused, Patience, ask, co
 from recipe.atropos.environments.checked import Refused, check_rows, to_json
 from recipe.atropos.environments.errors import EnvironmentFailure
 from recipe.atropos.environments.fits import check_sizes
+from recipe.atropos.environments.pace import GROUPS_VARIABLE
 from recipe.atropos.environments.sampled_book import ITEM, Item
 
 logger = logging.getLogger(__name__)
@@ -177,6 +179,8 @@ class Durable(BaseEnv):
         self.max_num_workers = self.config.max_num_workers
         if self.max_num_workers == -1:
             self.max_num_workers = self.config.max_num_workers_per_node * len(self.server.servers)
+            if self.config.max_num_workers_per_node == BaseEnvConfig().max_num_workers_per_node:
+                self.max_num_workers = int(os.environ.get(GROUPS_VARIABLE) or self.max_num_workers)
         await self.server.update_weight(status["env_weight"])
 
     async def say_goodbye(self) -> None:

@@ -25,12 +25,13 @@ from typing import Any
 import aiohttp
 from omegaconf import OmegaConf
 
-from recipe.atropos.environments.pace import PATIENCE, PATIENCE_VARIABLE, VARIABLE
+from recipe.atropos.environments.pace import GROUPS_VARIABLE, PATIENCE, PATIENCE_VARIABLE, VARIABLE
 from recipe.atropos.environments.reporting import VARIABLE as REPORT_VARIABLE
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.run_dir import LineReader, append_line, write_atomic
 from recipe.atropos.sampling import TEMPERATURE_VARIABLE
 from recipe.atropos.secret import secret_variables, split_secret_flags
+from recipe.atropos.services.concurrency import groups_in_flight, request_limits
 from recipe.atropos.services.process import Service, ServiceFailed, run_command, unstopped
 from recipe.atropos.services.progress import progress
 from recipe.atropos.services.run import Run, console
@@ -129,6 +130,8 @@ def environment_command(
         "openai.server_type": "sglang",
         "openai.health_check": False,
     }
+    limits = request_limits(config, groups_in_flight(config, spec), spec.group_size)
+    known |= {f"openai.{name}": value for name, value in limits.items()}
     if spec.several and spec.min_batch_allocation is None:
         known["env.min_batch_allocation"] = 0.0  # else an allocation of its own counts at the API, unknown to anyone
     if subcommand == "serve":
@@ -238,6 +241,7 @@ class Environments:
             VARIABLE: "" if max_staleness is None else str(max_staleness),
             PATIENCE_VARIABLE: str(PATIENCE + config.evaluation.timeout) if every else "",
             REPORT_VARIABLE: str(report),
+            GROUPS_VARIABLE: str(groups_in_flight(config, spec)),
             TEMPERATURE_VARIABLE: str(config.actor_rollout_ref.rollout.temperature),
             **environment_secrets(self._run, spec),
         }

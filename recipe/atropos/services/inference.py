@@ -24,8 +24,8 @@ from recipe.atropos.utils.hosts import reachable
 GATEWAY_PORT = 9001  # where it is free: the address that Atropos' environments have by default
 
 _GATEWAY_START = 60.0
-# Of a GPU, for weights and KV cache: SGLang's own choice, nearly all of it, would leave the trainer's weights and moments
-# no room. docs/gsm8k.md has the source.
+# Of a GPU, for weights and KV cache: SGLang's own choice, nearly all of it, would leave no room for the trainer's
+# weights and moments. docs/gsm8k.md has the source.
 _COLOCATED_SHARE = 0.4
 
 

@@ -27,6 +27,7 @@ from recipe.atropos.run_dir import read_json
 from recipe.atropos.run_record import update_summary
 from recipe.atropos.sampling import TEMPERATURE_VARIABLE
 from recipe.atropos.secret import API_KEY_VARIABLE
+from recipe.atropos.services.concurrency import groups_in_flight, request_limits
 from recipe.atropos.services.environments import options
 from recipe.atropos.services.run import Run, console
 from recipe.atropos.utils.hosts import reachable, reachable_from_others
@@ -55,10 +56,12 @@ def join_settings(config: DictConfig, api_url: str, gateway: str) -> tuple[dict[
         "tokenizer_name": model.tokenizer_path or model.path,
         "group_size": config.environment.group_size,
         "max_token_length": config.data.max_prompt_length + config.data.max_response_length,
+        "max_num_workers": groups_in_flight(config),
         "total_steps": _FOREVER,
         "use_wandb": False,
     }
-    return env, {"base_url": f"{gateway}/v1", "model_name": model.path, "server_type": "sglang", "health_check": False}
+    openai = {"base_url": f"{gateway}/v1", "model_name": model.path, "server_type": "sglang", "health_check": False}
+    return env, openai | request_limits(config, env["max_num_workers"], env["group_size"])
 
 
 def stock_command(env: dict[str, Any], openai: dict[str, Any], key: str) -> str:

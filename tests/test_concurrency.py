@@ -1,0 +1,79 @@
+"""Enough is in flight for the servers: what the launcher asks environments for, and what these make of it."""
+
+import asyncio
+
+import pytest
+from atroposlib.envs.base import APIServerConfig, BaseEnvConfig
+
+from recipe.atropos.config.compose import load_config
+from recipe.atropos.environments.durable import Durable
+from recipe.atropos.services.concurrency import groups_in_flight, request_limits
+from recipe.atropos.services.environments import environment_command
+from recipe.atropos.services.joining import join_settings
+from recipe.atropos.services.run import Run
+from recipe.atropos.services.specs import environment_specs
+
+BATCH = ["actor_rollout_ref.model.path=m", "data.train_batch_size=128", "actor_rollout_ref.rollout.n=8"]
+TWO = "environments={a: {weight: 3.0, group_size: 4}, b: {weight: 1.0, min_batch_allocation: 0.5}}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "groups"),
+    [
+        ([], [256]),  # nothing bounds what is ahead: a batch more
+        (["trainer.atropos.max_staleness=0"], [128]),
+        (["trainer.atropos.max_staleness=3"], [512]),
+        (["environment.group_size=16", "trainer.atropos.max_staleness=0"], [64]),
+        ([TWO, "trainer.atropos.max_staleness=0"], [192, 64]),
+        (["data.train_batch_size=1", "actor_rollout_ref.actor.ppo_mini_batch_size=1"], [8]),  # BaseEnv's own at least
+    ],
+)
+def test_groups_in_flight_follow_from_batch_and_staleness(overrides, groups):
+    config = load_config([*BATCH, *overrides])
+    assert [groups_in_flight(config, spec) for spec in environment_specs(config).values()] == groups
+
+
+def test_requests_have_room_and_time_for_long_answers(tmp_path):
+    options = [*BATCH, "data.max_response_length=16384", "trainer.atropos.max_staleness=1"]
+    config = load_config(options)
+    limits = {"num_max_requests_at_once": 2048, "timeout": 3277}  # 2 x 128 groups of 8; 5 tokens a second
+    assert request_limits(config, 256, 8) == limits
+    [spec] = environment_specs(config).values()
+    command = environment_command(Run(config, options, tmp_path), spec, "serve", "http://api", "http://gateway")
+    assert {f"--openai.{name}={value}" for name, value in limits.items()} <= set(command)
+    env, openai = join_settings(config, "http://api", "http://gateway")
+    assert env["max_num_workers"] == 256 and limits.items() <= openai.items()
+    short = load_config([*BATCH, "data.train_batch_size=16"])
+    assert request_limits(short, 8, 8) == {"num_max_requests_at_once": 512, "timeout": 1200}, "atroposlib's own"
+
+
+@pytest.mark.parametrize(
+    ("own", "expected"),
+    [({}, 256), ({"max_num_workers": 5}, 5), ({"max_num_workers_per_node": 3}, 3)],
+    ids=["default", "workers", "workers_per_node"],
+)
+def test_groups_in_flight_of_an_environment_are_its_own_where_it_says_so(own, expected, monkeypatch):
+    monkeypatch.setenv("ATROPOS_GROUPS_IN_FLIGHT", "256")
+    env = Plain.__new__(Plain)
+    env.config, env.env_id, env.server = BaseEnvConfig(**own), 0, Servers()
+
+    async def answer(*_):
+        return {"env_weight": 1.0}
+
+    env._Durable__in_contact = asyncio.Event()
+    env._Durable__in_contact.set()
+    env._Durable__ask = answer
+    asyncio.run(env.get_status())
+    assert env.max_num_workers == expected
+
+
+class Plain(Durable):
+    async def get_next_item(self): ...
+
+    async def evaluate(self, *args, **kwargs): ...
+
+
+class Servers:
+    servers = [APIServerConfig()]
+
+    async def update_weight(self, weight): ...
