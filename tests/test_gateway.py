@@ -148,7 +148,7 @@ async def test_a_request_that_no_server_takes_in_time_is_told_what_it_waited_for
 async def test_what_a_request_has_waited_before_counts_when_it_is_sent_again(client, _):
     async with asyncio.timeout(5):
         with pytest.raises(NothingAdmitted, match="waited 60 s"):
-            await client.pool.acquire(waited=59.9)
+            await client.pool.acquire(min, waited=59.9)
 
 
 @behind_a_gateway(count=1)

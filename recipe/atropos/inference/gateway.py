@@ -8,7 +8,8 @@ Environments know one base URL and nothing of servers that come and go; this pro
 - Only *admitted* servers get requests, and only the trainer admits: ``PUT /gateway/weights {"version": 7, "servers":
   [URL, ...]}``, with ``"pushing": true`` before a push to servers that are admitted already, and the ``"adapter"`` if
   the version is one. See `ServerPool`.
-- The load is spread: the admitted server with the fewest requests in flight is next.
+- The load is spread: the admitted server with the fewest requests in flight is next, or, within bounds, the one that
+  has the beginning of the prompt in its cache. See `affinity`.
 - A request that finds no admitted server is held, at most ``--max-wait`` seconds, then answered 503 with the reason.
 - A client that goes away is forgotten: while held, it leaves the queue; in flight, its request upstream is closed.
 - A server whose connection fails, or that answers with weights that no push gave it, is taken out at once, by name, and
@@ -31,6 +32,7 @@ import re
 import resource
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from functools import partial
 
 import aiohttp
 import orjson
@@ -39,6 +41,7 @@ from multidict import CIMultiDict
 from yarl import URL
 
 from recipe.atropos.inference.adapted import GENERATES, AdaptedPolicy, CannotName
+from recipe.atropos.inference.affinity import PrefixAffinity
 from recipe.atropos.inference.pool import NothingAdmitted, Server, ServerPool
 from recipe.atropos.secret import API_KEY_VARIABLE
 
@@ -74,6 +77,7 @@ class Gateway:
         self.pool = pool
         self.api_key = api_key
         self._authorization = f"Bearer {api_key}" if api_key else None
+        self._affinity = PrefixAffinity()
 
     def app(self) -> web.Application:
         # No limit on the body: the servers have theirs.
@@ -126,7 +130,7 @@ class Gateway:
         while len(failures) < _MAX_SENDS:
             begun = time.monotonic()
             try:
-                server = await self.pool.acquire(waited)
+                server = await self.pool.acquire(partial(self._affinity.choose, body), waited)
                 waited += time.monotonic() - begun
             except NothingAdmitted as error:
                 return _error(503, str(error))

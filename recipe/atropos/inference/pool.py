@@ -5,7 +5,7 @@ Promises:
 - nobody but the trainer admits a server (`ServerPool.admit`); before its first word none is admitted;
 - a server that was taken out (`ServerPool.take_out`) gets nothing until the trainer admits it again, and what it was
   working on is handed back to be sent to another one;
-- of the admitted servers the one with the fewest requests in flight is next;
+- which of the admitted servers is next is the caller's choice;
 - a request waits at most `max_wait` seconds for a server, and its error says what it waited for.
 
 While the trainer pushes (`pushing=True`) servers pass from one version to the next, so both are accepted; only the word
@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -120,15 +120,15 @@ class ServerPool:
         server.last_error = why
         server.leave("down")
 
-    async def acquire(self, waited: float = 0.0) -> Server:
-        """The admitted server with the fewest requests in flight, as soon as there is one.
+    async def acquire(self, choose: Callable[[list[Server]], Server], waited: float = 0.0) -> Server:
+        """What ``choose`` makes of the admitted servers, as soon as there is one.
 
         Raises:
             NothingAdmitted: none within ``max_wait`` seconds, less those that the request has ``waited`` before.
         """
         if not self.admitted:
             await self._wait_for_admission(max(0.0, self.max_wait - waited))
-        return min(self.admitted, key=lambda server: (server.inflight, server.requests))
+        return choose(self.admitted)
 
     async def _wait_for_admission(self, patience: float) -> None:
         self.held += 1
