@@ -30,7 +30,7 @@ from recipe.atropos.inference.client import InferenceError, SGLangClient
 from recipe.atropos.launch_services import load_config
 from recipe.atropos.utils.hosts import address_towards, is_this_host
 from recipe.atropos.weight_sync import distributed, servers, tensor
-from recipe.atropos.weight_sync.bucket import Buckets
+from recipe.atropos.weight_sync.bucket import Bucket, Buckets
 from recipe.atropos.weight_sync.colocated import SharedMemory
 from recipe.atropos.weight_sync.engine import AtroposCheckpointEngine, choose_transport
 from recipe.atropos.weight_sync.servers import WeightPushError
@@ -416,12 +416,14 @@ def test_handles_of_a_gpu_name_its_uuid(monkeypatch):
     arguments = tuple(0 if name == "storage_device" else name for name in names)
     monkeypatch.setattr(tensor, "reduce_tensor", lambda _: (reductions.rebuild_cuda_tensor, arguments))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"GPU-{device}"))
-    bucket = SimpleNamespace(tensors=lambda: [("weight", torch.ones(2).as_subclass(OnGPU))])
+    bucket = Bucket(torch.ones(5).as_subclass(OnGPU), ["a", "b"], [torch.Size([2]), torch.Size([3, 1])])
 
     handles, opened = base64.b64decode(tensor._handles(bucket)), {}
     monkeypatch.setattr(reductions, "rebuild_cuda_tensor", lambda *given: opened.update(zip(names, given, strict=True)))
-    [(name, _)] = pickle.loads(handles)
-    assert name == "weight" and opened["storage_device"] == "GPU-0"
+    entries = [vars(entry) for entry in pickle.loads(handles)["metadata"]]
+    assert [(e["name"], e["start_idx"], e["end_idx"], e["numel"]) for e in entries] == [("a", 0, 2, 2), ("b", 2, 5, 3)]
+    assert [e["shape"] for e in entries] == bucket.shapes and all(e["dtype"] == torch.float32 for e in entries)
+    assert opened["storage_device"] == "GPU-0"
     assert all(opened[key] == key for key in names if key != "storage_device")
 
 

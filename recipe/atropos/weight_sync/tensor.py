@@ -21,6 +21,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -78,6 +79,7 @@ class TensorTransport:
             # A handle is good for one reader: each rank of each server gets its own.
             body: dict[str, Any] = {
                 "serialized_named_tensors": [_handles(bucket) for _ in range(self._ranks[client])],
+                "load_format": "flattened_bucket",
                 "flush_cache": False,
             }
             if bucket.last:  # only now: a server that took half of the weights must not report their version
@@ -118,10 +120,20 @@ class TensorTransport:
 
 
 def _handles(bucket: Bucket) -> str:
-    """[(name, tensor), ...] with handles in the tensors' place, as SGLang reads it."""
+    """One handle for a whole bucket, and where each tensor is in it, as SGLang reads its own "flattened_bucket".
+
+    SGLang unpickles what it knows alone, and of an entry takes these attributes (read in 0.5.23, utils/common.py and
+    weight_updater.py). Places are counted in the bucket's own elements: it holds one dtype.
+    """
+    entries, place = [], 0
+    for name, shape in zip(bucket.names, bucket.shapes, strict=True):
+        size = shape.numel()
+        where = {"start_idx": place, "end_idx": place + size, "numel": size}
+        entries.append(SimpleNamespace(name=name, shape=shape, dtype=bucket.flat.dtype, **where))
+        place += size
     written = io.BytesIO()
     with _sharing_by_name():
-        _HandlePickler(written).dump(bucket.tensors())
+        _HandlePickler(written).dump({"flattened_tensor": bucket.flat, "metadata": entries})
     return base64.b64encode(written.getvalue()).decode()
 
 
