@@ -17,6 +17,7 @@ CPU_OVERRIDES = [
     "actor_rollout_ref.actor.use_torch_compile=false",
     "actor_rollout_ref.model.enable_gradient_checkpointing=false",
     "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=256",
+    "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=512",
     "inference.dtype=float32",
     "trainer.atropos.weight_sync.transport=disk",  # what was pushed can be read
     "trainer.logger=[]",

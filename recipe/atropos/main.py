@@ -28,6 +28,8 @@ from recipe.atropos.run_dir import DiskFull, RunDir
 from recipe.atropos.utils.hosts import is_this_host, joins_cluster, loopback_variables
 from recipe.atropos.utils.private_process import take_secret_flags
 
+_BUCKET_MEGABYTES = {False: 512, True: 2048}  # on accelerators; a 32B model is 32 pieces of 2 GiB
+
 
 def run(config: DictConfig) -> None:
     """Check, start Ray (or join the cluster of RAY_ADDRESS), train.
@@ -46,6 +48,9 @@ def run(config: DictConfig) -> None:
     with open_dict(config):
         config.inference.colocated = bool(config.inference.colocated)  # null is the launcher's to decide
         config.trainer.device = get_device_name()
+        pushes = config.actor_rollout_ref.rollout.checkpoint_engine
+        if pushes.update_weights_bucket_megabytes is None:
+            pushes.update_weights_bucket_megabytes = _BUCKET_MEGABYTES[config.trainer.device != "cpu"]
     if told := set_attention(config):
         print(told, flush=True)
     OmegaConf.resolve(config)

@@ -310,7 +310,7 @@ class Reference(VerlSection):
 
 
 class CheckpointEngine(VerlSection):
-    update_weights_bucket_megabytes: Count = about("Size of the pieces in which weights travel")
+    update_weights_bucket_megabytes: Count | None = about("Size of the pieces in which weights travel; null: by device")
 
 
 class Rollout(VerlSection):
