@@ -173,7 +173,8 @@ class Stream(SimpleNamespace):
 
     def __init__(self, **fields):
         shapes = {"embed.weight": (8, 4), "layers.0.proj.weight": (4, 4), "layers.0.bias": (4,)}
-        super().__init__(**{"shapes": shapes, "buffers": frozenset(), "tied": {}, "ignored": []} | fields)
+        none = {"buffers": frozenset(), "fp32": frozenset(), "tied": {}, "ignored": []}
+        super().__init__(**{"shapes": shapes, **none} | fields)
 
 
 def without(shapes, *names):
@@ -317,6 +318,20 @@ def test_names_of_a_model_and_its_checkpoint_are_compared_on_rank_0(make_model):
         engine = AtroposCheckpointEngine(1, is_master, urls=[], model_path=str(make_model("llama")))
         with pytest.raises(WeightNamesError, match="q_proj.bias") if is_master else contextlib.nullcontext():
             engine.expect(format)
+
+
+@pytest.mark.parametrize(
+    ("family", "kept"),
+    [("lfm2_moe", ["expert_bias"]), ("ernie4_5_moe", ["mlp.gate.weight", "moe_statics"]), ("mixtral", [])],
+)
+def test_names_that_servers_hold_in_float32_are_not_rounded(make_model, family, kept):
+    model = loaded(make_model(family))
+    format = CheckpointFormat(model)
+    engine = AtroposCheckpointEngine(1, True, urls=[], model_path=str(make_model(family)), dtype="bfloat16")
+    engine.expect(format)
+    sent = dict(engine._served(format.stream(model.state_dict().items())))
+    whole = {name for name, tensor in sent.items() if tensor.dtype == torch.float32}
+    assert whole == {name for name in sent if any(part in name for part in kept)} and len(whole) >= len(kept)
 
 
 @pytest.mark.parametrize("adapter_only", [False, True])

@@ -30,6 +30,8 @@ from recipe.atropos.errors import AtroposError
 Shapes = dict[str, tuple[int, ...]]
 TENSOR_NAMES = "tensor_names.json"
 """File of a training checkpoint: the names in ``CheckpointFormat.shapes`` of the model that was trained."""
+# A router's biases, and the decays of state space models: parameters of float32 in SGLang 0.5.23 (srt/models).
+_FP32_IN_SERVERS = ("e_score_correction_bias", "expert_bias", "A_log")
 
 
 class CheckpointError(AtroposError, RuntimeError):
@@ -103,6 +105,13 @@ class CheckpointFormat:
     def buffers(self) -> frozenset[str]:
         """Names in ``shapes`` of tensors that are not trained: buffers that the state dict holds."""
         return frozenset(name for name, _ in self.stream(self._empty(self._buffers)))
+
+    @cached_property
+    def fp32(self) -> frozenset[str]:
+        """Names in ``shapes`` of tensors that servers hold in float32 in a model of another dtype."""
+        patterns = [*(self._model._keep_in_fp32_modules_strict or ()), *_FP32_IN_SERVERS]
+        kept = re.compile("|".join(rf"(?:^|\.){pattern}(?:$|\.)" for pattern in patterns))
+        return frozenset(name for name in self.shapes if kept.search(name))
 
     @cached_property
     def tied(self) -> dict[str, str]:

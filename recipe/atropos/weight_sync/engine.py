@@ -40,10 +40,10 @@ class AtroposCheckpointEngine(CheckpointEngine):
 
     ``urls``: the servers; they must serve the model of ``model_path`` (None: not compared), whose configuration may be
     code of its own if ``trust_remote_code``. ``dtype``: what they serve in; floating-point tensors are cast to it
-    before they travel. ``transport`` and ``colocated``: see ``choose_transport``; ``directory``: for "disk";
-    ``bucket_size`` in bytes. ``timeout``: seconds for one request of a push to one server. ``verify="checksum"``
-    compares every tensor; see ``checksums``. With ``lora_rank`` and without ``lora_merge`` the weights are an adapter,
-    pushed by itself under the name ``adapter``; see ``adapter``.
+    before they travel, but for those that servers hold in float32. ``transport`` and ``colocated``: see
+    ``choose_transport``; ``directory``: for "disk"; ``bucket_size`` in bytes. ``timeout``: seconds for one request of a
+    push to one server. ``verify="checksum"`` compares every tensor; see ``checksums``. With ``lora_rank`` and without
+    ``lora_merge`` the weights are an adapter, pushed by itself under the name ``adapter``; see ``adapter``.
     """
 
     def __init__(
@@ -71,6 +71,7 @@ class AtroposCheckpointEngine(CheckpointEngine):
         self.model_path = model_path
         self.trust_remote_code = trust_remote_code
         self.colocated = colocated
+        self._fp32: frozenset[str] = frozenset()
         self.dtype = PrecisionType.to_dtype(dtype)
         self.pause_mode = pause_mode
         self.verify = verify
@@ -91,6 +92,7 @@ class AtroposCheckpointEngine(CheckpointEngine):
         Raises:
             WeightNamesError, CheckpointError: they differ, or the checkpoint cannot be read.
         """
+        self._fp32 = streamed.fp32
         if self.is_master and self.model_path:
             self._names = PushedNames(streamed, read_shapes(self.model_path), self.model_path)
 
@@ -177,7 +179,8 @@ class AtroposCheckpointEngine(CheckpointEngine):
 
     def _served(self, weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in weights if self._names is None else self._names.checked(weights):
-            yield name, tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+            dtype = torch.float32 if name in self._fp32 else self.dtype
+            yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor
 
     # The rest of the interface is for engines that run inside the inference processes, which this one does not.
     def prepare(self) -> dict[str, Any]:

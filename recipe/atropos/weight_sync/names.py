@@ -32,6 +32,7 @@ class Streamed(Protocol):
 
     shapes: Shapes
     buffers: frozenset[str]
+    fp32: frozenset[str]
     tied: dict[str, str]
     ignored: list[str]
 
