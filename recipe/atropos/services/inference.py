@@ -16,7 +16,7 @@ from recipe.atropos.inference.client import SGLangClient
 from recipe.atropos.inference.server import HIGHEST_PORT, SGLangLaunch, sglang_flags, start_sglang, uses_gpu
 from recipe.atropos.secret import API_KEY_VARIABLE
 from recipe.atropos.services.lora import lora_arguments
-from recipe.atropos.services.placement import on_gpus
+from recipe.atropos.services.placement import COLOCATED_SHARE, on_gpus
 from recipe.atropos.services.process import Service, default_port, free_port, wait_until_healthy
 from recipe.atropos.services.run import Run
 from recipe.atropos.utils.hosts import reachable
@@ -24,9 +24,6 @@ from recipe.atropos.utils.hosts import reachable
 GATEWAY_PORT = 9001  # where it is free: the address that Atropos' environments have by default
 
 _GATEWAY_START = 60.0
-# Of a GPU, for weights and KV cache: SGLang's own choice, nearly all of it, would leave no room for the trainer's
-# weights and moments. docs/gsm8k.md has the source.
-_COLOCATED_SHARE = 0.4
 
 
 @dataclass(frozen=True)
@@ -76,7 +73,7 @@ def plan_servers(run: Run) -> dict[str, SGLangLaunch]:
             extra_args=own,
         )
         if uses_gpu(launch):
-            share = config.mem_fraction_static or (_COLOCATED_SHARE if config.colocated else None)
+            share = config.mem_fraction_static or (COLOCATED_SHARE if config.colocated else None)
             launch = replace(launch, extra_args=on_gpus(run.config, own, i), mem_fraction_static=share)
         launches["sglang" if len(ports) == 1 else f"sglang-{i}"] = launch
     return launches

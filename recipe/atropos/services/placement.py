@@ -9,6 +9,10 @@ from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.inference.server import SGLangLaunch
 from recipe.atropos.utils.hosts import joins_cluster
 
+# Of a GPU, for a colocated server's weights and KV cache: SGLang's own choice, nearly all of it, would leave no room
+# for the trainer's weights and moments. docs/gsm8k.md has the source.
+COLOCATED_SHARE = 0.4
+
 
 def place_servers(config: DictConfig) -> str | None:
     """Decide ``inference.colocated`` where it is null: servers share the trainer's GPUs if there are too few for both.

@@ -43,6 +43,7 @@ from recipe.atropos.export import export
 from recipe.atropos.recorded import read_batch
 from recipe.atropos.rows import RowLimits, environment_name
 from recipe.atropos.run_dir import RunDir
+from recipe.atropos.utils import memory_plan
 from recipe.atropos.utils.env_adapter import EnvironmentTargetError
 
 _UNLIKELY = -3.0  # nats; a sampled token below it (5%) is underlined
@@ -262,6 +263,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     replayed.add_argument("run", type=Path, help="folder of the run")
     replayed.add_argument("overrides", nargs="*", help="key=value of the configuration")
     add_export_arguments(commands.add_parser("export", help="a checkpoint's model in Hugging Face format"))
+    memory_plan.add_arguments(
+        commands.add_parser("plan", help="the memory that a configuration needs of each GPU, and what does not fit")
+    )
     verified = commands.add_parser("verify-env", help="one group with a real server, and what each side saw")
     verified.add_argument("--env", required=True, help="MODULE:Class, FILE.py or FILE.py:Class")
     verified.add_argument("--model", help="folder or name of the policy; default: the environment's own tokenizer")
@@ -278,6 +282,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.command == "export":
             console.print(str(export(arguments)), markup=False, soft_wrap=True)
             return 0
+        if arguments.command == "plan":
+            return 0 if memory_plan.plan(arguments, console) else 1
         if arguments.command == "verify-env":
             return 0 if verify_env(arguments, console) else 1
         return 0 if replay(arguments.run, arguments.overrides, console) else 1
