@@ -32,11 +32,9 @@ def qwen(tmp_path_factory):
 
     def folder(size):
         path = tmp_path_factory.mktemp(f"qwen{size}")
-        heads, tied = {"num_key_value_heads": HEADS[size]}, {"tie_word_embeddings": size != "7b"}
-        vocabulary = {"vocab_size": 152064 if size == "7b" else 151936}
-        (path / "config.json").write_text(
-            json.dumps({"model_type": "qwen2", **SIZES[size], **heads, **tied, **vocabulary})
-        )
+        settings = {"model_type": "qwen2", "num_key_value_heads": HEADS[size], "tie_word_embeddings": size != "7b"}
+        settings |= {"vocab_size": 152064 if size == "7b" else 151936, **SIZES[size]}
+        (path / "config.json").write_text(json.dumps(settings))
         return path
 
     return folder
