@@ -204,8 +204,10 @@ async def run_trial(trial: Trial, overrides: list[str], size: Size, limit: float
             directory.mkdir(parents=True)
             run = Run(config, overrides, directory)
             api, inference = start_api(run), start_inference(run)
-            trainer = start_trainer(run, api, inference)
             server = next(service for service in run.services if service.name in inference.servers)
+            if any(launch.lends_memory for launch in inference.servers.values()):  # it measures what is free, first
+                await servers_healthy(run, api, inference)
+            trainer = start_trainer(run, api, inference)
             memory.start({"server": server.pid, "trainer": trainer.pid})
             await servers_healthy(run, api, inference)
             await first_version(run, trainer, inference)
