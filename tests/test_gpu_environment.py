@@ -35,7 +35,7 @@ def check(machine, monkeypatch):
             lambda name, **given: programs[name] if name in programs else which(name, **given),
         )
         options = ["inference.colocated=false", "inference.python=server-python", *overrides]
-        check_gpu_environment(load_config(["actor_rollout_ref.model.path=m", *options]))
+        return check_gpu_environment(load_config(["actor_rollout_ref.model.path=m", *options]))
 
     return run
 
@@ -61,7 +61,7 @@ def check(machine, monkeypatch):
             "SGLang None; ",
         ),
     ],
-    ids=["driver", "trainer", "server", "nccl", "distributed"],
+    ids=["trainer", "server", "nccl", "distributed"],
 )
 def test_gpu_environments_that_do_not_fit_are_told(check, overrides, found, told):
     with pytest.raises(ConfigurationError, match=told):
@@ -73,6 +73,8 @@ def test_gpu_environments_that_do_not_fit_are_told(check, overrides, found, told
     [
         ([], {}),
         ([], {"driver": None}),  # nvidia-smi does not say
+        ([DISTRIBUTED], {"server": {"nvidia-nccl-cu13": None}}),  # NCCL of the system's
+        ([], {"server": {"cuda": "12.8", "nvidia-nccl-cu12": "2.30.7"}}),
         ([], {"driver": "535.1", "trainer": {"cuda": "12.8"}, "server": {"cuda": "12.8"}}),
         (["inference.colocated=true"], {"trainer": {"nvidia-nccl-cu13": "2.29.7"}}),
         (["trainer.atropos.weight_sync.transport=disk"], {"trainer": {"nvidia-nccl-cu13": "2.29.7"}}),
@@ -80,7 +82,13 @@ def test_gpu_environments_that_do_not_fit_are_told(check, overrides, found, told
     ],
 )
 def test_gpu_environments_that_fit_are_let_through(check, overrides, found):
-    check(*overrides, **found)
+    assert check(*overrides, **found) == []
+
+
+def test_gpu_environments_with_an_old_driver_are_told(check):
+    """NVIDIA's compatibility package may let it work."""
+    told = check(driver="570.86.10")
+    assert len(told) == 2 and "CUDA 13.0, which needs an NVIDIA driver from 580 on" in told[0] and "570.86" in told[0]
 
 
 def test_gpu_environments_need_a_compiler_where_torch_compiles(check):

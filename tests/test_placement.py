@@ -9,11 +9,15 @@ from ray.util.placement_group import remove_placement_group
 from recipe.atropos.config.compose import load_config
 from recipe.atropos.errors import ConfigurationError, LaunchError
 from recipe.atropos.inference import memory_saver
+from recipe.atropos.inference.client import InferenceError
 from recipe.atropos.inference.memory_saver import check_saver, saver_variables
 from recipe.atropos.inference.server import SGLangLaunch, sglang_command
 from recipe.atropos.services.inference import plan_servers
 from recipe.atropos.services.placement import place_servers
 from recipe.atropos.services.run import Run
+from recipe.atropos.weight_sync import colocated
+from recipe.atropos.weight_sync.colocated import SharedMemory
+from recipe.atropos.weight_sync.servers import WeightPushError
 
 HEAD = "ray_kwargs.ray_init.address=head:6379"  # of a cluster, whose GPUs are elsewhere
 
@@ -37,12 +41,11 @@ def placed(*overrides):
         (8, ["trainer.n_gpus_per_node=8", "inference.servers=2", "inference.args.tp_size=4"], True, [0, 4]),
         (4, ["trainer.n_gpus_per_node=2", "inference.colocated=true"], True, [0]),
         (4, ["inference.args.base_gpu_id=3"], False, [3]),
-        (
-            2,
-            ["ray_kwargs.ray_init.address=head:6379", "trainer.n_gpus_per_node=8", "inference.servers=2"],
-            False,
-            [0, 1],
-        ),
+        (2, ["ray_kwargs.ray_init.address=auto"], False, [1]),  # a node of the cluster is here
+        (2, ["ray_kwargs.ray_init.address=127.0.0.1:6379"], False, [1]),
+        (4, ["inference.args.base-gpu-id=3"], False, [3]),
+        (8, ["inference.args={tp: 4, dp: 4, enable_dp_attention: true}"], False, [1]),
+        (2, [HEAD, "trainer.n_gpus_per_node=8", "inference.servers=2"], False, [0, 1]),
     ],
 )
 def test_placement_gives_each_its_gpus_or_shares_them_where_they_are_too_few(
@@ -86,6 +89,115 @@ def test_placement_on_a_cpu_asks_for_no_gpu(machine, overrides):
     machine(1)
     config, told = placed(*overrides)
     assert config.inference.colocated is False and told is None
+
+
+def test_placement_follows_verls_own_variable(machine, monkeypatch, tmp_path):
+    """It decides for the servers too, where trainer.device is auto."""
+    machine(1)
+    monkeypatch.setenv("VERL_PLATFORM", "cpu")
+    config, told = placed()
+    [launch] = plan_servers(Run(config, [], tmp_path)).values()
+    assert launch.device == "cpu" and told is None and "base_gpu_id" not in launch.extra_args
+    monkeypatch.delenv("VERL_PLATFORM")
+    config, _ = placed("trainer.device=cpu", "inference.device=cuda")
+    [launch] = plan_servers(Run(config, [], tmp_path)).values()
+    assert launch.extra_args["base_gpu_id"] == 0, "the trainer has none of them"
+
+
+class Servers:
+    """Answer as SGLang's servers do; those in ``dead`` not at all."""
+
+    def __init__(self, monkeypatch, urls):
+        self.versions, self.calls, self.dead = dict.fromkeys(urls, "1"), [], set()
+        servers = self
+
+        class Client:
+            def __init__(self, url, **_):
+                self.url = url
+
+            async def __aenter__(self):
+                return self
+
+            async def __aexit__(self, *_): ...
+
+            async def weight_version(self):
+                servers.note(self.url, None)
+                return servers.versions[self.url]
+
+            async def pause(self, mode):
+                servers.note(self.url, "pause")
+
+            async def resume(self):
+                servers.note(self.url, "resume")
+
+            async def release_memory(self, tags):
+                servers.note(self.url, "release")
+
+            async def resume_memory(self, tags):
+                servers.note(self.url, *tags)
+
+        monkeypatch.setattr(colocated, "SGLangClient", Client)
+
+    def note(self, url, call):
+        if url in self.dead:
+            raise InferenceError(url, "", "is gone")
+        if call:
+            self.calls.append((url[-1], call))
+
+
+@pytest.fixture
+def memory(monkeypatch, tmp_path):
+    urls = ["http://a", "http://b"]
+    servers = Servers(monkeypatch, urls)
+    memory = SharedMemory(urls, None, "retract", 1.0, tmp_path / "lent")
+    memory.release(urls)
+    servers.calls.clear()
+    return memory, servers
+
+
+def test_gpu_memory_comes_back_in_two_parts_around_a_push(memory):
+    memory, servers = memory
+    memory.wake_weights()
+    assert sorted(servers.calls) == [("a", "weights"), ("b", "weights")] and memory.mark.exists()
+    servers.calls.clear()
+    servers.versions = dict.fromkeys(servers.versions, "2")
+    memory.wake_caches(2)
+    memory.resume()
+    assert sorted(servers.calls) == sorted((url, call) for url in "ab" for call in ("kv_cache", "resume"))
+    assert not memory.mark.exists()
+
+
+def test_gpu_memory_of_servers_that_die_holds_up_nobody(memory):
+    """Who died may be started again as soon as no other waits for its cache; one that was is left alone."""
+    memory, servers = memory
+    servers.dead = {"http://a"}
+    memory.wake_weights()
+    assert servers.calls == [("b", "weights")] and memory.mark.exists()
+    memory.forget(["http://a", "http://b"])
+    assert not memory.mark.exists() and not memory.without_cache
+
+    servers.dead, memory.without_cache = set(), {"http://b": "1"}
+    servers.versions["http://b"] = "default"
+    servers.calls.clear()
+    memory.wake_caches(2)
+    assert not servers.calls, "it was started again, and has all of its memory"
+    servers.dead = {"http://b"}
+    with pytest.raises(WeightPushError, match="http://b"):
+        memory.resume()
+
+
+def test_gpu_memory_whose_return_is_not_answered_is_not_forgotten(memory):
+    memory, servers = memory
+    whole = servers.note
+
+    def note(url, call):
+        whole(url, call)
+        if call == "weights":
+            raise InferenceError(url, "", "no answer")
+
+    servers.note = note
+    memory.wake_weights()
+    assert memory.without_cache.keys() == {"http://a", "http://b"} and memory.mark.exists()
 
 
 @pytest.mark.parametrize("first", ["tp", "tensor-parallel-size", "tp-size"])

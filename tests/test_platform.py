@@ -40,6 +40,13 @@ def test_gpus_are_counted_by_the_driver_where_nvidia_smi_is_missing(machine, mon
     assert visible_gpus() == 2
 
 
+def test_gpu_whose_nvidia_smi_fails_is_an_error(machine, monkeypatch):
+    machine(0, "echo Driver/library version mismatch; exit 18")
+    monkeypatch.setattr(device, "driver_gpus", lambda: 1)
+    with pytest.raises(ConfigurationError, match="nvidia-smi -L fails .Driver/library version mismatch.: repair"):
+        visible_gpus()
+
+
 def test_gpu_whose_nvidia_smi_hangs_is_an_error(machine, monkeypatch):
     machine(0, "exec sleep 100")
     monkeypatch.setattr(device, "_SMI_SECONDS", 0.2)

@@ -434,7 +434,7 @@ def test_manager_gives_servers_their_memory_back_before_a_push(waited):
     group = SimpleNamespace(
         empty_cache=lambda: order.append("empty"), update_weights=lambda **_: order.append("push") or []
     )
-    steps = {name: lambda name=name: order.append(name) for name in ("wake_weights", "wake_caches", "resume")}
+    steps = {name: lambda *_, name=name: order.append(name) for name in ("wake_weights", "wake_caches", "resume")}
     memory = SimpleNamespace(**steps, release=lambda urls: order.append(urls))
     manager = WeightSyncManager(group, memory=memory)
     manager.update_weights(1)

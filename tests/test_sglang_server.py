@@ -108,6 +108,7 @@ def test_the_command_on_a_cpu_and_on_a_gpu():
         "SGLANG_USE_CPU_ENGINE": "1",
         "OMP_NUM_THREADS": "1",
         "THP_MEM_ALLOC_ENABLE": "1",
+        "CUDA_VISIBLE_DEVICES": "",
         "SGL_FORCE_SHUTDOWN": "1",
     }
     extra = {"log_level": "warning", "trust-remote-code": True, "enable-metrics": False, "cuda-graph-bs": [1, 2]}

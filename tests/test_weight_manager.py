@@ -28,7 +28,7 @@ def refusing():
 
 def test_memory_that_cannot_be_given_back_is_logged_and_takes_no_errors_place(refusing, tmp_path, caplog):
     """As the trainer does at the end of ``fit``, whatever ended it."""
-    manager = WeightSyncManager(None, memory=SharedMemory(None, "auto", 5, tmp_path / "lent"))
+    manager = WeightSyncManager(None, memory=SharedMemory([], None, "auto", 5, tmp_path / "lent"))
     manager.memory.released = {refusing: "1"}
     manager.memory.mark.touch()
     with pytest.raises(ZeroDivisionError):
@@ -42,7 +42,7 @@ def test_memory_that_cannot_be_given_back_is_logged_and_takes_no_errors_place(re
 
 def test_a_trainer_that_begins_has_no_memory_of_anybody(tmp_path):
     (tmp_path / "lent").touch()  # by one that was killed
-    assert not SharedMemory(None, "auto", 5, tmp_path / "lent").mark.exists()
+    assert not SharedMemory([], None, "auto", 5, tmp_path / "lent").mark.exists()
 
 
 def test_a_server_may_be_gone_while_a_batch_is_waited_for_and_not_when_a_step_begins(refusing, caplog):

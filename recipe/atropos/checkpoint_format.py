@@ -31,7 +31,7 @@ Shapes = dict[str, tuple[int, ...]]
 TENSOR_NAMES = "tensor_names.json"
 """File of a training checkpoint: the names in ``CheckpointFormat.shapes`` of the model that was trained."""
 # A router's biases, and the decays of state space models: parameters of float32 in SGLang 0.5.23 (srt/models).
-_FP32_IN_SERVERS = ("e_score_correction_bias", "expert_bias", "A_log")
+_FP32_IN_SERVERS = ("e_score_correction_bias", "expert_bias", "A_log", "dt_bias")
 
 
 class CheckpointError(AtroposError, RuntimeError):

@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 from tensordict import TensorDict
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils import tensordict_utils as tu
-from verl.utils.device import get_device_id, get_device_name
+from verl.utils.device import get_device_id, get_device_name, get_torch_device
 from verl.utils.distributed import initialize_global_process_group_ray
 from verl.utils.memory_utils import aggressive_empty_cache
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
@@ -79,4 +79,5 @@ class AtroposActorWorker(ActorRolloutRefWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def empty_cache(self) -> None:
         """What torch keeps of the GPU for later goes back, for a server on the same one."""
+        get_torch_device().ipc_collect()  # what servers have read, and torch kept for them
         aggressive_empty_cache(force_sync=True)

@@ -412,7 +412,7 @@ def start_trainer(run: Run, api: Service, inference: Inference, evaluated: Path 
     addresses = [
         f"inference.urls=[{','.join(inference.urls)}]",
         f"inference.gateway={inference.gateway}",
-        f"inference.colocated={run.config.inference.colocated}",
+        f"inference.colocated={bool(run.config.inference.colocated)}",
         f"trainer.atropos.api_url={api.url}",
         f"trainer.atropos.startup_timeout={run.config.inference.start_timeout}",
         f"evaluation.evaluated_file={'null' if evaluated is None else quoted(evaluated)}",
@@ -569,10 +569,9 @@ def main(argv: list[str] | None = None) -> int:
         check_config(checked)
         specs = environments_of(config)
         _say(os.path.relpath(directory))
-        for remark in filter(None, remarks):
-            _say(remark)
         check_model(checked.actor_rollout_ref.model.path)
-        check_gpu_environment(checked)
+        for remark in filter(None, [*remarks, *check_gpu_environment(checked)]):
+            _say(remark)
         check_start(checked)
         if specs:
             check_environments(Run(checked, overrides, directory), specs)

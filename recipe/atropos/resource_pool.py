@@ -32,9 +32,10 @@ class DevicePoolManager(ResourcePoolManager):
         resource = get_platform().ray_resource_name()
         wanted, available = self.get_n_gpus(), int(ray.available_resources().get(resource, 0))
         if available < wanted:
+            more = "raise ray_kwargs.ray_init.num_cpus" if resource == "CPU" else "set trainer.device=cpu"
             raise ConfigurationError(
                 f"trainer.nnodes * trainer.n_gpus_per_node = {wanted} ranks, but Ray has {available} {resource}s free; "
-                f"lower them{' or raise ray_kwargs.ray_init.num_cpus' if resource == 'CPU' else ''}"
+                f"lower them or {more}"
             )
 
     def _reserve(self, pool: RayResourcePool) -> list[PlacementGroup]:

@@ -75,7 +75,7 @@ def check_saver(python: str) -> None:
 def _packages(python: str) -> Path:
     """The folder of that interpreter's packages."""
     try:
-        probe = [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
+        probe = [python, "-c", "import sysconfig; print(sysconfig.get_path('platlib'))"]
         found = subprocess.run(probe, capture_output=True, text=True, timeout=_TRIAL_SECONDS, check=True)
     except (OSError, subprocess.SubprocessError) as error:
         raise LaunchError(f"inference.python={python} does not run ({error}): name another interpreter") from error

@@ -90,7 +90,8 @@ class SGLangLaunch:
     @property
     def gpus(self) -> int:
         """GPUs that it takes: a rank of SGLang each."""
-        return math.prod(int(self.extra_args.get(name) or 1) for name in ("tp_size", "pp_size", "dp_size"))
+        names = ["tp_size", "pp_size"] + ([] if self.extra_args.get("enable_dp_attention") else ["dp_size"])
+        return math.prod(int(self.extra_args.get(name) or 1) for name in names)
 
     @property
     def lends_memory(self) -> bool:

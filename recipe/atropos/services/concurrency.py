@@ -21,9 +21,7 @@ def groups_in_flight(config: DictConfig, spec: EnvironmentSpec | None = None) ->
 
     ``spec``: None for one that joins, which may be alone.
     """
-    bound = config.trainer.atropos.max_staleness
-    batches = 1 + (_AHEAD if bound is None else bound)
-    sequences = batches * config.data.train_batch_size * config.actor_rollout_ref.rollout.n
+    sequences = _sequences_in_flight(config)
     if spec is None:
         return max(_LEAST_GROUPS, math.ceil(sequences / config.environment.group_size))
     weights = sum(other.weight for other in environment_specs(config).values())
@@ -31,9 +29,20 @@ def groups_in_flight(config: DictConfig, spec: EnvironmentSpec | None = None) ->
     return max(_LEAST_GROUPS, math.ceil(sequences * part / spec.group_size))
 
 
-def request_limits(config: DictConfig, groups: int, group_size: int) -> dict[str, Any]:
-    """Flags of an environment's server: requests at once, one for each sequence, and seconds for the longest answer."""
-    return {
-        "num_max_requests_at_once": max(_REQUESTS, groups * group_size),
-        "timeout": max(_SECONDS, math.ceil(config.data.max_response_length / _SLOWEST)),
+def request_limits(config: DictConfig) -> dict[str, Any]:
+    """Flags of an environment's server, where atroposlib's own are too low; else the environment's own stay.
+
+    Requests at once: one for each sequence, of which atroposlib gives an environment its part by weight. Seconds for
+    one: the longest answer's.
+    """
+    needed = {
+        "num_max_requests_at_once": (_sequences_in_flight(config), _REQUESTS),
+        "timeout": (math.ceil(config.data.max_response_length / _SLOWEST), _SECONDS),
     }
+    return {name: value for name, (value, default) in needed.items() if value > default}
+
+
+def _sequences_in_flight(config: DictConfig) -> int:
+    bound = config.trainer.atropos.max_staleness
+    batches = 1 + (_AHEAD if bound is None else bound)
+    return batches * config.data.train_batch_size * config.actor_rollout_ref.rollout.n

@@ -130,8 +130,7 @@ def environment_command(
         "openai.server_type": "sglang",
         "openai.health_check": False,
     }
-    limits = request_limits(config, groups_in_flight(config, spec), spec.group_size)
-    known |= {f"openai.{name}": value for name, value in limits.items()}
+    known |= {f"openai.{name}": value for name, value in request_limits(config).items()}
     if spec.several and spec.min_batch_allocation is None:
         known["env.min_batch_allocation"] = 0.0  # else an allocation of its own counts at the API, unknown to anyone
     if subcommand == "serve":

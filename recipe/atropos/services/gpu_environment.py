@@ -19,33 +19,37 @@ from recipe.atropos.utils.machine import nvidia_smi, versions_in
 _OLDEST_DRIVER = {"11": 450, "12": 525, "13": 580}
 
 
-def check_gpu_environment(config: DictConfig) -> None:
-    """Nothing is asked where the run computes on a CPU.
+def check_gpu_environment(config: DictConfig) -> list[str]:
+    """Returns what the user should know; nothing is asked where the run computes on a CPU.
 
     Raises:
-        ConfigurationError: naming what does not fit, and the fix, of all that does not.
+        ConfigurationError: naming what cannot work, and the fix, of all that cannot.
     """
     if device_of(config) == "cpu" or config.inference.device == "cpu":
-        return
+        return []
     try:
-        if wrong := list(_misfits(config)):
-            raise ConfigurationError("; ".join(wrong))
+        found = list(_misfits(config))
     except RuntimeError as error:  # an interpreter that does not run
         raise ConfigurationError(f"inference.python={error}") from error
+    if wrong := [told for told, fatal in found if fatal]:
+        raise ConfigurationError("; ".join(wrong))
+    return [told for told, _ in found]
 
 
-def _misfits(config: DictConfig) -> Iterator[str]:
+def _misfits(config: DictConfig) -> Iterator[tuple[str, bool]]:
+    """What does not fit, and whether it can never work: a driver may have NVIDIA's package for newer CUDA versions."""
     python = config.inference.python or default_sglang_python()
     drivers = nvidia_smi("gpu", "driver_version")
     driver = drivers[0][0] if drivers else None
-    versions = {}
+    nccl: dict[str, tuple[str, str | None]] = {}
     for side, interpreter in (("the trainer", sys.executable), ("SGLang", python)):
         found = versions_in(interpreter, ("torch",))
         cuda = found["cuda"]
         if found["torch"] is None or cuda is None:
             yield (
                 f"{side} has torch {found['torch']} without CUDA ({interpreter}): install its CUDA build "
-                "(docs/gpu.md), or set trainer.device=cpu"
+                "(docs/gpu.md), or set trainer.device=cpu",
+                True,
             )
             continue
         major = cuda.split(".")[0]
@@ -53,21 +57,25 @@ def _misfits(config: DictConfig) -> Iterator[str]:
         if driver and oldest and int(driver.split(".")[0]) < oldest:
             yield (
                 f"{side} has torch for CUDA {cuda}, which needs an NVIDIA driver from {oldest} on, and this machine "
-                f"has {driver}: update the driver, or install torch for an older CUDA"
+                f"has {driver}: update the driver, or install torch for an older CUDA",
+                False,
             )
         package = f"nvidia-nccl-cu{major}"
-        versions[side] = package, versions_in(interpreter, (package,))[package]
+        nccl[side] = package, versions_in(interpreter, (package,))[package]
     transport = config.trainer.atropos.weight_sync.transport
-    if transport == "distributed" or (transport == "auto" and not config.inference.colocated):
-        if len(set(versions.values())) > 1:
-            (_, trainers), (package, servers) = versions["the trainer"], versions["SGLang"]
-            yield (
-                f"weights go over NCCL, which joins no two versions: the trainer has {trainers}, SGLang {servers}; "
-                f"{sys.executable} -m pip install --no-deps {package}=={servers}, or set "
-                "trainer.atropos.weight_sync.transport=disk"
-            )
+    goes_over_nccl = transport == "distributed" or (transport == "auto" and not config.inference.colocated)
+    known = {version for _, version in nccl.values() if version is not None}  # of a system's own NCCL nothing is known
+    if goes_over_nccl and len(known) > 1:
+        (package, trainers), (_, servers) = nccl["the trainer"], nccl["SGLang"]
+        yield (
+            f"weights go over NCCL, which joins no two versions: the trainer has {trainers}, SGLang {servers}; "
+            f"{sys.executable} -m pip install --no-deps {package}=={servers}, or set "
+            "trainer.atropos.weight_sync.transport=disk",
+            True,
+        )
     if config.actor_rollout_ref.actor.use_torch_compile and not any(map(shutil.which, ("cc", "gcc", "clang"))):
         yield (
             "there is no C compiler (cc, gcc, clang) for what torch compiles: install one, or set "
-            "actor_rollout_ref.actor.use_torch_compile=false"
+            "actor_rollout_ref.actor.use_torch_compile=false",
+            True,
         )

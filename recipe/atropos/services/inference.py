@@ -12,6 +12,7 @@ from typing import Any
 import aiohttp
 from omegaconf import DictConfig
 
+from recipe.atropos.device import device_of
 from recipe.atropos.inference.client import SGLangClient
 from recipe.atropos.inference.server import HIGHEST_PORT, SGLangLaunch, sglang_flags, start_sglang, uses_gpu
 from recipe.atropos.secret import API_KEY_VARIABLE
@@ -66,7 +67,7 @@ def plan_servers(run: Run) -> dict[str, SGLangLaunch]:
             python=config.python,
             host=config.host,
             port=port,
-            device=config.device,
+            device=device_of(run.config) if config.device == "auto" else config.device,
             dtype=config.dtype,
             api_key=run.api_key,
             mem_fraction_static=config.mem_fraction_static,

@@ -61,7 +61,7 @@ def join_settings(config: DictConfig, api_url: str, gateway: str) -> tuple[dict[
         "use_wandb": False,
     }
     openai = {"base_url": f"{gateway}/v1", "model_name": model.path, "server_type": "sglang", "health_check": False}
-    return env, openai | request_limits(config, env["max_num_workers"], env["group_size"])
+    return env, openai | request_limits(config)
 
 
 def stock_command(env: dict[str, Any], openai: dict[str, Any], key: str) -> str:

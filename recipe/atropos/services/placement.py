@@ -1,13 +1,14 @@
 """Which GPUs the run's servers get, and whether there are enough."""
 
+import os
 from typing import Any
 
 from omegaconf import DictConfig
 
 from recipe.atropos.device import device_of, visible_gpus
 from recipe.atropos.errors import ConfigurationError
-from recipe.atropos.inference.server import SGLangLaunch
-from recipe.atropos.utils.hosts import joins_cluster
+from recipe.atropos.inference.server import SGLangLaunch, sglang_flags
+from recipe.atropos.utils.hosts import is_this_host, joins_cluster
 
 # Of a GPU, for a colocated server's weights and KV cache: SGLang's own choice, nearly all of it, would leave no room
 # for the trainer's weights and moments. docs/gsm8k.md has the source.
@@ -28,7 +29,7 @@ def place_servers(config: DictConfig) -> str | None:
         return None
     gpus, ranks = visible_gpus(), _ranks_here(config)
     each = SGLangLaunch("", extra_args=inference.args).gpus
-    first = inference.args.get("base_gpu_id")
+    first = sglang_flags(inference.args).get("base_gpu_id")
     servers = inference.servers * each
     decided = inference.colocated is None
     if decided:
@@ -47,9 +48,18 @@ def place_servers(config: DictConfig) -> str | None:
 
 
 def _ranks_here(config: DictConfig) -> int:
-    """The trainer's GPUs on this machine; 0 where other machines may have them all."""
-    elsewhere = config.trainer.nnodes > 1 or joins_cluster(config.ray_kwargs.ray_init)
-    return 0 if elsewhere else config.trainer.n_gpus_per_node
+    """The trainer's GPUs on this machine; 0 where it has none, or other machines may have them all."""
+    ray_init = config.ray_kwargs.ray_init
+    joined = joins_cluster(ray_init)
+    elsewhere = config.trainer.nnodes > 1 or (joined and not is_this_host(_cluster(ray_init)))
+    return 0 if elsewhere or device_of(config) == "cpu" else config.trainer.n_gpus_per_node
+
+
+def _cluster(ray_init: DictConfig) -> str:
+    """A URL of the cluster that is joined; "auto" is one with a node here."""
+    address = str(ray_init.get("address") or "auto")
+    address = os.environ.get("RAY_ADDRESS") or address if address == "auto" else address
+    return f"ray://{'127.0.0.1' if address == 'auto' else address.rpartition('://')[2]}"
 
 
 def on_gpus(config: DictConfig, arguments: dict[str, Any], number: int) -> dict[str, Any]:

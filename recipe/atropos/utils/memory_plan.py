@@ -33,6 +33,7 @@ _ADAM_BYTES = 8  # two float32 moments
 _COMPUTED = torch.bfloat16
 _LARGEST_SHARE = 0.9  # of a GPU; the rest is what is not counted
 _SGLANG_SHARE = 0.85  # about what SGLang takes where nothing is given
+_KEPT_BY_SERVERS = 3 * GIB  # of colocated ones, never lent: context, graphs, workspaces (an estimate)
 
 
 @dataclass(frozen=True)
@@ -47,17 +48,14 @@ class TrainerPlan:
     gathered: int  # embeddings, head, and two layers, in the dtype that is computed with
     activations: int
     logits: int
-
-    @property
-    def resident(self) -> int:
-        """While the servers generate."""
-        return self.parameters + self.optimizer + self.reference
+    resident: int  # of the first three, what is not offloaded while the servers generate
 
     @property
     def peak(self) -> int:
         """In an update; a push takes its buckets when the activations are gone."""
         moving = self.gathered + self.activations + self.logits
-        return self.resident + self.gradients + max(moving, self.buckets + self.gathered)
+        staying = self.parameters + self.optimizer + self.reference + self.gradients  # verl loads what was offloaded
+        return staying + max(moving, self.buckets + self.gathered)
 
 
 @dataclass(frozen=True)
@@ -111,8 +109,13 @@ def _on_meta(config: DictConfig) -> PreTrainedModel:
         raise ConfigurationError(
             f"actor_rollout_ref.model.path={settings.path}: its configuration cannot be read: {error}"
         ) from error
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(found, dtype=_COMPUTED, attn_implementation="sdpa")
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(found, dtype=_COMPUTED, attn_implementation="sdpa")
+    except ValueError as error:
+        raise ConfigurationError(
+            f"actor_rollout_ref.model.path={settings.path}: only language models are planned: {error}"
+        ) from error
 
 
 def parameters_of(model: PreTrainedModel) -> int:
@@ -150,10 +153,15 @@ def _trainer(config: DictConfig, model: PreTrainedModel) -> TrainerPlan:
     layers = list(decoder_layers(model))
     largest = max(sum(p.numel() for p in layer.parameters()) for layer in layers)
     outside = parameters_of(model) - sum(p.numel() for layer in layers for p in layer.parameters())
+    reference = 0 if config.actor_rollout_ref.ref.fsdp_config.param_offload else reference
+    parameters, optimizer = size * held // shards, _ADAM_BYTES * trained // shards
     return TrainerPlan(
-        parameters=0 if engine.param_offload else size * held // shards,
-        optimizer=0 if engine.optimizer_offload else _ADAM_BYTES * trained // shards,
-        reference=0 if config.actor_rollout_ref.ref.fsdp_config.param_offload else reference,
+        parameters=parameters,
+        optimizer=optimizer,
+        reference=reference,
+        resident=reference
+        + (0 if engine.param_offload else parameters)
+        + (0 if engine.optimizer_offload else optimizer),
         buckets=2 * min(pushes << 20, _COMPUTED.itemsize * whole),
         gradients=size * trained // shards,
         gathered=_COMPUTED.itemsize * (outside + 2 * largest),
@@ -277,14 +285,20 @@ def _launch(config: DictConfig) -> SGLangLaunch:
 
 def _server(config: DictConfig, model: PreTrainedModel, memory: int, colocated: bool) -> ServerPlan:
     text = model.config.get_text_config()
-    gpus = _launch(config).gpus
+    flags = _launch(config).extra_args
+    gpus = int(flags.get("tp_size") or 1) * int(flags.get("pp_size") or 1)  # data parallel ranks each have all of it
     weights = _bytes(config.inference.dtype) * parameters_of(model) // gpus
-    share = config.inference.mem_fraction_static or (COLOCATED_SHARE if colocated else _SGLANG_SHARE)
+    share = float(
+        flags.get("mem_fraction_static")
+        or config.inference.mem_fraction_static
+        or (COLOCATED_SHARE if colocated else _SGLANG_SHARE)
+    )
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     token = 2 * text.num_hidden_layers * max(1, heads // gpus) * width * _bytes(config.inference.dtype)
-    cache = max(0, int(share * memory) - weights)
-    return ServerPlan(weights, cache, cache // token)
+    tokens = max(0, int(share * memory) - weights) // token
+    tokens = min(tokens, int(flags.get("max_total_tokens") or tokens))
+    return ServerPlan(weights, tokens * token, tokens)
 
 
 def _problems(
@@ -292,15 +306,16 @@ def _problems(
 ) -> Iterator[str]:
     """What does not fit, each with what to change."""
     room = int(_LARGEST_SHARE * memory)
-    if trainer.peak > room:
-        parts = {field.name: getattr(trainer, field.name) for field in fields(trainer)}
+    kept = _KEPT_BY_SERVERS if colocated else 0
+    if trainer.peak + kept > room:
+        parts = {field.name: getattr(trainer, field.name) for field in fields(trainer) if field.name != "resident"}
         largest = max(parts, key=parts.__getitem__)
         yield (
             f"an update takes {trainer.peak / GIB:.1f} GiB of {memory / GIB:.0f}, most of it {largest} "
             f"({parts[largest] / GIB:.1f}); {_CHANGES[largest]}"
         )
-    if colocated and trainer.resident + server.weights + server.cache > room:
-        total = (trainer.resident + server.weights + server.cache) / GIB
+    if colocated and trainer.resident + server.weights + server.cache + kept > room:
+        total = (trainer.resident + server.weights + server.cache + kept) / GIB
         yield (
             f"while the colocated servers generate, they and the trainer take {total:.1f} GiB of {memory / GIB:.0f}; "
             "lower inference.mem_fraction_static, or set actor_rollout_ref.actor.fsdp_config.param_offload=true and "
@@ -316,8 +331,8 @@ def _problems(
 
 _FEWER = "lower actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
 _CHANGES = {
-    "parameters": "train on more GPUs, or a LoRA adapter (model.lora_rank), or set fsdp_config.param_offload=true",
-    "optimizer": "train on more GPUs, or a LoRA adapter (model.lora_rank), or set fsdp_config.optimizer_offload=true",
+    "parameters": "train on more GPUs, or a LoRA adapter (model.lora_rank)",
+    "optimizer": "train on more GPUs, or a LoRA adapter (model.lora_rank)",
     "gradients": "train on more GPUs, or a LoRA adapter (model.lora_rank)",
     "reference": "set actor_rollout_ref.ref.fsdp_config.param_offload=true, or actor.use_kl_loss=false",
     "buckets": "lower rollout.checkpoint_engine.update_weights_bucket_megabytes",
@@ -333,7 +348,7 @@ _CHANGES = {
 def show(plan: Plan, console: Console) -> None:
     table = Table("of each GPU", "GiB", box=None)
     for field in fields(plan.trainer):
-        if value := getattr(plan.trainer, field.name):
+        if field.name != "resident" and (value := getattr(plan.trainer, field.name)):
             table.add_row(f"trainer: {field.name}", f"{value / GIB:.2f}")
     table.add_row("trainer: while servers generate", f"{plan.trainer.resident / GIB:.2f}")
     table.add_row("trainer: largest moment", f"{plan.trainer.peak / GIB:.2f}")

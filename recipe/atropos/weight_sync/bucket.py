@@ -46,6 +46,8 @@ class Buckets:
     def __init__(self, size: int, allocate: Callable[[int], torch.Tensor]):
         self.size = size
         self._allocate = allocate
+        self.reused = True
+        """False: each bucket has memory of its own, for readers that may be late."""
         self._total: int | None = None
         self.drop()
 
@@ -76,7 +78,7 @@ class Buckets:
         self._buffers = [torch.empty(0, dtype=torch.uint8)] * 2
 
     def _buffer(self, index: int, size: int) -> torch.Tensor:
-        if len(self._buffers[index]) < size:
+        if not self.reused or len(self._buffers[index]) < size:
             self._buffers[index] = self._allocate(size)
         return self._buffers[index]
 

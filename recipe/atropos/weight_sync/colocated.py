@@ -13,11 +13,13 @@ waits until it is gone.
 """
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 
 from recipe.atropos.inference.client import InferenceError, PauseMode, SGLangClient
+from recipe.atropos.weight_sync.servers import on_all
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +30,7 @@ class SharedMemory:
     """The memory of the servers that stand on the trainer's GPUs. ``timeout``: seconds for one request.
 
     ``urls``: those of each push; whoever pushes may change the list. ``mark`` is there from before the first server
-    gives its memory until all were asked to take it back.
+    gives its memory until all that live were asked to take it back.
     """
 
     def __init__(self, urls: Sequence[str], api_key: str | None, pause_mode: PauseMode, timeout: float, mark: Path):
@@ -38,7 +40,7 @@ class SharedMemory:
         self.mark = mark
         mark.unlink(missing_ok=True)  # a trainer that was killed leaves it
         self.released: dict[str, str] = {}  # URL: the version that the server had when it gave its memory
-        self.without_cache: set[str] = set()  # URLs of those that have taken back what their weights need
+        self.without_cache: dict[str, str] = {}  # the same, of those that have taken back what their weights need
 
     def release(self, urls: Sequence[str]) -> None:
         """Pause the servers and take their memory; one that cannot be reached has none.
@@ -67,38 +69,52 @@ class SharedMemory:
         async def wake_one(client: SGLangClient) -> None:
             version = self.released.pop(client.url)  # before: SGLang dies of a second one
             if await client.weight_version() == version:
+                self.without_cache[client.url] = version  # before, too: an answer that is lost may have happened
                 await client.resume_memory(_WEIGHTS)
-                self.without_cache.add(client.url)
 
         try:
             self._on_each(list(self.released), wake_one)
         finally:
             self.released.clear()  # who could not be reached is gone
+            self.forget(())
 
-    def wake_caches(self) -> None:
-        """Give back the rest.
+    def wake_caches(self, version: int | None = None) -> None:
+        """Give back the rest; ``version``: what was pushed since, where something was.
 
         Raises:
             InferenceError: a server refuses, or finds no room.
         """
 
         async def wake_one(client: SGLangClient) -> None:
-            self.without_cache.discard(client.url)  # before, as above
-            await client.resume_memory(_CACHE)
+            before = self.without_cache.pop(client.url)
+            if await client.weight_version() in (before, str(version)):  # else it was started again
+                await client.resume_memory(_CACHE)
 
         try:
             self._on_each(list(self.without_cache), wake_one)
         finally:
-            self.without_cache.clear()
+            self.forget(self.without_cache)
+
+    def forget(self, urls: Iterable[str]) -> None:
+        """These servers have died, and hold nothing any more. Without any left, who died may be started again."""
+        for url in list(urls):
+            self.without_cache.pop(url, None)
+        if not self.without_cache:
             self.mark.unlink(missing_ok=True)
 
     def resume(self) -> None:
         """The servers generate again: what a push leaves to be done where their caches come after it.
 
         Raises:
-            InferenceError: a server refuses.
+            WeightPushError: one does not; names it.
         """
-        self._on_each(list(self.urls), lambda client: client.resume())
+
+        async def each() -> None:
+            async with contextlib.AsyncExitStack() as stack:
+                clients = [await stack.enter_async_context(SGLangClient(url, **self._options)) for url in self.urls]
+                await on_all(clients, "resume", lambda client: client.resume())
+
+        asyncio.run(each())
 
     def _on_each(self, urls: Sequence[str], action: Callable[[SGLangClient], Awaitable[None]]) -> None:
         async def one(url: str) -> None:

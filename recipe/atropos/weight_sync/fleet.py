@@ -113,6 +113,11 @@ class ServerFleet:
         if not self.gateway.knows(version, urls, self.adapter):
             self.gateway.announce(version, sorted(urls), adapter=self.adapter)
 
+    @property
+    def out(self) -> set[str]:
+        """URLs of the servers that do not answer."""
+        return set(self._errors)
+
     def metrics(self) -> dict[str, float]:
         return {"weight_sync/servers_out": float(len(self._errors))}
 
@@ -189,6 +194,8 @@ class FleetSyncManager(WeightSyncManager):
             if not self.fleet.died(targets):
                 raise
             logger.error("the push of version %d to %s failed, a server died in it: %s", global_steps, targets, error)
+            if self.memory is not None:
+                self.memory.forget(self.fleet.out)
             return None
 
     def _admitted(

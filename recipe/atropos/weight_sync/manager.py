@@ -54,7 +54,7 @@ class WeightSyncManager:
         metrics = {key: value for metrics in results for key, value in (metrics or {}).items()}
         if self.memory is not None:
             self.actor_wg.empty_cache()
-            self.memory.wake_caches()
+            self.memory.wake_caches(global_steps)
             self.memory.resume()
         if self.verify is not None:
             metrics |= self.verify(global_steps)
@@ -74,8 +74,10 @@ class WeightSyncManager:
         """
         if self.memory is not None:
             try:
-                self.memory.wake_weights()
-                self.memory.wake_caches()
+                try:
+                    self.memory.wake_weights()
+                finally:
+                    self.memory.wake_caches()
             except Exception:
                 logger.exception("start the servers again before the next trainer: they did not take their memory back")
 

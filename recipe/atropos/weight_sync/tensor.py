@@ -8,9 +8,10 @@ Shared memory of a CPU has a name, and outlives a process that is killed. So the
 what a server that died in it had not read stays, for torch counts its readers, and goes with the next push. The names
 are the run's: what a killed trainer leaves goes with the run (``scratch``).
 
-A buffer is filled again only after the server has answered. On a GPU its copies may then still be under way on its
-stream; torch's own end of an IPC handle waits for that stream before it lets go, and SGLang drops the handles before it
-answers. (Read in torch's sources; not yet run on a GPU.)
+A buffer is filled again only after the server has answered, and only where a server is one rank: of several, those that
+are not the first may be late (each bucket then has memory of its own, which torch keeps for its readers). On a GPU a
+rank's copies may then still be under way on its stream; torch's own end of an IPC handle waits for that stream before
+it lets go, and SGLang drops the handles before it answers. (Read in torch's sources; not yet run on a GPU.)
 """
 
 import base64
@@ -70,6 +71,8 @@ class TensorTransport:
                     "several servers instead, or set trainer.atropos.weight_sync.transport=disk"
                 )
             self._ranks[client] = info.get("tp_size", 1)
+        # SGLang answers when its rank 0 has let go of a handle; its other ranks may still copy from it, on a GPU.
+        self._buckets.reused = get_device_name() == "cpu" or max(self._ranks.values(), default=1) == 1
         self._filled = await first_filled(self._buckets.of(weights))
 
     async def deliver(self, clients: Sequence[SGLangClient], version: int) -> None:
