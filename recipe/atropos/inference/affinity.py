@@ -2,8 +2,9 @@
 
 Each prompt is cut into blocks, and each block's hash goes on from that of those before it, so that equal hashes mean
 equal beginnings. The server of a prompt is remembered by its last block; a later prompt that has this block goes on
-from the whole of it. So what many prompts share, such as a system prompt, binds nobody to a server. (SGLang's router
-and verl's agent loop keep a request with its prefix or its id for the same reason.)
+from the whole of it. So what many prompts share, such as a system prompt, binds nobody to a server, but for prompts
+whose own part is shorter than a block. (SGLang's router and verl's agent loop keep a request with its prefix or its id
+for the same reason.)
 """
 
 from __future__ import annotations
