@@ -263,3 +263,8 @@ def test_rows_become_columns_with_padding_that_says_nothing():
     assert not {"rollout_log_probs", "ref_log_prob", "teacher_ids", "teacher_logprobs"} & set(bare.batch.keys())
     assert bare.non_tensor_batch["raw_score"].tolist() == [1.0, 2.0] and not bare.non_tensor_batch["is_padding"].any()
     assert groups_to_data_proto([a_group(scores=[None, None])], LIMITS)[0] is None
+
+
+def test_rows_have_an_advantage_unless_they_say_otherwise():
+    row = Row(np.array([1]), np.array([2]), np.array([True]), 0.0, "group")
+    assert not row.zero_advantage and row.dropped == ()
