@@ -22,6 +22,9 @@ from recipe.atropos.utils.hosts import joins_cluster
 PLATFORM_VARIABLE = "VERL_PLATFORM"
 """verl's own: which of its platforms a process takes, "nvidia" or "cpu" among others."""
 
+BUCKET_MEGABYTES = {"cuda": 2048, "cpu": 512}
+"""Of weights on their way, where ``update_weights_bucket_megabytes`` is null; a 32B model is 32 pieces of 2 GiB."""
+
 _PLATFORMS = {"cuda": "nvidia", "cpu": "cpu"}
 _SMI_FOLDERS = ("/usr/bin", "/usr/local/bin", "/usr/local/cuda/bin")  # where verl looks too
 _SMI_SECONDS = 60.0

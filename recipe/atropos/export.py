@@ -325,7 +325,13 @@ def export(arguments: argparse.Namespace) -> Exported:
     left = f"{name} on the hub may be new, and without the model"
     try:
         exported = export_checkpoint(
-            run, checkpoint, out, arguments.dtype, arguments.adapter, bool(name), arguments.trust_remote_code
+            run,
+            checkpoint,
+            out,
+            arguments.dtype,
+            arguments.adapter,
+            public=bool(name),
+            trust_remote_code=arguments.trust_remote_code,
         )
     except AtroposError as error:
         if name:

@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from recipe.atropos import scratch
 from recipe.atropos.attention import set_attention
 from recipe.atropos.config.compose import load_config
-from recipe.atropos.device import platform_variables
+from recipe.atropos.device import BUCKET_MEGABYTES, device_of, platform_variables
 from recipe.atropos.errors import ConfigurationError, expected_failure, one_line_errors
 from recipe.atropos.models import check_model, set_model_path
 from recipe.atropos.preflight import check_config, check_services
@@ -27,8 +27,6 @@ from recipe.atropos.resumption import prepare_folder
 from recipe.atropos.run_dir import DiskFull, RunDir
 from recipe.atropos.utils.hosts import is_this_host, joins_cluster, loopback_variables
 from recipe.atropos.utils.private_process import take_secret_flags
-
-_BUCKET_MEGABYTES = {False: 512, True: 2048}  # on accelerators; a 32B model is 32 pieces of 2 GiB
 
 
 def run(config: DictConfig) -> None:
@@ -50,7 +48,7 @@ def run(config: DictConfig) -> None:
         config.trainer.device = get_device_name()
         pushes = config.actor_rollout_ref.rollout.checkpoint_engine
         if pushes.update_weights_bucket_megabytes is None:
-            pushes.update_weights_bucket_megabytes = _BUCKET_MEGABYTES[config.trainer.device != "cpu"]
+            pushes.update_weights_bucket_megabytes = BUCKET_MEGABYTES[device_of(config)]
     if told := set_attention(config):
         print(told, flush=True)
     OmegaConf.resolve(config)

@@ -7,7 +7,7 @@ from omegaconf import DictConfig
 
 from recipe.atropos.device import device_of, visible_gpus
 from recipe.atropos.errors import ConfigurationError
-from recipe.atropos.inference.server import SGLangLaunch, sglang_flags
+from recipe.atropos.inference.server import SGLangLaunch
 from recipe.atropos.utils.hosts import is_this_host, joins_cluster
 
 # Of a GPU, for a colocated server's weights and KV cache: SGLang's own choice, nearly all of it, would leave no room
@@ -28,8 +28,8 @@ def place_servers(config: DictConfig) -> str | None:
         inference.colocated = bool(inference.colocated)
         return None
     gpus, ranks = visible_gpus(), _ranks_here(config)
-    each = SGLangLaunch("", extra_args=inference.args).gpus
-    first = sglang_flags(inference.args).get("base_gpu_id")
+    launch = SGLangLaunch("", extra_args=inference.args)
+    each, first = launch.gpus, launch.extra_args.get("base_gpu_id")
     servers = inference.servers * each
     decided = inference.colocated is None
     if decided:

@@ -10,7 +10,6 @@ embeddings and the head stay gathered. The reference policy is held in bfloat16.
 """
 
 import argparse
-import contextlib
 import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
@@ -20,9 +19,10 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from verl.utils.torch_dtypes import PrecisionType
 
 from recipe.atropos.config.compose import load_config
-from recipe.atropos.device import visible_gpus
+from recipe.atropos.device import BUCKET_MEGABYTES, visible_gpus
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.inference.server import SGLangLaunch
 from recipe.atropos.services.placement import COLOCATED_SHARE
@@ -146,14 +146,14 @@ def _trainer(config: DictConfig, model: PreTrainedModel) -> TrainerPlan:
     whole, size = parameters_of(model), _bytes(engine.model_dtype)
     trained = _adapt(config, model) if settings.lora_rank else whole
     held = whole + (trained if settings.lora_rank else 0)
-    reads_reference = actor.use_kl_loss or config.algorithm.use_kl_in_reward
-    reference = 2 * whole // shards if reads_reference and not settings.lora_rank else 0
+    asked = (actor.use_kl_loss or config.algorithm.use_kl_in_reward) and not settings.lora_rank
+    stays = asked and not config.actor_rollout_ref.ref.fsdp_config.param_offload
+    reference = _COMPUTED.itemsize * whole // shards if stays else 0
     tokens = actor.ppo_max_token_len_per_gpu
-    pushes = config.actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes or 2048
+    pushes = config.actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes
     layers = list(decoder_layers(model))
     largest = max(sum(p.numel() for p in layer.parameters()) for layer in layers)
     outside = parameters_of(model) - sum(p.numel() for layer in layers for p in layer.parameters())
-    reference = 0 if config.actor_rollout_ref.ref.fsdp_config.param_offload else reference
     parameters, optimizer = size * held // shards, _ADAM_BYTES * trained // shards
     return TrainerPlan(
         parameters=parameters,
@@ -162,7 +162,7 @@ def _trainer(config: DictConfig, model: PreTrainedModel) -> TrainerPlan:
         resident=reference
         + (0 if engine.param_offload else parameters)
         + (0 if engine.optimizer_offload else optimizer),
-        buckets=2 * min(pushes << 20, _COMPUTED.itemsize * whole),
+        buckets=2 * min((pushes or BUCKET_MEGABYTES["cuda"]) << 20, _COMPUTED.itemsize * whole),
         gradients=size * trained // shards,
         gathered=_COMPUTED.itemsize * (outside + 2 * largest),
         activations=activations(model, tokens, settings.enable_gradient_checkpointing),
@@ -171,7 +171,7 @@ def _trainer(config: DictConfig, model: PreTrainedModel) -> TrainerPlan:
 
 
 def _bytes(dtype: str | None) -> int:
-    return 2 if dtype in ("bf16", "bfloat16", "fp16", "float16") else 4
+    return PrecisionType.to_dtype(dtype or "fp32").itemsize
 
 
 def _logits(config: DictConfig, model: PreTrainedModel, tokens: int) -> int:
@@ -188,7 +188,7 @@ def _logits(config: DictConfig, model: PreTrainedModel, tokens: int) -> int:
 
 
 def decoder_layers(model: PreTrainedModel) -> torch.nn.ModuleList:
-    """Those that FSDP wraps one by one: the longest list of modules."""
+    """Those that FSDP wraps one by one: the list with the most of the modules that are not to be split."""
     lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
     names = set(model._no_split_modules or ())
     return max(lists, key=lambda found: sum(type(layer).__name__ in names for layer in found))
@@ -227,7 +227,8 @@ def _kept_by_layers(model: PreTrainedModel, tokens: int) -> list[int]:
     handles = [layer.register_forward_pre_hook(begin) for layer in decoder_layers(model)]
     before, model.config._attn_implementation = model.config._attn_implementation, _name_of_attention()
     try:
-        with _trainable(model), torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+        model.train()
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
             ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")
             body = model.base_model
             embedded = torch.zeros(
@@ -245,13 +246,6 @@ def _kept_by_layers(model: PreTrainedModel, tokens: int) -> list[int]:
         for handle in handles:
             handle.remove()
     return kept[1:]
-
-
-@contextlib.contextmanager
-def _trainable(model: PreTrainedModel) -> Iterator[None]:
-    model.train()
-    with torch.enable_grad():
-        yield
 
 
 class _Attention(torch.autograd.Function):
