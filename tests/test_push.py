@@ -1,8 +1,12 @@
 """The order of a push, and what is left after one that failed: against stubs that a test holds to the real server."""
 
 import asyncio
+import base64
 import contextlib
+import gc
 import hashlib
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,12 +14,13 @@ import torch
 from helpers_stub_sglang import stub_servers
 
 from recipe.atropos.inference.client import InferenceError, SGLangClient
-from recipe.atropos.weight_sync.bucket import Buckets, first_filled, in_thread, send_in_buckets
+from recipe.atropos.weight_sync.bucket import Buckets, filled_ahead, in_thread, send_in_buckets
 from recipe.atropos.weight_sync.checksums import WeightChecksums
 from recipe.atropos.weight_sync.disk import DiskTransport
 from recipe.atropos.weight_sync.manager import WeightSyncManager
 from recipe.atropos.weight_sync.push import push
 from recipe.atropos.weight_sync.servers import WeightPushError
+from recipe.atropos.weight_sync.tensor import TensorTransport
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -90,6 +95,22 @@ def test_push_that_fails_names_the_server_and_resumes_none(tmp_path, endpoint, f
     done = PUSHED[: PUSHED.index(endpoint) + 1]
     assert all(server.endpoints == done for server in servers), "no later phase was begun"
     assert old.exists(), "what was staged before goes only after a push that succeeded"
+
+
+def test_memory_of_a_push_that_failed_is_not_filled_again(tmp_path):
+    """A server may still read there."""
+    transport, named, refused = TensorTransport(64), [], {"/update_weights_from_tensor": 500}
+    for _ in range(2):
+        servers, error, _ = pushed(tmp_path, before=lambda s: s[0].failures.update(refused), transport=transport)
+        assert f"'deliver' on {servers[0].url}" in str(error)
+        bodies = calls_to(servers, "/update_weights_from_tensor")[1]
+        handles = [base64.b64decode(body["serialized_named_tensors"][0]) for body in bodies]
+        named.append({re.search(rb"atropos-[a-z0-9_]{8}-\d+-\d+", handle)[0].decode() for handle in handles})
+    assert named[0] and named[1] and not named[0] & named[1]
+    del error  # its frames hold the memory, in a cycle
+    gc.collect()
+    asyncio.run(transport.stage([], iter(()), 9))
+    assert not any(Path("/dev/shm", name).exists() for name in named[0] | named[1])
 
 
 def test_push_that_succeeds_releases_the_version_before(tmp_path):
@@ -265,11 +286,10 @@ def test_buckets_of_later_pushes_are_no_larger_than_all_weights():
         return torch.empty(n, dtype=torch.uint8)
 
     buckets = Buckets(1000, allocate)
-    for _ in range(2):
+    for _ in range(3):
         (bucket,) = buckets.of(iter([("a", torch.ones(3)), ("b", torch.ones(4))]))
         assert bucket.last and len(bucket.flat) == 7 and bucket.dtype == "float32"
-        buckets.drop()
-    assert allocated == [1000, 28]
+    assert allocated == [1000, 28], "the third push finds the second's"
     assert [b.dtype for b in buckets.of(iter([("a", torch.ones(1)), ("b", torch.ones(1).bfloat16())]))] == [
         "float32",
         "bfloat16",
@@ -336,19 +356,19 @@ def test_buckets_cancel_a_send_when_the_next_cannot_be_filled():
     asyncio.run(run())
 
 
-def test_buckets_have_their_first_filled_before_they_are_sent():
+def test_both_buffers_are_filled_before_anything_is_sent():
     asked = []
 
     def weights():
-        for i in range(3):
+        for i in range(4):
             asked.append(i)
             yield f"t{i}", torch.ones(4, requires_grad=True) * i
 
     async def run():
-        filled = await first_filled(two_buffers().of(weights()))
-        assert asked == [0, 1]
-        assert [bucket.names for bucket in filled] == [["t0"], ["t1"], ["t2"]]
-        assert list(await first_filled(iter(()))) == []
+        filled = await filled_ahead(two_buffers().of(weights()))
+        assert asked == [0, 1, 2], "one look ahead tells whether the second is the last"
+        assert [bucket.names for bucket in filled] == [["t0"], ["t1"], ["t2"], ["t3"]]
+        assert list(await filled_ahead(iter(()))) == []
         assert not await in_thread(torch.is_grad_enabled)
 
     asyncio.run(run())

@@ -7,7 +7,7 @@ model is. A buffer grows to the largest tensor where that is larger than a bucke
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import chain, cycle
+from itertools import chain, cycle, islice
 from typing import TypeVar
 
 import torch
@@ -15,6 +15,7 @@ from verl.utils.device import get_device_id, get_device_name, get_torch_device
 
 NamedTensors = Iterator[tuple[str, torch.Tensor]]
 Result = TypeVar("Result")
+_BUFFERS = 2
 
 
 @dataclass
@@ -54,7 +55,7 @@ class Buckets:
     def of(self, weights: NamedTensors) -> Iterator[Bucket]:
         """The weights in buckets; a bucket's memory is its own until the second after it is asked for."""
         following, total = next(weights, None), 0
-        for index in cycle((0, 1)):
+        for index in cycle(range(_BUFFERS)):
             if following is None:
                 self._total = total
                 return
@@ -75,18 +76,19 @@ class Buckets:
 
     def drop(self) -> None:
         """Give the buffers back; the next bucket has new ones."""
-        self._buffers = [torch.empty(0, dtype=torch.uint8)] * 2
+        self._buffers = [torch.empty(0, dtype=torch.uint8)] * _BUFFERS
 
     def _buffer(self, index: int, size: int) -> torch.Tensor:
-        if not self.reused or len(self._buffers[index]) < size:
+        kept = len(self._buffers[index])
+        if not self.reused or kept < size or (self._total is not None and kept > self._total):
             self._buffers[index] = self._allocate(size)
         return self._buffers[index]
 
 
-async def first_filled(buckets: Iterator[Bucket]) -> Iterator[Bucket]:
-    """The same buckets, the first of them filled already."""
-    first = await in_thread(lambda: next(buckets, None))
-    return chain([] if first is None else [first], buckets)
+async def filled_ahead(buckets: Iterator[Bucket]) -> Iterator[Bucket]:
+    """The same buckets, as many of them filled already as there are buffers, while generation goes on."""
+    filled = await in_thread(lambda: list(islice(buckets, _BUFFERS)))
+    return chain(filled, buckets)
 
 
 async def send_in_buckets(buckets: Iterator[Bucket], send: Callable[[Bucket], Awaitable[None]]) -> None:

@@ -18,7 +18,7 @@ from verl.utils.device import get_device_id, get_device_name
 
 from recipe.atropos.inference.client import SGLangClient
 from recipe.atropos.utils.hosts import address_towards
-from recipe.atropos.weight_sync.bucket import Bucket, Buckets, NamedTensors, first_filled, in_thread, send_in_buckets
+from recipe.atropos.weight_sync.bucket import Bucket, Buckets, NamedTensors, filled_ahead, in_thread, send_in_buckets
 from recipe.atropos.weight_sync.servers import WeightPushError, on_all, tidied, update_session
 
 _count = itertools.count()
@@ -42,7 +42,7 @@ class DistributedTransport:
     async def stage(self, clients: Sequence[SGLangClient], weights: NamedTensors, version: int) -> None:
         """Raises WeightPushError: a server did not join the group."""
         self._group = await self._joined(clients)
-        self._filled = await first_filled(self._buckets.of(weights))
+        self._filled = await filled_ahead(self._buckets.of(weights))
 
     async def deliver(self, clients: Sequence[SGLangClient], version: int) -> None:
         """Raises WeightPushError: a server did not load a bucket."""

@@ -4,9 +4,10 @@ The trainer copies a bucket into shared memory (a CPU's, or its GPU's by CUDA IP
 loads from there. What travels over HTTP is a pickle of the handles, so both sides must trust each other: one user's
 processes on one machine, with an API key.
 
-Shared memory of a CPU has a name, and outlives a process that is killed. So the buffers are there during a push alone;
-what a server that died in it had not read stays, for torch counts its readers, and goes with the next push. The names
-are the run's: what a killed trainer leaves goes with the run (``scratch``).
+Shared memory of a CPU is kept from push to push: to take it anew costs more than to fill it. It has a name, and so
+outlives a process that is killed, but the name is the run's: what is left goes with the run (``scratch``). After a push
+that failed a server may still read from it, so the next push takes new memory; what a server that died had not read,
+which torch keeps for it, goes then too. A GPU's memory is given back after each push.
 
 A buffer is filled again only after the server has answered, and only where a server is one rank: of several, those that
 are not the first may be late (each bucket then has memory of its own, which torch keeps for its readers). On a GPU a
@@ -34,7 +35,7 @@ from recipe.atropos import scratch
 from recipe.atropos.inference.client import SGLangClient
 from recipe.atropos.run_dir import disk_errors
 from recipe.atropos.utils.hosts import is_this_host
-from recipe.atropos.weight_sync.bucket import Bucket, Buckets, NamedTensors, first_filled, send_in_buckets
+from recipe.atropos.weight_sync.bucket import Bucket, Buckets, NamedTensors, filled_ahead, send_in_buckets
 from recipe.atropos.weight_sync.servers import WeightPushError, on_all, update_session
 
 _TORCH_HEADER = 64  # bytes, with its count of readers
@@ -73,7 +74,7 @@ class TensorTransport:
             self._ranks[client] = info.get("tp_size", 1)
         # SGLang answers when its rank 0 has let go of a handle; its other ranks may still copy from it, on a GPU.
         self._buckets.reused = get_device_name() == "cpu" or max(self._ranks.values(), default=1) == 1
-        self._filled = await first_filled(self._buckets.of(weights))
+        self._filled = await filled_ahead(self._buckets.of(weights))
 
     async def deliver(self, clients: Sequence[SGLangClient], version: int) -> None:
         """Raises WeightPushError: a server did not load a bucket."""
@@ -92,15 +93,18 @@ class TensorTransport:
         async def send(bucket: Bucket) -> None:
             await on_all(clients, "deliver", lambda client: load(client, bucket))
 
+        arrived = False
         try:
             async with update_session(clients):
                 await send_in_buckets(self._filled, send)
+            arrived = True
         finally:
             self._filled = iter(())
-            self._buckets.drop()
+            if not arrived or get_device_name() != "cpu":
+                self._buckets.drop()
 
     def release(self, version: int) -> None:
-        """Nothing is left to release: the buffers went when the last bucket was there."""
+        """Shared memory stays, for the next version."""
 
     def _allocate(self, size: int) -> torch.Tensor:
         """uint8, (size,): on a CPU in shared memory, else on the current device, whose memory can be shared."""
