@@ -3,39 +3,20 @@
 from types import SimpleNamespace
 
 import torch
-from helpers_sglang import make_tiny_model
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 
 from recipe.atropos.engines import PushedWeights
+from recipe.atropos.utils import random_models
+from recipe.atropos.utils.random_models import make_random_model
 
-EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
-FAMILIES = {
-    "mixtral": EXPERTS,
-    "phimoe": EXPERTS,
-    "minimax": EXPERTS | {"layer_types": ["linear_attention", "full_attention"], "block_size": 16},
-    "lfm2_moe": {
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-        "num_dense_layers": 1,
-        "layer_types": ["conv", "full_attention"],
-    },
-    "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32, "moe_layer_start_index": 1},
-    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
-    "gpt_oss": EXPERTS,
-    "qwen2": {},
-    "qwen2-tied": {"tie_word_embeddings": True},
-    "llama": {},
-    "llama-tied": {"tie_word_embeddings": True},
-}
-WITHOUT_LORA = ("gpt_oss", "minimax")  # attention without q_proj and v_proj of every layer, or with others
-SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "max_position_embeddings": 256}
+FAMILIES = [*random_models.FAMILIES, "qwen2-tied", "llama-tied"]
+WITHOUT_LORA = ("gpt_oss", "minimax", "phi3", "deepseek_v2", "lfm2")  # attention without q_proj and v_proj everywhere
 
 
 def make_family(folder, family, seed=0):
-    return make_tiny_model(folder, seed, family.removesuffix("-tied"), **SIZES | FAMILIES[family])
+    return make_random_model(folder, family.removesuffix("-tied"), seed, tie_word_embeddings=family.endswith("-tied"))
 
 
 class Plain:

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import torch
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup
-from helpers_sglang import CHAT_TEMPLATE, SPECIAL_TOKENS, make_tiny_model
+from helpers_sglang import make_tiny_model
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import BPE
@@ -17,6 +17,7 @@ from recipe.atropos.environments.reporting import Reporting
 from recipe.atropos.environments.sampled import SampledTokens
 from recipe.atropos.environments.sampled_book import trained_spans
 from recipe.atropos.environments.weight_versions import WeightVersions
+from recipe.atropos.utils.random_models import CHAT_TEMPLATE, SPECIAL_TOKENS
 
 I = -100  # noqa: E741
 END = 2  # <|im_end|>

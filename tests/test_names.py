@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers_families import FAMILIES, SIZES, WITHOUT_LORA, Engine, make_family
+from helpers_families import FAMILIES, WITHOUT_LORA, Engine, make_family
 from helpers_sglang import running_sglang
 from helpers_trainer import close, compose_config, model_vocab, started
 from peft import LoraConfig, get_peft_model
@@ -29,6 +29,7 @@ from recipe.atropos.fsdp_workers import AtroposActorWorker
 from recipe.atropos.inference.client import Capabilities
 from recipe.atropos.preflight import check_config
 from recipe.atropos.ray_trainer import RayGRPOAtroposTrainer
+from recipe.atropos.utils.random_models import SIZES
 from recipe.atropos.weight_sync.engine import AtroposCheckpointEngine
 from recipe.atropos.weight_sync.names import PushedNames, WeightNamesError
 from recipe.atropos.weight_sync.probe import Probe

@@ -2,11 +2,10 @@
 
 import contextlib
 import json
-import math
 import os
 import subprocess
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ class MemoryWatch:
     Where nvidia-smi does not know the processes, as in most containers, their names have no figure. Else resident
     memory, with shared pages counted in each process.
 
-    ``peaks`` by name, and ``lows`` since ``settled``: of a colocated server it shows whether it gave its memory back.
+    ``peaks`` by name; ``lows`` after them: of a colocated server it shows whether it gave its memory back.
     """
 
     def __init__(self, on_gpu: bool) -> None:
@@ -30,29 +29,27 @@ class MemoryWatch:
         self._done = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def start(self, pids: dict[str, int]) -> None:
+    def start(self, pids: Callable[[], dict[str, int]]) -> None:
+        """``pids``: those of the moment, by name."""
         self._thread = threading.Thread(target=self._watch, args=(pids,), daemon=True)
         self._thread.start()
-
-    def settled(self) -> None:
-        """Everything has started: what is lower than now is no longer a beginning."""
-        self.lows = dict(self.peaks)
 
     def stop(self) -> None:
         self._done.set()
         if self._thread is not None:
             self._thread.join(30)
 
-    def _watch(self, pids: dict[str, int]) -> None:
+    def _watch(self, pids: Callable[[], dict[str, int]]) -> None:
         while not self._done.wait(0.5):
             by_pid = _gpu_bytes_by_pid() if self.on_gpu else None
-            used = {name: _bytes_of(pid, by_pid) for name, pid in pids.items()}
+            used = {name: _bytes_of(pid, by_pid) for name, pid in pids().items()}
             if self.on_gpu:
                 used["devices"] = sum(_bytes(mib) for mib, *_ in nvidia_smi("gpu", "memory.used"))
             for name, value in used.items():
-                if value > 0:
-                    self.peaks[name] = max(value, self.peaks.get(name, 0))
-                    self.lows[name] = min(value, self.lows.get(name, math.inf))
+                if value > self.peaks.get(name, 0):
+                    self.peaks[name] = self.lows[name] = value
+                elif value > 0:
+                    self.lows[name] = min(value, self.lows[name])
 
 
 def _bytes_of(pid: int, by_pid: dict[int, float] | None) -> float:
