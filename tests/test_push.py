@@ -310,6 +310,26 @@ def test_buckets_use_two_buffers_again_and_again():
     assert sorted(allocated) == [1000, 1000, 2000, 2000], "one larger for each larger tensor, none otherwise"
 
 
+@pytest.mark.parametrize("size", [40, 64, 100, 1000])
+def test_buckets_hold_a_layers_attention_together(size):
+    """Of DeepSeek's q_a_proj and kv_a_proj_with_mqa in two requests SGLang loads neither."""
+    attention = ["q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"]
+    parts = ["input_layernorm", *(f"self_attn.{part}" for part in attention), "mlp.gate_proj", "mlp.up_proj"]
+    names = [f"model.layers.{layer}.{part}.weight" for layer in range(12) for part in parts]
+    names = ["model.embed_tokens.weight", *names, "model.norm.weight"]
+    weights = {name: torch.full((2 + i % 3,), float(i)) for i, name in enumerate(names)}
+    found = []
+    for bucket in Buckets(size, lambda n: torch.empty(n, dtype=torch.uint8)).of(iter(weights.items())):
+        found.append(bucket.names)
+        assert all(torch.equal(tensor, weights[name]) for name, tensor in bucket.tensors())
+        used = bucket.flat.nbytes
+        assert used <= size or {name.rpartition(".self_attn.")[0] for name in bucket.names} != {""}
+    assert [name for each in found for name in each] == names
+    for layer in range(12):
+        mine = [each for each in found if any(f".{layer}.self_attn." in name for name in each)]
+        assert len(mine) == 1
+
+
 def test_buckets_of_nothing_send_nothing():
     async def send(bucket):
         raise AssertionError

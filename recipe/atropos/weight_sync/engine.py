@@ -178,9 +178,14 @@ class AtroposCheckpointEngine(CheckpointEngine):
         return TensorTransport(self.bucket_size)
 
     def _served(self, weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """In the dtype that servers hold; what they hold in float32, a few small tensors, comes last, in one bucket."""
+        late = []
         for name, tensor in weights if self._names is None else self._names.checked(weights):
-            dtype = torch.float32 if name in self._fp32 else self.dtype
-            yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor
+            if name in self._fp32:
+                late.append((name, tensor.float()))
+            else:
+                yield name, tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+        yield from late
 
     # The rest of the interface is for engines that run inside the inference processes, which this one does not.
     def prepare(self) -> dict[str, Any]:
