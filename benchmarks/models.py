@@ -34,7 +34,7 @@ QUICK = ("qwen2", "llama", "gemma3_text", "qwen3_moe")
 # Where only one of two is in use: no checkpoint of the family is otherwise, and SGLang does not look.
 TIED = {"gemma", "gemma2", "gemma3_text", "lfm2", "lfm2_moe"}
 TIED_OR_NOT = {"qwen2", "qwen3", "llama", "granite", "ernie4_5_moe"}
-WITHOUT_LORA = {"gpt_oss", "minimax"}  # attention without q_proj and v_proj of every layer, or with others
+WITHOUT_LORA = {"gpt_oss", "minimax", "lfm2", "lfm2_moe"}  # not every layer has an o_proj
 
 CHOICES = {
     "embeddings": ("untied", "tied"),
@@ -114,8 +114,8 @@ def tried(family: str, variant: Variant, folder: Path) -> ShortRun:
         model = make(folder / "model", family, variant)
     except Exception as error:  # transformers knows no such model, or cannot write it
         return ShortRun(folder, error=f"transformers: {type(error).__name__}: {error}")
-    lora_rank = 4 if variant["trained"] == "lora" else 0
-    overrides = [*OPTIONS, f"actor_rollout_ref.model.lora_rank={lora_rank}"]
+    lora = ["actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.target_modules=[o_proj]"]
+    overrides = [*OPTIONS, *(lora if variant["trained"] == "lora" else [])]
     return short_run(model, folder, overrides, steps=STEPS, dtype=variant["dtype"], limit=LIMIT)
 
 

@@ -3,6 +3,8 @@
 import importlib.util
 
 import pytest
+from huggingface_hub import constants
+from transformers.modeling_flash_attention_utils import FLASH_ATTN_KERNEL_FALLBACK
 
 from recipe.atropos import attention
 from recipe.atropos.attention import KEY, set_attention
@@ -37,6 +39,22 @@ def test_attention_is_flash_where_it_is_installed_else_the_cost_is_told(machine,
         assert "mask of 16,384 x 16,384 tokens" in told and "256 MiB" in told and "pip install kernels" in told
     found, told = chosen(f"+{KEY}=eager")
     assert found == "eager" and "attention by eager" in told, "as given"
+
+
+def test_attention_is_no_kernel_of_the_hub_where_that_is_not_asked(machine, monkeypatch, tmp_path):
+    machine(1)
+    found = {"flash_attn": None, "kernels": "kernels"}
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        attention.importlib.util, "find_spec", lambda name: found[name] if name in found else find(name)
+    )
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    assert chosen()[0] == "sdpa"
+    with pytest.raises(ConfigurationError, match="kernels has none in the hub's cache and HF_HUB_OFFLINE is set"):
+        chosen(f"+{KEY}=flash_attention_2")
+    (tmp_path / f"models--{FLASH_ATTN_KERNEL_FALLBACK['flash_attention_2'].replace('/', '--')}").mkdir()
+    assert chosen()[0] == "flash_attention_2"
 
 
 def test_attention_on_a_cpu_is_torchs(machine, installed):

@@ -54,9 +54,14 @@ class Part:
 
 
 @pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    return make_tiny_model(tmp_path_factory.mktemp("model"), 0, "qwen3")
+
+
+@pytest.fixture(scope="module")
 def servers(tmp_path_factory):
     """Two, started side by side."""
-    model = make_tiny_model(tmp_path_factory.mktemp("other"), seed=1)
+    model = make_tiny_model(tmp_path_factory.mktemp("other"), 1, "qwen3")
     with contextlib.ExitStack() as stack:
         parts = []
         for name in "ab":

@@ -47,9 +47,9 @@ def models(tmp_path_factory):
     """Folders by name; of the tied ones, embedding and output layer are the same, and "old-tied" is served at first."""
     folder = tmp_path_factory.mktemp("models")
     return {
-        f"{age}{kind}": make_tiny_model(folder / f"{age}{kind}", seed, tie_word_embeddings=bool(kind))
+        f"{age}{kind}": make_tiny_model(folder / f"{age}{kind}", seed, family, tie_word_embeddings=bool(kind))
         for seed, age in enumerate(("old", "new"))
-        for kind in ("", "-tied")
+        for kind, family in (("", "qwen2"), ("-tied", "llama"))
     }
 
 

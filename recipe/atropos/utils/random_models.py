@@ -28,7 +28,7 @@ _LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-_MLA = {"kv_lora_rank": 32, "q_lora_rank": None, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}
+_MLA = {"kv_lora_rank": 32, "q_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {},
@@ -36,7 +36,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"rope_parameters": _LLAMA3_ROPE},
     "mistral": {"sliding_window": None},
     "gemma": _GEMMA,
-    "gemma2": {"query_pre_attn_scalar": 16} | _GEMMA | _WINDOW,
+    "gemma2": {"query_pre_attn_scalar": 16, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0}
+    | _GEMMA
+    | _WINDOW,
     "gemma3_text": {"query_pre_attn_scalar": 16} | _WINDOW,
     "phi3": {},
     "olmo2": {},
