@@ -11,6 +11,9 @@ import torch
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers.utils import CONFIG_NAME
+
+from recipe.atropos.run_dir import read_json, write_json
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHAT_TEMPLATE = (
@@ -78,6 +81,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 """What makes a family itself, by transformers' ``model_type``; sizes beside ``SIZES``."""
 
+_PUBLISHED_AS = {"phimoe": "PhiMoEForCausalLM"}  # SGLang knows it by this name; transformers 5 writes another
+
 SIZES = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -141,4 +146,7 @@ def make_random_model(
         model = AutoModelForCausalLM.from_config(made, dtype=torch.float32)
     model.to(getattr(torch, dtype)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    if architecture := _PUBLISHED_AS.get(model_type):
+        file = Path(folder, CONFIG_NAME)
+        write_json(file, read_json(file) | {"architectures": [architecture]})
     return Path(folder)
