@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import gc
 import inspect
 import json
 import pickle
@@ -121,6 +122,7 @@ def test_the_server_computes_with_what_was_pushed(server, models, tmp_path, vers
     assert 0 < metrics["weight_sync/pause_s"] <= metrics["weight_sync/total_s"]
     assert kept[1] == kept[2] and bool(kept[2]) == (transport == "tensor")
     del pusher
+    gc.collect()
     assert shared_memory() <= others
 
 
