@@ -373,6 +373,8 @@ def test_sampled_token_lists_have_keys_of_their_order():
     assert len({key_of(ids) for ids in lists}) == len(lists)
     assert keys_of([2, 1]).tolist() == [key_of([]), key_of([2]), key_of([2, 1])]
     assert keys_of([1], before=[2]).tolist() == [key_of([2]), key_of([2, 1])]
+    long = [*range(100)]
+    assert keys_of(long).tolist() == [key_of(long[:n]) for n in range(101)]
 
 
 class Pieces:
@@ -449,9 +451,10 @@ def test_what_nobody_sampled_is_not_trained_on_and_a_group_of_it_is_refused(mode
     asyncio.run(env.handle_send_to_api([env.group(rows), env.group(rows[1:] + rows[1:2]), None]))
     assert len(env.sent) == 1 and env.report.counts["not_sent/not_sampled"] == 2
     assert "none of its servers" not in caplog.text
-    env.sent, rows[2] = None, {"tokens": gold, "masks": gold[1:]}
-    asyncio.run(env.handle_send_to_api(env.group(rows)))
-    assert env.sent is None and env.report.counts["not_sent/unequal_lengths"] == 1
+    for number, masks in enumerate((gold[1:], [*gold, I]), 1):
+        env.sent, rows[2] = None, {"tokens": gold, "masks": masks}
+        asyncio.run(env.handle_send_to_api(env.group(rows)))
+        assert env.sent is None and env.report.counts["not_sent/unequal_lengths"] == number
     asyncio.run(env.handle_send_to_api(ScoredDataGroup(tokens=[], masks=[], scores=[])))
     assert "Group structure invalid" in caplog.text, "BaseEnv refuses it"
 
