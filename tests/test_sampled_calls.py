@@ -1,6 +1,7 @@
 """How an environment's calls become requests to /generate, and their replies what is remembered: against a stub."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 from atroposlib.envs.server_handling.managed_server import ManagedServer
@@ -8,7 +9,7 @@ from helpers_sampled import END, I, Scripted, chat, ids_of, make, make_drifting_
 from helpers_stub_sglang import reply, stub_servers
 from transformers import AutoTokenizer
 
-from recipe.atropos.environments.sampled_calls import ATTEMPTS, ExactManagedServer, sampling_params
+from recipe.atropos.environments.sampled_calls import ATTEMPTS, ExactManagedServer, _one_bos, sampling_params
 from recipe.atropos.inference.client import InferenceError
 from recipe.atropos.sampling import SamplingParams
 
@@ -71,6 +72,14 @@ def test_sampled_calls_for_tokens_give_what_was_sampled(ask, tokenizer):
     assert first.prompt.tolist() == ids and second.tokens.tolist() == tokens[1]
     assert first.versions == (3, 3) and second.versions == (-1, -1)
     assert first.logprobs.tolist() == logprobs[0] and first.sampling == SamplingParams(temperature=0.7, top_p=0.5)
+
+
+def test_sampled_calls_keep_what_stands_before_a_bos(tokenizer):
+    bos = with_bos(tokenizer).bos_token_id
+    known = SimpleNamespace(bos_token_id=bos)
+    for ids in ([], [bos], [5, bos, 6], [bos, 5], [bos, 5, bos]):
+        assert _one_bos(known, ids) == ids
+    assert _one_bos(known, [bos, bos, 6]) == [bos, 6]
 
 
 def test_sampled_calls_send_one_bos_whoever_writes_it(ask, tokenizer):
