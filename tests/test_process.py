@@ -270,7 +270,12 @@ def test_ports():
         assert free_port() != port
 
 
-def test_a_free_port_can_be_bounded():
-    assert all(free_port(highest=40000) <= 40000 for _ in range(20))
-    with pytest.raises(OSError, match="no free port up to 1 "):
-        free_port(highest=1)
+def test_free_ports_are_no_others_choice_and_none_of_outgoing_connections(monkeypatch):
+    chosen = {free_port() for _ in range(50)}
+    assert len(chosen) == 50 and max(chosen) < 32768
+    probe = "from recipe.atropos.services.process import _claimed; import sys; print(_claimed(int(sys.argv[1])))"
+    told = subprocess.run([sys.executable, "-c", probe, str(max(chosen))], capture_output=True, text=True, check=True)
+    assert told.stdout.strip() == "False", "another process leaves it alone"
+    monkeypatch.setattr("recipe.atropos.services.process.port_is_free", lambda port, host: False)
+    with pytest.raises(OSError, match="no free port on 127.0.0.1 among a hundred"):
+        free_port()

@@ -31,8 +31,6 @@ CPU_SHIM = Path(__file__).resolve().parent / "cpu_shim"
 # KV cache on a CPU, in tokens: SGLang would take its share of the machine's memory, which other services need too.
 _CPU_MAX_TOTAL_TOKENS = 32768
 _CPU_MEM_FRACTION = 0.3
-# SGLang 0.5.12 reserves the port 10000 above its own for gRPC, and does not start where there is none.
-HIGHEST_PORT = 55535
 # Else SGLang waits for its requests first: for ever on 0.5.12, which forgets none that had n > 1, so that it would
 # outlive a launcher that was killed.
 _END_ON_SIGTERM = {"SGL_FORCE_SHUTDOWN": "1"}
@@ -245,7 +243,7 @@ def start_sglang(
     """
     check_launch(launch)
     if launch.port is None:
-        launch = replace(launch, port=free_port(launch.host, HIGHEST_PORT))
+        launch = replace(launch, port=free_port(launch.host))
     if (local := Path(launch.model_path).expanduser()).is_dir():
         launch = replace(launch, model_path=str(local.resolve()))
     command, environment = sglang_command(launch)

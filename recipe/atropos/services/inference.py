@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 
 from recipe.atropos.device import device_of
 from recipe.atropos.inference.client import SGLangClient
-from recipe.atropos.inference.server import HIGHEST_PORT, SGLangLaunch, sglang_flags, start_sglang, uses_gpu
+from recipe.atropos.inference.server import SGLangLaunch, sglang_flags, start_sglang, uses_gpu
 from recipe.atropos.secret import API_KEY_VARIABLE
 from recipe.atropos.services.lora import lora_arguments
 from recipe.atropos.services.placement import COLOCATED_SHARE, on_gpus
@@ -54,9 +54,7 @@ class Inference:
 def plan_servers(run: Run) -> dict[str, SGLangLaunch]:
     """What ``inference`` asks for, by name: ports chosen, each server with a seed of its own, and GPUs of its own."""
     config, model = run.config.inference, run.config.actor_rollout_ref.model
-    ports = [
-        free_port(config.host, HIGHEST_PORT) if config.port is None else config.port + i for i in range(config.servers)
-    ]
+    ports = [free_port(config.host) if config.port is None else config.port + i for i in range(config.servers)]
     launches, lora = {}, lora_arguments(model)
     for i, port in enumerate(ports):
         # The same seed would sample the same answers to the same prompts.

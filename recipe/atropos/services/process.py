@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import inspect
 import os
+import random
 import shutil
 import signal
 import socket
@@ -59,40 +60,43 @@ def port_is_free(port: int, host: str = "127.0.0.1") -> bool:
     return True
 
 
-def free_port(host: str = "127.0.0.1", highest: int = 65535) -> int:
-    """A port up to `highest` that nobody listened on a moment ago; the kernel does not soon offer it again.
+_PORTS = range(
+    20000, 32768
+)  # above Ray's own, and below what Linux gives to outgoing connections, which would take one
+_claims: dict[int, socket.socket] = {}
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port that nobody listens on and that no other process of this machine has chosen by this function.
+
+    It is low enough for SGLang, which adds up to 10,000 to it for ports of its own.
 
     Raises:
-        OSError: the kernel offered none so low in a hundred tries.
+        OSError: a hundred ports were taken.
     """
-    for _ in range(100):
-        with socket.socket() as probe:
-            probe.bind((host, 0))
-            if (port := probe.getsockname()[1]) <= highest:
-                return port
-    raise OSError(f"no free port up to {highest} on {host}: name one that is free")
-
-
-_claims: dict[int, socket.socket] = {}
+    for port in random.SystemRandom().sample(_PORTS, 100):
+        if port not in _claims and _claimed(port) and port_is_free(port, host):
+            return port
+    raise OSError(f"no free port on {host} among a hundred from {_PORTS[0]} to {_PORTS[-1]}: name one that is free")
 
 
 def default_port(preferred: int, host: str = "127.0.0.1", given: Collection[int] = ()) -> int:
     """`preferred` where nothing listens there, no other launcher of this machine has chosen it, and it is not among the
-    ports `given` to other services of this one; else a free one.
+    ports `given` to other services of this one; else a free one."""
+    usable = preferred not in given and (preferred in _claims or _claimed(preferred))
+    return preferred if usable and port_is_free(preferred, host) else free_port(host)
 
-    The choice lasts as long as this process: an abstract socket's name is one process's, and goes with it.
-    """
-    if preferred in given:
-        return free_port(host)
-    if preferred not in _claims:
-        claim = socket.socket(socket.AF_UNIX)
-        try:
-            claim.bind(f"\0atropos-port-{preferred}")
-        except OSError:
-            claim.close()
-            return free_port(host)
-        _claims[preferred] = claim
-    return preferred if port_is_free(preferred, host) else free_port(host)
+
+def _claimed(port: int) -> bool:
+    """Whether the port is this process's to use now, as long as it lives: an abstract socket's name goes with it."""
+    claim = socket.socket(socket.AF_UNIX)
+    try:
+        claim.bind(f"\0atropos-port-{port}")
+    except OSError:
+        claim.close()
+        return False
+    _claims[port] = claim
+    return True
 
 
 @dataclass
