@@ -6,9 +6,8 @@ weights before it, and after each push SGLang must have the trainer's logprobs o
 """
 
 import re
-import signal
+import shutil
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from typing import Any
 
 from recipe.atropos.run_dir import RunDir, read_json
 from recipe.atropos.run_record import read_metrics
+from recipe.atropos.services.process import start_service
 from recipe.atropos.utils.machine import MemoryWatch
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.05}  # nats, mean difference of trained tokens; docs/gpu.md on bfloat16
@@ -86,27 +86,24 @@ def short_run(
     ``overrides`` are the launcher's, after this module's own; ``dtype`` is the servers'. ``folder`` gets the run and
     what the launcher said. ``memory`` watches "server" and "trainer" from when they are there.
     """
-    launcher = [sys.executable, "-m", "recipe.atropos.launch_services", f"--model={model}", f"--steps={steps}"]
-    options = [f"--gpus={gpus}", f"--run-dir={folder / 'run'}", *_OPTIONS, f"inference.dtype={dtype}", *overrides]
+    command = [sys.executable, "-m", "recipe.atropos.launch_services", f"--model={model}", f"--steps={steps}"]
+    command += [f"--gpus={gpus}", f"--run-dir={folder / 'run'}", *_OPTIONS, f"inference.dtype={dtype}", *overrides]
     result, started = ShortRun(folder), time.monotonic()
     files, log = RunDir(folder / "run"), folder / "launcher.log"
-    folder.mkdir(parents=True, exist_ok=True)
-    with log.open("wb") as file:
-        process = subprocess.Popen([*launcher, *options], stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+    shutil.rmtree(folder / "run", ignore_errors=True)  # of a call before, which would be resumed
+    log.unlink(missing_ok=True)
+    launcher = start_service("launcher", command, log_path=log)
     try:
         if memory is not None:
             memory.start(lambda: _pids(files))
-        while process.poll() is None and time.monotonic() - started < limit:
+        while (status := launcher.poll()) is None and time.monotonic() - started < limit:
             time.sleep(0.2)
     finally:
-        late = process.poll() is None
-        if late:
-            process.send_signal(signal.SIGTERM)
-        status = process.wait(_END_SECONDS)
+        launcher.stop(grace=_END_SECONDS)
         if memory is not None:
             memory.stop()
     result.seconds, result.metrics = time.monotonic() - started, read_metrics(folder / "run")
-    if late:
+    if status is None:
         result.error = f"not done in {limit:g} s; {log} has how far it came"
     elif status:
         result.error = _said(log.read_text(errors="replace")) or f"the launcher ended with status {status}: {log}"
