@@ -30,15 +30,14 @@ import numpy as np
 import ray
 import torch
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
-from verl import DataProto
-from verl.utils.device import get_device_name
-from verl.utils.model import compute_position_id_with_mask
 
 from recipe.atropos.config.compose import compose_config
 from recipe.atropos.data_proto import groups_to_data_proto
 from recipe.atropos.ray_trainer import RayGRPOAtroposTrainer
 from recipe.atropos.rows import IGNORED, Group, RowLimits
 from recipe.atropos.utils.small_policy import make_tokenizer
+from recipe.atropos.verl_ext.batch import DataProto, compute_position_id_with_mask
+from recipe.atropos.verl_ext.device import get_device_name
 
 GROUPS, GROUP_SIZE, SEQUENCE_LENGTH = 64, 8, 2048  # the conversion's batch
 VOCABULARY = 512
@@ -299,7 +298,7 @@ def make_batch(trainer: RayGRPOAtroposTrainer, sizes: UpdateSizes) -> DataProto:
     mask = batch.batch["response_mask"]
     batch.meta_info["temperature"] = trainer.config.actor_rollout_ref.rollout.temperature
     batch.meta_info["global_token_num"] = batch.batch["attention_mask"].sum(-1).tolist()
-    old_log_probs = trainer._compute_old_log_prob(batch)[0].batch["old_log_probs"]
+    old_log_probs = trainer.actor.log_probs(batch)[0]["old_log_probs"]
     noise = torch.from_numpy(rng.normal(0.0, 0.1, mask.shape)).float()
     batch.batch["old_log_probs"] = (old_log_probs + noise) * mask
     batch.batch["advantages"] = torch.from_numpy(rng.normal(1.0, 1.0, (len(batch), 1))).float() * mask
@@ -335,7 +334,7 @@ def pad_to_maximum(batch: DataProto, limits: RowLimits) -> DataProto:
 def update(trainer: RayGRPOAtroposTrainer, batch: DataProto) -> Outcome:
     """One update of the actor, over the trainer's own path."""
     trainer.metrics, trainer.timing_raw, trainer.global_steps = {}, {}, 1
-    trainer._fit_update_actor(batch)
+    trainer._update_actor(batch)
     return Outcome(float(trainer.metrics["actor/pg_loss"]), float(trainer.metrics["actor/grad_norm"]))
 
 

@@ -219,7 +219,7 @@ class Launched:
         self.process.wait(30)
 
 
-PROGRAMS = {"rank": "ray::WorkerDict", "raylet": "raylet", "gcs": "gcs_server"}
+PROGRAMS = {"rank": "ray::AtroposActorWorker", "raylet": "raylet", "gcs": "gcs_server"}
 
 
 def title(process: psutil.Process) -> str:

@@ -62,7 +62,7 @@ def export_of(trainer, folder):
     """The folder of an export of what a trainer holds now, by a checkpoint of all its ranks in ``folder``."""
     run = RunDir(folder)
     checkpoint = run.checkpoints / "global_step_1"
-    trainer.actor_rollout_wg.save_checkpoint(str(checkpoint / "actor"), None, 1, None)
+    trainer.actor.save_checkpoint(str(checkpoint / "actor"), None, 1, None)
     run.config.write_bytes(config_yaml(trainer.config))
     export_checkpoint(run, checkpoint, run.model)
     return run.model

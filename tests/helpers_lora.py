@@ -59,10 +59,12 @@ def scored_batch(trainer, server, step):
     """A batch of fresh samples, ready for the update, and the largest difference of engine and worker on it."""
     batch, _ = groups_to_data_proto(sampled_groups(server), trainer.limits, trainer.mini_batch_size)
     begin_step(trainer, batch, step)
-    batch = trainer._fit_compute_ref_log_prob(trainer._fit_compute_log_prob(batch))
-    return trainer._fit_compute_advantage(batch), trainer.metrics["atropos/logprob_diff/max"]
+    trainer._compute_log_probs(batch)
+    trainer._compute_reference_log_probs(batch)
+    trainer._compute_advantages(batch)
+    return batch, trainer.metrics["atropos/logprob_diff/max"]
 
 
 def update(trainer, batch, step):
     trainer.metrics, trainer.timing_raw, trainer.global_steps = {}, {}, step
-    trainer._fit_update_actor(deepcopy(batch))
+    trainer._update_actor(deepcopy(batch))

@@ -32,7 +32,7 @@ def in_the_loss(groups: list[dict[str, Any]], vocab_size: int) -> Arrived:
     data, report = groups_to_data_proto(groups, RowLimits(2000, 2000, 0, vocab_size=vocab_size))
     assert not report.dropped, report.messages
     data.batch["token_level_rewards"] = data.batch["token_level_scores"]
-    compute_advantages(data, config.algorithm, AdvantageConfig(), RunningMoments(), len(groups[0]["tokens"]))
+    compute_advantages(data, config.algorithm, AdvantageConfig(), RunningMoments())
     data.batch["old_log_probs"] = data.batch["rollout_log_probs"]
     tokens = int(data.batch["response_mask"].sum())
     response = data.batch["attention_mask"][:, -data.batch["responses"].shape[1] :].sum(-1).tolist()

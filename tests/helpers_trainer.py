@@ -52,16 +52,14 @@ def begin_step(trainer: Any, batch: Any, step: int) -> None:
     """What the trainer sets before the parts of ``fit_step`` that a test calls itself."""
     trainer.metrics, trainer.timing_raw, trainer.global_steps = {}, {}, step
     batch.meta_info.update(temperature=1.0, global_token_num=batch.batch["attention_mask"].sum(-1).tolist())
-    trainer.reward_tensor, trainer.reward_extra_infos_dict = batch.batch["token_level_scores"], {}
 
 
 def close(trainer: Any) -> None:
     """End a trainer's workers and give their resources back to Ray."""
-    for worker in trainer.actor_rollout_wg.workers:
+    for worker in trainer.actor.workers:
         ray.kill(worker)
-    for pool in trainer.resource_pool_manager.resource_pool_dict.values():
-        for group in pool.pgs:
-            ray.util.remove_placement_group(group)
+    for group in trainer.actor.pool.pgs:
+        ray.util.remove_placement_group(group)
 
 
 def random_group(

@@ -188,11 +188,11 @@ def test_the_adapter_gives_what_a_merged_push_of_it_gives(story, trainer, server
     def push_merged(worker, url):
         from recipe.atropos.weight_sync.engine import AtroposCheckpointEngine
 
-        weights = next(iter(worker.worker_dict.values())).actor.engine._merged_lora_per_tensor_param()
+        weights = worker.actor.engine._merged_lora_per_tensor_param()
         merged = AtroposCheckpointEngine(1 << 26, worker.rank == 0, urls=[url], transport="tensor", dtype="float32")
         return asyncio.run(merged.send_weights(weights, 2))
 
-    workers = trainer.actor_rollout_wg.workers
+    workers = trainer.actor.workers
     ray.get([worker.__ray_call__.remote(push_merged, server) for worker in workers])
     tokens = [*PROMPT, *story.greedy[2][0]["output_ids"]]
     alone, merged = logprobs_of(servers.gateway, tokens), logprobs_of(server, tokens)
@@ -201,7 +201,7 @@ def test_the_adapter_gives_what_a_merged_push_of_it_gives(story, trainer, server
 
 
 def test_servers_that_cannot_take_the_adapter_are_refused_before_anything_is_sent(story, trainer, servers, server):
-    workers, url = trainer.actor_rollout_wg, servers.urls["a"]
+    workers, url = trainer.actor, servers.urls["a"]
     before = call(url, SGLangClient.adapters), call(url, SGLangClient.weight_version)
     workers.set_inference_urls([url, server], "policy-9-refused")
     with pytest.raises(ray.exceptions.RayTaskError, match=f"{server}.*start it with --enable-lora"):

@@ -87,7 +87,7 @@ def estimate(groups, *overrides, moments=None, limits=LIMITS, versions=None, rej
     data.batch["old_log_probs"] = torch.full_like(data.batch["token_level_scores"], -0.7)
     data.batch["sum_pi_squared"] = torch.full_like(data.batch["token_level_scores"], 0.3)
     compute_advantages(
-        data, config.algorithm, AdvantageConfig(**settings), RunningMoments() if moments is None else moments, 4
+        data, config.algorithm, AdvantageConfig(**settings), RunningMoments() if moments is None else moments
     )
     return data
 

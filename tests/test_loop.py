@@ -146,11 +146,11 @@ def test_pushed_and_exported_weights_are_the_trainers(model_path, server, tmp_pa
             groups = sampled_groups(server)
             batch, _ = groups_to_data_proto(groups, trainer.limits, trainer.mini_batch_size)
             begin_step(trainer, batch, version)
-            batch = trainer._fit_compute_log_prob(batch)
+            trainer._compute_log_probs(batch)
             assert trainer.metrics["atropos/logprob_diff/max"] < 1e-4, f"samples of version {version - 1}"
-            batch = trainer._fit_compute_advantage(batch)
-            trainer._fit_update_actor(batch)
-            stale = trainer._compute_old_log_prob(batch)[0].batch["old_log_probs"]
+            trainer._compute_advantages(batch)
+            trainer._update_actor(batch)
+            stale = trainer.actor.log_probs(batch)[0]["old_log_probs"]
             gap = (stale - batch.batch["rollout_log_probs"])[batch.batch["response_mask"].bool()].abs().max()
             assert gap > 1e-3, "the update moved the policy away from its samples"
             trainer.checkpoint_manager.update_weights(version)
@@ -232,9 +232,9 @@ def update_once(trainer, groups):
     """One update, large enough to be seen."""
     batch, _ = groups_to_data_proto(groups, trainer.limits, trainer.mini_batch_size)
     begin_step(trainer, batch, step=1)
-    trainer.reward_tensor, trainer.reward_extra_infos_dict = batch.batch["token_level_scores"], {}
-    batch = trainer._fit_compute_advantage(trainer._fit_compute_log_prob(batch))
-    trainer._fit_update_actor(batch)
+    trainer._compute_log_probs(batch)
+    trainer._compute_advantages(batch)
+    trainer._update_actor(batch)
 
 
 def fit(model_path, server, run_dir, folder, groups, *overrides):
@@ -300,14 +300,14 @@ import os, signal
 from recipe.atropos.main import main
 from recipe.atropos.ray_trainer import RayGRPOAtroposTrainer
 
-push = RayGRPOAtroposTrainer._fit_update_weights
+push = RayGRPOAtroposTrainer._push_weights
 
 def push_or_die(self):
     if self.global_steps == 4:
         os.kill(os.getpid(), signal.SIGKILL)
     push(self)
 
-RayGRPOAtroposTrainer._fit_update_weights = push_or_die
+RayGRPOAtroposTrainer._push_weights = push_or_die
 main()
 """
 

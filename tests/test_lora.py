@@ -37,7 +37,7 @@ def base(model_path):
 
 def saved(trainer, folder):
     """All of the trainer's tensors, whole, by way of verl's checkpoint of every rank's shard."""
-    trainer.actor_rollout_wg.save_checkpoint(str(folder), None, 0, None)
+    trainer.actor.save_checkpoint(str(folder), None, 0, None)
     world = trainer.config.trainer.n_gpus_per_node
     ranks = [torch.load(folder / f"model_world_size_{world}_rank_{r}.pt", weights_only=False) for r in range(world)]
 
@@ -51,10 +51,10 @@ def adapter_alone(trainer):
     """What would be pushed without merging, by name; from every rank, since gathering is a collective."""
 
     def stream(worker):
-        engine = next(iter(worker.worker_dict.values())).actor.engine
+        engine = worker.actor.engine
         return {name: tensor.clone() for name, tensor in engine._adapter_per_tensor_param()}
 
-    return ray.get([worker.__ray_call__.remote(stream) for worker in trainer.actor_rollout_wg.workers])
+    return ray.get([worker.__ray_call__.remote(stream) for worker in trainer.actor.workers])
 
 
 def base_name(name):
@@ -105,7 +105,7 @@ def run(request, model_path, server, cluster, tmp_path_factory):
         for step in (0, 1, 2):
             if step:
                 update(trainer, run.batches[step], step)
-                after = trainer._compute_old_log_prob(run.batches[step])[0].batch["old_log_probs"]
+                after = trainer.actor.log_probs(run.batches[step])[0]["old_log_probs"]
                 change = (after - run.batches[step].batch["old_log_probs"]).abs()
                 run.moved[step] = change[run.batches[step].batch["response_mask"].bool()].max().item()
             run.saved[step] = saved(trainer, folder / f"before_push_{step}")
@@ -170,7 +170,7 @@ def test_training_changes_all_of_the_adapter_and_nothing_else_and_pushes_leave_n
 
 def test_a_step_after_a_push_is_the_step_without_a_push(run):
     """Back to the state before the push, weights and Adam's moments, and the same batch once more."""
-    run.trainer.actor_rollout_wg.load_checkpoint(str(run.folder / "before_push_1"), None, False)
+    run.trainer.actor.load_checkpoint(str(run.folder / "before_push_1"), None, False)
     assert same(saved(run.trainer, run.folder / "loaded"), run.saved[1])
     update(run.trainer, run.batches[2], 2)
     assert same(saved(run.trainer, run.folder / "without_push"), run.saved[2])
@@ -202,7 +202,7 @@ def test_the_reference_policy_is_the_base_model_after_every_update_and_the_only_
 
         return sum(issubclass(type(thing), Qwen2ForCausalLM) for thing in gc.get_objects())
 
-    workers = run.trainer.actor_rollout_wg.workers
+    workers = run.trainer.actor.workers
     assert ray.get([worker.__ray_call__.remote(models) for worker in workers]) == [1] * len(workers)
 
 
@@ -224,9 +224,9 @@ def test_a_resumed_run_goes_on_as_the_uninterrupted_one_bit_for_bit(run, model_p
     try:
         ends, pushed = [], []
         for trainer in (run.trainer, other):
-            trainer.actor_rollout_wg.load_checkpoint(str(run.folder / "before_push_2"), None, False)
+            trainer.actor.load_checkpoint(str(run.folder / "before_push_2"), None, False)
             update(trainer, run.batches[3], 3)
-            trainer._compute_old_log_prob(run.batches[3])
+            trainer.actor.log_probs(run.batches[3])
             trainer.checkpoint_manager.update_weights(3)
             pushed.append(load_pushed(trainer.config.run.dir, 3))
             update(trainer, run.batches[3], 4)

@@ -341,14 +341,12 @@ def test_names_are_compared_before_anything_is_trained(make_model, monkeypatch, 
     engine = SimpleNamespace(adapter_only=adapter_only, checkpoint_format=CheckpointFormat(loaded(make_model("qwen2"))))
     pushes = AtroposCheckpointEngine(1, True, urls=[], model_path=str(make_model("llama")))
     worker = SimpleNamespace(actor=SimpleNamespace(engine=engine), checkpoint_engine=pushes)
-    for part in ("_init_resource_pools", "_create_worker_classes", "_init_worker_groups", "_init_models"):
-        monkeypatch.setattr(RayGRPOAtroposTrainer, part, lambda self: None)
     monkeypatch.setattr("recipe.atropos.ray_trainer.build_manager", lambda *_: "the manager")
     trainer = RayGRPOAtroposTrainer.__new__(RayGRPOAtroposTrainer)
     trainer.config, trainer.limits = compose_config(), SimpleNamespace(vocab_size=259)
-    trainer.actor_rollout_wg = SimpleNamespace(
-        check_weight_names=lambda: AtroposActorWorker.check_weight_names(worker), world_size=1
-    )
+    trainer.distillation = None
+    actor = SimpleNamespace(check_weight_names=lambda: AtroposActorWorker.check_weight_names(worker), world_size=1)
+    monkeypatch.setattr("recipe.atropos.ray_trainer.ActorGroup", lambda *_: actor)
     with contextlib.nullcontext() if adapter_only else pytest.raises(WeightNamesError, match="q_proj.bias"):
         trainer.init_workers()
         assert trainer.checkpoint_manager == "the manager", "an adapter has no names of the checkpoint"

@@ -227,17 +227,14 @@ def test_placement_gives_both_sides_the_same_nccl(monkeypatch):
 @pytest.mark.e2e
 def test_placement_of_ranks_is_not_waited_for_without_a_limit(cluster, monkeypatch):
     """Nine of four CPUs: refused by their number; where Ray alone could tell, after the limit."""
-    from recipe.atropos.resource_pool import DevicePoolManager
+    from recipe.atropos.verl_ext.resource_pool import DevicePool
 
-    manager = DevicePoolManager({"wide": [9]}, {}, timeout=1.0)
     with pytest.raises(ConfigurationError, match="= 9 ranks, but Ray has [0-4] CPUs free; lower them or raise"):
-        manager.create_resource_pool()
-    monkeypatch.setattr(manager, "_check_resource_available", lambda: None)
+        DevicePool([9], "wide", timeout=1.0)
+    monkeypatch.setattr(DevicePool, "_check_available", lambda pool: None)
     with pytest.raises(ConfigurationError, match="n_gpus_per_node=9: Ray found no room .* within 1 s; each takes"):
-        manager.create_resource_pool()
-    narrow = DevicePoolManager({"narrow": [1]}, {}, timeout=60.0)
-    narrow.create_resource_pool()
-    [group] = narrow.resource_pool_dict["narrow"].get_placement_groups()
+        DevicePool([9], "wide", timeout=1.0)
+    [group] = DevicePool([1], "narrow", timeout=60.0).get_placement_groups()
     assert group.bundle_specs == [{"CPU": 1.0}]
     remove_placement_group(group)
 

@@ -16,7 +16,7 @@ from ray.cluster_utils import Cluster
 
 from recipe.atropos.inference.client import InferenceError, SGLangClient
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
@@ -187,7 +187,7 @@ def test_ranks_on_two_nodes_train_and_push_to_two_servers(two_nodes, model_path,
         trainer = started(config)
         try:
             node_of = lambda _: ray.get_runtime_context().get_node_id()  # noqa: E731 (a function would go by its module)
-            nodes = ray.get([worker.__ray_call__.remote(node_of) for worker in trainer.actor_rollout_wg.workers])
+            nodes = ray.get([worker.__ray_call__.remote(node_of) for worker in trainer.actor.workers])
             assert len(nodes) == len(set(nodes)) == 2
             trainer.checkpoint_manager.update_weights(0)
             before = greedy(first)

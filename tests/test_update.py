@@ -51,7 +51,7 @@ def trainer(request, model_path, tmp_path_factory):
     trainer = started(config)
     trainer.defaults = config.algorithm.copy()
     trainer.start = str(tmp_path_factory.mktemp("start"))
-    trainer.actor_rollout_wg.save_checkpoint(trainer.start)
+    trainer.actor.save_checkpoint(trainer.start)
     yield trainer
     close(trainer)
 
@@ -86,11 +86,11 @@ class Update:
             target, _, name = key.rpartition(".")
             object.__setattr__(getattr(config, target) if target else config, name, value)
         loss = partial(atropos_loss, config=config, distillation=distillation or DistillationConfig())
-        trainer.actor_rollout_wg.set_loss_fn(loss)
+        trainer.actor.set_loss_fn(loss)
         if trainer.config.algorithm.use_kl_in_reward:
-            trainer.kl_ctrl_in_reward = get_kl_controller(trainer.config.algorithm.kl_ctrl)
+            trainer.kl_controller = get_kl_controller(trainer.config.algorithm.kl_ctrl)
 
-        trainer.actor_rollout_wg.load_checkpoint(trainer.start)  # updates as large as these add up to nan
+        trainer.actor.load_checkpoint(trainer.start)  # updates as large as these add up to nan
         before = self._weights(trainer)
         plain.load_state_dict(before)
         if mini_batch_size:
@@ -105,8 +105,10 @@ class Update:
         if any("sampling_params" in group.get("group_overrides", {}) for group in groups):
             trainer.sampling_check = SamplingCheck(temperature=1.0, mode="per_row")
             trainer._check_sampling(batch)
-        batch = trainer._fit_compute_advantage(trainer._fit_compute_log_prob(batch))
-        self.batch = trainer._fit_update_actor(batch)
+        trainer._compute_log_probs(batch)
+        trainer._compute_advantages(batch)
+        trainer._update_actor(batch)
+        self.batch = batch
         self.metrics = trainer.metrics
         after = self._weights(trainer)
         self.gradient = {name: before[name] - after[name] for name in before}
@@ -349,7 +351,7 @@ def test_mini_batches_are_whole_groups_on_any_number_of_ranks(trainer, plain, mo
     wanted = {name: (start[name] - weight).detach() for name, weight in plain.named_parameters()}
     assert distance(wanted, update.gradient) < 1e-3
     assert update.metrics["actor/pg_clipfrac"] == pytest.approx(statistics.fmean(shares), abs=1e-3)
-    moved[trainer._ranks] = update.gradient
+    moved[trainer.actor.data_parallel_size()] = update.gradient
     one, *others = moved.values()
     assert all(distance(one, other) < 1e-5 for other in others), "rounding, of four steps"
 
@@ -476,6 +478,6 @@ def test_a_teacher_alone_that_sends_nothing_is_an_error_that_says_what_is_missin
     trainer.distillation = DistillationConfig(loss_coef=1.0, use_policy_loss=False)
     try:
         with pytest.raises(RuntimeError, match="use_policy_loss=false, but no row of this batch has distill_token_ids"):
-            trainer._fit_update_actor(batch)
+            trainer._update_actor(batch)
     finally:
         trainer.distillation = DistillationConfig(loss_coef=0.7)

@@ -1,9 +1,12 @@
 """verl's real FSDP workers under Ray on a CPU: every trained token's logprob, and the loss without its padding."""
 
+import os
 from functools import partial
 
 import numpy as np
+import psutil
 import pytest
+import ray
 import torch
 from helpers_trainer import begin_step, close, compose_config, model_vocab, random_group, started
 from transformers import AutoModelForCausalLM
@@ -13,6 +16,7 @@ from verl.workers.utils.losses import ppo_loss
 from recipe.atropos.data_proto import groups_to_data_proto, rows_to_data_proto
 from recipe.atropos.rows import read_groups
 from recipe.atropos.sampling import SamplingCheck
+from recipe.atropos.verl_ext.actor import RankTimeout
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180), pytest.mark.usefixtures("cluster")]
 
@@ -67,16 +71,32 @@ def a_batch(trainer, model_path, turns, seed):
     return [random_group(rng, model_vocab(model_path), turns=turns, size=3, prompt=20) for _ in range(3)]
 
 
+def test_a_rank_that_hangs_is_named_after_the_limit_and_goes_on(trainer, monkeypatch):
+    pids = ray.get([worker.__ray_call__.remote(lambda _: os.getpid()) for worker in trainer.actor.workers])
+    monkeypatch.setattr(trainer.actor, "limit", 2.0)
+    last = psutil.Process(pids[-1])
+    last.suspend()
+    try:
+        with pytest.raises(
+            RankTimeout, match=rf"empty_cache: no answer of rank {len(pids) - 1} of {len(pids)} within 2 s"
+        ):
+            trainer.actor.empty_cache()
+    finally:
+        last.resume()
+    monkeypatch.setattr(trainer.actor, "limit", 60.0)
+    trainer.actor.empty_cache()
+
+
 @pytest.mark.parametrize("turns", [1, 3], ids=["single_turn", "multi_turn"])
 def test_the_workers_logprob_of_every_trained_token_is_transformers_own(trainer, plain, model_path, turns):
     rows, _ = read_groups(a_batch(trainer, model_path, turns, seed=turns), trainer.limits)
     assert len({len(row.prompt) for row in rows}) > 3, "left padding of several widths"
     batch = rows_to_data_proto(rows, trainer.limits, multiple_of=16)
     batch.meta_info.update(temperature=1.0, global_token_num=batch.batch["attention_mask"].sum(-1).tolist())
-    result, _ = trainer._compute_old_log_prob(batch)
+    result, _ = trainer.actor.log_probs(batch)
     for i, row in enumerate(rows):
         mask = torch.from_numpy(row.mask)
-        ours = result.batch["old_log_probs"][i, : len(row.response)][mask]
+        ours = result["old_log_probs"][i, : len(row.response)][mask]
         with torch.no_grad():
             torch.testing.assert_close(ours, token_logprobs(plain, row)[mask], atol=1e-4, rtol=0)
 
@@ -105,16 +125,16 @@ def test_padding_rows_change_neither_loss_nor_gradient(trainer, plain, model_pat
     """9 rows and 7 of padding in a mini-batch of 16, against a plain loss that has never seen padding."""
     config = omega_conf_to_dataclass(trainer.config.actor_rollout_ref.actor)
     object.__setattr__(config, "loss_agg_mode", mode)
-    trainer.actor_rollout_wg.set_loss_fn(partial(ppo_loss, config=config))
+    trainer.actor.set_loss_fn(partial(ppo_loss, config=config))
 
     groups = a_batch(trainer, model_path, turns=2, seed=11)
     rows, _ = read_groups(groups, trainer.limits)
     batch, report = groups_to_data_proto(groups, trainer.limits, multiple_of=trainer.mini_batch_size)
     assert (len(rows), report.padding_rows) == (9, 7)
     begin_step(trainer, batch, step=1)
-    batch = trainer._fit_compute_log_prob(batch)
-    batch = trainer._fit_compute_advantage(batch)
-    trainer._fit_update_actor(batch)
+    trainer._compute_log_probs(batch)
+    trainer._compute_advantages(batch)
+    trainer._update_actor(batch)
 
     plain.zero_grad()
     loss = plain_loss(plain, rows, batch.batch["advantages"], mode, trainer.config.data.max_response_length)
@@ -145,8 +165,8 @@ def test_sampling_temperature_of_each_row_is_computed(trainer, plain, model_path
         trainer.sampling_check = check
     assert trainer.metrics["atropos/rows_with/other_temperature"] == 6
     config = omega_conf_to_dataclass(trainer.config.actor_rollout_ref.actor)
-    trainer.actor_rollout_wg.set_loss_fn(partial(ppo_loss, config=config))
-    batch = trainer._fit_compute_log_prob(batch)
+    trainer.actor.set_loss_fn(partial(ppo_loss, config=config))
+    trainer._compute_log_probs(batch)
     for i, row in enumerate(rows):
         mask = torch.from_numpy(row.mask)
         ours = batch.batch["old_log_probs"][i, : len(row.response)][mask]
@@ -156,8 +176,8 @@ def test_sampling_temperature_of_each_row_is_computed(trainer, plain, model_path
     alarm = trainer.record.totals.alarms["logprob_difference"]
     assert trainer.metrics["atropos/alarms/logprob_difference"] == alarm["largest"] > 0.1
 
-    batch = trainer._fit_compute_advantage(batch)
-    trainer._fit_update_actor(batch)
+    trainer._compute_advantages(batch)
+    trainer._update_actor(batch)
     plain.zero_grad()
     loss = plain_loss(plain, rows, batch.batch["advantages"], "token-mean", None)
     loss.backward()
@@ -183,8 +203,10 @@ def test_the_reference_policy_is_the_model_before_any_update(model_path, plain, 
         for step in (1, 2):
             batch, _ = groups_to_data_proto(groups, trainer.limits, multiple_of=16)
             begin_step(trainer, batch, step)
-            batch = trainer._fit_compute_ref_log_prob(trainer._fit_compute_log_prob(batch))
-            trainer._fit_update_actor(trainer._fit_compute_advantage(batch))
+            trainer._compute_log_probs(batch)
+            trainer._compute_reference_log_probs(batch)
+            trainer._compute_advantages(batch)
+            trainer._update_actor(batch)
         for i, row in enumerate(rows):
             mask = torch.from_numpy(row.mask)
             reference = batch.batch["ref_log_prob"][i, : len(row.response)][mask]

@@ -23,17 +23,27 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from omegaconf import DictConfig
-from verl import DataProto
-from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage, get_adv_estimator_fn, register_adv_est
-from verl.trainer.ppo.ray_trainer import compute_advantage
 
 from recipe.atropos.errors import AtroposError
 from recipe.atropos.rows import DroppedRow, environment_name
+from recipe.atropos.verl_ext.algorithm import (
+    AdaptiveKLController,
+    FixedKLController,
+    compute_grpo_outcome_advantage,
+    get_adv_estimator_fn,
+    kl_penalty,
+    masked_mean,
+    register_adv_est,
+)
+from recipe.atropos.verl_ext.batch import DataProto
 
 GRPO_ATROPOS = "grpo_atropos"
 _EPSILON = 1e-8
 _SMALLEST_GROUP = {"grpo_passk": 2}  # the best against the second
 _OF_NO_GROUP = {"reinforce_plus_plus"}  # a row's advantage does not depend on the others of its group
+_ESTIMATOR_TENSORS = ("token_level_rewards", "response_mask")
+_TOKEN_BASELINES = ("optimal_token_baseline", "tir_optimal_token_baseline")
+_TOKEN_BASELINE_TENSORS = (*_ESTIMATOR_TENSORS, "old_log_probs", "sum_pi_squared", "rollout_is_weights")
 # Of a group's rows they read scores alone, and opo their lengths: so they can count a row that was dropped.
 _OF_SCORES = {
     GRPO_ATROPOS,
@@ -158,7 +168,7 @@ def _all_equal(scores: torch.Tensor, index: np.ndarray) -> torch.Tensor:
 
 
 def compute_advantages(
-    rows: DataProto, algorithm: DictConfig, config: AdvantageConfig, moments: RunningMoments, group_size: int = 1
+    rows: DataProto, algorithm: DictConfig, config: AdvantageConfig, moments: RunningMoments
 ) -> None:
     """Put ``advantages`` and ``returns``, (B, R) float32, into rows that have ``token_level_rewards``.
 
@@ -190,7 +200,7 @@ def compute_advantages(
             has_advantages=np.pad(own, (0, n)),
         )
     else:
-        advantages, returns = _verls_advantages(scored, algorithm, group_size)
+        advantages, returns = _verls_advantages(scored, algorithm)
     tensors["advantages"], tensors["returns"] = (
         torch.where(tensors["response_mask"].bool(), values[: len(rows)], 0.0) for values in (advantages, returns)
     )
@@ -213,8 +223,9 @@ def _scored_rows(rows: DataProto, algorithm: DictConfig) -> DataProto:
     _refuse_dropped(dropped, algorithm)
     uids = [uid for uid, lost in dropped.items() for _ in lost]
     lost = [row for group in dropped.values() for row in group]
-    keys = ("token_level_rewards", "response_mask", "old_log_probs", "sum_pi_squared", "rollout_is_weights")
-    tensors = {key: F.pad(rows.batch[key], (0, 0, 0, len(lost))) for key in keys if key in rows.batch}
+    tensors = {
+        key: F.pad(rows.batch[key], (0, 0, 0, len(lost))) for key in _TOKEN_BASELINE_TENSORS if key in rows.batch
+    }
     tensors["token_level_rewards"][len(rows) :, 0] = torch.tensor([row.score for row in lost])
     if estimator == "opo":
         tensors["response_mask"][: len(rows)] = rows.batch.get("sampled_mask", rows.batch["response_mask"])
@@ -243,24 +254,37 @@ def _refuse_dropped(dropped: Mapping[str, Sequence[DroppedRow]], algorithm: Dict
         )
 
 
-def _verls_advantages(rows: DataProto, algorithm: DictConfig, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _verls_advantages(rows: DataProto, algorithm: DictConfig) -> tuple[torch.Tensor, torch.Tensor]:
     """Advantages and returns, (B, R), by verl's estimator; 0 in groups that are smaller than it can compare."""
     _, group, count = np.unique(rows.non_tensor_batch["uid"].astype(str), return_inverse=True, return_counts=True)
     enough = np.flatnonzero(count[group] >= _SMALLEST_GROUP.get(algorithm.adv_estimator, 1))
     advantages, returns = (torch.zeros_like(rows.batch["token_level_rewards"]) for _ in range(2))
     if enough.size:
-        chosen = compute_advantage(
-            rows.select_idxs(enough),
-            adv_estimator=algorithm.adv_estimator,
-            gamma=algorithm.gamma,
-            lam=algorithm.lam,
-            num_repeat=group_size,
-            norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
-            config=algorithm,
-        )
-        advantages[enough] = chosen.batch["advantages"].to(advantages.dtype)
-        returns[enough] = chosen.batch["returns"].to(returns.dtype)
+        chosen = rows.select_idxs(enough)
+        keys = _TOKEN_BASELINE_TENSORS if algorithm.adv_estimator in _TOKEN_BASELINES else _ESTIMATOR_TENSORS
+        given = {key: chosen.batch[key] for key in keys if key in chosen.batch}
+        given |= {"index": chosen.non_tensor_batch["uid"], "config": algorithm}
+        if algorithm.adv_estimator == "grpo":  # the others read it of the configuration
+            given["norm_adv_by_std_in_grpo"] = algorithm.norm_adv_by_std_in_grpo
+        found = get_adv_estimator_fn(algorithm.adv_estimator)(**given)
+        advantages[enough], returns[enough] = (values.to(advantages.dtype) for values in found)
     return advantages, returns
+
+
+def subtract_kl(
+    rows: DataProto, controller: AdaptiveKLController | FixedKLController, estimator: str
+) -> dict[str, float]:
+    """Take coefficient * KL(policy, reference), token by token, from ``token_level_scores`` for the rewards, (B, R).
+
+    ``estimator`` is verl's ``algorithm.kl_penalty``; ``controller`` adapts the coefficient to the KL found, of which
+    the metrics are returned, in nats.
+    """
+    mask, coefficient = rows.batch["response_mask"], controller.value
+    kl = kl_penalty(rows.batch["old_log_probs"], rows.batch["ref_log_prob"], kl_penalty=estimator) * mask
+    rows.batch["token_level_rewards"] = rows.batch["token_level_scores"] - coefficient * kl
+    mean = masked_mean(kl, mask=mask, axis=-1).mean().item()
+    controller.update(current_kl=mean, n_steps=len(rows))
+    return {"actor/reward_kl_penalty": mean, "actor/reward_kl_penalty_coeff": coefficient}
 
 
 def shape_advantages(

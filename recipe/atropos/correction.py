@@ -9,9 +9,9 @@ the loss corrects by itself; there such a row has the trainer's own logprobs, so
 import numpy as np
 import torch
 from omegaconf import DictConfig
-from verl import DataProto
-from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
-from verl.utils.debug.metrics import calculate_debug_metrics
+
+from recipe.atropos.verl_ext.algorithm import calculate_debug_metrics, compute_rollout_correction_and_add_to_batch
+from recipe.atropos.verl_ext.batch import DataProto
 
 
 def with_log_probs(rows: DataProto) -> tuple[DataProto | None, np.ndarray]:

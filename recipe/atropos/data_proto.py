@@ -16,10 +16,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from verl import DataProto
-from verl.utils.model import compute_position_id_with_mask
 
 from recipe.atropos.rows import NO_TEACHER, ConversionReport, Group, Row, RowLimits, VersionLimits, read_groups
+from recipe.atropos.verl_ext.batch import DataProto, compute_position_id_with_mask
 
 
 def _pad(arrays: Sequence[np.ndarray], width: int, dtype: np.dtype | type, fill: Any = 0, left: bool = False):

@@ -15,13 +15,18 @@ import torch
 import torch.nn.functional as F
 from tensordict import TensorDict
 from torch.utils.checkpoint import checkpoint
-from verl.trainer.ppo.core_algos import agg_loss, register_policy_loss
-from verl.utils import tensordict_utils as tu
-from verl.utils.metric import AggregationType, Metric
-from verl.utils.torch_functional import masked_mean
-from verl.workers.config import ActorConfig
-from verl.workers.utils.losses import ppo_loss
-from verl.workers.utils.padding import no_padding_2_padding
+
+from recipe.atropos.verl_ext.algorithm import (
+    ActorConfig,
+    AggregationType,
+    Metric,
+    agg_loss,
+    masked_mean,
+    ppo_loss,
+    register_policy_loss,
+)
+from recipe.atropos.verl_ext.batch import no_padding_2_padding
+from recipe.atropos.verl_ext.batch import tensordict_utils as tu
 
 _TAIL = 1e-6  # a teacher's mass outside its top-k below this is rounding
 # Of what verl reports of bypass mode under rollout_corr/: the means over tokens. The others (of sequences, extremes,

@@ -39,9 +39,9 @@ def run(config: DictConfig) -> None:
             folder that another process holds, a full disk.
     """
     os.environ |= platform_variables(config)  # before verl is imported
-    from verl.trainer.ppo.utils import need_reference_policy
-    from verl.utils.config import validate_config
-    from verl.utils.device import get_device_name
+    from recipe.atropos.verl_ext.device import get_device_name
+    from recipe.atropos.verl_ext.driver import validate_config
+    from recipe.atropos.verl_ext.ranks import need_reference_policy
 
     with open_dict(config):
         config.inference.colocated = bool(config.inference.colocated)  # null is the launcher's to decide
@@ -68,11 +68,10 @@ def run(config: DictConfig) -> None:
 
 def _train(config: DictConfig) -> None:
     import ray
-    from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
-    from verl.utils.config import omega_conf_to_dataclass
 
     from recipe.atropos.local_ray import keep_logs, start_ray
     from recipe.atropos.ray_trainer import RayGRPOAtroposTrainer
+    from recipe.atropos.verl_ext.driver import get_ppo_ray_runtime_env, omega_conf_to_dataclass
 
     init = OmegaConf.to_container(config.ray_kwargs.ray_init)
     if not joins_cluster(init):

@@ -1,9 +1,9 @@
 """What a step's batch looked like, over all environments and for each of them."""
 
 import numpy as np
-from verl import DataProto
 
 from recipe.atropos.rows import environment_name
+from recipe.atropos.verl_ext.batch import DataProto
 
 
 def batch_metrics(rows: DataProto) -> dict[str, float]:

@@ -17,15 +17,19 @@ from typing import Any
 
 import torch
 from omegaconf import DictConfig
-from verl import DataProto
-from verl.single_controller.ray import RayWorkerGroup
-from verl.utils import tensordict_utils as tu
-from verl.utils.py_functional import rename_dict
-from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions, log_seqlen_unbalance
-from verl.workers.utils.padding import left_right_2_no_padding
 
 from recipe.atropos.losses import finished_metrics
 from recipe.atropos.rows import Row
+from recipe.atropos.verl_ext.batch import (
+    DataProto,
+    calculate_workload,
+    get_seqlen_balanced_partitions,
+    left_right_2_no_padding,
+    log_seqlen_unbalance,
+    rename_dict,
+)
+from recipe.atropos.verl_ext.batch import tensordict_utils as tu
+from recipe.atropos.verl_ext.ranks import RayWorkerGroup
 
 
 @dataclass(frozen=True)

@@ -1,92 +1,78 @@
 """GRPO on trajectories from Atropos.
 
-Where verl's trainer generates, this one waits: the environments ask the SGLang servers themselves, score what they get
-and post it to the Trajectory API. ``fit_step`` reads as the algorithm; what is not here is verl's own
-(``SeparateRayPPOTrainer``), reached through its ``_fit_*`` hooks.
+Where verl's trainers generate, this one waits: the environments ask the SGLang servers themselves, score what they get
+and post it to the Trajectory API. ``fit_step`` reads as the algorithm; below it are its steps, in their order.
 """
 
 import io
 import logging
 import math
-import uuid
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import ray
 import torch
 from omegaconf import open_dict
 from tqdm import tqdm
-from verl import DataProto
-from verl.experimental.separation.ray_trainer import SeparateRayPPOTrainer
-from verl.single_controller.ray import RayClassWithInitArgs
-from verl.trainer.ppo.ray_trainer import apply_kl_penalty
-from verl.trainer.ppo.utils import Role
-from verl.utils.debug import marked_timer
-from verl.utils.device import get_device_name
-from verl.utils.tracking import Tracking
 
 from recipe.atropos import alarms
-from recipe.atropos.advantages import AdvantageConfig, RunningMoments, compute_advantages
+from recipe.atropos.advantages import AdvantageConfig, RunningMoments, compute_advantages, subtract_kl
 from recipe.atropos.checkpoints import Checkpoints, step_of
 from recipe.atropos.correction import compare_with_engine, correct_rollout
 from recipe.atropos.data_proto import rows_to_data_proto
 from recipe.atropos.data_source import DataSource, DataSourceConfig, Registration
 from recipe.atropos.errors import NothingToTrain, secondary_errors
 from recipe.atropos.evaluated import wait_until_evaluated
-from recipe.atropos.fsdp_workers import AtroposActorWorker
 from recipe.atropos.losses import DistillationConfig
 from recipe.atropos.metrics import batch_metrics, staleness_metrics
-from recipe.atropos.mini_batches import lay_out, update_actor
+from recipe.atropos.mini_batches import lay_out
 from recipe.atropos.recorded import NoServers, RecordedSource, write_batch
-from recipe.atropos.resource_pool import DevicePoolManager
 from recipe.atropos.resumption import model_identity
 from recipe.atropos.rows import ConversionReport, Group, Row, RowLimits, VersionLimits, environment_name, read_groups
 from recipe.atropos.run_dir import RunDir, rewrite_lines, write_atomic
 from recipe.atropos.run_record import RunRecord, heldout_scores
 from recipe.atropos.sampling import SamplingCheck
 from recipe.atropos.secret import public_config
+from recipe.atropos.verl_ext.actor import ActorGroup
+from recipe.atropos.verl_ext.algorithm import (
+    agg_loss,
+    compute_data_metrics,
+    compute_throughout_metrics,
+    compute_timing_metrics,
+    compute_variance_proxy_metrics,
+    get_kl_controller,
+    reduce_metrics,
+)
+from recipe.atropos.verl_ext.batch import DataProto
+from recipe.atropos.verl_ext.driver import Tracking, marked_timer, should_save_ckpt_esi
 from recipe.atropos.weight_sync.build import build_manager
 
 logger = logging.getLogger(__name__)
 
-# What the actor needs of a batch; the rest stays with the driver instead of travelling to every rank.
-_FORWARD_KEYS = ["prompts", "responses", "input_ids", "attention_mask", "position_ids", "response_mask"]
-_FORWARD_KEYS += ["row_temperature"]  # where rows were sampled at different ones
-_UPDATE_KEYS = ["old_log_probs", "advantages", "ref_log_prob", "rollout_is_weights", "teacher_ids", "teacher_logprobs"]
 _ADVANTAGE_KEYS = ["token_level_rewards", "response_mask", "rollout_is_weights", "advantages", "returns"]
 _EVALUATION_SLACK = 60.0  # seconds, for the launcher to notice that an evaluation is due, and to say that it ended
+_STEP_SHARE = 0.9  # of the launcher's limit of a step, by which ranks must have answered: so a rank that hangs is named
 _MAX_EMPTY_BATCHES = 20  # in a row, before the run is called dead
 
 
-class RayGRPOAtroposTrainer(SeparateRayPPOTrainer):
+class RayGRPOAtroposTrainer:
     """Pulls scored groups, trains with FSDP workers, pushes the weights, records.
 
-    The policy's version is the number of updates behind it (``global_steps``). It is in force on every server before
+    The policy's version is the number of updates behind it (``global_steps``). It is active on every server before
     the first rollout and, by ``trainer.atropos.weight_sync.every``, after each update.
     """
 
-    def __init__(self, config: Any, tokenizer: Any, vocab_size: int | None = None, **kwargs: Any):
+    def __init__(self, config: Any, tokenizer: Any, vocab_size: int | None = None):
         """``vocab_size`` is the model's: a model may have, and sample, more tokens than its tokenizer names."""
-        self.advantage_config = AdvantageConfig.from_config(config.trainer.atropos)
-        self.advantage_moments = RunningMoments()
-        self.distillation = DistillationConfig.from_config(config.trainer.atropos.distillation)
-        _configure_bypass_mode(config)
-        pool = f"{config.run.name}_{uuid.uuid4().hex[:8]}_"  # Ray names placement groups after it, across all its jobs
-        super().__init__(
-            config=config,
-            tokenizer=tokenizer,
-            role_worker_mapping={Role.ActorRollout: ray.remote(AtroposActorWorker)},
-            resource_pool_manager=DevicePoolManager(
-                resource_pool_spec={pool: [config.trainer.n_gpus_per_node] * config.trainer.nnodes},
-                mapping={Role.ActorRollout: pool},
-                timeout=config.trainer.ray_wait_register_center_timeout,
-            ),
-            device_name=get_device_name(),
-            **kwargs,
-        )
+        self.config, self.tokenizer = config, tokenizer
         atropos = config.trainer.atropos
+        self.advantage_config = AdvantageConfig.from_config(atropos)
+        self.advantage_moments = RunningMoments()
+        self.distillation = DistillationConfig.from_config(atropos.distillation)
+        self.kl_controller = get_kl_controller(config.algorithm.kl_ctrl) if config.algorithm.use_kl_in_reward else None
+        _configure_bypass_mode(config)
         group_size = config.actor_rollout_ref.rollout.n
         self.batch_size = config.data.train_batch_size * group_size  # sequences
         self.mini_batch_size = config.actor_rollout_ref.actor.ppo_mini_batch_size * group_size  # sequences, about
@@ -103,6 +89,27 @@ class RayGRPOAtroposTrainer(SeparateRayPPOTrainer):
         self.logprob_tolerance = alarms.logprob_tolerance(atropos.logprob_tolerance, config.inference.dtype)
         self.checkpoints = Checkpoints(config.trainer.default_local_dir)
         self._model_identity = model_identity(config.actor_rollout_ref.model.path)
+        self.total_training_steps = config.trainer.total_training_steps
+        with open_dict(config):
+            config.actor_rollout_ref.actor.optim.total_training_steps = self.total_training_steps
+        parts = {"advantage_moments": self.advantage_moments}
+        if self.kl_controller is not None:
+            parts["kl_in_reward"] = _Coefficient(self.kl_controller)
+        self.record = RunRecord(config.run.dir, parts)
+        self.metrics: dict[str, Any] = {}
+        self.timing_raw: dict[str, float] = {}
+        self.global_steps = 0
+        self._longest_step = 0.0
+
+    def init_workers(self) -> None:
+        """Start the actor's ranks under Ray, load the model, and find the servers that its weights go to."""
+        self.actor = ActorGroup(self.config, self.distillation)
+        if self.config.trainer.atropos.replay:
+            self.checkpoint_manager = NoServers()
+            return
+        self.actor.check_weight_names()
+        vocab_size = self.limits.vocab_size or len(self.tokenizer)
+        self.checkpoint_manager = build_manager(self.config, self.actor, vocab_size, self._log_probs_of)
 
     # ---------------------------------------------------------------- the algorithm
 
@@ -114,7 +121,6 @@ class RayGRPOAtroposTrainer(SeparateRayPPOTrainer):
             default_backend=self.config.trainer.logger,
             config=public_config(self.config),
         )
-        self.global_steps = 0
         self._load_checkpoint()
         self.record.begin()
         self.checkpoint_manager.update_weights(self.global_steps)
@@ -131,30 +137,33 @@ class RayGRPOAtroposTrainer(SeparateRayPPOTrainer):
                     self.checkpoint_manager.return_memory()
         self.record.write_summary()
 
-    def fit_step(self, batch_dict: Any = None) -> None:
+    def fit_step(self) -> None:
         """One update of the policy."""
-        self.metrics = {"training/global_step": self.global_steps}
-        self.timing_raw = {}
-        self.is_last_step = self.global_steps >= self.total_training_steps
+        self.metrics, self.timing_raw = {"training/global_step": self.global_steps}, {}
+        self.actor.deadline = time.monotonic() + _STEP_SHARE * self.config.trainer.atropos.step_timeout
         with marked_timer("step", self.timing_raw):
             self.metrics |= self.checkpoint_manager.ensure_current(self.global_steps - 1)
-            batch = self._fit_get_batch()
-            self._fit_await_evaluation()
+            batch = self._next_batch()
+            self._await_evaluation()
             self.checkpoint_manager.lend_memory(self.config.inference.urls)
-            batch = self._fit_compute_log_prob(batch)
-            batch = self._fit_compute_ref_log_prob(batch)
-            batch = self._fit_compute_advantage(batch)
-            batch = self._fit_update_actor(batch)
-            self._fit_update_weights()
-            self._fit_dump_data(batch)
-        self._fit_collect_metrics(batch)
-        self._fit_postprocess_step()
-        self._fit_save_checkpoint()
-        self.record.write_summary()  # a step whose checkpoint could not be saved is not told of
+            self._compute_log_probs(batch)
+            self._compute_reference_log_probs(batch)
+            self._compute_advantages(batch)
+            self._update_actor(batch)
+            self._push_weights()
+            self._write_rollouts(batch)
+        self._collect_metrics(batch)
+        self._log_step()
+        self._save_if_due()
+        self.record.write_summary()  # a step whose checkpoint could not be saved is not reported
 
-    # ---------------------------------------------------------------- its steps, where they differ from verl's
+    @property
+    def _is_last_step(self) -> bool:
+        return self.global_steps >= self.total_training_steps
 
-    def _fit_get_batch(self, batch_dict: Any = None) -> DataProto:
+    # ---------------------------------------------------------------- the steps
+
+    def _next_batch(self) -> DataProto:
         """The next batch with a row to train on, filled up to whole mini-batches and balanced over the ranks.
 
         Raises:
@@ -164,9 +173,8 @@ class RayGRPOAtroposTrainer(SeparateRayPPOTrainer):
         """
         dropped, counts, fetched = Counter(), Counter(), 0
         versions = VersionLimits(self.global_steps - 1, self.config.trainer.atropos.max_staleness)
-        attempts = (
-            1 if self.config.trainer.atropos.replay else _MAX_EMPTY_BATCHES
-        )  # a recorded batch belongs to its step
+        # A recorded batch belongs to its step.
+        attempts = 1 if self.config.trainer.atropos.replay else _MAX_EMPTY_BATCHES
         for _ in range(attempts):
             with marked_timer("wait", self.timing_raw):
                 groups = self.data_source.next_batch(self._look_after_servers)
@@ -191,7 +199,6 @@ class RayGRPOAtroposTrainer(SeparateRayPPOTrainer):
         self._check_sampling(batch)
         batch.meta_info["temperature"] = self.config.actor_rollout_ref.rollout.temperature
         batch.meta_info["global_token_num"] = batch.batch["attention_mask"].sum(dim=-1).tolist()
-        self.reward_tensor, self.reward_extra_infos_dict = batch.batch["token_level_scores"], {}
         return batch
 
     def _batch_of(
@@ -205,7 +212,7 @@ class RayGRPOAtroposTrainer(SeparateRayPPOTrainer):
             rows,
             report.group_sizes,
             self.mini_batch_size,
-            ranks=self._ranks,
+            ranks=self.actor.data_parallel_size(),
             multiple_of=self._rows_multiple,
             balance=self.config.trainer.balance_batch,
         )
@@ -216,18 +223,10 @@ class RayGRPOAtroposTrainer(SeparateRayPPOTrainer):
         return batch, report
 
     @property
-    def _ranks(self) -> int:
-        """Data-parallel ones: those of one sequence-parallel group are one."""
-        return self._get_dp_size(self.actor_rollout_wg, "actor")
-
-    @property
     def _rows_multiple(self) -> int:
         """What the number of an actor rank's rows must be a multiple of; the reference policy may have more ranks."""
-        multiple = _micro_batch_size(self.config.actor_rollout_ref)
-        if not self.use_reference_policy or self.ref_in_actor:
-            return multiple
-        reference = self._get_dp_size(self.ref_policy_wg, "ref") * multiple
-        return math.lcm(self._ranks * multiple, reference) // self._ranks
+        multiple, ranks = _micro_batch_size(self.config.actor_rollout_ref), self.actor.data_parallel_size()
+        return math.lcm(ranks * multiple, self.actor.reference_ranks * multiple) // ranks
 
     def _check_sampling(self, batch: DataProto) -> None:
         """Counts of what was sampled otherwise than the trainer computes; ``row_temperature``, (B,), where needed."""
@@ -246,10 +245,10 @@ class RayGRPOAtroposTrainer(SeparateRayPPOTrainer):
         """While a batch is waited for: it cannot come if servers wait for weights, or serve those of their start."""
         self.metrics |= self.checkpoint_manager.ensure_current(self.global_steps - 1, waiting=True)
 
-    def _fit_await_evaluation(self) -> None:
+    def _await_evaluation(self) -> None:
         """Weights that are due for evaluation are replaced only once the launcher has evaluated them.
 
-        Here, and not before the push: a server that is restarted meanwhile can still be given the weights in force.
+        Here, and not before the push: a server that is restarted meanwhile can still be given the active weights.
 
         Raises:
             NotEvaluated: the launcher did not say in time that they are evaluated.
@@ -261,49 +260,60 @@ class RayGRPOAtroposTrainer(SeparateRayPPOTrainer):
                 limit = settings.timeout + _EVALUATION_SLACK
                 wait_until_evaluated(settings.evaluated_file, version, limit, self._look_after_servers)
 
-    def _fit_compute_log_prob(self, batch: DataProto) -> DataProto:
-        """``old_log_probs``, (B, R): the policy's before the update, and how far the engine's own are from them.
+    def _compute_log_probs(self, batch: DataProto) -> None:
+        """Add ``old_log_probs``, (B, R): the policy's before the update, and how far the engine's own are from them.
 
-        In bypass mode they are the engine's, but for rows that came without.
+        In bypass mode they are the engine's, except for rows that came without.
         """
         engine = batch.batch.pop("rollout_log_probs", None)
         bypass = self.config.algorithm.rollout_correction.bypass_mode
         lacking = ~batch.non_tensor_batch["has_log_probs"] & ~batch.non_tensor_batch["is_padding"]
         if not bypass:
-            batch = super()._fit_compute_log_prob(batch)
+            with marked_timer("old_log_prob", self.timing_raw):
+                computed, mfu = self.actor.log_probs(batch)
+            self.metrics |= {"actor/entropy": self._mean_entropy(batch, computed), "perf/mfu/actor_infer": mfu}
+            batch.batch.update(computed)
         elif lacking.any():
-            computed, _ = self._compute_old_log_prob(batch)
-            batch.batch["old_log_probs"] = computed.batch["old_log_probs"]
-        if engine is not None:
-            batch.batch["rollout_log_probs"] = engine
-            if "old_log_probs" in batch.batch:
-                self.metrics |= compare_with_engine(batch, version=self.global_steps - 1)
-            if bypass:
-                known = torch.from_numpy(~lacking)[:, None]
-                batch.batch["old_log_probs"] = torch.where(known, engine, batch.batch.get("old_log_probs", engine))
-        return batch
+            batch.batch["old_log_probs"] = self.actor.log_probs(batch)[0]["old_log_probs"]
+        if engine is None:
+            return
+        batch.batch["rollout_log_probs"] = engine
+        if "old_log_probs" in batch.batch:
+            self.metrics |= compare_with_engine(batch, version=self.global_steps - 1)
+        if bypass:
+            known = torch.from_numpy(~lacking)[:, None]
+            batch.batch["old_log_probs"] = torch.where(known, engine, batch.batch.get("old_log_probs", engine))
 
-    def _fit_compute_ref_log_prob(self, batch: DataProto) -> DataProto:
-        if "ref_log_prob" in batch.batch:  # every row brought its own
-            return batch
-        return super()._fit_compute_ref_log_prob(batch)
+    def _mean_entropy(self, batch: DataProto, computed: dict[str, torch.Tensor]) -> float:
+        """Nats, over trained tokens, as the loss aggregates; takes ``entropys`` out of ``computed``."""
+        actor = self.config.actor_rollout_ref.actor
+        return agg_loss(
+            loss_mat=computed.pop("entropys"),
+            loss_mask=batch.batch["response_mask"],
+            loss_agg_mode=actor.loss_agg_mode,
+            loss_scale_factor=actor.loss_scale_factor,
+        ).item()
 
-    def _fit_compute_advantage(self, batch: DataProto) -> DataProto:
-        """Rewards, off-policy correction and advantages, (B, R) each; of the real rows, and 0 in padding rows."""
+    def _compute_reference_log_probs(self, batch: DataProto) -> None:
+        """Add ``ref_log_prob``, (B, R), where the loss or the reward needs it and not every row brought its own."""
+        if self.actor.computes_reference and "ref_log_prob" not in batch.batch:
+            with marked_timer("ref", self.timing_raw):
+                batch.batch["ref_log_prob"] = self.actor.reference_log_probs(batch)
+
+    def _compute_advantages(self, batch: DataProto) -> None:
+        """Add rewards, off-policy correction and advantages, (B, R) each; of the real rows, and 0 in padding rows."""
         algorithm = self.config.algorithm
         with marked_timer("adv", self.timing_raw):
             rows = _real_rows(batch)
             rows.batch["token_level_rewards"] = rows.batch["token_level_scores"]
             if algorithm.use_kl_in_reward:
                 # It reaches the advantages that are computed from rewards, not those that the environment sent.
-                rows, metrics = apply_kl_penalty(rows, self.kl_ctrl_in_reward, algorithm.kl_penalty)
-                self.metrics |= metrics
+                self.metrics |= subtract_kl(rows, self.kl_controller, algorithm.kl_penalty)
             rows.batch["sampled_mask"] = rows.batch["response_mask"]  # as it was before any rejection
             if "rollout_log_probs" in rows.batch and not algorithm.rollout_correction.bypass_mode:
                 self.metrics |= correct_rollout(rows, algorithm.rollout_correction)
-            group_size = self.config.actor_rollout_ref.rollout.n
             if rows.batch["response_mask"].any():
-                compute_advantages(rows, algorithm, self.advantage_config, self.advantage_moments, group_size)
+                compute_advantages(rows, algorithm, self.advantage_config, self.advantage_moments)
             else:
                 rows.batch["advantages"] = rows.batch["returns"] = torch.zeros_like(rows.batch["token_level_rewards"])
                 rows.non_tensor_batch["has_signal"] = np.zeros(len(rows), dtype=bool)
@@ -314,9 +324,8 @@ class RayGRPOAtroposTrainer(SeparateRayPPOTrainer):
                 batch.batch[key] = values
             batch.non_tensor_batch["has_signal"] = np.zeros(len(batch), dtype=bool)
             batch.non_tensor_batch["has_signal"][real.numpy()] = rows.non_tensor_batch["has_signal"]
-        return batch
 
-    def _fit_update_actor(self, batch: DataProto) -> DataProto:
+    def _update_actor(self, batch: DataProto) -> None:
         """One pass of optimizer steps over the mini-batches; none, and a count, where rejection left no token at all.
 
         Raises:
@@ -330,20 +339,23 @@ class RayGRPOAtroposTrainer(SeparateRayPPOTrainer):
         if not batch.batch["response_mask"].any():
             logger.error("step %d: every token was rejected; the policy stays as it is", self.global_steps)
             self.metrics["atropos/batches_without_token"] = 1
-            return batch
-        return super()._fit_update_actor(batch)
+            return
+        with marked_timer("update_actor", self.timing_raw):
+            metrics = self.actor.update(batch)
+        self.metrics |= reduce_metrics(metrics)
 
-    def _fit_update_weights(self) -> None:
+    def _push_weights(self) -> None:
         if self._pushes:
-            super()._fit_update_weights()
+            with marked_timer("update_weights", self.timing_raw):
+                self.metrics |= self.checkpoint_manager.update_weights(self.global_steps) or {}
         self.metrics["atropos/policy_version"] = self.checkpoint_manager.version
 
     @property
     def _pushes(self) -> bool:
         """Whether this step ends with a push of its weights."""
-        return self.is_last_step or self.global_steps % self.config.trainer.atropos.weight_sync.every == 0
+        return self._is_last_step or self.global_steps % self.config.trainer.atropos.weight_sync.every == 0
 
-    def _fit_dump_data(self, batch: DataProto) -> None:
+    def _write_rollouts(self, batch: DataProto) -> None:
         """Sampled text, scores and versions of every row, as ``rollouts/STEP.jsonl``."""
         folder = self.config.trainer.rollout_data_dir
         if not folder:
@@ -363,10 +375,12 @@ class RayGRPOAtroposTrainer(SeparateRayPPOTrainer):
             path.parent.mkdir(parents=True, exist_ok=True)
             rewrite_lines(path, [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)])
 
-    def _fit_collect_metrics(self, batch: DataProto) -> None:
-        rows = _real_rows(batch)
-        super()._fit_collect_metrics(rows)
-        totals = self.record.totals
+    def _collect_metrics(self, batch: DataProto) -> None:
+        rows, totals = _real_rows(batch), self.record.totals
+        self.metrics |= compute_data_metrics(rows, use_critic=False)
+        self.metrics |= compute_timing_metrics(rows, self.timing_raw)
+        self.metrics |= compute_throughout_metrics(rows, self.timing_raw, n_gpus=self.actor.world_size)
+        self.metrics |= compute_variance_proxy_metrics(rows, gradient_norm=self.metrics.get("actor/grad_norm"))
         self.metrics |= batch_metrics(rows) | staleness_metrics(rows, self.global_steps)
         score = self.metrics["atropos/mean_score"]
         totals.mean_score_first = score if totals.mean_score_first is None else totals.mean_score_first
@@ -386,13 +400,13 @@ class RayGRPOAtroposTrainer(SeparateRayPPOTrainer):
             logger.error("step %d: %s", self.global_steps, self.record.totals.alarms[name]["what"])
         self.metrics |= {f"{alarms.PREFIX}{name}": value for name, value in raised.items()}
 
-    def _fit_postprocess_step(self) -> None:
+    def _log_step(self) -> None:
         self.logger.log(data=self.metrics, step=self.global_steps)
         self.record.add_step(self.global_steps, self.metrics, self.timing_raw)
         self.progress_bar.set_postfix(score=f"{self.metrics['atropos/mean_score']:.3f}")
         self.progress_bar.update(1)
 
-    # ---------------------------------------------------------------- what stands around them
+    # ---------------------------------------------------------------- batches, logprobs, checkpoints
 
     def _register(self, done: int) -> DataSource | RecordedSource:
         trainer = self.config.trainer
@@ -412,66 +426,12 @@ class RayGRPOAtroposTrainer(SeparateRayPPOTrainer):
             ),
         )
 
-    def _create_dataloader(self, *_: Any) -> None:
-        """There is no dataset: the environments have it. The run's record takes the place whose state verl saves."""
-        parts = {"advantage_moments": self.advantage_moments}
-        if self.config.algorithm.use_kl_in_reward:
-            parts["kl_in_reward"] = _Coefficient(self.kl_ctrl_in_reward)
-        self.record = self.train_dataloader = RunRecord(self.config.run.dir, parts)
-        self.total_training_steps = self.config.trainer.total_training_steps
-        with open_dict(self.config):
-            self.config.actor_rollout_ref.actor.optim.total_training_steps = self.total_training_steps
-
-    def init_workers(self) -> None:
-        """Start the actor's ranks under Ray and load the model."""
-        self._init_resource_pools()
-        self._create_worker_classes()
-        self._init_worker_groups()
-        self._init_models()
-        if self.config.trainer.atropos.replay:
-            self.checkpoint_manager = NoServers()
-            return
-        self.actor_rollout_wg.check_weight_names()
-        vocab_size = self.limits.vocab_size or len(self.tokenizer)
-        self.checkpoint_manager = build_manager(self.config, self.actor_rollout_wg, vocab_size, self._log_probs_of)
-
     def _log_probs_of(self, rows: list[Row]) -> torch.Tensor:
         """The policy's logprobs of the rows' responses, (B, R) float32."""
-        batch = rows_to_data_proto(
-            rows, self.limits, multiple_of=self.actor_rollout_wg.world_size * self._rows_multiple
-        )
+        batch = rows_to_data_proto(rows, self.limits, multiple_of=self.actor.world_size * self._rows_multiple)
         batch.meta_info["temperature"] = self.config.actor_rollout_ref.rollout.temperature
         batch.meta_info["global_token_num"] = batch.batch["attention_mask"].sum(dim=-1).tolist()
-        return self._compute_old_log_prob(batch)[0].batch["old_log_probs"][: len(rows)]
-
-    def _create_actor_rollout_classes(self) -> None:
-        resource_pool = self.resource_pool_manager.get_resource_pool(Role.ActorRollout)
-        reference = self.use_reference_policy and not self.ref_in_actor
-        self.resource_pool_to_cls[resource_pool][str(Role.ActorRollout)] = RayClassWithInitArgs(
-            cls=self.role_worker_mapping[Role.ActorRollout],
-            config=self.config.actor_rollout_ref,
-            role="actor_ref" if reference else "actor",
-            distillation=self.distillation,
-        )
-
-    def _create_reference_policy_class(self) -> None:
-        """Nothing: the reference policy lives in the actor's processes."""
-
-    def _init_models(self) -> None:
-        self.actor_rollout_wg = self.ref_policy_wg = self.all_wg[str(Role.ActorRollout)]
-        self.actor_rollout_wg.init_model()
-
-    def _compute_old_log_prob(self, batch: DataProto) -> tuple[DataProto, float]:
-        return super()._compute_old_log_prob(_select(batch, _FORWARD_KEYS))
-
-    def _compute_ref_log_prob(self, batch: DataProto) -> DataProto:
-        return super()._compute_ref_log_prob(_select(batch, _FORWARD_KEYS))
-
-    def _update_actor(self, batch: DataProto) -> DataProto:
-        settings, mini_batches = self.config.actor_rollout_ref.actor, batch.meta_info.get("mini_batches", 1)
-        batch = _select(batch, _FORWARD_KEYS + _UPDATE_KEYS)
-        metrics = update_actor(self.actor_rollout_wg, batch, settings, mini_batches, self._ranks)
-        return DataProto(meta_info={"metrics": metrics})
+        return self.actor.log_probs(batch)[0]["old_log_probs"][: len(rows)]
 
     def _load_checkpoint(self) -> None:
         """From the newest whole checkpoint, or from ``trainer.resume_from_path``.
@@ -485,22 +445,28 @@ class RayGRPOAtroposTrainer(SeparateRayPPOTrainer):
             return
         self.global_steps = step_of(folder)
         logger.warning("resuming from %s", folder)
-        self.actor_rollout_wg.load_checkpoint(
-            str(folder / "actor"), del_local_after_load=trainer.del_local_ckpt_after_load
-        )
+        self.actor.load_checkpoint(str(folder / "actor"), del_local_after_load=trainer.del_local_ckpt_after_load)
         self.record.load_state_dict(torch.load(folder / "data.pt", weights_only=False))
 
     def _save_checkpoint(self) -> None:
         """Raises DiskFull, with nothing left of this checkpoint, and the earlier ones as they were."""
         keep, scores = self.config.trainer.max_actor_ckpt_to_keep, heldout_scores(self.config.run.dir)
         with self.checkpoints.saving(self.global_steps, keep, self._model_identity, scores) as folder:
-            self.actor_rollout_wg.save_checkpoint(str(folder / "actor"), None, self.global_steps)
+            self.actor.save_checkpoint(str(folder / "actor"), None, self.global_steps)
             state = io.BytesIO()
             torch.save(self.record.state_dict(), state)
             write_atomic(folder / "data.pt", state.getvalue())
 
-    def _fit_save_checkpoint(self) -> None:
-        super()._fit_save_checkpoint()
+    def _save_if_due(self) -> None:
+        """Every ``save_freq`` steps, after the last, and before the machine's announced end (verl's ESI)."""
+        trainer = self.config.trainer
+        self._longest_step = max(self._longest_step, self.timing_raw["step"])
+        if trainer.save_freq <= 0:
+            return
+        ends_soon = should_save_ckpt_esi(self._longest_step, redundant_time=trainer.esi_redundant_time)
+        if self._is_last_step or self.global_steps % trainer.save_freq == 0 or ends_soon:
+            with marked_timer("save_checkpoint", self.timing_raw):
+                self._save_checkpoint()
         self.record.add_seconds("save", self.timing_raw.get("save_checkpoint", 0.0))
 
     def _texts(self, tokens: torch.Tensor, attended: torch.Tensor) -> list[str]:
@@ -522,7 +488,7 @@ class _Coefficient:
 
 
 def _configure_bypass_mode(config: Any) -> None:
-    """As verl's ``apply_bypass_mode``, which comes too late: workers are built with the loss they will correct in."""
+    """As verl's ``apply_bypass_mode``, which comes too late: workers are built with the loss that they correct in."""
     if config.algorithm.rollout_correction.bypass_mode:
         with open_dict(config):
             policy_loss = config.actor_rollout_ref.actor.policy_loss
@@ -539,10 +505,6 @@ def _micro_batch_size(actor_rollout_ref: Any) -> int:
         (ref.log_prob_use_dynamic_bsz, ref.log_prob_micro_batch_size_per_gpu),
     ]
     return math.lcm(*(size for dynamic, size in fixed if not dynamic and size))
-
-
-def _select(batch: DataProto, keys: list[str]) -> DataProto:
-    return batch.select(batch_keys=[key for key in keys if key in batch.batch], non_tensor_batch_keys=[])
 
 
 def _real_rows(batch: DataProto) -> DataProto:

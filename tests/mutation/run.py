@@ -68,7 +68,7 @@ TESTS = {
 # What the tests import that is not ours, so that a fork need not.
 _PRELOADED = (
     "aiohttp aiohttp.web atroposlib.envs.base cachetools hydra hypothesis numpy omegaconf orjson psutil ray "
-    "safetensors.torch tokenizers torch transformers verl verl.trainer.ppo.ray_trainer verl.trainer.ppo.core_algos "
+    "safetensors.torch tokenizers torch transformers verl verl.trainer.ppo.metric_utils verl.trainer.ppo.core_algos "
     "verl.trainer.ppo.rollout_corr_helper verl.utils.config verl.workers.utils.losses verl.workers.utils.padding "
     "verl.workers.config torch.utils.checkpoint torch._dynamo hypothesis.strategies openai.types.chat "
     "atroposlib.envs.server_handling.managed_server atroposlib.utils.tokenize_for_trainer"

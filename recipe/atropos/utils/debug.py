@@ -32,7 +32,6 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 from transformers import AutoConfig, AutoTokenizer
-from verl import DataProto
 
 from recipe.atropos.advantages import AdvantageConfig, RunningMoments, compute_advantages
 from recipe.atropos.data_proto import groups_to_data_proto
@@ -45,6 +44,7 @@ from recipe.atropos.rows import RowLimits, environment_name
 from recipe.atropos.run_dir import RunDir
 from recipe.atropos.utils import memory_plan
 from recipe.atropos.utils.env_adapter import EnvironmentTargetError
+from recipe.atropos.verl_ext.batch import DataProto
 
 _UNLIKELY = -3.0  # nats; a sampled token below it (5%) is underlined
 

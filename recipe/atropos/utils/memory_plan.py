@@ -19,7 +19,6 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
-from verl.utils.torch_dtypes import PrecisionType
 
 from recipe.atropos.config.compose import load_config
 from recipe.atropos.device import BUCKET_MEGABYTES, visible_gpus
@@ -27,6 +26,7 @@ from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.inference.server import SGLangLaunch
 from recipe.atropos.services.placement import COLOCATED_SHARE
 from recipe.atropos.utils.machine import nvidia_smi
+from recipe.atropos.verl_ext.device import PrecisionType
 
 GIB = 1 << 30
 _ADAM_BYTES = 8  # two float32 moments

@@ -14,7 +14,8 @@ from itertools import chain, cycle, islice
 from typing import TypeVar
 
 import torch
-from verl.utils.device import get_device_id, get_device_name, get_torch_device
+
+from recipe.atropos.verl_ext.device import get_device_id, get_device_name, get_torch_device
 
 NamedTensors = Iterator[tuple[str, torch.Tensor]]
 Result = TypeVar("Result")

@@ -5,10 +5,10 @@ from functools import partial
 
 import torch
 from omegaconf import DictConfig
-from verl.single_controller.ray import RayWorkerGroup
 
 from recipe.atropos.rows import Row
 from recipe.atropos.run_dir import RunDir
+from recipe.atropos.verl_ext.ranks import RayWorkerGroup
 from recipe.atropos.weight_sync.colocated import SharedMemory
 from recipe.atropos.weight_sync.fleet import FleetSyncManager, ServerFleet
 from recipe.atropos.weight_sync.gateway import GatewayClient

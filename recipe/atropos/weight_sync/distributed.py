@@ -14,10 +14,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world
-from verl.utils.device import get_device_id, get_device_name
 
 from recipe.atropos.inference.client import SGLangClient
 from recipe.atropos.utils.hosts import address_towards
+from recipe.atropos.verl_ext.device import get_device_id, get_device_name
 from recipe.atropos.weight_sync.bucket import Bucket, Buckets, NamedTensors, filled_ahead, in_thread, send_in_buckets
 from recipe.atropos.weight_sync.servers import WeightPushError, on_all, tidied, update_session
 

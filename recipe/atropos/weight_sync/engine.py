@@ -12,13 +12,12 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig
-from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
-from verl.utils.device import get_device_name
-from verl.utils.torch_dtypes import PrecisionType
 
 from recipe.atropos.checkpoint_format import CheckpointError, read_shapes
 from recipe.atropos.inference.client import Capabilities, SGLangClient
 from recipe.atropos.utils.hosts import is_this_host
+from recipe.atropos.verl_ext.device import PrecisionType, get_device_name
+from recipe.atropos.verl_ext.ranks import CheckpointEngine, CheckpointEngineRegistry
 from recipe.atropos.weight_sync.adapter import AdapterTransport
 from recipe.atropos.weight_sync.checksums import WeightChecksums
 from recipe.atropos.weight_sync.disk import DiskTransport

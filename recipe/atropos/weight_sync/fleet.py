@@ -19,10 +19,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ray.exceptions import GetTimeoutError, RayTaskError
-from verl.single_controller.ray import RayWorkerGroup
 
 from recipe.atropos.errors import AtroposError
 from recipe.atropos.inference.client import InferenceError, SGLangClient
+from recipe.atropos.verl_ext.ranks import RayWorkerGroup
 from recipe.atropos.weight_sync.adapter import adapter_name
 from recipe.atropos.weight_sync.gateway import GatewayClient
 from recipe.atropos.weight_sync.manager import WeightSyncManager

@@ -4,9 +4,9 @@ import logging
 from collections.abc import Callable, Sequence
 
 import ray
-from verl.single_controller.ray import RayWorkerGroup
 
 from recipe.atropos.inference.client import ServerGone
+from recipe.atropos.verl_ext.ranks import RayWorkerGroup
 from recipe.atropos.weight_sync.colocated import SharedMemory
 
 logger = logging.getLogger(__name__)

@@ -29,12 +29,12 @@ from typing import Any
 import torch
 from torch import multiprocessing
 from torch.multiprocessing.reductions import StorageWeakRef, reduce_tensor
-from verl.utils.device import get_device_id, get_device_name
 
 from recipe.atropos import scratch
 from recipe.atropos.inference.client import SGLangClient
 from recipe.atropos.run_dir import disk_errors
 from recipe.atropos.utils.hosts import is_this_host
+from recipe.atropos.verl_ext.device import get_device_id, get_device_name
 from recipe.atropos.weight_sync.bucket import Bucket, Buckets, NamedTensors, filled_ahead, send_in_buckets
 from recipe.atropos.weight_sync.servers import WeightPushError, on_all, update_session
 

@@ -1,0 +1,1 @@
+"""What attaches to verl: its worker group, engines, platform and registries."""

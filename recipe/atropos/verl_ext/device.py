@@ -1,0 +1,6 @@
+"""The device that verl computes on, and its precisions."""
+
+from verl.utils.device import get_device_id, get_device_name, get_torch_device
+from verl.utils.torch_dtypes import PrecisionType
+
+__all__ = ["PrecisionType", "get_device_id", "get_device_name", "get_torch_device"]

@@ -1,0 +1,16 @@
+"""What verl has for a driver: configuration, trackers, timers."""
+
+from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
+from verl.utils.checkpoint.checkpoint_manager import should_save_ckpt_esi
+from verl.utils.config import omega_conf_to_dataclass, validate_config
+from verl.utils.debug import marked_timer
+from verl.utils.tracking import Tracking
+
+__all__ = [
+    "Tracking",
+    "get_ppo_ray_runtime_env",
+    "marked_timer",
+    "omega_conf_to_dataclass",
+    "should_save_ckpt_esi",
+    "validate_config",
+]
