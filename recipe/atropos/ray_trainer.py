@@ -140,11 +140,12 @@ class RayGRPOAtroposTrainer:
     def fit_step(self) -> None:
         """One update of the policy."""
         self.metrics, self.timing_raw = {"training/global_step": self.global_steps}, {}
-        self.actor.deadline = time.monotonic() + _STEP_SHARE * self.config.trainer.atropos.step_timeout
+        self.actor.deadline = math.inf  # a batch may be waited for longer than a step may take
         with marked_timer("step", self.timing_raw):
             self.metrics |= self.checkpoint_manager.ensure_current(self.global_steps - 1)
             batch = self._next_batch()
             self._await_evaluation()
+            self.actor.deadline = time.monotonic() + _STEP_SHARE * self.config.trainer.atropos.step_timeout
             self.checkpoint_manager.lend_memory(self.config.inference.urls)
             self._compute_log_probs(batch)
             self._compute_reference_log_probs(batch)

@@ -60,9 +60,8 @@ def port_is_free(port: int, host: str = "127.0.0.1") -> bool:
     return True
 
 
-_PORTS = range(
-    20000, 32768
-)  # above Ray's own, and below what Linux gives to outgoing connections, which would take one
+# Above Ray's own, and below what Linux gives to outgoing connections, which would take one.
+_PORTS = range(20000, 32768)
 _claims: dict[int, socket.socket] = {}
 
 
