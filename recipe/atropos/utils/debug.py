@@ -90,7 +90,7 @@ def rows_of_step(config: DictConfig, step: int) -> DataProto:
         raise DataSourceError(f"step {step} holds no row to train on; dropped: {dict(report.dropped)}")
     rows.batch["token_level_rewards"] = rows.batch["token_level_scores"]
     settings = AdvantageConfig.from_config(atropos)
-    compute_advantages(rows, config.algorithm, settings, RunningMoments(), config.actor_rollout_ref.rollout.n)
+    compute_advantages(rows, config.algorithm, settings, RunningMoments())
     return rows
 
 
