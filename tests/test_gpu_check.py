@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -16,6 +17,7 @@ from recipe.atropos.preflight import check_config
 from recipe.atropos.services.inference import plan_servers
 from recipe.atropos.services.process import start_service
 from recipe.atropos.services.run import Run
+from recipe.atropos.utils.machine import MemoryWatch
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "gpu_check.py"
 FIGURES = ("push_s", "push_gb_per_s", "pause_s", "generated_tokens_per_s", "trainer_gib", "server_high_gib")
@@ -44,6 +46,32 @@ def script():
     module = sys.modules["gpu_check"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+HOLDS_MEMORY_FOR_A_WHILE = """
+for mib in (0, 256, 0):
+    held = b"x" * (mib << 20)
+    print(mib, flush=True)
+    input()
+"""
+
+
+def test_memory_that_is_given_back_is_seen():
+    child = subprocess.Popen(
+        [sys.executable, "-c", HOLDS_MEMORY_FOR_A_WHILE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    watch = MemoryWatch(on_gpu=False)
+    with child:
+        watch.start(lambda: {"child": child.pid})
+        for _ in range(3):
+            child.stdout.readline()
+            time.sleep(1.2)  # it looks twice a second
+            child.stdin.write("\n")
+            child.stdin.flush()
+        watch.stop()
+    mib = 1 << 20
+    assert 256 * mib < watch.peaks["child"] < 400 * mib
+    assert 0 < watch.lows["child"] < 100 * mib
 
 
 @pytest.mark.e2e

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,10 +17,13 @@ from helpers_services import get, post, running_api
 from helpers_trainer import CPU_OVERRIDES, begin_step, close, compose_config, model_vocab, random_group, started
 from safetensors import safe_open
 
+from recipe.atropos import ray_trainer
 from recipe.atropos.data_proto import groups_to_data_proto
 from recipe.atropos.inference.client import SGLangClient
+from recipe.atropos.ray_trainer import RayGRPOAtroposTrainer
 from recipe.atropos.run_record import read_metrics
 from recipe.atropos.services.process import start_service
+from recipe.atropos.verl_ext import actor
 from recipe.atropos.weight_sync.probe import Probe
 from recipe.atropos.weight_sync.servers import WeightPushError
 
@@ -270,15 +274,34 @@ def _post_when_registered(url, groups):
         post(f"{url}/scored_data", item)
 
 
-def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(model_path, server, tmp_path):
-    """Weights, Adam's moments, statistics: four steps at once, and two with another process going on for two."""
+def a_day_passes_at_each_batch(patch):
+    """For the trainer's and the ranks' clocks, between asking for a batch and having it."""
+    days, next_batch = [], RayGRPOAtroposTrainer._next_batch
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + 86_400 * len(days), time=time.time)
+
+    def late(self):
+        days.append(None)
+        return next_batch(self)
+
+    patch.setattr(RayGRPOAtroposTrainer, "_next_batch", late)
+    patch.setattr(ray_trainer, "time", clock)
+    patch.setattr(actor, "time", clock)
+
+
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(model_path, server, tmp_path, monkeypatch):
+    """Weights, Adam's moments, statistics: four steps at once, and two with another process going on for two.
+
+    The uninterrupted run waits longer for its batches than ranks may take for a step.
+    """
     rng = np.random.default_rng(5)
     groups = [random_group(rng, model_vocab(model_path)) for _ in range(8)]  # two a step
     for group in groups:
         group["scores"] = rng.normal(size=4).tolist()
     options = ["trainer.save_freq=2", "trainer.total_training_steps=4", "trainer.max_actor_ckpt_to_keep=null"]
     options.append("trainer.atropos.advantage_normalization=global")  # its statistics go on too
-    whole, _ = fit(model_path, server, tmp_path / "whole", tmp_path / "a", groups, *options)
+    with monkeypatch.context() as patch:
+        a_day_passes_at_each_batch(patch)
+        whole, _ = fit(model_path, server, tmp_path / "whole", tmp_path / "a", groups, *options)
     half = tmp_path / "half"
     fit(model_path, server, half, tmp_path / "b", groups[:4], *options, "trainer.total_training_steps=2")
     # A step that the checkpoint does not hold, and half a line: what a killed trainer leaves.

@@ -401,6 +401,19 @@ def test_memory_is_shared_with_servers_of_this_machine_alone(tmp_path):
     assert address_towards("http://127.0.0.1:1") == "127.0.0.1"
 
 
+@pytest.mark.parametrize("user", ["expandable_segments: True,max_split_size_mb:64", "max_split_size_mb:64"])
+def test_gpu_buffers_are_no_expandable_segments(monkeypatch, user):
+    """Without a GPU: what torch's allocator is told, and when."""
+    told, transport = [], tensor.TensorTransport(64)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", user)
+    monkeypatch.setattr(tensor, "get_device_name", lambda: "cuda")
+    monkeypatch.setattr(tensor, "get_device_id", lambda: "meta")
+    monkeypatch.setattr(tensor, "set_expandable_segments", told.append)
+    monkeypatch.setattr(torch, "empty", lambda *_, **how: told.append(how["device"]))
+    transport._allocate(64)
+    assert told == ([False, "meta", True] if "expandable" in user else ["meta"])
+
+
 def test_handles_go_by_name_also_while_another_thread_allocates():
     """A server dies of a handle that is a file descriptor."""
     transport = tensor.TensorTransport(64)

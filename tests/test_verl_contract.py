@@ -48,6 +48,7 @@ CALLS = {
     "device.get_device_id": (0, ()),
     "device.get_device_name": (0, ()),
     "device.get_torch_device": (0, ()),
+    "device.set_expandable_segments": (1, ()),
     "driver.Tracking": (0, ("project_name", "experiment_name", "default_backend", "config")),
     "driver.get_ppo_ray_runtime_env": (1, ()),
     "driver.marked_timer": (2, ()),

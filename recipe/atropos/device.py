@@ -13,6 +13,7 @@ import glob
 import os
 import shutil
 import subprocess
+from collections.abc import Mapping
 
 from omegaconf import DictConfig
 
@@ -26,6 +27,7 @@ BUCKET_MEGABYTES = {"cuda": 2048, "cpu": 512}
 """Of weights on their way, where ``update_weights_bucket_megabytes`` is null; a 32B model is 32 pieces of 2 GiB."""
 
 _PLATFORMS = {"cuda": "nvidia", "cpu": "cpu"}
+_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch's present name and its former one
 _SMI_FOLDERS = ("/usr/bin", "/usr/local/bin", "/usr/local/cuda/bin")  # where verl looks too
 _SMI_SECONDS = 60.0
 
@@ -108,3 +110,17 @@ def nccl_variables() -> dict[str, str]:
 def without_gpus() -> dict[str, str]:
     """Environment of a process that is to see none."""
     return {"CUDA_VISIBLE_DEVICES": ""}
+
+
+def without_expandable_segments(environment: Mapping[str, str]) -> dict[str, str]:
+    """Those variables of torch's allocator that ask for expandable segments, and do so no more; {} where none does.
+
+    Memory of such a segment can neither be shared with every process of the user nor be given back while it is in use.
+    """
+    found = {}
+    for name in _ALLOCATOR_VARIABLES:
+        options = environment.get(name, "").split(",")
+        kept = [option for option in options if option.replace(" ", "").lower() != "expandable_segments:true"]
+        if len(kept) < len(options):
+            found[name] = ",".join(kept)
+    return found

@@ -9,14 +9,12 @@ import os
 import subprocess
 from pathlib import Path
 
+from recipe.atropos.device import without_expandable_segments
 from recipe.atropos.errors import LaunchError
 from recipe.atropos.utils.machine import versions_in
 
 _PACKAGE = "torch-memory-saver"
 _TRIAL_SECONDS = 60.0
-# Segments that grow cannot be lent. Torch's present and its former name of the variable.
-_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-_GROWING = "expandable_segments:true"
 
 
 @functools.cache
@@ -29,11 +27,7 @@ def saver_variables(python: str) -> dict[str, str]:
     folders = sorted({str(path.parent) for path in _packages(python).glob("nvidia/*/lib/libcudart.so.*")})
     given = os.environ.get("LD_LIBRARY_PATH")
     variables = {"LD_LIBRARY_PATH": os.pathsep.join([*folders, *([given] if given else [])])} if folders else {}
-    for name in _ALLOCATOR_VARIABLES:
-        if value := os.environ.get(name):
-            options = [option for option in value.split(",") if option.strip().lower() != _GROWING]
-            variables[name] = ",".join(options)
-    return variables
+    return variables | without_expandable_segments(os.environ)  # they cannot be given back
 
 
 def check_saver(python: str) -> None:

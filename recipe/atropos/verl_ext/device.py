@@ -1,6 +1,6 @@
-"""The device that verl computes on, and its precisions."""
+"""The device that verl computes on, its precisions and its allocator."""
 
-from verl.utils.device import get_device_id, get_device_name, get_torch_device
+from verl.utils.device import get_device_id, get_device_name, get_torch_device, set_expandable_segments
 from verl.utils.torch_dtypes import PrecisionType
 
-__all__ = ["PrecisionType", "get_device_id", "get_device_name", "get_torch_device"]
+__all__ = ["PrecisionType", "get_device_id", "get_device_name", "get_torch_device", "set_expandable_segments"]

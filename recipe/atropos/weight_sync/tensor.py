@@ -31,10 +31,11 @@ from torch import multiprocessing
 from torch.multiprocessing.reductions import StorageWeakRef, reduce_tensor
 
 from recipe.atropos import scratch
+from recipe.atropos.device import without_expandable_segments
 from recipe.atropos.inference.client import SGLangClient
 from recipe.atropos.run_dir import disk_errors
 from recipe.atropos.utils.hosts import is_this_host
-from recipe.atropos.verl_ext.device import get_device_id, get_device_name
+from recipe.atropos.verl_ext.device import get_device_id, get_device_name, set_expandable_segments
 from recipe.atropos.weight_sync.bucket import Bucket, Buckets, NamedTensors, filled_ahead, send_in_buckets
 from recipe.atropos.weight_sync.servers import WeightPushError, on_all, update_session
 
@@ -109,7 +110,8 @@ class TensorTransport:
     def _allocate(self, size: int) -> torch.Tensor:
         """uint8, (size,): on a CPU in shared memory, else on the current device, whose memory can be shared."""
         if get_device_name() != "cpu":
-            return torch.empty(size, dtype=torch.uint8, device=get_device_id())
+            with _shareable_memory():
+                return torch.empty(size, dtype=torch.uint8, device=get_device_id())
         path = scratch.current().shared_memory()  # torch's own names do not say whose they are
         with disk_errors(path), open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600), "rb") as file:
             os.posix_fallocate(file.fileno(), 0, _TORCH_HEADER + size)  # else a full disk kills whoever writes
@@ -124,6 +126,23 @@ class TensorTransport:
             if storage.expired():
                 path.unlink(missing_ok=True)
         self._segments = [(storage, path) for storage, path in self._segments if not storage.expired()]
+
+
+@contextlib.contextmanager
+def _shareable_memory() -> Iterator[None]:
+    """Where the user has torch allocate expandable segments: none of them meanwhile.
+
+    The handle of one is a file descriptor, which a kernel that restricts ptrace gives to no process but a parent
+    (torch's CUDACachingAllocator; not yet run on a GPU).
+    """
+    if not without_expandable_segments(os.environ):
+        yield
+        return
+    set_expandable_segments(False)
+    try:
+        yield
+    finally:
+        set_expandable_segments(True)
 
 
 def _handles(bucket: Bucket) -> str:
