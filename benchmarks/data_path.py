@@ -32,10 +32,10 @@ import torch
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 from recipe.atropos.config.compose import compose_config
-from recipe.atropos.data_proto import groups_to_data_proto
+from recipe.atropos.data.data_proto import groups_to_data_proto
+from recipe.atropos.data.rows import IGNORED, Group, RowLimits
+from recipe.atropos.demo.small_policy import make_tokenizer
 from recipe.atropos.ray_trainer import RayGRPOAtroposTrainer
-from recipe.atropos.rows import IGNORED, Group, RowLimits
-from recipe.atropos.utils.small_policy import make_tokenizer
 from recipe.atropos.verl_ext.batch import DataProto, compute_position_id_with_mask
 from recipe.atropos.verl_ext.device import get_device_name
 

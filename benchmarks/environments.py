@@ -78,7 +78,7 @@ def make_policy(folder: Path, texts: list[Path]) -> None:
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    from recipe.atropos.utils.small_policy import make_tokenizer
+    from recipe.atropos.demo.small_policy import make_tokenizer
 
     tokenizer = make_tokenizer([path.read_text(errors="replace") for path in texts], vocabulary=8192)
     tokenizer.model_max_length = CONTEXT
@@ -207,7 +207,7 @@ class Probe:
     """One start of one environment, polled until it has sent a group, has ended, or the limit is over."""
 
     def __init__(self, file: Path, checkout: Path, ours: bool, model: Path, sglang: str, folder: Path):
-        from recipe.atropos.services.process import free_port
+        from recipe.atropos.utils.process import free_port
 
         self.file, self.ours, self.folder = file, ours, folder
         folder.mkdir(parents=True)

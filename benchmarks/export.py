@@ -1,7 +1,8 @@
 """Memory and time of an export: ``python benchmarks/export.py [--quick]``.
 
 Checkpoints of two ranks, as FSDP2 shards models with the shapes of Qwen2.5-0.5B and 1.5B (untied) in float32, are
-exported by ``recipe.atropos.export``, the smaller one also by verl's ``model_merger``, each in a process of its own.
+exported by ``recipe.atropos.checkpoint.export``, the smaller one also by verl's ``model_merger``, each in a process of
+its own.
 Memory is the largest anonymous memory of the process, without the pages of mapped files, which the kernel takes back
 when it needs them, and without what the interpreter has after the imports.
 """
@@ -23,8 +24,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
 
-from recipe.atropos.checkpoint_format import TENSOR_NAMES
-from recipe.atropos.checkpoints import Checkpoints
+from recipe.atropos.checkpoint.format import TENSOR_NAMES
+from recipe.atropos.checkpoint.store import Checkpoints
 from recipe.atropos.config.compose import load_config
 from recipe.atropos.run_dir import RunDir, write_json
 
@@ -112,7 +113,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="the smaller model alone")
     names = [*SHAPES][: 1 if parser.parse_args().quick else None]
-    imports = "import recipe.atropos.export; from transformers import AutoModelForCausalLM, AutoModelForImageTextToText"
+    imports = "import recipe.atropos.checkpoint.export; "
+    imports += "from transformers import AutoModelForCausalLM, AutoModelForImageTextToText"
     floor, _ = measure([sys.executable, "-c", imports])
     print(f"{WORLD} ranks; the imports alone have {floor:.2f} GB\n")
     print(f"{'':<46}{'memory above the imports, GB':>30}{'seconds':>10}")
@@ -121,14 +123,17 @@ def main() -> int:
         sizes = [shape.numel() * 4 / 1e9 for shape in shapes_of(model_config(name)).values()]
         with tempfile.TemporaryDirectory() as temporary:
             run = make_run(Path(temporary), name)
-            ours = measure([sys.executable, "-m", "recipe.atropos.export", str(run.path)])
+            ours = measure([sys.executable, "-m", "recipe.atropos.checkpoint.export", str(run.path)])
             theirs = None
             if name == names[0]:  # of a larger one it needs too much memory
                 merger = [sys.executable, "-m", "verl.model_merger", "merge", "--backend", "fsdp"]
                 merger += ["--local_dir", str(run.checkpoints / "global_step_1/actor")]
                 theirs = measure([*merger, "--target_dir", f"{temporary}/verl"])
         print(f"{name}, {sum(sizes):.2f} GB of float32, the largest tensor {max(sizes):.2f} GB")
-        for what, taken in (("recipe.atropos.export", ours), ("verl.model_merger, rounds to bfloat16", theirs)):
+        for what, taken in (
+            ("recipe.atropos.checkpoint.export", ours),
+            ("verl.model_merger, rounds to bfloat16", theirs),
+        ):
             if taken is not None:
                 print(f"  {what:<44}{taken[0] - floor:>30.2f}{taken[1]:>10.1f}")
         figures[name] = {

@@ -25,7 +25,7 @@ from pathlib import Path
 import psutil
 
 from recipe.atropos.run_record import read_metrics
-from recipe.atropos.services.process import RUN_ID_VARIABLE
+from recipe.atropos.utils.process import RUN_ID_VARIABLE
 
 LIMIT = 90  # seconds, configured for a step, a batch and a request of a push
 TARGETS = {"seconds": 120, "seconds_stopped": LIMIT + 60, "processes_left": 0, "steps_not_once": 0}

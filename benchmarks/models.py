@@ -23,8 +23,8 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-from recipe.atropos.utils.random_models import CHAT_TEMPLATE, FAMILIES, byte_tokenizer, make_random_model
-from recipe.atropos.utils.short_run import ShortRun, short_run
+from recipe.atropos.demo.random_models import CHAT_TEMPLATE, FAMILIES, byte_tokenizer, make_random_model
+from recipe.atropos.launcher.short_run import ShortRun, short_run
 
 STEPS = 3
 LIMIT = 420  # seconds for one model

@@ -23,8 +23,8 @@ from typing import Any
 
 import psutil
 
+from recipe.atropos.demo.small_policy import ensure_small_policy
 from recipe.atropos.run_record import read_metrics
-from recipe.atropos.utils.small_policy import ensure_small_policy
 
 WORKERS = 2
 BOUNDS = (0, 2)

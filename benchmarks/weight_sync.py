@@ -33,7 +33,7 @@ from safetensors.torch import load_file, save_file
 from torch import multiprocessing
 
 from recipe.atropos.inference.server import SGLangLaunch, start_sglang, wait_until_serving
-from recipe.atropos.services.process import free_port
+from recipe.atropos.utils.process import free_port
 from recipe.atropos.weight_sync.engine import AtroposCheckpointEngine
 
 TARGETS = {"tensor": 6.0, "distributed": 2.0, "disk": 1.5}  # times the floor

@@ -23,16 +23,16 @@ from typing import Any
 
 import torch
 
-from recipe.atropos.attention import set_attention
-from recipe.atropos.device import visible_gpus
+from recipe.atropos.demo.random_models import make_random_model
 from recipe.atropos.errors import AtroposError
 from recipe.atropos.inference.memory_saver import check_saver
 from recipe.atropos.inference.server import LaunchError, default_sglang_python
 from recipe.atropos.launch_services import load_config
-from recipe.atropos.services.gpu_environment import check_gpu_environment
+from recipe.atropos.launcher.gpu_environment import check_gpu_environment
+from recipe.atropos.launcher.short_run import short_run
+from recipe.atropos.utils.device import visible_gpus
 from recipe.atropos.utils.machine import MemoryWatch, this_machine, versions_in
-from recipe.atropos.utils.random_models import make_random_model
-from recipe.atropos.utils.short_run import short_run
+from recipe.atropos.verl_ext.attention import set_attention
 
 _GIB = 1 << 30
 _LONG = 16_384  # tokens of a micro-batch

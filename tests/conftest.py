@@ -13,7 +13,7 @@ from helpers_processes import no_service_outlives_its_test  # noqa: F401
 from helpers_sglang import call, make_tiny_model, running_sglang
 
 from recipe.atropos.inference.client import SGLangClient
-from recipe.atropos.services.process import unstopped
+from recipe.atropos.utils.process import unstopped
 
 # Also on a machine with a GPU, in every process that is started from here.
 os.environ |= {"VERL_PLATFORM": "cpu", "CUDA_VISIBLE_DEVICES": ""}
@@ -66,7 +66,7 @@ def cluster(_ray_of_all: None) -> None:
     """Ray in this machine, with room for four ranks."""
     import ray
 
-    from recipe.atropos.local_ray import start_ray
+    from recipe.atropos.utils.local_ray import start_ray
 
     if not ray.is_initialized():
         start_ray(num_cpus=4, include_dashboard=False)

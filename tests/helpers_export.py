@@ -11,11 +11,11 @@ from helpers_trainer import compose_config
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from recipe.atropos.checkpoints import Checkpoints
-from recipe.atropos.export import export_checkpoint
+from recipe.atropos.checkpoint.export import export_checkpoint
+from recipe.atropos.checkpoint.store import Checkpoints
 from recipe.atropos.inference.client import SGLangClient
 from recipe.atropos.run_dir import RunDir
-from recipe.atropos.secret import config_yaml
+from recipe.atropos.utils.secret import config_yaml
 
 
 @pytest.fixture(scope="module")

@@ -7,9 +7,9 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 
-from recipe.atropos.engines import PushedWeights
-from recipe.atropos.utils import random_models
-from recipe.atropos.utils.random_models import make_random_model
+from recipe.atropos.demo import random_models
+from recipe.atropos.demo.random_models import make_random_model
+from recipe.atropos.verl_ext.engines import PushedWeights
 
 FAMILIES = [*random_models.FAMILIES, "qwen2-tied", "llama-tied"]
 WITHOUT_LORA = ("gpt_oss", "minimax", "phi3", "deepseek_v2", "lfm2")  # attention without q_proj and v_proj everywhere

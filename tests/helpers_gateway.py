@@ -10,7 +10,7 @@ from aiohttp import web
 
 from recipe.atropos.inference.gateway import Gateway
 from recipe.atropos.inference.pool import ServerPool
-from recipe.atropos.services.process import free_port
+from recipe.atropos.utils.process import free_port
 
 KEY = "a-secret-of-this-test"
 HEADERS = {"Authorization": f"Bearer {KEY}"}

@@ -8,8 +8,8 @@ from pathlib import Path
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup
 from pydantic import Field
 
-from recipe.atropos.environments.pacing import Paced
-from recipe.atropos.environments.weight_versions import WeightVersions
+from recipe.atropos.adapter.pacing import Paced
+from recipe.atropos.adapter.weight_versions import WeightVersions
 
 SHORT, LONG = 8, 160
 

@@ -5,7 +5,7 @@ from copy import deepcopy
 
 from helpers_trainer import begin_step, compose_config, started
 
-from recipe.atropos.data_proto import groups_to_data_proto
+from recipe.atropos.data.data_proto import groups_to_data_proto
 from recipe.atropos.inference.client import SGLangClient
 
 RANK, ALPHA = 8, 32

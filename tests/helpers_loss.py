@@ -8,10 +8,10 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.utils.padding import left_right_2_no_padding
 
-from recipe.atropos.advantages import AdvantageConfig, RunningMoments, compute_advantages
-from recipe.atropos.data_proto import groups_to_data_proto
-from recipe.atropos.losses import DistillationConfig, atropos_loss
-from recipe.atropos.rows import RowLimits
+from recipe.atropos.algorithm.advantages import AdvantageConfig, RunningMoments, compute_advantages
+from recipe.atropos.algorithm.losses import DistillationConfig, atropos_loss
+from recipe.atropos.data.data_proto import groups_to_data_proto
+from recipe.atropos.data.rows import RowLimits
 
 
 class Arrived(NamedTuple):

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from recipe.atropos.services.process import unstopped
+from recipe.atropos.utils.process import unstopped
 
 
 @pytest.fixture(autouse=True)

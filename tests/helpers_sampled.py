@@ -13,11 +13,11 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import BPE
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from recipe.atropos.environments.reporting import Reporting
-from recipe.atropos.environments.sampled import SampledTokens
-from recipe.atropos.environments.sampled_book import trained_spans
-from recipe.atropos.environments.weight_versions import WeightVersions
-from recipe.atropos.utils.random_models import CHAT_TEMPLATE, SPECIAL_TOKENS
+from recipe.atropos.adapter.reporting import Reporting
+from recipe.atropos.adapter.sampled import SampledTokens
+from recipe.atropos.adapter.sampled_book import trained_spans
+from recipe.atropos.adapter.weight_versions import WeightVersions
+from recipe.atropos.demo.random_models import CHAT_TEMPLATE, SPECIAL_TOKENS
 
 I = -100  # noqa: E741
 END = 2  # <|im_end|>

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from recipe.atropos.services.process import Service, free_port, start_service
+from recipe.atropos.utils.process import Service, free_port, start_service
 
 
 def get(url: str, payload: Any = None) -> Any:

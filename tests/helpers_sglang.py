@@ -9,10 +9,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from recipe.atropos.demo.random_models import make_random_model
 from recipe.atropos.inference.client import InferenceError, SGLangClient
 from recipe.atropos.inference.server import SGLangLaunch, start_sglang, wait_until_serving
-from recipe.atropos.services.process import Service
-from recipe.atropos.utils.random_models import make_random_model
+from recipe.atropos.utils.process import Service
 
 SIZES = {
     "hidden_size": 128,

@@ -12,7 +12,7 @@ import time
 
 import psutil
 
-from recipe.atropos.services.process import RUN_ID_VARIABLE
+from recipe.atropos.utils.process import RUN_ID_VARIABLE
 
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r")
 LIMIT = 480  # s of a wait; an order of magnitude above an idle machine's

@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 from helpers_gateway import behind_a_gateway
 
-from recipe.atropos.inference.adapted import GENERATES
+from recipe.atropos.inference.lora_routing import GENERATES
 
 pytestmark = pytest.mark.timeout(60)
 

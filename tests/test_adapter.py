@@ -17,14 +17,14 @@ from helpers_lora import RANK, make_trainer, scored_batch, update
 from helpers_sglang import call
 from helpers_trainer import close, compose_config
 
-from recipe.atropos.inference.adapted import ADAPTERS_KEPT
 from recipe.atropos.inference.client import SGLangClient
+from recipe.atropos.inference.gateway_client import GatewayClient
+from recipe.atropos.inference.lora_routing import ADAPTERS_KEPT
 from recipe.atropos.inference.server import SGLangLaunch, start_sglang
-from recipe.atropos.services.lora import lora_arguments
-from recipe.atropos.services.process import free_port, start_service
-from recipe.atropos.weight_sync.adapter import AdapterTransport
-from recipe.atropos.weight_sync.gateway import GatewayClient
+from recipe.atropos.launcher.lora_arguments import lora_arguments
+from recipe.atropos.utils.process import free_port, start_service
 from recipe.atropos.weight_sync.servers import WeightPushError
+from recipe.atropos.weight_sync.transports.lora import AdapterTransport
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -6,10 +6,10 @@ import pytest
 from huggingface_hub import constants
 from transformers.modeling_flash_attention_utils import FLASH_ATTN_KERNEL_FALLBACK
 
-from recipe.atropos import attention
-from recipe.atropos.attention import KEY, set_attention
 from recipe.atropos.config.compose import load_config
 from recipe.atropos.errors import ConfigurationError
+from recipe.atropos.verl_ext import attention
+from recipe.atropos.verl_ext.attention import KEY, set_attention
 
 ULYSSES = "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"
 ULYSSES_OF_THE_ENGINE = "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=2"

@@ -12,11 +12,11 @@ from atroposlib.envs.base import APIServerConfig
 from hypothesis import given
 from hypothesis import strategies as st
 
+from recipe.atropos.demo.calculator_policy import CalculatorRecipe, demonstration
+from recipe.atropos.demo.small_policy import make_small_policy
 from recipe.atropos.environments.calculator import CalculatorEnv, CalculatorEnvConfig, Conversation
 from recipe.atropos.environments.calculator_tool import LARGEST, CalculatorError, answer, calculate
 from recipe.atropos.environments.word_problems import SYNTHETIC_STEPS, generate, gold_answer, split_of
-from recipe.atropos.utils.calculator_policy import CalculatorRecipe, demonstration
-from recipe.atropos.utils.small_policy import make_small_policy
 
 # ---------------------------------------------------------------------- the tool
 

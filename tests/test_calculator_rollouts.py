@@ -19,16 +19,16 @@ from helpers_sglang import running_sglang
 from helpers_trainer import close, compose_config, model_vocab
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from recipe.atropos.adapter.pace import VARIABLE
+from recipe.atropos.adapter.sampled_book import trained_spans, versions_of
+from recipe.atropos.data.replay import read_batch
+from recipe.atropos.demo.calculator_policy import CalculatorRecipe, demonstration
+from recipe.atropos.demo.small_policy import make_small_policy
 from recipe.atropos.environments.calculator_tool import answer
-from recipe.atropos.environments.pace import VARIABLE
-from recipe.atropos.environments.sampled_book import trained_spans, versions_of
 from recipe.atropos.environments.word_problems import SYNTHETIC_STEPS, generate
 from recipe.atropos.ray_trainer import RayGRPOAtroposTrainer
-from recipe.atropos.recorded import read_batch
 from recipe.atropos.run_record import read_metrics
-from recipe.atropos.services.process import free_port, start_service
-from recipe.atropos.utils.calculator_policy import CalculatorRecipe, demonstration
-from recipe.atropos.utils.small_policy import make_small_policy
+from recipe.atropos.utils.process import free_port, start_service
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(280)]
 

@@ -11,9 +11,9 @@ from helpers_disk import fill
 from helpers_trainer import compose_config
 from omegaconf import OmegaConf
 
-from recipe.atropos.checkpoints import Checkpoints, resume_folder
+from recipe.atropos.checkpoint.resumption import model_identity, prepare_folder
+from recipe.atropos.checkpoint.store import Checkpoints, resume_folder
 from recipe.atropos.errors import ConfigurationError
-from recipe.atropos.resumption import model_identity, prepare_folder
 from recipe.atropos.run_dir import DiskFull, RunDir, append_line, read_json
 from recipe.atropos.run_record import RunRecord, account_of_groups, heldout_scores, update_summary
 

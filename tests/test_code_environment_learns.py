@@ -6,7 +6,7 @@ import orjson
 import pytest
 
 from recipe.atropos.run_record import read_metrics
-from recipe.atropos.services.process import start_service
+from recipe.atropos.utils.process import start_service
 
 
 @pytest.mark.slow

@@ -5,13 +5,13 @@ import asyncio
 import pytest
 from atroposlib.envs.base import APIServerConfig, BaseEnvConfig
 
+from recipe.atropos.adapter.durable import Durable
 from recipe.atropos.config.compose import load_config
-from recipe.atropos.environments.durable import Durable
-from recipe.atropos.services.concurrency import groups_in_flight, request_limits
-from recipe.atropos.services.environments import environment_command
-from recipe.atropos.services.joining import join_settings
-from recipe.atropos.services.run import Run
-from recipe.atropos.services.specs import environment_specs
+from recipe.atropos.config.env_specs import environment_specs
+from recipe.atropos.launcher.concurrency import groups_in_flight, request_limits
+from recipe.atropos.launcher.environment_processes import environment_command
+from recipe.atropos.launcher.joining import join_settings
+from recipe.atropos.launcher.services import Run
 
 BATCH = ["actor_rollout_ref.model.path=m", "data.train_batch_size=128", "actor_rollout_ref.rollout.n=8"]
 TWO = "environments={a: {weight: 3.0, group_size: 4}, b: {weight: 1.0, min_batch_allocation: 0.5}}"

@@ -5,9 +5,9 @@ import pytest
 import torch
 from helpers_trainer import compose_config, random_group
 
-from recipe.atropos.correction import compare_with_engine, correct_rollout
-from recipe.atropos.data_proto import groups_to_data_proto
-from recipe.atropos.rows import RowLimits
+from recipe.atropos.algorithm.off_policy import compare_with_engine, correct_rollout
+from recipe.atropos.data.data_proto import groups_to_data_proto
+from recipe.atropos.data.rows import RowLimits
 
 LIMITS = RowLimits(max_prompt_length=30, max_response_length=60, pad_token_id=0)
 

@@ -10,7 +10,7 @@ import pytest
 from helpers_services import get, group, post, running_api
 
 from recipe.atropos.data_source import DataSource, DataSourceConfig, DataSourceError, Registration
-from recipe.atropos.services.process import free_port
+from recipe.atropos.utils.process import free_port
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 

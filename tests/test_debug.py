@@ -6,10 +6,10 @@ import sys
 import pytest
 from rich.console import Console
 
+from recipe.atropos.data.replay import RecordedSource, read_batch, recorded_steps, write_batch
 from recipe.atropos.data_source import DataSourceError
-from recipe.atropos.recorded import RecordedSource, read_batch, recorded_steps, write_batch
-from recipe.atropos.services.process import start_service
 from recipe.atropos.utils.debug import find_row, load_config, rows_of_step, show, style_of, tokens_of_row
+from recipe.atropos.utils.process import start_service
 
 
 def begun(folder, name, module, *arguments):

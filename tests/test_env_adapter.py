@@ -12,13 +12,13 @@ from atroposlib.envs.base import BaseEnv
 from helpers_adapter_cli import run_adapter
 from openai.types.chat import ChatCompletionMessage
 
-from recipe.atropos.environments import reporting
-from recipe.atropos.environments.checked import Refused, check_rows, checked
-from recipe.atropos.environments.errors import EnvironmentFailure
-from recipe.atropos.environments.fits import check_sizes
-from recipe.atropos.environments.reporting import EnvReport
+from recipe.atropos.adapter import reporting
+from recipe.atropos.adapter.checked import Refused, check_rows, checked
+from recipe.atropos.adapter.compatibility import check_sizes
+from recipe.atropos.adapter.errors import EnvironmentFailure
+from recipe.atropos.adapter.flags import UsageError, check_flags, join_negative_values, take_flag
+from recipe.atropos.adapter.reporting import EnvReport
 from recipe.atropos.utils.env_adapter import EnvironmentTargetError, adapt, load_environment
-from recipe.atropos.utils.env_flags import UsageError, check_flags, join_negative_values, take_flag
 
 SAID = "helpers_said_env:SaidEnv"
 WHOLE = """

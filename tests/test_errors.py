@@ -8,9 +8,9 @@ import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayTaskError
 
 from recipe.atropos.errors import AtroposError, ConfigurationError, expected_failure, one_line_errors
-from recipe.atropos.local_ray import keep_logs, start_ray
 from recipe.atropos.run_dir import DiskFull
-from recipe.atropos.scratch import Scratch
+from recipe.atropos.utils.local_ray import keep_logs, start_ray
+from recipe.atropos.utils.scratch import Scratch
 
 
 def noted(error, note):
@@ -68,7 +68,7 @@ def test_errors_of_a_start_of_ray_are_expected(monkeypatch):
 
 def test_errors_of_copying_logs_do_not_hide_the_first(tmp_path, monkeypatch):
     run = Scratch(tmp_path / "run", [])
-    monkeypatch.setattr("recipe.atropos.local_ray.scratch.current", lambda: run)
+    monkeypatch.setattr("recipe.atropos.utils.local_ray.scratch.current", lambda: run)
     logs = run.folder / "ray" / "session_latest" / "logs"
     logs.mkdir(parents=True)
     for name in ("gcs.out", "raylet.out"):

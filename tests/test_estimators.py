@@ -11,7 +11,7 @@ import torch
 from helpers_trainer import compose_config, random_group
 from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, get_adv_estimator_fn
 
-from recipe.atropos.advantages import (
+from recipe.atropos.algorithm.advantages import (
     AdvantageConfig,
     IncompleteGroup,
     MissingAdvantages,
@@ -19,9 +19,9 @@ from recipe.atropos.advantages import (
     compute_advantages,
     shape_advantages,
 )
-from recipe.atropos.data_proto import groups_to_data_proto
-from recipe.atropos.metrics import batch_metrics
-from recipe.atropos.rows import RowLimits, VersionLimits
+from recipe.atropos.algorithm.metrics import batch_metrics
+from recipe.atropos.data.data_proto import groups_to_data_proto
+from recipe.atropos.data.rows import RowLimits, VersionLimits
 
 LIMITS = RowLimits(max_prompt_length=30, max_response_length=60, pad_token_id=0)
 

@@ -27,18 +27,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 from verl.utils.fsdp_utils import get_init_weight_context_manager
 from verl.workers.config import FSDPEngineConfig
 
-from recipe.atropos import safetensors_writer
-from recipe.atropos.checkpoint_format import CheckpointFormat
-from recipe.atropos.checkpoints import Checkpoints, choose_checkpoint
+from recipe.atropos.checkpoint import safetensors_writer
+from recipe.atropos.checkpoint.export import ExportError, _ask_hub, add_arguments, export, export_checkpoint
+from recipe.atropos.checkpoint.format import CheckpointFormat
+from recipe.atropos.checkpoint.safetensors_writer import write_safetensors
+from recipe.atropos.checkpoint.shards import Shards, ShardsError
+from recipe.atropos.checkpoint.store import Checkpoints, choose_checkpoint
 from recipe.atropos.errors import ConfigurationError
-from recipe.atropos.export import ExportError, _ask_hub, add_arguments, export, export_checkpoint
 from recipe.atropos.launch_services import tell_model
+from recipe.atropos.launcher.services import Run
 from recipe.atropos.main import export_model
 from recipe.atropos.run_dir import DiskFull, RunDir, append_line, replace_folder
 from recipe.atropos.run_record import update_summary
-from recipe.atropos.safetensors_writer import write_safetensors
-from recipe.atropos.services.run import Run
-from recipe.atropos.shards import Shards, ShardsError
 from recipe.atropos.utils import debug
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("alone")]
@@ -505,7 +505,7 @@ def save_by_a_rank(rank, world, fsdp_sizes, model, folder):
     from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
     from verl.workers.engine.fsdp.utils import create_device_mesh
 
-    from recipe.atropos.platforms.cpu_engine import CPUFSDPEngine
+    from recipe.atropos.verl_ext.cpu_engine import CPUFSDPEngine
 
     class Rank(CPUFSDPEngine):
         """As verl makes it, with the model's weights on rank 0 alone, but without an optimizer."""
@@ -544,7 +544,7 @@ def save_by_a_rank(rank, world, fsdp_sizes, model, folder):
 @pytest.mark.parametrize(("world", "fsdp_sizes"), [(4, (-1, 2)), (3, (-1,))], ids=["four", "three"])
 def test_export_of_several_ranks_is_what_they_push(make_model, tmp_path, monkeypatch, world, fsdp_sizes):
     """FSDP1 and FSDP2, in full and with an adapter; over four, and over two with replicas; over three, unevenly."""
-    monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "recipe.atropos.platforms.cpu")
+    monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "recipe.atropos.verl_ext.cpu_platform")
     monkeypatch.setenv("VERL_PLATFORM", "cpu")
     model = make_model("mixtral")
     ranks = torch.multiprocessing.spawn(save_by_a_rank, (world, fsdp_sizes, model, tmp_path), nprocs=world, join=False)

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from recipe.atropos.run_dir import RunDir, read_json
 from recipe.atropos.run_record import read_evaluations, read_metrics
-from recipe.atropos.services.process import start_service
+from recipe.atropos.utils.process import start_service
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1800)]
 

@@ -8,15 +8,15 @@ from helpers_export import alone, configuration, saved_run, trained  # noqa: F40
 from helpers_families import make_family
 from safetensors.torch import load_file
 
+from recipe.atropos.checkpoint.start_from import NotExported, forget_start
 from recipe.atropos.config.compose import load_config
+from recipe.atropos.config.models import check_model
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.launch_services import compose_overrides, load_run_config, parse_arguments
+from recipe.atropos.launcher.preflight import check_config
 from recipe.atropos.main import main
-from recipe.atropos.models import check_model
-from recipe.atropos.preflight import check_config
 from recipe.atropos.run_dir import RunDir, read_json
 from recipe.atropos.run_record import update_summary
-from recipe.atropos.start_from import NotExported, forget_start
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("alone")]
 

@@ -9,8 +9,8 @@ from math_verify import parse, verify
 from math_verify.errors import TimeoutException
 from transformers import AutoTokenizer
 
-from recipe.atropos.utils import thread_limits
-from recipe.atropos.utils.outer_policy import as_served
+from recipe.atropos.gem import thread_limits
+from recipe.atropos.gem.outer_policy import as_served
 
 
 @pytest.fixture(scope="module")

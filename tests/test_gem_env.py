@@ -20,10 +20,10 @@ from helpers_sglang import make_tiny_model
 from transformers import AutoTokenizer
 
 from recipe.atropos.environments.word_problems import SYNTHETIC, gold_answer, load_problems
-from recipe.atropos.utils import gem_env
+from recipe.atropos.gem import env as gem_env
+from recipe.atropos.gem.env import AtroposEnv, NeverScored, register
+from recipe.atropos.gem.outer_policy import OuterPolicyServer
 from recipe.atropos.utils.env_adapter import EnvironmentTargetError
-from recipe.atropos.utils.gem_env import AtroposEnv, NeverScored, register
-from recipe.atropos.utils.outer_policy import OuterPolicyServer
 
 GSM8K = "recipe.atropos.environments.gsm8k:GSM8kEnv"
 GUESS, SEEDED = "helpers_guess_env:GuessEnv", "helpers_guess_env:SeededGuessEnv"
@@ -333,7 +333,7 @@ def test_one_that_is_cancelled_and_asks_again_gets_no_answer(make):
     ("arguments", "error", "message"),
     [
         ({"target": "recipe.atropos.nowhere:Env"}, EnvironmentTargetError, "no module recipe.atropos.nowhere"),
-        ({"target": "recipe.atropos.rows:Row"}, EnvironmentTargetError, "no class Row that derives from BaseEnv"),
+        ({"target": "recipe.atropos.data.rows:Row"}, EnvironmentTargetError, "no class Row that derives from BaseEnv"),
         (
             {"target": GUESS, "config": {"gruop_size": 4}},
             ValueError,

@@ -9,7 +9,7 @@ from gem.envs.registration import make_vec
 from helpers_sglang import make_tiny_model
 
 from recipe.atropos.environments.word_problems import SYNTHETIC, gold_answer, load_problems
-from recipe.atropos.utils.gem_env import AtroposEnv, register
+from recipe.atropos.gem.env import AtroposEnv, register
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(400), pytest.mark.usefixtures("cluster")]
 

@@ -8,9 +8,9 @@ import yaml
 from gem.envs.registration import make_vec
 from helpers_sglang import make_tiny_model
 
-from recipe.atropos.utils import reward_bridge
-from recipe.atropos.utils.gem_env import AtroposEnv, register
-from recipe.atropos.utils.reward_bridge import RewardBridgeError, parse_bridge
+from recipe.atropos.adapter import reward_bridge
+from recipe.atropos.adapter.reward_bridge import RewardBridgeError, parse_bridge
+from recipe.atropos.gem.env import AtroposEnv, register
 
 GSM8K, GUESS = "recipe.atropos.environments.gsm8k:GSM8kEnv", "helpers_guess_env:GuessEnv"
 MARKERS = {"format_markers": [{"pattern": "so", "weight": 0.25}], "answer_present": {"pattern": "####", "weight": 0.5}}

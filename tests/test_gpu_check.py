@@ -13,11 +13,11 @@ import pytest
 
 from recipe.atropos.inference.server import sglang_command
 from recipe.atropos.launch_services import compose_overrides, load_config, parse_arguments
-from recipe.atropos.preflight import check_config
-from recipe.atropos.services.inference import plan_servers
-from recipe.atropos.services.process import start_service
-from recipe.atropos.services.run import Run
+from recipe.atropos.launcher.preflight import check_config
+from recipe.atropos.launcher.services import Run
+from recipe.atropos.launcher.sglang import plan_servers
 from recipe.atropos.utils.machine import MemoryWatch
+from recipe.atropos.utils.process import start_service
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "gpu_check.py"
 FIGURES = ("push_s", "push_gb_per_s", "pause_s", "generated_tokens_per_s", "trainer_gib", "server_high_gib")

@@ -4,8 +4,8 @@ import pytest
 
 from recipe.atropos.config.compose import load_config
 from recipe.atropos.errors import ConfigurationError
-from recipe.atropos.services import gpu_environment
-from recipe.atropos.services.gpu_environment import check_gpu_environment
+from recipe.atropos.launcher import gpu_environment
+from recipe.atropos.launcher.gpu_environment import check_gpu_environment
 
 DISTRIBUTED = "trainer.atropos.weight_sync.transport=distributed"
 COMPILERS = ("cc", "gcc", "clang")

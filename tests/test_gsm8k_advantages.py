@@ -12,7 +12,10 @@ from helpers_trainer import compose_config
 from omegaconf import OmegaConf
 from rich.console import Console
 
-from recipe.atropos.data_proto import groups_to_data_proto
+from recipe.atropos.data.data_proto import groups_to_data_proto
+from recipe.atropos.data.replay import write_batch
+from recipe.atropos.data.rows import RowLimits
+from recipe.atropos.demo.small_policy import Recipe, make_small_policy
 from recipe.atropos.environments.calculator_advantages import CalculatorAdvantagesEnv
 from recipe.atropos.environments.gsm8k_advantages import (
     ANSWER,
@@ -23,11 +26,8 @@ from recipe.atropos.environments.gsm8k_advantages import (
     results_of,
     token_span,
 )
-from recipe.atropos.recorded import write_batch
-from recipe.atropos.rows import RowLimits
 from recipe.atropos.run_dir import RunDir
 from recipe.atropos.utils.debug import show
-from recipe.atropos.utils.small_policy import Recipe, make_small_policy
 
 ROW = {"question": "?", "answer": "first 12 + 7 = <<12+7=19>>19\nthen <<19-4=15>>15\n#### 15"}
 IGNORED = -100

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 from atroposlib.envs.base import APIServerConfig
 
+from recipe.atropos.demo.small_policy import Recipe, make_small_policy
 from recipe.atropos.environments.gsm8k import GSM8kEnv, GSM8kEnvConfig, is_correct, length_penalty
 from recipe.atropos.environments.word_problems import SYNTHETIC
-from recipe.atropos.utils.small_policy import Recipe, make_small_policy
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from helpers_services import get, post, running_api
 from helpers_sglang import call, make_tiny_model
 from transformers import AutoTokenizer
 
-from recipe.atropos.services.process import start_service
+from recipe.atropos.utils.process import start_service
 
 MODULE = "recipe.atropos.environments.gsm8k_upstream"
 BATCH, SIZE = 8, 4

@@ -22,14 +22,14 @@ from recipe.atropos.config.compose import load_config
 from recipe.atropos.data_source import DataSourceConfig
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.launch_services import check_start, watch
-from recipe.atropos.preflight import check_config
+from recipe.atropos.launcher import joining
+from recipe.atropos.launcher.evaluation import Evaluations
+from recipe.atropos.launcher.joining import check_key, how_to_join
+from recipe.atropos.launcher.preflight import check_config
+from recipe.atropos.launcher.services import Run
+from recipe.atropos.launcher.sglang import Inference
 from recipe.atropos.run_record import read_metrics
-from recipe.atropos.services import joining
-from recipe.atropos.services.evaluation import Evaluations
-from recipe.atropos.services.inference import Inference
-from recipe.atropos.services.joining import check_key, how_to_join
-from recipe.atropos.services.process import ServiceFailed, default_port, free_port
-from recipe.atropos.services.run import Run
+from recipe.atropos.utils.process import ServiceFailed, default_port, free_port
 
 LAUNCH = [sys.executable, "-m", "recipe.atropos.launch_services"]
 STOCK = helpers_join_env.__file__
@@ -157,7 +157,7 @@ def test_join_ports_are_the_defaults_where_they_are_free():
     port = free_port()
     assert default_port(port) == default_port(port) == port
     assert default_port(port, given=[port]) != port, "another service of this run has it"
-    code = f"from recipe.atropos.services.process import default_port; print(default_port({port}))"
+    code = f"from recipe.atropos.utils.process import default_port; print(default_port({port}))"
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert int(other.stdout) != port, "another launcher has chosen it, and does not listen yet"
     with socket.create_server(("127.0.0.1", 0)) as taken:

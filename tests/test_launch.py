@@ -17,14 +17,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from recipe.atropos.config.env_specs import environment_specs
 from recipe.atropos.environments import gsm8k
 from recipe.atropos.launch_services import compose_overrides, load_config, parse_arguments
+from recipe.atropos.launcher.environment_processes import environment_command
+from recipe.atropos.launcher.services import Run
 from recipe.atropos.run_dir import RunDir
 from recipe.atropos.run_record import read_evaluations, read_metrics
-from recipe.atropos.services.environments import environment_command
-from recipe.atropos.services.process import RUN_ID_VARIABLE, free_port, start_service
-from recipe.atropos.services.run import Run
-from recipe.atropos.services.specs import environment_specs
+from recipe.atropos.utils.process import RUN_ID_VARIABLE, free_port, start_service
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 

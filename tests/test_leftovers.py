@@ -14,19 +14,19 @@ from pathlib import Path
 import psutil
 import pytest
 
-from recipe.atropos import scratch
 from recipe.atropos.errors import AtroposError
-from recipe.atropos.scratch import Scratch, remove_dead
-from recipe.atropos.services.process import run_command, start_service
-from recipe.atropos.services.run import Run
-from recipe.atropos.weight_sync.tensor import TensorTransport
+from recipe.atropos.launcher.services import Run
+from recipe.atropos.utils import scratch
+from recipe.atropos.utils.process import run_command, start_service
+from recipe.atropos.utils.scratch import Scratch, remove_dead
+from recipe.atropos.weight_sync.transports.tensor import TensorTransport
 
 SHM = Path("/dev/shm")
 
 # A rank with a buffer of a push: it says where, and waits.
 RANK = """
 import sys, time
-from recipe.atropos.weight_sync.tensor import TensorTransport
+from recipe.atropos.weight_sync.transports.tensor import TensorTransport
 transport = TensorTransport(1 << 16)
 buffer = transport._allocate(1 << 16)
 print(transport._segments[0][1], flush=True)
@@ -35,7 +35,7 @@ time.sleep(100)
 # A launcher that starts a rank, says the run's folder, and waits.
 LAUNCHER = """
 import sys, subprocess, time
-from recipe.atropos.scratch import Scratch
+from recipe.atropos.utils.scratch import Scratch
 own = Scratch.create()
 subprocess.Popen([sys.executable, "-c", sys.argv[1]], env={**__import__("os").environ, **own.variables()})
 print(own.folder, flush=True)

@@ -18,14 +18,14 @@ from helpers_trainer import CPU_OVERRIDES, begin_step, close, compose_config, mo
 from safetensors import safe_open
 
 from recipe.atropos import ray_trainer
-from recipe.atropos.data_proto import groups_to_data_proto
+from recipe.atropos.data.data_proto import groups_to_data_proto
 from recipe.atropos.inference.client import SGLangClient
 from recipe.atropos.ray_trainer import RayGRPOAtroposTrainer
 from recipe.atropos.run_record import read_metrics
-from recipe.atropos.services.process import start_service
-from recipe.atropos.verl_ext import actor
+from recipe.atropos.utils.process import start_service
 from recipe.atropos.weight_sync.probe import Probe
 from recipe.atropos.weight_sync.servers import WeightPushError
+from recipe.atropos.workers import actor
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400), pytest.mark.usefixtures("cluster")]
 

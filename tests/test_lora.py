@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from recipe.atropos.engines import PushedWeights
+from recipe.atropos.verl_ext.engines import PushedWeights
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 

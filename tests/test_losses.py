@@ -16,16 +16,16 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.metric import AggregationType, Metric
 from verl.workers.utils.padding import left_right_2_no_padding
 
-from recipe.atropos import losses
-from recipe.atropos.data_proto import groups_to_data_proto
-from recipe.atropos.losses import (
+from recipe.atropos.algorithm import losses
+from recipe.atropos.algorithm.losses import (
     DistillationConfig,
     atropos_loss,
     compute_advantage_weighted_sft_loss,
     finished_metrics,
     forward_kl_top_k,
 )
-from recipe.atropos.rows import NO_TEACHER, RowLimits
+from recipe.atropos.data.data_proto import groups_to_data_proto
+from recipe.atropos.data.rows import NO_TEACHER, RowLimits
 
 B, S, V = 3, 7, 11
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from verl import DataProto
 
-from recipe.atropos.metrics import batch_metrics, staleness_metrics
+from recipe.atropos.algorithm.metrics import batch_metrics, staleness_metrics
 
 
 def a_batch():

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from verl.utils import tensordict_utils as tu
 
-from recipe.atropos.data_proto import rows_to_data_proto
-from recipe.atropos.mini_batches import _has_trained_token, lay_out, mini_batch_of_groups, update_actor
-from recipe.atropos.rows import Row, RowLimits
+from recipe.atropos.algorithm.mini_batches import _has_trained_token, lay_out, mini_batch_of_groups, update_actor
+from recipe.atropos.data.data_proto import rows_to_data_proto
+from recipe.atropos.data.rows import Row, RowLimits
 
 
 def some_rows(sizes, lengths, dropped=()):

@@ -14,16 +14,16 @@ from helpers_services import get, group, post, running_api
 from helpers_trainer import compose_config
 from omegaconf import OmegaConf, flag_override
 
-from recipe.atropos.environments.pacing import Paced
-from recipe.atropos.environments.reporting import EnvReport
+from recipe.atropos.adapter.pacing import Paced
+from recipe.atropos.adapter.reporting import EnvReport
+from recipe.atropos.config.env_specs import environment_specs
 from recipe.atropos.launch_services import compose_overrides, load_config, parse_arguments, scores_of
-from recipe.atropos.preflight import ConfigurationError, check_config
+from recipe.atropos.launcher.environment_processes import Environments, environment_command
+from recipe.atropos.launcher.preflight import ConfigurationError, check_config
+from recipe.atropos.launcher.services import Run
 from recipe.atropos.run_dir import LineReader
 from recipe.atropos.run_record import read_evaluations, read_metrics
-from recipe.atropos.services.environments import Environments, environment_command
-from recipe.atropos.services.process import ServiceFailed, start_service
-from recipe.atropos.services.run import Run
-from recipe.atropos.services.specs import environment_specs
+from recipe.atropos.utils.process import ServiceFailed, start_service
 
 ITEM_ENV = f"{__file__.rpartition('/')[0]}/helpers_item_env.py:ItemEnv"
 

@@ -23,13 +23,13 @@ from verl.utils.fsdp_utils import get_init_weight_context_manager
 from verl.workers.config import FSDPEngineConfig
 from verl.workers.engine.fsdp.utils import unfuse_moe_params
 
-from recipe.atropos.checkpoint_format import CheckpointError, CheckpointFormat, read_shapes
+from recipe.atropos.checkpoint.format import CheckpointError, CheckpointFormat, read_shapes
+from recipe.atropos.demo.random_models import SIZES
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.fsdp_workers import AtroposActorWorker
 from recipe.atropos.inference.client import Capabilities
-from recipe.atropos.preflight import check_config
+from recipe.atropos.launcher.preflight import check_config
 from recipe.atropos.ray_trainer import RayGRPOAtroposTrainer
-from recipe.atropos.utils.random_models import SIZES
 from recipe.atropos.weight_sync.engine import AtroposCheckpointEngine
 from recipe.atropos.weight_sync.names import PushedNames, WeightNamesError
 from recipe.atropos.weight_sync.probe import Probe
@@ -86,7 +86,7 @@ def stream_of_a_rank(rank, world, model, folder):
     torch.set_num_threads(1)
     options = {"init_method": f"file://{folder}/store", "timeout": timedelta(seconds=600)}
     torch.distributed.init_process_group("gloo", rank=rank, world_size=world, **options)
-    from recipe.atropos.platforms.cpu_engine import CPUFSDPEngine
+    from recipe.atropos.verl_ext.cpu_engine import CPUFSDPEngine
 
     class Rank(CPUFSDPEngine):
         """As verl makes it, with the model's weights on rank 0 alone, but without an optimizer."""
@@ -115,7 +115,7 @@ def stream_of_a_rank(rank, world, model, folder):
 @pytest.mark.slow
 def test_names_of_every_rank_are_those_of_the_checkpoint(make_model, tmp_path, monkeypatch):
     """FSDP1 and FSDP2 over two ranks: gathering is a collective, so both go through the same names in one order."""
-    monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "recipe.atropos.platforms.cpu")
+    monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "recipe.atropos.verl_ext.cpu_platform")
     monkeypatch.setenv("VERL_PLATFORM", "cpu")
     model = make_model("mixtral")
     ranks = torch.multiprocessing.spawn(stream_of_a_rank, (2, model, tmp_path), nprocs=2, join=False)

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from recipe.atropos.services.process import RUN_ID_VARIABLE, start_service
+from recipe.atropos.utils.process import RUN_ID_VARIABLE, start_service
 
 pytestmark = pytest.mark.timeout(120)
 ROOT = Path(__file__).resolve().parents[1]
@@ -41,7 +41,7 @@ DAEMONS = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {WAI
 LAUNCHER = f"""
 import os, signal, socket, subprocess, sys, threading, time
 sys.path.insert(0, {str(ROOT)!r})
-from recipe.atropos.services.process import start_service
+from recipe.atropos.utils.process import start_service
 
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup has these two ignored
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -184,7 +184,7 @@ from pathlib import Path
 import psutil
 import pytest
 from helpers_processes import no_service_outlives_its_test  # noqa: F401
-from recipe.atropos.services.process import start_service
+from recipe.atropos.utils.process import start_service
 
 def numbers():
     return [int(path.stem) for path in Path().glob("*.pid")]

@@ -8,11 +8,11 @@ from helpers_trainer import compose_config
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from recipe.atropos.data_proto import groups_to_data_proto
-from recipe.atropos.environments.pace import VARIABLE, Pace, PacingError, max_staleness_from_environment
-from recipe.atropos.environments.sampled_book import NOT_PUSHED
-from recipe.atropos.preflight import ConfigurationError, check_config
-from recipe.atropos.rows import RowLimits, VersionLimits
+from recipe.atropos.adapter.pace import VARIABLE, Pace, PacingError, max_staleness_from_environment
+from recipe.atropos.adapter.sampled_book import NOT_PUSHED
+from recipe.atropos.data.data_proto import groups_to_data_proto
+from recipe.atropos.data.rows import RowLimits, VersionLimits
+from recipe.atropos.launcher.preflight import ConfigurationError, check_config
 
 SIZE = 4  # sequences of a group
 CANCELLED = 13  # turns: an item that takes just so long is cancelled

@@ -12,8 +12,8 @@ from atroposlib.envs.base import APIServerConfig
 from helpers_length_env import LengthEnv, LengthEnvConfig
 from helpers_services import get, post, running_api
 
-from recipe.atropos.environments.pace import VARIABLE, PacingError
-from recipe.atropos.services.process import free_port
+from recipe.atropos.adapter.pace import VARIABLE, PacingError
+from recipe.atropos.utils.process import free_port
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 

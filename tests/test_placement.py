@@ -12,9 +12,9 @@ from recipe.atropos.inference import memory_saver
 from recipe.atropos.inference.client import InferenceError
 from recipe.atropos.inference.memory_saver import check_saver, saver_variables
 from recipe.atropos.inference.server import SGLangLaunch, sglang_command
-from recipe.atropos.services.inference import plan_servers
-from recipe.atropos.services.placement import place_servers
-from recipe.atropos.services.run import Run
+from recipe.atropos.launcher.placement import place_servers
+from recipe.atropos.launcher.services import Run
+from recipe.atropos.launcher.sglang import plan_servers
 from recipe.atropos.weight_sync import colocated
 from recipe.atropos.weight_sync.colocated import SharedMemory
 from recipe.atropos.weight_sync.servers import WeightPushError
@@ -212,7 +212,7 @@ def test_placement_flags_of_one_meaning_are_taken_once(first):
 
 def test_placement_gives_both_sides_the_same_nccl(monkeypatch):
     """NCCL joins no two processes that differ in these; SGLang sets them where they are unset, verl does not."""
-    from recipe.atropos.device import platform_variables
+    from recipe.atropos.utils.device import platform_variables
 
     config = load_config(["actor_rollout_ref.model.path=m", "trainer.device=cuda"])
     names = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE")
@@ -227,7 +227,7 @@ def test_placement_gives_both_sides_the_same_nccl(monkeypatch):
 @pytest.mark.e2e
 def test_placement_of_ranks_is_not_waited_for_without_a_limit(cluster, monkeypatch):
     """Nine of four CPUs: refused by their number; where Ray alone could tell, after the limit."""
-    from recipe.atropos.verl_ext.resource_pool import DevicePool
+    from recipe.atropos.workers.resource_pool import DevicePool
 
     with pytest.raises(ConfigurationError, match="= 9 ranks, but Ray has [0-4] CPUs free; lower them or raise"):
         DevicePool([9], "wide", timeout=1.0)

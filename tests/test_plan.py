@@ -11,11 +11,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
+from recipe.atropos.commands.plan import GIB, activations, decoder_layers, plan_memory, show
 from recipe.atropos.config.compose import load_config
 from recipe.atropos.config.compose import presets as all_presets
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.utils import debug
-from recipe.atropos.utils.memory_plan import GIB, activations, decoder_layers, plan_memory, show
 
 SIZES = {
     "0.5b": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14},

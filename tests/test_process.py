@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from recipe.atropos.services.process import (
+from recipe.atropos.utils.process import (
     RUN_ID_VARIABLE,
     Service,
     ServiceFailed,
@@ -159,7 +159,7 @@ def test_service_that_a_signal_ended_reports_that_signal(launch, tmp_path, numbe
 def test_a_service_of_a_service_ends_with_the_outer_one(launch, tmp_path):
     inner = (
         f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
-        "from recipe.atropos.services.process import start_service\n"
+        "from recipe.atropos.utils.process import start_service\n"
         f"start_service('inner', [sys.executable, '-c', {DAEMON!r}], log_path='inner.log')\n{WAIT}"
     )
     service = launch(inner)
@@ -273,9 +273,9 @@ def test_ports():
 def test_free_ports_are_no_others_choice_and_none_of_outgoing_connections(monkeypatch):
     chosen = {free_port() for _ in range(50)}
     assert len(chosen) == 50 and max(chosen) < 32768
-    probe = "from recipe.atropos.services.process import _claimed; import sys; print(_claimed(int(sys.argv[1])))"
+    probe = "from recipe.atropos.utils.process import _claimed; import sys; print(_claimed(int(sys.argv[1])))"
     told = subprocess.run([sys.executable, "-c", probe, str(max(chosen))], capture_output=True, text=True, check=True)
     assert told.stdout.strip() == "False", "another process leaves it alone"
-    monkeypatch.setattr("recipe.atropos.services.process.port_is_free", lambda port, host: False)
+    monkeypatch.setattr("recipe.atropos.utils.process.port_is_free", lambda port, host: False)
     with pytest.raises(OSError, match="no free port on 127.0.0.1 among a hundred"):
         free_port()

@@ -14,14 +14,14 @@ from helpers_trainer import random_group
 from omegaconf import OmegaConf
 
 from recipe.atropos.config.compose import compose_config, load_config
+from recipe.atropos.config.models import resolve_model
 from recipe.atropos.config.renamed import RENAMED, check_renamed
 from recipe.atropos.environments.word_problems import generate
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.launch_services import main, parse_arguments
-from recipe.atropos.models import resolve_model
-from recipe.atropos.preflight import check_config
+from recipe.atropos.launcher.preflight import check_config
 from recipe.atropos.run_record import read_evaluations, read_metrics
-from recipe.atropos.services.process import start_service
+from recipe.atropos.utils.process import start_service
 
 ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "recipe" / "atropos"
@@ -232,8 +232,8 @@ def test_promises_of_files_and_names_are_there():
 def test_promises_of_fields_and_addresses_are_there():
     from atroposlib.api import app
 
-    from recipe.atropos.data_proto import groups_to_data_proto
-    from recipe.atropos.rows import RowLimits
+    from recipe.atropos.data.data_proto import groups_to_data_proto
+    from recipe.atropos.data.rows import RowLimits
 
     group = random_group(np.random.default_rng(0), vocab_size=50)
     for name, *_ in rows_of("Fields"):

@@ -29,14 +29,14 @@ from helpers_teacher_env import Positional, TaughtEnv, TeacherConfig, server_of
 from helpers_trainer import model_vocab, random_group
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from recipe.atropos.data_proto import groups_to_data_proto
-from recipe.atropos.environments.errors import EnvironmentFailure
-from recipe.atropos.environments.sampled_book import trained_spans
-from recipe.atropos.environments.teacher import likeliest
-from recipe.atropos.rows import RowLimits
-from recipe.atropos.services.process import start_service
+from recipe.atropos.adapter.errors import EnvironmentFailure
+from recipe.atropos.adapter.sampled_book import trained_spans
+from recipe.atropos.adapter.teacher import likeliest
+from recipe.atropos.data.data_proto import groups_to_data_proto
+from recipe.atropos.data.rows import RowLimits
+from recipe.atropos.demo.small_policy import Recipe, make_small_policy
 from recipe.atropos.utils.env_adapter import adapt
-from recipe.atropos.utils.small_policy import Recipe, make_small_policy
+from recipe.atropos.utils.process import start_service
 
 V, BATCH, SIZE = 40, 8, 4
 

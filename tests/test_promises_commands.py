@@ -13,16 +13,16 @@ from helpers_boxed_policy import ANSWERS, make_boxed_policy
 from helpers_terminal import terminals
 from test_join import told_command
 
+from recipe.atropos.adapter import defaults
 from recipe.atropos.config.compose import given_keys, load_config
-from recipe.atropos.environments import defaults
 from recipe.atropos.environments.gsm8k import GSM8kEnvConfig
 from recipe.atropos.environments.word_problems import GSM8K, DatasetUnavailable, load_problems
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.launch_services import API_PORT, compose_overrides, parse_arguments
+from recipe.atropos.launcher.sglang import GATEWAY_PORT
 from recipe.atropos.run_record import read_metrics
-from recipe.atropos.secret import config_yaml
-from recipe.atropos.services.inference import GATEWAY_PORT
-from recipe.atropos.services.process import free_port, port_is_free, start_service
+from recipe.atropos.utils.process import free_port, port_is_free, start_service
+from recipe.atropos.utils.secret import config_yaml
 
 # ---------------------------------------------------------------------- launch_services --config FILE
 

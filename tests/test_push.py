@@ -14,13 +14,13 @@ import torch
 from helpers_stub_sglang import stub_servers
 
 from recipe.atropos.inference.client import InferenceError, SGLangClient
-from recipe.atropos.weight_sync.bucket import Buckets, filled_ahead, in_thread, send_in_buckets
 from recipe.atropos.weight_sync.checksums import WeightChecksums
-from recipe.atropos.weight_sync.disk import DiskTransport
 from recipe.atropos.weight_sync.manager import WeightSyncManager
 from recipe.atropos.weight_sync.push import push
 from recipe.atropos.weight_sync.servers import WeightPushError
-from recipe.atropos.weight_sync.tensor import TensorTransport
+from recipe.atropos.weight_sync.transports.bucket import Buckets, filled_ahead, in_thread, send_in_buckets
+from recipe.atropos.weight_sync.transports.disk import DiskTransport
+from recipe.atropos.weight_sync.transports.tensor import TensorTransport
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -12,16 +12,8 @@ from helpers_trainer import compose_config
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipe.atropos.data_proto import groups_to_data_proto
-from recipe.atropos.launch_services import compose_overrides, load_config, parse_arguments
-from recipe.atropos.metrics import batch_metrics
-from recipe.atropos.preflight import ConfigurationError, check_config
-from recipe.atropos.rows import RowLimits
-from recipe.atropos.services.environments import environment_command
-from recipe.atropos.services.run import Run
-from recipe.atropos.services.specs import environment_specs
-from recipe.atropos.utils import env_adapter, reward_bridge
-from recipe.atropos.utils.reward_bridge import (
+from recipe.atropos.adapter import reward_bridge
+from recipe.atropos.adapter.reward_bridge import (
     AnswerPresent,
     Fade,
     LengthBounty,
@@ -29,6 +21,15 @@ from recipe.atropos.utils.reward_bridge import (
     parse_bridge,
     read_bridge,
 )
+from recipe.atropos.algorithm.metrics import batch_metrics
+from recipe.atropos.config.env_specs import environment_specs
+from recipe.atropos.data.data_proto import groups_to_data_proto
+from recipe.atropos.data.rows import RowLimits
+from recipe.atropos.launch_services import compose_overrides, load_config, parse_arguments
+from recipe.atropos.launcher.environment_processes import environment_command
+from recipe.atropos.launcher.preflight import ConfigurationError, check_config
+from recipe.atropos.launcher.services import Run
+from recipe.atropos.utils import env_adapter
 
 BLOCK = {
     "format_markers": [{"pattern": "<think>", "weight": 0.1}],

@@ -16,17 +16,17 @@ from helpers_services import get, post, running_api
 from helpers_sglang import make_tiny_model
 from transformers import AutoTokenizer
 
-from recipe.atropos.environments.checked import Checked
-from recipe.atropos.environments.errors import EnvironmentFailure
-from recipe.atropos.environments.reporting import VARIABLE, Reporting
-from recipe.atropos.environments.shaping import shaped_by
-from recipe.atropos.services.process import start_service
-from recipe.atropos.utils import reward_bridge
-from recipe.atropos.utils.env_adapter import adapt
-from recipe.atropos.utils.reward_bridge import (
+from recipe.atropos.adapter import reward_bridge
+from recipe.atropos.adapter.checked import Checked
+from recipe.atropos.adapter.errors import EnvironmentFailure
+from recipe.atropos.adapter.reporting import VARIABLE, Reporting
+from recipe.atropos.adapter.reward_bridge import (
     RewardBridgeError,
     parse_bridge,
 )
+from recipe.atropos.adapter.shaping import shaped_by
+from recipe.atropos.utils.env_adapter import adapt
+from recipe.atropos.utils.process import start_service
 
 BLOCK = {
     "format_markers": [{"pattern": "<think>", "weight": 0.1}],

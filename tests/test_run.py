@@ -13,16 +13,16 @@ import pytest
 from helpers_disk import fill
 from helpers_trainer import compose_config
 
+from recipe.atropos.config.env_specs import environment_specs
 from recipe.atropos.inference.server import SGLangLaunch, sglang_command
 from recipe.atropos.launch_services import launch
+from recipe.atropos.launcher.environment_processes import Environments
+from recipe.atropos.launcher.services import Run
+from recipe.atropos.launcher.sglang import Inference, _start_again_from_now_on, plan_servers
 from recipe.atropos.run_dir import DiskFull, RunDir
-from recipe.atropos.scratch import Scratch
-from recipe.atropos.services.environments import Environments
-from recipe.atropos.services.inference import Inference, _start_again_from_now_on, plan_servers
-from recipe.atropos.services.process import ServiceFailed
-from recipe.atropos.services.run import Run
-from recipe.atropos.services.specs import environment_specs
 from recipe.atropos.utils.hosts import joins_cluster
+from recipe.atropos.utils.process import ServiceFailed
+from recipe.atropos.utils.scratch import Scratch
 from recipe.atropos.weight_sync.build import build_manager
 
 pytestmark = pytest.mark.timeout(60)

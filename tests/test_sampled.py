@@ -10,10 +10,10 @@ from helpers_sampled import END, I, Scripted, assert_as_sampled, ids_of, make, m
 from helpers_sglang import running_sglang
 from transformers import AutoTokenizer
 
-from recipe.atropos.environments.sampled_book import trained_spans
+from recipe.atropos.adapter.sampled_book import trained_spans
+from recipe.atropos.data.rows import RowLimits, read_groups
+from recipe.atropos.data.sampling import SamplingCheck, SamplingMismatch
 from recipe.atropos.inference.client import InferenceError, SGLangClient
-from recipe.atropos.rows import RowLimits, read_groups
-from recipe.atropos.sampling import SamplingCheck, SamplingMismatch
 
 
 @pytest.fixture(scope="module")

@@ -13,9 +13,9 @@ from helpers_sampled import END, I, Scripted, chat, ids_of, make, make_drifting_
 from openai.types.completion import Completion
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from recipe.atropos.environments.sampled import SampledTokens, group_of, restore
-from recipe.atropos.environments.sampled_book import ITEM, Book, Item, Piece, key_of, keys_of
-from recipe.atropos.environments.sampled_calls import sampling_params
+from recipe.atropos.adapter.sampled import SampledTokens, group_of, restore
+from recipe.atropos.adapter.sampled_book import ITEM, Book, Item, Piece, key_of, keys_of
+from recipe.atropos.adapter.sampled_calls import sampling_params
 from recipe.atropos.inference.client import InferenceError
 
 

@@ -9,9 +9,9 @@ from helpers_sampled import END, I, Scripted, chat, ids_of, make, make_drifting_
 from helpers_stub_sglang import reply, stub_servers
 from transformers import AutoTokenizer
 
-from recipe.atropos.environments.sampled_calls import ATTEMPTS, ExactManagedServer, _one_bos, sampling_params
+from recipe.atropos.adapter.sampled_calls import ATTEMPTS, ExactManagedServer, _one_bos, sampling_params
+from recipe.atropos.data.sampling import SamplingParams
 from recipe.atropos.inference.client import InferenceError
-from recipe.atropos.sampling import SamplingParams
 
 pytestmark = pytest.mark.timeout(60)
 GO = [{"role": "user", "content": "go"}]

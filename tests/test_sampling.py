@@ -8,23 +8,24 @@ import pytest
 from helpers_sglang import make_tiny_model
 from transformers import AutoTokenizer
 
-from recipe.atropos import alarms, launch_services
-from recipe.atropos.correction import compare_with_engine
-from recipe.atropos.data_proto import groups_to_data_proto
-from recipe.atropos.environments.sampled_book import Book
-from recipe.atropos.environments.weight_versions import stamp
-from recipe.atropos.errors import AtroposError
-from recipe.atropos.launch_services import load_config
-from recipe.atropos.preflight import check_config
-from recipe.atropos.rows import RowLimits, read_groups
-from recipe.atropos.sampling import (
+from recipe.atropos import launch_services
+from recipe.atropos.adapter.sampled_book import Book
+from recipe.atropos.adapter.weight_versions import stamp
+from recipe.atropos.algorithm import alarms
+from recipe.atropos.algorithm.off_policy import compare_with_engine
+from recipe.atropos.data.data_proto import groups_to_data_proto
+from recipe.atropos.data.rows import RowLimits, read_groups
+from recipe.atropos.data.sampling import (
     TEMPERATURE_VARIABLE,
     SamplingCheck,
     SamplingMismatch,
     SamplingParams,
     default_temperature,
 )
-from recipe.atropos.services.run import console
+from recipe.atropos.errors import AtroposError
+from recipe.atropos.launch_services import load_config
+from recipe.atropos.launcher.preflight import check_config
+from recipe.atropos.launcher.services import console
 
 I = -100  # noqa: E741
 LIMITS = RowLimits(10, 10, 0)

@@ -142,8 +142,8 @@ def test_schema_choices_are_those_that_verl_registers():
     from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY, kl_penalty
     from verl.utils.tracking import Tracking
 
-    import recipe.atropos.advantages
-    import recipe.atropos.losses  # noqa: F401
+    import recipe.atropos.algorithm.advantages
+    import recipe.atropos.algorithm.losses  # noqa: F401
 
     estimators = schema.EXCLUDED["algorithm.adv_estimator"]
     losses = schema.EXCLUDED[f"{ACTOR}.policy_loss.loss_mode"]

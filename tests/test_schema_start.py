@@ -11,15 +11,15 @@ import orjson
 import pytest
 
 from recipe.atropos.config.compose import load_config
+from recipe.atropos.config.models import SMALL_POLICIES, check_model, resolve_model
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.inference.server import LaunchError, SGLangLaunch, check_launch
 from recipe.atropos.launch_services import check_start, environments_of, load_run_config, make_folder, prepare_model
-from recipe.atropos.models import SMALL_POLICIES, check_model, resolve_model
-from recipe.atropos.preflight import check_config
-from recipe.atropos.services import progress as progress_module
-from recipe.atropos.services.environments import _as_key, check_environments, why_nothing_is_sent
-from recipe.atropos.services.process import unstopped
-from recipe.atropos.services.run import Run
+from recipe.atropos.launcher import progress as progress_module
+from recipe.atropos.launcher.environment_processes import _as_key, check_environments, why_nothing_is_sent
+from recipe.atropos.launcher.preflight import check_config
+from recipe.atropos.launcher.services import Run
+from recipe.atropos.utils.process import unstopped
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_schema_start_names_a_model_that_is_not_there(path, told):
 
 
 def test_schema_start_takes_a_folder_and_every_small_policy(tmp_path):
-    from recipe.atropos.utils.policies import RECIPES
+    from recipe.atropos.demo.policies import RECIPES
 
     (tmp_path / "config.json").write_text("{}")
     check_model(str(tmp_path))
@@ -79,7 +79,7 @@ def test_schema_start_gives_everyone_the_model_below_home(tmp_path, monkeypatch)
 
 
 def test_schema_start_gives_everyone_a_small_policy(tmp_path, monkeypatch):
-    monkeypatch.setattr("recipe.atropos.models.run_command", lambda *_, **__: (0, f"made\n{Path.cwd()}\n"))
+    monkeypatch.setattr("recipe.atropos.config.models.run_command", lambda *_, **__: (0, f"made\n{Path.cwd()}\n"))
     config = load_config(["preset=demo"])
     prepare_model(config, tmp_path / "log")
     engine = config.actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.atropos

@@ -14,15 +14,15 @@ from omegaconf import OmegaConf
 
 from recipe.atropos import main
 from recipe.atropos.config.compose import load_config
+from recipe.atropos.config.env_specs import environment_specs
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.inference.server import SGLangLaunch, sglang_command
 from recipe.atropos.launch_services import start_trainer
-from recipe.atropos.local_ray import start_ray
-from recipe.atropos.secret import config_yaml, holds_secret, is_secret, public_config, without_secrets
-from recipe.atropos.services.environments import environment_command, environment_secrets
-from recipe.atropos.services.run import Run
-from recipe.atropos.services.specs import environment_specs
+from recipe.atropos.launcher.environment_processes import environment_command, environment_secrets
+from recipe.atropos.launcher.services import Run
 from recipe.atropos.utils import private_process
+from recipe.atropos.utils.local_ray import start_ray
+from recipe.atropos.utils.secret import config_yaml, holds_secret, is_secret, public_config, without_secrets
 
 KEY, JUDGE, TESTS = "the-key-of-the-run", "the-key-of-a-judge", Path(__file__).parent
 OPTIONS = [

@@ -16,12 +16,12 @@ from helpers_sglang import make_tiny_model
 from helpers_trainer import close, compose_config, started
 
 from recipe.atropos.inference.client import SGLangClient
+from recipe.atropos.inference.gateway_client import GatewayClient, GatewayError
 from recipe.atropos.inference.server import SGLangLaunch, start_sglang
-from recipe.atropos.secret import API_KEY_VARIABLE
-from recipe.atropos.services.process import free_port, start_service
+from recipe.atropos.utils.process import free_port, start_service
+from recipe.atropos.utils.secret import API_KEY_VARIABLE
 from recipe.atropos.weight_sync.colocated import SharedMemory
 from recipe.atropos.weight_sync.fleet import ServersGone
-from recipe.atropos.weight_sync.gateway import GatewayClient, GatewayError
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -25,7 +25,7 @@ from recipe.atropos.inference.server import (
     sglang_command,
     start_sglang,
 )
-from recipe.atropos.services.process import ServiceFailed
+from recipe.atropos.utils.process import ServiceFailed
 
 PROMPT = [20, 40, 60, 80, 100]
 ROOT = Path(__file__).resolve().parents[1]

@@ -12,9 +12,9 @@ from helpers_length_env import LONG, SHORT, answer_length
 from helpers_services import running_api
 from helpers_trainer import close, compose_config, started
 
-from recipe.atropos.environments.pace import VARIABLE
+from recipe.atropos.adapter.pace import VARIABLE
 from recipe.atropos.run_record import read_metrics
-from recipe.atropos.services.process import start_service
+from recipe.atropos.utils.process import start_service
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(280), pytest.mark.usefixtures("cluster")]
 

@@ -26,15 +26,16 @@ from safetensors.torch import load_file, save_file
 from torch.multiprocessing import reductions
 from transformers import AutoModelForCausalLM, dynamic_module_utils
 
-from recipe.atropos import scratch
 from recipe.atropos.inference.client import InferenceError, SGLangClient
 from recipe.atropos.launch_services import load_config
+from recipe.atropos.utils import scratch
 from recipe.atropos.utils.hosts import address_towards, is_this_host
-from recipe.atropos.weight_sync import distributed, servers, tensor
-from recipe.atropos.weight_sync.bucket import Bucket, Buckets
+from recipe.atropos.weight_sync import servers
 from recipe.atropos.weight_sync.colocated import SharedMemory
 from recipe.atropos.weight_sync.engine import AtroposCheckpointEngine, choose_transport
 from recipe.atropos.weight_sync.servers import WeightPushError
+from recipe.atropos.weight_sync.transports import distributed, tensor
+from recipe.atropos.weight_sync.transports.bucket import Bucket, Buckets
 
 pytestmark = pytest.mark.timeout(240)
 

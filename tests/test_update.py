@@ -19,10 +19,10 @@ from verl.trainer.config import RolloutCorrectionConfig
 from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, get_kl_controller
 from verl.utils.config import omega_conf_to_dataclass
 
-from recipe.atropos.correction import _rewards_on
-from recipe.atropos.data_proto import groups_to_data_proto
-from recipe.atropos.losses import DistillationConfig, atropos_loss
-from recipe.atropos.sampling import SamplingCheck
+from recipe.atropos.algorithm.losses import DistillationConfig, atropos_loss
+from recipe.atropos.algorithm.off_policy import _rewards_on
+from recipe.atropos.data.data_proto import groups_to_data_proto
+from recipe.atropos.data.sampling import SamplingCheck
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180), pytest.mark.usefixtures("cluster")]
 

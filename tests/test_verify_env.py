@@ -6,8 +6,8 @@ import re
 import orjson
 import pytest
 
+from recipe.atropos.commands.verify_env import Exchange, _not_sampled, verify
 from recipe.atropos.utils import debug
-from recipe.atropos.utils.verify_env import Exchange, _not_sampled, verify
 
 GSM8K, GUESS = "recipe.atropos.environments.gsm8k:GSM8kEnv", "helpers_guess_env:GuessEnv"
 

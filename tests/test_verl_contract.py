@@ -15,7 +15,7 @@ from recipe.atropos.verl_ext import algorithm, batch, device, driver, ranks
 RECIPE = Path(batch.__file__).parents[1]
 MODULES = {module.__name__.rpartition(".")[2]: module for module in (algorithm, batch, device, driver, ranks)}
 # These attach to verl: they derive from its classes, or register with it.
-ATTACHED = ("engines.py", "fsdp_workers.py", "platforms/cpu.py", "platforms/cpu_engine.py")
+ATTACHED = ("verl_ext/engines.py", "fsdp_workers.py", "verl_ext/cpu_platform.py", "verl_ext/cpu_engine.py")
 
 # How each is called: the number of positional arguments, and the names of the others.
 CALLS = {
@@ -136,7 +136,7 @@ def test_a_worker_group_binds_its_methods_by_a_generator_of_ours():
 
 
 def test_each_estimator_that_can_be_chosen_is_registered_and_takes_what_it_is_given():
-    from recipe.atropos import advantages
+    from recipe.atropos.algorithm import advantages
 
     for name in (*advantages._OF_SCORES, *advantages._OF_NO_GROUP, *advantages._TOKEN_BASELINES):
         if name == advantages.GRPO_ATROPOS:

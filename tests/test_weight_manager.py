@@ -7,7 +7,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from recipe.atropos.inference.client import InferenceError, ServerGone
-from recipe.atropos.services.process import free_port
+from recipe.atropos.utils.process import free_port
 from recipe.atropos.weight_sync.colocated import SharedMemory
 from recipe.atropos.weight_sync.manager import WeightSyncManager
 from recipe.atropos.weight_sync.servers import reported_versions

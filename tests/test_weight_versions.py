@@ -5,11 +5,11 @@ import pytest
 from helpers_sglang import make_tiny_model
 from transformers import AutoTokenizer
 
-from recipe.atropos.data_proto import groups_to_data_proto
-from recipe.atropos.environments.sampled_book import Book, trained_spans, versions_of
-from recipe.atropos.environments.weight_versions import stamp
-from recipe.atropos.metrics import staleness_metrics
-from recipe.atropos.rows import RowLimits
+from recipe.atropos.adapter.sampled_book import Book, trained_spans, versions_of
+from recipe.atropos.adapter.weight_versions import stamp
+from recipe.atropos.algorithm.metrics import staleness_metrics
+from recipe.atropos.data.data_proto import groups_to_data_proto
+from recipe.atropos.data.rows import RowLimits
 
 I = -100  # noqa: E741
 

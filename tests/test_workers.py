@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.utils.losses import ppo_loss
 
-from recipe.atropos.data_proto import groups_to_data_proto, rows_to_data_proto
-from recipe.atropos.rows import read_groups
-from recipe.atropos.sampling import SamplingCheck
-from recipe.atropos.verl_ext.actor import RankTimeout
+from recipe.atropos.data.data_proto import groups_to_data_proto, rows_to_data_proto
+from recipe.atropos.data.rows import read_groups
+from recipe.atropos.data.sampling import SamplingCheck
+from recipe.atropos.workers.actor import RankTimeout
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180), pytest.mark.usefixtures("cluster")]
 

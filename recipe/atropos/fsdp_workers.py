@@ -18,8 +18,8 @@ from verl.utils.distributed import initialize_global_process_group_ray
 from verl.utils.memory_utils import aggressive_empty_cache
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
-import recipe.atropos.engines  # noqa: F401  (registers the engines for GPUs)
-from recipe.atropos.losses import DistillationConfig, atropos_loss
+import recipe.atropos.verl_ext.engines  # noqa: F401  (registers the engines for GPUs)
+from recipe.atropos.algorithm.losses import DistillationConfig, atropos_loss
 from recipe.atropos.utils.private_process import keep_rendezvous_on_loopback
 
 
@@ -53,7 +53,7 @@ class AtroposActorWorker(ActorRolloutRefWorker):
     def init_model(self) -> None:
         keep_rendezvous_on_loopback()
         if get_device_name() == "cpu":
-            import recipe.atropos.platforms.cpu_engine  # noqa: F401  (registers the engine)
+            import recipe.atropos.verl_ext.cpu_engine  # noqa: F401  (registers the engine)
 
             # verl would name the device twice: "cpu:gloo,cpu:gloo". It keeps a group that is there.
             initialize_global_process_group_ray(backend="gloo")

@@ -10,7 +10,7 @@ what it started. Guarantees:
   several environments also without one that is given up; whichever other service ends early ends the run, with that
   service's name and last lines, and a non-zero status;
 - held-out accuracy is measured by the environments themselves, on one version of the weights from beginning to end;
-- however and whenever it ends, no process of the run is left 20 seconds later (see ``services/guardian.py``);
+- however and whenever it ends, no process of the run is left 20 seconds later (see ``utils/guardian.py``);
 - a run that trains no step for ``trainer.atropos.step_timeout`` seconds ends with an error.
 
 A run leaves what DESIGN's run contract lists in ``runs/NAME``; the same command resumes an interrupted run.
@@ -34,26 +34,29 @@ import aiohttp
 from omegaconf import DictConfig
 from rich.markup import escape
 
-from recipe.atropos import alarms
-from recipe.atropos.attention import set_attention
+from recipe.atropos.algorithm import alarms
+from recipe.atropos.checkpoint.model_card import EXPORTED, write_card
+from recipe.atropos.checkpoint.resumption import prepare_folder
+from recipe.atropos.checkpoint.start_from import Start, forget_start
 from recipe.atropos.config.compose import given_keys, given_values, load_config
+from recipe.atropos.config.env_specs import EnvironmentSpec, environment_specs
+from recipe.atropos.config.models import KEY as MODEL_KEY
+from recipe.atropos.config.models import SMALL_POLICIES, check_model, set_model_path
 from recipe.atropos.errors import ConfigurationError, expected_failure
 from recipe.atropos.inference.server import SGLangLaunch, check_launch
-from recipe.atropos.model_card import EXPORTED, write_card
-from recipe.atropos.models import KEY as MODEL_KEY
-from recipe.atropos.models import SMALL_POLICIES, check_model, set_model_path
-from recipe.atropos.preflight import check_config
-from recipe.atropos.resumption import prepare_folder
+from recipe.atropos.launcher.environment_processes import Environments, check_environments, check_target
+from recipe.atropos.launcher.evaluation import Evaluations
+from recipe.atropos.launcher.gpu_environment import check_gpu_environment
+from recipe.atropos.launcher.joining import Joining, check_key
+from recipe.atropos.launcher.placement import place_servers
+from recipe.atropos.launcher.preflight import check_config
+from recipe.atropos.launcher.progress import progress
+from recipe.atropos.launcher.services import Run, console
+from recipe.atropos.launcher.sglang import Inference, given_ports, inference_healthy, start_inference
 from recipe.atropos.run_dir import DiskFull, LineReader, RunDir, disk_is_full, read_json
 from recipe.atropos.run_record import QUEUED, account_of_groups, update_summary
-from recipe.atropos.secret import API_KEY_VARIABLE, holds_secret, secret_variables
-from recipe.atropos.services.environments import Environments, check_environments, check_target
-from recipe.atropos.services.evaluation import Evaluations
-from recipe.atropos.services.gpu_environment import check_gpu_environment
-from recipe.atropos.services.inference import Inference, given_ports, inference_healthy, start_inference
-from recipe.atropos.services.joining import Joining, check_key
-from recipe.atropos.services.placement import place_servers
-from recipe.atropos.services.process import (
+from recipe.atropos.utils.hosts import reachable
+from recipe.atropos.utils.process import (
     Service,
     ServiceFailed,
     default_port,
@@ -61,11 +64,8 @@ from recipe.atropos.services.process import (
     port_is_free,
     wait_until_healthy,
 )
-from recipe.atropos.services.progress import progress
-from recipe.atropos.services.run import Run, console
-from recipe.atropos.services.specs import EnvironmentSpec, environment_specs
-from recipe.atropos.start_from import Start, forget_start
-from recipe.atropos.utils.hosts import reachable
+from recipe.atropos.utils.secret import API_KEY_VARIABLE, holds_secret, secret_variables
+from recipe.atropos.verl_ext.attention import set_attention
 
 API_PORT = 8000  # where it is free: the address that Atropos' environments have by default
 
@@ -309,7 +309,7 @@ async def launch(
         raise failure
     total = config.trainer.total_training_steps
     update_summary(directory, {"seconds_in_all": time.monotonic() - started, "finished_steps": total})
-    from recipe.atropos.utils.plots import plot_reward  # here: matplotlib takes a second
+    from recipe.atropos.launcher.plots import plot_reward  # here: matplotlib takes a second
 
     plot_reward(directory)
 

@@ -16,17 +16,17 @@ from concurrent.futures import Future
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from recipe.atropos import scratch
-from recipe.atropos.attention import set_attention
+from recipe.atropos.checkpoint.resumption import prepare_folder
 from recipe.atropos.config.compose import load_config
-from recipe.atropos.device import BUCKET_MEGABYTES, device_of, platform_variables
+from recipe.atropos.config.models import check_model, set_model_path
 from recipe.atropos.errors import ConfigurationError, expected_failure, one_line_errors
-from recipe.atropos.models import check_model, set_model_path
-from recipe.atropos.preflight import check_config, check_services
-from recipe.atropos.resumption import prepare_folder
+from recipe.atropos.launcher.preflight import check_config, check_services
 from recipe.atropos.run_dir import DiskFull, RunDir
+from recipe.atropos.utils import scratch
+from recipe.atropos.utils.device import BUCKET_MEGABYTES, device_of, platform_variables
 from recipe.atropos.utils.hosts import is_this_host, joins_cluster, loopback_variables
 from recipe.atropos.utils.private_process import take_secret_flags
+from recipe.atropos.verl_ext.attention import set_attention
 
 
 def run(config: DictConfig) -> None:
@@ -69,8 +69,8 @@ def run(config: DictConfig) -> None:
 def _train(config: DictConfig) -> None:
     import ray
 
-    from recipe.atropos.local_ray import keep_logs, start_ray
     from recipe.atropos.ray_trainer import RayGRPOAtroposTrainer
+    from recipe.atropos.utils.local_ray import keep_logs, start_ray
     from recipe.atropos.verl_ext.driver import get_ppo_ray_runtime_env, omega_conf_to_dataclass
 
     init = OmegaConf.to_container(config.ray_kwargs.ray_init)
@@ -106,7 +106,7 @@ def export_model(folder: RunDir) -> None:
         DiskFull: the same command exports it, once there is room.
     """
     try:
-        from recipe.atropos.export import export_last
+        from recipe.atropos.checkpoint.export import export_last
 
         if (exported := export_last(folder)) is not None:
             print(f"model exported to {exported}", flush=True)

@@ -17,25 +17,32 @@ import torch
 from omegaconf import open_dict
 from tqdm import tqdm
 
-from recipe.atropos import alarms
-from recipe.atropos.advantages import AdvantageConfig, RunningMoments, compute_advantages, subtract_kl
-from recipe.atropos.checkpoints import Checkpoints, step_of
-from recipe.atropos.correction import compare_with_engine, correct_rollout
-from recipe.atropos.data_proto import rows_to_data_proto
+from recipe.atropos.algorithm import alarms
+from recipe.atropos.algorithm.advantages import AdvantageConfig, RunningMoments, compute_advantages, subtract_kl
+from recipe.atropos.algorithm.losses import DistillationConfig
+from recipe.atropos.algorithm.metrics import batch_metrics, staleness_metrics
+from recipe.atropos.algorithm.mini_batches import lay_out
+from recipe.atropos.algorithm.off_policy import compare_with_engine, correct_rollout
+from recipe.atropos.checkpoint.resumption import model_identity
+from recipe.atropos.checkpoint.store import Checkpoints, step_of
+from recipe.atropos.data.data_proto import rows_to_data_proto
+from recipe.atropos.data.replay import NoServers, RecordedSource, write_batch
+from recipe.atropos.data.rows import (
+    ConversionReport,
+    Group,
+    Row,
+    RowLimits,
+    VersionLimits,
+    environment_name,
+    read_groups,
+)
+from recipe.atropos.data.sampling import SamplingCheck
 from recipe.atropos.data_source import DataSource, DataSourceConfig, Registration
 from recipe.atropos.errors import NothingToTrain, secondary_errors
 from recipe.atropos.evaluated import wait_until_evaluated
-from recipe.atropos.losses import DistillationConfig
-from recipe.atropos.metrics import batch_metrics, staleness_metrics
-from recipe.atropos.mini_batches import lay_out
-from recipe.atropos.recorded import NoServers, RecordedSource, write_batch
-from recipe.atropos.resumption import model_identity
-from recipe.atropos.rows import ConversionReport, Group, Row, RowLimits, VersionLimits, environment_name, read_groups
 from recipe.atropos.run_dir import RunDir, rewrite_lines, write_atomic
 from recipe.atropos.run_record import RunRecord, heldout_scores
-from recipe.atropos.sampling import SamplingCheck
-from recipe.atropos.secret import public_config
-from recipe.atropos.verl_ext.actor import ActorGroup
+from recipe.atropos.utils.secret import public_config
 from recipe.atropos.verl_ext.algorithm import (
     agg_loss,
     compute_data_metrics,
@@ -48,6 +55,7 @@ from recipe.atropos.verl_ext.algorithm import (
 from recipe.atropos.verl_ext.batch import DataProto
 from recipe.atropos.verl_ext.driver import Tracking, marked_timer, should_save_ckpt_esi
 from recipe.atropos.weight_sync.build import build_manager
+from recipe.atropos.workers.actor import ActorGroup
 
 logger = logging.getLogger(__name__)
 

@@ -41,7 +41,7 @@ class RunTotals:
     seconds: float = 0.0
     seconds_per_phase: dict[str, float] = field(default_factory=dict)
     dropped: dict[str, int] = field(default_factory=dict)
-    alarms: dict[str, dict[str, Any]] = field(default_factory=dict)  # by name, see alarms.py
+    alarms: dict[str, dict[str, Any]] = field(default_factory=dict)  # by name, see algorithm/alarms.py
 
 
 # In summary.json, over all processes of the run: groups of steps that no checkpoint held when the run was resumed, and

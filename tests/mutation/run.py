@@ -49,20 +49,20 @@ _PUSH = ["test_push.py", "test_weight_manager.py"]
 
 # Each module, under recipe/atropos, and the test files that cover it, those that are most likely to fail first.
 TESTS = {
-    "rows.py": _ROWS,
-    "data_proto.py": _ROWS,
-    "advantages.py": ["test_estimators.py"],
-    "losses.py": ["test_losses.py"],
-    "mini_batches.py": ["test_mini_batches.py"],
-    "correction.py": ["test_correction.py", "test_sampling.py"],
-    "sampling.py": ["test_sampling.py"],
-    "metrics.py": ["test_metrics.py", "test_weight_versions.py", "test_estimators.py"],
-    "environments/sampled.py": _SAMPLED,
-    "environments/sampled_book.py": _SAMPLED,
-    "environments/sampled_calls.py": _SAMPLED,
+    "data/rows.py": _ROWS,
+    "data/data_proto.py": _ROWS,
+    "algorithm/advantages.py": ["test_estimators.py"],
+    "algorithm/losses.py": ["test_losses.py"],
+    "algorithm/mini_batches.py": ["test_mini_batches.py"],
+    "algorithm/off_policy.py": ["test_correction.py", "test_sampling.py"],
+    "data/sampling.py": ["test_sampling.py"],
+    "algorithm/metrics.py": ["test_metrics.py", "test_weight_versions.py", "test_estimators.py"],
+    "adapter/sampled.py": _SAMPLED,
+    "adapter/sampled_book.py": _SAMPLED,
+    "adapter/sampled_calls.py": _SAMPLED,
     "weight_sync/push.py": _PUSH,
     "weight_sync/manager.py": _PUSH,
-    "weight_sync/bucket.py": ["test_push.py", "test_transports.py"],
+    "weight_sync/transports/bucket.py": ["test_push.py", "test_transports.py"],
 }
 
 # What the tests import that is not ours, so that a fork need not.
@@ -196,7 +196,7 @@ def preload() -> None:
     import torch
 
     torch.set_num_threads(1)
-    assert pytest and not any(name.startswith("recipe.atropos.rows") for name in sys.modules)
+    assert pytest and not any(name.startswith("recipe.atropos.data.rows") for name in sys.modules)
     for file in TESTS:
         module = "recipe.atropos." + file.removesuffix(".py").replace("/", ".")
         if module in sys.modules:
@@ -346,7 +346,9 @@ def main() -> int:
         "--named", nargs="?", const="", help="the named ones alone, or those whose name fits this expression"
     )
     parser.add_argument("--sampled", action="store_true", help="the sample alone")
-    parser.add_argument("--files", nargs="+", default=[], help="these modules alone, e.g. rows.py weight_sync/push.py")
+    parser.add_argument(
+        "--files", nargs="+", default=[], help="these modules alone, e.g. data/rows.py weight_sync/push.py"
+    )
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--python", default=str(ROOT / ".venv-mutation/bin/python"), help="one with Cosmic Ray")
     options = parser.parse_args()

@@ -16,9 +16,9 @@ from typing import Any
 
 from atroposlib.envs.base import BaseEnv
 
+from recipe.atropos.adapter.flags import UsageError, take_flag
 from recipe.atropos.environments.word_problems import load_problems
 from recipe.atropos.utils.env_adapter import adapt, run, wrong_usage
-from recipe.atropos.utils.env_flags import UsageError, take_flag
 
 _FILE = Path("environments") / "gsm8k_server.py"
 _NAMES = ("gsm8k", "openai/gsm8k")  # on the hub

@@ -15,8 +15,8 @@ import yaml
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup
 from pydantic import Field
 
-from recipe.atropos.environments.sampled import group_of_nodes
-from recipe.atropos.sampling import default_temperature
+from recipe.atropos.adapter.sampled import group_of_nodes
+from recipe.atropos.data.sampling import default_temperature
 from recipe.atropos.utils.env_adapter import adapt
 
 Problem = dict[str, Any]  # question, answer, metadata: reasoning-gym's own

@@ -40,10 +40,10 @@ from aiohttp import hdrs, web
 from multidict import CIMultiDict
 from yarl import URL
 
-from recipe.atropos.inference.adapted import GENERATES, AdaptedPolicy, CannotName
 from recipe.atropos.inference.affinity import PrefixAffinity
+from recipe.atropos.inference.lora_routing import GENERATES, AdaptedPolicy, CannotName
 from recipe.atropos.inference.pool import NothingAdmitted, Server, ServerPool
-from recipe.atropos.secret import API_KEY_VARIABLE
+from recipe.atropos.utils.secret import API_KEY_VARIABLE
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ import os
 import subprocess
 from pathlib import Path
 
-from recipe.atropos.device import without_expandable_segments
 from recipe.atropos.errors import LaunchError
+from recipe.atropos.utils.device import without_expandable_segments
 from recipe.atropos.utils.machine import versions_in
 
 _PACKAGE = "torch-memory-saver"

@@ -17,13 +17,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from recipe.atropos.device import nccl_variables, visible_gpus, without_gpus
 from recipe.atropos.errors import LaunchError
 from recipe.atropos.inference.client import SGLangClient
 from recipe.atropos.inference.memory_saver import check_saver, saver_variables
-from recipe.atropos.secret import secret_variables, split_secret_flags
-from recipe.atropos.services.process import Service, free_port, port_is_free, start_service, wait_until_healthy
 from recipe.atropos.utils import private_process
+from recipe.atropos.utils.device import nccl_variables, visible_gpus, without_gpus
+from recipe.atropos.utils.process import Service, free_port, port_is_free, start_service, wait_until_healthy
+from recipe.atropos.utils.secret import secret_variables, split_secret_flags
 
 PYTHON_VARIABLE = "ATROPOS_SGLANG_PYTHON"
 CPU_SHIM = Path(__file__).resolve().parent / "cpu_shim"

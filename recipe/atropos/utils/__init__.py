@@ -1,1 +1,1 @@
-"""Tools around the trainer that it does not import."""
+"""Leaves that know nothing of training, and two entry points: ``debug`` and ``env_adapter``."""

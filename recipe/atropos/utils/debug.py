@@ -10,7 +10,7 @@ prints one trajectory, each token colored by mask, logprob and advantage. ``repl
 configuration, without Trajectory API, environment and SGLang, into ``runs/NAME-replay``, and says whether the weights
 became the same: on a CPU they do; on GPUs set ``actor_rollout_ref.actor.fsdp_config.full_determinism=true`` in both.
 
-``export`` writes the model of a checkpoint as a folder in Hugging Face format (``recipe/atropos/export.py``).
+``export`` writes the model of a checkpoint as a folder in Hugging Face format (``checkpoint/export.py``).
 
 ``verify-env`` has an environment roll out one item with a running SGLang server, and shows what each side saw and what
 the trainer would read of it; keys are fields of the environment's configuration. Exit status 0 only if there is
@@ -33,16 +33,16 @@ from rich.table import Table
 from rich.text import Text
 from transformers import AutoConfig, AutoTokenizer
 
-from recipe.atropos.advantages import AdvantageConfig, RunningMoments, compute_advantages
-from recipe.atropos.data_proto import groups_to_data_proto
+from recipe.atropos.algorithm.advantages import AdvantageConfig, RunningMoments, compute_advantages
+from recipe.atropos.checkpoint.export import add_arguments as add_export_arguments
+from recipe.atropos.checkpoint.export import export
+from recipe.atropos.commands import plan as memory_plan
+from recipe.atropos.data.data_proto import groups_to_data_proto
+from recipe.atropos.data.replay import read_batch
+from recipe.atropos.data.rows import RowLimits, environment_name
 from recipe.atropos.data_source import DataSourceError
 from recipe.atropos.errors import ConfigurationError, one_line_errors
-from recipe.atropos.export import add_arguments as add_export_arguments
-from recipe.atropos.export import export
-from recipe.atropos.recorded import read_batch
-from recipe.atropos.rows import RowLimits, environment_name
 from recipe.atropos.run_dir import RunDir
-from recipe.atropos.utils import memory_plan
 from recipe.atropos.utils.env_adapter import EnvironmentTargetError
 from recipe.atropos.verl_ext.batch import DataProto
 
@@ -233,7 +233,7 @@ def verify_env(arguments: argparse.Namespace, console: Console) -> bool:
     Raises:
         ConfigurationError: the environment has no such configuration.
     """
-    from recipe.atropos.utils import verify_env
+    from recipe.atropos.commands import verify_env
 
     overrides = OmegaConf.to_container(OmegaConf.from_dotlist(arguments.overrides))
     try:

@@ -20,21 +20,21 @@ from typing import NoReturn
 
 from atroposlib.envs.base import BaseEnv
 
-from recipe.atropos.environments.checked import Checked
-from recipe.atropos.environments.durable import Durable
-from recipe.atropos.environments.evaluation import Evaluating
-from recipe.atropos.environments.lifecycle import Lifecycle
-from recipe.atropos.environments.pacing import Paced
-from recipe.atropos.environments.registration import Registered
-from recipe.atropos.environments.reporting import Reporting
-from recipe.atropos.environments.sampled import SampledTokens
-from recipe.atropos.environments.shaping import shaped_by
-from recipe.atropos.environments.teacher import Taught
-from recipe.atropos.environments.weight_versions import WeightVersions
+from recipe.atropos.adapter.checked import Checked
+from recipe.atropos.adapter.durable import Durable
+from recipe.atropos.adapter.evaluation import Evaluating
+from recipe.atropos.adapter.flags import CommandLine, UsageError, take_flag
+from recipe.atropos.adapter.lifecycle import Lifecycle
+from recipe.atropos.adapter.pacing import Paced
+from recipe.atropos.adapter.registration import Registered
+from recipe.atropos.adapter.reporting import Reporting
+from recipe.atropos.adapter.reward_bridge import RewardBridge, RewardBridgeError, read_bridge
+from recipe.atropos.adapter.sampled import SampledTokens
+from recipe.atropos.adapter.shaping import shaped_by
+from recipe.atropos.adapter.teacher import Taught
+from recipe.atropos.adapter.weight_versions import WeightVersions
 from recipe.atropos.errors import AtroposError, one_line_errors
-from recipe.atropos.utils.env_flags import CommandLine, UsageError, take_flag
 from recipe.atropos.utils.private_process import hide_in_output, take_secret_flags
-from recipe.atropos.utils.reward_bridge import RewardBridge, RewardBridgeError, read_bridge
 
 # In front of the environment, in the order in which calls pass through them. The command line and the life of the
 # process stand around everything; Reporting before all that count; Checked before SampledTokens, which reads rows of

@@ -6,12 +6,12 @@ from functools import partial
 import torch
 from omegaconf import DictConfig
 
-from recipe.atropos.rows import Row
+from recipe.atropos.data.rows import Row
+from recipe.atropos.inference.gateway_client import GatewayClient
 from recipe.atropos.run_dir import RunDir
 from recipe.atropos.verl_ext.ranks import RayWorkerGroup
 from recipe.atropos.weight_sync.colocated import SharedMemory
 from recipe.atropos.weight_sync.fleet import FleetSyncManager, ServerFleet
-from recipe.atropos.weight_sync.gateway import GatewayClient
 from recipe.atropos.weight_sync.manager import WeightSyncManager
 from recipe.atropos.weight_sync.probe import Probe
 from recipe.atropos.weight_sync.servers import reported_versions

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from recipe.atropos.inference.client import InferenceError, SGLangClient
-from recipe.atropos.weight_sync.bucket import NamedTensors
 from recipe.atropos.weight_sync.servers import WeightPushError
+from recipe.atropos.weight_sync.transports.bucket import NamedTensors
 
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _PART_OF = {part: (fused, i) for fused, parts in _FUSED.items() for i, part in enumerate(parts)}

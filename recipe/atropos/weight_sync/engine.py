@@ -13,20 +13,20 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from recipe.atropos.checkpoint_format import CheckpointError, read_shapes
+from recipe.atropos.checkpoint.format import CheckpointError, read_shapes
 from recipe.atropos.inference.client import Capabilities, SGLangClient
 from recipe.atropos.utils.hosts import is_this_host
 from recipe.atropos.verl_ext.device import PrecisionType, get_device_name
 from recipe.atropos.verl_ext.ranks import CheckpointEngine, CheckpointEngineRegistry
-from recipe.atropos.weight_sync.adapter import AdapterTransport
 from recipe.atropos.weight_sync.checksums import WeightChecksums
-from recipe.atropos.weight_sync.disk import DiskTransport
-from recipe.atropos.weight_sync.distributed import DistributedTransport
 from recipe.atropos.weight_sync.names import PushedNames, Streamed
 from recipe.atropos.weight_sync.push import Transport, push
 from recipe.atropos.weight_sync.served_model import check_model, served_path
 from recipe.atropos.weight_sync.servers import WeightPushError, on_all
-from recipe.atropos.weight_sync.tensor import TensorTransport
+from recipe.atropos.weight_sync.transports.disk import DiskTransport
+from recipe.atropos.weight_sync.transports.distributed import DistributedTransport
+from recipe.atropos.weight_sync.transports.lora import AdapterTransport
+from recipe.atropos.weight_sync.transports.tensor import TensorTransport
 
 logger = logging.getLogger(__name__)
 

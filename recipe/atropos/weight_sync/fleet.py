@@ -22,11 +22,11 @@ from ray.exceptions import GetTimeoutError, RayTaskError
 
 from recipe.atropos.errors import AtroposError
 from recipe.atropos.inference.client import InferenceError, SGLangClient
+from recipe.atropos.inference.gateway_client import GatewayClient
 from recipe.atropos.verl_ext.ranks import RayWorkerGroup
-from recipe.atropos.weight_sync.adapter import adapter_name
-from recipe.atropos.weight_sync.gateway import GatewayClient
 from recipe.atropos.weight_sync.manager import WeightSyncManager
 from recipe.atropos.weight_sync.servers import WeightPushError
+from recipe.atropos.weight_sync.transports.lora import adapter_name
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from recipe.atropos.data.rows import Row
 from recipe.atropos.inference.client import SGLangClient
-from recipe.atropos.rows import Row
 from recipe.atropos.weight_sync.servers import WeightPushError, pause_all
 
 _PROMPT_TOKENS = 48

@@ -22,9 +22,9 @@ from typing import Protocol
 import torch
 
 from recipe.atropos.inference.client import SGLangClient
-from recipe.atropos.weight_sync.bucket import NamedTensors
 from recipe.atropos.weight_sync.checksums import WeightChecksums
 from recipe.atropos.weight_sync.servers import WeightPushError, on_all
+from recipe.atropos.weight_sync.transports.bucket import NamedTensors
 
 
 class Transport(Protocol):

@@ -1,0 +1,77 @@
+"""Whether an environment fits the trainer and the policy: sizes that can be packed, one tokenizer on both sides."""
+
+import contextlib
+from itertools import count
+from typing import Any
+
+from atroposlib.envs.server_handling.sglang_server import SGLangServer
+
+from recipe.atropos.adapter.errors import EnvironmentFailure
+from recipe.atropos.inference.client import InferenceError, SGLangClient
+
+_ANSWER = 10.0  # s for the server
+_PROBE = "Solve 12 + 7 = 19 \\boxed{19}, naïvely.\n\tdef f(x): return [x] # 日本 🙂"
+
+
+class Unknown(Exception):
+    """Tokenizers that cannot be compared: not yet, or, where ``finally_``, never with this server."""
+
+    def __init__(self, message: str, finally_: bool):
+        super().__init__(message)
+        self.finally_ = finally_
+
+
+def check_sizes(group_size: int, max_token_length: int, batch_size: int, max_token_len: int, api_url: str) -> None:
+    """The environment's group size and length (tokens) against what the trainer told the Trajectory API.
+
+    -1 is unknown, and fits.
+
+    Raises:
+        EnvironmentFailure: groups that never fill a batch exactly, or sequences longer than the trainer takes.
+    """
+    if batch_size > 0 and batch_size % group_size:
+        fitting = ", ".join(str(n) for n in range(2, min(batch_size, 64) + 1) if batch_size % n == 0)
+        raise EnvironmentFailure(
+            f"--env.group_size={group_size}: groups of {group_size} never fill the trainer's batch of {batch_size} "
+            f"sequences exactly (from {api_url}); give one of {fitting}, or change the trainer's batch"
+        )
+    if 0 < max_token_len < max_token_length:
+        raise EnvironmentFailure(
+            f"--env.max_token_length={max_token_length} is more than the {max_token_len} tokens that the trainer takes "
+            f"(from {api_url}): longer sequences would be dropped; give --env.max_token_length={max_token_len}, or "
+            "raise the trainer's prompt and response lengths"
+        )
+
+
+async def check_tokenizer(server: SGLangServer, tokenizer: Any, name: str) -> None:
+    """Both tokenizers of this side, the environment's (called ``name``) and the server handle's, against the policy's.
+
+    Raises:
+        EnvironmentFailure: one of them encodes otherwise than the server.
+        Unknown: the server does not answer, or cannot say.
+    """
+    url = server.config.base_url.removesuffix("/").removesuffix("/v1")
+    text = _PROBE
+    if getattr(tokenizer, "chat_template", None):
+        with contextlib.suppress(Exception):  # a template that wants more than one message of a user
+            text = tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False)
+    try:
+        async with SGLangClient(url, server.config.api_key or None, timeout=_ANSWER) as client:
+            theirs = await client.tokenize(text)
+            info = await client.model_info()
+    except InferenceError as error:
+        raise Unknown(str(error), finally_=error.status in (400, 404, 405, 422, 501)) from error
+    policy = info.get("tokenizer_path") or info.get("model_path")
+    config = server.config
+    if config.tokenizer_name == "none":
+        handle = ("--openai.model_name", config.model_name)
+    else:
+        handle = ("--openai.tokenizer_name", config.tokenizer_name)
+    for (flag, named), used in ((("--env.tokenizer_name", name), tokenizer), (handle, server.tokenizer)):
+        ours = used.encode(text, add_special_tokens=False)
+        if ours != theirs:
+            i = next(i for i in count() if ours[i : i + 1] != theirs[i : i + 1])
+            raise EnvironmentFailure(
+                f"{flag}={named} is not the tokenizer of the policy at {url}, which is {policy}: they encode a text as "
+                f"{ours[i : i + 5]} and {theirs[i : i + 5]}, from token {i} on; give {flag}={policy}"
+            )

@@ -1,0 +1,134 @@
+"""An environment's defaults, where neither its flags nor its file of ``--config`` give a value.
+
+Guarantees, the first three for servers over plain http, as a run's are; each is said in a line, and a server that does
+not answer too:
+
+- the type is "sglang" where the environment leaves "openai", whose replies have no tokens;
+- the key is ``$ATROPOS_API_KEY`` where the environment has none, or "x";
+- model and tokenizer are those that the server, or the gateway before it, serves, whatever the environment has as
+  defaults: it is asked, and waited for while the trainer has not pushed yet. Where none answers, the defaults stay;
+- wandb is off where nobody has logged in to it: it would end the environment;
+- one that serves does so until it is ended, not for BaseEnv's 1,000 steps: a longer run would wait for it in vain.
+"""
+
+import contextlib
+import functools
+import json
+import os
+import socket
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from atroposlib.envs.base import APIServerConfig, BaseEnvConfig
+
+from recipe.atropos.adapter.errors import EnvironmentFailure
+from recipe.atropos.utils.secret import API_KEY_VARIABLE
+
+_UNTIL_ENDED = 10**9
+_CONNECT_SECONDS = 5.0
+_ANSWER_SECONDS = 900.0  # above what the gateway holds a request for, while no server has the trainer's weights
+
+
+class WrongKey(EnvironmentFailure):
+    """The server asks for a key, and not for this one."""
+
+
+def complete(
+    env: BaseEnvConfig,
+    servers: list[APIServerConfig],
+    given: Mapping[str, Any],
+    env_given: Mapping[str, Any],
+    serves: bool = True,
+) -> tuple[BaseEnvConfig, list[APIServerConfig]]:
+    """The defaults of an environment with what its servers can tell; ``given`` and ``env_given`` stay as they are.
+
+    ``given``: by flags and file, of the servers; ``env_given``: of the environment. ``serves``: it is to serve.
+
+    Raises:
+        WrongKey: names the variable.
+    """
+    if env.use_wandb and "use_wandb" not in env_given and not _wandb_is_set_up():
+        _say("nobody has logged in to wandb here (--env.use_wandb=false)")
+        env = env.model_copy(update={"use_wandb": False})
+    if serves and "total_steps" not in env_given:
+        _say(f"it serves until it is ended (--env.total_steps={_UNTIL_ENDED})")
+        env = env.model_copy(update={"total_steps": _UNTIL_ENDED})
+    completed = [_complete(server, given) for server in servers]
+    first = completed[0].model_copy(update=dict(given))
+    names = {"model_name", "tokenizer_name"} - {*given, *(["tokenizer_name"] if "tokenizer_name" in env_given else [])}
+    url = first.base_url or ""
+    if not names or not _is_plain(url):
+        return env, completed
+    if (found := served_model(url, first.api_key or None)) is None:
+        _say(f"no server answers at {url}: the policy stays {first.model_name}, and its tokenizer {env.tokenizer_name}")
+        return env, completed
+    model, tokenizer = found
+    if "model_name" in names and first.model_name != model:
+        _say(f"the policy is {model}, by {url} (--openai.model_name)")
+        completed = [server.model_copy(update={"model_name": model}) for server in completed]
+    if "tokenizer_name" not in env_given and env.tokenizer_name != tokenizer:
+        _say(f"its tokenizer is {tokenizer} (--env.tokenizer_name)")
+        env = env.model_copy(update={"tokenizer_name": tokenizer})
+    return env, completed
+
+
+def _complete(server: APIServerConfig, given: Mapping[str, Any]) -> APIServerConfig:
+    url = given.get("base_url", server.base_url) or ""
+    changes: dict[str, Any] = {}
+    if _is_plain(url) and "server_type" not in given and server.server_type == "openai":
+        _say(f"{url} is taken for an SGLang server (--openai.server_type=sglang)")
+        changes["server_type"] = "sglang"
+    key = os.environ.get(API_KEY_VARIABLE)
+    if key and _is_plain(url) and "api_key" not in given and server.api_key in (None, "", "x"):
+        changes["api_key"] = key
+    return server.model_copy(update=changes)
+
+
+def _wandb_is_set_up() -> bool:
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE"):
+        return True
+    try:
+        return "wandb" in (Path(os.environ.get("NETRC") or "~/.netrc").expanduser()).read_text()
+    except OSError:
+        return False
+
+
+def _is_plain(url: str) -> bool:
+    return urlsplit(url).scheme == "http"
+
+
+@functools.cache
+def served_model(base_url: str, api_key: str | None) -> tuple[str, str] | None:
+    """Model and tokenizer, names or folders, of the SGLang server at ``base_url``; None where none answers.
+
+    Raises:
+        WrongKey: it answers 401 or 403.
+    """
+    url = f"{base_url.removesuffix('/').removesuffix('/v1')}/model_info"
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    parts = urlsplit(url)
+    with contextlib.suppress(OSError, ValueError):
+        socket.create_connection((parts.hostname, parts.port or 80), timeout=_CONNECT_SECONDS).close()
+        try:
+            with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=_ANSWER_SECONDS) as reply:
+                info = json.loads(reply.read())
+        except urllib.error.HTTPError as error:
+            if error.code in (401, 403):
+                raise WrongKey(
+                    f"{url} answers HTTP {error.code}: give the run's key as {API_KEY_VARIABLE}, or as --openai.api_key"
+                ) from error
+            return None
+        if model := info.get("model_path"):
+            return model, info.get("tokenizer_path") or model
+    return None
+
+
+@functools.cache
+def _say(text: str) -> None:
+    """Once: an environment's defaults are asked for several times."""
+    print(f"adapter: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,409 @@
+"""What an environment inherits from BaseEnv, mended: it outlives the API, and loses nothing without a count.
+
+    class MyEnv(Reporting, ..., Durable): ...       # in the place of BaseEnv
+    class Mended(Reporting, ..., TheirEnv, Durable): ...    # behind an environment: its own methods stay in force
+
+- The Trajectory API may come late, or die and come back with nothing: the environment waits for it (``api_patience``,
+  and ``trainer_patience`` for the trainer, without whom it lets nobody in), says each minute for what, and registers
+  again. Nobody registers again with an API that only answered late: one that refuses connections, or that no longer
+  knows the environment, was restarted. What it had in its queue then is gone, and counted as ``lost_with_api``.
+- A group stays in its worker until the API has taken it, and is posted again where that failed. So what waits is as
+  many groups as there are workers, nothing new begins meanwhile, and groups keep the order that ``Paced`` gives them.
+  Nothing is posted to an API that has not let the environment in: it would refuse the trainer from then on. A POST
+  that got no answer within minutes is sent again, though the API may have taken it.
+- What the API refuses (4xx) is counted as ``not_sent/http_STATUS``, what it did not take in time as
+  ``not_sent/api_unreachable``; groups that it keeps apart, for they have another size than the environment's, as
+  ``buffered``.
+- A group is not sent, and counted, where BaseEnv only warns: ``not_sent/wrong_size``, ``equal_scores``, ``too_long``.
+- An item whose rollout fails keeps its place and is tried again after each of ``retry_seconds``; then it is counted as
+  ``failed/EXCEPTION``. So is one that takes longer than ``worker_timeout``, a time that ends when sending begins.
+- SGLang servers get no health completions: one that is down is met by a call's own retries.
+"""
+
+import asyncio
+import inspect
+import logging
+import math
+import os
+import time
+import traceback
+from collections.abc import Awaitable, Sequence
+from typing import Any
+
+import aiohttp
+from atroposlib.envs.base import BaseEnv, BaseEnvConfig
+from atroposlib.envs.server_handling.sglang_server import SGLangServer
+from tenacity import RetryError
+
+from recipe.atropos.adapter.api_client import ApiRefused, Patience, ask, compressed, refuses_connections
+from recipe.atropos.adapter.checked import Refused, check_rows, to_json
+from recipe.atropos.adapter.compatibility import check_sizes
+from recipe.atropos.adapter.errors import EnvironmentFailure
+from recipe.atropos.adapter.pace import GROUPS_VARIABLE
+from recipe.atropos.adapter.sampled_book import ITEM, Item
+
+logger = logging.getLogger(__name__)
+
+_SERVER_ERRORS = 5  # answers 5xx to one POST, until it is given up
+_REFUSALS = 3  # of the status of an environment that has just registered, until it ends
+_LONGEST_POST = 60.0  # s until a POST without an answer is sent again
+_LONGEST_PAUSE = 10.0  # s between two POSTs of one group
+_IGNORED = -100
+
+
+class Durable(BaseEnv):
+    """See the module. ``Reporting`` goes before it."""
+
+    api_patience = 300.0  # s without an answer from the API, until the environment ends
+    trainer_patience = 3600.0  # s without a trainer
+    retry_seconds = (1.0, 3.0, 9.0)  # before the second, third, fourth try of an item
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.__in_contact = asyncio.Event()  # not so: register again before anything else
+        self.__in_contact.set()
+        self.__said: set[tuple[str, ...]] = set()  # kinds of failures whose traceback is in the log
+        for server in self.server.servers:
+            if isinstance(server, SGLangServer):
+                server.config.health_check = False
+
+    # ------------------------------------------------------------------ the Trajectory API
+
+    async def __ask(self, method: str, path: str, payload: Any = None) -> Any:
+        """The API's answer, as soon as there is one; ApiRefused for one that is an error."""
+        url = f"{self.config.rollout_server_url}{path}"
+        patience = Patience(self.api_patience)
+        while True:
+            try:
+                return await ask(method, url, payload)
+            except aiohttp.InvalidURL as error:
+                raise EnvironmentFailure(
+                    f"--env.rollout_server_url={url}: no address; give http://HOST:PORT"
+                ) from error
+            except (aiohttp.ClientError, TimeoutError) as error:
+                self.__note_refused_connection(error)
+                await patience.pause(f"the Trajectory API at {url} does not answer ({_said(error)}); is run-api up?")
+
+    def __note_refused_connection(self, error: Exception) -> None:
+        if refuses_connections(error) and hasattr(self, "env_id"):
+            self.__lose_contact("refuses connections")
+
+    def __lose_contact(self, how: str) -> None:
+        if self.__in_contact.is_set():
+            self.__in_contact.clear()
+            queued = getattr(self, "status_dict", {}).get("self_queue_size", 0)
+            self.report.count("api_lost")
+            self.report.count("lost_with_api", queued)
+            what = "%s: the Trajectory API %s; about %d groups in its queue are lost; will register again"
+            logger.warning(what, self.report.name, how, queued)
+
+    async def _register_env(self) -> dict[str, Any]:
+        """The API's answer to a registration that it took."""
+        name = self.config.wandb_name or self.report.name
+        patience = Patience(self.trainer_patience)
+        while True:
+            registration = {
+                "max_token_length": self.config.max_token_length,
+                "desired_name": name,
+                "weight": self.config.inference_weight,
+                "min_batch_allocation": self.config.min_batch_allocation,
+                "group_size": self.config.group_size,
+            }
+            what = "a registration at the Trajectory API"
+            try:
+                answer = await self.__ask("POST", "/register-env", registration)
+                if answer["status"] == "success":
+                    return answer
+                what = f"{what}, which says {answer['status']!r}"
+            except ApiRefused as error:
+                if error.status < 500:
+                    raise EnvironmentFailure(f"{what} of {registration} was refused: {error}") from error
+                what = f"{what}, which answered {error}"
+            await patience.pause(f"{self.report.name} waits for {what}")
+
+    async def register_env(self) -> None:
+        """Also for another time: then what the environment has is newer than any checkpoint, and its name stays."""
+        if hasattr(self, "env_id"):
+            self.env_id = (await self._register_env())["env_id"]
+            self.report.count("registered_again")
+            logger.warning("%s: registered again, as number %d", self.report.name, self.env_id)
+        else:
+            await super().register_env()
+        self.__in_contact.set()
+
+    async def setup_wandb(self) -> None:
+        if self.config.use_wandb:
+            patience = Patience(self.trainer_patience)
+            while (await self.__ask("GET", "/wandb_info"))["project"] is None:
+                await patience.pause(f"{self.report.name} waits for a trainer to name the wandb project")
+        await super().setup_wandb()
+
+    async def get_server_info(self) -> None:
+        """The trainer's batch size and length, in force here.
+
+        Raises:
+            EnvironmentFailure: the environment's own do not fit them.
+        """
+        info = await self.__ask("GET", "/info")
+        if info["batch_size"] != -1:
+            self.config.batch_size = info["batch_size"]
+        if info["max_token_len"] != -1:
+            self.max_token_len = info["max_token_len"]
+        check_sizes(
+            self.config.group_size,
+            self.config.max_token_length,
+            self.config.batch_size,
+            self.max_token_len,
+            self.config.rollout_server_url,
+        )
+
+    async def get_status(self) -> None:
+        status, refusals = None, 0
+        while status is None:
+            if not self.__in_contact.is_set():
+                await self.register_env()
+                await self.get_server_info()
+            try:
+                status = await self.__ask("GET", "/status-env", {"env_id": self.env_id})
+            except ApiRefused as error:
+                refusals += 1
+                if refusals == _REFUSALS:
+                    raise EnvironmentFailure(
+                        f"{self.report.name}: the Trajectory API answers {error}, again and again, to an environment "
+                        f"that has just registered; is --env.inference_weight={self.config.inference_weight} positive?"
+                    ) from error
+                self.__lose_contact(f"does not know environment {self.env_id} ({error})")
+            if not self.__in_contact.is_set():
+                status = None  # the answer of another life of the API
+        self.status_dict = status
+        self.max_num_workers = self.config.max_num_workers
+        if self.max_num_workers == -1:
+            self.max_num_workers = self.config.max_num_workers_per_node * len(self.server.servers)
+            if self.config.max_num_workers_per_node == BaseEnvConfig().max_num_workers_per_node:
+                self.max_num_workers = int(os.environ.get(GROUPS_VARIABLE) or self.max_num_workers)
+        await self.server.update_weight(status["env_weight"])
+
+    async def say_goodbye(self) -> None:
+        if hasattr(self, "env_id") and self.__in_contact.is_set():
+            url = f"{self.config.rollout_server_url}/disconnect-env"
+            await ask("POST", url, {"env_id": self.env_id})
+
+    # ------------------------------------------------------------------ items
+
+    async def handle_env(self, item_uuid: str) -> Any:
+        """The rollout of an item, as often as it needs, and the sending of what came of it."""
+        running = self.running_items.get(item_uuid)
+        if running is None:
+            return None
+        item, begun = running["item"], time.time()
+        try:
+            groups = await self.__roll_out(item)
+        except asyncio.CancelledError:
+            if 0 < self.config.worker_timeout < time.time() - running.get("start_time", begun):
+                self.report.count("items")
+                self.__count_failure("worker", TimeoutError(f"--env.worker_timeout={self.config.worker_timeout:g} s"))
+            raise
+        duration = max(0.0, time.time() - begun)
+        self.task_duration.append(duration)
+        self.task_successful.append(int(bool(groups)))
+        (self.succeeded_task_duration if groups else self.failed_task_duration).append(duration)
+        if groups:
+            running["start_time"] = math.inf  # sending is bounded by itself
+            try:
+                await self.handle_send_to_api(groups, item)
+            except Exception as error:
+                self.__count_failure("handle_send_to_api", error)
+        self.running_items.pop(item_uuid, None)  # not before: whoever cancels this worker begins its item again
+        self.report.count("items")
+        try:
+            cleanup = self.cleanup()
+            if inspect.isawaitable(cleanup):
+                await cleanup
+        except Exception as error:
+            self.__count_failure("cleanup", error)
+        return groups
+
+    async def __roll_out(self, item: Any) -> Any:
+        """What is to be sent for an item; None where nothing is, with the reason counted."""
+        ITEM.set(Item())  # also for an environment whose own collect_trajectories stands before SampledTokens'
+        for pause in (*self.retry_seconds, None):
+            backlog: Sequence[Any] = ()
+            stage = "collect_trajectories"
+            try:
+                groups, backlog = await _not_cancelled(self.collect_trajectories(item))
+                backlog = backlog or ()
+                stage = "postprocess_histories"
+                if groups:
+                    groups = await _not_cancelled(self.postprocess_histories(groups))
+            except Exception as error:
+                if pause is not None:
+                    self.__say_once(stage, error)
+                    self.report.count(f"tried_again/{type(_cause(error)).__name__}")
+                    await asyncio.sleep(pause)
+                    continue
+                self.__count_failure(stage, error)
+                groups = None
+            else:
+                if not groups and not backlog:
+                    self.report.refuse("no_group", f"{stage}() gave none for item {str(item)[:200]}")
+            self.backlog.extend(backlog)
+            return groups or None
+
+    def __count_failure(self, stage: str, error: Exception) -> None:
+        self.__say_once(stage, error)
+        self.report.count(f"failed/{type(_cause(error)).__name__}")
+
+    def __say_once(self, stage: str, error: Exception) -> None:
+        """The first of a kind with its traceback; a kind is an exception, and the line that raised it."""
+        cause = _cause(error)
+        frames = traceback.extract_tb(cause.__traceback__)
+        kind = (stage, type(cause).__name__, str(frames[-1]) if frames else "")
+        if kind not in self.__said:
+            self.__said.add(kind)
+            logger.error("%s: %s failed: %r", self.report.name, stage, cause, exc_info=cause)
+
+    async def env_step_checks(self) -> None:
+        before = self.eval_runner
+        await super().env_step_checks()
+        if self.eval_runner is not before:
+            self.eval_runner.add_done_callback(self.__evaluation_ended)
+
+    def __evaluation_ended(self, evaluation: asyncio.Task) -> None:
+        if not evaluation.cancelled() and evaluation.exception() is not None:
+            self.__count_failure("evaluate", evaluation.exception())
+
+    # ------------------------------------------------------------------ groups
+
+    async def handle_send_to_api(
+        self,
+        scored_data: Any,
+        item: Any = None,
+        do_send_to_api: bool = True,
+        abort_on_any_max_length_exceeded: bool = True,
+    ) -> None:
+        several = isinstance(scored_data, list)
+        fit = []
+        for group in scored_data if several else [scored_data]:
+            if group is None:
+                continue
+            try:
+                self.__check(group, abort_on_any_max_length_exceeded)
+            except Refused as refused:
+                self.report.refuse(refused.reason, str(refused))
+                continue
+            await self.__record(group, item)
+            fit.append(group)
+        if not fit:
+            return
+        if not do_send_to_api:
+            self.report.count("groups_written", len(fit))
+            return
+        self.items_sent_this_step += len(fit)
+        await self._send_scored_data_to_api(fit if several else fit[0])
+
+    def __check(self, group: dict[str, Any], within_length: bool) -> None:
+        """Raises Refused for a group that BaseEnv would leave out, with a warning, or the API or the trainer refuse."""
+        group["group_overrides"] = group.get("group_overrides") or {}
+        size, expected = len(group["tokens"]), group["group_overrides"].get("group_size", self.config.group_size)
+        longest = max(map(len, group["tokens"]), default=0)
+        if size != expected:
+            raise Refused("wrong_size", f"{size} sequences, expected {expected}")
+        if self.config.ensure_scores_are_not_same and len(set(group["scores"])) == 1:
+            raise Refused("equal_scores", f"all {size} scores are {group['scores'][0]}")
+        self.completion_lengths += [sum(mask != _IGNORED for mask in row) for row in group["masks"]]
+        if within_length and 0 < self.max_token_len <= longest:
+            raise Refused("too_long", f"{longest} tokens, fewer than {self.max_token_len} are allowed")
+        check_rows(group)
+
+    async def __record(self, group: dict[str, Any], item: Any) -> None:
+        """What BaseEnv keeps of a group that it sends: its text for wandb, its line in a file."""
+        for name in ("ref_logprobs", "overrides", "distill_token_ids", "distill_logprobs"):
+            group.setdefault(name, None)
+        if self.config.include_messages and group.get("messages") is None:
+            group["messages"] = [
+                [{"role": "user", "content": self.tokenizer.decode(tokens)}] for tokens in group["tokens"]
+            ]
+        try:
+            await self.add_rollouts_for_wandb(group, item)
+        except Exception as error:  # a table for the eye is not worth a group
+            self.__count_failure("add_rollouts_for_wandb", error)
+        if self.jsonl_writer is not None:
+            self.jsonl_writer.write(group)
+
+    async def _send_scored_data_to_api(self, scored_data: Any) -> None:
+        """Post until the API has taken it, or for good not; see the module."""
+        groups = scored_data if isinstance(scored_data, list) else [scored_data]
+        path = "/scored_data_list" if isinstance(scored_data, list) else "/scored_data"
+        tries = server_errors = 0
+        waited = 0.0  # s, without the waits for a registration
+        while True:
+            try:
+                await asyncio.wait_for(self.__in_contact.wait(), self.trainer_patience)
+            except TimeoutError:
+                return self.__give_up(groups, "api_unreachable", "not registered again")
+            for group in groups:
+                group["env_id"] = getattr(self, "env_id", None)
+            begun = time.monotonic()
+            try:
+                async with (
+                    aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(_LONGEST_POST)) as session,
+                    self._post_json_with_compression(
+                        session, f"{self.config.rollout_server_url}{path}", scored_data
+                    ) as reply,
+                ):
+                    status, text = reply.status, await reply.text()
+            except (aiohttp.ClientError, TimeoutError) as error:
+                self.__note_refused_connection(error)
+                reason, detail = "api_unreachable", _said(error)
+            else:
+                if status < 400:
+                    self.report.count("groups_sent", len(groups))
+                    if '"buffered"' in text:
+                        self.report.count("buffered", len(groups))
+                    return None
+                reason, detail = f"http_{status}", text[:300]
+                server_errors += 1
+                if status < 500 or server_errors == _SERVER_ERRORS:
+                    return self.__give_up(groups, reason, detail)
+            tries += 1
+            pause = min(2.0 ** (tries - 1), _LONGEST_PAUSE)
+            waited += time.monotonic() - begun + pause
+            if waited > self.api_patience:
+                return self.__give_up(groups, reason, detail)
+            self.report.count("posted_again", len(groups))
+            await asyncio.sleep(pause)
+
+    def __give_up(self, groups: list[Any], reason: str, detail: str) -> None:
+        for _ in groups:
+            self.report.refuse(reason, detail)
+
+    def _post_json_with_compression(
+        self, session: aiohttp.ClientSession, url: str, payload: Any, *, minimum_size: int = 1024
+    ) -> Any:
+        body, headers = compressed(to_json(payload), minimum_size)
+        return session.post(url, data=body, headers=headers)
+
+
+def _said(error: Exception) -> str:
+    return str(error) or type(error).__name__
+
+
+async def _not_cancelled(work: Awaitable[Any]) -> Any:
+    """``work``; where a task of its own was cancelled, and not this one, that is an error like any other."""
+    try:
+        return await work
+    except asyncio.CancelledError as error:
+        if asyncio.current_task().cancelling():
+            raise
+        raise RuntimeError("it waited for a task of its own that was cancelled") from error
+
+
+def _cause(error: BaseException) -> BaseException:
+    """What went wrong behind tenacity's and asyncio's wrappers."""
+    while True:
+        if isinstance(error, RetryError) and error.last_attempt.exception() is not None:
+            error = error.last_attempt.exception()
+        elif isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        else:
+            return error

@@ -1,0 +1,80 @@
+"""What an environment's ``evaluate`` finds, in ``metrics.json``, however it says it.
+
+Some environments call ``evaluate_log``. Most keep their numbers for wandb, as ``self.eval_metrics``, or return them; so
+``evaluate`` on the command line would lose them. An environment with ``Evaluating`` in front of its base class writes
+them to ``data_dir_to_save_evals`` in each of these cases. The ``evaluate_config.yaml`` that ``BaseEnv`` leaves there
+holds no secret. One whose ``evaluate`` is not implemented, or finds nothing,
+leaves no ``metrics.json`` and says so in its log.
+"""
+
+import logging
+import numbers
+import os
+import sys
+import time
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from recipe.atropos.run_dir import write_atomic
+from recipe.atropos.utils.secret import without_secrets
+
+logger = logging.getLogger(__name__)
+
+
+class Evaluating:
+    """Goes before ``BaseEnv``; see the module."""
+
+    _logged = False
+    _umask: int | None = None
+
+    @classmethod
+    def cli(cls) -> None:
+        """``BaseEnv`` writes the servers' key to a file: nobody else may read it until ``_run_evaluate`` removes it."""
+        if "evaluate" in sys.argv:
+            cls._umask = os.umask(0o077)
+        super().cli()
+
+    async def evaluate_log(self, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """As ``BaseEnv``'s, also of numpy's numbers."""
+        self._logged = True
+        plain = {name: value.item() if isinstance(value, np.generic) else value for name, value in metrics.items()}
+        await super().evaluate_log(plain, *args, **kwargs)
+
+    async def _run_evaluate(self) -> None:
+        self._remove_secrets()
+        await self.setup()
+        started = time.time()
+        try:
+            returned = await self.evaluate()
+        except NotImplementedError as error:
+            if traceback.extract_tb(error.__traceback__)[-1].name != "evaluate":
+                raise  # not its own word
+            logger.warning("%s: evaluate is not implemented", type(self).__name__)
+            return
+        if self._logged:
+            return
+        if found := _numbers(getattr(self, "eval_metrics", None)) or _numbers(returned):
+            await self.evaluate_log(found, start_time=started, end_time=time.time())
+        else:
+            logger.warning("%s: evaluate reports nothing", type(self).__name__)
+
+    def _remove_secrets(self) -> None:
+        if self._umask is None:
+            return
+        os.umask(self._umask)
+        folder = self.config.data_dir_to_save_evals
+        if folder is not None and (written := Path(folder) / "evaluate_config.yaml").exists():
+            public = without_secrets(yaml.safe_load(written.read_text()))
+            write_atomic(written, yaml.safe_dump(public, sort_keys=False).encode())
+
+
+def _numbers(metrics: Any) -> dict[str, Any]:
+    """Those that are numbers, of a mapping or of (name, value) pairs."""
+    pairs = metrics.items() if isinstance(metrics, Mapping) else metrics if isinstance(metrics, list | tuple) else ()
+    pairs = [pair for pair in pairs if isinstance(pair, list | tuple) and len(pair) == 2]
+    return {str(name): value for name, value in pairs if isinstance(value, numbers.Number)}

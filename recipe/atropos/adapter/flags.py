@@ -1,0 +1,245 @@
+"""An environment's command line, with every flag in force.
+
+BaseEnv reads ``sys.argv`` twice, by argparse and by a reader of its own, and takes values from the second alone. What
+they disagree on was lost without a word. With ``CommandLine`` in front of an environment:
+
+- ``--openai.KEY`` counts whatever ``config_init`` returns, for serve, evaluate and process: for one configuration or a
+  ``ServerBaseline``, for which BaseEnv ignores the address; and for several, for which it refuses the flags. There
+  ``--openai.base_url`` names the one server to use, and flags without it change each of them. Several servers in the
+  file of ``--config`` stay BaseEnv's: it refuses flags beside them.
+- What neither flags nor file say of the servers is completed, see ``environments.defaults``.
+- A negative number may follow its flag after a space (``--env.total_steps -1`` was read as True, so as 1).
+- A flag that does not exist, or that is only the beginning of one, is an error that names the nearest; so is a value of
+  a wrong type. Exit status 2.
+"""
+
+import asyncio
+import difflib
+import os
+import signal
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import yaml
+from atroposlib.envs.base import APIServerConfig, BaseEnvConfig, ServerBaseline
+from atroposlib.envs.constants import ENV_NAMESPACE, NAMESPACE_SEP, OPENAI_NAMESPACE
+from atroposlib.utils.cli import extract_namespace, get_double_dash_flags
+from pydantic import ValidationError
+
+from recipe.atropos.adapter.defaults import WrongKey, complete
+from recipe.atropos.adapter.errors import EnvironmentFailure
+from recipe.atropos.adapter.lifecycle import TERMINATED, end_on_sigterm, end_process
+from recipe.atropos.errors import AtroposError
+from recipe.atropos.utils.private_process import hide_in_output
+from recipe.atropos.utils.secret import API_KEY_VARIABLE
+
+_OPENAI = f"{OPENAI_NAMESPACE}{NAMESPACE_SEP}"
+_BASELINE_PORTS = range(9004, 9008)  # where BaseEnv looks for servers that nobody configured
+_SUBCOMMANDS = ("serve", "evaluate", "process")
+
+
+class UsageError(AtroposError, ValueError):
+    """Arguments that cannot be meant; the message names them and what to give instead."""
+
+
+def take_flag(arguments: list[str], flag: str) -> str | None:
+    """The value of ``--flag VALUE`` or ``--flag=VALUE``, taken out of ``arguments``; None where it is not there.
+
+    Raises:
+        UsageError: the flag is there without a value.
+    """
+    for i, argument in enumerate(arguments):
+        if argument == flag:
+            if i + 1 == len(arguments) or arguments[i + 1].startswith("--"):
+                raise UsageError(f"{flag} needs a value")
+            value = arguments[i + 1]
+            del arguments[i : i + 2]
+            return value
+        if argument.startswith(f"{flag}="):
+            del arguments[i]
+            return argument.partition("=")[2]
+    return None
+
+
+def join_negative_values(arguments: list[str]) -> list[str]:
+    """``--flag -1`` as ``--flag=-1``, which every reader of the command line understands."""
+    joined: list[str] = []
+    for argument in arguments:
+        if joined and joined[-1].startswith("--") and "=" not in joined[-1] and _is_negative_number(argument):
+            joined[-1] += f"={argument}"
+        else:
+            joined.append(argument)
+    return joined
+
+
+def _is_negative_number(text: str) -> bool:
+    try:
+        return text.startswith("-") and float(text) is not None
+    except ValueError:
+        return False
+
+
+def check_flags(arguments: list[str], known: set[str]) -> None:
+    """Raises UsageError, naming the nearest of ``known``, for a flag that is none of them."""
+    for argument in arguments:
+        flag = argument.partition("=")[0]
+        if flag.startswith("--") and flag not in known:
+            near = difflib.get_close_matches(flag, known, n=1) or sorted(k for k in known if k.startswith(flag))[:1]
+            raise UsageError(f"unknown flag {flag}" + (f"; did you mean {near[0]}?" if near else "; see --help"))
+
+
+def server_configs(
+    default: Any, flags: dict[str, Any], yaml_servers: dict | list | None = None
+) -> tuple[ServerBaseline | list[APIServerConfig], bool]:
+    """What ``config_init`` must return so that ``flags`` (without ``openai.``) and a file's servers are in force.
+
+    The second value: the flags are in it already, and BaseEnv must not see them, since it refuses them for several.
+    """
+    in_file = isinstance(yaml_servers, dict) or len(yaml_servers or []) == 1
+    if isinstance(default, list):
+        several = default
+    elif isinstance(default, APIServerConfig):
+        return [default], False
+    elif not flags and not yaml_servers:
+        return default, False
+    else:
+        url, rest = "http://localhost:{}/v1", default.model_dump()
+        several = [APIServerConfig(**rest, base_url=url.format(port), api_key="x") for port in _BASELINE_PORTS]
+    if len(several) < 2 or in_file or "base_url" in flags:
+        return several[:1], False
+    if not flags or yaml_servers:
+        return several, False
+    return [type(config)(**(config.model_dump() | flags)) for config in several], True
+
+
+class CommandLine:
+    """Goes before ``BaseEnv``; see the module."""
+
+    owns_process = False  # its command line runs
+    only_checked = False  # the process ends where the environment would be built: target, class and flags are right
+    __openai_flags: dict[str, Any] = {}  # those that BaseEnv must not see
+
+    def __new__(cls, config: BaseEnvConfig | None = None, *_: Any, **__: Any) -> "CommandLine":
+        if cls.only_checked:
+            cls.check_config(config)
+            raise SystemExit(0)
+        return super().__new__(cls)
+
+    @classmethod
+    def check_config(cls, config: BaseEnvConfig) -> None:
+        """For an environment's own checks before anything is started, such as of its data: what it raises is told."""
+
+    @classmethod
+    def config_init(cls) -> tuple[Any, Any]:
+        env_config, default = super().config_init()
+        flags = get_double_dash_flags()
+        openai = cls.__openai_flags or extract_namespace(flags, _OPENAI)
+        in_file = _yaml_servers(flags.get("config"))
+        in_file = in_file[0] if isinstance(in_file, list) and len(in_file) == 1 else in_file
+        servers = server_configs(default, openai, in_file)[0]
+        in_code = not cls.owns_process  # not by the command line: who asks for the defaults shall get these
+        if in_code or cls.only_checked or not isinstance(servers, list) or isinstance(in_file, list):
+            return env_config, servers
+        env_given = extract_namespace(flags, f"{ENV_NAMESPACE}{NAMESPACE_SEP}")
+        env_given |= _yaml(flags.get("config")).get(ENV_NAMESPACE) or {}
+        return complete(env_config, servers, {**(in_file or {}), **openai}, env_given, serves="serve" in sys.argv)
+
+    @classmethod
+    def cli(cls) -> None:
+        """BaseEnv's command line in a process that is its own: it ends it, with no child left; see ``lifecycle``."""
+        code = 1
+        try:
+            cls.owns_process = True
+            end_on_sigterm()
+            hide_in_output([os.environ.get(API_KEY_VARIABLE, "")])  # BaseEnv prints its servers' keys
+            cls.__prepare_arguments()
+            super().cli()
+            code = 0
+        except SystemExit as error:
+            code = error.code if isinstance(error.code, int) else int(error.code is not None)
+            if isinstance(error.code, str):
+                print(error.code, file=sys.stderr)
+        except (UsageError, WrongKey) as error:
+            print(f"error: {error}", file=sys.stderr)
+            code = 2
+        except ValidationError as error:
+            if not error.title.startswith("Cli"):  # of the environment, not of its flags
+                traceback.print_exc()
+            code = 2
+            for problem in error.errors():
+                name = ".".join(map(str, problem["loc"]))
+                print(f"error: {error.title}: --{name}={problem['input']!r}: {problem['msg']}", file=sys.stderr)
+        except KeyboardInterrupt:
+            code = 128 + signal.SIGINT
+        except asyncio.CancelledError:
+            code = TERMINATED
+        except EnvironmentFailure as error:
+            if error.__cause__ is not None:
+                traceback.print_exception(error.__cause__)
+            print(f"error: {error}", file=sys.stderr)
+        except AtroposError as error:
+            print(f"error: {error}", file=sys.stderr)
+        except Exception as error:
+            traceback.print_exc()
+            notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+            print(f"error: {type(error).__name__}: {error}{notes}", file=sys.stderr)
+        end_process(code)
+
+    @classmethod
+    def __prepare_arguments(cls) -> None:
+        arguments = join_negative_values(sys.argv[1:])
+        if not any(argument in _SUBCOMMANDS or argument == "--help" for argument in arguments):
+            raise UsageError(f"say what to do: {', '.join(_SUBCOMMANDS)}, or --help")
+        sys.argv[1:] = arguments
+        flags = get_double_dash_flags()
+        if (path := flags.get("config")) and not Path(path).is_file():
+            raise UsageError(f"--config={path}: no such file")
+        _, default = super().config_init()
+        openai = extract_namespace(flags, _OPENAI)
+        check_flags(
+            [f"--{_OPENAI}{name}" for name in openai], {f"--{_OPENAI}{n}" for n in APIServerConfig.model_fields}
+        )
+        _check_file(path, cls.env_config_cls)
+        if server_configs(default, openai, _yaml_servers(path))[1]:
+            cls.__openai_flags = openai
+            for name in openai:
+                take_flag(sys.argv, f"--{_OPENAI}{name}")
+        commands = {
+            "serve": cls.get_cli_serve_config_cls,
+            "evaluate": cls.get_cli_evaluate_config_cls,
+            "process": cls.get_cli_process_config_cls,
+        }
+        for subcommand in commands.keys() & set(arguments):
+            known = {f"--{name}" for name in commands[subcommand]().model_fields} | {"--help"}
+            if subcommand == "evaluate":  # of serve alone are a teacher's flags; a launcher gives the same to both
+                for flag in {f"--{name}" for name in commands["serve"]().model_fields} - known:
+                    take_flag(sys.argv, flag)
+            check_flags(sys.argv[1:], known)
+
+
+def _check_file(path: Any, env_config: type[BaseEnvConfig]) -> None:
+    """Raises UsageError for a key of a configuration file that BaseEnv would pass over."""
+    given = yaml.safe_load(Path(path).read_text()) if path else None
+    servers = _yaml_servers(path)
+    blocks = [(ENV_NAMESPACE, (given or {}).get(ENV_NAMESPACE), env_config)]
+    blocks += [
+        (OPENAI_NAMESPACE, one, APIServerConfig) for one in (servers if isinstance(servers, list) else [servers])
+    ]
+    for namespace, block, model in blocks:
+        known = {f"--{namespace}{NAMESPACE_SEP}{name}" for name in model.model_fields}
+        try:
+            check_flags([f"--{namespace}{NAMESPACE_SEP}{name}" for name in block or {}], known)
+        except UsageError as error:
+            raise UsageError(f"--config={path}: {error}") from error
+
+
+def _yaml(path: Any) -> dict:
+    if not isinstance(path, str | os.PathLike) or not Path(path).is_file():
+        return {}
+    return yaml.safe_load(Path(path).read_text()) or {}
+
+
+def _yaml_servers(path: Any) -> dict | list | None:
+    return _yaml(path).get(OPENAI_NAMESPACE)

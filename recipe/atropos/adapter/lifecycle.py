@@ -1,0 +1,195 @@
+"""How an environment begins and ends, whichever of serve, evaluate and process it does.
+
+- A ``setup()`` that fails ends it; the error says that it was there.
+- A tokenizer that is not the policy's ends it: compared at the start, or as soon as the server answers (``fits``).
+- However it ends, it says goodbye to the Trajectory API, closes the files that it wrote, ends wandb's run and writes
+  the last line of its report, with the items that were not done; each of these has a few seconds.
+- In a process of its own (``cli``): SIGTERM ends it as an end of the work would; no child process stays, and a thread
+  that hangs, or work that takes no notice, holds it up for seconds only.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, NoReturn
+
+import psutil
+import wandb
+from atroposlib.envs.server_handling.sglang_server import SGLangServer
+
+from recipe.atropos.adapter.compatibility import Unknown, check_tokenizer
+from recipe.atropos.adapter.errors import EnvironmentFailure
+
+logger = logging.getLogger(__name__)
+
+TERMINATED = 128 + signal.SIGTERM  # exit status
+
+# s for each, and until the process is gone, whatever hangs: when it was terminated, and when its work has ended
+_GOODBYE, _CHILDREN = 3.0, 1.5
+_WANDB, _EXIT = {True: 3.0, False: 30.0}, {True: 9.0, False: 40.0}
+_FRUITLESS = 200  # items in a row of which ``process`` writes nothing, until that is an error
+_LOOK = 1.0  # s between two looks at the report
+_ASK_SERVER = 10.0  # s between two tries to compare tokenizers
+
+
+def end_children() -> None:
+    """SIGTERM to every process that came of this one, and SIGKILL to those that do not heed it."""
+    children = psutil.Process().children(recursive=True)
+    for child in children:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.terminate()
+    for child in psutil.wait_procs(children, _CHILDREN)[1]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
+
+
+def end_process(code: int) -> NoReturn:
+    """Exit with ``code``, without children, also where a thread of the environment does not end."""
+    _exit_anyway(code)
+    end_children()
+    sys.exit(code)
+
+
+def end_on_sigterm() -> None:
+    """From here on SIGTERM ends the work that runs, or, where none runs yet, the process."""
+    signal.signal(signal.SIGTERM, _terminated)
+
+
+_work: asyncio.Task | None = None  # that of the environment whose process this is
+
+
+def _terminated(*_: Any) -> None:
+    _exit_anyway(TERMINATED)
+    if _work is None:
+        sys.exit(TERMINATED)
+    _work.get_loop().call_soon_threadsafe(_work.cancel)
+
+
+def _exit_anyway(code: int) -> None:
+    def leave() -> None:
+        end_children()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+    timer = threading.Timer(_EXIT[code == TERMINATED], leave)
+    timer.daemon = True
+    timer.start()
+
+
+class Lifecycle:
+    """Goes before ``Durable``, and with ``Reporting``; see the module."""
+
+    owns_process = False  # set by ``cli``: signals and children are then the environment's
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.__uncompared: list[SGLangServer] = []
+
+    async def setup(self) -> None:
+        try:
+            await super().setup()
+        except Exception as error:
+            error.add_note(f"in setup() of {self.report.name}; nothing was started")
+            raise
+        self.__uncompared = [server for server in self.server.servers if isinstance(server, SGLangServer)]
+        for server in self.server.servers:
+            if server not in self.__uncompared and getattr(server, "tokenizer", None) is not self.tokenizer:
+                logger.warning("%s: the tokenizer of %s cannot be known", self.report.name, type(server).__name__)
+        await self.__compare_tokenizers()
+
+    async def env_manager(self) -> None:
+        await self.__to_the_end(super().env_manager)
+
+    async def process_manager(self) -> None:
+        await self.__to_the_end(self.__process)
+
+    async def __process(self) -> None:
+        """BaseEnv's, which would ask an environment that gives no group for another one for ever."""
+        get_next_item, report, in_a_row, written = self.get_next_item, self.report, 0, 0
+
+        async def counted() -> Any:
+            nonlocal in_a_row, written
+            before, written = written, report.counts["groups_written"]
+            in_a_row = 0 if written > before else in_a_row + 1
+            if in_a_row > _FRUITLESS:
+                raise EnvironmentFailure(
+                    f"{report.name}: of {_FRUITLESS} items in a row no group was written: {report}"
+                )
+            report.count("items")
+            return await get_next_item()
+
+        self.get_next_item = counted
+        await super().process_manager()
+        if (written := report.counts["groups_written"]) < self.n_groups_to_process:
+            logger.warning("%s: %d of %d groups written: %s", report.name, written, self.n_groups_to_process, report)
+
+    async def _run_evaluate(self) -> None:
+        await self.__to_the_end(super()._run_evaluate)
+
+    async def __to_the_end(self, work: Callable[[], Awaitable[None]]) -> None:
+        global _work
+        task, code = asyncio.current_task(), 1
+        beside = asyncio.create_task(self.__beside())
+        beside.add_done_callback(lambda beside: beside.cancelled() or task.cancel())
+        if self.owns_process:
+            _work = task
+        try:
+            await work()
+            code = 0
+        except asyncio.CancelledError:
+            if beside.done() and not beside.cancelled():
+                raise beside.exception() from beside.exception().__cause__
+            code = TERMINATED
+            raise
+        finally:
+            if self.owns_process:
+                _exit_anyway(code)
+            beside.cancel()
+            await self.__leave(code)
+
+    async def __beside(self) -> None:
+        """Runs beside the environment; an error here ends it."""
+        loop = asyncio.get_running_loop()
+        asked = loop.time()
+        while True:
+            await asyncio.sleep(_LOOK)
+            self.report.in_flight = len(self.running_items)
+            self.report.look(self.curr_step)
+            if self.__uncompared and loop.time() - asked > _ASK_SERVER:
+                await self.__compare_tokenizers()
+                asked = loop.time()
+
+    async def __compare_tokenizers(self) -> None:
+        for server in list(self.__uncompared):
+            try:
+                await check_tokenizer(server, self.tokenizer, self.config.tokenizer_name)
+            except Unknown as unknown:
+                if unknown.finally_:
+                    logger.warning("%s: tokenizers are not compared: %s", self.report.name, unknown)
+                    self.__uncompared.remove(server)
+            else:
+                self.__uncompared.remove(server)
+
+    async def __leave(self, code: int) -> None:
+        for worker in [*self.workers, *self.eval_workers]:
+            worker.cancel()
+        self.report.in_flight = len(self.running_items)
+        await _within(_GOODBYE, self.say_goodbye())
+        self.report.write(self.curr_step, at_once=True)
+        if self.jsonl_writer is not None:
+            self.jsonl_writer.close()
+        if wandb.run is not None:
+            await _within(_WANDB[code == TERMINATED], asyncio.to_thread(wandb.finish))
+
+
+async def _within(seconds: float, what: Coroutine[Any, Any, None]) -> None:
+    try:
+        await asyncio.wait_for(what, seconds)
+    except Exception as error:
+        logger.warning("at the end: %r", error)

@@ -1,0 +1,270 @@
+"""Generation in step with the training: no sample is more than ``max_staleness`` updates old when it is trained on.
+
+    class MyEnv(WeightVersions, Paced, BaseEnv): ...
+
+An environment with ``Paced`` in front of its base class keeps the bound k that ``ATROPOS_MAX_STALENESS`` names (the
+launcher sets it from ``trainer.atropos.max_staleness``; without it nothing here acts). G is how many groups of a batch
+are this environment's, v the weight version that the servers hold, v0 the version at its start. The promises:
+
+- A group begins only while fewer than (v - v0 + 1 + k) * G others have begun, those left out that nothing came of.
+- Groups are posted in the order in which they began: one that is done waits for those before it, until each of them is
+  posted or has come to nothing. It holds no worker's place while it waits.
+
+So step s trains on the groups that began as numbers (s - 1) * G to s * G, each of them at a version of at least
+s - 1 - k, whatever the time that it took: the bound holds by construction, with nothing thrown away, and k = 0 has
+generation and training alternate. Which groups are trained on is settled when they begin. Where instead what is too
+old is thrown away, or what runs is cancelled or aborted when the queue is full or the weights change, the answers that
+take long are the ones that are lost, and the policy learns from the short ones. BaseEnv's own backpressure cancels in
+that way; here it is out of force (``max_batches_offpolicy`` has no effect), and nothing that has begun is cancelled
+but by ``worker_timeout`` and by an evaluation that stops the training, which begins its groups again.
+
+- A group that failed, was cancelled or was refused gives its place back. An item of which several groups come counts as
+  that many; what of them has no place within the bound is left out, with a warning.
+- A version that goes down is that of a trainer that resumed: v0 is then this version, and only what is in flight, or
+  still in the API's queue and no whole batch, counts as begun.
+- Of a batch, an environment has the share that it is allocated (``min_batch_allocation``) and, of what is not
+  allocated, the share of its weight. Among several environments a slow group can be overtaken by the others', so there
+  some rows may still come too late; the trainer drops and counts them.
+- Where an environment leaves, the others take over its share of the steps to come, and, if a batch then waits for what
+  it did not post any more, also that.
+- Nothing waits for ever. A batch can be lost: to a trainer that died and went on from the same version, on the wire, or
+  because all that is in it was refused. Then trainer and environment would wait for each other. So where all that may
+  begin is posted and no new version comes for ``patience`` and for twice the longest time that one took, one batch
+  more may begin; if the trainer was only slow, this one comes too late, and is dropped and counted there. (Where the
+  trainer waits for evaluations, ``ATROPOS_PATIENCE`` gives the seconds.) What is waited for is in the log each minute,
+  and after ``longest_wait`` the environment ends with that message.
+
+An environment variable, not a field of the configuration: unknown ``--env`` flags end an environment, and those that
+know nothing of this shall run as they are.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+import uuid
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextvars import ContextVar
+from functools import partial
+from typing import Any
+
+from atroposlib.envs.base import EvalHandlingEnum
+from atroposlib.envs.server_handling.sglang_server import SGLangServer
+
+from recipe.atropos.adapter.pace import (
+    PATIENCE,
+    PATIENCE_VARIABLE,
+    VARIABLE,
+    Pace,
+    PacingError,
+    Ticket,
+    max_staleness_from_environment,
+)
+from recipe.atropos.inference.client import InferenceError, SGLangClient
+
+logger = logging.getLogger(__name__)
+
+_SELDOM, _ANSWER, _SAY_AGAIN = 1.0, 10.0, 60.0  # s: between two looks with room left; for a server to answer; of logs
+
+
+async def served_version(servers: Sequence[tuple[str, str | None]]) -> tuple[int | None, str]:
+    """The smallest weight version over servers, (URL, API key) each; None and why where one is not known."""
+
+    async def ask(url: str, api_key: str | None) -> str:
+        async with SGLangClient(url, api_key, timeout=_ANSWER) as client:
+            return await client.weight_version()
+
+    try:
+        versions = await asyncio.gather(*(ask(*server) for server in servers))
+    except InferenceError as error:
+        return None, str(error)
+    for (url, _), version in zip(servers, versions, strict=True):
+        if not version.isdecimal():
+            return None, f"{url} reports weight version {version!r}: the trainer has pushed nothing to it"
+    return min(map(int, versions)), ""
+
+
+_TICKET: ContextVar[Ticket | None] = ContextVar("ticket", default=None)  # of the worker that this runs in
+
+
+class Paced:
+    """Goes before ``BaseEnv``; see the module. Only servers of type "sglang" report versions."""
+
+    patience = PATIENCE
+    left_patience = 5.0  # s that the trainer waits for what another environment left undone, until it is begun here
+    longest_wait = 3600.0  # s of the same, until the environment ends
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        max_staleness = max_staleness_from_environment()
+        self.pace = None if max_staleness is None else Pace(max_staleness)
+        self.patience = float(os.environ.get(PATIENCE_VARIABLE) or self.patience)
+        self._sequences_an_item = self.config.group_size
+        self._looked = self._said = -float("inf")
+        self._idle_since: float | None = None  # with nothing in flight and no room
+        self._version_since: float | None = None
+        self._longest_step = 0.0  # s between two versions
+        self._granted = 0  # batches, since the present version
+        self._left = False  # whether another environment did, and what it lacks was not begun since
+        self._unknown = ""  # why the version is not known
+
+    async def get_status(self) -> None:
+        """The API's status, the servers' version, and from both how much may begin.
+
+        Raises:
+            PacingError: nothing could begin for ``longest_wait``, or the servers have no versions.
+        """
+        await super().get_status()
+        if self.pace is None:
+            return
+        status = self.status_dict
+        share = self.config.batch_size * self.part_of_a_batch(self.config.min_batch_allocation, status)
+        self._left |= 0 < self.pace.share < share
+        self.pace.set_share(share)
+        await self._look(status["self_queue_size"] * self.config.group_size)
+        self.max_num_workers += self.pace.waiting
+        queued, status["queue_size"] = status["queue_size"], 0  # else BaseEnv's backpressure cancels what runs
+        self._watch(queued * self.config.group_size)
+
+    @staticmethod
+    def part_of_a_batch(allocation: float | None, status: Mapping[str, Any]) -> float:
+        """What is allocated and, by weight, of what is not; over all that are connected it adds up to 1."""
+        return max(0.0, (allocation or 0.0) + status["unallocated_fraction"] * status["env_weight"])
+
+    async def _look(self, queued: int) -> None:
+        """Ask for the version: in every round of the manager while something waits for it, else now and then.
+
+        A version that goes down must be seen before it has passed the old one.
+        """
+        if self.pace.room and time.monotonic() - self._looked < _SELDOM:
+            return
+        servers = [
+            (server.config.base_url.removesuffix("/").removesuffix("/v1"), server.config.api_key or None)
+            for server in self.server.servers
+            if isinstance(server, SGLangServer)
+        ]
+        if not servers:
+            raise PacingError(f"{VARIABLE}={self.pace.max_staleness} needs servers of type sglang, which tell versions")
+        version, self._unknown = await served_version(servers)
+        self._looked = now = time.monotonic()
+        if version is not None and version != self.pace.version:
+            if self._version_since is not None:
+                self._longest_step = max(self._longest_step, now - self._version_since)
+            self._version_since, self._granted = now, 0
+            self.pace.set_version(version, queued)
+
+    def _watch(self, queued: int) -> None:
+        """Says each minute what is waited for. ``queued``: sequences, of all environments, that the API holds."""
+        pace, now = self.pace, time.monotonic()
+        oldest = pace.oldest
+        if oldest is not None:
+            self._idle_since = now
+            what = f"{pace.waiting} groups are done and wait for one that began {now - oldest.begun:.0f} s ago"
+            since = oldest.begun if pace.waiting else now
+            if now - since > max(self.longest_wait, self.config.worker_timeout):
+                raise PacingError(what)
+        elif pace.room or self._idle_since is None:
+            self._idle_since = since = now
+            what = ""
+        else:
+            what, since = self._what_is_lacking(), self._idle_since
+            if now - since > self.longest_wait:
+                raise PacingError(f"{now - since:.0f} s: {what}")
+            if self._fill_in(now - since, queued):
+                return
+            patience = max(self.patience, 2 * self._longest_step)
+            if pace.version is not None and not self._unknown and now - since > patience * 2**self._granted:
+                logger.error("%.0f s: %s. Taking a batch for lost, and beginning another", now - since, what)
+                self._granted += 1
+                pace.grant()
+                return
+        if now - max(since, self._said) > _SAY_AGAIN:
+            logger.warning(what)
+            self._said = now
+
+    def _fill_in(self, idle: float, queued: int) -> bool:
+        """Whether there is room now for this environment's part of what a batch lacks of one that left.
+
+        Only where the trainer waits for that batch: then as many were cut as there are updates.
+        """
+        batch, missing = self.config.batch_size, self.config.batch_size - queued
+        waits = self.pace.version is not None and self.status_dict["current_step"] <= self.pace.version
+        if not (self._left and waits and 0 < missing <= batch and idle > self.left_patience):
+            return False
+        logger.warning("another environment left; beginning our part of the %d sequences that a batch lacks", missing)
+        self._left = False
+        self.pace.grant(missing * self.pace.share / batch)
+        return True
+
+    def _what_is_lacking(self) -> str:
+        pace = self.pace
+        if pace.version is None or self._unknown:
+            return f"waiting for the weight version of the servers ({self._unknown}); inference.urls must name them all"
+        if not pace.share:
+            return "waiting for the batch size, which a trainer tells the Trajectory API"
+        return (
+            f"waiting for a weight version above {pace.version}: all {pace.begun} sequences that "
+            f"max_staleness={pace.max_staleness} lets begin before it are posted; look into the trainer's log"
+        )
+
+    async def add_train_workers(self) -> None:
+        """As many as there are places within the bound; none is ever cancelled here."""
+        if self.pace is None:
+            return await super().add_train_workers()
+        limit = self.max_num_workers
+        if self.eval_runner is not None and not self.eval_runner.done():
+            if self.config.eval_handling == EvalHandlingEnum.STOP_TRAIN:
+                return
+            if self.config.eval_handling == EvalHandlingEnum.LIMIT_TRAIN:
+                limit = int(limit * self.config.eval_limit_ratio)
+        while len(self.workers) < limit and self.pace.room:
+            item = self.backlog.pop() if self.backlog else await self.get_next_item()
+            if item is None:
+                return
+            ticket = self.pace.begin(self._sequences_an_item)
+            item_uuid = str(uuid.uuid4())
+            worker = asyncio.create_task(self._work(item_uuid, ticket))
+            self.running_items[item_uuid] = {"item": item, "worker": worker, "start_time": time.time()}
+            self.workers.add(worker)
+            # Not in the worker: one that is cancelled before its first step never runs.
+            worker.add_done_callback(partial(self._worker_ended, item, ticket))
+
+    async def _work(self, item_uuid: str, ticket: Ticket) -> Any:
+        _TICKET.set(ticket)
+        return await self.handle_env(item_uuid)
+
+    def _worker_ended(self, item: Any, ticket: Ticket, worker: asyncio.Task) -> None:
+        self.workers.discard(worker)
+        self.pace.end(ticket)
+        if worker.cancelled():
+            return
+        if error := worker.exception():
+            logger.error("a worker failed: %r", error)
+        elif worker.result():
+            self.last_completed_item = item
+
+    async def _send_scored_data_to_api(self, scored_data: Any) -> None:
+        """In its turn. What the API did not take gives its place back; a second post of one item is not held up."""
+        ticket = _TICKET.get()
+        if self.pace is None or ticket is None:
+            return await super()._send_scored_data_to_api(scored_data)
+        await self.pace.turn(ticket)
+        groups = scored_data if isinstance(scored_data, list) else [scored_data]
+        sizes = [len(group["tokens"]) for group in groups]
+        count = self.pace.fitting(ticket, sizes)
+        if count < len(groups):
+            logger.warning("%d of %d groups of one item have no place in a batch", len(groups) - count, len(groups))
+        self._sequences_an_item = sum(sizes)  # what the next item is expected to need
+        if count:
+            await super()._send_scored_data_to_api(groups[:count] if isinstance(scored_data, list) else scored_data)
+        if count and ticket.status is not None and ticket.status < 400:
+            self.pace.posted(ticket, sum(sizes[:count]))
+
+    @contextlib.asynccontextmanager
+    async def _post_json_with_compression(self, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+        """BaseEnv reads the answer and says nothing of a refusal."""
+        async with super()._post_json_with_compression(*args, **kwargs) as reply:
+            if ticket := _TICKET.get():
+                ticket.status = reply.status
+            yield reply

@@ -1,0 +1,275 @@
+"""Every token that is trained on is one that the policy sampled, with its own logprob, whatever becomes of the text.
+
+    class MyEnv(Reporting, WeightVersions, SampledTokens, Paced, SomeEnv): ...
+
+All of an environment's calls to its SGLang servers are made with token ids and remembered (``sampled_calls``,
+``sampled_book``). When a group is sent, each span that is trained on is looked up:
+
+- A reply that stands there token for token stays, with the logprobs that it was sampled with; where the environment
+  gives others, that is counted (``other_logprobs``).
+- One that was encoded again from its text is put back as it was sampled. What templates add to it, such as a newline
+  after the end of the turn, stays and is not trained on. Advantages go with it where they are the same over the reply;
+  values for each token that cannot go with it keep the text, which is then not trained on (``not_aligned``).
+- One that the environment put into another context (``other_context``), as by another prompt or none, gets its own
+  prompt back where it is the first of its sequence: for other contexts its logprobs are not. A later one stays.
+- What nobody sampled, or a server or a route without token ids, is not trained on (``not_sampled``). A group of which
+  nothing is left is refused, as ``not_sampled``.
+
+These names are counts of spans in ``env.report``, as is ``retokenized``.
+
+The default ``collect_trajectories`` keeps every field, asks again for a trajectory that is None, and refuses a group
+that stays incomplete as ``missing_trajectories``.
+"""
+
+import asyncio
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from atroposlib.envs.base import BaseEnv, ScoredDataGroup
+from transformers import PreTrainedTokenizerBase
+
+from recipe.atropos.adapter.reporting import EnvReport
+from recipe.atropos.adapter.sampled_book import IGNORED, ITEM, Book, Item, trained_spans
+from recipe.atropos.adapter.sampled_calls import all_exact, sglang_servers
+
+_OTHER = 1e-3  # from here on a logprob is another than that of the reply
+_NOT_SAMPLED = 1.0  # the logprob that atroposlib writes where there is none
+_ROUNDS = 3  # in which trajectories that are None are asked for
+
+# Values for each token, and what stands where a token has none.
+_PER_TOKEN: dict[str, Any] = {"advantages": 0.0, "ref_logprobs": 0.0, "distill_token_ids": [], "distill_logprobs": []}
+
+
+@dataclass
+class Row:
+    """One sequence as it is sent: lists of one length. ``values``: the per-token fields that the environment gave."""
+
+    tokens: list[int] = field(default_factory=list)
+    masks: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    values: dict[str, list] = field(default_factory=dict)
+
+    def add(
+        self,
+        tokens: list[int],
+        flags: list[bool] | None = None,
+        logprobs: list[float] | None = None,
+        values: dict[str, list] | None = None,
+    ) -> None:
+        """Go on with ``tokens``, not trained on and without anything that is not given."""
+        size = len(tokens)
+        self.tokens += tokens
+        self.masks += [token if flag else IGNORED for token, flag in zip(tokens, flags or [False] * size, strict=True)]
+        self.logprobs += logprobs or [_NOT_SAMPLED] * size
+        for name, column in self.values.items():
+            column += (values or {}).get(name) or [_PER_TOKEN[name]] * size
+
+
+def restore(
+    book: Book,
+    tokens: Sequence[int],
+    masks: Sequence[int],
+    logprobs: Sequence[float] | None,
+    values: dict[str, Sequence],
+    count: Callable[[str], None],
+) -> Row:
+    """A sequence as the policy sampled it, trained on at most where the environment wants it.
+
+    ``logprobs`` and ``values`` are what the environment gives over ``tokens``; ``count`` takes the names of events.
+    """
+    ids = [int(token) for token in tokens]
+    row = Row(values={name: [] for name in values})
+    for piece in book.pieces(ids, masks, logprobs):
+        completion, place = piece.completion, slice(piece.start, piece.end)
+        posted, flags = ids[place], [mask != IGNORED for mask in masks[place]]
+        given = None if logprobs is None else list(logprobs[place])
+        columns = {name: list(column[place]) for name, column in values.items()}
+        if not posted:  # within a turn: as what is beside it
+            flags = [any(mask != IGNORED for mask in masks[max(0, piece.start - 1) : piece.start + 1])]
+        if completion is None:
+            wanted = [posted[start:end] for start, end in trained_spans(masks[place])] if posted else [piece.tokens]
+            if any(flags) and not all(map(book.is_template, wanted)):
+                count("not_sampled")
+            row.add(piece.tokens, None, given if posted else None, columns if posted else None)
+            continue
+        if piece.tokens != posted:
+            moved = _moved(book, piece.tokens, posted, flags, columns)
+            if moved is None:
+                count("not_aligned")
+                row.add(posted or piece.tokens, None, given, columns)
+                continue
+            (flags, columns), given = moved, None
+        if any(flags):
+            completion.posted += 1
+            if not piece.context:
+                count("other_context")
+                if all(mask == IGNORED for mask in row.masks):
+                    row = Row(values={name: [] for name in values})
+                    row.add(completion.prompt.tolist())
+            if piece.tokens != posted:
+                count("retokenized")
+        own = completion.logprobs.tolist()
+        found = list(zip(flags, given or own, own, strict=False))  # a reply that was cut short has more logprobs
+        if any(flag and _valid(other) and abs(other - value) > _OTHER for flag, other, value in found):
+            count("other_logprobs")
+        logprobs_here = [value if flag else _NOT_SAMPLED for flag, _, value in found]
+        row.add(piece.tokens, flags, logprobs_here, columns)
+    return row
+
+
+def _moved(
+    book: Book, tokens: list[int], posted: list[int], flags: list[bool], columns: dict[str, list]
+) -> tuple[list[bool], dict[str, list]] | None:
+    """What is trained on, and the values, when sampled ``tokens`` stand for ``posted``; None if that is unclear."""
+    content = {flag for token, flag in zip(posted, flags, strict=False) if not book.is_special(token)} or set(flags)
+    if len(content) > 1:
+        return None
+    moved = [*content] * len(tokens)
+    if posted and book.is_special(tokens[-1]) and book.is_special(posted[-1]):
+        moved[-1] = flags[-1]
+    if not any(moved) or not columns:
+        return moved, {}
+    advantages = {value for value, flag in zip(columns.get("advantages", ()), flags, strict=False) if flag}
+    if len(advantages) != 1 or columns.keys() != {"advantages"}:
+        return None
+    return moved, {"advantages": [*advantages] * len(tokens)}
+
+
+def _valid(logprob: Any) -> bool:
+    return isinstance(logprob, int | float) and -math.inf < logprob <= 0
+
+
+class SampledTokens:
+    """Goes before ``BaseEnv``; see the module. Only servers of type "sglang" tell what they sample."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        chat_templates_give_lists()
+        super().__init__(*args, **kwargs)
+        if not isinstance(getattr(self, "report", None), EnvReport):
+            self.report = EnvReport(self.config.wandb_name or type(self).__name__)
+        self._book = all_exact(self).books["train"]
+
+    # ------------------------------------------------------------------ what is sent
+
+    async def handle_send_to_api(self, scored_data: Any, *args: Any, **kwargs: Any) -> Any:
+        groups = scored_data if isinstance(scored_data, list) else [scored_data]
+        kept = [group for group in groups if group is not None and self._restore(group)]
+        if kept:
+            return await super().handle_send_to_api(kept if isinstance(scored_data, list) else kept[0], *args, **kwargs)
+
+    def _restore(self, group: ScoredDataGroup) -> bool:
+        """Change the group to what the policy sampled; whether anything of it can be trained on."""
+        tokens, masks = group.get("tokens") or [], group.get("masks") or []
+        if not len(tokens):
+            return True  # of the wrong size; not refused here
+        if [len(sequence) for sequence in tokens] != [len(mask) for mask in masks]:
+            self.report.refuse("unequal_lengths", "tokens and masks of a group differ in length")
+            return False
+        rows = []
+        for i, sequence in enumerate(tokens):
+            over = {name: _over(group, name, i) for name in ("inference_logprobs", *_PER_TOKEN)}
+            logprobs = over.pop("inference_logprobs")
+            values = {name: column for name, column in over.items() if column is not None}
+            rows.append(restore(self._book, sequence, masks[i], logprobs, values, self.report.count))
+        if not any(mask != IGNORED for row in rows for mask in row.masks):
+            served = "" if sglang_servers(self) else "; none of its servers is of type sglang"
+            self.report.refuse("not_sampled", f"no reply is known for any token of {len(rows)} sequences{served}")
+            return False
+        group["tokens"] = [row.tokens for row in rows]
+        group["masks"] = [row.masks for row in rows]
+        group["inference_logprobs"] = [row.logprobs for row in rows]
+        for name in _PER_TOKEN:
+            if group.get(name):
+                group[name] = [row.values.get(name, group[name][i]) for i, row in enumerate(rows)]
+        return True
+
+    # ------------------------------------------------------------------ what is collected
+
+    async def collect_trajectories(self, item: Any) -> Any:
+        ITEM.set(Item())  # for the task that this runs in, and those that it starts
+        inherited = super().collect_trajectories
+        if getattr(inherited, "__func__", None) is not BaseEnv.collect_trajectories:
+            return await inherited(item)
+        found: list[dict] = []
+        backlog: list[Any] = []
+        for _ in range(_ROUNDS):
+            missing = self.config.group_size - len(found)
+            for trajectory, more in await asyncio.gather(*(self.collect_trajectory(item) for _ in range(missing))):
+                backlog.extend(more)
+                if isinstance(trajectory, dict):
+                    found.append(trajectory)
+                elif trajectory is not None:
+                    raise ValueError(f"collect_trajectory gave a {type(trajectory).__name__}: give a dict or None")
+            if len(found) == self.config.group_size:
+                return group_of(found), backlog
+            self.report.count("trajectories_missing", self.config.group_size - len(found))
+        self.report.refuse("missing_trajectories", f"{len(found)} of {self.config.group_size} after {_ROUNDS} tries")
+        return None, backlog
+
+
+def group_of(trajectories: Sequence[dict[str, Any]]) -> ScoredDataGroup:
+    """One group of single trajectories, with all that they have.
+
+    Raises:
+        ValueError: some of them have a field that others lack, and no value stands for none.
+    """
+    group = ScoredDataGroup(group_overrides={})
+    for name in ("tokens", "masks", "scores", "messages", "overrides", "images", "inference_logprobs", *_PER_TOKEN):
+        values = [trajectory.get(name) for trajectory in trajectories]
+        lacking = sum(value is None for value in values)
+        if name == "inference_logprobs" and lacking < len(values):
+            sizes = [len(trajectory["tokens"]) for trajectory in trajectories]
+            values = [[_NOT_SAMPLED] * n if value is None else value for value, n in zip(values, sizes, strict=True)]
+        elif name == "overrides" and lacking < len(values):
+            values = [value or {} for value in values]
+        elif 0 < lacking < len(values):
+            raise ValueError(f"{lacking} of {len(values)} trajectories have no {name}, the others have: give it to all")
+        group[name] = [] if lacking == len(values) else values
+    for name in ("group_overrides", "generation_params"):
+        for trajectory in trajectories:
+            if trajectory.get(name) is not None:
+                group.setdefault(name, {}).update(trajectory[name])
+    return group
+
+
+def group_of_nodes(nodes: Sequence[Any], scores: Sequence[float]) -> ScoredDataGroup:
+    """One group of the sequences of a managed server, as they were sampled."""
+    return ScoredDataGroup(
+        tokens=[list(node.tokens) for node in nodes],
+        masks=[list(node.masked_tokens) for node in nodes],
+        scores=list(scores),
+        inference_logprobs=[list(node.logprobs) for node in nodes],
+        advantages=None,
+        ref_logprobs=None,
+        messages=None,
+        overrides=None,
+        group_overrides={},  # BaseEnv reads it before it sets its default
+        images=None,
+    )
+
+
+def _over(group: ScoredDataGroup, name: str, row: int) -> Sequence | None:
+    """A per-token field of one sequence, None where it is not given, or not over all of its tokens."""
+    values = group.get(name)
+    column = values[row] if values and len(values) > row else None
+    return column if hasattr(column, "__len__") and len(column) == len(group["tokens"][row]) else None
+
+
+def chat_templates_give_lists() -> None:
+    """``apply_chat_template`` gives token ids as a list unless asked otherwise, as in transformers 4.
+
+    From version 5 on it gives a BatchEncoding, whose length is 2: ``tokenize_for_trainer`` then masks nothing and posts
+    no tokens. Environments make tokenizers of their own, so there is no instance to mend.
+    """
+    original = PreTrainedTokenizerBase.apply_chat_template
+    if hasattr(original, "of_transformers"):
+        return
+
+    def apply_chat_template(self: PreTrainedTokenizerBase, *args: Any, return_dict: bool = False, **kwargs: Any) -> Any:
+        return original(self, *args, return_dict=return_dict, **kwargs)
+
+    apply_chat_template.__doc__ = original.__doc__
+    apply_chat_template.of_transformers = original
+    PreTrainedTokenizerBase.apply_chat_template = apply_chat_template

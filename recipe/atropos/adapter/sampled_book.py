@@ -1,0 +1,403 @@
+"""What was sampled: each reply's tokens, logprobs, context, weight versions and sampling parameters, found again in
+what becomes of it.
+
+An environment sees a reply's text and goes on with that: into the next prompt, or into a sequence that it posts. Once
+encoded again, a text need not give the tokens that were sampled. ``Book.trace`` puts them back, in prompts and in
+posted sequences by the same rule, so that a reply stands in every later context as it was sampled:
+
+- A reply is looked for where exactly the tokens stand that it was sampled after; replies before it are back by then.
+- There it is taken if its tokens follow, or its text, up to white space at both ends (many environments strip it), to
+  the end of the turn (the next special token); also where the environment cut it short, went on in the same turn, or
+  changed white space only (as where it writes a tool call's JSON anew).
+- Of several, those of the same item come first, then that of the longest text, then that whose very tokens follow.
+- Sampled tokens are put back whole, with the end-of-turn token; where that follows in the text too, it is there once.
+
+A lookup is by a hash of all tokens before, computed for every position at once, and checked against the tokens.
+"""
+
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from recipe.atropos.data.sampling import SamplingParams
+
+IGNORED = -100  # the mask of a token that is not trained on
+NOT_PUSHED = -1  # a version, older than all: the trainer drops what such weights sampled
+TRAINING = 16_000_000  # tokens, prompts included, that are remembered; about 20 bytes each
+EVALUATION = 1_000_000
+
+_FACTOR = np.uint64(0x9E3779B97F4A7C15)  # any odd number that is not small
+
+
+def versions_of(meta_info: dict[str, Any]) -> tuple[int, int] | None:
+    """(oldest, newest) version of a reply's tokens; None where the server says none.
+
+    One that is no number, as "default", is of weights that no trainer pushed: ``NOT_PUSHED``.
+    """
+    spans = meta_info.get("weight_versions") or [{"version": meta_info.get("weight_version")}]
+    names = [span.get("version") for span in spans]
+    if any(name is None for name in names):
+        return None
+    versions = [int(name) if str(name).isdecimal() else NOT_PUSHED for name in names]
+    return min(versions), max(versions)
+
+
+class Item(list["Completion"]):
+    """The completions that were sampled for one item of an environment, whoever of its tasks asked for them."""
+
+
+ITEM: ContextVar[Item | None] = ContextVar("item", default=None)  # that the present task works for
+
+
+@dataclass(eq=False)
+class Completion:
+    """One reply: its tokens (n,) and their logprobs (n,), n >= 1.
+
+    ``texts`` are what an environment may have seen of it: with and without a stop string at the end. ``versions`` are
+    the oldest and the newest that sampled it, ``sampling`` the parameters of its request; None if unknown.
+    """
+
+    prompt: np.ndarray  # (p,) int32
+    tokens: np.ndarray  # (n,) int32
+    logprobs: np.ndarray  # (n,) float64
+    texts: tuple[str, ...]
+    versions: tuple[int, int] | None = None
+    sampling: SamplingParams | None = None
+    item: Item | None = None
+    continued: bool = False  # a later prompt was made with it
+    posted: int = 0  # sequences that it was found in
+
+    def __post_init__(self) -> None:
+        assert len(self.tokens) == len(self.logprobs) >= 1, "a completion has tokens, and a logprob for each"
+
+
+class Piece(NamedTuple):
+    """``tokens`` in the place of the positions ``start`` to ``end`` of a sequence.
+
+    With a completion they are its first ones, sampled; without, nobody sampled them. ``start`` is ``end`` for what has
+    no positions of its own: text that an environment went on with in a turn, encoded again behind the reply.
+    ``context``: whether they stand after the very tokens that they were sampled after.
+    """
+
+    start: int
+    end: int
+    tokens: list[int]
+    completion: Completion | None = None
+    context: bool = True
+
+
+class _Fit(NamedTuple):
+    """A completion in a text: ``kept`` of its tokens replace what comes before ``end``; ``rest`` is text behind it."""
+
+    end: int
+    kept: int
+    rest: str
+    rank: tuple
+
+
+@dataclass(frozen=True)
+class _Sought:
+    """What else is known of tokens that are traced; see ``Book.trace``."""
+
+    logprobs: Sequence[float] | None = None
+    prefer: Collection[int] = ()
+    prompt: bool = False  # they are a prompt, which may end within a turn
+
+
+@dataclass
+class Book:
+    """The newest completions, ``capacity`` tokens of them with their prompts. ``tokenizer`` is the policy's."""
+
+    tokenizer: Any
+    capacity: int = TRAINING
+    _by_prompt: dict[int, deque[Completion]] = field(default_factory=dict)
+    _by_text: dict[str, deque[Completion]] = field(default_factory=dict)
+    _order: deque[tuple[Completion, int]] = field(default_factory=deque)
+    _size: int = 0
+
+    def __post_init__(self) -> None:
+        added = getattr(self.tokenizer, "added_tokens_decoder", {})
+        self._special = frozenset(self.tokenizer.all_special_ids) | {i for i, token in added.items() if token.special}
+
+    # ------------------------------------------------------------------ what is remembered
+
+    def add(
+        self,
+        prompt: np.ndarray,
+        tokens: Sequence[int],
+        logprobs: Sequence[float],
+        text: str | None = None,
+        versions: tuple[int, int] | None = None,
+        sampling: SamplingParams | None = None,
+    ) -> Completion:
+        """Remember a reply of the present item. Give the replies to one request the same ``prompt``, (p,) int32."""
+        texts = {text, self._decode(tokens)} - {None}
+        item = ITEM.get()
+        completion = Completion(
+            prompt, np.array(tokens, np.int32), np.array(logprobs), tuple(texts), versions, sampling, item
+        )
+        key = int(keys_of(prompt)[-1])
+        self._by_prompt.setdefault(key, deque()).append(completion)
+        for text in _stripped(completion):
+            self._by_text.setdefault(text, deque()).append(completion)
+        self._order.append((completion, key))
+        self._size += len(prompt) + len(tokens)
+        if item is not None:
+            item.append(completion)
+        while self._size > self.capacity and len(self._order) > 1:
+            self._forget_oldest()
+        return completion
+
+    def _forget_oldest(self) -> None:
+        oldest, key = self._order.popleft()
+        self._size -= len(oldest.prompt) + len(oldest.tokens)
+        places = [(self._by_prompt, key), *((self._by_text, text) for text in _stripped(oldest))]
+        for index, place in places:
+            index[place].popleft()  # each is in the order of their coming
+            if not index[place]:
+                del index[place]
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    # ------------------------------------------------------------------ what is found again
+
+    def pieces(
+        self, ids: Sequence[int], masks: Sequence[int], logprobs: Sequence[float] | None = None
+    ) -> Iterator[Piece]:
+        """A posted sequence as ``trace`` has it; trained spans that are not found so are looked for ``elsewhere``."""
+        for piece in self.trace(ids, logprobs):
+            at = piece.start
+            if piece.completion is None:
+                for start, end in trained_spans(masks[piece.start : piece.end]):
+                    found = self.elsewhere(ids, piece.start + start, piece.start + end, logprobs)
+                    if found:
+                        if found[0].start > at:
+                            yield Piece(at, found[0].start, list(ids[at : found[0].start]))
+                        yield from found
+                        at = found[-1].end
+            if at == piece.start:
+                yield piece
+            elif at < piece.end:
+                yield Piece(at, piece.end, list(ids[at : piece.end]))
+
+    def exact(self, ids: Sequence[int], prefer: Collection[int] = ()) -> list[int]:
+        """A prompt with its replies as they were sampled.
+
+        ``prefer`` are keys (``key_of``) of sequences: a reply that makes the tokens so far one of them comes first.
+        """
+        pieces = self._trace(ids, _Sought(prefer=prefer, prompt=True))
+        for piece in pieces:
+            if piece.completion is not None:
+                piece.completion.continued = True
+        return [token for piece in pieces for token in piece.tokens]
+
+    def trace(self, ids: Sequence[int], logprobs: Sequence[float] | None = None) -> list[Piece]:
+        """All of ``ids``, in order, as pieces that were sampled and pieces that were not.
+
+        Of replies with the same tokens, those of the same ``logprobs``, over ``ids``, are taken, where these are given.
+        """
+        return self._trace(ids, _Sought(logprobs))
+
+    def _trace(self, ids: Sequence[int], sought: _Sought) -> list[Piece]:
+        work, origin = [int(token) for token in ids], list(range(len(ids) + 1))  # origin: their positions in ids
+        pieces: list[Piece] = []
+        before: list[int] = []  # all tokens so far, as they were sampled
+        at = 0
+        while (found := self._next(before, work, at, origin, sought)) is not None:
+            start, fit, completion = found
+            pieces += _unsampled(work, origin, at, start)
+            sampled = completion.tokens[: fit.kept].tolist()
+            pieces.append(Piece(origin[start], origin[fit.end], sampled, completion))
+            before += work[at:start] + sampled
+            at = fit.end
+            if fit.rest:
+                rest = self.tokenizer.encode(fit.rest, add_special_tokens=False)
+                same = at - len(rest) > start and work[at - len(rest) : at] == rest
+                if same:  # only the tokens before it are others
+                    at -= len(rest)
+                    pieces[-1] = pieces[-1]._replace(end=origin[at])
+                else:
+                    work, origin = rest + work[at:], [origin[at]] * len(rest) + origin[at:]
+                    at = 0
+        return pieces + _unsampled(work, origin, at, len(work))
+
+    def _next(
+        self, before: list[int], work: list[int], at: int, origin: list[int], sought: _Sought
+    ) -> tuple[int, _Fit, Completion] | None:
+        """The first place from ``at`` on where a completion fits, and the one that fits best."""
+        for offset, key in enumerate(keys_of(work[at:], before).tolist()[:-1]):
+            candidates = self._by_prompt.get(key)
+            if candidates is None:
+                continue
+            start = at + offset
+            context = np.array(before + work[at:start], np.int32)
+            there = [c for c in candidates if np.array_equal(c.prompt, context)]
+            given = None if sought.logprobs is None else sought.logprobs[origin[start] :]
+            fit = self._best(there, work, start, replace(sought, logprobs=given))
+            if fit is not None:
+                return start, *fit
+        return None
+
+    def _best(
+        self, candidates: Sequence[Completion], work: list[int], start: int, sought: _Sought
+    ) -> tuple[_Fit, Completion] | None:
+        """What of ``candidates`` fits best from ``start`` on, where the logprobs begin that are known.
+
+        Those of another item, as where a group is posted later, must fit whole.
+        """
+        item = ITEM.get()
+        end = next((i for i in range(start, len(work)) if work[i] in self._special), len(work))
+        text = self._decode(work[start:end]) if candidates else ""
+        for own in (True, False):
+            best = None
+            for order, completion in enumerate(candidates):
+                if (completion.item is item) != own:
+                    continue
+                fit = self._fit(completion, work, start, end, text, sought.prompt)
+                if fit is None or fit.end <= start:
+                    continue
+                whole, size, same_tokens = fit.rank
+                if not own and (not whole or fit.rest):
+                    continue  # by chance
+                preferred = bool(sought.prefer) and key_of([*completion.prompt, *completion.tokens]) in sought.prefer
+                given = sought.logprobs
+                same_logprobs = (
+                    given is not None and list(given[: fit.kept]) == completion.logprobs[: fit.kept].tolist()
+                )
+                # One that later prompts were made with must be found in what is posted. Of the others each once.
+                first = -order if own and item is not None else order
+                rank = (whole, size, preferred, same_tokens, same_logprobs)
+                rank += (completion.continued, -completion.posted, first)
+                if best is None or rank > best[0].rank:
+                    best = fit._replace(rank=rank), completion
+            if best is not None:
+                return best
+        return None
+
+    def _fit(
+        self, completion: Completion, work: list[int], start: int, end: int, text: str, prompt: bool
+    ) -> _Fit | None:
+        """How a completion fits from ``start`` on, where the turn goes to ``end`` and has ``text``.
+
+        What an environment goes on after, in the same turn, loses its end of the turn.
+
+        Its rank: (not cut short, the length of its text, its very tokens follow).
+        """
+        tokens = completion.tokens.tolist()
+        size = max(map(len, _stripped(completion)))
+        if work[start : start + len(tokens)] == tokens:
+            return _Fit(start + len(tokens), len(tokens), "", (True, size, True))
+        kept = self.unended(tokens)
+        same = text.strip() in _stripped(completion)
+        if same or _same_but_for_spaces(text, completion):
+            rank = (True, size if same else 0, False)
+            if prompt and end == len(work):
+                return _Fit(end, kept, "", rank) if kept else None
+            return _Fit(end + (work[end : end + 1] == tokens[-1:]), len(tokens), "", rank)
+        turn = text.lstrip()
+        for known in sorted(_stripped(completion) | {t.lstrip() for t in completion.texts}, key=len, reverse=True):
+            if kept and known.strip() and turn.startswith(known):
+                return _Fit(end, kept, turn[len(known) :], (True, len(known.strip()), False))
+        if start < end and work[start:end] == tokens[: end - start]:
+            return _Fit(end, end - start, "", (False, end - start, True))
+        return None
+
+    def unended(self, tokens: list[int]) -> int:
+        """How many tokens there are before the end of the turn."""
+        return len(tokens) - (tokens[-1] in self._special)
+
+    def elsewhere(
+        self, ids: Sequence[int], start: int, end: int, logprobs: Sequence[float] | None = None
+    ) -> list[Piece]:
+        """A span that no reply to its own context is known for, as one sampled in another context; [] where none is.
+
+        A reply to the same item: of the same text, else one that the span's text begins or ends with and that is at
+        least half of it, as where the environment began the answer itself.
+        """
+        work = [int(token) for token in ids[:end]]
+        span = self._decode(work[start:]).strip()
+        same = [c for c in self._by_text.get(span, ()) if c.item is ITEM.get()] if span else []
+        best = self._best(same, work, start, _Sought(None if logprobs is None else logprobs[start:]))
+        if best is not None and best[0].rank[0] and not best[0].rest:
+            fit, completion = best
+            return [Piece(start, fit.end, completion.tokens[: fit.kept].tolist(), completion, context=False)]
+        turn = next((i for i in range(start, end) if work[i] in self._special), end)
+        text = self._decode(work[start:turn]).strip()
+        parts = [
+            (len(part), part, completion)
+            for completion in ITEM.get() or ()
+            for part in _stripped(completion)
+            if part and len(text) <= 2 * len(part) and (text.endswith(part) or text.startswith(part))
+        ]
+        if not parts:
+            return []
+        _, part, completion = max(parts, key=lambda found: (found[0], -found[2].posted))
+        tokens = completion.tokens.tolist()
+        if text.endswith(part):
+            first = self.tokenizer.encode(text[: -len(part)], add_special_tokens=False)
+            stop = turn + (work[turn : turn + 1] == tokens[-1:])
+            return [Piece(start, start, first), Piece(start, stop, tokens, completion, context=False)]
+        kept = self.unended(tokens)
+        last = self.tokenizer.encode(text[len(part) :], add_special_tokens=False)
+        return [Piece(start, turn, tokens[:kept], completion, context=False), Piece(turn, turn, last)] if kept else []
+
+    def is_template(self, tokens: Sequence[int]) -> bool:
+        """Whether these are only what templates put around text: special tokens and white space."""
+        return not self._decode(tokens).strip()
+
+    def is_special(self, token: int) -> bool:
+        return token in self._special
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        return self.tokenizer.decode(list(tokens), skip_special_tokens=True)
+
+
+def _unsampled(work: list[int], origin: list[int], start: int, end: int) -> list[Piece]:
+    """The tokens in between, those without positions of their own apart."""
+    own = next((i for i in range(start, end) if origin[i + 1] > origin[i]), end)
+    pieces = (Piece(origin[a], origin[b], work[a:b]) for a, b in ((start, own), (own, end)))
+    return [piece for piece in pieces if piece.tokens]
+
+
+def trained_spans(masks: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """(start, end) of each run of positions that are trained on."""
+    start = None
+    for position, mask in enumerate([*masks, IGNORED]):
+        if mask != IGNORED and start is None:
+            start = position
+        elif mask == IGNORED and start is not None:
+            yield start, position
+            start = None
+
+
+def key_of(ids: Sequence[int]) -> int:
+    """A hash of a sequence of tokens."""
+    return int(keys_of(ids)[-1])
+
+
+def _stripped(completion: Completion) -> set[str]:
+    return {text.strip() for text in completion.texts}
+
+
+def _same_but_for_spaces(text: str, completion: Completion) -> bool:
+    dense = "".join(text.split())
+    return bool(dense) and any(dense == "".join(known.split()) for known in completion.texts)
+
+
+_powers = np.ones(1, np.uint64)  # of _FACTOR, as many as were needed yet
+
+
+def keys_of(ids: Sequence[int], before: Sequence[int] = ()) -> np.ndarray:
+    """Hashes of ``before`` and the first 0, 1, ... of ``ids``, (len(ids) + 1,) uint64."""
+    global _powers
+    length = len(before) + len(ids)
+    if length > len(_powers):
+        _powers = np.multiply.accumulate(np.concatenate(([np.uint64(1)], np.full(2 * length, _FACTOR))))
+    terms = (np.concatenate((np.asarray(before, np.int64), np.asarray(ids, np.int64))) + 1).astype(np.uint64)
+    sums = np.cumsum(terms * _powers[:length], dtype=np.uint64)
+    return np.concatenate((np.zeros(1, np.uint64), sums))[len(before) :]

@@ -1,0 +1,365 @@
+"""How an environment's SGLang servers are called: whatever it asks for, by /generate, with token ids and logprobs.
+
+- Each of atroposlib's ways to ask (``tokens_and_logprobs_completion``; ``chat_completion`` and ``completion``, on a
+  server, on the manager of servers, on a managed server) ends in one request here, and its replies in a ``Book``.
+- A prompt is the text that the environment gives, encoded, with the earlier replies in it as they were sampled.
+- No partial reply reaches an environment: what a server aborted, or answered with no token, is asked for again, only as
+  many as are missing, ``ATTEMPTS`` times in all; then an InferenceError names the server.
+- What /generate cannot be asked for takes the server's OpenAI route unchanged: such replies cannot be trained on. They
+  are counted as ``plain_route/ARGUMENT``.
+- Evaluation (``split`` other than "train") has a small book of its own, so that it displaces nothing.
+
+Logprobs are SGLang's: of the distribution after temperature, penalties and grammar, before top-p, top-k and min-p cut
+it off. With each reply the book keeps the parameters of its request, which the trainer checks (``recipe.atropos
+.sampling``). They are all named in the request, so that no default of the model or the server applies; where an
+environment names no temperature, it trains on samples at the trainer's.
+"""
+
+import contextlib
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from contextvars import ContextVar
+from functools import partial
+from typing import Any
+
+import numpy as np
+import orjson
+from atroposlib.envs.server_handling.managed_server import ManagedServer, SequenceNode
+from atroposlib.envs.server_handling.sglang_server import SGLangServer
+from openai.types.chat import ChatCompletion
+from openai.types.completion import Completion as TextCompletion
+from tenacity import RetryError
+
+from recipe.atropos.adapter.sampled_book import EVALUATION, Book, key_of, keys_of, versions_of
+from recipe.atropos.data.sampling import SamplingParams, default_temperature
+from recipe.atropos.inference.client import InferenceError, SGLangClient
+
+logger = logging.getLogger(__name__)
+
+ATTEMPTS = 5
+
+_SPLIT: ContextVar[str] = ContextVar("split", default="train")
+_RENAMED = {
+    "max_tokens": "max_new_tokens",
+    "max_completion_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
+    "seed": "sampling_seed",
+}
+_SAME = frozenset(
+    "n temperature top_p top_k min_p frequency_penalty presence_penalty repetition_penalty stop stop_token_ids"
+    " stop_regex max_new_tokens min_new_tokens json_schema regex ebnf structural_tag ignore_eos skip_special_tokens"
+    " no_stop_trim logit_bias custom_params sampling_seed".split()
+)
+_WITHOUT_EFFECT = frozenset(("model", "user", "tool_choice", "parallel_tool_calls", "timeout", "metadata"))
+
+
+def sampling_params(arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The arguments of an OpenAI call as SGLang's sampling parameters, and those that are none."""
+    arguments = {**arguments, **(arguments.get("extra_body") or {})}
+    params, unknown = {}, {}
+    for name, value in arguments.items():
+        if value is None or name in _WITHOUT_EFFECT or name == "extra_body":
+            continue
+        if name in _RENAMED or name in _SAME:
+            params[_RENAMED.get(name, name)] = value
+        elif name == "response_format" and value.get("type") in ("text", "json_object", "json_schema"):
+            schema = value.get("json_schema", {}).get("schema", {"type": "object"})
+            if value["type"] != "text":
+                params["json_schema"] = orjson.dumps(schema).decode()
+        elif value is not False and value != []:  # stream, echo, logprobs, tools: not asked for
+            unknown[name] = value
+    stop = params.get("stop")
+    if isinstance(stop, list) and any(isinstance(one, int) for one in stop):  # an upstream habit: token ids
+        params["stop"] = [one for one in stop if isinstance(one, str)]
+        params["stop_token_ids"] = [one for one in stop if isinstance(one, int)] + params.get("stop_token_ids", [])
+    return params, unknown
+
+
+class Calls:
+    """The calls of one environment. ``count`` takes the name of an event and a number."""
+
+    def __init__(self, tokenizer: Any, count: Callable[[str, int], None]):
+        self.count = count
+        self._temperature = default_temperature()
+        self.books = {"train": Book(tokenizer), "eval": Book(tokenizer, EVALUATION)}
+
+    @property
+    def book(self) -> Book:
+        """Of the call that is being made."""
+        return self.books["train" if _SPLIT.get() == "train" else "eval"]
+
+    def exact(self, tokenizer: Any, text: str, special: bool, prefer: Collection[int] = ()) -> list[int]:
+        """A prompt's tokens: replies in it as they were sampled; ``special``: with what the tokenizer puts around."""
+        return self.book.exact(_one_bos(tokenizer, tokenizer.encode(text, add_special_tokens=special)), prefer)
+
+    # ------------------------------------------------------------------ requests
+
+    async def sample(
+        self, server: SGLangServer, ids: list[int], params: dict[str, Any], timeout: float | None
+    ) -> list[dict]:
+        """``n`` whole replies of /generate to a prompt, all in the book; ``timeout`` in seconds, None for the server's.
+
+        Raises:
+            InferenceError: naming the server; atroposlib tries such a call again.
+        """
+        url = _address(server)
+        book, prompt = self.book, np.array(ids, np.int32)
+        if book is self.books["train"]:
+            params = {"temperature": self._temperature, **params}
+        sampling = SamplingParams.from_request(params)
+        params = {**params, **sampling.request()}
+
+        async def request(n: int) -> list[dict]:
+            async with SGLangClient(url, server.config.api_key or None, timeout or server.config.timeout) as client:
+                replies = await client.generate(input_ids=ids, sampling_params={**params, "n": n})
+            return replies if isinstance(replies, list) else [replies]
+
+        def aborted(reply: dict) -> bool:
+            return _finish(reply) == "abort" or not reply["meta_info"].get("output_token_logprobs")
+
+        replies = await self._whole(request, params.get("n", 1), aborted, url, "/generate")
+        for reply in replies:
+            values, tokens = zip(*((value, token) for value, token, *_ in _logprobs(reply)), strict=True)
+            text, versions = reply.get("text"), versions_of(reply["meta_info"])
+            book.add(prompt, tokens, values, text, versions, sampling)
+        return replies
+
+    async def _whole(
+        self, request: Callable[[int], Awaitable[list]], n: int, aborted: Callable[[Any], bool], url: str, endpoint: str
+    ) -> list:
+        whole: list = []
+        for _ in range(ATTEMPTS):
+            whole += [reply for reply in await request(n - len(whole)) if not aborted(reply)]
+            if len(whole) >= n:
+                return whole
+            self.count("aborted_samples", n - len(whole))
+        raise InferenceError(
+            url, endpoint, f"{n - len(whole)} of {n} samples were aborted or empty, {ATTEMPTS} times; see its log"
+        )
+
+    # ------------------------------------------------------------------ in the place of a server's methods
+
+    async def tokens(self, server: SGLangServer, **kwargs: Any) -> tuple[list[int], list, list, list]:
+        """What ``SGLangServer`` does for tokens and logprobs. What is unknown goes on to SGLang, which refuses it."""
+        prompt, ids = kwargs.pop("prompt", None), kwargs.pop("input_ids", None)
+        ids = self.exact(server.tokenizer, prompt, True) if ids is None else _one_bos(server.tokenizer, ids)
+        params, unknown = sampling_params(kwargs)
+        replies = await self.sample(server, ids, params | unknown, kwargs.get("timeout"))
+        return (
+            ids,
+            [[token for _, token, *_ in _logprobs(reply)] for reply in replies],
+            [[value for value, *_ in _logprobs(reply)] for reply in replies],
+            [reply["meta_info"]["finish_reason"] for reply in replies],
+        )
+
+    async def chat(self, server: SGLangServer, plain: Callable, **kwargs: Any) -> ChatCompletion:
+        """As the server would answer; where the last message is the assistant's, SGLang takes it for the user's."""
+        template, arguments = _template_arguments(kwargs)
+        messages = [dict(message) for message in arguments.pop("messages")]
+        params, unknown = sampling_params(arguments)
+        if not all(isinstance(message.get("content"), str) and not message.get("tool_calls") for message in messages):
+            unknown["content"] = messages
+        if unknown:
+            return await self._plain(server, plain, next(iter(unknown)), kwargs)
+        if messages[-1].get("role") == "assistant":
+            messages[-1]["role"] = "user"
+        text = server.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **template)
+        ids = self.exact(server.tokenizer, text, False)
+        replies = await self.sample(server, ids, {"max_new_tokens": None, **params}, arguments.get("timeout"))
+        choices = [{"message": {"role": "assistant", "content": reply["text"]}} for reply in replies]
+        return ChatCompletion.model_validate(_answer(server, "chat.completion", ids, replies, choices))
+
+    async def text(self, server: SGLangServer, plain: Callable, **kwargs: Any) -> TextCompletion:
+        arguments = dict(kwargs)
+        prompt = arguments.pop("prompt")
+        params, unknown = sampling_params(arguments)
+        if unknown or not isinstance(prompt, str):
+            return await self._plain(server, plain, [*unknown, "prompt"][0], kwargs)
+        ids = self.exact(server.tokenizer, prompt, True)
+        replies = await self.sample(server, ids, {"max_new_tokens": 16, **params}, arguments.get("timeout"))
+        choices = [{"text": reply["text"]} for reply in replies]
+        return TextCompletion.model_validate(_answer(server, "text_completion", ids, replies, choices))
+
+    async def _plain(self, server: SGLangServer, plain: Callable, why: str, kwargs: dict[str, Any]) -> Any:
+        answer, n = None, kwargs.get("n") or 1
+        self.count(f"plain_route/{why}", n)
+
+        async def request(missing: int) -> list:
+            nonlocal answer
+            answer = await plain(**{**kwargs, "n": missing})
+            return answer.choices
+
+        answer_of = partial(self._whole, url=_address(server), endpoint=f"/v1 with {why}")
+        answer.choices = await answer_of(request, n, lambda choice: choice.finish_reason == "abort")
+        for index, choice in enumerate(answer.choices):
+            choice.index = index
+        return answer
+
+
+def calls_of(environment: Any) -> Calls:
+    """The calls of an environment; at the first time its SGLang servers begin to remember what they sample."""
+    if "_calls" not in vars(environment):
+
+        def count(name: str, n: int) -> None:
+            report = getattr(environment, "report", None)
+            if report is not None:
+                report.count(name, n)
+            else:
+                logger.warning("%s: %d", name, n)
+
+        environment._calls = calls = Calls(environment.tokenizer, count)
+        for server in sglang_servers(environment):
+            server._tokens_and_logprobs_completion_wrapper = partial(calls.tokens, server)
+    return environment._calls
+
+
+def sglang_servers(environment: Any) -> list[SGLangServer]:
+    return [server for server in environment.server.servers if isinstance(server, SGLangServer)]
+
+
+def all_exact(environment: Any) -> Calls:
+    """Let every way to ask an environment's servers end in ``Calls``, by attributes of its own instances."""
+    calls, manager = calls_of(environment), environment.server
+    for server in sglang_servers(environment):
+        server._chat_completion_wrapper = partial(calls.chat, server, server._chat_completion_wrapper)
+        server._completion_wrapper = partial(calls.text, server, server._completion_wrapper)
+    for target in (manager, *sglang_servers(environment)):
+        for name in ("chat_completion", "completion", "tokens_and_logprobs_completion"):
+            setattr(target, name, partial(_called, getattr(target, name)))
+    manager.managed_server = partial(_managed_server, manager.managed_server, calls)
+    return calls
+
+
+async def _called(call: Callable[..., Awaitable[Any]], **kwargs: Any) -> Any:
+    """Remembers the split, which atroposlib's manager takes out, and raises a failure itself, not as a RetryError."""
+    token = _SPLIT.set(kwargs["split"]) if "split" in kwargs else None
+    try:
+        return await call(**kwargs)
+    except RetryError as error:
+        cause: BaseException | None = error
+        while isinstance(cause, RetryError):
+            cause = cause.last_attempt.exception()
+        raise cause from None
+    finally:
+        if token is not None:
+            _SPLIT.reset(token)
+
+
+@contextlib.asynccontextmanager
+async def _managed_server(original: Callable, calls: Calls, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+    async with original(*args, **kwargs) as managed:
+        if type(managed) is ManagedServer and isinstance(managed.server, SGLangServer):
+            managed.__class__ = ExactManagedServer
+            managed.begin(calls)
+        yield managed
+
+
+class ExactManagedServer(ManagedServer):
+    """Its nodes' tokens are those sampled, over all turns. What it answers, and how often it is asked, stays the same.
+
+    - A prompt extends the node whose tokens it begins with, the longest of them; of equal ones, one not yet extended.
+    - A node keeps the masks and logprobs of the one that it extends, after ``completion`` as after ``chat_completion``.
+
+    Tree mode is not mended: no environment's manager hands it out.
+    """
+
+    def begin(self, calls: Calls) -> None:
+        self._calls = calls
+        self._ever: dict[int, list[tuple[SequenceNode, int]]] = {}  # all nodes, by their first so many tokens
+
+    async def chat_completion(self, **kwargs: Any) -> ChatCompletion:
+        return await _called(super().chat_completion, **kwargs)
+
+    async def completion(self, **kwargs: Any) -> TextCompletion:
+        return await _called(super().completion, **kwargs)
+
+    def reset(self) -> None:
+        super().reset()
+        self._ever.clear()
+
+    def _exact(self, text: str) -> list[int]:
+        return self._calls.exact(self.tokenizer, text, True, {key_of(node.tokens) for node in self.current_nodes})
+
+    def _find_extending_node(self, input_text: str) -> SequenceNode | None:
+        node, _ = self._extended(self._exact(input_text), self.current_nodes)
+        return node
+
+    def _compute_input_ids(self, input_text: str, extending_node: SequenceNode | None) -> list[int]:
+        return self._exact(input_text)
+
+    def _extended(
+        self, ids: list[int], among: list[SequenceNode] | None = None
+    ) -> tuple[SequenceNode, int] | tuple[None, int]:
+        """The node that a prompt extends, and how many of its tokens the prompt has."""
+        for key in reversed(keys_of(ids).tolist()):
+            for node, kept in self._ever.get(key, ()):
+                if among is None or any(node is one for one in among):
+                    return node, kept
+        return None, 0
+
+    def _create_sequence_node(self, *args: Any, **kwargs: Any) -> SequenceNode:
+        node = super()._create_sequence_node(*args, **{**kwargs, "extending_node": None})
+        given = kwargs.get("extending_node")  # completion() does not say; there may be several with these tokens
+        for among in ([given] if given else [], self.current_nodes, None):
+            before, kept = self._extended(kwargs["prompt_tokens"], among)
+            if before is not None:
+                break
+        if before is not None:
+            node.masked_tokens[:kept] = before.masked_tokens[:kept]
+            node.logprobs[:kept] = before.logprobs[:kept]
+        for size in {len(node.tokens), self._calls.book.unended(node.tokens)}:  # an environment may go on in the turn
+            if size > len(kwargs["prompt_tokens"]):
+                self._ever.setdefault(key_of(node.tokens[:size]), []).append((node, size))
+        return node
+
+
+# ---------------------------------------------------------------------- small things
+
+
+def _address(server: SGLangServer) -> str:
+    return server.config.base_url.removesuffix("/").removesuffix("/v1")
+
+
+def _one_bos(tokenizer: Any, ids: list[int]) -> list[int]:
+    """A chat template that writes the BOS token, and a tokenizer that adds one."""
+    return ids[1:] if len(ids) >= 2 and ids[0] == tokenizer.bos_token_id == ids[1] else list(ids)
+
+
+def _logprobs(reply: dict) -> list[list]:
+    return reply["meta_info"].get("output_token_logprobs") or []
+
+
+def _finish(reply: dict) -> str:
+    return (reply["meta_info"].get("finish_reason") or {}).get("type", "")
+
+
+def _template_arguments(kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What goes to the chat template, as SGLang has it, and the other arguments."""
+    others = {**kwargs, **(kwargs.get("extra_body") or {})}
+    reasoning, effort = others.pop("reasoning", None) or {}, others.pop("reasoning_effort", None)
+    effort = effort or reasoning.get("effort")
+    template = {}
+    if effort or reasoning.get("enabled"):
+        template = dict.fromkeys(("thinking", "enable_thinking"), effort != "none")
+    if effort:
+        template["reasoning_effort"] = effort
+    others.pop("extra_body", None)
+    return template | (others.pop("chat_template_kwargs", None) or {}), others
+
+
+def _answer(server: SGLangServer, kind: str, ids: list[int], replies: list[dict], choices: list[dict]) -> dict:
+    """An OpenAI response, before it is validated."""
+    count = sum(len(_logprobs(reply)) for reply in replies)
+    return {
+        "id": uuid.uuid4().hex,
+        "created": int(time.time()),
+        "model": server.config.model_name,
+        "object": kind,
+        "choices": [
+            {"index": index, "finish_reason": _finish(reply), "logprobs": None, **choice}
+            for index, (reply, choice) in enumerate(zip(replies, choices, strict=True))
+        ],
+        "usage": {"prompt_tokens": len(ids), "completion_tokens": count, "total_tokens": len(ids) + count},
+    }

@@ -1,0 +1,95 @@
+"""Atropos' teacher distillation (``TeacherDistillationEnv``): the teacher of an environment, as the trainer needs it.
+
+``Taught`` works around what keeps such environments from running here:
+
+- One whose constructor does not know ``teacher_server_configs``, or passes its arguments on by position
+  (``gsm8k_server_teacher_distill``), gets its teacher all the same.
+- The teacher may be an SGLang server (``--teacher.server_type=sglang``); atroposlib asks vLLM servers only.
+- Each position has the teacher's ``teacher_top_k`` likeliest tokens (at least 1), the likeliest first. vLLM adds the
+  token that stands there where it is not among them; the trainer refuses positions of different sizes.
+- A group whose teacher did not answer goes without distillation fields, as in Atropos, and is counted as
+  ``teacher_missing``.
+- ``evaluate`` needs no teacher; ``process`` has none, which is an error.
+"""
+
+import heapq
+import sys
+from functools import partial
+from typing import Any
+
+from atroposlib.envs.base import APIServerConfig, ScoredDataGroup
+from atroposlib.envs.server_handling.server_manager import ServerManager
+from atroposlib.envs.server_handling.sglang_server import SGLangServer
+
+from recipe.atropos.adapter.errors import EnvironmentFailure
+from recipe.atropos.inference.client import SGLangClient
+
+TopK = tuple[list[list[int]], list[list[float]]]  # token ids and logprobs, [position][rank]
+
+
+class Taught:
+    """Mixin; must precede a ``TeacherDistillationEnv`` in the MRO, and follow ``SampledTokens``."""
+
+    def __init__(self, config: Any, server_configs: Any, *args: Any, teacher_server_configs: Any = None, **kwargs: Any):
+        wanted, config.teacher_enabled = config.teacher_enabled, False  # else the constructors in between fail
+        super().__init__(config, server_configs, *args, **kwargs)
+        self.config.teacher_enabled = wanted
+        if wanted and teacher_server_configs is not None:
+            self._connect_teacher(teacher_server_configs)
+        elif wanted and "process" in sys.argv[1:]:
+            raise EnvironmentFailure("process asks no teacher: give --env.teacher_enabled=false, or serve")
+
+    def _connect_teacher(self, configs: Any) -> None:
+        configs = [configs] if isinstance(configs, APIServerConfig) else configs
+        if isinstance(configs, list):  # an empty key, as upstream's default, is one that the client of openai refuses
+            configs = [config.model_copy(update={"api_key": config.api_key or "x"}) for config in configs]
+        first = configs[0] if isinstance(configs, list) else configs
+        name = first.tokenizer_name if first.tokenizer_name not in ("", "none") else first.model_name
+        self._validate_teacher_tokenizer_compatibility(name)
+        self.teacher_server = ServerManager(configs, slurm=False, testing=False)
+        for server in self.teacher_server.servers:
+            if isinstance(server, SGLangServer):
+                server.config.health_check = False
+                server._get_logprobs_wrapper = partial(top_logprobs, server)
+
+    async def _fetch_teacher_for_sequence(self, token_ids: list[int], top_k: int) -> TopK:
+        return likeliest(*await super()._fetch_teacher_for_sequence(token_ids, top_k), max(1, top_k))
+
+    async def _attach_teacher_distillation(self, group: ScoredDataGroup) -> ScoredDataGroup:
+        group = await super()._attach_teacher_distillation(group)
+        overrides = group.get("group_overrides") or {}
+        top_k = int(overrides.get("teacher_top_k", self.config.teacher_top_k))
+        asked = self.teacher_server is not None and top_k >= 0 and not overrides.get("skip_teacher_top_k", False)
+        if asked and not group.get("distill_token_ids"):
+            self.report.count("teacher_missing")
+        return group
+
+
+def likeliest(token_ids: list[list[int]], logprobs: list[list[float]], top_k: int) -> TopK:
+    """The ``top_k`` likeliest of each position, in falling order; fewer where there are no more."""
+    best = [
+        heapq.nlargest(top_k, zip(values, ids, strict=True)) for ids, values in zip(token_ids, logprobs, strict=True)
+    ]
+    return [[token for _, token in at] for at in best], [[value for value, _ in at] for at in best]
+
+
+async def top_logprobs(server: SGLangServer, *, input_ids: list[int], top_k: int, **_: Any) -> dict[str, Any]:
+    """What atroposlib's vLLM servers answer to ``get_logprobs``: at position t the candidates for token t, none at 0.
+
+    Raises:
+        InferenceError: naming the server; atroposlib tries such a call again.
+    """
+    url = server.config.base_url.removesuffix("/").removesuffix("/v1")
+    async with SGLangClient(url, server.config.api_key or None, server.config.timeout) as client:
+        reply = await client.generate(
+            input_ids=list(input_ids),
+            sampling_params={"max_new_tokens": 1, "temperature": 1.0},
+            logprob_start_len=0,
+            top_logprobs_num=max(1, top_k),
+        )
+    found = reply["meta_info"]["input_top_logprobs"]
+    return {
+        "prompt_tokens": list(input_ids),
+        "prompt_topk_token_ids": [[token for _, token, *_ in at or ()] for at in found],
+        "prompt_topk_logprobs": [[value for value, *_ in at or ()] for at in found],
+    }

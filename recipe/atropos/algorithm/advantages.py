@@ -1,0 +1,301 @@
+"""Advantages, (B, R): what the environment sent where it sent some, the group's GRPO elsewhere.
+
+Guarantees:
+
+- ``grpo_atropos``, registered with verl, is verl's own GRPO where no environment sends advantages, but for groups of
+  equal scores: their advantage is 0, not the rounding of a mean divided by an epsilon.
+- A row's own advantages reach the loss as they were sent, position by position; the row's score still counts in the
+  mean of its group.
+- Mean, deviation and whatever else an estimator takes of a group are over all of its scored rows, also those that were
+  dropped (too long, stale, nothing trained, ...) and those whose tokens the off-policy correction rejected. An
+  estimator that needs more than their scores and lengths is refused by name where rows were dropped.
+- Normalizing and clipping come after any estimator, over trained tokens alone. ``set_advantage_to_zero`` comes last:
+  such rows, like tokens under mask 0, have the advantage 0 and are not normalized with; their scores count in the mean
+  of their group.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from omegaconf import DictConfig
+
+from recipe.atropos.data.rows import DroppedRow, environment_name
+from recipe.atropos.errors import AtroposError
+from recipe.atropos.verl_ext.algorithm import (
+    AdaptiveKLController,
+    FixedKLController,
+    compute_grpo_outcome_advantage,
+    get_adv_estimator_fn,
+    kl_penalty,
+    masked_mean,
+    register_adv_est,
+)
+from recipe.atropos.verl_ext.batch import DataProto
+
+GRPO_ATROPOS = "grpo_atropos"
+_EPSILON = 1e-8
+_SMALLEST_GROUP = {"grpo_passk": 2}  # the best against the second
+_OF_NO_GROUP = {"reinforce_plus_plus"}  # a row's advantage does not depend on the others of its group
+_ESTIMATOR_TENSORS = ("token_level_rewards", "response_mask")
+_TOKEN_BASELINES = ("optimal_token_baseline", "tir_optimal_token_baseline")
+_TOKEN_BASELINE_TENSORS = (*_ESTIMATOR_TENSORS, "old_log_probs", "sum_pi_squared", "rollout_is_weights")
+# Of a group's rows they read scores alone, and opo their lengths: so they can count a row that was dropped.
+_OF_SCORES = {
+    GRPO_ATROPOS,
+    "gpg",
+    "grpo",
+    "grpo_passk",
+    "grpo_vectorized",
+    "opo",
+    "reinforce_plus_plus_baseline",
+    "rloo",
+    "rloo_vectorized",
+}
+
+
+class MissingAdvantages(AtroposError, ValueError):
+    """A row without advantages of its environment where ``fallback_to_grpo`` is off."""
+
+
+class IncompleteGroup(AtroposError, ValueError):
+    """A group lost rows, and the estimator cannot count a row of which only the score and the length are known."""
+
+
+@dataclass(frozen=True)
+class AdvantageConfig:
+    """What becomes of advantages; keys of ``trainer.atropos``.
+
+    ``use_advantages``: take the environment's where it sends them. ``fallback_to_grpo``: compute the others from the
+    group's scores; false refuses a row that has none. ``advantage_normalization``: "none", "batch" (mean 0 and
+    standard deviation 1 over the batch's trained tokens) or "global" (over those of the whole run, this batch
+    included). ``advantage_clipping``: bounds (low, high), applied after normalizing.
+    """
+
+    use_advantages: bool = True
+    fallback_to_grpo: bool = True
+    advantage_normalization: Literal["none", "batch", "global"] = "none"
+    advantage_clipping: tuple[float, float] | None = None
+
+    @classmethod
+    def from_config(cls, values: Mapping[str, Any]) -> "AdvantageConfig":
+        """From ``trainer.atropos``, which ``config.schema`` has checked, and which holds other keys too."""
+        given = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
+        if isinstance(given.get("advantage_clipping"), Sequence) and not isinstance(given["advantage_clipping"], str):
+            given["advantage_clipping"] = tuple(given["advantage_clipping"])
+        return cls(**given)
+
+
+@dataclass
+class RunningMoments:
+    """Count, mean and summed squared deviation of all values so far, in float64 (Chan et al., 1983)."""
+
+    count: int = 0
+    mean: float = 0.0
+    m2: float = 0.0
+
+    def update(self, values: torch.Tensor) -> None:
+        """Add values of any shape."""
+        n = values.numel()
+        if n == 0:
+            return
+        values = values.double()
+        mean = values.mean().item()
+        delta, total = mean - self.mean, self.count + n
+        self.m2 += (values - mean).square().sum().item() + delta**2 * self.count * n / total
+        self.mean += delta * n / total
+        self.count = total
+
+    @property
+    def std(self) -> float:
+        """Standard deviation of the values themselves (not of a larger population); 0 of none."""
+        return math.sqrt(self.m2 / self.count) if self.count else 0.0
+
+    def state_dict(self) -> dict[str, float]:
+        return asdict(self)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.count, self.mean, self.m2 = int(state["count"]), float(state["mean"]), float(state["m2"])
+
+
+@register_adv_est(GRPO_ATROPOS)
+def compute_grpo_atropos_advantage(
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    index: np.ndarray,
+    config: Any = None,
+    atropos_advantages: torch.Tensor | None = None,
+    has_advantages: np.ndarray | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """GRPO over the group, and the environment's advantages in the rows that have them.
+
+    Args:
+        token_level_rewards: (B, R) float32; only their sum over a row counts.
+        response_mask: (B, R), 1 on trained tokens.
+        index: (B,), rows of a group share one.
+        config: verl's ``algorithm``; ``norm_adv_by_std_in_grpo`` (default true) divides by the group's deviation.
+        atropos_advantages: (B, R) float32, read where ``has_advantages``, (B,) bool, is true.
+
+    Returns:
+        Advantages and returns, the same (B, R) float32 tensor twice, 0 under mask 0.
+    """
+    by_std = True if config is None else config.get("norm_adv_by_std_in_grpo", True)
+    advantages, _ = compute_grpo_outcome_advantage(
+        token_level_rewards, response_mask, index, norm_adv_by_std_in_grpo=by_std
+    )
+    advantages[_all_equal(token_level_rewards.sum(-1), index)] = 0.0
+    if atropos_advantages is not None and has_advantages is not None:
+        own = torch.from_numpy(np.asarray(has_advantages, dtype=bool))[:, None]
+        advantages = torch.where(own, atropos_advantages * response_mask, advantages)
+    return advantages, advantages
+
+
+def _all_equal(scores: torch.Tensor, index: np.ndarray) -> torch.Tensor:
+    """(B,) bool: the row's group has several rows, and all their scores, (B,), are the same."""
+    _, group = np.unique(index.astype(str), return_inverse=True)
+    group = torch.from_numpy(group)
+    count = torch.bincount(group)
+    lowest, highest = (
+        torch.zeros(len(count), dtype=scores.dtype).scatter_reduce(0, group, scores, reduce, include_self=False)
+        for reduce in ("amin", "amax")
+    )
+    return ((lowest == highest) & (count > 1))[group]
+
+
+def compute_advantages(
+    rows: DataProto, algorithm: DictConfig, config: AdvantageConfig, moments: RunningMoments
+) -> None:
+    """Put ``advantages`` and ``returns``, (B, R) float32, into rows that have ``token_level_rewards``.
+
+    And ``has_signal``, (B,) bool: the estimator gave some trained token an advantage. No padding rows, please.
+    ``moments`` takes in this batch where normalization is "global".
+
+    Raises:
+        MissingAdvantages: a row has none of its environment and ``fallback_to_grpo`` is off.
+        IncompleteGroup: rows were dropped, and the estimator, or the KL in the reward, needs them whole.
+    """
+    tensors, others = rows.batch, rows.non_tensor_batch
+    scored = _scored_rows(rows, algorithm)
+    if algorithm.adv_estimator == GRPO_ATROPOS:
+        own = others["has_advantages"] & config.use_advantages
+        if not (config.fallback_to_grpo or own.all()):
+            row = np.flatnonzero(~own)[0]
+            raise MissingAdvantages(
+                f"group {others['uid'][row]} of {environment_name(others['env_name'][row], others['env_id'][row])}: "
+                f"{(~own).sum()} of {len(rows)} rows came without advantages and trainer.atropos.fallback_to_grpo is "
+                "false; set it to true, or let the environment send them"
+            )
+        n = len(scored) - len(rows)
+        advantages, returns = get_adv_estimator_fn(GRPO_ATROPOS)(
+            token_level_rewards=scored.batch["token_level_rewards"],
+            response_mask=scored.batch["response_mask"],
+            index=scored.non_tensor_batch["uid"],
+            config=algorithm,
+            atropos_advantages=F.pad(tensors["atropos_advantages"], (0, 0, 0, n)),
+            has_advantages=np.pad(own, (0, n)),
+        )
+    else:
+        advantages, returns = _verls_advantages(scored, algorithm)
+    tensors["advantages"], tensors["returns"] = (
+        torch.where(tensors["response_mask"].bool(), values[: len(rows)], 0.0) for values in (advantages, returns)
+    )
+    trained = tensors["response_mask"].bool() & torch.from_numpy(~others["zero_advantage"])[:, None]
+    others["has_signal"] = ((tensors["advantages"] != 0) & trained).any(-1).numpy()
+    tensors["advantages"] = shape_advantages(tensors["advantages"], trained, config, moments)
+
+
+def _scored_rows(rows: DataProto, algorithm: DictConfig) -> DataProto:
+    """The rows, (B, R), and after them one for each row that was dropped from their groups, as the estimator reads it.
+
+    Such a row has its score on its first token, under mask 0; for ``opo``, which weighs a score with the sequence's
+    length, the mask sums up to the tokens that it had, and the other rows have the mask from before any rejection.
+
+    Raises:
+        IncompleteGroup: see ``compute_advantages``.
+    """
+    estimator, others = algorithm.adv_estimator, rows.non_tensor_batch
+    dropped = {} if estimator in _OF_NO_GROUP else dict(zip(others["uid"], others["dropped"], strict=True))
+    _refuse_dropped(dropped, algorithm)
+    uids = [uid for uid, lost in dropped.items() for _ in lost]
+    lost = [row for group in dropped.values() for row in group]
+    tensors = {
+        key: F.pad(rows.batch[key], (0, 0, 0, len(lost))) for key in _TOKEN_BASELINE_TENSORS if key in rows.batch
+    }
+    tensors["token_level_rewards"][len(rows) :, 0] = torch.tensor([row.score for row in lost])
+    if estimator == "opo":
+        tensors["response_mask"][: len(rows)] = rows.batch.get("sampled_mask", rows.batch["response_mask"])
+        tensors["response_mask"][len(rows) :, 0] = torch.tensor([row.trained_tokens for row in lost])
+    return DataProto.from_dict(tensors, {"uid": np.array([*others["uid"], *uids], dtype=object)})
+
+
+def _refuse_dropped(dropped: Mapping[str, Sequence[DroppedRow]], algorithm: DictConfig) -> None:
+    """A row without a trained token has no KL and no weight in a token's baseline: nothing of it is missing."""
+    group, reasons = next(
+        ((uid, {row.reason for row in rows}) for uid, rows in dropped.items() if any(r.trained_tokens for r in rows)),
+        (None, ()),
+    )
+    if group is None:
+        return
+    lost = f"rows of group {group} were dropped ({', '.join(sorted(reasons))}), and"
+    if algorithm.adv_estimator not in _OF_SCORES:
+        raise IncompleteGroup(
+            f"algorithm.adv_estimator={algorithm.adv_estimator}: {lost} its baseline needs their logprobs; choose one "
+            f"of {', '.join(sorted(_OF_SCORES))}"
+        )
+    if algorithm.use_kl_in_reward:
+        raise IncompleteGroup(
+            f"algorithm.use_kl_in_reward=true: {lost} the KL in their rewards is not known, which the mean of their "
+            "group is over; set it to false and actor_rollout_ref.actor.use_kl_loss=true"
+        )
+
+
+def _verls_advantages(rows: DataProto, algorithm: DictConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    """Advantages and returns, (B, R), by verl's estimator; 0 in groups that are smaller than it can compare."""
+    _, group, count = np.unique(rows.non_tensor_batch["uid"].astype(str), return_inverse=True, return_counts=True)
+    enough = np.flatnonzero(count[group] >= _SMALLEST_GROUP.get(algorithm.adv_estimator, 1))
+    advantages, returns = (torch.zeros_like(rows.batch["token_level_rewards"]) for _ in range(2))
+    if enough.size:
+        chosen = rows.select_idxs(enough)
+        keys = _TOKEN_BASELINE_TENSORS if algorithm.adv_estimator in _TOKEN_BASELINES else _ESTIMATOR_TENSORS
+        given = {key: chosen.batch[key] for key in keys if key in chosen.batch}
+        given |= {"index": chosen.non_tensor_batch["uid"], "config": algorithm}
+        if algorithm.adv_estimator == "grpo":  # the others read it of the configuration
+            given["norm_adv_by_std_in_grpo"] = algorithm.norm_adv_by_std_in_grpo
+        found = get_adv_estimator_fn(algorithm.adv_estimator)(**given)
+        advantages[enough], returns[enough] = (values.to(advantages.dtype) for values in found)
+    return advantages, returns
+
+
+def subtract_kl(
+    rows: DataProto, controller: AdaptiveKLController | FixedKLController, estimator: str
+) -> dict[str, float]:
+    """Take coefficient * KL(policy, reference), token by token, from ``token_level_scores`` for the rewards, (B, R).
+
+    ``estimator`` is verl's ``algorithm.kl_penalty``; ``controller`` adapts the coefficient to the KL found, of which
+    the metrics are returned, in nats.
+    """
+    mask, coefficient = rows.batch["response_mask"], controller.value
+    kl = kl_penalty(rows.batch["old_log_probs"], rows.batch["ref_log_prob"], kl_penalty=estimator) * mask
+    rows.batch["token_level_rewards"] = rows.batch["token_level_scores"] - coefficient * kl
+    mean = masked_mean(kl, mask=mask, axis=-1).mean().item()
+    controller.update(current_kl=mean, n_steps=len(rows))
+    return {"actor/reward_kl_penalty": mean, "actor/reward_kl_penalty_coeff": coefficient}
+
+
+def shape_advantages(
+    advantages: torch.Tensor, trained: torch.Tensor, config: AdvantageConfig, moments: RunningMoments
+) -> torch.Tensor:
+    """Normalized, clipped, and 0 where not ``trained``: all (B, R), float32 but for the bool mask."""
+    if config.advantage_normalization != "none":
+        if config.advantage_normalization == "batch":
+            moments = RunningMoments()
+        moments.update(advantages[trained])
+        advantages = (advantages - moments.mean) / (moments.std + _EPSILON)
+    if config.advantage_clipping is not None:
+        advantages = advantages.clamp(*config.advantage_clipping)
+    return torch.where(trained, advantages, 0.0)

@@ -1,0 +1,370 @@
+"""The trained model as a folder in Hugging Face format: ``python -m recipe.atropos.utils.debug export RUN``
+
+Guarantees:
+
+- each tensor has the bits that were trained, in the dtype that was trained unless another is asked for; names and
+  shapes are those that transformers' ``save_pretrained`` writes;
+- a LoRA adapter is merged as it is for the servers, or left by itself in PEFT's format;
+- no GPU and no process group is needed, and never more than a tensor (of packed experts: their tensor) is in memory;
+- the folder appears whole or not at all.
+
+verl's ``model_merger`` is not used: it holds the whole model, rounds it to bfloat16, and leaves an adapter beside the
+untrained base.
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import sys
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from omegaconf import DictConfig, OmegaConf
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
+
+from recipe.atropos.checkpoint.format import TENSOR_NAMES, CheckpointFormat, model_file
+from recipe.atropos.checkpoint.model_card import EXPORTED, model_name, write_card
+from recipe.atropos.checkpoint.safetensors_writer import write_safetensors
+from recipe.atropos.checkpoint.shards import Shards
+from recipe.atropos.checkpoint.store import ADAPTER_CONFIG, checkpoints_of, choose_checkpoint, step_of
+from recipe.atropos.errors import AtroposError, ConfigurationError, one_line_errors
+from recipe.atropos.run_dir import RunDir, read_json, replace_folder, write_json
+from recipe.atropos.utils.secret import read_config_yaml
+
+_WEIGHTS = re.compile(r".*\.(safetensors|bin|pt)(\.index\.json)?")  # of save_contents=[hf_model], in bfloat16
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+class ExportError(AtroposError, RuntimeError):
+    """A checkpoint that cannot be exported; the message says why."""
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written: ``dtype`` of the weights, e.g. "float32", and their ``size`` in bytes."""
+
+    folder: Path
+    step: int
+    dtype: str
+    size: int
+
+    def __str__(self) -> str:
+        return f"{self.folder}: step {self.step}, {self.dtype}, {self.size / 1e9:.3g} GB"
+
+
+# ---------------------------------------------------------------- what is in it
+
+
+class _Checkpoint:
+    """The trained model of a checkpoint: its class on the meta device, its shards, and the names of its tensors."""
+
+    def __init__(self, folder: Path, config: DictConfig, trust_remote_code: bool):
+        actor = folder / "actor"
+        self.huggingface = actor / "huggingface"
+        self.shards = Shards(actor)
+        names = read_json(actor / TENSOR_NAMES)
+        if names is None:
+            raise ExportError(
+                f"{actor} has no {TENSOR_NAMES}: an older version of the recipe saved it; resume the run with this one "
+                "until it saves a checkpoint"
+            )
+        settings = config.actor_rollout_ref.model
+        self.base = settings.path
+        self.model = _on_meta(self.huggingface, trust_remote_code)
+        self.format = CheckpointFormat.of_unloaded(self.model, names)
+        self._adapter_config = actor / ADAPTER_CONFIG
+        self.adapted = self._adapter_config.exists()
+        self.adapter_only = self.adapted and all(".lora_" in name for name in self.shards)
+        """``save_lora_only``: the base weights are not in the checkpoint."""
+        self._names = set(names)
+
+    def merged(self, dtype: torch.dtype | None) -> tuple[dict[str, torch.Tensor], Iterator[tuple[str, torch.Tensor]]]:
+        """The whole model under the names of its checkpoint: on the meta device, and its tensors in the same order.
+
+        Raises:
+            ExportError: the shards and the model's class have different tensors.
+        """
+        model, weights = self.model, Mapping.items
+        if self.adapted:
+            from peft import LoraConfig, get_peft_model  # it takes seconds
+
+            from recipe.atropos.checkpoint.lora import adapted_layers, merged_weights
+
+            settings = LoraConfig.from_pretrained(str(self._adapter_config.parent))
+            settings.base_model_name_or_path = model.name_or_path  # it would warn of another
+            layers = adapted_layers(get_peft_model(model, settings))
+            weights = partial(merged_weights, layers, full=lambda tensor: tensor)
+
+        def stream(state: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in self.format.stream(weights(state)):
+                yield name, _cast(name, tensor, self._dtype_of(name, dtype))
+
+        like = dict(stream(self.shards.like))
+        tied, unsaved = self.format.tied, set(model._keys_to_ignore_on_save or ())
+        if like.keys() != self._names:
+            differing = sorted(like.keys() ^ self._names)
+            raise ExportError(f"{self.shards.folder}: {len(differing)} tensors too many or too few: {differing[:5]}")
+        like = {name: t for name, t in like.items() if tied.get(name) not in like and name not in unsaved}
+        return like, _without_tied(stream(self.shards), like, tied)
+
+    def adapter(self, dtype: torch.dtype | None) -> tuple[dict[str, torch.Tensor], Iterator[tuple[str, torch.Tensor]]]:
+        """As ``merged``, of A and B of every adapted layer under PEFT's names."""
+        names = {key.replace(".default.", "."): key for key in self.shards if ".lora_" in key}
+        like = {name: _cast(name, self.shards.like[key], dtype) for name, key in names.items()}
+        return like, ((name, _cast(name, self.shards[key], dtype)) for name, key in names.items())
+
+    def _dtype_of(self, name: str, dtype: torch.dtype | None) -> torch.dtype | None:
+        """Some models compute with a few tensors in float32 whatever the others are, such as a router's biases."""
+        kept = self.model._keep_in_fp32_modules_strict or ()
+        return None if any(re.search(rf"(^|\.){pattern}($|\.)", name) for pattern in kept) else dtype
+
+    def write_adapter_config(self, folder: Path, public: bool) -> None:
+        settings = json.loads(self._adapter_config.read_text())
+        base = model_name(self.base) if public else self.base
+        settings |= {"base_model_name_or_path": base, "inference_mode": True}
+        write_json(folder / ADAPTER_CONFIG, settings)
+
+    def write_configuration(self, folder: Path, dtype: str) -> None:
+        """Configuration, generation configuration, and the code of a model that brings its own."""
+        settings = json.loads((self.huggingface / CONFIG_NAME).read_text())
+        settings.pop("torch_dtype", None)  # the former name
+        settings |= {"architectures": [type(self.model).__name__], "dtype": dtype}
+        write_json(folder / CONFIG_NAME, settings)
+        generation = folder / GENERATION_CONFIG_NAME
+        if not generation.exists():  # verl leaves out one that transformers would not save, and saves none by default
+            if (given := model_file(self.base, generation.name)) is not None:
+                shutil.copyfile(given, generation)
+            elif self.model.can_generate():
+                self.model.generation_config.save_pretrained(folder)
+
+
+def _on_meta(folder: Path, trust_remote_code: bool) -> PreTrainedModel:
+    """Raises ConfigurationError: the model brings code of its own, which is not trusted."""
+    brings_code = "auto_map" in read_json(folder / CONFIG_NAME, {})
+    try:
+        return _class_on_meta(folder, trust_remote_code)
+    except ValueError as error:
+        if trust_remote_code or not brings_code:
+            raise
+        told = "is a model with code of its own, which would be run; give --trust-remote-code if you trust it"
+        raise ConfigurationError(f"{folder} {told}") from error
+
+
+def _class_on_meta(folder: Path, trust_remote_code: bool) -> PreTrainedModel:
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    # The class that verl trains.
+    several = type(config) in AutoModelForImageTextToText._model_mapping.keys()
+    auto_class = AutoModelForImageTextToText if several else AutoModelForCausalLM
+    with torch.device("meta"):
+        return auto_class.from_config(config, trust_remote_code=trust_remote_code)
+
+
+def _cast(name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """Raises ConfigurationError: a finite value is too large for ``dtype``."""
+    if dtype in (None, tensor.dtype) or not tensor.is_floating_point():
+        return tensor
+    cast = tensor.to(dtype)
+    if not tensor.is_meta and (cast.isinf() & tensor.isfinite()).any():
+        raise ConfigurationError(
+            f"--dtype={str(dtype).removeprefix('torch.')}: {name} holds values up to {tensor.abs().max():.4g}, which "
+            f"would become infinite (the largest is {torch.finfo(dtype).max:.4g}); give bfloat16, or leave it out"
+        )
+    return cast
+
+
+def _without_tied(
+    tensors: Iterator[tuple[str, torch.Tensor]], like: Mapping[str, torch.Tensor], tied: Mapping[str, str]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Those of ``like``.
+
+    Raises:
+        ExportError: at the end, if a tensor that is left out, because it is another one, has other values.
+    """
+    compared, sums = {*tied, *tied.values()}, {}
+    for name, tensor in tensors:
+        if name in compared:
+            sums[name] = zlib.crc32(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+        if name in like:
+            yield name, tensor
+    for name, other in tied.items():
+        if name not in like and name in sums and sums[name] != sums[other]:
+            raise ExportError(f"{name} and {other} are one tensor by the model's configuration, and have other values")
+
+
+# ---------------------------------------------------------------- export
+
+
+def export_checkpoint(
+    run: RunDir,
+    checkpoint: Path,
+    out: Path,
+    dtype: str | None = None,
+    adapter: bool = False,
+    public: bool = False,
+    trust_remote_code: bool = False,
+) -> Exported:
+    """Write the model of ``checkpoint`` to ``out``, which it replaces; ``dtype`` null: as it was trained.
+
+    ``adapter``: a LoRA adapter by itself, which is all that a checkpoint of ``save_lora_only`` can give.
+    ``public``: of a base model in a folder of this machine, an adapter's configuration tells the name alone.
+    ``trust_remote_code``: code that the model brings may run, whatever the run's configuration says of it.
+
+    Raises:
+        ExportError, ShardsError: it cannot be exported.
+        ConfigurationError: an adapter of a run without one, a model with code that is not trusted, a value that
+            ``dtype`` cannot hold, or an ``out`` that is a mount point or holds something else than an export.
+        DiskFull: ``out`` is as it was.
+    """
+    out = out.resolve()
+    _check_out(out)
+    config = read_config_yaml(run.config)
+    source, wanted = (
+        _Checkpoint(checkpoint, config, trust_remote_code),
+        None if dtype is None else getattr(torch, dtype),
+    )
+    if adapter and not source.adapted:
+        raise ConfigurationError(f"--adapter: {run.path} was trained without LoRA; leave it out")
+    if source.adapter_only and not adapter:
+        raise ConfigurationError(f"{checkpoint} holds the adapter alone (save_lora_only): give --adapter")
+    like, tensors = source.adapter(wanted) if adapter else source.merged(wanted)
+    written = _most_common_dtype(like)
+    exported = {
+        "run": run.path.name,
+        "step": step_of(checkpoint),
+        "dtype": written,
+        "adapter": adapter,
+    }
+    with replace_folder(out) as folder:
+        for path in source.huggingface.rglob("*"):  # chat templates may be in a folder of their own
+            if path.is_file() and not _WEIGHTS.fullmatch(path.name):
+                if not (adapter and path.name in (CONFIG_NAME, GENERATION_CONFIG_NAME)):
+                    copy = folder / path.relative_to(source.huggingface)
+                    copy.parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copyfile(path, copy)
+        if adapter:
+            source.write_adapter_config(folder, public)
+        else:
+            source.write_configuration(folder, written)
+        exported["size"] = write_safetensors(folder, "adapter_model" if adapter else "model", like, tensors)
+        write_json(folder / EXPORTED, exported)
+        write_card(folder, run)
+    return Exported(out, exported["step"], written, exported["size"])
+
+
+def _check_out(out: Path) -> None:
+    """Raises ConfigurationError: ``out`` cannot be replaced, or must not be."""
+    if os.path.ismount(out):
+        raise ConfigurationError(f"{out}: a mount point cannot be replaced by an export; give a folder in it (--out)")
+    if out.exists() and not (out / EXPORTED).exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigurationError(
+            f"{out}: holds other files, and would be replaced; move them, or give another folder (--out)"
+        )
+
+
+def _most_common_dtype(like: Mapping[str, torch.Tensor]) -> str:
+    sizes: dict[torch.dtype, int] = {}
+    for tensor in like.values():
+        sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.numel()
+    return str(max(sizes, key=sizes.__getitem__)).removeprefix("torch.")
+
+
+def export_last(run: RunDir) -> Exported | None:
+    """The newest checkpoint as ``RUN/model``, or of ``save_lora_only`` as ``RUN/adapter``; None: none was saved.
+
+    Raises:
+        ExportError, ShardsError, ConfigurationError, DiskFull: as ``export_checkpoint``.
+    """
+    if checkpoints_of(run).newest() is None:
+        return None
+    settings = read_config_yaml(run.config).actor_rollout_ref
+    adapter = bool(settings.model.lora_rank and OmegaConf.select(settings, "actor.checkpoint.save_lora_only"))
+    out, trusted = run.adapter if adapter else run.model, settings.model.trust_remote_code
+    return export_checkpoint(run, choose_checkpoint(run), out, adapter=adapter, trust_remote_code=trusted)
+
+
+# ---------------------------------------------------------------- command line
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, help="folder of the run")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--step", type=int, help="that of this checkpoint; default: the newest")
+    which.add_argument("--best", action="store_true", help="the checkpoint with the best held-out score")
+    parser.add_argument("--out", type=Path, help="folder to write; default: RUN/model, of an older step RUN/model-STEP")
+    parser.add_argument("--dtype", choices=DTYPES, help="of the weights; default: as they were trained")
+    parser.add_argument("--adapter", action="store_true", help="the LoRA adapter in PEFT's format, not merged")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run the code that the model brings")
+    parser.add_argument("--push-to-hub", metavar="NAME", help="then upload it to ORG/NAME, private if that is new")
+
+
+def export(arguments: argparse.Namespace) -> Exported:
+    """Raises ConfigurationError, ExportError, ShardsError, DiskFull: nothing was written here unless the upload failed.
+
+    The message says so, and that a new repository may have been left on the hub.
+    """
+    run = RunDir(arguments.run)
+    if not run.config.is_file():
+        raise ConfigurationError(f"{arguments.run}: no {run.config.name} there; give the folder of a run")
+    checkpoint = choose_checkpoint(run, arguments.step, arguments.best)
+    newest = checkpoint == choose_checkpoint(run)
+    name = f"{'adapter' if arguments.adapter else 'model'}{'' if newest else f'-{step_of(checkpoint)}'}"
+    out = arguments.out or run.path / name
+    _check_out(out.resolve())
+    if name := arguments.push_to_hub:  # before the export, which may take long
+        _ask_hub(name, lambda hub: hub.create_repo(name, private=True, exist_ok=True))
+    left = f"{name} on the hub may be new, and without the model"
+    try:
+        exported = export_checkpoint(
+            run,
+            checkpoint,
+            out,
+            arguments.dtype,
+            arguments.adapter,
+            public=bool(name),
+            trust_remote_code=arguments.trust_remote_code,
+        )
+    except AtroposError as error:
+        if name:
+            error.add_note(left)
+        raise
+    if name:
+        written = f"{exported.folder} holds the export, and {left}"
+        _ask_hub(name, lambda hub: hub.upload_folder(repo_id=name, folder_path=exported.folder), written)
+    return exported
+
+
+def _ask_hub(name: str, request: Callable[[HfApi], Any], written: str = "nothing was written") -> None:
+    try:
+        request(HfApi())
+    except Exception as error:  # of the HTTP library that huggingface_hub happens to use
+        status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
+        if isinstance(error, HFValidationError) or status in (400, 401, 403, 404):
+            fix = "give ORG/NAME, and a token that may write there (hf auth login, or HF_TOKEN)"
+        else:
+            fix = "try again when the hub can be reached"
+        told = next(iter(str(error).splitlines()), "") or type(error).__name__
+        raise ExportError(f"--push-to-hub={name}: {told}; {fix}; {written}") from error
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m recipe.atropos.checkpoint.export", description=__doc__.splitlines()[0]
+    )
+    add_arguments(parser)
+    with one_line_errors(OSError):
+        print(export(parser.parse_args(argv)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,130 @@
+"""The model card of an exported model: what it was trained from and on, and what came of it, by the run's own files."""
+
+from collections.abc import Iterator, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from recipe.atropos.config.env_specs import environment_specs
+from recipe.atropos.config.models import looks_local
+from recipe.atropos.run_dir import RunDir, read_json, write_atomic
+from recipe.atropos.run_record import read_evaluations
+from recipe.atropos.utils.secret import read_config_yaml
+
+EXPORTED = "export.json"
+"""In every exported folder: ``run``, ``step``, ``dtype``, ``adapter``, and ``size`` in bytes."""
+
+_PACKAGES = ("verl-atropos", "verl", "atroposlib", "torch", "transformers", "peft")
+
+
+def write_card(folder: Path, run: RunDir) -> None:
+    """``README.md`` in an exported folder, of what the run's files say now; no secrets and no paths of this machine."""
+    config, summary, exported = read_config_yaml(run.config), read_json(run.summary, {}), read_json(folder / EXPORTED)
+    base = base_model(config, summary)
+    lines = [*_header(base, exported), "", f"# {exported['run']}, step {exported['step']}", ""]
+    lines += [
+        f"{model_name(base)} after {exported['step']} updates by reinforcement learning on [Atropos]"
+        "(https://github.com/NousResearch/atropos) environments, with [verl](https://github.com/verl-project/verl).",
+        "",
+        "| | |",
+        "|---|---|",
+        *(f"| {name} | {value} |" for name, value in _figures(config, summary, exported)),
+        "",
+        *_heldout(run, exported["step"]),
+        "## Use",
+        "",
+        "```python",
+        *_usage(exported["adapter"], model_name(config.actor_rollout_ref.model.path)),
+        "```",
+        "",
+    ]
+    write_atomic(folder / "README.md", "\n".join(lines).encode())
+
+
+def base_model(config: DictConfig, summary: Mapping[str, Any]) -> str:
+    """Folder or hub name of the model that nobody here has trained; of a run that began with another's, that one's."""
+    return summary.get("resumed_from", {}).get("base") or config.actor_rollout_ref.model.path
+
+
+def _header(base: str, exported: dict[str, Any]) -> Iterator[str]:
+    """What the hub reads."""
+    yield from ("---", f"library_name: {'peft' if exported['adapter'] else 'transformers'}")
+    if not looks_local(base):
+        yield f"base_model: {base}"
+    yield from ("pipeline_tag: text-generation", "tags: [reinforcement-learning, grpo, atropos, verl]", "---")
+
+
+def model_name(path: str) -> str:
+    """On the hub; of a folder, its name without its path on this machine."""
+    return Path(path).name if looks_local(path) else path
+
+
+def _figures(config: DictConfig, summary: dict[str, Any], exported: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    model = config.actor_rollout_ref.model
+    yield "base model", model_name(base_model(config, summary))
+    if start := summary.get("resumed_from"):
+        yield "weights at step 0", f"run {Path(start['run']).name}, step {start['step']}"
+    if model.lora_rank:
+        how = "the adapter alone" if exported["adapter"] else "merged"
+        yield "LoRA", f"rank {model.lora_rank}, alpha {model.lora_alpha}, {how}"
+    for spec in environment_specs(config).values():
+        yield "environment", f"{spec.name} ({_target_name(spec.target)}), groups of {spec.group_size}"
+    yield "algorithm", config.algorithm.adv_estimator
+    yield "learning rate", config.actor_rollout_ref.actor.optim.lr
+    yield "groups a step", config.data.train_batch_size
+    yield "steps", f"{exported['step']} of {summary.get('steps', exported['step'])}"
+    yield "weights", exported["dtype"]
+    for key, name in (
+        ("sequences_trained", "sequences trained on, whole run"),
+        ("tokens_trained", "tokens trained on, whole run"),
+        ("mean_score_first", "mean score of the first step"),
+        ("mean_score_last", "mean score of the last step"),
+    ):
+        if (value := summary.get(key)) is not None:
+            yield name, f"{value:.4g}" if isinstance(value, float) else value
+    if summary.get("alarms"):
+        yield "alarms", ", ".join(summary["alarms"])
+    yield "seed", config.seed
+    yield "packages", ", ".join(_versions())
+
+
+def _target_name(target: str) -> str:
+    """Without the folders of a file."""
+    return target.rpartition("/")[2]
+
+
+def _versions() -> Iterator[str]:
+    for package in _PACKAGES:
+        try:
+            yield f"{package} {metadata.version(package)}"
+        except metadata.PackageNotFoundError:
+            continue
+
+
+def _heldout(run: RunDir, step: int) -> Iterator[str]:
+    """Of each environment the first evaluation, and that of ``step``."""
+    lines = [line for line in read_evaluations(run.path) if line.get("main")]
+    if not lines:
+        return
+    yield from ("## Held-out evaluation", "", f"| environment | metric | items | first | step {step} |")
+    yield "|---|---|---|---|---|"
+    for env in dict.fromkeys(line["env"] for line in lines):
+        own = [line for line in lines if line["env"] == env]
+        first, metric = own[0], own[0]["main"]
+        items = next((f"{value:g}" for name, value in first["metrics"].items() if name.endswith("total")), "")
+        after = next((line["metrics"].get(metric) for line in own if line["step"] == step), None)
+        value = "not evaluated" if after is None else f"{after:.4g}"
+        yield f"| {env} | {metric} | {items} | {first['metrics'][metric]:.4g} (step {first['step']}) | {value} |"
+    yield ""
+
+
+def _usage(adapter: bool, base: str) -> Iterator[str]:
+    yield "from transformers import AutoModelForCausalLM, AutoTokenizer"
+    if adapter:
+        yield from ("from peft import PeftModel", "", f'base = AutoModelForCausalLM.from_pretrained("{base}")')
+        yield 'model = PeftModel.from_pretrained(base, "FOLDER")'
+    else:
+        yield from ("", 'model = AutoModelForCausalLM.from_pretrained("FOLDER", dtype="auto")')
+    yield 'tokenizer = AutoTokenizer.from_pretrained("FOLDER")'

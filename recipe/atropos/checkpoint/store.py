@@ -1,0 +1,209 @@
+"""The checkpoints of a run: which are whole, which is the newest, how many are kept.
+
+Guarantees:
+
+- a checkpoint is whole once ``complete.json`` lists its files and their sizes, which is written last; only a whole one
+  is resumed from, the one that was completed last, whatever verl's tracker says;
+- what a kill or a full disk left of one is removed at the next start; folders of others are never touched;
+- ``keep`` counts all whole checkpoints of the folder, those of earlier processes too, but for the one with the best
+  held-out score, which stays beside them;
+- a checkpoint says which model was trained to it.
+"""
+
+import contextlib
+import logging
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from recipe.atropos.errors import ConfigurationError
+from recipe.atropos.run_dir import (
+    DiskFull,
+    RunDir,
+    RunDirError,
+    disk_errors,
+    disk_is_full,
+    read_json,
+    write_atomic,
+    write_json,
+)
+from recipe.atropos.run_record import heldout_scores
+from recipe.atropos.utils.secret import read_config_yaml
+
+logger = logging.getLogger(__name__)
+
+ADAPTER_CONFIG = "adapter_config.json"
+"""PEFT's name of a LoRA adapter's configuration; here, because its own is in a module that takes seconds."""
+
+_COMPLETE, _INCOMPLETE = "complete.json", "incomplete"
+_TRACKER = "latest_checkpointed_iteration.txt"  # for verl's own tools
+
+
+class Checkpoints:
+    """The folders ``global_step_N`` of ``directory``."""
+
+    def __init__(self, directory: str | Path):
+        self.directory = Path(directory).resolve()
+
+    def path(self, step: int) -> Path:
+        return self.directory / f"global_step_{step}"
+
+    def whole(self) -> list[Path]:
+        """The whole checkpoints, in the order in which they were completed."""
+        found = {folder: self._sequence(folder) for folder in self._folders()}
+        return sorted((folder for folder, number in found.items() if number is not None), key=found.__getitem__)
+
+    def newest(self) -> Path | None:
+        """The whole checkpoint that was completed last; says which others cannot be resumed from."""
+        whole = self.whole()
+        for folder in self._folders():
+            if folder not in whole:
+                why = f"it has no {_COMPLETE}, which this recipe writes last"
+                if (folder / _COMPLETE).exists():
+                    why = "files are missing, or have other sizes than when they were saved"
+                logger.warning("%s is not resumed from: %s (trainer.resume_mode=resume_path forces it)", folder, why)
+        return whole[-1] if whole else None
+
+    def best(self, scores: Mapping[int, float]) -> Path | None:
+        """The whole checkpoint of the highest of ``scores``, by step, of equals the newest; None: none has a score."""
+        scored = [folder for folder in self.whole() if step_of(folder) in scores]
+        return max(reversed(scored), key=lambda folder: scores[step_of(folder)], default=None)
+
+    def to_resume(self, trainer: DictConfig) -> Path | None:
+        """The checkpoint from which ``trainer.resume_mode`` resumes; None: from none.
+
+        Raises:
+            ConfigurationError: ``trainer.resume_from_path`` is no checkpoint.
+        """
+        if trainer.resume_mode == "resume_path":
+            return resume_folder(trainer.resume_from_path)
+        return self.newest() if trainer.resume_mode == "auto" else None
+
+    def remove_incomplete(self) -> None:
+        """Remove what an earlier process began to save and did not complete."""
+        for folder in self._folders():
+            if (folder / _INCOMPLETE).exists() and not (folder / _COMPLETE).exists():
+                shutil.rmtree(folder, ignore_errors=True)
+
+    @contextlib.contextmanager
+    def saving(
+        self,
+        step: int,
+        keep: int | None,
+        model: dict[str, Any] | None = None,
+        scores: Mapping[int, float] | None = None,
+    ) -> Iterator[Path]:
+        """Yields the folder to write into. ``keep`` whole ones stay, all where it is None; never none meanwhile.
+
+        ``model``: what ``resumption.model_identity`` says of the model that is trained. ``scores``: held-out, by step.
+
+        Raises:
+            DiskFull: nothing is left of the new one.
+        """
+        folder = self.path(step)
+        self._prune(max(1, keep - 1) if keep else None, scores or {})  # room first, as verl makes it
+        shutil.rmtree(folder, ignore_errors=True)
+        try:
+            with disk_errors(folder):
+                folder.mkdir(parents=True)
+                (folder / _INCOMPLETE).touch()
+                yield folder
+                files = {path.relative_to(folder).as_posix(): path.stat().st_size for path in _files(folder)}
+                sequence = 1 + max((self._sequence(other) or 0 for other in self._folders()), default=0)
+                complete = {"step": step, "sequence": sequence, "model": model, "files": files}
+                write_json(folder / _COMPLETE, complete)
+                (folder / _INCOMPLETE).unlink()
+        except BaseException as error:
+            # torch's writer, in another process, does not say why it failed.
+            full = "No space left on device" in str(error) or disk_is_full(self.directory)
+            shutil.rmtree(folder, ignore_errors=True)
+            if full and not isinstance(error, DiskFull):
+                raise DiskFull(folder) from error
+            raise
+        write_atomic(self.directory / _TRACKER, str(step).encode())
+        self._prune(keep, scores or {})
+
+    def _prune(self, keep: int | None, scores: Mapping[int, float]) -> None:
+        best = self.best(scores)
+        for folder in self.whole()[: -keep or None] if keep else []:
+            if folder == best:
+                continue
+            os.replace(folder / _COMPLETE, folder / _INCOMPLETE)  # a kill in the middle leaves one that is removed
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _folders(self) -> list[Path]:
+        found = [path for path in self.directory.glob("global_step_*") if re.fullmatch(r"global_step_\d+", path.name)]
+        return sorted(found, key=step_of)
+
+    def _sequence(self, folder: Path) -> int | None:
+        """Its place in the order of completion; None for one that is not whole."""
+        try:
+            saved = read_json(folder / _COMPLETE)
+            whole = saved and all((folder / name).stat().st_size == size for name, size in saved["files"].items())
+        except (OSError, KeyError, RunDirError):
+            return None
+        return saved["sequence"] if whole else None
+
+
+def checkpoints_of(run: RunDir) -> Checkpoints:
+    """Those of a run, wherever its folder is now."""
+    if run.checkpoints.is_dir() or not run.config.exists():
+        return Checkpoints(run.checkpoints)
+    return Checkpoints(read_config_yaml(run.config).trainer.default_local_dir)
+
+
+def choose_checkpoint(run: RunDir, step: int | None = None, best: bool = False) -> Path:
+    """The newest whole checkpoint of a run, that of ``step``, or the one with the best held-out score.
+
+    Raises:
+        ConfigurationError: there is none; says which there are.
+    """
+    checkpoints = checkpoints_of(run)
+    whole = {step_of(folder): folder for folder in checkpoints.whole()}
+    if not whole:
+        raise ConfigurationError(
+            f"{checkpoints.directory} holds no whole checkpoint: give the folder of a run that has saved one "
+            "(trainer.save_freq)"
+        )
+    if best:
+        if (found := checkpoints.best(heldout_scores(run.path))) is None:
+            raise ConfigurationError(
+                f"--best: no checkpoint of {run.path} was evaluated, which has those of steps {sorted(whole)}; let "
+                "evaluation.every and trainer.save_freq come at the same steps"
+            )
+        return found
+    if step is not None and step not in whole:
+        raise ConfigurationError(f"step {step}: {run.path} has whole checkpoints of steps {sorted(whole)}")
+    return list(whole.values())[-1] if step is None else whole[step]
+
+
+def resume_folder(path: str | Path) -> Path:
+    """``trainer.resume_from_path`` as a folder. Raises ConfigurationError: it is no checkpoint."""
+    folder = Path(path).expanduser().resolve()
+    if not re.fullmatch(r"global_step_\d+", folder.name) or not (folder / "actor").is_dir():
+        raise ConfigurationError(
+            f"trainer.resume_from_path={path}: no checkpoint; give a folder global_step_N with actor/ in it"
+        )
+    return folder
+
+
+def model_of(folder: Path) -> dict[str, Any] | None:
+    """The identity of the model that was trained to a checkpoint; None where the checkpoint does not say."""
+    try:
+        return read_json(folder / _COMPLETE, {}).get("model")
+    except RunDirError:  # cut short; resumed from only where trainer.resume_from_path names it
+        return None
+
+
+def step_of(folder: Path) -> int:
+    """Raises ValueError: its name is not ``global_step_N``."""
+    return int(folder.name.removeprefix("global_step_"))
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file() and path.name != _INCOMPLETE)

@@ -1,0 +1,1 @@
+"""What ``utils.debug`` runs on a configuration or an environment."""

@@ -1,0 +1,379 @@
+"""How much memory a configuration needs of each GPU: ``python -m recipe.atropos.utils.debug plan key=value ...``
+
+Nothing is loaded: the model is built on torch's meta device, and what its layers keep for the backward pass is counted
+as they run there. What stays (parameters, optimizer) is exact to a percent or two; activations are an estimate of the
+largest moment, to a quarter. Not counted: CUDA's own context (about 0.5 GiB), fragmentation, NCCL's buffers.
+
+What verl does, by its sources (workers/engine/fsdp/transformer_impl.py): parameters, gradients and Adam's moments are
+float32 and divided over the ranks; a layer is gathered in bfloat16 while it runs, and the next one ahead of it; the
+embeddings and the head stay gathered. The reference policy is held in bfloat16.
+"""
+
+import argparse
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+
+import torch
+from omegaconf import DictConfig
+from rich.console import Console
+from rich.table import Table
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from recipe.atropos.config.compose import load_config
+from recipe.atropos.errors import ConfigurationError
+from recipe.atropos.inference.server import SGLangLaunch
+from recipe.atropos.launcher.placement import COLOCATED_SHARE
+from recipe.atropos.utils.device import BUCKET_MEGABYTES, visible_gpus
+from recipe.atropos.utils.machine import nvidia_smi
+from recipe.atropos.verl_ext.device import PrecisionType
+
+GIB = 1 << 30
+_ADAM_BYTES = 8  # two float32 moments
+_COMPUTED = torch.bfloat16
+_LARGEST_SHARE = 0.9  # of a GPU; the rest is what is not counted
+_SGLANG_SHARE = 0.85  # about what SGLang takes where nothing is given
+_KEPT_BY_SERVERS = 3 * GIB  # of colocated ones, never lent: context, graphs, workspaces (an estimate)
+
+
+@dataclass(frozen=True)
+class TrainerPlan:
+    """Bytes on each of the trainer's GPUs. The first four stay, the others come and go with a micro-batch."""
+
+    parameters: int
+    optimizer: int
+    reference: int
+    buckets: int  # of a push, two of them
+    gradients: int
+    gathered: int  # embeddings, head, and two layers, in the dtype that is computed with
+    activations: int
+    logits: int
+    resident: int  # of the first three, what is not offloaded while the servers generate
+
+    @property
+    def peak(self) -> int:
+        """In an update; a push takes its buckets when the activations are gone."""
+        moving = self.gathered + self.activations + self.logits
+        staying = self.parameters + self.optimizer + self.reference + self.gradients  # verl loads what was offloaded
+        return staying + max(moving, self.buckets + self.gathered)
+
+
+@dataclass(frozen=True)
+class ServerPlan:
+    """Bytes on each of a server's GPUs, and the tokens that its KV cache has room for."""
+
+    weights: int
+    cache: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    trainer: TrainerPlan
+    server: ServerPlan
+    memory: int  # of a GPU
+    colocated: bool
+    problems: list[str]
+
+
+def plan_memory(config: DictConfig, memory: int | None = None) -> Plan:
+    """``memory``: bytes of each GPU; None: this machine's.
+
+    Raises:
+        ConfigurationError: the model's configuration cannot be read, or no GPU is here and no memory given.
+    """
+    if memory is None:
+        memory = _memory_here()
+    model, colocated = _on_meta(config), config.inference.colocated
+    if colocated is None:  # as the launcher decides it; elsewhere each is taken to have its own
+        colocated = (
+            0 < visible_gpus() < config.trainer.n_gpus_per_node + config.inference.servers * _launch(config).gpus
+        )
+    server = _server(config, model, memory, colocated)
+    trainer = _trainer(config, model)  # last: it may put an adapter into the model
+    return Plan(trainer, server, memory, colocated, list(_problems(config, trainer, server, memory, colocated)))
+
+
+def _memory_here() -> int:
+    found = [int(mib) << 20 for (mib,) in nvidia_smi("gpu", "memory.total") if mib.isdigit()]
+    if not found:
+        raise ConfigurationError("there is no GPU here: give --gpu-memory GIB, of each GPU that is to be used")
+    return min(found)
+
+
+def _on_meta(config: DictConfig) -> PreTrainedModel:
+    settings = config.actor_rollout_ref.model
+    try:
+        found = AutoConfig.from_pretrained(settings.path, trust_remote_code=settings.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(
+            f"actor_rollout_ref.model.path={settings.path}: its configuration cannot be read: {error}"
+        ) from error
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(found, dtype=_COMPUTED, attn_implementation="sdpa")
+    except ValueError as error:
+        raise ConfigurationError(
+            f"actor_rollout_ref.model.path={settings.path}: only language models are planned: {error}"
+        ) from error
+
+
+def parameters_of(model: PreTrainedModel) -> int:
+    """Each once, also where two are tied."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _adapt(config: DictConfig, model: PreTrainedModel) -> int:
+    """Put an adapter into the model; returns its number of parameters."""
+    from peft import LoraConfig, get_peft_model  # it takes seconds
+
+    settings = config.actor_rollout_ref.model
+    targets = settings.target_modules
+    targets = targets if isinstance(targets, str) else list(targets)
+    with torch.device("meta"):
+        get_peft_model(model, LoraConfig(r=settings.lora_rank, target_modules=targets), autocast_adapter_dtype=False)
+    return sum(parameter.numel() for name, parameter in model.named_parameters() if "lora_" in name)
+
+
+# ---------------------------------------------------------------- the trainer
+
+
+def _trainer(config: DictConfig, model: PreTrainedModel) -> TrainerPlan:
+    actor, settings = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
+    engine = actor.fsdp_config
+    ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    shards = ranks if engine.fsdp_size == -1 else engine.fsdp_size
+    whole, size = parameters_of(model), _bytes(engine.model_dtype)
+    trained = _adapt(config, model) if settings.lora_rank else whole
+    held = whole + (trained if settings.lora_rank else 0)
+    asked = (actor.use_kl_loss or config.algorithm.use_kl_in_reward) and not settings.lora_rank
+    stays = asked and not config.actor_rollout_ref.ref.fsdp_config.param_offload
+    reference = _COMPUTED.itemsize * whole // shards if stays else 0
+    tokens = actor.ppo_max_token_len_per_gpu
+    pushes = config.actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes
+    layers = list(decoder_layers(model))
+    largest = max(sum(p.numel() for p in layer.parameters()) for layer in layers)
+    outside = parameters_of(model) - sum(p.numel() for layer in layers for p in layer.parameters())
+    parameters, optimizer = size * held // shards, _ADAM_BYTES * trained // shards
+    return TrainerPlan(
+        parameters=parameters,
+        optimizer=optimizer,
+        reference=reference,
+        resident=reference
+        + (0 if engine.param_offload else parameters)
+        + (0 if engine.optimizer_offload else optimizer),
+        buckets=2 * min((pushes or BUCKET_MEGABYTES["cuda"]) << 20, _COMPUTED.itemsize * whole),
+        gradients=size * trained // shards,
+        gathered=_COMPUTED.itemsize * (outside + 2 * largest),
+        activations=activations(model, tokens, settings.enable_gradient_checkpointing),
+        logits=_logits(config, model, tokens),
+    )
+
+
+def _bytes(dtype: str | None) -> int:
+    return PrecisionType.to_dtype(dtype or "fp32").itemsize
+
+
+def _logits(config: DictConfig, model: PreTrainedModel, tokens: int) -> int:
+    """As verl's ``logprobs_from_logits`` does it: flash-attn's loss works in place, torch's keeps what it makes."""
+    if config.actor_rollout_ref.model.use_fused_kernels:
+        return 0
+    one = tokens * model.config.get_text_config().vocab_size * _COMPUTED.itemsize
+    copies = 1 if importlib.util.find_spec("flash_attn") else 3  # logits, their log softmax, the gradient of both
+    if config.actor_rollout_ref.rollout.temperature != 1:
+        copies += 1
+    if config.actor_rollout_ref.actor.entropy_coeff or config.actor_rollout_ref.actor.calculate_entropy:
+        copies += 2
+    return copies * one
+
+
+def decoder_layers(model: PreTrainedModel) -> torch.nn.ModuleList:
+    """Those that FSDP wraps one by one: the list with the most of the modules that are not to be split."""
+    lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
+    names = set(model._no_split_modules or ())
+    return max(lists, key=lambda found: sum(type(layer).__name__ in names for layer in found))
+
+
+def activations(model: PreTrainedModel, tokens: int, checkpointed: bool) -> int:
+    """Bytes that a forward pass over ``tokens`` packed tokens keeps for the backward pass, without the logits.
+
+    With gradient checkpointing each layer keeps its input, and one at a time all that it computes.
+    """
+    layers = decoder_layers(model)
+    kept = _kept_by_layers(model, tokens)
+    if not checkpointed:
+        return sum(kept)
+    hidden = model.config.get_text_config().hidden_size
+    return len(layers) * tokens * hidden * _COMPUTED.itemsize + max(kept)
+
+
+def _kept_by_layers(model: PreTrainedModel, tokens: int) -> list[int]:
+    kept: list[int] = []
+    parameters = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+    seen: set[int] = set()
+    alive = []  # a storage that went would leave its place to another
+
+    def count(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in parameters | seen:
+            seen.add(storage._cdata)
+            alive.append(storage)
+            kept[-1] += storage.nbytes()
+        return tensor
+
+    def begin(*_: object) -> None:
+        kept.append(0)
+
+    handles = [layer.register_forward_pre_hook(begin) for layer in decoder_layers(model)]
+    before, model.config._attn_implementation = model.config._attn_implementation, _name_of_attention()
+    try:
+        model.train()
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+            ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")
+            body = model.base_model
+            embedded = torch.zeros(
+                1,
+                tokens,
+                model.config.get_text_config().hidden_size,
+                dtype=_COMPUTED,
+                device="meta",
+                requires_grad=True,
+            )
+            kept.append(0)  # before the first layer
+            body(inputs_embeds=embedded, position_ids=torch.zeros_like(ids), use_cache=False)
+    finally:
+        model.config._attn_implementation = before
+        for handle in handles:
+            handle.remove()
+    return kept[1:]
+
+
+class _Attention(torch.autograd.Function):
+    """Keeps what FlashAttention keeps: queries, keys, values, output, and a float32 for each token and head."""
+
+    @staticmethod
+    def forward(ctx, query, key, value):
+        output = query.new_empty(*query.shape[:-1], value.shape[-1])
+        ctx.save_for_backward(query, key, value, output, query.new_empty(query.shape[:-1], dtype=torch.float32))
+        return output
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise NotImplementedError("only what is kept is counted")
+
+
+def _name_of_attention() -> str:
+    def attend(module, query, key, value, *_: object, **__: object):
+        return _Attention.apply(query, key, value).transpose(1, 2), None
+
+    AttentionInterface.register("memory_plan", attend)
+    return "memory_plan"
+
+
+# ---------------------------------------------------------------- the servers
+
+
+def _launch(config: DictConfig) -> SGLangLaunch:
+    return SGLangLaunch("", extra_args=config.inference.args)
+
+
+def _server(config: DictConfig, model: PreTrainedModel, memory: int, colocated: bool) -> ServerPlan:
+    text = model.config.get_text_config()
+    flags = _launch(config).extra_args
+    gpus = int(flags.get("tp_size") or 1) * int(flags.get("pp_size") or 1)  # data parallel ranks each have all of it
+    weights = _bytes(config.inference.dtype) * parameters_of(model) // gpus
+    share = float(
+        flags.get("mem_fraction_static")
+        or config.inference.mem_fraction_static
+        or (COLOCATED_SHARE if colocated else _SGLANG_SHARE)
+    )
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    token = 2 * text.num_hidden_layers * max(1, heads // gpus) * width * _bytes(config.inference.dtype)
+    tokens = max(0, int(share * memory) - weights) // token
+    tokens = min(tokens, int(flags.get("max_total_tokens") or tokens))
+    return ServerPlan(weights, tokens * token, tokens)
+
+
+def _problems(
+    config: DictConfig, trainer: TrainerPlan, server: ServerPlan, memory: int, colocated: bool
+) -> Iterator[str]:
+    """What does not fit, each with what to change."""
+    room = int(_LARGEST_SHARE * memory)
+    kept = _KEPT_BY_SERVERS if colocated else 0
+    if trainer.peak + kept > room:
+        parts = {field.name: getattr(trainer, field.name) for field in fields(trainer) if field.name != "resident"}
+        largest = max(parts, key=parts.__getitem__)
+        yield (
+            f"an update takes {trainer.peak / GIB:.1f} GiB of {memory / GIB:.0f}, most of it {largest} "
+            f"({parts[largest] / GIB:.1f}); {_CHANGES[largest]}"
+        )
+    if colocated and trainer.resident + server.weights + server.cache + kept > room:
+        total = (trainer.resident + server.weights + server.cache + kept) / GIB
+        yield (
+            f"while the colocated servers generate, they and the trainer take {total:.1f} GiB of {memory / GIB:.0f}; "
+            "lower inference.mem_fraction_static, or set actor_rollout_ref.actor.fsdp_config.param_offload=true and "
+            "optimizer_offload=true"
+        )
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    if server.tokens < longest:
+        yield (
+            f"a server's KV cache has room for {server.tokens:,} tokens, and one sequence may have {longest:,}; raise "
+            "inference.mem_fraction_static, or give it more GPUs (inference.args.tp_size)"
+        )
+
+
+_FEWER = "lower actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
+_CHANGES = {
+    "parameters": "train on more GPUs, or a LoRA adapter (model.lora_rank)",
+    "optimizer": "train on more GPUs, or a LoRA adapter (model.lora_rank)",
+    "gradients": "train on more GPUs, or a LoRA adapter (model.lora_rank)",
+    "reference": "set actor_rollout_ref.ref.fsdp_config.param_offload=true, or actor.use_kl_loss=false",
+    "buckets": "lower rollout.checkpoint_engine.update_weights_bucket_megabytes",
+    "gathered": "set model.enable_gradient_checkpointing=true, or train on GPUs with more memory",
+    "activations": f"set model.enable_gradient_checkpointing=true, or {_FEWER}",
+    "logits": f"{_FEWER}, or set model.use_fused_kernels=true",
+}
+
+
+# ---------------------------------------------------------------- shown
+
+
+def show(plan: Plan, console: Console) -> None:
+    table = Table("of each GPU", "GiB", box=None)
+    for field in fields(plan.trainer):
+        if field.name != "resident" and (value := getattr(plan.trainer, field.name)):
+            table.add_row(f"trainer: {field.name}", f"{value / GIB:.2f}")
+    table.add_row("trainer: while servers generate", f"{plan.trainer.resident / GIB:.2f}")
+    table.add_row("trainer: largest moment", f"{plan.trainer.peak / GIB:.2f}")
+    table.add_row("server: weights", f"{plan.server.weights / GIB:.2f}")
+    table.add_row(f"server: KV cache, {plan.server.tokens:,} tokens", f"{plan.server.cache / GIB:.2f}")
+    table.add_row("the GPU", f"{plan.memory / GIB:.2f}")
+    console.print(table)
+    console.print("servers and trainer share GPUs" if plan.colocated else "servers and trainer have GPUs of their own")
+    for problem in plan.problems:
+        console.print(f"[bold red]does not fit[/] {problem}", soft_wrap=True)
+    if not plan.problems:
+        console.print("[bold green]fits[/]")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--preset", help="a file of config/preset, without .yaml")
+    parser.add_argument("--model", help="local folder or hub name (actor_rollout_ref.model.path)")
+    parser.add_argument("--gpus", type=int, help="ranks of the trainer (trainer.n_gpus_per_node)")
+    parser.add_argument("--gpu-memory", type=float, metavar="GIB", help="of each GPU; default: this machine's")
+    parser.add_argument("overrides", nargs="*", help="key=value of the configuration")
+
+
+def plan(arguments: argparse.Namespace, console: Console) -> bool:
+    """Show the plan; whether all of it fits. Raises ConfigurationError: as ``load_config`` and ``plan_memory``."""
+    named = {
+        "preset": arguments.preset,
+        "actor_rollout_ref.model.path": arguments.model,
+        "trainer.n_gpus_per_node": arguments.gpus,
+    }
+    options = [f"{key}={value}" for key, value in named.items() if value is not None]
+    config = load_config([*options, *arguments.overrides])
+    found = plan_memory(config, None if arguments.gpu_memory is None else int(arguments.gpu_memory * GIB))
+    show(found, console)
+    return not found.problems

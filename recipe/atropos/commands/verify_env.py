@@ -1,0 +1,366 @@
+"""One group of an environment with a real SGLang server, and what each side saw: ``debug verify-env``.
+
+- The environment is the adapted one that a run would have, and calls the server through a recorder: what is shown of
+  the server are the bytes that passed, whatever way the environment took. Its calls are made one after the other.
+- Nothing is posted anywhere. What would have been is read as the trainer reads it (``rows.read_groups``).
+- What leaves the group on the way is named: by the environment's counts and warnings, or by the trainer's.
+"""
+
+import asyncio
+import contextlib
+import functools
+import logging
+import os
+import time
+import traceback
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import orjson
+from aiohttp import web
+from atroposlib.envs.base import APIServerConfig, BaseEnv
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from transformers import AutoConfig
+
+from recipe.atropos.adapter.durable import Durable
+from recipe.atropos.adapter.sampled_book import NOT_PUSHED, trained_spans
+from recipe.atropos.data.rows import ConversionReport, Row, RowLimits, read_groups
+from recipe.atropos.gem.outer_policy import watch_managed_calls
+from recipe.atropos.gem.stepped_env import configured, next_item, roll_out
+from recipe.atropos.inference.client import SGLangClient
+from recipe.atropos.utils.env_adapter import adapt, load_environment
+from recipe.atropos.utils.secret import API_KEY_VARIABLE
+
+_SHOWN_IDS = 12  # of a prompt or an answer, at each end
+_SHOWN_TEXT = 2000  # characters of an item
+
+
+@dataclass
+class Exchange:
+    """A request that the server got, and what it answered. ``messages`` are those that its prompt was made of."""
+
+    path: str
+    request: Mapping[str, Any]
+    status: int
+    reply: Any
+    seconds: float
+    messages: list[dict[str, Any]] | None = None
+
+    @property
+    def answers(self) -> list[tuple[list[int], list[float]]]:
+        """Token ids and logprobs of each choice; none where the reply has no token ids."""
+        replies = self.reply if isinstance(self.reply, list) else [self.reply]
+        if self.path != "/generate" or self.status != 200:
+            return []
+        pairs = [reply["meta_info"].get("output_token_logprobs") or [] for reply in replies]
+        return [([token for _, token, *_ in pair], [value for value, *_ in pair]) for pair in pairs]
+
+
+@dataclass
+class Verified:
+    """What became of one item."""
+
+    env: BaseEnv
+    item: Any
+    exchanges: list[Exchange]
+    returned: Any = None
+    posted: list[dict[str, Any]] = field(default_factory=list)
+    counts: dict[str, int] = field(default_factory=dict)  # the environment's
+    warnings: list[str] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+    report: ConversionReport = field(default_factory=ConversionReport)
+    not_sampled: list[str] = field(default_factory=list)  # trained spans that no reply has
+    error: Exception | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether there is something to train on, all of it sampled by the server."""
+        return self.error is None and bool(self.rows) and not self.not_sampled
+
+
+async def verify(
+    target: str, model: str | None, url: str | None, overrides: Mapping[str, Any], timeout: float = 300.0
+) -> Verified:
+    """Roll out and score one item of ``target``; ``timeout`` in seconds, over all of it.
+
+    ``model`` is the folder or name of the policy, ``url`` its server's; both are the environment's own where they are
+    None. The server's key is $ATROPOS_API_KEY. What the environment raises in the rollout is in the result.
+
+    Raises:
+        EnvironmentTargetError, ValueError: there is no such environment, or it has no such configuration.
+        InferenceError: the server does not answer.
+        TimeoutError: it takes longer.
+    """
+    environment = adapt(load_environment(target))
+    environment = type(environment.__name__, (environment, _Recorded), {"__module__": environment.__module__})
+    own = {} if model is None else {"tokenizer_name": model}
+    config = configured(environment, {"use_wandb": False, **overrides, **own})
+    if url is None:
+        _, servers = environment.config_init()
+        server = servers[0] if isinstance(servers, list) else servers
+        url = getattr(server, "base_url", None) or "http://localhost:9001"
+    url = url.rstrip("/").removesuffix("/v1")
+    api_key = os.environ.get(API_KEY_VARIABLE) or "x"
+    async with SGLangClient(url, api_key, timeout=10.0) as client:
+        await client.model_info()
+    async with asyncio.timeout(timeout), _recorder(url) as (address, exchanges):
+        server = APIServerConfig(
+            model_name=config.tokenizer_name,
+            tokenizer_name=config.tokenizer_name,
+            base_url=f"{address}/v1",
+            api_key=api_key,
+            server_type="sglang",
+            health_check=False,
+        )
+        env = environment(config=config, server_configs=[server], slurm=False, testing=False)
+        _watch_calls(env, exchanges)
+        env.max_token_len = config.max_token_length
+        warnings = _Warnings()
+        logging.getLogger().addHandler(warnings)
+        try:
+            await env.setup()
+            result = Verified(env, await next_item(env), exchanges)
+            try:
+                result.returned = await roll_out(env, result.item)
+                if result.returned:
+                    await env.handle_send_to_api(result.returned, result.item)
+            except Exception as error:
+                result.error = error
+        finally:
+            logging.getLogger().removeHandler(warnings)
+    result.posted, result.warnings = env.posted, warnings.messages
+    result.counts = dict(env.report.counts)
+    vocabulary = AutoConfig.from_pretrained(config.tokenizer_name).get_text_config().vocab_size
+    limits = RowLimits(config.max_token_length, config.max_token_length, pad_token_id=0, vocab_size=vocabulary)
+    result.rows, result.report = read_groups(result.posted, limits)
+    result.not_sampled = list(_not_sampled(result.posted, exchanges, env.tokenizer))
+    return result
+
+
+class _Recorded(Durable):
+    """Behind an adapted environment: keeps in ``posted`` what would go to the API."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.posted: list[dict[str, Any]] = []
+
+    async def _send_scored_data_to_api(self, scored_data: Any) -> None:
+        groups = scored_data if isinstance(scored_data, list) else [scored_data]
+        self.posted += [orjson.loads(orjson.dumps(group, option=orjson.OPT_SERIALIZE_NUMPY)) for group in groups]
+
+
+class _Warnings(logging.Handler):
+    """Each message once, from WARNING on."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        message = record.getMessage()
+        if message not in self.messages:
+            self.messages.append(message)
+
+
+@contextlib.asynccontextmanager
+async def _recorder(url: str) -> AsyncIterator[tuple[str, list[Exchange]]]:
+    """An address that passes requests on to the server at ``url``, and what passed."""
+    exchanges: list[Exchange] = []
+    connector = aiohttp.TCPConnector(force_close=True, limit=0)
+    async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None)) as session:
+
+        async def pass_on(request: web.Request) -> web.Response:
+            body, begun = await request.read(), time.monotonic()
+            headers = {k: v for k, v in request.headers.items() if k in ("Authorization", "Content-Type")}
+            async with session.request(request.method, url + request.path_qs, data=body, headers=headers) as reply:
+                content = await reply.read()
+            if request.method == "POST" and request.path != "/tokenize":  # by it the adapter compares tokenizers
+                seconds = time.monotonic() - begun
+                exchanges.append(Exchange(request.path, _json(body), reply.status, _json(content), seconds))
+            return web.Response(status=reply.status, body=content, content_type=reply.content_type)
+
+        app = web.Application(client_max_size=0)
+        app.router.add_route("*", "/{path:.*}", pass_on)
+        runner = web.AppRunner(app, shutdown_timeout=1.0)
+        await runner.setup()
+        try:
+            site = web.TCPSite(runner, "127.0.0.1", 0)
+            await site.start()
+            yield f"http://127.0.0.1:{runner.addresses[0][1]}", exchanges
+        finally:
+            await runner.cleanup()
+
+
+def _json(content: bytes) -> Any:
+    try:
+        return orjson.loads(content)
+    except orjson.JSONDecodeError:
+        return content.decode(errors="replace")
+
+
+_inside: ContextVar[bool] = ContextVar("inside", default=False)  # a call of the environment
+
+
+def _watch_calls(env: BaseEnv, exchanges: list[Exchange]) -> None:
+    """Have the environment's calls made one after the other: what passes meanwhile belongs to the call's messages."""
+    one = asyncio.Lock()
+
+    async def watch(call: Callable[..., Awaitable[Any]], **arguments: Any) -> Any:
+        if _inside.get():
+            return await call(**arguments)
+        async with one:
+            token, begin, messages = _inside.set(True), len(exchanges), arguments.get("messages")
+            try:
+                return await call(**arguments)
+            finally:
+                _inside.reset(token)
+                for exchange in exchanges[begin:]:
+                    exchange.messages = messages and [dict(message) for message in messages]
+
+    watch_managed_calls(env.server, watch)
+    for target in (env.server, *env.server.servers):
+        for name in ("chat_completion", "completion", "tokens_and_logprobs_completion"):
+            setattr(target, name, functools.partial(watch, getattr(target, name)))
+
+
+def _not_sampled(groups: Sequence[Mapping[str, Any]], exchanges: Sequence[Exchange], tokenizer: Any) -> Iterator[str]:
+    """The trained spans that stand in no reply with the same logprobs."""
+    answers = [answer for exchange in exchanges for answer in exchange.answers]
+    for number, group in enumerate(groups):
+        logprobs = group.get("inference_logprobs") or [None] * len(group["tokens"])
+        for row, (tokens, masks, values) in enumerate(zip(group["tokens"], group["masks"], logprobs, strict=True)):
+            for start, end in trained_spans(masks):
+                given = values and values[start:end]
+                if not any(_stands_in(tokens[start:end], given, *answer) for answer in answers):
+                    text = tokenizer.decode(tokens[start:end])
+                    yield f"group {number}, sequence {row}, positions {start} to {end - 1}: {text!r:.200}"
+
+
+def _stands_in(tokens: list[int], logprobs: list[float] | None, sampled: list[int], own: list[float]) -> bool:
+    size = len(tokens)
+    return any(
+        sampled[at : at + size] == tokens and (not logprobs or logprobs == own[at : at + size])
+        for at in range(len(sampled) - size + 1)
+    )
+
+
+# ---------------------------------------------------------------------- for the eye
+
+
+def show(result: Verified, console: Console, table: bool = False) -> None:
+    """Print it; ``table``: also a line for each token of the rows."""
+    env, tokenizer = result.env, result.env.tokenizer
+    config = env.config
+    console.print(
+        f"{type(env).__name__} of {type(env).__module__}: group_size {config.group_size}, tokenizer "
+        f"{config.tokenizer_name}, max_token_length {config.max_token_length}",
+        markup=False,
+    )
+    console.print(f"item: {result.item!r:.{_SHOWN_TEXT}}", markup=False)
+    for number, exchange in enumerate(result.exchanges):
+        console.rule(f"call {number}: what the environment asked, what the server answered", align="left")
+        _show_exchange(exchange, console, tokenizer)
+    console.rule("what the environment made of it", align="left")
+    _show_groups(result, console)
+    console.rule("what the trainer would read", align="left")
+    _show_rows(result, console, tokenizer, table)
+    console.rule("what was left out, and why", align="left")
+    reasons = [] if result.returned else [f"collect_trajectories made {result.returned!r} of the item: no group"]
+    reasons += [f"the environment's count {name}: {n}" for name, n in result.counts.items()]
+    reasons += [f"the log: {message}" for message in result.warnings]
+    reasons += [f"the trainer dropped {n} sequences as {reason}" for reason, n in result.report.dropped.items()]
+    reasons += [f"the trainer: {message}" for message in result.report.messages]
+    reasons += [f"{n} rows with {event}" for event, n in result.report.events.items()]
+    reasons += [f"trained on, but in no reply: {span}" for span in result.not_sampled]
+    for reason in reasons or ["nothing"]:
+        console.print(f"- {reason}", markup=False)
+    if result.error is not None:
+        error = result.error
+        console.print(Text("".join(traceback.format_exception(error)), style="red"))
+    trained = sum(int(row.mask.sum()) for row in result.rows)
+    verdict = f"{len(result.rows)} rows with {trained} trained tokens"
+    if result.rows:
+        verdict += ", not all of them sampled" if result.not_sampled else ", all sampled by the server"
+    console.print(f"{'ok' if result.ok else 'NOT OK'}: {verdict}", markup=False)
+
+
+def _show_exchange(exchange: Exchange, console: Console, tokenizer: Any) -> None:
+    request = dict(exchange.request)
+    ids = request.pop("input_ids", None)
+    arguments = {k: v for k, v in request.items() if k not in ("messages", "prompt")}
+    console.print(
+        f"POST {exchange.path} {orjson.dumps(arguments).decode()}: HTTP {exchange.status} after "
+        f"{exchange.seconds:.2f} s",
+        markup=False,
+    )
+    if exchange.messages is None:
+        console.print("messages: none, the environment wrote the prompt")
+    for message in exchange.messages or []:
+        console.print(f"  {message.get('role')}: {message.get('content')}", markup=False)
+    if ids is None:
+        console.print(f"prompt, as text: {request.get('prompt')}", markup=False)
+    else:
+        console.print(f"prompt, {len(ids)} tokens: {_brief_ids(ids)}", markup=False)
+        console.print(Text(tokenizer.decode(ids), style="bright_black"))
+    if not exchange.answers:
+        console.print(f"answer without token ids: {exchange.reply!r:.{_SHOWN_TEXT}}", markup=False)
+    for choice, (sampled, _) in enumerate(exchange.answers):
+        reply = exchange.reply[choice] if isinstance(exchange.reply, list) else exchange.reply
+        meta = reply["meta_info"]
+        console.print(
+            f"answer {choice}, {len(sampled)} tokens, {(meta.get('finish_reason') or {}).get('type')}, weight version "
+            f"{meta.get('weight_version')}: {_brief_ids(sampled)}",
+            markup=False,
+        )
+        console.print(Text(tokenizer.decode(sampled), style="green"))
+
+
+def _show_groups(result: Verified, console: Console) -> None:
+    returned = result.returned if isinstance(result.returned, list) else [result.returned]
+    for number, group in enumerate(returned):
+        if not group:
+            console.print(f"group {number}: {group!r}, so nothing is sent", markup=False)
+            continue
+        console.print(f"group {number}: scores {group['scores']}", markup=False)
+    console.print(f"sent: {len(result.posted)} of {len(returned)} groups")
+    for number, group in enumerate(result.posted):
+        overrides = orjson.dumps(group.get("group_overrides")).decode()
+        console.print(f"sent group {number}: scores {group['scores']}, group_overrides {overrides}", markup=False)
+
+
+def _show_rows(result: Verified, console: Console, tokenizer: Any, table: bool) -> None:
+    if not result.rows:
+        console.print("no row")
+        return
+    console.print("grey: not trained on; green: trained on")
+    for number, row in enumerate(result.rows):
+        console.print(
+            f"row {number} of group {row.uid}: score {row.score:g}, {len(row.prompt)} tokens of prompt, "
+            f"{len(row.response)} of response, {int(row.mask.sum())} trained, "
+            f"{'with' if row.log_probs is not None else 'WITHOUT'} logprobs, weight versions {row.versions[0]} to "
+            f"{row.versions[1]}{' (not pushed by a trainer)' if row.versions[0] == NOT_PUSHED else ''}",
+            markup=False,
+        )
+        response = [
+            (tokenizer.decode([token]), "black on green" if trained else "bright_black")
+            for token, trained in zip(row.response.tolist(), row.mask.tolist(), strict=True)
+        ]
+        console.print(Text.assemble((tokenizer.decode(row.prompt.tolist()), "bright_black"), *response))
+        if table:
+            grid = Table("position", "id", "token", "trained", "logprob")
+            for at, (token, trained) in enumerate(zip(row.response.tolist(), row.mask.tolist(), strict=True)):
+                logprob = f"{row.log_probs[at]:.4f}" if trained and row.log_probs is not None else ""
+                cells = [str(len(row.prompt) + at), str(token), Text(repr(tokenizer.decode([token])))]
+                grid.add_row(*cells, "yes" if trained else "", logprob)
+            console.print(grid)
+
+
+def _brief_ids(ids: Sequence[int]) -> str:
+    if len(ids) <= 2 * _SHOWN_IDS:
+        return " ".join(map(str, ids))
+    return f"{' '.join(map(str, ids[:_SHOWN_IDS]))} ... {' '.join(map(str, ids[-_SHOWN_IDS:]))}"

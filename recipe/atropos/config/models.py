@@ -1,0 +1,114 @@
+"""Which model a name means: a folder, a name on the Hugging Face hub, or a small policy that is made here."""
+
+import os
+import sys
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from recipe.atropos.errors import AtroposError, ConfigurationError
+from recipe.atropos.utils.process import run_command
+
+KEY = "actor_rollout_ref.model.path"
+SMALL_POLICIES = (
+    "small-policy",
+    "small-policy-calculator",
+    "small-policy-code",
+    "small-policy-terse",
+    "small-policy-two-tasks",
+)
+_HUB_SECONDS = 10.0
+
+
+class PolicyNotMade(AtroposError, RuntimeError):
+    """A small policy could not be made; the message holds the last lines of what was tried."""
+
+
+def looks_local(path: str) -> bool:
+    """Whether a model or dataset name can only be a path: hub names are NAME or ORG/NAME."""
+    return path.startswith(("/", "./", "../", "~")) or path.count("/") > 1 or os.path.exists(os.path.expanduser(path))
+
+
+def check_model(path: str) -> None:
+    """Whether the model is there: its folder, or on the hub (asked for at most 10 s), or in the hub's cache.
+
+    Raises:
+        ConfigurationError: naming what to give instead.
+    """
+    if path in SMALL_POLICIES:
+        return
+    if looks_local(path):
+        if not (Path(path).expanduser() / "config.json").is_file():
+            raise ConfigurationError(
+                f"{KEY}={path}: no model there (no config.json); give a folder in Hugging Face format, or a hub name"
+            )
+        return
+    if path.startswith(SMALL_POLICIES[0]):
+        raise ConfigurationError(f"{KEY}={path}: no such small policy; choose one of {', '.join(SMALL_POLICIES)}")
+    if config_file(path):
+        return
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+    from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, HFValidationError, RepositoryNotFoundError
+
+    try:
+        get_hf_file_metadata(hf_hub_url(path, "config.json"), timeout=_HUB_SECONDS)
+    except GatedRepoError as error:
+        raise ConfigurationError(f"{KEY}={path}: gated; accept its license on the hub, and set HF_TOKEN") from error
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        raise ConfigurationError(
+            f"{KEY}={path}: the hub has no such model, or not for you (HF_TOKEN); correct the name, or give a folder"
+        ) from error
+    except EntryNotFoundError as error:
+        raise ConfigurationError(f"{KEY}={path}: it has no config.json, so it is no model of transformers") from error
+    except Exception as error:  # of the HTTP library that huggingface_hub happens to use
+        raise ConfigurationError(
+            f"{KEY}={path}: no such folder, not in the hub's cache, and the hub cannot be reached "
+            f"({type(error).__name__}); give the folder of a model, or a name that the hub can resolve"
+        ) from error
+
+
+def config_file(path: str) -> Path | None:
+    """``config.json`` of a model's folder, or of the hub's cache; None where it is in neither."""
+    if looks_local(path):
+        file = Path(path).expanduser() / "config.json"
+        return file if file.is_file() else None
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        cached = try_to_load_from_cache(path, "config.json")
+    except HFValidationError:
+        return None
+    return Path(cached) if isinstance(cached, str) else None
+
+
+def set_model_path(config: DictConfig, log_path: Path | None = None) -> None:
+    """Resolve the model's path by ``resolve_model``, also where the configuration's interpolations have copied it.
+
+    Raises:
+        PolicyNotMade: as ``resolve_model``.
+    """
+    model, engine = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs
+    given, model.path = model.path, resolve_model(model.path, config.seed, log_path)
+    if engine.atropos.model_path == given:
+        engine.atropos.model_path = model.path
+
+
+def resolve_model(path: str, seed: int, log_path: Path | None = None) -> str:
+    """The model's folder or hub name; makes a small policy of ``seed`` where one is asked for and not there yet.
+
+    ``log_path``: for what its making prints.
+
+    Raises:
+        PolicyNotMade: with the last lines of the process that makes it.
+    """
+    if path not in SMALL_POLICIES:
+        folder = os.path.expanduser(path)
+        return os.path.abspath(folder) if os.path.isdir(folder) else folder  # environments may run in another folder
+    # In a process of its own: torch and transformers take seconds and memory that a launcher does not need.
+    command = [sys.executable, "-m", "recipe.atropos.demo.policies", path, "--seed", str(seed)]
+    status, printed = run_command("policy", command, log_path=log_path)
+    folders = [line for line in printed.splitlines() if line and Path(line).is_dir()]
+    if status != 0 or not folders:
+        raise PolicyNotMade(f"{KEY}={path} could not be made:\n{printed.strip()[-2000:]}")
+    return folders[-1]

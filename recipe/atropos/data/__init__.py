@@ -1,0 +1,1 @@
+"""A group becomes tensors: rows, verl's ``DataProto``, sampling parameters, and batches to be replayed."""

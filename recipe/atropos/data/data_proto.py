@@ -1,0 +1,160 @@
+"""Scored groups of the Trajectory API -> verl's ``DataProto``.
+
+Guarantees, which the tests hold against a slow and obvious reference:
+
+- Every trained token stands in ``responses`` under ``response_mask`` 1, with the logprob, the advantage and the teacher
+  that the environment sent for that very position. Environment tokens between turns stand there too, under mask 0.
+- Padding rows are fully masked and have a ``uid`` of their own, so that no group statistic sees them.
+
+``rows`` reads and checks; here ragged rows become tensors.
+
+Shapes: B rows, P the longest prompt, R the longest response of the batch, S = P + R, K a teacher's top-k.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from recipe.atropos.data.rows import NO_TEACHER, ConversionReport, Group, Row, RowLimits, VersionLimits, read_groups
+from recipe.atropos.verl_ext.batch import DataProto, compute_position_id_with_mask
+
+
+def _pad(arrays: Sequence[np.ndarray], width: int, dtype: np.dtype | type, fill: Any = 0, left: bool = False):
+    """(B, width) tensor of ragged rows, padded on one side."""
+    out = np.full((len(arrays), width), fill, dtype=dtype)
+    for row, values in zip(out, arrays, strict=True):
+        if left:
+            row[width - len(values) :] = values
+        else:
+            row[: len(values)] = values
+    return torch.from_numpy(out)
+
+
+def rows_to_data_proto(rows: Sequence[Row | None], limits: RowLimits, multiple_of: int = 1) -> DataProto:
+    """Rows as verl's actor and trainer read them; None is a masked padding row.
+
+    More of these fill them up at the end to a multiple of ``multiple_of``.
+
+    Returns a DataProto with the tensors (int64 unless said otherwise)
+
+    - ``prompts`` (B, P) left-padded; ``responses`` (B, R) right-padded; ``input_ids``, ``attention_mask``,
+      ``position_ids`` (B, S); ``response_mask`` (B, R);
+    - ``token_level_scores`` (B, R) float32: the score on the last trained token;
+    - ``atropos_advantages`` (B, R) float32, 0 where masked or not sent (``has_advantages`` says which);
+    - ``rollout_log_probs`` (B, R) float32 if any row has them, 0 where masked (``has_log_probs`` says which rows do);
+    - ``ref_log_prob`` (B, R) float32 if every row has it;
+    - ``teacher_ids`` (B, S, K) and ``teacher_logprobs`` (B, S, K) float32 if any row has them, as verl's engine reads
+      them: at position t stands what the teacher expects at t + 1, as in the logits; NO_TEACHER where there is none;
+
+    and, all (B,), the object arrays ``uid``, ``env_id``, ``env_name``, ``policy_version_min``, ``policy_version_max``
+    and ``sampling`` (None where unknown), ``dropped`` (a tuple of the ``DroppedRow`` of the row's group), the float
+    array ``raw_score`` (what the environment gave, the score itself where no reward bridge shaped it) and the bool
+    arrays ``is_padding``, ``has_log_probs``, ``has_advantages``, ``has_teacher``, ``zero_advantage``.
+
+    Raises:
+        ValueError: there are no rows.
+    """
+    real = [row for row in rows if row is not None]
+    if not real:
+        raise ValueError("a batch without a row to train on; see the counts of dropped sequences")
+    rows = [*rows, *[None] * (-len(rows) % multiple_of)]
+    pad = np.array([limits.pad_token_id])
+    empty = np.empty(0)
+
+    def column(name: str, padding: Any = None) -> list[Any]:
+        return [padding if row is None else getattr(row, name) for row in rows]
+
+    def per_token(name: str) -> torch.Tensor:
+        values = [empty if value is None else value for value in column(name, empty)]
+        return _pad(values, width, np.float32)
+
+    width = max(len(row.response) for row in real)
+    prompt_width = max(len(row.prompt) for row in real)
+    prompt_lengths = np.array([len(prompt) for prompt in column("prompt", pad)])
+    response_lengths = np.array([len(response) for response in column("response", empty)])
+    prompts = _pad(column("prompt", pad), prompt_width, np.int64, limits.pad_token_id, left=True)
+    responses = _pad(column("response", empty), width, np.int64, limits.pad_token_id)
+    attention_mask = torch.from_numpy(
+        np.concatenate(
+            [
+                np.arange(prompt_width) >= prompt_width - prompt_lengths[:, None],
+                np.arange(width) < response_lengths[:, None],
+            ],
+            axis=1,
+        ).astype(np.int64)
+    )
+    scores = np.zeros((len(rows), width), dtype=np.float32)
+    for out, row in zip(scores, rows, strict=True):
+        if row is not None:
+            out[np.flatnonzero(row.mask)[-1]] = row.score
+
+    tensors = {
+        "prompts": prompts,
+        "responses": responses,
+        "input_ids": torch.cat([prompts, responses], dim=1),
+        "attention_mask": attention_mask,
+        "position_ids": compute_position_id_with_mask(attention_mask),
+        "response_mask": _pad(column("mask", empty), width, np.int64),
+        "token_level_scores": torch.from_numpy(scores),
+        "atropos_advantages": per_token("advantages"),
+    }
+    if any(row.log_probs is not None for row in real):
+        tensors["rollout_log_probs"] = per_token("log_probs")
+    if all(row.ref_log_probs is not None for row in real):
+        tensors["ref_log_prob"] = per_token("ref_log_probs")
+    if top_k := max((row.teacher_ids.shape[1] for row in real if row.teacher_ids is not None), default=0):
+        teacher_ids = np.zeros((*attention_mask.shape, top_k), dtype=np.int64)
+        teacher_logprobs = np.full(teacher_ids.shape, NO_TEACHER)
+        for i, row in enumerate(rows):
+            if row is not None and row.teacher_ids is not None:
+                length, k = row.teacher_ids.shape
+                predictors = slice(prompt_width - 1, prompt_width - 1 + length)
+                teacher_ids[i, predictors, :k] = row.teacher_ids
+                # Without mass, but not free: a token id there counts as one of the top-k, so it has to be one of them.
+                teacher_ids[i, predictors, k:] = row.teacher_ids[:, :1]
+                teacher_logprobs[i, predictors, :k] = row.teacher_log_probs
+        tensors["teacher_ids"] = torch.from_numpy(teacher_ids)
+        tensors["teacher_logprobs"] = torch.from_numpy(teacher_logprobs)
+
+    def objects(values: Sequence[Any]) -> np.ndarray:
+        out = np.empty(len(values), dtype=object)
+        for i, value in enumerate(values):  # numpy would take tuples apart
+            out[i] = value
+        return out
+
+    versions = column("versions", (None, None))
+    raw_scores = [s if raw is None else raw for s, raw in zip(column("score", 0.0), column("raw_score"), strict=True)]
+    non_tensors = {
+        "uid": objects([f"padding-{i}" if row is None else row.uid for i, row in enumerate(rows)]),
+        "env_id": objects(column("env_id")),
+        "env_name": objects(column("env_name")),
+        "policy_version_min": objects([oldest for oldest, _ in versions]),
+        "policy_version_max": objects([newest for _, newest in versions]),
+        "sampling": objects(column("sampling")),
+        "dropped": objects(column("dropped", ())),
+        "raw_score": np.array(raw_scores),
+        "is_padding": np.array([row is None for row in rows]),
+        "has_log_probs": np.array([values is not None for values in column("log_probs")]),
+        "has_advantages": np.array([values is not None for values in column("advantages")]),
+        "has_teacher": np.array([values is not None for values in column("teacher_ids")]),
+        "zero_advantage": np.array(column("zero_advantage", False)),
+    }
+    return DataProto.from_dict(tensors=tensors, non_tensors=non_tensors)
+
+
+def groups_to_data_proto(
+    groups: Sequence[Group], limits: RowLimits, multiple_of: int = 1, versions: VersionLimits | None = None
+) -> tuple[DataProto | None, ConversionReport]:
+    """One batch of the Trajectory API as a DataProto and the report of what became of its sequences.
+
+    ``versions``, where given, leaves out the rows whose weights were too old or too new. The DataProto is None where no
+    row is left to train on: a named, counted event for the caller, not an error.
+    """
+    rows, report = read_groups(groups, limits, versions)
+    if not rows:
+        return None, report
+    batch = rows_to_data_proto(rows, limits, multiple_of)
+    report.padding_rows = len(batch) - len(rows)
+    return batch, report

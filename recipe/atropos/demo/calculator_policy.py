@@ -1,0 +1,110 @@
+r"""A small policy that calls a calculator, made from scratch.
+
+    python -m recipe.atropos.demo.calculator_policy --output DIR [--seed N]
+
+The same small Qwen2 as ``small_policy``, taught on word problems of two or three steps whose arithmetic the tool of
+``environments.calculator_tool`` does: one call a turn, the tool's answer in the next, the final number in ``\boxed{}``.
+What it is shown is flawed on purpose: before a third step the result of the second is usually boxed, the call
+forgotten; now and then a digit is copied wrongly, or a call is malformed, answered by the tool's error, and written
+again. So the policy knows the syntax and how to copy numbers, and gets between a fifth and a half of held-out problems
+right with greedy decoding.
+"""
+
+import argparse
+import random
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+
+from recipe.atropos.demo.small_policy import Chat, Recipe, make_small_policy
+from recipe.atropos.environments.calculator_tool import CLOSE, OPEN, answer
+from recipe.atropos.environments.word_problems import SYNTHETIC_STEPS, generate, gold_answer
+
+
+@dataclass(frozen=True)
+class CalculatorRecipe(Recipe):
+    """``forgotten_call`` is a share of the problems of three steps, ``miscopied`` and ``malformed`` of the calls."""
+
+    name: ClassVar[str] = "small-policy-calculator"
+
+    steps: int = 450
+    batch_size: int = 48
+    learning_rate: float = 3e-3
+    problems: int = 8000
+    vocabulary: int = 768
+    forgotten_call: float = 0.6
+    miscopied: float = 0.03
+    malformed: float = 0.03
+    wrong_operation: float = 0.0
+
+    def chats(self, seed: int, rng: random.Random) -> list[Chat]:
+        rows = generate("train", self.problems, seed, SYNTHETIC_STEPS)
+        return [demonstration(row, rng, self) for row in rows]
+
+
+def demonstration(row: dict[str, str], rng: random.Random, recipe: CalculatorRecipe) -> Chat:
+    """A conversation about a problem with the tool's own answers, and with the recipe's flaws."""
+    chat = [{"role": "user", "content": row["question"]}]
+
+    def call(expression: str) -> str:
+        content = f"{OPEN}{expression}{CLOSE}"
+        chat.append({"role": "assistant", "content": content})
+        chat.append({"role": "tool", "content": answer(content)})
+        return chat[-1]["content"]
+
+    steps = re.findall(r"<<(\d+)([-+*])(\d+)=", row["answer"])
+    result = steps[0][0]
+    for number, (_, operator, operand) in enumerate(steps, 1):
+        if number == 3 and rng.random() < recipe.forgotten_call:
+            break
+        if rng.random() < recipe.malformed:
+            call(f"{result} {operator} ")
+        if rng.random() < recipe.miscopied:
+            place = rng.randrange(len(operand))
+            operand = operand[:place] + rng.choice("123456789") + operand[place + 1 :]
+        result = call(f"{result} {operator} {operand}")
+    chat.append({"role": "assistant", "content": rf"\boxed{{{result}}}"})
+    return chat
+
+
+@torch.no_grad()
+def greedy_accuracy(folder: Path, problems: int = 256, max_turns: int = 6) -> float:
+    """Share of held-out problems whose boxed number is right, greedy, by transformers and the tool alone."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    rows = generate("test", problems, dataset=SYNTHETIC_STEPS)
+    chats = [[{"role": "user", "content": row["question"]}] for row in rows]
+    for _ in range(max_turns):
+        running = [chat for chat in chats if chat[-1]["role"] != "assistant"]
+        if not running:
+            break
+        texts = tokenizer.apply_chat_template(running, tokenize=False, add_generation_prompt=True)
+        inputs = tokenizer(texts, return_tensors="pt", padding=True)
+        outputs = model.generate(**inputs, max_new_tokens=32, do_sample=False)[:, inputs["input_ids"].shape[1] :]
+        for chat, text in zip(running, tokenizer.batch_decode(outputs, skip_special_tokens=True), strict=True):
+            chat.append({"role": "assistant", "content": text})
+            if (reply := answer(text)) is not None:
+                chat.append({"role": "tool", "content": reply})
+    right = [rf"\boxed{{{gold_answer(row)}}}" in chat[-1]["content"] for row, chat in zip(rows, chats, strict=True)]
+    return sum(right) / problems
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Make the small policy that calls a calculator from scratch.")
+    parser.add_argument("--output", type=Path, required=True, help="folder to save it in")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    report = make_small_policy(arguments.output, arguments.seed, CalculatorRecipe())
+    print(
+        f"{report['parameters']} parameters, taught in {report['seconds']:.0f} s, last loss {report['last_loss']:.3f}"
+    )
+    print(f"greedy, held out: {greedy_accuracy(arguments.output):.1%} right")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,34 @@
+"""The small policies by name: ``python -m recipe.atropos.demo.policies NAME [--seed N]`` prints the folder of one.
+
+Each is made once for a seed, and kept in the cache (``small_policy.cache_root``).
+"""
+
+import argparse
+from pathlib import Path
+
+from recipe.atropos.demo.calculator_policy import CalculatorRecipe
+from recipe.atropos.demo.code_policy import CodeRecipe
+from recipe.atropos.demo.small_policy import Recipe, ensure_small_policy
+from recipe.atropos.demo.terse_policy import TerseRecipe
+from recipe.atropos.demo.two_task_policy import TwoTaskRecipe
+
+RECIPES = {
+    recipe.name: recipe for recipe in (Recipe(), TerseRecipe(), TwoTaskRecipe(), CalculatorRecipe(), CodeRecipe())
+}
+
+
+def ensure_policy(name: str, seed: int) -> Path:
+    """The folder of the policy ``name``; made on first use. Raises KeyError for an unknown name."""
+    return ensure_small_policy(seed=seed, recipe=RECIPES[name])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Make a small policy from scratch, once, and print its folder.")
+    parser.add_argument("name", choices=sorted(RECIPES))
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    print(ensure_policy(arguments.name, arguments.seed))
+
+
+if __name__ == "__main__":
+    main()

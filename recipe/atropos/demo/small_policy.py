@@ -1,0 +1,266 @@
+r"""The demonstration's policy, made from scratch.
+
+    python -m recipe.atropos.demo.small_policy --output DIR [--seed N]
+
+A Qwen2 of about half a million parameters with a tokenizer of its own, taught for a minute or so on generated word
+problems (``environments.word_problems``, train split). What it is shown is flawed on purpose, as the texts are that
+large models learn from: where something is given away, lost or sold, most solutions add instead of subtracting. So the
+policy knows how to add and to subtract, usually picks the wrong one of the two for such problems, and gets about 40% of
+held-out problems right with greedy decoding. Reinforcement learning has a habit to correct, not arithmetic to teach.
+
+Deterministic for a seed on one machine. ``ensure_small_policy`` keeps the result in a cache, by seed and recipe.
+What the policy is shown is the recipe's; ``terse_policy``, ``two_task_policy``, ``calculator_policy`` and
+``code_policy`` have others.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import re
+import shutil
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tqdm import tqdm
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from recipe.atropos.environments.word_problems import generate, gold_answer
+
+Chat = list[dict[str, str]]
+
+PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# Qwen2's own: AutoTokenizer gives it to every Qwen2 folder. Each digit is a token of its own.
+_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that determines the policy, beside the code.
+
+    ``wrong_operation`` is the share of flawed solutions.
+    """
+
+    name: ClassVar[str] = "small-policy"
+
+    hidden_size: int = 128
+    layers: int = 2
+    heads: int = 4
+    steps: int = 700
+    batch_size: int = 64
+    learning_rate: float = 2e-3
+    wrong_operation: float = 0.6
+    problems: int = 20_000
+    vocabulary: int = 512
+    version: int = 1  # raise it when the code changes what comes out
+
+    def chats(self, seed: int, rng: random.Random) -> list[Chat]:
+        """What the policy is taught: the assistant's part of these conversations, without what is ``given`` of it."""
+        rows = generate("train", self.problems, seed)
+        return [
+            [
+                {"role": "user", "content": row["question"]},
+                {"role": "assistant", "content": solution(row, rng, self.wrong_operation)},
+            ]
+            for row in rows
+        ]
+
+
+def shown_sum(row: dict[str, str], rng: random.Random, wrong_operation: float) -> tuple[str, str]:
+    """``12 + 7 = 19`` and its result; for a subtraction often the sum."""
+    a, operator, b, result = re.search(r"<<(\d+)([-+])(\d+)=(\d+)>>", row["answer"]).groups()
+    if operator == "-" and rng.random() < wrong_operation:
+        operator, result = "+", str(int(a) + int(b))
+    return f"{a} {operator} {b} = {result}", result
+
+
+def solution(row: dict[str, str], rng: random.Random, wrong_operation: float) -> str:
+    r"""What the policy is shown for a problem: ``12 + 7 = 19 \boxed{19}``."""
+    shown, result = shown_sum(row, rng, wrong_operation)
+    return rf"{shown} \boxed{{{result}}}"
+
+
+def make_tokenizer(texts: list[str], vocabulary: int) -> PreTrainedTokenizerFast:
+    """Byte-level BPE: lossless on any text, the problems' words one token each."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_WORDS), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=[PAD, START, END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=PAD, eos_token=END, chat_template=CHAT_TEMPLATE, model_max_length=512
+    )
+
+
+def make_small_policy(output: Path, seed: int = 0, recipe: Recipe = Recipe()) -> dict[str, float]:  # noqa: B008
+    """Teach the policy and save it with its tokenizer in Hugging Face format.
+
+    Returns (and writes to ``small_policy.json``) seconds, last loss and number of parameters.
+    """
+    started = time.monotonic()
+    rng = random.Random(f"small policy, {seed}")
+    chats = recipe.chats(seed, rng)
+    texts = [message["content"] for chat in chats for message in chat]
+    roles = {"system", "user", "assistant"} | {message["role"] for chat in chats for message in chat}
+    tokenizer = make_tokenizer([*texts[:4000], *(f"{role}\n" for role in sorted(roles))], recipe.vocabulary)
+    examples = [_tokenize(tokenizer, chat) for chat in chats]
+
+    threads = torch.get_num_threads()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        torch.set_num_threads(1)  # of so small a model two are hardly faster, and on busy cores ten times slower
+        model = Qwen2ForCausalLM(_model_config(len(tokenizer), recipe, tokenizer)).train()
+        loss = _teach(model, examples, tokenizer.pad_token_id, rng, recipe)
+        torch.set_num_threads(threads)
+    model.generation_config = GenerationConfig(
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, do_sample=True
+    )
+    model.eval().save_pretrained(output)
+    tokenizer.save_pretrained(output)
+    report = {
+        "seed": seed,
+        "seconds": time.monotonic() - started,
+        "last_loss": loss,
+        "parameters": model.num_parameters(),
+        "recipe": asdict(recipe),
+    }
+    (Path(output) / "small_policy.json").write_text(json.dumps(report, indent=2))
+    return report
+
+
+def _model_config(vocabulary: int, recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> Qwen2Config:
+    return Qwen2Config(
+        vocab_size=-(-vocabulary // 64) * 64,
+        hidden_size=recipe.hidden_size,
+        intermediate_size=4 * recipe.hidden_size,
+        num_hidden_layers=recipe.layers,
+        num_attention_heads=recipe.heads,
+        num_key_value_heads=recipe.heads,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
+    )
+
+
+def _tokenize(tokenizer: PreTrainedTokenizerFast, chat: Chat) -> tuple[list[int], list[int]]:
+    """(token ids up to and with the assistant's last end token, labels: -100 where not the assistant's)."""
+    ids, labels, rendered = [], [], ""
+    for number, message in enumerate(chat):
+        if message["role"] == "assistant":
+            prompt = tokenizer.apply_chat_template(chat[:number], tokenize=False, add_generation_prompt=True)
+            given = message.get("given", "")
+            parts = prompt.removeprefix(rendered) + given, message["content"].removeprefix(given) + END
+            for text, taught in zip(parts, (False, True), strict=True):
+                new = tokenizer.encode(text)
+                ids += new
+                labels += new if taught else [-100] * len(new)
+            rendered = prompt + message["content"] + END
+    return ids, labels
+
+
+def _teach(model: Qwen2ForCausalLM, examples: list, pad: int, rng: random.Random, recipe: Recipe) -> float:
+    """Cross-entropy on the assistant's tokens; AdamW, linear warm-up, cosine decay."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, weight_decay=0.01)
+    warmup = max(1, recipe.steps // 20)
+    decay = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, recipe.steps - warmup), eta_min=1e-4)
+    schedule = torch.optim.lr_scheduler.SequentialLR(
+        optimizer, [torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=warmup), decay], [warmup]
+    )
+    for _ in tqdm(range(recipe.steps), desc=f"teaching {recipe.name}", mininterval=5):
+        batch = rng.choices(examples, k=recipe.batch_size)
+        width = max(len(ids) for ids, _ in batch)
+        ids = torch.tensor([ids + [pad] * (width - len(ids)) for ids, _ in batch])
+        labels = torch.tensor([labels + [-100] * (width - len(labels)) for _, labels in batch])
+        mask = torch.tensor([[1] * len(ids) + [0] * (width - len(ids)) for ids, _ in batch])
+        loss = model(input_ids=ids, attention_mask=mask, labels=labels).loss
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+    return loss.item()
+
+
+def cache_root() -> Path:
+    """``$ATROPOS_CACHE``, else ``~/.cache/verl-atropos``."""
+    return Path(os.environ.get("ATROPOS_CACHE") or Path.home() / ".cache" / "verl-atropos")
+
+
+def ensure_small_policy(directory: Path | None = None, seed: int = 0, recipe: Recipe = Recipe()) -> Path:  # noqa: B008
+    """The folder of the policy for ``seed``; taught on first use, appears whole or not at all."""
+    digest = hashlib.blake2b(json.dumps(asdict(recipe), sort_keys=True).encode(), digest_size=6).hexdigest()
+    target = (directory or cache_root()) / f"{recipe.name}-{seed}-{digest}"
+    if (target / "small_policy.json").exists():
+        return target
+    partial = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        make_small_policy(partial, seed, recipe)
+        try:
+            partial.rename(target)
+        except OSError:  # another process was faster, with the same result
+            if not (target / "small_policy.json").exists():
+                raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return target
+
+
+@torch.no_grad()
+def greedy_answers(folder: Path, questions: list[str]) -> list[str]:
+    """What the policy says to each question, by transformers alone."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    chats = [[{"role": "user", "content": question}] for question in questions]
+    texts = tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
+    inputs = tokenizer(texts, return_tensors="pt", padding=True)
+    outputs = model.generate(**inputs, max_new_tokens=32, do_sample=False)[:, inputs["input_ids"].shape[1] :]
+    return tokenizer.batch_decode(outputs, skip_special_tokens=True)
+
+
+def greedy_accuracy(folder: Path, problems: int = 256) -> float:
+    """Share of held-out problems whose boxed number is right, greedy."""
+    rows = generate("test", problems)
+    answers = greedy_answers(folder, [row["question"] for row in rows])
+    return sum(rf"\boxed{{{gold_answer(row)}}}" in answer for row, answer in zip(rows, answers, strict=True)) / problems
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Make the demonstration's small policy from scratch.")
+    parser.add_argument("--output", type=Path, required=True, help="folder to save it in")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    report = make_small_policy(arguments.output, arguments.seed)
+    print(
+        f"{report['parameters']} parameters, taught in {report['seconds']:.0f} s, last loss {report['last_loss']:.3f}"
+    )
+    print(f"greedy, held out: {greedy_accuracy(arguments.output):.1%} right")
+
+
+if __name__ == "__main__":
+    main()

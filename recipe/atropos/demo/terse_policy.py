@@ -1,0 +1,56 @@
+r"""A small policy that hardly ever answers, made from scratch.
+
+    python -m recipe.atropos.demo.terse_policy --output DIR [--seed N]
+
+The same small Qwen2 as ``small_policy``, with its flaw, and with another: it ends with the sum, ``12 + 7 = 19``. From
+there three steps lead to an answer that an environment can read, ``12 + 7 = 19 so the answer is \boxed{19}``, and each
+of them the policy takes so seldom, ``further``, that all three together next to never happen. It is taught how to go on
+from each of them, given the text up to there: so it knows the way, and how seldom to go it.
+"""
+
+import argparse
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from recipe.atropos.demo.small_policy import Chat, Recipe, greedy_accuracy, make_small_policy, shown_sum
+from recipe.atropos.environments.word_problems import generate
+
+STEPS = ("", " so", " the answer is", r" \boxed{")
+
+
+@dataclass(frozen=True)
+class TerseRecipe(Recipe):
+    """``further``: how often the next of ``STEPS`` follows."""
+
+    name: ClassVar[str] = "small-policy-terse"
+
+    further: float = 0.03
+
+    def chats(self, seed: int, rng: random.Random) -> list[Chat]:
+        chats = []
+        for row in generate("train", self.problems, seed):
+            shown, result = shown_sum(row, rng, self.wrong_operation)
+            step = rng.choices(range(len(STEPS)), weights=(len(STEPS) - 1, *[1] * (len(STEPS) - 1)))[0]
+            given = shown + "".join(STEPS[: step + 1]) if step else ""
+            while step < len(STEPS) - 1 and rng.random() < self.further:
+                step += 1
+            end = ("", f" {result}", f" {result}", f"{result}}}")[step]
+            answer = {"role": "assistant", "content": shown + "".join(STEPS[: step + 1]) + end, "given": given}
+            chats.append([{"role": "user", "content": row["question"]}, answer])
+        return chats
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Make a small policy that hardly ever answers, from scratch.")
+    parser.add_argument("--output", type=Path, required=True, help="folder to save it in")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    report = make_small_policy(arguments.output, arguments.seed, TerseRecipe())
+    print(f"taught in {report['seconds']:.0f} s, last loss {report['last_loss']:.3f}")
+    print(f"greedy, held out: {greedy_accuracy(arguments.output):.1%} right")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""An Atropos environment as a ``gem.Env``."""

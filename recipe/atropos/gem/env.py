@@ -1,0 +1,355 @@
+r"""An Atropos environment as a ``gem.Env`` (package gem-llm), for frameworks that step through environments:
+
+    env = gem.make(register("recipe.atropos.environments.gsm8k:GSM8kEnv"), tokenizer="Qwen/Qwen2.5-0.5B-Instruct")
+    observation, info = env.reset()
+    observation, reward, terminated, truncated, info = env.step(r"The answer is \boxed{7}")
+
+- An episode is one item: the environment's own ``collect_trajectories`` runs in the background, and each answer that it
+  asks its server for is a step. The action is that answer, as text.
+- The reward of the last step is the environment's own score, that of the others 0.0. What the environment did not score
+  is NaN with ``info["unscored"]``, never 0; one that has never scored is an error after a few episodes.
+- What the environment raises is raised by ``reset`` or ``step``. Neither waits longer than ``timeout`` seconds.
+- ``reset`` ends an episode that is not finished; ``close`` ends everything, and so does the garbage collector.
+- With ``reward_bridge`` the reward is the shaped score, and the environment's own stays beside it in ``info``.
+"""
+
+import logging
+import math
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import gem
+from atroposlib.envs.base import BaseEnv
+from gem.envs.registration import ENV_REGISTRY
+from gem.utils.constants import TERMINAL_STATE
+
+from recipe.atropos.adapter.reward_bridge import KEY, RewardBridge, RewardBridgeError, as_bridge
+from recipe.atropos.adapter.shaping import check_literals, check_no_advantages, judged
+from recipe.atropos.errors import AtroposError
+from recipe.atropos.gem.outer_policy import Ask, Episode, Messages, NothingCame
+from recipe.atropos.gem.stepped_env import (
+    GRACE,
+    SteppedEnvironment,
+    configured,
+    shared_environment,
+    stepped_class,
+)
+
+logger = logging.getLogger(__name__)
+
+_INSTEAD = {"group_size": 1, "ensure_scores_are_not_same": False, "use_wandb": False}  # of an environment's defaults
+_IN_A_ROW = 8  # items without an answer asked for, or first episodes without a score, until that is an error
+
+
+class NeverScored(AtroposError, RuntimeError):
+    """An environment that gives no score; the message says what it gave."""
+
+
+def register(target: str, **kwargs: Any) -> str:
+    """Make ``gem.make("atropos:TARGET")`` known, ``kwargs`` being defaults of `AtroposEnv`; returns that id.
+
+    gem knows ids one by one, so this is called once for each target, in each process. Twice is no error.
+
+    Raises:
+        ValueError: it is known with other defaults.
+    """
+    env_id = f"atropos:{target}"
+    kwargs = {"target": target, **kwargs}
+    if env_id not in ENV_REGISTRY:
+        gem.register(env_id, f"{AtroposEnv.__module__}:{AtroposEnv.__name__}", **kwargs)
+    elif ENV_REGISTRY[env_id].kwargs != kwargs:
+        raise ValueError(f"{env_id} is registered with {ENV_REGISTRY[env_id].kwargs}; give {kwargs} to gem.make")
+    return env_id
+
+
+class AtroposEnv(gem.Env):
+    """Episodes of ``target``, one after the other.
+
+    Args:
+        target: MODULE:Class or FILE.py:Class, as for ``env_adapter``, or the class.
+        config: fields of the environment's configuration, over its own ``config_init`` and over ``group_size=1``,
+            ``ensure_scores_are_not_same=False``, ``use_wandb=False``.
+        tokenizer: name or folder, over ``config``'s ``tokenizer_name``; it renders prompts and counts tokens.
+        seed: of the first reset that has none; gem's vectorized environments give each its own.
+        timeout: seconds that the environment may take to set itself up, and between an answer and what follows on it.
+        reward_bridge: shapes the reward: a YAML file, or the block as a mapping; see ``utils.reward_bridge``. Its
+            ``fade`` counts in the trainer's steps: set ``training_step``, which gem's wrappers pass on to
+            ``env.unwrapped``, before an episode ends.
+
+    The observation is the text that is new since the policy's last answer (at first that of all messages), or the whole
+    prompt where the environment writes that itself. ``info`` has
+
+    - ``messages`` (None with a prompt of the environment's own), ``prompt`` and ``prompt_ids``: what it sent;
+    - ``max_tokens``, ``stop``, ``sampling``: limits and parameters of the answer that it asks for;
+    - ``call``, ``choice``, ``choices``: which answer that is. Calls are answered one after the other in the order in
+      which they came; one for n choices is n steps with the same observation;
+    - ``cut``: the answer before was cut at ``max_tokens``, and the environment read what is left of it. An episode
+      whose last answer was cut is truncated, any other terminated;
+    - ``use_tool``: the observation is a tool's output, as gem's wrappers understand it;
+    - after the last step ``groups``: what the environment made of the item; ``scores``: what its reward is the mean
+      of; ``raw_scores``: the environment's own, the same without a reward bridge; ``dropped``: it made the group, and
+      then did not return it, as many do where all scores are equal; ``unscored``: why there is no reward, or None;
+    - after ``reset`` ``skipped``, the number of items that the environment passed over without a question, and
+      ``last_episode``: reward, truncated, scores, raw_scores, dropped and unscored of the one before, because gem's
+      vectorized environments show the beginning of the next in the place of an end.
+
+    With ``group_size`` above 1 an episode is a whole group, and its reward the mean of the scores.
+
+    Raises:
+        EnvironmentTargetError: ``target`` names no environment.
+        ValueError: the configuration is none of the environment's.
+        RewardBridgeError: no such file, or a block that cannot be right.
+    """
+
+    training_step: int | None = None
+    """Of whoever trains on this environment; only a reward bridge with ``fade`` asks for it."""
+
+    def __init__(
+        self,
+        target: str | type[BaseEnv],
+        *,
+        config: Mapping[str, Any] | None = None,
+        tokenizer: str | None = None,
+        seed: int | None = None,
+        timeout: float = 600.0,
+        reward_bridge: str | Path | Mapping[str, Any] | RewardBridge | None = None,
+    ):
+        if not timeout > 0:
+            raise ValueError(f"timeout={timeout!r}: give seconds, more than 0")
+        self._bridge = None if reward_bridge is None else as_bridge(reward_bridge)
+        self._arguments = {
+            **{"target": target, "config": config, "tokenizer": tokenizer, "seed": seed, "timeout": timeout},
+            "reward_bridge": self._bridge,
+        }
+        self._class = stepped_class(target)
+        own = {} if tokenizer is None else {"tokenizer_name": tokenizer}
+        self._config = configured(self._class, {**_INSTEAD, **(config or {}), **own})
+        self._timeout = timeout
+        self._session = _Session()
+        self._ask: Ask | None = None  # the answer that the environment waits for
+        self._last: dict[str, Any] | None = None
+        self._unscored: int | None = 0  # episodes in a row, from the first on; None once one was scored
+        weakref.finalize(self, self._session.let_go)
+
+    def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
+        """Begin an episode with the next item; with ``seed``, with the first of an environment set up with that seed.
+
+        That needs a ``seed`` in the environment's configuration. One without goes on with its items, and ``seed`` is
+        only that of Python's and numpy's global generators, as everywhere in gem. All that are made alike, and have no
+        seed of their own, share a ``BaseEnv``, so that each gets other items.
+
+        Raises:
+            TimeoutError: the environment did not ask for an answer in time, or did not end.
+            NeverScored: it asks for none.
+            RewardBridgeError: a pattern of the reward bridge can match nothing.
+            Exception: what the environment raised.
+        """
+        session = self._session
+        if session.closed:
+            raise RuntimeError(f"{self._class.__name__} is closed; make another")
+        self._ask = None
+        session.end_episode()
+        super().reset(seed)
+        if seed is None and session.environment is None:
+            seed = self._arguments["seed"]
+        if seed is not None and "seed" in type(self._config).model_fields:
+            session.environment = SteppedEnvironment(self._class, self._config.model_copy(update={"seed": seed}))
+        elif session.environment is None:
+            session.environment = shared_environment(self._class, self._config)
+        session.environment.set_up(self._timeout)
+        if self._bridge is not None:
+            check_literals(self._bridge, session.environment.base.tokenizer)
+        for skipped in range(_IN_A_ROW):
+            session.episode = session.environment.begin()
+            event = self._next("its beginning")
+            if isinstance(event, Ask):
+                observation, info = self._observe(event, cut=False)
+                return observation, info | {"skipped": skipped, "last_episode": self._last}
+            logger.warning("%s passed over an item: it asked for no answer", self._class.__name__)
+        raise NeverScored(f"{self._class.__name__} asked for no answer to any of {_IN_A_ROW} items in a row")
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """Give the environment the answer that it waits for.
+
+        Raises:
+            TypeError: ``action`` is no text.
+            RuntimeError: the environment waits for none.
+            NeverScored: it has not scored any episode so far.
+            TimeoutError: it neither asked for another answer nor ended in time.
+            ValueError: its scores are no finite numbers.
+            RewardBridgeError: the reward bridge fades and ``training_step`` is not set, or the environment gives
+                advantages of its own.
+            Exception: what the environment raised.
+        """
+        if self._ask is None:
+            raise RuntimeError(f"{self._class.__name__} waits for no answer; call reset() to begin an episode")
+        answer = self._ask.answer(action, self._session.environment.base.tokenizer)
+        cut = answer.finish_reason == "length"
+        made = self._session.episode.made
+        event = self._next("an answer")
+        if isinstance(event, Ask):
+            observation, info = self._observe(event, cut)
+            return observation, 0.0, False, False, info
+        reward, info = score(event, made)
+        if self._bridge is not None:
+            reward, info = self._shaped(reward, info)
+        told = ("scores", "raw_scores", "dropped", "unscored")
+        self._last = {"reward": reward, "truncated": cut} | {key: info[key] for key in told}
+        self._count(info["unscored"])
+        return TERMINAL_STATE, reward, not cut, cut, info | {"cut": cut, "use_tool": False}
+
+    def close(self) -> None:
+        """End the episode; no other can begin. Twice is no error.
+
+        Raises:
+            TimeoutError: the environment goes on although its rollout was cancelled.
+        """
+        self._ask = None
+        self._session.close()
+
+    def spawn(self, same_state: bool = False, **kwargs: Any) -> "AtroposEnv":
+        """Another one that is made alike, but for ``kwargs``."""
+        if same_state:
+            raise NotImplementedError("a rollout that is under way cannot be copied; spawn with same_state=False")
+        return AtroposEnv(**(self._arguments | kwargs))
+
+    def _shaped(self, reward: float, info: dict[str, Any]) -> tuple[float, dict[str, Any]]:
+        """(reward, info) with shaped scores. What could not be judged is unscored, never shaped by 0."""
+        bridge, step, name = self._bridge, self.training_step, self._class.__name__
+        if bridge.fade is not None and step is None:
+            raise RewardBridgeError(
+                f"{KEY}.fade counts the trainer's steps: set env.unwrapped.training_step, now None, or leave fade out"
+            )
+        scores: list[float] = []
+        for group in info["groups"]:
+            check_no_advantages(group, name)
+            try:
+                terms = [bridge.terms(*each) for each in judged(self._session.environment.base.tokenizer, group)]
+            except TimeoutError as error:
+                return math.nan, info | {"scores": [], "unscored": str(error)}
+            pairs = zip(group["scores"], terms, strict=True)
+            scores += [bridge.shaped(float(raw), each, step or 0) for raw, each in pairs]
+        return (sum(scores) / len(scores) if scores else reward), info | {"scores": scores}
+
+    def _next(self, after: str) -> Ask | Any:
+        """The next answer that the environment waits for, or what it made of the item."""
+        session, name = self._session, self._class.__name__
+        self._ask = None
+        try:
+            event = session.episode.next(self._timeout)
+        except NothingCame:
+            session.end_episode()
+            raise TimeoutError(
+                f"{name}: no call of its server and no end within {self._timeout:g} s of {after}; "
+                "if it needs longer, give a larger timeout"
+            ) from None
+        except Exception as error:
+            session.episode = None
+            error.add_note(f"raised by the environment {name} after {after}")
+            raise
+        if not isinstance(event, Ask):
+            session.episode = None
+        return event
+
+    def _observe(self, ask: Ask, cut: bool) -> tuple[str, dict[str, Any]]:
+        new = _new_messages(ask)
+        self._ask = ask
+        info = {
+            "messages": ask.messages,
+            "prompt": ask.prompt,
+            "prompt_ids": ask.prompt_ids,
+            "max_tokens": ask.max_tokens,
+            "stop": ask.stop,
+            "sampling": ask.sampling,
+            "call": ask.call,
+            "choice": ask.choice,
+            "choices": ask.choices,
+            "cut": cut,
+            "use_tool": bool(new) and new[-1].get("role") == "tool",
+        }
+        return "\n\n".join(map(_text, new)) if new else ask.prompt, info
+
+    def _count(self, unscored: str | None) -> None:
+        if unscored is None:
+            self._unscored = None
+        elif self._unscored is not None:
+            self._unscored += 1
+            if self._unscored == _IN_A_ROW:
+                self._unscored = 0
+                raise NeverScored(
+                    f"{self._class.__name__}: {_IN_A_ROW} episodes and no score; {unscored} of the last. One that "
+                    f"scores only whole groups may need config={{'group_size': 4}}; it has {self._config.group_size}"
+                )
+
+
+class _Session:
+    """What one `AtroposEnv` holds; without reference to it, so that it can be collected."""
+
+    def __init__(self) -> None:
+        self.environment: SteppedEnvironment | None = None
+        self.episode: Episode | None = None
+        self.closed = False
+
+    def end_episode(self) -> None:
+        """Raises TimeoutError where the environment goes on although it was cancelled."""
+        episode, self.episode = self.episode, None
+        if episode is None:
+            return
+        episode.close()
+        if not episode.wait(GRACE):
+            name = type(self.environment.base).__name__
+            raise TimeoutError(f"{name}: its rollout goes on {GRACE:g} s after it was cancelled, or it blocks the loop")
+
+    def close(self) -> None:
+        self.closed = True
+        try:
+            self.end_episode()
+        finally:
+            self.environment = None
+
+    def let_go(self) -> None:
+        """As ``close``, but without a wait: the garbage collector may run in the loop's own thread."""
+        self.closed = True
+        if self.episode is not None:
+            self.episode.close()
+        self.episode = self.environment = None
+
+
+def _new_messages(ask: Ask) -> Messages:
+    """Those after the last answer; all of them where the policy has not answered yet; none without messages."""
+    messages = ask.messages or []
+    answers = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
+    return messages[answers[-1] + 1 :] if answers and ask.call > 0 else messages
+
+
+def _text(message: Mapping[str, Any]) -> str:
+    content = message.get("content") or ""
+    if isinstance(content, str):
+        return content
+    return "\n".join(part.get("text", f"[{part.get('type')}]") for part in content)
+
+
+def score(returned: Any, made: list[dict[str, Any]]) -> tuple[float, dict[str, Any]]:
+    """(reward, info) of what ``collect_trajectories`` returned and of the groups that were made on the way.
+
+    Raises:
+        ValueError: a score is no finite number, or there are not as many as sequences.
+    """
+    groups = [group for group in (returned if isinstance(returned, list) else [returned]) if group]
+    dropped = False
+    if not groups:
+        whole = [group for group in made if group.get("scores") and len(group["scores"]) == len(group["tokens"])]
+        groups, dropped = whole[-1:], bool(whole)
+    scores = []
+    for group in groups:
+        if len(group["scores"]) != len(group["tokens"]):
+            raise ValueError(f"{len(group['scores'])} scores for {len(group['tokens'])} sequences")
+        scores += map(float, group["scores"])
+    if not all(map(math.isfinite, scores)):
+        raise ValueError(f"scores {scores}: they must be finite")
+    unscored = None if scores else f"the environment made {returned!r:.80} and no scores"
+    reward = sum(scores) / len(scores) if scores else math.nan
+    info = {"scores": scores, "raw_scores": scores, "groups": groups, "dropped": dropped, "unscored": unscored}
+    return reward, info

@@ -1,0 +1,213 @@
+"""``BaseEnv`` under an outer policy: its rollouts run in the background, and halt wherever they ask for an answer.
+
+- What ``collect_trajectories`` raises is the rollout's outcome: nothing is caught, as ``BaseEnv.handle_env`` would.
+- All rollouts of a process run in one asyncio loop in one thread, which ends with the last environment. Nothing that is
+  cancelled stays behind in it.
+- Environments of one class and configuration can be one object, as many workers are in Atropos: each rollout takes the
+  next item.
+"""
+
+import asyncio
+import functools
+import inspect
+import json
+import logging
+import sys
+import threading
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+from atroposlib.envs import base
+from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
+
+from recipe.atropos.gem.outer_policy import (
+    Episode,
+    OuterPolicyServer,
+    current_episode,
+    remember_messages,
+    watch_managed_calls,
+)
+from recipe.atropos.gem.thread_limits import limit_math_verify_in_threads
+from recipe.atropos.utils.env_adapter import adapt, load_environment
+
+logger = logging.getLogger(__name__)
+
+GRACE = 10.0  # s that a cancelled rollout has to end
+
+
+@functools.cache
+def stepped_class(target: str | type[BaseEnv]) -> type[BaseEnv]:
+    """The adapted environment over `OuterPolicyServer`, whose groups are noted in the episode as they are made.
+
+    Many environments score a group and then return None because its scores are equal, as those of one sequence always
+    are. What they scored is known only if it is noted on the way; there is no seam for that, so in their modules
+    ``ScoredDataGroup`` is replaced by a function that makes the same.
+
+    Raises:
+        EnvironmentTargetError: ``target`` names no environment.
+    """
+    environment = load_environment(target) if isinstance(target, str) else target
+    for name in {parent.__module__ for parent in environment.__mro__} - {base.__name__}:
+        names = vars(sys.modules[name])
+        if names.get("ScoredDataGroup") is base.ScoredDataGroup:
+            names["ScoredDataGroup"] = _noted_group
+    body = {"__doc__": environment.__doc__, "__module__": environment.__module__, "server_cls": OuterPolicyServer}
+    return type(environment.__name__, (adapt(environment),), body)
+
+
+def _noted_group(*args: Any, **kwargs: Any) -> dict[str, Any]:
+    group = base.ScoredDataGroup(*args, **kwargs)
+    if (episode := current_episode()) is not None:
+        episode.made.append(group)
+    return group
+
+
+def configured(environment: type[BaseEnv], config: Mapping[str, Any]) -> BaseEnvConfig:
+    """``config`` over the environment's own ``config_init``.
+
+    Raises:
+        ValueError: a key or a value is none of the environment's.
+    """
+    defaults, _ = environment.config_init()
+    fields = type(defaults).model_fields
+    if unknown := sorted(config.keys() - fields.keys()):
+        raise ValueError(f"{environment.__name__} knows no {', '.join(unknown)}; it has {', '.join(sorted(fields))}")
+    return type(defaults)(**(defaults.model_dump() | dict(config)))
+
+
+class SteppedEnvironment:
+    """A ``BaseEnv``, and the loop that its rollouts run in.
+
+    ``environment`` is a `stepped_class`. The constructor runs its constructor, in the caller's thread.
+    """
+
+    def __init__(self, environment: type[BaseEnv], config: BaseEnvConfig):
+        server = APIServerConfig(
+            model_name=config.tokenizer_name,
+            tokenizer_name=config.tokenizer_name,
+            base_url="http://outer-policy.invalid/v1",  # OuterPolicyServer sends nothing
+            api_key="x",
+            server_type="sglang",
+            health_check=False,
+        )
+        self.base = environment(config=config, server_configs=[server], slurm=False, testing=False)  # as its cli does
+        for server in self.base.server.servers:
+            server.tokenizer = self.base.tokenizer
+        watch_managed_calls(self.base.server, remember_messages)
+        self._thread = _loop_thread()
+        self._lock = threading.Lock()
+        self._is_set_up = False
+        limit_math_verify_in_threads()
+
+    @property
+    def alive(self) -> bool:
+        """False in a process that was forked after it was made: threads are not forked."""
+        return self._thread.thread.is_alive()
+
+    def set_up(self, timeout: float) -> None:
+        """``BaseEnv.setup``, once.
+
+        Raises:
+            TimeoutError: it takes longer than ``timeout`` seconds.
+            Exception: what it raises.
+        """
+        with self._lock:
+            if self._is_set_up:
+                return
+            setup = asyncio.run_coroutine_threadsafe(self.base.setup(), self._thread.loop)
+            try:
+                setup.result(timeout)
+            except TimeoutError as error:
+                if setup.done():
+                    raise
+                setup.cancel()
+                name = type(self.base).__name__
+                raise TimeoutError(f"{name}.setup() takes longer than {timeout:g} s; give a larger timeout") from error
+            self._is_set_up = True
+
+    def begin(self) -> Episode:
+        """A rollout of the next item, begun."""
+        episode = Episode(self._thread.loop)
+        episode.start(functools.partial(_episode, self.base))
+        return episode
+
+
+async def next_item(environment: BaseEnv) -> Any:
+    """The next item to roll out. Raises RuntimeError where there is none."""
+    item = environment.backlog.pop() if environment.backlog else await environment.get_next_item()
+    if item is None:
+        raise RuntimeError(f"{type(environment).__name__}.get_next_item() has no item")
+    return item
+
+
+async def roll_out(environment: BaseEnv, item: Any) -> Any:
+    """What ``BaseEnv.handle_env`` does of an item before it sends, with nothing caught: a group, several, or None."""
+    groups, backlog = await environment.collect_trajectories(item)
+    environment.backlog.extend(backlog or [])
+    return await environment.postprocess_histories(groups) if groups else groups
+
+
+async def _episode(environment: BaseEnv) -> Any:
+    groups = await roll_out(environment, await next_item(environment))
+    cleanup = environment.cleanup()
+    if inspect.isawaitable(cleanup):  # some environments define a plain function
+        await cleanup
+    return groups
+
+
+_lock = threading.Lock()
+_shared: weakref.WeakValueDictionary[tuple[type, str], SteppedEnvironment] = weakref.WeakValueDictionary()
+
+
+def shared_environment(environment: type[BaseEnv], config: BaseEnvConfig) -> SteppedEnvironment:
+    """The one of this class and configuration, for as long as somebody holds it."""
+    key = (environment, json.dumps(config.model_dump(mode="json"), sort_keys=True))
+    with _lock:
+        found = _shared.get(key)
+        if found is None or not found.alive:
+            found = _shared[key] = SteppedEnvironment(environment, config)
+        return found
+
+
+# ---------------------------------------------------------------------- the loop
+
+
+class _LoopThread:
+    """An asyncio loop in a thread of its own; both end when nothing refers to this any more."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=_serve, args=(self.loop,), name="stepped-env", daemon=True)
+        self.thread.start()
+        weakref.finalize(self, _stop, self.loop, self.thread)
+
+
+def _serve(loop: asyncio.AbstractEventLoop) -> None:
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:  # cancels at the end what still runs, and closes the loop
+        while True:
+            try:
+                return runner.get_loop().run_forever()
+            except (SystemExit, KeyboardInterrupt) as error:  # raised by a task; whoever awaits it gets it too
+                logger.error("an environment ended its process: %r", error)
+
+
+def _stop(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+    if thread.is_alive():
+        loop.call_soon_threadsafe(loop.stop)
+        if thread is not threading.current_thread():  # the garbage collector may run in any
+            thread.join(GRACE)
+
+
+_thread_lock = threading.Lock()
+_thread: weakref.ref[_LoopThread] | None = None
+
+
+def _loop_thread() -> _LoopThread:
+    global _thread
+    with _thread_lock:
+        thread = _thread and _thread()
+        if thread is None or not thread.thread.is_alive():
+            thread = _LoopThread()
+            _thread = weakref.ref(thread)
+        return thread

@@ -1,0 +1,1 @@
+"""The processes of a run: what is started, watched, evaluated and ended."""

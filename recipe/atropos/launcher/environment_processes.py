@@ -1,0 +1,339 @@
+"""The run's environments as processes: how each is started, what becomes of one that ends, and what it reports.
+
+Promises:
+
+- each runs through the adapter in a process of its own, under its own name, and reports to ``environments/NAME.jsonl``;
+- one that ends before it has registered for the first time ends the run, with its last lines: its start was wrong;
+- one that ends later is started again, ``max_restarts`` times; then it is given up, and the end of the last one ends
+  the run;
+- of a process that is gone nothing is waited for: its registration is taken off the Trajectory API, so that its part of
+  the batches is the others'. Else an allocation of a dead environment would hold up every batch for ever.
+"""
+
+import contextlib
+import importlib.util
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from omegaconf import OmegaConf
+
+from recipe.atropos.adapter.pace import GROUPS_VARIABLE, PATIENCE, PATIENCE_VARIABLE, VARIABLE
+from recipe.atropos.adapter.reporting import VARIABLE as REPORT_VARIABLE
+from recipe.atropos.config.env_specs import EnvironmentSpec
+from recipe.atropos.data.sampling import TEMPERATURE_VARIABLE
+from recipe.atropos.errors import ConfigurationError
+from recipe.atropos.launcher.concurrency import groups_in_flight, request_limits
+from recipe.atropos.launcher.progress import progress
+from recipe.atropos.launcher.services import Run, console
+from recipe.atropos.run_dir import LineReader, append_line, write_atomic
+from recipe.atropos.utils.process import Service, ServiceFailed, run_command, unstopped
+from recipe.atropos.utils.secret import secret_variables, split_secret_flags
+
+_ADAPTER = "recipe.atropos.utils.env_adapter"
+_API_SECONDS = 10.0
+_CHECK = "check-"  # begins the names of the processes that check flags
+
+
+def check_target(spec: EnvironmentSpec) -> None:
+    """Raises ValueError where ``target`` names neither a file nor a module that can be found."""
+    is_file = spec.place.endswith(".py")
+    try:
+        found = Path(spec.place).is_file() if is_file else importlib.util.find_spec(spec.place) is not None
+    except ModuleNotFoundError:  # of a parent package
+        found = False
+    if not found:
+        raise ValueError(
+            f"{spec.key}.target={spec.target}: no such {'file' if is_file else 'module'}; give a module that can be "
+            "imported (put its folder on PYTHONPATH), or the path of its .py file, with :Class where it has several"
+        )
+
+
+def check_environments(run: Run, specs: Mapping[str, EnvironmentSpec]) -> None:
+    """Whether each target can be imported and takes its flags: in a process of its own, which imports it.
+
+    Raises:
+        ConfigurationError: naming the target or the flag as a key of the configuration.
+    """
+    with progress(f"checking the flags of {', '.join(specs)}"), ThreadPoolExecutor() as pool:
+        checks = [pool.submit(_flag_problem, run, spec) for spec in specs.values()]
+        try:
+            problems = [problem for check in checks if (problem := check.result())]
+        except BaseException:
+            _end_checks(checks)
+            raise
+    if problems:
+        raise ConfigurationError("\n".join(problems))
+
+
+def _end_checks(checks: list[Future[str | None]]) -> None:
+    """Else the pool waits for threads that wait for their processes, which a terminal's Ctrl-C does not reach."""
+    for check in checks:
+        check.cancel()
+    while not all(check.done() for check in checks):
+        for service in [service for service in unstopped if service.name.startswith(_CHECK)]:
+            with contextlib.suppress(ServiceFailed):  # its thread raises it too
+                service.stop(grace=0)
+        time.sleep(0.05)
+
+
+def _flag_problem(run: Run, spec: EnvironmentSpec) -> str | None:
+    anywhere = "http://127.0.0.1:1"
+    command = [*environment_command(run, replace(spec, reward_bridge=None), "serve", anywhere, anywhere), "--check"]
+    try:
+        status, printed = run_command(
+            f"{_CHECK}{spec.name}", command, env=environment_secrets(run, spec), timeout=spec.start_timeout
+        )
+    except TimeoutError:
+        return f"{spec.key}.target={spec.target}: not imported within {spec.key}.start_timeout={spec.start_timeout:g} s"
+    if status == 0:
+        return None
+    lines = [line for line in printed.splitlines() if line.strip()] or [f"exit status {status}"]
+    told = [line.removeprefix("error: ") for line in lines if line.startswith(("error: ", "--env "))] or lines[-1:]
+    return "\n".join(_as_key(line, spec.key) for line in told)
+
+
+def _as_key(line: str, key: str) -> str:
+    """``--env.size`` as ``environment.args.size``, ``--env TARGET`` as ``environment.target=TARGET``."""
+    line = re.sub(r"^Cli\w+: (?=--)", "", line).replace("--env ", f"{key}.target=")
+    return re.sub(r"--(?:env\.|(?=openai\.))(?=\w)", f"{key}.args.", line)
+
+
+def environment_command(
+    run: Run, spec: EnvironmentSpec, subcommand: str, api_url: str, server_url: str, **flags: Any
+) -> list[str]:
+    """The environment's command line through the adapter. ``spec.args`` come last and win, but over ``flags``.
+
+    ``args.KEY`` is the environment's ``--env.KEY``, ``args.openai.KEY`` is ``--openai.KEY``; null leaves a flag out.
+    Flags that hold secrets are not in it: see ``environment_secrets``.
+    """
+    config, model = run.config, run.config.actor_rollout_ref.model.path
+    known = {
+        "env.wandb_name": spec.name,  # also the name that it registers with
+        "env.rollout_server_url": api_url,
+        "env.tokenizer_name": model,
+        "env.group_size": spec.group_size,
+        "env.inference_weight": spec.weight,
+        "env.min_batch_allocation": spec.min_batch_allocation,
+        "env.max_token_length": config.data.max_prompt_length + config.data.max_response_length,
+        "env.total_steps": 10**9,  # the launcher ends it
+        "env.use_wandb": False,
+        "openai.base_url": f"{server_url}/v1",
+        "openai.model_name": model,
+        "openai.server_type": "sglang",
+        "openai.health_check": False,
+    }
+    known |= {f"openai.{name}": value for name, value in request_limits(config).items()}
+    if spec.several and spec.min_batch_allocation is None:
+        known["env.min_batch_allocation"] = 0.0  # else an allocation of its own counts at the API, unknown to anyone
+    if subcommand == "serve":
+        known["slurm"] = False
+    given = split_secret_flags({**known, **_own_flags(spec), **flags})[0]
+    target = spec.target
+    if spec.place.endswith(".py"):
+        target = str(Path(spec.place).resolve()) + spec.target[len(spec.place) :]
+    bridge = []
+    if spec.reward_bridge is not None and subcommand == "serve":  # an evaluation never sees shaping
+        path = run.files.reward_bridge(spec.name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, OmegaConf.to_yaml(OmegaConf.create(dict(spec.reward_bridge))).encode())
+        bridge = ["--reward-bridge", str(path)]
+    return [sys.executable, "-m", _ADAPTER, subcommand, "--env", target, *bridge, *options(given)]
+
+
+def environment_secrets(run: Run, spec: EnvironmentSpec) -> dict[str, str]:
+    """Environment variables by which the adapter gets the flags that hold secrets, the run's key among them."""
+    return secret_variables(options(split_secret_flags({"openai.api_key": run.api_key, **_own_flags(spec)})[1]))
+
+
+def _own_flags(spec: EnvironmentSpec) -> dict[str, Any]:
+    flags: dict[str, Any] = {}
+    for key, value in spec.args.items():
+        flags |= {f"{key}.{k}": v for k, v in value.items()} if isinstance(value, Mapping) else {f"env.{key}": value}
+    return flags
+
+
+def options(flags: Mapping[str, Any]) -> list[str]:
+    """``--key=value`` for each flag that is not None."""
+    return [f"--{key}={_text(value)}" for key, value in flags.items() if value is not None]
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def why_nothing_is_sent(counts: Mapping[str, int]) -> str:
+    """Of an environment's report: what its items raised, and why their groups were not sent."""
+    failed = {k.removeprefix("failed/"): n for k, n in counts.items() if k.startswith("failed/")}
+    not_sent = {k.removeprefix("not_sent/"): n for k, n in counts.items() if k.startswith("not_sent/")}
+    told = [f"{n} items raised {name}" for name, n in failed.items()]
+    told += [f"{n} groups were not sent: {name}" for name, n in not_sent.items()]
+    return ", ".join(told) or "no item was finished"
+
+
+@dataclass
+class _State:
+    """What is known of one environment: of its process, and of all its processes together."""
+
+    spec: EnvironmentSpec
+    reader: LineReader
+    service: Service | None = None
+    started: float = 0.0
+    registered: bool = False  # its present process
+    registrations: list[tuple[int, int]] = field(default_factory=list)  # (pid, number at the API), not taken back
+    counts: Counter[str] = field(default_factory=Counter)  # of the processes before
+    present: Counter[str] = field(default_factory=Counter)
+    in_flight: int = 0  # what the processes before left undone
+    present_in_flight: int = 0
+
+    @property
+    def totals(self) -> Counter[str]:
+        """``items`` are all that have begun: sent, not sent, failed and ``in_flight``, which ended with a process."""
+        in_flight = self.in_flight + self.present_in_flight
+        return self.counts + self.present + Counter({"items": in_flight, "in_flight": in_flight})
+
+    def read(self) -> list[dict[str, Any]]:
+        """Take in what is new in the report; returns these lines."""
+        lines = self.reader.new_lines()
+        for line in lines:
+            if "started" in line:  # a new process counts from 0
+                self.counts, self.present = self.counts + self.present, Counter()
+                self.in_flight, self.present_in_flight = self.in_flight + self.present_in_flight, 0
+            if "counts" in line:
+                self.present, self.present_in_flight = Counter(line["counts"]), line["in_flight"]
+        return lines
+
+
+class Environments:
+    """See the module. Call ``look_after`` before every ``Run.check``."""
+
+    awaited = False  # a trainer that waits for data has ``max_wait_time``
+
+    def __init__(self, run: Run, specs: Mapping[str, EnvironmentSpec], api_url: str, server_url: str):
+        self._run, self._api_url, self._server_url = run, api_url, server_url
+        self._states = [_State(spec, LineReader(self._report(spec))) for spec in specs.values()]
+        for state in self._states:
+            state.read()  # an interrupted run's; what it registered was another API's
+
+    def _report(self, spec: EnvironmentSpec) -> Path:
+        return self._run.files.environment_report(spec.name)
+
+    def start(self) -> None:
+        for state in self._states:
+            self._start(state)
+
+    def _start(self, state: _State) -> Service:
+        spec, config = state.spec, self._run.config
+        report = self._report(spec)
+        report.parent.mkdir(parents=True, exist_ok=True)
+        append_line(report, {"time": time.time(), "env": spec.name, "started": True})
+        max_staleness, every = config.trainer.atropos.max_staleness, config.evaluation.every
+        command = environment_command(self._run, spec, "serve", self._api_url, self._server_url)
+        variables = {
+            VARIABLE: "" if max_staleness is None else str(max_staleness),
+            PATIENCE_VARIABLE: str(PATIENCE + config.evaluation.timeout) if every else "",
+            REPORT_VARIABLE: str(report),
+            GROUPS_VARIABLE: str(groups_in_flight(config, spec)),
+            TEMPERATURE_VARIABLE: str(config.actor_rollout_ref.rollout.temperature),
+            **environment_secrets(self._run, spec),
+        }
+        state.service = self._run.start(spec.service, command, **variables)
+        state.started, state.registered = time.monotonic(), False
+        return state.service
+
+    async def look_after(self) -> None:
+        """Read the reports, and take the registrations of dead processes off the API.
+
+        Raises:
+            ServiceFailed: one has not registered within its ``start_timeout``, at its first start.
+        """
+        for state in self._states:
+            silent = state.totals["nothing_sent"]
+            for line in state.read():
+                if "registered" in line:
+                    state.registrations.append((line["pid"], line["registered"]))
+                    if line["pid"] == state.service.pid:
+                        self._is_registered(state)
+            if state.totals["nothing_sent"] > silent:
+                console.print(
+                    f"[bold yellow]{state.spec.service}[/] sends nothing: {why_nothing_is_sent(state.totals)}; "
+                    f"see {state.service.log_path}",
+                    soft_wrap=True,
+                )
+            await self._take_back(state)
+            self._check_start(state)
+
+    def _is_registered(self, state: _State) -> None:
+        state.registered = True
+        spec = state.spec
+        if spec.service not in self._run.revivals:
+            self._run.revive(
+                state.service,
+                lambda: self._start(state),
+                spec.max_restarts,
+                kind="environment",
+                key=f"{spec.key}.max_restarts",
+                expendable=True,
+            )
+
+    async def _take_back(self, state: _State) -> None:
+        for pid, number in tuple(state.registrations):
+            if pid == state.service.pid and state.service.poll() is None:
+                continue
+            timeout = aiohttp.ClientTimeout(total=_API_SECONDS)
+            try:
+                async with aiohttp.ClientSession(timeout=timeout) as session:
+                    async with session.post(f"{self._api_url}/disconnect-env", json={"env_id": number}) as reply:
+                        reply.raise_for_status()
+            except (aiohttp.ClientError, TimeoutError) as error:
+                console.print(f"[bold]{state.spec.service}[/] not taken off the Trajectory API yet: {error!r}")
+                return  # the next look tries again
+            state.registrations.remove((pid, number))
+
+    def _check_start(self, state: _State) -> None:
+        service, limit = state.service, state.spec.start_timeout
+        if state.registered or service.poll() is not None or time.monotonic() - state.started < limit:
+            return
+        if state.spec.service not in self._run.revivals:
+            raise service.failure(
+                f"has not registered with the Trajectory API within {state.spec.key}.start_timeout={limit:g} s"
+            )
+        service.stop()  # and is started again, or given up
+
+    def stop(self) -> None:
+        """End all that run; they count their last groups.
+
+        Raises:
+            ServiceFailed, DiskFull: the first failure, once the others are ended too.
+        """
+        failures: list[Exception] = []
+        for state in self._states:
+            if state.service in self._run.services:
+                for step in (self._run.stop, self._run.remove):
+                    try:
+                        step(state.service)
+                    except (ServiceFailed, OSError) as failure:
+                        failures.append(failure)
+            state.read()
+        if failures:
+            raise failures[0]
+
+    def summary(self) -> dict[str, dict[str, Any]]:
+        """By name: what was counted over all its processes, ``restarts``, and whether it was ``given_up``."""
+        found = {}
+        for state in self._states:
+            state.read()
+            revival = self._run.revivals.get(state.spec.service)
+            found[state.spec.name] = {
+                **dict(sorted(state.totals.items())),
+                "restarts": revival.count if revival else 0,
+                "given_up": state.spec.service in self._run.given_up,
+            }
+        return found

@@ -1,0 +1,264 @@
+"""Evaluation by the environments themselves, on their own held-out items: when, of which weights, and what came of it.
+
+Promises:
+
+- before the first update, after every ``evaluation.every`` updates and after the last one, every environment whose
+  ``evaluate`` is on evaluates, each in a process of its own that posts nothing and counts for no pacing;
+- all of an evaluation is of one version of the weights: the trainer replaces weights that are due only once this
+  module says that they are evaluated (``evaluated``), and the version is asked for before and after;
+- each leaves ``evaluation/VERSION/NAME/`` and one line in ``evaluations.jsonl``: ``{"step", "version", "env",
+  "metrics", "main", "seconds", "time"}``, or one with ``error``. A resumed run repeats none, but those that were not
+  finished, and those of updates that are trained again;
+- before the first update and after the last one a failure is an error; between, it is said and recorded, and the
+  training goes on.
+"""
+
+import asyncio
+import json
+import math
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.markup import escape
+
+from recipe.atropos.config.env_specs import EnvironmentSpec
+from recipe.atropos.evaluated import NONE_YET, say_evaluated
+from recipe.atropos.launcher.environment_processes import environment_command, environment_secrets
+from recipe.atropos.launcher.services import Run, console
+from recipe.atropos.launcher.sglang import Inference
+from recipe.atropos.run_dir import append_line, rewrite_lines
+from recipe.atropos.run_record import read_evaluations, update_summary
+from recipe.atropos.utils.process import ServiceFailed
+
+_LOOK_SECONDS = 0.5
+_NO_API = "http://127.0.0.1:1"
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What one environment found of one version; no metrics: its ``evaluate`` reports none."""
+
+    version: int
+    env: str
+    metrics: Mapping[str, float]
+    seconds: float
+    greedy: bool = False
+
+    @property
+    def main(self) -> str | None:
+        """The metric to show: one like an accuracy, else the first."""
+        accuracies = [name for name in self.metrics if name.endswith(("percent_correct", "accuracy"))]
+        return next(iter([*accuracies, *self.metrics]), None)
+
+    @property
+    def is_accuracy(self) -> bool:
+        return self.main is not None and self.main.endswith(("percent_correct", "accuracy"))
+
+    @property
+    def total(self) -> int | None:
+        found = next((value for name, value in self.metrics.items() if name.endswith("total")), None)
+        return None if found is None else int(found)
+
+    def line(self) -> dict[str, Any]:
+        values = {"step": self.version, "version": self.version, "env": self.env, "metrics": dict(self.metrics)}
+        return {**values, "main": self.main, "seconds": self.seconds, "time": time.time()}
+
+    def text(self) -> str:
+        if self.main is None:
+            return "evaluate reports nothing: not evaluated any more"
+        value = self.metrics[self.main]
+        what = f"{value:.1%} of {self.total or '?'} problems right" if self.is_accuracy else f"{self.main} {value:.4g}"
+        return f"{what}{', greedy' if self.greedy else ''}"
+
+
+class Evaluations:
+    """See the module. ``specs`` are the run's environments; ``version`` numbers are the trainer's steps."""
+
+    def __init__(self, run: Run, specs: Mapping[str, EnvironmentSpec], inference: Inference):
+        self._run, self._inference = run, inference
+        self._specs = {name: spec for name, spec in specs.items() if spec.evaluate}
+        self._several = len(specs) > 1
+        self._settings, self._last = run.config.evaluation, run.config.trainer.total_training_steps
+        self._path = run.files.evaluations
+        self._task: asyncio.Task[None] | None = None
+        self._settled = NONE_YET
+        self._say(NONE_YET)
+
+    @property
+    def word(self) -> Path:
+        """The file by which the trainer learns what is evaluated."""
+        return self._run.files.evaluated
+
+    def _say(self, version: int) -> None:
+        self._settled = version
+        say_evaluated(self.word, version)
+
+    # ---------------------------------------------------------------- when
+
+    async def begin(self, version: int) -> None:
+        """The servers hold the trainer's first version of this start, and no environment runs yet.
+
+        Raises:
+            ServiceFailed: an evaluation that is due now failed, or another service ended.
+        """
+        lines = read_evaluations(self._run.directory)
+        kept = [line for line in lines if line["step"] <= version and "error" not in line]
+        rewrite_lines(self._path, kept)
+        for line in kept:
+            if not line["metrics"]:
+                self._specs.pop(line["env"], None)
+        if version == 0 or self._between(version):
+            await self._alone(version)
+        self._say(version)
+
+    def _between(self, version: int) -> bool:
+        return bool(self._settings.every) and version % self._settings.every == 0 and version < self._last
+
+    async def look_after(self) -> None:
+        """Begin what is due now, beside the training, and end what is done."""
+        if self._task is not None and self._task.done():
+            self._task.result()
+            self._task = None
+        if self._task is None and self._settings.every:
+            version = await self._inference.version()
+            if version is not None and version > self._settled and self._between(version):
+                self._task = asyncio.create_task(self._meanwhile(version))
+
+    async def _meanwhile(self, version: int) -> None:
+        try:
+            await self._all(version)
+        except ServiceFailed as failure:
+            console.print(f"[bold red]heldout[/] version {version}: {escape(str(failure))}", soft_wrap=True)
+        self._say(version)
+
+    async def end(self) -> None:
+        """The trainer is done, and no environment runs any more.
+
+        Raises:
+            ServiceFailed: an evaluation of the last version failed, or no server is left.
+        """
+        await self._alone(self._last)
+
+    async def _alone(self, version: int) -> None:
+        """Nobody else looks after the services meanwhile."""
+        self._task = asyncio.create_task(self._all(version))
+        while not self._task.done():
+            self._run.check()
+            await asyncio.wait([self._task], timeout=_LOOK_SECONDS)
+        task, self._task = self._task, None
+        task.result()
+
+    async def stop(self) -> None:
+        """However the run ends: no evaluation goes on."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    # ---------------------------------------------------------------- how
+
+    def due(self, version: int) -> list[EnvironmentSpec]:
+        """Those that have not evaluated ``version``, or failed at it."""
+        lines = read_evaluations(self._run.directory)
+        done = {line["env"] for line in lines if line["step"] == version and "error" not in line}
+        return [spec for name, spec in self._specs.items() if name not in done]
+
+    async def _all(self, version: int) -> None:
+        """All environments that have not yet evaluated ``version``, side by side.
+
+        Raises:
+            ServiceFailed: one failed that still trains; every other one is done, and recorded.
+        """
+        specs = self.due(version)
+        results = await asyncio.gather(*(self._one(spec, version) for spec in specs), return_exceptions=True)
+        failures = []
+        for spec, result in zip(specs, results, strict=True):
+            if isinstance(result, ServiceFailed):
+                failure = {"step": version, "version": version, "env": spec.name, "error": str(result)}
+                append_line(self._path, failure)
+                if spec.service in self._run.given_up:
+                    console.print(f"[bold red]heldout[/] version {version}: {escape(str(result))}", soft_wrap=True)
+                    continue
+            if isinstance(result, BaseException):
+                failures.append(result)
+        if failures:
+            raise failures[0]
+
+    async def _one(self, spec: EnvironmentSpec, version: int) -> None:
+        folder = self._run.files.evaluation_of(version, spec.name)
+        shutil.rmtree(folder, ignore_errors=True)  # of an evaluation that was interrupted
+        folder.mkdir(parents=True)
+        found = await self._evaluate(spec, version, folder)
+        append_line(self._path, found.line())
+        whose = f"{spec.name} " if self._several else ""
+        console.print(f"[bold]heldout[/] {whose}{found.text()}, version {version}", soft_wrap=True)
+        if not found.metrics:
+            del self._specs[spec.name]
+        update_summary(self._run.directory, heldout_summary(self._run.directory, self._several))
+
+    async def _evaluate(self, spec: EnvironmentSpec, version: int, folder: Path) -> Evaluation:
+        """By the environment's own ``evaluate`` in a process of its own.
+
+        Raises:
+            ServiceFailed: it failed, took longer than ``evaluation.timeout``, or met other weights than ``version``.
+        """
+        started = time.monotonic()
+        flags = {"env.data_dir_to_save_evals": str(folder)}
+        command = environment_command(self._run, spec, "evaluate", _NO_API, self._inference.gateway, **flags)
+        service = self._run.start(f"evaluate-{spec.name}", command, **environment_secrets(self._run, spec))
+        self._run.remove(service)  # it may end
+        before = after = None
+        try:
+            async with asyncio.timeout(self._settings.timeout):
+                before = await self._served_version()
+                while service.poll() is None:
+                    await asyncio.sleep(_LOOK_SECONDS)
+                after = await self._served_version()
+        except TimeoutError:
+            why = " (no server with the trainer's weights is admitted: see gateway.log)" if before is None else ""
+            raise service.failure(f"not done within evaluation.timeout={self._settings.timeout:g} s{why}") from None
+        finally:
+            service.stop()
+        if service.poll() != 0:
+            raise service.failure("no evaluation")
+        if not before == after == version:
+            raise service.failure(f"of version {version}, but the servers held {before} before it and {after} after it")
+        metrics, greedy = _read(folder / "metrics.json")
+        return Evaluation(version, spec.name, metrics, time.monotonic() - started, greedy)
+
+    async def _served_version(self) -> int:
+        """The version that every request meets now."""
+        while (version := await self._inference.version()) is None:
+            await asyncio.sleep(_LOOK_SECONDS)
+        return version
+
+
+def _read(path: Path) -> tuple[dict[str, float], bool]:
+    """The finite numbers of a ``metrics.json``, and whether it was sampled greedily; nothing where there is none."""
+    if not path.exists():
+        return {}, False
+    written = json.loads(path.read_text())  # which may hold NaN
+    numbers = {name: value for name, value in written["results"]["all"].items() if isinstance(value, int | float)}
+    sampling = written.get("config_general", {}).get("generation_parameters") or {}
+    return {name: value for name, value in numbers.items() if math.isfinite(value)}, sampling.get("temperature") == 0
+
+
+def heldout_summary(directory: str | Path, several: bool) -> dict[str, Any]:
+    """``heldout``: by environment the metric that is shown, its first and its newest value, and the number of items.
+
+    Of a single environment with an accuracy also as ``heldout_accuracy_before`` and ``_after``, ``heldout_problems``.
+    """
+    found: dict[str, Any] = {"heldout": {}}
+    for line in read_evaluations(directory):
+        if not line.get("metrics"):
+            continue
+        evaluation = Evaluation(line["version"], line["env"], line["metrics"], line["seconds"])
+        own = found["heldout"].setdefault(line["env"], {"metric": evaluation.main, "items": evaluation.total})
+        when = "after" if "before" in own else "before"
+        own |= {when: line["metrics"].get(own["metric"]), f"version_{when}": line["version"]}
+        if not several and evaluation.is_accuracy:
+            found |= {f"heldout_accuracy_{when}": own[when], "heldout_problems": evaluation.total}
+    return found

@@ -1,0 +1,187 @@
+"""Environments that the launcher does not start: how one joins a run, how many have, and what is waited for.
+
+Guarantees:
+
+- the run's key is printed on a terminal only: neither where the output is a file or a pipe, nor into any log;
+- each environment that registers is announced, whenever it comes;
+- while no batch comes, a line says why, after a minute and then at most every ten; the trainer waits
+  ``trainer.atropos.join_timeout`` seconds in all.
+
+atroposlib's Trajectory API keeps the registration of an environment that has left, and gives one that returns another
+number. A batch is filled by whoever posts, unless the one that left had a ``min_batch_allocation``.
+"""
+
+import json
+import shlex
+import time
+from typing import Any
+
+import aiohttp
+from omegaconf import DictConfig
+from rich.markup import escape
+
+from recipe.atropos.adapter.pace import VARIABLE as STALENESS_VARIABLE
+from recipe.atropos.data.sampling import TEMPERATURE_VARIABLE
+from recipe.atropos.data_source import DataSourceConfig, diagnose
+from recipe.atropos.errors import ConfigurationError
+from recipe.atropos.launcher.concurrency import groups_in_flight, request_limits
+from recipe.atropos.launcher.environment_processes import options
+from recipe.atropos.launcher.services import Run, console
+from recipe.atropos.run_dir import read_json
+from recipe.atropos.run_record import update_summary
+from recipe.atropos.utils.hosts import reachable, reachable_from_others
+from recipe.atropos.utils.secret import API_KEY_VARIABLE
+
+_EXAMPLE = "environments/gsm8k_server.py"  # of a checkout of Atropos
+_FIRST_LOOK, _LONGEST_LOOK = 2.0, 30.0  # s between two; each one too many is a traceback in the API's log
+_FIRST_WORD, _LONGEST_SILENCE = 60.0, 600.0  # s without a batch, until it is said why
+_API_SECONDS = 10.0
+_FOREVER = 10**9  # steps: the launcher ends what it waits for
+
+
+def check_key(config: DictConfig) -> None:
+    """Raises ConfigurationError where nobody could learn the key that the run would make for itself."""
+    if not config.inference.api_key and not console.file.isatty():
+        raise ConfigurationError(
+            "inference.api_key is not set and this output is no terminal, where alone the run's own key is shown: no "
+            f"environment could join; set {API_KEY_VARIABLE} before the start"
+        )
+
+
+def join_settings(config: DictConfig, api_url: str, gateway: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What an environment that joins must be given, ``env`` and ``openai``, all but the key."""
+    model = config.actor_rollout_ref.model
+    env = {
+        "rollout_server_url": api_url,
+        "tokenizer_name": model.tokenizer_path or model.path,
+        "group_size": config.environment.group_size,
+        "max_token_length": config.data.max_prompt_length + config.data.max_response_length,
+        "max_num_workers": groups_in_flight(config),
+        "total_steps": _FOREVER,
+        "use_wandb": False,
+    }
+    openai = {"base_url": f"{gateway}/v1", "model_name": model.path, "server_type": "sglang", "health_check": False}
+    return env, openai | request_limits(config)
+
+
+def stock_command(env: dict[str, Any], openai: dict[str, Any], key: str) -> str:
+    """For bash: an environment by itself. It takes a server from a file alone, and only where that lists several."""
+    server = {**openai, "api_key": key}
+    settings = f"{{env: {_yaml(env)}, openai: [&policy {_yaml(server)}, *policy]}}"
+    return f"python {_EXAMPLE} serve --config /dev/stdin <<< {shlex.quote(settings)}"
+
+
+def _yaml(values: dict[str, Any]) -> str:
+    return json.dumps(values, ensure_ascii=False)
+
+
+def adapted_command(config: DictConfig, env: dict[str, Any], openai: dict[str, Any], key: str) -> str:
+    """For a shell: an environment through this recipe's adapter. ``key``: as the shell is to read it."""
+    staleness, temperature = config.trainer.atropos.max_staleness, config.actor_rollout_ref.rollout.temperature
+    variables = [f"{API_KEY_VARIABLE}={key}"]
+    variables += [] if staleness is None else [f"{STALENESS_VARIABLE}={staleness}"]
+    variables += [] if temperature == 1 else [f"{TEMPERATURE_VARIABLE}={temperature:g}"]
+    flags = {f"env.{name}": value for name, value in env.items()}
+    flags |= {f"openai.{name}": value for name, value in openai.items()}
+    command = ["python", "-m", "recipe.atropos.utils.env_adapter", "serve", "--env", _EXAMPLE, *options(flags)]
+    return " ".join([*variables, shlex.join(command)])
+
+
+def how_to_join(config: DictConfig, api_url: str, gateway: str, key: str | None) -> str:
+    """The commands, for another terminal of this machine or, where hosts are open, of another one.
+
+    ``key``: None where it must not be shown; then the commands take it from the shell's environment.
+    """
+    env, openai = join_settings(config, api_url, gateway)
+    shell_key = f'"${API_KEY_VARIABLE}"' if key is None else shlex.quote(key)
+    told = [
+        "any environment of Atropos, through this recipe's adapter (weight versions, exact tokens, pacing):",
+        adapted_command(config, env, openai, shell_key),
+    ]
+    if config.trainer.atropos.max_staleness is not None:
+        return "\n".join(
+            [*told, f"(max_staleness={config.trainer.atropos.max_staleness} refuses what comes without the adapter)"]
+        )
+    stock = stock_command(env, openai, "KEY" if key is None else key)
+    if key is None:  # single quotes keep the shell from reading a variable
+        stock = stock.replace('"KEY"', f"\"'{shell_key}'\"")
+    return "\n".join([*told, "or by itself, from a checkout of Atropos:", stock])
+
+
+class Joining:
+    """See the module; in the place of ``Environments``. Call ``look_after`` every now and then."""
+
+    def __init__(self, run: Run, api_url: str, gateway: str):
+        self._run, self._api_url, self._gateway = run, api_url, gateway
+        self.number = 0  # that have registered
+        self._before: int = read_json(run.files.summary, {}).get("environments_joined", 0)  # in earlier starts
+        self.awaited = True  # the trainer may be waiting for data: the API holds less than a batch
+        self._look, self._next_look = _FIRST_LOOK, 0.0
+        self._step: int | None = None  # of the API: batches that it cut
+        self._since = self._said = time.monotonic()
+        self._silence = _FIRST_WORD
+
+    def start(self) -> None:
+        config, given = self._run.config, bool(self._run.config.inference.api_key)
+        key = self._run.api_key if console.file.isatty() else None
+        others = [_for_others(self._api_url, config.api.host), _for_others(self._gateway, config.inference.host)]
+        console.print(f"[bold]join[/]    {escape(how_to_join(config, *others, key))}", soft_wrap=True)
+        console.print(
+            "[bold]heldout[/] this run starts no environment, so it evaluates nothing: one that joins does so by "
+            "itself, every --env.steps_per_eval steps, and reports where it logs",
+            soft_wrap=True,
+        )
+        if key and not given:
+            console.print("[bold]join[/]    the key is this start's alone; set ATROPOS_API_KEY to keep one")
+
+    async def look_after(self) -> None:
+        """Announce who has joined; say why no batch comes."""
+        now = time.monotonic()
+        if now < self._next_look:
+            return
+        timeout = aiohttp.ClientTimeout(total=_API_SECONDS)
+        try:
+            async with aiohttp.ClientSession(timeout=timeout) as session:
+                while await self._registered(session, self.number):
+                    console.print(f"[bold]join[/]    an environment has joined, as number {self.number}")
+                    self.number, self._look = self.number + 1, _FIRST_LOOK
+                async with session.get(f"{self._api_url}/status") as reply:
+                    status = await reply.json()
+        except (aiohttp.ClientError, TimeoutError):
+            return  # an API that has ended is the launcher's to find
+        self._next_look, self._look = now + self._look, min(1.5 * self._look, _LONGEST_LOOK)
+        self.awaited = status["queue_size"] < self._run.config.data.train_batch_size
+        if status["current_step"] != self._step or not self.awaited:
+            self._step, self._since, self._said, self._silence = status["current_step"], now, now, _FIRST_WORD
+        elif now - self._said >= self._silence:
+            self._said, self._silence = now, min(2 * self._silence, _LONGEST_SILENCE)
+            await self._say_why()
+
+    async def _registered(self, session: aiohttp.ClientSession, number: int) -> bool:
+        async with session.get(f"{self._api_url}/status-env", json={"env_id": number}) as reply:
+            return reply.status == 200  # 500 for a number that it does not know
+
+    async def _say_why(self) -> None:
+        config = self._run.config
+        size = config.data.train_batch_size * config.actor_rollout_ref.rollout.n
+        why = await diagnose(DataSourceConfig(self._api_url), size)
+        limit = config.trainer.atropos.join_timeout
+        waited = time.monotonic() - self._since
+        console.print(
+            f"[bold yellow]join[/]    no batch for {waited:.0f} s: {escape(why)} (trainer.atropos.join_timeout="
+            f"{limit:g} s)",
+            soft_wrap=True,
+        )
+
+    def stop(self) -> None:
+        """They are not the launcher's to end: without the Trajectory API they end, or wait for another run."""
+        update_summary(self._run.directory, {"environments_joined": self._before + self.number})
+
+    def summary(self) -> dict[str, dict[str, Any]]:
+        """Nothing is known of what they counted."""
+        return {}
+
+
+def _for_others(url: str, host: str) -> str:
+    """``url`` with the address that another machine would use, where the service listens on every one."""
+    return url.replace(f"//{reachable(host)}:", f"//{reachable_from_others(host)}:")

@@ -1,0 +1,201 @@
+"""The services of one run: which there are, where, and what happens when one ends.
+
+A service for which ``Run.revive`` knows how to start it is started again, a server on its port, at most so many times;
+after that the run goes on without it where its revival says so and another of its kind is left. Any other that ends,
+but for a trainer that is done, ends the run. ``services.json`` names the launcher and the services that run.
+"""
+
+import os
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+from rich.console import Console
+from rich.markup import escape
+
+from recipe.atropos.run_dir import LOCK_VARIABLE, RunDir, write_json
+from recipe.atropos.utils.hosts import is_this_host, joins_cluster, loopback_variables
+from recipe.atropos.utils.process import Service, ServiceFailed, start_service
+from recipe.atropos.utils.scratch import Scratch
+
+console = Console(highlight=False)
+
+
+@dataclass
+class Revival:
+    """How a service is started again, and what the limit is called in the configuration.
+
+    ``kind`` is one name for services of which any one is enough when the training is done; where they are
+    ``expendable``, also before. While ``may_start`` says no, the trainer has the memory that it needs: it waits;
+    ``waiting``: that was said.
+    """
+
+    start: Callable[[], Service]
+    limit: int
+    kind: str
+    may_start: Callable[[], bool] = lambda: True
+    key: str = "inference.max_restarts"
+    expendable: bool = False
+    count: int = 0
+    waiting: bool = False
+
+
+@dataclass
+class Run:
+    """A run's services and files. ``services`` are in the order of their start; they are ended in the reverse."""
+
+    config: DictConfig
+    overrides: list[str]
+    directory: Path
+    services: list[Service] = field(default_factory=list)
+    api_key: str = field(default="", repr=False)
+    revivals: dict[str, Revival] = field(default_factory=dict)
+    given_up: set[str] = field(default_factory=set)
+    lock: int | None = None
+    """Descriptor of the run folder's lock, which what is started inherits."""
+    scratch: Scratch | None = None
+
+    def __post_init__(self) -> None:
+        self.files = RunDir(self.directory)
+        # The user's own key, or one for this run alone.
+        self.api_key = (self.config and self.config.inference.api_key) or secrets.token_hex(16)
+
+    def start(self, name: str, command: list[str], url: str | None = None, **env: str) -> Service:
+        """In the launcher's own working folder, so that relative paths and local modules mean what the user meant."""
+        env = {"PYTHONUNBUFFERED": "1", **self.variables, **env}
+        inherited = ()
+        if self.lock is not None:
+            env[LOCK_VARIABLE], inherited = str(self.lock), (self.lock,)
+        service = start_service(name, command, log_path=self.log(name), env=env, url=url, pass_fds=inherited)
+        self.add(service)
+        return service
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Environment of every service: the run's temporary folder, and loopback where none is on another machine."""
+        if self.scratch is None:
+            self.scratch = Scratch.create()
+        config, variables = self.config, self.scratch.variables()
+        if config and config.trainer.nnodes == 1 and not joins_cluster(config.ray_kwargs.ray_init):
+            if config.inference.args.get("nnodes", 1) == 1 and is_this_host(f"http://{config.inference.host}"):
+                variables |= loopback_variables()
+        return variables
+
+    def add(self, service: Service) -> None:
+        """A service that was started; it takes the place of one with its name."""
+        names = [s.name for s in self.services]
+        if service.name in names:
+            self.services[names.index(service.name)] = service
+        else:
+            self.services.append(service)
+        self._write_listing()
+
+    def remove(self, service: Service) -> None:
+        self.services.remove(service)
+        self._write_listing()
+
+    def revive(self, service: Service, start: Callable[[], Service], limit: int, kind: str, **options: Any) -> None:
+        """From now on ``service`` is started again when it ends, at most ``limit`` times; see ``Revival``."""
+        self.revivals[service.name] = Revival(start, limit, kind, **options)
+
+    def log(self, name: str) -> Path:
+        return self.files.log(name)
+
+    def stop(self, *services: Service) -> None:
+        """End the given services, or all, the youngest first; with all of them the run's temporary files go.
+
+        Raises:
+            ServiceFailed, DiskFull: the first failure, once the rest is done.
+        """
+        failures: list[Exception] = []
+        for service in reversed(services or tuple(self.services)):
+            try:
+                service.stop()
+            except ServiceFailed as failure:  # the others are ended all the same
+                failures.append(failure)
+        try:
+            self._write_listing()
+        except OSError as failure:  # among them DiskFull
+            failures.append(failure)
+        if not services and self.scratch is not None:
+            self.scratch.remove()
+            self.scratch = None
+        if failures:
+            raise failures[0]
+
+    def check(self) -> None:
+        """Start again what has ended and may be.
+
+        Raises:
+            ServiceFailed: another service has ended, or one too often; the trainer may, with status 0.
+        """
+        for service in tuple(self.services):
+            status = service.poll()
+            if status is None or (service.name == "trainer" and status == 0):
+                continue
+            if self._trained():
+                self._do_without(service)
+            else:
+                self._revive(service)
+
+    def _revive(self, service: Service) -> None:
+        revival = self.revivals.get(service.name)
+        if revival is None:
+            raise service.failure("ended while the run needs it")
+        if revival.count >= revival.limit:
+            what = f"ended once more after {revival.count} restarts ({revival.key})"
+            if not (revival.expendable and self._others(service)):
+                raise service.failure(what)
+            self._dismiss(service)
+            self.given_up.add(service.name)
+            last = f"last lines of {service.log_path}:\n{service.tail(3)}"
+            console.print(f"[bold red]{service.name}[/] {what}, given up; {escape(last)}", soft_wrap=True)
+            return
+        service.stop()
+        if not revival.may_start():
+            if not revival.waiting:
+                told = "it starts again when the trainer gives its memory back"
+                console.print(f"[bold]{service.name}[/] ended ({service.poll()}); {told}", soft_wrap=True)
+            revival.waiting = True
+            return
+        revival.waiting = False
+        revival.count += 1
+        self.add(revival.start())
+        where = f" at {service.url}" if service.url else ""
+        console.print(
+            f"[bold]{service.name}[/] ended ({service.poll()}), started again{where}: "
+            f"{revival.count} of {revival.limit} restarts; see {service.log_path}",
+            soft_wrap=True,
+        )
+
+    def _do_without(self, service: Service) -> None:
+        """Nobody is left who could give a new server the weights, or train on what an environment sends."""
+        revival = self.revivals.get(service.name)
+        needed = revival is None or not revival.expendable
+        if needed and not any(other.poll() is None for other in self._others(service)):
+            raise service.failure("ended while the run needs it")
+        self._dismiss(service)
+        console.print(f"[bold]{service.name}[/] ended ({service.poll()}); the others go on", soft_wrap=True)
+
+    def _others(self, service: Service) -> list[Service]:
+        """Of its kind; also one that has ended, if it may be started again."""
+        own = self.revivals.get(service.name)
+        kind = {name for name, revival in self.revivals.items() if own is not None and revival.kind == own.kind}
+        return [other for other in self.services if other is not service and other.name in kind]
+
+    def _dismiss(self, service: Service) -> None:
+        self.remove(service)
+        service.stop()
+
+    def _trained(self) -> bool:
+        return any(service.name == "trainer" and service.poll() == 0 for service in self.services)
+
+    def _write_listing(self) -> None:
+        running = [service for service in self.services if service.poll() is None]
+        listing: dict[str, Any] = {s.name: {"pid": s.pid, "url": s.url, "log": str(s.log_path)} for s in running}
+        if running:
+            listing = {"launcher": {"pid": os.getpid(), "url": None, "log": None}, **listing}
+        write_json(self.files.services, listing)

@@ -1,0 +1,159 @@
+"""The run's SGLang servers, and the gateway that is the environments' one address of them.
+
+Guarantees: the environments know only the gateway; the ports stay what they are when a server or the gateway is started
+again; a server that never came up is an error, and only one that was up is started again.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import aiohttp
+from omegaconf import DictConfig
+
+from recipe.atropos.inference.client import SGLangClient
+from recipe.atropos.inference.server import SGLangLaunch, sglang_flags, start_sglang, uses_gpu
+from recipe.atropos.launcher.lora_arguments import lora_arguments
+from recipe.atropos.launcher.placement import COLOCATED_SHARE, on_gpus
+from recipe.atropos.launcher.services import Run
+from recipe.atropos.utils.device import device_of
+from recipe.atropos.utils.hosts import reachable
+from recipe.atropos.utils.process import Service, default_port, free_port, wait_until_healthy
+from recipe.atropos.utils.secret import API_KEY_VARIABLE
+
+GATEWAY_PORT = 9001  # where it is free: the address that Atropos' environments have by default
+
+_GATEWAY_START = 60.0
+
+
+@dataclass(frozen=True)
+class Inference:
+    """``servers`` by name; ``gateway`` is the URL that environments get. Processes come and go, these stay."""
+
+    servers: dict[str, SGLangLaunch]
+    gateway: str
+    api_key: str = field(repr=False)
+
+    @property
+    def urls(self) -> list[str]:
+        return [launch.url for launch in self.servers.values()]
+
+    async def version(self) -> int | None:
+        """The version that every admitted server holds; None before the first push, and where the gateway is silent."""
+        headers = {"Authorization": f"Bearer {self.api_key}"}
+        try:
+            async with aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=10)) as session:
+                async with session.get(f"{self.gateway}/gateway/status") as reply:
+                    status = await reply.json()
+        except (aiohttp.ClientError, TimeoutError):
+            return None
+        return status["version"] if any(s["state"] == "admitted" for s in status["servers"]) else None
+
+
+def plan_servers(run: Run) -> dict[str, SGLangLaunch]:
+    """What ``inference`` asks for, by name: ports chosen, each server with a seed of its own, and GPUs of its own."""
+    config, model = run.config.inference, run.config.actor_rollout_ref.model
+    ports = [free_port(config.host) if config.port is None else config.port + i for i in range(config.servers)]
+    launches, lora = {}, lora_arguments(model)
+    for i, port in enumerate(ports):
+        # The same seed would sample the same answers to the same prompts.
+        own: dict[str, Any] = {"random_seed": run.config.seed + i, **lora, **sglang_flags(config.args)}
+        own.setdefault("trust_remote_code", model.trust_remote_code)
+        launch = SGLangLaunch(
+            model_path=model.path,
+            python=config.python,
+            host=config.host,
+            port=port,
+            device=device_of(run.config) if config.device == "auto" else config.device,
+            dtype=config.dtype,
+            api_key=run.api_key,
+            mem_fraction_static=config.mem_fraction_static,
+            extra_args=own,
+        )
+        if uses_gpu(launch):
+            share = config.mem_fraction_static or (COLOCATED_SHARE if config.colocated else None)
+            launch = replace(launch, extra_args=on_gpus(run.config, own, i), mem_fraction_static=share)
+        launches["sglang" if len(ports) == 1 else f"sglang-{i}"] = launch
+    return launches
+
+
+def given_ports(config: DictConfig) -> dict[str, int]:
+    """The ports that the whole configuration names, by what they are for."""
+    inference = config.inference
+    ports = {"api.port": config.api.port, "inference.gateway_port": inference.gateway_port}
+    if inference.port is not None:
+        ports |= {f"inference.port of server {i}": inference.port + i for i in range(inference.servers)}
+    return {key: port for key, port in ports.items() if port is not None}
+
+
+def start_inference(run: Run) -> Inference:
+    """Start the servers and the gateway; not healthy yet.
+
+    Raises:
+        LaunchError: a server cannot be started as asked.
+    """
+    launches = plan_servers(run)
+    config = run.config.inference
+    taken = {*given_ports(run.config).values(), *(launch.port for launch in launches.values())}
+    port = config.gateway_port or default_port(GATEWAY_PORT, config.host, taken)
+    gateway = f"http://{reachable(config.host)}:{port}"
+    for name, launch in launches.items():
+        run.add(start_sglang(launch, log_path=run.log(name), name=name, env=run.variables))
+    start_gateway(run, gateway, [launch.url for launch in launches.values()])
+    return Inference(launches, gateway, run.api_key)
+
+
+def start_gateway(run: Run, url: str, servers: Sequence[str]) -> Service:
+    host = run.config.inference.host
+    port, wait = url.rsplit(":", 1)[1], run.config.trainer.atropos.weight_sync.timeout
+    command = [sys.executable, "-m", "recipe.atropos.inference.gateway", "--host", host, "--port", port]
+    options = ["--servers", ",".join(servers), "--max-wait", str(wait)]
+    return run.start("gateway", [*command, *options], url=url, **{API_KEY_VARIABLE: run.api_key})
+
+
+async def inference_healthy(run: Run, inference: Inference) -> float:
+    """Wait until every server generates and the gateway answers; from then on they are started again when they end.
+
+    Returns seconds.
+
+    Raises:
+        ServiceFailed: one ended, or is not up within ``inference.start_timeout`` seconds.
+    """
+    services = {service.name: service for service in run.services}
+
+    async def gateway_answers() -> bool:
+        try:
+            async with aiohttp.ClientSession() as session, session.get(f"{inference.gateway}/gateway/status") as reply:
+                return reply.status == 401  # the key is asked for
+        except aiohttp.ClientError:
+            return False
+
+    async def serves(url: str) -> bool:
+        run.check()
+        async with SGLangClient(url, run.api_key) as client:
+            return await client.health()
+
+    await wait_until_healthy(services["gateway"], gateway_answers, _GATEWAY_START)
+    seconds = 0.0
+    for name, launch in inference.servers.items():
+        timeout = max(run.config.inference.start_timeout - seconds, 1.0)
+        seconds += await wait_until_healthy(services[name], lambda url=launch.url: serves(url), timeout)
+    _start_again_from_now_on(run, inference, services)
+    return seconds
+
+
+def _start_again_from_now_on(run: Run, inference: Inference, services: dict[str, Service]) -> None:
+    """A server on the trainer's GPUs must wait while the trainer has its memory."""
+    limit, colocated = run.config.inference.max_restarts, run.config.inference.colocated
+    for name, launch in inference.servers.items():
+        run.revive(
+            services[name],
+            lambda name=name, launch=launch: start_sglang(launch, log_path=run.log(name), name=name, env=run.variables),
+            limit,
+            kind="sglang",
+            may_start=lambda: not (colocated and run.files.servers_offloaded.exists()),
+        )
+    run.revive(
+        services["gateway"], lambda: start_gateway(run, inference.gateway, inference.urls), limit, kind="gateway"
+    )

@@ -1,1 +1,0 @@
-"""Processes that a run starts: free ports, start, health, end. Knows nothing of training."""

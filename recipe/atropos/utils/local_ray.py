@@ -1,0 +1,74 @@
+"""Ray as the trainer starts it: for this machine alone, and for this run alone.
+
+Guarantees, unless a cluster is joined (RAY_ADDRESS, or ``ray_kwargs.ray_init.address``), where nothing is changed:
+
+- every port of Ray is on loopback, and asks for a token that only this run's processes have;
+- its files are in the run's temporary folder.
+"""
+
+import os
+import secrets
+import shutil
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray._private import ray_constants
+
+from recipe.atropos.errors import AtroposError, ConfigurationError, secondary_errors
+from recipe.atropos.utils import scratch
+from recipe.atropos.utils.hosts import joins_cluster
+
+_OLDEST = "2.55"  # as in pyproject.toml
+
+
+def start_ray(**options: Any) -> None:
+    """``ray.init(**options)``.
+
+    Raises:
+        ConfigurationError: this Ray has no token authentication.
+        AtroposError: Ray did not start, or the cluster did not let this process in.
+    """
+    if joins_cluster(options):
+        _init(**options)
+        return
+    if not hasattr(ray._raylet, "AuthenticationTokenLoader"):
+        raise ConfigurationError(
+            f"ray=={ray.__version__} has no token authentication, so that any user of this machine could run code as "
+            f"you: install ray>={_OLDEST}"
+        )
+    os.environ |= {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        # Ray's name for "this node's address is 127.0.0.1"; _node_ip_address=127.0.0.1 it replaces by another.
+        ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0",
+    }
+    ray_constants.ENABLE_RAY_CLUSTER = False  # Ray read the variable when it was imported
+    ray._raylet.Config.initialize("")  # and the mode
+    ray._raylet.AuthenticationTokenLoader.instance().reset_cache()
+    _init(**{"_temp_dir": str(scratch.current().folder / "ray"), **options, "address": "local"})
+
+
+def _init(**options: Any) -> None:
+    try:
+        ray.init(**options)
+    except Exception as error:  # also a bare one, where the node is not there within Ray's 30 seconds
+        reason = " ".join(str(error).split())
+        raise AtroposError(f"ray_kwargs.ray_init: Ray did not start: {type(error).__name__}: {reason}") from error
+
+
+def keep_logs(folder: Path) -> None:
+    """Copy Ray's own logs, to which its errors refer, to ``folder``; none where a cluster was joined.
+
+    Where an error is being handled, one of the copy becomes a note of it.
+    """
+    logs = scratch.current().folder / "ray" / "session_latest" / "logs"
+    with secondary_errors():
+        if not logs.is_dir():
+            return
+        try:
+            shutil.copytree(logs, folder, dirs_exist_ok=True, ignore_dangling_symlinks=True)
+        except shutil.Error as error:  # with all the files that failed: the disk is full, or Ray rotated a log
+            [(path, _, reason), *others] = error.args[0]
+            more = f", and {len(others)} others" if others else ""
+            raise AtroposError(f"Ray's log {path}{more} could not be copied to {folder}: {reason}") from error

@@ -1,0 +1,365 @@
+"""Start, watch and stop operating-system processes (Linux).
+
+Guarantees:
+
+* a service ends with the process that started it, however that one ends and at any moment, and so does everything the
+  service started: its parent is a guardian (see ``guardian.py``), which sees the launcher go;
+* `Service.stop` ends every process of the service, and no other. Should the guardian itself have been killed, they are
+  known by their session and their mark in the environment;
+* a service that has ended has left no process;
+* what a service printed is in its log file, and a failure quotes its last lines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from recipe.atropos.errors import AtroposError
+from recipe.atropos.utils.scratch import Scratch
+
+RUN_ID_VARIABLE = "ATROPOS_RUN_ID"
+"""Environment variable that marks a service's processes: the ids of the services that they belong to, outermost first,
+joined by ":". A service started by a service carries both marks, so stopping the outer one ends the inner one too."""
+
+_POLL_SECONDS = 0.05
+_KILL_SECONDS = 5.0
+_TAIL_LINES, _TAIL_COLUMNS = 20, 300
+
+_GUARDIAN = str(Path(__file__).with_name("guardian.py"))
+_GUARDIAN_SECONDS = 60.0  # until it must have started the service
+
+
+class ServiceFailed(AtroposError, RuntimeError):
+    """A service died, or did not become healthy in time. The message quotes the last lines of its log."""
+
+
+def port_is_free(port: int, host: str = "127.0.0.1") -> bool:
+    """Whether a server could listen on `host`:`port` now."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is free for a server
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True
+
+
+# Above Ray's own, and below what Linux gives to outgoing connections, which would take one.
+_PORTS = range(20000, 32768)
+_claims: dict[int, socket.socket] = {}
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port that nobody listens on and that no other process of this machine has chosen by this function.
+
+    It is low enough for SGLang, which adds up to 10,000 to it for ports of its own.
+
+    Raises:
+        OSError: a hundred ports were taken.
+    """
+    for port in random.SystemRandom().sample(_PORTS, 100):
+        if port not in _claims and _claimed(port) and port_is_free(port, host):
+            return port
+    raise OSError(f"no free port on {host} among a hundred from {_PORTS[0]} to {_PORTS[-1]}: name one that is free")
+
+
+def default_port(preferred: int, host: str = "127.0.0.1", given: Collection[int] = ()) -> int:
+    """`preferred` where nothing listens there, no other launcher of this machine has chosen it, and it is not among the
+    ports `given` to other services of this one; else a free one."""
+    usable = preferred not in given and (preferred in _claims or _claimed(preferred))
+    return preferred if usable and port_is_free(preferred, host) else free_port(host)
+
+
+def _claimed(port: int) -> bool:
+    """Whether the port is this process's to use now, as long as it lives: an abstract socket's name goes with it."""
+    claim = socket.socket(socket.AF_UNIX)
+    try:
+        claim.bind(f"\0atropos-port-{port}")
+    except OSError:
+        claim.close()
+        return False
+    _claims[port] = claim
+    return True
+
+
+@dataclass
+class Service:
+    """A started process, leader of its own session, with all its output in one log file.
+
+    `stop` may be called any number of times, also after the process has died by itself.
+    """
+
+    name: str
+    command: list[str]
+    process: subprocess.Popen
+    """Its guardian, which ends as the service did, once all of the service has ended."""
+    pid: int
+    """Of the service's leading process."""
+    log_path: Path
+    control: socket.socket = field(repr=False)
+    url: str | None = None
+    run_id: str = ""
+    log_start: int = 0
+    """Size of the log file when this process was started: what stands before it is of an earlier one."""
+    _started: float = field(default=0.0, repr=False)
+    _stopped: bool = field(default=False, repr=False)
+
+    def poll(self) -> int | None:
+        """Exit code of the leading process (negative: the signal that ended it), or None while any process runs."""
+        return self.process.poll()
+
+    def _last_lines(self) -> list[str]:
+        with open(self.log_path, "rb") as log:
+            end = log.seek(0, os.SEEK_END)
+            log.seek(max(self.log_start, end - 65536))
+            return log.read().decode(errors="replace").splitlines()
+
+    def tail(self, lines: int = _TAIL_LINES) -> str:
+        """The last lines that this process wrote, long ones cut (SGLang prints all its arguments in one)."""
+        last = self._last_lines()[-lines:]
+        return "\n".join(line if len(line) <= _TAIL_COLUMNS else f"{line[:_TAIL_COLUMNS]} ..." for line in last)
+
+    def failure(self, what: str) -> ServiceFailed:
+        """The error that says `what` happened to this service, how it ended if it did, and its last lines.
+
+        Of our own programs, which end an expected failure with a line "error: ...", it is that line.
+        """
+        status = self.poll()
+        if status is None:
+            state = "it still runs"
+        elif status < 0:
+            state = f"it was ended by {signal.Signals(-status).name}"
+        else:
+            state = f"it ended with exit code {status}"
+        lines = self._last_lines()
+        if status and (told := [line for line in lines[-_TAIL_LINES:] if line.startswith("error: ")]):
+            return ServiceFailed(f"{self.name}: {what}; {told[-1].removeprefix('error: ')}; see {self.log_path}")
+        tail = self.tail() or "(it wrote nothing)"
+        return ServiceFailed(f"{self.name}: {what}; {state}. Last lines of {self.log_path}:\n{tail}")
+
+    def members(self) -> list[psutil.Process]:
+        """Every living process of this service, the leader first if it lives; the guardian is none of them."""
+        found: dict[int, psutil.Process] = {}
+        with contextlib.suppress(psutil.NoSuchProcess):
+            guardian = psutil.Process(self.process.pid)
+            if self.process.poll() is None:  # else the number may already be another process's
+                found = {p.pid: p for p in guardian.children(recursive=True)}
+        for process in psutil.process_iter():
+            if process.pid not in found and self._marked(process):
+                found[process.pid] = process
+        return [p for p in found.values() if p.pid not in (os.getpid(), self.process.pid) and _alive(p)]
+
+    def _marked(self, process: psutil.Process) -> bool:
+        """Whether a process has this service's mark, or its session.
+
+        The session, because programs that rename themselves (SGLang's scheduler, Ray's workers) overwrite the memory in
+        which the system shows their environment. Once the leader is reaped, its number is free for others only when no
+        member of its session is left.
+        """
+        session_ended = self.process.returncode is not None and psutil.pid_exists(self.pid)
+        try:
+            if process.create_time() < self._started - 1:  # clock ticks, rounded
+                return False
+            if os.getsid(process.pid) == self.pid and not session_ended:
+                return True
+            return self.run_id in process.environ().get(RUN_ID_VARIABLE, "").split(":")
+        except (psutil.Error, OSError):
+            return False  # ended meanwhile, or another user's
+
+    def stop(self, grace: float = 10.0) -> None:
+        """End every process of this service; returns when none is left.
+
+        The leader gets SIGTERM first, because it knows best how to end its own. When it is gone the others get SIGTERM;
+        whoever is left `grace` seconds after the call is killed.
+
+        Raises:
+            ServiceFailed: a process survived SIGKILL (it hangs in the kernel).
+        """
+        if self._stopped:
+            return
+        self.process.send_signal(signal.SIGCONT)  # a guardian that was stopped (SIGSTOP) would end nothing
+        with contextlib.suppress(OSError):  # it has ended
+            self.control.sendall(b"%g\n" % grace)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(grace + _KILL_SECONDS)
+        if rest := self.members():  # of a guardian that was killed
+            _signal(rest, signal.SIGTERM)
+            _wait_for(lambda: not any(map(_alive, rest)), time.monotonic() + grace)
+        deadline = time.monotonic() + _KILL_SECONDS
+        while (rest := self.members()) and time.monotonic() < deadline:
+            _signal(rest, signal.SIGKILL)
+            _wait_for(lambda rest=rest: not any(map(_alive, rest)), time.monotonic() + 1.0)
+        if rest:
+            raise self.failure(f"processes {[p.pid for p in rest]} survived SIGKILL")
+        self.control.close()
+        unstopped[:] = [service for service in unstopped if service is not self]
+        self._stopped = True
+
+
+unstopped: list[Service] = []
+"""The services that this process started and did not stop. A guardian ends its service when the socket to it is closed,
+so they are kept here, whatever becomes of the ``Service`` elsewhere."""
+
+
+def start_service(
+    name: str,
+    command: list[str],
+    *,
+    log_path: Path | str,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | str | None = None,
+    url: str | None = None,
+    pass_fds: Sequence[int] = (),
+) -> Service:
+    """Start `command` as the leader of a new session; its output is appended to `log_path` (mode 0600: it may
+    hold what is nobody else's).
+
+    `env` is added to this process's environment; `pass_fds` stay open in the service. May be called from any thread.
+
+    Raises:
+        ServiceFailed: the program does not exist.
+    """
+    environment = {**os.environ, **(env or {})}
+    if shutil.which(command[0], path=environment.get("PATH")) is None:
+        raise ServiceFailed(f"{name}: no program {command[0]!r}; give its full path, or put it on PATH")
+    run_id = uuid.uuid4().hex
+    environment[RUN_ID_VARIABLE] = ":".join(filter(None, [os.environ.get(RUN_ID_VARIABLE), run_id]))
+
+    log_path = Path(log_path)
+    log_path.parent.mkdir(parents=True, exist_ok=True)
+    started = time.time()
+    control, theirs = socket.socketpair()
+    log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    try:
+        log_start = os.fstat(log).st_size
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-S", _GUARDIAN, name],
+            stdin=theirs,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            cwd=cwd,
+            start_new_session=True,  # a terminal's Ctrl-C is not for it
+            pass_fds=pass_fds,
+        )
+    finally:
+        theirs.close()
+        os.close(log)
+    words = "\0".join(command).encode(errors="surrogateescape")
+    pid = b""
+    with contextlib.suppress(OSError):  # it ended, or took too long
+        control.settimeout(_GUARDIAN_SECONDS)
+        control.sendall(len(words).to_bytes(8, "big") + words)
+        pid = control.recv(64)
+    if not pid:
+        process.kill()
+        process.wait()
+        raise ServiceFailed(f"{name}: its guardian process started nothing; see {log_path}")
+    service = Service(name, list(command), process, int(pid), log_path, control, url, run_id, log_start, started)
+    unstopped.append(service)
+    return service
+
+
+def run_command(
+    name: str,
+    command: list[str],
+    *,
+    env: Mapping[str, str] | None = None,
+    timeout: float | None = None,
+    log_path: Path | None = None,
+) -> tuple[int, str]:
+    """Run a command to its end, as a service, so that it never outlives this process; its status and what it printed.
+
+    Its temporary files go with it; where this process is killed, with the next run. ``log_path``: where what it prints
+    can be read meanwhile.
+
+    Raises:
+        TimeoutError: it took longer than ``timeout`` seconds, and was ended.
+        ServiceFailed: the program does not exist.
+    """
+    scratch = Scratch.create()
+    try:
+        variables = {**(env or {}), **scratch.variables()}
+        service = start_service(name, command, log_path=log_path or scratch.folder / "log", env=variables)
+        try:
+            status = service.process.wait(timeout)
+        except subprocess.TimeoutExpired as error:
+            raise TimeoutError(f"{name}: not done within {timeout:g} s") from error
+        finally:
+            service.stop(grace=1.0)
+        with service.log_path.open("rb") as log:
+            log.seek(service.log_start)
+            return status, log.read().decode(errors="replace")
+    finally:
+        scratch.remove()
+
+
+async def wait_until_healthy(
+    service: Service,
+    check: Callable[[], bool | Awaitable[bool]],
+    timeout: float,
+    *,
+    what: str = "healthy",
+    interval: float = 0.1,
+) -> float:
+    """Wait until `check()` is true and return the seconds that it took.
+
+    `check` may be a coroutine function. False, an OSError or a TimeoutError mean "not yet"; any other exception passes
+    through. The service is not stopped: that is the caller's to decide.
+
+    Raises:
+        ServiceFailed: the process ended, or `timeout` seconds went by.
+    """
+    begin = time.monotonic()
+    target = f"{what} at {service.url}" if service.url else what
+    reason = ""
+    while True:
+        if service.poll() is not None:
+            raise service.failure(f"not {target} after {time.monotonic() - begin:.1f} s")
+        remaining = begin + timeout - time.monotonic()
+        if remaining <= 0:
+            raise service.failure(f"not {target} within {timeout:g} s{reason}")
+        try:
+            result = check()
+            if inspect.isawaitable(result):
+                result = await asyncio.wait_for(result, remaining)
+            if result:
+                return time.monotonic() - begin
+        except (OSError, TimeoutError) as error:
+            reason = f" (the last check said: {error!r})"
+        await asyncio.sleep(interval)
+
+
+def _alive(process: psutil.Process) -> bool:
+    """Whether it still runs; a zombie does not, and neither does a later process with the same number."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _signal(processes: list[psutil.Process], number: signal.Signals) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
+
+
+def _wait_for(done: Callable[[], bool], deadline: float) -> None:
+    while not done() and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)

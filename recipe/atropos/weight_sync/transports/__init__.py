@@ -1,0 +1,1 @@
+"""How a weight version travels: by files, a process group, shared memory, or as a LoRA adapter alone."""

@@ -1,0 +1,86 @@
+"""Weights through a folder that the trainer's rank 0 and every server can read.
+
+A version appears whole or not at all: it is written to a folder beside its own and renamed. Only the version in force
+is kept, for servers that come back; a failed write leaves nothing behind.
+"""
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from recipe.atropos.inference.client import InferenceError, SGLangClient
+from recipe.atropos.weight_sync.servers import WeightPushError, on_all
+from recipe.atropos.weight_sync.transports.bucket import NamedTensors
+
+
+class DiskTransport:
+    """safetensors files of at most ``bucket_size`` bytes each (a larger tensor has a file of its own)."""
+
+    pauses = True
+
+    def __init__(self, directory: str | Path, bucket_size: int):
+        self.directory = Path(directory).resolve()
+        self.bucket_size = bucket_size
+
+    def path(self, version: int) -> Path:
+        return self.directory / f"version_{version}"
+
+    async def stage(self, clients: Sequence[SGLangClient], weights: NamedTensors, version: int) -> None:
+        """Raises WeightPushError (no space, no permission) with nothing half-written left behind."""
+        target, partial = self.path(version), self.directory / f".partial_{version}"
+        for left in self.directory.glob(".partial_*"):  # by a process that was killed while it wrote
+            shutil.rmtree(left, ignore_errors=True)
+        try:
+            partial.mkdir(parents=True)
+            n_files, bucket, bucket_bytes = 0, {}, 0
+            for name, tensor in weights:
+                tensor = tensor.detach().to("cpu").contiguous()
+                if any(tensor.data_ptr() == other.data_ptr() for other in bucket.values()):
+                    tensor = tensor.clone()  # safetensors refuses tensors that share memory, as tied ones do
+                bucket[name] = tensor
+                bucket_bytes += tensor.nbytes
+                if bucket_bytes >= self.bucket_size:
+                    n_files += 1
+                    _save(bucket, partial, n_files)
+                    bucket, bucket_bytes = {}, 0
+            if bucket:
+                _save(bucket, partial, n_files + 1)
+            shutil.rmtree(target, ignore_errors=True)
+            partial.rename(target)
+        except (OSError, SafetensorError) as error:
+            raise WeightPushError(
+                f"version {version} cannot be written to {self.directory}: {error}; make room for it there, name "
+                "another folder by trainer.atropos.weight_sync.directory, or set weight_sync.transport=distributed"
+            ) from error
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+
+    async def deliver(self, clients: Sequence[SGLangClient], version: int) -> None:
+        """Raises WeightPushError: a server does not see the folder, or does not load it."""
+        folder = self.path(version)
+
+        async def load(client: SGLangClient) -> None:
+            try:
+                await client.update_weights_from_disk(folder, str(version), flush_cache=False)
+            except InferenceError as error:
+                if error.status is None:
+                    raise
+                raise WeightPushError(
+                    f"{error}. Is {self.directory} a folder that this server can read? Else name one by "
+                    "trainer.atropos.weight_sync.directory, or set weight_sync.transport=distributed"
+                ) from error
+
+        await on_all(clients, "deliver", load)
+
+    def release(self, version: int) -> None:
+        for other in self.directory.glob("version_*"):
+            if other != self.path(version):
+                shutil.rmtree(other, ignore_errors=True)
+
+
+def _save(bucket: dict[str, torch.Tensor], folder: Path, number: int) -> None:
+    save_file(bucket, folder / f"model-{number:05d}.safetensors", metadata={"format": "pt"})

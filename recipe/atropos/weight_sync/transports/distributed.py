@@ -1,0 +1,243 @@
+"""Weights through a process group of the trainer's rank 0 and every rank of every server: NCCL on GPUs, gloo on CPUs.
+
+The servers are told over HTTP what comes, and take part in a broadcast of each bucket. The group is made at the first
+push and kept; it is made anew, under a new name, after a push that failed and for a server that was started again.
+"""
+
+import asyncio
+import itertools
+import os
+import socket
+from collections.abc import Awaitable, Iterator, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world
+
+from recipe.atropos.inference.client import SGLangClient
+from recipe.atropos.utils.hosts import address_towards
+from recipe.atropos.verl_ext.device import get_device_id, get_device_name
+from recipe.atropos.weight_sync.servers import WeightPushError, on_all, tidied, update_session
+from recipe.atropos.weight_sync.transports.bucket import (
+    Bucket,
+    Buckets,
+    NamedTensors,
+    filled_ahead,
+    in_thread,
+    send_in_buckets,
+)
+
+_count = itertools.count()
+_JOIN_SECONDS = 30.0  # for all servers to come to the meeting point, where they wait for each other
+_BROKEN_OFF_SECONDS = 5.0  # for a broadcast, or a meeting, to notice that it was broken off
+
+
+class DistributedTransport:
+    """Buckets of ``bucket_size`` bytes, broadcast; ``timeout``: seconds that a server may take for one of them."""
+
+    pauses = True
+
+    def __init__(self, bucket_size: int, timeout: float):
+        device = "cpu" if get_device_name() == "cpu" else get_device_id()
+        self._buckets = Buckets(bucket_size, lambda size: torch.empty(size, dtype=torch.uint8, device=device))
+        self.timeout = timeout
+        self._filled: Iterator[Bucket] = iter(())
+        self._group: _Group | None = None
+        self._left: list[tuple[str, str]] = []  # (URL, group): servers that may still hold a group that was given up
+
+    async def stage(self, clients: Sequence[SGLangClient], weights: NamedTensors, version: int) -> None:
+        """Raises WeightPushError: a server did not join the group."""
+        self._group = await self._joined(clients)
+        self._filled = await filled_ahead(self._buckets.of(weights))
+
+    async def deliver(self, clients: Sequence[SGLangClient], version: int) -> None:
+        """Raises WeightPushError: a server did not load a bucket."""
+        group, self._group = self._group, None  # until all has gone well
+
+        async def send(bucket: Bucket) -> None:
+            body = {
+                "names": bucket.names,
+                "dtypes": [bucket.dtype] * len(bucket.names),
+                "shapes": [list(shape) for shape in bucket.shapes],
+                "group_name": group.name,
+                "load_format": "flattened_bucket",
+                "flush_cache": False,
+            }
+            if bucket.last:  # only now: a server that took half of the weights must not report their version
+                body["weight_version"] = str(version)
+            await _both(
+                on_all(clients, "deliver", lambda client: client.post("/update_weights_from_distributed", body)),
+                in_thread(lambda: group.broadcast(bucket.flat)),
+                group,
+            )
+
+        try:
+            async with update_session(clients):
+                await send_in_buckets(self._filled, send)
+        except BaseException:
+            await self._leave(group, clients)
+            raise
+        group.version = str(version)
+        self._group = group
+
+    async def _joined(self, clients: Sequence[SGLangClient]) -> "_Group":
+        """The group of exactly these servers, none of which was started again since its last push."""
+        if self._group is not None:
+            versions = await asyncio.gather(*(client.weight_version() for client in clients))
+            urls = [client.url for client in clients]
+            if self._group.urls == urls and set(versions) == {self._group.version}:
+                return self._group
+            group, self._group = self._group, None
+            await self._leave(group, clients)
+        return await _Group.form(clients, self.timeout)
+
+    async def _leave(self, group: "_Group", clients: Sequence[SGLangClient]) -> None:
+        """Give the group up, here and on its servers; on those that are not among ``clients`` when they are again."""
+        self._left += [(url, group.name) for url in group.urls]
+        by_url = {client.url: client for client in clients}
+        reachable = [(url, name) for url, name in self._left if url in by_url]
+        self._left = [left for left in self._left if left not in reachable]
+        await tidied(by_url[url].post("/destroy_weights_update_group", {"group_name": name}) for url, name in reachable)
+        await in_thread(group.destroy)
+
+    def release(self, version: int) -> None:
+        """Buffers and group stay, for the next version."""
+
+
+class _Group:
+    """A process group with rank 0 here; ``version`` is the last that its servers were given through it."""
+
+    def __init__(self, name: str, urls: list[str], process_group: dist.ProcessGroup, store: dist.TCPStore):
+        self.name, self.urls, self.version = name, urls, ""
+        self._process_group: dist.ProcessGroup | None = process_group
+        self._store: dist.TCPStore | None = store
+
+    @classmethod
+    async def form(cls, clients: Sequence[SGLangClient], timeout: float) -> "_Group":
+        """``timeout``: seconds that a server may take for a request.
+
+        Servers that joined wait for the others and generate nothing, so all are let go as soon as one fails.
+
+        Raises:
+            WeightPushError: a server did not join; names it.
+        """
+        sizes = []
+        for client in clients:
+            info = (await client.capabilities()).arguments
+            if info.get("dp_size", 1) != 1:
+                raise WeightPushError(
+                    f"{client.url} runs with dp_size={info['dp_size']}, and such a server joins no group: start "
+                    "several servers instead, or set trainer.atropos.weight_sync.transport=disk"
+                )
+            sizes.append(info.get("tp_size", 1))
+        world_size = 1 + sum(sizes)
+        offsets = dict(zip(clients, itertools.accumulate([1, *sizes[:-1]]), strict=True))
+        # NCCL's time-out ends the process, so that a server's, which names it, must come first; gloo's delays closing.
+        backend, limit = ("gloo", timeout) if get_device_name() == "cpu" else ("nccl", 2 * timeout)
+        name = f"atropos_{os.getpid()}_{next(_count)}"
+        try:
+            # A server elsewhere cannot reach this machine's loopback address.
+            address = max((address_towards(client.url) for client in clients), key=lambda a: not a.startswith("127."))
+        except OSError as error:
+            raise WeightPushError(f"no route to {[client.url for client in clients]}: {error}") from error
+        listener = socket.create_server((address, 0))
+        port = listener.getsockname()[1]
+        # The meeting point. Nobody here uses it as a store, so that who waits in it goes when it is closed.
+        meeting = dist.TCPStore(
+            address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+
+        # As SGLang does it on its side (init_custom_process_group): the processes have no default group in common.
+        def join() -> dist.ProcessGroup:
+            store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=_JOIN_SECONDS))
+            process_group, _ = _new_process_group_helper(
+                world_size,
+                0,
+                [],
+                Backend(backend),
+                PrefixStore(name, store),
+                group_name=name,
+                timeout=timedelta(seconds=limit),
+            )
+            _world.pg_group_ranks[process_group] = {rank: rank for rank in range(world_size)}
+            return process_group
+
+        def invite(client: SGLangClient) -> Awaitable[object]:
+            return client.post(
+                "/init_weights_update_group",
+                {
+                    "master_address": address,
+                    "master_port": port,
+                    "rank_offset": offsets[client],
+                    "world_size": world_size,
+                    "group_name": name,
+                    "backend": backend,
+                },
+            )
+
+        joining = asyncio.ensure_future(in_thread(join))
+        invited = {asyncio.ensure_future(invite(client)): client for client in clients}
+        patience = min(timeout / 2, _JOIN_SECONDS)  # below that of the requests, which would all end together
+        done, late = await asyncio.wait([joining, *invited], timeout=patience, return_when=asyncio.FIRST_EXCEPTION)
+        failed = [task for task in (joining, *invited) if task in done and task.exception()]
+        if not failed and not late:
+            return cls(name, [client.url for client in clients], joining.result(), meeting)
+        del meeting
+        if late:  # those who waited for the others have an answer now
+            _, late = await asyncio.wait(late, timeout=_BROKEN_OFF_SECONDS)
+        await _broken_off(joining, invited, name)
+        names = {joining: "the trainer's rank 0"} | {task: client.url for task, client in invited.items()}
+        guilty = failed or [task for task in invited if task in late] or list(invited)
+        silence = f"did not come within {patience:g} s"
+        details = "; ".join(f"{names[task]}: {task.exception() if task in failed else silence}" for task in guilty)
+        raise WeightPushError(f"weight push failed in phase 'join' on {details}")
+
+    def broadcast(self, flat: torch.Tensor) -> None:
+        """From this rank to all; blocks."""
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        self._process_group.broadcast([flat.view(torch.uint8)], options).wait()
+
+    def abort(self) -> None:
+        """End a broadcast that a server does not take part in."""
+        self._process_group.abort()
+
+    def destroy(self) -> None:
+        """Close its connections, which gloo does when nobody holds the group any more."""
+        dist.destroy_process_group(self._process_group)
+        self._process_group = self._store = None
+
+
+async def _broken_off(
+    joining: asyncio.Task[dist.ProcessGroup], invited: dict[asyncio.Task[object], SGLangClient], name: str
+) -> None:
+    """Nobody keeps a part of a group that did not form."""
+    for task in invited:
+        task.cancel()
+        task.add_done_callback(_seen)
+    await tidied(client.post("/destroy_weights_update_group", {"group_name": name}) for client in invited.values())
+    joining.add_done_callback(lambda task: _seen(task) or dist.destroy_process_group(task.result()))
+
+
+def _seen(task: asyncio.Task[object]) -> object:
+    """What the task raised, if it did; asyncio then does not complain that nobody looked."""
+    return task.cancelled() or task.exception()
+
+
+async def _both(posts: Awaitable[None], broadcast: Awaitable[None], group: _Group) -> None:
+    """Wait for servers and broadcast. Where a server refuses, the broadcast waits for it in vain, to its own time-out:
+    gloo knows no abort. Nobody waits for that."""
+    tasks = [asyncio.ensure_future(posts), asyncio.ensure_future(broadcast)]
+    try:
+        await asyncio.gather(*tasks)
+    except BaseException as error:
+        group.abort()
+        await asyncio.wait(tasks, timeout=_BROKEN_OFF_SECONDS)
+        tasks[0].cancel()
+        tasks[1].add_done_callback(_seen)
+        if tasks[0].done() and not tasks[0].cancelled() and (named := tasks[0].exception()):
+            raise named from None  # gloo's error names no server
+        if isinstance(error, RuntimeError) and not isinstance(error, WeightPushError):
+            raise WeightPushError(f"the broadcast to {', '.join(group.urls)} broke off: {error}") from error
+        raise

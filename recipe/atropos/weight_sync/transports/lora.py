@@ -1,0 +1,153 @@
+"""A LoRA adapter by itself, beside the base weights that every server started with.
+
+    stage -> deliver -> verify -> resume        (``push``, without its pause and flush)
+
+- A push adds an adapter under a name of its own. Nothing that runs is changed by it: a request goes on with the adapter
+  that it began with, and the keys of one adapter are never another's (SGLang keeps them apart by an id that it makes
+  for each load). So there is nothing to pause and no cache to flush.
+- No server reports the version before all hold the adapter. Requests meet it from the moment on when the gateway names
+  it to the servers, which is after the push; one that failed has changed nothing for anybody.
+- A server keeps as many adapters as it was started for, and drops the one that was asked for the longest ago. It waits
+  for the requests of that one, and the push with it.
+
+In the place of another, under the same name, an adapter could not be put: SGLang waits for every request that uses the
+old one, also for those that a pause holds back.
+"""
+
+import base64
+import pickle
+from collections.abc import Sequence
+from os.path import realpath
+from typing import Any
+
+import torch
+
+from recipe.atropos.inference.client import SGLangClient
+from recipe.atropos.inference.lora_routing import ADAPTERS_KEPT
+from recipe.atropos.weight_sync.servers import WeightPushError, on_all
+from recipe.atropos.weight_sync.transports.bucket import NamedTensors
+
+_LEAST_KEPT = 3  # the one in force, the next, and one with requests that began before
+_PREFIX = "policy-"
+_COMPUTED_AS = {part: "qkv_proj" for part in ("q_proj", "k_proj", "v_proj")} | {
+    part: "gate_up_proj" for part in ("gate_proj", "up_proj")
+}
+
+
+def adapter_name(version: int, push: str) -> str:
+    """``push`` tells it from every other push of that version, also of trainers before this one."""
+    return f"{_PREFIX}{version}-{push}"
+
+
+class AdapterTransport:
+    """The adapter's tensors inside the request that loads them, so also to servers on other machines.
+
+    ``model_path``: the trainer's base model; ``proven``: that a server computes with the same is found out by a probe.
+    """
+
+    pauses = False
+
+    def __init__(self, model_path: str | None, proven: bool):
+        self.model_path = model_path
+        self.proven = proven
+        self.name: str | None = None  # of the next push
+        self._tensors: dict[str, torch.Tensor] = {}
+
+    async def stage(self, clients: Sequence[SGLangClient], weights: NamedTensors, version: int) -> None:
+        """``weights`` are A, (r, in), and B, (out, r), under PEFT's names, to be computed with as they are.
+
+        Raises:
+            WeightPushError: nobody would name the adapter to the servers, or one has no room for it.
+        """
+        if self.name is None:
+            raise WeightPushError(
+                "actor_rollout_ref.model.lora.merge=false without inference.gateway, which alone can make requests "
+                "name the adapter; nothing was sent"
+            )
+        self._tensors = {name: tensor.detach().to("cpu").contiguous() for name, tensor in weights}
+        await on_all(clients, "check", self._check)
+
+    async def deliver(self, clients: Sequence[SGLangClient], version: int) -> None:
+        """Raises WeightPushError: a server did not load the adapter."""
+        body = {
+            "lora_name": self.name,
+            "config_dict": self._config(),
+            # The same for every rank of a server: each takes its own part.
+            "serialized_named_tensors": [base64.b64encode(pickle.dumps(self._tensors)).decode()],
+        }
+
+        async def load(client: SGLangClient) -> None:
+            if self.name in await client.adapters():  # by an attempt that failed on another server
+                return
+            ranks = (await client.capabilities()).arguments.get("tp_size", 1)
+            await client.post(
+                "/load_lora_adapter_from_tensors",
+                body | {"serialized_named_tensors": body["serialized_named_tensors"] * ranks},
+            )
+
+        async def carry_version(client: SGLangClient) -> None:
+            await client.post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+
+        await on_all(clients, "deliver", load)
+        await on_all(clients, "deliver", carry_version)
+
+    def release(self, version: int) -> None:
+        self._tensors = {}
+
+    async def check_server(self, client: SGLangClient) -> None:
+        """A server that is new, or was started again, has the base weights and keeps adapters.
+
+        Raises:
+            WeightPushError: names the server, what is amiss, and the mend.
+        """
+        capabilities = await client.capabilities()
+        arguments, info = capabilities.arguments, await client.model_info()
+        if not capabilities.forgets_adapters:
+            raise WeightPushError(
+                f"{client.url} runs SGLang {capabilities.version}, which never lets go of an adapter that was asked "
+                "for several answers at once, as environments ask: run SGLang 0.5.22 or later, or set "
+                "actor_rollout_ref.model.lora.merge=true"
+            )
+        most = arguments.get("max_loaded_loras")
+        if not arguments.get("enable_lora") or most is None or most < _LEAST_KEPT or arguments.get("dp_size", 1) != 1:
+            raise WeightPushError(
+                f"{client.url} keeps no adapters for actor_rollout_ref.model.lora.merge=false (enable_lora="
+                f"{arguments.get('enable_lora')}, max_loaded_loras={most}, dp_size={arguments.get('dp_size', 1)}): "
+                f"start it with --enable-lora --max-loras-per-batch {ADAPTERS_KEPT} --max-loaded-loras "
+                f"{ADAPTERS_KEPT} and without data parallelism, or set lora.merge=true"
+            )
+        version = info.get("weight_version")
+        if str(version).isdigit() and not any(name.startswith(_PREFIX) for name in await client.adapters()):
+            raise WeightPushError(
+                f"{client.url} has weights of version {version} that were pushed whole, not the base weights of "
+                f"{self.model_path}: start it again"
+            )
+        served = str(info.get("model_path"))
+        if self.model_path and realpath(served) != realpath(self.model_path) and not self.proven:
+            raise WeightPushError(
+                f"{client.url} serves {served}, the trainer's base model is {self.model_path}: whether their weights "
+                "are the same cannot be seen, and they are not pushed with actor_rollout_ref.model.lora.merge=false; "
+                "start it with the same path, or set trainer.atropos.weight_sync.verify=probe"
+            )
+
+    async def _check(self, client: SGLangClient) -> None:
+        """SGLang dies of an adapter that it has no layers for, so this is asked before."""
+        arguments, config = (await client.capabilities()).arguments, self._config()
+        targets, rank = arguments.get("lora_target_modules") or [], arguments.get("max_lora_rank") or 0
+        lacking = _computed(config["target_modules"]) - _computed(targets)
+        if rank < config["r"] or (lacking and "all" not in targets):
+            wanted = f"--max-lora-rank {config['r']} --lora-target-modules {' '.join(config['target_modules'])}"
+            raise WeightPushError(
+                f"{client.url} has no room for the adapter: it has max_lora_rank={rank}, lora_target_modules="
+                f"{sorted(targets)}; start it with {wanted}"
+            )
+
+    def _config(self) -> dict[str, Any]:
+        """PEFT's description of the tensors, whose scaling is in B already."""
+        rank = max(len(tensor) for name, tensor in self._tensors.items() if name.endswith(".lora_A.weight"))
+        modules = sorted({name.split(".")[-3] for name in self._tensors})
+        return {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": modules}
+
+
+def _computed(modules: Sequence[str]) -> set[str]:
+    return {_COMPUTED_AS.get(module, module) for module in modules}

@@ -1,0 +1,1 @@
+"""The trainer's ranks under Ray, as the driver calls them."""

@@ -1,0 +1,166 @@
+"""The actor's FSDP ranks under Ray, as the trainer calls them.
+
+Guarantees:
+
+- Each call has a limit, after which ``RankTimeout`` names the ranks that have not answered; verl waits for ever.
+- A rank that ends, or raises, ends the call at once with its own error.
+- The reference policy lives in the same ranks: as the actor without its adapter, or as a second model.
+"""
+
+import math
+import time
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+import ray
+import torch
+from omegaconf import DictConfig
+
+from recipe.atropos.algorithm.losses import DistillationConfig
+from recipe.atropos.algorithm.mini_batches import update_actor
+from recipe.atropos.errors import AtroposError
+from recipe.atropos.fsdp_workers import AtroposActorWorker
+from recipe.atropos.verl_ext.batch import DataProto, left_right_2_no_padding, no_padding_2_padding
+from recipe.atropos.verl_ext.batch import tensordict_utils as tu
+from recipe.atropos.verl_ext.device import get_device_name
+from recipe.atropos.verl_ext.ranks import RayClassWithInitArgs, RayWorkerGroup, need_reference_policy
+from recipe.atropos.workers.resource_pool import DevicePool
+
+# What the ranks need of a batch; the rest stays with the driver.
+_FORWARD_KEYS = ["prompts", "responses", "input_ids", "attention_mask", "position_ids", "response_mask"]
+_FORWARD_KEYS += ["row_temperature"]  # where rows were sampled at different ones
+_UPDATE_KEYS = ["old_log_probs", "advantages", "ref_log_prob", "rollout_is_weights", "teacher_ids", "teacher_logprobs"]
+
+
+class RankTimeout(AtroposError, RuntimeError):
+    """Ranks have not answered within the limit."""
+
+
+class LimitedWorkerGroup(RayWorkerGroup):
+    """verl's worker group, each of whose calls takes ``limit`` seconds at most, and ends by ``deadline``.
+
+    ``deadline`` is of ``time.monotonic``.
+    """
+
+    def __init__(self, *args: Any, limit: float, **kwargs: Any):
+        self.limit, self.deadline = limit, math.inf
+        super().__init__(*args, **kwargs)
+
+    def _bind_worker_method(self, user_defined_cls: type, func_generator: Callable[..., Any]) -> list[str]:
+        def limited(
+            group: "LimitedWorkerGroup",
+            method_name: str,
+            dispatch_fn: Callable[..., Any],
+            collect_fn: Callable[..., Any],
+            execute_fn: Callable[..., Any],
+            blocking: bool,
+        ) -> Any:
+            def collect(group: "LimitedWorkerGroup", output: Any) -> Any:
+                return collect_fn(group, group._results(method_name, output) if blocking else output)
+
+            return func_generator(group, method_name, dispatch_fn, collect, execute_fn, blocking=False)
+
+        return super()._bind_worker_method(user_defined_cls, limited)
+
+    def _results(self, method: str, references: Any) -> Any:
+        limit = max(0.0, min(self.limit, self.deadline - time.monotonic()))
+        try:
+            return ray.get(references, timeout=limit)
+        except ray.exceptions.GetTimeoutError:
+            references = references if isinstance(references, list) else [references]
+            _, missing = ray.wait(references, num_returns=len(references), timeout=0, fetch_local=False)
+            ranks = [rank for rank, reference in enumerate(references) if reference in missing]
+            raise RankTimeout(
+                f"{method}: no answer of rank {', '.join(map(str, ranks))} of {len(references)} within "
+                f"{limit:.0f} s; logs/ray has their output; raise trainer.atropos.step_timeout if they were at work"
+            ) from None
+
+
+class ActorGroup(LimitedWorkerGroup):
+    """The ranks that ``config`` asks for, with the model loaded; ``distillation`` is the loss's.
+
+    Raises:
+        ConfigurationError: Ray has no room for them.
+        RankTimeout: the model was not loaded in time.
+    """
+
+    def __init__(self, config: DictConfig, distillation: DistillationConfig):
+        self.settings = settings = config.actor_rollout_ref
+        needs_reference = need_reference_policy(config)
+        has_adapter = settings.model.lora_rank > 0 or settings.model.get("lora_adapter_path") is not None
+        self.computes_reference = needs_reference
+        self.reference_is_base = needs_reference and has_adapter
+        self._has_second_model = needs_reference and not has_adapter
+        trainer = config.trainer
+        self.pool = DevicePool(
+            [trainer.n_gpus_per_node] * trainer.nnodes,
+            # Ray names placement groups after it, across all its jobs.
+            name=f"{config.run.name}_{uuid.uuid4().hex[:8]}_",
+            timeout=trainer.ray_wait_register_center_timeout,
+        )
+        super().__init__(
+            self.pool,
+            RayClassWithInitArgs(
+                cls=ray.remote(AtroposActorWorker),
+                config=settings,
+                role="actor_ref" if self._has_second_model else "actor",
+                distillation=distillation,
+            ),
+            ray_wait_register_center_timeout=trainer.ray_wait_register_center_timeout,
+            device_name=get_device_name(),
+            limit=trainer.atropos.step_timeout,
+        )
+        self.init_model()
+
+    def data_parallel_size(self, mesh: str = "actor") -> int:
+        """Ranks of one sequence-parallel group are one. ``mesh``: "actor", or "ref" of a second model."""
+        if mesh not in self._dispatch_info:
+            self._dispatch_info[mesh] = self._query_dispatch_info(mesh)
+        return max(self._dispatch_info[mesh]) + 1
+
+    @property
+    def reference_ranks(self) -> int:
+        """Those of a second model, which may be divided otherwise."""
+        return self.data_parallel_size("ref") if self._has_second_model else self.data_parallel_size()
+
+    def log_probs(self, batch: DataProto) -> tuple[dict[str, torch.Tensor], float]:
+        """The policy's ``old_log_probs`` and ``entropys`` of the responses, (B, R) float32, and MFU.
+
+        With ``actor.calculate_sum_pi_squared`` also ``sum_pi_squared``, which some estimators need.
+        """
+        names = {"old_log_probs": "log_probs", "entropys": "entropy"}
+        if squared := bool(self.settings.actor.get("calculate_sum_pi_squared", False)):
+            names["sum_pi_squared"] = "sum_pi_squared"
+        data = _without_padding(batch, calculate_entropy=True, calculate_sum_pi_squared=squared)
+        output = self.compute_log_prob(data)
+        found = {name: _padded(output, key, data) for name, key in names.items()}
+        return found, tu.get(output, "metrics")["mfu"]
+
+    def reference_log_probs(self, batch: DataProto) -> torch.Tensor:
+        """The reference policy's logprobs of the responses, (B, R) float32."""
+        data = _without_padding(batch, calculate_entropy=False)
+        if self.reference_is_base:
+            tu.assign_non_tensor(data, no_lora_adapter=True)
+            return _padded(self.compute_log_prob(data), "log_probs", data)
+        return _padded(self.compute_ref_log_prob(data), "log_probs", data)
+
+    def update(self, batch: DataProto) -> dict[str, Any]:
+        """The optimizer steps of one batch; metrics as verl's ``reduce_metrics`` takes them. See ``mini_batches``."""
+        mini_batches = batch.meta_info.get("mini_batches", 1)
+        chosen = _select(batch, _FORWARD_KEYS + _UPDATE_KEYS)
+        return update_actor(self, chosen, self.settings.actor, mini_batches, self.data_parallel_size())
+
+
+def _without_padding(batch: DataProto, **options: bool) -> Any:
+    data = left_right_2_no_padding(_select(batch, _FORWARD_KEYS).to_tensordict())
+    tu.assign_non_tensor(data, compute_loss=False, **options)
+    return data
+
+
+def _padded(output: Any, key: str, data: Any) -> torch.Tensor:
+    return no_padding_2_padding(tu.get(output, key), data).float()
+
+
+def _select(batch: DataProto, keys: list[str]) -> DataProto:
+    return batch.select(batch_keys=[key for key in keys if key in batch.batch], non_tensor_batch_keys=[])
