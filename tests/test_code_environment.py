@@ -12,13 +12,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from recipe.atropos.adapter.cli import adapt
 from recipe.atropos.adapter.sampled_book import trained_spans
 from recipe.atropos.demo.code_policy import CodeRecipe, program
 from recipe.atropos.environments.code import CodeEnv
 from recipe.atropos.environments.code_problems import SYNTHETIC, generate, job, load_problems, read_problem
 from recipe.atropos.environments.sandbox import Sandbox
 from recipe.atropos.errors import ConfigurationError
-from recipe.atropos.utils.env_adapter import adapt
 
 HUMANEVAL = {
     "task_id": "HumanEval/1000",

@@ -23,13 +23,13 @@ from aiohttp import web
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
 from helpers_services import get, post, running_api
 
+from recipe.atropos.adapter import cli as env_adapter
 from recipe.atropos.adapter import durable, lifecycle, reporting
+from recipe.atropos.adapter.cli import adapt
 from recipe.atropos.adapter.errors import EnvironmentFailure
 from recipe.atropos.adapter.pace import VARIABLE
 from recipe.atropos.adapter.sampled import SampledTokens
 from recipe.atropos.run_dir import read_lines
-from recipe.atropos.utils import env_adapter
-from recipe.atropos.utils.env_adapter import adapt
 from recipe.atropos.utils.process import free_port, start_service
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]

@@ -10,13 +10,13 @@ import pytest
 from helpers_item_env import ItemEnv, ItemEnvConfig
 from helpers_trainer import compose_config
 
+from recipe.atropos.adapter.cli import adapt
 from recipe.atropos.config.env_specs import environment_specs
 from recipe.atropos.evaluated import NotEvaluated, say_evaluated, wait_until_evaluated
 from recipe.atropos.launcher.evaluation import Evaluation, Evaluations, heldout_summary
 from recipe.atropos.launcher.plots import reward_figure
 from recipe.atropos.launcher.services import Run
 from recipe.atropos.run_record import read_evaluations
-from recipe.atropos.utils.env_adapter import adapt
 
 
 def line(step, env="a", value=0.5):

@@ -19,11 +19,11 @@ from gem.wrappers.wrapper_factory import get_wrapper_fns
 from helpers_sglang import make_tiny_model
 from transformers import AutoTokenizer
 
+from recipe.atropos.adapter.loading import EnvironmentTargetError
 from recipe.atropos.environments.word_problems import SYNTHETIC, gold_answer, load_problems
 from recipe.atropos.gem import env as gem_env
 from recipe.atropos.gem.env import AtroposEnv, NeverScored, register
 from recipe.atropos.gem.outer_policy import OuterPolicyServer
-from recipe.atropos.utils.env_adapter import EnvironmentTargetError
 
 GSM8K = "recipe.atropos.environments.gsm8k:GSM8kEnv"
 GUESS, SEEDED = "helpers_guess_env:GuessEnv", "helpers_guess_env:SeededGuessEnv"

@@ -5,9 +5,9 @@ import random
 
 import pytest
 
+from recipe.atropos.adapter.cli import adapt
 from recipe.atropos.demo.two_task_policy import SETTINGS, TASK, TwoTaskRecipe, sum_solution
 from recipe.atropos.environments.reasoning import ReasoningEnv, ReasoningEnvConfig, dataset, held_out, score
-from recipe.atropos.utils.env_adapter import adapt
 
 
 def env(model_path, **settings):

@@ -12,6 +12,7 @@ from helpers_trainer import compose_config
 from hypothesis import given
 from hypothesis import strategies as st
 
+from recipe.atropos.adapter import cli as env_adapter
 from recipe.atropos.adapter import reward_bridge
 from recipe.atropos.adapter.reward_bridge import (
     AnswerPresent,
@@ -29,7 +30,6 @@ from recipe.atropos.launch_services import compose_overrides, load_config, parse
 from recipe.atropos.launcher.environment_processes import environment_command
 from recipe.atropos.launcher.preflight import ConfigurationError, check_config
 from recipe.atropos.launcher.services import Run
-from recipe.atropos.utils import env_adapter
 
 BLOCK = {
     "format_markers": [{"pattern": "<think>", "weight": 0.1}],

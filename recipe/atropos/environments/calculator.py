@@ -19,11 +19,11 @@ from typing import Any, Literal, NamedTuple
 from atroposlib.envs.base import ScoredDataGroup
 from pydantic import Field
 
+from recipe.atropos.adapter.cli import adapt
 from recipe.atropos.adapter.sampled import SampledTokens
 from recipe.atropos.environments.calculator_tool import CLOSE, OPEN, answer
 from recipe.atropos.environments.gsm8k import GSM8kEnv, GSM8kEnvConfig
 from recipe.atropos.environments.word_problems import SYNTHETIC_STEPS, Row
-from recipe.atropos.utils.env_adapter import adapt
 
 logger = logging.getLogger(__name__)
 

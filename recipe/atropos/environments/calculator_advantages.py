@@ -9,10 +9,10 @@ computed, and 1 where its value is also a result in the worked solution.
 from collections.abc import Collection, Iterator
 from fractions import Fraction
 
+from recipe.atropos.adapter.cli import adapt
 from recipe.atropos.environments.calculator import CalculatorEnv
 from recipe.atropos.environments.calculator_tool import CALL, CalculatorError, calculate
 from recipe.atropos.environments.gsm8k_advantages import GradedSpan, TokenAdvantages
-from recipe.atropos.utils.env_adapter import adapt
 
 
 class CalculatorAdvantagesEnv(TokenAdvantages, CalculatorEnv):

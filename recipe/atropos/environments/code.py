@@ -19,11 +19,11 @@ from typing import Any
 from atroposlib.envs.base import ScoredDataGroup
 from pydantic import Field
 
+from recipe.atropos.adapter.cli import adapt
 from recipe.atropos.adapter.sampled import SampledTokens, group_of_nodes
 from recipe.atropos.environments.code_problems import Problem, job, load_problems
 from recipe.atropos.environments.gsm8k import GSM8kEnv, GSM8kEnvConfig
 from recipe.atropos.environments.sandbox import Isolation, Limits, Sandbox, Verdict
-from recipe.atropos.utils.env_adapter import adapt
 
 logger = logging.getLogger(__name__)
 

@@ -26,13 +26,13 @@ from latex2sympy2_extended import NormalizationConfig
 from math_verify import LatexExtractionConfig, parse, verify
 from pydantic import Field
 
+from recipe.atropos.adapter.cli import adapt
 from recipe.atropos.adapter.pacing import Paced
 from recipe.atropos.adapter.sampled import group_of_nodes
 from recipe.atropos.adapter.sampled_book import trained_spans
 from recipe.atropos.adapter.weight_versions import WeightVersions
 from recipe.atropos.data.sampling import default_temperature
 from recipe.atropos.environments.word_problems import GSM8K, Row, gold_answer, load_problems
-from recipe.atropos.utils.env_adapter import adapt
 
 logger = logging.getLogger(__name__)
 

@@ -24,11 +24,11 @@ from typing import Any
 import numpy as np
 from atroposlib.envs.base import ScoredDataGroup
 
+from recipe.atropos.adapter.cli import adapt
 from recipe.atropos.adapter.sampled_book import IGNORED, trained_spans
 from recipe.atropos.environments.calculator_tool import CalculatorError, calculate
 from recipe.atropos.environments.gsm8k import GSM8kEnv
 from recipe.atropos.environments.word_problems import Row, gold_answer
-from recipe.atropos.utils.env_adapter import adapt
 
 UNTRAINED, ELSEWHERE, STEP, ANSWER = range(4)
 WEIGHTS = {ELSEWHERE: 0.05, STEP: 0.5, ANSWER: 1.0}

@@ -3,7 +3,7 @@
     python -m recipe.atropos.environments.gsm8k_upstream serve [--atropos-dir DIR] [--data-dir FOLDER] [its own flags]
 
 (or evaluate, or process). The checkout is DIR, or one on PYTHONPATH. Its file is run through the adapter
-(``utils.env_adapter``) and not changed. With ``--data-dir`` it needs no network: what it asks the hub for comes from
+(``adapter``) and not changed. With ``--data-dir`` it needs no network: what it asks the hub for comes from
 FOLDER/train.jsonl and FOLDER/test.jsonl, or FOLDER/main/..., in GSM8K's format.
 """
 
@@ -16,9 +16,9 @@ from typing import Any
 
 from atroposlib.envs.base import BaseEnv
 
+from recipe.atropos.adapter.cli import adapt, run, wrong_usage
 from recipe.atropos.adapter.flags import UsageError, take_flag
 from recipe.atropos.environments.word_problems import load_problems
-from recipe.atropos.utils.env_adapter import adapt, run, wrong_usage
 
 _FILE = Path("environments") / "gsm8k_server.py"
 _NAMES = ("gsm8k", "openai/gsm8k")  # on the hub

@@ -15,9 +15,9 @@ import yaml
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup
 from pydantic import Field
 
+from recipe.atropos.adapter.cli import adapt
 from recipe.atropos.adapter.sampled import group_of_nodes
 from recipe.atropos.data.sampling import default_temperature
-from recipe.atropos.utils.env_adapter import adapt
 
 Problem = dict[str, Any]  # question, answer, metadata: reasoning-gym's own
 

@@ -21,6 +21,8 @@ from typing import Any
 from atroposlib.envs import base
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
 
+from recipe.atropos.adapter.cli import adapt
+from recipe.atropos.adapter.loading import load_environment
 from recipe.atropos.gem.outer_policy import (
     Episode,
     OuterPolicyServer,
@@ -29,7 +31,6 @@ from recipe.atropos.gem.outer_policy import (
     watch_managed_calls,
 )
 from recipe.atropos.gem.thread_limits import limit_math_verify_in_threads
-from recipe.atropos.utils.env_adapter import adapt, load_environment
 
 logger = logging.getLogger(__name__)
 

@@ -33,6 +33,7 @@ from rich.table import Table
 from rich.text import Text
 from transformers import AutoConfig, AutoTokenizer
 
+from recipe.atropos.adapter.loading import EnvironmentTargetError
 from recipe.atropos.algorithm.advantages import AdvantageConfig, RunningMoments, compute_advantages
 from recipe.atropos.checkpoint.export import add_arguments as add_export_arguments
 from recipe.atropos.checkpoint.export import export
@@ -43,7 +44,6 @@ from recipe.atropos.data.rows import RowLimits, environment_name
 from recipe.atropos.data_source import DataSourceError
 from recipe.atropos.errors import ConfigurationError, one_line_errors
 from recipe.atropos.run_dir import RunDir
-from recipe.atropos.utils.env_adapter import EnvironmentTargetError
 from recipe.atropos.verl_ext.batch import DataProto
 
 _UNLIKELY = -3.0  # nats; a sampled token below it (5%) is underlined

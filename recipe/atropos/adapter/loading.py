@@ -1,0 +1,135 @@
+"""The class that an environment's target names: a module or a file, imported as its authors run it."""
+
+import ast
+import importlib
+import importlib.util
+import inspect
+import sys
+from pathlib import Path
+from types import ModuleType
+
+from atroposlib.envs.base import BaseEnv
+
+from recipe.atropos.errors import AtroposError
+
+
+class EnvironmentTargetError(AtroposError, ValueError):
+    """A target that names no environment; the message says why, and what to give instead."""
+
+
+def load_environment(target: str) -> type[BaseEnv]:
+    """The class that ``MODULE:Class``, ``MODULE``, ``FILE.py:Class`` or ``FILE.py`` names.
+
+    Without a class, the one subclass of ``BaseEnv`` that the module itself defines and that is not abstract. A file is
+    imported as ``python FILE.py`` would, its folder first; where it has relative imports, or names one of its own
+    folders (``from environments.x import y``), as a part of that package. Modules of atroposlib that the installed one
+    lacks come from the checkout of Atropos that the file is in.
+
+    Raises:
+        EnvironmentTargetError: there is no such module, file or class, it is no ``BaseEnv``, or several could be meant.
+        ImportError and whatever else the module raises when it is imported.
+    """
+    place, _, name = target.partition(":")
+    module = _import_file(Path(place)) if place.endswith(".py") else _import_module(place, target)
+    if name:
+        found = getattr(module, name, None)
+        if not (isinstance(found, type) and issubclass(found, BaseEnv)):
+            raise EnvironmentTargetError(f"{target}: {place} has no class {name} that derives from BaseEnv")
+        if inspect.isabstract(found):
+            lacking = ", ".join(sorted(found.__abstractmethods__))
+            raise EnvironmentTargetError(f"{target}: {name} is no whole environment: it lacks {lacking}")
+        return found
+    own = [
+        value
+        for value in vars(module).values()
+        if isinstance(value, type) and issubclass(value, BaseEnv) and value.__module__ == module.__name__
+    ]
+    whole = [environment for environment in own if not inspect.isabstract(environment)]
+    if len(whole) != 1:
+        names = ", ".join(dict.fromkeys(environment.__name__ for environment in whole)) or "none"
+        raise EnvironmentTargetError(f"{target}: give {place}:CLASS; environments that it defines: {names}")
+    return whole[0]
+
+
+def _import_module(name: str, target: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name and (name == error.name or name.startswith(f"{error.name}.")):
+            raise EnvironmentTargetError(
+                f"{target}: no module {error.name}; put its folder on PYTHONPATH, or give the path of a .py file"
+            ) from error
+        raise
+
+
+def _import_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise EnvironmentTargetError(f"{path}: no such file")
+    path = path.resolve()
+    for name, module in list(sys.modules.items()):
+        if name != "__main__" and getattr(module, "__file__", None) == str(path):
+            return module
+    _first_on_path(path.parent)
+    levels = _levels_of_relative_imports(path)
+    while True:
+        try:
+            return _import_in_package(path, levels) if levels else _import_script(path)
+        except ModuleNotFoundError as error:
+            if _found_in_checkout(path, error.name or ""):
+                continue
+            top = (error.name or "").partition(".")[0]
+            above = next((folder.parent for folder in path.parents if folder.name == top), None)
+            if above is None or str(above) in sys.path:
+                raise
+            sys.path.append(str(above))
+
+
+def _found_in_checkout(path: Path, name: str) -> bool:
+    """Whether the checkout around ``path`` has the module ``name`` of atroposlib that is not installed; it is added."""
+    package, _, module = name.rpartition(".")
+    for folder in path.parents if package.split(".")[0] == "atroposlib" else ():
+        own = folder.joinpath(*package.split("."))
+        places = importlib.import_module(package).__path__
+        if (own / f"{module}.py").is_file() and str(own) not in places:
+            places.append(str(own))
+            return True
+    return False
+
+
+def _first_on_path(folder: Path) -> None:
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+
+def _levels_of_relative_imports(path: Path) -> int:
+    """The most dots of any ``from ...x import y`` in a file; 0 where all its imports are absolute."""
+    tree = ast.parse(path.read_bytes(), filename=str(path))
+    return max((node.level for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)), default=0)
+
+
+def _import_script(path: Path) -> ModuleType:
+    name = path.stem if path.stem not in sys.modules else f"{path.stem}_{abs(hash(path)):x}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _import_in_package(path: Path, levels: int) -> ModuleType:
+    root = path.parents[levels]
+    while (root / "__init__.py").is_file():
+        root = root.parent
+    _first_on_path(root)
+    name = ".".join(path.relative_to(root).with_suffix("").parts)
+    module = importlib.import_module(name)
+    if getattr(module, "__file__", None) != str(path):
+        raise EnvironmentTargetError(
+            f"{path}: it has relative imports, so it is imported as {name}, but Python finds {module.__file__} by that "
+            f"name; rename the folder {path.parent}"
+        )
+    return module
