@@ -30,7 +30,7 @@ from recipe.atropos.inference.server import LaunchError, default_sglang_python
 from recipe.atropos.launch_services import load_config
 from recipe.atropos.launcher.gpu_environment import check_gpu_environment
 from recipe.atropos.launcher.short_run import short_run
-from recipe.atropos.utils.device import visible_gpus
+from recipe.atropos.utils.gpus import visible_gpus
 from recipe.atropos.utils.machine import MemoryWatch, this_machine, versions_in
 from recipe.atropos.verl_ext.attention import set_attention
 

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from recipe.atropos.utils import device
+from recipe.atropos.utils import gpus as device
 
 VARIABLES = ("VERL_PLATFORM", "CUDA_VISIBLE_DEVICES", "RAY_ADDRESS")
 

@@ -24,7 +24,7 @@ from recipe.atropos.inference.server import SGLangLaunch, start_sglang
 from recipe.atropos.launcher.lora_arguments import lora_arguments
 from recipe.atropos.utils.process import free_port, start_service
 from recipe.atropos.weight_sync.servers import WeightPushError
-from recipe.atropos.weight_sync.transports.lora import AdapterTransport
+from recipe.atropos.weight_sync.transports.lora_adapter import AdapterTransport
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
 

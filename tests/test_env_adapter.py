@@ -16,10 +16,10 @@ from recipe.atropos.adapter import reporting
 from recipe.atropos.adapter.checked import Refused, check_rows, checked
 from recipe.atropos.adapter.cli import adapt
 from recipe.atropos.adapter.compatibility import check_sizes
-from recipe.atropos.adapter.errors import EnvironmentFailure
 from recipe.atropos.adapter.flags import UsageError, check_flags, join_negative_values, take_flag
 from recipe.atropos.adapter.loading import EnvironmentTargetError, load_environment
 from recipe.atropos.adapter.reporting import EnvReport
+from recipe.atropos.errors import EnvironmentFailure
 
 SAID = "helpers_said_env:SaidEnv"
 WHOLE = """

@@ -26,9 +26,9 @@ from helpers_services import get, post, running_api
 from recipe.atropos.adapter import cli as env_adapter
 from recipe.atropos.adapter import durable, lifecycle, reporting
 from recipe.atropos.adapter.cli import adapt
-from recipe.atropos.adapter.errors import EnvironmentFailure
 from recipe.atropos.adapter.pace import VARIABLE
 from recipe.atropos.adapter.sampled import SampledTokens
+from recipe.atropos.errors import EnvironmentFailure
 from recipe.atropos.run_dir import read_lines
 from recipe.atropos.utils.process import free_port, start_service
 

@@ -212,7 +212,7 @@ def test_placement_flags_of_one_meaning_are_taken_once(first):
 
 def test_placement_gives_both_sides_the_same_nccl(monkeypatch):
     """NCCL joins no two processes that differ in these; SGLang sets them where they are unset, verl does not."""
-    from recipe.atropos.utils.device import platform_variables
+    from recipe.atropos.utils.gpus import platform_variables
 
     config = load_config(["actor_rollout_ref.model.path=m", "trainer.device=cuda"])
     names = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE")

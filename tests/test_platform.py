@@ -13,8 +13,8 @@ from helpers_gpu import VARIABLES
 from recipe.atropos.config.compose import load_config
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.inference.server import SGLangLaunch, sglang_command, uses_gpu
-from recipe.atropos.utils import device
-from recipe.atropos.utils.device import device_of, platform_variables, visible_gpus
+from recipe.atropos.utils import gpus as device
+from recipe.atropos.utils.gpus import device_of, platform_variables, visible_gpus
 
 NCCL = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
 NVIDIA = {"VERL_PLATFORM": "nvidia", **NCCL}
@@ -89,7 +89,7 @@ def test_server_on_a_cpu_leaves_the_gpus_alone(machine):
 
 
 CODE = "import verl; from verl.plugin.platform import get_platform; print('platform', get_platform().device_name)"
-DRIVER = "import recipe.atropos.utils.device as device; device.driver_gpus = lambda: 1; "
+DRIVER = "import recipe.atropos.utils.gpus as device; device.driver_gpus = lambda: 1; "
 
 
 def platform(code=CODE, **environment):

@@ -30,12 +30,12 @@ from helpers_trainer import model_vocab, random_group
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipe.atropos.adapter.cli import adapt
-from recipe.atropos.adapter.errors import EnvironmentFailure
 from recipe.atropos.adapter.sampled_book import trained_spans
 from recipe.atropos.adapter.teacher import likeliest
 from recipe.atropos.data.data_proto import groups_to_data_proto
 from recipe.atropos.data.rows import RowLimits
 from recipe.atropos.demo.small_policy import Recipe, make_small_policy
+from recipe.atropos.errors import EnvironmentFailure
 from recipe.atropos.utils.process import start_service
 
 V, BATCH, SIZE = 40, 8, 4

@@ -19,13 +19,13 @@ from transformers import AutoTokenizer
 from recipe.atropos.adapter import reward_bridge
 from recipe.atropos.adapter.checked import Checked
 from recipe.atropos.adapter.cli import adapt
-from recipe.atropos.adapter.errors import EnvironmentFailure
 from recipe.atropos.adapter.reporting import VARIABLE, Reporting
 from recipe.atropos.adapter.reward_bridge import (
     RewardBridgeError,
     parse_bridge,
 )
 from recipe.atropos.adapter.shaping import shaped_by
+from recipe.atropos.errors import EnvironmentFailure
 from recipe.atropos.utils.process import start_service
 
 BLOCK = {

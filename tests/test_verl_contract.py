@@ -7,15 +7,12 @@ from pathlib import Path
 import pytest
 from verl.checkpoint_engine.base import CheckpointEngine as Engine
 from verl.single_controller.ray import base as ray_base
-from verl.workers import engine_workers
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
-from recipe.atropos.verl_ext import algorithm, batch, device, driver, ranks
+from recipe.atropos.verl_ext import algorithm, batch, device, driver, ranks, worker
 
 RECIPE = Path(batch.__file__).parents[1]
-MODULES = {module.__name__.rpartition(".")[2]: module for module in (algorithm, batch, device, driver, ranks)}
-# These attach to verl: they derive from its classes, or register with it.
-ATTACHED = ("verl_ext/engines.py", "fsdp_workers.py", "verl_ext/cpu_platform.py", "verl_ext/cpu_engine.py")
+MODULES = {module.__name__.rpartition(".")[2]: module for module in (algorithm, batch, device, driver, ranks, worker)}
 
 # How each is called: the number of positional arguments, and the names of the others.
 CALLS = {
@@ -61,6 +58,10 @@ CALLS = {
     "ranks.get_platform": (0, ()),
     "ranks.need_reference_policy": (1, ()),
     "ranks.sort_placement_group_by_node_ip": (1, ()),
+    "worker.aggressive_empty_cache": (0, ("force_sync",)),
+    "worker.initialize_global_process_group_ray": (0, ("backend",)),
+    "worker.make_nd_compute_dataproto_dispatch_fn": (0, ("mesh_name",)),
+    "worker.register": (0, ("dispatch_mode", "blocking")),
 }
 # What is used of the others, and of objects: attributes that must be there.
 ATTRIBUTES = {
@@ -75,7 +76,7 @@ ATTRIBUTES = {
     ranks.CheckpointEngineRegistry: ("register",),
     ranks.RayResourcePool: ("store", "get_placement_groups"),
     ranks.RayWorkerGroup: ("_bind_worker_method", "world_size", "workers", "execute_all"),
-    engine_workers.ActorRolloutRefWorker: (
+    worker.ActorRolloutRefWorker: (
         "_query_dispatch_info",
         "compute_log_prob",
         "compute_ref_log_prob",
@@ -85,7 +86,8 @@ ATTRIBUTES = {
         "load_checkpoint",
         "set_loss_fn",
     ),
-    engine_workers.TrainingWorker: ("train_batch",),
+    worker.Dispatch: ("ONE_TO_ALL",),
+    worker.TrainingWorker: ("train_batch",),
     FSDPEngineWithLMHead: ("_build_fsdp_module", "_build_lora_module", "_build_module", "get_per_tensor_param"),
 }
 
@@ -101,8 +103,7 @@ def test_verl_is_imported_in_one_package_alone():
                 if module.partition(".")[0] == "verl":
                     assert not module.startswith(("verl.experimental", "verl.trainer.ppo.ray_trainer")), name
                     found.setdefault(name, set()).add(module)
-    others = {name: modules for name, modules in found.items() if not name.startswith("verl_ext/")}
-    assert others.keys() == set(ATTACHED), others
+    assert {name.partition("/")[0] for name in found} == {"verl_ext"}, found
 
 
 def test_each_name_has_a_contract():

@@ -27,6 +27,10 @@ class NothingToTrain(AtroposError, RuntimeError):
     """What the environments send cannot be trained on; the message counts the reasons."""
 
 
+class EnvironmentFailure(AtroposError, RuntimeError):
+    """An environment cannot go on, and ends; the message says what was wrong, with its value, and what to do."""
+
+
 def expected_failure(error: BaseException) -> str | None:
     """What a user needs to know of ``error``; None: it is a defect, of which the traceback must be seen.
 

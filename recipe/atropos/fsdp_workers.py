@@ -11,16 +11,21 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 from tensordict import TensorDict
-from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
-from verl.utils import tensordict_utils as tu
-from verl.utils.device import get_device_id, get_device_name, get_torch_device
-from verl.utils.distributed import initialize_global_process_group_ray
-from verl.utils.memory_utils import aggressive_empty_cache
-from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
 import recipe.atropos.verl_ext.engines  # noqa: F401  (registers the engines for GPUs)
 from recipe.atropos.algorithm.losses import DistillationConfig, atropos_loss
 from recipe.atropos.utils.private_process import keep_rendezvous_on_loopback
+from recipe.atropos.verl_ext.batch import tensordict_utils as tu
+from recipe.atropos.verl_ext.device import get_device_id, get_device_name, get_torch_device
+from recipe.atropos.verl_ext.worker import (
+    ActorRolloutRefWorker,
+    Dispatch,
+    TrainingWorker,
+    aggressive_empty_cache,
+    initialize_global_process_group_ray,
+    make_nd_compute_dataproto_dispatch_fn,
+    register,
+)
 
 
 class AtroposTrainingWorker(TrainingWorker):

@@ -23,7 +23,7 @@ from recipe.atropos.errors import ConfigurationError, expected_failure, one_line
 from recipe.atropos.launcher.preflight import check_config, check_services
 from recipe.atropos.run_dir import DiskFull, RunDir
 from recipe.atropos.utils import scratch
-from recipe.atropos.utils.device import BUCKET_MEGABYTES, device_of, platform_variables
+from recipe.atropos.utils.gpus import BUCKET_MEGABYTES, device_of, platform_variables
 from recipe.atropos.utils.hosts import is_this_host, joins_cluster, loopback_variables
 from recipe.atropos.utils.private_process import take_secret_flags
 from recipe.atropos.verl_ext.attention import set_attention

@@ -8,8 +8,7 @@ from typing import Any
 
 import aiohttp
 
-from recipe.atropos.adapter.errors import EnvironmentFailure
-from recipe.atropos.errors import AtroposError
+from recipe.atropos.errors import AtroposError, EnvironmentFailure
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from atroposlib.envs.base import BaseEnv
 
 from recipe.atropos.adapter.checked import Checked
 from recipe.atropos.adapter.durable import Durable
-from recipe.atropos.adapter.evaluation import Evaluating
+from recipe.atropos.adapter.evaluate_metrics import Evaluating
 from recipe.atropos.adapter.flags import CommandLine, UsageError, take_flag
 from recipe.atropos.adapter.lifecycle import Lifecycle
 from recipe.atropos.adapter.loading import EnvironmentTargetError, load_environment

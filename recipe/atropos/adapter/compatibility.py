@@ -6,7 +6,7 @@ from typing import Any
 
 from atroposlib.envs.server_handling.sglang_server import SGLangServer
 
-from recipe.atropos.adapter.errors import EnvironmentFailure
+from recipe.atropos.errors import EnvironmentFailure
 from recipe.atropos.inference.client import InferenceError, SGLangClient
 
 _ANSWER = 10.0  # s for the server

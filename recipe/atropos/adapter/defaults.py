@@ -26,7 +26,7 @@ from urllib.parse import urlsplit
 
 from atroposlib.envs.base import APIServerConfig, BaseEnvConfig
 
-from recipe.atropos.adapter.errors import EnvironmentFailure
+from recipe.atropos.errors import EnvironmentFailure
 from recipe.atropos.utils.secret import API_KEY_VARIABLE
 
 _UNTIL_ENDED = 10**9

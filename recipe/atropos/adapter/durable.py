@@ -38,9 +38,9 @@ from tenacity import RetryError
 from recipe.atropos.adapter.api_client import ApiRefused, Patience, ask, compressed, refuses_connections
 from recipe.atropos.adapter.checked import Refused, check_rows, to_json
 from recipe.atropos.adapter.compatibility import check_sizes
-from recipe.atropos.adapter.errors import EnvironmentFailure
 from recipe.atropos.adapter.pace import GROUPS_VARIABLE
 from recipe.atropos.adapter.sampled_book import ITEM, Item
+from recipe.atropos.errors import EnvironmentFailure
 
 logger = logging.getLogger(__name__)
 

@@ -29,9 +29,8 @@ from atroposlib.utils.cli import extract_namespace, get_double_dash_flags
 from pydantic import ValidationError
 
 from recipe.atropos.adapter.defaults import WrongKey, complete
-from recipe.atropos.adapter.errors import EnvironmentFailure
 from recipe.atropos.adapter.lifecycle import TERMINATED, end_on_sigterm, end_process
-from recipe.atropos.errors import AtroposError
+from recipe.atropos.errors import AtroposError, EnvironmentFailure
 from recipe.atropos.utils.private_process import hide_in_output
 from recipe.atropos.utils.secret import API_KEY_VARIABLE
 

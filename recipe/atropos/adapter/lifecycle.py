@@ -23,7 +23,7 @@ import wandb
 from atroposlib.envs.server_handling.sglang_server import SGLangServer
 
 from recipe.atropos.adapter.compatibility import Unknown, check_tokenizer
-from recipe.atropos.adapter.errors import EnvironmentFailure
+from recipe.atropos.errors import EnvironmentFailure
 
 logger = logging.getLogger(__name__)
 

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 from atroposlib.envs import base
 
-from recipe.atropos.adapter.errors import EnvironmentFailure
 from recipe.atropos.adapter.reward_bridge import KEY, RewardBridge, RewardBridgeError
 from recipe.atropos.adapter.sampled_book import trained_spans
+from recipe.atropos.errors import EnvironmentFailure
 
 _GROUPS: ContextVar[list["_RecordedGroup"] | None] = ContextVar("groups", default=None)  # of the item in hand
 _ORIGINAL = base.ScoredDataGroup

@@ -21,7 +21,7 @@ from atroposlib.envs.base import APIServerConfig, ScoredDataGroup
 from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.envs.server_handling.sglang_server import SGLangServer
 
-from recipe.atropos.adapter.errors import EnvironmentFailure
+from recipe.atropos.errors import EnvironmentFailure
 from recipe.atropos.inference.client import SGLangClient
 
 TopK = tuple[list[list[int]], list[list[float]]]  # token ids and logprobs, [position][rank]

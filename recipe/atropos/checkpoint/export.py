@@ -98,7 +98,7 @@ class _Checkpoint:
         if self.adapted:
             from peft import LoraConfig, get_peft_model  # it takes seconds
 
-            from recipe.atropos.checkpoint.lora import adapted_layers, merged_weights
+            from recipe.atropos.checkpoint.lora_layers import adapted_layers, merged_weights
 
             settings = LoraConfig.from_pretrained(str(self._adapter_config.parent))
             settings.base_model_name_or_path = model.name_or_path  # it would warn of another

@@ -24,7 +24,7 @@ from recipe.atropos.config.compose import load_config
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.inference.server import SGLangLaunch
 from recipe.atropos.launcher.placement import COLOCATED_SHARE
-from recipe.atropos.utils.device import BUCKET_MEGABYTES, visible_gpus
+from recipe.atropos.utils.gpus import BUCKET_MEGABYTES, visible_gpus
 from recipe.atropos.utils.machine import nvidia_smi
 from recipe.atropos.verl_ext.device import PrecisionType
 

@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple, TypedDict
 
-from recipe.atropos.adapter.errors import EnvironmentFailure
+from recipe.atropos.errors import EnvironmentFailure
 
 Isolation = Literal["auto", "namespaces", "landlock", "none"]
 

@@ -10,7 +10,7 @@ import subprocess
 from pathlib import Path
 
 from recipe.atropos.errors import LaunchError
-from recipe.atropos.utils.device import without_expandable_segments
+from recipe.atropos.utils.gpus import without_expandable_segments
 from recipe.atropos.utils.machine import versions_in
 
 _PACKAGE = "torch-memory-saver"

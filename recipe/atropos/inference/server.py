@@ -21,7 +21,7 @@ from recipe.atropos.errors import LaunchError
 from recipe.atropos.inference.client import SGLangClient
 from recipe.atropos.inference.memory_saver import check_saver, saver_variables
 from recipe.atropos.utils import private_process
-from recipe.atropos.utils.device import nccl_variables, visible_gpus, without_gpus
+from recipe.atropos.utils.gpus import nccl_variables, visible_gpus, without_gpus
 from recipe.atropos.utils.process import Service, free_port, port_is_free, start_service, wait_until_healthy
 from recipe.atropos.utils.secret import secret_variables, split_secret_flags
 

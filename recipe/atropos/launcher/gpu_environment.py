@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.inference.server import default_sglang_python
-from recipe.atropos.utils.device import device_of
+from recipe.atropos.utils.gpus import device_of
 from recipe.atropos.utils.machine import nvidia_smi, versions_in
 
 # The oldest Linux driver of each CUDA major, by NVIDIA's "CUDA Toolkit Release Notes", minor version compatibility.

@@ -7,7 +7,7 @@ from omegaconf import DictConfig
 
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.inference.server import SGLangLaunch
-from recipe.atropos.utils.device import device_of, visible_gpus
+from recipe.atropos.utils.gpus import device_of, visible_gpus
 from recipe.atropos.utils.hosts import is_this_host, joins_cluster
 
 # Of a GPU, for a colocated server's weights and KV cache: SGLang's own choice, nearly all of it, would leave no room

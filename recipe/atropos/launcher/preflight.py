@@ -17,7 +17,7 @@ from recipe.atropos.config.schema import check_schema
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.inference.client import InferenceError, SGLangClient
 from recipe.atropos.inference.server import QUANTIZATION_FLAGS
-from recipe.atropos.utils.device import device_of
+from recipe.atropos.utils.gpus import device_of
 from recipe.atropos.verl_ext.attention import sequence_parallel
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from recipe.atropos.inference.server import SGLangLaunch, sglang_flags, start_sg
 from recipe.atropos.launcher.lora_arguments import lora_arguments
 from recipe.atropos.launcher.placement import COLOCATED_SHARE, on_gpus
 from recipe.atropos.launcher.services import Run
-from recipe.atropos.utils.device import device_of
+from recipe.atropos.utils.gpus import device_of
 from recipe.atropos.utils.hosts import reachable
 from recipe.atropos.utils.process import Service, default_port, free_port, wait_until_healthy
 from recipe.atropos.utils.secret import API_KEY_VARIABLE

@@ -12,7 +12,7 @@ from pathlib import Path
 from omegaconf import DictConfig, open_dict
 
 from recipe.atropos.errors import ConfigurationError
-from recipe.atropos.utils.device import device_of
+from recipe.atropos.utils.gpus import device_of
 
 KEY = "actor_rollout_ref.model.override_config.attn_implementation"
 FLASH = "flash_attention_2"

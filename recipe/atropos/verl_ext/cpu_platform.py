@@ -22,7 +22,7 @@ import torch
 from verl.plugin.platform.platform_base import PlatformBase
 from verl.plugin.platform.platform_manager import PlatformRegistry
 
-from recipe.atropos.utils.device import driver_gpus
+from recipe.atropos.utils.gpus import driver_gpus
 
 _RAY_VARIABLES = ("RAY_ADDRESS", "RAY_RAYLET_PID")  # of a driver that joins a cluster; of a worker
 

@@ -25,7 +25,7 @@ from recipe.atropos.weight_sync.served_model import check_model, served_path
 from recipe.atropos.weight_sync.servers import WeightPushError, on_all
 from recipe.atropos.weight_sync.transports.disk import DiskTransport
 from recipe.atropos.weight_sync.transports.distributed import DistributedTransport
-from recipe.atropos.weight_sync.transports.lora import AdapterTransport
+from recipe.atropos.weight_sync.transports.lora_adapter import AdapterTransport
 from recipe.atropos.weight_sync.transports.tensor import TensorTransport
 
 logger = logging.getLogger(__name__)

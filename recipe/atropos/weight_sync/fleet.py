@@ -26,7 +26,7 @@ from recipe.atropos.inference.gateway_client import GatewayClient
 from recipe.atropos.verl_ext.ranks import RayWorkerGroup
 from recipe.atropos.weight_sync.manager import WeightSyncManager
 from recipe.atropos.weight_sync.servers import WeightPushError
-from recipe.atropos.weight_sync.transports.lora import adapter_name
+from recipe.atropos.weight_sync.transports.lora_adapter import adapter_name
 
 logger = logging.getLogger(__name__)
 

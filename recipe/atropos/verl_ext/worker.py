@@ -1,0 +1,16 @@
+"""verl's workers, and how their methods are called from the driver."""
+
+from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from verl.utils.distributed import initialize_global_process_group_ray
+from verl.utils.memory_utils import aggressive_empty_cache
+from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
+
+__all__ = [
+    "ActorRolloutRefWorker",
+    "Dispatch",
+    "TrainingWorker",
+    "aggressive_empty_cache",
+    "initialize_global_process_group_ray",
+    "make_nd_compute_dataproto_dispatch_fn",
+    "register",
+]

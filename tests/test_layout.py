@@ -1,0 +1,67 @@
+"""Imports go one way: from the entry points down to the leaves."""
+
+import ast
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+import recipe.atropos
+
+RECIPE = Path(recipe.atropos.__file__).parent
+# From the bottom to the top; a module may import from its own layer and those before it.
+LAYERS = (
+    ("errors",),
+    ("utils",),
+    ("run_dir", "run_record", "evaluated"),
+    ("config",),
+    ("checkpoint",),
+    ("verl_ext",),
+    ("data_source",),
+    ("data",),
+    ("algorithm",),
+    ("inference",),
+    ("adapter",),
+    ("environments",),
+    ("gem",),
+    ("demo",),
+    ("weight_sync",),
+    ("fsdp_workers", "workers"),
+    ("launcher",),
+    ("ray_trainer", "main", "launch_services", "commands"),
+    ("utils.debug", "utils.env_adapter"),  # entry points, where their users were promised them
+)
+PLACES = {name: number for number, layer in enumerate(LAYERS) for name in layer}
+MODULES = {
+    ".".join(path.relative_to(RECIPE).with_suffix("").parts): path
+    for path in RECIPE.rglob("*.py")
+    if path.name not in ("__init__.py", "sitecustomize.py")
+}
+
+
+def layer_of(module):
+    return PLACES[module] if module in PLACES else PLACES[module.partition(".")[0]]
+
+
+def imported_by(path):
+    """Modules of the recipe, wherever in the file they are imported."""
+    prefix = "recipe.atropos."
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.removeprefix(prefix) for alias in node.names if alias.name.startswith(prefix))
+        elif isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith(prefix):
+            base = f"{node.module}."[len(prefix) :]
+            for alias in node.names:
+                whole = base + alias.name
+                yield whole if whole in MODULES or not base else base[:-1]
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_module_imports_no_layer_above_its_own(module):
+    above = [name for name in imported_by(MODULES[module]) if layer_of(name) > layer_of(module)]
+    assert not above
+
+
+def test_no_two_files_have_one_name():
+    counts = Counter(path.name for path in MODULES.values())
+    assert set(counts.values()) == {1}, counts.most_common(3)
