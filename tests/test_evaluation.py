@@ -137,8 +137,12 @@ def test_numbers_of_numpy_are_kept(tmp_path, model_path):
 @pytest.mark.parametrize(
     ("metrics", "main", "text"),
     [
-        ({"eval/total": 8, "eval/percent_correct": 0.25}, "eval/percent_correct", "25.0% of 8 problems right, greedy"),
-        ({"eval/reward": 1.5, "eval/length": 7}, "eval/reward", "eval/reward 1.5, greedy"),
+        (
+            {"eval/total": 8, "eval/percent_correct": 0.25},
+            "eval/percent_correct",
+            "held-out accuracy 25.0% (8 problems, greedy)",
+        ),
+        ({"eval/reward": 1.5, "eval/length": 7}, "eval/reward", "eval/reward 1.5 (greedy)"),
         ({}, None, "evaluate reports nothing: not evaluated any more"),
     ],
 )

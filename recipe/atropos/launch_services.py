@@ -495,8 +495,8 @@ async def watch(
                 on_step()
                 console.print(
                     f"[bold]step {seen:>4}/{total}[/] score {scores_of(line)}  "
-                    f"rows {line['atropos/rows']:.0f}  {line['timing_s/step']:.1f} s, of them waiting "
-                    f"{line['phase_s/wait']:.1f}  version {line['atropos/policy_version']}{_alarms(line)}",
+                    f"rows {line['atropos/rows']:.0f}  {line['timing_s/step']:.1f} s "
+                    f"(wait {line['phase_s/wait']:.1f} s)  version {line['atropos/policy_version']}{_alarms(line)}",
                     soft_wrap=True,
                 )
                 _report_new_alarms(run.config, line, reported)

@@ -71,8 +71,9 @@ class Evaluation:
         if self.main is None:
             return "evaluate reports nothing: not evaluated any more"
         value = self.metrics[self.main]
-        what = f"{value:.1%} of {self.total or '?'} problems right" if self.is_accuracy else f"{self.main} {value:.4g}"
-        return f"{what}{', greedy' if self.greedy else ''}"
+        what = f"held-out accuracy {value:.1%}" if self.is_accuracy else f"{self.main} {value:.4g}"
+        details = [*([f"{self.total} problems"] if self.total else []), *(["greedy"] if self.greedy else [])]
+        return f"{what} ({', '.join(details)})" if details else what
 
 
 class Evaluations:
@@ -132,7 +133,7 @@ class Evaluations:
         try:
             await self._all(version)
         except ServiceFailed as failure:
-            console.print(f"[bold red]heldout[/] version {version}: {escape(str(failure))}", soft_wrap=True)
+            console.print(f"[bold red]eval[/]    version {version}: {escape(str(failure))}", soft_wrap=True)
         self._say(version)
 
     async def end(self) -> None:
@@ -180,7 +181,7 @@ class Evaluations:
                 failure = {"step": version, "version": version, "env": spec.name, "error": str(result)}
                 append_line(self._path, failure)
                 if spec.service in self._run.given_up:
-                    console.print(f"[bold red]heldout[/] version {version}: {escape(str(result))}", soft_wrap=True)
+                    console.print(f"[bold red]eval[/]    version {version}: {escape(str(result))}", soft_wrap=True)
                     continue
             if isinstance(result, BaseException):
                 failures.append(result)
@@ -194,7 +195,7 @@ class Evaluations:
         found = await self._evaluate(spec, version, folder)
         append_line(self._path, found.line())
         whose = f"{spec.name} " if self._several else ""
-        console.print(f"[bold]heldout[/] {whose}{found.text()}, version {version}", soft_wrap=True)
+        console.print(f"[bold]eval[/]    {whose}{found.text()}, version {version}", soft_wrap=True)
         if not found.metrics:
             del self._specs[spec.name]
         update_summary(self._run.directory, heldout_summary(self._run.directory, self._several))

@@ -127,7 +127,7 @@ class Joining:
         others = [_for_others(self._api_url, config.api.host), _for_others(self._gateway, config.inference.host)]
         console.print(f"[bold]join[/]    {escape(how_to_join(config, *others, key))}", soft_wrap=True)
         console.print(
-            "[bold]heldout[/] this run starts no environment, so it evaluates nothing: one that joins does so by "
+            "[bold]eval[/]    this run starts no environment, so it evaluates nothing: one that joins does so by "
             "itself, every --env.steps_per_eval steps, and reports where it logs",
             soft_wrap=True,
         )
