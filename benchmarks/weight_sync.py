@@ -7,7 +7,7 @@ transport, and each is set against a floor, measured in the same run on the same
 - distributed: a bare gloo broadcast of as many bytes between two processes, in buckets of the same size;
 - disk: a bare safetensors write, and a read.
 
-Rounds of pushes and floors alternate, so that both meet the same neighbours on shared cores. ``memory`` is what the
+Rounds of pushes and floors alternate, so that both meet the same neighbors on shared cores. ``memory`` is what the
 pushing process had more than before at its peak, in buckets; ``stood still`` the share of a push in which generation
 was paused.
 """

@@ -13,9 +13,9 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import BPE
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from recipe.atropos.adapter.completion_cache import trained_spans
 from recipe.atropos.adapter.reporting import Reporting
 from recipe.atropos.adapter.sampled import SampledTokens
-from recipe.atropos.adapter.sampled_book import trained_spans
 from recipe.atropos.adapter.weight_versions import WeightVersions
 from recipe.atropos.demo.random_models import CHAT_TEMPLATE, SPECIAL_TOKENS
 

@@ -236,14 +236,14 @@ def test_a_server_that_comes_has_the_adapter_before_its_first_request(story, tra
     def seen(name):
         return next(server for server in word.status()["servers"] if server["url"] == servers.urls[name])
 
-    assert manager.ensure_current(2) == {"weight_sync/servers_out": 1}
+    assert manager.ensure_current(2) == {"weight_sync/servers_removed": 1}
     servers.start("b")
     deadline = time.monotonic() + 200
-    while "weight_sync/servers_back" not in (metrics := manager.ensure_current(2)):
+    while "weight_sync/servers_readmitted" not in (metrics := manager.ensure_current(2)):
         assert seen("b")["requests"] == 0 and seen("b")["state"] != "admitted"
         assert time.monotonic() < deadline
         time.sleep(0.2)
-    assert metrics["weight_sync/servers_back"] == 1 and word.knows(2, list(manager.fleet.urls), story.names[2])
+    assert metrics["weight_sync/servers_readmitted"] == 1 and word.knows(2, list(manager.fleet.urls), story.names[2])
     for _ in range(4):
         assert call(servers.gateway, greedy)["output_ids"] == story.greedy[2][0]["output_ids"]
     assert seen("b")["requests"] == 4, "whoever has had the fewest is next"

@@ -19,8 +19,8 @@ from helpers_sglang import running_sglang
 from helpers_trainer import close, compose_config, model_vocab
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from recipe.atropos.adapter.completion_cache import trained_spans, versions_of
 from recipe.atropos.adapter.pace import VARIABLE
-from recipe.atropos.adapter.sampled_book import trained_spans, versions_of
 from recipe.atropos.data.replay import read_batch
 from recipe.atropos.demo.calculator_policy import CalculatorRecipe, demonstration
 from recipe.atropos.demo.small_policy import make_small_policy

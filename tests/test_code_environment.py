@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from recipe.atropos.adapter.cli import adapt
-from recipe.atropos.adapter.sampled_book import trained_spans
+from recipe.atropos.adapter.completion_cache import trained_spans
 from recipe.atropos.demo.code_policy import CodeRecipe, program
 from recipe.atropos.environments.code import CodeEnv
 from recipe.atropos.environments.code_problems import SYNTHETIC, generate, job, load_problems, read_problem

@@ -13,8 +13,8 @@ from helpers_sampled import END, I, Scripted, chat, ids_of, make, make_drifting_
 from openai.types.completion import Completion
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from recipe.atropos.adapter.completion_cache import ITEM, CompletionCache, Item, Piece, key_of, keys_of
 from recipe.atropos.adapter.sampled import SampledTokens, group_of, restore
-from recipe.atropos.adapter.sampled_book import ITEM, Book, Item, Piece, key_of, keys_of
 from recipe.atropos.adapter.sampled_calls import sampling_params
 from recipe.atropos.inference.client import InferenceError
 
@@ -30,66 +30,68 @@ def tokenizer(model_path):
 
 
 @pytest.fixture
-def book(tokenizer):
+def cache(tokenizer):
     ITEM.set(Item())
-    return Book(tokenizer)
+    return CompletionCache(tokenizer)
 
 
-def sampled(book, prompt, *parts, text=None, first=-0.5):
-    tokens = ids_of(book.tokenizer, *parts)
+def sampled(cache, prompt, *parts, text=None, first=-0.5):
+    tokens = ids_of(cache.tokenizer, *parts)
     logprobs = [first - 0.01 * i for i in range(len(tokens))]
-    return book.add(np.array(prompt, np.int32), tokens, logprobs, text)
+    return cache.add(np.array(prompt, np.int32), tokens, logprobs, text)
 
 
-def test_the_prompt_of_a_later_turn_has_the_tokens_of_the_earlier_ones(book, tokenizer):
+def test_the_prompt_of_a_later_turn_has_the_tokens_of_the_earlier_ones(cache, tokenizer):
     prompt = chat(tokenizer, "go")
-    one = sampled(book, prompt, "a", "b", "c ", END)  # the text "abc " would be encoded as "ab", "c", " "
-    second = book.exact(chat(tokenizer, "go", "abc", "next"))
+    one = sampled(cache, prompt, "a", "b", "c ", END)  # the text "abc " would be encoded as "ab", "c", " "
+    second = cache.restore_sampled(chat(tokenizer, "go", "abc", "next"))
     assert second == ids_of(tokenizer, *prompt, *one.tokens.tolist(), "\n<|im_start|>user\nnext<|im_end|>\n") + ids_of(
         tokenizer, "<|im_start|>assistant\n"
     )
-    two = sampled(book, second, "d", "e", END)
-    third = book.exact(chat(tokenizer, "go", "abc", "next", "de", "last"))
+    two = sampled(cache, second, "d", "e", END)
+    third = cache.restore_sampled(chat(tokenizer, "go", "abc", "next", "de", "last"))
     assert third[: len(second) + 3] == second + two.tokens.tolist()
 
 
-def test_a_longer_reply_is_not_taken_for_a_shorter_one_that_it_begins_with(book, tokenizer):
+def test_a_longer_reply_is_not_taken_for_a_shorter_one_that_it_begins_with(cache, tokenizer):
     prompt = ids_of(tokenizer, "Q:")
-    sampled(book, prompt, "a")
-    longer = sampled(book, prompt, "a", "ba", "b")
-    assert book.exact(ids_of(tokenizer, "Q:", "abab so")) == prompt + longer.tokens.tolist() + ids_of(tokenizer, " so")
+    sampled(cache, prompt, "a")
+    longer = sampled(cache, prompt, "a", "ba", "b")
+    assert cache.restore_sampled(ids_of(tokenizer, "Q:", "abab so")) == prompt + longer.tokens.tolist() + ids_of(
+        tokenizer, " so"
+    )
 
 
 @pytest.mark.parametrize("last", [[END], []], ids=["ended", "cut at a length"])
-def test_several_replies_within_one_turn_are_all_found(last, book, tokenizer):
+def test_several_replies_within_one_turn_are_all_found(last, cache, tokenizer):
     """Also where the posted text has one token for the end of a reply and what the environment puts behind it."""
     prompt, counts = chat(tokenizer, "go"), Counter()
-    one = sampled(book, prompt, "b", "a", END)
-    second = book.exact(ids_of(tokenizer, *prompt, "baa-"))
-    two = sampled(book, second, "c", "d", *last)
+    one = sampled(cache, prompt, "b", "a", END)
+    second = cache.restore_sampled(ids_of(tokenizer, *prompt, "baa-"))
+    two = sampled(cache, second, "c", "d", *last)
     assert second == prompt + [*ids_of(tokenizer, "b", "a", "a", "-")]
     posted = chat(tokenizer, "go", "baa-cd", add_generation_prompt=False)
     masks = [I] * len(prompt) + posted[len(prompt) :]
-    row = restore(book, posted, masks, None, {}, lambda name: counts.update([name]))
+    row = restore(cache, posted, masks, None, {}, lambda name: counts.update([name]))
     assert row.tokens == second + two.tokens.tolist() + ids_of(tokenizer, *([] if last else [END]), "\n")
     assert [m for m in row.masks if m != I] == one.tokens.tolist()[:-1] + two.tokens.tolist()
     assert counts == {"retokenized": 2, "not_sampled": 1}
     values = {"advantages": [2.0] * len(posted)}
-    row = restore(book, posted, masks, None, values, lambda name: counts.update([name]))
+    row = restore(cache, posted, masks, None, values, lambda name: counts.update([name]))
     assert counts["not_aligned"] == (not last)  # without an end, none of its tokens has a place in the posted ones
     trained = [value for value, mask in zip(row.values["advantages"], row.masks, strict=True) if mask != I]
     assert set(trained) == {2.0} and len(row.tokens) == len(row.logprobs) == len(row.masks)
 
 
-def test_of_two_replies_with_one_text_prompts_and_posted_sequences_have_the_same(book, tokenizer):
+def test_of_two_replies_with_one_text_prompts_and_posted_sequences_have_the_same(cache, tokenizer):
     prompt = chat(tokenizer, "go")
-    sampled(book, prompt, "a", "bc", END)
-    sampled(book, prompt, "a", "b", "c", END)
-    second = book.exact(chat(tokenizer, "go", "abc", "next"))
-    last = sampled(book, second, "d", END)
+    sampled(cache, prompt, "a", "bc", END)
+    sampled(cache, prompt, "a", "b", "c", END)
+    second = cache.restore_sampled(chat(tokenizer, "go", "abc", "next"))
+    last = sampled(cache, second, "d", END)
     posted = chat(tokenizer, "go", "abc", "next", "d", add_generation_prompt=False)
     for _ in range(2):  # also once the first was posted
-        pieces = list(book.pieces(posted, posted))
+        pieces = list(cache.pieces(posted, posted))
         assert [token for piece in pieces for token in piece.tokens][: len(second)] == second
         assert last in [piece.completion for piece in pieces] and all(piece.context for piece in pieces)
         for piece in pieces:
@@ -97,40 +99,42 @@ def test_of_two_replies_with_one_text_prompts_and_posted_sequences_have_the_same
                 piece.completion.posted += 1
 
 
-def test_replies_of_one_text_are_each_posted_once(book, tokenizer):
+def test_replies_of_one_text_are_each_posted_once(cache, tokenizer):
     prompt = chat(tokenizer, "go")
-    ways = [sampled(book, prompt, *way, END) for way in (("a", "b", "c"), ("a", "bc"))]
+    ways = [sampled(cache, prompt, *way, END) for way in (("a", "b", "c"), ("a", "bc"))]
     posted = chat(tokenizer, "go", "abc", add_generation_prompt=False)
-    found = [restore(book, posted, [I] * len(prompt) + posted[len(prompt) :], None, {}, Counter().update) for _ in ways]
+    found = [
+        restore(cache, posted, [I] * len(prompt) + posted[len(prompt) :], None, {}, Counter().update) for _ in ways
+    ]
     tokens = [row.tokens[len(prompt) : len(prompt) + len(way.tokens)] for row, way in zip(found, ways, strict=True)]
     assert tokens == [way.tokens.tolist() for way in ways]
 
 
-def test_sampled_replies_of_same_tokens_match_by_logprobs(book, tokenizer):
+def test_sampled_replies_of_same_tokens_match_by_logprobs(cache, tokenizer):
     """As where temperatures differ: whichever was sampled first, or has been posted."""
     prompt = chat(tokenizer, "go")
-    replies = {first: sampled(book, prompt, "ab", END, first=first) for first in (-0.1, -0.2, -0.3)}
+    replies = {first: sampled(cache, prompt, "ab", END, first=first) for first in (-0.1, -0.2, -0.3)}
     replies[-0.1].continued = True
     posted = chat(tokenizer, "go", "ab", add_generation_prompt=False)
     masks = [I] * len(prompt) + posted[len(prompt) :]
     for first in (-0.3, -0.1, -0.2, -0.3):
         given = [1.0] * len(prompt) + replies[first].logprobs.tolist() + [1.0]
-        (piece,) = [piece for piece in book.trace(posted, given) if piece.completion]
+        (piece,) = [piece for piece in cache.trace(posted, given) if piece.completion]
         assert piece.completion is replies[first]
         counts = Counter()
-        row = restore(book, posted, masks, given, {}, lambda name: counts.update([name]))  # noqa: B023
+        row = restore(cache, posted, masks, given, {}, lambda name: counts.update([name]))  # noqa: B023
         assert row.logprobs[len(prompt)] == first and not counts["other_logprobs"]
 
 
-def test_of_replies_to_the_same_prompt_those_of_the_same_item_are_taken(book, tokenizer):
+def test_of_replies_to_the_same_prompt_those_of_the_same_item_are_taken(cache, tokenizer):
     prompt = chat(tokenizer, "go")
-    sampled(book, prompt, "ab", END, first=-0.1)
+    sampled(cache, prompt, "ab", END, first=-0.1)
     ITEM.set(Item())
-    sampled(book, prompt, "ab", END, first=-0.2)
-    sampled_later = book.exact(chat(tokenizer, "go", "ab", "next"))
+    sampled(cache, prompt, "ab", END, first=-0.2)
+    sampled_later = cache.restore_sampled(chat(tokenizer, "go", "ab", "next"))
     assert sampled_later
     posted = chat(tokenizer, "go", "ab", add_generation_prompt=False)
-    row = restore(book, posted, [I] * len(prompt) + posted[len(prompt) :], None, {}, Counter().update)
+    row = restore(cache, posted, [I] * len(prompt) + posted[len(prompt) :], None, {}, Counter().update)
     assert row.logprobs[len(prompt)] == -0.2
 
 
@@ -139,7 +143,7 @@ def test_items_in_flight_together_post_each_their_own_replies(model_path):
         async def collect_trajectories(self, item):
             prompt = chat(self.tokenizer, "go")
             for _ in range(self.config.group_size):
-                sampled(self._book, prompt, "ab", END, first=item)
+                sampled(self._cache, prompt, "ab", END, first=item)
             self.sampled = getattr(self, "sampled", 0) + 1
             while self.sampled < 3:
                 await asyncio.sleep(0)
@@ -172,13 +176,15 @@ def test_items_in_flight_together_post_each_their_own_replies(model_path):
         ("ba de", None),  # changed
     ],
 )
-def test_what_an_environment_does_to_a_reply(posted, trained, book, tokenizer):
+def test_what_an_environment_does_to_a_reply(posted, trained, cache, tokenizer):
     prompt = chat(tokenizer, "go")
     way = ("ab",) if posted == "ab" else ("a", "b")
-    sampled(book, prompt, *way, " ", "d", "e", END)
+    sampled(cache, prompt, *way, " ", "d", "e", END)
     tokens = chat(tokenizer, "go", posted, add_generation_prompt=False)
     counts = Counter()
-    row = restore(book, tokens, [I] * len(prompt) + tokens[len(prompt) :], None, {}, lambda name: counts.update([name]))
+    row = restore(
+        cache, tokens, [I] * len(prompt) + tokens[len(prompt) :], None, {}, lambda name: counts.update([name])
+    )
     if posted == "ab":
         trained = ["ab"]
     assert [m for m in row.masks if m != I] == ids_of(tokenizer, *(trained or []))
@@ -189,43 +195,43 @@ def test_what_an_environment_does_to_a_reply(posted, trained, book, tokenizer):
     assert (END, END) not in set(itertools.pairwise(row.tokens))
 
 
-def test_promises_reply_with_other_white_space_is_found(book, tokenizer):
+def test_promises_reply_with_other_white_space_is_found(cache, tokenizer):
     """As where an environment writes the JSON of a tool call anew, in its next prompt and in what it posts."""
     prompt = chat(tokenizer, "go")
-    one = sampled(book, prompt, "a", " ", "b", " ", "c", END)
-    other = sampled(book, prompt, "a", "b", "c", END)
+    one = sampled(cache, prompt, "a", " ", "b", " ", "c", END)
+    other = sampled(cache, prompt, "a", "b", "c", END)
     for written, reply in (("a b\nc", one), ("abc", other), ("ab c", one)):
-        second = book.exact(chat(tokenizer, "go", written, "next"))
+        second = cache.restore_sampled(chat(tokenizer, "go", written, "next"))
         assert second[: len(prompt) + len(reply.tokens)] == prompt + reply.tokens.tolist(), written
         tokens = chat(tokenizer, "go", written, add_generation_prompt=False)
         trained = [I] * len(prompt) + tokens[len(prompt) :]
         advantages = {"advantages": [0.0] * len(prompt) + [0.5] * (len(tokens) - len(prompt))}
-        row = restore(book, tokens, trained, None, advantages, lambda name: None)
+        row = restore(cache, tokens, trained, None, advantages, lambda name: None)
         assert [m for m in row.masks if m != I] == reply.tokens.tolist()
         assert [v for v, m in zip(row.values["advantages"], row.masks, strict=True) if m != I] == [0.5] * len(
             reply.tokens
         )
-    assert book.exact(chat(tokenizer, "go", "acb", "next")) == chat(tokenizer, "go", "acb", "next")
+    assert cache.restore_sampled(chat(tokenizer, "go", "acb", "next")) == chat(tokenizer, "go", "acb", "next")
 
 
-def test_an_answer_that_the_environment_began_is_trained_on_from_where_it_was_sampled(book, tokenizer):
+def test_an_answer_that_the_environment_began_is_trained_on_from_where_it_was_sampled(cache, tokenizer):
     started = ids_of(tokenizer, *chat(tokenizer, "go"), "<x>")
-    sampled(book, started, "a", "b", END)
+    sampled(cache, started, "a", "b", END)
     posted = chat(tokenizer, "go", "<x>ab", add_generation_prompt=False)
     begin = len(started) - 3
-    row = restore(book, posted, [I] * begin + posted[begin:], None, {}, Counter().update)
+    row = restore(cache, posted, [I] * begin + posted[begin:], None, {}, Counter().update)
     assert row.masks == [I] * len(started) + ids_of(tokenizer, "a", "b", END) + [I]
 
 
 @pytest.mark.parametrize(("first", "last"), [("<x>", ""), ("", "<y>")])
-def test_a_reply_with_text_beside_it_is_found_in_another_context_too(first, last, book, tokenizer):
+def test_a_reply_with_text_beside_it_is_found_in_another_context_too(first, last, cache, tokenizer):
     """As by environments that render the prompt without the beginning of the answer."""
     prompt, counts = ids_of(tokenizer, "unlike the template"), Counter()
-    reply = sampled(book, prompt, "a", "b", "ab", "c", END)
+    reply = sampled(cache, prompt, "a", "b", "ab", "c", END)
     posted = chat(tokenizer, "go", f"{first}ababc{last}", add_generation_prompt=False)
     begin = len(chat(tokenizer, "go"))
-    assert all(piece.tokens for piece in book.pieces(posted, [I] * begin + posted[begin:]))
-    row = restore(book, posted, [I] * begin + posted[begin:], None, {}, lambda name: counts.update([name]))
+    assert all(piece.tokens for piece in cache.pieces(posted, [I] * begin + posted[begin:]))
+    row = restore(cache, posted, [I] * begin + posted[begin:], None, {}, lambda name: counts.update([name]))
     kept = reply.tokens.tolist() if first else reply.tokens.tolist()[:-1]
     assert row.tokens == prompt + kept + tokenizer.encode(f"{last}<|im_end|>\n" if last else "\n")
     assert [m for m in row.masks if m != I] == kept
@@ -233,14 +239,14 @@ def test_a_reply_with_text_beside_it_is_found_in_another_context_too(first, last
 
 
 @pytest.mark.parametrize("before", ["", "another prompt "])
-def test_a_reply_to_another_prompt_gets_its_own_back_and_is_counted(before, book, tokenizer):
+def test_a_reply_to_another_prompt_gets_its_own_back_and_is_counted(before, cache, tokenizer):
     prompt, counts = chat(tokenizer, "go"), Counter()
-    reply = sampled(book, prompt, "a", "b", "c", END)
+    reply = sampled(cache, prompt, "a", "b", "c", END)
     posted = ids_of(tokenizer, before, "abc")
     masks = [I] * len(before) + [1, 1]
     advantages = [5.0] * len(before) + [2.0, 2.0]
-    assert all(piece.tokens for piece in book.pieces(posted, masks))
-    row = restore(book, posted, masks, None, {"advantages": advantages}, lambda name: counts.update([name]))
+    assert all(piece.tokens for piece in cache.pieces(posted, masks))
+    row = restore(cache, posted, masks, None, {"advantages": advantages}, lambda name: counts.update([name]))
     assert row.tokens == prompt + reply.tokens.tolist()
     assert row.masks == [I] * len(prompt) + reply.tokens.tolist()
     assert row.logprobs == [1.0] * len(prompt) + reply.logprobs.tolist()
@@ -248,27 +254,27 @@ def test_a_reply_to_another_prompt_gets_its_own_back_and_is_counted(before, book
     assert counts == {"other_context": 1, "retokenized": 1}
 
 
-def test_a_later_reply_in_another_context_stays_there(book, tokenizer):
+def test_a_later_reply_in_another_context_stays_there(cache, tokenizer):
     prompt, counts = chat(tokenizer, "go"), Counter()
-    one = sampled(book, prompt, "a", "b", END)
-    two = sampled(book, ids_of(tokenizer, "another"), "d", "e", END)
+    one = sampled(cache, prompt, "a", "b", END)
+    two = sampled(cache, ids_of(tokenizer, "another"), "d", "e", END)
     posted = chat(tokenizer, "go", "ab", "next", "de", add_generation_prompt=False)
     last = len(chat(tokenizer, "go", "ab", "next"))
     masks = [I] * len(prompt) + posted[len(prompt) : len(prompt) + 2] + [I] * (last - len(prompt) - 2) + posted[last:]
-    row = restore(book, posted, masks, None, {}, lambda name: counts.update([name]))
+    row = restore(cache, posted, masks, None, {}, lambda name: counts.update([name]))
     assert row.tokens[: len(prompt) + 3] == prompt + one.tokens.tolist() and row.tokens[-4:-1] == two.tokens.tolist()
     assert counts["other_context"] == 1
 
 
-def test_values_for_each_token_go_with_the_tokens_or_keep_them(book, tokenizer):
+def test_values_for_each_token_go_with_the_tokens_or_keep_them(cache, tokenizer):
     prompt = chat(tokenizer, "go")
-    reply = sampled(book, prompt, "a", "b", "c", END)
+    reply = sampled(cache, prompt, "a", "b", "c", END)
     posted = chat(tokenizer, "go", "abc", add_generation_prompt=False)
     masks = [I] * len(prompt) + posted[len(prompt) :]
     size, counts = len(posted), Counter()
 
     def row(**values):
-        return restore(book, posted, masks, None, values, lambda name: counts.update([name]))
+        return restore(cache, posted, masks, None, values, lambda name: counts.update([name]))
 
     assert row(advantages=[0.0] * len(prompt) + [3.0] * (size - len(prompt))).values == {
         "advantages": [0.0] * len(prompt) + [3.0] * len(reply.tokens) + [3.0]
@@ -280,70 +286,70 @@ def test_values_for_each_token_go_with_the_tokens_or_keep_them(book, tokenizer):
     assert counts["not_aligned"] == 2
 
 
-def test_sampled_ends_of_a_turn_are_trained_on_where_they_were(book, tokenizer):
+def test_sampled_ends_of_a_turn_are_trained_on_where_they_were(cache, tokenizer):
     """Of a reply that was encoded again the mask of the end of its turn is the end's alone, not its content's."""
     prompt, counts = chat(tokenizer, "go"), Counter()
-    reply = sampled(book, prompt, "a", "b", "c", END)
+    reply = sampled(cache, prompt, "a", "b", "c", END)
     posted = chat(tokenizer, "go", "abc", add_generation_prompt=False)
     content = posted[len(prompt) : posted.index(END, len(prompt))]
     masks = [I] * len(prompt) + content + [I] * (len(posted) - len(prompt) - len(content))
-    row = restore(book, posted, masks, None, {}, lambda name: counts.update([name]))
+    row = restore(cache, posted, masks, None, {}, lambda name: counts.update([name]))
     assert row.masks == [I] * len(prompt) + reply.tokens.tolist()[:-1] + [I, I] and counts == {"retokenized": 1}
-    reply = sampled(book, chat(tokenizer, "on"), "a", "b", END)
+    reply = sampled(cache, chat(tokenizer, "on"), "a", "b", END)
     posted = chat(tokenizer, "on", "abe", add_generation_prompt=False)  # "e" has no place of its own
     masks = [I] * len(prompt) + posted[len(prompt) : -2] + [I, I]
-    row = restore(book, posted, masks, None, {}, lambda name: counts.update([name]))
+    row = restore(cache, posted, masks, None, {}, lambda name: counts.update([name]))
     assert [m for m in row.masks if m != I] == reply.tokens.tolist()[:-1] and counts["not_sampled"] == 1
 
 
-def test_sampled_prompts_that_end_within_a_turn_stay_open(book, tokenizer):
+def test_sampled_prompts_that_end_within_a_turn_stay_open(cache, tokenizer):
     """Also where the tokenizer puts a token before each text: nothing is put before what follows the reply."""
     prompt = chat(tokenizer, "go")
-    sampled(book, prompt, "a", "b", END)
-    book.tokenizer = with_bos(tokenizer)
-    assert book.exact(ids_of(tokenizer, *prompt, "abe!")) == ids_of(tokenizer, *prompt, "a", "b", "e!")
+    sampled(cache, prompt, "a", "b", END)
+    cache.tokenizer = with_bos(tokenizer)
+    assert cache.restore_sampled(ids_of(tokenizer, *prompt, "abe!")) == ids_of(tokenizer, *prompt, "a", "b", "e!")
     for item in (ITEM.get(), Item()):
         ITEM.set(item)
-        assert book.exact(ids_of(tokenizer, *prompt, "ab")) == ids_of(tokenizer, *prompt, "a", "b")
+        assert cache.restore_sampled(ids_of(tokenizer, *prompt, "ab")) == ids_of(tokenizer, *prompt, "a", "b")
 
 
-def test_sampled_replies_of_another_item_must_fit_whole(book, tokenizer):
+def test_sampled_replies_of_another_item_must_fit_whole(cache, tokenizer):
     prompt, counts = chat(tokenizer, "go"), Counter()
-    sampled(book, prompt, "a", END)
-    sampled(book, prompt, "a", "d", END)
-    whole = sampled(book, prompt, "a", "b", "c", END)
+    sampled(cache, prompt, "a", END)
+    sampled(cache, prompt, "a", "d", END)
+    whole = sampled(cache, prompt, "a", "b", "c", END)
     ITEM.set(Item())
     for text, completion in [("abc", whole), ("abc!", None)]:
         posted = chat(tokenizer, "go", text, add_generation_prompt=False)
-        pieces = book.trace(posted)
+        pieces = cache.trace(posted)
         assert [piece.completion for piece in pieces if piece.completion] == ([completion] if completion else [])
     posted = chat(tokenizer, "go", "ab", add_generation_prompt=False)[:-2]
-    sampled_by_another = book.add(np.array(prompt, np.int32), ids_of(tokenizer, "ab", "c"), [-0.5, -0.5])
+    sampled_by_another = cache.add(np.array(prompt, np.int32), ids_of(tokenizer, "ab", "c"), [-0.5, -0.5])
     ITEM.set(Item())
-    row = restore(book, posted, [I] * len(prompt) + posted[len(prompt) :], None, {}, lambda n: counts.update([n]))
+    row = restore(cache, posted, [I] * len(prompt) + posted[len(prompt) :], None, {}, lambda n: counts.update([n]))
     assert sampled_by_another.posted == 0 and set(row.masks) == {I} and counts == {"not_sampled": 1}
 
 
-def test_sampled_text_is_taken_whole_and_the_longest_of_it(book, tokenizer):
+def test_sampled_text_is_taken_whole_and_the_longest_of_it(cache, tokenizer):
     prompt = chat(tokenizer, "go")
-    sampled(book, prompt, "a", "b", "|", text="ab")  # the server left its stop string out, the environment did not
-    assert book.exact(ids_of(tokenizer, *prompt, "ab|e!")) == ids_of(tokenizer, *prompt, "a", "b", "|", "e!")
-    rest = book.trace(ids_of(tokenizer, *prompt, "ab", "|", "e"))[-1]
+    sampled(cache, prompt, "a", "b", "|", text="ab")  # the server left its stop string out, the environment did not
+    assert cache.restore_sampled(ids_of(tokenizer, *prompt, "ab|e!")) == ids_of(tokenizer, *prompt, "a", "b", "|", "e!")
+    rest = cache.trace(ids_of(tokenizer, *prompt, "ab", "|", "e"))[-1]
     assert rest[:3] == (len(prompt) + 2, len(prompt) + 3, ids_of(tokenizer, "e")), "what is behind keeps its position"
     prompt = chat(tokenizer, "on")
-    sampled(book, prompt, "ab", "e", "c")
-    sampled(book, prompt, "a", "b")  # one that was gone on after comes before one that was cut short
-    assert book.exact(ids_of(tokenizer, *prompt, "abe")) == ids_of(tokenizer, *prompt, "a", "b", "e")
+    sampled(cache, prompt, "ab", "e", "c")
+    sampled(cache, prompt, "a", "b")  # one that was gone on after comes before one that was cut short
+    assert cache.restore_sampled(ids_of(tokenizer, *prompt, "abe")) == ids_of(tokenizer, *prompt, "a", "b", "e")
 
 
-def test_sampled_text_in_another_context_is_the_longest_part(book, tokenizer):
+def test_sampled_text_in_another_context_is_the_longest_part(cache, tokenizer):
     """At least half of the span, of replies to the same item."""
     other, prompt = ids_of(tokenizer, "another"), chat(tokenizer, "go")
-    short, long = (sampled(book, other, *way, END) for way in (("c", "d"), ("b", "cd")))
+    short, long = (sampled(cache, other, *way, END) for way in (("c", "d"), ("b", "cd")))
 
     def found(text):
         posted = chat(tokenizer, "go", text, add_generation_prompt=False)
-        pieces = book.pieces(posted, [I] * len(prompt) + posted[len(prompt) :])
+        pieces = cache.pieces(posted, [I] * len(prompt) + posted[len(prompt) :])
         return [(piece.completion, piece.tokens) for piece in pieces if piece.tokens]
 
     begun = found("e bcd")
@@ -353,19 +359,19 @@ def test_sampled_text_in_another_context_is_the_longest_part(book, tokenizer):
     assert {completion for completion, _ in found("eee cd")} == {None}, "less than half of it"
 
 
-def test_sampled_fits_say_how_well(book, tokenizer):
+def test_sampled_fits_say_how_well(cache, tokenizer):
     """End, tokens that are kept, text behind them, and the rank: whole, length of the text, these very tokens."""
-    reply = sampled(book, [1], "ab", END, text="ab \n")
+    reply = sampled(cache, [1], "ab", END, text="ab \n")
 
     def fit(text, end=9):
         work = [1, *ids_of(tokenizer, text)]
-        found = book._fit(reply, work, 1, min(end, len(work)), text, prompt=False)
+        found = cache._fit(reply, work, 1, min(end, len(work)), text, prompt=False)
         return found and tuple(found)
 
     assert fit("cab ") is None and fit("abc")[1:] == (1, "c", (True, 2, False))
     assert fit("ab \nc")[1:] == (1, "c", (True, 2, False)), "the longest text that it is known by"
     work = [1, *reply.tokens.tolist(), 7]
-    assert tuple(book._fit(reply, work, 1, 3, "ab", prompt=False)) == (3, 2, "", (True, 2, True))
+    assert tuple(cache._fit(reply, work, 1, 3, "ab", prompt=False)) == (3, 2, "", (True, 2, True))
 
 
 def test_sampled_token_lists_have_keys_of_their_order():
@@ -378,7 +384,7 @@ def test_sampled_token_lists_have_keys_of_their_order():
 
 
 class Pieces:
-    """In the place of a book: a reply that was trained on, and what was put in behind it."""
+    """In the place of a cache: a reply that was trained on, and what was put in behind it."""
 
     def __init__(self, completion):
         self.completion = completion
@@ -393,8 +399,8 @@ class Pieces:
         return False
 
 
-def test_not_sampled_text_within_a_turn_counts_as_what_is_beside_it(book):
-    reply = book.add(np.array([1], np.int32), [5], [-0.5])
+def test_not_sampled_text_within_a_turn_counts_as_what_is_beside_it(cache):
+    reply = cache.add(np.array([1], np.int32), [5], [-0.5])
     for last, expected in ((I, 1), (6, 2)):
         counts = Counter()
         restore(Pieces(reply), [1, 5, 6], [I, 5, last], None, {}, lambda name, counts=counts: counts.update([name]))
@@ -408,37 +414,40 @@ def test_reports_of_an_environment_that_has_none_have_its_name(wandb_name, name,
     assert type("Bare", (SampledTokens, Scripted), {})(config, [server]).report.name == name
 
 
-def test_logprobs_are_those_of_the_reply_and_others_are_counted(book, tokenizer):
+def test_logprobs_are_those_of_the_reply_and_others_are_counted(cache, tokenizer):
     prompt = chat(tokenizer, "go")
-    sampled(book, prompt, "ab", "ab", END, first=-0.5)
+    sampled(cache, prompt, "ab", "ab", END, first=-0.5)
     posted = chat(tokenizer, "go", "abab", add_generation_prompt=False)
     masks = [I] * len(prompt) + posted[len(prompt) :]
     given = [1.0] * len(prompt) + [-0.7, 1.0, float("nan"), 1.0]
     counts = Counter()
-    row = restore(book, posted, masks, given, {}, lambda event: counts.update([event]))
+    row = restore(cache, posted, masks, given, {}, lambda event: counts.update([event]))
     assert row.logprobs[len(prompt) :] == [-0.5, -0.51, -0.52, 1.0] and counts == {"other_logprobs": 1}
-    restore(book, posted, masks, [value if value == 1 else 1.0 for value in given], {}, lambda e: counts.update([e]))
+    restore(cache, posted, masks, [value if value == 1 else 1.0 for value in given], {}, lambda e: counts.update([e]))
     assert counts == {"other_logprobs": 1}, "none is given: filled in"
 
 
 def test_the_book_forgets_the_oldest_and_evaluation_does_not_displace_training(model_path, tokenizer):
-    book = Book(tokenizer, capacity=30)
+    cache = CompletionCache(tokenizer, capacity=30)
     for number in range(10):
-        sampled(book, [number], "ab", "cd", END)
-    assert len(book) == 30 // 4
-    assert len(book._by_prompt) == 7 and len(book._by_text["abcd"]) == 7
+        sampled(cache, [number], "ab", "cd", END)
+    assert len(cache) == 30 // 4
+    assert len(cache._by_prompt) == 7 and len(cache._by_text["abcd"]) == 7
     other = [7, 7]
-    book._by_prompt[key_of(other)] = book._by_prompt[key_of([9])]  # two prompts of one hash
-    assert book.exact([*other, *ids_of(tokenizer, "abcd<|im_end|>")]) == [*other, *ids_of(tokenizer, "ab", "cd", END)]
-    assert all(piece.completion is None for piece in book.trace([*other, *ids_of(tokenizer, "ab", "cd", END)]))
+    cache._by_prompt[key_of(other)] = cache._by_prompt[key_of([9])]  # two prompts of one hash
+    assert cache.restore_sampled([*other, *ids_of(tokenizer, "abcd<|im_end|>")]) == [
+        *other,
+        *ids_of(tokenizer, "ab", "cd", END),
+    ]
+    assert all(piece.completion is None for piece in cache.trace([*other, *ids_of(tokenizer, "ab", "cd", END)]))
     calls = make(Scripted, model_path)._calls
-    assert calls.books["eval"].capacity < calls.books["train"].capacity
+    assert calls.caches["eval"].capacity < calls.caches["train"].capacity
 
 
 def test_what_nobody_sampled_is_not_trained_on_and_a_group_of_it_is_refused(model_path, caplog):
     env = make(Scripted, model_path)
     prompt, gold = chat(env.tokenizer, "go"), chat(env.tokenizer, "go", "dec", add_generation_prompt=False)
-    reply = sampled(env._book, prompt, "a", "b", END)
+    reply = sampled(env._cache, prompt, "a", "b", END)
     posted = chat(env.tokenizer, "go", "ab", add_generation_prompt=False)
     rows = [{"tokens": ids, "masks": [I] * len(prompt) + ids[len(prompt) :]} for ids in (posted, gold, gold, gold)]
     asyncio.run(env.handle_send_to_api(env.group(rows)))
@@ -505,14 +514,14 @@ def test_fields_that_only_some_trajectories_have_are_an_error():
 
 
 def test_atroposlib_alone_loses_the_fields_of_single_trajectories(model_path):
-    """The reason for an own collect_trajectories: this fails when upstream mends it."""
+    """The reason for an own collect_trajectories: this fails when upstream fixes it."""
     env = make(Single, model_path, group_size=2)
     group, _ = asyncio.run(BaseEnv.collect_trajectories(env, "item"))
     assert "inference_logprobs" not in group and "distill_logprobs" not in group
 
 
 def test_chat_templates_give_lists_again(model_path, tokenizer):
-    """Also for tokenizers that an environment makes itself. The last line fails when transformers mends it."""
+    """Also for tokenizers that an environment makes itself. The last line fails when transformers fixes it."""
     make(Scripted, model_path)
     messages = [{"role": "user", "content": "go"}, {"role": "assistant", "content": "ab"}]
     row = tokenize_for_trainer(AutoTokenizer.from_pretrained(model_path), messages)

@@ -51,7 +51,7 @@ def test_the_reference_policy_is_offloaded_where_its_configuration_says_so(monke
 
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
 def test_verl_alone_offloads_it_always(monkeypatch, strategy):
-    """Where this fails, verl has mended it (its pull request 7182), and ``ConfiguredOffload`` can go."""
+    """Where this fails, verl has fixed it (its pull request 7182), and ``ConfiguredOffload`` can go."""
     assert offload_of(monkeypatch, FSDPEngineWithLMHead, strategy) is not None
 
 

@@ -341,7 +341,7 @@ def test_a_post_that_fails_is_sent_again_and_given_up_with_a_count(make, monkeyp
 
     async def nobody_there():
         env = make(f"http://127.0.0.1:{free_port()}")
-        env.api_patience = 0.1
+        env.api_timeout = 0.1
         await env.setup()
         await roll_out(env, 5)
         assert env.report.counts["not_sent/api_unreachable"] == 1
@@ -435,7 +435,7 @@ def test_while_nothing_is_sent_it_is_said_and_a_tokenizer_is_compared_when_the_s
 
 def test_an_api_that_never_comes_and_a_trainer_that_never_comes_end_the_environment_with_their_names(make, tmp_path):
     env = make(f"http://127.0.0.1:{free_port()}")
-    env.api_patience = 0.5
+    env.api_timeout = 0.5
     with pytest.raises(
         EnvironmentFailure, match="the Trajectory API at .*register-env does not answer .* is run-api up"
     ):
@@ -446,7 +446,7 @@ def test_an_api_that_never_comes_and_a_trainer_that_never_comes_end_the_environm
             ({"use_wandb": True}, "waits for a trainer to name the wandb project"),
         ):
             env = make(service.url, **config)
-            env.trainer_patience = 0.5
+            env.trainer_timeout = 0.5
             with pytest.raises(EnvironmentFailure, match=expected):
                 asyncio.run(env.env_manager())
 

@@ -52,9 +52,9 @@ def in_thread(function):
     return outcome[0]
 
 
-def test_math_verify_needs_the_mend_and_with_it_keeps_its_time_limit_in_a_thread(monkeypatch):
+def test_math_verify_needs_the_fix_and_with_it_keeps_its_time_limit_in_a_thread(monkeypatch):
     monkeypatch.setattr("math_verify.parser.timeout", thread_limits._by_signal)
-    assert "threaded environment" in str(in_thread(lambda: parse("$14$")))  # if not: the mend can go
+    assert "threaded environment" in str(in_thread(lambda: parse("$14$")))  # if not: the fix can go
 
     thread_limits.limit_math_verify_in_threads()
     assert in_thread(lambda: verify(parse("$14$"), parse("$28/2$"))) is True

@@ -220,7 +220,7 @@ def test_the_probe_passes_true_pushes_and_catches_other_weights_and_keys_of_olde
         manager.verify(14)
     assert asyncio.run(version_of(server)) == "14" and manager.version == 12
 
-    manager.update_weights(15)  # a whole push mends it, and lets the server go on
+    manager.update_weights(15)  # a whole push fixes it, and lets the server go on
     assert manager.version == 15 and greedy(server)
 
 

@@ -145,8 +145,8 @@ def test_one_that_is_given_up_leaves_the_run_to_the_others_and_the_last_one_ends
     command = [sys.executable, "-c", "print('its last words', flush=True); import time; time.sleep(100)"]
     try:
         for name in ("environment-a", "environment-b"):
-            run.revive(
-                run.start(name, command), None, 0, "environment", key="environments.x.max_restarts", expendable=True
+            run.set_restart_policy(
+                run.start(name, command), None, 0, "environment", key="environments.x.max_restarts", optional=True
             )
         a, b = run.services
         while "words" not in a.tail():
@@ -155,7 +155,7 @@ def test_one_that_is_given_up_leaves_the_run_to_the_others_and_the_last_one_ends
         run.check()
         said = capsys.readouterr().out
         assert "environment-a ended once more after 0 restarts (environments.x.max_restarts), given up" in said
-        assert "its last words" in said and run.services == [b] and run.given_up == {"environment-a"}
+        assert "its last words" in said and run.services == [b] and run.abandoned == {"environment-a"}
         end(b)
         with pytest.raises(ServiceFailed, match="environment-b: ended once more after 0 restarts"):
             run.check()
@@ -187,7 +187,7 @@ def test_counts_are_summed_over_the_processes_of_an_environment(tmp_path):
         "not_sent/equal_scores": 3,
         "sent": 12,
         "restarts": 0,
-        "given_up": False,
+        "abandoned": False,
     }
 
 
@@ -261,7 +261,7 @@ def test_of_an_environment_that_is_killed_nothing_is_waited_for(tmp_path, model_
         assert get(f"{stage.api}/batch")["batch"] is not None
         assert [service.name for service in stage.run.services] == ["environment-a"]
         summary = stage.environments.summary()
-        assert (summary["b"]["restarts"], summary["b"]["given_up"], summary["a"]["given_up"]) == (1, True, False)
+        assert (summary["b"]["restarts"], summary["b"]["abandoned"], summary["a"]["abandoned"]) == (1, True, False)
         end(stage.service("a"))
         with pytest.raises(ServiceFailed, match="environment-a: ended once more after 0 restarts"):
             await stage.until(lambda: False, 10)
@@ -319,5 +319,5 @@ def test_two_environments_train_together_are_evaluated_and_one_killed_for_good_d
     samples = [LineReader(folder / f"evaluation/{v}/a/samples.jsonl").new_lines() for v in (0, 3, 5)]
     assert [[sample["item"] for sample in each] for each in samples] == [[0, 1, 2, 3]] * 3, "the same items"
     summary = orjson.loads((folder / "summary.json").read_bytes())
-    assert summary["environments"]["b"]["given_up"] and not summary["environments"]["a"]["given_up"]
+    assert summary["environments"]["b"]["abandoned"] and not summary["environments"]["a"]["abandoned"]
     assert summary["heldout"]["a"]["version_after"] == 5 and summary["policy_version"] == 5

@@ -8,8 +8,8 @@ from helpers_trainer import compose_config
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from recipe.atropos.adapter.completion_cache import NOT_PUSHED
 from recipe.atropos.adapter.pace import VARIABLE, Pace, PacingError, max_staleness_from_environment
-from recipe.atropos.adapter.sampled_book import NOT_PUSHED
 from recipe.atropos.data.data_proto import groups_to_data_proto
 from recipe.atropos.data.rows import RowLimits, VersionLimits
 from recipe.atropos.launcher.preflight import ConfigurationError, check_config

@@ -114,13 +114,13 @@ def test_a_batch_comes_for_each_version_and_one_that_was_lost_is_begun_again(tmp
             await stage.next_batch(1)
         stage.version = "1"
         assert await stage.next_batch(5) == [3, 4, 5], "taken, and lost with the trainer that took it"
-        assert await stage.next_batch(20) == [6, 7, 8], "after the environment's patience"
+        assert await stage.next_batch(20) == [6, 7, 8], "after the environment's stall timeout"
         stage.version = "2"
         assert await stage.next_batch(5) == [9, 10, 11]
         stage.version = "0"
         assert await stage.next_batch(5) == [12, 13, 14], "the trainer went back"
 
-    play(tmp_path, model_path, monkeypatch, scene, patience=3.0)
+    play(tmp_path, model_path, monkeypatch, scene, stall_timeout=3.0)
 
 
 def test_what_the_api_refuses_gives_its_place_back(tmp_path, model_path, monkeypatch):
@@ -145,7 +145,7 @@ def test_what_a_batch_lacks_of_an_environment_that_left_is_begun_by_the_others(t
         stage.version = "1"
         assert await stage.next_batch(5) == [3, 4, 5], "from now on a batch is its own"
 
-    play(tmp_path, model_path, monkeypatch, scene, left_patience=1.0)
+    play(tmp_path, model_path, monkeypatch, scene, left_timeout=1.0)
 
 
 def test_a_rollout_that_never_ends_and_all_wait_for_ends_the_environment_and_says_so(tmp_path, model_path, monkeypatch):

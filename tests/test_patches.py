@@ -1,4 +1,4 @@
-"""scripts/patches/apply.sh on the real wheels: affected versions and mended ones."""
+"""scripts/patches/apply.sh on the real wheels: affected versions and fixed ones."""
 
 import ast
 import os
@@ -97,7 +97,7 @@ def test_a_file_that_somebody_else_changed_is_left_alone_and_named(package):
         file.write_text(before)
 
 
-def test_the_mended_versions_of_this_recipes_environments_need_only_what_is_open_upstream():
+def test_the_fixed_versions_of_this_recipes_environments_need_only_what_is_open_upstream():
     status, output = apply_to(sys.executable, "--check")
     assert status == 1 and "verl 0.9.1: needed" in output and "sglang is not installed" in output, output
     assert "not needed here: verl_ext/engines.py" in output

@@ -62,7 +62,7 @@ def test_placement_gives_each_its_gpus_or_shares_them_where_they_are_too_few(
     assert (told is not None) == (colocated and "inference.colocated=true" not in overrides)
     launches = plan_servers(Run(config, [], tmp_path)).values()
     assert [launch.extra_args["base_gpu_id"] for launch in launches] == first
-    assert all(launch.lends_memory is colocated for launch in launches)
+    assert all(launch.releases_memory is colocated for launch in launches)
     assert {launch.mem_fraction_static for launch in launches} == {0.4 if colocated else None}
 
 
@@ -157,11 +157,11 @@ def memory(monkeypatch, tmp_path):
 
 def test_gpu_memory_comes_back_in_two_parts_around_a_push(memory):
     memory, servers = memory
-    memory.wake_weights()
+    memory.resume_weights()
     assert sorted(servers.calls) == [("a", "weights"), ("b", "weights")] and memory.mark.exists()
     servers.calls.clear()
     servers.versions = dict.fromkeys(servers.versions, "2")
-    memory.wake_caches(2)
+    memory.resume_caches(2)
     memory.resume()
     assert sorted(servers.calls) == sorted((url, call) for url in "ab" for call in ("kv_cache", "resume"))
     assert not memory.mark.exists()
@@ -171,7 +171,7 @@ def test_gpu_memory_of_servers_that_die_holds_up_nobody(memory):
     """Who died may be started again as soon as no other waits for its cache; one that was is left alone."""
     memory, servers = memory
     servers.dead = {"http://a"}
-    memory.wake_weights()
+    memory.resume_weights()
     assert servers.calls == [("b", "weights")] and memory.mark.exists()
     memory.forget(["http://a", "http://b"])
     assert not memory.mark.exists() and not memory.without_cache
@@ -179,7 +179,7 @@ def test_gpu_memory_of_servers_that_die_holds_up_nobody(memory):
     servers.dead, memory.without_cache = set(), {"http://b": "1"}
     servers.versions["http://b"] = "default"
     servers.calls.clear()
-    memory.wake_caches(2)
+    memory.resume_caches(2)
     assert not servers.calls, "it was started again, and has all of its memory"
     servers.dead = {"http://b"}
     with pytest.raises(WeightPushError, match="http://b"):
@@ -196,7 +196,7 @@ def test_gpu_memory_whose_return_is_not_answered_is_not_forgotten(memory):
             raise InferenceError(url, "", "no answer")
 
     servers.note = note
-    memory.wake_weights()
+    memory.resume_weights()
     assert memory.without_cache.keys() == {"http://a", "http://b"} and memory.mark.exists()
 
 

@@ -30,8 +30,8 @@ from helpers_trainer import model_vocab, random_group
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipe.atropos.adapter.cli import adapt
-from recipe.atropos.adapter.sampled_book import trained_spans
-from recipe.atropos.adapter.teacher import likeliest
+from recipe.atropos.adapter.completion_cache import trained_spans
+from recipe.atropos.adapter.teacher import most_likely
 from recipe.atropos.data.data_proto import groups_to_data_proto
 from recipe.atropos.data.rows import RowLimits
 from recipe.atropos.demo.small_policy import Recipe, make_small_policy
@@ -85,7 +85,7 @@ def asked(group, k, extra):
 def test_promises_teachers_top_k_reaches_the_loss(extra):
     groups = [random_group(np.random.default_rng(seed), V, turns=2, size=3) for seed in range(2)]
     for group in groups:
-        found = [likeliest(*sequence, 4) for sequence in zip(*asked(group, 4, extra), strict=True)]
+        found = [most_likely(*sequence, 4) for sequence in zip(*asked(group, 4, extra), strict=True)]
         group["distill_token_ids"], group["distill_logprobs"] = map(list, zip(*found, strict=True))
         assert {len(top) for ids in group["distill_token_ids"] for top in ids[1:]} == {4}
     assert_taught(groups, in_the_loss(groups, V))
@@ -111,7 +111,7 @@ def test_promises_teacher_is_connected_whatever_the_constructor(model_path):
     env = taught(model_path)
     assert isinstance(env.teacher_server.servers[0], SGLangServer) and env.config.teacher_enabled
     assert taught(model_path, teacher=None).teacher_server is None, "as for evaluate"
-    assert "Taught" not in [base.__name__ for base in adapt(Positional).__mro__]
+    assert "TeacherFixes" not in [base.__name__ for base in adapt(Positional).__mro__]
 
 
 def test_promises_teacher_is_missed_by_process(model_path, monkeypatch):

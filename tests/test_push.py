@@ -461,7 +461,7 @@ def test_manager_pushes_again_to_servers_out_of_sync(waited, caplog):
     manager.version = 5
     metrics = manager.ensure_current(6)
     assert group.pushes == [(6, "atropos")] and manager.version == 6
-    assert metrics == {"weight_sync/bytes": 8.0, "weight_sync/servers_astray": 2.0}
+    assert metrics == {"weight_sync/bytes": 8.0, "weight_sync/servers_out_of_sync": 2.0}
     assert "http://a" in caplog.text and "http://c" not in caplog.text
     reported = dict.fromkeys(reported, "6")
     assert manager.ensure_current(6) == {} and len(group.pushes) == 1
@@ -474,15 +474,15 @@ def test_manager_gives_servers_their_memory_back_before_a_push(waited):
     group = SimpleNamespace(
         empty_cache=lambda: order.append("empty"), update_weights=lambda **_: order.append("push") or []
     )
-    steps = {name: lambda *_, name=name: order.append(name) for name in ("wake_weights", "wake_caches", "resume")}
+    steps = {name: lambda *_, name=name: order.append(name) for name in ("resume_weights", "resume_caches", "resume")}
     memory = SimpleNamespace(**steps, release=lambda urls: order.append(urls))
     manager = WeightSyncManager(group, memory=memory)
     manager.update_weights(1)
-    manager.lend_memory(["http://a"])
-    manager.return_memory()
-    given_back = ["empty", "wake_weights", "push", "empty", "wake_caches", "resume"]
-    assert order == [*given_back, ["http://a"], "wake_weights", "wake_caches"]
+    manager.offload_servers(["http://a"])
+    manager.onload_servers()
+    given_back = ["empty", "resume_weights", "push", "empty", "resume_caches", "resume"]
+    assert order == [*given_back, ["http://a"], "resume_weights", "resume_caches"]
     without = WeightSyncManager(group)
-    without.lend_memory(["http://a"])
-    without.return_memory()
+    without.offload_servers(["http://a"])
+    without.onload_servers()
     assert len(order) == 9

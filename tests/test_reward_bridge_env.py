@@ -89,7 +89,7 @@ def test_shaped_scores_are_sent_and_the_raw_ones_stay_beside_them(folder, tmp_pa
     metrics = env.report.metrics()
     assert metrics["env/score/raw"] == 0.25 and metrics["env/score/shaped"] == pytest.approx(1.9 / 4)
     assert metrics["env/shaping/marker_0"] == 0.025 and metrics["env/shaping/answer_present"] == pytest.approx(0.2)
-    assert metrics["env/shaping/weight"] == 1 and "env/shaping/overtaken" not in metrics
+    assert metrics["env/shaping/weight"] == 1 and "env/shaping/rank_inversions" not in metrics
 
 
 def test_a_group_of_equal_raw_scores_that_the_environment_dropped_is_sent_if_the_shaped_ones_differ(folder, tmp_path):
@@ -166,7 +166,7 @@ def test_groups_in_which_shaping_put_a_lower_score_level_with_a_higher_are_count
     group = env.score(ITEMS[0])
     group["scores"] = [0.0, 0.0, 0.3, 0.0]  # an environment with steps between right and wrong
     asyncio.run(env.handle_send_to_api(group, do_send_to_api=False))
-    assert env.report.counts["shaping/overtaken"] == 1
+    assert env.report.counts["shaping/rank_inversions"] == 1
 
 
 def test_advantages_of_the_environments_own_end_it_with_a_message(folder, tmp_path):

@@ -40,7 +40,7 @@ def run(tmp_path):
 
 def revived(run, name, kind, limit=2):
     service = run.start(name, SLEEP, url="http://somewhere")
-    run.revive(service, lambda: run.start(name, SLEEP, url="http://somewhere"), limit, kind)
+    run.set_restart_policy(service, lambda: run.start(name, SLEEP, url="http://somewhere"), limit, kind)
     return service
 
 
@@ -139,7 +139,9 @@ def test_a_service_that_may_not_start_yet_waits_and_is_said_to_and_starts_when_i
     lent = tmp_path / "lent"
     lent.touch()
     service = run.start("sglang", SLEEP)
-    run.revive(service, lambda: run.start("sglang", SLEEP), 1, "sglang", may_start=lambda: not lent.exists())
+    run.set_restart_policy(
+        service, lambda: run.start("sglang", SLEEP), 1, "sglang", may_start=lambda: not lent.exists()
+    )
     end(service)
     for _ in range(3):
         run.check()
@@ -160,9 +162,11 @@ def test_servers_wait_for_the_memory_that_the_trainer_says_it_has_where_they_sha
         launch = SGLangLaunch("m", port=1)
         _start_again_from_now_on(run, Inference({"sglang": launch}, "http://gateway", "key"), services)
         memory = build_manager(config, None, 10, None).memory
-        assert run.revivals["sglang"].may_start()
+        assert run.restart_policies["sglang"].may_start()
         (memory.mark if colocated else RunDir(tmp_path).servers_offloaded).touch()
-        assert run.revivals["sglang"].may_start() is not colocated and run.revivals["gateway"].may_start()
+        assert (
+            run.restart_policies["sglang"].may_start() is not colocated and run.restart_policies["gateway"].may_start()
+        )
     finally:
         run.stop()
 
@@ -194,7 +198,7 @@ def test_what_a_dead_service_left_running_is_ended_before_its_successor_starts(r
     """Half a server keeps its memory, and maybe its port."""
     orphan = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(100)'])"
     service = run.start("sglang", [sys.executable, "-c", f"{orphan}; import time; time.sleep(100)"])
-    run.revive(service, lambda: run.start("sglang", SLEEP), 1, "sglang")
+    run.set_restart_policy(service, lambda: run.start("sglang", SLEEP), 1, "sglang")
     deadline = time.monotonic() + 20
     while len(service.members()) < 2:
         assert time.monotonic() < deadline

@@ -10,7 +10,7 @@ from helpers_sampled import END, I, Scripted, assert_as_sampled, ids_of, make, m
 from helpers_sglang import running_sglang
 from transformers import AutoTokenizer
 
-from recipe.atropos.adapter.sampled_book import trained_spans
+from recipe.atropos.adapter.completion_cache import trained_spans
 from recipe.atropos.data.rows import RowLimits, read_groups
 from recipe.atropos.data.sampling import SamplingCheck, SamplingMismatch
 from recipe.atropos.inference.client import InferenceError, SGLangClient
@@ -110,7 +110,7 @@ def test_a_prompt_extends_the_node_whose_text_it_continues_and_of_equal_ones_eac
     longer = [(old, new) for old, new in zip(before, after, strict=True) if new is not old]
     assert len(longer) == continued
     for old, new in longer:
-        size = env._book.unended(old.tokens)  # what goes on has not ended
+        size = env._cache.unended(old.tokens)  # what goes on has not ended
         assert new.tokens[:size] == old.tokens[:size] and len(new.tokens) > size and END not in new.tokens[:-1]
         assert new.masked_tokens == [I, I, *new.tokens[2:]] and new.logprobs[:size] == old.logprobs[:size]
 
@@ -213,10 +213,10 @@ def test_text_encoded_again_is_posted_as_it_was_sampled(script, size, spans, mod
 
 @pytest.mark.e2e
 def test_the_openai_route_answers_as_before_and_what_it_alone_can_do_is_counted(model_path, url):
-    """Evaluation has its own book."""
+    """Evaluation has its own cache."""
     env = make(Scripted, model_path, url)
     messages = [{"role": "user", "content": "go"}]
-    books = env._calls.books
+    books = env._calls.caches
 
     async def ask():
         chat = await env.server.chat_completion(messages=messages, n=2, max_tokens=9, extra_body={"ignore_eos": True})
@@ -274,7 +274,7 @@ def test_aborted_samples_are_asked_for_again_until_they_are_whole(route, model_p
     assert [(c.index, c.finish_reason) for c in answer.choices] == [(i, "length") for i in range(4)]
     assert answer.usage.completion_tokens >= 400
     if route == "exact":
-        assert len(env._book) == 4
+        assert len(env._cache) == 4
 
 
 @pytest.mark.e2e
@@ -293,4 +293,4 @@ def test_samples_that_are_aborted_again_and_again_are_an_error_that_names_the_se
 
     with pytest.raises(InferenceError, match=f"{url}/generate: 1 of 1 samples were aborted or empty, 5 times"):
         asyncio.run(ask())
-    assert env.report.counts["aborted_samples"] == 5 and len(env._book) == 0
+    assert env.report.counts["aborted_samples"] == 5 and len(env._cache) == 0

@@ -9,7 +9,7 @@ from helpers_sampled import END, I, Scripted, chat, ids_of, make, make_drifting_
 from helpers_stub_sglang import reply, stub_servers
 from transformers import AutoTokenizer
 
-from recipe.atropos.adapter.sampled_calls import ATTEMPTS, ExactManagedServer, _one_bos, sampling_params
+from recipe.atropos.adapter.sampled_calls import ATTEMPTS, RecordingManagedServer, _one_bos, sampling_params
 from recipe.atropos.data.sampling import SamplingParams
 from recipe.atropos.inference.client import InferenceError
 
@@ -68,7 +68,7 @@ def test_sampled_calls_for_tokens_give_what_was_sampled(ask, tokenizer):
     asked = body["sampling_params"]
     assert (asked["n"], asked["max_new_tokens"], asked["temperature"], asked["top_p"]) == (2, 5, 0.7, 0.5)
     assert asked["top_k"] == -1 and asked["repetition_penalty"] == 1, "no default of the server's own applies"
-    first, second = (completion for completion, _ in ask.env._book._order)
+    first, second = (completion for completion, _ in ask.env._cache._order)
     assert first.prompt.tolist() == ids and second.tokens.tolist() == tokens[1]
     assert first.versions == (3, 3) and second.versions == (-1, -1)
     assert first.logprobs.tolist() == logprobs[0] and first.sampling == SamplingParams(temperature=0.7, top_p=0.5)
@@ -110,15 +110,15 @@ def test_sampled_calls_leave_servers_alone_that_are_not_sglang(model_path):
             return type(managed)
 
     assert asyncio.run(class_of("vllm")) is ManagedServer
-    assert asyncio.run(class_of("sglang")) is ExactManagedServer
+    assert asyncio.run(class_of("sglang")) is RecordingManagedServer
 
 
 def test_sampled_calls_of_evaluation_keep_to_their_own_book(ask, tokenizer):
     async def call(env):
         await env.server.completion(prompt="Q:", max_tokens=5, split="eval")
-        assert (len(env._calls.books["train"]), len(env._calls.books["eval"])) == (0, 1)
+        assert (len(env._calls.caches["train"]), len(env._calls.caches["eval"])) == (0, 1)
         await env.server.completion(prompt="Q:", max_tokens=5)
-        assert (len(env._calls.books["train"]), len(env._calls.books["eval"])) == (1, 1)
+        assert (len(env._calls.caches["train"]), len(env._calls.caches["eval"])) == (1, 1)
 
     ask(two(tokenizer), call)
     assert [body["sampling_params"]["temperature"] for body in ask.bodies] == [1.0, 0.7]
@@ -185,7 +185,7 @@ def test_sampled_calls_that_generate_cannot_answer_are_counted(ask, arguments, w
     n = arguments.get("n", 1)
     with pytest.raises(InferenceError, match=rf"asked for {n} by \[.*{'messages' if kind == 'chat' else 'prompt'}"):
         ask([], call)
-    assert ask.env.report.counts == {f"plain_route/{why}": n} and not len(ask.env._book)
+    assert ask.env.report.counts == {f"plain_route/{why}": n} and not len(ask.env._cache)
 
 
 def test_sampled_calls_ask_again_for_what_is_missing_alone(ask, tokenizer):
@@ -199,7 +199,7 @@ def test_sampled_calls_ask_again_for_what_is_missing_alone(ask, tokenizer):
     answer = ask(replies, lambda env: env.server.completion(prompt="Q:", n=2, max_tokens=5))
     assert [body["sampling_params"]["n"] for body in ask.bodies] == [2, 1, 1]
     assert [choice.finish_reason for choice in answer.choices] == ["stop", "length"]
-    assert ask.env.report.counts["aborted_samples"] == 2 and len(ask.env._book) == 2
+    assert ask.env.report.counts["aborted_samples"] == 2 and len(ask.env._cache) == 2
 
 
 def test_sampled_calls_give_up_and_name_the_server(ask, tokenizer):
@@ -213,7 +213,7 @@ def test_sampled_calls_give_up_and_name_the_server(ask, tokenizer):
 
     ask(aborted, call)
     assert len(ask.bodies) == ATTEMPTS and ask.env.report.counts["aborted_samples"] == 2 * ATTEMPTS
-    assert not len(ask.env._book)
+    assert not len(ask.env._cache)
 
 
 @pytest.mark.parametrize("how", ["chat", "text"])

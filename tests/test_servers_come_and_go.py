@@ -176,19 +176,19 @@ def test_requests_are_answered_by_current_weights_whatever_dies_and_returns(trai
     with Traffic(gateway.url, concurrent=8) as traffic:
         until(lambda: word.status()["held"] == 8)
         assert not traffic.answers, "nobody is asked before the first push"
-        assert manager.update_weights(1)["weight_sync/servers_out"] == 0
+        assert manager.update_weights(1)["weight_sync/servers_removed"] == 0
         traffic.wait_for(8)
         current = asyncio.run(generate(first.url))[1]
         assert current != start_weights[1]
 
-        # one dies, in the midst of requests: its scheduler alone, so that who looks at its HTTP finds nothing amiss
+        # one dies, in the midst of requests: its scheduler alone, so that who looks at its HTTP finds nothing wrong
         until(lambda: seen(second)["inflight"] >= 2)
         second.kill_scheduler()
         traffic.wait_for(16)
         until(lambda: seen(second)["state"] == "down", timeout=20)
         assert seen(second)["state"] == "down" and seen(second)["last_error"]
-        assert manager.ensure_current(1) == {"weight_sync/servers_out": 1}
-        assert manager.update_weights(2)["weight_sync/servers_out"] == 1
+        assert manager.ensure_current(1) == {"weight_sync/servers_removed": 1}
+        assert manager.update_weights(2)["weight_sync/servers_removed"] == 1
         traffic.wait_for(8)
 
         # it returns, with the weights of its command line
@@ -196,15 +196,17 @@ def test_requests_are_answered_by_current_weights_whatever_dies_and_returns(trai
         second.kill()  # what is left of it
         second.start()
         deadline = time.monotonic() + 120
-        while "weight_sync/servers_back" not in (metrics := manager.ensure_current(2)):
-            assert metrics == {"weight_sync/servers_out": 1} and seen(second)["requests"] == sent
+        while "weight_sync/servers_readmitted" not in (metrics := manager.ensure_current(2)):
+            assert metrics == {"weight_sync/servers_removed": 1} and seen(second)["requests"] == sent
             assert time.monotonic() < deadline and not traffic.errors
             time.sleep(0.2)
-        assert metrics["weight_sync/servers_back"] == 1 and metrics["weight_sync/servers_out"] == 0
+        assert metrics["weight_sync/servers_readmitted"] == 1 and metrics["weight_sync/servers_removed"] == 0
         assert seen(second)["state"] == "admitted"
         until(lambda: seen(second)["requests"] > sent + 4)
         assert asyncio.run(generate(second.url)) == ("2", current)
-        assert manager.ensure_current(2) == {"weight_sync/servers_out": 0}, "nothing is pushed where nothing is amiss"
+        assert manager.ensure_current(2) == {"weight_sync/servers_removed": 0}, (
+            "nothing is pushed where nothing is wrong"
+        )
 
         # the gateway was started anew
         traffic.stop()
@@ -218,22 +220,22 @@ def test_requests_are_answered_by_current_weights_whatever_dies_and_returns(trai
         # one dies while the trainer has the memory of both; the next training waits until it has started again
         mark = tmp_path / "lent"
         manager.memory = SharedMemory(manager.fleet.targets, KEY, "auto", 60, mark)
-        manager.lend_memory([])
+        manager.offload_servers([])
         assert manager.memory.released.keys() == {first.url, second.url} and mark.exists()
         first.kill()
         first.start()
         metrics = manager.update_weights(3)
-        assert metrics["weight_sync/servers_out"] == 1 and word.serves() == (3, {second.url}) and not mark.exists()
+        assert metrics["weight_sync/servers_removed"] == 1 and word.serves() == (3, {second.url}) and not mark.exists()
         later.wait_for(8)
         manager.fleet.timeout = 150
-        manager.lend_memory([])
+        manager.offload_servers([])
         assert manager.memory.released == {first.url: "default", second.url: "3"}
 
         # one dies in a push: the other has the whole of it
         manager.fleet.gateway = Murderer(first, **vars(word))
         metrics = manager.update_weights(4)
         manager.fleet.gateway = word
-        assert metrics["weight_sync/servers_out"] == 1 and word.serves() == (4, {second.url})
+        assert metrics["weight_sync/servers_removed"] == 1 and word.serves() == (4, {second.url})
         later.wait_for(8)
     assert later.answers[-1] == ("4", current)
     assert {text for _, text in traffic.answers + later.answers} == {current}, "no reply by the start weights"
@@ -265,7 +267,7 @@ class Murderer(GatewayClient):
 def test_a_gateway_that_is_lost_or_refuses_is_named(gateway):
     nobody = f"http://127.0.0.1:{free_port()}"
     with pytest.raises(GatewayError, match=f"no gateway answers at inference.gateway={nobody} within 1 s"):
-        GatewayClient(nobody, KEY, patience=1).status()
+        GatewayClient(nobody, KEY, timeout=1).status()
     with pytest.raises(GatewayError, match="HTTP 401.*API key"):
         GatewayClient(gateway.url, "another").status()
     with pytest.raises(GatewayError, match=f"HTTP 400.*{nobody}"):

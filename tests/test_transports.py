@@ -363,12 +363,12 @@ def test_requests_wait_while_a_server_lends_its_memory_and_go_on_with_the_next_w
         arriving = threads.submit(call, server, request, 120)
         time.sleep(1.5)
         assert not running.done() and not arriving.done()
-        memory.wake_weights()
+        memory.resume_weights()
         assert memory.without_cache.keys() == {server} and mark.exists()
         send(pusher, models["new"], version + 1)
         time.sleep(0.5)
         assert not running.done() and not arriving.done(), "its cache comes first"
-        memory.wake_caches(version + 1)
+        memory.resume_caches(version + 1)
         memory.resume()
         assert not memory.without_cache and not mark.exists()
         spans = [
@@ -378,8 +378,8 @@ def test_requests_wait_while_a_server_lends_its_memory_and_go_on_with_the_next_w
     assert greedy(server) == expected(models["new"])
 
     memory.released = {server: "of a process that is no more", "http://127.0.0.1:1": "1"}
-    memory.wake_weights()
-    memory.wake_caches()  # SGLang dies of memory given back that was not taken
+    memory.resume_weights()
+    memory.resume_caches()  # SGLang dies of memory given back that was not taken
     assert greedy(server) == expected(models["new"]) and not memory.released
 
 

@@ -147,14 +147,14 @@ def test_a_server_that_comes_back_with_other_weights_is_given_the_current_ones(
     (first, second), (service, _) = urls, second_server
     trainer.checkpoint_manager.update_weights(1)
     current = greedy(first)
-    assert trainer.checkpoint_manager.ensure_current(1) == {}, "nothing is pushed where nothing is amiss"
+    assert trainer.checkpoint_manager.ensure_current(1) == {}, "nothing is pushed where nothing is wrong"
 
     call(second, lambda client: client.update_weights_from_disk(other_model, "default"))
     assert version(second) == "default" and greedy(second) != current
     trainer.metrics, trainer.global_steps = {}, 2
     trainer._look_after_servers()  # as while it waits for the batch of step 2
     metrics = trainer.metrics
-    assert metrics["weight_sync/servers_astray"] == 1 and metrics["weight_sync/version"] == 1
+    assert metrics["weight_sync/servers_out_of_sync"] == 1 and metrics["weight_sync/version"] == 1
     assert version(first) == version(second) == "1" and greedy(second) == greedy(first) == current
 
     send(service, signal.SIGSTOP)

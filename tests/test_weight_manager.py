@@ -35,7 +35,7 @@ def test_memory_that_cannot_be_given_back_is_logged_and_takes_no_errors_place(re
         try:
             1 / 0  # noqa: B018
         finally:
-            manager.return_memory()
+            manager.onload_servers()
     assert "start the servers again" in caplog.text and f"{refusing}/model_info: HTTP 501" in caplog.text
     assert not manager.memory.released and not manager.memory.mark.exists()
 

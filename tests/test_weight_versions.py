@@ -5,7 +5,7 @@ import pytest
 from helpers_sglang import make_tiny_model
 from transformers import AutoTokenizer
 
-from recipe.atropos.adapter.sampled_book import Book, trained_spans, versions_of
+from recipe.atropos.adapter.completion_cache import CompletionCache, trained_spans, versions_of
 from recipe.atropos.adapter.weight_versions import stamp
 from recipe.atropos.algorithm.metrics import staleness_metrics
 from recipe.atropos.data.data_proto import groups_to_data_proto
@@ -47,13 +47,13 @@ def tokenizer(tmp_path_factory):
 
 
 @pytest.fixture
-def book(tokenizer):
-    book = Book(tokenizer)
+def cache(tokenizer):
+    cache = CompletionCache(tokenizer)
     first, second = np.array([1, 2], np.int32), np.array([1, 2, 5, 6, 9], np.int32)
-    book.add(first, [5, 6], [-0.1, -0.2], versions=(1, 1))
-    book.add(first, [5, 6], [-0.3, -0.4], versions=(3, 4))
-    book.add(second, [7], [-0.5], versions=(2, 2))
-    return book
+    cache.add(first, [5, 6], [-0.1, -0.2], versions=(1, 1))
+    cache.add(first, [5, 6], [-0.3, -0.4], versions=(3, 4))
+    cache.add(second, [7], [-0.5], versions=(2, 2))
+    return cache
 
 
 def a_group(**changes):
@@ -65,36 +65,36 @@ def a_group(**changes):
     } | changes
 
 
-def test_a_sequence_has_the_oldest_and_newest_version_of_its_turns_and_none_if_one_is_unknown(book):
+def test_a_sequence_has_the_oldest_and_newest_version_of_its_turns_and_none_if_one_is_unknown(cache):
     group = a_group()
-    stamp(group, book, "math")
+    stamp(group, cache, "math")
     overrides = group["group_overrides"]
-    assert overrides.pop("sampling_params") == [None] * 3  # the book was not told
+    assert overrides.pop("sampling_params") == [None] * 3  # the cache was not told
     assert overrides == {"policy_version_min": [1, 2, None], "policy_version_max": [1, 4, None], "env_name": "math"}
 
 
-def test_a_sequence_with_a_token_that_nobody_sampled_or_of_unknown_version_has_none(book):
-    book.add(np.array([1, 2], np.int32), [8, 8], [-0.6, -0.7])
+def test_a_sequence_with_a_token_that_nobody_sampled_or_of_unknown_version_has_none(cache):
+    cache.add(np.array([1, 2], np.int32), [8, 8], [-0.6, -0.7])
     group = a_group(
         tokens=[[1, 2, 5, 6, 3], [1, 2, 8, 8], [1, 2, 5]],
         masks=[[I, I, 5, 6, 3], [I, I, 8, 8], [I, I, 5]],
         inference_logprobs=[[1.0, 1.0, -0.1, -0.2, -0.3], [1.0, 1.0, -0.6, -0.7], [1.0, 1.0, -0.1]],
     )
-    stamp(group, book)
+    stamp(group, cache)
     assert group["group_overrides"]["policy_version_min"] == [None, None, 1]  # the last was cut short
 
 
-def test_what_the_environment_says_itself_stays(book):
+def test_what_the_environment_says_itself_stays(cache):
     group = a_group(group_overrides={"env_name": "own", "policy_version_min": [9, 9, 9], "difficulty": 2})
-    stamp(group, book, "math")
+    stamp(group, cache, "math")
     overrides = group["group_overrides"]
     assert overrides["env_name"] == "own" and overrides["policy_version_min"] == [9, 9, 9]
     assert overrides["difficulty"] == 2 and overrides["policy_version_max"] == [1, 4, None]
 
 
-def test_staleness_is_counted_from_the_oldest_trained_token_when_the_row_is_trained_on(book):
+def test_staleness_is_counted_from_the_oldest_trained_token_when_the_row_is_trained_on(cache):
     group = a_group()
-    stamp(group, book)
+    stamp(group, cache)
     rows, _ = groups_to_data_proto([group], RowLimits(10, 10, 0))
     metrics = staleness_metrics(rows, step=5)  # the fifth update starts from version 4
     assert metrics == {

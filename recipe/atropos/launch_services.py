@@ -274,7 +274,7 @@ async def launch(
             soft_wrap=True,
         )
         # It waits for the servers as it starts. Colocated ones measure first what is free of their GPU.
-        beside = not any(launch.lends_memory for launch in inference.servers.values())
+        beside = not any(launch.releases_memory for launch in inference.servers.values())
         trainer = start_trainer(run, api, inference, evaluations.word) if beside else None
         what = "the SGLang servers start" + (", and beside them the trainer" if beside else "")
         with progress(what, run.log(next(iter(inference.servers)))):

@@ -142,7 +142,7 @@ class RayGRPOAtroposTrainer:
                 with secondary_errors():
                     self.record.end(self.data_source.groups_fetched)
                 with secondary_errors():
-                    self.checkpoint_manager.return_memory()
+                    self.checkpoint_manager.onload_servers()
         self.record.write_summary()
 
     def fit_step(self) -> None:
@@ -154,7 +154,7 @@ class RayGRPOAtroposTrainer:
             batch = self._next_batch()
             self._await_evaluation()
             self.actor.deadline = time.monotonic() + _STEP_SHARE * self.config.trainer.atropos.step_timeout
-            self.checkpoint_manager.lend_memory(self.config.inference.urls)
+            self.checkpoint_manager.offload_servers(self.config.inference.urls)
             self._compute_log_probs(batch)
             self._compute_reference_log_probs(batch)
             self._compute_advantages(batch)

@@ -22,7 +22,7 @@ names=(dict-chat-template ref-offload flush-cache)
 describe() {
   case $1 in
     dict-chat-template)
-      package=sglang versions="0.5.6 and its neighbours; mended from 0.5.12 on (sglang pull request 17236)"
+      package=sglang versions="0.5.6 and its neighbors; fixed from 0.5.12 on (sglang pull request 17236)"
       about="a chat template that is a dict (tool-calling models) crashes the server at its start"
       variants=(once) ;;
     ref-offload)
@@ -77,7 +77,7 @@ change() {
   sed "$script" "$target" > "$4"
 }
 
-# state NAME FOLDER: sets state (needed|applied|mended|foreign), variant and target
+# state NAME FOLDER: sets state (needed|applied|fixed|foreign), variant and target
 state() {
   local file indent old new plain patched
   for variant in "${variants[@]}"; do
@@ -93,7 +93,7 @@ state() {
     if [ "$plain" = "$total" ]; then state=needed; return; fi
     if [ $((plain + patched)) -gt 0 ]; then state=foreign; return; fi
   done
-  state=mended
+  state=fixed
 }
 
 action=apply python=${PYTHON:-python} chosen=()
@@ -132,7 +132,7 @@ PYTHON
   fi
   state "$name" "$folder"
   case $state in
-    mended) echo "  $package $version: not needed, its code has changed"; continue ;;
+    fixed) echo "  $package $version: not needed, its code has changed"; continue ;;
     foreign)
       echo "  $package $version: $target has only some of the lines; it was changed by someone else: reinstall $package" >&2
       exit 1 ;;

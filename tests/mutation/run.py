@@ -36,7 +36,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 _TARGET = 0.95
 _MEMORY = 12 << 30  # bytes of data that a mutant may allocate
-_SAMPLED = ["test_sampled_book.py", "test_sampled_calls.py", "test_weight_versions.py"]
+_SAMPLED = ["test_completion_cache.py", "test_sampled_calls.py", "test_weight_versions.py"]
 _ROWS = [
     "test_rows.py",
     "test_data_proto.py",
@@ -58,7 +58,7 @@ TESTS = {
     "data/sampling.py": ["test_sampling.py"],
     "algorithm/metrics.py": ["test_metrics.py", "test_weight_versions.py", "test_estimators.py"],
     "adapter/sampled.py": _SAMPLED,
-    "adapter/sampled_book.py": _SAMPLED,
+    "adapter/completion_cache.py": _SAMPLED,
     "adapter/sampled_calls.py": _SAMPLED,
     "weight_sync/push.py": _PUSH,
     "weight_sync/manager.py": _PUSH,

@@ -24,7 +24,7 @@ class ApiRefused(AtroposError, RuntimeError):
         self.status = status
 
 
-class Patience:
+class Deadline:
     """A wait of at most ``limit`` seconds, which says at its begin and each minute what for."""
 
     def __init__(self, limit: float):

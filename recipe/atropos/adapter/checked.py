@@ -1,6 +1,6 @@
 """Groups as environments make them, and as they must be: plain values, rows of one length, finite numbers.
 
-``Checked`` goes before everything that reads a group. What cannot be mended is refused and counted, by name:
+``Checked`` goes before everything that reads a group. What cannot be fixed is refused and counted, by name:
 
 - ``no_group``: the environment made none; it keeps its reasons to itself.
 - ``no_tokens``: no sequence, or one without tokens; ``nothing_trained``: no token of the group is trained on.

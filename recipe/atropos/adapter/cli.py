@@ -2,7 +2,7 @@
 
     python -m recipe.atropos.utils.env_adapter serve|evaluate|process --env MODULE:Class|FILE.py[:Class] [its own flags]
 
-or, in code, ``adapt(load_environment(target))``. What is mended stands in docs/environments.md, and in the modules of
+or, in code, ``adapt(load_environment(target))``. What is fixed stands in docs/environments.md, and in the modules of
 the mixins; ``--reward-bridge FILE.yaml`` shapes the scores (``reward_bridge``). Exit status: 0 done, 1 the environment
 failed, 2 a wrong target or flag, 130 interrupted, 143 terminated.
 """
@@ -26,7 +26,7 @@ from recipe.atropos.adapter.reporting import Reporting
 from recipe.atropos.adapter.reward_bridge import RewardBridge, RewardBridgeError, read_bridge
 from recipe.atropos.adapter.sampled import SampledTokens
 from recipe.atropos.adapter.shaping import shaped_by
-from recipe.atropos.adapter.teacher import Taught
+from recipe.atropos.adapter.teacher import TeacherFixes
 from recipe.atropos.adapter.weight_versions import WeightVersions
 from recipe.atropos.errors import one_line_errors
 from recipe.atropos.utils.private_process import hide_in_output, take_secret_flags
@@ -54,13 +54,13 @@ What else differs from running the environment itself: docs/environments.md.
 
 
 def adapt(environment: type[BaseEnv], bridge: RewardBridge | None = None) -> type[BaseEnv]:
-    """A subclass of ``environment`` with every mend that it lacks, itself where it lacks none; its name stays.
+    """A subclass of ``environment`` with every fix that it lacks, itself where it lacks none; its name stays.
 
     With ``bridge`` its scores are shaped before they are sent.
     """
     mixins = list(_MIXINS)
     if hasattr(environment, "teacher_config_init"):
-        mixins.append(Taught)
+        mixins.append(TeacherFixes)
     if bridge is not None:
         mixins.insert(mixins.index(Checked) + 1, shaped_by(bridge))
     before = tuple(mixin for mixin in mixins if not issubclass(environment, mixin))

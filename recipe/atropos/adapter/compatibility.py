@@ -14,11 +14,11 @@ _PROBE = "Solve 12 + 7 = 19 \\boxed{19}, naïvely.\n\tdef f(x): return [x] # 日
 
 
 class Unknown(Exception):
-    """Tokenizers that cannot be compared: not yet, or, where ``finally_``, never with this server."""
+    """Tokenizers that cannot be compared: not yet, or, where ``permanent``, never with this server."""
 
-    def __init__(self, message: str, finally_: bool):
+    def __init__(self, message: str, permanent: bool):
         super().__init__(message)
-        self.finally_ = finally_
+        self.permanent = permanent
 
 
 def check_sizes(group_size: int, max_token_length: int, batch_size: int, max_token_len: int, api_url: str) -> None:
@@ -60,7 +60,7 @@ async def check_tokenizer(server: SGLangServer, tokenizer: Any, name: str) -> No
             theirs = await client.tokenize(text)
             info = await client.model_info()
     except InferenceError as error:
-        raise Unknown(str(error), finally_=error.status in (400, 404, 405, 422, 501)) from error
+        raise Unknown(str(error), permanent=error.status in (400, 404, 405, 422, 501)) from error
     policy = info.get("tokenizer_path") or info.get("model_path")
     config = server.config
     if config.tokenizer_name == "none":

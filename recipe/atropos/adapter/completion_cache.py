@@ -2,8 +2,8 @@
 what becomes of it.
 
 An environment sees a reply's text and goes on with that: into the next prompt, or into a sequence that it posts. Once
-encoded again, a text need not give the tokens that were sampled. ``Book.trace`` puts them back, in prompts and in
-posted sequences by the same rule, so that a reply stands in every later context as it was sampled:
+encoded again, a text need not give the tokens that were sampled. ``trace`` puts them back, in prompts and in posted
+sequences by the same rule, so that a reply stands in every later context as it was sampled:
 
 - A reply is looked for where exactly the tokens stand that it was sampled after; replies before it are back by then.
 - There it is taken if its tokens follow, or its text, up to white space at both ends (many environments strip it), to
@@ -101,7 +101,7 @@ class _Fit(NamedTuple):
 
 @dataclass(frozen=True)
 class _Sought:
-    """What else is known of tokens that are traced; see ``Book.trace``."""
+    """What else is known of tokens that are traced; see ``CompletionCache.trace``."""
 
     logprobs: Sequence[float] | None = None
     prefer: Collection[int] = ()
@@ -109,7 +109,7 @@ class _Sought:
 
 
 @dataclass
-class Book:
+class CompletionCache:
     """The newest completions, ``capacity`` tokens of them with their prompts. ``tokenizer`` is the policy's."""
 
     tokenizer: Any
@@ -169,12 +169,12 @@ class Book:
     def pieces(
         self, ids: Sequence[int], masks: Sequence[int], logprobs: Sequence[float] | None = None
     ) -> Iterator[Piece]:
-        """A posted sequence as ``trace`` has it; trained spans that are not found so are looked for ``elsewhere``."""
+        """A posted sequence as ``trace`` has it; trained spans that are not found so: ``find_in_other_context``."""
         for piece in self.trace(ids, logprobs):
             at = piece.start
             if piece.completion is None:
                 for start, end in trained_spans(masks[piece.start : piece.end]):
-                    found = self.elsewhere(ids, piece.start + start, piece.start + end, logprobs)
+                    found = self.find_in_other_context(ids, piece.start + start, piece.start + end, logprobs)
                     if found:
                         if found[0].start > at:
                             yield Piece(at, found[0].start, list(ids[at : found[0].start]))
@@ -185,7 +185,7 @@ class Book:
             elif at < piece.end:
                 yield Piece(at, piece.end, list(ids[at : piece.end]))
 
-    def exact(self, ids: Sequence[int], prefer: Collection[int] = ()) -> list[int]:
+    def restore_sampled(self, ids: Sequence[int], prefer: Collection[int] = ()) -> list[int]:
         """A prompt with its replies as they were sampled.
 
         ``prefer`` are keys (``key_of``) of sequences: a reply that makes the tokens so far one of them comes first.
@@ -311,7 +311,7 @@ class Book:
         """How many tokens there are before the end of the turn."""
         return len(tokens) - (tokens[-1] in self._special)
 
-    def elsewhere(
+    def find_in_other_context(
         self, ids: Sequence[int], start: int, end: int, logprobs: Sequence[float] | None = None
     ) -> list[Piece]:
         """A span that no reply to its own context is known for, as one sampled in another context; [] where none is.

@@ -1,10 +1,10 @@
-"""What an environment inherits from BaseEnv, mended: it outlives the API, and loses nothing without a count.
+"""What an environment inherits from BaseEnv, fixed: it outlives the API, and loses nothing without a count.
 
     class MyEnv(Reporting, ..., Durable): ...       # in the place of BaseEnv
-    class Mended(Reporting, ..., TheirEnv, Durable): ...    # behind an environment: its own methods stay in force
+    class Fixed(Reporting, ..., TheirEnv, Durable): ...    # behind an environment: its own methods stay in force
 
-- The Trajectory API may come late, or die and come back with nothing: the environment waits for it (``api_patience``,
-  and ``trainer_patience`` for the trainer, without whom it lets nobody in), says each minute for what, and registers
+- The Trajectory API may come late, or die and come back with nothing: the environment waits for it (``api_timeout``,
+  and ``trainer_timeout`` for the trainer, without whom it lets nobody in), says each minute for what, and registers
   again. Nobody registers again with an API that only answered late: one that refuses connections, or that no longer
   knows the environment, was restarted. What it had in its queue then is gone, and counted as ``lost_with_api``.
 - A group stays in its worker until the API has taken it, and is posted again where that failed. So what waits is as
@@ -35,11 +35,11 @@ from atroposlib.envs.base import BaseEnv, BaseEnvConfig
 from atroposlib.envs.server_handling.sglang_server import SGLangServer
 from tenacity import RetryError
 
-from recipe.atropos.adapter.api_client import ApiRefused, Patience, ask, compressed, refuses_connections
+from recipe.atropos.adapter.api_client import ApiRefused, Deadline, ask, compressed, refuses_connections
 from recipe.atropos.adapter.checked import Refused, check_rows, to_json
 from recipe.atropos.adapter.compatibility import check_sizes
+from recipe.atropos.adapter.completion_cache import ITEM, Item
 from recipe.atropos.adapter.pace import GROUPS_VARIABLE
-from recipe.atropos.adapter.sampled_book import ITEM, Item
 from recipe.atropos.errors import EnvironmentFailure
 
 logger = logging.getLogger(__name__)
@@ -54,8 +54,8 @@ _IGNORED = -100
 class Durable(BaseEnv):
     """See the module. ``Reporting`` goes before it."""
 
-    api_patience = 300.0  # s without an answer from the API, until the environment ends
-    trainer_patience = 3600.0  # s without a trainer
+    api_timeout = 300.0  # s without an answer from the API, until the environment ends
+    trainer_timeout = 3600.0  # s without a trainer
     retry_seconds = (1.0, 3.0, 9.0)  # before the second, third, fourth try of an item
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -72,7 +72,7 @@ class Durable(BaseEnv):
     async def __ask(self, method: str, path: str, payload: Any = None) -> Any:
         """The API's answer, as soon as there is one; ApiRefused for one that is an error."""
         url = f"{self.config.rollout_server_url}{path}"
-        patience = Patience(self.api_patience)
+        deadline = Deadline(self.api_timeout)
         while True:
             try:
                 return await ask(method, url, payload)
@@ -82,7 +82,7 @@ class Durable(BaseEnv):
                 ) from error
             except (aiohttp.ClientError, TimeoutError) as error:
                 self.__note_refused_connection(error)
-                await patience.pause(f"the Trajectory API at {url} does not answer ({_said(error)}); is run-api up?")
+                await deadline.pause(f"the Trajectory API at {url} does not answer ({_said(error)}); is run-api up?")
 
     def __note_refused_connection(self, error: Exception) -> None:
         if refuses_connections(error) and hasattr(self, "env_id"):
@@ -100,7 +100,7 @@ class Durable(BaseEnv):
     async def _register_env(self) -> dict[str, Any]:
         """The API's answer to a registration that it took."""
         name = self.config.wandb_name or self.report.name
-        patience = Patience(self.trainer_patience)
+        deadline = Deadline(self.trainer_timeout)
         while True:
             registration = {
                 "max_token_length": self.config.max_token_length,
@@ -119,7 +119,7 @@ class Durable(BaseEnv):
                 if error.status < 500:
                     raise EnvironmentFailure(f"{what} of {registration} was refused: {error}") from error
                 what = f"{what}, which answered {error}"
-            await patience.pause(f"{self.report.name} waits for {what}")
+            await deadline.pause(f"{self.report.name} waits for {what}")
 
     async def register_env(self) -> None:
         """Also for another time: then what the environment has is newer than any checkpoint, and its name stays."""
@@ -133,9 +133,9 @@ class Durable(BaseEnv):
 
     async def setup_wandb(self) -> None:
         if self.config.use_wandb:
-            patience = Patience(self.trainer_patience)
+            deadline = Deadline(self.trainer_timeout)
             while (await self.__ask("GET", "/wandb_info"))["project"] is None:
-                await patience.pause(f"{self.report.name} waits for a trainer to name the wandb project")
+                await deadline.pause(f"{self.report.name} waits for a trainer to name the wandb project")
         await super().setup_wandb()
 
     async def get_server_info(self) -> None:
@@ -183,7 +183,7 @@ class Durable(BaseEnv):
                 self.max_num_workers = int(os.environ.get(GROUPS_VARIABLE) or self.max_num_workers)
         await self.server.update_weight(status["env_weight"])
 
-    async def say_goodbye(self) -> None:
+    async def disconnect(self) -> None:
         if hasattr(self, "env_id") and self.__in_contact.is_set():
             url = f"{self.config.rollout_server_url}/disconnect-env"
             await ask("POST", url, {"env_id": self.env_id})
@@ -338,7 +338,7 @@ class Durable(BaseEnv):
         waited = 0.0  # s, without the waits for a registration
         while True:
             try:
-                await asyncio.wait_for(self.__in_contact.wait(), self.trainer_patience)
+                await asyncio.wait_for(self.__in_contact.wait(), self.trainer_timeout)
             except TimeoutError:
                 return self.__give_up(groups, "api_unreachable", "not registered again")
             for group in groups:
@@ -368,7 +368,7 @@ class Durable(BaseEnv):
             tries += 1
             pause = min(2.0 ** (tries - 1), _LONGEST_PAUSE)
             waited += time.monotonic() - begun + pause
-            if waited > self.api_patience:
+            if waited > self.api_timeout:
                 return self.__give_up(groups, reason, detail)
             self.report.count("posted_again", len(groups))
             await asyncio.sleep(pause)

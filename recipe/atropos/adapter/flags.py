@@ -92,7 +92,7 @@ def check_flags(arguments: list[str], known: set[str]) -> None:
 def server_configs(
     default: Any, flags: dict[str, Any], yaml_servers: dict | list | None = None
 ) -> tuple[ServerBaseline | list[APIServerConfig], bool]:
-    """What ``config_init`` must return so that ``flags`` (without ``openai.``) and a file's servers are in force.
+    """What ``config_init`` must return so that ``flags`` (without ``openai.``) and a file's servers are active.
 
     The second value: the flags are in it already, and BaseEnv must not see them, since it refuses them for several.
     """

@@ -2,7 +2,7 @@
 
 - A ``setup()`` that fails ends it; the error says that it was there.
 - A tokenizer that is not the policy's ends it: compared at the start, or as soon as the server answers (``fits``).
-- However it ends, it says goodbye to the Trajectory API, closes the files that it wrote, ends wandb's run and writes
+- However it ends, it disconnects from the Trajectory API, closes the files that it wrote, ends wandb's run and writes
   the last line of its report, with the items that were not done; each of these has a few seconds.
 - In a process of its own (``cli``): SIGTERM ends it as an end of the work would; no child process stays, and a thread
   that hangs, or work that takes no notice, holds it up for seconds only.
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 TERMINATED = 128 + signal.SIGTERM  # exit status
 
 # s for each, and until the process is gone, whatever hangs: when it was terminated, and when its work has ended
-_GOODBYE, _CHILDREN = 3.0, 1.5
+_DISCONNECT_SECONDS, _CHILDREN = 3.0, 1.5
 _WANDB, _EXIT = {True: 3.0, False: 30.0}, {True: 9.0, False: 40.0}
 _FRUITLESS = 200  # items in a row of which ``process`` writes nothing, until that is an error
 _LOOK = 1.0  # s between two looks at the report
@@ -170,7 +170,7 @@ class Lifecycle:
             try:
                 await check_tokenizer(server, self.tokenizer, self.config.tokenizer_name)
             except Unknown as unknown:
-                if unknown.finally_:
+                if unknown.permanent:
                     logger.warning("%s: tokenizers are not compared: %s", self.report.name, unknown)
                     self.__uncompared.remove(server)
             else:
@@ -180,7 +180,7 @@ class Lifecycle:
         for worker in [*self.workers, *self.eval_workers]:
             worker.cancel()
         self.report.in_flight = len(self.running_items)
-        await _within(_GOODBYE, self.say_goodbye())
+        await _within(_DISCONNECT_SECONDS, self.disconnect())
         self.report.write(self.curr_step, at_once=True)
         if self.jsonl_writer is not None:
             self.jsonl_writer.close()

@@ -12,10 +12,10 @@ from recipe.atropos.errors import AtroposError
 logger = logging.getLogger(__name__)
 
 VARIABLE = "ATROPOS_MAX_STALENESS"
-PATIENCE_VARIABLE = "ATROPOS_PATIENCE"
+STALL_TIMEOUT_VARIABLE = "ATROPOS_STALL_TIMEOUT"
 GROUPS_VARIABLE = "ATROPOS_GROUPS_IN_FLIGHT"
 """How many groups are to be in flight where the environment's own configuration leaves BaseEnv's default."""
-PATIENCE = 120.0  # s without a new version, with nothing in flight and no room, until a batch is taken for lost
+STALL_TIMEOUT = 120.0  # s without a new version, with nothing in flight and no room, until a batch is taken for lost
 
 _EPSILON = 1e-6  # sequences; shares such as a third of a batch add up to a little less or more
 

@@ -4,7 +4,7 @@
 
 An environment with ``Paced`` in front of its base class keeps the bound k that ``ATROPOS_MAX_STALENESS`` names (the
 launcher sets it from ``trainer.atropos.max_staleness``; without it nothing here acts). G is how many groups of a batch
-are this environment's, v the weight version that the servers hold, v0 the version at its start. The promises:
+are this environment's, v the weight version that the servers hold, v0 the version at its start. Guarantees:
 
 - A group begins only while fewer than (v - v0 + 1 + k) * G others have begun, those left out that nothing came of.
 - Groups are posted in the order in which they began: one that is done waits for those before it, until each of them is
@@ -29,10 +29,10 @@ but by ``worker_timeout`` and by an evaluation that stops the training, which be
   it did not post any more, also that.
 - Nothing waits for ever. A batch can be lost: to a trainer that died and went on from the same version, on the wire, or
   because all that is in it was refused. Then trainer and environment would wait for each other. So where all that may
-  begin is posted and no new version comes for ``patience`` and for twice the longest time that one took, one batch
+  begin is posted and no new version comes for ``stall_timeout`` and for twice the longest time that one took, one batch
   more may begin; if the trainer was only slow, this one comes too late, and is dropped and counted there. (Where the
-  trainer waits for evaluations, ``ATROPOS_PATIENCE`` gives the seconds.) What is waited for is in the log each minute,
-  and after ``longest_wait`` the environment ends with that message.
+  trainer waits for evaluations, ``ATROPOS_STALL_TIMEOUT`` gives the seconds.) What is waited for is in the log each
+  minute, and after ``longest_wait`` the environment ends with that message.
 
 An environment variable, not a field of the configuration: unknown ``--env`` flags end an environment, and those that
 know nothing of this shall run as they are.
@@ -53,8 +53,8 @@ from atroposlib.envs.base import EvalHandlingEnum
 from atroposlib.envs.server_handling.sglang_server import SGLangServer
 
 from recipe.atropos.adapter.pace import (
-    PATIENCE,
-    PATIENCE_VARIABLE,
+    STALL_TIMEOUT,
+    STALL_TIMEOUT_VARIABLE,
     VARIABLE,
     Pace,
     PacingError,
@@ -91,15 +91,15 @@ _TICKET: ContextVar[Ticket | None] = ContextVar("ticket", default=None)  # of th
 class Paced:
     """Goes before ``BaseEnv``; see the module. Only servers of type "sglang" report versions."""
 
-    patience = PATIENCE
-    left_patience = 5.0  # s that the trainer waits for what another environment left undone, until it is begun here
+    stall_timeout = STALL_TIMEOUT
+    left_timeout = 5.0  # s that the trainer waits for what another environment left undone, until it is begun here
     longest_wait = 3600.0  # s of the same, until the environment ends
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         max_staleness = max_staleness_from_environment()
         self.pace = None if max_staleness is None else Pace(max_staleness)
-        self.patience = float(os.environ.get(PATIENCE_VARIABLE) or self.patience)
+        self.stall_timeout = float(os.environ.get(STALL_TIMEOUT_VARIABLE) or self.stall_timeout)
         self._sequences_an_item = self.config.group_size
         self._looked = self._said = -float("inf")
         self._idle_since: float | None = None  # with nothing in flight and no room
@@ -173,8 +173,8 @@ class Paced:
                 raise PacingError(f"{now - since:.0f} s: {what}")
             if self._fill_in(now - since, queued):
                 return
-            patience = max(self.patience, 2 * self._longest_step)
-            if pace.version is not None and not self._unknown and now - since > patience * 2**self._granted:
+            limit = max(self.stall_timeout, 2 * self._longest_step)
+            if pace.version is not None and not self._unknown and now - since > limit * 2**self._granted:
                 logger.error("%.0f s: %s. Taking a batch for lost, and beginning another", now - since, what)
                 self._granted += 1
                 pace.grant()
@@ -190,7 +190,7 @@ class Paced:
         """
         batch, missing = self.config.batch_size, self.config.batch_size - queued
         waits = self.pace.version is not None and self.status_dict["current_step"] <= self.pace.version
-        if not (self._left and waits and 0 < missing <= batch and idle > self.left_patience):
+        if not (self._left and waits and 0 < missing <= batch and idle > self.left_timeout):
             return False
         logger.warning("another environment left; beginning our part of the %d sequences that a batch lacks", missing)
         self._left = False

@@ -28,12 +28,12 @@ trained tokens, special ones included. In this order:
    The step is ``curr_step`` of BaseEnv, which the Trajectory API tells: it counts the batches that are cut.
 6. The environment's score is added. It stays beside the shaped one: in ``group_overrides["raw_scores"]``, a list.
 
-The promises:
+Guarantees:
 
 - A right answer outweighs all shaping: the largest difference that a configuration can make between two sequences must
   be less than ``right_margin``, what the environment's score of a right answer is at least above that of a wrong one.
   1.0 fits scores of 0 and 1, and of -1 and 1. Scores with steps between may still change places; groups in which any
-  do are counted, as ``shaping/overtaken``.
+  do are counted, as ``shaping/rank_inversions``.
 - ``send_equal_raw`` true: a group of equal raw scores is sent if the shaped ones differ; also one that its environment
   drops for that reason, as most do. False: it is not sent, as without the bridge.
 - Evaluation is never shaped: only what goes to the Trajectory API is.
@@ -67,7 +67,7 @@ Step = Annotated[int, Field(ge=0)]
 
 
 class RewardBridgeError(AtroposError, ValueError):
-    """A configuration that cannot be right, or an environment that the bridge cannot act on; names the mend."""
+    """A configuration that cannot be right, or an environment that the bridge cannot act on; names the fix."""
 
 
 @dataclass(frozen=True, config=_STRICT)

@@ -3,7 +3,7 @@
     class MyEnv(Reporting, WeightVersions, SampledTokens, Paced, SomeEnv): ...
 
 All of an environment's calls to its SGLang servers are made with token ids and remembered (``sampled_calls``,
-``sampled_book``). When a group is sent, each span that is trained on is looked up:
+``completion_cache``). When a group is sent, each span that is trained on is looked up:
 
 - A reply that stands there token for token stays, with the logprobs that it was sampled with; where the environment
   gives others, that is counted (``other_logprobs``).
@@ -30,9 +30,9 @@ from typing import Any
 from atroposlib.envs.base import BaseEnv, ScoredDataGroup
 from transformers import PreTrainedTokenizerBase
 
+from recipe.atropos.adapter.completion_cache import IGNORED, ITEM, CompletionCache, Item, trained_spans
 from recipe.atropos.adapter.reporting import EnvReport
-from recipe.atropos.adapter.sampled_book import IGNORED, ITEM, Book, Item, trained_spans
-from recipe.atropos.adapter.sampled_calls import all_exact, sglang_servers
+from recipe.atropos.adapter.sampled_calls import record_all_calls, sglang_servers
 
 _OTHER = 1e-3  # from here on a logprob is another than that of the reply
 _NOT_SAMPLED = 1.0  # the logprob that atroposlib writes where there is none
@@ -68,7 +68,7 @@ class Row:
 
 
 def restore(
-    book: Book,
+    cache: CompletionCache,
     tokens: Sequence[int],
     masks: Sequence[int],
     logprobs: Sequence[float] | None,
@@ -81,7 +81,7 @@ def restore(
     """
     ids = [int(token) for token in tokens]
     row = Row(values={name: [] for name in values})
-    for piece in book.pieces(ids, masks, logprobs):
+    for piece in cache.pieces(ids, masks, logprobs):
         completion, place = piece.completion, slice(piece.start, piece.end)
         posted, flags = ids[place], [mask != IGNORED for mask in masks[place]]
         given = None if logprobs is None else list(logprobs[place])
@@ -90,12 +90,12 @@ def restore(
             flags = [any(mask != IGNORED for mask in masks[max(0, piece.start - 1) : piece.start + 1])]
         if completion is None:
             wanted = [posted[start:end] for start, end in trained_spans(masks[place])] if posted else [piece.tokens]
-            if any(flags) and not all(map(book.is_template, wanted)):
+            if any(flags) and not all(map(cache.is_template, wanted)):
                 count("not_sampled")
             row.add(piece.tokens, None, given if posted else None, columns if posted else None)
             continue
         if piece.tokens != posted:
-            moved = _moved(book, piece.tokens, posted, flags, columns)
+            moved = _moved(cache, piece.tokens, posted, flags, columns)
             if moved is None:
                 count("not_aligned")
                 row.add(posted or piece.tokens, None, given, columns)
@@ -120,14 +120,14 @@ def restore(
 
 
 def _moved(
-    book: Book, tokens: list[int], posted: list[int], flags: list[bool], columns: dict[str, list]
+    cache: CompletionCache, tokens: list[int], posted: list[int], flags: list[bool], columns: dict[str, list]
 ) -> tuple[list[bool], dict[str, list]] | None:
     """What is trained on, and the values, when sampled ``tokens`` stand for ``posted``; None if that is unclear."""
-    content = {flag for token, flag in zip(posted, flags, strict=False) if not book.is_special(token)} or set(flags)
+    content = {flag for token, flag in zip(posted, flags, strict=False) if not cache.is_special(token)} or set(flags)
     if len(content) > 1:
         return None
     moved = [*content] * len(tokens)
-    if posted and book.is_special(tokens[-1]) and book.is_special(posted[-1]):
+    if posted and cache.is_special(tokens[-1]) and cache.is_special(posted[-1]):
         moved[-1] = flags[-1]
     if not any(moved) or not columns:
         return moved, {}
@@ -149,7 +149,7 @@ class SampledTokens:
         super().__init__(*args, **kwargs)
         if not isinstance(getattr(self, "report", None), EnvReport):
             self.report = EnvReport(self.config.wandb_name or type(self).__name__)
-        self._book = all_exact(self).books["train"]
+        self._cache = record_all_calls(self).caches["train"]
 
     # ------------------------------------------------------------------ what is sent
 
@@ -172,7 +172,7 @@ class SampledTokens:
             over = {name: _over(group, name, i) for name in ("inference_logprobs", *_PER_TOKEN)}
             logprobs = over.pop("inference_logprobs")
             values = {name: column for name, column in over.items() if column is not None}
-            rows.append(restore(self._book, sequence, masks[i], logprobs, values, self.report.count))
+            rows.append(restore(self._cache, sequence, masks[i], logprobs, values, self.report.count))
         if not any(mask != IGNORED for row in rows for mask in row.masks):
             served = "" if sglang_servers(self) else "; none of its servers is of type sglang"
             self.report.refuse("not_sampled", f"no reply is known for any token of {len(rows)} sequences{served}")
@@ -261,7 +261,7 @@ def chat_templates_give_lists() -> None:
     """``apply_chat_template`` gives token ids as a list unless asked otherwise, as in transformers 4.
 
     From version 5 on it gives a BatchEncoding, whose length is 2: ``tokenize_for_trainer`` then masks nothing and posts
-    no tokens. Environments make tokenizers of their own, so there is no instance to mend.
+    no tokens. Environments make tokenizers of their own, so there is no instance to fix.
     """
     original = PreTrainedTokenizerBase.apply_chat_template
     if hasattr(original, "of_transformers"):

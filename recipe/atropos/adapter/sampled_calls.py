@@ -1,16 +1,16 @@
 """How an environment's SGLang servers are called: whatever it asks for, by /generate, with token ids and logprobs.
 
 - Each of atroposlib's ways to ask (``tokens_and_logprobs_completion``; ``chat_completion`` and ``completion``, on a
-  server, on the manager of servers, on a managed server) ends in one request here, and its replies in a ``Book``.
+  server, on the manager of servers, on a managed server) ends in one request here, and its replies in a cache.
 - A prompt is the text that the environment gives, encoded, with the earlier replies in it as they were sampled.
 - No partial reply reaches an environment: what a server aborted, or answered with no token, is asked for again, only as
   many as are missing, ``ATTEMPTS`` times in all; then an InferenceError names the server.
 - What /generate cannot be asked for takes the server's OpenAI route unchanged: such replies cannot be trained on. They
   are counted as ``plain_route/ARGUMENT``.
-- Evaluation (``split`` other than "train") has a small book of its own, so that it displaces nothing.
+- Evaluation (``split`` other than "train") has a small cache of its own, so that it displaces nothing.
 
 Logprobs are SGLang's: of the distribution after temperature, penalties and grammar, before top-p, top-k and min-p cut
-it off. With each reply the book keeps the parameters of its request, which the trainer checks (``recipe.atropos
+it off. With each reply the cache keeps the parameters of its request, which the trainer checks (``recipe.atropos
 .sampling``). They are all named in the request, so that no default of the model or the server applies; where an
 environment names no temperature, it trains on samples at the trainer's.
 """
@@ -32,7 +32,7 @@ from openai.types.chat import ChatCompletion
 from openai.types.completion import Completion as TextCompletion
 from tenacity import RetryError
 
-from recipe.atropos.adapter.sampled_book import EVALUATION, Book, key_of, keys_of, versions_of
+from recipe.atropos.adapter.completion_cache import EVALUATION, CompletionCache, key_of, keys_of, versions_of
 from recipe.atropos.data.sampling import SamplingParams, default_temperature
 from recipe.atropos.inference.client import InferenceError, SGLangClient
 
@@ -83,30 +83,32 @@ class Calls:
     def __init__(self, tokenizer: Any, count: Callable[[str, int], None]):
         self.count = count
         self._temperature = default_temperature()
-        self.books = {"train": Book(tokenizer), "eval": Book(tokenizer, EVALUATION)}
+        self.caches = {"train": CompletionCache(tokenizer), "eval": CompletionCache(tokenizer, EVALUATION)}
 
     @property
-    def book(self) -> Book:
+    def cache(self) -> CompletionCache:
         """Of the call that is being made."""
-        return self.books["train" if _SPLIT.get() == "train" else "eval"]
+        return self.caches["train" if _SPLIT.get() == "train" else "eval"]
 
-    def exact(self, tokenizer: Any, text: str, special: bool, prefer: Collection[int] = ()) -> list[int]:
+    def restore_sampled(self, tokenizer: Any, text: str, special: bool, prefer: Collection[int] = ()) -> list[int]:
         """A prompt's tokens: replies in it as they were sampled; ``special``: with what the tokenizer puts around."""
-        return self.book.exact(_one_bos(tokenizer, tokenizer.encode(text, add_special_tokens=special)), prefer)
+        return self.cache.restore_sampled(
+            _one_bos(tokenizer, tokenizer.encode(text, add_special_tokens=special)), prefer
+        )
 
     # ------------------------------------------------------------------ requests
 
     async def sample(
         self, server: SGLangServer, ids: list[int], params: dict[str, Any], timeout: float | None
     ) -> list[dict]:
-        """``n`` whole replies of /generate to a prompt, all in the book; ``timeout`` in seconds, None for the server's.
+        """``n`` whole replies of /generate to a prompt, all cached; ``timeout`` in seconds, None for the server's.
 
         Raises:
             InferenceError: naming the server; atroposlib tries such a call again.
         """
         url = _address(server)
-        book, prompt = self.book, np.array(ids, np.int32)
-        if book is self.books["train"]:
+        cache, prompt = self.cache, np.array(ids, np.int32)
+        if cache is self.caches["train"]:
             params = {"temperature": self._temperature, **params}
         sampling = SamplingParams.from_request(params)
         params = {**params, **sampling.request()}
@@ -123,7 +125,7 @@ class Calls:
         for reply in replies:
             values, tokens = zip(*((value, token) for value, token, *_ in _logprobs(reply)), strict=True)
             text, versions = reply.get("text"), versions_of(reply["meta_info"])
-            book.add(prompt, tokens, values, text, versions, sampling)
+            cache.add(prompt, tokens, values, text, versions, sampling)
         return replies
 
     async def _whole(
@@ -144,7 +146,7 @@ class Calls:
     async def tokens(self, server: SGLangServer, **kwargs: Any) -> tuple[list[int], list, list, list]:
         """What ``SGLangServer`` does for tokens and logprobs. What is unknown goes on to SGLang, which refuses it."""
         prompt, ids = kwargs.pop("prompt", None), kwargs.pop("input_ids", None)
-        ids = self.exact(server.tokenizer, prompt, True) if ids is None else _one_bos(server.tokenizer, ids)
+        ids = self.restore_sampled(server.tokenizer, prompt, True) if ids is None else _one_bos(server.tokenizer, ids)
         params, unknown = sampling_params(kwargs)
         replies = await self.sample(server, ids, params | unknown, kwargs.get("timeout"))
         return (
@@ -166,7 +168,7 @@ class Calls:
         if messages[-1].get("role") == "assistant":
             messages[-1]["role"] = "user"
         text = server.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **template)
-        ids = self.exact(server.tokenizer, text, False)
+        ids = self.restore_sampled(server.tokenizer, text, False)
         replies = await self.sample(server, ids, {"max_new_tokens": None, **params}, arguments.get("timeout"))
         choices = [{"message": {"role": "assistant", "content": reply["text"]}} for reply in replies]
         return ChatCompletion.model_validate(_answer(server, "chat.completion", ids, replies, choices))
@@ -177,7 +179,7 @@ class Calls:
         params, unknown = sampling_params(arguments)
         if unknown or not isinstance(prompt, str):
             return await self._plain(server, plain, [*unknown, "prompt"][0], kwargs)
-        ids = self.exact(server.tokenizer, prompt, True)
+        ids = self.restore_sampled(server.tokenizer, prompt, True)
         replies = await self.sample(server, ids, {"max_new_tokens": 16, **params}, arguments.get("timeout"))
         choices = [{"text": reply["text"]} for reply in replies]
         return TextCompletion.model_validate(_answer(server, "text_completion", ids, replies, choices))
@@ -219,7 +221,7 @@ def sglang_servers(environment: Any) -> list[SGLangServer]:
     return [server for server in environment.server.servers if isinstance(server, SGLangServer)]
 
 
-def all_exact(environment: Any) -> Calls:
+def record_all_calls(environment: Any) -> Calls:
     """Let every way to ask an environment's servers end in ``Calls``, by attributes of its own instances."""
     calls, manager = calls_of(environment), environment.server
     for server in sglang_servers(environment):
@@ -251,18 +253,18 @@ async def _called(call: Callable[..., Awaitable[Any]], **kwargs: Any) -> Any:
 async def _managed_server(original: Callable, calls: Calls, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
     async with original(*args, **kwargs) as managed:
         if type(managed) is ManagedServer and isinstance(managed.server, SGLangServer):
-            managed.__class__ = ExactManagedServer
+            managed.__class__ = RecordingManagedServer
             managed.begin(calls)
         yield managed
 
 
-class ExactManagedServer(ManagedServer):
+class RecordingManagedServer(ManagedServer):
     """Its nodes' tokens are those sampled, over all turns. What it answers, and how often it is asked, stays the same.
 
     - A prompt extends the node whose tokens it begins with, the longest of them; of equal ones, one not yet extended.
     - A node keeps the masks and logprobs of the one that it extends, after ``completion`` as after ``chat_completion``.
 
-    Tree mode is not mended: no environment's manager hands it out.
+    Tree mode is not fixed: no environment's manager hands it out.
     """
 
     def begin(self, calls: Calls) -> None:
@@ -279,15 +281,17 @@ class ExactManagedServer(ManagedServer):
         super().reset()
         self._ever.clear()
 
-    def _exact(self, text: str) -> list[int]:
-        return self._calls.exact(self.tokenizer, text, True, {key_of(node.tokens) for node in self.current_nodes})
+    def _restored(self, text: str) -> list[int]:
+        return self._calls.restore_sampled(
+            self.tokenizer, text, True, {key_of(node.tokens) for node in self.current_nodes}
+        )
 
     def _find_extending_node(self, input_text: str) -> SequenceNode | None:
-        node, _ = self._extended(self._exact(input_text), self.current_nodes)
+        node, _ = self._extended(self._restored(input_text), self.current_nodes)
         return node
 
     def _compute_input_ids(self, input_text: str, extending_node: SequenceNode | None) -> list[int]:
-        return self._exact(input_text)
+        return self._restored(input_text)
 
     def _extended(
         self, ids: list[int], among: list[SequenceNode] | None = None
@@ -309,7 +313,7 @@ class ExactManagedServer(ManagedServer):
         if before is not None:
             node.masked_tokens[:kept] = before.masked_tokens[:kept]
             node.logprobs[:kept] = before.logprobs[:kept]
-        for size in {len(node.tokens), self._calls.book.unended(node.tokens)}:  # an environment may go on in the turn
+        for size in {len(node.tokens), self._calls.cache.unended(node.tokens)}:  # an environment may go on in the turn
             if size > len(kwargs["prompt_tokens"]):
                 self._ever.setdefault(key_of(node.tokens[:size]), []).append((node, size))
         return node

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 from atroposlib.envs import base
 
+from recipe.atropos.adapter.completion_cache import trained_spans
 from recipe.atropos.adapter.reward_bridge import KEY, RewardBridge, RewardBridgeError
-from recipe.atropos.adapter.sampled_book import trained_spans
 from recipe.atropos.errors import EnvironmentFailure
 
 _GROUPS: ContextVar[list["_RecordedGroup"] | None] = ContextVar("groups", default=None)  # of the item in hand
@@ -65,7 +65,7 @@ class Shaped:
 
     It needs ``Reporting`` behind it, and says there: the means ``score/raw``, ``score/shaped``, ``shaping/TERM`` and
     ``shaping/weight``; the counts ``shaping/equal_raw`` (groups in which only the shaping decides),
-    ``shaping/recovered`` (those of them that the environment had dropped) and ``shaping/overtaken``.
+    ``shaping/recovered`` (those of them that the environment had dropped) and ``shaping/rank_inversions``.
     """
 
     reward_bridge: RewardBridge
@@ -140,7 +140,7 @@ class Shaped:
             self.report.count("shaping/equal_raw")
         pairs = list(zip(raw, scores, strict=True))
         if any(less < more and now >= then for less, now in pairs for more, then in pairs):
-            self.report.count("shaping/overtaken")
+            self.report.count("shaping/rank_inversions")
 
 
 def check_literals(bridge: RewardBridge, tokenizer: Any) -> None:

@@ -1,11 +1,11 @@
 """Atropos' teacher distillation (``TeacherDistillationEnv``): the teacher of an environment, as the trainer needs it.
 
-``Taught`` works around what keeps such environments from running here:
+``TeacherFixes`` works around what keeps such environments from running here:
 
 - One whose constructor does not know ``teacher_server_configs``, or passes its arguments on by position
   (``gsm8k_server_teacher_distill``), gets its teacher all the same.
 - The teacher may be an SGLang server (``--teacher.server_type=sglang``); atroposlib asks vLLM servers only.
-- Each position has the teacher's ``teacher_top_k`` likeliest tokens (at least 1), the likeliest first. vLLM adds the
+- Each position has the teacher's ``teacher_top_k`` most likely tokens (at least 1), in falling order. vLLM adds the
   token that stands there where it is not among them; the trainer refuses positions of different sizes.
 - A group whose teacher did not answer goes without distillation fields, as in Atropos, and is counted as
   ``teacher_missing``.
@@ -27,7 +27,7 @@ from recipe.atropos.inference.client import SGLangClient
 TopK = tuple[list[list[int]], list[list[float]]]  # token ids and logprobs, [position][rank]
 
 
-class Taught:
+class TeacherFixes:
     """Mixin; must precede a ``TeacherDistillationEnv`` in the MRO, and follow ``SampledTokens``."""
 
     def __init__(self, config: Any, server_configs: Any, *args: Any, teacher_server_configs: Any = None, **kwargs: Any):
@@ -53,7 +53,7 @@ class Taught:
                 server._get_logprobs_wrapper = partial(top_logprobs, server)
 
     async def _fetch_teacher_for_sequence(self, token_ids: list[int], top_k: int) -> TopK:
-        return likeliest(*await super()._fetch_teacher_for_sequence(token_ids, top_k), max(1, top_k))
+        return most_likely(*await super()._fetch_teacher_for_sequence(token_ids, top_k), max(1, top_k))
 
     async def _attach_teacher_distillation(self, group: ScoredDataGroup) -> ScoredDataGroup:
         group = await super()._attach_teacher_distillation(group)
@@ -65,8 +65,8 @@ class Taught:
         return group
 
 
-def likeliest(token_ids: list[list[int]], logprobs: list[list[float]], top_k: int) -> TopK:
-    """The ``top_k`` likeliest of each position, in falling order; fewer where there are no more."""
+def most_likely(token_ids: list[list[int]], logprobs: list[list[float]], top_k: int) -> TopK:
+    """The ``top_k`` most likely of each position, in falling order; fewer where there are no more."""
     best = [
         heapq.nlargest(top_k, zip(values, ids, strict=True)) for ids, values in zip(token_ids, logprobs, strict=True)
     ]

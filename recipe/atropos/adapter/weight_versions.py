@@ -10,8 +10,8 @@ its base class keeps versions and sampling parameters too, and finds each sample
   unknown.
 - ``sampling_params``, likewise, lists the distinct parameters that the trained tokens were sampled with
   (``recipe.atropos.data.sampling``).
-- Two replies with the same tokens are told apart by their logprobs; where these are not posted, by ``sampled_book``'s
-  order: those of the same item first.
+- Two replies with the same tokens are told apart by their logprobs; where these are not posted, by the
+  cache's order: those of the same item first.
 - SGLang from 0.5.19 on says which version sampled each token. Before, a reply has one version, the one at its end; that
   is true of all its tokens, because the servers are paused in mode "abort" there, and no reply spans a push.
 
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from atroposlib.envs.base import ScoredDataGroup
 
-from recipe.atropos.adapter.sampled_book import IGNORED, Book
+from recipe.atropos.adapter.completion_cache import IGNORED, CompletionCache
 from recipe.atropos.adapter.sampled_calls import calls_of
 from recipe.atropos.data.sampling import SamplingParams
 
@@ -35,10 +35,12 @@ class Origin(NamedTuple):
     sampling: tuple[SamplingParams, ...] | None = None
 
 
-def of_sequence(book: Book, tokens: Sequence[int], masks: Sequence[int], logprobs: Sequence[float] | None) -> Origin:
+def of_sequence(
+    cache: CompletionCache, tokens: Sequence[int], masks: Sequence[int], logprobs: Sequence[float] | None
+) -> Origin:
     """Where the trained tokens of a sequence come from; all unknown where one was not found as it was sampled."""
     found = []
-    for piece in book.pieces(tokens, masks, logprobs):
+    for piece in cache.pieces(tokens, masks, logprobs):
         if all(mask == IGNORED for mask in masks[piece.start : piece.end]):
             continue
         if piece.completion is None or piece.tokens != list(tokens[piece.start : piece.end]):
@@ -52,11 +54,11 @@ def of_sequence(book: Book, tokens: Sequence[int], masks: Sequence[int], logprob
     )
 
 
-def stamp(group: ScoredDataGroup, book: Book, env_name: str | None = None) -> None:
+def stamp(group: ScoredDataGroup, cache: CompletionCache, env_name: str | None = None) -> None:
     """Put versions, parameters and the environment's name into ``group_overrides``; what is there already stays."""
     logprobs = group.get("inference_logprobs") or [None] * len(group["tokens"])
     origins = [
-        of_sequence(book, tokens, masks, values or None)
+        of_sequence(cache, tokens, masks, values or None)
         for tokens, masks, values in zip(group["tokens"], group["masks"], logprobs, strict=True)
     ]
     stamped = {
@@ -78,5 +80,5 @@ class WeightVersions:
 
     async def _send_scored_data_to_api(self, scored_data: Any) -> None:
         for group in scored_data if isinstance(scored_data, list) else [scored_data]:
-            stamp(group, calls_of(self).books["train"], self.config.wandb_name)
+            stamp(group, calls_of(self).caches["train"], self.config.wandb_name)
         await super()._send_scored_data_to_api(scored_data)

@@ -28,9 +28,9 @@ from rich.text import Text
 from transformers import AutoConfig
 
 from recipe.atropos.adapter.cli import adapt
+from recipe.atropos.adapter.completion_cache import NOT_PUSHED, trained_spans
 from recipe.atropos.adapter.durable import Durable
 from recipe.atropos.adapter.loading import load_environment
-from recipe.atropos.adapter.sampled_book import NOT_PUSHED, trained_spans
 from recipe.atropos.data.rows import ConversionReport, Row, RowLimits, read_groups
 from recipe.atropos.gem.outer_policy import watch_managed_calls
 from recipe.atropos.gem.stepped_env import configured, next_item, roll_out

@@ -89,8 +89,8 @@ class NoServers:
     def ensure_current(self, global_steps: int, waiting: bool = False) -> dict[str, Any]:
         return {}
 
-    def return_memory(self) -> None:
+    def onload_servers(self) -> None:
         pass
 
-    def lend_memory(self, urls: Sequence[str]) -> None:
+    def offload_servers(self, urls: Sequence[str]) -> None:
         pass

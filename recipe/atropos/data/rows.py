@@ -180,7 +180,7 @@ class Row:
     log_probs: np.ndarray | None = None  # (R_i,) float32
     advantages: np.ndarray | None = None  # (R_i,) float32
     ref_log_probs: np.ndarray | None = None  # (R_i,) float32
-    teacher_ids: np.ndarray | None = None  # (R_i, K) int64: the teacher's likeliest tokens in this token's place
+    teacher_ids: np.ndarray | None = None  # (R_i, K) int64: the teacher's most likely tokens in this token's place
     teacher_log_probs: np.ndarray | None = None  # (R_i, K) float32, NO_TEACHER where not trained on
     zero_advantage: bool = False
     dropped: tuple[DroppedRow, ...] = ()

@@ -1,7 +1,7 @@
 r"""Word problems with a calculator: ``python -m recipe.atropos.environments.calculator serve|evaluate [flags]``.
 
 The policy writes ``<call>412 + 97</call>`` and ends its turn; the tool's answer is the next turn, by the chat template;
-a turn without a call is the last one, and what it boxes decides, +1 or -1. The promises:
+a turn without a call is the last one, and what it boxes decides, +1 or -1. Guarantees:
 
 - Each sequence of a group is a conversation of its own, at most ``max_turns`` turns of the policy and never longer than
   what BaseEnv and the trainer accept; its tokens, masks and logprobs are those sampled (``sampled``).
@@ -78,13 +78,13 @@ class CalculatorEnv(SampledTokens, GSM8kEnv):
     def _try_chat_template(self) -> None:
         role, secret = self.config.tool_role, "7" * 7
         chat = [*self.messages({"question": "1 + 1"}), _message("assistant", "1"), _message(role, secret)]
-        mend = "give --env.tool_role=user" if role == "tool" else "give a tokenizer with another chat template"
+        fix = "give --env.tool_role=user" if role == "tool" else "give a tokenizer with another chat template"
         try:
             text = self.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
         except Exception as error:  # whatever the template raises
-            raise ValueError(f"the chat template refuses the role {role!r}: {error}; {mend}") from error
+            raise ValueError(f"the chat template refuses the role {role!r}: {error}; {fix}") from error
         if secret not in text:
-            raise ValueError(f"the chat template leaves out what the role {role!r} says; {mend}")
+            raise ValueError(f"the chat template leaves out what the role {role!r} says; {fix}")
 
     # ------------------------------------------------------------------ rollouts
 

@@ -8,7 +8,7 @@ is off or something shapes the scores before that.
 
 All this is as in Atropos' own gsm8k_server, which ``gsm8k_upstream`` runs. On purpose otherwise are:
 
-- an answer of fewer than ten tokens counts as any other; there it is taken out, and its group, now too small, is lost;
+- an answer of fewer than ten tokens counts as any other; there it is left out, and its group, now too small, is lost;
 - an answer has the room that the problem leaves of ``max_token_length``; there both together may exceed it, and then
   the group is refused;
 - evaluation is greedy, over the first ``eval_size`` problems; there it samples at 0.6, and says 0.0;
@@ -27,9 +27,9 @@ from math_verify import LatexExtractionConfig, parse, verify
 from pydantic import Field
 
 from recipe.atropos.adapter.cli import adapt
+from recipe.atropos.adapter.completion_cache import trained_spans
 from recipe.atropos.adapter.pacing import Paced
 from recipe.atropos.adapter.sampled import group_of_nodes
-from recipe.atropos.adapter.sampled_book import trained_spans
 from recipe.atropos.adapter.weight_versions import WeightVersions
 from recipe.atropos.data.sampling import default_temperature
 from recipe.atropos.environments.word_problems import GSM8K, Row, gold_answer, load_problems

@@ -12,7 +12,7 @@ Environments know one base URL and nothing of servers that come and go; this pro
   has the beginning of the prompt in its cache. See `affinity`.
 - A request that finds no admitted server is held, at most ``--max-wait`` seconds, then answered 503 with the reason.
 - A client that goes away is forgotten: while held, it leaves the queue; in flight, its request upstream is closed.
-- A server whose connection fails, or that answers with weights that no push gave it, is taken out at once, by name, and
+- A server whose connection fails, or that answers with weights that no push gave it, is removed at once, by name, and
   gets nothing until the trainer lists it again. Its requests are sent again to another one, or held, unless a part of
   the reply was passed on: then the client's connection breaks. (Generation has no side effects.)
 - One that dies or is restarted while idle is found by a probe of /model_info each second.
@@ -137,7 +137,7 @@ class Gateway:
             try:
                 return await self._send(server, request, body)
             except _UpstreamFailed as error:
-                self.pool.take_out(server, f"{request.method} {request.path}: {error}")
+                self.pool.remove(server, f"{request.method} {request.path}: {error}")
                 if error.passed_on:
                     logger.error("%s %s breaks off: a part of the reply was passed on", request.method, request.path)
                     if request.transport is not None:
@@ -151,7 +151,7 @@ class Gateway:
         """One request to one server.
 
         Raises:
-            _UpstreamFailed: the connection failed, the server was taken out, or it has weights that no push gave it.
+            _UpstreamFailed: the connection failed, the server was removed, or it has weights that no push gave it.
         """
         response: web.StreamResponse | None = None
         policy = AdaptedPolicy(self.pool.adapter, self.pool.version) if self.pool.adapter else None
@@ -179,7 +179,7 @@ class Gateway:
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             why = str(error) or type(error).__name__
             if isinstance(error, TimeoutError) and server.state != "admitted":
-                why = f"it was taken out meanwhile ({server.last_error or 'the trainer left it out'})"
+                why = f"it was removed meanwhile ({server.last_error or 'the trainer left it out'})"
             raise _UpstreamFailed(why, passed_on=response is not None) from error
 
     async def _check_adapter(self, server: Server, reply: aiohttp.ClientResponse) -> None:
@@ -188,11 +188,11 @@ class Gateway:
             return
         while True:
             epoch = self.pool.epoch
-            amiss = await self._probe(server)
+            problem = await self._probe(server)
             if epoch == self.pool.epoch:
                 break
-        if amiss:
-            raise _UpstreamFailed(amiss)
+        if problem:
+            raise _UpstreamFailed(problem)
 
     def _request(
         self, server: Server, request: web.Request, body: bytes
@@ -226,11 +226,11 @@ class Gateway:
         while True:
             await asyncio.sleep(PROBE_SECONDS)
             epoch = self.pool.epoch
-            if server.state == "admitted" and (amiss := await self._probe(server)) and epoch == self.pool.epoch:
-                self.pool.take_out(server, amiss)
+            if server.state == "admitted" and (problem := await self._probe(server)) and epoch == self.pool.epoch:
+                self.pool.remove(server, problem)
 
     async def _probe(self, server: Server) -> str | None:
-        """What is amiss with a server that should serve the trainer's weights; None if nothing is."""
+        """What is wrong with a server that should serve the trainer's weights; None if nothing is."""
         headers = {hdrs.AUTHORIZATION: self._authorization} if self._authorization else None
         timeout = aiohttp.ClientTimeout(total=_PROBE_TIMEOUT)
         try:

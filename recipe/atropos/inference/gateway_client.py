@@ -21,11 +21,11 @@ class GatewayError(AtroposError, RuntimeError):
 
 @dataclass(frozen=True)
 class GatewayClient:
-    """``patience``: seconds to wait for a gateway that is being started again."""
+    """``timeout``: seconds to wait for a gateway that is being started again."""
 
     url: str
     api_key: str | None = None
-    patience: float = 60.0
+    timeout: float = 60.0
 
     def announce(self, version: int, servers: Sequence[str], pushing: bool = False, adapter: str | None = None) -> None:
         """Say that ``servers`` hold ``version``, and no others; or, ``pushing``, that a push of it to them begins.
@@ -33,7 +33,7 @@ class GatewayClient:
         ``adapter``: its name on the servers, where the version is an adapter beside their own weights.
 
         Raises:
-            GatewayError: it does not answer within ``patience`` seconds, or knows one of the servers not.
+            GatewayError: it does not answer within ``timeout`` seconds, or knows one of the servers not.
         """
         word = {"version": version, "servers": list(servers), "pushing": pushing, "adapter": adapter}
         self._call("PUT", "/gateway/weights", word)
@@ -42,12 +42,12 @@ class GatewayClient:
         """``version`` (None: nobody has told it any), ``adapter``, ``servers`` (``url``, ``state``, counts), ``held``.
 
         Raises:
-            GatewayError: it does not answer within ``patience`` seconds.
+            GatewayError: it does not answer within ``timeout`` seconds.
         """
         return self._call("GET", "/gateway/status")
 
     def serves(self) -> tuple[int | None, set[str]]:
-        """The version in force, and the URLs of the servers that get requests."""
+        """The active version, and the URLs of the servers that get requests."""
         status = self.status()
         return status["version"], _admitted(status)
 
@@ -60,7 +60,7 @@ class GatewayClient:
         return asyncio.run(self._answer(method, path, body))
 
     async def _answer(self, method: str, path: str, body: Any) -> Any:
-        url, deadline = self.url.rstrip("/") + path, time.monotonic() + self.patience
+        url, deadline = self.url.rstrip("/") + path, time.monotonic() + self.timeout
         headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else None
         timeout = aiohttp.ClientTimeout(total=_REQUEST_SECONDS)
         async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:
@@ -75,7 +75,7 @@ class GatewayClient:
                 except (aiohttp.ClientError, OSError, TimeoutError) as error:
                     if time.monotonic() > deadline:
                         raise GatewayError(
-                            f"no gateway answers at inference.gateway={self.url} within {self.patience:g} s "
+                            f"no gateway answers at inference.gateway={self.url} within {self.timeout:g} s "
                             f"({error!r}); see its log"
                         ) from error
                 await asyncio.sleep(_RETRY_SECONDS)

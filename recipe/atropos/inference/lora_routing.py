@@ -1,6 +1,6 @@
 """Where the policy is a LoRA adapter: environments know nothing of it, so the gateway names it to the servers.
 
-- A request that samples names the adapter in force when it is sent to a server, whatever adapter it named before; one
+- A request that samples names the active adapter when it is sent to a server, whatever adapter it named before; one
   that would sample in a way in which none can be named is refused, not answered by the base model.
 - An adapter stays what it is while a request runs, and other requests begin with newer ones. A server says one version
   for all, its newest; so a reply is given the version of the adapter that sampled it, for every token.
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import orjson
 
-ADAPTERS_KEPT = 4  # by a server: the one in force, the next, and two with requests that began before
+ADAPTERS_KEPT = 4  # by a server: the active one, the next, and two with requests that began before
 GENERATES = ("/generate", "/v1/completions", "/v1/chat/completions")
 _SAMPLES_NOTHING = ("/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize", "/abort_request", "/flush_cache")
 

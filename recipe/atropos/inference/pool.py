@@ -3,7 +3,7 @@
 Promises:
 
 - nobody but the trainer admits a server (`ServerPool.admit`); before its first word none is admitted;
-- a server that was taken out (`ServerPool.take_out`) gets nothing until the trainer admits it again, and what it was
+- a server that was removed (`ServerPool.remove`) gets nothing until the trainer admits it again, and what it was
   working on is handed back to be sent to another one;
 - which of the admitted servers is next is the caller's choice;
 - a request waits at most `max_wait` seconds for a server, and its error says what it waited for.
@@ -32,7 +32,7 @@ class NothingAdmitted(Exception):
 
 @dataclass(eq=False)
 class Server:
-    """One SGLang server. ``requests`` counts what was sent to it, ``failures`` how often it was taken out."""
+    """One SGLang server. ``requests`` counts what was sent to it, ``failures`` how often it was removed."""
 
     url: str
     state: Literal["admitted", "waiting", "down"] = "waiting"
@@ -102,7 +102,9 @@ class ServerPool:
                     logger.info("%s is admitted with version %d", server.url, version)
                 server.state = "admitted"
             elif server.url not in listed and server.state == "admitted":
-                logger.warning("%s is taken out: the trainer left it out of version %d", server.url, version)
+                logger.warning(
+                    "%s is removed from rotation: the trainer left it out of version %d", server.url, version
+                )
                 server.leave("waiting")
         if pushing:
             self.accepted |= {str(version)}
@@ -111,11 +113,11 @@ class ServerPool:
         self._admission.set()
         self._admission = asyncio.Event()
 
-    def take_out(self, server: Server, why: str) -> None:
+    def remove(self, server: Server, why: str) -> None:
         """Use a server no more until it is admitted again; does nothing if it is out already."""
         if server.state != "admitted":
             return
-        logger.error("%s is taken out: %s", server.url, why)
+        logger.error("%s is removed from rotation: %s", server.url, why)
         server.failures += 1
         server.last_error = why
         server.leave("down")
@@ -130,10 +132,10 @@ class ServerPool:
             await self._wait_for_admission(max(0.0, self.max_wait - waited))
         return choose(self.admitted)
 
-    async def _wait_for_admission(self, patience: float) -> None:
+    async def _wait_for_admission(self, timeout: float) -> None:
         self.held += 1
         try:
-            async with asyncio.timeout(patience):
+            async with asyncio.timeout(timeout):
                 while not self.admitted:
                     await self._admission.wait()
         except TimeoutError:

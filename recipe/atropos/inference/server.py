@@ -92,7 +92,7 @@ class SGLangLaunch:
         return math.prod(int(self.extra_args.get(name) or 1) for name in names)
 
     @property
-    def lends_memory(self) -> bool:
+    def releases_memory(self) -> bool:
         return bool(self.extra_args.get("enable_memory_saver")) and uses_gpu(self)
 
     @property
@@ -157,7 +157,7 @@ def sglang_command(launch: SGLangLaunch) -> tuple[list[str], dict[str, str]]:
     # The launcher's PYTHONPATH is for another environment; an empty one counts as none.
     python = launch.python or default_sglang_python()
     environment = {"PYTHONPATH": "", "SGLANG_USE_CPU_ENGINE": "0", **nccl_variables(), **_END_ON_SIGTERM}
-    if launch.lends_memory:
+    if launch.releases_memory:
         environment |= saver_variables(python)
     if device == "cpu":
         flags |= {
@@ -197,7 +197,7 @@ def check_launch(launch: SGLangLaunch) -> None:
     """Raise LaunchError for what would make the server fail half a minute from now."""
     python = launch.python or default_sglang_python()
     _check_interpreter(python)
-    if launch.lends_memory:
+    if launch.releases_memory:
         check_saver(python)
     path = Path(launch.model_path).expanduser()
     looks_local = launch.model_path.startswith(("/", ".", "~")) or launch.model_path.count("/") > 1

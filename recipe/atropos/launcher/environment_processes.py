@@ -25,7 +25,7 @@ from typing import Any
 import aiohttp
 from omegaconf import OmegaConf
 
-from recipe.atropos.adapter.pace import GROUPS_VARIABLE, PATIENCE, PATIENCE_VARIABLE, VARIABLE
+from recipe.atropos.adapter.pace import GROUPS_VARIABLE, STALL_TIMEOUT, STALL_TIMEOUT_VARIABLE, VARIABLE
 from recipe.atropos.adapter.reporting import VARIABLE as REPORT_VARIABLE
 from recipe.atropos.config.env_specs import EnvironmentSpec
 from recipe.atropos.data.sampling import TEMPERATURE_VARIABLE
@@ -238,7 +238,7 @@ class Environments:
         command = environment_command(self._run, spec, "serve", self._api_url, self._server_url)
         variables = {
             VARIABLE: "" if max_staleness is None else str(max_staleness),
-            PATIENCE_VARIABLE: str(PATIENCE + config.evaluation.timeout) if every else "",
+            STALL_TIMEOUT_VARIABLE: str(STALL_TIMEOUT + config.evaluation.timeout) if every else "",
             REPORT_VARIABLE: str(report),
             GROUPS_VARIABLE: str(groups_in_flight(config, spec)),
             TEMPERATURE_VARIABLE: str(config.actor_rollout_ref.rollout.temperature),
@@ -273,14 +273,14 @@ class Environments:
     def _is_registered(self, state: _State) -> None:
         state.registered = True
         spec = state.spec
-        if spec.service not in self._run.revivals:
-            self._run.revive(
+        if spec.service not in self._run.restart_policies:
+            self._run.set_restart_policy(
                 state.service,
                 lambda: self._start(state),
                 spec.max_restarts,
                 kind="environment",
                 key=f"{spec.key}.max_restarts",
-                expendable=True,
+                optional=True,
             )
 
     async def _take_back(self, state: _State) -> None:
@@ -301,7 +301,7 @@ class Environments:
         service, limit = state.service, state.spec.start_timeout
         if state.registered or service.poll() is not None or time.monotonic() - state.started < limit:
             return
-        if state.spec.service not in self._run.revivals:
+        if state.spec.service not in self._run.restart_policies:
             raise service.failure(
                 f"has not registered with the Trajectory API within {state.spec.key}.start_timeout={limit:g} s"
             )
@@ -326,14 +326,14 @@ class Environments:
             raise failures[0]
 
     def summary(self) -> dict[str, dict[str, Any]]:
-        """By name: what was counted over all its processes, ``restarts``, and whether it was ``given_up``."""
+        """By name: what was counted over all its processes, ``restarts``, and whether it was ``abandoned``."""
         found = {}
         for state in self._states:
             state.read()
-            revival = self._run.revivals.get(state.spec.service)
+            policy = self._run.restart_policies.get(state.spec.service)
             found[state.spec.name] = {
                 **dict(sorted(state.totals.items())),
-                "restarts": revival.count if revival else 0,
-                "given_up": state.spec.service in self._run.given_up,
+                "restarts": policy.count if policy else 0,
+                "abandoned": state.spec.service in self._run.abandoned,
             }
         return found

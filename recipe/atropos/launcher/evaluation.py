@@ -180,7 +180,7 @@ class Evaluations:
             if isinstance(result, ServiceFailed):
                 failure = {"step": version, "version": version, "env": spec.name, "error": str(result)}
                 append_line(self._path, failure)
-                if spec.service in self._run.given_up:
+                if spec.service in self._run.abandoned:
                     console.print(f"[bold red]eval[/]    version {version}: {escape(str(result))}", soft_wrap=True)
                     continue
             if isinstance(result, BaseException):

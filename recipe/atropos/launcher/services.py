@@ -1,8 +1,8 @@
 """The services of one run: which there are, where, and what happens when one ends.
 
-A service for which ``Run.revive`` knows how to start it is started again, a server on its port, at most so many times;
-after that the run goes on without it where its revival says so and another of its kind is left. Any other that ends,
-but for a trainer that is done, ends the run. ``services.json`` names the launcher and the services that run.
+A service with a ``RestartPolicy`` is started again, a server on its port, at most so many times; after that the run
+goes on without it where its policy says so and another of its kind is left. Any other that ends, but for a trainer that
+is done, ends the run. ``services.json`` names the launcher and the services that run.
 """
 
 import os
@@ -25,11 +25,11 @@ console = Console(highlight=False)
 
 
 @dataclass
-class Revival:
+class RestartPolicy:
     """How a service is started again, and what the limit is called in the configuration.
 
     ``kind`` is one name for services of which any one is enough when the training is done; where they are
-    ``expendable``, also before. While ``may_start`` says no, the trainer has the memory that it needs: it waits;
+    ``optional``, also before. While ``may_start`` says no, the trainer has the memory that it needs: it waits;
     ``waiting``: that was said.
     """
 
@@ -38,7 +38,7 @@ class Revival:
     kind: str
     may_start: Callable[[], bool] = lambda: True
     key: str = "inference.max_restarts"
-    expendable: bool = False
+    optional: bool = False
     count: int = 0
     waiting: bool = False
 
@@ -52,8 +52,8 @@ class Run:
     directory: Path
     services: list[Service] = field(default_factory=list)
     api_key: str = field(default="", repr=False)
-    revivals: dict[str, Revival] = field(default_factory=dict)
-    given_up: set[str] = field(default_factory=set)
+    restart_policies: dict[str, RestartPolicy] = field(default_factory=dict)
+    abandoned: set[str] = field(default_factory=set)
     lock: int | None = None
     """Descriptor of the run folder's lock, which what is started inherits."""
     scratch: Scratch | None = None
@@ -97,9 +97,11 @@ class Run:
         self.services.remove(service)
         self._write_listing()
 
-    def revive(self, service: Service, start: Callable[[], Service], limit: int, kind: str, **options: Any) -> None:
-        """From now on ``service`` is started again when it ends, at most ``limit`` times; see ``Revival``."""
-        self.revivals[service.name] = Revival(start, limit, kind, **options)
+    def set_restart_policy(
+        self, service: Service, start: Callable[[], Service], limit: int, kind: str, **options: Any
+    ) -> None:
+        """From now on ``service`` is started again when it ends, at most ``limit`` times; see ``RestartPolicy``."""
+        self.restart_policies[service.name] = RestartPolicy(start, limit, kind, **options)
 
     def log(self, name: str) -> Path:
         return self.files.log(name)
@@ -139,42 +141,42 @@ class Run:
             if self._trained():
                 self._do_without(service)
             else:
-                self._revive(service)
+                self._restart(service)
 
-    def _revive(self, service: Service) -> None:
-        revival = self.revivals.get(service.name)
-        if revival is None:
+    def _restart(self, service: Service) -> None:
+        policy = self.restart_policies.get(service.name)
+        if policy is None:
             raise service.failure("ended while the run needs it")
-        if revival.count >= revival.limit:
-            what = f"ended once more after {revival.count} restarts ({revival.key})"
-            if not (revival.expendable and self._others(service)):
+        if policy.count >= policy.limit:
+            what = f"ended once more after {policy.count} restarts ({policy.key})"
+            if not (policy.optional and self._others(service)):
                 raise service.failure(what)
             self._dismiss(service)
-            self.given_up.add(service.name)
+            self.abandoned.add(service.name)
             last = f"last lines of {service.log_path}:\n{service.tail(3)}"
             console.print(f"[bold red]{service.name}[/] {what}, given up; {escape(last)}", soft_wrap=True)
             return
         service.stop()
-        if not revival.may_start():
-            if not revival.waiting:
+        if not policy.may_start():
+            if not policy.waiting:
                 told = "it starts again when the trainer gives its memory back"
                 console.print(f"[bold]{service.name}[/] ended ({service.poll()}); {told}", soft_wrap=True)
-            revival.waiting = True
+            policy.waiting = True
             return
-        revival.waiting = False
-        revival.count += 1
-        self.add(revival.start())
+        policy.waiting = False
+        policy.count += 1
+        self.add(policy.start())
         where = f" at {service.url}" if service.url else ""
         console.print(
             f"[bold]{service.name}[/] ended ({service.poll()}), started again{where}: "
-            f"{revival.count} of {revival.limit} restarts; see {service.log_path}",
+            f"{policy.count} of {policy.limit} restarts; see {service.log_path}",
             soft_wrap=True,
         )
 
     def _do_without(self, service: Service) -> None:
         """Nobody is left who could give a new server the weights, or train on what an environment sends."""
-        revival = self.revivals.get(service.name)
-        needed = revival is None or not revival.expendable
+        policy = self.restart_policies.get(service.name)
+        needed = policy is None or not policy.optional
         if needed and not any(other.poll() is None for other in self._others(service)):
             raise service.failure("ended while the run needs it")
         self._dismiss(service)
@@ -182,8 +184,8 @@ class Run:
 
     def _others(self, service: Service) -> list[Service]:
         """Of its kind; also one that has ended, if it may be started again."""
-        own = self.revivals.get(service.name)
-        kind = {name for name, revival in self.revivals.items() if own is not None and revival.kind == own.kind}
+        own = self.restart_policies.get(service.name)
+        kind = {name for name, policy in self.restart_policies.items() if own is not None and policy.kind == own.kind}
         return [other for other in self.services if other is not service and other.name in kind]
 
     def _dismiss(self, service: Service) -> None:

@@ -147,13 +147,13 @@ def _start_again_from_now_on(run: Run, inference: Inference, services: dict[str,
     """A server on the trainer's GPUs must wait while the trainer has its memory."""
     limit, colocated = run.config.inference.max_restarts, run.config.inference.colocated
     for name, launch in inference.servers.items():
-        run.revive(
+        run.set_restart_policy(
             services[name],
             lambda name=name, launch=launch: start_sglang(launch, log_path=run.log(name), name=name, env=run.variables),
             limit,
             kind="sglang",
             may_start=lambda: not (colocated and run.files.servers_offloaded.exists()),
         )
-    run.revive(
+    run.set_restart_policy(
         services["gateway"], lambda: start_gateway(run, inference.gateway, inference.urls), limit, kind="gateway"
     )

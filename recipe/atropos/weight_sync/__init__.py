@@ -5,7 +5,7 @@
 - ``names``: whether a push holds every tensor of the served checkpoint.
 - ``disk``, ``distributed``, ``tensor``: the transports. ``bucket``: what the last two send.
 - ``adapter``: a LoRA adapter by itself.
-- ``manager``: the trainer's side; the version in force.
+- ``manager``: the trainer's side; the active version.
 - ``fleet``: the same where servers come and go behind a gateway; ``gateway``: what the trainer tells it.
 """
 

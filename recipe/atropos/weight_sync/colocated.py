@@ -1,6 +1,6 @@
 """One GPU for both: while the policy is trained, the servers give their memory back.
 
-    batch -> pause, release -> train -> wake the weights -> push (see ``push``) -> wake the caches, resume
+    batch -> pause, release -> train -> resume the weights -> push (see ``push``) -> resume the caches, resume
 
 The KV cache is the larger part, and a push needs none: it comes back when the trainer's buckets are gone. A server that
 is paused by "retract" keeps its requests, and those that arrive, and answers them after the push: they wait, and do not
@@ -59,39 +59,39 @@ class SharedMemory:
         self.mark.touch()
         self._on_each(urls, release_one)
 
-    def wake_weights(self) -> None:
+    def resume_weights(self) -> None:
         """Give back what a push needs, without what was in it. A server that was started again since has its own.
 
         Raises:
             InferenceError: a server refuses, or finds no room.
         """
 
-        async def wake_one(client: SGLangClient) -> None:
+        async def resume_one(client: SGLangClient) -> None:
             version = self.released.pop(client.url)  # before: SGLang dies of a second one
             if await client.weight_version() == version:
                 self.without_cache[client.url] = version  # before, too: an answer that is lost may have happened
                 await client.resume_memory(_WEIGHTS)
 
         try:
-            self._on_each(list(self.released), wake_one)
+            self._on_each(list(self.released), resume_one)
         finally:
             self.released.clear()  # who could not be reached is gone
             self.forget(())
 
-    def wake_caches(self, version: int | None = None) -> None:
+    def resume_caches(self, version: int | None = None) -> None:
         """Give back the rest; ``version``: what was pushed since, where something was.
 
         Raises:
             InferenceError: a server refuses, or finds no room.
         """
 
-        async def wake_one(client: SGLangClient) -> None:
+        async def resume_one(client: SGLangClient) -> None:
             before = self.without_cache.pop(client.url)
             if await client.weight_version() in (before, str(version)):  # else it was started again
                 await client.resume_memory(_CACHE)
 
         try:
-            self._on_each(list(self.without_cache), wake_one)
+            self._on_each(list(self.without_cache), resume_one)
         finally:
             self.forget(self.without_cache)
 

@@ -1,12 +1,12 @@
 """Servers that come and go while the trainer goes on; needs the gateway, which keeps requests from those that lack it.
 
-- A server that does not answer is taken out: named once, counted (``weight_sync/servers_out``), not pushed to.
+- A server that does not answer is removed: named once, counted (``weight_sync/servers_removed``), not pushed to.
 - One that answers again is given the weights before the gateway admits it, whatever version it reports: it may have
   been left paused, or with half of a push.
 - A push that fails because a server died is repeated, as a whole, to the rest. A server that lives and refuses the
   weights stops the run.
 - Without any server the trainer waits for one, at most the push's time-out; then the error names them all.
-- The gateway admits the servers that hold the version in force, and no others, also after it was started anew.
+- The gateway admits the servers that hold the active version, and no others, also after it was started anew.
 - Where versions are adapters beside base weights that stay, each has one name on all servers, and the gateway knows it.
 """
 
@@ -42,10 +42,10 @@ class ServersGone(AtroposError, RuntimeError):
 
 @dataclass
 class ServerFleet:
-    """Who of ``urls`` is there. ``holding`` are those that hold the version in force.
+    """Who of ``urls`` is there. ``holding`` are those that hold the active version.
 
     ``targets`` are the servers of the push that is going on; the same list always, so that the probe can keep it.
-    ``adapter`` is the name of the one in force, ``coming`` of that of the push; None where all weights are pushed.
+    ``adapter`` is the name of the active one, ``coming`` of that of the push; None where all weights are pushed.
     ``timeout``: seconds to wait for the first of them, if all are gone.
     """
 
@@ -65,12 +65,12 @@ class ServerFleet:
 
     def look(self) -> dict[str, str]:
         """The weight version that each server which answers reports; those that don't are out from now on."""
-        patience = {url: _ANSWER_OF_ONE_OUT if url in self._errors else _LONGEST_ANSWER for url in self.urls}
-        versions, errors = _ask(patience, self.api_key)
+        timeouts = {url: _ANSWER_OF_ONE_OUT if url in self._errors else _LONGEST_ANSWER for url in self.urls}
+        versions, errors = _ask(timeouts, self.api_key)
         for url in self._errors.keys() & versions.keys():
             logger.warning("SGLang server %s answers again, with weight version %s", url, versions[url])
             del self._errors[url]
-        self._take_out(errors)
+        self._remove(errors)
         return versions
 
     def wait_for(self, least: int) -> dict[str, str]:
@@ -97,13 +97,13 @@ class ServerFleet:
         while True:
             _, errors = _ask(dict.fromkeys(targets, _DYING_SECONDS), self.api_key)
             if errors or time.monotonic() > deadline:
-                self._take_out(errors)
+                self._remove(errors)
                 return bool(errors)
             time.sleep(_LOOK_SECONDS)
 
-    def _take_out(self, errors: dict[str, str]) -> None:
+    def _remove(self, errors: dict[str, str]) -> None:
         for url in errors.keys() - self._errors.keys():
-            logger.error("SGLang server %s is taken out until it answers again: %s", url, errors[url])
+            logger.error("SGLang server %s is removed from rotation until it answers again: %s", url, errors[url])
         self._errors |= errors
         self.holding -= errors.keys()
 
@@ -119,11 +119,11 @@ class ServerFleet:
         return set(self._errors)
 
     def metrics(self) -> dict[str, float]:
-        return {"weight_sync/servers_out": float(len(self._errors))}
+        return {"weight_sync/servers_removed": float(len(self._errors))}
 
 
 class FleetSyncManager(WeightSyncManager):
-    """``WeightSyncManager`` over a fleet: a version is in force once every server *that answers* has it.
+    """``WeightSyncManager`` over a fleet: a version is active once every server *that answers* has it.
 
     ``adapter_only``: what is pushed is an adapter.
     """
@@ -156,7 +156,7 @@ class FleetSyncManager(WeightSyncManager):
             f"a server died in each of {attempts} pushes of version {global_steps}: see the servers' logs"
         )
 
-    def lend_memory(self, urls: Sequence[str]) -> None:
+    def offload_servers(self, urls: Sequence[str]) -> None:
         """All servers are waited for: one that is out may be starting, in the memory that training is to have.
 
         Raises:
@@ -164,7 +164,7 @@ class FleetSyncManager(WeightSyncManager):
         """
         if self.memory is not None:
             self.fleet.wait_for(len(self.fleet.urls))
-            super().lend_memory(self.fleet.urls)
+            super().offload_servers(self.fleet.urls)
 
     def ensure_current(self, global_steps: int, waiting: bool = False) -> dict[str, float]:
         """Take out who is gone, and give who came back the actor's weights, those of ``global_steps``.
@@ -179,7 +179,7 @@ class FleetSyncManager(WeightSyncManager):
         others = sorted(versions.keys() - set(current))
         self.fleet.coming = self.fleet.adapter
         if not versions or (others and global_steps != self.version):
-            return self.update_weights(global_steps)  # the weights in force are the actor's no more: all get its own
+            return self.update_weights(global_steps)  # the active weights are the actor's no more: all get its own
         if others and (metrics := self._push(global_steps, others)) is not None:
             return self._admitted(global_steps, [*current, *others], metrics, len(others))
         return self.fleet.metrics()
@@ -204,23 +204,23 @@ class FleetSyncManager(WeightSyncManager):
         self.fleet.adapter = self.fleet.coming
         self.fleet.admit(global_steps, urls)
         if returned:
-            logger.warning("%d SGLang servers are taken back with version %d", returned, global_steps)
-            metrics["weight_sync/servers_back"] = float(returned)
+            logger.warning("%d SGLang servers are readmitted with version %d", returned, global_steps)
+            metrics["weight_sync/servers_readmitted"] = float(returned)
         return metrics | self.fleet.metrics()
 
 
-def _ask(patience: dict[str, float], api_key: str | None) -> tuple[dict[str, str], dict[str, str]]:
-    """(weight version, error), by URL; each server may take its ``patience`` in seconds."""
+def _ask(timeouts: dict[str, float], api_key: str | None) -> tuple[dict[str, str], dict[str, str]]:
+    """(weight version, error), by URL; each server may take its timeout in seconds."""
 
     async def ask(url: str) -> str:
-        async with SGLangClient(url, api_key, timeout=patience[url]) as client:
+        async with SGLangClient(url, api_key, timeout=timeouts[url]) as client:
             return await client.weight_version()
 
     async def ask_each() -> list[str | BaseException]:
-        return await asyncio.gather(*map(ask, patience), return_exceptions=True)
+        return await asyncio.gather(*map(ask, timeouts), return_exceptions=True)
 
     versions, errors = {}, {}
-    for url, answer in zip(patience, asyncio.run(ask_each()), strict=True):
+    for url, answer in zip(timeouts, asyncio.run(ask_each()), strict=True):
         if isinstance(answer, str):
             versions[url] = answer
         elif isinstance(answer, InferenceError) and answer.status not in (401, 403):

@@ -1,4 +1,4 @@
-"""The trainer's side of a push: which version is in force."""
+"""The trainer's side of a push: which version is active."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ class WeightSyncManager:
     ``version`` is the trainer step whose weights every server serves, None before the first push. It advances only
     after a push that succeeded on every server, and that ``verify``, where given, found to be true; ``verify`` returns
     metrics, or raises. ``reported`` asks every server for its version, by URL. ``memory``, where given, is what the
-    servers leave to the trainer between ``lend_memory`` and the next push.
+    servers leave to the trainer between ``offload_servers`` and the next push.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class WeightSyncManager:
         metrics = {key: value for metrics in results for key, value in (metrics or {}).items()}
         if self.memory is not None:
             self.actor_wg.empty_cache()
-            self.memory.wake_caches(global_steps)
+            self.memory.resume_caches(global_steps)
             self.memory.resume()
         if self.verify is not None:
             metrics |= self.verify(global_steps)
@@ -65,9 +65,9 @@ class WeightSyncManager:
         """Servers that lent their memory have as much of it again as they need to take weights into."""
         if self.memory is not None:
             self.actor_wg.empty_cache()
-            self.memory.wake_weights()
+            self.memory.resume_weights()
 
-    def return_memory(self) -> None:
+    def onload_servers(self) -> None:
         """However training ends, the next trainer finds servers that can take weights; they stay paused.
 
         What stands in the way is logged: it must not take the place of the error that ended the training.
@@ -75,13 +75,13 @@ class WeightSyncManager:
         if self.memory is not None:
             try:
                 try:
-                    self.memory.wake_weights()
+                    self.memory.resume_weights()
                 finally:
-                    self.memory.wake_caches()
+                    self.memory.resume_caches()
             except Exception:
                 logger.exception("start the servers again before the next trainer: they did not take their memory back")
 
-    def lend_memory(self, urls: Sequence[str]) -> None:
+    def offload_servers(self, urls: Sequence[str]) -> None:
         """The servers generate no more, and leave their memory to the trainer until the next push."""
         if self.memory is not None:
             self.memory.release(urls)
@@ -90,7 +90,7 @@ class WeightSyncManager:
         """Push the actor's weights, those of ``global_steps``, if a server has another version than it was given.
 
         So has one that was restarted: it serves what it was started with. While the trainer is ``waiting`` for a batch
-        one may be gone, since it may be starting. Returns metrics; none if nothing was amiss.
+        one may be gone, since it may be starting. Returns metrics; none if nothing was wrong.
 
         Raises:
             InferenceError: a server does not answer; names it.
@@ -108,10 +108,10 @@ class WeightSyncManager:
             self._gone = True
             return {}
         self._gone = False
-        astray = {url: version for url, version in reported.items() if version != str(self.version)}
-        if not astray:
+        out_of_sync = {url: version for url, version in reported.items() if version != str(self.version)}
+        if not out_of_sync:
             return {}
         logger.error(
-            "servers with another weight version than %s are given the weights again: %s", self.version, astray
+            "servers with another weight version than %s are given the weights again: %s", self.version, out_of_sync
         )
-        return self.update_weights(global_steps) | {"weight_sync/servers_astray": float(len(astray))}
+        return self.update_weights(global_steps) | {"weight_sync/servers_out_of_sync": float(len(out_of_sync))}

@@ -42,7 +42,7 @@ class Transport(Protocol):
         """
 
     def release(self, version: int) -> None:
-        """The version is in force everywhere: what was staged before it may go."""
+        """The version is active everywhere: what was staged before it may go."""
 
 
 async def push(

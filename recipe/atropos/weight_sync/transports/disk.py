@@ -1,6 +1,6 @@
 """Weights through a folder that the trainer's rank 0 and every server can read.
 
-A version appears whole or not at all: it is written to a folder beside its own and renamed. Only the version in force
+A version appears whole or not at all: it is written to a folder beside its own and renamed. Only the active version
 is kept, for servers that come back; a failed write leaves nothing behind.
 """
 

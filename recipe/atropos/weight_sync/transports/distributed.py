@@ -178,8 +178,8 @@ class _Group:
 
         joining = asyncio.ensure_future(in_thread(join))
         invited = {asyncio.ensure_future(invite(client)): client for client in clients}
-        patience = min(timeout / 2, _JOIN_SECONDS)  # below that of the requests, which would all end together
-        done, late = await asyncio.wait([joining, *invited], timeout=patience, return_when=asyncio.FIRST_EXCEPTION)
+        join_timeout = min(timeout / 2, _JOIN_SECONDS)  # below that of the requests, which would all end together
+        done, late = await asyncio.wait([joining, *invited], timeout=join_timeout, return_when=asyncio.FIRST_EXCEPTION)
         failed = [task for task in (joining, *invited) if task in done and task.exception()]
         if not failed and not late:
             return cls(name, [client.url for client in clients], joining.result(), meeting)
@@ -189,7 +189,7 @@ class _Group:
         await _broken_off(joining, invited, name)
         names = {joining: "the trainer's rank 0"} | {task: client.url for task, client in invited.items()}
         guilty = failed or [task for task in invited if task in late] or list(invited)
-        silence = f"did not come within {patience:g} s"
+        silence = f"did not come within {join_timeout:g} s"
         details = "; ".join(f"{names[task]}: {task.exception() if task in failed else silence}" for task in guilty)
         raise WeightPushError(f"weight push failed in phase 'join' on {details}")
 

@@ -27,7 +27,7 @@ from recipe.atropos.inference.lora_routing import ADAPTERS_KEPT
 from recipe.atropos.weight_sync.servers import WeightPushError, on_all
 from recipe.atropos.weight_sync.transports.bucket import NamedTensors
 
-_LEAST_KEPT = 3  # the one in force, the next, and one with requests that began before
+_LEAST_KEPT = 3  # the active one, the next, and one with requests that began before
 _PREFIX = "policy-"
 _COMPUTED_AS = {part: "qkv_proj" for part in ("q_proj", "k_proj", "v_proj")} | {
     part: "gate_up_proj" for part in ("gate_proj", "up_proj")
@@ -98,7 +98,7 @@ class AdapterTransport:
         """A server that is new, or was started again, has the base weights and keeps adapters.
 
         Raises:
-            WeightPushError: names the server, what is amiss, and the mend.
+            WeightPushError: names the server, what is wrong, and the fix.
         """
         capabilities = await client.capabilities()
         arguments, info = capabilities.arguments, await client.model_info()
