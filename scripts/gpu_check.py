@@ -23,16 +23,14 @@ from typing import Any
 
 import torch
 
+from recipe.atropos.commands.doctor import examine
+from recipe.atropos.config.compose import load_config
 from recipe.atropos.demo.random_models import make_random_model
 from recipe.atropos.errors import AtroposError
-from recipe.atropos.inference.memory_saver import check_saver
 from recipe.atropos.inference.server import LaunchError, default_sglang_python
-from recipe.atropos.launch_services import load_config
-from recipe.atropos.launcher.gpu_environment import check_gpu_environment
 from recipe.atropos.launcher.short_run import short_run
 from recipe.atropos.utils.gpus import visible_gpus
 from recipe.atropos.utils.machine import MemoryWatch, this_machine, versions_in
-from recipe.atropos.verl_ext.attention import set_attention
 
 _GIB = 1 << 30
 _LONG = 16_384  # tokens of a micro-batch
@@ -158,27 +156,10 @@ def installed(python: str, on_gpu: bool) -> dict[str, dict[str, Any]]:
     """Verdicts by name, as of the cases; nothing is started but the interpreters themselves."""
     if not on_gpu:
         return {}
-    defaults = [_ANY_MODEL, "trainer.device=cuda"]
-
-    def environments() -> str:
-        return "; ".join(check_gpu_environment(load_config([*defaults, f"inference.python={python}"])))
-
-    def attention() -> str:
-        config = load_config(defaults)
-        told = set_attention(config)
-        return told or config.actor_rollout_ref.model.override_config.attn_implementation
-
-    found = {}
-    for name, check in {
-        "environments": environments,
-        "attention": attention,
-        "memory_saver": lambda: check_saver(python),
-    }.items():
-        try:
-            found[name] = {"ok": True, "told": check() or ""}
-        except AtroposError as error:
-            found[name] = {"ok": False, "error": str(error)}
-    return found
+    findings = examine(load_config([_ANY_MODEL, "trainer.device=cuda", f"inference.python={python}"]))
+    return {
+        name: {"ok": finding.ok, "told" if finding.ok else "error": finding.told} for name, finding in findings.items()
+    }
 
 
 def count_gpus() -> int:

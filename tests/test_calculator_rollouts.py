@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipe.atropos.adapter.completion_cache import trained_spans, versions_of
 from recipe.atropos.adapter.pace import VARIABLE
-from recipe.atropos.data.replay import read_batch
+from recipe.atropos.data.recording import read_batch
 from recipe.atropos.demo.calculator_policy import CalculatorRecipe, demonstration
 from recipe.atropos.demo.small_policy import make_small_policy
 from recipe.atropos.environments.calculator_tool import answer

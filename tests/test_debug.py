@@ -6,9 +6,10 @@ import sys
 import pytest
 from rich.console import Console
 
-from recipe.atropos.data.replay import RecordedSource, read_batch, recorded_steps, write_batch
+from recipe.atropos.commands import config_of_run
+from recipe.atropos.commands.inspect import find_row, rows_of_step, show, style_of, tokens_of_row
+from recipe.atropos.data.recording import RecordedSource, read_batch, recorded_steps, write_batch
 from recipe.atropos.data_source import DataSourceError
-from recipe.atropos.utils.debug import find_row, load_config, rows_of_step, show, style_of, tokens_of_row
 from recipe.atropos.utils.process import start_service
 
 
@@ -61,7 +62,7 @@ def test_a_replay_without_servers_ends_with_the_runs_weights_bit_for_bit(recorde
 @pytest.mark.timeout(400)
 def test_a_trajectory_is_shown_with_mask_logprob_and_advantage_of_every_token(recorded):
     batch = read_batch(recorded / "batches", 2)
-    config = load_config(recorded)
+    config = config_of_run(recorded)
     rows = rows_of_step(config, 2)
     row = find_row(rows, 3, 1)
 
@@ -110,6 +111,6 @@ def test_a_recording_that_ends_says_where(tmp_path):
 @pytest.mark.slow
 def test_what_is_no_run_or_no_such_sequence_is_said(tmp_path, recorded):
     with pytest.raises(FileNotFoundError, match="give the folder of a run"):
-        load_config(tmp_path)
+        config_of_run(tmp_path)
     with pytest.raises(DataSourceError, match="no sequence 8 in group 0, which has 8 trained ones; groups are"):
-        find_row(rows_of_step(load_config(recorded), 1), 0, 8)
+        find_row(rows_of_step(config_of_run(recorded), 1), 0, 8)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from recipe.atropos.commands import doctor
 from recipe.atropos.inference.server import sglang_command
 from recipe.atropos.launch_services import compose_overrides, load_config, parse_arguments
 from recipe.atropos.launcher.preflight import check_config
@@ -125,7 +126,7 @@ def test_a_case_that_needs_more_gpus_is_impossible_and_no_failure(script, tmp_pa
 
 def test_what_is_installed_is_looked_at_before_anything_starts(script, monkeypatch):
     assert script.installed(sys.executable, on_gpu=False) == {}
-    monkeypatch.setattr(script, "check_gpu_environment", lambda config: ["an old driver"])
+    monkeypatch.setattr(doctor, "check_gpu_environment", lambda config: ["an old driver"])
     found = script.installed(sys.executable, on_gpu=True)
     assert found["environments"] == {"ok": True, "told": "an old driver"}
     assert found["attention"]["ok"] and "attention by sdpa" in found["attention"]["told"]

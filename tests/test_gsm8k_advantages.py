@@ -12,8 +12,9 @@ from helpers_trainer import compose_config
 from omegaconf import OmegaConf
 from rich.console import Console
 
+from recipe.atropos.commands.inspect import show
 from recipe.atropos.data.data_proto import groups_to_data_proto
-from recipe.atropos.data.replay import write_batch
+from recipe.atropos.data.recording import write_batch
 from recipe.atropos.data.rows import RowLimits
 from recipe.atropos.demo.small_policy import Recipe, make_small_policy
 from recipe.atropos.environments.calculator_advantages import CalculatorAdvantagesEnv
@@ -27,7 +28,6 @@ from recipe.atropos.environments.gsm8k_advantages import (
     token_span,
 )
 from recipe.atropos.run_dir import RunDir
-from recipe.atropos.utils.debug import show
 
 ROW = {"question": "?", "answer": "first 12 + 7 = <<12+7=19>>19\nthen <<19-4=15>>15\n#### 15"}
 IGNORED = -100

@@ -29,6 +29,7 @@ LAYERS = (
     ("fsdp_workers", "workers"),
     ("launcher",),
     ("ray_trainer", "main", "launch_services", "commands"),
+    ("__main__",),
     ("utils.debug", "utils.env_adapter"),  # entry points, where their users were promised them
 )
 PLACES = {name: number for number, layer in enumerate(LAYERS) for name in layer}

@@ -26,7 +26,7 @@ from recipe.atropos.algorithm.off_policy import compare_with_engine, correct_rol
 from recipe.atropos.checkpoint.resumption import model_identity
 from recipe.atropos.checkpoint.store import Checkpoints, step_of
 from recipe.atropos.data.data_proto import rows_to_data_proto
-from recipe.atropos.data.replay import NoServers, RecordedSource, write_batch
+from recipe.atropos.data.recording import NoServers, RecordedSource, write_batch
 from recipe.atropos.data.rows import (
     ConversionReport,
     Group,

@@ -1,4 +1,4 @@
-"""The trained model as a folder in Hugging Face format: ``python -m recipe.atropos.utils.debug export RUN``
+"""The trained model as a folder in Hugging Face format: ``python -m recipe.atropos export RUN``
 
 Guarantees:
 
@@ -357,9 +357,7 @@ def _ask_hub(name: str, request: Callable[[HfApi], Any], written: str = "nothing
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m recipe.atropos.checkpoint.export", description=__doc__.splitlines()[0]
-    )
+    parser = argparse.ArgumentParser(prog="verl-atropos export", description=__doc__.splitlines()[0].partition(":")[0])
     add_arguments(parser)
     with one_line_errors(OSError):
         print(export(parser.parse_args(argv)))

@@ -1,1 +1,19 @@
-"""What ``utils.debug`` runs on a configuration or an environment."""
+"""What ``verl-atropos`` can do beside training."""
+
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+
+from recipe.atropos.run_dir import RunDir
+
+
+def config_of_run(run: Path) -> DictConfig:
+    """The configuration that the launcher left in the run folder.
+
+    Raises:
+        FileNotFoundError: it is no run folder.
+    """
+    path = RunDir(run).config
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is not there; give the folder of a run that launch_services started")
+    return OmegaConf.load(path)

@@ -1,4 +1,4 @@
-"""How much memory a configuration needs of each GPU: ``python -m recipe.atropos.utils.debug plan key=value ...``
+"""How much memory a configuration needs of each GPU: ``verl-atropos plan key=value ...``
 
 Nothing is loaded: the model is built on torch's meta device, and what its layers keep for the backward pass is counted
 as they run there. What stays (parameters, optimizer) is exact to a percent or two; activations are an estimate of the
@@ -11,17 +11,19 @@ embeddings and the head stay gathered. The reference policy is held in bfloat16.
 
 import argparse
 import importlib.util
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 
 import torch
 from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 from rich.table import Table
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from recipe.atropos.config.compose import load_config
-from recipe.atropos.errors import ConfigurationError
+from recipe.atropos.errors import ConfigurationError, one_line_errors
 from recipe.atropos.inference.server import SGLangLaunch
 from recipe.atropos.launcher.placement import COLOCATED_SHARE
 from recipe.atropos.utils.gpus import BUCKET_MEGABYTES, visible_gpus
@@ -33,7 +35,7 @@ _ADAM_BYTES = 8  # two float32 moments
 _COMPUTED = torch.bfloat16
 _LARGEST_SHARE = 0.9  # of a GPU; the rest is what is not counted
 _SGLANG_SHARE = 0.85  # about what SGLang takes where nothing is given
-_KEPT_BY_SERVERS = 3 * GIB  # of colocated ones, never lent: context, graphs, workspaces (an estimate)
+_KEPT_BY_SERVERS = 3 * GIB  # of colocated ones, never released: context, graphs, workspaces (an estimate)
 
 
 @dataclass(frozen=True)
@@ -357,23 +359,30 @@ def show(plan: Plan, console: Console) -> None:
         console.print("[bold green]fits[/]")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status 0 only if all of it fits."""
+    parser = argparse.ArgumentParser(
+        prog="verl-atropos plan",
+        description="Print the memory that a configuration needs of each GPU.",
+    )
     parser.add_argument("--preset", help="a file of config/preset, without .yaml")
     parser.add_argument("--model", help="local folder or hub name (actor_rollout_ref.model.path)")
     parser.add_argument("--gpus", type=int, help="ranks of the trainer (trainer.n_gpus_per_node)")
     parser.add_argument("--gpu-memory", type=float, metavar="GIB", help="of each GPU; default: this machine's")
-    parser.add_argument("overrides", nargs="*", help="key=value of the configuration")
-
-
-def plan(arguments: argparse.Namespace, console: Console) -> bool:
-    """Show the plan; whether all of it fits. Raises ConfigurationError: as ``load_config`` and ``plan_memory``."""
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the configuration")
+    given = parser.parse_args(argv)
     named = {
-        "preset": arguments.preset,
-        "actor_rollout_ref.model.path": arguments.model,
-        "trainer.n_gpus_per_node": arguments.gpus,
+        "preset": given.preset,
+        "actor_rollout_ref.model.path": given.model,
+        "trainer.n_gpus_per_node": given.gpus,
     }
     options = [f"{key}={value}" for key, value in named.items() if value is not None]
-    config = load_config([*options, *arguments.overrides])
-    found = plan_memory(config, None if arguments.gpu_memory is None else int(arguments.gpu_memory * GIB))
-    show(found, console)
-    return not found.problems
+    with one_line_errors(OmegaConfBaseException, OSError):
+        config = load_config([*options, *given.overrides])
+        found = plan_memory(config, None if given.gpu_memory is None else int(given.gpu_memory * GIB))
+        show(found, Console(highlight=False))
+    return 1 if found.problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""One group of an environment with a real SGLang server, and what each side saw: ``debug verify-env``.
+"""One group of an environment with a real SGLang server, and what each side saw: ``verl-atropos verify-env``.
 
 - The environment is the adapted one that a run would have, and calls the server through a recorder: what is shown of
   the server are the bytes that passed, whatever way the environment took. Its calls are made one after the other.
@@ -6,11 +6,13 @@
 - What leaves the group on the way is named: by the environment's counts and warnings, or by the trainer's.
 """
 
+import argparse
 import asyncio
 import contextlib
 import functools
 import logging
 import os
+import sys
 import time
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
@@ -22,6 +24,8 @@ import aiohttp
 import orjson
 from aiohttp import web
 from atroposlib.envs.base import APIServerConfig, BaseEnv
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -30,8 +34,9 @@ from transformers import AutoConfig
 from recipe.atropos.adapter.cli import adapt
 from recipe.atropos.adapter.completion_cache import NOT_PUSHED, trained_spans
 from recipe.atropos.adapter.durable import Durable
-from recipe.atropos.adapter.loading import load_environment
+from recipe.atropos.adapter.loading import EnvironmentTargetError, load_environment
 from recipe.atropos.data.rows import ConversionReport, Row, RowLimits, read_groups
+from recipe.atropos.errors import ConfigurationError, one_line_errors
 from recipe.atropos.gem.outer_policy import watch_managed_calls
 from recipe.atropos.gem.stepped_env import configured, next_item, roll_out
 from recipe.atropos.inference.client import SGLangClient
@@ -365,3 +370,33 @@ def _brief_ids(ids: Sequence[int]) -> str:
     if len(ids) <= 2 * _SHOWN_IDS:
         return " ".join(map(str, ids))
     return f"{' '.join(map(str, ids[:_SHOWN_IDS]))} ... {' '.join(map(str, ids[-_SHOWN_IDS:]))}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status 0 only if what the environment makes of one item can be trained on."""
+    parser = argparse.ArgumentParser(
+        prog="verl-atropos verify-env", description="One group with a real server, and what each side saw."
+    )
+    parser.add_argument("--env", required=True, help="MODULE:Class, FILE.py or FILE.py:Class")
+    parser.add_argument("--model", help="folder or name of the policy; default: the environment's own tokenizer")
+    parser.add_argument("--url", help="its SGLang server or gateway; default: the environment's own")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds, over all of it")
+    parser.add_argument("--table", action="store_true", help="also one line per token")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the environment's configuration")
+    given = parser.parse_args(argv)
+    with one_line_errors(OmegaConfBaseException, OSError):
+        overrides = OmegaConf.to_container(OmegaConf.from_dotlist(given.overrides))
+        try:
+            result = asyncio.run(verify(given.env, given.model, given.url, overrides, given.timeout))
+        except TimeoutError as error:
+            raise ConfigurationError(f"{given.env}: not done within --timeout={given.timeout:g} s") from error
+        except EnvironmentTargetError:
+            raise
+        except ValueError as error:
+            raise ConfigurationError(f"{given.env}: {error}") from error
+        show(result, Console(highlight=False), given.table)
+    return 0 if result.ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

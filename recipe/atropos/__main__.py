@@ -1,0 +1,35 @@
+"""``python -m recipe.atropos COMMAND``, which is also the console script ``verl-atropos``."""
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+COMMANDS = {
+    "train": ("launch_services", "start all services, train, evaluate, export; resume an unfinished run"),
+    "export": ("checkpoint.export", "write a checkpoint's model as a folder in Hugging Face format, or to the hub"),
+    "inspect": ("commands.inspect", "print one trajectory of a recorded step, token by token"),
+    "replay": ("commands.replay", "train on recorded batches again, without servers, and compare the weights"),
+    "plan": ("commands.plan", "print the memory that a configuration needs of each GPU, and what does not fit"),
+    "verify-env": ("commands.verify_env", "roll out one group with a real server, and show what each side saw"),
+    "doctor": ("commands.doctor", "check this machine's installation, without starting anything"),
+}
+_USAGE = "usage: verl-atropos COMMAND [options]; COMMAND --help lists a command's options\n\n" + "\n".join(
+    f"  {name:<12}{about}" for name, (_, about) in COMMANDS.items()
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the command's exit status; 2: there is no such command."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    if given[:1] in (["-h"], ["--help"], ["help"]):
+        print(_USAGE)
+        return 0
+    if not given or given[0] not in COMMANDS:
+        print(f"{given[0]}: no such command\n{_USAGE}" if given else _USAGE, file=sys.stderr)
+        return 2
+    module = importlib.import_module(f"recipe.atropos.{COMMANDS[given[0]][0]}")
+    return module.main(given[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,91 @@
+"""Train on the recorded batches of a run again, without any server: ``verl-atropos replay runs/NAME [key=value ...]``
+
+It takes the run's own configuration, writes into ``runs/NAME-replay``, and says whether the weights became the same: on
+a CPU they do; on GPUs set ``actor_rollout_ref.actor.fsdp_config.full_determinism=true`` in both. The run must have been
+started with ``trainer.atropos.record_batches=true``.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from rich.console import Console
+
+from recipe.atropos.commands import config_of_run
+from recipe.atropos.errors import one_line_errors
+from recipe.atropos.run_dir import RunDir
+
+
+def replay(run: Path, overrides: Sequence[str], console: Console) -> bool:
+    """Train on the recorded batches of ``run``; True if the weights of the last step equal the run's.
+
+    Raises:
+        FileNotFoundError, DataSourceError: there is nothing to replay.
+    """
+    from recipe.atropos.main import run as train
+
+    config = config_of_run(run)
+    replayed = run.with_name(f"{run.name}-replay")
+    settings = {
+        "run.name": replayed.name,
+        "run.dir": str(replayed),
+        "trainer.default_local_dir": str(RunDir(replayed).checkpoints),
+        "trainer.rollout_data_dir": str(RunDir(replayed).rollouts),
+        "trainer.resume_mode": "disable",
+        "trainer.atropos.record_batches": False,
+        "trainer.atropos.replay": str(RunDir(run).batches),
+    }
+    for key, value in settings.items():
+        OmegaConf.update(config, key, value)
+    OmegaConf.set_struct(config, True)  # a key that is not there is a misspelt one
+    config.merge_with_dotlist(list(overrides))
+    train(config)
+    step = config.trainer.total_training_steps
+    folders = [RunDir(folder).checkpoints / f"global_step_{step}" / "actor" for folder in (run, config.run.dir)]
+    if not folders[0].is_dir():
+        console.print(f"trained {step} steps; {run} has no checkpoint of that step to compare the weights with")
+        return False
+    differing = differing_tensors(*folders)
+    if differing:
+        console.print(f"weights after step {step} differ in {len(differing)} tensors, first {differing[0]}")
+    else:
+        console.print(f"weights after step {step}: the same, bit for bit")
+    return not differing
+
+
+def differing_tensors(one: Path, other: Path) -> list[str]:
+    """Names of the tensors that two checkpoints of the actor do not share bit for bit, over all ranks.
+
+    Raises:
+        FileNotFoundError: a checkpoint has no model, or one of another number of ranks.
+    """
+    names = []
+    files, others = ({path.name for path in folder.glob("model_world_size_*.pt")} for folder in (one, other))
+    if not files or files != others:
+        raise FileNotFoundError(f"{one} and {other} hold no checkpoints of one and the same number of ranks")
+    for name in sorted(files):
+        states = [torch.load(folder / name, weights_only=False, map_location="cpu") for folder in (one, other)]
+        for key in sorted(states[0].keys() | states[1].keys()):
+            pair = [getattr(state.get(key), "_local_tensor", state.get(key)) for state in states]
+            if any(tensor is None for tensor in pair) or not torch.equal(*pair):
+                names.append(key)
+    return names
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="verl-atropos replay", description="Train on recorded batches, without servers."
+    )
+    parser.add_argument("run", type=Path, help="folder of the run")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the configuration")
+    given = parser.parse_args(argv)
+    with one_line_errors(OmegaConfBaseException, OSError):
+        return 0 if replay(given.run, given.overrides, Console(highlight=False)) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
