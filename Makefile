@@ -15,7 +15,7 @@ SGLANG_STAMP := $(SGLANG_VENV)/.installed
 SGLANG_0_5_12_STAMP := $(SGLANG_0_5_12_VENV)/.installed
 MUTATION_STAMP := $(MUTATION_VENV)/.installed
 
-.PHONY: demo test test-fast test-all test-mutations test-sglang-0.5.12 lint format env trainer-env gem-env sglang-env \
+.PHONY: demo test test-for test-fast test-all test-mutations test-sglang-0.5.12 lint format env trainer-env gem-env sglang-env \
 	clean-env
 
 demo: env  ## Watch a small policy learn, on a CPU, with the real parts
@@ -24,6 +24,9 @@ demo: env  ## Watch a small policy learn, on a CPU, with the real parts
 test: env gem-env  ## Style and the whole test suite: what CI runs
 	$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check .
 	$(VENV)/bin/python -m pytest $(PARALLEL) $(ARGS)
+
+test-for: env gem-env  ## One file of tests: make test-for FILE=tests/test_rows.py
+	$(VENV)/bin/python -m pytest -m "slow or not slow" $(FILE) $(ARGS)
 
 test-fast: gem-env  ## The tests that start no server
 	$(VENV)/bin/python -m pytest -m "not e2e" $(ARGS)

@@ -39,3 +39,15 @@ def test_each_page_is_in_the_index():
 def test_the_configuration_reference_is_current():
     text = (ROOT / "docs/configuration.md").read_text()
     assert text == reference(), "python -m recipe.atropos.config.reference > docs/configuration.md"
+
+
+def test_each_error_is_in_the_troubleshooting_page():
+    page = (ROOT / "docs/troubleshooting.md").read_text()
+    known, classes = {"AtroposError"}, {}
+    for path in RECIPE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                classes[node.name] = {base.id for base in node.bases if isinstance(base, ast.Name)}
+    while more := {name for name, bases in classes.items() if bases & known} - known:
+        known |= more
+    assert [name for name in known - {"AtroposError"} if f"`{name}`" not in page and name[0] != "_"] == []

@@ -42,6 +42,7 @@ def test_debug_show_is_inspect(capsys):
     assert "verl-atropos inspect" in capsys.readouterr().out
 
 
+@pytest.mark.e2e  # it needs SGLang's environment
 def test_doctor_tells_versions_and_what_is_missing(capsys):
     doctor = importlib.import_module("recipe.atropos.commands.doctor")
     assert doctor.main(["trainer.device=cpu"]) == 0

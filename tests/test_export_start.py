@@ -8,6 +8,7 @@ from helpers_export import alone, configuration, saved_run, trained  # noqa: F40
 from helpers_families import make_family
 from safetensors.torch import load_file
 
+from recipe.atropos.checkpoint.resumption import prepare_folder
 from recipe.atropos.checkpoint.start_from import NotExported, forget_start
 from recipe.atropos.config.compose import load_config
 from recipe.atropos.config.models import check_model
@@ -63,6 +64,8 @@ def test_export_starts_a_run_with_another_s_weights(source, model, tmp_path):
     assert weights.keys() == saved.keys() and all(torch.equal(weights[name], saved[name]) for name in weights)
     told = {"run": str(source.path), "step": 1, "base": str(model)}
     assert read_json(RunDir(tmp_path / "second").summary) == {"resumed_from": told}
+
+    assert prepare_folder(RunDir(tmp_path / "second"), config) == [], "the run can begin"
 
     shutil.rmtree(source.path)
     for spec in (f"{source.path}@1", source.path):

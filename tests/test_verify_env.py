@@ -1,7 +1,10 @@
-"""``debug verify-env`` with a real SGLang server: what it shows is what passed, and what the trainer would read."""
+"""``verl-atropos verify-env`` with a real SGLang server: what it shows is what passed, and what is trained on."""
 
 import asyncio
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import orjson
 import pytest
@@ -10,6 +13,7 @@ from recipe.atropos.commands.verify_env import Exchange, _not_sampled, verify
 from recipe.atropos.utils import debug
 
 GSM8K, GUESS = "recipe.atropos.environments.gsm8k:GSM8kEnv", "helpers_guess_env:GuessEnv"
+EXAMPLE = Path(__file__).parents[1] / "examples/my_env.py"
 
 
 @pytest.fixture
@@ -43,6 +47,23 @@ def test_a_group_is_shown_from_the_messages_to_the_rows_and_all_of_it_was_sample
     assert "row 2 of group 0: score -1" in output and "│ yes │" in output
     assert "with logprobs, weight versions -1 to -1 (not pushed by a trainer)" in output
     assert "ok: 3 rows with " in output and ", all sampled by the server" in output
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(300)
+def test_the_first_environment_can_be_trained_on(served, capsys):
+    model, url = served
+    options = ["group_size=4", "max_token_length=200", "ensure_scores_are_not_same=false"]
+    status, output = shown(capsys, "--env", str(EXAMPLE), "--model", model, "--url", url, *options)
+    assert status == 0, output
+    assert "Repeat this word: " in output and "ok: 4 rows with " in output and ", all sampled by the server" in output
+
+
+def test_the_first_environments_flags_are_checked_as_its_page_says():
+    command = [sys.executable, "-m", "recipe.atropos.utils.env_adapter", "serve", "--check", "--env", str(EXAMPLE)]
+    for flag, status in (("--env.answer_tokens=32", 0), ("--env.answer_token=32", 2)):
+        done = subprocess.run([*command, flag], capture_output=True, text=True, timeout=120)
+        assert done.returncode == status, done.stderr
 
 
 @pytest.mark.e2e

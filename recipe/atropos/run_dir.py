@@ -294,6 +294,12 @@ class RunDir:
                 f"with {age} version of the recipe, or give another folder (--run-dir)"
             )
 
+    def mark_format(self) -> None:
+        """A folder in which nothing has begun is one of this format. Raises as ``check_format``."""
+        self.check_format()
+        if not self.identity.exists():
+            write_json(self.identity, {"format": FORMAT})
+
     # ---------------------------------------------------------------- lock
 
     @contextlib.contextmanager

@@ -160,4 +160,5 @@ class Start:
             status, printed = run_command("export", command, log_path=self.log)
             if status != 0:
                 raise NotExported(f"run.resume_from={self.source.path}@{self.step}: {printed.strip()[-2000:]}")
+            self.folder.mark_format()  # else the summary alone looks like a run of a version before there was a format
             update_summary(self.folder.path, {"resumed_from": {**told, "base": base}})
