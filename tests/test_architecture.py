@@ -10,6 +10,7 @@ from recipe.atropos.config.reference import reference
 
 ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "recipe/atropos"
+_UNNAMED = ("__init__", "__pycache__")
 NAMED = re.findall(r"`([\w/]+\.py)(?::([\w.]+))?`", (ROOT / "docs/architecture.md").read_text())
 
 
@@ -28,7 +29,7 @@ def test_each_function_of_the_walk_is_there(file, name):
 def test_each_package_has_a_line():
     page = (ROOT / "docs/architecture.md").read_text()
     named = set(re.findall(r"`([\w]+)/`", page)) | {Path(file).stem for file, _ in NAMED}
-    assert {path.stem for path in RECIPE.iterdir() if path.stem[0] not in "_."} <= named
+    assert {path.stem for path in RECIPE.iterdir() if path.is_dir() or path.suffix == ".py"} <= {*named, *_UNNAMED}
 
 
 def test_each_page_is_in_the_index():

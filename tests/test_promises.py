@@ -205,7 +205,8 @@ def test_promises_of_commands_are_programs_of_this_repository():
         for command in code(here):
             words = shlex.split(command)
             if words[:2] == ["python", "-m"]:
-                file = ROOT / (words[2].replace(".", "/") + ".py")
+                place = ROOT / words[2].replace(".", "/")
+                file = place / "__main__.py" if place.is_dir() else place.with_suffix(".py")
                 assert file.is_file() and "__main__" in file.read_text(), command
                 if words[2].endswith("launch_services"):
                     parse_arguments([{"N": "1", "G": "1"}.get(word, word) for word in words[3:]])
