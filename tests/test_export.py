@@ -34,7 +34,7 @@ from recipe.atropos.checkpoint.safetensors_writer import write_safetensors
 from recipe.atropos.checkpoint.shards import Shards, ShardsError
 from recipe.atropos.checkpoint.store import Checkpoints, choose_checkpoint
 from recipe.atropos.errors import ConfigurationError
-from recipe.atropos.launch_services import tell_model
+from recipe.atropos.launcher.launch import tell_model
 from recipe.atropos.launcher.services import Run
 from recipe.atropos.main import export_model
 from recipe.atropos.run_dir import DiskFull, RunDir, append_line, replace_folder

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from recipe.atropos.commands import doctor
+from recipe.atropos.config.compose import load_config
 from recipe.atropos.inference.server import sglang_command
-from recipe.atropos.launch_services import compose_overrides, load_config, parse_arguments
+from recipe.atropos.launch_services import compose_overrides, parse_arguments
 from recipe.atropos.launcher.preflight import check_config
 from recipe.atropos.launcher.services import Run
 from recipe.atropos.launcher.sglang import plan_servers

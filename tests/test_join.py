@@ -21,13 +21,14 @@ from helpers_terminal import LIMIT, terminals
 from recipe.atropos.config.compose import load_config
 from recipe.atropos.data_source import DataSourceConfig
 from recipe.atropos.errors import ConfigurationError
-from recipe.atropos.launch_services import check_start, watch
+from recipe.atropos.launch_services import check_start
 from recipe.atropos.launcher import joining
 from recipe.atropos.launcher.evaluation import Evaluations
 from recipe.atropos.launcher.joining import check_key, how_to_join
 from recipe.atropos.launcher.preflight import check_config
 from recipe.atropos.launcher.services import Run
 from recipe.atropos.launcher.sglang import Inference
+from recipe.atropos.launcher.supervision import watch
 from recipe.atropos.run_record import read_metrics
 from recipe.atropos.utils.process import ServiceFailed, default_port, free_port
 

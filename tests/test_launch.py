@@ -17,9 +17,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from recipe.atropos.config.compose import load_config
 from recipe.atropos.config.env_specs import environment_specs
 from recipe.atropos.environments import gsm8k
-from recipe.atropos.launch_services import compose_overrides, load_config, parse_arguments
+from recipe.atropos.launch_services import compose_overrides, parse_arguments
 from recipe.atropos.launcher.environment_processes import environment_command
 from recipe.atropos.launcher.services import Run
 from recipe.atropos.run_dir import RunDir

@@ -16,11 +16,13 @@ from omegaconf import OmegaConf, flag_override
 
 from recipe.atropos.adapter.pacing import Paced
 from recipe.atropos.adapter.reporting import EnvReport
+from recipe.atropos.config.compose import load_config
 from recipe.atropos.config.env_specs import environment_specs
-from recipe.atropos.launch_services import compose_overrides, load_config, parse_arguments, scores_of
+from recipe.atropos.launch_services import compose_overrides, parse_arguments
 from recipe.atropos.launcher.environment_processes import Environments, environment_command
 from recipe.atropos.launcher.preflight import ConfigurationError, check_config
 from recipe.atropos.launcher.services import Run
+from recipe.atropos.launcher.supervision import scores_of
 from recipe.atropos.run_dir import LineReader
 from recipe.atropos.run_record import read_evaluations, read_metrics
 from recipe.atropos.utils.process import ServiceFailed, start_service

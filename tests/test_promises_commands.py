@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import sys
+from types import SimpleNamespace
 
 import helpers_gsm8k_server
 import pytest
@@ -14,12 +15,14 @@ from helpers_terminal import terminals
 from test_join import told_command
 
 from recipe.atropos.adapter import defaults
-from recipe.atropos.config.compose import given_keys, load_config
+from recipe.atropos.config.compose import given_keys, load_complete, load_config
 from recipe.atropos.environments.gsm8k import GSM8kEnvConfig
 from recipe.atropos.environments.word_problems import GSM8K, DatasetUnavailable, load_problems
 from recipe.atropos.errors import ConfigurationError
-from recipe.atropos.launch_services import API_PORT, compose_overrides, parse_arguments
+from recipe.atropos.launch_services import compose_overrides, load_run_config, parse_arguments
+from recipe.atropos.launcher.services import Run
 from recipe.atropos.launcher.sglang import GATEWAY_PORT
+from recipe.atropos.launcher.startup import API_PORT, start_trainer
 from recipe.atropos.run_record import read_metrics
 from recipe.atropos.utils.process import free_port, port_is_free, start_service
 from recipe.atropos.utils.secret import config_yaml
@@ -45,7 +48,7 @@ def test_promises_config_file_is_over_ours_and_below_arguments(tmp_path):
     assert "run.dir" in given_keys(overrides), "a folder of one's own: a finished run there is an error"
 
 
-def test_promises_config_of_a_run_is_a_file_for_another(tmp_path):
+def test_promises_config_of_a_run_is_a_file_for_another(tmp_path, monkeypatch):
     config = load_config(["preset=two_environments", "seed=3", "trainer.atropos.max_staleness=1"])
     (tmp_path / "config.yaml").write_bytes(config_yaml(config))
     file = f"config={tmp_path / 'config.yaml'}"
@@ -55,6 +58,17 @@ def test_promises_config_of_a_run_is_a_file_for_another(tmp_path):
     assert other.trainer.atropos.weight_sync.directory == "other/weights"
     actor = other.actor_rollout_ref.actor
     assert (actor.ppo_mini_batch_size, actor.clip_ratio_low) == (32, 0.3)
+    run = Run(config, ["preset=two_environments", "seed=3"], tmp_path)
+    monkeypatch.setattr(run, "start", lambda *_, **__: None)
+    inference = SimpleNamespace(urls=["http://127.0.0.1:1"], gateway="http://127.0.0.1:2")
+    start_trainer(run, SimpleNamespace(url="http://127.0.0.1:3"), inference, tmp_path / "evaluated")
+    complete = load_complete(tmp_path / "config.yaml")
+    assert complete.inference.urls == inference.urls and complete.trainer.atropos.api_url == "http://127.0.0.1:3"
+    engine = complete.actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.atropos
+    assert engine.urls == inference.urls, "composed with the addresses"
+    again, _, folder, _ = load_run_config([file, "run.dir=other"])
+    assert (again.seed, again.inference.urls, again.inference.gateway) == (3, [], None) and folder.name == "other"
+    assert again.actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.atropos.urls == []
     own = tmp_path / "own.yaml"
     own.write_text("data: {train_batch_size: 8}\nactor_rollout_ref: {actor: {ppo_mini_batch_size: 4}}")
     assert load_config([f"config={own}", "preset=demo"]).actor_rollout_ref.actor.ppo_mini_batch_size == 4

@@ -23,10 +23,11 @@ from recipe.atropos.adapter.reward_bridge import (
     read_bridge,
 )
 from recipe.atropos.algorithm.metrics import batch_metrics
+from recipe.atropos.config.compose import load_config
 from recipe.atropos.config.env_specs import environment_specs
 from recipe.atropos.data.data_proto import groups_to_data_proto
 from recipe.atropos.data.rows import RowLimits
-from recipe.atropos.launch_services import compose_overrides, load_config, parse_arguments
+from recipe.atropos.launch_services import compose_overrides, parse_arguments
 from recipe.atropos.launcher.environment_processes import environment_command
 from recipe.atropos.launcher.preflight import ConfigurationError, check_config
 from recipe.atropos.launcher.services import Run

@@ -15,8 +15,8 @@ from helpers_trainer import compose_config
 
 from recipe.atropos.config.env_specs import environment_specs
 from recipe.atropos.inference.server import SGLangLaunch, sglang_command
-from recipe.atropos.launch_services import launch
 from recipe.atropos.launcher.environment_processes import Environments
+from recipe.atropos.launcher.launch import launch
 from recipe.atropos.launcher.services import Run
 from recipe.atropos.launcher.sglang import Inference, _start_again_from_now_on, plan_servers
 from recipe.atropos.run_dir import DiskFull, RunDir

@@ -8,11 +8,11 @@ import pytest
 from helpers_sglang import make_tiny_model
 from transformers import AutoTokenizer
 
-from recipe.atropos import launch_services
 from recipe.atropos.adapter.completion_cache import CompletionCache
 from recipe.atropos.adapter.weight_versions import stamp
 from recipe.atropos.algorithm import alarms
 from recipe.atropos.algorithm.off_policy import compare_with_engine
+from recipe.atropos.config.compose import load_config
 from recipe.atropos.data.data_proto import groups_to_data_proto
 from recipe.atropos.data.rows import RowLimits, read_groups
 from recipe.atropos.data.sampling import (
@@ -23,7 +23,7 @@ from recipe.atropos.data.sampling import (
     default_temperature,
 )
 from recipe.atropos.errors import AtroposError
-from recipe.atropos.launch_services import load_config
+from recipe.atropos.launcher import supervision
 from recipe.atropos.launcher.preflight import check_config
 from recipe.atropos.launcher.services import console
 
@@ -272,9 +272,9 @@ def test_sampling_alarm_is_printed_in_full_once():
     line = {"step": 3, "atropos/alarms/logprob_difference": 0.0059, "atropos/alarms/truncated_sampling": 4.0}
     with console.capture() as captured:
         for _ in range(2):
-            launch_services._report_new_alarms(config, line, reported)
+            supervision._report_new_alarms(config, line, reported)
     text = captured.get()
     assert text.count("by 0.0059 nats") == text.count("4 rows of a step were sampled with top_p") == 1
     assert "logprob_tolerance=0.0001" in text
-    assert "logprob_difference, truncated_sampling" in launch_services._alarms(line)
-    assert launch_services._alarms({"step": 3}) == ""
+    assert "logprob_difference, truncated_sampling" in supervision._alarms(line)
+    assert supervision._alarms({"step": 3}) == ""

@@ -26,8 +26,8 @@ from safetensors.torch import load_file, save_file
 from torch.multiprocessing import reductions
 from transformers import AutoModelForCausalLM, dynamic_module_utils
 
+from recipe.atropos.config.compose import load_config
 from recipe.atropos.inference.client import InferenceError, SGLangClient
-from recipe.atropos.launch_services import load_config
 from recipe.atropos.utils import scratch
 from recipe.atropos.utils.hosts import address_towards, is_this_host
 from recipe.atropos.weight_sync import servers

@@ -13,11 +13,12 @@ import threading
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
+from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from recipe.atropos.checkpoint.resumption import prepare_folder
-from recipe.atropos.config.compose import load_config
+from recipe.atropos.config.compose import load_complete, load_config
 from recipe.atropos.config.models import check_model, set_model_path
 from recipe.atropos.errors import ConfigurationError, expected_failure, one_line_errors
 from recipe.atropos.launcher.preflight import check_config, check_services
@@ -139,11 +140,17 @@ def main(argv: list[str] | None = None) -> None:
         description="Train on what environments send to a Trajectory API, with SGLang servers that run already.",
         epilog="The keys are those of recipe/atropos/config/trainer.yaml and of verl's ppo_trainer.",
     )
+    parser.add_argument("--run", type=Path, help="a run's folder: its config.yaml alone counts (the launcher's way)")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     arguments = parser.parse_args(argv)
+    if arguments.run and arguments.overrides:
+        parser.error(f"{arguments.overrides[0]}: no key=value with --run; the folder's config.yaml has them all")
     logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(message)s")
     with one_line_errors():
-        config = load_config([*take_secret_flags(), *arguments.overrides])
+        if arguments.run:
+            config = load_complete(RunDir(arguments.run).config, take_secret_flags())
+        else:
+            config = load_config(arguments.overrides)
         if config.run.resume_from and not RunDir(config.run.dir).inherits_lock():
             raise ConfigurationError(
                 f"run.resume_from={config.run.resume_from} is the launcher's work: export that run, and give the "

@@ -10,6 +10,7 @@ import yaml
 from omegaconf import DictConfig
 
 from recipe.atropos.checkpoint.store import Checkpoints, model_of
+from recipe.atropos.config.compose import OF_EACH_START
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.run_dir import FORMAT, RunDir, read_json, write_atomic, write_json
 from recipe.atropos.utils.secret import config_yaml, is_secret
@@ -84,7 +85,7 @@ def changed_keys(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[st
     """``key: old -> new`` of the keys whose values differ, those that matter most first, at most so many."""
     old, new = (dict(_leaves(config)) for config in (before, after))
     changed = [key for key in old.keys() | new.keys() if old.get(key) != new.get(key)]
-    changed = [key for key in changed if not is_secret(key)]
+    changed = [key for key in changed if not is_secret(key) and key not in OF_EACH_START]
     changed.sort(key=lambda key: (_SHOWN_FIRST.index(key) if key in _SHOWN_FIRST else len(_SHOWN_FIRST), key))
     lines = [f"{key}: {old.get(key, 'not given')} -> {new.get(key, 'not given')}" for key in changed[:_MOST_SHOWN]]
     return lines + [f"and {len(changed) - _MOST_SHOWN} more keys"] * (len(changed) > _MOST_SHOWN)

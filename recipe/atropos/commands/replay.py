@@ -38,6 +38,9 @@ def replay(run: Path, overrides: Sequence[str], console: Console) -> bool:
         "trainer.resume_mode": "disable",
         "trainer.atropos.record_batches": False,
         "trainer.atropos.replay": str(RunDir(run).batches),
+        "inference.urls": [],
+        "inference.gateway": None,
+        "evaluation.evaluated_file": None,
     }
     for key, value in settings.items():
         OmegaConf.update(config, key, value)

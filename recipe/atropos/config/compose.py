@@ -20,7 +20,8 @@ import copy
 import difflib
 import functools
 import importlib.util
-from collections.abc import Callable, Iterator, Sequence
+import json
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ from recipe.atropos.config.renamed import check_renamed, prefixes
 from recipe.atropos.config.schema import check_schema, documented
 from recipe.atropos.config.unsupported import UNSUPPORTED
 from recipe.atropos.errors import ConfigurationError
+from recipe.atropos.utils.secret import COMPLETE, read_config_yaml, restore
 
 FOLDER = Path(__file__).parent
 
@@ -54,6 +56,16 @@ FREE = (
     "actor_rollout_ref.ref.fsdp_config.wrap_policy",
     "ray_kwargs.ray_init",
 )
+# Keys that the launcher sets, and what a user gives instead.
+LAUNCHER_KEYS = {
+    "evaluation.evaluated_file": "nothing",
+    "inference.gateway": "inference.host and inference.gateway_port",
+    "inference.urls": "inference.servers, inference.host and inference.port",
+    "trainer.atropos.api_url": "api.host and api.port",
+    "trainer.atropos.startup_timeout": "inference.start_timeout",
+}
+# Where a run's services are: other addresses at each start.
+OF_EACH_START = {*LAUNCHER_KEYS, "actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.atropos.urls"}
 _ONLY_IN_DATACLASSES = ("actor_rollout_ref.actor.checkpoint.save_lora_only",)  # of verl, which its YAML leaves out
 
 
@@ -84,6 +96,23 @@ def load_config(overrides: Sequence[str], tell: Callable[[str], None] = lambda _
     return config
 
 
+def load_complete(path: Path, hidden: Sequence[str] = ()) -> DictConfig:
+    """The configuration of a run as its launcher wrote it, resolved and checked; nothing is composed.
+
+    ``hidden``: what ``secret.hidden_settings`` gave, in JSON.
+
+    Raises:
+        ConfigurationError: there is no such file, or its values are not those of this version.
+    """
+    if not path.is_file():
+        raise ConfigurationError(f"{path} is not there; give the folder of a run that launch_services started")
+    config = read_config_yaml(path)
+    restore(config, map(json.loads, hidden))
+    OmegaConf.resolve(config)
+    check_schema(OmegaConf.to_container(config))
+    return config
+
+
 def compose_config(overrides: Sequence[str], tell: Callable[[str], None] = lambda _: None) -> DictConfig:
     """As ``load_config``, with interpolations, and values not yet checked by the schema."""
     in_file, given = _given(overrides)
@@ -107,6 +136,15 @@ def compose_config(overrides: Sequence[str], tell: Callable[[str], None] = lambd
         if isinstance(value, _Derived) and value.given != OmegaConf.select(config, key):
             raise _without_effect(key, value.given)
     return config
+
+
+def quoted(value: str | Path | int | list[str]) -> str:
+    """As Hydra's override grammar takes it, a string whatever is in it, ``=``, commas and spaces included."""
+    if isinstance(value, list):
+        return f"[{','.join(quoted(item) for item in value)}]"
+    if isinstance(value, int):
+        return str(value)
+    return "'" + str(value).replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
 def given_keys(overrides: Sequence[str]) -> set[str]:
@@ -133,8 +171,14 @@ def _given(overrides: Sequence[str]) -> tuple[list[tuple[str, Any]], list[tuple[
     files = [value for key, value in given if key == "config"]
     if len(files) > 1:
         raise ConfigurationError(f"config={files[-1]}: a second file, after {files[0]}; merge them into one")
-    in_file = [item for file in files for item in _leaves("", _read(file))]
+    in_file = [item for file in files for item in _leaves("", _read(file)) if item[0] not in _left_out(file)]
     return in_file, [(key, value) for key, value in given if key != "config"]
+
+
+def _left_out(file: Any) -> Collection[str]:
+    """Of a run's own file, where its services were: they are no more."""
+    with Path(str(file)).expanduser().open("rb") as opened:
+        return OF_EACH_START if opened.readline() == COMPLETE else ()
 
 
 def _not_derived(in_file: list[tuple[str, Any]], shipped: DictConfig) -> list[tuple[str, Any]]:

@@ -7,7 +7,7 @@ kept, and those that trackers get, hold none. A reference to another place, ``${
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from recipe.atropos.utils.private_process import SECRET_FLAGS
 
 API_KEY_VARIABLE = "ATROPOS_API_KEY"
 HIDDEN = "***"
+COMPLETE = b"# The complete configuration of a run, without secrets, as its launcher wrote it.\n"
 _TOKENS = "access|api|auth|bearer|github|gitlab|hf|hub|hugging_?face|refresh|session"  # not pad, stop, max, ...
 _NAME = re.compile(
     rf"(^|[_.])((access|api|private|secret)_?keys?|secrets?|passwords?|passphrase|passwd|({_TOKENS})_token)$",
@@ -65,7 +66,28 @@ def config_yaml(config: DictConfig) -> bytes:
     public["actor_rollout_ref"]["rollout"]["checkpoint_engine"]["engine_kwargs"]["atropos"]["api_key"] = (
         "${inference.api_key}"
     )
-    return OmegaConf.to_yaml(OmegaConf.create(public)).encode()
+    return COMPLETE + OmegaConf.to_yaml(OmegaConf.create(public)).encode()
+
+
+def hidden_settings(settings: Any, secret: bool = False, path: tuple[str | int, ...] = ()) -> Iterator[list[Any]]:
+    """What ``without_secrets`` hides, each as [its keys and indices, its value]; ``restore`` puts it back."""
+    if isinstance(settings, Mapping):
+        for key, value in settings.items():
+            yield from hidden_settings(value, secret or is_secret(str(key)), (*path, key))
+    elif isinstance(settings, list | tuple | ListConfig):
+        for index, value in enumerate(settings):
+            yield from hidden_settings(value, secret, (*path, index))
+    elif secret and _is_set(settings):
+        yield [list(path), settings]
+
+
+def restore(settings: Any, hidden: Iterable[Sequence[Any]]) -> None:
+    """Put hidden settings back into nested mappings and lists."""
+    for (*path, last), value in hidden:
+        inner = settings
+        for key in path:
+            inner = inner[key]
+        inner[last] = value
 
 
 def read_config_yaml(path: str | Path) -> DictConfig:

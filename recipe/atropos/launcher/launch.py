@@ -1,0 +1,175 @@
+"""A whole run: what is started, in which order, and how all of it ends."""
+
+import asyncio
+import contextlib
+import inspect
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from omegaconf import DictConfig
+from rich.markup import escape
+
+from recipe.atropos.checkpoint.model_card import EXPORTED, write_card
+from recipe.atropos.config.env_specs import EnvironmentSpec
+from recipe.atropos.launcher.environment_processes import Environments
+from recipe.atropos.launcher.evaluation import Evaluations
+from recipe.atropos.launcher.joining import Joining
+from recipe.atropos.launcher.progress import progress
+from recipe.atropos.launcher.services import Run, console
+from recipe.atropos.launcher.sglang import start_inference
+from recipe.atropos.launcher.startup import first_version, servers_healthy, start_api, start_trainer
+from recipe.atropos.launcher.supervision import watch
+from recipe.atropos.run_dir import DiskFull, disk_is_full, read_json
+from recipe.atropos.run_record import QUEUED, account_of_groups, update_summary
+
+_QUEUE_SECONDS = 5.0
+
+
+async def launch(
+    config: DictConfig,
+    overrides: list[str],
+    directory: Path,
+    specs: dict[str, EnvironmentSpec],
+    lock: int | None = None,
+) -> None:
+    """Run everything to the last step. What is started holds the run folder too, by the descriptor ``lock``.
+
+    Raises:
+        ConfigurationError, ServiceFailed, DiskFull: with nothing left running; what went wrong first, and as its notes
+            what went wrong in the end.
+    """
+    # Terminated, it ends its services as when it is interrupted; also where a shell started it with SIGINT ignored.
+    # So too when its terminal is closed, unless it was told to outlive that (nohup).
+    for number in _ending_signals():
+        asyncio.get_running_loop().add_signal_handler(number, asyncio.current_task().cancel)
+    run = Run(config, overrides, directory, lock=lock)
+    started = time.monotonic()
+    environments = evaluations = failure = api_url = None
+    try:
+        api = start_api(run)
+        api_url = api.url
+        inference = start_inference(run)
+        evaluations = Evaluations(run, specs, inference)
+        console.print(
+            f"[bold]sglang[/]  starting {config.actor_rollout_ref.model.path} at {', '.join(inference.urls)}, "
+            f"behind {inference.gateway}",
+            soft_wrap=True,
+        )
+        # It waits for the servers as it starts. Colocated ones measure first what is free of their GPU.
+        beside = not any(launch.releases_memory for launch in inference.servers.values())
+        trainer = start_trainer(run, api, inference, evaluations.word) if beside else None
+        what = "the SGLang servers start" + (", and beside them the trainer" if beside else "")
+        with progress(what, run.log(next(iter(inference.servers)))):
+            await servers_healthy(run, api, inference)
+        trainer = trainer or start_trainer(run, api, inference, evaluations.word)
+        with progress("the trainer loads the model and pushes its weights", trainer.log_path):
+            version = await first_version(run, trainer, inference)
+        await evaluations.begin(version)
+        if specs:
+            environments = Environments(run, specs, api.url, inference.gateway)
+        else:
+            environments = Joining(run, api.url, inference.gateway)
+        environments.start()
+        with contextlib.ExitStack() as first:
+            if specs:
+                what = "the first step: the environments sample, the trainer compiles and trains"
+                first.enter_context(progress(what, trainer.log_path))
+            await watch(run, trainer, version, environments, evaluations, on_step=first.close)
+        environments.stop()
+        await evaluations.end()
+        tell_model(run)
+    except BaseException as error:
+        failure = error
+        # A service's log, on the same disk, may not say so.
+        if disk_is_full(directory) and not isinstance(error, DiskFull):
+            error.add_note(f"no space left on device: {directory}")
+    later = await _end(run, api_url, environments, evaluations)
+    if failure := failure or next(iter(later), None):
+        for error in later:
+            if error is not failure:
+                failure.add_note(f"then, at the end: {error}")
+        raise failure
+    total = config.trainer.total_training_steps
+    update_summary(directory, {"seconds_in_all": time.monotonic() - started, "finished_steps": total})
+    from recipe.atropos.launcher.plots import plot_reward  # here: matplotlib takes a second
+
+    plot_reward(directory)
+
+
+def tell_model(run: Run) -> None:
+    """Name what the trainer has exported, and complete its card: the last evaluation came after it."""
+    for folder in (run.files.model, run.files.adapter):
+        exported = read_json(folder / EXPORTED, {})
+        if exported.get("step") == run.config.trainer.total_training_steps:
+            write_card(folder, run.files)
+            what = f"{os.path.relpath(folder)}: step {exported['step']}, {exported['dtype']}"
+            console.print(f"[bold]model[/]   {escape(what)}", soft_wrap=True)
+            return
+    why = f"see {run.log('trainer')}" if run.config.trainer.save_freq > 0 else "trainer.save_freq saves no checkpoint"
+    console.print(f"[bold]model[/]   none is exported: {escape(why)}", soft_wrap=True)
+
+
+async def _end(
+    run: Run, api_url: str | None, environments: Environments | Joining | None, evaluations: Evaluations | None
+) -> list[Exception]:
+    """End everything, whatever fails, and account for the groups; returns what failed."""
+    failures: list[Exception] = []
+
+    async def attempt(step: Callable[[], Any]) -> None:
+        try:
+            if inspect.isawaitable(result := step()):
+                await result
+        except Exception as error:
+            failures.append(error)
+
+    async def account() -> None:
+        # Nothing is sent or fetched any more, and the trainer has told what it had not trained on.
+        queued = await groups_in_queue(api_url) if api_url else 0
+        summary = read_json(run.files.summary, {})
+        told = {"environments": environments.summary(), QUEUED: queued + summary.get(QUEUED, 0)}
+        update_summary(run.directory, told | {"groups": account_of_groups(summary | told)})
+
+    with _undisturbed():
+        if evaluations is not None:
+            await attempt(evaluations.stop)
+        if environments is not None:
+            await attempt(environments.stop)
+            for trainer in [service for service in run.services if service.name == "trainer"]:
+                await attempt(partial(run.stop, trainer))
+            await attempt(account)
+        await attempt(run.stop)
+    return failures
+
+
+async def groups_in_queue(api_url: str) -> int:
+    """Groups that the Trajectory API has in no batch yet; 0 where it is gone, with what it had."""
+    try:
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_QUEUE_SECONDS)) as session:
+            async with session.get(f"{api_url}/status") as reply:
+                return (await reply.json())["queue_size"]
+    except (aiohttp.ClientError, TimeoutError):
+        return 0
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Another interrupt would leave processes behind."""
+    ending = _ending_signals()
+    for number in ending:
+        asyncio.get_running_loop().remove_signal_handler(number)
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, *ending)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _ending_signals() -> list[signal.Signals]:
+    return [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]

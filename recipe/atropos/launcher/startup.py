@@ -1,0 +1,129 @@
+"""The Trajectory API and the trainer as processes, and until when each is waited for."""
+
+import asyncio
+import json
+import sys
+import time
+from pathlib import Path
+
+import aiohttp
+from omegaconf import OmegaConf
+
+from recipe.atropos.config.compose import load_config, quoted
+from recipe.atropos.errors import ConfigurationError
+from recipe.atropos.launcher.services import Run, console
+from recipe.atropos.launcher.sglang import Inference, given_ports, inference_healthy
+from recipe.atropos.launcher.supervision import WATCH_SECONDS
+from recipe.atropos.run_dir import write_atomic
+from recipe.atropos.utils.hosts import reachable
+from recipe.atropos.utils.process import (
+    Service,
+    ServiceFailed,
+    default_port,
+    port_is_free,
+    wait_until_healthy,
+)
+from recipe.atropos.utils.secret import API_KEY_VARIABLE, config_yaml, hidden_settings, secret_variables
+
+API_PORT = 8000  # where it is free: the address that Atropos' environments have by default
+_VERSION_SECONDS = 120.0
+
+
+def start_api(run: Run) -> Service:
+    """The Trajectory API; not healthy yet."""
+    config = run.config.api
+    check_port(config.port, config.host, "api.port")
+    port = config.port or default_port(API_PORT, config.host, given_ports(run.config).values())
+    command = [sys.executable, "-m", "atroposlib.cli.run_api", "--host", config.host, "--port", str(port)]
+    return run.start("api", command, url=f"http://{reachable(config.host)}:{port}")
+
+
+async def servers_healthy(run: Run, api: Service, inference: Inference) -> None:
+    async def answers() -> bool:
+        run.check()
+        return await _answers(f"{api.url}/status")
+
+    await wait_until_healthy(api, answers, run.config.api.start_timeout)
+    seconds = await inference_healthy(run, inference)
+    many = f"{len(inference.urls)} servers " if len(inference.urls) > 1 else ""
+    console.print(f"[bold]sglang[/]  {many}up after {seconds:.0f} s; api at {api.url}")
+
+
+def start_trainer(run: Run, api: Service, inference: Inference, evaluated: Path | None = None) -> Service:
+    """Start it; it loads the run's ``config.yaml``, which is complete from here on.
+
+    It waits for the evaluations that the file ``evaluated`` tells of, for none without such a file.
+    """
+    given = {
+        "inference.urls": list(inference.urls),
+        "inference.gateway": inference.gateway,
+        "trainer.atropos.api_url": api.url,
+        "evaluation.evaluated_file": evaluated,
+        "actor_rollout_ref.model.path": run.config.actor_rollout_ref.model.path,
+        "run.dir": run.directory,
+    }
+    complete = load_config(
+        [
+            *run.overrides,
+            *(f"{key}={'null' if value is None else quoted(value)}" for key, value in given.items()),
+            f"inference.colocated={bool(run.config.inference.colocated)}",
+            f"trainer.atropos.startup_timeout={run.config.inference.start_timeout}",
+            f"inference.api_key={quoted(run.api_key)}",
+        ]
+    )
+    write_atomic(run.files.config, config_yaml(complete))
+    variables = {
+        **secret_variables([json.dumps(each) for each in hidden_settings(OmegaConf.to_container(complete))]),
+        API_KEY_VARIABLE: run.api_key,
+        "TENSORBOARD_DIR": str(run.files.tensorboard),
+        "WANDB_DIR": str(run.directory),
+    }
+    return run.start("trainer", [sys.executable, "-m", "recipe.atropos.main", "--run", str(run.directory)], **variables)
+
+
+async def first_version(run: Run, trainer: Service, inference: Inference) -> int:
+    """The version of the trainer's first push: until then no environment may start."""
+
+    async def pushed() -> bool:
+        run.check()
+        return await inference.version() is not None
+
+    timeout = run.config.trainer.ray_wait_register_center_timeout + run.config.trainer.atropos.weight_sync.timeout
+    try:
+        seconds = await wait_until_healthy(trainer, pushed, timeout, what="done with its first push of weights")
+    except ServiceFailed:
+        if trainer.poll() != 0:
+            raise
+        seconds = 0.0  # it had nothing left to train
+    version = await served_version(run, inference)
+    console.print(f"[bold]trainer[/] pushed version {version} after {seconds:.0f} s")
+    return version
+
+
+async def served_version(run: Run, inference: Inference) -> int:
+    """The version that every request meets now.
+
+    Raises:
+        ServiceFailed: none is served, also not in a while: a gateway that was started again waits for the trainer.
+    """
+    deadline = time.monotonic() + _VERSION_SECONDS
+    while (version := await inference.version()) is None:
+        run.check()
+        if time.monotonic() > deadline:
+            gateway = next(service for service in run.services if service.name == "gateway")
+            raise gateway.failure(f"admits no server with the trainer's weights for {_VERSION_SECONDS:g} s")
+        await asyncio.sleep(WATCH_SECONDS)
+    return version
+
+
+async def _answers(url: str) -> bool:
+    try:
+        async with aiohttp.ClientSession() as session, session.get(url) as reply:
+            return reply.status == 200
+    except aiohttp.ClientError:
+        return False
+
+
+def check_port(given: int | None, host: str, key: str) -> None:
+    if given is not None and not port_is_free(given, host):
+        raise ConfigurationError(f"{key}={given} is taken on {host}; give another, or null for a free one")

@@ -1,0 +1,90 @@
+"""While the run trains: every step on the console, its alarms, and whether anything hangs."""
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from omegaconf import DictConfig
+from rich.markup import escape
+
+from recipe.atropos.algorithm import alarms
+from recipe.atropos.launcher.environment_processes import Environments
+from recipe.atropos.launcher.evaluation import Evaluations
+from recipe.atropos.launcher.joining import Joining
+from recipe.atropos.launcher.services import Run, console
+from recipe.atropos.run_dir import LineReader
+from recipe.atropos.utils.process import (
+    Service,
+)
+
+WATCH_SECONDS = 0.5
+
+
+async def watch(
+    run: Run,
+    trainer: Service,
+    version: int,
+    environments: Environments | Joining,
+    evaluations: Evaluations,
+    on_step: Callable[[], None] = lambda: None,
+) -> None:
+    """Until the trainer has ended well; says every step that it trained, after a call of ``on_step``.
+
+    Raises:
+        ServiceFailed: a service ended that the run needs, the trainer ended short of the last step, or a process of it
+            hangs: no step was trained for ``trainer.atropos.step_timeout`` seconds.
+    """
+    total, limit = run.config.trainer.total_training_steps, run.config.trainer.atropos.step_timeout
+    longest = limit + run.config.trainer.atropos.join_timeout  # whatever is waited for
+    last_step = trained = time.monotonic()
+    seen, reader = version, LineReader(run.files.metrics)
+    reported: set[str] = set()
+    while True:
+        ended = trainer.poll() is not None
+        for line in reader.new_lines():
+            if line["step"] > seen:
+                seen = line["step"]
+                last_step = trained = time.monotonic()
+                on_step()
+                console.print(
+                    f"[bold]step {seen:>4}/{total}[/] score {scores_of(line)}  "
+                    f"rows {line['atropos/rows']:.0f}  {line['timing_s/step']:.1f} s "
+                    f"(wait {line['phase_s/wait']:.1f} s)  version {line['atropos/policy_version']}{_alarms(line)}",
+                    soft_wrap=True,
+                )
+                _report_new_alarms(run.config, line, reported)
+        await environments.look_after()
+        if environments.awaited:  # bounded by trainer.atropos.join_timeout
+            last_step = time.monotonic()
+        run.check()
+        await evaluations.look_after()
+        now = time.monotonic()
+        if not ended and (now - last_step > limit or now - trained > longest):
+            waited = f"{now - trained:.0f} s; trainer.atropos.step_timeout={limit:g} s"
+            raise trainer.failure(f"no step after step {seen} for {waited}")
+        if ended:
+            if seen < total:
+                raise trainer.failure(f"ended after step {seen} of {total}")
+            return
+        await asyncio.sleep(WATCH_SECONDS)
+
+
+def scores_of(line: dict[str, float]) -> str:
+    """A step's mean score, and where several environments are in it, that of each."""
+    named = [(key.split("/"), score) for key, score in line.items() if key.endswith("/mean_score")]
+    each = [f"{parts[1]} {score:+.3f}" for parts, score in named if len(parts) == 3]
+    return f"{line['atropos/mean_score']:+.3f}" + (f" ({', '.join(each)})" if len(each) > 1 else "")
+
+
+def _alarms(line: dict[str, float]) -> str:
+    names = ", ".join(alarms.of_line(line))
+    return f"  [bold yellow]{names}[/]" if names else ""
+
+
+def _report_new_alarms(config: DictConfig, line: dict[str, float], reported: set[str]) -> None:
+    """Say in full what the names behind the steps mean, each once."""
+    tolerance = alarms.logprob_tolerance(config.trainer.atropos.logprob_tolerance, config.inference.dtype)
+    for name, value in alarms.of_line(line).items():
+        if name not in reported:
+            reported.add(name)
+            console.print(f"[bold yellow]{name}[/] {escape(alarms.describe(name, value, tolerance))}", soft_wrap=True)
