@@ -22,7 +22,7 @@ demo: env  ## Watch a small policy learn, on a CPU, with the real parts
 	$(VENV)/bin/python -m recipe.atropos.launch_services --preset demo $(ARGS)
 
 test: env gem-env  ## Style and the whole test suite: what CI runs
-	$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check .
+	$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check . && $(VENV)/bin/mypy
 	$(VENV)/bin/python -m pytest $(PARALLEL) $(ARGS)
 
 test-for: env gem-env  ## One file of tests: make test-for FILE=tests/test_rows.py
@@ -44,7 +44,7 @@ test-sglang-0.5.12: trainer-env $(SGLANG_0_5_12_STAMP)
 		tests/test_launch.py $(ARGS)
 
 lint: trainer-env
-	$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check .
+	$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check . && $(VENV)/bin/mypy
 
 format: trainer-env
 	$(VENV)/bin/ruff check --fix . && $(VENV)/bin/ruff format .

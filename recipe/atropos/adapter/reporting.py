@@ -109,7 +109,7 @@ class Reporting:
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any):
         self.report = EnvReport(config.wandb_name or self.name or type(self).__name__, os.environ.get(VARIABLE))
-        super().__init__(config, *args, **kwargs)
+        super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]  # BaseEnv's
 
     async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
         await super().wandb_log({**(wandb_metrics or {}), **self.report.metrics()})

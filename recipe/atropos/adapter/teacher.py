@@ -32,7 +32,7 @@ class TeacherFixes:
 
     def __init__(self, config: Any, server_configs: Any, *args: Any, teacher_server_configs: Any = None, **kwargs: Any):
         wanted, config.teacher_enabled = config.teacher_enabled, False  # else the constructors in between fail
-        super().__init__(config, server_configs, *args, **kwargs)
+        super().__init__(config, server_configs, *args, **kwargs)  # type: ignore[call-arg]  # BaseEnv's
         self.config.teacher_enabled = wanted
         if wanted and teacher_server_configs is not None:
             self._connect_teacher(teacher_server_configs)
@@ -53,7 +53,8 @@ class TeacherFixes:
                 server._get_logprobs_wrapper = partial(top_logprobs, server)
 
     async def _fetch_teacher_for_sequence(self, token_ids: list[int], top_k: int) -> TopK:
-        return most_likely(*await super()._fetch_teacher_for_sequence(token_ids, top_k), max(1, top_k))
+        found, logprobs = await super()._fetch_teacher_for_sequence(token_ids, top_k)
+        return most_likely(found, logprobs, max(1, top_k))
 
     async def _attach_teacher_distillation(self, group: ScoredDataGroup) -> ScoredDataGroup:
         group = await super()._attach_teacher_distillation(group)

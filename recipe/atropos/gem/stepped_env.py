@@ -207,7 +207,7 @@ _thread: weakref.ref[_LoopThread] | None = None
 def _loop_thread() -> _LoopThread:
     global _thread
     with _thread_lock:
-        thread = _thread and _thread()
+        thread = None if _thread is None else _thread()
         if thread is None or not thread.thread.is_alive():
             thread = _LoopThread()
             _thread = weakref.ref(thread)

@@ -210,8 +210,8 @@ class SGLangClient:
         sampling_params: dict[str, Any] | None = None,
         return_logprob: bool = True,
         **fields: Any,
-    ) -> dict[str, Any] | list[dict[str, Any]]:
-        """POST /generate. One reply, or a list for a list of prompts or ``n`` > 1.
+    ) -> Any:
+        """POST /generate. One reply, a dict, or a list for a list of prompts or ``n`` > 1.
 
         A reply has `output_ids` and `meta_info.output_token_logprobs` = [[logprob, token id, None], ...].
         The logprobs are those of softmax(logits / temperature) (at temperature 0: of softmax(logits)), before top-k and

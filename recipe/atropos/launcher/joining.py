@@ -124,8 +124,9 @@ class Joining:
     def start(self) -> None:
         config, given = self._run.config, bool(self._run.config.inference.api_key)
         key = self._run.api_key if console.file.isatty() else None
-        others = [_for_others(self._api_url, config.api.host), _for_others(self._gateway, config.inference.host)]
-        console.print(f"[bold]join[/]    {escape(how_to_join(config, *others, key))}", soft_wrap=True)
+        api_url = _for_others(self._api_url, config.api.host)
+        gateway = _for_others(self._gateway, config.inference.host)
+        console.print(f"[bold]join[/]    {escape(how_to_join(config, api_url, gateway, key))}", soft_wrap=True)
         console.print(
             "[bold]eval[/]    this run starts no environment, so it evaluates nothing: one that joins does so by "
             "itself, every --env.steps_per_eval steps, and reports where it logs",

@@ -250,7 +250,7 @@ def start_service(
         log_start = os.fstat(log).st_size
         process = subprocess.Popen(
             [sys.executable, "-I", "-S", _GUARDIAN, name],
-            stdin=theirs,
+            stdin=theirs.fileno(),
             stdout=log,
             stderr=subprocess.STDOUT,
             env=environment,
