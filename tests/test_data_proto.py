@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding
 
 from recipe.atropos.data.data_proto import groups_to_data_proto
-from recipe.atropos.data.rows import IGNORED, NO_TEACHER, RowLimits, VersionLimits, read_groups
+from recipe.atropos.data.reading import read_groups
+from recipe.atropos.data.rows import IGNORED, NO_TEACHER, RowLimits, VersionLimits
 
 LIMITS = RowLimits(max_prompt_length=5, max_response_length=6, pad_token_id=0, vocab_size=100)
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from recipe.atropos.data.data_proto import groups_to_data_proto
-from recipe.atropos.data.rows import ConversionReport, Row, RowLimits, VersionLimits, environment_name, read_groups
+from recipe.atropos.data.reading import read_groups
+from recipe.atropos.data.rows import ConversionReport, Row, RowLimits, VersionLimits, environment_name
 
 LIMITS = RowLimits(max_prompt_length=2, max_response_length=3, pad_token_id=0, vocab_size=100)
 FLOAT32_MAX = float(np.finfo(np.float32).max)

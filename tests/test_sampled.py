@@ -11,7 +11,8 @@ from helpers_sglang import running_sglang
 from transformers import AutoTokenizer
 
 from recipe.atropos.adapter.completion_cache import trained_spans
-from recipe.atropos.data.rows import RowLimits, read_groups
+from recipe.atropos.data.reading import read_groups
+from recipe.atropos.data.rows import RowLimits
 from recipe.atropos.data.sampling import SamplingCheck, SamplingMismatch
 from recipe.atropos.inference.client import InferenceError, SGLangClient
 

@@ -14,7 +14,8 @@ from recipe.atropos.algorithm import alarms
 from recipe.atropos.algorithm.off_policy import compare_with_engine
 from recipe.atropos.config.compose import load_config
 from recipe.atropos.data.data_proto import groups_to_data_proto
-from recipe.atropos.data.rows import RowLimits, read_groups
+from recipe.atropos.data.reading import read_groups
+from recipe.atropos.data.rows import RowLimits
 from recipe.atropos.data.sampling import (
     TEMPERATURE_VARIABLE,
     SamplingCheck,

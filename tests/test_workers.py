@@ -14,7 +14,7 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.utils.losses import ppo_loss
 
 from recipe.atropos.data.data_proto import groups_to_data_proto, rows_to_data_proto
-from recipe.atropos.data.rows import read_groups
+from recipe.atropos.data.reading import read_groups
 from recipe.atropos.data.sampling import SamplingCheck
 from recipe.atropos.workers.actor import RankTimeout
 

@@ -26,16 +26,9 @@ from recipe.atropos.algorithm.off_policy import compare_with_engine, correct_rol
 from recipe.atropos.checkpoint.resumption import model_identity
 from recipe.atropos.checkpoint.store import Checkpoints, step_of
 from recipe.atropos.data.data_proto import rows_to_data_proto
+from recipe.atropos.data.reading import read_groups
 from recipe.atropos.data.recording import NoServers, RecordedSource, write_batch
-from recipe.atropos.data.rows import (
-    ConversionReport,
-    Group,
-    Row,
-    RowLimits,
-    VersionLimits,
-    environment_name,
-    read_groups,
-)
+from recipe.atropos.data.rows import ConversionReport, Group, Row, RowLimits, VersionLimits, environment_name
 from recipe.atropos.data.sampling import SamplingCheck
 from recipe.atropos.data_source import DataSource, DataSourceConfig, Registration
 from recipe.atropos.errors import NothingToTrain, secondary_errors

@@ -50,6 +50,8 @@ _PUSH = ["test_push.py", "test_weight_manager.py"]
 # Each module, under recipe/atropos, and the test files that cover it, those that are most likely to fail first.
 TESTS = {
     "data/rows.py": _ROWS,
+    "data/reading.py": _ROWS,
+    "data/fields.py": _ROWS,
     "data/data_proto.py": _ROWS,
     "algorithm/advantages.py": ["test_estimators.py"],
     "algorithm/losses.py": ["test_losses.py"],

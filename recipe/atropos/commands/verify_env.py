@@ -2,7 +2,7 @@
 
 - The environment is the adapted one that a run would have, and calls the server through a recorder: what is shown of
   the server are the bytes that passed, whatever way the environment took. Its calls are made one after the other.
-- Nothing is posted anywhere. What would have been is read as the trainer reads it (``rows.read_groups``).
+- Nothing is posted anywhere. What would have been is read as the trainer reads it (``data.reading``).
 - What leaves the group on the way is named: by the environment's counts and warnings, or by the trainer's.
 """
 
@@ -35,7 +35,8 @@ from recipe.atropos.adapter.cli import adapt
 from recipe.atropos.adapter.completion_cache import NOT_PUSHED, trained_spans
 from recipe.atropos.adapter.durable import Durable
 from recipe.atropos.adapter.loading import EnvironmentTargetError, load_environment
-from recipe.atropos.data.rows import ConversionReport, Row, RowLimits, read_groups
+from recipe.atropos.data.reading import read_groups
+from recipe.atropos.data.rows import ConversionReport, Row, RowLimits
 from recipe.atropos.errors import ConfigurationError, one_line_errors
 from recipe.atropos.gem.outer_policy import watch_managed_calls
 from recipe.atropos.gem.stepped_env import configured, next_item, roll_out

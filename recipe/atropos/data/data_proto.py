@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from recipe.atropos.data.rows import NO_TEACHER, ConversionReport, Group, Row, RowLimits, VersionLimits, read_groups
+from recipe.atropos.data.reading import read_groups
+from recipe.atropos.data.rows import NO_TEACHER, ConversionReport, Group, Row, RowLimits, VersionLimits
 from recipe.atropos.verl_ext.batch import DataProto, compute_position_id_with_mask
 
 
