@@ -64,8 +64,8 @@ def rows_to_data_proto(rows: Sequence[Row | None], limits: RowLimits, multiple_o
     pad = np.array([limits.pad_token_id])
     empty = np.empty(0)
 
-    def column(name: str, padding: Any = None) -> list[Any]:
-        return [padding if row is None else getattr(row, name) for row in rows]
+    def column(name: str, padding: Any) -> list[Any]:
+        return _column(rows, name, padding)
 
     def per_token(name: str) -> torch.Tensor:
         values = [empty if value is None else value for value in column(name, empty)]
@@ -105,36 +105,55 @@ def rows_to_data_proto(rows: Sequence[Row | None], limits: RowLimits, multiple_o
         tensors["rollout_log_probs"] = per_token("log_probs")
     if all(row.ref_log_probs is not None for row in real):
         tensors["ref_log_prob"] = per_token("ref_log_probs")
-    if top_k := max((row.teacher_ids.shape[1] for row in real if row.teacher_ids is not None), default=0):
-        teacher_ids = np.zeros((*attention_mask.shape, top_k), dtype=np.int64)
-        teacher_logprobs = np.full(teacher_ids.shape, NO_TEACHER)
-        for i, row in enumerate(rows):
-            if row is not None and row.teacher_ids is not None:
-                length, k = row.teacher_ids.shape
-                predictors = slice(prompt_width - 1, prompt_width - 1 + length)
-                teacher_ids[i, predictors, :k] = row.teacher_ids
-                # Without mass, but not free: a token id there counts as one of the top-k, so it has to be one of them.
-                teacher_ids[i, predictors, k:] = row.teacher_ids[:, :1]
-                teacher_logprobs[i, predictors, :k] = row.teacher_log_probs
-        tensors["teacher_ids"] = torch.from_numpy(teacher_ids)
-        tensors["teacher_logprobs"] = torch.from_numpy(teacher_logprobs)
+    tensors |= _teacher_tensors(rows, prompt_width, prompt_width + width)
+    return DataProto.from_dict(tensors=tensors, non_tensors=_non_tensors(rows))
 
-    def objects(values: Sequence[Any]) -> np.ndarray:
-        out = np.empty(len(values), dtype=object)
-        for i, value in enumerate(values):  # numpy would take tuples apart
-            out[i] = value
-        return out
+
+def _column(rows: Sequence[Row | None], name: str, padding: Any = None) -> list[Any]:
+    return [padding if row is None else getattr(row, name) for row in rows]
+
+
+def _teacher_tensors(rows: Sequence[Row | None], prompt_width: int, length: int) -> dict[str, torch.Tensor]:
+    """``teacher_ids`` and ``teacher_logprobs`` (B, length, K); none where no row has a teacher."""
+    top_k = max((row.teacher_ids.shape[1] for row in rows if row and row.teacher_ids is not None), default=0)
+    if not top_k:
+        return {}
+    teacher_ids = np.zeros((len(rows), length, top_k), dtype=np.int64)
+    teacher_logprobs = np.full(teacher_ids.shape, NO_TEACHER)
+    for i, row in enumerate(rows):
+        if row is not None and row.teacher_ids is not None:
+            length, k = row.teacher_ids.shape
+            predictors = slice(prompt_width - 1, prompt_width - 1 + length)
+            teacher_ids[i, predictors, :k] = row.teacher_ids
+            # Without mass, but not free: a token id there counts as one of the top-k, so it has to be one of them.
+            teacher_ids[i, predictors, k:] = row.teacher_ids[:, :1]
+            teacher_logprobs[i, predictors, :k] = row.teacher_log_probs
+    return {"teacher_ids": torch.from_numpy(teacher_ids), "teacher_logprobs": torch.from_numpy(teacher_logprobs)}
+
+
+def _objects(values: Sequence[Any]) -> np.ndarray:
+    out = np.empty(len(values), dtype=object)
+    for i, value in enumerate(values):  # numpy would take tuples apart
+        out[i] = value
+    return out
+
+
+def _non_tensors(rows: Sequence[Row | None]) -> dict[str, np.ndarray]:
+    """One value for each row, (B,) each."""
+
+    def column(name: str, padding: Any = None) -> list[Any]:
+        return _column(rows, name, padding)
 
     versions = column("versions", (None, None))
     raw_scores = [s if raw is None else raw for s, raw in zip(column("score", 0.0), column("raw_score"), strict=True)]
-    non_tensors = {
-        "uid": objects([f"padding-{i}" if row is None else row.uid for i, row in enumerate(rows)]),
-        "env_id": objects(column("env_id")),
-        "env_name": objects(column("env_name")),
-        "policy_version_min": objects([oldest for oldest, _ in versions]),
-        "policy_version_max": objects([newest for _, newest in versions]),
-        "sampling": objects(column("sampling")),
-        "dropped": objects(column("dropped", ())),
+    return {
+        "uid": _objects([f"padding-{i}" if row is None else row.uid for i, row in enumerate(rows)]),
+        "env_id": _objects(column("env_id")),
+        "env_name": _objects(column("env_name")),
+        "policy_version_min": _objects([oldest for oldest, _ in versions]),
+        "policy_version_max": _objects([newest for _, newest in versions]),
+        "sampling": _objects(column("sampling")),
+        "dropped": _objects(column("dropped", ())),
         "raw_score": np.array(raw_scores),
         "is_padding": np.array([row is None for row in rows]),
         "has_log_probs": np.array([values is not None for values in column("log_probs")]),
@@ -142,7 +161,6 @@ def rows_to_data_proto(rows: Sequence[Row | None], limits: RowLimits, multiple_o
         "has_teacher": np.array([values is not None for values in column("teacher_ids")]),
         "zero_advantage": np.array(column("zero_advantage", False)),
     }
-    return DataProto.from_dict(tensors=tensors, non_tensors=non_tensors)
 
 
 def groups_to_data_proto(

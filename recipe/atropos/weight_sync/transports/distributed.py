@@ -105,6 +105,17 @@ class DistributedTransport:
         """Buffers and group stay, for the next version."""
 
 
+async def _ranks_of(client: SGLangClient) -> int:
+    """Raises WeightPushError: a server whose ranks join no group."""
+    info = (await client.capabilities()).arguments
+    if info.get("dp_size", 1) != 1:
+        raise WeightPushError(
+            f"{client.url} runs with dp_size={info['dp_size']}, and such a server joins no group: start "
+            "several servers instead, or set trainer.atropos.weight_sync.transport=disk"
+        )
+    return info.get("tp_size", 1)
+
+
 class _Group:
     """A process group with rank 0 here; ``version`` is the last that its servers were given through it."""
 
@@ -122,15 +133,7 @@ class _Group:
         Raises:
             WeightPushError: a server did not join; names it.
         """
-        sizes = []
-        for client in clients:
-            info = (await client.capabilities()).arguments
-            if info.get("dp_size", 1) != 1:
-                raise WeightPushError(
-                    f"{client.url} runs with dp_size={info['dp_size']}, and such a server joins no group: start "
-                    "several servers instead, or set trainer.atropos.weight_sync.transport=disk"
-                )
-            sizes.append(info.get("tp_size", 1))
+        sizes = [await _ranks_of(client) for client in clients]
         world_size = 1 + sum(sizes)
         offsets = dict(zip(clients, itertools.accumulate([1, *sizes[:-1]]), strict=True))
         # NCCL's time-out ends the process, so that a server's, which names it, must come first; gloo's delays closing.
