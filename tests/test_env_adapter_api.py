@@ -29,7 +29,7 @@ from recipe.atropos.adapter.cli import adapt
 from recipe.atropos.adapter.pace import VARIABLE
 from recipe.atropos.adapter.sampled import SampledTokens
 from recipe.atropos.errors import EnvironmentFailure
-from recipe.atropos.run_dir import read_lines
+from recipe.atropos.utils.files import read_lines
 from recipe.atropos.utils.process import free_port, start_service
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]

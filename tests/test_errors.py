@@ -8,7 +8,7 @@ import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayTaskError
 
 from recipe.atropos.errors import AtroposError, ConfigurationError, expected_failure, one_line_errors
-from recipe.atropos.run_dir import DiskFull
+from recipe.atropos.utils.files import DiskFull
 from recipe.atropos.utils.local_ray import keep_logs, start_ray
 from recipe.atropos.utils.scratch import Scratch
 

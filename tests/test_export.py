@@ -37,9 +37,10 @@ from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.launcher.launch import tell_model
 from recipe.atropos.launcher.services import Run
 from recipe.atropos.main import export_model
-from recipe.atropos.run_dir import DiskFull, RunDir, append_line, replace_folder
+from recipe.atropos.run_dir import RunDir
 from recipe.atropos.run_record import update_summary
 from recipe.atropos.utils import debug
+from recipe.atropos.utils.files import DiskFull, append_line, replace_folder
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("alone")]
 
@@ -407,7 +408,7 @@ def test_export_at_the_end_that_cannot_be_is_told_of(make_model, tmp_path, capsy
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from recipe.atropos.run_dir import replace_folder
+from recipe.atropos.utils.files import replace_folder
 with replace_folder(Path(sys.argv[1])) as folder:
     (folder / "model.safetensors").write_bytes(b"half")
     os.kill(os.getpid(), signal.SIGKILL)

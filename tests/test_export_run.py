@@ -6,8 +6,9 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
-from recipe.atropos.run_dir import RunDir, read_json
+from recipe.atropos.run_dir import RunDir
 from recipe.atropos.run_record import read_evaluations, read_metrics
+from recipe.atropos.utils.files import read_json
 from recipe.atropos.utils.process import start_service
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1800)]

@@ -16,8 +16,9 @@ from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.launch_services import compose_overrides, load_run_config, parse_arguments
 from recipe.atropos.launcher.preflight import check_config
 from recipe.atropos.main import main
-from recipe.atropos.run_dir import RunDir, read_json
+from recipe.atropos.run_dir import RunDir
 from recipe.atropos.run_record import update_summary
+from recipe.atropos.utils.files import read_json
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("alone")]
 

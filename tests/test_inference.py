@@ -17,7 +17,8 @@ from helpers_sglang import make_tiny_model, running_sglang
 from helpers_trainer import compose_config
 
 from recipe.atropos.inference.client import Capabilities, InferenceError, SGLangClient
-from recipe.atropos.launcher.preflight import ConfigurationError, check_services
+from recipe.atropos.launcher.preflight import ConfigurationError
+from recipe.atropos.launcher.service_checks import check_services
 
 API_KEY = "a-secret-of-this-test"
 PROMPT = [20, 40, 60, 80, 100]

@@ -23,8 +23,8 @@ from recipe.atropos.launcher.environment_processes import Environments, environm
 from recipe.atropos.launcher.preflight import ConfigurationError, check_config
 from recipe.atropos.launcher.services import Run
 from recipe.atropos.launcher.supervision import scores_of
-from recipe.atropos.run_dir import LineReader
 from recipe.atropos.run_record import read_evaluations, read_metrics
+from recipe.atropos.utils.files import LineReader
 from recipe.atropos.utils.process import ServiceFailed, start_service
 
 ITEM_ENV = f"{__file__.rpartition('/')[0]}/helpers_item_env.py:ItemEnv"

@@ -19,7 +19,8 @@ from recipe.atropos.launcher.environment_processes import Environments
 from recipe.atropos.launcher.launch import launch
 from recipe.atropos.launcher.services import Run
 from recipe.atropos.launcher.sglang import Inference, _start_again_from_now_on, plan_servers
-from recipe.atropos.run_dir import DiskFull, RunDir
+from recipe.atropos.run_dir import RunDir
+from recipe.atropos.utils.files import DiskFull
 from recipe.atropos.utils.hosts import joins_cluster
 from recipe.atropos.utils.process import ServiceFailed
 from recipe.atropos.utils.scratch import Scratch

@@ -11,12 +11,10 @@ import pytest
 from helpers_disk import fill
 
 from recipe.atropos.errors import ConfigurationError, secondary_errors
-from recipe.atropos.run_dir import (
-    LOCK_VARIABLE,
+from recipe.atropos.run_dir import LOCK_VARIABLE, RunDir, RunDirError
+from recipe.atropos.utils.files import (
     DiskFull,
     LineReader,
-    RunDir,
-    RunDirError,
     append_line,
     read_lines,
     replace_folder,
@@ -141,7 +139,7 @@ def test_run_dir_of_another_format_is_refused(tmp_path):
 REPLACE_HALF = """
 import os, signal, sys
 from pathlib import Path
-from recipe.atropos.run_dir import replace_folder
+from recipe.atropos.utils.files import replace_folder
 rename = Path.rename
 def stop(self, target):
     rename(self, target)

@@ -9,7 +9,8 @@ from pathlib import Path
 import orjson
 import pytest
 
-from recipe.atropos.commands.verify_env import Exchange, _not_sampled, verify
+from recipe.atropos.commands.verified import Exchange
+from recipe.atropos.commands.verify_env import _not_sampled, verify
 from recipe.atropos.utils import debug
 
 GSM8K, GUESS = "recipe.atropos.environments.gsm8k:GSM8kEnv", "helpers_guess_env:GuessEnv"

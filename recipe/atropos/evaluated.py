@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from recipe.atropos.errors import AtroposError
-from recipe.atropos.run_dir import write_atomic
+from recipe.atropos.utils.files import write_atomic
 
 NONE_YET = -1
 

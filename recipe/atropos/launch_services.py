@@ -45,7 +45,8 @@ from recipe.atropos.launcher.progress import progress
 from recipe.atropos.launcher.services import Run, console
 from recipe.atropos.launcher.sglang import given_ports
 from recipe.atropos.launcher.startup import check_port
-from recipe.atropos.run_dir import RunDir, read_json
+from recipe.atropos.run_dir import RunDir
+from recipe.atropos.utils.files import read_json
 from recipe.atropos.utils.process import (
     free_port,
 )

@@ -21,9 +21,11 @@ from recipe.atropos.checkpoint.resumption import prepare_folder
 from recipe.atropos.config.compose import load_complete, load_config
 from recipe.atropos.config.models import check_model, set_model_path
 from recipe.atropos.errors import ConfigurationError, expected_failure, one_line_errors
-from recipe.atropos.launcher.preflight import check_config, check_services
-from recipe.atropos.run_dir import DiskFull, RunDir
+from recipe.atropos.launcher.preflight import check_config
+from recipe.atropos.launcher.service_checks import check_services
+from recipe.atropos.run_dir import RunDir
 from recipe.atropos.utils import scratch
+from recipe.atropos.utils.files import DiskFull
 from recipe.atropos.utils.gpus import BUCKET_MEGABYTES, device_of, platform_variables
 from recipe.atropos.utils.hosts import is_this_host, joins_cluster, loopback_variables
 from recipe.atropos.utils.private_process import take_secret_flags

@@ -33,8 +33,9 @@ from recipe.atropos.data.sampling import SamplingCheck
 from recipe.atropos.data_source import DataSource, DataSourceConfig, Registration
 from recipe.atropos.errors import NothingToTrain, secondary_errors
 from recipe.atropos.evaluated import wait_until_evaluated
-from recipe.atropos.run_dir import RunDir, rewrite_lines, write_atomic
+from recipe.atropos.run_dir import RunDir
 from recipe.atropos.run_record import RunRecord, heldout_scores
+from recipe.atropos.utils.files import rewrite_lines, write_atomic
 from recipe.atropos.utils.secret import public_config
 from recipe.atropos.verl_ext.algorithm import (
     agg_loss,

@@ -12,7 +12,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from recipe.atropos.run_dir import RunDir, append_line, read_json, read_lines, rewrite_lines, write_json
+from recipe.atropos.run_dir import RunDir
+from recipe.atropos.utils.files import append_line, read_json, read_lines, rewrite_lines, write_json
 
 PHASES = {  # phases of a step, in order, and the timers of the trainer that measure them
     "wait": ("wait",),

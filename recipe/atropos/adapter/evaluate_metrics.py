@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from recipe.atropos.run_dir import write_atomic
+from recipe.atropos.utils.files import write_atomic
 from recipe.atropos.utils.secret import without_secrets
 
 logger = logging.getLogger(__name__)

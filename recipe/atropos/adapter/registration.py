@@ -10,7 +10,7 @@ import os
 import time
 
 from recipe.atropos.adapter.reporting import VARIABLE
-from recipe.atropos.run_dir import append_line
+from recipe.atropos.utils.files import append_line
 
 
 class Registered:

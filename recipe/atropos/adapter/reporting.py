@@ -21,7 +21,7 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
-from recipe.atropos.run_dir import append_line
+from recipe.atropos.utils.files import append_line
 
 logger = logging.getLogger(__name__)
 

@@ -38,7 +38,8 @@ from recipe.atropos.checkpoint.safetensors_writer import write_safetensors
 from recipe.atropos.checkpoint.shards import Shards
 from recipe.atropos.checkpoint.store import ADAPTER_CONFIG, checkpoints_of, choose_checkpoint, step_of
 from recipe.atropos.errors import AtroposError, ConfigurationError, one_line_errors
-from recipe.atropos.run_dir import RunDir, read_json, replace_folder, write_json
+from recipe.atropos.run_dir import RunDir
+from recipe.atropos.utils.files import read_json, replace_folder, write_json
 from recipe.atropos.utils.secret import read_config_yaml
 
 _WEIGHTS = re.compile(r".*\.(safetensors|bin|pt)(\.index\.json)?")  # of save_contents=[hf_model], in bfloat16

@@ -12,7 +12,8 @@ from omegaconf import DictConfig
 from recipe.atropos.checkpoint.store import Checkpoints, model_of
 from recipe.atropos.config.compose import OF_EACH_START
 from recipe.atropos.errors import ConfigurationError
-from recipe.atropos.run_dir import FORMAT, RunDir, read_json, write_atomic, write_json
+from recipe.atropos.run_dir import FORMAT, RunDir
+from recipe.atropos.utils.files import read_json, write_atomic, write_json
 from recipe.atropos.utils.secret import config_yaml, is_secret
 
 _YAML = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # OmegaConf's own takes seconds on a busy machine

@@ -8,7 +8,7 @@ import orjson
 import torch
 
 from recipe.atropos.errors import AtroposError
-from recipe.atropos.run_dir import disk_errors
+from recipe.atropos.utils.files import disk_errors
 
 MAX_FILE_BYTES = 5 * 10**9
 _NAMES = {

@@ -24,8 +24,9 @@ from recipe.atropos.checkpoint.model_card import base_model
 from recipe.atropos.checkpoint.store import ADAPTER_CONFIG, checkpoints_of, choose_checkpoint, step_of
 from recipe.atropos.config.models import KEY as MODEL_KEY
 from recipe.atropos.errors import AtroposError, ConfigurationError
-from recipe.atropos.run_dir import RunDir, read_json
+from recipe.atropos.run_dir import RunDir
 from recipe.atropos.run_record import update_summary
+from recipe.atropos.utils.files import read_json
 from recipe.atropos.utils.process import run_command
 from recipe.atropos.utils.secret import read_config_yaml
 

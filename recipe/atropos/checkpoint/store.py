@@ -22,17 +22,9 @@ from typing import Any
 from omegaconf import DictConfig
 
 from recipe.atropos.errors import ConfigurationError
-from recipe.atropos.run_dir import (
-    DiskFull,
-    RunDir,
-    RunDirError,
-    disk_errors,
-    disk_is_full,
-    read_json,
-    write_atomic,
-    write_json,
-)
+from recipe.atropos.run_dir import RunDir, RunDirError
 from recipe.atropos.run_record import heldout_scores
+from recipe.atropos.utils.files import DiskFull, disk_errors, disk_is_full, read_json, write_atomic, write_json
 from recipe.atropos.utils.secret import read_config_yaml
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from typing import Any
 import orjson
 
 from recipe.atropos.data_source import Batch, DataSourceError
-from recipe.atropos.run_dir import write_atomic
+from recipe.atropos.utils.files import write_atomic
 
 
 def batch_path(directory: str | Path, step: int) -> Path:

@@ -13,7 +13,7 @@ from tokenizers.models import BPE
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import CONFIG_NAME
 
-from recipe.atropos.run_dir import read_json, write_json
+from recipe.atropos.utils.files import read_json, write_json
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHAT_TEMPLATE = (

@@ -33,7 +33,7 @@ from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.launcher.concurrency import groups_in_flight, request_limits
 from recipe.atropos.launcher.progress import progress
 from recipe.atropos.launcher.services import Run, console
-from recipe.atropos.run_dir import LineReader, append_line, write_atomic
+from recipe.atropos.utils.files import LineReader, append_line, write_atomic
 from recipe.atropos.utils.process import Service, ServiceFailed, run_command, unstopped
 from recipe.atropos.utils.secret import secret_variables, split_secret_flags
 

@@ -30,8 +30,8 @@ from recipe.atropos.evaluated import NONE_YET, say_evaluated
 from recipe.atropos.launcher.environment_processes import environment_command, environment_secrets
 from recipe.atropos.launcher.services import Run, console
 from recipe.atropos.launcher.sglang import Inference
-from recipe.atropos.run_dir import append_line, rewrite_lines
 from recipe.atropos.run_record import read_evaluations, update_summary
+from recipe.atropos.utils.files import append_line, rewrite_lines
 from recipe.atropos.utils.process import ServiceFailed
 
 _LOOK_SECONDS = 0.5

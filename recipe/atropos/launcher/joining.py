@@ -27,8 +27,8 @@ from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.launcher.concurrency import groups_in_flight, request_limits
 from recipe.atropos.launcher.environment_processes import options
 from recipe.atropos.launcher.services import Run, console
-from recipe.atropos.run_dir import read_json
 from recipe.atropos.run_record import update_summary
+from recipe.atropos.utils.files import read_json
 from recipe.atropos.utils.hosts import reachable, reachable_from_others
 from recipe.atropos.utils.secret import API_KEY_VARIABLE
 

@@ -25,8 +25,8 @@ from recipe.atropos.launcher.services import Run, console
 from recipe.atropos.launcher.sglang import start_inference
 from recipe.atropos.launcher.startup import first_version, servers_healthy, start_api, start_trainer
 from recipe.atropos.launcher.supervision import watch
-from recipe.atropos.run_dir import DiskFull, disk_is_full, read_json
 from recipe.atropos.run_record import QUEUED, account_of_groups, update_summary
+from recipe.atropos.utils.files import DiskFull, disk_is_full, read_json
 
 _QUEUE_SECONDS = 5.0
 

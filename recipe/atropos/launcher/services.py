@@ -16,7 +16,8 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.markup import escape
 
-from recipe.atropos.run_dir import LOCK_VARIABLE, RunDir, write_json
+from recipe.atropos.run_dir import LOCK_VARIABLE, RunDir
+from recipe.atropos.utils.files import write_json
 from recipe.atropos.utils.hosts import is_this_host, joins_cluster, loopback_variables
 from recipe.atropos.utils.process import Service, ServiceFailed, start_service
 from recipe.atropos.utils.scratch import Scratch

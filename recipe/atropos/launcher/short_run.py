@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from recipe.atropos.run_dir import RunDir, read_json
+from recipe.atropos.run_dir import RunDir
 from recipe.atropos.run_record import read_metrics
+from recipe.atropos.utils.files import read_json
 from recipe.atropos.utils.machine import MemoryWatch
 from recipe.atropos.utils.process import start_service
 

@@ -14,7 +14,7 @@ from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.launcher.services import Run, console
 from recipe.atropos.launcher.sglang import Inference, given_ports, inference_healthy
 from recipe.atropos.launcher.supervision import WATCH_SECONDS
-from recipe.atropos.run_dir import write_atomic
+from recipe.atropos.utils.files import write_atomic
 from recipe.atropos.utils.hosts import reachable
 from recipe.atropos.utils.process import (
     Service,

@@ -12,7 +12,7 @@ from recipe.atropos.launcher.environment_processes import Environments
 from recipe.atropos.launcher.evaluation import Evaluations
 from recipe.atropos.launcher.joining import Joining
 from recipe.atropos.launcher.services import Run, console
-from recipe.atropos.run_dir import LineReader
+from recipe.atropos.utils.files import LineReader
 from recipe.atropos.utils.process import (
     Service,
 )

@@ -43,7 +43,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from recipe.atropos.checkpoint.format import TENSOR_NAMES, CheckpointFormat
 from recipe.atropos.checkpoint.lora_layers import ADAPTER, adapted_layers, merged_weights
-from recipe.atropos.run_dir import write_json
+from recipe.atropos.utils.files import write_json
 
 # SGLang computes these as one layer. It refuses an adapter with a part of the first, and dies of a part of the second.
 _COMPUTED_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))

@@ -31,8 +31,8 @@ from torch import multiprocessing
 from torch.multiprocessing.reductions import StorageWeakRef, reduce_tensor
 
 from recipe.atropos.inference.client import SGLangClient
-from recipe.atropos.run_dir import disk_errors
 from recipe.atropos.utils import scratch
+from recipe.atropos.utils.files import disk_errors
 from recipe.atropos.utils.gpus import without_expandable_segments
 from recipe.atropos.utils.hosts import is_this_host
 from recipe.atropos.verl_ext.device import get_device_id, get_device_name, set_expandable_segments

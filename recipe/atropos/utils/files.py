@@ -1,0 +1,220 @@
+"""Files that survive a kill or a full disk at any byte. Guarantees:
+
+- ``write_atomic`` replaces a file whole: a reader sees the old or the new content, also after a kill or a full disk.
+- ``replace_folder`` lets a folder appear whole or not at all.
+- ``append_line`` adds a line whole: what a kill left of one is cut before the next, and no reader ever gets it.
+- A full disk is a ``DiskFull`` that names the path.
+"""
+
+import contextlib
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+import psutil
+
+from recipe.atropos.errors import AtroposError
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+PARTIAL = ".partial"  # ends the names of files that are being written; their names begin with "."
+_NO_ROOM = 1 << 16  # bytes
+
+
+class RunDirError(AtroposError, RuntimeError):
+    """A run folder that cannot be used: another process holds it, or its content is not what this recipe writes."""
+
+
+class DiskFull(AtroposError, OSError):
+    """There is no space for a file; the message names its path."""
+
+    def __init__(self, path: str | Path):
+        super().__init__(f"no space left on device: {path}; make room there, the same command then resumes the run")
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:  # it is made of the path, not of its message
+        return type(self), (self.path,), self.__dict__
+
+
+@contextlib.contextmanager
+def disk_errors(path: str | Path) -> Iterator[None]:
+    """Raises DiskFull, naming ``path``, where the block meets a full disk, an exhausted quota or a size limit."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _FULL and not isinstance(error, DiskFull):
+            raise DiskFull(path) from error
+        raise
+
+
+def disk_is_full(path: str | Path) -> bool:
+    """Whether there is no room for anything on the disk of a folder."""
+    try:
+        disk = os.statvfs(path)
+    except OSError:
+        return False
+    return disk.f_bavail * disk.f_frsize < _NO_ROOM
+
+
+def write_atomic(path: str | Path, data: bytes, mode: int = 0o644) -> None:
+    """Replace the file by ``data``, or leave it as it is; with ``mode`` from its first byte on.
+
+    Raises:
+        DiskFull: nothing is changed, and nothing half-written is left.
+    """
+    path = Path(path)
+    partial = path.with_name(f".{path.name}.{os.getpid()}{PARTIAL}")
+    try:
+        with disk_errors(path):
+            partial.unlink(missing_ok=True)  # of an earlier process with this number, perhaps with another mode
+            with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())  # some file systems tell only now that there is no space
+            os.replace(partial, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise
+
+
+@contextlib.contextmanager
+def replace_folder(path: str | Path) -> Iterator[Path]:
+    """Yields an empty folder beside ``path``, which takes its place at the end of the block, or changes nothing.
+
+    Raises:
+        DiskFull: nothing half-written is left.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for left in path.parent.glob(f".{path.name}.*{PARTIAL}"):
+        remove_partial(left, own=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}{PARTIAL}")
+    former = path.with_name(f".{path.name}.former.{os.getpid()}{PARTIAL}")
+    try:
+        with disk_errors(path):
+            partial.mkdir()
+            yield partial
+            if path.exists():
+                path.rename(former)
+            partial.rename(path)
+    finally:
+        if former.exists() and not path.exists():
+            former.rename(path)
+        for folder in (partial, former):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def remove_partial(partial: Path, own: bool = False) -> None:
+    """Unless the process lives that writes it; ``own``: this one does not, an earlier one had its number.
+
+    A folder that was moved away by ``replace_folder``, which was killed before the new one took its place, returns.
+    """
+    writer = partial.name.split(".")[-2]
+    if not writer.isdigit() or (psutil.pid_exists(int(writer)) and not (own and int(writer) == os.getpid())):
+        return
+    place, former, _ = partial.name.removeprefix(".").rpartition(f".former.{writer}{PARTIAL}")
+    if former and partial.is_dir() and not partial.with_name(place).exists():
+        partial.rename(partial.with_name(place))
+    elif partial.is_dir():
+        shutil.rmtree(partial, ignore_errors=True)
+    else:
+        partial.unlink(missing_ok=True)
+
+
+def write_json(path: str | Path, value: Any, mode: int = 0o644) -> None:
+    """``write_atomic`` of JSON, indented."""
+    options = orjson.OPT_INDENT_2 | orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE
+    write_atomic(path, orjson.dumps(value, option=options), mode)
+
+
+def read_json(path: str | Path, default: Any = None) -> Any:
+    """What ``write_json`` wrote, ``default`` where there is no file.
+
+    Raises:
+        RunDirError: somebody else wrote it: it is no JSON.
+    """
+    try:
+        return orjson.loads(Path(path).read_bytes())
+    except FileNotFoundError:
+        return default
+    except orjson.JSONDecodeError as error:
+        raise RunDirError(f"{path} is no JSON ({error}): restore it, or remove it if the run can do without") from error
+
+
+def append_line(path: str | Path, value: Any) -> None:
+    """Add ``value`` as a line of JSON in a single write; half a line that a kill left at the end is cut before.
+
+    One process at a time appends to a file.
+
+    Raises:
+        DiskFull: the file is as it was.
+    """
+    line = orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n"
+    with disk_errors(path), open(path, "a+b", buffering=0) as file:
+        end = _end_of_last_line(file)
+        if end != file.seek(0, os.SEEK_END):
+            file.truncate(end)
+        try:
+            written = file.write(line)
+            if written != len(line):  # the next byte has no room
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            file.truncate(end)
+            raise
+
+
+def _end_of_last_line(file: Any, block: int = 1 << 16) -> int:
+    """The size of the file without a last line that has no end."""
+    position = file.seek(0, os.SEEK_END)
+    while position > 0:
+        start = max(0, position - block)
+        file.seek(start)
+        newline = file.read(position - start).rfind(b"\n")
+        if newline >= 0:
+            return start + newline + 1
+        position = start
+    return 0
+
+
+def rewrite_lines(path: str | Path, lines: list[dict[str, Any]]) -> None:
+    """``write_atomic`` of a file of JSON objects, one a line."""
+    write_atomic(path, b"".join(orjson.dumps(line, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n" for line in lines))
+
+
+class LineReader:
+    """Follows a file of JSON objects, one a line, that is being written, from its beginning; whole lines only."""
+
+    def __init__(self, path: str | Path):
+        self._path = Path(path)
+        self._offset = self._number = 0
+
+    def new_lines(self) -> list[dict[str, Any]]:
+        """The lines that were added since the last call.
+
+        Raises:
+            RunDirError: a whole line is no JSON, which nothing here writes; names it.
+        """
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                whole, newline, _ = file.read().rpartition(b"\n")
+        except FileNotFoundError:
+            return []
+        self._offset += len(whole) + len(newline)
+        found = []
+        for line in whole.split(b"\n") if newline else []:
+            self._number += 1
+            try:
+                found.append(orjson.loads(line))
+            except orjson.JSONDecodeError as error:
+                raise RunDirError(f"{self._path}, line {self._number} is no JSON ({error}): remove it") from error
+        return found
+
+
+def read_lines(path: str | Path) -> list[dict[str, Any]]:
+    """All whole lines of a file of JSON objects; none where there is no file."""
+    return LineReader(path).new_lines()
