@@ -18,16 +18,23 @@ from omegaconf import open_dict
 from tqdm import tqdm
 
 from recipe.atropos.algorithm import alarms
-from recipe.atropos.algorithm.advantages import AdvantageConfig, RunningMoments, compute_advantages, subtract_kl
+from recipe.atropos.algorithm.advantages import (
+    AdvantageConfig,
+    KLCoefficient,
+    RunningMoments,
+    compute_advantages,
+    subtract_kl,
+)
 from recipe.atropos.algorithm.losses import DistillationConfig
 from recipe.atropos.algorithm.metrics import batch_metrics, staleness_metrics
-from recipe.atropos.algorithm.mini_batches import lay_out
-from recipe.atropos.algorithm.off_policy import compare_with_engine, correct_rollout
+from recipe.atropos.algorithm.mini_batches import lay_out, micro_batch_size
+from recipe.atropos.algorithm.off_policy import compare_with_engine, configure_bypass_mode, correct_rollout
 from recipe.atropos.checkpoint.resumption import model_identity
 from recipe.atropos.checkpoint.store import Checkpoints, step_of
-from recipe.atropos.data.data_proto import rows_to_data_proto
+from recipe.atropos.data.data_proto import real_rows, rows_to_data_proto
 from recipe.atropos.data.reading import read_groups
 from recipe.atropos.data.recording import NoServers, RecordedSource, write_batch
+from recipe.atropos.data.rollouts import write_rollouts
 from recipe.atropos.data.rows import ConversionReport, Group, Row, RowLimits, VersionLimits, environment_name
 from recipe.atropos.data.sampling import SamplingCheck
 from recipe.atropos.data_source import DataSource, DataSourceConfig, Registration
@@ -35,7 +42,7 @@ from recipe.atropos.errors import NothingToTrain, secondary_errors
 from recipe.atropos.evaluated import wait_until_evaluated
 from recipe.atropos.run_dir import RunDir
 from recipe.atropos.run_record import RunRecord, heldout_scores
-from recipe.atropos.utils.files import rewrite_lines, write_atomic
+from recipe.atropos.utils.files import write_atomic
 from recipe.atropos.utils.secret import public_config
 from recipe.atropos.verl_ext.algorithm import (
     agg_loss,
@@ -74,7 +81,7 @@ class RayGRPOAtroposTrainer:
         self.advantage_moments = RunningMoments()
         self.distillation = DistillationConfig.from_config(atropos.distillation)
         self.kl_controller = get_kl_controller(config.algorithm.kl_ctrl) if config.algorithm.use_kl_in_reward else None
-        _configure_bypass_mode(config)
+        configure_bypass_mode(config)
         group_size = config.actor_rollout_ref.rollout.n
         self.batch_size = config.data.train_batch_size * group_size  # sequences
         self.mini_batch_size = config.actor_rollout_ref.actor.ppo_mini_batch_size * group_size  # sequences, about
@@ -96,7 +103,7 @@ class RayGRPOAtroposTrainer:
             config.actor_rollout_ref.actor.optim.total_training_steps = self.total_training_steps
         parts = {"advantage_moments": self.advantage_moments}
         if self.kl_controller is not None:
-            parts["kl_in_reward"] = _Coefficient(self.kl_controller)
+            parts["kl_in_reward"] = KLCoefficient(self.kl_controller)
         self.record = RunRecord(config.run.dir, parts)
         self.metrics: dict[str, Any] = {}
         self.timing_raw: dict[str, float] = {}
@@ -228,7 +235,7 @@ class RayGRPOAtroposTrainer:
     @property
     def _rows_multiple(self) -> int:
         """What the number of an actor rank's rows must be a multiple of; the reference policy may have more ranks."""
-        multiple, ranks = _micro_batch_size(self.config.actor_rollout_ref), self.actor.data_parallel_size()
+        multiple, ranks = micro_batch_size(self.config.actor_rollout_ref), self.actor.data_parallel_size()
         return math.lcm(ranks * multiple, self.actor.reference_ranks * multiple) // ranks
 
     def _check_sampling(self, batch: DataProto) -> None:
@@ -307,7 +314,7 @@ class RayGRPOAtroposTrainer:
         """Add rewards, off-policy correction and advantages, (B, R) each; of the real rows, and 0 in padding rows."""
         algorithm = self.config.algorithm
         with marked_timer("adv", self.timing_raw):
-            rows = _real_rows(batch)
+            rows = real_rows(batch)
             rows.batch["token_level_rewards"] = rows.batch["token_level_scores"]
             if algorithm.use_kl_in_reward:
                 # It reaches the advantages that are computed from rewards, not those that the environment sent.
@@ -364,22 +371,12 @@ class RayGRPOAtroposTrainer:
         if not folder:
             return
         with marked_timer("dump", self.timing_raw):
-            rows = _real_rows(batch)
-            width, attended = rows.batch["prompts"].shape[1], rows.batch["attention_mask"].bool()
-            keys = ("raw_score", "uid", "env_id", "env_name", "policy_version_min", "policy_version_max")
-            columns = {
-                "input": self._texts(rows.batch["prompts"], attended[:, :width]),
-                "output": self._texts(rows.batch["responses"], attended[:, width:]),
-                "score": rows.batch["token_level_scores"].sum(-1).tolist(),
-                "step": [self.global_steps] * len(rows),
-                **{key: rows.non_tensor_batch[key].tolist() for key in keys},
-            }
-            path = Path(folder, f"{self.global_steps}.jsonl")
-            path.parent.mkdir(parents=True, exist_ok=True)
-            rewrite_lines(path, [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)])
+            write_rollouts(
+                Path(folder, f"{self.global_steps}.jsonl"), self.global_steps, real_rows(batch), self.tokenizer
+            )
 
     def _collect_metrics(self, batch: DataProto) -> None:
-        rows, totals = _real_rows(batch), self.record.totals
+        rows, totals = real_rows(batch), self.record.totals
         self.metrics |= compute_data_metrics(rows, use_critic=False)
         self.metrics |= compute_timing_metrics(rows, self.timing_raw)
         self.metrics |= compute_throughout_metrics(rows, self.timing_raw, n_gpus=self.actor.world_size)
@@ -471,47 +468,3 @@ class RayGRPOAtroposTrainer:
             with marked_timer("save_checkpoint", self.timing_raw):
                 self._save_checkpoint()
         self.record.add_seconds("save", self.timing_raw.get("save_checkpoint", 0.0))
-
-    def _texts(self, tokens: torch.Tensor, attended: torch.Tensor) -> list[str]:
-        return [self.tokenizer.decode(row[keep]) for row, keep in zip(tokens, attended, strict=True)]
-
-
-class _Coefficient:
-    """The state of verl's KL controllers, which keep it in ``value``."""
-
-    def __init__(self, controller: Any):
-        self.controller = controller
-
-    def state_dict(self) -> dict[str, float]:
-        return {"value": float(self.controller.value)}
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        if hasattr(self.controller, "value"):
-            self.controller.value = state["value"]
-
-
-def _configure_bypass_mode(config: Any) -> None:
-    """As verl's ``apply_bypass_mode``, which comes too late: workers are built with the loss that they correct in."""
-    if config.algorithm.rollout_correction.bypass_mode:
-        with open_dict(config):
-            policy_loss = config.actor_rollout_ref.actor.policy_loss
-            policy_loss.loss_mode = "bypass_mode"
-            policy_loss.rollout_correction = config.algorithm.rollout_correction
-
-
-def _micro_batch_size(actor_rollout_ref: Any) -> int:
-    """What the number of a rank's rows must be a multiple of: 1, but for micro-batches of fixed sizes."""
-    actor, rollout, ref = actor_rollout_ref.actor, actor_rollout_ref.rollout, actor_rollout_ref.ref
-    fixed = [
-        (actor.use_dynamic_bsz, actor.ppo_micro_batch_size_per_gpu),
-        (rollout.log_prob_use_dynamic_bsz, rollout.log_prob_micro_batch_size_per_gpu),
-        (ref.log_prob_use_dynamic_bsz, ref.log_prob_micro_batch_size_per_gpu),
-    ]
-    return math.lcm(*(size for dynamic, size in fixed if not dynamic and size))
-
-
-def _real_rows(batch: DataProto) -> DataProto:
-    """Without padding rows."""
-    rows = batch.select_idxs(np.flatnonzero(~batch.non_tensor_batch["is_padding"]))
-    rows.meta_info["global_token_num"] = rows.batch["attention_mask"].sum(dim=-1).tolist()
-    return rows

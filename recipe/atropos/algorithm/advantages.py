@@ -299,3 +299,17 @@ def shape_advantages(
     if config.advantage_clipping is not None:
         advantages = advantages.clamp(*config.advantage_clipping)
     return torch.where(trained, advantages, 0.0)
+
+
+class KLCoefficient:
+    """The state of verl's KL controllers, which keep it in ``value``."""
+
+    def __init__(self, controller: Any):
+        self.controller = controller
+
+    def state_dict(self) -> dict[str, float]:
+        return {"value": float(self.controller.value)}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        if hasattr(self.controller, "value"):
+            self.controller.value = state["value"]

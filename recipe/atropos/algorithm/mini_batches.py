@@ -11,6 +11,7 @@ verl gives every rank a consecutive part of the batch, and each rank cuts its pa
 rows are laid out rank by rank, and within a rank mini-batch by mini-batch.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -137,3 +138,14 @@ def update_actor(
 def _has_trained_token(response_mask: torch.Tensor, mini_batches: int, ranks: int) -> torch.Tensor:
     """(M,) bool for each mini-batch; ``response_mask`` is (B, R), laid out as above."""
     return response_mask.bool().any(-1).view(ranks, mini_batches, -1).any(-1).any(0)
+
+
+def micro_batch_size(actor_rollout_ref: Any) -> int:
+    """What the number of a rank's rows must be a multiple of: 1, but for micro-batches of fixed sizes."""
+    actor, rollout, ref = actor_rollout_ref.actor, actor_rollout_ref.rollout, actor_rollout_ref.ref
+    fixed = [
+        (actor.use_dynamic_bsz, actor.ppo_micro_batch_size_per_gpu),
+        (rollout.log_prob_use_dynamic_bsz, rollout.log_prob_micro_batch_size_per_gpu),
+        (ref.log_prob_use_dynamic_bsz, ref.log_prob_micro_batch_size_per_gpu),
+    ]
+    return math.lcm(*(size for dynamic, size in fixed if not dynamic and size))

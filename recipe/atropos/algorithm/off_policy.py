@@ -8,7 +8,7 @@ the loss corrects by itself; there such a row has the trainer's own logprobs, so
 
 import numpy as np
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, open_dict
 
 from recipe.atropos.verl_ext.algorithm import calculate_debug_metrics, compute_rollout_correction_and_add_to_batch
 from recipe.atropos.verl_ext.batch import DataProto
@@ -75,3 +75,12 @@ def _rewards_on(rewards: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
     some = last >= 0
     moved[some, last[some]] += lost[some]
     return torch.where(some[:, None], moved, rewards)
+
+
+def configure_bypass_mode(config: DictConfig) -> None:
+    """As verl's ``apply_bypass_mode``, which comes too late: workers are built with the loss that they correct in."""
+    if config.algorithm.rollout_correction.bypass_mode:
+        with open_dict(config):
+            policy_loss = config.actor_rollout_ref.actor.policy_loss
+            policy_loss.loss_mode = "bypass_mode"
+            policy_loss.rollout_correction = config.algorithm.rollout_correction

@@ -177,3 +177,10 @@ def groups_to_data_proto(
     batch = rows_to_data_proto(rows, limits, multiple_of)
     report.padding_rows = len(batch) - len(rows)
     return batch, report
+
+
+def real_rows(batch: DataProto) -> DataProto:
+    """Without padding rows."""
+    rows = batch.select_idxs(np.flatnonzero(~batch.non_tensor_batch["is_padding"]))
+    rows.meta_info["global_token_num"] = rows.batch["attention_mask"].sum(dim=-1).tolist()
+    return rows

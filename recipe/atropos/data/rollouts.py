@@ -1,0 +1,33 @@
+"""What was trained on, to be read: ``rollouts/STEP.jsonl``."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from recipe.atropos.utils.files import rewrite_lines
+from recipe.atropos.verl_ext.batch import DataProto
+
+_COLUMNS = ("raw_score", "uid", "env_id", "env_name", "policy_version_min", "policy_version_max")
+
+
+def write_rollouts(path: Path, step: int, rows: DataProto, tokenizer: Any) -> None:
+    """Sampled text, scores and versions of every row, one line each.
+
+    Raises:
+        DiskFull: nothing is changed.
+    """
+    width, attended = rows.batch["prompts"].shape[1], rows.batch["attention_mask"].bool()
+
+    def texts(tokens: torch.Tensor, kept: torch.Tensor) -> list[str]:
+        return [tokenizer.decode(row[keep]) for row, keep in zip(tokens, kept, strict=True)]
+
+    columns = {
+        "input": texts(rows.batch["prompts"], attended[:, :width]),
+        "output": texts(rows.batch["responses"], attended[:, width:]),
+        "score": rows.batch["token_level_scores"].sum(-1).tolist(),
+        "step": [step] * len(rows),
+        **{key: rows.non_tensor_batch[key].tolist() for key in _COLUMNS},
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rewrite_lines(path, [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)])
