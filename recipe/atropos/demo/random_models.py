@@ -31,6 +31,16 @@ _LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+_YARN = {  # the only rotation of DeepSeek's that SGLang has for a CPU
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.0,
+}
 _MLA = {"kv_lora_rank": 32, "q_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -59,10 +69,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 32,
         "first_k_dense_replace": 1,
+        "moe_layer_freq": 1,  # SGLang reads this and the next, which published configurations have
+        "scoring_func": "softmax",
         "n_group": 1,
         "topk_group": 1,
         "topk_method": "greedy",
         "num_key_value_heads": 4,
+        "rope_parameters": _YARN,
     }
     | _MLA,
     "gpt_oss": _EXPERTS | {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 32},
