@@ -15,7 +15,8 @@ from helpers_terminal import terminals
 from test_join import told_command
 
 from recipe.atropos.adapter import defaults
-from recipe.atropos.config.compose import given_keys, load_complete, load_config
+from recipe.atropos.checkpoint.resumption import changed_keys
+from recipe.atropos.config.compose import complete_config, given_keys, load_complete, load_config
 from recipe.atropos.environments.gsm8k import GSM8kEnvConfig
 from recipe.atropos.environments.word_problems import GSM8K, DatasetUnavailable, load_problems
 from recipe.atropos.errors import ConfigurationError
@@ -66,7 +67,16 @@ def test_promises_config_of_a_run_is_a_file_for_another(tmp_path, monkeypatch):
     assert complete.inference.urls == inference.urls and complete.trainer.atropos.api_url == "http://127.0.0.1:3"
     engine = complete.actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.atropos
     assert engine.urls == inference.urls, "composed with the addresses"
+    before = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    restarted = config_yaml(complete_config(run.overrides, run.config, tmp_path), by_launcher=True)
+    assert changed_keys(before, yaml.safe_load(restarted)) == [], "the same command, again"
+    by_hand = tmp_path / "by_hand.yaml"
+    by_hand.write_bytes(config_yaml(complete))
+    assert load_config([f"config={by_hand}"]).inference.urls == inference.urls, "a trainer's own, without a launcher"
     again, _, folder, _ = load_run_config([file, "run.dir=other"])
+    assert again.trainer.default_local_dir == "other/checkpoints" and again.run.dir == "other"
+    assert again.trainer.atropos.weight_sync.directory == "other/weights"
+    assert again.trainer.rollout_data_dir == "other/rollouts"
     assert (again.seed, again.inference.urls, again.inference.gateway) == (3, [], None) and folder.name == "other"
     assert again.actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.atropos.urls == []
     own = tmp_path / "own.yaml"

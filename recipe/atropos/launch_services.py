@@ -29,7 +29,7 @@ from rich.markup import escape
 
 from recipe.atropos.checkpoint.resumption import prepare_folder
 from recipe.atropos.checkpoint.start_from import Start, forget_start
-from recipe.atropos.config.compose import LAUNCHER_KEYS, given_keys, load_config, quoted
+from recipe.atropos.config.compose import LAUNCHER_KEYS, complete_config, given_keys, load_config, quoted
 from recipe.atropos.config.env_specs import EnvironmentSpec, environment_specs
 from recipe.atropos.config.models import KEY as MODEL_KEY
 from recipe.atropos.config.models import SMALL_POLICIES, check_model, set_model_path
@@ -242,7 +242,8 @@ def main(argv: list[str] | None = None) -> int:
             else:
                 forget_start(RunDir(directory))
             prepare_model(config, RunDir(directory).log("policy"))
-            for change in prepare_folder(RunDir(directory), config):
+            complete = complete_config(overrides, config, directory)
+            for change in prepare_folder(RunDir(directory), complete, by_launcher=True):
                 _say(f"resumed with another {change}")
             asyncio.run(launch(config, overrides, directory, specs, lock))
     except (KeyboardInterrupt, asyncio.CancelledError):

@@ -29,7 +29,7 @@ _SHOWN_FIRST = (
 _MOST_SHOWN = 20
 
 
-def prepare_folder(folder: RunDir, config: DictConfig) -> list[str]:
+def prepare_folder(folder: RunDir, config: DictConfig, by_launcher: bool = False) -> list[str]:
     """Make the folder ready for ``config``; only for the holder of its lock, before anything is started.
 
     Returns the lines to show where a run is resumed with other values: ``key: old -> new``.
@@ -53,7 +53,7 @@ def prepare_folder(folder: RunDir, config: DictConfig) -> list[str]:
         write_json(folder.identity, identity)
     goes_on = resumed is not None and resumed.parent == checkpoints.directory
     before = folder.config.read_bytes() if goes_on and folder.config.exists() else None
-    after = config_yaml(config)
+    after = config_yaml(config, by_launcher)
     write_atomic(folder.config, after)
     return [] if before is None else changed_keys(*(yaml.load(text, _YAML) for text in (before, after)))
 

@@ -66,6 +66,7 @@ LAUNCHER_KEYS = {
 }
 # Where a run's services are: other addresses at each start.
 OF_EACH_START = {*LAUNCHER_KEYS, "actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.atropos.urls"}
+_PROBE = "a_key_of_no_configuration"
 _ONLY_IN_DATACLASSES = ("actor_rollout_ref.actor.checkpoint.save_lora_only",)  # of verl, which its YAML leaves out
 
 
@@ -111,6 +112,28 @@ def load_complete(path: Path, hidden: Sequence[str] = ()) -> DictConfig:
     OmegaConf.resolve(config)
     check_schema(OmegaConf.to_container(config))
     return config
+
+
+def complete_config(overrides: Sequence[str], config: DictConfig, directory: Path, **given: Any) -> DictConfig:
+    """``config``, which ``overrides`` give, composed again with what the launcher has decided since, and ``given``.
+
+    That is the folder of the run, the model's, and whether servers share the trainer's GPUs. Keys of ``given`` have
+    ``__`` for dots.
+
+    Raises:
+        ConfigurationError: as ``load_config``.
+    """
+    decided = {
+        "run.dir": directory,
+        "actor_rollout_ref.model.path": config.actor_rollout_ref.model.path,
+        "inference.colocated": bool(config.inference.colocated),
+        **{key.replace("__", "."): value for key, value in given.items()},
+    }
+    return load_config([*overrides, *(f"{key}={_argument(value)}" for key, value in decided.items())])
+
+
+def _argument(value: Any) -> str:
+    return json.dumps(value) if value is None or isinstance(value, bool | float) else quoted(value)
 
 
 def compose_config(overrides: Sequence[str], tell: Callable[[str], None] = lambda _: None) -> DictConfig:
@@ -189,19 +212,21 @@ def _not_derived(in_file: list[tuple[str, Any]], shipped: DictConfig) -> list[tu
     with open_dict(config):
         for key, value in in_file:
             prefix = next((prefix for prefix in reversed(prefixes(key)) if _reference(prefix, shipped)), None)
-            if prefix is not None:
+            if prefix is None:
+                own.append((key, value))
+            else:
                 derived.setdefault(prefix, {})[key] = value
-                continue
-            own.append((key, value))
             with contextlib.suppress(OmegaConfBaseException):  # a wrong value is told of later
                 OmegaConf.update(config, key, value, merge=False, force_add=True)
-    for prefix, values in derived.items():
-        with contextlib.suppress(OmegaConfBaseException):
-            found = OmegaConf.select(config, prefix)
-            found = OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found
-            if values == (dict(_leaves(f"{prefix}.", found)) if isinstance(found, dict) and found else {prefix: found}):
-                continue
-        own += values.items()
+        for prefix, values in derived.items():
+            with contextlib.suppress(OmegaConfBaseException):
+                config[_PROBE] = _reference(prefix, shipped)  # what is shipped, over all that the file says
+                found = config[_PROBE]
+                found = OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found
+                whole = isinstance(found, dict) and found
+                if values == (dict(_leaves(f"{prefix}.", found)) if whole else {prefix: found}):
+                    continue
+            own += values.items()
     return own
 
 

@@ -3,7 +3,6 @@
 Shapes: R_i tokens of a response, K a teacher's top-k.
 """
 
-import logging
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,10 +13,7 @@ import numpy as np
 from recipe.atropos.data.sampling import Sampled
 from recipe.atropos.errors import AtroposError
 
-logger = logging.getLogger(__name__)
-
 IGNORED = -100  # the mask of a token that is not trained on (atroposlib, as in torch's cross-entropy)
-_FLOAT32_MAX = float(np.finfo(np.float32).max)
 NO_TEACHER = np.float32(-1e4)  # logprob of a teacher's token that is not there: its probability is exactly 0 in float32
 
 Group = Mapping[str, Any]  # one ScoredData of the API: parallel lists over sequences

@@ -9,7 +9,7 @@ from pathlib import Path
 import aiohttp
 from omegaconf import OmegaConf
 
-from recipe.atropos.config.compose import load_config, quoted
+from recipe.atropos.config.compose import complete_config
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.launcher.services import Run, console
 from recipe.atropos.launcher.sglang import Inference, given_ports, inference_healthy
@@ -54,24 +54,18 @@ def start_trainer(run: Run, api: Service, inference: Inference, evaluated: Path 
 
     It waits for the evaluations that the file ``evaluated`` tells of, for none without such a file.
     """
-    given = {
-        "inference.urls": list(inference.urls),
-        "inference.gateway": inference.gateway,
-        "trainer.atropos.api_url": api.url,
-        "evaluation.evaluated_file": evaluated,
-        "actor_rollout_ref.model.path": run.config.actor_rollout_ref.model.path,
-        "run.dir": run.directory,
-    }
-    complete = load_config(
-        [
-            *run.overrides,
-            *(f"{key}={'null' if value is None else quoted(value)}" for key, value in given.items()),
-            f"inference.colocated={bool(run.config.inference.colocated)}",
-            f"trainer.atropos.startup_timeout={run.config.inference.start_timeout}",
-            f"inference.api_key={quoted(run.api_key)}",
-        ]
+    complete = complete_config(
+        run.overrides,
+        run.config,
+        run.directory,
+        inference__urls=list(inference.urls),
+        inference__gateway=inference.gateway,
+        inference__api_key=run.api_key,
+        trainer__atropos__api_url=api.url,
+        trainer__atropos__startup_timeout=float(run.config.inference.start_timeout),
+        evaluation__evaluated_file=evaluated,
     )
-    write_atomic(run.files.config, config_yaml(complete))
+    write_atomic(run.files.config, config_yaml(complete, by_launcher=True))
     variables = {
         **secret_variables([json.dumps(each) for each in hidden_settings(OmegaConf.to_container(complete))]),
         API_KEY_VARIABLE: run.api_key,

@@ -59,14 +59,17 @@ def public_config(config: DictConfig) -> dict[str, Any]:
     return without_secrets(OmegaConf.to_container(config, resolve=True))
 
 
-def config_yaml(config: DictConfig) -> bytes:
-    """The complete configuration without secrets; loaded again, the run's key comes from $ATROPOS_API_KEY."""
+def config_yaml(config: DictConfig, by_launcher: bool = False) -> bytes:
+    """The complete configuration without secrets; loaded again, the run's key comes from $ATROPOS_API_KEY.
+
+    ``by_launcher``: where its services are is the launcher's, and of no use to another run.
+    """
     public = public_config(config)
     public["inference"]["api_key"] = f"${{oc.env:{API_KEY_VARIABLE},null}}"
     public["actor_rollout_ref"]["rollout"]["checkpoint_engine"]["engine_kwargs"]["atropos"]["api_key"] = (
         "${inference.api_key}"
     )
-    return COMPLETE + OmegaConf.to_yaml(OmegaConf.create(public)).encode()
+    return (COMPLETE if by_launcher else b"") + OmegaConf.to_yaml(OmegaConf.create(public)).encode()
 
 
 def hidden_settings(settings: Any, secret: bool = False, path: tuple[str | int, ...] = ()) -> Iterator[list[Any]]:

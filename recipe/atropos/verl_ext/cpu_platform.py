@@ -40,7 +40,7 @@ class _DeviceId(str):
 
 def _device_module() -> ModuleType:
     """``torch.cpu`` with the memory functions that verl calls on every device module."""
-    module = ModuleType("recipe.atropos.platforms.torch_cpu")
+    module = ModuleType("recipe.atropos.verl_ext.torch_cpu")
     module.__dict__.update({name: getattr(torch.cpu, name) for name in dir(torch.cpu) if not name.startswith("_")})
 
     def host_memory(*_: Any, **__: Any) -> tuple[int, int]:
