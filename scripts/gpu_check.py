@@ -21,15 +21,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from recipe.atropos.commands.doctor import examine
+from recipe.atropos.commands.doctor import examine, usable_gpus
 from recipe.atropos.config.compose import load_config
 from recipe.atropos.demo.random_models import make_random_model
 from recipe.atropos.errors import AtroposError
-from recipe.atropos.inference.server import LaunchError, default_sglang_python
+from recipe.atropos.inference.server import default_sglang_python
 from recipe.atropos.launcher.short_run import short_run
-from recipe.atropos.utils.gpus import visible_gpus
 from recipe.atropos.utils.machine import MemoryWatch, this_machine, versions_in
 
 _GIB = 1 << 30
@@ -162,18 +159,6 @@ def installed(python: str, on_gpu: bool) -> dict[str, dict[str, Any]]:
     }
 
 
-def count_gpus() -> int:
-    """0 without a GPU. Raises LaunchError: there is one, and torch cannot use it."""
-    if not visible_gpus():
-        return 0
-    if not torch.cuda.is_available():
-        raise LaunchError(
-            f"nvidia-smi lists a GPU, but torch {torch.__version__} cannot use it: install torch's CUDA build for this "
-            "driver (docs/gpu.md), or give --device cpu"
-        )
-    return torch.cuda.device_count()
-
-
 # -- the command ----------------------------------------------------------------------------------------------------
 
 
@@ -260,7 +245,7 @@ def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     both = ("torch", "nvidia-nccl-cu13", "transformers")
     try:
-        gpus = count_gpus()
+        gpus = usable_gpus()
         python = load_config([_ANY_MODEL, *arguments.overrides]).inference.python or default_sglang_python()
         versions = {
             "python": sys.version.split()[0],

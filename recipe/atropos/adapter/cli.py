@@ -36,7 +36,7 @@ from recipe.atropos.utils.private_process import hide_in_output, take_secret_fla
 # one length and plain numbers; Paced last, because it only orders the posts. WeightVersions stamps what leaves,
 # wherever it stands. A mixin that changes scores belongs right after Checked, which observes the raw ones.
 _MIXINS = (CommandLine, Lifecycle, Reporting, Registered, Evaluating, Checked, SampledTokens, WeightVersions, Paced)
-# Behind it, where its own methods find BaseEnv's with super(): what an environment overrides stays in force.
+# Behind it, where its own methods find BaseEnv's with super(): what an environment overrides still counts.
 _BASES = (Durable,)
 
 CHECK = "--check"

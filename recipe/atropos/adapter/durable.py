@@ -1,7 +1,7 @@
 """What an environment inherits from BaseEnv, fixed: it outlives the API, and loses nothing without a count.
 
     class MyEnv(Reporting, ..., Durable): ...       # in the place of BaseEnv
-    class Fixed(Reporting, ..., TheirEnv, Durable): ...    # behind an environment: its own methods stay in force
+    class Fixed(Reporting, ..., TheirEnv, Durable): ...    # behind an environment: its own methods still count
 
 - The Trajectory API may come late, or die and come back with nothing: the environment waits for it (``api_timeout``,
   and ``trainer_timeout`` for the trainer, without whom it lets nobody in), says each minute for what, and registers

@@ -2,9 +2,10 @@
 
 from pathlib import Path
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from recipe.atropos.run_dir import RunDir
+from recipe.atropos.utils.secret import read_config_yaml
 
 
 def config_of_run(run: Path) -> DictConfig:
@@ -16,4 +17,4 @@ def config_of_run(run: Path) -> DictConfig:
     path = RunDir(run).config
     if not path.is_file():
         raise FileNotFoundError(f"{path} is not there; give the folder of a run that launch_services started")
-    return OmegaConf.load(path)
+    return read_config_yaml(path)

@@ -90,18 +90,24 @@ def _installed(python: str, packages: Sequence[str]) -> str:
     return ", ".join(f"{name} {versions[name]}" for name in packages) + f" ({cuda}), {python}"
 
 
-def _gpus() -> str:
-    """Raises LaunchError: there is a GPU, and torch cannot use it."""
+def usable_gpus() -> int:
+    """0 without a GPU. Raises LaunchError: there is one, and torch cannot use it."""
     import torch
 
-    if not (visible := visible_gpus()):
-        raise LaunchError("trainer.device=cuda, and no GPU is visible: see CUDA_VISIBLE_DEVICES and nvidia-smi -L")
+    if not visible_gpus():
+        return 0
     if not torch.cuda.is_available():
         raise LaunchError(
             f"nvidia-smi lists a GPU, but torch {torch.__version__} cannot use it: install torch's CUDA build for this "
-            "driver (docs/gpu.md), or set trainer.device=cpu"
+            "driver (docs/gpu.md), or set trainer.device=cpu (of gpu_check.py: --device cpu)"
         )
-    return f"{visible} visible, the first is {torch.cuda.get_device_name(0)}"
+    return torch.cuda.device_count()
+
+
+def _gpus() -> str:
+    if not (usable := usable_gpus()):
+        raise LaunchError("trainer.device=cuda, and no GPU is visible: see CUDA_VISIBLE_DEVICES and nvidia-smi -L")
+    return f"{usable} usable"
 
 
 def _attention(config: DictConfig) -> str:

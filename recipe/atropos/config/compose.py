@@ -21,7 +21,7 @@ import difflib
 import functools
 import importlib.util
 import json
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -114,11 +114,12 @@ def load_complete(path: Path, hidden: Sequence[str] = ()) -> DictConfig:
     return config
 
 
-def complete_config(overrides: Sequence[str], config: DictConfig, directory: Path, **given: Any) -> DictConfig:
-    """``config``, which ``overrides`` give, composed again with what the launcher has decided since, and ``given``.
+def complete_config(
+    overrides: Sequence[str], config: DictConfig, directory: Path, addresses: Mapping[str, Any] | None = None
+) -> DictConfig:
+    """``config``, which ``overrides`` give, composed again with what the launcher has decided since.
 
-    That is the folder of the run, the model's, and whether servers share the trainer's GPUs. Keys of ``given`` have
-    ``__`` for dots.
+    That is the folder of the run, the model's, whether servers share the trainer's GPUs, and, by key, ``addresses``.
 
     Raises:
         ConfigurationError: as ``load_config``.
@@ -127,7 +128,7 @@ def complete_config(overrides: Sequence[str], config: DictConfig, directory: Pat
         "run.dir": directory,
         "actor_rollout_ref.model.path": config.actor_rollout_ref.model.path,
         "inference.colocated": bool(config.inference.colocated),
-        **{key.replace("__", "."): value for key, value in given.items()},
+        **(addresses or {}),
     }
     return load_config([*overrides, *(f"{key}={_argument(value)}" for key, value in decided.items())])
 

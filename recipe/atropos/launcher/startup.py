@@ -54,17 +54,15 @@ def start_trainer(run: Run, api: Service, inference: Inference, evaluated: Path 
 
     It waits for the evaluations that the file ``evaluated`` tells of, for none without such a file.
     """
-    complete = complete_config(
-        run.overrides,
-        run.config,
-        run.directory,
-        inference__urls=list(inference.urls),
-        inference__gateway=inference.gateway,
-        inference__api_key=run.api_key,
-        trainer__atropos__api_url=api.url,
-        trainer__atropos__startup_timeout=float(run.config.inference.start_timeout),
-        evaluation__evaluated_file=evaluated,
-    )
+    addresses = {
+        "inference.urls": list(inference.urls),
+        "inference.gateway": inference.gateway,
+        "inference.api_key": run.api_key,
+        "trainer.atropos.api_url": api.url,
+        "trainer.atropos.startup_timeout": float(run.config.inference.start_timeout),
+        "evaluation.evaluated_file": evaluated,
+    }
+    complete = complete_config(run.overrides, run.config, run.directory, addresses)
     write_atomic(run.files.config, config_yaml(complete, by_launcher=True))
     variables = {
         **secret_variables([json.dumps(each) for each in hidden_settings(OmegaConf.to_container(complete))]),
