@@ -25,7 +25,7 @@ test: env gem-env  ## Style and the whole test suite: what CI runs
 	$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check . && $(VENV)/bin/mypy
 	$(VENV)/bin/python -m pytest $(PARALLEL) $(ARGS)
 
-test-for: env gem-env  ## One file of tests: make test-for FILE=tests/test_rows.py
+test-for: env gem-env  ## One file of tests: make test-for FILE=tests/unit/data/test_rows.py
 	$(VENV)/bin/python -m pytest -m "slow or not slow" $(FILE) $(ARGS)
 
 test-fast: gem-env  ## The tests that start no server
@@ -40,8 +40,8 @@ test-mutations: gem-env $(MUTATION_STAMP)  ## Which faults no fast test would se
 # What starts, controls or pushes to SGLang, against the version that verl pins; its environment is built here alone.
 test-sglang-0.5.12: trainer-env $(SGLANG_0_5_12_STAMP)
 	ATROPOS_SGLANG_PYTHON=$(abspath $(SGLANG_0_5_12_VENV))/bin/python $(VENV)/bin/python -m pytest \
-		tests/test_inference.py tests/test_sglang_server.py tests/test_loop.py tests/test_two_servers.py tests/test_transports.py \
-		tests/test_launch.py $(ARGS)
+		tests/unit/inference/test_inference.py tests/unit/inference/test_sglang_server.py \
+		tests/unit/weight_sync/test_transports.py tests/e2e/test_loop.py tests/e2e/test_two_servers.py tests/e2e/test_launch.py $(ARGS)
 
 lint: trainer-env
 	$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check . && $(VENV)/bin/mypy

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from helpers_disk import full_disk  # noqa: F401
-from helpers_gpu import machine  # noqa: F401
-from helpers_processes import no_service_outlives_its_test  # noqa: F401
-from helpers_sglang import call, make_tiny_model, running_sglang
 
+from helpers.disk import full_disk  # noqa: F401
+from helpers.gpu import machine  # noqa: F401
+from helpers.processes import no_service_outlives_its_test  # noqa: F401
+from helpers.sglang import call, make_tiny_model, running_sglang
 from recipe.atropos.inference.client import SGLangClient
 from recipe.atropos.utils.process import unstopped
 
@@ -24,7 +24,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # gem-llm is for Python 3.11; requirements/gem.txt leaves it out elsewhere.
 if importlib.util.find_spec("gem") is None:
-    collect_ignore_glob = ["test_gem_env.py", "test_gem_ray.py", "test_gem_reward_bridge.py"]
+    collect_ignore_glob = ["unit/gem/test_gem_env.py", "unit/gem/test_gem_reward_bridge.py", "e2e/test_gem_ray.py"]
 
 
 @pytest.fixture(scope="session")

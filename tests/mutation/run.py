@@ -34,6 +34,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
+PATHS = {path.name: str(path.relative_to(ROOT)) for path in ROOT.glob("tests/*/**/test_*.py")}
 _TARGET = 0.95
 _MEMORY = 12 << 30  # bytes of data that a mutant may allocate
 _SAMPLED = ["test_completion_cache.py", "test_sampled_calls.py", "test_weight_versions.py"]
@@ -225,7 +226,7 @@ def start(mutant: Mutant, output: Path) -> int:
         arguments = ["-x", "-q", "--no-header", "--tb=short", "-p", "no:cacheprovider", "-p", "no:xdist"]
         arguments += ["-m", "not slow" if mutant.processes else "not e2e and not slow", f"--basetemp={output}.tmp"]
         arguments += ["-k", mutant.keywords] if mutant.keywords else []
-        arguments += [f"tests/{path}" for path in mutant.tests]
+        arguments += [PATHS[name] for name in mutant.tests]
         if mutant.processes:
             status = _in_a_copy(mutant, Path(f"{output}.tree"), arguments)
         else:

@@ -1,0 +1,278 @@
+"""Conversations with the calculator, from a real SGLang through a real API to the trainer, against what was sent."""
+
+import asyncio
+import contextlib
+import random
+import sys
+import threading
+from dataclasses import dataclass
+from typing import ClassVar
+
+import aiohttp
+import orjson
+import pytest
+import ray
+import torch
+from aiohttp import web
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from helpers.services import running_api
+from helpers.sglang import running_sglang
+from helpers.trainer import close, compose_config, model_vocab
+from recipe.atropos.adapter.completion_cache import trained_spans, versions_of
+from recipe.atropos.adapter.pace import VARIABLE
+from recipe.atropos.data.recording import read_batch
+from recipe.atropos.demo.calculator_policy import CalculatorRecipe, demonstration
+from recipe.atropos.demo.small_policy import make_small_policy
+from recipe.atropos.environments.calculator_tool import answer
+from recipe.atropos.environments.word_problems import SYNTHETIC_STEPS, generate
+from recipe.atropos.ray_trainer import RayGRPOAtroposTrainer
+from recipe.atropos.run_record import read_metrics
+from recipe.atropos.utils.process import free_port, start_service
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(280)]
+
+GROUPS, SIZE, STEPS, TURNS, LENGTH, TOLERANCE = 4, 8, 2, 8, 300, 1e-4
+PROBLEMS = [row for row in generate("train", 60, 0, SYNTHETIC_STEPS) if row["answer"].count("<<") == 3][:12]
+
+
+@dataclass(frozen=True)
+class ByHeart(CalculatorRecipe):
+    """In seconds: the test's problems by heart, every other time with the last call forgotten, or one malformed."""
+
+    name: ClassVar[str] = "by-heart"
+
+    hidden_size: int = 64
+    steps: int = 160
+    batch_size: int = 8
+    learning_rate: float = 5e-3
+    forgotten_call: float = 0.5
+    miscopied: float = 0.0
+    malformed: float = 0.1
+
+    def chats(self, seed, rng):
+        return [demonstration(row, random.Random(f"{row}, {i}"), self) for row in PROBLEMS for i in range(20)]
+
+
+@contextlib.contextmanager
+def on_the_wire(target, hold):
+    """(url, replies): a server before ``target`` that keeps each /generate reply; ``hold`` may delay a request."""
+    replies = []
+
+    async def forward(request):
+        body = await request.read()
+        if request.path == "/generate":
+            await hold(orjson.loads(body), replies)
+        async with (
+            aiohttp.ClientSession() as session,
+            session.request(request.method, target + request.path, data=body, headers=request.headers) as reply,
+        ):
+            answered = await reply.read()
+            if request.path == "/generate":
+                replies.append(orjson.loads(answered))
+            return web.Response(body=answered, status=reply.status, content_type=reply.content_type)
+
+    async def serve():
+        application = web.Application()
+        application.router.add_route("*", "/{path:.*}", forward)
+        runner = web.AppRunner(application)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", port).start()
+        return runner
+
+    port, loop = free_port(), asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    runner = asyncio.run_coroutine_threadsafe(serve(), loop).result(10)
+    try:
+        yield f"http://127.0.0.1:{port}", replies
+    finally:
+        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(30)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(10)
+        loop.close()
+
+
+def until_the_next_version(server, seconds=60):
+    """A hold: the seventh and eighth problems' second turns wait for version 1: a push falls between their turns."""
+    prompts = []
+
+    async def version():
+        async with aiohttp.ClientSession() as session, session.get(f"{server}/model_info") as reply:
+            return (await reply.json())["weight_version"]
+
+    async def hold(body, replies):
+        ids = body["input_ids"]
+        beginning = next((prompt for prompt in prompts if ids[: len(prompt)] == prompt), None)
+        if beginning is None:
+            prompts.append(ids)
+        elif (
+            len(ids) > len(beginning)
+            and len(prompts) >= 2 * GROUPS
+            and beginning in prompts[2 * GROUPS - 2 : 2 * GROUPS]
+        ):
+            deadline = asyncio.get_running_loop().time() + seconds
+            while await version() == "0" and asyncio.get_running_loop().time() < deadline:
+                await asyncio.sleep(0.1)
+
+    return hold
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """(policy, batches of each step, replies of the server, metrics): a run of two steps, with all that happened."""
+    folder = tmp_path_factory.mktemp("calculator")
+    policy = folder / "policy"
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # two on cores that others use too take ten times as long
+    make_small_policy(policy, recipe=ByHeart())
+    torch.set_num_threads(threads)
+    (folder / "problems.jsonl").write_bytes(b"\n".join(orjson.dumps(row) for row in PROBLEMS))
+    ray.init(num_cpus=4, include_dashboard=False)
+    with (
+        running_sglang(policy) as (_, server),
+        running_api(folder) as api,
+        on_the_wire(server, until_the_next_version(server)) as (wire, replies),
+    ):
+        config = compose_config(
+            f"actor_rollout_ref.model.path={policy}",
+            f"inference.urls=[{server}]",
+            f"run.dir={folder / 'run'}",
+            f"data.train_batch_size={GROUPS}",
+            f"actor_rollout_ref.rollout.n={SIZE}",
+            "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=1024",
+            "trainer.save_freq=-1",
+            f"trainer.total_training_steps={STEPS}",
+            "trainer.atropos.max_wait_time=120",
+            "trainer.atropos.max_staleness=1",
+            "trainer.atropos.record_batches=true",
+            f"trainer.atropos.api_url={api.url}",
+        )
+        flags = {
+            "env.rollout_server_url": api.url,
+            "env.tokenizer_name": policy,
+            "env.dataset_name": folder / "problems.jsonl",
+            "env.system_prompt": "",
+            "env.group_size": SIZE,
+            "env.max_num_workers": 2 * GROUPS,
+            "env.total_steps": 10**6,
+            "env.max_token_length": LENGTH,
+            "env.max_turns": TURNS,
+            "env.ensure_scores_are_not_same": "false",  # what is begun in place of such a group waits for those held up
+            "openai.base_url": f"{wire}/v1",
+            "openai.model_name": policy,
+            "slurm": "false",
+        }
+        environment = start_service(
+            "environment",
+            [
+                *(sys.executable, "-m", "recipe.atropos.environments.calculator", "serve"),
+                *(f"--{key}={value}" for key, value in flags.items()),
+            ],
+            log_path=folder / "environment.log",
+            env={VARIABLE: "1", "PYTHONUNBUFFERED": "1"},
+        )
+        trainer = RayGRPOAtroposTrainer(
+            config=config, tokenizer=AutoTokenizer.from_pretrained(policy), vocab_size=model_vocab(policy)
+        )
+        try:
+            trainer.init_workers()
+            trainer.fit()
+        except Exception as error:
+            raise AssertionError(environment.tail(60)) from error
+        finally:
+            environment.stop()
+            close(trainer)
+            ray.shutdown()
+        batches = [read_batch(folder / "run/batches", step) for step in range(1, STEPS + 1)]
+        yield (
+            policy,
+            batches,
+            [one for reply in replies for one in (reply if isinstance(reply, list) else [reply])],
+            (read_metrics(folder / "run")),
+        )
+
+
+def rows_of(groups):
+    for group in groups:
+        overrides = group["group_overrides"]
+        for i, (tokens, masks) in enumerate(zip(group["tokens"], group["masks"], strict=True)):
+            versions = overrides["policy_version_min"][i], overrides["policy_version_max"][i]
+            yield tokens, masks, group["inference_logprobs"][i], versions
+
+
+def test_every_trained_token_is_one_that_the_server_sampled_with_its_logprob_and_version(trained):
+    _, batches, replies, metrics = trained
+    sampled = {}
+    for reply in replies:
+        values, tokens = zip(*((v, t) for v, t, *_ in reply["meta_info"]["output_token_logprobs"]), strict=True)
+        sampled.setdefault((tokens, values), []).append(versions_of(reply["meta_info"]))
+    across, of_several = 0, 0
+    for step, groups in enumerate(batches, 1):
+        rows = list(rows_of(groups))
+        assert len(rows) == GROUPS * SIZE == metrics[step - 1]["atropos/rows"]
+        for tokens, masks, logprobs, stamped in rows:
+            spans = list(trained_spans(masks))
+            of_several += len(spans) >= 3
+            assert all(masks[a:b] == tokens[a:b] for a, b in spans)
+            found = [sampled[tuple(tokens[a:b]), tuple(logprobs[a:b])] for a, b in spans]
+            assert stamped in {(min(v[0] for v in chosen), max(v[1] for v in chosen)) for chosen in _each(found)}
+            across += stamped == (0, 1)
+            assert {value for value, mask in zip(logprobs, masks, strict=True) if mask == -100} == {1.0}
+    assert of_several > STEPS * GROUPS * SIZE / 2, "a call, another one, and the answer; it may forget some"
+    assert across, "a push fell between two turns"
+    assert metrics[1]["atropos/staleness/max"] == 1
+    assert not any("dropped" in key or "unknown_version" in key or "no_logprobs" in key for key in metrics[-1])
+
+
+def _each(found):
+    """All choices of one version for each turn, where several replies were the same to the last bit."""
+    chosen = [[]]
+    for versions in found:
+        chosen = [[*one, version] for one in chosen for version in set(versions)]
+    return chosen
+
+
+def test_between_the_turns_stands_what_the_tool_answered_once_and_masked(trained):
+    policy, batches, _, _ = trained
+    tokenizer = AutoTokenizer.from_pretrained(policy)
+    chats = {f"<|im_start|>user\n{row['question']}<|im_end|>\n<|im_start|>assistant\n" for row in PROBLEMS}
+    errors = whole = 0
+    for tokens, masks, _, _ in rows_of(group for groups in batches for group in groups):
+        (start, end), *later = trained_spans(masks)
+        prompt = tokenizer.decode(tokens[:start])
+        [asked] = [text for text in chats if prompt.startswith(text)]
+        assert prompt.endswith("<|im_start|>assistant\n")
+        whole += prompt == asked  # where a turn is not encoded as it was sampled, those after it stand alone
+        for a, b in later:
+            said, between = tokenizer.decode(tokens[start:end]), tokenizer.decode(tokens[end:a])
+            assert said.endswith("<|im_end|>") and said.count("<|im_end|>") == 1
+            reply = answer(said.removesuffix("<|im_end|>"))
+            assert between == f"\n<|im_start|>tool\n{reply}<|im_end|>\n<|im_start|>assistant\n"
+            errors += reply.startswith("error")
+            start, end = a, b
+        assert end == len(tokens)
+        reply = answer(tokenizer.decode(tokens[start:end]).removesuffix("<|im_end|>"))
+        if reply is not None and len(later) < TURNS - 1:  # a call that had no room for its answer and another turn
+            more = tokenizer.encode(f"\n<|im_start|>tool\n{reply}<|im_end|>\n<|im_start|>assistant\n")
+            assert len(tokens) + len(more) >= LENGTH - 1
+    assert errors, "a malformed call was answered too"
+    assert whole > 0.9 * STEPS * GROUPS * SIZE
+
+
+def test_the_trainer_computes_the_logprobs_that_were_posted_over_whole_conversations(trained):
+    policy, batches, _, metrics = trained
+    model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32)
+    for tokens, masks, logprobs, versions in rows_of(batches[0]):
+        assert versions == (0, 0)
+        with torch.no_grad():
+            scores = model(torch.tensor([tokens])).logits[0].log_softmax(-1)
+        for position, mask in enumerate(masks):
+            if mask != -100:
+                assert scores[position - 1, mask].item() == pytest.approx(logprobs[position], abs=TOLERANCE)
+    assert metrics[0]["atropos/logprob_diff/max"] < TOLERANCE, "the trainer's own workers"
+    masks = [masks for _, masks, _, _ in rows_of(group for groups in batches for group in groups)]
+    scores = {score for groups in batches for group in groups for score in group["scores"]}
+    assert scores == {1.0, -1.0}
+    lengths = [len(mask) - next(i for i, one in enumerate(mask) if one != -100) for mask in masks[: GROUPS * SIZE]]
+    assert metrics[0]["atropos/response_length"] == pytest.approx(sum(lengths) / len(lengths))

@@ -1,0 +1,405 @@
+"""The trainer between a real Trajectory API and a real SGLang server; groups are posted by hand."""
+
+import asyncio
+import shutil
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+
+from helpers.export import assert_export_is_what_is_served
+from helpers.services import get, post, running_api
+from helpers.trainer import CPU_OVERRIDES, begin_step, close, compose_config, model_vocab, random_group, started
+from recipe.atropos import ray_trainer
+from recipe.atropos.data.data_proto import groups_to_data_proto
+from recipe.atropos.inference.client import SGLangClient
+from recipe.atropos.ray_trainer import RayGRPOAtroposTrainer
+from recipe.atropos.run_record import read_metrics
+from recipe.atropos.utils.process import start_service
+from recipe.atropos.weight_sync.probe import Probe
+from recipe.atropos.weight_sync.servers import WeightPushError
+from recipe.atropos.workers import actor
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400), pytest.mark.usefixtures("cluster")]
+
+PROMPTS = [[10, 11, 12], [20, 21], [30, 31, 32, 33, 34]]
+
+
+def make_trainer(model_path, server, api_url, run_dir, *overrides):
+    config = compose_config(
+        f"actor_rollout_ref.model.path={model_path}",
+        f"inference.urls=[{server}]",
+        f"trainer.atropos.api_url={api_url}",
+        "trainer.atropos.max_wait_time=60",
+        f"run.dir={run_dir}",
+        "data.train_batch_size=2",
+        "actor_rollout_ref.rollout.n=4",
+        "actor_rollout_ref.actor.optim.lr=1e-3",
+        *overrides,
+    )
+    return started(config)
+
+
+def ask(server, **fields):
+    """Replies of the server, a list over prompts times n."""
+
+    async def call():
+        async with SGLangClient(server) as client:
+            return await client.generate(**fields)
+
+    return asyncio.run(call())
+
+
+def greedy(server):
+    parameters = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
+    return [reply["output_ids"] for reply in ask(server, input_ids=PROMPTS, sampling_params=parameters)]
+
+
+def sampled_groups(server, n=4):
+    """Fresh samples as an environment posts them: full length, the engine's own logprobs, 1.0 over the prompt."""
+    parameters = {"temperature": 1.0, "max_new_tokens": 16, "n": n}
+    groups = []
+    for prompt in PROMPTS:
+        replies = [
+            r["meta_info"]["output_token_logprobs"] for r in ask(server, input_ids=prompt, sampling_params=parameters)
+        ]
+        outputs = [[token for _, token, _ in reply] for reply in replies]
+        groups.append(
+            {
+                "tokens": [prompt + output for output in outputs],
+                "masks": [[-100] * len(prompt) + output for output in outputs],
+                "inference_logprobs": [[1.0] * len(prompt) + [lp for lp, *_ in reply] for reply in replies],
+                "scores": [float(i % 2) for i in range(n)],
+            }
+        )
+    return groups
+
+
+def pushed_weights(run_dir, version):
+    tensors = {}
+    for file in sorted(Path(run_dir, "weights", f"version_{version}").glob("*.safetensors")):
+        with safe_open(file, framework="pt") as opened:
+            tensors |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    return tensors
+
+
+@pytest.mark.parametrize(("transport", "strategy", "world"), [("tensor", "fsdp", 2), ("distributed", "fsdp2", 2)])
+@pytest.mark.slow
+def test_sharded_weights_arrive_by_every_transport(model_path, server, tmp_path, transport, strategy, world):
+    """Compared tensor by tensor with the server's checksums, and by what engine and trainer make of them."""
+    trainer = make_trainer(
+        model_path,
+        server,
+        "http://127.0.0.1:1",
+        tmp_path,
+        f"actor_rollout_ref.actor.strategy={strategy}",
+        f"trainer.n_gpus_per_node={world}",
+        f"trainer.atropos.weight_sync.transport={transport}",
+        "trainer.atropos.weight_sync.verify=checksum",
+    )
+    try:
+        probe = Probe([server], None, model_vocab(model_path), "float32", 1.0, 30.0)
+        for version in (100, 101):
+            metrics = trainer.checkpoint_manager.update_weights(version)
+            assert metrics["weight_sync/version"] == version
+            assert probe.verify(version, trainer._log_probs_of)["weight_sync/probe_gap"] < 1e-4
+    finally:
+        close(trainer)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "world"),
+    [
+        pytest.param("fsdp2", 1, marks=pytest.mark.slow),
+        ("fsdp2", 2),
+        pytest.param("fsdp", 1, marks=pytest.mark.slow),
+        pytest.param("fsdp", 2, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_pushed_and_exported_weights_are_the_trainers(model_path, server, tmp_path, strategy, world):
+    """Bit for bit on the way; 1e-4 between the engine's and the worker's logprobs of fresh samples (FSDP in fp32).
+
+    An export answers in transformers as the server does, token for token.
+    """
+    trainer = make_trainer(
+        model_path,
+        server,
+        "http://127.0.0.1:1",
+        tmp_path,
+        f"actor_rollout_ref.actor.strategy={strategy}",
+        f"trainer.n_gpus_per_node={world}",
+    )
+    try:
+        trainer.checkpoint_manager.update_weights(100)
+        with safe_open(model_path / "model.safetensors", framework="pt") as opened:
+            base = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        pushed = pushed_weights(tmp_path, 100)
+        assert pushed.keys() == base.keys()
+        assert all(torch.equal(pushed[name], base[name]) for name in base), "before any update: the model's own"
+
+        before = greedy(server)
+        for version in (101, 102):
+            groups = sampled_groups(server)
+            batch, _ = groups_to_data_proto(groups, trainer.limits, trainer.mini_batch_size)
+            begin_step(trainer, batch, version)
+            trainer._compute_log_probs(batch)
+            assert trainer.metrics["atropos/logprob_diff/max"] < 1e-4, f"samples of version {version - 1}"
+            trainer._compute_advantages(batch)
+            trainer._update_actor(batch)
+            stale = trainer.actor.log_probs(batch)[0]["old_log_probs"]
+            gap = (stale - batch.batch["rollout_log_probs"])[batch.batch["response_mask"].bool()].abs().max()
+            assert gap > 1e-3, "the update moved the policy away from its samples"
+            trainer.checkpoint_manager.update_weights(version)
+        assert trainer.checkpoint_manager.version == 102
+        assert asyncio.run(version_of(server)) == "102"
+        assert greedy(server) != before
+        assert not all(
+            torch.equal(a, b) for a, b in zip(pushed_weights(tmp_path, 102).values(), base.values(), strict=True)
+        )
+        assert [p.name for p in (tmp_path / "weights").iterdir()] == ["version_102"], "old versions are removed"
+        assert_export_is_what_is_served(trainer, server, pushed_weights(tmp_path, 102), tmp_path / "exported")
+    finally:
+        close(trainer)
+
+
+async def version_of(server):
+    async with SGLangClient(server) as client:
+        return await client.weight_version()
+
+
+@pytest.fixture(scope="module")
+def probing(model_path, server, tmp_path_factory):
+    """A trainer that probes what it has pushed."""
+    verify = "trainer.atropos.weight_sync.verify=probe"
+    trainer = make_trainer(model_path, server, "http://127.0.0.1:1", tmp_path_factory.mktemp("probing"), verify)
+    yield trainer
+    close(trainer)
+
+
+def test_a_push_that_fails_raises_and_the_version_in_force_stays(probing, server, tmp_path):
+    folder = Path(probing.config.run.dir, "weights")
+    probing.checkpoint_manager.update_weights(7)
+    folder.rename(tmp_path / "moved")
+    folder.write_text("a file where the folder should be")
+    with pytest.raises(Exception, match="weights"):
+        probing.checkpoint_manager.update_weights(8)
+    assert probing.checkpoint_manager.version == 7
+    assert asyncio.run(version_of(server)) == "7"
+    folder.unlink()
+    probing.checkpoint_manager.update_weights(8)
+    assert asyncio.run(version_of(server)) == "8"
+
+
+def test_the_probe_passes_true_pushes_and_catches_other_weights_and_keys_of_older_ones(
+    probing, model_path, server, tmp_path
+):
+    """In both faults the server reports the new version, so a look at the version alone finds nothing."""
+    manager, weights = probing.checkpoint_manager, Path(probing.config.run.dir, "weights")
+    older, newer = tmp_path / "older", weights / "version_12"
+    assert manager.update_weights(11)["weight_sync/probe_gap"] < 1e-4
+    shutil.copytree(weights / "version_11", older)
+    update_once(probing, sampled_groups(server))
+    assert manager.update_weights(12)["weight_sync/probe_gap"] < 1e-4
+
+    asyncio.run(load(server, older, "13", flush_cache=True))
+    with pytest.raises(WeightPushError, match=f"report version 13 but compute with other weights.* on {server}"):
+        manager.verify(13)
+
+    asyncio.run(load(server, older, "13", flush_cache=True, resume=True))
+    Probe([server], None, model_vocab(model_path), "float32", 1.0, 60).ask()  # its keys are in the cache now
+    asyncio.run(load(server, newer, "14", flush_cache=False))
+    with pytest.raises(WeightPushError, match="or with keys of older ones"):
+        manager.verify(14)
+    assert asyncio.run(version_of(server)) == "14" and manager.version == 12
+
+    manager.update_weights(15)  # a whole push fixes it, and lets the server go on
+    assert manager.version == 15 and greedy(server)
+
+
+async def load(server, folder, version, flush_cache, resume=False):
+    """What a push does, one part of it: the server takes the weights of a folder under a version's name."""
+    async with SGLangClient(server) as client:
+        await client.update_weights_from_disk(folder, version, flush_cache=flush_cache)
+        if resume:
+            await client.resume()
+
+
+def update_once(trainer, groups):
+    """One update, large enough to be seen."""
+    batch, _ = groups_to_data_proto(groups, trainer.limits, trainer.mini_batch_size)
+    begin_step(trainer, batch, step=1)
+    trainer._compute_log_probs(batch)
+    trainer._compute_advantages(batch)
+    trainer._update_actor(batch)
+
+
+def fit(model_path, server, run_dir, folder, groups, *overrides):
+    """A whole ``fit`` on ``groups``, posted in their order; returns the trainer's last pushed weights.
+
+    ``groups`` may be an iterator that takes its time.
+    """
+    folder.mkdir()
+    with running_api(folder) as api:
+        trainer = make_trainer(model_path, server, api.url, run_dir, *overrides)
+        fit_on(trainer, groups)
+    return pushed_weights(run_dir, trainer.global_steps), trainer
+
+
+def fit_on(trainer, groups):
+    """``fit``, with ``groups`` posted from its registration on; the trainer is closed."""
+    url = trainer.config.trainer.atropos.api_url
+    try:
+        poster = threading.Thread(target=_post_when_registered, args=(url, groups), daemon=True)
+        poster.start()
+        trainer.fit()
+        poster.join(10)
+    finally:
+        close(trainer)
+
+
+def _post_when_registered(url, groups):
+    deadline = time.monotonic() + 200
+    while get(f"{url}/info")["batch_size"] == -1:
+        assert time.monotonic() < deadline, "no trainer registers"
+        time.sleep(0.1)
+    for item in groups:
+        post(f"{url}/scored_data", item)
+
+
+def a_day_passes_at_each_batch(patch):
+    """For the trainer's and the ranks' clocks, between asking for a batch and having it."""
+    days, next_batch = [], RayGRPOAtroposTrainer._next_batch
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + 86_400 * len(days), time=time.time)
+
+    def late(self):
+        days.append(None)
+        return next_batch(self)
+
+    patch.setattr(RayGRPOAtroposTrainer, "_next_batch", late)
+    patch.setattr(ray_trainer, "time", clock)
+    patch.setattr(actor, "time", clock)
+
+
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(model_path, server, tmp_path, monkeypatch):
+    """Weights, Adam's moments, statistics: four steps at once, and two with another process going on for two.
+
+    The uninterrupted run waits longer for its batches than ranks may take for a step.
+    """
+    rng = np.random.default_rng(5)
+    groups = [random_group(rng, model_vocab(model_path)) for _ in range(8)]  # two a step
+    for group in groups:
+        group["scores"] = rng.normal(size=4).tolist()
+    options = ["trainer.save_freq=2", "trainer.total_training_steps=4", "trainer.max_actor_ckpt_to_keep=null"]
+    options.append("trainer.atropos.advantage_normalization=global")  # its statistics go on too
+    with monkeypatch.context() as patch:
+        a_day_passes_at_each_batch(patch)
+        whole, _ = fit(model_path, server, tmp_path / "whole", tmp_path / "a", groups, *options)
+    half = tmp_path / "half"
+    fit(model_path, server, half, tmp_path / "b", groups[:4], *options, "trainer.total_training_steps=2")
+    # A step that the checkpoint does not hold, and half a line: what a killed trainer leaves.
+    with (half / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "atropos/mean_score": 9}\n{"step": 4, "atro')
+    resumed, trainer = fit(model_path, server, half, tmp_path / "c", groups[4:], *options)
+    assert whole.keys() == resumed.keys() and len(whole) > 20
+    for name in whole:
+        assert torch.equal(whole[name], resumed[name]), name
+    assert [line["step"] for line in read_metrics(half)] == [1, 2, 3, 4]
+    assert trainer.record.totals.steps == 4 and trainer.record.totals.sequences_trained == 32
+    for i, line in enumerate(read_metrics(half)):
+        assert line["atropos/mean_score"] == pytest.approx(np.mean([g["scores"] for g in groups[2 * i : 2 * i + 2]]))
+    assert trainer.advantage_moments.count == trainer.record.totals.tokens_trained
+
+
+KILLED_BEFORE_A_PUSH = """
+import os, signal
+from recipe.atropos.main import main
+from recipe.atropos.ray_trainer import RayGRPOAtroposTrainer
+
+push = RayGRPOAtroposTrainer._push_weights
+
+def push_or_die(self):
+    if self.global_steps == 4:
+        os.kill(os.getpid(), signal.SIGKILL)
+    push(self)
+
+RayGRPOAtroposTrainer._push_weights = push_or_die
+main()
+"""
+
+
+@pytest.mark.slow
+def test_a_trainer_killed_after_an_update_and_before_its_push_leaves_no_wrong_sample(model_path, server, tmp_path):
+    """It dies in step 4 with its checkpoint at 2: what version 3 sampled is of a branch that is no more."""
+    run = tmp_path / "run"
+    options = ["trainer.save_freq=2", "trainer.total_training_steps=4", "data.train_batch_size=2"]
+    options += ["actor_rollout_ref.rollout.n=4", "actor_rollout_ref.actor.optim.lr=1e-3", f"run.dir={run}"]
+    options += ["data.max_prompt_length=64", "data.max_response_length=64"]
+    with running_api(tmp_path) as api:
+        addresses = [f"inference.urls=[{server}]", f"trainer.atropos.api_url={api.url}"]
+        command = [sys.executable, "-c", KILLED_BEFORE_A_PUSH, *CPU_OVERRIDES, *addresses, *options]
+        command.append(f"actor_rollout_ref.model.path={model_path}")
+        first = start_service("trainer", command, log_path=tmp_path / "trainer.log", cwd=tmp_path)
+        try:
+            _post_when_registered(api.url, stamped(server, range(4)))
+            assert first.process.wait(120) == -signal.SIGKILL, first.tail()
+        finally:
+            first.stop(grace=1)
+        assert asyncio.run(version_of(server)) == "3" and (run / "checkpoints/global_step_2").exists()
+        for group in stamped(server, [3]):
+            post(f"{api.url}/scored_data", group)
+
+        trainer = make_trainer(model_path, server, api.url, run, *options)
+        fit_on(trainer, stamped(server, [2, 3]))
+    lines = {line["step"]: line for line in read_metrics(run)}
+    assert lines[3]["atropos/dropped/future_version"] == 8 and "atropos/dropped/future_version" not in lines[4]
+    assert all(lines[step]["atropos/logprob_diff/max"] < 1e-4 for step in (1, 2, 3, 4)), "each by its own weights"
+    assert all(lines[step]["atropos/staleness/max"] == 0 for step in (1, 2, 3, 4))
+    assert asyncio.run(version_of(server)) == "4" and trainer.record.totals.dropped == {"future_version": 8}
+
+
+def stamped(server, versions):
+    """Two groups sampled by each of these versions, as soon as the server has it, with that version on them."""
+    for version in versions:
+        deadline = time.monotonic() + 60
+        while asyncio.run(version_of(server)) != str(version):
+            assert time.monotonic() < deadline, f"the server never served version {version}"
+            time.sleep(0.05)
+        for group in sampled_groups(server)[:2]:
+            known = dict.fromkeys(("policy_version_min", "policy_version_max"), [version] * len(group["tokens"]))
+            yield group | {"group_overrides": known}
+
+
+def samples(server, steps, fresh):
+    """Two groups a step: sampled from each step's own weights, or all from those of version 0."""
+    for version in range(steps):
+        if fresh or version == 0:
+            deadline = time.monotonic() + 60
+            while asyncio.run(version_of(server)) != str(version):
+                assert time.monotonic() < deadline, f"the server never served version {version}"
+                time.sleep(0.05)
+            groups = sampled_groups(server)[:2]
+        yield from groups
+
+
+def test_engine_and_trainer_agree_on_fresh_samples_in_every_step_and_part_on_stale_ones(model_path, server, tmp_path):
+    """1e-4 in fp32 through the whole loop, API included; what lets them part is the policy's own change."""
+    gaps = {}
+    for name, fresh in (("fresh", True), ("stale", False)):
+        groups = samples(server, 4, fresh)
+        fit(model_path, server, tmp_path / name, tmp_path / f"{name}-api", groups, "trainer.total_training_steps=4")
+        lines = read_metrics(tmp_path / name)
+        gaps[name] = (
+            [line["atropos/logprob_diff/max"] for line in lines],
+            [line["rollout_corr/k3_kl"] for line in lines],
+        )
+    assert len(gaps["fresh"][0]) == 4 and max(gaps["fresh"][0]) < 1e-4, gaps
+    assert gaps["stale"][0][0] < 1e-4 and gaps["stale"][0][1] > 1e-3, gaps
+    assert gaps["stale"][1] == sorted(gaps["stale"][1]) and gaps["stale"][1][-1] > 10 * max(gaps["fresh"][1]), gaps

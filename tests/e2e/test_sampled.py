@@ -1,0 +1,297 @@
+"""What is trained on is what the policy sampled, whatever happens to the text: environments on a real server."""
+
+import asyncio
+import itertools
+
+import pytest
+from atroposlib.envs.base import ScoredDataItem
+from atroposlib.utils.tokenize_for_trainer import tokenize_for_trainer
+from transformers import AutoTokenizer
+
+from helpers.sampled import END, I, Scripted, assert_as_sampled, ids_of, make, make_drifting_model, round_of
+from helpers.sglang import running_sglang
+from recipe.atropos.adapter.completion_cache import trained_spans
+from recipe.atropos.data.reading import read_groups
+from recipe.atropos.data.rows import RowLimits
+from recipe.atropos.data.sampling import SamplingCheck, SamplingMismatch
+from recipe.atropos.inference.client import InferenceError, SGLangClient
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    return make_drifting_model(tmp_path_factory.mktemp("model") / "policy")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model_path):
+    return AutoTokenizer.from_pretrained(model_path)
+
+
+@pytest.fixture(scope="module")
+def url(model_path):
+    with running_sglang(model_path, max_total_tokens=8192) as (_, url):
+        yield url
+
+
+@pytest.fixture
+def replies(monkeypatch):
+    """The token lists of all replies of /generate."""
+    seen, generate = set(), SGLangClient.generate
+
+    async def spy(self, **kwargs):
+        answer = await generate(self, **kwargs)
+        for reply in answer if isinstance(answer, list) else [answer]:
+            seen.add(tuple(token for _, token, *_ in reply["meta_info"].get("output_token_logprobs") or ()))
+        return answer
+
+    monkeypatch.setattr(SGLangClient, "generate", spy)
+    return seen
+
+
+class ManagedTurns(Scripted):
+    """Three turns on a managed server; the last one of two samples."""
+
+    how = "chat"
+
+    async def collect_trajectory(self, item):
+        async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
+            messages = [{"role": "user", "content": "go"}]
+            for turn in range(3):
+                if self.how == "chat":
+                    answer = await managed.chat_completion(messages=messages, max_tokens=60, n=1 + turn // 2)
+                    text = answer.choices[0].message.content
+                else:
+                    prompt = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+                    answer = await managed.completion(prompt=prompt, max_tokens=60, n=1 + turn // 2)
+                    text = answer.choices[0].text
+                messages += [{"role": "assistant", "content": text}, {"role": "user", "content": f"turn {turn}"}]
+            return managed.get_state()["nodes"]
+
+    async def collect_trajectories(self, item):
+        nodes = await asyncio.gather(*(self.collect_trajectory(item) for _ in range(2)))
+        self.nodes = sum(nodes, [])
+        rows = [{"tokens": node.tokens, "masks": node.masked_tokens} for node in self.nodes]
+        return self.group(rows, inference_logprobs=[node.logprobs for node in self.nodes]), []
+
+
+class ManagedTextTurns(ManagedTurns):
+    how = "text"
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("script", [ManagedTurns, ManagedTextTurns])
+def test_turns_on_a_managed_server_are_the_sampled_tokens_each_ended_once(script, model_path, url, replies):
+    env = make(script, model_path, url)
+    group = round_of(env)
+    assert_as_sampled(group, model_path, replies)
+    assert group["tokens"] == [node.tokens for node in env.nodes]  # already so in the nodes
+    for tokens, masks in zip(group["tokens"], group["masks"], strict=True):
+        assert len(list(trained_spans(masks))) == 3
+        assert (END, END) not in set(itertools.pairwise(tokens))
+    assert group["group_overrides"]["policy_version_min"] == [-1] * 4  # no trainer pushed
+
+
+@pytest.mark.e2e
+def test_a_prompt_extends_the_node_whose_text_it_continues_and_of_equal_ones_each_once(model_path, url):
+    """Many short replies to one prompt: "ab" does not continue "a", and is one token and an end, or two."""
+    env = make(Scripted, model_path, url)
+    few = {str(token): 100.0 for token in (END, *ids_of(env.tokenizer, "a", "b", "ab"))}
+
+    async def ask():
+        async with env.server.managed_server(tokenizer=env.tokenizer) as managed:
+            first = await managed.completion(prompt="Q:", n=64, max_tokens=2, temperature=4.0, logit_bias=few)
+            before = managed.get_state()["nodes"]
+            texts = [choice.text for choice in first.choices if choice.text.strip()]  # else it continues nothing
+            for text in texts:
+                await managed.completion(prompt="Q:" + text, max_tokens=2)
+            return before, managed.get_state()["nodes"], len(texts)
+
+    before, after, continued = asyncio.run(ask())
+    assert len(after) == len(before) == 64
+    longer = [(old, new) for old, new in zip(before, after, strict=True) if new is not old]
+    assert len(longer) == continued
+    for old, new in longer:
+        size = env._cache.unended(old.tokens)  # what goes on has not ended
+        assert new.tokens[:size] == old.tokens[:size] and len(new.tokens) > size and END not in new.tokens[:-1]
+        assert new.masked_tokens == [I, I, *new.tokens[2:]] and new.logprobs[:size] == old.logprobs[:size]
+
+
+class TextTurns(Scripted):
+    """Upstream's games: chat_completion on a dedicated server, stripped texts, tokenize_for_trainer at the end."""
+
+    async def collect_trajectory(self, item):
+        messages = [{"role": "user", "content": "go"}]
+        async with self.server.dedicated_server() as server:
+            for turn in range(3):
+                answer = await server.chat_completion(messages=messages, n=1, max_tokens=60, temperature=1.0)
+                messages.append({"role": "assistant", "content": answer.choices[0].message.content.strip()})
+                messages.append({"role": "user", "content": f"turn {turn}"})
+        row = tokenize_for_trainer(self.tokenizer, messages[:-1], train_on_all_assistant_turns=True)
+        self.numbers = getattr(self, "numbers", itertools.count())
+        return ScoredDataItem(**row, scores=float(next(self.numbers))), []
+
+
+class ManySamples(Scripted):
+    """More samples than the manager asks for at once, as text, each encoded with the prompt by hand."""
+
+    temperature = 1.0
+
+    async def collect_trajectories(self, item):
+        prompt = self.tokenizer.apply_chat_template(
+            [{"role": "user", "content": "go"}], add_generation_prompt=True, tokenize=False
+        )
+        answer = await self.server.completion(
+            prompt=prompt, n=self.config.group_size, max_tokens=60, temperature=self.temperature
+        )
+        first = self.tokenizer.encode(prompt)
+        texts = [self.tokenizer.encode(choice.text + "<|im_end|>") for choice in answer.choices]
+        return self.group([{"tokens": first + text, "masks": [I] * len(first) + text} for text in texts]), []
+
+
+class RawTurns(Scripted):
+    """One text that grows, without a chat template, with replies that end before a stop string."""
+
+    async def collect_trajectory(self, item):
+        text = "Q: go\nA:"
+        tokens, masks, replies = self.tokenizer.encode(text), [I] * 8, 0
+        for _ in range(3):
+            answer = await self.server.completion(prompt=text, max_tokens=40, stop=["dc"])
+            reply, after = answer.choices[0].text, self.tokenizer.encode(" more\n")
+            ids = self.tokenizer.encode(reply)
+            text += reply + " more\n"
+            tokens, masks, replies = [*tokens, *ids, *after], [*masks, *ids, *[I] * 6], replies + bool(reply.strip())
+        self.replies = [*getattr(self, "replies", ()), replies]
+        return ScoredDataItem(tokens=tokens, masks=masks, scores=float(len(self.replies))), []
+
+
+@pytest.mark.e2e
+def test_a_text_that_grows_has_the_sampled_tokens_in_it(model_path, url, replies):
+    env = make(RawTurns, model_path, url)
+    group = round_of(env)
+    assert_as_sampled(group, model_path, replies)
+    assert sorted(len(list(trained_spans(masks))) for masks in group["masks"]) == sorted(env.replies)
+    assert env.report.counts["retokenized"] > 0 and env.report.counts["not_sampled"] == 0
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(("named", "trainer"), [(0.5, 1.0), (None, 0.7), (None, None)])
+def test_sampling_parameters_are_posted_with_the_tokens(named, trainer, model_path, url, replies, monkeypatch):
+    """An environment that names no temperature samples at the trainer's; other requests do not matter."""
+    if trainer is not None:
+        monkeypatch.setenv("ATROPOS_TEMPERATURE", str(trainer))
+    env = make(ManySamples, model_path, url)
+    env.temperature = named
+
+    async def evaluate():
+        await env.server.completion(prompt="go", max_tokens=5, temperature=0.0, top_p=0.5, split="eval")
+        await env.server.completion(prompt="not posted", max_tokens=5, temperature=3.0)
+
+    asyncio.run(evaluate())
+    group = round_of(env)
+    expected = named or trainer or 1.0
+    assert group["group_overrides"]["sampling_params"] == [[{"temperature": expected}]] * 4
+    assert_as_sampled(group, model_path, replies, temperature=expected)
+    rows, _ = read_groups([group], RowLimits(100, 100, 0))
+    check = SamplingCheck(temperature=1.0)
+    if expected == 1.0:
+        assert check.metrics([row.sampling for row in rows], ["e"] * 4) == {}
+    else:
+        with pytest.raises(SamplingMismatch, match=f"environment e sampled at temperature {expected}"):
+            check.metrics([row.sampling for row in rows], ["e"] * 4)
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(("script", "size", "spans"), [(TextTurns, 4, 3), (ManySamples, 10, 1)])
+def test_text_encoded_again_is_posted_as_it_was_sampled(script, size, spans, model_path, url, replies):
+    env = make(script, model_path, url, group_size=size)
+    group = round_of(env)
+    assert_as_sampled(group, model_path, replies)
+    lengths = [len(list(trained_spans(masks))) for masks in group["masks"]]
+    assert lengths == [spans] * size
+    assert env.report.counts["retokenized"] > 0 and env.report.counts["not_sampled"] == 0
+    assert env.report.counts["other_context"] == 0
+
+
+@pytest.mark.e2e
+def test_the_openai_route_answers_as_before_and_what_it_alone_can_do_is_counted(model_path, url):
+    """Evaluation has its own cache."""
+    env = make(Scripted, model_path, url)
+    messages = [{"role": "user", "content": "go"}]
+    books = env._calls.caches
+
+    async def ask():
+        chat = await env.server.chat_completion(messages=messages, n=2, max_tokens=9, extra_body={"ignore_eos": True})
+        longer = await env.server.chat_completion(messages=messages, extra_body={"min_tokens": 130}, split="eval")
+        short = await env.server.completion(prompt="go", extra_body={"ignore_eos": True}, split="eval")
+        assert longer.usage.completion_tokens > 130 and short.usage.completion_tokens == 16  # as OpenAI's defaults
+        plain = await env.server.chat_completion(messages=messages, n=2, max_tokens=9, logprobs=True)
+        assert len(books["train"]) == 2
+        text = await env.server.completion(prompt="go", max_tokens=5, temperature=0.0, split="eval")
+        with_plain = await env.server.completion(prompt="go", max_tokens=5, temperature=0.0, logprobs=1, split="eval")
+        async with env.server.managed_server(tokenizer=env.tokenizer) as managed:
+            answer = await managed.chat_completion(messages=messages, max_tokens=5, split="eval")
+            turns = [*messages, {"role": "assistant", "content": answer.choices[0].message.content}, *messages]
+            await managed.chat_completion(messages=turns, max_tokens=5, split="eval")
+            assert len(managed.get_state()["nodes"]) == 1  # the second turn went on from the first
+        assert (len(books["train"]), len(books["eval"])) == (2, 5)
+        return chat, plain, text, with_plain
+
+    chat, plain, text, with_plain = asyncio.run(ask())
+    assert type(chat) is type(plain) and type(text) is type(with_plain)
+    assert [(c.index, c.finish_reason, c.message.role) for c in chat.choices] == [
+        (0, "length", "assistant"),
+        (1, "length", "assistant"),
+    ]
+    assert chat.usage.completion_tokens == 18 and chat.usage.prompt_tokens == plain.usage.prompt_tokens
+    assert text.choices[0].text == with_plain.choices[0].text
+    assert text.usage.total_tokens == with_plain.usage.total_tokens == text.usage.prompt_tokens + 5
+    assert plain.choices[0].logprobs is not None and env.report.counts["plain_route/logprobs"] == 3
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("route", ["exact", "plain"])
+def test_aborted_samples_are_asked_for_again_until_they_are_whole(route, model_path, url):
+    env = make(Scripted, model_path, url)
+    extra = {"ignore_eos": True}
+
+    async def ask():
+        call = env.server.chat_completion(
+            messages=[{"role": "user", "content": "go"}],
+            n=4,
+            max_tokens=400,
+            extra_body=extra,
+            **({"logprobs": True} if route == "plain" else {}),
+        )
+        task = asyncio.create_task(call)
+        async with SGLangClient(url) as client:
+            while not task.done() and not env.report.counts["aborted_samples"]:
+                await asyncio.sleep(0.3)
+                await client.pause("abort")
+                await client.resume()
+        return await task
+
+    answer = asyncio.run(ask())
+    assert env.report.counts["aborted_samples"] > 0
+    assert [(c.index, c.finish_reason) for c in answer.choices] == [(i, "length") for i in range(4)]
+    assert answer.usage.completion_tokens >= 400
+    if route == "exact":
+        assert len(env._cache) == 4
+
+
+@pytest.mark.e2e
+def test_samples_that_are_aborted_again_and_again_are_an_error_that_names_the_server(model_path, url):
+    env = make(Scripted, model_path, url)
+
+    async def ask():
+        params = {"n": 1, "max_new_tokens": 1900, "ignore_eos": True}
+        task = asyncio.create_task(env._calls.sample(env.server.servers[0], [1, 2, 3], params, None))
+        async with SGLangClient(url) as client:
+            while not task.done():
+                await asyncio.sleep(0.05)
+                await client.pause("abort")
+                await client.resume()
+        await task
+
+    with pytest.raises(InferenceError, match=f"{url}/generate: 1 of 1 samples were aborted or empty, 5 times"):
+        asyncio.run(ask())
+    assert env.report.counts["aborted_samples"] == 5 and len(env._cache) == 0

@@ -1,0 +1,208 @@
+"""One push, two real servers: both have the version, or the old one stays in force."""
+
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import numpy as np
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+
+from helpers.services import get, post, running_api
+from helpers.sglang import call, can_checksum, make_tiny_model, running_sglang
+from helpers.trainer import close, compose_config, model_vocab, random_group, started
+from recipe.atropos.inference.client import InferenceError, SGLangClient
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def other_model(tmp_path_factory):
+    return make_tiny_model(tmp_path_factory.mktemp("other"), seed=1)
+
+
+@pytest.fixture(scope="module")
+def second_server(other_model):
+    """A service of this module alone, and its URL: some tests harm it."""
+    with running_sglang(other_model, max_total_tokens=2048) as (service, url):
+        yield service, url
+
+
+@pytest.fixture(scope="module")
+def urls(server, second_server, other_model):
+    """Of two servers with other random weights than the trainer begins with."""
+    call(server, lambda client: client.update_weights_from_disk(other_model, "default"))
+    return [server, second_server[1]]
+
+
+@pytest.fixture(scope="module")
+def two_nodes():
+    """A Ray cluster of two nodes in this machine, each with room for one rank of two trainers, and their own tasks."""
+    ray.shutdown()
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 3, "include_dashboard": False})
+    cluster.add_node(num_cpus=2)
+    ray.init(address=cluster.address)
+    yield
+    ray.shutdown()
+    cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def trainer(two_nodes, model_path, urls, tmp_path_factory):
+    limits = ["trainer.atropos.weight_sync.timeout=8", "trainer.atropos.weight_sync.verify=probe"]
+    trainer = started(config_of(model_path, urls, tmp_path_factory.mktemp("run"), *limits))
+    yield trainer
+    close(trainer)
+
+
+def config_of(model_path, urls, run_dir, *overrides):
+    return compose_config(
+        f"actor_rollout_ref.model.path={model_path}",
+        f"inference.urls=[{','.join(urls)}]",
+        f"run.dir={run_dir}",
+        *overrides,
+    )
+
+
+def version(url):
+    return call(url, lambda client: client.weight_version())
+
+
+def greedy(url, timeout=30):
+    parameters = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
+    return call(url, lambda c: c.generate(input_ids=[10, 11, 12], sampling_params=parameters), timeout)["output_ids"]
+
+
+def send(service, what):
+    for process in service.members():
+        process.send_signal(what)
+
+
+def test_a_push_reaches_both_servers_or_names_the_one_it_did_not_reach_and_the_old_version_stays(
+    trainer, urls, second_server
+):
+    (first, second), (service, _) = urls, second_server
+    assert greedy(first) == greedy(second)
+    before = greedy(first)
+    metrics = trainer.checkpoint_manager.update_weights(1)
+    assert metrics["weight_sync/probe_gap"] < 1e-4
+    assert version(first) == version(second) == "1"
+    after = greedy(first)
+    assert after == greedy(second) != before
+
+    send(service, signal.SIGSTOP)  # it is there, and answers nothing
+    try:
+        with pytest.raises(Exception, match=f"weight push failed in phase 'check' on {second}"):
+            trainer.checkpoint_manager.update_weights(2)
+    finally:
+        send(service, signal.SIGCONT)
+    assert trainer.checkpoint_manager.version == 1 and version(first) == "1" and greedy(first) == after
+
+    trainer.checkpoint_manager.update_weights(3)  # a retry is a whole push
+    assert version(first) == version(second) == "3" and trainer.checkpoint_manager.version == 3
+    assert greedy(first) == greedy(second) == after
+
+
+def test_a_push_while_both_servers_generate_leaves_no_old_key(trainer, urls):
+    """The probe is there to see one. Running requests go on with the new weights, or end where SGLang cannot flush."""
+    trainer.checkpoint_manager.update_weights(1)
+    pushed = threading.Event()
+    with ThreadPoolExecutor() as pool:
+        running = [(url, pool.submit(generate_until, pushed, url, tokens)) for url in urls for tokens in (900, 700)]
+        try:
+            time.sleep(0.5)
+            metrics = trainer.checkpoint_manager.update_weights(2)
+        finally:
+            pushed.set()
+        endings = {url: [] for url in urls}
+        for url, future in running:
+            endings[url] += future.result(60)
+    assert metrics["weight_sync/probe_gap"] < 1e-4
+    for url in urls:
+        mode = call(url, SGLangClient.capabilities).safe_pause_mode("auto")
+        across = {"abort": ("abort", ["1"]), "retract": ("length", ["1", "2"])}[mode]
+        assert across in endings[url]
+        assert all(ending in (across, ("length", ["1"]), ("length", ["2"])) for ending in endings[url])
+
+
+def generate_until(stop, url, max_new_tokens):
+    """Requests one after the other until `stop` is set: how each ended, and the versions of its tokens in order."""
+    parameters = {"temperature": 1.0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
+    request = partial(SGLangClient.generate, input_ids=[10, 11, 12, 13], sampling_params=parameters)
+    endings = []
+    while not stop.is_set():
+        reply = call(url, request)["meta_info"]
+        spans = reply.get("weight_versions") or [{"version": reply["weight_version"]}]
+        endings.append((reply["finish_reason"]["type"], [span["version"] for span in spans]))
+    return endings
+
+
+def test_a_server_that_comes_back_with_other_weights_is_given_the_current_ones(
+    trainer, urls, second_server, other_model
+):
+    """As one that was restarted: it serves the model of its command line, under a version of its own."""
+    (first, second), (service, _) = urls, second_server
+    trainer.checkpoint_manager.update_weights(1)
+    current = greedy(first)
+    assert trainer.checkpoint_manager.ensure_current(1) == {}, "nothing is pushed where nothing is wrong"
+
+    call(second, lambda client: client.update_weights_from_disk(other_model, "default"))
+    assert version(second) == "default" and greedy(second) != current
+    trainer.metrics, trainer.global_steps = {}, 2
+    trainer._look_after_servers()  # as while it waits for the batch of step 2
+    metrics = trainer.metrics
+    assert metrics["weight_sync/servers_out_of_sync"] == 1 and metrics["weight_sync/version"] == 1
+    assert version(first) == version(second) == "1" and greedy(second) == greedy(first) == current
+
+    send(service, signal.SIGSTOP)
+    try:
+        with pytest.raises(InferenceError, match=f"{second}/model_info: no answer within 8 s"):
+            trainer.checkpoint_manager.ensure_current(1)
+    finally:
+        send(service, signal.SIGCONT)
+
+
+@pytest.mark.slow
+def test_ranks_on_two_nodes_train_and_push_to_two_servers(two_nodes, model_path, urls, tmp_path):
+    """A sharded model over Ray nodes, a process group with both servers, and a whole run of two steps."""
+    first, second = urls
+    with running_api(tmp_path) as api:
+        config = config_of(
+            model_path,
+            urls,
+            tmp_path / "run",
+            "trainer.nnodes=2",
+            "trainer.n_gpus_per_node=1",
+            "trainer.atropos.weight_sync.transport=distributed",
+            f"trainer.atropos.weight_sync.verify={'checksum' if can_checksum(first) else 'version'}",
+            "data.train_batch_size=2",
+            "actor_rollout_ref.rollout.n=4",
+            "actor_rollout_ref.actor.optim.lr=1e-2",
+            "trainer.total_training_steps=2",
+            f"trainer.atropos.api_url={api.url}",
+        )
+        trainer = started(config)
+        try:
+            node_of = lambda _: ray.get_runtime_context().get_node_id()  # noqa: E731 (a function would go by its module)
+            nodes = ray.get([worker.__ray_call__.remote(node_of) for worker in trainer.actor.workers])
+            assert len(nodes) == len(set(nodes)) == 2
+            trainer.checkpoint_manager.update_weights(0)
+            before = greedy(first)
+            poster = threading.Thread(target=post_when_registered, args=(api.url, model_vocab(model_path)), daemon=True)
+            poster.start()
+            trainer.fit()
+            assert trainer.checkpoint_manager.version == 2 and version(first) == version(second) == "2"
+            assert greedy(first) == greedy(second) != before
+        finally:
+            close(trainer)
+
+
+def post_when_registered(url, vocab_size):
+    rng = np.random.default_rng(0)
+    while get(f"{url}/info")["batch_size"] == -1:
+        time.sleep(0.1)
+    for _ in range(4):
+        post(f"{url}/scored_data", random_group(rng, vocab_size))

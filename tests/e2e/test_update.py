@@ -1,0 +1,483 @@
+"""One update of verl's real FSDP workers, tensor by tensor: plain SGD with rate 1 moves the weights by the gradient.
+
+Each path through the algorithm is checked against coefficients that are written down here, one for each trained token:
+the gradient is the sum of ``coefficient * grad log p(token)`` over plain transformers, one unpadded sequence at a time.
+"""
+
+import math
+import statistics
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+from verl.trainer.config import RolloutCorrectionConfig
+from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, get_kl_controller
+from verl.utils.config import omega_conf_to_dataclass
+
+from helpers.trainer import begin_step, close, compose_config, model_vocab, random_group, started
+from recipe.atropos.algorithm.losses import DistillationConfig, atropos_loss
+from recipe.atropos.algorithm.off_policy import _rewards_on
+from recipe.atropos.data.data_proto import groups_to_data_proto
+from recipe.atropos.data.sampling import SamplingCheck
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180), pytest.mark.usefixtures("cluster")]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[("fsdp2", 2), pytest.param(("fsdp", 1), marks=pytest.mark.slow)],
+    ids=lambda p: f"{p[0]}-world{p[1]}",
+)
+def trainer(request, model_path, tmp_path_factory):
+    strategy, world = request.param
+    config = compose_config(
+        f"actor_rollout_ref.model.path={model_path}",
+        f"actor_rollout_ref.actor.strategy={strategy}",
+        f"trainer.n_gpus_per_node={world}",
+        f"run.dir={tmp_path_factory.mktemp('run')}",
+        "data.train_batch_size=4",
+        "actor_rollout_ref.rollout.n=4",
+        "trainer.atropos.distillation.loss_coef=0.7",
+        "actor_rollout_ref.actor.optim.optimizer=SGD",
+        "actor_rollout_ref.actor.optim.lr=1",
+        "actor_rollout_ref.actor.optim.weight_decay=0",
+        "actor_rollout_ref.actor.optim.clip_grad=1e9",
+        "inference.urls=[]",  # a push then only writes the weights
+    )
+    trainer = started(config)
+    trainer.defaults = config.algorithm.copy()
+    trainer.start = str(tmp_path_factory.mktemp("start"))
+    trainer.actor.save_checkpoint(trainer.start)
+    yield trainer
+    close(trainer)
+
+
+@pytest.fixture(scope="module")
+def plain(model_path):
+    return AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
+
+
+def some_groups(model_path, seed=0):
+    """13 rows in four groups of unequal sizes, two turns each; the last group has no engine logprobs."""
+    rng = np.random.default_rng(seed)
+    groups = [random_group(rng, model_vocab(model_path), turns=2, size=n, prompt=10) for n in (4, 3, 4, 2)]
+    for group in groups:
+        group["scores"] = rng.normal(size=len(group["scores"])).tolist()
+        group["inference_logprobs"] = [[v if v == 1.0 else 5 * v for v in row] for row in group["inference_logprobs"]]
+    groups[3]["inference_logprobs"] = None
+    groups[0]["overrides"] = [{}, {"set_advantage_to_zero": True}, {}, {}]
+    return groups
+
+
+class Update:
+    """Weights before and after one update of the first model on ``groups``, and what the trainer said of it."""
+
+    def __init__(self, trainer, plain, groups, algorithm=(), actor=(), distillation=None, mini_batch_size=None):
+        trainer.config.algorithm = trainer.defaults.copy()
+        for key, value in dict(algorithm).items():
+            target, _, name = key.rpartition(".")
+            setattr(trainer.config.algorithm[target] if target else trainer.config.algorithm, name, value)
+        config = omega_conf_to_dataclass(trainer.config.actor_rollout_ref.actor)
+        for key, value in dict(actor).items():
+            target, _, name = key.rpartition(".")
+            object.__setattr__(getattr(config, target) if target else config, name, value)
+        loss = partial(atropos_loss, config=config, distillation=distillation or DistillationConfig())
+        trainer.actor.set_loss_fn(loss)
+        if trainer.config.algorithm.use_kl_in_reward:
+            trainer.kl_controller = get_kl_controller(trainer.config.algorithm.kl_ctrl)
+
+        trainer.actor.load_checkpoint(trainer.start)  # updates as large as these add up to nan
+        before = self._weights(trainer)
+        plain.load_state_dict(before)
+        if mini_batch_size:
+            trainer.metrics, trainer.mini_batch_size = {}, mini_batch_size
+            batch, report = trainer._batch_of(groups)
+        else:
+            batch, report = groups_to_data_proto(groups, trainer.limits, multiple_of=16)
+        assert not report.dropped and report.padding_rows == batch.non_tensor_batch["is_padding"].sum() > 0
+        if distillation is None:
+            batch = batch.select(batch_keys=[key for key in batch.batch.keys() if not key.startswith("teacher")])
+        begin_step(trainer, batch, step=1)
+        if any("sampling_params" in group.get("group_overrides", {}) for group in groups):
+            trainer.sampling_check = SamplingCheck(temperature=1.0, mode="per_row")
+            trainer._check_sampling(batch)
+        trainer._compute_log_probs(batch)
+        trainer._compute_advantages(batch)
+        trainer._update_actor(batch)
+        self.batch = batch
+        self.metrics = trainer.metrics
+        after = self._weights(trainer)
+        self.gradient = {name: before[name] - after[name] for name in before}
+
+    @staticmethod
+    def _weights(trainer):
+        trainer.checkpoint_manager.update_weights(1)
+        folder = Path(trainer.config.run.dir, "weights", "version_1")
+        return {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
+
+
+class Tokens:
+    """A row of ``groups`` under the plain model: its trained positions, logits and logprobs there.
+
+    At the temperature that it was sampled at, where the group says so.
+    """
+
+    def __init__(self, plain, group, row):
+        mask = group["masks"][row]
+        self.group, self.row = group, row
+        self.first = next(t for t, m in enumerate(mask) if m != -100)
+        self.positions = [t for t in range(len(mask)) if mask[t] != -100]
+        ids = torch.tensor(group["tokens"][row])
+        sampling = group.get("group_overrides", {}).get("sampling_params")
+        self.logits = plain(ids[None]).logits[0].float() / (sampling[row][0]["temperature"] if sampling else 1.0)
+        self.log_policy = self.logits.log_softmax(-1)
+        self.log_probs = {t: self.log_policy[t - 1, ids[t]] for t in self.positions}
+        self.values = {t: value.item() for t, value in self.log_probs.items()}
+        engine = group["inference_logprobs"]
+        self.engine = {t: engine[row][t] for t in self.positions} if engine else None
+        self.zero = bool((group.get("overrides") or [{}] * 9)[row].get("set_advantage_to_zero"))
+
+
+def rows_of(plain, groups):
+    return [Tokens(plain, group, row) for group in groups for row in range(len(group["tokens"]))]
+
+
+def group_advantages(rows, rewards=None, by_std=True):
+    """GRPO over the group by its definition: one number a row, 0 where the environment says so."""
+    rewards = rewards or [row.group["scores"][row.row] for row in rows]
+    values = []
+    for row, reward in zip(rows, rewards, strict=True):
+        own = [r for other, r in zip(rows, rewards, strict=True) if other.group is row.group]
+        spread = statistics.stdev(own) + 1e-6 if by_std else 1.0
+        values.append(0.0 if row.zero else (reward - statistics.fmean(own)) / spread)
+    return values
+
+
+def assert_gradient(update, plain, total):
+    """The weights moved by the gradient of the scalar ``total``."""
+    plain.zero_grad()
+    total.backward()
+    wanted = {name: parameter.grad for name, parameter in plain.named_parameters()}
+    assert wanted.keys() == update.gradient.keys()
+    norm = math.sqrt(sum(g.square().sum().item() for g in wanted.values()))
+    error = math.sqrt(sum((update.gradient[name] - wanted[name]).square().sum().item() for name in wanted))
+    assert norm > 1e-3 and error < 1e-3 * norm, f"gradient off by {error:.2e} of {norm:.2e}"
+    assert update.metrics["actor/grad_norm"] == pytest.approx(norm, rel=1e-3)
+
+
+def weighted(rows, coefficients):
+    """Sum of coefficient x log p over the trained tokens; coefficients are lists over rows of {position: number}."""
+    return sum(c[t] * row.log_probs[t] for row, c in zip(rows, coefficients, strict=True) for t in c)
+
+
+@pytest.mark.parametrize("loss_mode", ["vanilla", "advantage_weighted_sft"])
+@pytest.mark.parametrize("agg", ["token-mean", "seq-mean-token-mean"])
+def test_the_gradient_is_minus_advantage_on_every_trained_token(trainer, plain, model_path, loss_mode, agg):
+    """Two groups have advantages of the environment's own, one in some rows only; the others the group's GRPO."""
+    groups, rng = some_groups(model_path), np.random.default_rng(1)
+    for group, chosen in ((groups[1], (0, 1, 2)), (groups[2], (0, 3))):
+        lengths = [len(tokens) if i in chosen else 0 for i, tokens in enumerate(group["tokens"])]
+        group["advantages"] = [rng.normal(size=length).tolist() for length in lengths]
+    update = Update(
+        trainer,
+        plain,
+        groups,
+        {"rollout_correction.rollout_is": None},
+        {"policy_loss.loss_mode": loss_mode, "loss_agg_mode": agg},
+    )
+    rows = rows_of(plain, groups)
+    coefficients = []
+    for row, computed in zip(rows, group_advantages(rows), strict=True):
+        share = 1 / sum(len(r.positions) for r in rows) if agg == "token-mean" else 1 / len(rows) / len(row.positions)
+        own = (row.group.get("advantages") or [[]] * 9)[row.row]
+        coefficients.append({t: -share * (own[t] if own else computed) for t in row.positions})
+    assert_gradient(update, plain, weighted(rows, coefficients))
+
+
+@pytest.mark.parametrize("loss_mode", sorted(set(POLICY_LOSS_REGISTRY) - {"geo_mean", "bypass_mode"}), ids=str)
+def test_every_loss_of_verl_moves_the_policy_on_atropos_rows(trainer, plain, model_path, loss_mode):
+    """``geo_mean`` is refused before a run starts, ``bypass_mode`` has a test of its own."""
+    actor = {"policy_loss.loss_mode": loss_mode, "policy_loss.dro_beta": 0.1}
+    update = Update(trainer, plain, some_groups(model_path), actor=actor)
+    assert math.isfinite(update.metrics["actor/pg_loss"]) and 0 < update.metrics["actor/grad_norm"] < 1e3
+    assert any(gradient.any() for gradient in update.gradient.values())
+    assert all(torch.isfinite(gradient).all() for gradient in update.gradient.values())
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_correction_weighs_the_gradient_with_the_truncated_ratio_of_trainer_and_engine(
+    trainer, plain, model_path, level
+):
+    groups = some_groups(model_path)
+    update = Update(trainer, plain, groups, {"rollout_correction.rollout_is": level})
+    rows = rows_of(plain, groups)
+    n = sum(len(row.positions) for row in rows)
+    coefficients, ratios = [], []
+    for row, advantage in zip(rows, group_advantages(rows), strict=True):
+        gaps = {t: row.values[t] - row.engine[t] if row.engine else 0.0 for t in row.positions}
+        if level == "sequence":
+            gaps = dict.fromkeys(gaps, sum(gaps.values()))
+        ratios += [math.exp(gap) for gap in gaps.values() if row.engine]
+        coefficients.append({t: -advantage * min(math.exp(gap), 2.0) / n for t, gap in gaps.items()})
+    assert_gradient(update, plain, weighted(rows, coefficients))
+    assert any(r > 2 for r in ratios) and any(r < 0.9 for r in ratios)
+    differences = [abs(row.values[t] - row.engine[t]) for row in rows if row.engine for t in row.positions]
+    assert update.metrics["atropos/logprob_diff/mean"] == pytest.approx(statistics.fmean(differences), rel=1e-3)
+    assert update.metrics["atropos/logprob_diff/max"] == pytest.approx(max(differences), rel=1e-3)
+    if level == "token":
+        share = statistics.fmean(r > 2 for r in ratios)
+        assert update.metrics["rollout_corr/rollout_is_ratio_fraction_high"] == pytest.approx(share, abs=1e-4)
+        kl = statistics.fmean(row.engine[t] - row.values[t] for row in rows if row.engine for t in row.positions)
+        assert update.metrics["rollout_corr/kl"] == pytest.approx(kl, rel=1e-3)
+
+
+def test_rejected_tokens_are_out_of_gradient_and_mean_and_rows_without_logprobs_stay(trainer, plain, model_path):
+    """token_k1 keeps a token while the ratio engine / trainer, the inverse of the weights', is within the bounds."""
+    groups = some_groups(model_path)
+    settings = {"rollout_is": None, "rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_3.0"}
+    update = Update(trainer, plain, groups, {f"rollout_correction.{key}": value for key, value in settings.items()})
+    rows = rows_of(plain, groups)
+    kept = [
+        [t for t in row.positions if not row.engine or 0.5 <= math.exp(row.engine[t] - row.values[t]) <= 3]
+        for row in rows
+    ]
+    n = sum(map(len, kept))
+    assert n < sum(len(row.positions) for row in rows) and len(kept[-1]) == len(rows[-1].positions)
+    values = group_advantages(rows)
+    coefficients = [dict.fromkeys(ts, -value / n) for ts, value in zip(kept, values, strict=True)]
+    assert_gradient(update, plain, weighted(rows, coefficients))
+
+
+def test_bypass_mode_has_the_gradient_of_ppo_against_the_engine_as_its_only_correction(trainer, plain, model_path):
+    groups = some_groups(model_path)
+    correction = RolloutCorrectionConfig(bypass_mode=True)
+    update = Update(
+        trainer,
+        plain,
+        groups,
+        {"rollout_correction.bypass_mode": True},
+        {"policy_loss.loss_mode": "bypass_mode", "policy_loss.rollout_correction": correction},
+    )
+    rows = rows_of(plain, groups)
+    n = sum(len(row.positions) for row in rows)
+    coefficients = []
+    for row, advantage in zip(rows, group_advantages(rows), strict=True):
+        ratios = {t: math.exp(row.values[t] - row.engine[t]) if row.engine else 1.0 for t in row.positions}
+        clipped = {t: r > 1.2 if advantage > 0 else not 0.8 <= r <= 3.0 for t, r in ratios.items()}
+        coefficients.append({t: 0.0 if clipped[t] else -advantage * r / n for t, r in ratios.items()})
+    assert_gradient(update, plain, weighted(rows, coefficients))
+
+
+def test_a_rank_with_nothing_but_padding_leaves_the_gradient_of_bypass_mode_and_its_correction(
+    trainer, plain, model_path
+):
+    """Two rows, both on the first of two ranks: verl's own loss raises on the rank that has no token."""
+    group = some_groups(model_path)[0]
+    keys = ("tokens", "masks", "scores", "inference_logprobs")
+    groups = [{key: [group[key][i] for i in (0, 2)] for key in keys}]
+    update = Update(
+        trainer,
+        plain,
+        groups,
+        {"rollout_correction.bypass_mode": True},
+        {"policy_loss.loss_mode": "bypass_mode", "policy_loss.rollout_correction": RolloutCorrectionConfig()},
+    )
+    rows = rows_of(plain, groups)
+    n = sum(len(row.positions) for row in rows)
+    coefficients = []
+    for row, advantage in zip(rows, group_advantages(rows), strict=True):
+        ratios = {t: math.exp(row.values[t] - row.engine[t]) for t in row.positions}
+        clipped = {t: r > 1.2 if advantage > 0 else not 0.8 <= r <= 3.0 for t, r in ratios.items()}
+        coefficients.append({t: 0.0 if clipped[t] else -advantage * r / n for t, r in ratios.items()})
+    assert_gradient(update, plain, weighted(rows, coefficients))
+
+
+@pytest.fixture
+def two_epochs(trainer):
+    settings = trainer.config.actor_rollout_ref.actor
+    settings.ppo_epochs = 2
+    yield
+    settings.ppo_epochs = 1
+
+
+@pytest.fixture(scope="module")
+def moved():
+    """How far each trainer moved the weights: {number of ranks: {name: tensor}}."""
+    return {}
+
+
+def distance(one, other):
+    """The norm of the difference of two sets of tensors, relative to the first."""
+    norm = math.sqrt(sum(tensor.square().sum().item() for tensor in one.values()))
+    return math.sqrt(sum((one[name] - other[name]).square().sum().item() for name in one)) / norm
+
+
+def ppo(rows, advantages, old):
+    """(PPO's loss over the rows by its definition, the share of tokens that it clips); ``old`` are logprobs."""
+    losses, clipped = [], []
+    for row, advantage, before in zip(rows, advantages, old, strict=True):
+        ratios = torch.stack([(row.log_probs[t] - before[t]).exp() for t in row.positions])
+        free, bounded = -advantage * ratios, -advantage * ratios.clamp(0.8, 1.2)
+        loss = torch.maximum(free, bounded)
+        losses.append(loss.clamp(max=-3 * advantage) if advantage < 0 else loss)
+        clipped += (bounded > free).tolist()
+    return torch.cat(losses).mean(), statistics.fmean(clipped)
+
+
+def test_mini_batches_are_whole_groups_on_any_number_of_ranks(trainer, plain, model_path, two_epochs, moved):
+    """Four steps of SGD, two groups in each, against the definition, and one rank against two."""
+    groups = some_groups(model_path)
+    for group in groups:  # so that steps are small: large ones amplify the rounding of those before
+        group["scores"] = [0.05 * score for score in group["scores"]]
+    algorithm = {"rollout_correction.rollout_is": None, "norm_adv_by_std_in_grpo": False}
+    update = Update(trainer, plain, groups, algorithm, mini_batch_size=8)
+    start = {name: weight.clone() for name, weight in plain.state_dict().items()}
+    rows = rows_of(plain, groups)
+    advantages, old, shares = group_advantages(rows, by_std=False), [row.values for row in rows], []
+    assert update.metrics["atropos/mini_batches"] == 2
+    for part in 2 * (range(7), range(7, 13)):
+        rows = rows_of(plain, groups)
+        loss, clipped = ppo(*([values[i] for i in part] for values in (rows, advantages, old)))
+        shares.append(clipped)
+        plain.zero_grad()
+        loss.backward()
+        with torch.no_grad():
+            for parameter in plain.parameters():
+                parameter -= parameter.grad
+    wanted = {name: (start[name] - weight).detach() for name, weight in plain.named_parameters()}
+    assert distance(wanted, update.gradient) < 1e-3
+    assert update.metrics["actor/pg_clipfrac"] == pytest.approx(statistics.fmean(shares), abs=1e-3)
+    moved[trainer.actor.data_parallel_size()] = update.gradient
+    one, *others = moved.values()
+    assert all(distance(one, other) < 1e-5 for other in others), "rounding, of four steps"
+
+
+def test_mini_batches_without_a_trained_token_take_no_step(trainer, plain, model_path):
+    """Of two, the first is rejected whole; of the second there stays the group that came without logprobs."""
+    groups = some_groups(model_path)
+    settings = {"rollout_is": None, "rollout_rs": "seq_max_k2", "rollout_rs_threshold": 1e-9}
+    algorithm = {f"rollout_correction.{key}": value for key, value in settings.items()}
+    update = Update(trainer, plain, groups, algorithm, mini_batch_size=8)
+    assert update.metrics["atropos/mini_batches"] == update.metrics["atropos/mini_batches_without_token"] == 1
+    rows = rows_of(plain, groups[3:])
+    n = sum(len(row.positions) for row in rows)
+    coefficients = [dict.fromkeys(r.positions, -v / n) for r, v in zip(rows, group_advantages(rows), strict=True)]
+    # The norms too: a step without a gradient, which momentum or weight decay gives an effect, would halve their mean.
+    assert_gradient(update, plain, weighted(rows, coefficients))
+
+
+def test_where_every_token_is_rejected_the_policy_stays_and_it_is_counted(trainer, plain, model_path):
+    groups = some_groups(model_path)[:3]
+    settings = {"rollout_is": None, "rollout_rs": "seq_max_k2", "rollout_rs_threshold": 1e-9}
+    update = Update(trainer, plain, groups, {f"rollout_correction.{key}": value for key, value in settings.items()})
+    assert update.metrics["atropos/batches_without_token"] == 1
+    assert not any(gradient.any() for gradient in update.gradient.values())
+
+
+def test_rejecting_the_last_token_does_not_lose_the_score_of_its_row():
+    rewards = torch.tensor([[0.0, 0.1, 0.0, 2.0], [0.0, 0.0, 0.0, 3.0], [0.0, 0.0, 0.0, 4.0]])
+    kept = torch.tensor([[True, False, True, False], [True, True, True, True], [False] * 4])
+    moved = _rewards_on(rewards, kept)
+    assert moved.tolist() == [[0.0, 0.0, pytest.approx(2.1), 0.0], [0.0, 0.0, 0.0, 3.0], [0.0, 0.0, 0.0, 4.0]]
+
+
+def reference_groups(trainer, plain, model_path):
+    """With logprobs of a reference policy that is near the policy as it is now."""
+    groups, rng = some_groups(model_path), np.random.default_rng(2)
+    plain.load_state_dict(Update._weights(trainer))
+    for group in groups:
+        group["ref_logprobs"] = [rng.normal(size=len(tokens)).tolist() for tokens in group["tokens"]]
+    for row in rows_of(plain, groups):
+        for t in row.positions:
+            row.group["ref_logprobs"][row.row][t] = min(0.0, row.values[t] + rng.normal(scale=0.5))
+    return groups
+
+
+def test_kl_in_the_loss_adds_its_gradient_to_that_of_the_advantage(trainer, plain, model_path):
+    """low_var_kl: exp(ref - log p) - (ref - log p) - 1, whose derivative is 1 - exp(ref - log p)."""
+    groups = reference_groups(trainer, plain, model_path)
+    actor = {"use_kl_loss": True, "kl_loss_coef": 0.3, "kl_loss_type": "low_var_kl"}
+    update = Update(trainer, plain, groups, {"rollout_correction.rollout_is": None}, actor)
+    rows = rows_of(plain, groups)
+    n = sum(len(row.positions) for row in rows)
+    coefficients, kl = [], 0.0
+    for row, advantage in zip(rows, group_advantages(rows), strict=True):
+        gaps = {t: row.group["ref_logprobs"][row.row][t] - row.values[t] for t in row.positions}
+        kl += sum(math.exp(gap) - gap - 1 for gap in gaps.values()) / n
+        coefficients.append({t: (-advantage + 0.3 * (1 - math.exp(gap))) / n for t, gap in gaps.items()})
+    assert max(abs(1 - math.exp(g)) for g in gaps.values()) > 0.1
+    assert_gradient(update, plain, weighted(rows, coefficients))
+    assert update.metrics["actor/kl_loss"] == pytest.approx(kl, rel=1e-3)
+
+
+def test_kl_in_the_reward_changes_the_advantage_by_the_sequences_kl(trainer, plain, model_path):
+    groups = reference_groups(trainer, plain, model_path)
+    algorithm = {"use_kl_in_reward": True, "kl_ctrl.kl_coef": 0.5, "rollout_correction.rollout_is": None}
+    update = Update(trainer, plain, groups, algorithm)
+    rows = rows_of(plain, groups)
+    n = sum(len(row.positions) for row in rows)
+    kls = [sum(row.values[t] - row.group["ref_logprobs"][row.row][t] for t in row.positions) for row in rows]
+    rewards = [row.group["scores"][row.row] - 0.5 * kl for row, kl in zip(rows, kls, strict=True)]
+    values = group_advantages(rows, rewards)
+    coefficients = [dict.fromkeys(row.positions, -value / n) for row, value in zip(rows, values, strict=True)]
+    assert_gradient(update, plain, weighted(rows, coefficients))
+    mean = statistics.fmean(kl / len(row.positions) for row, kl in zip(rows, kls, strict=True))
+    assert update.metrics["actor/reward_kl_penalty"] == pytest.approx(mean, rel=1e-3), "padding rows do not thin it out"
+
+
+@pytest.mark.parametrize(
+    ("use_policy_loss", "temperatures"),
+    [(True, None), (False, None), (True, [0.7, 1.0, 1.5, 0.7])],
+    ids=["beside", "alone", "sampling_temperatures"],
+)
+def test_distillation_moves_the_policy_towards_the_teachers_top_k(
+    trainer, plain, model_path, use_policy_loss, temperatures
+):
+    """In two groups of four; the gradient on the logits is policy - target, from the derivative of the KL by hand.
+
+    Also where each row has the temperature that it was sampled at.
+    """
+    groups, generator = some_groups(model_path), torch.Generator().manual_seed(0)
+    if temperatures:
+        groups[0]["group_overrides"] = {"sampling_params": [[{"temperature": t}] for t in temperatures]}
+    vocab = model_vocab(model_path)
+    for group in groups[:2]:
+        full = [2 * torch.randn(len(t), vocab, generator=generator).log_softmax(-1) for t in group["tokens"]]
+        top = [f.log_softmax(-1).topk(5) for f in full]
+        group["distill_token_ids"] = [[[]] + t.indices[1:].tolist() for t in top]
+        group["distill_logprobs"] = [[[]] + t.values[1:].tolist() for t in top]
+    distillation = DistillationConfig(loss_coef=0.7, use_policy_loss=use_policy_loss)
+    update = Update(trainer, plain, groups, {"rollout_correction.rollout_is": None}, distillation=distillation)
+    rows = rows_of(plain, groups)
+    n = sum(len(row.positions) for row in rows)
+    total = torch.tensor(0.0)
+    if use_policy_loss:
+        values = group_advantages(rows)
+        total = weighted(rows, [dict.fromkeys(r.positions, -v / n) for r, v in zip(rows, values, strict=True)])
+    for row in rows:
+        for t in row.positions if "distill_token_ids" in row.group else ():
+            policy = row.log_policy[t - 1].detach().exp()
+            ids = torch.tensor(row.group["distill_token_ids"][row.row][t])
+            mass = torch.tensor(row.group["distill_logprobs"][row.row][t]).exp()
+            target = policy.clone()
+            target[ids] = 0.0
+            target *= (1 - mass.sum()) / target.sum()
+            target[ids] = mass
+            total = total + 0.7 / n * ((policy - target) * row.logits[t - 1]).sum()
+    assert_gradient(update, plain, total)
+    assert update.metrics["actor/distillation_loss"] > 0
+    assert ("actor/pg_loss" in update.metrics) == use_policy_loss
+
+
+def test_a_teacher_alone_that_sends_nothing_is_an_error_that_says_what_is_missing(trainer, plain, model_path):
+    batch, _ = groups_to_data_proto(some_groups(model_path), trainer.limits, trainer.mini_batch_size)
+    trainer.distillation = DistillationConfig(loss_coef=1.0, use_policy_loss=False)
+    try:
+        with pytest.raises(RuntimeError, match="use_policy_loss=false, but no row of this batch has distill_token_ids"):
+            trainer._update_actor(batch)
+    finally:
+        trainer.distillation = DistillationConfig(loss_coef=0.7)

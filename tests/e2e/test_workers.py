@@ -1,0 +1,218 @@
+"""verl's real FSDP workers under Ray on a CPU: every trained token's logprob, and the loss without its padding."""
+
+import os
+from functools import partial
+
+import numpy as np
+import psutil
+import pytest
+import ray
+import torch
+from transformers import AutoModelForCausalLM
+from verl.utils.config import omega_conf_to_dataclass
+from verl.workers.utils.losses import ppo_loss
+
+from helpers.trainer import begin_step, close, compose_config, model_vocab, random_group, started
+from recipe.atropos.data.data_proto import groups_to_data_proto, rows_to_data_proto
+from recipe.atropos.data.reading import read_groups
+from recipe.atropos.data.sampling import SamplingCheck
+from recipe.atropos.workers.actor import RankTimeout
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180), pytest.mark.usefixtures("cluster")]
+
+SIZES = [
+    "data.train_batch_size=4",
+    "actor_rollout_ref.rollout.n=4",
+    "inference.urls=[http://127.0.0.1:1]",
+    "algorithm.rollout_correction.rollout_is=null",  # the engine logprobs here are random
+]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[("fsdp2", 2), *(pytest.param(p, marks=pytest.mark.slow) for p in [("fsdp2", 1), ("fsdp", 1), ("fsdp", 2)])],
+    ids=lambda p: f"{p[0]}-world{p[1]}",
+)
+def trainer(request, model_path, tmp_path_factory):
+    strategy, world = request.param
+    config = compose_config(
+        *SIZES,
+        f"actor_rollout_ref.model.path={model_path}",
+        f"actor_rollout_ref.actor.strategy={strategy}",
+        f"trainer.n_gpus_per_node={world}",
+        f"run.dir={tmp_path_factory.mktemp('run')}",
+        "actor_rollout_ref.actor.optim.lr=0",  # updates that leave the weights: each test starts from the same ones
+        "actor_rollout_ref.actor.optim.weight_decay=0",
+    )
+    trainer = started(config)
+    yield trainer
+    close(trainer)
+
+
+@pytest.fixture(scope="module")
+def plain(model_path):
+    return AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
+
+
+def token_logprobs(model, row):
+    """(R_i,) logprobs of a row's response tokens by plain transformers, one unpadded sequence at a time.
+
+    At the temperature that the row was sampled at, where it is known.
+    """
+    ids = torch.from_numpy(np.concatenate([row.prompt, row.response]))[None]
+    temperature = row.sampling[0].temperature if row.sampling else 1.0
+    logprobs = torch.log_softmax(model(ids).logits[0].float() / temperature, dim=-1)
+    start = len(row.prompt)
+    return logprobs[torch.arange(start - 1, ids.shape[1] - 1), ids[0, start:]]
+
+
+def a_batch(trainer, model_path, turns, seed):
+    rng = np.random.default_rng(seed)
+    return [random_group(rng, model_vocab(model_path), turns=turns, size=3, prompt=20) for _ in range(3)]
+
+
+def test_a_rank_that_hangs_is_named_after_the_limit_and_goes_on(trainer, monkeypatch):
+    pids = ray.get([worker.__ray_call__.remote(lambda _: os.getpid()) for worker in trainer.actor.workers])
+    monkeypatch.setattr(trainer.actor, "limit", 2.0)
+    last = psutil.Process(pids[-1])
+    last.suspend()
+    try:
+        with pytest.raises(
+            RankTimeout, match=rf"empty_cache: no answer of rank {len(pids) - 1} of {len(pids)} within 2 s"
+        ):
+            trainer.actor.empty_cache()
+    finally:
+        last.resume()
+    monkeypatch.setattr(trainer.actor, "limit", 60.0)
+    trainer.actor.empty_cache()
+
+
+@pytest.mark.parametrize("turns", [1, 3], ids=["single_turn", "multi_turn"])
+def test_the_workers_logprob_of_every_trained_token_is_transformers_own(trainer, plain, model_path, turns):
+    rows, _ = read_groups(a_batch(trainer, model_path, turns, seed=turns), trainer.limits)
+    assert len({len(row.prompt) for row in rows}) > 3, "left padding of several widths"
+    batch = rows_to_data_proto(rows, trainer.limits, multiple_of=16)
+    batch.meta_info.update(temperature=1.0, global_token_num=batch.batch["attention_mask"].sum(-1).tolist())
+    result, _ = trainer.actor.log_probs(batch)
+    for i, row in enumerate(rows):
+        mask = torch.from_numpy(row.mask)
+        ours = result["old_log_probs"][i, : len(row.response)][mask]
+        with torch.no_grad():
+            torch.testing.assert_close(ours, token_logprobs(plain, row)[mask], atol=1e-4, rtol=0)
+
+
+def plain_loss(model, rows, advantages, mode, scale):
+    """The policy-gradient loss at ratio 1, from its definition, over the rows that are there."""
+    sums, counts = [], []
+    for row, advantage in zip(rows, advantages[: len(rows)], strict=True):
+        logprobs, mask = token_logprobs(model, row), torch.from_numpy(row.mask)
+        ratio = torch.exp(logprobs - logprobs.detach())
+        sums.append(-(advantage[: len(row.response)] * ratio)[mask].sum())
+        counts.append(int(mask.sum()))
+    if mode == "token-mean":
+        return sum(sums) / sum(counts)
+    if mode == "token-sum":
+        return sum(sums)
+    if mode == "seq-mean-token-mean":
+        return sum(s / n for s, n in zip(sums, counts, strict=True)) / len(rows)
+    return sum(sums) / len(rows) / (scale if mode == "seq-mean-token-sum-norm" else 1)
+
+
+@pytest.mark.parametrize(
+    "mode", ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+)
+def test_padding_rows_change_neither_loss_nor_gradient(trainer, plain, model_path, mode):
+    """9 rows and 7 of padding in a mini-batch of 16, against a plain loss that has never seen padding."""
+    config = omega_conf_to_dataclass(trainer.config.actor_rollout_ref.actor)
+    object.__setattr__(config, "loss_agg_mode", mode)
+    trainer.actor.set_loss_fn(partial(ppo_loss, config=config))
+
+    groups = a_batch(trainer, model_path, turns=2, seed=11)
+    rows, _ = read_groups(groups, trainer.limits)
+    batch, report = groups_to_data_proto(groups, trainer.limits, multiple_of=trainer.mini_batch_size)
+    assert (len(rows), report.padding_rows) == (9, 7)
+    begin_step(trainer, batch, step=1)
+    trainer._compute_log_probs(batch)
+    trainer._compute_advantages(batch)
+    trainer._update_actor(batch)
+
+    plain.zero_grad()
+    loss = plain_loss(plain, rows, batch.batch["advantages"], mode, trainer.config.data.max_response_length)
+    loss.backward()
+    norm = torch.sqrt(sum(p.grad.square().sum() for p in plain.parameters()))
+    assert norm > 1e-4
+    # With several micro-batches and ranks verl reports the loss as the mean over ranks of sums over micro-batches.
+    assert trainer.metrics["actor/pg_loss"] == pytest.approx(loss.item(), rel=1e-3, abs=1e-6)
+    assert trainer.metrics["actor/grad_norm"] == pytest.approx(norm.item(), rel=1e-3)
+
+
+def test_sampling_temperature_of_each_row_is_computed(trainer, plain, model_path):
+    """Logprobs, loss and gradient under ``per_row``; unknown and padding rows are at the trainer's temperature.
+
+    The engine's logprobs are random here, and the rows fresh: an alarm.
+    """
+    groups = a_batch(trainer, model_path, turns=2, seed=13)
+    for group, temperatures in zip(groups, [(0.7, 1.3, 0.7), (0.5, 1.0, 2.0), (None, 1.0, 0.7)], strict=True):
+        given = [None if t is None else [{"temperature": t}] for t in temperatures]
+        group["group_overrides"] = {"sampling_params": given, "policy_version_min": [0, 0, 0]}
+    rows, _ = read_groups(groups, trainer.limits)
+    batch, _ = groups_to_data_proto(groups, trainer.limits, multiple_of=trainer.mini_batch_size)
+    begin_step(trainer, batch, step=1)
+    check, trainer.sampling_check = trainer.sampling_check, SamplingCheck(temperature=1.0, mode="per_row")
+    try:
+        trainer._check_sampling(batch)
+    finally:
+        trainer.sampling_check = check
+    assert trainer.metrics["atropos/rows_with/other_temperature"] == 6
+    config = omega_conf_to_dataclass(trainer.config.actor_rollout_ref.actor)
+    trainer.actor.set_loss_fn(partial(ppo_loss, config=config))
+    trainer._compute_log_probs(batch)
+    for i, row in enumerate(rows):
+        mask = torch.from_numpy(row.mask)
+        ours = batch.batch["old_log_probs"][i, : len(row.response)][mask]
+        with torch.no_grad():
+            torch.testing.assert_close(ours, token_logprobs(plain, row)[mask], atol=1e-4, rtol=0)
+    trainer._raise_alarms()
+    alarm = trainer.record.totals.alarms["logprob_difference"]
+    assert trainer.metrics["atropos/alarms/logprob_difference"] == alarm["largest"] > 0.1
+
+    trainer._compute_advantages(batch)
+    trainer._update_actor(batch)
+    plain.zero_grad()
+    loss = plain_loss(plain, rows, batch.batch["advantages"], "token-mean", None)
+    loss.backward()
+    norm = torch.sqrt(sum(p.grad.square().sum() for p in plain.parameters()))
+    assert trainer.metrics["actor/pg_loss"] == pytest.approx(loss.item(), rel=1e-3, abs=1e-6)
+    assert trainer.metrics["actor/grad_norm"] == pytest.approx(norm.item(), rel=1e-3)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
+def test_the_reference_policy_is_the_model_before_any_update(model_path, plain, tmp_path, strategy):
+    config = compose_config(
+        *SIZES,
+        f"actor_rollout_ref.model.path={model_path}",
+        f"actor_rollout_ref.actor.strategy={strategy}",
+        f"run.dir={tmp_path}",
+        "actor_rollout_ref.actor.use_kl_loss=true",
+        "actor_rollout_ref.actor.optim.lr=1e-2",
+    )
+    trainer = started(config)
+    try:
+        groups = a_batch(trainer, model_path, turns=2, seed=3)
+        rows, _ = read_groups(groups, trainer.limits)
+        for step in (1, 2):
+            batch, _ = groups_to_data_proto(groups, trainer.limits, multiple_of=16)
+            begin_step(trainer, batch, step)
+            trainer._compute_log_probs(batch)
+            trainer._compute_reference_log_probs(batch)
+            trainer._compute_advantages(batch)
+            trainer._update_actor(batch)
+        for i, row in enumerate(rows):
+            mask = torch.from_numpy(row.mask)
+            reference = batch.batch["ref_log_prob"][i, : len(row.response)][mask]
+            with torch.no_grad():
+                torch.testing.assert_close(reference, token_logprobs(plain, row)[mask], atol=1e-4, rtol=0)
+            assert (batch.batch["old_log_probs"][i, : len(row.response)][mask] - reference).abs().max() > 1e-3
+        assert trainer.metrics["actor/kl_loss"] > 1e-4
+    finally:
+        close(trainer)

@@ -1,0 +1,99 @@
+"""Runs with checkpoints, without any rank; and what is exported, against what is served."""
+
+import asyncio
+import functools
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from helpers.families import Engine
+from helpers.trainer import compose_config
+from recipe.atropos.checkpoint.export import export_checkpoint
+from recipe.atropos.checkpoint.store import Checkpoints
+from recipe.atropos.inference.client import SGLangClient
+from recipe.atropos.run_dir import RunDir
+from recipe.atropos.utils.secret import config_yaml
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """A process group of this process; verl's manager of checkpoints asks for one, and an export must not."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@functools.cache
+def _composed(*options):  # it takes a second
+    return config_yaml(compose_config("actor_rollout_ref.model.path=MODEL", "run.dir=.", *options))
+
+
+def configuration(model, *options):
+    """config.yaml of a run of ``model``, as the launcher writes it."""
+    return _composed(*options).replace(b"MODEL", str(model).encode())
+
+
+def trained(model, lora_rank=0):
+    """What saves checkpoints as the trainer's engine, with other values than the model's."""
+    engine = Engine(model, lora_rank)
+    engine.train()
+    return engine
+
+
+def saved_run(folder, config, *engines, **options):
+    """A run with a checkpoint of each of ``engines``, of steps 1, 2, ..."""
+    run = RunDir(folder)
+    run.path.mkdir(parents=True, exist_ok=True)
+    run.config.write_bytes(config)
+    for step, engine in enumerate(engines, 1):
+        with Checkpoints(run.checkpoints).saving(step, None) as checkpoint:
+            engine.save_checkpoint(checkpoint / "actor", **options)
+    return run
+
+
+PROMPTS = [[10, 11, 12], [20, 21], [30, 31, 32, 33, 34], list(range(40, 80))]
+NEW_TOKENS = 32
+
+
+def export_of(trainer, folder):
+    """The folder of an export of what a trainer holds now, by a checkpoint of all its ranks in ``folder``."""
+    run = RunDir(folder)
+    checkpoint = run.checkpoints / "global_step_1"
+    trainer.actor.save_checkpoint(str(checkpoint / "actor"), None, 1, None)
+    run.config.write_bytes(config_yaml(trainer.config))
+    export_checkpoint(run, checkpoint, run.model)
+    return run.model
+
+
+def served_answers(url):
+    async def ask():
+        parameters = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+        async with SGLangClient(url) as client:
+            return await client.generate(input_ids=PROMPTS, sampling_params=parameters)
+
+    return [reply["output_ids"] for reply in asyncio.run(ask())]
+
+
+def answers_of(folder):
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    model.generation_config.eos_token_id = None  # as ignore_eos
+    options = {"do_sample": False, "max_new_tokens": NEW_TOKENS}
+    answers = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt])
+        answers.append(model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :].tolist())
+    return answers
+
+
+def assert_export_is_what_is_served(trainer, url, pushed, folder: Path):
+    """``pushed``: name and tensor of the newest push. Bit for bit those, and token for token the server's answers."""
+    exported = load_file(export_of(trainer, folder) / "model.safetensors")
+    assert exported.keys() == pushed.keys()
+    assert all(torch.equal(tensor, pushed[name]) for name, tensor in exported.items())
+    answers = served_answers(url)
+    assert (
+        answers_of(folder / "model") == answers and answers_of(trainer.config.actor_rollout_ref.model.path) != answers
+    )

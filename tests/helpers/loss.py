@@ -1,0 +1,88 @@
+"""What of a group arrives in the policy's loss: through the row contract and verl's removal of padding, no workers."""
+
+from typing import Any, NamedTuple
+
+import torch
+from verl.utils import tensordict_utils as tu
+from verl.utils.config import omega_conf_to_dataclass
+from verl.workers.utils.padding import left_right_2_no_padding
+
+from helpers.trainer import compose_config
+from recipe.atropos.algorithm.advantages import AdvantageConfig, RunningMoments, compute_advantages
+from recipe.atropos.algorithm.losses import DistillationConfig, atropos_loss
+from recipe.atropos.data.data_proto import groups_to_data_proto
+from recipe.atropos.data.rows import RowLimits
+
+
+class Arrived(NamedTuple):
+    """``advantages[row][t]``: what the loss weighs token t with; 0 where it is in no loss.
+
+    ``logits``, (T, V), are those of a random policy, ``gradient`` that of the distillation term, where there is one.
+    """
+
+    advantages: list[list[float]]
+    logits: torch.Tensor
+    gradient: torch.Tensor
+    metrics: dict[str, float]
+
+
+def in_the_loss(groups: list[dict[str, Any]], vocab_size: int) -> Arrived:
+    """One update's loss of a policy that still has the logprobs that the groups were sampled with."""
+    config = compose_config("actor_rollout_ref.model.path=none")
+    data, report = groups_to_data_proto(groups, RowLimits(2000, 2000, 0, vocab_size=vocab_size))
+    assert not report.dropped, report.messages
+    data.batch["token_level_rewards"] = data.batch["token_level_scores"]
+    compute_advantages(data, config.algorithm, AdvantageConfig(), RunningMoments())
+    data.batch["old_log_probs"] = data.batch["rollout_log_probs"]
+    tokens = int(data.batch["response_mask"].sum())
+    response = data.batch["attention_mask"][:, -data.batch["responses"].shape[1] :].sum(-1).tolist()
+    sampled = data.batch["old_log_probs"]
+    batch = left_right_2_no_padding(data.to_tensordict())
+    tu.assign_non_tensor(batch, dp_size=1, batch_num_tokens=tokens, global_batch_size=len(batch))
+    offsets = batch["input_ids"].offsets()
+    log_probs = torch.zeros(int(offsets[-1]))
+    for row, (end, size) in enumerate(zip(offsets[1:].tolist(), response, strict=True)):
+        log_probs[end - 1 - size : end - 1] = sampled[row, :size]  # at t stands that of token t + 1
+    log_probs.requires_grad_()
+    output = {"log_probs": torch.nested.nested_tensor_from_jagged(log_probs, offsets)}
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(len(log_probs), vocab_size, generator=generator).requires_grad_()
+    settings = DistillationConfig(loss_coef=1.0)
+    if "teacher_ids" in batch:
+        carried = atropos_loss(None, settings, data=batch, student_logits=logits[None])
+        output |= {key: torch.nested.nested_tensor_from_jagged(value[0], offsets) for key, value in carried.items()}
+    actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
+    loss, metrics = atropos_loss(actor, settings, model_output=output, data=batch)
+    by_log_probs, by_logits = torch.autograd.grad(loss, (log_probs, logits), allow_unused=True)
+    advantages = [0.0, *(-tokens * by_log_probs).tolist()]  # of token t at t, but for the first of all
+    spans = zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)
+    rows = [[0.0, *advantages[start + 1 : end]] for start, end in spans]
+    named = {name: metric.aggregate() for name, metric in metrics.items() if hasattr(metric, "aggregate")}
+    return Arrived(rows, logits.detach(), torch.zeros_like(logits) if by_logits is None else by_logits, named)
+
+
+def assert_taught(groups: list[dict[str, Any]], found: Arrived) -> None:
+    """The gradient of KL(teacher || policy), by its definition, with what the groups sent, and nothing else."""
+    rows = [(group, i) for group in groups for i in range(len(group["tokens"]))]
+    trained = sum(mask != -100 for group, i in rows for mask in group["masks"][i])
+    wanted, at, kl, mass = torch.zeros_like(found.gradient), 0, 0.0, 0.0
+    for group, i in rows:
+        for t, mask in enumerate(group["masks"][i]):
+            if mask == -100:
+                continue
+            ids = torch.tensor(group["distill_token_ids"][i][t])
+            teacher = torch.tensor(group["distill_logprobs"][i][t]).exp()
+            rest = 1 - teacher.sum()
+            others = torch.ones(found.logits.shape[1], dtype=torch.bool).index_fill(0, ids, False)
+            logits = found.logits[at + t - 1].clone().requires_grad_()
+            log_policy = logits.log_softmax(-1)
+            divergence = (teacher * (teacher.log() - log_policy[ids])).sum()
+            if rest > 1e-4:
+                divergence = divergence + rest * (rest.log() - log_policy[others].logsumexp(-1))
+            wanted[at + t - 1] = torch.autograd.grad(divergence / trained, logits)[0]
+            kl, mass = kl + divergence.item(), mass + teacher.sum().item()
+        at += len(group["tokens"][i])
+    torch.testing.assert_close(found.gradient, wanted, atol=1e-5, rtol=1e-3)
+    assert abs(found.metrics["actor/distillation_kl"] - kl / trained) < 1e-3 * max(1.0, kl / trained)
+    assert abs(found.metrics["actor/teacher_mass"] - mass / trained) < 1e-3
+    assert wanted.abs().max() > 1e-4 / trained

@@ -1,0 +1,590 @@
+"""What is trained on is what the policy sampled: prompts, nodes and posted groups, without a server."""
+
+import asyncio
+import itertools
+from collections import Counter
+from functools import partial
+
+import numpy as np
+import pytest
+from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup, ScoredDataItem
+from atroposlib.utils.tokenize_for_trainer import tokenize_for_trainer
+from openai.types.completion import Completion
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from helpers.sampled import END, I, Scripted, chat, ids_of, make, make_drifting_model, with_bos
+from recipe.atropos.adapter.completion_cache import ITEM, CompletionCache, Item, Piece, key_of, keys_of
+from recipe.atropos.adapter.sampled import SampledTokens, group_of, restore
+from recipe.atropos.adapter.sampled_calls import sampling_params
+from recipe.atropos.inference.client import InferenceError
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    return make_drifting_model(tmp_path_factory.mktemp("model") / "policy")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model_path):
+    return AutoTokenizer.from_pretrained(model_path)
+
+
+@pytest.fixture
+def cache(tokenizer):
+    ITEM.set(Item())
+    return CompletionCache(tokenizer)
+
+
+def sampled(cache, prompt, *parts, text=None, first=-0.5):
+    tokens = ids_of(cache.tokenizer, *parts)
+    logprobs = [first - 0.01 * i for i in range(len(tokens))]
+    return cache.add(np.array(prompt, np.int32), tokens, logprobs, text)
+
+
+def test_the_prompt_of_a_later_turn_has_the_tokens_of_the_earlier_ones(cache, tokenizer):
+    prompt = chat(tokenizer, "go")
+    one = sampled(cache, prompt, "a", "b", "c ", END)  # the text "abc " would be encoded as "ab", "c", " "
+    second = cache.restore_sampled(chat(tokenizer, "go", "abc", "next"))
+    assert second == ids_of(tokenizer, *prompt, *one.tokens.tolist(), "\n<|im_start|>user\nnext<|im_end|>\n") + ids_of(
+        tokenizer, "<|im_start|>assistant\n"
+    )
+    two = sampled(cache, second, "d", "e", END)
+    third = cache.restore_sampled(chat(tokenizer, "go", "abc", "next", "de", "last"))
+    assert third[: len(second) + 3] == second + two.tokens.tolist()
+
+
+def test_a_longer_reply_is_not_taken_for_a_shorter_one_that_it_begins_with(cache, tokenizer):
+    prompt = ids_of(tokenizer, "Q:")
+    sampled(cache, prompt, "a")
+    longer = sampled(cache, prompt, "a", "ba", "b")
+    assert cache.restore_sampled(ids_of(tokenizer, "Q:", "abab so")) == prompt + longer.tokens.tolist() + ids_of(
+        tokenizer, " so"
+    )
+
+
+@pytest.mark.parametrize("last", [[END], []], ids=["ended", "cut at a length"])
+def test_several_replies_within_one_turn_are_all_found(last, cache, tokenizer):
+    """Also where the posted text has one token for the end of a reply and what the environment puts behind it."""
+    prompt, counts = chat(tokenizer, "go"), Counter()
+    one = sampled(cache, prompt, "b", "a", END)
+    second = cache.restore_sampled(ids_of(tokenizer, *prompt, "baa-"))
+    two = sampled(cache, second, "c", "d", *last)
+    assert second == prompt + [*ids_of(tokenizer, "b", "a", "a", "-")]
+    posted = chat(tokenizer, "go", "baa-cd", add_generation_prompt=False)
+    masks = [I] * len(prompt) + posted[len(prompt) :]
+    row = restore(cache, posted, masks, None, {}, lambda name: counts.update([name]))
+    assert row.tokens == second + two.tokens.tolist() + ids_of(tokenizer, *([] if last else [END]), "\n")
+    assert [m for m in row.masks if m != I] == one.tokens.tolist()[:-1] + two.tokens.tolist()
+    assert counts == {"retokenized": 2, "not_sampled": 1}
+    values = {"advantages": [2.0] * len(posted)}
+    row = restore(cache, posted, masks, None, values, lambda name: counts.update([name]))
+    assert counts["not_aligned"] == (not last)  # without an end, none of its tokens has a place in the posted ones
+    trained = [value for value, mask in zip(row.values["advantages"], row.masks, strict=True) if mask != I]
+    assert set(trained) == {2.0} and len(row.tokens) == len(row.logprobs) == len(row.masks)
+
+
+def test_of_two_replies_with_one_text_prompts_and_posted_sequences_have_the_same(cache, tokenizer):
+    prompt = chat(tokenizer, "go")
+    sampled(cache, prompt, "a", "bc", END)
+    sampled(cache, prompt, "a", "b", "c", END)
+    second = cache.restore_sampled(chat(tokenizer, "go", "abc", "next"))
+    last = sampled(cache, second, "d", END)
+    posted = chat(tokenizer, "go", "abc", "next", "d", add_generation_prompt=False)
+    for _ in range(2):  # also once the first was posted
+        pieces = list(cache.pieces(posted, posted))
+        assert [token for piece in pieces for token in piece.tokens][: len(second)] == second
+        assert last in [piece.completion for piece in pieces] and all(piece.context for piece in pieces)
+        for piece in pieces:
+            if piece.completion:
+                piece.completion.posted += 1
+
+
+def test_replies_of_one_text_are_each_posted_once(cache, tokenizer):
+    prompt = chat(tokenizer, "go")
+    ways = [sampled(cache, prompt, *way, END) for way in (("a", "b", "c"), ("a", "bc"))]
+    posted = chat(tokenizer, "go", "abc", add_generation_prompt=False)
+    found = [
+        restore(cache, posted, [I] * len(prompt) + posted[len(prompt) :], None, {}, Counter().update) for _ in ways
+    ]
+    tokens = [row.tokens[len(prompt) : len(prompt) + len(way.tokens)] for row, way in zip(found, ways, strict=True)]
+    assert tokens == [way.tokens.tolist() for way in ways]
+
+
+def test_sampled_replies_of_same_tokens_match_by_logprobs(cache, tokenizer):
+    """As where temperatures differ: whichever was sampled first, or has been posted."""
+    prompt = chat(tokenizer, "go")
+    replies = {first: sampled(cache, prompt, "ab", END, first=first) for first in (-0.1, -0.2, -0.3)}
+    replies[-0.1].continued = True
+    posted = chat(tokenizer, "go", "ab", add_generation_prompt=False)
+    masks = [I] * len(prompt) + posted[len(prompt) :]
+    for first in (-0.3, -0.1, -0.2, -0.3):
+        given = [1.0] * len(prompt) + replies[first].logprobs.tolist() + [1.0]
+        (piece,) = [piece for piece in cache.trace(posted, given) if piece.completion]
+        assert piece.completion is replies[first]
+        counts = Counter()
+        row = restore(cache, posted, masks, given, {}, lambda name: counts.update([name]))  # noqa: B023
+        assert row.logprobs[len(prompt)] == first and not counts["other_logprobs"]
+
+
+def test_of_replies_to_the_same_prompt_those_of_the_same_item_are_taken(cache, tokenizer):
+    prompt = chat(tokenizer, "go")
+    sampled(cache, prompt, "ab", END, first=-0.1)
+    ITEM.set(Item())
+    sampled(cache, prompt, "ab", END, first=-0.2)
+    sampled_later = cache.restore_sampled(chat(tokenizer, "go", "ab", "next"))
+    assert sampled_later
+    posted = chat(tokenizer, "go", "ab", add_generation_prompt=False)
+    row = restore(cache, posted, [I] * len(prompt) + posted[len(prompt) :], None, {}, Counter().update)
+    assert row.logprobs[len(prompt)] == -0.2
+
+
+def test_items_in_flight_together_post_each_their_own_replies(model_path):
+    class Alike(Scripted):
+        async def collect_trajectories(self, item):
+            prompt = chat(self.tokenizer, "go")
+            for _ in range(self.config.group_size):
+                sampled(self._cache, prompt, "ab", END, first=item)
+            self.sampled = getattr(self, "sampled", 0) + 1
+            while self.sampled < 3:
+                await asyncio.sleep(0)
+            ids = chat(self.tokenizer, "go", "ab", add_generation_prompt=False)
+            row = {"tokens": ids, "masks": [I] * len(prompt) + ids[len(prompt) :]}
+            self.size = len(prompt)
+            return self.group([row] * self.config.group_size, messages=item), []
+
+        async def _send_scored_data_to_api(self, scored_data):
+            posted = {logprobs[self.size] for logprobs in scored_data["inference_logprobs"]}
+            self.sent = {**(self.sent or {}), scored_data["messages"]: posted}
+
+    env = make(Alike, model_path)
+
+    async def rounds():
+        env.running_items = {str(value): {"item": value} for value in (-0.1, -0.2, -0.3)}
+        await asyncio.gather(*(env.handle_env(key) for key in list(env.running_items)))
+
+    asyncio.run(rounds())
+    assert env.sent == {-0.1: {-0.1}, -0.2: {-0.2}, -0.3: {-0.3}}
+
+
+@pytest.mark.parametrize(
+    ("posted", "trained"),
+    [
+        ("ab de", ["a", "b", " ", "d", "e", END]),  # as it was
+        (" ab de\n", ["a", "b", " ", "d", "e", END]),  # with white space around it
+        ("ab", ["a", "b"]),  # cut short, where the tokens are those sampled
+        ("ab de!", ["a", "b", " ", "d", "e"]),  # gone on after: what follows is no end
+        ("ba de", None),  # changed
+    ],
+)
+def test_what_an_environment_does_to_a_reply(posted, trained, cache, tokenizer):
+    prompt = chat(tokenizer, "go")
+    way = ("ab",) if posted == "ab" else ("a", "b")
+    sampled(cache, prompt, *way, " ", "d", "e", END)
+    tokens = chat(tokenizer, "go", posted, add_generation_prompt=False)
+    counts = Counter()
+    row = restore(
+        cache, tokens, [I] * len(prompt) + tokens[len(prompt) :], None, {}, lambda name: counts.update([name])
+    )
+    if posted == "ab":
+        trained = ["ab"]
+    assert [m for m in row.masks if m != I] == ids_of(tokenizer, *(trained or []))
+    assert [m for m in row.masks if m != I] == [t for t, m in zip(row.tokens, row.masks, strict=True) if m != I]
+    assert counts["not_sampled"] == (posted in ("ab de!", "ba de"))
+    tail = "!<|im_end|>\n" if posted == "ab de!" else "\n" if trained and posted != "ab" else "<|im_end|>\n"
+    assert tokenizer.decode(row.tokens).endswith(tail)
+    assert (END, END) not in set(itertools.pairwise(row.tokens))
+
+
+def test_promises_reply_with_other_white_space_is_found(cache, tokenizer):
+    """As where an environment writes the JSON of a tool call anew, in its next prompt and in what it posts."""
+    prompt = chat(tokenizer, "go")
+    one = sampled(cache, prompt, "a", " ", "b", " ", "c", END)
+    other = sampled(cache, prompt, "a", "b", "c", END)
+    for written, reply in (("a b\nc", one), ("abc", other), ("ab c", one)):
+        second = cache.restore_sampled(chat(tokenizer, "go", written, "next"))
+        assert second[: len(prompt) + len(reply.tokens)] == prompt + reply.tokens.tolist(), written
+        tokens = chat(tokenizer, "go", written, add_generation_prompt=False)
+        trained = [I] * len(prompt) + tokens[len(prompt) :]
+        advantages = {"advantages": [0.0] * len(prompt) + [0.5] * (len(tokens) - len(prompt))}
+        row = restore(cache, tokens, trained, None, advantages, lambda name: None)
+        assert [m for m in row.masks if m != I] == reply.tokens.tolist()
+        assert [v for v, m in zip(row.values["advantages"], row.masks, strict=True) if m != I] == [0.5] * len(
+            reply.tokens
+        )
+    assert cache.restore_sampled(chat(tokenizer, "go", "acb", "next")) == chat(tokenizer, "go", "acb", "next")
+
+
+def test_an_answer_that_the_environment_began_is_trained_on_from_where_it_was_sampled(cache, tokenizer):
+    started = ids_of(tokenizer, *chat(tokenizer, "go"), "<x>")
+    sampled(cache, started, "a", "b", END)
+    posted = chat(tokenizer, "go", "<x>ab", add_generation_prompt=False)
+    begin = len(started) - 3
+    row = restore(cache, posted, [I] * begin + posted[begin:], None, {}, Counter().update)
+    assert row.masks == [I] * len(started) + ids_of(tokenizer, "a", "b", END) + [I]
+
+
+@pytest.mark.parametrize(("first", "last"), [("<x>", ""), ("", "<y>")])
+def test_a_reply_with_text_beside_it_is_found_in_another_context_too(first, last, cache, tokenizer):
+    """As by environments that render the prompt without the beginning of the answer."""
+    prompt, counts = ids_of(tokenizer, "unlike the template"), Counter()
+    reply = sampled(cache, prompt, "a", "b", "ab", "c", END)
+    posted = chat(tokenizer, "go", f"{first}ababc{last}", add_generation_prompt=False)
+    begin = len(chat(tokenizer, "go"))
+    assert all(piece.tokens for piece in cache.pieces(posted, [I] * begin + posted[begin:]))
+    row = restore(cache, posted, [I] * begin + posted[begin:], None, {}, lambda name: counts.update([name]))
+    kept = reply.tokens.tolist() if first else reply.tokens.tolist()[:-1]
+    assert row.tokens == prompt + kept + tokenizer.encode(f"{last}<|im_end|>\n" if last else "\n")
+    assert [m for m in row.masks if m != I] == kept
+    assert counts["other_context"] == 1 and counts["not_sampled"] == 1
+
+
+@pytest.mark.parametrize("before", ["", "another prompt "])
+def test_a_reply_to_another_prompt_gets_its_own_back_and_is_counted(before, cache, tokenizer):
+    prompt, counts = chat(tokenizer, "go"), Counter()
+    reply = sampled(cache, prompt, "a", "b", "c", END)
+    posted = ids_of(tokenizer, before, "abc")
+    masks = [I] * len(before) + [1, 1]
+    advantages = [5.0] * len(before) + [2.0, 2.0]
+    assert all(piece.tokens for piece in cache.pieces(posted, masks))
+    row = restore(cache, posted, masks, None, {"advantages": advantages}, lambda name: counts.update([name]))
+    assert row.tokens == prompt + reply.tokens.tolist()
+    assert row.masks == [I] * len(prompt) + reply.tokens.tolist()
+    assert row.logprobs == [1.0] * len(prompt) + reply.logprobs.tolist()
+    assert row.values["advantages"] == [0.0] * len(prompt) + [2.0] * 4
+    assert counts == {"other_context": 1, "retokenized": 1}
+
+
+def test_a_later_reply_in_another_context_stays_there(cache, tokenizer):
+    prompt, counts = chat(tokenizer, "go"), Counter()
+    one = sampled(cache, prompt, "a", "b", END)
+    two = sampled(cache, ids_of(tokenizer, "another"), "d", "e", END)
+    posted = chat(tokenizer, "go", "ab", "next", "de", add_generation_prompt=False)
+    last = len(chat(tokenizer, "go", "ab", "next"))
+    masks = [I] * len(prompt) + posted[len(prompt) : len(prompt) + 2] + [I] * (last - len(prompt) - 2) + posted[last:]
+    row = restore(cache, posted, masks, None, {}, lambda name: counts.update([name]))
+    assert row.tokens[: len(prompt) + 3] == prompt + one.tokens.tolist() and row.tokens[-4:-1] == two.tokens.tolist()
+    assert counts["other_context"] == 1
+
+
+def test_values_for_each_token_go_with_the_tokens_or_keep_them(cache, tokenizer):
+    prompt = chat(tokenizer, "go")
+    reply = sampled(cache, prompt, "a", "b", "c", END)
+    posted = chat(tokenizer, "go", "abc", add_generation_prompt=False)
+    masks = [I] * len(prompt) + posted[len(prompt) :]
+    size, counts = len(posted), Counter()
+
+    def row(**values):
+        return restore(cache, posted, masks, None, values, lambda name: counts.update([name]))
+
+    assert row(advantages=[0.0] * len(prompt) + [3.0] * (size - len(prompt))).values == {
+        "advantages": [0.0] * len(prompt) + [3.0] * len(reply.tokens) + [3.0]
+    }
+    assert counts["not_aligned"] == 0
+    for values in ({"advantages": [float(i) for i in range(size)]}, {"distill_logprobs": [[-0.1]] * size}):
+        kept = row(**values)
+        assert kept.tokens == posted and set(kept.masks) == {I} and kept.values == values
+    assert counts["not_aligned"] == 2
+
+
+def test_sampled_ends_of_a_turn_are_trained_on_where_they_were(cache, tokenizer):
+    """Of a reply that was encoded again the mask of the end of its turn is the end's alone, not its content's."""
+    prompt, counts = chat(tokenizer, "go"), Counter()
+    reply = sampled(cache, prompt, "a", "b", "c", END)
+    posted = chat(tokenizer, "go", "abc", add_generation_prompt=False)
+    content = posted[len(prompt) : posted.index(END, len(prompt))]
+    masks = [I] * len(prompt) + content + [I] * (len(posted) - len(prompt) - len(content))
+    row = restore(cache, posted, masks, None, {}, lambda name: counts.update([name]))
+    assert row.masks == [I] * len(prompt) + reply.tokens.tolist()[:-1] + [I, I] and counts == {"retokenized": 1}
+    reply = sampled(cache, chat(tokenizer, "on"), "a", "b", END)
+    posted = chat(tokenizer, "on", "abe", add_generation_prompt=False)  # "e" has no place of its own
+    masks = [I] * len(prompt) + posted[len(prompt) : -2] + [I, I]
+    row = restore(cache, posted, masks, None, {}, lambda name: counts.update([name]))
+    assert [m for m in row.masks if m != I] == reply.tokens.tolist()[:-1] and counts["not_sampled"] == 1
+
+
+def test_sampled_prompts_that_end_within_a_turn_stay_open(cache, tokenizer):
+    """Also where the tokenizer puts a token before each text: nothing is put before what follows the reply."""
+    prompt = chat(tokenizer, "go")
+    sampled(cache, prompt, "a", "b", END)
+    cache.tokenizer = with_bos(tokenizer)
+    assert cache.restore_sampled(ids_of(tokenizer, *prompt, "abe!")) == ids_of(tokenizer, *prompt, "a", "b", "e!")
+    for item in (ITEM.get(), Item()):
+        ITEM.set(item)
+        assert cache.restore_sampled(ids_of(tokenizer, *prompt, "ab")) == ids_of(tokenizer, *prompt, "a", "b")
+
+
+def test_sampled_replies_of_another_item_must_fit_whole(cache, tokenizer):
+    prompt, counts = chat(tokenizer, "go"), Counter()
+    sampled(cache, prompt, "a", END)
+    sampled(cache, prompt, "a", "d", END)
+    whole = sampled(cache, prompt, "a", "b", "c", END)
+    ITEM.set(Item())
+    for text, completion in [("abc", whole), ("abc!", None)]:
+        posted = chat(tokenizer, "go", text, add_generation_prompt=False)
+        pieces = cache.trace(posted)
+        assert [piece.completion for piece in pieces if piece.completion] == ([completion] if completion else [])
+    posted = chat(tokenizer, "go", "ab", add_generation_prompt=False)[:-2]
+    sampled_by_another = cache.add(np.array(prompt, np.int32), ids_of(tokenizer, "ab", "c"), [-0.5, -0.5])
+    ITEM.set(Item())
+    row = restore(cache, posted, [I] * len(prompt) + posted[len(prompt) :], None, {}, lambda n: counts.update([n]))
+    assert sampled_by_another.posted == 0 and set(row.masks) == {I} and counts == {"not_sampled": 1}
+
+
+def test_sampled_text_is_taken_whole_and_the_longest_of_it(cache, tokenizer):
+    prompt = chat(tokenizer, "go")
+    sampled(cache, prompt, "a", "b", "|", text="ab")  # the server left its stop string out, the environment did not
+    assert cache.restore_sampled(ids_of(tokenizer, *prompt, "ab|e!")) == ids_of(tokenizer, *prompt, "a", "b", "|", "e!")
+    rest = cache.trace(ids_of(tokenizer, *prompt, "ab", "|", "e"))[-1]
+    assert rest[:3] == (len(prompt) + 2, len(prompt) + 3, ids_of(tokenizer, "e")), "what is behind keeps its position"
+    prompt = chat(tokenizer, "on")
+    sampled(cache, prompt, "ab", "e", "c")
+    sampled(cache, prompt, "a", "b")  # one that was gone on after comes before one that was cut short
+    assert cache.restore_sampled(ids_of(tokenizer, *prompt, "abe")) == ids_of(tokenizer, *prompt, "a", "b", "e")
+
+
+def test_sampled_text_in_another_context_is_the_longest_part(cache, tokenizer):
+    """At least half of the span, of replies to the same item."""
+    other, prompt = ids_of(tokenizer, "another"), chat(tokenizer, "go")
+    short, long = (sampled(cache, other, *way, END) for way in (("c", "d"), ("b", "cd")))
+
+    def found(text):
+        posted = chat(tokenizer, "go", text, add_generation_prompt=False)
+        pieces = cache.pieces(posted, [I] * len(prompt) + posted[len(prompt) :])
+        return [(piece.completion, piece.tokens) for piece in pieces if piece.tokens]
+
+    begun = found("e bcd")
+    assert (long, long.tokens.tolist()) in begun and (None, ids_of(tokenizer, "e ")) in begun
+    assert (long, long.tokens.tolist()) in found("ebcd"), "the longer one, where both are within it"
+    assert found("eecd")[1:3] == [(None, ids_of(tokenizer, "ee")), (short, short.tokens.tolist())]
+    assert {completion for completion, _ in found("eee cd")} == {None}, "less than half of it"
+
+
+def test_sampled_fits_say_how_well(cache, tokenizer):
+    """End, tokens that are kept, text behind them, and the rank: whole, length of the text, these very tokens."""
+    reply = sampled(cache, [1], "ab", END, text="ab \n")
+
+    def fit(text, end=9):
+        work = [1, *ids_of(tokenizer, text)]
+        found = cache._fit(reply, work, 1, min(end, len(work)), text, prompt=False)
+        return found and tuple(found)
+
+    assert fit("cab ") is None and fit("abc")[1:] == (1, "c", (True, 2, False))
+    assert fit("ab \nc")[1:] == (1, "c", (True, 2, False)), "the longest text that it is known by"
+    work = [1, *reply.tokens.tolist(), 7]
+    assert tuple(cache._fit(reply, work, 1, 3, "ab", prompt=False)) == (3, 2, "", (True, 2, True))
+
+
+def test_sampled_token_lists_have_keys_of_their_order():
+    lists = [[], [1], [2], [1, 2], [2, 1], [1, 1, 2], [2, 1, 1], [0], [0, 0]]
+    assert len({key_of(ids) for ids in lists}) == len(lists)
+    assert keys_of([2, 1]).tolist() == [key_of([]), key_of([2]), key_of([2, 1])]
+    assert keys_of([1], before=[2]).tolist() == [key_of([2]), key_of([2, 1])]
+    long = [*range(100)]
+    assert keys_of(long).tolist() == [key_of(long[:n]) for n in range(101)]
+
+
+class Pieces:
+    """In the place of a cache: a reply that was trained on, and what was put in behind it."""
+
+    def __init__(self, completion):
+        self.completion = completion
+
+    def pieces(self, ids, masks, logprobs):
+        yield Piece(0, 1, ids[:1])
+        yield Piece(1, 2, ids[1:2], self.completion)
+        yield Piece(2, 2, [7])
+        yield Piece(2, 3, ids[2:])
+
+    def is_template(self, tokens):
+        return False
+
+
+def test_not_sampled_text_within_a_turn_counts_as_what_is_beside_it(cache):
+    reply = cache.add(np.array([1], np.int32), [5], [-0.5])
+    for last, expected in ((I, 1), (6, 2)):
+        counts = Counter()
+        restore(Pieces(reply), [1, 5, 6], [I, 5, last], None, {}, lambda name, counts=counts: counts.update([name]))
+        assert counts["not_sampled"] == expected, "of what was put in, and of the last where it is trained on"
+
+
+@pytest.mark.parametrize(("wandb_name", "name"), [("mine", "mine"), (None, "Bare")])
+def test_reports_of_an_environment_that_has_none_have_its_name(wandb_name, name, model_path):
+    config = BaseEnvConfig(tokenizer_name=str(model_path), wandb_name=wandb_name, use_wandb=False)
+    server = APIServerConfig(model_name=str(model_path), base_url="http://127.0.0.1:1/v1", api_key="x")
+    assert type("Bare", (SampledTokens, Scripted), {})(config, [server]).report.name == name
+
+
+def test_logprobs_are_those_of_the_reply_and_others_are_counted(cache, tokenizer):
+    prompt = chat(tokenizer, "go")
+    sampled(cache, prompt, "ab", "ab", END, first=-0.5)
+    posted = chat(tokenizer, "go", "abab", add_generation_prompt=False)
+    masks = [I] * len(prompt) + posted[len(prompt) :]
+    given = [1.0] * len(prompt) + [-0.7, 1.0, float("nan"), 1.0]
+    counts = Counter()
+    row = restore(cache, posted, masks, given, {}, lambda event: counts.update([event]))
+    assert row.logprobs[len(prompt) :] == [-0.5, -0.51, -0.52, 1.0] and counts == {"other_logprobs": 1}
+    restore(cache, posted, masks, [value if value == 1 else 1.0 for value in given], {}, lambda e: counts.update([e]))
+    assert counts == {"other_logprobs": 1}, "none is given: filled in"
+
+
+def test_the_book_forgets_the_oldest_and_evaluation_does_not_displace_training(model_path, tokenizer):
+    cache = CompletionCache(tokenizer, capacity=30)
+    for number in range(10):
+        sampled(cache, [number], "ab", "cd", END)
+    assert len(cache) == 30 // 4
+    assert len(cache._by_prompt) == 7 and len(cache._by_text["abcd"]) == 7
+    other = [7, 7]
+    cache._by_prompt[key_of(other)] = cache._by_prompt[key_of([9])]  # two prompts of one hash
+    assert cache.restore_sampled([*other, *ids_of(tokenizer, "abcd<|im_end|>")]) == [
+        *other,
+        *ids_of(tokenizer, "ab", "cd", END),
+    ]
+    assert all(piece.completion is None for piece in cache.trace([*other, *ids_of(tokenizer, "ab", "cd", END)]))
+    calls = make(Scripted, model_path)._calls
+    assert calls.caches["eval"].capacity < calls.caches["train"].capacity
+
+
+def test_what_nobody_sampled_is_not_trained_on_and_a_group_of_it_is_refused(model_path, caplog):
+    env = make(Scripted, model_path)
+    prompt, gold = chat(env.tokenizer, "go"), chat(env.tokenizer, "go", "dec", add_generation_prompt=False)
+    reply = sampled(env._cache, prompt, "a", "b", END)
+    posted = chat(env.tokenizer, "go", "ab", add_generation_prompt=False)
+    rows = [{"tokens": ids, "masks": [I] * len(prompt) + ids[len(prompt) :]} for ids in (posted, gold, gold, gold)]
+    asyncio.run(env.handle_send_to_api(env.group(rows)))
+    assert env.sent["masks"][0] == [I] * len(prompt) + reply.tokens.tolist() + [I]
+    assert all(set(masks) == {I} and len(masks) == len(gold) for masks in env.sent["masks"][1:])
+    assert env.report.counts["not_sampled"] == 3
+    env.sent = None
+    asyncio.run(env.handle_send_to_api(env.group(rows[1:] + rows[1:2])))
+    assert env.sent is None and env.report.counts["not_sent/not_sampled"] == 1
+    asyncio.run(env.handle_send_to_api([env.group(rows), env.group(rows[1:] + rows[1:2]), None]))
+    assert len(env.sent) == 1 and env.report.counts["not_sent/not_sampled"] == 2
+    assert "none of its servers" not in caplog.text
+    for number, masks in enumerate((gold[1:], [*gold, I]), 1):
+        env.sent, rows[2] = None, {"tokens": gold, "masks": masks}
+        asyncio.run(env.handle_send_to_api(env.group(rows)))
+        assert env.sent is None and env.report.counts["not_sent/unequal_lengths"] == number
+    asyncio.run(env.handle_send_to_api(ScoredDataGroup(tokens=[], masks=[], scores=[])))
+    assert "Group structure invalid" in caplog.text, "BaseEnv refuses it"
+
+
+class Single(Scripted):
+    """collect_trajectory alone; every third is None."""
+
+    async def collect_trajectory(self, item):
+        self.calls = getattr(self, "calls", 0) + 1
+        if item == "never" or self.calls % 3 == 0:
+            return None, [f"again {self.calls}"]
+        tokens = chat(self.tokenizer, "go", "ab", add_generation_prompt=False)
+        size = len(tokens)
+        return ScoredDataItem(
+            tokens=tokens,
+            masks=tokens,
+            scores=float(self.calls),
+            inference_logprobs=[-0.1] * size if self.calls != 2 else None,
+            distill_token_ids=[[1]] * size,
+            distill_logprobs=[[-0.1]] * size,
+            generation_params={"temperature": 1.0},
+            overrides={"set_advantage_to_zero": True} if self.calls == 1 else None,
+        ), []
+
+
+def test_single_trajectories_keep_their_fields_and_one_that_is_none_is_asked_for_again(model_path):
+    env = make(Single, model_path)
+    group, backlog = asyncio.run(env.collect_trajectories("item"))
+    assert group["scores"] == [1.0, 2.0, 4.0, 5.0] and backlog == ["again 3"]
+    size = len(group["tokens"][0])
+    assert [values[0] for values in group["inference_logprobs"]] == [-0.1, 1.0, -0.1, -0.1]
+    assert group["distill_token_ids"] == [[[1]] * size] * 4 and group["distill_logprobs"] == [[[-0.1]] * size] * 4
+    assert group["generation_params"] == {"temperature": 1.0} and group["ref_logprobs"] == []
+    assert group["overrides"] == [{"set_advantage_to_zero": True}, {}, {}, {}]
+    group, backlog = asyncio.run(env.collect_trajectories("never"))
+    assert group is None and len(backlog) == 12
+    assert env.report.counts["not_sent/missing_trajectories"] == 1
+    assert env.report.counts["trajectories_missing"] == 1 + 3 * 4
+
+
+def test_fields_that_only_some_trajectories_have_are_an_error():
+    rows = [
+        {"tokens": [1], "masks": [1], "scores": 1.0, "advantages": [1.0]},
+        {"tokens": [1], "masks": [1], "scores": 1.0},
+    ]
+    with pytest.raises(ValueError, match="1 of 2 trajectories have no advantages"):
+        group_of(rows)
+
+
+def test_atroposlib_alone_loses_the_fields_of_single_trajectories(model_path):
+    """The reason for an own collect_trajectories: this fails when upstream fixes it."""
+    env = make(Single, model_path, group_size=2)
+    group, _ = asyncio.run(BaseEnv.collect_trajectories(env, "item"))
+    assert "inference_logprobs" not in group and "distill_logprobs" not in group
+
+
+def test_chat_templates_give_lists_again(model_path, tokenizer):
+    """Also for tokenizers that an environment makes itself. The last line fails when transformers fixes it."""
+    make(Scripted, model_path)
+    messages = [{"role": "user", "content": "go"}, {"role": "assistant", "content": "ab"}]
+    row = tokenize_for_trainer(AutoTokenizer.from_pretrained(model_path), messages)
+    prompt = chat(tokenizer, "go")
+    assert row["masks"] == [I] * len(prompt) + row["tokens"][len(prompt) :]
+    assert set(tokenizer.apply_chat_template(messages, return_dict=True)) >= {"input_ids"}
+    assert not isinstance(PreTrainedTokenizerBase.apply_chat_template.of_transformers(tokenizer, messages), list)
+
+
+def test_openai_arguments_become_those_of_sglang_or_are_named():
+    schema = {"type": "object", "properties": {}}
+    params, unknown = sampling_params(
+        {
+            "model": "m",
+            "max_completion_tokens": 5,
+            "seed": 3,
+            "stop": ["x", 7],
+            "n": 2,
+            "top_p": None,
+            "tools": None,
+            "logprobs": False,
+            "response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}},
+            "extra_body": {"top_k": 4, "min_tokens": 1},
+            "tool_choice": "auto",
+        }
+    )
+    assert unknown == {}
+    assert params == {
+        "max_new_tokens": 5,
+        "sampling_seed": 3,
+        "stop": ["x"],
+        "stop_token_ids": [7],
+        "n": 2,
+        "json_schema": '{"type":"object","properties":{}}',
+        "top_k": 4,
+        "min_new_tokens": 1,
+    }
+    assert sampling_params({"tools": [{}], "logprobs": 0, "best": 1})[1] == {"tools": [{}], "logprobs": 0, "best": 1}
+
+
+def test_a_server_that_cannot_be_reached_is_named(model_path):
+    """tenacity's RetryError has no text; completion is tried thrice."""
+    env = make(Scripted, model_path)
+    with pytest.raises(InferenceError, match="http://127.0.0.1:1/generate: cannot connect"):
+        asyncio.run(env.server.completion(prompt="go", max_tokens=5))
+
+
+def test_only_the_missing_samples_are_asked_for_again(model_path):
+    """The server's aborts end all samples at once, so what it answers is scripted here."""
+    env, asked = make(Scripted, model_path), []
+    answers = iter([["stop", "abort", "length", "abort"], ["stop", "abort"], ["stop"]])
+
+    async def plain(n, **kwargs):
+        asked.append(n)
+        reasons = enumerate(next(answers))
+        choices = [{"index": i, "finish_reason": "stop", "text": reason, "logprobs": None} for i, reason in reasons]
+        answer = {"id": "x", "created": 0, "model": "m", "object": "text_completion", "choices": choices}
+        answer = Completion.model_validate(answer)
+        for choice in answer.choices:
+            choice.finish_reason = choice.text
+        return answer
+
+    env.server.servers[0]._completion_wrapper = partial(env._calls.text, env.server.servers[0], plain)
+    answer = asyncio.run(env.server.completion(prompt="go", n=4, logprobs=1))
+    assert asked == [4, 2, 1] and env.report.counts["aborted_samples"] == 3
+    assert [(c.index, c.text) for c in answer.choices] == [(0, "stop"), (1, "length"), (2, "stop"), (3, "stop")]

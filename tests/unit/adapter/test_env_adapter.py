@@ -1,0 +1,368 @@
+"""Any environment by its name or file, and a command line of which every flag counts."""
+
+import json
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from atroposlib.envs.base import BaseEnv
+from openai.types.chat import ChatCompletionMessage
+
+from helpers.adapter_cli import run_adapter
+from recipe.atropos.adapter import reporting
+from recipe.atropos.adapter.checked import Refused, check_rows, checked
+from recipe.atropos.adapter.cli import adapt
+from recipe.atropos.adapter.compatibility import check_sizes
+from recipe.atropos.adapter.flags import UsageError, check_flags, join_negative_values, take_flag
+from recipe.atropos.adapter.loading import EnvironmentTargetError, load_environment
+from recipe.atropos.adapter.reporting import EnvReport
+from recipe.atropos.errors import EnvironmentFailure
+
+SAID = "helpers.environments.said_env:SaidEnv"
+WHOLE = """
+    async def get_next_item(self): ...
+    async def evaluate(self, *args, **kwargs): ...
+"""
+
+
+@pytest.fixture
+def model(model_path):
+    return str(model_path)
+
+
+# ---------------------------------------------------------------------- targets
+
+
+def write(folder, **files):
+    """``a__b="..."`` is a/b.py."""
+    for name, text in files.items():
+        path = folder.joinpath(*name.split("__")).with_suffix(".py")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("from atroposlib.envs.base import BaseEnv\n" + text)
+    return folder
+
+
+@pytest.fixture
+def restored_imports():
+    path, modules = list(sys.path), set(sys.modules)
+    yield
+    sys.path[:] = path
+    for name in set(sys.modules) - modules:
+        del sys.modules[name]
+
+
+pytestmark = pytest.mark.usefixtures("restored_imports")
+
+
+def test_a_file_is_imported_as_a_script_is_with_its_folder_first(tmp_path):
+    write(
+        tmp_path,
+        beside_it="NAME = 'beside'",
+        env_a=f"import beside_it\nclass A(BaseEnv):\n    name = beside_it.NAME{WHOLE}",
+    )
+    environment = load_environment(str(tmp_path / "env_a.py"))
+    assert environment.name == "beside"
+    assert load_environment(f"{tmp_path / 'env_a.py'}:A") is environment, "one file is one module"
+
+
+@pytest.mark.parametrize("with_init", [True, False])
+def test_a_file_with_relative_imports_is_imported_as_part_of_its_package(tmp_path, with_init):
+    uses = f"from .inner.values import NAME\nclass A(BaseEnv):\n    name = NAME{WHOLE}"
+    write(tmp_path, **{"outer__pack-age__env_b": uses, "outer__pack-age__inner__values": "from ..more import NAME"})
+    write(tmp_path, **{"outer__pack-age__more": "NAME = 'inner'"})
+    if with_init:
+        write(tmp_path, **{"outer____init__": "", "outer__pack-age____init__": ""})
+        (tmp_path / "outer" / "__init__.py").write_text("")
+        (tmp_path / "outer" / "pack-age" / "__init__.py").write_text("")
+    assert load_environment(str(tmp_path / "outer" / "pack-age" / "env_b.py")).name == "inner"
+
+
+def test_a_file_may_name_the_folders_that_it_lies_in(tmp_path):
+    write(tmp_path, made_up_envs__base_env=f"class A(BaseEnv):\n    name = 'a'{WHOLE}")
+    write(tmp_path, made_up_envs__more__env_c="from made_up_envs.base_env import A\nclass B(A): pass")
+    environment = load_environment(str(tmp_path / "made_up_envs" / "more" / "env_c.py"))
+    assert environment.__name__ == "B" and environment.name == "a", "an imported environment is not meant"
+
+
+def test_of_an_abstract_base_and_its_one_environment_the_environment_is_meant(tmp_path):
+    helper = "class Helper(BaseEnv):\n    async def evaluate(self): ...\n"
+    write(tmp_path, env_d=f"{helper}class Real(Helper):{WHOLE}")
+    assert load_environment(str(tmp_path / "env_d.py")).__name__ == "Real"
+    with pytest.raises(EnvironmentTargetError, match="Helper is no whole environment: it lacks get_next_item"):
+        load_environment(str(tmp_path / "env_d.py:Helper"))
+
+
+@pytest.mark.parametrize(
+    ("text", "target", "expected"),
+    [
+        (f"class A(BaseEnv):{WHOLE}\nclass B(A): pass", "env.py", "give .*env.py:CLASS; .* defines: A, B"),
+        ("", "env.py", "defines: none"),
+        ("class A: pass", "env.py:A", "has no class A that derives from BaseEnv"),
+        ("", "nothing.py", "nothing.py: no such file"),
+        ("", "no.such.module:A", "no module no; put its folder on PYTHONPATH"),
+    ],
+)
+def test_a_target_that_names_no_environment_is_refused(tmp_path, text, target, expected):
+    write(tmp_path, env=text)
+    with pytest.raises(EnvironmentTargetError, match=expected):
+        load_environment(str(tmp_path / target) if ".py" in target else target)
+
+
+def test_adapting_twice_is_adapting_once_and_what_an_environment_overrides_stays_in_force():
+    class Env(BaseEnv):
+        async def get_next_item(self): ...
+        async def evaluate(self): ...
+        async def handle_send_to_api(self, *args, **kwargs):
+            return "its own"
+
+    adapted = adapt(Env)
+    assert adapt(adapted) is adapted and issubclass(adapted, Env) and adapted.__name__ == "Env"
+    order = [cls.__name__ for cls in adapted.__mro__]
+    assert order.index("Checked") < order.index("WeightVersions") < order.index("Env", 1) < order.index("Durable")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "import no_such_thing_at_all",
+            "cannot be imported: ModuleNotFoundError: No module named 'no_such_thing_at_all'",
+        ),
+        ("import sys\nsys.exit('needs a key')", "cannot be imported: SystemExit: needs a key"),
+        ("class A: pass", "give env_e.py:CLASS; environments that it defines: none"),
+    ],
+)
+def test_a_target_that_cannot_be_run_ends_the_command_with_a_line_that_says_why(tmp_path, text, expected):
+    write(tmp_path, env_e=text)
+    status, output = run_adapter(tmp_path, "serve", "--env=env_e.py")
+    assert status == 2 and expected in output.splitlines()[-1]
+
+
+# ---------------------------------------------------------------------- flags
+
+
+def said(output):
+    (line,) = [line for line in output.splitlines() if line.startswith("SAID ")]
+    return json.loads(line.removeprefix("SAID "))
+
+
+FLAGS = ["--openai.base_url=http://given:9/v1", "--openai.server_type", "sglang", "--openai.api_key", "k"]
+
+
+@pytest.mark.parametrize("command", ["serve", "evaluate", "process"])
+@pytest.mark.parametrize("servers", ["one", "list", "two", "baseline"])
+def test_openai_flags_win_in_every_form_of_configuration(tmp_path, model, command, servers):
+    options = [command, "--env", SAID, "--env.use_wandb=false", *FLAGS]
+    status, output = run_adapter(tmp_path, *options, MODEL=model, SERVERS=servers)
+    assert status == 0, output
+    (server,) = said(output)["servers"]
+    assert (server["base_url"], server["server_type"], server["api_key"]) == ("http://given:9/v1", "sglang", "k")
+    assert server["timeout"] == 77, "what no flag names stays"
+    assert not server["health_check"] and said(output)["kind"] == "SGLangServer"
+
+
+def test_promises_adapter_completes_what_the_command_line_leaves(tmp_path, model):
+    """And only there: in code, ``config_init`` gives the environment's own defaults."""
+    url = "http://127.0.0.1:1/v1"
+    command = ["serve", "--env", SAID, f"--openai.base_url={url}"]
+    status, output = run_adapter(tmp_path, *command, MODEL=model, ATROPOS_API_KEY="the-key-of-the-run")
+    assert status == 0 and '"kind": "SGLangServer"' in output and "the-key" not in output, output
+    assert f"adapter: {url} is taken for an SGLang server (--openai.server_type=sglang)" in output
+    assert '"api_key": "***"' in output, "the run's, hidden"
+    assert said(output)["config"]["total_steps"] == 10**9, "BaseEnv would end after 1,000"
+    status, output = run_adapter(tmp_path, *command, "--env.total_steps=7", MODEL=model)
+    assert said(output)["config"]["total_steps"] == 7
+    _, [server] = adapt(load_environment("recipe.atropos.environments.gsm8k")).config_init()
+    assert server.api_key == "x"
+
+
+def test_secret_is_hidden_by_environments(tmp_path, model):
+    """BaseEnv prints its servers, and writes them to a file that everyone may read."""
+    secret = json.dumps(["--openai.api_key=the-key-of-the-run"])
+    options = ["--env", SAID, "--env.data_dir_to_save_evals=evals"]
+    status, output = run_adapter(
+        tmp_path, "evaluate", *options, MODEL=str(model), SERVERS="two", ATROPOS_SECRET_FLAGS=secret
+    )
+    assert status == 0 and "the-key" not in output and '"api_key": "***"' in output, output
+    written = tmp_path / "evals" / "evaluate_config.yaml"
+    assert [server["api_key"] for server in yaml.safe_load(written.read_text())["openai"]] == ["***", "***"]
+    assert written.stat().st_mode & 0o777 == 0o644, "and is a file as any other"
+
+
+def test_a_flag_that_names_no_server_changes_each_of_several(tmp_path, model):
+    for servers, urls in (("two", ["http://first:1/v1", "http://second:1/v1"]), ("baseline", None)):
+        status, output = run_adapter(
+            tmp_path, "serve", "--env", SAID, "--openai.api_key", "k", MODEL=model, SERVERS=servers
+        )
+        assert status == 0, output
+        found = said(output)["servers"]
+        assert [server["api_key"] for server in found] == ["k"] * len(found)
+        assert [s["base_url"] for s in found] == (urls or [f"http://localhost:{p}/v1" for p in range(9004, 9008)])
+    status, output = run_adapter(tmp_path, "serve", "--env", SAID, "--openai.api_kee=k", MODEL=model, SERVERS="two")
+    assert status == 2 and "unknown flag --openai.api_kee; did you mean --openai.api_key?" in output
+
+
+def test_servers_of_a_configuration_file_count_and_several_of_them_take_no_flags(tmp_path, model):
+    def with_file(servers, *flags, **variables):
+        (tmp_path / "c.yaml").write_text(yaml.safe_dump({"openai": servers}))
+        return run_adapter(tmp_path, "serve", "--env", SAID, "--config=c.yaml", *flags, MODEL=model, **variables)
+
+    one, other = ({"model_name": model, "base_url": f"http://file{i}/v1", "api_key": "f"} for i in (0, 1))
+    for form in ("one", "two", "baseline"):
+        status, output = with_file(one, "--openai.api_key=k", SERVERS=form)
+        assert status == 0, output
+        assert [(s["base_url"], s["api_key"]) for s in said(output)["servers"]] == [("http://file0/v1", "k")]
+    status, output = with_file([one, other])
+    assert [server["base_url"] for server in said(output)["servers"]] == ["http://file0/v1", "http://file1/v1"]
+    status, output = with_file([one, other], "--openai.api_key=k")
+    assert status == 2 and "not supported when multiple servers are defined" in output
+    status, output = with_file({"model_nam": "m"})
+    assert status == 2 and "--config=c.yaml: " in output and "did you mean --openai.model_name?" in output
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump({"env": {"grup_size": 4}}))
+    status, output = run_adapter(tmp_path, "serve", "--env", SAID, "--config=c.yaml", MODEL=model)
+    assert status == 2 and "did you mean --env.group_size?" in output
+    status, output = run_adapter(tmp_path, "serve", "--env", SAID, "--config=no.yaml", MODEL=model)
+    assert status == 2 and "--config=no.yaml: no such file" in output
+
+
+def test_a_negative_number_may_follow_its_flag_after_a_space(tmp_path, model):
+    options = ["--env.total_steps", "-1", "--env.inference_weight", "-0.5", "--env.max_num_workers", "-1"]
+    status, output = run_adapter(tmp_path, "serve", "--env", SAID, *options, MODEL=model)
+    assert status == 0, output
+    config = said(output)["config"]
+    assert (config["total_steps"], config["inference_weight"], config["max_num_workers"]) == (-1, -0.5, -1)
+    assert join_negative_values(["--a", "-1e3", "--b", "-x", "--c=1", "-2"]) == ["--a=-1e3", "--b", "-x", "--c=1", "-2"]
+
+
+@pytest.mark.parametrize(
+    ("flag", "expected"),
+    [
+        ("--env.grup_size=4", "unknown flag --env.grup_size; did you mean --env.group_size?"),
+        ("--env.max_token_len=100", "unknown flag --env.max_token_len; did you mean --env.max_token_length?"),
+        ("--openai.url=http://x", "unknown flag --openai.url; did you mean --openai.base_url?"),
+        ("--env.group_size=four", "--env.group_size='four': Input should be a valid integer"),
+        ("again", "unrecognized arguments: again"),
+    ],
+)
+def test_a_flag_that_cannot_be_meant_is_an_error_that_names_it(tmp_path, model, flag, expected):
+    status, output = run_adapter(tmp_path, "serve", "--env", SAID, flag, MODEL=model)
+    assert status == 2 and expected in output and "Traceback" not in output, output
+
+
+def test_usage_and_help(tmp_path, model):
+    for arguments, wanted, expected in (
+        (["--help"], 0, "TARGET is MODULE, MODULE:Class, FILE.py or FILE.py:Class"),
+        (["serve", "--env", SAID, "--help"], 0, "--env.group_size"),
+        (["serve"], 2, "usage: "),
+        (["serve", "--env"], 2, "--env needs a value"),
+        (["--env", SAID], 2, "say what to do: serve, evaluate, process"),
+    ):
+        status, output = run_adapter(tmp_path, *arguments, MODEL=model)
+        assert status == wanted and expected in output, (arguments, output)
+    assert take_flag(["--env.a=1", "--env=2"], "--env") == "2" and take_flag(["--env.a", "1"], "--env") is None
+    with pytest.raises(UsageError, match="unknown flag --zzz; see --help"):
+        check_flags(["--zzz"], {"--env.a"})
+
+
+@pytest.mark.parametrize("command", ["serve", "evaluate", "process"])
+def test_a_dataset_that_is_missing_ends_the_command_with_a_line_that_says_so(tmp_path, model, command):
+    status, output = run_adapter(tmp_path, command, "--env", SAID, MODEL=model, FAIL="1")
+    assert status == 1
+    assert "error: FileNotFoundError: no dataset at /data/nowhere (in setup() of " in output.splitlines()[-1]
+
+
+# ---------------------------------------------------------------------- groups, sizes, silence
+
+
+def group(**fields):
+    whole = {"tokens": [[1, 2, 3], [1, 4]], "masks": [[-100, 2, 3], [-100, 4]], "scores": [1.0, 0.5]}
+    return whole | {"inference_logprobs": [[1.0, -0.5, -0.25], [1.0, -0.5]], "group_overrides": None} | fields
+
+
+def test_numbers_of_every_library_become_plain_ones_wherever_they_stand():
+    made = group(
+        tokens=[np.array([1, 2, 3]), torch.tensor([1, 4])],
+        masks=(np.array([-100, 2, 3], dtype=np.int32), [np.int64(-100), 4]),
+        scores=np.array([1.0, 0.5], dtype=np.float32),
+        inference_logprobs=[np.array([1.0, -0.5, -0.25], dtype=np.float16), torch.tensor([1.0, -0.5])],
+        overrides=[{"a": np.bool_(True), 3: np.float32(0.5)}, {}],
+        messages=[[ChatCompletionMessage(role="assistant", content="hi")]] * 2,
+    )
+    plain = checked(made)
+    assert plain == group(overrides=[{"a": True, "3": 0.5}, {}], messages=plain["messages"])
+    assert json.loads(json.dumps(plain)) == plain and plain["messages"][1][0]["content"] == "hi"
+    assert all(type(score) is float for score in plain["scores"])
+    assert checked(group(scores=[torch.tensor(1.0), True]))["scores"] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason", "detail"),
+    [
+        ({"scores": [1.0, float("nan")]}, "nan_score", r"\[1.0, nan\]"),
+        ({"scores": [np.float32("inf"), 1.0]}, "nan_score", "inf"),
+        ({"scores": [None, 1.0]}, "nan_score", "None"),
+        ({"scores": None}, "unequal_lengths", "2 sequences, scores None"),
+        ({"scores": [1.0]}, "unequal_lengths", "2 sequences, scores"),
+        ({"scores": ["good", 1.0]}, "bad_value", "good"),
+        ({"tokens": []}, "no_tokens", "0 sequences"),
+        ({"tokens": [[], [1]]}, "no_tokens", "2 sequences, some or all without tokens"),
+        ({"masks": [[-100, 2, 3]]}, "unequal_lengths", "2 sequences, masks 1"),
+        ({"masks": [[-100, 2, 3], [4]]}, "unequal_lengths", "sequence 1: 2 tokens, 1 masks"),
+        ({"masks": [[-100] * 3, [-100] * 2]}, "nothing_trained", "all masks of 2 sequences"),
+        ({"inference_logprobs": [[1.0] * 3, [1.0] * 3]}, "unequal_lengths", "2 tokens, 3 inference_logprobs"),
+        ({"inference_logprobs": [[1.0] * 3, [1.0, float("nan")]]}, "bad_value", "of sequence 1 has no number at 1"),
+        ({"advantages": [1.0, -1.0]}, "bad_value", "advantages of sequence 0 is 1.0: one value a token"),
+        ({"images": [object(), None]}, "bad_value", "not JSON serializable: object"),
+    ],
+)
+def test_a_group_that_cannot_be_sent_is_refused_by_name(fields, reason, detail):
+    with pytest.raises(Refused, match=detail) as refused:
+        check_rows(checked(group(**fields)))
+    assert refused.value.reason == reason
+
+
+def test_what_is_no_group_is_refused_by_name():
+    for made in ((group(), []), "text", 3):
+        with pytest.raises(Refused, match="a group is a dict") as refused:
+            checked(made)
+        assert refused.value.reason == "bad_value"
+
+
+def test_sizes_that_the_trainer_cannot_pack_are_an_error_that_names_flag_and_mend():
+    check_sizes(4, 100, 8, 100, "http://api")
+    check_sizes(3, 100, -1, -1, "http://api")
+    with pytest.raises(EnvironmentFailure, match="--env.group_size=3: .* batch of 8 sequences .* give one of 2, 4, 8"):
+        check_sizes(3, 100, 8, 100, "http://api")
+    with pytest.raises(EnvironmentFailure, match="--env.group_size=16: "):
+        check_sizes(16, 100, 8, 100, "http://api")
+    with pytest.raises(EnvironmentFailure, match="--env.max_token_length=101 .* give --env.max_token_length=100"):
+        check_sizes(4, 101, 8, 100, "http://api")
+
+
+def test_an_environment_that_ends_items_and_sends_nothing_says_so_each_minute(monkeypatch, tmp_path, caplog):
+    monkeypatch.setattr(reporting, "_SILENCE", 0.2)
+    report = EnvReport("e", tmp_path / "report.jsonl")
+
+    def pass_time(seconds=0.25):
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            report.look(0)
+            time.sleep(0.01)
+        return report.counts["nothing_sent"]
+
+    assert pass_time() == 0, "no item has ended"
+    report.count("items", 3)
+    report.refuse("equal_scores", "all 1.0")
+    report.count("failed/ValueError", 2)
+    assert pass_time() == 1
+    assert "nothing sent" in caplog.text and "failed/ValueError 2, not_sent/equal_scores 1" in caplog.text
+    assert pass_time() == 1, "nothing more has ended"
+    report.count("items")
+    assert pass_time() == 2
+    report.count("items")
+    report.count("groups_sent")
+    assert pass_time() == 2 and report.counts["nothing_sent"] == 2
+    assert json.loads((tmp_path / "report.jsonl").read_text().splitlines()[0])["counts"]["items"] == 3

@@ -1,0 +1,308 @@
+"""The reward bridge: its arithmetic, its configuration, and the trainer's side of it."""
+
+import math
+import re
+import sys
+from itertools import permutations
+
+import numpy as np
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from helpers.trainer import compose_config
+from recipe.atropos.adapter import cli as env_adapter
+from recipe.atropos.adapter import reward_bridge
+from recipe.atropos.adapter.reward_bridge import (
+    AnswerPresent,
+    Fade,
+    LengthBounty,
+    RewardBridgeError,
+    parse_bridge,
+    read_bridge,
+)
+from recipe.atropos.algorithm.metrics import batch_metrics
+from recipe.atropos.config.compose import load_config
+from recipe.atropos.config.env_specs import environment_specs
+from recipe.atropos.data.data_proto import groups_to_data_proto
+from recipe.atropos.data.rows import RowLimits
+from recipe.atropos.launch_services import compose_overrides, parse_arguments
+from recipe.atropos.launcher.environment_processes import environment_command
+from recipe.atropos.launcher.preflight import ConfigurationError, check_config
+from recipe.atropos.launcher.services import Run
+
+BLOCK = {
+    "format_markers": [{"pattern": "<think>", "weight": 0.1}],
+    "answer_present": {"pattern": r"\\boxed\{(.*?)\}", "regex": True, "weight": 0.4},
+}
+
+# ---------------------------------------------------------------------- the arithmetic
+
+scores = st.floats(-10, 10, allow_nan=False)
+positive = st.floats(0.01, 2)
+bounties = st.builds(
+    LengthBounty, target=st.integers(0, 500), slope=positive | positive.map(lambda x: -x), cap=positive
+)
+
+
+@given(bounty=bounties, lengths=st.lists(st.integers(0, 2000), min_size=2))
+def test_a_bounty_is_monotone_in_the_length_nothing_at_the_target_and_never_more_than_its_cap(bounty, lengths):
+    earned = [bounty.earned(length) for length in sorted(lengths)]
+    assert earned == sorted(earned, reverse=bounty.slope < 0)
+    assert bounty.earned(bounty.target) == 0
+    assert all(abs(value) <= bounty.cap for value in earned)
+    low, high = bounty.bounds
+    assert low <= min(earned) and max(earned) <= high
+
+
+@given(first=st.integers(0, 100), length=st.integers(1, 100), step=st.integers(0, 300))
+def test_the_shaping_fades_from_one_to_nothing_in_a_line(first, length, step):
+    fade = Fade(first, first + length)
+    assert fade.weight(step) == pytest.approx(np.interp(step, [first, first + length], [1, 0]))
+
+
+parts = st.sampled_from(["<think>", "</think>", "wait", r"\boxed{7}", "\n", "7"])
+texts = st.lists(parts, max_size=8).map(" ".join)
+markers = st.fixed_dictionaries(
+    {
+        "pattern": st.sampled_from(["<think>", "</think>", r"\boxed{", "wait"]),
+        "weight": st.floats(0.01, 0.5),
+        "presence": st.sampled_from(["required", "forbidden"]),
+        "count": st.sampled_from(["any", "each"]),
+    }
+)
+blocks = st.fixed_dictionaries(
+    {"format_markers": st.lists(markers, min_size=1, max_size=4)},
+    optional={
+        "answer_present": st.just({"pattern": "boxed{", "weight": 0.2}),
+        "length_bounty": st.just({"target": 20, "slope": -0.01, "cap": 0.2}),
+        "clip": st.tuples(st.floats(-0.5, 0), st.floats(0.01, 0.4)),
+        "fade": st.just({"from_step": 10, "to_step": 20}),
+    },
+)
+
+
+@given(block=blocks, pair=st.tuples(texts, texts), lengths=st.tuples(st.integers(0, 99), st.integers(0, 99)))
+def test_a_block_that_is_accepted_never_lifts_a_wrong_answer_to_a_right_one(block, pair, lengths):
+    try:
+        bridge = parse_bridge(block)
+    except RewardBridgeError as error:
+        assert re.search("right_margin=1:|give clip|shapes nothing", str(error))
+        return
+    right, wrong = (
+        [bridge.shaped(raw, bridge.terms(text, length), step) for step in (0, 12, 20)]
+        for raw, text, length in zip((1.0, 0.0), pair, lengths, strict=True)
+    )
+    assert all(r > w for r, w in zip(right, wrong, strict=True))
+    assert abs((right[0] - 1) - wrong[0]) <= bridge.largest_difference + 1e-9 < 1
+    if bridge.fade is not None:
+        assert (right[2], wrong[2]) == (1.0, 0.0), "what has faded is the environment's own score, exactly"
+
+
+@given(raw=scores, low=st.floats(-0.4, 0), high=st.floats(0.01, 0.4), text=texts)
+def test_the_sum_of_the_terms_is_cut_to_the_clip_and_the_score_is_not(raw, low, high, text):
+    markers = [{"pattern": pattern, "weight": 9.0, "count": "each"} for pattern in ("7", "wait")]
+    markers[1]["presence"] = "forbidden"
+    bridge = parse_bridge({"format_markers": markers, "clip": [low, high]})
+    total = 9 * (text.count("7") - text.count("wait"))
+    assert bridge.shaped(raw, bridge.terms(text, 1), 0) == raw + min(high, max(low, total))
+
+
+def earned(text, *markers):
+    block = {"format_markers": [{"weight": 0.125} | marker for marker in markers], "clip": [-0.4, 0.5]}
+    return [value / 0.125 for value in parse_bridge(block).terms(text, 1).values()]
+
+
+@pytest.mark.parametrize(
+    ("marker", "text", "expected"),
+    [
+        ({"pattern": r"\boxed{"}, r"so \boxed{7}", 1),
+        ({"pattern": r"\boxed{"}, r"\boxed{7} \boxed{8}", 1),
+        ({"pattern": r"\boxed{"}, "7", 0),
+        ({"pattern": "a.c"}, "abc", 0),
+        ({"pattern": "a.c", "regex": True}, "abc", 1),
+        ({"pattern": "ab", "count": "once"}, "ab", 1),
+        ({"pattern": "ab", "count": "once"}, "ab ab", 0),
+        ({"pattern": "ab", "count": "each"}, "ab ab", 2),
+        ({"pattern": "aa", "count": "each"}, "aaaa", 2),
+        ({"pattern": "ab", "count": "each"}, "", 0),
+        ({"pattern": "ab", "presence": "forbidden"}, "ab ab", -1),
+        ({"pattern": "ab", "presence": "forbidden"}, "ba", 0),
+        ({"pattern": "ab", "presence": "forbidden", "count": "each"}, "ab ab", -2),
+    ],
+)
+def test_a_marker_counts_as_its_rule_says(marker, text, expected):
+    assert earned(text, marker) == [expected]
+
+
+CHAIN = ["<think>", "</think>", r"\boxed{"]
+
+
+@pytest.mark.parametrize("order", permutations(range(3)))
+def test_ordered_markers_count_up_to_the_first_that_is_out_of_order(order):
+    text = " ".join(CHAIN[i] for i in order)
+    expected, position = [], -1
+    for i in range(3):  # the slow and obvious way
+        position = order.index(i) if position is not None and order.index(i) > position else None
+        expected.append(position is not None)
+    assert earned(text, *({"pattern": pattern, "ordered": True} for pattern in CHAIN)) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "rules", "expected"),
+    [
+        ("b a b", [{}, {}], [1, 1]),  # the b that counts is the one behind
+        ("b a b", [{}, {"count": "each"}], [1, 1]),
+        ("b a b b", [{"count": "each"}, {"count": "each"}], [1, 2]),
+        ("b a b", [{}, {"count": "once"}], [1, 0]),
+        ("a a b", [{"count": "once"}, {}], [0, 0]),
+        ("b a", [{"ordered": False}, {}], [1, 1]),  # no chain with one that is not ordered
+    ],
+)
+def test_ordered_goes_with_once_and_each(text, rules, expected):
+    rules = [{"pattern": pattern, "ordered": True} | rule for pattern, rule in zip("ab", rules, strict=True)]
+    assert earned(text, *rules) == expected
+
+
+@pytest.mark.parametrize(
+    ("answer", "text", "expected"),
+    [
+        ({"pattern": r"\\boxed\{(.*?)\}", "regex": True}, r"so \boxed{7}", True),
+        ({"pattern": r"\\boxed\{(.*?)\}", "regex": True}, r"so \boxed{ }", False),
+        ({"pattern": r"\\boxed\{(.*?)\}", "regex": True}, r"\boxed{}, that is \boxed{7}", True),
+        ({"pattern": r"\\boxed\{(.*?)\}", "regex": True}, "7", False),
+        ({"pattern": r"(?m)^#### (\d+)?$", "regex": True}, "####  ", False),
+        ({"pattern": r"####\s*\d+", "regex": True}, "#### 7", True),
+        ({"pattern": "####"}, "#### 7", True),
+        ({"pattern": "####"}, "#### 7\n####\n", False),
+        ({"pattern": "####"}, "7", False),
+    ],
+)
+def test_an_answer_is_present_where_something_stands_in_its_place(answer, text, expected):
+    assert AnswerPresent(weight=0.5, **answer).earned(text) == 0.5 * expected
+
+
+# ---------------------------------------------------------------------- the block
+
+MARKER = "format_markers: [{pattern: a, weight: 0.1%s}]"
+
+
+@pytest.mark.parametrize(
+    ("block", "expected"),
+    [
+        ("{}", "shapes nothing; give format_markers"),
+        ("7", "reward_bridge=7: give a mapping of format_markers"),
+        ("{clipp: 3}", "reward_bridge.clipp=3: no such key; there are format_markers, answer_present"),
+        (MARKER % ", wieght: 3", r"reward_bridge.format_markers\[0\].wieght=3: no such key; there are pattern, weight"),
+        (MARKER % ", regex: 1", r"format_markers\[0\].regex=1: Input should be a valid boolean"),
+        (MARKER % ", count: twice", r"format_markers\[0\].count='twice': Input should be 'any', 'once' or 'each'"),
+        (MARKER % ", presence: forbidden, ordered: true", "ordered: true means nothing where pattern 'a' is forbidden"),
+        (MARKER % ", presence: forbidden, count: once", "count: once means nothing where pattern 'a' is forbidden"),
+        (MARKER % ", count: each", r"count: each has no bound; give clip: \[lowest, highest\]"),
+        ("format_markers: [{weight: 0.1}]", r"reward_bridge.format_markers\[0\].pattern is missing"),
+        ("format_markers: [{pattern: '', weight: 0.1}]", r"format_markers\[0\].pattern='': .*at least 1 character"),
+        ("format_markers: [{pattern: a, weight: '0.1'}]", r"weight='0.1': Input should be a valid number"),
+        ("format_markers: [{pattern: a, weight: 0}]", r"weight=0: Input should be greater than 0"),
+        ("format_markers: [{pattern: '(a', weight: 0.1, regex: true}]", r"pattern='\(a' does not compile: missing \)"),
+        ("answer_present: {pattern: '[', weight: 0.1, regex: true}", r"answer_present: pattern='\[' does not compile"),
+        ("length_bounty: {target: 9, slope: 0, cap: 0.1}", "length_bounty: slope=0 does nothing"),
+        ("length_bounty: {target: 9, slope: 0.1}", "length_bounty.cap is missing"),
+        ("length_bounty: {target: -1, slope: 0.1, cap: 0.1}", "target=-1: Input should be greater than or equal to 0"),
+        ("length_bounty: {target: 9, slope: .inf, cap: 0.1}", "slope=inf: Input should be a finite number"),
+        (MARKER % "" + "\nclip: [0.2, 0.1]", r"clip=\[0.2, 0.1\]: the first must be below the second"),
+        (MARKER % "" + "\nclip: [0.2, 0.4]", "shapes nothing"),
+        (MARKER % "" + "\nfade: {from_step: 5, to_step: 5}", "to_step=5 must be above from_step=5"),
+        ("format_markers: [{pattern: a, weight: 1}]", "difference of 1 between two answers.*right_margin=1: lower the"),
+        ("length_bounty: {target: 99, slope: 0.1, cap: 0.5}", "difference of 1 between two answers"),
+        (MARKER % "" + "\nright_margin: 0.1", "difference of 0.1 between two answers"),
+    ],
+)
+def test_a_block_that_cannot_be_right_is_refused_by_key_value_and_mend(block, expected, tmp_path):
+    with pytest.raises(RewardBridgeError, match=f"(?s){expected}"):
+        parse_bridge(yaml.safe_load(block))
+    path = tmp_path / "bridge.yaml"
+    path.write_text(f"reward_bridge:\n  {block.replace(chr(10), chr(10) + '  ')}")
+    with pytest.raises(RewardBridgeError, match=f"(?s)^{re.escape(str(path))}: .*{expected}"):
+        read_bridge(path)
+
+
+def test_the_documented_block_is_read_with_and_without_its_key(tmp_path):
+    documented = re.search(r"\n(    reward_bridge:.*?\n)\n", reward_bridge.__doc__, re.DOTALL)[1]
+    (tmp_path / "key.yaml").write_text(documented)
+    (tmp_path / "bare.yaml").write_text(yaml.safe_dump(yaml.safe_load(documented)["reward_bridge"]))
+    bridge = read_bridge(tmp_path / "key.yaml")
+    assert bridge == read_bridge(tmp_path / "bare.yaml")
+    assert bridge.largest_difference == pytest.approx(0.8), "the clip's"
+    assert sum(bridge.terms("<think> x </think> \\boxed{7}", 200).values()) == pytest.approx(0.5)
+
+
+def test_a_margin_that_is_declared_gives_room_and_a_bounty_from_zero_on_only_gives():
+    assert parse_bridge({"format_markers": [{"pattern": "a", "weight": 1.5}], "right_margin": 2.0})
+    assert parse_bridge({"length_bounty": {"target": 0, "slope": 0.1, "cap": 0.9}}).largest_difference == 0.9
+
+
+@pytest.mark.parametrize("text", ["no/such.yaml", "[a: b: c"])
+def test_a_file_that_cannot_be_read_is_named_on_the_command_line(tmp_path, monkeypatch, capsys, text):
+    path = tmp_path / "bridge.yaml"
+    if text.startswith("["):
+        path.write_text(text)
+    monkeypatch.setattr(sys, "argv", ["env_adapter", "serve", "--env", "nothing", "--reward-bridge", str(path)])
+    with pytest.raises(SystemExit, match="2"):
+        env_adapter.main()
+    assert f"--reward-bridge {path}" in capsys.readouterr().err
+
+
+def test_a_file_without_a_name_is_not_taken_for_no_bridge(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["env_adapter", "serve", "--env", "nothing", "--reward-bridge="])
+    with pytest.raises(SystemExit, match="2"):
+        env_adapter.main()
+    assert "--reward-bridge" in capsys.readouterr().err
+
+
+def test_the_launcher_runs_the_environment_through_the_adapter_with_the_block_and_evaluates_without(tmp_path):
+    options = ["--preset", "demo", "--model", "m", "environment.reward_bridge.length_bounty.target=5"]
+    options += ["environment.reward_bridge.length_bounty.slope=0.01", "environment.reward_bridge.length_bounty.cap=1"]
+    overrides = compose_overrides(parse_arguments(options))
+    run = Run(load_config(overrides), overrides, tmp_path)
+    [spec] = environment_specs(run.config).values()
+    serve = environment_command(run, spec, "serve", "http://api", "http://server")
+    adapter = ["-m", "recipe.atropos.utils.env_adapter", "serve", "--env", "recipe.atropos.environments.gsm8k"]
+    block = tmp_path / "environments/gsm8k.reward_bridge.yaml"
+    assert serve[1:8] == [*adapter, "--reward-bridge", str(block)]
+    assert yaml.safe_load(block.read_text()) == {"length_bounty": {"target": 5, "slope": 0.01, "cap": 1}}
+    assert "--reward-bridge" not in environment_command(run, spec, "evaluate", "http://api", "http://server")
+    with pytest.raises(ConfigurationError, match="environment.reward_bridge: can make a difference of 1.05"):
+        sizes = ["data.max_prompt_length=64", "data.max_response_length=64"]
+        check_config(compose_config("actor_rollout_ref.model.path=a/b", *sizes, *overrides[2:]))
+
+
+# ---------------------------------------------------------------------- the trainer's side
+
+
+def with_raw(name, scores, raw=None):
+    overrides = {"env_name": name} | ({"raw_scores": raw} if raw is not None else {})
+    return {
+        "tokens": [[1, 2, 3]] * len(scores),
+        "masks": [[-100, 2, 3]] * len(scores),
+        "scores": scores,
+        "group_overrides": overrides,
+    }
+
+
+def test_the_raw_score_is_a_metric_of_its_environment_beside_the_shaped_one():
+    groups = [with_raw("a", [1.5, 0.5], [1.0, 0.0]), with_raw("b", [1.0, 0.0])]
+    rows, _ = groups_to_data_proto(groups, RowLimits(10, 10, 0), 3)
+    assert rows.non_tensor_batch["raw_score"].tolist() == [1.0, 0.0, 1.0, 0.0, 0.0, 0.0]
+    rows = rows.select_idxs(np.flatnonzero(~rows.non_tensor_batch["is_padding"]))
+    rows.batch["advantages"] = rows.batch["token_level_scores"]
+    rows.non_tensor_batch["has_signal"] = np.ones(len(rows), dtype=bool)
+    metrics = batch_metrics(rows)
+    names = ("mean_score", "mean_raw_score", "a/mean_score", "a/mean_raw_score", "b/mean_score", "b/mean_raw_score")
+    assert [metrics[f"atropos/{name}"] for name in names] == [0.75, 0.5, 1.0, 0.5, 0.5, 0.5]
+
+
+@pytest.mark.parametrize("raw", [[1.0], "10", 7, [1.0, None], [1.0, math.nan]])
+def test_raw_scores_that_do_not_fit_their_group_refuse_it(raw):
+    _, report = groups_to_data_proto([with_raw("a", [1.5, 0.5], raw)], RowLimits(10, 10, 0), 1)
+    assert report.dropped == {"malformed": 2} and "raw_scores" in report.messages[0]

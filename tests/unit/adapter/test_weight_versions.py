@@ -1,0 +1,109 @@
+"""Every posted sequence knows the weights that sampled it, or says that it does not."""
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from helpers.sglang import make_tiny_model
+from recipe.atropos.adapter.completion_cache import CompletionCache, trained_spans, versions_of
+from recipe.atropos.adapter.weight_versions import stamp
+from recipe.atropos.algorithm.metrics import staleness_metrics
+from recipe.atropos.data.data_proto import groups_to_data_proto
+from recipe.atropos.data.rows import RowLimits
+
+I = -100  # noqa: E741
+
+
+@pytest.mark.parametrize(
+    ("meta_info", "expected"),
+    [
+        ({"weight_version": "3", "weight_versions": [{"version": "3", "start": 0, "end": 5}]}, (3, 3)),
+        (
+            {
+                "weight_version": "4",
+                "weight_versions": [{"version": "2", "start": 0, "end": 2}, {"version": "4", "start": 2, "end": 5}],
+            },
+            (2, 4),
+        ),
+        ({"weight_version": "7"}, (7, 7)),
+        ({"weight_version": "default"}, (-1, -1)),
+        ({"weight_version": None, "weight_versions": []}, None),
+        ({}, None),
+    ],
+    ids=["one", "spans", "old_server", "never_pushed", "empty", "silent"],
+)
+def test_versions_are_read_from_a_reply_by_token_where_the_server_says_so(meta_info, expected):
+    assert versions_of(meta_info) == expected
+
+
+def test_spans_are_the_runs_of_trained_tokens():
+    assert list(trained_spans([I, I, 5, 6, I, 7, I, I, 8])) == [(2, 4), (5, 6), (8, 9)]
+    assert list(trained_spans([I, I])) == []
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return AutoTokenizer.from_pretrained(make_tiny_model(tmp_path_factory.mktemp("model"), seed=0))
+
+
+@pytest.fixture
+def cache(tokenizer):
+    cache = CompletionCache(tokenizer)
+    first, second = np.array([1, 2], np.int32), np.array([1, 2, 5, 6, 9], np.int32)
+    cache.add(first, [5, 6], [-0.1, -0.2], versions=(1, 1))
+    cache.add(first, [5, 6], [-0.3, -0.4], versions=(3, 4))
+    cache.add(second, [7], [-0.5], versions=(2, 2))
+    return cache
+
+
+def a_group(**changes):
+    return {
+        "tokens": [[1, 2, 5, 6], [1, 2, 5, 6, 9, 7], [1, 2, 8]],
+        "masks": [[I, I, 5, 6], [I, I, 5, 6, I, 7], [I, I, 8]],
+        "inference_logprobs": [[1.0, 1.0, -0.1, -0.2], [1.0, 1.0, -0.3, -0.4, 1.0, -0.5], [1.0, 1.0, -0.6]],
+        "scores": [0.0, 1.0, 2.0],
+    } | changes
+
+
+def test_a_sequence_has_the_oldest_and_newest_version_of_its_turns_and_none_if_one_is_unknown(cache):
+    group = a_group()
+    stamp(group, cache, "math")
+    overrides = group["group_overrides"]
+    assert overrides.pop("sampling_params") == [None] * 3  # the cache was not told
+    assert overrides == {"policy_version_min": [1, 2, None], "policy_version_max": [1, 4, None], "env_name": "math"}
+
+
+def test_a_sequence_with_a_token_that_nobody_sampled_or_of_unknown_version_has_none(cache):
+    cache.add(np.array([1, 2], np.int32), [8, 8], [-0.6, -0.7])
+    group = a_group(
+        tokens=[[1, 2, 5, 6, 3], [1, 2, 8, 8], [1, 2, 5]],
+        masks=[[I, I, 5, 6, 3], [I, I, 8, 8], [I, I, 5]],
+        inference_logprobs=[[1.0, 1.0, -0.1, -0.2, -0.3], [1.0, 1.0, -0.6, -0.7], [1.0, 1.0, -0.1]],
+    )
+    stamp(group, cache)
+    assert group["group_overrides"]["policy_version_min"] == [None, None, 1]  # the last was cut short
+
+
+def test_what_the_environment_says_itself_stays(cache):
+    group = a_group(group_overrides={"env_name": "own", "policy_version_min": [9, 9, 9], "difficulty": 2})
+    stamp(group, cache, "math")
+    overrides = group["group_overrides"]
+    assert overrides["env_name"] == "own" and overrides["policy_version_min"] == [9, 9, 9]
+    assert overrides["difficulty"] == 2 and overrides["policy_version_max"] == [1, 4, None]
+
+
+def test_staleness_is_counted_from_the_oldest_trained_token_when_the_row_is_trained_on(cache):
+    group = a_group()
+    stamp(group, cache)
+    rows, _ = groups_to_data_proto([group], RowLimits(10, 10, 0))
+    metrics = staleness_metrics(rows, step=5)  # the fifth update starts from version 4
+    assert metrics == {
+        "atropos/rows_with/unknown_version": 1,
+        "atropos/staleness/mean": 2.5,
+        "atropos/staleness/max": 3,
+        "atropos/staleness/min": 2,
+        "atropos/staleness/rows_2": 1,
+        "atropos/staleness/rows_3": 1,
+    }
+    rows.non_tensor_batch["policy_version_min"][:] = None
+    assert staleness_metrics(rows, step=5) == {"atropos/rows_with/unknown_version": 3}

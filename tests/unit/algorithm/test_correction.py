@@ -1,0 +1,96 @@
+"""Importance weights and rejection, for rows with and without the engine's logprobs."""
+
+import numpy as np
+import pytest
+import torch
+
+from helpers.trainer import compose_config, random_group
+from recipe.atropos.algorithm.off_policy import compare_with_engine, correct_rollout
+from recipe.atropos.data.data_proto import groups_to_data_proto
+from recipe.atropos.data.rows import RowLimits
+
+LIMITS = RowLimits(max_prompt_length=30, max_response_length=60, pad_token_id=0)
+
+
+def rows_of(ratios, without=()):
+    """Rows whose tokens had these ``ratios`` trainer / engine; those ``without`` logprobs of the engine by index.
+
+    One token of the environment stands between the first trained one and the others.
+    """
+    length = max(map(len, ratios))
+    group = {
+        "tokens": [[5] + [6] * (len(row) + 1) for row in ratios],
+        "masks": [[-100, 6, -100] + [6] * (len(row) - 1) for row in ratios],
+        "scores": [float(i + 1) for i in range(len(ratios))],
+        "inference_logprobs": [[1.0, -2.0, 1.0] + [-2.0] * (len(row) - 1) for row in ratios],
+    }
+    for i in without:
+        group["inference_logprobs"][i] = [1.0] * len(group["tokens"][i])
+    data, _ = groups_to_data_proto([group], LIMITS)
+    full = torch.tensor([[row[0], 1.0, *row[1:], *[1.0] * (length - len(row))] for row in ratios])
+    data.batch["old_log_probs"] = -2.0 + full.log()
+    data.batch["token_level_rewards"] = data.batch["token_level_scores"].clone()
+    return data
+
+
+def correction(**settings):
+    given = {"rollout_is": "null", "rollout_rs": "null"} | settings
+    overrides = [f"algorithm.rollout_correction.{key}={value}" for key, value in given.items()]
+    return compose_config("actor_rollout_ref.model.path=none", *overrides).algorithm.rollout_correction
+
+
+def test_correction_weighs_rows_with_logprobs_alone():
+    data = rows_of([[0.5, 1.5, 4.0], [3.0, 3.0], [0.25]], without=[1])
+    metrics = correct_rollout(data, correction(rollout_is="token", rollout_is_threshold=2.0))
+    expected = [[0.5, 0, 1.5, 2.0], [1, 0, 1, 0], [0.25, 0, 0, 0]]
+    torch.testing.assert_close(data.batch["rollout_is_weights"], torch.tensor(expected))
+    assert data.batch["response_mask"].tolist() == [[1, 0, 1, 1], [1, 0, 1, 0], [1, 0, 0, 0]]
+    assert torch.equal(data.batch["token_level_rewards"], data.batch["token_level_scores"])
+    assert metrics and all(key.startswith("rollout_corr/") for key in metrics)
+
+
+def test_correction_moves_rewards_to_the_last_token_that_stays():
+    data = rows_of([[1.0, 1.0, 9.0], [9.0, 1.0], [9.0], [9.0, 9.0, 9.0]], without=[3])
+    correct_rollout(data, correction(rollout_rs="token_k1", rollout_rs_threshold="0.5_2.0"))
+    assert data.batch["response_mask"].tolist() == [[1, 0, 1, 0], [0, 0, 1, 0], [0] * 4, [1, 0, 1, 1]]
+    expected = [[0, 0, 1.0, 0], [0, 0, 2.0, 0], [3.0, 0, 0, 0], [0, 0, 0, 4.0]]
+    assert data.batch["token_level_rewards"].tolist() == expected, "of a row that loses all tokens it stays"
+    assert "rollout_is_weights" not in data.batch
+
+
+def test_correction_of_rows_without_any_logprobs_changes_nothing():
+    data = rows_of([[9.0, 1.0], [9.0]], without=[0, 1])
+    data.batch["rollout_log_probs"] = torch.zeros_like(data.batch["old_log_probs"])
+    mask = data.batch["response_mask"].clone()
+    settings = {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_2.0"}
+    assert correct_rollout(data, correction(rollout_is="token", rollout_is_threshold=2.0, **settings)) == {}
+    assert torch.equal(data.batch["response_mask"], mask)
+    assert torch.equal(data.batch["rollout_is_weights"], mask.float())
+    assert compare_with_engine(data, version=0) == {}
+
+
+def test_logprob_difference_is_over_trained_tokens_of_known_rows():
+    data = rows_of([[np.exp(0.1), np.exp(-0.3)], [9.0], [1.0]], without=[1])
+    data.non_tensor_batch["policy_version_min"] = np.array([3, 4, 4], dtype=object)
+    metrics = compare_with_engine(data, version=4)
+    assert metrics["atropos/logprob_diff/mean"] == pytest.approx(0.4 / 3, abs=1e-6)
+    assert metrics["atropos/logprob_diff/max"] == pytest.approx(0.3, abs=1e-6)
+    assert metrics["atropos/logprob_diff/fresh_mean"] == pytest.approx(0, abs=1e-6)
+    assert "training/rollout_probs_diff_valid" in metrics, "and verl's own"
+    assert "atropos/logprob_diff/fresh_mean" not in compare_with_engine(data, version=5)
+
+
+def test_correction_keeps_the_sum_of_each_rows_rewards():
+    rng = np.random.default_rng(0)
+    groups = [random_group(rng, 50, turns=3, size=6) for _ in range(4)]
+    data, _ = groups_to_data_proto(groups, LIMITS)
+    data.batch["token_level_rewards"] = data.batch["token_level_scores"].clone()
+    noise = torch.randn(data.batch["rollout_log_probs"].shape, generator=torch.Generator().manual_seed(0))
+    data.batch["old_log_probs"] = data.batch["rollout_log_probs"] + noise
+    before = data.batch["response_mask"].clone()
+    correct_rollout(data, correction(rollout_rs="token_k1", rollout_rs_threshold="0.7_1.4"))
+    after, rewards = data.batch["response_mask"], data.batch["token_level_rewards"]
+    assert 0 < after.sum() < before.sum() and not (after & ~before).any()
+    torch.testing.assert_close(rewards.sum(-1), data.batch["token_level_scores"].sum(-1))
+    kept = after.any(-1)
+    assert not rewards[kept][~after[kept].bool()].any()

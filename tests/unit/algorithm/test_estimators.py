@@ -1,0 +1,433 @@
+"""The numbers that the loss is multiplied with, against plain Python over one sequence at a time."""
+
+import functools
+import math
+import statistics
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, get_adv_estimator_fn
+
+from helpers.trainer import compose_config, random_group
+from recipe.atropos.algorithm.advantages import (
+    AdvantageConfig,
+    IncompleteGroup,
+    MissingAdvantages,
+    RunningMoments,
+    compute_advantages,
+    shape_advantages,
+)
+from recipe.atropos.algorithm.metrics import batch_metrics
+from recipe.atropos.data.data_proto import groups_to_data_proto
+from recipe.atropos.data.rows import RowLimits, VersionLimits
+
+LIMITS = RowLimits(max_prompt_length=30, max_response_length=60, pad_token_id=0)
+
+
+def with_advantages(group, rng, rows=None):
+    """The group with an advantage a token, in ``rows`` (all), as environments send them: also under the prompt."""
+    chosen = range(len(group["tokens"])) if rows is None else rows
+    lists = [rng.normal(size=len(t)).tolist() if i in chosen else [] for i, t in enumerate(group["tokens"])]
+    return group | {"advantages": lists}
+
+
+def mixed_groups(seed=0):
+    """Unequal sizes, two turns; group 1 has advantages of its own, group 2 in some rows; rows and a group set to 0."""
+    rng = np.random.default_rng(seed)
+    groups = [random_group(rng, 50, turns=2, size=size) for size in (4, 3, 6, 2)]
+    for group in groups:
+        group["scores"] = rng.normal(size=len(group["scores"])).tolist()
+    groups[1] = with_advantages(groups[1], rng)
+    groups[2] = with_advantages(groups[2], rng, rows=(0, 4))
+    groups[0]["overrides"] = [{}, {"set_advantage_to_zero": True}, {}, {}]
+    groups[3]["group_overrides"] = {"set_advantage_to_zero": True}
+    return groups
+
+
+def expected_advantages(groups, by_std=True, use_own=True):
+    """A list over rows of {position in the response: advantage}, for trained positions; by the definitions."""
+    rows = []
+    for group in groups:
+        mean = statistics.fmean(group["scores"])
+        std = statistics.stdev(group["scores"]) if by_std else 1.0
+        for i, (mask, score) in enumerate(zip(group["masks"], group["scores"], strict=True)):
+            first = next(t for t, m in enumerate(mask) if m != -100)
+            own = (group.get("advantages") or [[]] * len(group["masks"]))[i] if use_own else []
+            zero = (group.get("overrides") or [{}] * len(group["masks"]))[i].get("set_advantage_to_zero", False)
+            zero = zero or (group.get("group_overrides") or {}).get("set_advantage_to_zero", False)
+            value = (score - mean) / (std + 1e-6) if by_std else score - mean
+            rows.append(
+                {
+                    t - first: 0.0 if zero else own[t] if own else value
+                    for t in range(first, len(mask))
+                    if mask[t] != -100
+                }
+            )
+    return rows
+
+
+@functools.cache
+def configured(*overrides):
+    return compose_config("actor_rollout_ref.model.path=none", *overrides)
+
+
+def estimate(groups, *overrides, moments=None, limits=LIMITS, versions=None, rejected=None, **settings):
+    """The advantages, (B, R), that the trainer computes with these configuration overrides.
+
+    ``rejected``, a bool (B,), are rows of which the off-policy correction rejects every token.
+    """
+    config = configured(*overrides)
+    data, _ = groups_to_data_proto(groups, limits, versions=versions)
+    data.batch["sampled_mask"] = data.batch["response_mask"]
+    if rejected is not None:
+        data.batch["response_mask"] = data.batch["response_mask"] * torch.tensor(~np.array(rejected))[:, None]
+    data.batch["token_level_rewards"] = data.batch["token_level_scores"]
+    data.batch["old_log_probs"] = torch.full_like(data.batch["token_level_scores"], -0.7)
+    data.batch["sum_pi_squared"] = torch.full_like(data.batch["token_level_scores"], 0.3)
+    compute_advantages(
+        data, config.algorithm, AdvantageConfig(**settings), RunningMoments() if moments is None else moments
+    )
+    return data
+
+
+def as_rows(data):
+    trained = data.batch["response_mask"].bool()
+    assert not any(data.batch[key][~trained].any() for key in ("advantages", "returns")), "nothing under mask 0"
+    return [
+        {t: row[t].item() for t in range(len(row)) if mask[t]}
+        for row, mask in zip(data.batch["advantages"], trained, strict=True)
+    ]
+
+
+def assert_same(rows, expected, tolerance=1e-4):
+    assert len(rows) == len(expected)
+    for ours, wanted in zip(rows, expected, strict=True):
+        assert ours == pytest.approx(wanted, abs=tolerance)
+
+
+@pytest.mark.parametrize("by_std", [True, False], ids=["by_std", "mean_only"])
+@pytest.mark.parametrize("use_own", [True, False], ids=["own", "computed"])
+def test_the_environments_advantage_reaches_its_very_token_and_grpo_the_other_rows(by_std, use_own):
+    groups = mixed_groups()
+    data = estimate(groups, f"algorithm.norm_adv_by_std_in_grpo={str(by_std).lower()}", use_advantages=use_own)
+    assert_same(as_rows(data), expected_advantages(groups, by_std, use_own))
+    assert any(value < 0 for row in as_rows(data) for value in row.values())
+
+
+def test_without_advantages_of_its_own_a_batch_gets_verls_grpo_advantage():
+    groups = mixed_groups()
+    for group in groups:
+        group.pop("advantages", None)
+    ours, verls = (estimate(groups, f"algorithm.adv_estimator={name}") for name in ("grpo_atropos", "grpo"))
+    assert torch.equal(ours.batch["advantages"], verls.batch["advantages"])
+    assert_same(as_rows(ours), expected_advantages(groups))
+
+
+def test_a_group_of_equal_scores_has_no_advantage_not_even_a_rounding():
+    """Eight scores of 100.1: the rounding of their mean, over an epsilon, makes verl's own GRPO 0.83 of them."""
+    rng = np.random.default_rng(0)
+    groups = [random_group(rng, 50, turns=2, size=8) | {"scores": [100.1] * 8}, *mixed_groups(seed=1)[1:2]]
+    ours, verls = (estimate(groups, f"algorithm.adv_estimator={name}") for name in ("grpo_atropos", "grpo"))
+    assert verls.batch["advantages"][:8].abs().max() > 0.5
+    assert not ours.batch["advantages"][:8].any()
+    assert_same(as_rows(ours)[8:], expected_advantages(groups[1:]))
+
+
+def test_a_group_of_one_row_has_its_score_as_advantage():
+    """As in verl's GRPO: nothing is known that it could be compared with."""
+    rng = np.random.default_rng(0)
+    groups = [random_group(rng, 50, size=1) | {"scores": [2.5]}, random_group(rng, 50, size=1) | {"scores": [-1.5]}]
+    data = estimate(groups)
+    rows = as_rows(data)
+    assert_same(rows, [dict.fromkeys(row, score) for row, score in zip(rows, (2.5, -1.5), strict=True)])
+    assert data.non_tensor_batch["has_signal"].all()
+
+
+@pytest.mark.parametrize(
+    "name", sorted(set(ADV_ESTIMATOR_REGISTRY) - {"gae", "remax", "gdpo", "grpo_atropos"}), ids=lambda n: n
+)
+def test_verls_estimators_give_the_advantage_they_give_on_verls_own_data(name):
+    """Called as verl calls them on the same rows; ``set_advantage_to_zero`` is all that differs."""
+    rng = np.random.default_rng(0)
+    groups = [random_group(rng, 50, turns=2) | {"scores": rng.normal(size=4).tolist()} for _ in range(4)]
+    groups[1]["overrides"] = [{}, {"set_advantage_to_zero": True}, {}, {}]
+    data = estimate(groups, f"algorithm.adv_estimator={name}")
+    config = configured(f"algorithm.adv_estimator={name}")
+    arguments = {"sum_pi_squared", "old_log_probs"} if "token_baseline" in name else set()
+    wanted, _ = get_adv_estimator_fn(name)(
+        token_level_rewards=data.batch["token_level_scores"],
+        response_mask=data.batch["response_mask"],
+        index=data.non_tensor_batch["uid"],
+        config=config.algorithm,
+        **{key: data.batch[key] for key in arguments},
+    )
+    wanted = wanted * data.batch["response_mask"]
+    wanted[5] = 0.0
+    assert wanted.any() and torch.isfinite(wanted).all()
+    torch.testing.assert_close(data.batch["advantages"], wanted)
+
+
+def test_a_group_that_is_too_small_for_an_estimator_is_left_out_and_counted():
+    rng = np.random.default_rng(0)
+    groups = [random_group(rng, 50, size=size) | {"scores": rng.normal(size=size).tolist()} for size in (3, 1)]
+    data = estimate(groups, "algorithm.adv_estimator=grpo_passk")
+    assert data.batch["advantages"][:3].any() and not data.batch["advantages"][3].any()
+    assert batch_metrics(data)["atropos/zero_signal_groups"] == 1
+
+
+def four_scores(kept):
+    """Scores 100, 101, 99, 100; of the second row alone all of ``kept`` holds, of the others the rest."""
+    rows = [kept(i == 1) for i in range(4)]
+    return {
+        "tokens": [tokens for tokens, _ in rows],
+        "masks": [[token if trained else -100 for token, trained in zip(*row, strict=True)] for row in rows],
+        "scores": [100.0, 101.0, 99.0, 100.0],
+    }
+
+
+def trained_after_prompt(kept):
+    return [5, 6, 7, 8], [False, True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("reason", "rows", "version"),
+    [
+        (
+            "overlong_response",
+            lambda kept: ([5, 6, 7, 8] + [9] * 9 * (not kept), [False] + [True] * (12 - 9 * kept)),
+            8,
+        ),
+        ("no_trained_token", lambda kept: ([5, 6, 7], [False, kept, False]), 8),
+        ("no_prompt", lambda kept: ([5, 6, 7], [not kept, True, True]), 8),
+        ("stale", trained_after_prompt, 5),
+        ("future_version", trained_after_prompt, 9),
+        ("not_pushed", trained_after_prompt, -1),
+        ("unknown_version", trained_after_prompt, None),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_baseline_counts_the_rows_that_were_dropped(reason, rows, version):
+    group = four_scores(rows)
+    versions = [8 if i == 1 else version for i in range(4)]
+    group["group_overrides"] = {"policy_version_min": versions, "policy_version_max": versions}
+    limits = replace(LIMITS, max_response_length=6, overlong="drop")
+    data = estimate([group], limits=limits, versions=VersionLimits(8, max_staleness=2))
+    _, report = groups_to_data_proto([group], limits, versions=VersionLimits(8, max_staleness=2))
+    assert len(data) == 1 and report.dropped == {reason: 3}
+    values = [value for row in as_rows(data) for value in row.values()]
+    assert values == pytest.approx([(101 - 100) / math.sqrt(2 / 3)] * len(values), rel=1e-4)
+
+
+OF_SCORES = ["grpo_atropos", "gpg", "grpo", "grpo_passk", "grpo_vectorized", "opo", "rloo", "rloo_vectorized"]
+SHORT = replace(LIMITS, max_response_length=16, overlong="drop")
+
+
+def groups_that_lose_rows():
+    """(groups, bool for each row: it is longer than SHORT allows); each group keeps and loses a row, one its best."""
+    rng = np.random.default_rng(2)
+    groups = [random_group(rng, 50, turns=2, size=size) for size in (4, 5, 2, 6)]
+    lost = []
+    for group in groups:
+        group["scores"] = rng.normal(size=len(group["scores"])).tolist()
+        lost += [len(m) - next(t for t, k in enumerate(m) if k != -100) > 16 for m in group["masks"]]
+        assert 0 < sum(lost[-len(group["scores"]) :]) < len(group["scores"])
+    return groups, np.array(lost)
+
+
+@pytest.mark.parametrize("name", OF_SCORES, ids=str)
+@pytest.mark.parametrize("how", ["dropped", "rejected"])
+def test_baseline_of_verls_estimators_is_that_of_the_whole_group(name, how):
+    """What a surviving row gets is what it got with all rows there; also if the correction rejects the others."""
+    groups, lost = groups_that_lose_rows()
+    whole = estimate(groups, f"algorithm.adv_estimator={name}")
+    lacking = {"limits": SHORT} if how == "dropped" else {"rejected": lost}
+    data = estimate(groups, f"algorithm.adv_estimator={name}", **lacking)
+    kept = np.arange(len(data)) if how == "dropped" else np.flatnonzero(~lost)
+    survivors = [row for row, gone in zip(as_rows(whole), lost, strict=True) if not gone]
+    assert_same([as_rows(data)[i] for i in kept], survivors)
+    alone = [value for row in survivors for value in row.values()]
+    assert any(alone) and len(set(alone)) >= 3
+
+
+def test_baseline_of_reinforce_plus_plus_counts_dropped_rows():
+    """The mean is of the whole group; the whitening that follows is over the trained tokens."""
+    groups, lost = groups_that_lose_rows()
+    data = estimate(groups, "algorithm.adv_estimator=reinforce_plus_plus_baseline", limits=SHORT)
+    centered = [score - statistics.fmean(group["scores"]) for group in groups for score in group["scores"]]
+    centered = [value for value, gone in zip(centered, lost, strict=True) if not gone]
+    plain = [value for row, value in zip(as_rows(data), centered, strict=True) for _ in row]
+    mean, std = statistics.fmean(plain), statistics.stdev(plain)
+    assert_same(
+        as_rows(data), [dict.fromkeys(r, (v - mean) / std) for r, v in zip(as_rows(data), centered, strict=True)]
+    )
+    # Without a baseline there is nothing to count.
+    name = "algorithm.adv_estimator=reinforce_plus_plus"
+    kept = [
+        {
+            k: [v for v, g in zip(values, lost[:4], strict=True) if not g]
+            for k, values in groups[0].items()
+            if k != "env_id"
+        }
+    ]
+    assert_same(as_rows(estimate(groups[:1], name, limits=SHORT)), as_rows(estimate(kept, name)))
+
+
+@pytest.mark.parametrize("name", ["optimal_token_baseline", "tir_optimal_token_baseline"])
+def test_baseline_that_needs_dropped_rows_whole_is_refused(name):
+    groups, _ = groups_that_lose_rows()
+    with pytest.raises(
+        IncompleteGroup, match=rf"adv_estimator={name}: rows of group 0 .*\(overlong_response\).* choose one of .*opo"
+    ):
+        estimate(groups, f"algorithm.adv_estimator={name}", limits=SHORT)
+    groups[0]["masks"][0] = [-100] * len(groups[0]["masks"][0])  # nothing of it would weigh anything
+    assert len(estimate(groups, f"algorithm.adv_estimator={name}")) == 16
+
+
+def test_baseline_with_kl_in_the_reward_refuses_dropped_rows():
+    groups, _ = groups_that_lose_rows()
+    with pytest.raises(IncompleteGroup, match="use_kl_in_reward=true: .*use_kl_loss=true"):
+        estimate(groups, "algorithm.use_kl_in_reward=true", limits=SHORT)
+    estimate(groups, "algorithm.use_kl_in_reward=true")
+
+
+def test_a_normalized_advantage_has_mean_0_and_deviation_1_over_the_trained_tokens_alone():
+    groups = mixed_groups()
+    plain = [v for g, row in zip(_group_of(groups), as_rows(estimate(groups)), strict=True) for v in row.values() if g]
+    data = estimate(groups, advantage_normalization="batch")
+    rows = [row for used, row in zip(_group_of(groups), as_rows(data), strict=True) if used]
+    values = [value for row in rows for value in row.values()]
+    assert statistics.fmean(values) == pytest.approx(0, abs=1e-5)
+    assert statistics.pstdev(values) == pytest.approx(1, abs=1e-4)
+    mean, std = statistics.fmean(plain), statistics.pstdev(plain)
+    assert values == pytest.approx([(value - mean) / std for value in plain], abs=1e-4)
+    for used, row in zip(_group_of(groups), as_rows(data), strict=True):
+        assert used or not any(row.values()), "set_advantage_to_zero holds"
+
+
+def _group_of(groups):
+    """For each row whether it is trained on."""
+    return [
+        not (group.get("overrides") or [{}] * len(group["scores"]))[i].get("set_advantage_to_zero")
+        and not (group.get("group_overrides") or {}).get("set_advantage_to_zero")
+        for group in groups
+        for i in range(len(group["scores"]))
+    ]
+
+
+def test_global_statistics_of_the_advantage_run_over_all_batches_and_survive_a_restart():
+    moments, seen = RunningMoments(), []
+    for seed in range(4):
+        groups = mixed_groups(seed)
+        used = _group_of(groups)
+        plain = [v for keep, row in zip(used, as_rows(estimate(groups)), strict=True) for v in row.values() if keep]
+        seen += plain
+        resumed = RunningMoments()
+        resumed.load_state_dict(moments.state_dict())
+        data = estimate(groups, advantage_normalization="global", moments=resumed)
+        moments = resumed
+        values = [v for keep, row in zip(used, as_rows(data), strict=True) for v in row.values() if keep]
+        mean, std = statistics.fmean(seen), statistics.pstdev(seen)
+        assert values == pytest.approx([(value - mean) / std for value in plain], abs=1e-4)
+    assert moments.count == len(seen)
+
+
+def test_clipping_bounds_every_advantage_after_normalizing_and_leaves_the_rest():
+    groups = mixed_groups()
+    free, clipped = (estimate(groups, advantage_normalization="batch", advantage_clipping=c) for c in (None, (-0.5, 1)))
+    wanted = [{t: min(max(v, -0.5), 1.0) if v else 0.0 for t, v in row.items()} for row in as_rows(free)]
+    assert_same(as_rows(clipped), wanted, 1e-6)
+    assert clipped.batch["advantages"].min() == -0.5 and clipped.batch["advantages"].max() == 1
+
+
+def test_clipping_does_not_lift_an_advantage_that_was_set_to_zero():
+    trained = torch.tensor([[True, True], [False, False]])
+    shaped = shape_advantages(
+        torch.tensor([[0.1, 3.0], [2.0, 2.0]]), trained, AdvantageConfig(advantage_clipping=(0.5, 1)), RunningMoments()
+    )
+    assert shaped.tolist() == [[0.5, 1.0], [0.0, 0.0]]
+
+
+def test_a_row_without_its_own_can_be_an_error_that_names_group_and_environment():
+    groups = mixed_groups()
+    groups[0]["group_overrides"] = {"env_name": "gsm8k_0"}
+    with pytest.raises(MissingAdvantages, match=r"group 0 of gsm8k_0: 10 of 15 rows .*fallback_to_grpo"):
+        estimate(groups, fallback_to_grpo=False)
+    estimate(groups[1:2], fallback_to_grpo=False)
+
+
+def test_metrics_are_of_each_environment_and_of_all():
+    groups = mixed_groups()
+    groups[0]["scores"] = [1.0] * 4
+    for group, env in zip(groups, (0, None, 0, 7), strict=True):
+        group["env_id"] = env
+    groups[1]["group_overrides"] = {"env_name": "math/hard"}
+    data = estimate(groups)
+    metrics, rows = batch_metrics(data), as_rows(data)
+    scores = [group["scores"] for group in groups]
+    assert metrics["atropos/num_environments"] == 3
+    assert metrics["atropos/mean_score"] == pytest.approx(statistics.fmean(sum(scores, [])), abs=1e-5)
+    assert metrics["atropos/env_0/mean_score"] == pytest.approx(statistics.fmean(scores[0] + scores[2]), abs=1e-5)
+    assert metrics["atropos/math_hard/groups"] == 1 and metrics["atropos/env_0/groups"] == 2
+    values = [value for row in rows[4:7] for value in row.values()]
+    assert metrics["atropos/math_hard/mean_advantage"] == pytest.approx(statistics.fmean(values), abs=1e-5)
+    lengths = [len(m) - next(t for t, k in enumerate(m) if k != -100) for m in groups[3]["masks"]]
+    assert metrics["atropos/env_7/response_length"] == statistics.fmean(lengths)
+    assert (
+        "has_signal" in data.non_tensor_batch
+        and metrics["atropos/zero_signal_groups"] == 2
+        and metrics["atropos/zero_signal_share"] == 0.5
+    )
+    assert metrics["atropos/env_7/zero_signal_share"] == 1 and metrics["atropos/env_0/zero_signal_share"] == 0.5
+
+
+def test_a_group_without_signal_is_counted_before_normalizing_moves_it():
+    groups = mixed_groups()[1:3]
+    for group in groups:
+        group.pop("advantages")
+    groups[0]["scores"] = [1.0] * len(groups[0]["scores"])
+    data = estimate(groups, advantage_normalization="batch")
+    assert data.batch["advantages"][0].any() and batch_metrics(data)["atropos/zero_signal_groups"] == 1
+
+
+def test_drops_are_counted_by_reason_and_environment():
+    groups = mixed_groups()
+    groups[0]["scores"][0] = math.inf
+    groups[0]["env_id"] = 3
+    groups[2]["masks"][1] = [-100] * len(groups[2]["masks"][1])
+    groups[2]["group_overrides"] = {"env_name": "code"}
+    _, report = groups_to_data_proto(groups, LIMITS)
+    metrics = report.metrics()
+    assert metrics["atropos/env_3/dropped/nonfinite_scores"] == 4 == metrics["atropos/dropped/nonfinite_scores"]
+    assert metrics["atropos/code/dropped/no_trained_token"] == 1 == metrics["atropos/dropped/no_trained_token"]
+
+
+def test_grpo_by_itself_divides_by_the_deviation():
+    """As verl calls an estimator that knows nothing of environments."""
+    rewards, index = torch.tensor([[0.0, 1.0], [0.0, 3.0], [5.0, 0.0]]), np.array(["a", "a", "b"], dtype=object)
+    advantages, returns = get_adv_estimator_fn("grpo_atropos")(rewards, torch.ones(3, 2), index)
+    half = math.sqrt(0.5)
+    torch.testing.assert_close(advantages, torch.tensor([[-half] * 2, [half] * 2, [5.0] * 2]), atol=1e-4, rtol=0)
+    assert advantages is returns
+
+
+def test_grpo_passk_compares_groups_of_two():
+    rng = np.random.default_rng(0)
+    data = estimate([random_group(rng, 50, size=2) | {"scores": [0.0, 1.0]}], "algorithm.adv_estimator=grpo_passk")
+    assert not data.batch["advantages"][0].any() and data.batch["advantages"][1].any()
+
+
+def test_moments_of_nothing_change_nothing():
+    moments = RunningMoments()
+    assert (moments.count, moments.mean, moments.m2, moments.std) == (0, 0.0, 0.0, 0.0)
+    moments.update(torch.tensor([]))
+    assert moments == RunningMoments()
+    moments.update(torch.tensor([1.0, 3.0]))
+    moments.update(torch.tensor([]))
+    assert (moments.count, moments.mean, moments.std) == (2, 2.0, 1.0)
+    config = AdvantageConfig.from_config({"advantage_normalization": "global", "advantage_clipping": None})
+    shaped = shape_advantages(torch.ones(2, 2), torch.zeros(2, 2, dtype=torch.bool), config, moments)
+    assert not shaped.any() and moments.count == 2
+    assert config.use_advantages and config.fallback_to_grpo
+    assert AdvantageConfig.from_config({"advantage_clipping": [-math.inf, 0]}).advantage_clipping == (-math.inf, 0)

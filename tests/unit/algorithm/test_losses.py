@@ -1,0 +1,526 @@
+"""Losses on logits, against hand-written gradients and a teacher's full distribution. No workers here."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from omegaconf import open_dict
+from tensordict import TensorDict
+from verl.trainer.config import RolloutCorrectionConfig
+from verl.trainer.ppo.core_algos import get_policy_loss_fn
+from verl.utils import tensordict_utils as tu
+from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.metric import AggregationType, Metric
+from verl.workers.utils.padding import left_right_2_no_padding
+
+from helpers.trainer import compose_config, random_group
+from recipe.atropos.algorithm import losses
+from recipe.atropos.algorithm.losses import (
+    DistillationConfig,
+    atropos_loss,
+    compute_advantage_weighted_sft_loss,
+    finished_metrics,
+    forward_kl_top_k,
+)
+from recipe.atropos.data.data_proto import groups_to_data_proto
+from recipe.atropos.data.rows import NO_TEACHER, RowLimits
+
+B, S, V = 3, 7, 11
+
+
+@pytest.fixture
+def rng():
+    return torch.Generator().manual_seed(0)
+
+
+def sequences(rng):
+    logits = torch.randn(B, S, V, generator=rng, dtype=torch.float64).requires_grad_()
+    ids = torch.randint(0, V, (B, S), generator=rng)
+    advantages = torch.randn(B, S, generator=rng, dtype=torch.float64)
+    mask = torch.rand(B, S, generator=rng) < 0.6
+    mask[:, :2] = False
+    mask[:, -1] = True
+    return logits, ids, advantages, mask
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
+def test_the_gradient_of_advantage_weighted_sft_is_the_hand_written_one(rng, mode):
+    """d/dlogits of -A log softmax(logits)[token] is A (softmax - onehot), at the position before the token."""
+    logits, ids, advantages, mask = sequences(rng)
+    loss = compute_advantage_weighted_sft_loss(ids, advantages, mask, logits, loss_agg_mode=mode)
+    loss.backward()
+    wanted, value = torch.zeros_like(logits), 0.0
+    for b in range(B):
+        for t in range(1, S):
+            if mask[b, t]:
+                weight = 1 / mask.sum() if mode == "token-mean" else 1 / (mask[b].sum() * B)
+                probs = logits[b, t - 1].detach().softmax(-1)
+                value -= (weight * advantages[b, t] * probs[ids[b, t]].log()).item()
+                probs[ids[b, t]] -= 1
+                wanted[b, t - 1] += weight * advantages[b, t] * probs
+    assert loss.item() == pytest.approx(value, rel=1e-5)
+    torch.testing.assert_close(logits.grad, wanted, atol=1e-7, rtol=1e-5)
+
+
+def test_one_advantage_a_sequence_has_the_gradient_of_the_same_one_at_every_token(rng):
+    logits, ids, advantages, mask = sequences(rng)
+    grads = []
+    for given in (advantages[:, 3], advantages[:, 3:4].expand(B, S)):
+        logits.grad = None
+        compute_advantage_weighted_sft_loss(ids, given, mask, logits).backward()
+        grads.append(logits.grad)
+    probs = logits.detach().softmax(-1)[:, :-1] - F.one_hot(ids[:, 1:], V)
+    wanted = probs * (advantages[:, 3:4] * mask[:, 1:] / mask.sum())[..., None]
+    torch.testing.assert_close(grads[0][:, :-1], wanted, atol=1e-7, rtol=1e-5)
+    assert torch.equal(*grads)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"advantages": torch.zeros(B, S - 1)}, r"advantages is \(3, 6\), input_ids is \(3, 7\)"),
+        ({"loss_mask": torch.zeros(B, S)}, "nothing to train on"),
+        ({"loss_mask": torch.full((B, S), -100)}, "loss_mask holds -100; .* masks != -100"),
+        ({"loss_mask": torch.full((B, S), 2)}, "loss_mask holds 2"),
+        ({"loss_mask": torch.full((B, S), 0.5)}, "loss_mask holds 0.5"),
+        ({"logits": torch.zeros(B, S - 1, V)}, "logits is"),
+        ({"advantages": torch.full((B, S), math.nan)}, r"advantages\[0, \d\] is nan"),
+    ],
+    ids=range(7),
+)
+def test_inputs_that_do_not_fit_are_refused_by_name(rng, changes, words):
+    logits, ids, advantages, mask = sequences(rng)
+    arguments = {"advantages": advantages, "loss_mask": mask, "logits": logits} | changes
+    with pytest.raises(ValueError, match=words):
+        compute_advantage_weighted_sft_loss(ids, **arguments)
+
+
+def test_an_advantage_that_is_not_finite_does_no_harm_outside_the_mask(rng):
+    logits, ids, advantages, mask = sequences(rng)
+    wanted = compute_advantage_weighted_sft_loss(ids, advantages, mask, logits)
+    spoilt = torch.where(mask, advantages, math.nan)
+    spoilt_loss = compute_advantage_weighted_sft_loss(ids, spoilt, mask, logits)
+    hand = -(advantages * F.pad(logits.log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None])[..., 0], (1, 0)))[mask]
+    assert spoilt_loss.item() == wanted.item() == pytest.approx(hand.mean().item(), rel=1e-5)
+
+
+def test_the_policy_loss_has_the_gradient_advantage_times_mask(rng):
+    config = omega_conf_to_dataclass(compose_config("actor_rollout_ref.model.path=none").actor_rollout_ref.actor)
+    log_prob = torch.randn(B, S, generator=rng).requires_grad_()
+    advantages, weights = torch.randn(B, S, generator=rng), torch.rand(B, S, generator=rng)
+    mask = (torch.rand(B, S, generator=rng) < 0.6).long()
+    loss, metrics = get_policy_loss_fn("advantage_weighted_sft")(
+        old_log_prob=log_prob.detach() + 0.1,
+        log_prob=log_prob,
+        advantages=advantages,
+        response_mask=mask,
+        loss_agg_mode="token-mean",
+        config=config,
+        rollout_is_weights=weights,
+    )
+    loss.backward()
+    torch.testing.assert_close(log_prob.grad, -advantages * weights * mask / mask.sum())
+    assert metrics["actor/ppo_kl"] == pytest.approx(0.1, abs=1e-5)
+    assert metrics["actor/cross_entropy"] == pytest.approx(-log_prob[mask.bool()].mean().item(), abs=1e-5)
+    config.global_batch_info.update({"dp_size": 2, "batch_num_tokens": 100})  # of a mini-batch on two ranks
+    of_a_part, _ = get_policy_loss_fn("advantage_weighted_sft")(
+        log_prob.detach(), log_prob, advantages, mask, config=config, rollout_is_weights=weights
+    )
+    assert of_a_part.item() == pytest.approx(loss.item() * mask.sum().item() * 2 / 100, rel=1e-5)
+
+
+def teacher(rng, n, k):
+    """(full log distribution (N, V), its top-k ids, their logprobs)."""
+    full = torch.randn(n, V, generator=rng, dtype=torch.float64).log_softmax(-1)
+    top = full.topk(k)
+    return full, top.indices, top.values
+
+
+def test_distilling_all_of_a_teachers_mass_is_the_kl_of_the_full_distributions(rng):
+    logits = torch.randn(20, V, generator=rng, dtype=torch.float64).requires_grad_()
+    full, ids, logprobs = teacher(rng, 20, V)
+    kl, mass = forward_kl_top_k(logits, ids, logprobs)
+    wanted = F.kl_div(logits.log_softmax(-1), full, log_target=True, reduction="none").sum(-1)
+    torch.testing.assert_close(kl.double(), wanted, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(mass, torch.ones(20))
+    kl.sum().backward()
+    hand_written = logits.detach().softmax(-1) - full.exp()
+    torch.testing.assert_close(logits.grad, hand_written, atol=1e-6, rtol=1e-4)
+
+
+@pytest.fixture(autouse=True)
+def several_chunks(monkeypatch):
+    monkeypatch.setattr(losses, "_CHUNK", 3)
+
+
+def test_distilling_rows_of_another_top_k_changes_nothing_for_a_row(rng):
+    """A row of 2 beside one of 4, as the row contract lays them side by side; the policy favours token 0."""
+    length = 6
+    tokens = [[1] * length, [1] * length]
+    full = torch.randn(2, length, V, generator=rng).log_softmax(-1)
+    tops = [full[i].topk(k) for i, k in enumerate((2, 4))]
+    group = {
+        "tokens": tokens,
+        "masks": [[-100, -100, 1, 1, 1, 1]] * 2,
+        "scores": [0.0, 1.0],
+        "distill_token_ids": [[[]] * 2 + top.indices[2:].tolist() for top in tops],
+        "distill_logprobs": [[[]] * 2 + top.values[2:].tolist() for top in tops],
+    }
+    limits = RowLimits(20, 40, 0, vocab_size=V)
+    both, _ = groups_to_data_proto([group], limits)
+    alone = {key: values[:1] for key, values in group.items()}
+    one, _ = groups_to_data_proto([alone], limits)
+    logits = torch.randn(length, V, generator=rng)
+    logits[:, 0] += 4
+    results = []
+    for data in (both, one):
+        leaf = logits.clone().requires_grad_()
+        kl, _ = forward_kl_top_k(leaf, data.batch["teacher_ids"][0], data.batch["teacher_logprobs"][0])
+        kl.sum().backward()
+        results.append((kl.detach(), leaf.grad))
+    torch.testing.assert_close(*(r[0] for r in results))
+    torch.testing.assert_close(*(r[1] for r in results))
+    wanted = 0.0
+    for t in range(2, length):
+        p, at = tops[0].values[t].exp(), tops[0].indices[t]
+        q = logits[t - 1].softmax(-1)[at]
+        wanted += (p * (p / q).log()).sum() + (1 - p.sum()) * ((1 - p.sum()) / (1 - q.sum())).log()
+    assert results[0][0].sum().item() == pytest.approx(wanted.item(), rel=1e-3)
+
+
+@pytest.mark.parametrize("k", [1, 3, V - 1])
+def test_distilling_a_top_k_has_the_gradient_that_moves_the_rest_as_one(rng, k):
+    """softmax - p over the top-k; the rest keeps its own proportions and moves by the difference of the masses."""
+    logits = torch.randn(20, V, generator=rng, dtype=torch.float64).requires_grad_()
+    full, ids, logprobs = teacher(rng, 20, k)
+    kl, mass = forward_kl_top_k(logits, ids, logprobs)
+    whole = F.kl_div(logits.log_softmax(-1), full, log_target=True, reduction="none").sum(-1)
+    assert (kl >= 0).all() and (kl <= whole + 1e-6).all()
+    torch.testing.assert_close(mass.double(), logprobs.exp().sum(-1), atol=1e-6, rtol=0)
+    kl.sum().backward()
+    policy = logits.detach().softmax(-1)
+    outside = torch.ones(20, V, dtype=torch.bool).scatter(-1, ids, False)
+    shares = torch.where(outside, policy, 0.0)
+    shares = shares / shares.sum(-1, keepdim=True)
+    target = torch.zeros(20, V, dtype=torch.float64).scatter(-1, ids, logprobs.exp())
+    target = target + shares * (1 - target.sum(-1, keepdim=True))
+    torch.testing.assert_close(logits.grad, policy - target, atol=1e-5, rtol=1e-4)
+
+
+def test_distillation_is_zero_where_policy_and_teacher_agree_and_where_there_is_no_teacher(rng):
+    logits = torch.randn(4, V, generator=rng).requires_grad_()
+    top = logits.detach().log_softmax(-1).topk(4)
+    logprobs = top.values.clone()
+    logprobs[2:] = float(NO_TEACHER)
+    kl, mass = forward_kl_top_k(logits, top.indices, logprobs)
+    assert kl.abs().max() < 1e-6 and mass[2:].tolist() == [0, 0] and (mass[:2] > 0).all()
+    kl.sum().backward()
+    assert logits.grad.abs().max() < 1e-6
+    moved, _ = forward_kl_top_k(logits.roll(1, dims=0), top.indices, logprobs)
+    assert (moved[:2] > 1e-3).all() and not moved[2:].any()
+
+
+@pytest.mark.parametrize("use_policy_loss", [True, False], ids=["beside", "alone"])
+def test_the_distillation_term_sits_on_the_tokens_that_the_teacher_was_asked_about(rng, use_policy_loss):
+    """From the API's fields through the row contract and verl's removal of padding, against one plain sequence each."""
+    source = np.random.default_rng(0)
+    groups = [random_group(source, V, turns=2, size=3), random_group(source, V, turns=1, size=2)]
+    full = [torch.randn(len(t), V, generator=rng).log_softmax(-1) for t in groups[0]["tokens"]]
+    groups[0]["distill_token_ids"] = [[[]] + f.topk(4).indices[1:].tolist() for f in full]
+    groups[0]["distill_logprobs"] = [[[]] + f.topk(4).values[1:].tolist() for f in full]
+    data, report = groups_to_data_proto(groups, RowLimits(20, 40, 0, vocab_size=V))
+    assert not report.dropped
+    data.batch["old_log_probs"] = torch.zeros_like(data.batch["token_level_scores"])
+    data.batch["advantages"] = torch.randn(data.batch["responses"].shape, generator=rng)
+    data = left_right_2_no_padding(data.to_tensordict())
+    tokens = data["input_ids"].values().numel()
+    info = {"dp_size": 1, "batch_num_tokens": int(data["response_mask"].sum()), "global_batch_size": len(data)}
+    tu.assign_non_tensor(data, **info)
+    config = omega_conf_to_dataclass(compose_config("actor_rollout_ref.model.path=none").actor_rollout_ref.actor)
+    distillation = DistillationConfig(loss_coef=0.7, use_policy_loss=use_policy_loss)
+
+    logits = torch.randn(1, tokens, V, generator=rng).requires_grad_()
+    carried = atropos_loss(config, distillation, data=data, student_logits=logits)
+    offsets = data["input_ids"].offsets()
+    output = {key: torch.nested.nested_tensor_from_jagged(v[0], offsets) for key, v in carried.items()}
+    next_ids = data["input_ids"].values().roll(-1)
+    log_probs = logits[0].log_softmax(-1).gather(-1, next_ids[:, None])[:, 0]
+    output["log_probs"] = torch.nested.nested_tensor_from_jagged(log_probs, offsets)
+    loss, metrics = atropos_loss(config, distillation, model_output=output, data=data)
+
+    total, row = 0.0, 0
+    for group in groups:
+        for i, mask in enumerate(group["masks"]):
+            own = logits[0, offsets[row] : offsets[row + 1]].log_softmax(-1)
+            for t in range(1, len(mask)):
+                if mask[t] != -100 and group is groups[0]:
+                    p, at = full[i][t].topk(4)
+                    rest_p, rest_q = 1 - p.exp().sum(), 1 - own[t - 1, at].exp().sum()
+                    total = total + (p.exp() * (p - own[t - 1, at])).sum() + rest_p * (rest_p / rest_q).log()
+            row += 1
+    assert row == len(data) == 5
+    n = info["batch_num_tokens"]
+    assert metrics["actor/distillation_loss"].aggregate() == pytest.approx((total / n).item(), rel=1e-3)
+    if not use_policy_loss:
+        assert loss.item() == pytest.approx(0.7 * (total / n).item(), rel=1e-3)
+        wanted = torch.autograd.grad(0.7 * total / n, logits, retain_graph=True)[0]
+        torch.testing.assert_close(torch.autograd.grad(loss, logits)[0], wanted, atol=1e-6, rtol=1e-3)
+    else:
+        alone = metrics["actor/pg_loss"].aggregate()
+        assert loss.item() == pytest.approx(alone + 0.7 * (total / n).item(), rel=1e-3)
+        assert abs(alone) > 1e-3
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"])
+def test_distillation_is_averaged_over_all_trained_tokens(rng, mode):
+    """Of two rows of four trained tokens, the teacher has a mass at two of the first row's, and at none of the other's.
+
+    The KL of an untaught token is 0, and it counts in the mean: a token's weight does not depend on the others.
+    """
+    length, k = 6, 2
+    top = torch.randn(length, V, generator=rng).log_softmax(-1).topk(k)
+    logprobs = top.values.clone()
+    logprobs[4:] = float(NO_TEACHER)
+    group = {
+        "tokens": [[1] * length] * 2,
+        "masks": [[-100, -100, 1, 1, 1, 1]] * 2,
+        "scores": [0.0, 1.0],
+        "distill_token_ids": [[[]] * 2 + top.indices[2:].tolist(), []],
+        "distill_logprobs": [[[]] * 2 + logprobs[2:].tolist(), []],
+    }
+    data, report = groups_to_data_proto([group], RowLimits(20, 40, 0, vocab_size=V))
+    assert not report.dropped
+    data = left_right_2_no_padding(data.to_tensordict())
+    tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=8, global_batch_size=2)
+    overrides = ["actor_rollout_ref.model.path=none", f"actor_rollout_ref.actor.loss_agg_mode={mode}"]
+    config = omega_conf_to_dataclass(compose_config(*overrides).actor_rollout_ref.actor)
+    distillation = DistillationConfig(loss_coef=0.5, use_policy_loss=False)
+    logits = torch.randn(1, 2 * length, V, generator=rng)
+    carried = atropos_loss(config, distillation, data=data, student_logits=logits)
+    offsets = data["input_ids"].offsets()
+    output = {key: torch.nested.nested_tensor_from_jagged(v[0], offsets) for key, v in carried.items()}
+    loss, metrics = atropos_loss(config, distillation, model_output=output, data=data)
+    kl, mass = forward_kl_top_k(logits[0, 1:3], top.indices[2:4], top.values[2:4])
+    tokens, rows = 4, 2
+    mean = (
+        kl.sum() / {"token-mean": tokens * rows, "seq-mean-token-mean": tokens * rows, "seq-mean-token-sum": rows}[mode]
+    )
+    assert kl.sum() > 0.1 and loss.item() == pytest.approx(0.5 * mean.item(), rel=1e-4)
+    assert metrics["actor/distillation_loss"].aggregate() == pytest.approx(mean.item(), rel=1e-4)
+    metrics = finished_metrics({name: [metric.aggregate()] for name, metric in metrics.items()})
+    assert metrics["actor/distillation_kl"] == pytest.approx([kl.mean().item()], rel=1e-4), "of taught tokens"
+    assert metrics["actor/teacher_mass"] == pytest.approx([mass.mean().item()], rel=1e-4)
+
+
+@pytest.fixture
+def a_mini_batch(rng):
+    """Rows of unequal lengths and three of padding; the logprobs and logits that the policy has for them."""
+    source = np.random.default_rng(0)
+    groups = [random_group(source, V, turns=2, size=4), random_group(source, V, size=4, longest=30)]
+    full = [torch.randn(len(t), V, generator=rng).log_softmax(-1) for t in groups[0]["tokens"]]
+    groups[0]["distill_token_ids"] = [[[]] + f.topk(4).indices[1:].tolist() for f in full]
+    groups[0]["distill_logprobs"] = [[[]] + f.topk(4).values[1:].tolist() for f in full]
+    data, _ = groups_to_data_proto(groups, RowLimits(20, 40, 0, vocab_size=V), multiple_of=11)
+    shape = data.batch["responses"].shape
+    data.batch["old_log_probs"] = -torch.rand(shape, generator=rng) * data.batch["response_mask"]
+    data.batch["advantages"] = torch.randn(shape, generator=rng)
+    log_probs = torch.randn(shape, generator=rng) * 0.5 + data.batch["old_log_probs"]
+    return data, log_probs * data.batch["response_mask"], torch.randn(1, shape[0] * 100, V, generator=rng)
+
+
+def reported(config, distillation, mini_batch, ranks):
+    """The metrics of ``atropos_loss``; ``ranks`` are lists over micro-batches of lists of rows."""
+    data, log_probs, logits = mini_batch
+    tokens, gathered = int(data.batch["response_mask"].sum()), []
+    for micro_batches in ranks:
+        metrics = {}
+        for rows in micro_batches:
+            micro = left_right_2_no_padding(data.select_idxs(np.array(rows)).to_tensordict())
+            info = {"dp_size": len(ranks), "batch_num_tokens": tokens, "global_batch_size": 8}
+            tu.assign_non_tensor(micro, **info)
+            lengths = micro["input_ids"].offsets().diff().tolist()
+            of_rows = torch.cat([logits[:, row * 100 : row * 100 + n] for row, n in zip(rows, lengths, strict=True)], 1)
+            carried = atropos_loss(config, distillation, data=micro, student_logits=of_rows)
+            flat = torch.zeros(sum(lengths))
+            for row, end, n in zip(rows, np.cumsum(lengths), lengths, strict=True):
+                response = int(data.batch["attention_mask"][row, -log_probs.shape[1] :].sum())
+                flat[end - 1 - response : end - 1] = log_probs[row, :response] if response < n else 0.0
+            output = {key: values[0] for key, values in carried.items()} | {"log_probs": flat.requires_grad_()}
+            offsets = micro["input_ids"].offsets()
+            output = {key: torch.nested.nested_tensor_from_jagged(v, offsets) for key, v in output.items()}
+            _, of_micro = atropos_loss(config, distillation, model_output=output, data=micro)
+            for key, metric in of_micro.items():
+                if isinstance(metric, Metric):
+                    metrics.setdefault(key, metric.init_list()).append(metric)
+        gathered.append(metrics)
+    summed = {key: [Metric.aggregate_dp([metrics[key] for metrics in gathered])] for key in gathered[0]}
+    summed = {key if key.startswith("actor/") else f"actor/{key}": values for key, values in summed.items()}
+    return {key: values[0] for key, values in finished_metrics(summed).items()}
+
+
+SPLITS = {
+    "at_once": [[[*range(11)]]],
+    "one_row_each": [[[row] for row in range(11)]],
+    "unequal": [[[0], [1, 2, 3, 4, 8, 9, 10], [5, 6, 7]]],
+    "two_ranks": [[[0, 1, 2], [3]], [[4, 5, 6, 7], [8, 9, 10]]],
+    "padding_rank": [[[*range(8)]], [[8, 9, 10]]],
+}
+
+
+@pytest.mark.parametrize("split", SPLITS.values(), ids=SPLITS)
+@pytest.mark.parametrize("mode", ["vanilla", "advantage_weighted_sft", "bypass_mode"])
+def test_metrics_are_over_the_tokens_of_the_mini_batches(a_mini_batch, mode, split):
+    """Whatever the micro-batches, ranks and padding rows, against their definitions over the trained tokens."""
+    data, log_probs, logits = a_mini_batch
+    config = omega_conf_to_dataclass(compose_config("actor_rollout_ref.model.path=none").actor_rollout_ref.actor)
+    object.__setattr__(config.policy_loss, "loss_mode", mode)
+    if mode == "bypass_mode":
+        correction = RolloutCorrectionConfig(
+            bypass_mode=True, rollout_is="token", rollout_rs="token_k1", rollout_rs_threshold="0.6_3"
+        )
+        object.__setattr__(config.policy_loss, "rollout_correction", correction)
+    metrics = reported(config, DistillationConfig(loss_coef=0.7), a_mini_batch, split)
+
+    mask = data.batch["response_mask"].bool()
+    new, old, advantage = log_probs[mask], data.batch["old_log_probs"][mask], data.batch["advantages"][mask]
+    ratio, kept = (new - old).exp(), torch.ones(len(new), dtype=torch.bool)
+    expected = {"ppo_kl": old - new}
+    if mode == "bypass_mode":
+        gap = new - old
+        off_policy = {
+            "kl": -gap,
+            "k3_kl": ratio - gap - 1,
+            "chi2_token": ratio**2 - 1,
+            "rollout_is_mean": ratio.clamp(max=2),
+        }
+        kept = (1 / ratio >= 0.6) & (1 / ratio <= 3)  # token_k1 bounds engine / trainer
+        off_policy["rollout_rs_masked_fraction"] = (~kept).float()
+        for name, values in off_policy.items():
+            assert metrics.pop(f"actor/rollout_corr/{name}") == pytest.approx(values.mean().item(), rel=1e-4), name
+        assert metrics.pop("actor/kept_fraction") == pytest.approx(kept.float().mean().item(), rel=1e-5)
+        assert 0.1 < kept.float().mean() < 0.9
+    if mode == "advantage_weighted_sft":
+        expected["cross_entropy"] = -new
+    else:
+        clipped = -advantage * ratio.clamp(0.8, 1.2) > -advantage * ratio
+        expected["pg_clipfrac"] = clipped.float()
+        expected["pg_clipfrac_lower"] = ((advantage < 0) & (torch.maximum(ratio, ratio.clamp(0.8, 1.2)) > 3)).float()
+    for name, values in expected.items():
+        assert metrics.pop(f"actor/{name}") == pytest.approx(values[kept].mean().item(), rel=1e-4), name
+
+    kl, mass = [], []
+    for row in range(4):
+        first = int(data.batch["attention_mask"][row].sum() - data.batch["attention_mask"][row, -mask.shape[1] :].sum())
+        ids, teacher_log_probs = (
+            data.batch[key][row][data.batch["attention_mask"][row].bool()]
+            for key in ("teacher_ids", "teacher_logprobs")
+        )
+        values, masses = forward_kl_top_k(logits[0, row * 100 :][: len(ids)], ids, teacher_log_probs)
+        at = first - 1 + mask[row].nonzero()[:, 0]
+        kl.append(values[at])
+        mass.append(masses[at])
+    kl, mass = torch.cat(kl), torch.cat(mass)
+    assert metrics.pop("actor/taught_fraction") == pytest.approx(len(kl) / len(new), rel=1e-5)
+    assert metrics.pop("actor/distillation_kl") == pytest.approx(kl.mean().item(), rel=1e-4)
+    assert metrics.pop("actor/teacher_mass") == pytest.approx(mass.mean().item(), rel=1e-4)
+    assert metrics.pop("actor/distillation_loss") == pytest.approx(kl.sum().item() / len(new), rel=1e-4)
+    assert set(metrics) == {"actor/pg_loss"}, "nothing whose definition depends on micro-batches"
+
+
+def test_metrics_that_are_no_means_stay_what_they_are():
+    data = TensorDict({"response_mask": torch.ones(1, 2)}, batch_size=1)
+    tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=4)
+    largest = Metric(value=3.0, aggregation=AggregationType.MAX)
+    mean = Metric(value=3.0, aggregation=AggregationType.MEAN)
+    found = losses._over_tokens({"plain": 3.0, "largest": largest, "mean": mean}, data)
+    assert found["plain"] == 3.0 and found["largest"] is largest
+    assert found["mean"].aggregate() == 1.5, "of half of the tokens"
+
+
+def test_metrics_of_no_token_have_no_value():
+    """Of mini-batches' steps, one without a taught token says nothing of the teacher."""
+    metrics = {"actor/teacher_mass": [0.2, 0.0], "actor/taught_fraction": [0.5, 0.0], "actor/lr": [1.0]}
+    assert finished_metrics(metrics) == metrics | {"actor/teacher_mass": [0.4]}
+    nothing = {"actor/teacher_mass": [0.0], "actor/taught_fraction": [0.0]}
+    assert finished_metrics(nothing) == {"actor/taught_fraction": [0.0]}
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"loss_coef": -1}, "loss_coef=-1"),
+        ({"loss_coef": math.inf}, "loss_coef=inf"),
+        ({"loss_coef": "1"}, "loss_coef='1'"),
+        ({"loss_coef": 0, "use_policy_loss": False}, "give a loss_coef"),
+        ({"use_policy_loss": False}, "give a loss_coef"),
+        ({"use_policy_loss": 0}, "use_policy_loss=0"),
+    ],
+    ids=range(6),
+)
+def test_settings_of_a_teacher_that_cannot_work_are_refused(settings, words):
+    with pytest.raises(ValueError, match=words):
+        DistillationConfig.from_config(settings)
+
+
+def test_a_micro_batch_without_a_teacher_still_reaches_the_graph():
+    """FSDP waits for every rank's backward pass."""
+    logits = torch.randn(5, V).requires_grad_()
+    kl, _ = forward_kl_top_k(logits, torch.zeros(5, 2, dtype=torch.int64), torch.full((5, 2), float(NO_TEACHER)))
+    kl.sum().backward()
+    assert not logits.grad.any()
+
+
+def test_distillation_is_off_by_default_and_on_from_any_weight():
+    assert not DistillationConfig().enabled and DistillationConfig().use_policy_loss
+    assert DistillationConfig.from_config({"loss_coef": 0.1, "use_policy_loss": False}).enabled
+
+
+def test_distillation_is_finite_where_the_top_k_holds_all_mass(rng):
+    """Two tokens of eleven with all of the mass; and eleven of eleven with a little less than all of it."""
+    logits = torch.randn(1, V, generator=rng)
+    log_policy = logits.log_softmax(-1)
+    ids, logprobs = torch.tensor([[3, 5]]), torch.tensor([[0.25, 0.75]]).log()
+    kl, mass = forward_kl_top_k(logits, ids, logprobs)
+    wanted = (logprobs.exp() * (logprobs - log_policy.gather(-1, ids))).sum()
+    assert kl.item() == pytest.approx(wanted.item(), rel=1e-5) and mass.item() == pytest.approx(1)
+    every, less = torch.arange(V)[None], log_policy + math.log(0.99)
+    kl, _ = forward_kl_top_k(logits, every, less)
+    assert kl.item() == pytest.approx(0.99 * math.log(0.99), rel=1e-3)
+
+
+def a_micro_batch(rng, mask):
+    """(model's output, data) of verl's engine, two rows, with a leaf that the logprobs follow from."""
+    group = random_group(np.random.default_rng(0), V, size=2)
+    data, _ = groups_to_data_proto([group], RowLimits(20, 40, 0, vocab_size=V))
+    shape = data.batch["responses"].shape
+    data.batch["old_log_probs"] = data.batch["ref_log_prob"] = torch.full(shape, -1.0)
+    data.batch["advantages"] = torch.randn(shape, generator=rng)
+    data.batch["response_mask"] *= mask
+    data = left_right_2_no_padding(data.to_tensordict())
+    tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=int(data["response_mask"].sum()), global_batch_size=2)
+    leaf = torch.full((data["input_ids"].values().numel(),), -1.5, requires_grad=True)
+    return {"log_probs": torch.nested.nested_tensor_from_jagged(leaf * 1.0, data["input_ids"].offsets())}, data, leaf
+
+
+@pytest.mark.parametrize("mode", ["vanilla", "bypass_mode"])
+def test_policy_loss_of_a_micro_batch_without_a_trained_token_is_0(rng, mode):
+    """Tied to the graph, with the same metrics as the others: other ranks wait for it."""
+    overrides = [
+        "actor_rollout_ref.model.path=none",
+        "algorithm.rollout_correction.bypass_mode=true",
+        f"actor_rollout_ref.actor.policy_loss.loss_mode={mode}",
+    ]
+    actor = compose_config(*overrides).actor_rollout_ref.actor
+    with open_dict(actor):  # as the trainer gives it
+        target = "verl.trainer.config.algorithm.RolloutCorrectionConfig"
+        actor.policy_loss.rollout_correction = {"_target_": target}
+    config = omega_conf_to_dataclass(actor)
+    metrics = {}
+    for mask in (1, 0):
+        output, data, leaf = a_micro_batch(rng, mask)
+        loss, metrics[mask] = atropos_loss(config, DistillationConfig(), model_output=output, data=data)
+        loss.backward()
+        assert math.isfinite(loss.item()) and leaf.grad.any() == bool(mask)
+    assert loss.item() == 0 and metrics[0].keys() == metrics[1].keys()

@@ -1,0 +1,263 @@
+"""Which checkpoint of a run folder is resumed from, how many are kept, and by which model and values."""
+
+import contextlib
+import copy
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from helpers.disk import fill
+from helpers.trainer import compose_config
+from recipe.atropos.checkpoint.resumption import model_identity, prepare_folder
+from recipe.atropos.checkpoint.store import Checkpoints, resume_folder
+from recipe.atropos.errors import ConfigurationError
+from recipe.atropos.run_dir import RunDir
+from recipe.atropos.run_record import RunRecord, account_of_groups, heldout_scores, update_summary
+from recipe.atropos.utils.files import DiskFull, append_line, read_json
+
+FILES = {"actor/model_world_size_1_rank_0.pt": b"model" * 3, "actor/huggingface/config.json": b"{}", "data.pt": b"data"}
+
+
+def save(directory, *steps, keep=None, model=None, scores=None):
+    """As the trainer saves; of small files."""
+    for step in steps:
+        with Checkpoints(directory).saving(step, keep, model, scores) as folder:
+            for name, content in FILES.items():
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                (folder / name).write_bytes(content)
+
+
+def steps(directory):
+    return [int(folder.name.removeprefix("global_step_")) for folder in Checkpoints(directory).whole()]
+
+
+@pytest.mark.parametrize("tracker", [b"", b"seven", b"4", b"999", None])
+def test_run_dir_resumes_whatever_the_tracker_says(tmp_path, tracker):
+    save(tmp_path, 2, 4)
+    path = tmp_path / "latest_checkpointed_iteration.txt"
+    assert path.read_text() == "4", "for verl's own tools"
+    path.unlink() if tracker is None else path.write_bytes(tracker)
+    assert Checkpoints(tmp_path).newest().name == "global_step_4"
+
+
+def test_run_dir_resumes_before_a_checkpoint_cut_at_any_byte(tmp_path):
+    save(tmp_path, 2, 4)
+    whole = {path: path.read_bytes() for path in (tmp_path / "global_step_4").rglob("*") if path.is_file()}
+    assert len(whole) == 4
+    for path, content in whole.items():
+        for size in range(len(content) - 1):  # the last byte of complete.json is a line's end
+            path.write_bytes(content[:size])
+            assert Checkpoints(tmp_path).newest().name == "global_step_2", (path, size)
+        path.write_bytes(content)
+        assert Checkpoints(tmp_path).newest().name == "global_step_4"
+
+
+def test_run_dir_removes_what_a_kill_left_of_a_checkpoint(tmp_path, monkeypatch):
+    save(tmp_path, 2)
+    shutil.copytree(tmp_path / "global_step_2", tmp_path / "global_step_3")  # a folder of others
+    (tmp_path / "global_step_3/complete.json").unlink()
+    with monkeypatch.context() as killed:
+        killed.setattr(shutil, "rmtree", lambda *_, **__: None)  # a process that is killed tidies up nothing
+        with pytest.raises(KeyboardInterrupt), Checkpoints(tmp_path).saving(4, 2) as folder:
+            (folder / "data.pt").write_bytes(b"da")
+            raise KeyboardInterrupt
+    assert (tmp_path / "global_step_4/data.pt").exists()
+    Checkpoints(tmp_path).remove_incomplete()
+    assert sorted(path.name for path in tmp_path.glob("global_step_*")) == ["global_step_2", "global_step_3"]
+    assert Checkpoints(tmp_path).newest().name == "global_step_2"
+
+
+def test_run_dir_keeps_so_many_checkpoints_of_all_processes(tmp_path):
+    save(tmp_path, 2, 4, keep=2)
+    save(tmp_path, 6, keep=2)  # another Checkpoints, as another process has
+    assert steps(tmp_path) == [4, 6]
+    save(tmp_path, 8, keep=1)
+    assert steps(tmp_path) == [8] and len(list(tmp_path.glob("global_step_*"))) == 1
+    save(tmp_path, 10, 12)
+    assert steps(tmp_path) == [8, 10, 12]
+
+
+def test_run_dir_keeps_the_best_for_export_beside_the_newest(tmp_path):
+    """Of equals the newest; a run resumes from the newest all the same."""
+    scores = {0: 0.9, 2: 0.3, 4: 0.5}
+    save(tmp_path, 2, 4, 6, keep=1, scores=scores)
+    assert steps(tmp_path) == [4, 6]
+    save(tmp_path, 8, 10, keep=2, scores=scores)
+    assert steps(tmp_path) == [4, 8, 10] and Checkpoints(tmp_path).newest().name == "global_step_10"
+    scores |= {8: 0.5, 10: 0.2}
+    assert Checkpoints(tmp_path).best(scores).name == "global_step_8"
+    save(tmp_path, 12, keep=1, scores=scores)
+    assert steps(tmp_path) == [8, 12]
+
+
+def test_run_dir_scores_for_export_are_of_the_same_environments(tmp_path):
+    """One that was given up meanwhile, or that failed, would make steps look better or worse than they are."""
+    for step, env, value in ((0, "a", 0.1), (0, "b", 0.9), (2, "a", 0.2), (4, "a", 0.4), (4, "b", 0.6), (4, "c", None)):
+        line = {"step": step, "env": env, "metrics": {}, "main": None}
+        told = {"error": "failed"} if value is None else {"metrics": {"accuracy": value}, "main": "accuracy"}
+        append_line(RunDir(tmp_path).evaluations, line | told)
+    assert heldout_scores(tmp_path) == {0: 0.5, 4: 0.5}
+    alone = {"env": "a", "metrics": {"accuracy": 0.3}, "main": "accuracy"}
+    append_line(RunDir(tmp_path).evaluations, {"step": 6, **alone})
+    assert heldout_scores(tmp_path) == {0: 0.5, 4: 0.5}, "the other one failed, or was given up"
+    append_line(RunDir(tmp_path).evaluations, {"step": 8, **alone})
+    assert heldout_scores(tmp_path) == {0: 0.1, 2: 0.2, 4: 0.4, 6: 0.3, 8: 0.3}
+
+
+def test_run_dir_resumes_from_what_was_saved_last(tmp_path):
+    """A run that went back to an earlier step, and saved since; the others are of a branch that it left."""
+    save(tmp_path, 50, 100)
+    save(tmp_path, 60, keep=2)
+    assert steps(tmp_path) == [100, 60]
+
+
+def test_run_dir_has_a_whole_checkpoint_while_the_next_is_saved(tmp_path):
+    save(tmp_path, 2, keep=1)
+    with pytest.raises(RuntimeError), Checkpoints(tmp_path).saving(4, 1):
+        assert steps(tmp_path) == [2]
+        raise RuntimeError("inline_container.cc: . PytorchStreamWriter failed writing file")
+    assert steps(tmp_path) == [2] and not (tmp_path / "global_step_4").exists()
+    with pytest.raises(DiskFull, match=f"no space left on device: {tmp_path}/global_step_4"):
+        with Checkpoints(tmp_path).saving(4, 1):
+            raise RuntimeError("RayTaskError: OSError: [Errno 28] No space left on device")
+
+
+def test_run_dir_full_disk_ends_a_checkpoint_and_keeps_the_last(full_disk):
+    save(full_disk, 2, keep=1)
+    room = shutil.disk_usage(full_disk).free
+    with pytest.raises(DiskFull, match=f"no space left on device: {full_disk}/global_step_4"):
+        with Checkpoints(full_disk).saving(4, 1) as folder:
+            (folder / "data.pt").write_bytes(b"x" * 2 * room)
+    assert steps(full_disk) == [2] and not (full_disk / "global_step_4").exists()
+    fill(full_disk)
+    with pytest.raises(DiskFull):
+        save(full_disk, 4, keep=1)
+    assert steps(full_disk) == [2]
+
+
+def test_run_dir_checkpoint_path_that_is_none_is_refused(tmp_path):
+    save(tmp_path, 2)
+    assert resume_folder(tmp_path / "global_step_2") == tmp_path / "global_step_2"
+    for path in (tmp_path, tmp_path / "global_step_7"):
+        with pytest.raises(ConfigurationError, match=f"trainer.resume_from_path={path}: no checkpoint"):
+            resume_folder(path)
+
+
+# ---------------------------------------------------------------- the same run
+
+
+@pytest.fixture(scope="module")
+def composed():
+    return compose_config("actor_rollout_ref.model.path=m")
+
+
+@pytest.fixture
+def configured(composed, tmp_path, model_path):
+    """Prepares the folder ``run`` for a configuration; its model is a copy that a test may change."""
+    model = tmp_path / "model"
+    shutil.copytree(model_path, model)
+
+    def prepare(**options):
+        config = copy.deepcopy(composed)
+        own = {"actor_rollout_ref.model.path": str(model), "run.dir": str(tmp_path / "run")}
+        for key, value in {**own, **options}.items():
+            OmegaConf.update(config, key, value)
+        OmegaConf.resolve(config)
+        folder = RunDir(tmp_path / "run")
+        folder.path.mkdir(exist_ok=True)
+        return prepare_folder(folder, config)
+
+    return prepare
+
+
+def test_run_dir_of_another_model_is_refused(configured, tmp_path, model_path):
+    configured()
+    weights = tmp_path / "model/model.safetensors"
+    original = weights.read_bytes()
+    weights.write_bytes(original[:-1] + bytes([original[-1] ^ 1]))
+    configured()  # nothing is trained yet
+    save(tmp_path / "run/checkpoints", 2, model=model_identity(str(tmp_path / "model")))
+    checkpoint = tmp_path / "run/checkpoints/global_step_2"
+    by_path = {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": str(checkpoint)}
+    configured(**by_path)
+    weights.write_bytes(original)
+    # Also after a start that resumed nothing with the other model, which its folder's run.json then names.
+    for options in ({}, by_path, {"trainer.resume_mode": "disable"}, {}, by_path):
+        refused = "disable" not in options.values()
+        expected = f"is another model than .*/model, which was trained to {checkpoint}: give that model"
+        with pytest.raises(ConfigurationError, match=expected) if refused else contextlib.nullcontext():
+            configured(**options)
+    save(tmp_path / "run/checkpoints", 1, model=model_identity(str(tmp_path / "model")))
+    assert any("model.path" in line for line in configured(**{"actor_rollout_ref.model.path": str(model_path)})), (
+        "the newest is of this model, which is elsewhere now"
+    )
+
+
+def test_run_dir_with_other_values_is_reported(configured, tmp_path):
+    assert configured(seed=1) == []
+    assert configured(seed=2) == [], "nothing was trained"
+    save(tmp_path / "run/checkpoints", 2)
+    assert configured(seed=2) == []
+    options = {"algorithm.adv_estimator": "rloo", "data.train_batch_size": 5, "inference.api_key": "secret"}
+    changes = configured(seed=3, **options)
+    assert changes[0] == "seed: 2 -> 3" and changes[1].startswith("data.train_batch_size: ")
+    assert changes[1].endswith(" -> 5") and "algorithm.adv_estimator: grpo_atropos -> rloo" in changes[:4]
+    assert not any("secret" in line for line in changes)
+
+
+def test_run_dir_names_the_folders_of_the_configuration(composed):
+    """Those that are keys, so that a user may place them elsewhere, are by default where RunDir has them."""
+    config, folder = copy.deepcopy(composed), RunDir("somewhere")
+    config.run.dir = str(folder.path)
+    assert Path(config.trainer.default_local_dir) == folder.checkpoints
+    assert Path(config.trainer.rollout_data_dir) == folder.rollouts
+    assert Path(config.trainer.atropos.weight_sync.directory) == folder.weights
+
+
+# ---------------------------------------------------------------- what became of the groups
+
+
+def test_run_dir_summary_keeps_what_several_processes_write(tmp_path):
+    def write(name):
+        for i in range(40):
+            update_summary(tmp_path, {f"{name}{i}": i})
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(write, "abc"))
+    assert len(read_json(RunDir(tmp_path).summary)) == 120
+
+
+def test_run_dir_accounts_for_every_group(tmp_path):
+    """Two starts: the first ends with a step that no checkpoint holds, and with a batch fetched ahead."""
+
+    def train(record, *trained):
+        for count in trained:
+            record.totals.steps += 1
+            record.totals.groups_trained += count
+            record.totals.groups_dropped += 4 - count
+            record.write_summary()
+
+    first = RunRecord(tmp_path)
+    first.begin()
+    train(first, 4, 3)
+    saved = first.state_dict()
+    train(first, 2)
+    first.end(groups_fetched=16)
+    second = RunRecord(tmp_path)
+    second.load_state_dict(saved)
+    second.begin()
+    train(second, 4)
+    second.end(groups_fetched=4)
+    update_summary(tmp_path, {"groups_queued": 5, "environments": {"a": {"groups_sent": 20}, "b": {"groups_sent": 6}}})
+    assert account_of_groups(read_json(RunDir(tmp_path).summary)) == {
+        "sent": 26,
+        "trained": 11,
+        "dropped": 1,
+        "rolled_back": 4,
+        "prefetched": 4,
+        "queued": 5,
+        "unknown": 1,
+    }

@@ -1,0 +1,567 @@
+"""The trained model as a folder in Hugging Face format, from checkpoints that verl's own manager has saved."""
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from datetime import timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, dynamic_module_utils
+from verl.utils.fsdp_utils import get_init_weight_context_manager
+from verl.workers.config import FSDPEngineConfig
+
+from helpers.disk import fill
+from helpers.export import alone, configuration, saved_run, trained  # noqa: F401
+from helpers.families import FAMILIES, WITHOUT_LORA, Engine, make_family
+from helpers.trainer import compose_config
+from recipe.atropos.checkpoint import safetensors_writer
+from recipe.atropos.checkpoint.export import ExportError, _ask_hub, add_arguments, export, export_checkpoint
+from recipe.atropos.checkpoint.format import CheckpointFormat
+from recipe.atropos.checkpoint.safetensors_writer import write_safetensors
+from recipe.atropos.checkpoint.shards import Shards, ShardsError
+from recipe.atropos.checkpoint.store import Checkpoints, choose_checkpoint
+from recipe.atropos.errors import ConfigurationError
+from recipe.atropos.launcher.launch import tell_model
+from recipe.atropos.launcher.services import Run
+from recipe.atropos.main import export_model
+from recipe.atropos.run_dir import RunDir
+from recipe.atropos.run_record import update_summary
+from recipe.atropos.utils import debug
+from recipe.atropos.utils.files import DiskFull, append_line, replace_folder
+
+pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("alone")]
+
+PROMPT = "What is 2 + 2?"
+
+
+@pytest.fixture(scope="module")
+def make_model(tmp_path_factory):
+    made = {}
+
+    def make(family):
+        if family not in made:
+            made[family] = make_family(tmp_path_factory.mktemp("export") / family, family)
+            GenerationConfig(do_sample=True, temperature=0.6, eos_token_id=2).save_pretrained(made[family])
+        return made[family]
+
+    return make
+
+
+def arguments(*given):
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return parser.parse_args([str(argument) for argument in given])
+
+
+@pytest.fixture(scope="module")
+def small_run(tmp_path_factory, make_model, alone):  # noqa: F811
+    """Three checkpoints of a Qwen2, sharded by FSDP2, and the engine of the last."""
+    engines = [trained(make_model("qwen2")) for _ in range(3)]
+    for engine in engines:
+        fully_shard(engine.module, mesh=init_device_mesh("cpu", (1,)))
+    options = ["data.train_batch_size=5", "inference.api_key=s3cret", "environment.target=/home/me/my_env.py:Mine"]
+    run = saved_run(tmp_path_factory.mktemp("run") / "small", configuration(make_model("qwen2"), *options), *engines)
+    return run, engines[-1]
+
+
+# ---------------------------------------------------------------- what is written
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("lora_rank", [0, 4], ids=["full", "lora"])
+def test_export_is_what_save_pretrained_writes(make_model, tmp_path, family, lora_rank):
+    """Names and values, bit for bit; merged as it is pushed to the servers."""
+    if lora_rank and family in WITHOUT_LORA:
+        pytest.skip("attention without q_proj and v_proj of every layer, or with others")
+    engine = trained(make_model(family), lora_rank)
+    run = saved_run(tmp_path / "run", configuration(make_model(family)), engine)
+    export_checkpoint(run, choose_checkpoint(run), tmp_path / "out")
+    exported = load_file(tmp_path / "out/model.safetensors")
+
+    pushed = dict(engine.get_per_tensor_param()[0])
+    plain = engine.module.merge_and_unload() if lora_rank else engine.module
+    plain.save_pretrained(tmp_path / "saved")
+    assert exported.keys() == load_file(tmp_path / "saved/model.safetensors").keys()
+    assert all(torch.equal(tensor, pushed[name]) for name, tensor in exported.items())
+
+    model, loading = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", dtype="auto", output_loading_info=True, attn_implementation="eager"
+    )
+    assert model.dtype == torch.float32 and not (loading["missing_keys"] or loading["unexpected_keys"])
+    ours, theirs = (json.loads((tmp_path / folder / "config.json").read_text()) for folder in ("out", "saved"))
+    assert ours == theirs
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", attn_implementation="eager")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    ids = tokenizer(PROMPT, return_tensors="pt").input_ids
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, expected(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_export_has_tokenizer_template_and_generation_configuration(small_run, make_model, tmp_path):
+    run, _ = small_run
+    export(arguments(run.path, "--out", tmp_path / "out"))
+    ours, theirs = (AutoTokenizer.from_pretrained(folder) for folder in (tmp_path / "out", make_model("qwen2")))
+    chat = [{"role": "user", "content": PROMPT}]
+    assert ours.chat_template and ours.apply_chat_template(chat) == theirs.apply_chat_template(chat)
+    assert GenerationConfig.from_pretrained(tmp_path / "out").temperature == 0.6
+
+
+def test_export_keeps_chat_templates_in_folders(small_run, tmp_path):
+    """No weights, wherever they are."""
+    run, _ = small_run
+    templates = run.checkpoints / "global_step_3/actor/huggingface/additional_chat_templates"
+    templates.mkdir()
+    (templates / "tool_use.jinja").write_text("tools")
+    (templates / "model.safetensors").touch()
+    export(arguments(run.path, "--out", tmp_path / "out"))
+    shutil.rmtree(templates)
+    assert [path.read_text() for path in (tmp_path / "out/additional_chat_templates").iterdir()] == ["tools"]
+
+
+def test_export_refuses_a_dtype_without_room(make_model, tmp_path):
+    """A value that would become infinite; one that was infinite is not hidden."""
+    engine = trained(make_model("qwen2"))
+    with torch.no_grad():
+        engine.module.lm_head.weight[0, 0] = 1e5
+    run = saved_run(tmp_path / "run", configuration(make_model("qwen2")), engine)
+    with pytest.raises(ConfigurationError, match=r"--dtype=float16: lm_head.weight holds values up to 1e\+05"):
+        export(arguments(run.path, "--dtype", "float16"))
+    assert not run.model.exists()
+    export(arguments(run.path, "--dtype", "bfloat16"))
+
+
+def test_export_rounds_only_when_asked(small_run, tmp_path):
+    run, engine = small_run
+    exact = engine.module.state_dict()["lm_head.weight"].full_tensor()
+    for dtype, expected in ((None, exact), ("bfloat16", exact.bfloat16())):
+        given = ["--dtype", dtype] if dtype else []
+        told = str(export(arguments(run.path, "--out", tmp_path / "out", *given)))
+        assert torch.equal(load_file(tmp_path / "out/model.safetensors")["lm_head.weight"], expected)
+        name = dtype or "float32"
+        assert json.loads((tmp_path / "out/config.json").read_text())["dtype"] == name and f"step 3, {name}" in told
+
+
+def test_export_at_the_end_never_ends_a_run(make_model, tmp_path, capsys, caplog):
+    """Whatever is wrong: an unknown type of model, the user's own files; ``save_lora_only`` counts with LoRA alone."""
+    only = "+actor_rollout_ref.actor.checkpoint.save_lora_only=true"
+    run = saved_run(tmp_path / "run", configuration(make_model("qwen2"), only), trained(make_model("qwen2")))
+    export_model(run)
+    assert f"model exported to {run.model}" in capsys.readouterr().out and not run.adapter.exists()
+    (run.model / "export.json").unlink()
+    export_model(run)
+    assert f"model not exported: {run.model}: holds other files" in capsys.readouterr().out and run.model.exists()
+    shutil.rmtree(run.model)
+    [config] = run.checkpoints.glob("*/actor/huggingface/config.json")
+    text = config.read_text()
+    config.write_text(text.replace('"qwen2"', '"qwenX"'))
+    export_model(run)
+    told = capsys.readouterr().out
+    assert "model not exported: ValueError: " in told and "qwenX" in told and len(told.splitlines()) == 1
+    assert "Traceback" in caplog.text and not run.model.exists()
+
+
+def test_export_of_an_adapter_is_peft_s(make_model, tmp_path):
+    """Loaded over the base it computes what the merged model does; a checkpoint of the adapter alone gives it too."""
+    model, lora = make_model("llama"), "actor_rollout_ref.model.lora_rank=4"
+    engine = trained(model, 4)
+    with torch.no_grad():
+        for name, parameter in engine.module.named_parameters():
+            if "lora_" not in name:
+                parameter.copy_(Engine(model, 4).module.get_parameter(name))
+    run = saved_run(tmp_path / "run", configuration(model, lora), engine)
+    export(arguments(run.path, "--adapter"))
+    export(arguments(run.path))
+    base = AutoModelForCausalLM.from_pretrained(model)
+    adapted = PeftModel.from_pretrained(base, run.path / "adapter")
+    merged, ids = AutoModelForCausalLM.from_pretrained(run.model), torch.arange(3, 30)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(adapted(ids).logits, merged(ids).logits, rtol=1e-3, atol=1e-4)
+        assert not torch.allclose(merged(ids).logits, AutoModelForCausalLM.from_pretrained(model)(ids).logits)
+    names = sorted(path.name for path in (run.path / "adapter").iterdir())
+    assert "config.json" not in names and {"adapter_config.json", "adapter_model.safetensors", "README.md"} <= {*names}
+
+    export_checkpoint(run, choose_checkpoint(run), tmp_path / "public", adapter=True, public=True)
+    bases = [json.loads((path / "adapter_config.json").read_text()) for path in (run.adapter, tmp_path / "public")]
+    assert [base["base_model_name_or_path"] for base in bases] == [str(model), Path(model).name]
+
+    bare = saved_run(tmp_path / "bare", configuration(model, lora), engine, save_lora_only=True)
+    with pytest.raises(ConfigurationError, match="holds the adapter alone .* give --adapter"):
+        export(arguments(bare.path))
+    export(arguments(bare.path, "--adapter"))
+    one, other = (load_file(folder.path / "adapter/adapter_model.safetensors") for folder in (run, bare))
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_export_divides_large_models_into_files(small_run, tmp_path, monkeypatch):
+    """As transformers reads them: an index, and no file above the limit but of one tensor."""
+    monkeypatch.setattr(safetensors_writer, "MAX_FILE_BYTES", 30_000)
+    run, engine = small_run
+    export(arguments(run.path, "--out", tmp_path / "out"))
+    files = sorted((tmp_path / "out").glob("model-*.safetensors"))
+    assert len(files) > 3 and files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
+    assert all(len(load_file(path)) == 1 for path in files if path.stat().st_size > 31_000)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    for name, tensor in engine.module.state_dict().items():
+        assert torch.equal(model.state_dict()[name], tensor.full_tensor())
+
+
+def test_export_writes_every_dtype_and_shape(tmp_path):
+    tensors = {
+        "byte": torch.arange(3, dtype=torch.uint8),
+        "scalar": torch.tensor(0.5),
+        "none": torch.zeros(0, 4),
+        "transposed": torch.arange(6.0).reshape(2, 3).T,
+        "half": torch.ones(3, dtype=torch.bfloat16),
+        "yes": torch.tensor([True, False]),
+        "double": torch.rand(2, 2, dtype=torch.float64),
+        "long": torch.arange(5),
+    }
+    size = write_safetensors(tmp_path, "m", tensors, tensors.items())
+    assert size == sum(tensor.nbytes for tensor in tensors.values())
+    read = load_file(tmp_path / "m.safetensors")
+    assert read.keys() == tensors.keys() and all(torch.equal(read[name], tensors[name]) for name in tensors)
+    assert all(read[name].dtype == tensors[name].dtype for name in tensors)
+    for others in ([*tensors.items()][:-1], [*tensors.items(), ("more", torch.ones(1))], reversed(tensors.items())):
+        with pytest.raises(ValueError):
+            write_safetensors(tmp_path, "m", tensors, others)
+
+
+def test_export_names_what_the_run_was(small_run, tmp_path):
+    """The card: figures of the run, the score of that step, no secret and no path."""
+    run, _ = small_run
+    before = {"run": "/home/me/before", "step": 7, "base": "org/Base-1B"}
+    update_summary(run.path, {"steps": 3, "tokens_trained": 1234, "resumed_from": before})
+    for step, accuracy in ((0, 0.25), (2, 0.5)):
+        metrics = {"eval/percent_correct": accuracy, "eval/total": 64}
+        append_line(run.evaluations, {"step": step, "env": "Mine", "metrics": metrics, "main": "eval/percent_correct"})
+    for step, score in ((2, "0.5"), (3, "not evaluated")):
+        export(arguments(run.path, "--step", step, "--out", tmp_path / "out"))
+        card = (tmp_path / "out/README.md").read_text()
+        assert f"| Mine | eval/percent_correct | 64 | 0.25 (step 0) | {score} |" in card
+        for line in ("library_name: transformers", "| groups a step | 5 |", "| tokens trained on, whole run | 1234 |"):
+            assert line in card
+        assert f"| steps | {step} of 3 |" in card and f"torch {torch.__version__.split('+')[0]}" in card
+        assert "| weights at step 0 | run before, step 7 |" in card and "my_env.py:Mine" in card
+        assert "base_model: org/Base-1B" in card and "| base model | org/Base-1B |" in card
+        assert "s3cret" not in card and "/home/me" not in card and str(tmp_path.parent) not in card
+    run.evaluations.unlink()
+
+
+OWN_CODE = """
+from pathlib import Path
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+Path({marker!r}).touch()
+
+class OwnConfig(Qwen2Config):
+    model_type = "own"
+
+class OwnForCausalLM(Qwen2ForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+def test_export_runs_code_of_a_model_only_when_told(make_model, tmp_path, monkeypatch):
+    """Whatever the run's configuration says: it may be somebody else's."""
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    model, trusted = make_model("qwen2"), "actor_rollout_ref.model.trust_remote_code=true"
+    run = saved_run(tmp_path / "run", configuration(model, trusted))
+    with Checkpoints(run.checkpoints).saving(1, None) as checkpoint:
+        trained(model).save_checkpoint(checkpoint / "actor")
+        folder = checkpoint / "actor/huggingface"
+        own = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"}
+        settings = json.loads((folder / "config.json").read_text()) | {"model_type": "own", "auto_map": own}
+        (folder / "config.json").write_text(json.dumps(settings))
+        (folder / "own.py").write_text(OWN_CODE.format(marker=str(tmp_path / "ran")))
+    with pytest.raises(ConfigurationError, match="code of its own, which would be run; give --trust-remote-code if"):
+        export(arguments(run.path))
+    assert not (tmp_path / "ran").exists() and not run.model.exists()
+    exported = export(arguments(run.path, "--trust-remote-code"))
+    assert (tmp_path / "ran").exists() and (exported.folder / "own.py").exists()
+
+
+# ---------------------------------------------------------------- from where, and to where
+
+
+def test_export_takes_the_newest_a_step_or_the_best(small_run, capsys):
+    run, _ = small_run
+    assert [export(arguments(run.path)).folder, export(arguments(run.path, "--step", 1)).folder] == [
+        run.model,
+        run.path / "model-1",
+    ]
+    with pytest.raises(ConfigurationError, match="--best: no checkpoint of .* was evaluated, .* steps .1, 2, 3."):
+        export(arguments(run.path, "--best"))
+    for step, accuracy in ((0, 0.9), (1, 0.3), (2, 0.3), (3, 0.1)):
+        line = {"step": step, "env": "e", "metrics": {"accuracy": accuracy}, "main": "accuracy"}
+        append_line(run.evaluations, line)
+    assert debug.main(["export", str(run.path), "--best"]) == 0
+    assert f"{run.path}/model-2: step 2, float32" in capsys.readouterr().out
+    exported, saved = (
+        load_file(run.path / "model-2/model.safetensors"),
+        Shards(run.checkpoints / "global_step_2/actor"),
+    )
+    assert all(torch.equal(exported[name], saved[name]) for name in exported)
+    run.evaluations.unlink()
+
+
+def test_export_refuses_by_name(small_run, make_model, tmp_path):
+    run, _ = small_run
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/thesis.txt").touch()
+    for given, told in (
+        (["--step", "9"], r"step 9: .* has whole checkpoints of steps \[1, 2, 3\]"),
+        (["--adapter"], "--adapter: .* was trained without LoRA"),
+        (["--out", tmp_path / "other"], f"{tmp_path}/other: holds other files"),
+        (["--out", "/proc"], "/proc: a mount point cannot be replaced"),
+    ):
+        with pytest.raises(ConfigurationError, match=told):
+            export(arguments(run.path, *given))
+    assert (tmp_path / "other/thesis.txt").exists()
+    with pytest.raises(ConfigurationError, match="no config.yaml there"):
+        export(arguments(tmp_path))
+    empty = saved_run(tmp_path / "empty", configuration(make_model("qwen2")))
+    with pytest.raises(ConfigurationError, match="holds no whole checkpoint"):
+        export(arguments(empty.path))
+    actor = run.checkpoints / "global_step_3/actor"
+    shutil.copytree(actor, tmp_path / "actor")
+    weights = tmp_path / "actor/model_world_size_1_rank_0.pt"
+    weights.rename(tmp_path / "actor/model_world_size_2_rank_1.pt")
+    with pytest.raises(ShardsError, match="1 of 2 ranks' files, rank 0 is missing"):
+        Shards(tmp_path / "actor")
+    (tmp_path / "actor/model_world_size_1_rank_0.pt").write_bytes(b"PK\x03\x04 not a model")
+    (tmp_path / "actor/model_world_size_2_rank_1.pt").unlink()
+    with pytest.raises(ShardsError, match="rank_0.pt cannot be read"):
+        Shards(tmp_path / "actor")
+
+
+def test_export_unpickles_tensors_only(tmp_path):
+    """A run folder of somebody else's runs no code."""
+
+    class Code:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "made"),)
+
+    torch.save({"weight": Code()}, tmp_path / "model_world_size_1_rank_0.pt")
+    with pytest.raises(ShardsError):
+        Shards(tmp_path)
+    assert not (tmp_path / "made").exists()
+
+
+def test_export_of_other_tensors_than_the_model_s_is_refused(make_model, tmp_path):
+    """Missing, and tied ones that are not the same: nothing is written."""
+    engine = trained(make_model("qwen2-tied"))
+    run = saved_run(tmp_path / "run", configuration(make_model("qwen2-tied")), engine)
+    path = run.checkpoints / "global_step_1/actor/model_world_size_1_rank_0.pt"
+    state = torch.load(path)
+    for change, told in (
+        (
+            {"lm_head.weight": state["lm_head.weight"] + 1},
+            "lm_head.weight and model.embed_tokens.weight are one tensor",
+        ),
+        ({"model.norm.weight": None}, r"1 tensors too many or too few: \['model.norm.weight'\]"),
+    ):
+        torch.save({name: t for name, t in (state | change).items() if t is not None}, path)
+        with pytest.raises(ExportError, match=told):
+            export_checkpoint(run, path.parents[1], run.model)
+    assert not run.model.exists() and not list(run.path.glob(".*.partial"))
+
+
+def test_export_at_the_end_that_cannot_be_is_told_of(make_model, tmp_path, capsys):
+    """The run is complete all the same; the launcher names what is there, or why nothing is."""
+    run = saved_run(tmp_path / "run", configuration(make_model("qwen2")), trained(make_model("qwen2")))
+    options = [f"actor_rollout_ref.model.path={make_model('qwen2')}", "trainer.total_training_steps=1"]
+    launched = Run(compose_config(*options), [], run.path)
+    export_model(run)
+    tell_model(launched)
+    told = " ".join(capsys.readouterr().out.split())
+    assert f"model exported to {run.model}: step 1, float32" in told and "run/model: step 1, float32" in told
+    card = (run.model / "README.md").read_text()
+    append_line(run.evaluations, {"step": 1, "env": "e", "metrics": {"accuracy": 0.5}, "main": "accuracy"})
+    tell_model(launched)
+    assert "| e | accuracy |" not in card and "| e | accuracy |" in (run.model / "README.md").read_text()
+
+    shutil.rmtree(run.model)
+    [actor] = run.checkpoints.glob("*/actor")
+    (actor / "model_world_size_1_rank_0.pt").rename(actor / "model_world_size_2_rank_0.pt")
+    shutil.copy(actor / "model_world_size_2_rank_0.pt", actor / "model_world_size_1_rank_0.pt")  # as complete.json says
+    export_model(run)
+    assert "model not exported: " in capsys.readouterr().out and not run.model.exists()
+    tell_model(launched)
+    assert "none is exported: see" in capsys.readouterr().out
+    tell_model(Run(compose_config(*options, "trainer.save_freq=-1"), [], run.path))
+    assert "none is exported: trainer.save_freq saves no checkpoint" in " ".join(capsys.readouterr().out.split())
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from recipe.atropos.utils.files import replace_folder
+with replace_folder(Path(sys.argv[1])) as folder:
+    (folder / "model.safetensors").write_bytes(b"half")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_export_that_is_killed_leaves_the_former(tmp_path):
+    """Then the next one, or the next start of the run, removes what it left."""
+    with replace_folder(tmp_path / "model") as folder:
+        (folder / "model.safetensors").write_bytes(b"whole")
+    command = [sys.executable, "-c", KILLED, str(tmp_path / "model")]
+    for clean in (lambda: RunDir(tmp_path).remove_partial(), lambda: replace_folder(tmp_path / "model").__enter__()):
+        assert subprocess.run(command).returncode == -signal.SIGKILL
+        assert (tmp_path / "model/model.safetensors").read_bytes() == b"whole"
+        [left] = tmp_path.glob(".model.*.partial")
+        clean()
+        assert not left.exists() and (tmp_path / "model").exists()
+
+
+def test_export_on_a_full_disk_leaves_the_former(small_run, full_disk):
+    run, _ = small_run
+    out = full_disk / "out"
+    out.mkdir()
+    fill(full_disk)
+    with pytest.raises(DiskFull, match=f"no space left on device: {out}"):
+        export_checkpoint(run, choose_checkpoint(run), out)
+    assert list(full_disk.glob("*out*")) == [out] and list(out.iterdir()) == []
+
+
+def test_export_to_a_hub_that_is_not_there_says_so(small_run, monkeypatch):
+    """Before the model is written; a token does not help against a network that fails."""
+    run, _ = small_run
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    shutil.rmtree(run.model, ignore_errors=True)
+    told = {"me/model": "try again when the hub can be reached", "not/a/name": r"give ORG/NAME, and a token .*"}
+    for name, fix in told.items():
+        with pytest.raises(ExportError, match=f"--push-to-hub={name}: .+; {fix}; nothing was written$"):
+            export(arguments(run.path, "--push-to-hub", name))
+    assert not run.model.exists()
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """A hub that makes repositories and refuses uploads."""
+
+    class Answers(BaseHTTPRequestHandler):
+        def do_POST(self):
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            created = self.path == "/api/repos/create"
+            body = json.dumps({"url": f"http://127.0.0.1:{self.server.server_port}/me/model", "error": "no"}).encode()
+            self.send_response(200 if created else 403)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    yield
+    server.shutdown()
+    server.server_close()
+
+
+def test_export_that_is_not_uploaded_says_what_is_where(small_run, tmp_path, hub):
+    run, _ = small_run
+    command = (run.path, "--push-to-hub", "me/model", "--out", tmp_path / "out")
+    left = "me/model on the hub may be new, and without the model"
+    with pytest.raises(ExportError, match=f"a token .*; {tmp_path}/out holds the export, and {left}$"):
+        export(arguments(*command))
+    assert (tmp_path / "out/model.safetensors").exists()
+    with pytest.raises(ConfigurationError, match="--adapter") as caught:
+        export(arguments(*command, "--adapter"))
+    assert caught.value.__notes__ == [left]
+
+
+def test_export_names_an_error_without_text():
+    def fails(_):
+        raise TimeoutError
+
+    with pytest.raises(ExportError, match="--push-to-hub=me/model: TimeoutError; try again"):
+        _ask_hub("me/model", fails)
+
+
+# ---------------------------------------------------------------- any number of ranks
+
+
+def save_by_a_rank(rank, world, fsdp_sizes, model, folder):
+    """Each layout in FOLDER/STRATEGY-FSDP_SIZE-LORA, and by rank 0 what it streams, as a dict in FOLDER/NAME.pt."""
+    torch.set_num_threads(1)
+    options = {"init_method": f"file://{folder}/store", "timeout": timedelta(seconds=600)}
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=world, **options)
+    from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
+    from verl.workers.engine.fsdp.utils import create_device_mesh
+
+    from recipe.atropos.verl_ext.cpu_engine import CPUFSDPEngine
+
+    class Rank(CPUFSDPEngine):
+        """As verl makes it, with the model's weights on rank 0 alone, but without an optimizer."""
+
+        def __init__(self, strategy, fsdp_size, lora_rank):
+            self.engine_config = FSDPEngineConfig(strategy=strategy)
+            self.model_config = SimpleNamespace(lora_rank=lora_rank, lora={"merge": True})
+            self.device_mesh = create_device_mesh(world, fsdp_size)
+            self._uses_fsdp2_cpu_offload_policy = False
+            with get_init_weight_context_manager(mesh=self.device_mesh)():
+                module = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+            self.checkpoint_format = CheckpointFormat(module)
+            if lora_rank:
+                settings = LoraConfig(r=lora_rank, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+                module = get_peft_model(module, settings)
+            self.module = self._build_fsdp_module(module)
+            contents = {"save_contents": ["model"], "load_contents": ["model"]}
+            tokenizer = AutoTokenizer.from_pretrained(model)
+            self.checkpoint_manager = FSDPCheckpointManager(
+                self.module, processing_class=tokenizer, checkpoint_config=contents
+            )
+
+    for strategy in ("fsdp", "fsdp2"):
+        for fsdp_size in fsdp_sizes:
+            for lora_rank in (0, 4):
+                engine, name = Rank(strategy, fsdp_size, lora_rank), f"{strategy}-{fsdp_size}-{lora_rank}"
+                engine.save_checkpoint(f"{folder}/{name}/checkpoints/global_step_1/actor")
+                with torch.no_grad():
+                    weights = {key: tensor.clone() for key, tensor in engine.get_per_tensor_param()[0]}
+                if rank == 0:
+                    torch.save(weights, f"{folder}/{name}.pt")
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "fsdp_sizes"), [(4, (-1, 2)), (3, (-1,))], ids=["four", "three"])
+def test_export_of_several_ranks_is_what_they_push(make_model, tmp_path, monkeypatch, world, fsdp_sizes):
+    """FSDP1 and FSDP2, in full and with an adapter; over four, and over two with replicas; over three, unevenly."""
+    monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "recipe.atropos.verl_ext.cpu_platform")
+    monkeypatch.setenv("VERL_PLATFORM", "cpu")
+    model = make_model("mixtral")
+    ranks = torch.multiprocessing.spawn(save_by_a_rank, (world, fsdp_sizes, model, tmp_path), nprocs=world, join=False)
+    try:
+        while not ranks.join():
+            pass
+    finally:
+        for process in ranks.processes:  # none is left
+            process.kill()
+    cases = [f"{strategy}-{size}-{lora}" for strategy in ("fsdp", "fsdp2") for size in fsdp_sizes for lora in (0, 4)]
+    for name in cases:
+        run = RunDir(tmp_path / name)
+        run.config.write_bytes(configuration(model))
+        export_checkpoint(run, run.checkpoints / "global_step_1", run.model)
+        exported, pushed = load_file(run.model / "model.safetensors"), torch.load(tmp_path / f"{name}.pt")
+        assert exported.keys() == pushed.keys(), name
+        assert all(torch.equal(tensor, pushed[key]) for key, tensor in exported.items()), name
+        saved = run.checkpoints / "global_step_1/actor"
+        assert len(list(saved.glob(f"model_world_size_{world}_rank_*.pt"))) == world

@@ -1,0 +1,146 @@
+"""The memory that is planned, against what torch and FSDP really hold."""
+
+import json
+
+import pytest
+import torch
+from rich.console import Console
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM
+
+from helpers.export import alone  # noqa: F401
+from helpers.sglang import make_tiny_model
+from recipe.atropos.commands.plan import GIB, activations, decoder_layers, plan_memory, show
+from recipe.atropos.config.compose import load_config
+from recipe.atropos.config.compose import presets as all_presets
+from recipe.atropos.errors import ConfigurationError
+from recipe.atropos.utils import debug
+
+SIZES = {
+    "0.5b": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14},
+    "1.5b": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12},
+    "7b": {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28},
+}
+HEADS = {"0.5b": 2, "1.5b": 2, "7b": 4}
+PARAMETERS = {"0.5b": 494_032_768, "1.5b": 1_543_714_304, "7b": 7_615_616_512}  # of Qwen2.5, by its model cards
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory):
+    """Folders with Qwen2.5's configurations alone."""
+
+    def folder(size):
+        path = tmp_path_factory.mktemp(f"qwen{size}")
+        settings = {"model_type": "qwen2", "num_key_value_heads": HEADS[size], "tie_word_embeddings": size != "7b"}
+        settings |= {"vocab_size": 152064 if size == "7b" else 151936, **SIZES[size]}
+        (path / "config.json").write_text(json.dumps(settings))
+        return path
+
+    return folder
+
+
+def planned(path, *overrides, memory=80):
+    options = [f"actor_rollout_ref.model.path={path}", "trainer.device=cuda", "inference.colocated=false"]
+    return plan_memory(load_config([*options, *overrides]), memory * GIB)
+
+
+def test_plan_of_published_models_has_their_parameters(qwen):
+    for size, parameters in PARAMETERS.items():
+        for ranks in (1, 4):
+            plan = planned(qwen(size), f"trainer.n_gpus_per_node={ranks}")
+            assert plan.trainer.parameters == plan.trainer.gradients == 4 * parameters // ranks
+            assert plan.trainer.optimizer == 8 * parameters // ranks and plan.trainer.reference == 0
+            assert plan.server.weights == 2 * parameters
+
+
+def test_plan_of_parameters_and_moments_is_what_fsdp_holds(tmp_path, alone):  # noqa: F811
+    """Of one rank, after a step; float32."""
+    folder = make_tiny_model(tmp_path / "model", seed=0, hidden_size=256, tie_word_embeddings=True)
+    plan = planned(folder).trainer
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for layer in [*decoder_layers(model), model]:
+        fully_shard(layer, mesh=init_device_mesh("cpu", (1,)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.arange(40)[None]).logits.sum().backward()
+    optimizer.step()
+
+    def held(tensors):
+        return sum(tensor.to_local().nbytes for tensor in tensors)
+
+    assert plan.parameters == pytest.approx(held(model.parameters()), rel=0.02)
+    assert plan.gradients == pytest.approx(held(parameter.grad for parameter in model.parameters()), rel=0.02)
+    moments = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    assert plan.optimizer == pytest.approx(held(moments), rel=0.02)
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "llama", "mistral", "qwen3"])
+def test_plan_of_activations_is_what_a_forward_pass_keeps(tmp_path, model_type):
+    """In bfloat16, with torch's own attention for a CPU, which keeps what FlashAttention does."""
+    tokens, kept, seen = 512, 0, set()
+    folder = make_tiny_model(tmp_path / "model", 0, model_type, hidden_size=256, intermediate_size=1024)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="sdpa").train()
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+
+    def count(tensor):
+        nonlocal kept
+        place = tensor.untyped_storage().data_ptr()
+        if place not in parameters | seen:
+            seen.add(place)
+            kept += tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+        hidden = model.base_model(torch.zeros(1, tokens, dtype=torch.long), use_cache=False).last_hidden_state
+    with torch.device("meta"):
+        meta = AutoModelForCausalLM.from_config(model.config, dtype=torch.bfloat16)
+    assert hidden.requires_grad and activations(meta, tokens, checkpointed=False) == pytest.approx(kept, rel=0.25)
+    layers = len(decoder_layers(model))
+    inputs = layers * tokens * model.config.hidden_size * 2
+    with_checkpoints = activations(meta, tokens, checkpointed=True)
+    assert with_checkpoints == pytest.approx(inputs + kept / layers, rel=0.25)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_plan_says_what_does_not_fit_and_what_to_change(qwen):
+    big, small = qwen("7b"), qwen("0.5b")
+    [problem] = planned(big).problems
+    assert "an update takes" in problem and "most of it optimizer" in problem and "LoRA" in problem
+    assert not planned(big, "trainer.n_gpus_per_node=4").problems
+    lora = ["actor_rollout_ref.model.lora_rank=32", "actor_rollout_ref.model.target_modules=all-linear"]
+    adapted = planned(big, *lora)
+    assert not adapted.problems and adapted.trainer.optimizer < GIB
+    [problem] = planned(qwen("1.5b"), "actor_rollout_ref.model.enable_gradient_checkpointing=false", memory=60).problems
+    assert "most of it activations" in problem and "enable_gradient_checkpointing=true" in problem
+    [problem] = planned(small, memory=16).problems
+    assert "most of it logits" in problem and "ppo_max_token_len_per_gpu" in problem
+    shared = planned(qwen("1.5b"), "inference.colocated=true", "inference.mem_fraction_static=0.8")
+    assert "while the colocated servers generate" in shared.problems[0] and "param_offload=true" in shared.problems[0]
+    assert "KV cache has room for 0 tokens" in planned(big, "trainer.n_gpus_per_node=8", memory=16).problems[-1]
+
+
+@pytest.mark.parametrize(
+    ("preset", "size", "memory"),
+    [
+        ("qwen2.5-0.5b-1gpu", "0.5b", 24),
+        ("qwen2.5-1.5b-lora-1gpu", "1.5b", 24),
+        ("qwen2.5-7b-8gpu", "7b", 80),
+        ("gsm8k", "1.5b", 80),
+        ("gsm8k-lora", "1.5b", 80),
+        ("golden", "0.5b", 80),
+    ],
+)
+def test_plan_of_each_preset_for_gpus_fits(qwen, capsys, preset, size, memory):
+    assert preset in all_presets()
+    shared = [] if preset.endswith("8gpu") else ["inference.colocated=true"]
+    options = ["plan", "--preset", preset, "--model", str(qwen(size)), "--gpu-memory", str(memory), *shared]
+    assert debug.main(options) == 0, capsys.readouterr().out
+    assert "fits" in capsys.readouterr().out
+
+
+def test_plan_needs_a_model_and_a_gpu_or_its_size(qwen, tmp_path):
+    with pytest.raises(ConfigurationError, match="there is no GPU here: give --gpu-memory GIB"):
+        plan_memory(load_config([f"actor_rollout_ref.model.path={qwen('0.5b')}"]))
+    with pytest.raises(ConfigurationError, match="its configuration cannot be read"):
+        planned(tmp_path)
+    show(planned(qwen("0.5b")), Console(quiet=True))

@@ -1,0 +1,157 @@
+"""``verl-atropos verify-env`` with a real SGLang server: what it shows is what passed, and what is trained on."""
+
+import asyncio
+import re
+import subprocess
+import sys
+
+import orjson
+import pytest
+
+from helpers import ROOT
+from recipe.atropos.commands.verified import Exchange
+from recipe.atropos.commands.verify_env import _not_sampled, verify
+from recipe.atropos.utils import debug
+
+GSM8K, GUESS = "recipe.atropos.environments.gsm8k:GSM8kEnv", "helpers.environments.guess_env:GuessEnv"
+EXAMPLE = ROOT / "examples/my_env.py"
+
+
+@pytest.fixture
+def served(model_path, server):
+    """(folder of the model, URL)"""
+    return str(model_path), server
+
+
+def shown(capsys, *arguments):
+    """(exit status, output) of the command."""
+    status = debug.main(["verify-env", *arguments])
+    return status, re.sub(r"\s+", " ", capsys.readouterr().out)
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(300)
+def test_a_group_is_shown_from_the_messages_to_the_rows_and_all_of_it_was_sampled(served, capsys):
+    model, url = served
+    options = [
+        "dataset_name=synthetic",
+        "group_size=3",
+        "max_token_length=250",
+        "max_answer_tokens=12",
+        "ensure_scores_are_not_same=false",
+    ]
+    status, output = shown(capsys, "--env", GSM8K, "--model", model, "--url", f"{url}/v1", "--table", *options)
+    assert status == 0, output
+    assert "system: Solve the problem step by step." in output and "user: " in output
+    assert '"max_new_tokens":12' in output and "prompt, " in output and "answer 2, " in output
+    assert "scores [-1.0, -1.0, -1.0]" in output and "sent: 1 of 1 groups" in output
+    assert "row 2 of group 0: score -1" in output and "│ yes │" in output
+    assert "with logprobs, weight versions -1 to -1 (not pushed by a trainer)" in output
+    assert "ok: 3 rows with " in output and ", all sampled by the server" in output
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(300)
+def test_the_first_environment_can_be_trained_on(served, capsys):
+    model, url = served
+    options = ["group_size=4", "max_token_length=200", "ensure_scores_are_not_same=false"]
+    status, output = shown(capsys, "--env", str(EXAMPLE), "--model", model, "--url", url, *options)
+    assert status == 0, output
+    assert "Repeat this word: " in output and "ok: 4 rows with " in output and ", all sampled by the server" in output
+
+
+def test_the_first_environments_flags_are_checked_as_its_page_says():
+    command = [sys.executable, "-m", "recipe.atropos.utils.env_adapter", "serve", "--check", "--env", str(EXAMPLE)]
+    for flag, status in (("--env.answer_tokens=32", 0), ("--env.answer_token=32", 2)):
+        done = subprocess.run([*command, flag], capture_output=True, text=True, timeout=120)
+        assert done.returncode == status, done.stderr
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(300)
+def test_what_is_not_sent_is_named(served, capsys):
+    model, url = served
+    options = ["dataset_name=synthetic", "group_size=2", "max_token_length=250", "max_answer_tokens=4"]
+    status, output = shown(capsys, "--env", GSM8K, "--model", model, "--url", url, *options)
+    assert status == 1 and "NOT OK: 0 rows with 0 trained tokens" in output and "no row" in output
+    assert "made None of the item: no group" in output or "equal_scores" in output
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(300)
+def test_each_turn_is_a_call_with_its_messages_and_a_row_trains_on_all_its_answers(served):
+    model, url = served
+    overrides = {"group_size": 2, "ensure_scores_are_not_same": False, "max_tokens": 6}
+    result = asyncio.run(verify(GUESS, model, url, overrides))
+    assert result.error is None and result.ok and len(result.rows) == 2
+    assert len(result.exchanges) == 8 and {exchange.path for exchange in result.exchanges} == {"/generate"}
+    assert sorted(len(exchange.messages) for exchange in result.exchanges) == [2, 2, 4, 4, 6, 6, 8, 8]
+    for group in result.posted:
+        for tokens, masks in zip(group["tokens"], group["masks"], strict=True):
+            trained = [token for token, mask in zip(tokens, masks, strict=True) if mask != -100]
+            answers = [token for exchange in result.exchanges for ids, _ in exchange.answers for token in ids]
+            assert set(trained) <= set(answers) and len(trained) <= 4 * 6
+    sampled = sum(len(ids) for exchange in result.exchanges for ids, _ in exchange.answers)
+    assert sum(int(row.mask.sum()) for row in result.rows) == sampled
+    assert orjson.dumps(result.posted)
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(300)
+def test_tokens_that_no_reply_has_and_errors_of_the_environment_are_told(served, capsys, tmp_path):
+    model, url = served
+    lying = tmp_path / "lying_env.py"
+    lying.write_text(
+        "from helpers.environments.guess_env import *\n"
+        "class LyingEnv(GuessEnv):\n"
+        "    async def collect_trajectory(self, item):\n"
+        "        found, backlog = await super().collect_trajectory(item)\n"
+        "        found['tokens'] += [7, 8]; found['masks'] += [7, 8]\n"
+        "        return found, backlog\n"
+    )
+    options = ["--model", model, "--url", url, "group_size=1", "ensure_scores_are_not_same=false"]
+    status, output = shown(capsys, "--env", f"{lying}:LyingEnv", *options)
+    assert "not_sampled" in output, output  # the adapter takes them out, and counts it
+
+    status, output = shown(capsys, "--env", GUESS, *options, "mood=breaks")
+    assert status == 1 and "KeyError: 'in the second turn'" in output and "call 1: " in output
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(300)
+def test_an_environment_that_hangs_ends_with_one_line(served):
+    model, url = served
+    arguments = ["--env", GUESS, "--model", model, "--url", url, "--timeout", "1", "mood=hangs"]
+    with pytest.raises(SystemExit, match="error: .*not done within --timeout=1 s"):
+        debug.main(["verify-env", *arguments])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--env", "nowhere:Env"], "error: nowhere:Env: no module nowhere"),
+        (["--env", GUESS, "group_sise=2"], "error: .*knows no group_sise"),
+        (["--env", GUESS], "error: .*127.0.0.1:1"),
+    ],
+)
+def test_what_cannot_be_verified_ends_with_one_line(arguments, message):
+    with pytest.raises(SystemExit, match=message):
+        debug.main(["verify-env", "--url", "http://127.0.0.1:1", *arguments])
+
+
+def test_a_trained_span_is_sampled_only_if_a_reply_has_its_tokens_with_its_logprobs():
+    class Names:
+        def decode(self, ids):
+            return str(ids)
+
+    reply = {"meta_info": {"output_token_logprobs": [[-0.5, 4, None], [-0.25, 5, None], [-1.0, 2, None]]}}
+    exchanges = [Exchange("/generate", {}, 200, reply, 0.1), Exchange("/generate", {}, 500, "broken", 0.1)]
+    group = {
+        "tokens": [[1, 4, 5, 2], [1, 4, 5, 9], [1, 4, 5, 2], [1, 5, 2, 3]],
+        "masks": [[-100, 4, 5, 2], [-100, 4, 5, 9], [-100, 4, 5, 2], [-100, 5, 2, -100]],
+        "inference_logprobs": [[1, -0.5, -0.25, -1], [1, -0.5, -0.25, -1], [1, -0.5, -0.5, -1], [1, -0.25, -1, 1]],
+    }
+    assert list(_not_sampled([group], exchanges, Names())) == [
+        "group 0, sequence 1, positions 1 to 3: '[4, 5, 9]'",
+        "group 0, sequence 2, positions 1 to 3: '[4, 5, 2]'",
+    ]

@@ -1,0 +1,281 @@
+"""What a row was sampled with comes with it, and is compared with what the trainer computes."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from helpers.sglang import make_tiny_model
+from recipe.atropos.adapter.completion_cache import CompletionCache
+from recipe.atropos.adapter.weight_versions import stamp
+from recipe.atropos.algorithm import alarms
+from recipe.atropos.algorithm.off_policy import compare_with_engine
+from recipe.atropos.config.compose import load_config
+from recipe.atropos.data.data_proto import groups_to_data_proto
+from recipe.atropos.data.reading import read_groups
+from recipe.atropos.data.rows import RowLimits
+from recipe.atropos.data.sampling import (
+    TEMPERATURE_VARIABLE,
+    SamplingCheck,
+    SamplingMismatch,
+    SamplingParams,
+    default_temperature,
+)
+from recipe.atropos.errors import AtroposError
+from recipe.atropos.launcher import supervision
+from recipe.atropos.launcher.preflight import check_config
+from recipe.atropos.launcher.services import console
+
+I = -100  # noqa: E741
+LIMITS = RowLimits(10, 10, 0)
+
+
+def a_group(**changes):
+    return {
+        "tokens": [[1, 2, 5, 6], [1, 2, 5, 6, 9, 7], [1, 2, 8]],
+        "masks": [[I, I, 5, 6], [I, I, 5, 6, I, 7], [I, I, 8]],
+        "inference_logprobs": [[1.0, 1.0, -0.1, -0.2], [1.0, 1.0, -0.3, -0.4, 1.0, -0.5], [1.0, 1.0, -0.6]],
+        "scores": [0.0, 1.0, 2.0],
+    } | changes
+
+
+@pytest.mark.parametrize(("told", "temperature"), [("0.7", 0.7), ("", 1.0), (None, 1.0)])
+def test_sampling_temperature_is_the_trainers_or_1(told, temperature, monkeypatch):
+    monkeypatch.delenv(TEMPERATURE_VARIABLE, raising=False)
+    if told is not None:
+        monkeypatch.setenv(TEMPERATURE_VARIABLE, told)
+    assert default_temperature() == temperature
+
+
+def test_sampling_check_has_the_keys_of_the_configuration():
+    options = ["actor_rollout_ref.model.path=m", "actor_rollout_ref.rollout.temperature=0.7"]
+    assert SamplingCheck.from_config(load_config(options)) == SamplingCheck(0.7)
+    options += ["trainer.atropos.sampling_mismatch=warn", "trainer.atropos.allow_truncated_sampling=true"]
+    options += ["+environments.a.target=recipe.atropos.environments.gsm8k"]
+    assert SamplingCheck.from_config(load_config(options)) == SamplingCheck(0.7, "warn", True, True)
+
+
+def test_sampling_parameters_of_a_request_are_sglangs_defaults():
+    neutral = {"frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1, "min_new_tokens": 0}
+    expected = {"temperature": 1, "top_p": 1, "top_k": -1, "min_p": 0} | neutral
+    assert SamplingParams().request() == expected
+
+
+@pytest.mark.parametrize(
+    ("request_params", "expected", "kinds"),
+    [
+        ({}, SamplingParams(), ""),
+        (
+            {"temperature": 1, "top_p": 1.0, "top_k": -1, "stop": ["x"], "max_new_tokens": 9, "n": 4},
+            SamplingParams(),
+            "",
+        ),
+        ({"temperature": None, "top_k": 1 << 30, "regex": ""}, SamplingParams(), ""),
+        ({"temperature": 0.7}, SamplingParams(temperature=0.7), ""),
+        ({"temperature": 0}, SamplingParams(temperature=0.0), "truncated"),
+        ({"top_p": 0.9}, SamplingParams(top_p=0.9), "truncated"),
+        ({"top_k": 5}, SamplingParams(top_k=5), "truncated"),
+        ({"top_k": 0}, SamplingParams(top_k=0), ""),
+        ({"min_p": 0.1}, SamplingParams(min_p=0.1), "truncated"),
+        ({"frequency_penalty": 0.5}, SamplingParams(frequency_penalty=0.5), "penalized"),
+        ({"presence_penalty": -0.5}, SamplingParams(presence_penalty=-0.5), "penalized"),
+        ({"repetition_penalty": 1.1}, SamplingParams(repetition_penalty=1.1), "penalized"),
+        ({"min_new_tokens": 3}, SamplingParams(min_new_tokens=3), "penalized"),
+        ({"logit_bias": {"5": 2, "3": -1.5}}, SamplingParams(logit_bias=((3, -1.5), (5, 2.0))), "penalized"),
+        ({"regex": "a+", "watermark": True}, SamplingParams(constraints=("regex", "watermark")), "penalized"),
+    ],
+)
+def test_sampling_parameters_of_a_request(request_params, expected, kinds):
+    """And as they travel: JSON there and back."""
+    params = SamplingParams.from_request(request_params)
+    assert params == expected
+    assert (params.truncated, params.penalized) == ("truncated" in kinds, "penalized" in kinds)
+    assert SamplingParams.from_mapping(json.loads(json.dumps(params.to_mapping()))) == params
+
+
+def test_sampling_of_each_trained_span_is_stamped_once(tmp_path):
+    """Of a sequence with a span that nobody sampled nothing is known; a span that is not trained on does not count."""
+    cache = CompletionCache(AutoTokenizer.from_pretrained(make_tiny_model(tmp_path, seed=0)))
+    warm, cold = SamplingParams(temperature=0.7, top_p=0.9), SamplingParams(temperature=0.2)
+    first, second = np.array([1, 2], np.int32), np.array([1, 2, 5, 6, 9], np.int32)
+    cache.add(first, [5, 6], [-0.1, -0.2], sampling=warm)
+    cache.add(second, [7], [-0.5], sampling=cold)
+    same = np.array([1, 2, 5, 6, 9, 7, 9], np.int32)
+    cache.add(same, [4], [-0.5], sampling=warm)
+    group = a_group(
+        tokens=[[1, 2, 5, 6], [1, 2, 5, 6, 9, 7, 9, 4], [1, 2, 8], [1, 2, 5, 6, 9, 7]],
+        masks=[[I, I, 5, 6], [I, I, 5, 6, I, 7, I, 4], [I, I, 8], [I, I, I, I, I, 7]],
+        inference_logprobs=None,
+        scores=[0.0] * 4,
+    )
+    stamp(group, cache)
+    warm_mapping, cold_mapping = {"temperature": 0.7, "top_p": 0.9}, {"temperature": 0.2}
+    expected = [[warm_mapping], [warm_mapping, cold_mapping], None, [cold_mapping]]
+    assert group["group_overrides"]["sampling_params"] == expected
+    batch, _ = groups_to_data_proto([group], LIMITS, multiple_of=5)
+    assert batch.non_tensor_batch["sampling"].tolist() == [(warm,), (warm, cold), None, (cold,), None]
+
+
+def test_sampling_declared_by_a_group_is_of_its_unknown_rows():
+    """As an environment without the adapter may post it."""
+    group = a_group(generation_params={"temperature": 0.6, "top_k": 20, "max_tokens": 5})
+    rows, _ = read_groups([group, a_group(generation_params={"max_tokens": 5})], LIMITS)
+    declared = (SamplingParams(temperature=0.6, top_k=20),)
+    assert [row.sampling for row in rows] == [declared] * 3 + [None] * 3
+    group["group_overrides"] = {"sampling_params": [None, [{"temperature": 1.0}], None]}
+    rows, _ = read_groups([group], LIMITS)
+    assert [row.sampling for row in rows] == [declared, (SamplingParams(),), declared]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"group_overrides": {"sampling_params": [[{"temperature": 1.0}]]}}, "not a list over 3 sequences"),
+        ({"group_overrides": {"sampling_params": {"temperature": 1.0}}}, "not a list over 3 sequences"),
+        ({"group_overrides": {"sampling_params": [{"temperature": 1.0}] * 3}}, "sampling_params[0]"),
+        ({"group_overrides": {"sampling_params": [[]] * 3}}, "sampling_params[0]: [] is no list of mappings"),
+        ({"group_overrides": {"sampling_params": [[{"top_p": 1.0}]] * 3}}, "no mapping with a temperature"),
+        ({"group_overrides": {"sampling_params": [[{"temperature": "hot"}]] * 3}}, "temperature is 'hot'"),
+        ({"group_overrides": {"sampling_params": [[{"temperature": -1}]] * 3}}, "temperature is -1"),
+        ({"group_overrides": {"sampling_params": [[{"temperature": float("nan")}]] * 3}}, "temperature is nan"),
+        ({"group_overrides": {"sampling_params": [[{"temperature": 1, "topp": 1}]] * 3}}, "topp is none of"),
+        ({"group_overrides": {"sampling_params": [[{"temperature": 1, "logit_bias": 3}]] * 3}}, "logit_bias is 3"),
+        (
+            {"group_overrides": {"sampling_params": [[{"temperature": 1, "constraints": "a"}]] * 3}},
+            "constraints is 'a'",
+        ),
+        ({"generation_params": {"temperature": "hot"}}, "generation_params"),
+    ],
+)
+def test_sampling_parameters_that_are_malformed_are_refused(changes, words):
+    rows, report = read_groups([a_group(**changes)], LIMITS)
+    assert not rows and report.dropped == {"malformed": 3}
+    assert words in report.messages[0]
+
+
+def at(*temperatures, **others):
+    return tuple(SamplingParams(temperature=t, **others) for t in temperatures)
+
+
+@pytest.mark.parametrize("trainer", [1.0, 0.7])
+@pytest.mark.parametrize("environment", [1.0, 0.7])
+def test_sampling_mismatch_is_between_environment_and_trainer(environment, trainer):
+    """By default an error that names environment, both values and the options; else counted for each environment."""
+    rows, names = [at(trainer), at(environment), at(environment), None], ["right", "math", "math", "stock"]
+    known = {"atropos/rows_with/unknown_sampling": 1, "atropos/stock/rows_with/unknown_sampling": 1}
+    counted = {"atropos/rows_with/other_temperature": 2, "atropos/math/rows_with/other_temperature": 2}
+    if environment == trainer:
+        counted = {}
+        assert SamplingCheck(trainer).metrics(rows, names) == known
+    else:
+        with pytest.raises(SamplingMismatch) as caught:
+            SamplingCheck(trainer).metrics(rows, names)
+        assert isinstance(caught.value, AtroposError)
+        for words in (
+            f"environment math sampled at temperature {environment:g}",
+            f"actor_rollout_ref.rollout.temperature={trainer:g};",
+            f"environment.args.temperature={trainer:g}",
+            f"or actor_rollout_ref.rollout.temperature={environment:g}",
+            "trainer.atropos.sampling_mismatch=per_row",
+        ):
+            assert words in str(caught.value)
+        with pytest.raises(SamplingMismatch, match=r"environments\.math\.args\.temperature"):
+            SamplingCheck(trainer, several=True).metrics(rows, names)
+    for mode in ("warn", "per_row"):
+        assert SamplingCheck(trainer, mode).metrics(rows, names) == known | counted
+
+
+@pytest.mark.parametrize(("changes", "kind"), [({"top_p": 0.9}, "truncated"), ({"min_new_tokens": 2}, "penalized")])
+def test_sampling_that_no_temperature_describes_is_an_error(changes, kind):
+    """Unless it is allowed; always counted."""
+    rows, names = [at(1.0, **changes), at(1.0)], ["math", "math"]
+    with pytest.raises(SamplingMismatch, match=f"math used {kind} sampling.*allow_truncated_sampling=true"):
+        SamplingCheck(1.0).metrics(rows, names)
+    counted = {f"atropos/rows_with/{kind}_sampling": 1, f"atropos/math/rows_with/{kind}_sampling": 1}
+    for check in (SamplingCheck(1.0, allow_truncated=True), SamplingCheck(1.0, "warn"), SamplingCheck(1.0, "per_row")):
+        assert check.metrics(rows, names) == counted
+        assert alarms.raised_by(counted, 1e-4, check.mode) == {f"{kind}_sampling": 1}
+
+
+def test_sampling_greedily_is_truncated_at_temperature_1():
+    """The fix that is offered is one that works: no trainer has the temperature 0."""
+    with pytest.raises(SamplingMismatch, match="math used truncated sampling"):
+        SamplingCheck(1.0).metrics([at(0.0)], ["math"])
+    counted = {"atropos/rows_with/truncated_sampling": 1, "atropos/math/rows_with/truncated_sampling": 1}
+    assert SamplingCheck(1.0, allow_truncated=True).metrics([at(0.0)], ["math"]) == counted
+    with pytest.raises(SamplingMismatch, match="sampled at temperature 1"):
+        SamplingCheck(0.7, allow_truncated=True).metrics([at(0.0)], ["math"])
+
+
+@pytest.mark.parametrize(
+    ("metrics", "name"),
+    [({"actor/grad_norm": math.nan}, "gradient_not_finite"), ({"actor/grad_norm": math.inf}, "gradient_not_finite")]
+    + [({"atropos/rows_with/unknown_sampling": 3.0, "actor/grad_norm": 0.5}, "unknown_sampling")],
+)
+def test_sampling_alarms_of_steps_and_rows_nobody_checks(metrics, name):
+    assert [*alarms.raised_by(metrics, 1e-4, "error")] == [name]
+    assert alarms.describe(name, metrics.get("atropos/rows_with/unknown_sampling"), 1e-4)
+
+
+def test_sampling_temperature_of_each_row():
+    """The trainer's for unknown and padding rows; of greedy rows SGLang reports logprobs at 1."""
+    rows = [at(0.7), None, at(1.0), at(0.0)]
+    np.testing.assert_array_equal(
+        SamplingCheck(0.5, "per_row").temperatures(rows), np.array([0.7, 0.5, 1.0, 1.0], np.float32)
+    )
+    assert SamplingCheck(0.5, "per_row").temperatures([at(0.5), None]) is None
+    assert SamplingCheck(0.5, "warn").temperatures(rows) is None
+    with pytest.raises(SamplingMismatch, match=r"math sampled the turns of one sequence at temperatures 0\.7, 0\.2"):
+        SamplingCheck(0.5, "per_row").metrics([at(0.7, 0.2)], ["math"])
+
+
+def test_sampling_per_row_needs_a_loss_without_fused_kernels():
+    overrides = ["trainer.atropos.sampling_mismatch=per_row", "actor_rollout_ref.model.use_fused_kernels=true"]
+    with pytest.raises(AtroposError, match="sampling_mismatch=per_row with actor_rollout_ref.model.use_fused_kernels"):
+        check_config(load_config(["actor_rollout_ref.model.path=org/model", *overrides]))
+
+
+def test_sampling_alarm_is_on_fresh_rows_beyond_the_tolerance():
+    """Older rows differ because the policy has moved on; rows without logprobs are in no comparison."""
+    overrides = {"policy_version_min": [4, 3, 4], "policy_version_max": [4, 4, 4]}
+    group = a_group(group_overrides=overrides)
+    group["inference_logprobs"][2] = [1.0, 1.0, 1.0]
+    batch, _ = groups_to_data_proto([group], LIMITS)
+    ours = batch.batch["rollout_log_probs"].clone()
+    ours[0, 0] += 0.002  # one of the two trained tokens of the only fresh row with logprobs
+    ours[1:] += 1.0
+    batch.batch["old_log_probs"] = ours
+    metrics = compare_with_engine(batch, version=4)
+    assert metrics["atropos/logprob_diff/fresh_mean"] == pytest.approx(0.001, rel=1e-4)
+    assert metrics["atropos/logprob_diff/mean"] > 0.5
+    assert "atropos/logprob_diff/fresh_mean" not in compare_with_engine(batch, version=5)
+
+    float32, bfloat16 = (alarms.logprob_tolerance(None, dtype) for dtype in ("float32", "bfloat16"))
+    assert (float32, bfloat16, alarms.logprob_tolerance(0.5, "float32")) == (1e-4, 0.0104, 0.5)
+    assert alarms.raised_by(metrics, bfloat16, "error") == {}
+    raised = alarms.raised_by(metrics, float32, "error")
+    assert raised == {"logprob_difference": pytest.approx(0.001, rel=1e-4)}
+    of_run = {}
+    assert alarms.remember(of_run, 3, raised, float32) == ["logprob_difference"]
+    assert alarms.remember(of_run, 7, {"logprob_difference": 0.02}, float32) == []
+    what = of_run["logprob_difference"].pop("what")
+    assert of_run == {"logprob_difference": {"first_step": 3, "last_step": 7, "steps": 2, "largest": 0.02}}
+    causes = [
+        what.index(cause) for cause in ("0.02 nats", "sampling parameters", "tensors missing", "dtype", "kernels")
+    ]
+    assert causes == sorted(causes)
+
+
+def test_sampling_alarm_is_printed_in_full_once():
+    config, reported = load_config(["actor_rollout_ref.model.path=m", "inference.dtype=float32"]), set()
+    line = {"step": 3, "atropos/alarms/logprob_difference": 0.0059, "atropos/alarms/truncated_sampling": 4.0}
+    with console.capture() as captured:
+        for _ in range(2):
+            supervision._report_new_alarms(config, line, reported)
+    text = captured.get()
+    assert text.count("by 0.0059 nats") == text.count("4 rows of a step were sampled with top_p") == 1
+    assert "logprob_tolerance=0.0001" in text
+    assert "logprob_difference, truncated_sampling" in supervision._alarms(line)
+    assert supervision._alarms({"step": 3}) == ""

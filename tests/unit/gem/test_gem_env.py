@@ -1,0 +1,514 @@
+"""Atropos environments stepped through by gem: real environments and gem's own wrappers; the test is the policy."""
+
+import asyncio
+import gc
+import math
+import os
+import random
+import threading
+import time
+
+import gem
+import numpy as np
+import pytest
+from gem.envs.registration import make_vec
+from gem.tools.tool_env_wrapper import ToolEnvWrapper
+from gem.utils.constants import TERMINAL_STATE
+from gem.wrappers.wrapper_factory import get_wrapper_fns
+from transformers import AutoTokenizer
+
+from helpers.environments import guess_env
+from helpers.sglang import make_tiny_model
+from recipe.atropos.adapter.loading import EnvironmentTargetError
+from recipe.atropos.environments.word_problems import SYNTHETIC, gold_answer, load_problems
+from recipe.atropos.gem import env as gem_env
+from recipe.atropos.gem.env import AtroposEnv, NeverScored, register
+from recipe.atropos.gem.outer_policy import OuterPolicyServer
+
+GSM8K = "recipe.atropos.environments.gsm8k:GSM8kEnv"
+GUESS, SEEDED = "helpers.environments.guess_env:GuessEnv", "helpers.environments.guess_env:SeededGuessEnv"
+FIRST = f"{guess_env.RULES}\n\nBegin."
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return AutoTokenizer.from_pretrained(make_tiny_model(tmp_path_factory.mktemp("model"), seed=0))
+
+
+@pytest.fixture
+def make(tokenizer):
+    """Environments of this test's own, closed at its end."""
+    made = []
+
+    def make(target=GUESS, **arguments):
+        config = arguments.pop("config", {}) | {"wandb_name": f"{len(made)}"}  # nothing is shared, unless asked for
+        made.append(
+            AtroposEnv(target, tokenizer=tokenizer.name_or_path, config=config, **({"timeout": 60.0} | arguments))
+        )
+        return made[-1]
+
+    yield make
+    for env in made:
+        env.close()
+
+
+def threads():
+    return [thread for thread in threading.enumerate() if thread.name == "stepped-env"]
+
+
+def tasks(env):
+    """How many the loop has, without the one that counts."""
+    loop = env.unwrapped._session.environment._thread.loop
+    return asyncio.run_coroutine_threadsafe(_count_tasks(), loop).result(10)
+
+
+async def _count_tasks():
+    return len(asyncio.all_tasks()) - 1
+
+
+def until(condition, seconds=10):
+    deadline = time.monotonic() + seconds
+    while not (found := condition()) and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.02)
+    return found
+
+
+def bisect(observation, state):
+    """A policy that finds any number of 1 to 15 in four turns; ``state`` is its own."""
+    low, high = (1, 15) if observation.endswith(FIRST) else state[:2]
+    if observation.strip().endswith("higher"):
+        low = state[2] + 1
+    if observation.strip().endswith("lower"):
+        high = state[2] - 1
+    state[:] = [low, high, (low + high) // 2]
+    return str(state[2])
+
+
+# ---------------------------------------------------------------------- one environment
+
+
+def test_gem_makes_gsm8k_by_its_id_and_its_own_scoring_is_the_reward(tokenizer):
+    answers = {row["question"]: gold_answer(row) for row in load_problems(SYNTHETIC, "train", "main", 20, seed=0)}
+    assert register(GSM8K) == register(GSM8K) == f"atropos:{GSM8K}"
+    env = gem.make(
+        f"atropos:{GSM8K}", tokenizer=tokenizer.name_or_path, config={"dataset_name": SYNTHETIC, "train_size": 20}
+    )
+    assert isinstance(env, gem.Env) and env.unwrapped is env
+    scores = []
+    for right in (True, False, True):
+        observation, info = env.reset()
+        system, question = (message["content"] for message in info["messages"])
+        assert observation == f"{system}\n\n{question}" and info["max_tokens"] > 100
+        assert info["prompt"] == tokenizer.apply_chat_template(
+            info["messages"], tokenize=False, add_generation_prompt=True
+        )
+        assert info["prompt_ids"] == tokenizer.encode(info["prompt"])
+        action = rf"so \boxed{{{answers[question] if right else 10**6}}}"
+        observation, reward, terminated, truncated, info = env.step(action)
+        assert (observation, terminated, truncated) == (TERMINAL_STATE, True, False)
+        [group] = info["groups"]
+        trained = [mask for mask in group["masks"][0] if mask != -100]
+        assert trained == [*tokenizer.encode(action), tokenizer.eos_token_id]
+        scores.append(reward)
+    env.close()
+    assert scores == [1.0, -1.0, 1.0]
+
+
+def test_an_id_is_not_registered_twice_with_other_defaults():
+    assert gem.make(register(f"{GUESS}2"[:-1], timeout=7.0))._timeout == 7.0
+    with pytest.raises(ValueError, match="is registered with"):
+        register(GUESS, timeout=8.0)
+
+
+@pytest.mark.parametrize("way", ["managed", "chat", "completion", "tokens"])
+def test_each_turn_is_a_step_whatever_way_the_environment_calls_its_server(make, tokenizer, way):
+    env = make(config={"way": way, "stop": ["!"]})
+    observation, info = env.reset()
+    has_messages = way in ("managed", "chat")
+    assert observation == (FIRST if has_messages else info["prompt"])
+    assert info["sampling"] == {"temperature": 0.7} and (info["max_tokens"], info["stop"]) == (16, ("!",))
+    observation, reward, terminated, truncated, info = env.step("7")
+    assert (reward, terminated, truncated) == (0.0, False, False)
+    assert observation == ("lower" if has_messages else info["prompt"]) and info["use_tool"] is has_messages
+    assert info["prompt"].endswith("7<|im_end|>\n<|im_start|>tool\nlower<|im_end|>\n<|im_start|>assistant\n")
+    assert (info["messages"] is None) is not has_messages
+    assert info["prompt_ids"] == tokenizer.encode(info["prompt"])
+    observation, *_, info = env.step("0")
+    assert "higher" in observation and info["prompt_ids"] == tokenizer.encode(info["prompt"])
+    before = info["prompt_ids"]
+    _, reward, terminated, truncated, info = env.step("1")
+    assert (reward, terminated, truncated) == (1.0, True, False)
+    [tokens], [masks] = info["groups"][0]["tokens"], info["groups"][0]["masks"]
+    assert [mask for mask in masks if mask > 2] == tokenizer.encode("701")
+    if way == "managed":
+        assert tokens == [*before, *tokenizer.encode("1<|im_end|>")] and masks.count(tokenizer.eos_token_id) == 3
+
+
+def test_the_words_that_end_an_answer_may_be_given_as_tokens_too(make, tokenizer):
+    server = OuterPolicyServer.__new__(OuterPolicyServer)
+    server.tokenizer = tokenizer
+    [exclamation] = tokenizer.encode("!")
+    assert server._stop([tokenizer.eos_token_id, exclamation, "", "stop"]) == ("!", "stop")
+    assert server._stop("!") == ("!",) and server._stop(None) == ()
+
+
+def test_of_a_group_each_answer_is_a_step_and_the_reward_is_the_mean_of_its_scores(make, tokenizer):
+    env = make(GSM8K, config={"dataset_name": SYNTHETIC, "group_size": 4, "train_size": 20}, seed=0)
+    observation, info = env.reset()
+    seen = [(info["call"], info["choice"], info["choices"])]
+    answers = {row["question"]: gold_answer(row) for row in load_problems(SYNTHETIC, "train", "main", 20, seed=0)}
+    gold = answers[info["messages"][-1]["content"]]
+    for answer in (gold, "no", "no"):
+        again, reward, terminated, _, info = env.step(rf"\boxed{{{answer}}}")
+        assert again == observation and not terminated and reward == 0.0
+        seen.append((info["call"], info["choice"], info["choices"]))
+    _, reward, terminated, _, info = env.step("no")
+    assert seen == [(0, 0, 4), (0, 1, 4), (0, 2, 4), (0, 3, 4)]
+    assert terminated and reward == -0.5 and info["scores"] == [1.0, -1.0, -1.0, -1.0]
+
+
+def test_calls_that_wait_at_the_same_time_are_answered_in_their_order(make):
+    env = make(config={"group_size": 3})
+    env.reset()
+    for action in ("1", "0", "0"):
+        observation, *_, info = env.step(action)
+    assert observation == "higher" and [m["content"] for m in info["messages"][2:]] == ["0", "higher"]
+    env.step("1")
+    *_, info = env.step("1")
+    assert info["scores"] == [1.0, 1.0, 1.0]
+
+
+def test_the_environments_own_postprocessing_backlog_and_cleanup_count(make):
+    env = make(config={"mood": "scores later"})
+    env.reset()
+    assert env.step("1")[1] == 10.0 and env._session.environment.base.cleaned == 1
+    env = make(config={"mood": "comes back"})
+    for number in ("1", "12", "2"):
+        env.reset()
+        assert env.step(number)[1] == 1.0
+
+
+def test_a_list_of_groups_has_the_mean_of_all_its_scores(make):
+    env = make(config={"mood": "list of groups"})
+    env.reset()
+    assert env.step("1")[1] == 2.0
+
+
+def test_an_episode_whose_last_answer_is_cut_at_max_tokens_is_truncated(make):
+    env = make(config={"max_tokens": 2})
+    env.reset()
+    *_, truncated, info = env.step("11111")
+    assert not truncated and info["cut"] and info["messages"][-2]["content"] == "11"
+    *_, info = env.step("0")
+    assert not info["cut"]
+    env.step("0")
+    _, reward, terminated, truncated, info = env.step("0000")
+    assert (reward, terminated, truncated) == (-1.0, False, True) and info["cut"]
+    assert env.reset()[1]["last_episode"]["truncated"] is True
+
+
+# ---------------------------------------------------------------------- no score
+
+
+def test_what_is_not_scored_is_no_reward_of_0_and_never_a_score_is_an_error(make):
+    env = make(config={"mood": "never scores"})
+    for episode in range(8):
+        _, info = env.reset()
+        assert (info["last_episode"] is None) == (episode == 0)
+        for _ in range(3):
+            env.step("0")
+        if episode < 7:
+            _, reward, terminated, _, info = env.step("0")
+            assert terminated and math.isnan(reward) and info["unscored"] == "the environment made None and no scores"
+    with pytest.raises(NeverScored, match="8 episodes and no score.*group_size': 4"):
+        env.step("0")
+
+
+def test_a_group_that_the_environment_drops_because_its_scores_are_equal_still_has_its_score(make, tokenizer):
+    env = make(config={"mood": "drops equal"})
+    env.reset()
+    _, reward, _, _, info = env.step("1")
+    assert (reward, info["dropped"], info["unscored"]) == (1.0, True, None)
+    assert env.reset()[1]["last_episode"] == {
+        "reward": 1.0, "truncated": False, "scores": [1.0], "raw_scores": [1.0], "dropped": True, "unscored": None
+    }  # fmt: skip
+
+
+def test_one_that_has_scored_once_is_not_taken_for_one_that_never_does(make):
+    env = make(config={"mood": "scores once"})
+    env.reset()
+    assert env.step("1")[1] == 1.0
+    for number in range(2, 12):
+        env.reset()
+        assert math.isnan(env.step(str(number))[1])
+
+
+def test_the_first_observation_has_all_messages_also_examples_of_answers(make):
+    assert make(config={"mood": "few shots"}).reset()[0] == f"{guess_env.RULES}\n\nExample.\n\n8\n\nBegin."
+
+
+def test_items_that_ask_for_no_answer_are_passed_over_and_counted_and_only_such_are_an_error(make):
+    assert make(config={"mood": "skips odd"}).reset()[1]["skipped"] == 1
+    with pytest.raises(NeverScored, match="no answer to any of 8 items in a row"):
+        make(config={"mood": "asks nothing"}).reset()
+
+
+def test_a_score_that_is_no_number_is_an_error(make):
+    env = make(config={"mood": "no number"})
+    env.reset()
+    with pytest.raises(ValueError, match="must be finite"):
+        env.step("1")
+    env = make(config={"mood": "too many scores"})
+    env.reset()
+    with pytest.raises(ValueError, match="2 scores for 1 sequences"):
+        env.step("1")
+
+
+# ---------------------------------------------------------------------- errors, time limits
+
+
+@pytest.mark.parametrize(
+    ("mood", "error", "message"),
+    [
+        ("breaks", KeyError, "in the second turn"),
+        ("exits", RuntimeError, "the environment ended its process: SystemExit"),
+        ("prompt logprobs", NotImplementedError, "logprobs of a prompt"),
+        ("no item", RuntimeError, "get_next_item.. has no item"),
+        ("asks in setup", Exception, "outside a rollout"),
+    ],
+)
+def test_what_goes_wrong_in_the_environment_is_raised_and_the_next_reset_begins_anew(make, mood, error, message):
+    env = make(config={"mood": mood})
+    for _ in range(2):
+        with pytest.raises(error, match=message):
+            env.reset()
+            for _ in range(4):
+                env.step("0")
+        with pytest.raises(RuntimeError, match="waits for no answer; call reset"):
+            env.step("0")
+    assert tasks(env) == 0
+
+
+def test_an_error_says_which_environment_raised_it_and_a_prompt_without_room_is_one(make):
+    with pytest.raises(ValueError, match="an answer of 0 tokens: its prompt leaves no room") as raised:
+        make(config={"max_tokens": 0}).reset()
+    assert raised.value.__notes__ == ["raised by the environment GuessEnv after its beginning"]
+
+
+def test_nothing_waits_longer_than_the_timeout(make):
+    env = make(config={"mood": "hangs"}, timeout=0.5)
+    env.reset()
+    with pytest.raises(TimeoutError, match="no call of its server and no end within 0.5 s of an answer"):
+        env.step("0")
+    assert tasks(env) == 0
+    env = make(config={"mood": "slow setup"}, timeout=0.5)
+    with pytest.raises(TimeoutError, match=r"GuessEnv.setup\(\) takes longer than 0.5 s"):
+        env.reset()
+    assert until(lambda: tasks(env) == 0)
+
+
+def test_an_environment_that_goes_on_after_its_end_is_told(make, monkeypatch):
+    monkeypatch.setattr(gem_env, "GRACE", 0.5)
+    env = make(config={"mood": "ignores the end"})
+    env.reset()
+    base, loop = env._session.environment.base, env._session.environment._thread.loop
+    with pytest.raises(TimeoutError, match="goes on 0.5 s after it was cancelled"):
+        env.reset()
+    env.reset()
+    with pytest.raises(TimeoutError, match="goes on 0.5 s after it was cancelled"):
+        env.close()
+    base.released = True
+    assert until(lambda: loop.is_closed() or not asyncio.run_coroutine_threadsafe(_count_tasks(), loop).result(10))
+
+
+def test_one_that_is_cancelled_and_asks_again_gets_no_answer(make):
+    env = make(config={"mood": "asks again"})
+    env.reset()
+    before = tasks(env)
+    assert env.reset()[0] == FIRST and env._session.environment.base.cancelled == 1 and tasks(env) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"target": "recipe.atropos.nowhere:Env"}, EnvironmentTargetError, "no module recipe.atropos.nowhere"),
+        ({"target": "recipe.atropos.data.rows:Row"}, EnvironmentTargetError, "no class Row that derives from BaseEnv"),
+        (
+            {"target": GUESS, "config": {"gruop_size": 4}},
+            ValueError,
+            "knows no gruop_size; it has .*group_size",
+        ),
+        ({"target": GUESS, "config": {"way": "post"}}, ValueError, "Input should be 'managed'"),
+        ({"target": GUESS, "timeout": 0}, ValueError, "timeout=0: give seconds"),
+    ],
+)
+def test_what_cannot_work_is_refused_when_it_is_made(arguments, error, message):
+    with pytest.raises(error, match=message):
+        AtroposEnv(**arguments)
+
+
+def test_an_action_is_text_and_belongs_to_an_episode(make):
+    env = make()
+    with pytest.raises(RuntimeError, match="waits for no answer; call reset"):
+        env.step("1")
+    env.reset()
+    with pytest.raises(TypeError, match="an action is the policy's text, not int 1"):
+        env.step(1)
+    assert env.step("1")[2]
+    with pytest.raises(RuntimeError, match="waits for no answer; call reset"):
+        env.step("1")
+    with pytest.raises(NotImplementedError, match="cannot be copied"):
+        env.spawn(same_state=True)
+    assert env.spawn(config={"way": "chat"}).reset()[0] == FIRST
+    env.close()
+    env.close()
+    with pytest.raises(RuntimeError, match="is closed"):
+        env.reset()
+
+
+# ---------------------------------------------------------------------- items
+
+
+def test_a_seed_decides_which_items_come(make):
+    def numbers(env, seed, count=3):
+        found = []
+        for i in range(count):
+            env.reset(seed if i == 0 else None)
+            found.append(env._session.environment.base.number)
+        return found
+
+    env = make(SEEDED, seed=5)
+    first = numbers(env, None)
+    assert len(set(first)) == 3 and numbers(env, 5) == first != numbers(env, 6) and numbers(env, 5) == first
+    assert numbers(make(SEEDED), 5) == first
+    drawn = []
+    for _ in range(2):
+        env.reset(7)
+        drawn.append((random.random(), np.random.rand()))
+    assert drawn[0] == drawn[1]
+
+
+def test_environments_without_a_seed_that_are_made_alike_share_their_items(tokenizer):
+    ones, others = ([AtroposEnv(t, tokenizer=tokenizer.name_or_path) for _ in range(3)] for t in (GUESS, SEEDED))
+    for env in ones + others:
+        env.reset(4)
+    assert len({id(env._session.environment) for env in ones}) == 1
+    assert len({id(env._session.environment) for env in others}) == 3
+    assert [env.step(str(i + 1))[2] for i, env in enumerate(ones)] == [True] * 3  # numbers 1, 2 and 3
+    for env in ones + others:
+        env.close()
+
+
+# ---------------------------------------------------------------------- ends
+
+
+def test_reset_ends_what_is_not_finished_and_close_and_the_collector_end_everything(make):
+    assert until(lambda: not threads())
+    env = make()
+    for _ in range(5):
+        env.reset()
+    assert env._session.environment.base.cancelled == 4
+    assert tasks(env) == 2  # the rollout, and its one trajectory
+    [thread] = threads()
+    env.close()
+    assert not thread.is_alive()
+
+    left = AtroposEnv(GUESS, tokenizer=env._config.tokenizer_name)
+    left.reset()
+    [thread] = threads()
+    base = left._session.environment.base
+    del left
+    assert until(lambda: not thread.is_alive()) and base.cancelled == 1
+
+    stays, goes = (AtroposEnv(GUESS, tokenizer=env._config.tokenizer_name) for _ in range(2))
+    stays.reset(), goes.reset()
+    base = goes._session.environment.base
+    del goes
+    assert until(lambda: base.cancelled == 1 and tasks(stays) == 2) and stays.step("0")[0] == "higher"
+    stays.close()
+
+
+@pytest.mark.parametrize("group_size", [1, 3])
+def test_an_answer_that_the_environment_no_longer_waits_for_goes_unread(make, group_size):
+    env = make(config={"mood": "impatient", "group_size": group_size})
+    for _ in range(2):
+        env.reset()
+        time.sleep(0.5)
+        observation, reward, terminated, _, info = env.step("1")
+        assert (observation, reward, terminated) == (TERMINAL_STATE, -1.0, True) and not info["dropped"]
+    assert tasks(env) == 0
+
+
+# ---------------------------------------------------------------------- many at once
+
+
+@pytest.mark.parametrize("async_mode", [False, True])
+def test_gems_vectorized_environments_run_48_at_once_and_leave_nothing(tokenizer, async_mode):
+    assert until(lambda: not threads())
+    register(GUESS, timeout=7.0)
+    before = len(os.listdir("/proc/self/fd")), threading.active_count()
+    vector = make_vec([f"atropos:{GUESS}"] * 48, async_mode=async_mode, tokenizer=tokenizer.name_or_path)
+    observations, _ = vector.reset()
+    states, rewards, ends = [[] for _ in range(48)], [], 0
+    numbers = [env._session.environment.base.number for env in vector.envs]
+    assert numbers == [48] * 48
+    for _ in range(24):
+        actions = [bisect(observation, state) for observation, state in zip(observations, states, strict=True)]
+        observations, reward, terminated, truncated, infos = vector.step(actions)
+        rewards += list(reward[terminated])
+        ends += terminated.sum()
+        assert not truncated.any()
+        for info, ended, value in zip(infos, terminated, reward, strict=True):
+            assert not ended or info["last_episode"]["reward"] == value
+    # The first 15 of the numbers are found in at most four turns, the others never.
+    assert ends == len(rewards) >= 48 * 6 and sorted(set(rewards)) == [-1.0, 1.0] and rewards.count(1.0) == 15
+    assert tasks(vector.envs[0]) == 2 * 48
+    assert len(os.listdir("/proc/self/fd")) - before[0] <= 6 and len(threads()) == 1
+    del vector, info, infos
+    assert until(lambda: not threads() and threading.active_count() <= before[1])
+    assert len(os.listdir("/proc/self/fd")) <= before[0]
+
+
+def test_each_of_a_vector_of_seeded_environments_has_its_own_problems(tokenizer):
+    register(GSM8K)
+    config = {"dataset_name": SYNTHETIC, "train_size": 50, "eval_size": 4}
+    arguments = {"tokenizer": tokenizer.name_or_path, "config": config}
+    vector = make_vec([f"atropos:{GSM8K}"] * 16, async_mode=True, seed=3, **arguments)
+    observations, _ = vector.reset()
+    assert len(set(observations)) > 10 and vector.reset(seed=3)[0] == observations
+    _, rewards, terminated, _, infos = vector.step(["no"] * 16)
+    assert set(rewards) == {-1.0} and terminated.all()
+    assert all(info["last_episode"]["scores"] == [-1.0] for info in infos)
+
+
+def test_gems_wrappers_see_a_conversation(tokenizer):
+    register(GUESS, timeout=7.0)
+    wrappers = get_wrapper_fns("concat_chat,episode_tracking", tokenizer=tokenizer)
+    vector = make_vec([f"atropos:{GUESS}"] * 2, wrappers=wrappers, tokenizer=tokenizer.name_or_path)
+    observations, _ = vector.reset()
+    vector.step(["9", "9"])
+    observations, _, _, _, infos = vector.step(["0", "0"])
+    turns = [("user", FIRST), ("assistant", "9"), ("tool", "lower"), ("assistant", "0"), ("tool", "higher")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    expected = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert observations == [expected] * 2 and [info["step_counter"] for info in infos] == [2, 2]
+    _, rewards, terminated, _, infos = vector.step(["1", "2"])
+    assert rewards.tolist() == [1.0, 1.0] and terminated.all()
+    assert [info["prev_ep_cumulative_rewards"] for info in infos] == [1.0, 1.0]
+
+
+def test_a_tool_of_gems_answers_in_the_place_of_the_environment(make):
+    class Hint:
+        tool_type, name = "hint", "hint"
+
+        def instruction_string(self):
+            return "Write hint for a hint."
+
+        def execute_action(self, action):
+            return action == "hint", False, "it is small", action
+
+    env = ToolEnvWrapper(make(), [Hint()])
+    assert env.reset()[0] == f"{FIRST}\nWrite hint for a hint."
+    assert env.step("hint")[0] == "it is small"
+    assert env.step("9")[0] == "lower" and env.step("1")[1] == 1.0

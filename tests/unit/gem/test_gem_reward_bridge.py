@@ -1,0 +1,156 @@
+"""The reward bridge in the gem environment: what ``step`` returns is shaped, the environment's own score beside it."""
+
+import math
+
+import gem
+import pytest
+import yaml
+from gem.envs.registration import make_vec
+
+from helpers.sglang import make_tiny_model
+from recipe.atropos.adapter import reward_bridge
+from recipe.atropos.adapter.reward_bridge import RewardBridgeError, parse_bridge
+from recipe.atropos.gem.env import AtroposEnv, register
+
+GSM8K, GUESS = "recipe.atropos.environments.gsm8k:GSM8kEnv", "helpers.environments.guess_env:GuessEnv"
+MARKERS = {"format_markers": [{"pattern": "so", "weight": 0.25}], "answer_present": {"pattern": "####", "weight": 0.5}}
+RIGHT, WRONG = "1", "0"  # of the first number of GuessEnv
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return str(make_tiny_model(tmp_path_factory.mktemp("model"), seed=0))
+
+
+@pytest.fixture
+def make(model, request):
+    made = []
+
+    def make(bridge, target=GUESS, **config):
+        config = {"wandb_name": f"{request.node.name} {len(made)}"} | config  # nothing is shared
+        made.append(AtroposEnv(target, tokenizer=model, config=config, timeout=60.0, reward_bridge=bridge))
+        return made[-1]
+
+    yield make
+    for env in made:
+        env.close()
+
+
+def played(env, *actions):
+    """Reward and info of an episode's last step."""
+    env.reset()
+    for action in actions:
+        _, reward, ended, truncated, info = env.step(action)
+    assert ended or truncated
+    return reward, info
+
+
+def test_gem_reward_bridge_shapes_the_reward_of_a_step(make):
+    block = {"format_markers": [{"pattern": RIGHT, "weight": 0.25}], "length_bounty": _bounty()}
+    reward, info = played(make(block), RIGHT)
+    assert info["raw_scores"] == [1.0] and info["unscored"] is None
+    assert reward == info["scores"][0] == 1.0 + 0.25 + 0.02, "two tokens: the number and the end of the turn"
+    env = make(block)
+    reward, info = played(env, WRONG, WRONG, WRONG, WRONG)
+    assert (reward, info["raw_scores"]) == (pytest.approx(-1.0 + 0.08), [-1.0]), (
+        "of all turns, without the tool's words"
+    )
+    assert env.reset()[1]["last_episode"]["raw_scores"] == [-1.0]
+
+
+def _bounty():
+    return {"target": 0, "slope": 0.01, "cap": 0.2}
+
+
+def test_gem_without_a_reward_bridge_scores_are_the_raw_ones(make):
+    reward, info = played(make(None), RIGHT)
+    assert reward == 1.0 and info["scores"] == info["raw_scores"] == [1.0]
+
+
+@pytest.mark.parametrize("way", ["file", "mapping", "parsed"])
+def test_gem_reward_bridge_is_a_file_a_mapping_or_parsed(model, tmp_path, way):
+    path = tmp_path / "bridge.yaml"
+    path.write_text(yaml.safe_dump({"reward_bridge": MARKERS}))
+    bridge = {"file": path, "mapping": MARKERS, "parsed": parse_bridge(MARKERS)}[way]
+    config = {"dataset_name": "synthetic", "train_size": 20, "wandb_name": f"{way}"}
+    env = gem.make(register(GSM8K), tokenizer=model, config=config, reward_bridge=bridge)
+    assert played(env, "so #### 7")[0] == -1.0 + 0.75
+    assert played(env.spawn(), "it is #### 7")[0] == -1.0 + 0.5, "one that is made alike has it too"
+    env.close()
+
+
+def test_gem_reward_bridge_of_a_group_shapes_each_score(make):
+    env = make(MARKERS, GSM8K, group_size=2, dataset_name="synthetic", train_size=20)
+    reward, info = played(env, "so", "no")
+    assert info["scores"] == [-0.75, -1.0] and info["raw_scores"] == [-1.0, -1.0] and reward == -0.875
+    assert info["groups"][0]["scores"] == [-1.0, -1.0], "the environment's own"
+
+
+def test_gem_reward_bridge_shapes_a_group_that_was_dropped(make):
+    reward, info = played(make({"length_bounty": _bounty()}, mood="drops equal"), RIGHT)
+    assert info["dropped"] and (reward, info["raw_scores"]) == (1.02, [1.0])
+
+
+def test_gem_reward_bridge_shapes_no_missing_score(make):
+    reward, info = played(make({"length_bounty": _bounty()}, mood="never scores"), *[WRONG] * 4)
+    assert math.isnan(reward) and info["scores"] == info["raw_scores"] == [] and "no scores" in info["unscored"]
+
+
+def test_gem_reward_bridge_fades_by_the_trainers_step(make):
+    env = make({"length_bounty": _bounty(), "fade": {"from_step": 10, "to_step": 20}}, mood="drops equal")
+    env.reset()
+    with pytest.raises(RewardBridgeError, match="fade counts .*set env.unwrapped.training_step"):
+        env.step(RIGHT)
+    rewards = []
+    for number, step in enumerate((10, 15, 20), 2):
+        env.training_step = step
+        rewards.append(played(env, str(number))[0])
+    assert rewards == pytest.approx([1.02, 1.01, 1.0])
+
+
+def test_gem_reward_bridge_that_takes_too_long_gives_no_reward(make, monkeypatch):
+    monkeypatch.setattr(reward_bridge, "_MATCH_SECONDS", 0.1)
+    pattern = {"pattern": "(a|aa|b?a)+$", "regex": True, "weight": 0.1}
+    reward, info = played(
+        make({"answer_present": pattern}, GSM8K, dataset_name="synthetic", train_size=20), "a" * 200 + "c"
+    )
+    assert math.isnan(reward) and "took more than" in info["unscored"] and info["raw_scores"] == [-1.0]
+
+
+@pytest.mark.parametrize(
+    ("bridge", "expected"),
+    [
+        ({"clipp": 1}, "reward_bridge.clipp=1: no such key"),
+        ("no/such.yaml", "no/such.yaml: No such file or directory; give a YAML file"),
+        (
+            {"format_markers": [{"pattern": "<|im_end|>", "weight": 0.1}]},
+            r"can never match: '<\|im_end\|>' is a special",
+        ),
+    ],
+)
+def test_gem_reward_bridge_that_cannot_be_right_is_refused(make, bridge, expected):
+    with pytest.raises(RewardBridgeError, match=expected):
+        make(bridge).reset()
+
+
+def test_gem_reward_bridge_and_advantages_of_tokens_exclude_each_other(make):
+    env = make({"length_bounty": _bounty()}, mood="own advantages")
+    env.reset()
+    with pytest.raises(RewardBridgeError, match="GuessEnv sends advantages of its own for each token"):
+        env.step(RIGHT)
+
+
+@pytest.mark.parametrize("async_mode", [False, True])
+def test_gem_vectors_have_a_reward_bridge(model, async_mode):
+    arguments = {
+        "tokenizer": model,
+        "config": {"dataset_name": "synthetic", "train_size": 20},
+        "reward_bridge": MARKERS,
+    }
+    vector = make_vec([register(GSM8K)] * 3, async_mode=async_mode, **arguments)
+    vector.reset()
+    _, rewards, terminated, _, infos = vector.step(["so", "no", "so #### 9"])
+    assert terminated.all() and rewards.tolist() == [-0.75, -1.0, -0.25]
+    assert [info["last_episode"]["raw_scores"] for info in infos] == [[-1.0]] * 3
+    for env in vector.envs:
+        env.close()

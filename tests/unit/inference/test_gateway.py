@@ -1,0 +1,329 @@
+"""What the gateway promises, one test a promise; the servers behind it are stubs that can be made to fail.
+
+``test_servers_come_and_go.py`` has the real SGLang behind the real process.
+"""
+
+import asyncio
+
+import aiohttp
+import orjson
+import pytest
+from aiohttp import web
+
+from helpers.gateway import HEADERS, behind_a_gateway
+from recipe.atropos.inference.gateway import PROBE_SECONDS
+from recipe.atropos.inference.pool import NothingAdmitted
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@behind_a_gateway(count=1)
+async def test_requests_and_replies_pass_unchanged(client, stub):
+    async def teapot(request):
+        return web.Response(
+            status=418, reason="Teapot", body=b"\x00\xff", headers={"Content-Type": "x/y", "X-One": "1"}
+        )
+
+    await client.admit(stub)
+    stub.reply = teapot
+    path = "/v1/some%20thing/a%2Fb?q=1&q=%26"
+    body = b'{ "spaces": "kept" }'
+    for method in ("POST", "PUT", "DELETE", "GET"):
+        async with client.session.request(method, client.url + path, data=body, headers={"X-Mine": "2"}) as reply:
+            assert (reply.status, reply.reason, await reply.read()) == (418, "Teapot", b"\x00\xff")
+            assert reply.headers["Content-Type"] == "x/y" and reply.headers["X-One"] == "1"
+        seen_method, seen_path, seen_body, seen_headers = stub.seen[-1]
+        assert (seen_method, seen_path, seen_body) == (method, path, body)
+        assert seen_headers["X-Mine"] == "2" and seen_headers["Authorization"] == HEADERS["Authorization"]
+        assert seen_headers["Host"] == stub.url.removeprefix("http://")
+    async with client.session.post(f"{client.url}/generate", data=b"x" * 5_000_000) as reply:
+        assert reply.status == 418 and len(stub.seen[-1][2]) == 5_000_000
+
+
+@behind_a_gateway(count=1)
+async def test_a_stream_passes_piece_by_piece(client, stub):
+    more = asyncio.Event()
+
+    async def stream(request):
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(b"data: one\n\n")
+        await more.wait()
+        await response.write(b"data: two\n\n")
+        return response
+
+    await client.admit(stub)
+    stub.reply = stream
+    async with client.session.post(f"{client.url}/generate", json={"stream": True}) as reply:
+        assert reply.content_type == "text/event-stream"
+        assert await reply.content.readany() == b"data: one\n\n", "while the server still generates"
+        more.set()
+        assert await reply.content.read() == b"data: two\n\n"
+
+
+@behind_a_gateway(count=1)
+async def test_the_key_is_asked_for_everywhere(client, stub):
+    await client.admit(stub)
+    async with aiohttp.ClientSession() as stranger:
+        for headers in ({}, {"Authorization": "Bearer another"}, {"Authorization": "Bearer é"}):
+            for method, path in (("POST", "/generate"), ("GET", "/gateway/status"), ("PUT", "/gateway/weights")):
+                async with stranger.request(method, client.url + path, headers=headers) as reply:
+                    assert reply.status == 401 and "ATROPOS_API_KEY" in await reply.text()
+    assert not stub.seen
+
+
+@behind_a_gateway(count=1)
+async def test_secret_that_is_no_utf8_is_a_wrong_key(client, stub):
+    host, port = client.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(b"GET /gateway/status HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer \xff\xfe\r\n\r\n")
+    assert (await reader.readline()).split()[1] == b"401"
+    writer.close()
+    assert not stub.seen
+
+
+@behind_a_gateway()
+async def test_nothing_is_admitted_but_by_the_trainer(client, first, second):
+    request = asyncio.create_task(client.generate())
+    await client.until(lambda: client.pool.held == 1)
+    status = await client.status()
+    assert status["version"] is None and status["held"] == 1 and await client.states() == ["waiting", "waiting"]
+    assert await client.admit(second, pushing=True) == 200, "the beginning of a push admits nothing"
+    await asyncio.sleep(0.1)
+    assert not request.done() and not first.seen and not second.seen
+
+    assert await client.admit(second, version=0) == 200
+    second.version = "0"
+    assert (await request)[1]["text"] == second.url
+    assert await client.states() == ["waiting", "admitted"] and (await client.status())["version"] == 0
+
+
+@pytest.mark.parametrize(
+    ("word", "named"),
+    [
+        (b"{", "PUT /gateway/weights takes"),
+        (b"[]", "PUT /gateway/weights takes"),
+        (b'{"servers": []}', "version"),
+        (b'{"version": "7", "servers": []}', "version='7'"),
+        (b'{"version": -1, "servers": []}', "version=-1"),
+        (b'{"version": 1, "servers": "http://a"}', "servers='http://a'"),
+        (b'{"version": 1, "servers": ["http://nobody:1"]}', "http://nobody:1"),
+        (b'{"version": 1, "servers": [], "pushing": "yes"}', "pushing='yes'"),
+    ],
+    ids=lambda value: value.decode() if isinstance(value, bytes) else "",
+)
+def test_a_word_of_the_trainer_that_means_nothing_is_refused(word, named):
+    @behind_a_gateway(count=1)
+    async def refused(client, stub):
+        async with client.session.put(f"{client.url}/gateway/weights", data=word) as reply:
+            assert reply.status == 400 and named in await reply.text()
+        assert (await client.status())["version"] is None
+
+    refused()
+
+
+@behind_a_gateway(count=3)
+async def test_the_load_is_spread(client, *stubs):
+    await client.admit(*stubs)
+    for stub in stubs:
+        stub.reply = stub.for_ever
+    requests = [asyncio.create_task(client.generate()) for _ in range(9)]
+    await client.until(lambda: sum(len(stub.seen) for stub in stubs) == 9)
+    assert [server["inflight"] for server in (await client.status())["servers"]] == [3, 3, 3]
+    for request in requests:
+        request.cancel()
+    await client.until(lambda: sum(server.inflight for server in client.pool.servers.values()) == 0)
+
+
+@behind_a_gateway(count=1, max_wait=0.5)
+async def test_a_request_that_no_server_takes_in_time_is_told_what_it_waited_for(client, stub):
+    status, answer = await client.generate()
+    message = answer["error"]["message"]
+    assert status == 503 and "waited 0.5 s for the trainer to give its weights" in message
+    assert f"{stub.url} is waiting" in message
+    assert (await client.status())["held"] == 0
+
+
+@behind_a_gateway(count=1, max_wait=60)
+async def test_what_a_request_has_waited_before_counts_when_it_is_sent_again(client, _):
+    async with asyncio.timeout(5):
+        with pytest.raises(NothingAdmitted, match="waited 60 s"):
+            await client.pool.acquire(min, waited=59.9)
+
+
+@behind_a_gateway(count=1)
+async def test_a_client_that_goes_away_is_forgotten(client, stub):
+    held = asyncio.create_task(client.generate())
+    await client.until(lambda: client.pool.held == 1)
+    held.cancel()
+    await client.until(lambda: client.pool.held == 0)
+
+    await client.admit(stub)
+    stub.reply = stub.for_ever
+    running = asyncio.create_task(client.generate())
+    await stub.begun.wait()
+    running.cancel()
+    async with asyncio.timeout(5):
+        await stub.closed.wait()
+    status = await client.status()
+    assert status["servers"][0]["inflight"] == 0 and status["servers"][0]["state"] == "admitted"
+    assert len(stub.seen) == 1, "what was held was never sent"
+
+
+@pytest.mark.parametrize("fault", ["refused", "reset", "broken"])
+def test_a_server_that_fails_is_out_and_its_requests_go_to_another(fault):
+    @behind_a_gateway()
+    async def sent_again(client, bad, good):
+        await client.admit(bad, good)
+        client.pool.servers[good.url].requests += 1  # so that the bad one is next
+        bad.reply = bad.broken if fault == "broken" else bad.for_ever
+        if fault == "refused":
+            await bad.runner.cleanup()
+        request = asyncio.create_task(client.generate())
+        if fault == "reset":
+            await bad.begun.wait()
+            await bad.runner.cleanup()
+        async with asyncio.timeout(5):
+            assert (await request) == (200, {"text": good.url, "meta_info": {"weight_version": "1"}})
+        by_url = {server["url"]: server for server in (await client.status())["servers"]}
+        assert by_url[bad.url]["state"] == "down" and by_url[bad.url]["failures"] == 1
+        assert by_url[bad.url]["last_error"] and by_url[good.url]["state"] == "admitted"
+
+        before = len(bad.seen)
+        for _ in range(3):
+            assert (await client.generate())[1]["text"] == good.url
+        assert len(bad.seen) == before
+
+    sent_again()
+
+
+@behind_a_gateway(count=1)
+async def test_requests_of_the_last_server_are_held_until_it_is_admitted_again(client, stub):
+    await client.admit(stub)
+    stub.reply = stub.broken
+    request = asyncio.create_task(client.generate())
+    await client.until(lambda: client.pool.held == 1)
+    assert await client.states() == ["down"]
+    stub.reply = stub.answer
+    await asyncio.sleep(2 * PROBE_SECONDS)
+    assert not request.done(), "it answers again, but nobody said with which weights"
+    await client.admit(stub, version=2)
+    stub.version = "2"
+    assert (await request)[0] == 200 and len(stub.seen) == 2
+
+
+@behind_a_gateway(count=1)
+async def test_a_stream_that_breaks_after_its_beginning_breaks_for_the_client_too(client, stub):
+    await client.admit(stub)
+    stub.reply = stub.broken_stream
+    async with client.session.post(f"{client.url}/generate", json={"stream": True}) as reply:
+        assert await reply.content.readany() == b"data: half\n\n"
+        with pytest.raises(aiohttp.ClientError):
+            await reply.content.read()
+    assert await client.states() == ["down"] and len(stub.seen) == 1
+
+
+@behind_a_gateway(count=1)
+async def test_a_request_that_kills_every_server_that_it_meets_ends(client, stub):
+    stub.reply = stub.broken
+    await client.admit(stub)
+    request = asyncio.create_task(client.generate())
+    for _ in range(4):
+        await client.until(lambda: client.pool.held == 1 or request.done())
+        await client.admit(stub)
+    status, answer = await asyncio.wait_for(request, 10)
+    assert status == 502 and stub.url in answer["error"]["message"] and len(stub.seen) == 5
+
+
+@behind_a_gateway()
+async def test_an_idle_server_that_dies_is_found(client, first, second):
+    await client.admit(first, second)
+    await first.runner.cleanup()
+    await client.until(lambda: len(client.pool.admitted) == 1)
+    assert await client.states() == ["down", "admitted"] and not second.seen
+    assert "/model_info" in (await client.status())["servers"][0]["last_error"]
+
+
+@behind_a_gateway()
+async def test_a_server_that_was_restarted_unnoticed_is_found_and_its_requests_go_to_another(client, first, second):
+    await client.admit(first)
+    first.reply = first.for_ever
+    request = asyncio.create_task(client.generate())
+    await first.begun.wait()
+    await client.admit(first, second)
+    first.version = "default"
+    async with asyncio.timeout(10):
+        assert (await request)[1]["text"] == second.url
+    assert await client.states() == ["down", "admitted"]
+    assert "'default', not 1" in (await client.status())["servers"][0]["last_error"]
+
+
+@behind_a_gateway()
+async def test_a_reply_by_weights_that_no_push_gave_never_reaches_the_client(client, first, second):
+    async def start_weights(request):
+        return web.json_response([{"text": "x", "meta_info": {"weight_version": v}} for v in ("1", "default")])
+
+    await client.admit(first)
+    first.reply = start_weights
+    request = asyncio.create_task(client.generate())
+    await client.until(lambda: client.pool.held == 1)
+    await client.admit(second)
+    assert (await request)[1]["text"] == second.url
+
+    async def says_it(request):  # a text about it is none
+        text = orjson.dumps({"weight_version": "default"}).decode()
+        return web.json_response({"text": text, "meta_info": {"weight_version": "1"}})
+
+    second.reply = says_it
+    assert (await client.generate())[1]["text"] == '{"weight_version":"default"}'
+
+
+@behind_a_gateway()
+async def test_a_push_takes_no_healthy_server_out(client, first, second):
+    """Its servers report the new version before the trainer says that the push is done."""
+    await client.admit(first, second, version=1)
+    await client.admit(first, second, version=2, pushing=True)
+    assert (await client.status())["version"] == 1, "until the push is done"
+    first.version = "2"
+    await asyncio.sleep(2.5 * PROBE_SECONDS)
+    assert await client.states() == ["admitted", "admitted"]
+    second.version = "default"  # what was restarted in the middle of it is no healthy server
+    await client.until(lambda: len(client.pool.admitted) == 1)
+    second.version = "2"
+    await client.admit(first, second, version=2)
+    await asyncio.sleep(1.5 * PROBE_SECONDS)
+    assert await client.states() == ["admitted", "admitted"] and (await client.status())["version"] == 2
+    first.version = "1"  # the old one is over
+    await client.until(lambda: [server.url for server in client.pool.admitted] == [second.url])
+
+
+@behind_a_gateway(count=1)
+async def test_an_answer_from_before_the_trainers_word_is_not_judged_by_it(client, stub):
+    asked, answer = asyncio.Event(), asyncio.Event()
+
+    async def slow():
+        asked.set()
+        await answer.wait()
+        return "1"
+
+    stub.info = slow
+    await client.admit(stub, version=1)
+    await asked.wait()
+    stub.info, stub.version = stub.present_version, "2"
+    await client.admit(stub, version=2, pushing=True)
+    await client.admit(stub, version=2)
+    answer.set()
+    await asyncio.sleep(1.5 * PROBE_SECONDS)
+    assert await client.states() == ["admitted"]
+
+
+@behind_a_gateway()
+async def test_what_the_trainer_leaves_out_gets_nothing_and_loses_its_requests(client, first, second):
+    await client.admit(first)
+    first.reply = first.for_ever
+    request = asyncio.create_task(client.generate())
+    await first.begun.wait()
+    await client.admit(second)
+    assert (await request)[1]["text"] == second.url and await client.states() == ["waiting", "admitted"]
+    async with asyncio.timeout(5):
+        await first.closed.wait()

@@ -1,0 +1,457 @@
+"""The real SGLang on a CPU: right logprobs, weights that change under a named version, errors that name their cause."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import socket
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from helpers.services import running_api
+from helpers.sglang import make_tiny_model, running_sglang
+from helpers.trainer import compose_config
+from recipe.atropos.inference.client import Capabilities, InferenceError, SGLangClient
+from recipe.atropos.launcher.preflight import ConfigurationError
+from recipe.atropos.launcher.service_checks import check_services
+
+API_KEY = "a-secret-of-this-test"
+PROMPT = [20, 40, 60, 80, 100]
+GREEDY = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
+LONG = {"temperature": 0, "max_new_tokens": 1900, "ignore_eos": True}
+
+
+@dataclass
+class Server:
+    url: str
+    old: Path
+    new: Path
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return make_tiny_model(folder / "old", seed=0), make_tiny_model(folder / "new", seed=1)
+
+
+@pytest.fixture(scope="module")
+def server(models):
+    old, new = models
+    with running_sglang(old, api_key=API_KEY) as (service, url):
+        members = service.members()
+        assert len(members) >= 3  # server, scheduler, detokenizer
+        yield Server(url, old, new)
+    assert service.poll() is not None
+    assert all(not p.is_running() or p.status() == psutil.STATUS_ZOMBIE for p in members)
+
+
+@pytest.fixture
+def run(server):
+    """Run a test's coroutine with a client, from the old weights under version "0", and never leave a pause behind."""
+
+    def run(test):
+        async def body() -> None:
+            async with SGLangClient(server.url, API_KEY, timeout=60) as client:
+                await client.update_weights_from_disk(server.old, "0")
+                try:
+                    await test(client)
+                finally:
+                    await client.abort_all()
+                    await client.resume()
+
+        asyncio.run(body())
+
+    return run
+
+
+def transformers_output(model: Path, prompt: list[int], count: int) -> tuple[list[int], list[float]]:
+    """Greedy tokens (`count`) and their logprobs, computed by transformers in float32, without a cache."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    ids, logprobs = list(prompt), []
+    with torch.no_grad():
+        for _ in range(count):
+            distribution = policy(torch.tensor([ids])).logits[0, -1].log_softmax(-1)
+            ids.append(int(distribution.argmax()))
+            logprobs.append(float(distribution[ids[-1]]))
+    return ids[len(prompt) :], logprobs
+
+
+async def greedy(client: SGLangClient) -> list[int]:
+    return (await client.generate(input_ids=PROMPT, sampling_params=GREEDY))["output_ids"]
+
+
+@contextlib.asynccontextmanager
+async def in_flight(client: SGLangClient) -> AsyncIterator[asyncio.Task]:
+    """A long request that has begun to generate."""
+    request = asyncio.create_task(client.generate(input_ids=PROMPT, sampling_params=LONG))
+    await asyncio.sleep(0.1)
+    await greedy(client)  # first come, first served: when this later one is done, the long one has tokens
+    assert not request.done()
+    yield request
+    request.cancel()
+
+
+async def needs(client: SGLangClient, flushes_retracted: bool) -> None:
+    """Skip the test on servers that are otherwise."""
+    capabilities = await client.capabilities()
+    if capabilities.flushes_retracted != flushes_retracted:
+        pytest.skip(f"SGLang {capabilities.version} is not of the kind that this is about")
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(300)  # the first test waits for the server
+def test_it_says_what_it_is(run, server):
+    async def test(client):
+        assert await client.health()
+        assert await client.wait_healthy(30) < 30
+        capabilities = await client.capabilities()
+        assert {"abort", "retract", "in_place"} <= capabilities.pause_modes
+        assert {"/update_weights_from_disk", "/generate"} <= capabilities.endpoints
+        assert capabilities.safe_pause_mode("abort") == "abort"
+        await client.begin_weight_update()
+        await client.end_weight_update()
+
+    run(test)
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("which", ["old", "new"])
+def test_greedy_tokens_and_logprobs_are_those_of_transformers(run, server, which):
+    tokens, logprobs = transformers_output(getattr(server, which), PROMPT, GREEDY["max_new_tokens"])
+
+    async def test(client):
+        await client.update_weights_from_disk(getattr(server, which), "1")
+        reply = await client.generate(input_ids=PROMPT, sampling_params=GREEDY)
+        assert reply["output_ids"] == tokens
+        sampled = reply["meta_info"]["output_token_logprobs"]
+        assert [token for _, token, _ in sampled] == tokens
+        assert [logprob for logprob, _, _ in sampled] == pytest.approx(logprobs, abs=1e-4)
+
+    run(test)
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("sampling", [{"temperature": 2.0}, {"temperature": 0.5, "top_p": 0.5}, {"top_k": 5}])
+def test_sampled_logprobs_are_tempered_and_before_truncation(run, server, sampling):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    policy = AutoModelForCausalLM.from_pretrained(server.old, dtype=torch.float32)
+
+    async def test(client):
+        reply = await client.generate(
+            input_ids=PROMPT, sampling_params={"max_new_tokens": 32, "ignore_eos": True, **sampling}
+        )
+        with torch.no_grad():
+            logits = policy(torch.tensor([PROMPT + reply["output_ids"]])).logits[0, len(PROMPT) - 1 : -1]
+        expected = (logits / sampling.get("temperature", 1.0)).log_softmax(-1)
+        for row, (logprob, token, _) in zip(expected, reply["meta_info"]["output_token_logprobs"], strict=True):
+            assert logprob == pytest.approx(float(row[token]), abs=1e-4)
+
+    run(test)
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(120)
+def test_a_push_changes_the_policy_and_the_version(run, server):
+    async def test(client):
+        before = await greedy(client)
+        await client.pause("retract")
+        await client.update_weights_from_disk(server.new, "7")
+        await client.flush_cache()
+        assert await client.weight_version() == "7"
+        await client.resume()
+        assert await greedy(client) != before
+        reply = await client.generate(input_ids=PROMPT, sampling_params=GREEDY)
+        assert reply["meta_info"]["weight_version"] == "7"
+        await client.update_weights_from_disk(server.old, "8")
+        assert await greedy(client) == before
+
+    run(test)
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(120)
+def test_retract_keeps_requests_and_names_the_version_of_every_token(run, server):
+    """After the push the prefix is computed anew: each later token has the logprob that the new weights give it."""
+
+    async def test(client):
+        await needs(client, flushes_retracted=True)
+        async with in_flight(client) as request:
+            await client.pause("retract")
+            await client.update_weights_from_disk(server.new, "1")
+            await client.flush_cache()
+            waiting = asyncio.create_task(client.generate(input_ids=PROMPT, sampling_params=GREEDY))
+            await asyncio.sleep(0.5)
+            assert not request.done() and not waiting.done()
+            await client.resume()
+            reply = await request
+        first, second = reply["meta_info"]["weight_versions"]
+        split = first["end"]
+        assert (first["version"], first["start"], second["version"]) == ("0", 0, "1")
+        assert second["start"] == split and second["end"] == LONG["max_new_tokens"] == len(reply["output_ids"])
+        assert (await waiting)["meta_info"]["weight_versions"] == [{"version": "1", "start": 0, "end": 24}]
+
+        prefix = PROMPT + reply["output_ids"][:split]
+        tokens, logprobs = transformers_output(server.new, prefix, 8)
+        assert reply["output_ids"][split : split + 8] == tokens
+        sampled = [logprob for logprob, _, _ in reply["meta_info"]["output_token_logprobs"][split : split + 8]]
+        assert sampled == pytest.approx(logprobs, abs=1e-4)
+
+    run(test)
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(120)
+def test_in_place_cannot_flush_and_a_refused_push_has_changed_the_weights(run, server):
+    """Why a push uses `retract`: in place, the server refuses only after it has loaded the weights."""
+
+    async def test(client):
+        await needs(client, flushes_retracted=True)  # of that update SGLang 0.5.12 dies
+        before = await greedy(client)
+        async with in_flight(client) as request:
+            await client.pause("in_place")
+            with pytest.raises(InferenceError, match="(?i)not flushed"):
+                await client.update_weights_from_disk(server.new, "1")
+            assert await client.weight_version() == "0"
+            with pytest.raises(InferenceError, match="(?i)flush"):
+                await client.flush_cache()
+            await client.abort_all()
+            await client.resume()
+            await request
+        await client.flush_cache()
+        assert await greedy(client) != before
+
+    run(test)
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(120)
+def test_a_push_in_mode_auto_leaves_no_old_key_and_every_reply_is_true_about_its_versions(run, server):
+    """On every SGLang, and with several samples of a prompt in flight, whose common prefix is in the cache."""
+    fresh, _ = transformers_output(server.new, PROMPT, GREEDY["max_new_tokens"])
+
+    async def test(client):
+        mode = (await client.capabilities()).safe_pause_mode("auto")
+        several = asyncio.create_task(client.generate(input_ids=PROMPT[:4], sampling_params={**LONG, "n": 4}))
+        async with in_flight(client) as request:
+            await client.pause("auto")
+            await client.update_weights_from_disk(server.new, "1", flush_cache=False)
+            await client.flush_cache()
+            assert await client.weight_version() == "1"
+            await client.resume()
+            replies = [await request, *await several]
+        assert await greedy(client) == fresh
+        for reply in replies:
+            meta_info = reply["meta_info"]
+            versions = [span["version"] for span in meta_info.get("weight_versions", [])]
+            if mode == "abort":
+                assert (meta_info["finish_reason"]["type"], meta_info["weight_version"]) == ("abort", "0")
+            else:
+                assert meta_info["finish_reason"]["type"] == "length" and versions == ["0", "1"]
+
+    run(test)
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(120)
+def test_where_retracted_requests_cannot_be_flushed_the_push_fails_the_server_lives_and_abort_mends_it(run, server):
+    """SGLang 0.5.12 to 0.5.20."""
+
+    async def test(client):
+        await needs(client, flushes_retracted=False)
+        with pytest.raises(ValueError, match="cannot flush .*pause_mode to auto or abort"):
+            (await client.capabilities()).safe_pause_mode("retract")
+        async with in_flight(client) as request:
+            await client.pause("retract")
+            await client.update_weights_from_disk(server.new, "1", flush_cache=False)
+            with pytest.raises(InferenceError, match="/flush_cache: HTTP 400"):
+                await client.flush_cache()
+            assert not request.done()
+            await client.pause("abort")
+            assert (await request)["meta_info"]["finish_reason"]["type"] == "abort"
+            await client.flush_cache()
+            await client.resume()
+        tokens, _ = transformers_output(server.new, PROMPT, GREEDY["max_new_tokens"])
+        assert await greedy(client) == tokens
+
+    run(test)
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(120)
+def test_a_pause_mode_that_cannot_work_is_refused_before_the_run(run, server, tmp_path, caplog):
+    def check(api, mode):
+        options = [f"inference.urls=[{server.url}]", f"inference.api_key={API_KEY}", f"run.dir={tmp_path}"]
+        options += [f"trainer.atropos.api_url={api.url}", f"trainer.atropos.weight_sync.pause_mode={mode}"]
+        check_services(compose_config(f"actor_rollout_ref.model.path={server.old}", *options), timeout=10)
+
+    async def test(client):
+        capabilities = await client.capabilities()
+        with running_api(tmp_path) as api:
+            for mode in ("auto", "abort"):
+                await asyncio.to_thread(check, api, mode)
+            assert ("each push ends the requests that run" in caplog.text) != capabilities.flushes_retracted
+            if capabilities.flushes_retracted:
+                await asyncio.to_thread(check, api, "retract")
+            else:
+                with pytest.raises(ConfigurationError, match=f"pause_mode=retract does not work with .*{server.url}"):
+                    await asyncio.to_thread(check, api, "retract")
+
+    run(test)
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(120)
+def test_prompt_logprobs_are_those_of_transformers(run, server):
+    """`logprob_start_len`: what kills SGLang 0.5.12 on a CPU without the shim."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    policy = AutoModelForCausalLM.from_pretrained(server.old, dtype=torch.float32)
+    with torch.no_grad():
+        distribution = policy(torch.tensor([PROMPT])).logits[0, :-1].log_softmax(-1)
+    expected = distribution.gather(-1, torch.tensor(PROMPT[1:])[:, None])[:, 0].tolist()
+
+    async def test(client):
+        reply = await client.generate(input_ids=PROMPT, sampling_params=GREEDY, logprob_start_len=0)
+        (nothing, first, _), *rest = reply["meta_info"]["input_token_logprobs"]
+        assert (nothing, first) == (None, PROMPT[0])
+        assert [token for _, token, _ in rest] == PROMPT[1:]
+        assert [logprob for logprob, _, _ in rest] == pytest.approx(expected, abs=1e-4)
+
+    run(test)
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(120)
+def test_abort_ends_requests_with_what_they_have(run):
+    async def test(client):
+        async with in_flight(client) as request:
+            await client.pause("abort")
+            reply = await request
+        assert reply["meta_info"]["finish_reason"]["type"] == "abort"
+        assert 0 < len(reply["output_ids"]) < LONG["max_new_tokens"]
+
+    run(test)
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(120)
+def test_flush_raises_while_requests_run(run):
+    async def test(client):
+        async with in_flight(client) as request:
+            with pytest.raises(InferenceError, match="/flush_cache: HTTP 400"):
+                await client.flush_cache()
+            await client.abort_all()
+            assert (await request)["meta_info"]["finish_reason"]["type"] == "abort"
+
+    run(test)
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [("no folder", "HTTP 400: "), ("no weights", "HTTP 400: .*weights"), ("cut weights", "not sent, .* is damaged")],
+)
+def test_after_a_failed_update_the_old_version_stays_in_force(run, server, tmp_path, damage, message):
+    broken = tmp_path / "broken"
+    if damage != "no folder":
+        shutil.copytree(server.new, broken)
+        weights = broken / "model.safetensors"
+        if damage == "no weights":
+            weights.unlink()
+        else:
+            weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
+
+    async def test(client):
+        before = await greedy(client)
+        with pytest.raises(InferenceError, match=rf"http://.*/update_weights_from_disk: {message}"):
+            await client.update_weights_from_disk(broken, "9")
+        assert await client.weight_version() == "0"
+        await client.flush_cache()
+        assert await greedy(client) == before
+
+    run(test)
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("key", [None, "wrong"])
+def test_a_wrong_key_is_named(server, key):
+    async def body():
+        async with SGLangClient(server.url, key) as client:
+            for call in (client.model_info, client.flush_cache, client.capabilities):
+                with pytest.raises(InferenceError, match="HTTP 401.*API key") as error:
+                    await call()
+                assert error.value.status == 401
+
+    asyncio.run(body())
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(60)
+def test_a_call_that_takes_too_long_is_an_error(server):
+    async def body():
+        async with SGLangClient(server.url, API_KEY, timeout=0.2) as client:
+            with pytest.raises(InferenceError, match=r"/generate: no answer within 0.2 s"):
+                await client.generate(input_ids=PROMPT, sampling_params=LONG)
+
+    asyncio.run(body())
+
+
+# -- without a server ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(30)
+def test_an_absent_server_is_an_error_that_names_it():
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{unused.getsockname()[1]}"
+
+        async def body():
+            async with SGLangClient(url) as client:
+                assert not await client.health()
+                with pytest.raises(InferenceError, match=f"{url}/model_info: cannot connect"):
+                    await client.model_info()
+                with pytest.raises(InferenceError, match="not healthy within 0.5 s"):
+                    await client.wait_healthy(0.5)
+
+        asyncio.run(body())
+
+
+@pytest.mark.parametrize(
+    ("endpoints", "modes", "wanted", "safe"),
+    [
+        ({"/begin_weight_update"}, {"abort", "retract"}, "auto", "retract"),
+        ({"/begin_weight_update"}, {"abort", "retract"}, "in_place", "has no pause mode 'in_place'"),
+        (set(), {"abort", "retract"}, "auto", "abort"),
+        (set(), {"abort", "retract"}, "abort", "abort"),
+        (set(), {"abort", "retract"}, "retract", "cannot flush its KV cache while retracted requests wait"),
+        (set(), set(), "auto", "has no pause mode 'abort'"),
+    ],
+)
+def test_the_safe_pause_mode_is_what_was_asked_for_or_an_error(endpoints, modes, wanted, safe):
+    capabilities = Capabilities("0", frozenset(endpoints), frozenset(modes))
+    if safe in modes:
+        assert capabilities.safe_pause_mode(wanted) == safe
+    else:
+        with pytest.raises(ValueError, match=safe):
+            capabilities.safe_pause_mode(wanted)
+
+
+@pytest.mark.timeout(30)
+def test_a_client_that_was_not_opened_says_so():
+    with pytest.raises(RuntimeError, match="async with"):
+        asyncio.run(SGLangClient("http://127.0.0.1:1").model_info())

@@ -1,0 +1,166 @@
+"""How an SGLang server is started and ended: what cannot work is said at once, and nothing outlives its launcher."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from helpers import ROOT
+from helpers.sglang import running_sglang
+from recipe.atropos.inference.server import (
+    CPU_SHIM,
+    PYTHON_VARIABLE,
+    LaunchError,
+    SGLangLaunch,
+    check_launch,
+    default_sglang_python,
+    sglang_command,
+    start_sglang,
+)
+from recipe.atropos.utils.process import ServiceFailed
+
+PROMPT = [20, 40, 60, 80, 100]
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(60)
+def test_a_taken_port_is_an_error_at_once(model_path, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(LaunchError, match=f"port {port} of 127.0.0.1 is taken"):
+            start_sglang(SGLangLaunch(str(model_path), port=port), log_path=tmp_path / "log")
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(120)
+def test_a_server_that_cannot_start_shows_its_own_last_lines(model_path, tmp_path):
+    shutil.copytree(model_path, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+    with pytest.raises(ServiceFailed, match="(?s)sglang: not serving.*model weights"):
+        with running_sglang(tmp_path / "model"):
+            pass
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(180)
+def test_no_process_of_the_server_outlives_a_killed_launcher(model_path, tmp_path):
+    """Also after a request with n > 1, for which SGLang 0.5.12 would wait for ever."""
+    code = (
+        f"import sys, time; sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'tests')!r}]\n"
+        "import asyncio\n"
+        "from helpers.sglang import running_sglang\n"
+        "from recipe.atropos.inference.client import SGLangClient\n"
+        "async def sample(url):\n"
+        "    async with SGLangClient(url) as client:\n"
+        f"        await client.generate(input_ids={PROMPT}, sampling_params={{'n': 4, 'max_new_tokens': 4}})\n"
+        f"with running_sglang({str(model_path)!r}, log_path='s.log') as (service, url):\n"
+        "    asyncio.run(sample(url))\n"
+        "    print(*[p.pid for p in service.members()], flush=True); time.sleep(600)"
+    )
+    launcher = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    try:
+        members = [psutil.Process(int(pid)) for pid in launcher.stdout.readline().split()]
+    finally:
+        launcher.send_signal(signal.SIGKILL)
+        launcher.wait()
+    assert len(members) >= 3
+    deadline = time.monotonic() + 30
+    while left := [p.pid for p in members if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]:
+        assert time.monotonic() < deadline, f"still alive: {left}"
+        time.sleep(0.1)
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(30)
+def test_a_missing_model_folder_is_an_error_at_once(tmp_path):
+    for path, message in ((tmp_path / "nowhere", "does not exist"), (tmp_path, "has no config.json")):
+        with pytest.raises(LaunchError, match=message):
+            check_launch(SGLangLaunch(str(path)))
+
+
+@pytest.mark.timeout(30)
+def test_a_missing_interpreter_is_an_error_at_once(tmp_path):
+    for python, message in (("/nowhere/bin/python", "does not exist"), (sys.executable, "no package sglang")):
+        with pytest.raises(LaunchError, match=f"{message}.*make sglang-env"):
+            check_launch(SGLangLaunch(str(tmp_path), python=python))
+
+
+def test_the_interpreter_is_named_by_the_environment_first(monkeypatch):
+    monkeypatch.setenv(PYTHON_VARIABLE, "/some/python")
+    assert default_sglang_python() == "/some/python"
+
+
+def test_the_command_on_a_cpu_and_on_a_gpu():
+    cpu, cpu_env = sglang_command(SGLangLaunch("m", python="py", port=5, device="cpu", api_key="k"))
+    assert cpu[0] == "py" and cpu[2] == "sglang.launch_server"
+    assert cpu[cpu.index("--attention-backend") + 1] == "torch_native" and "--api-key" not in cpu
+    assert cpu_env == {
+        "ATROPOS_SECRET_FLAGS": '["--api-key", "k"]',
+        "PYTHONPATH": str(CPU_SHIM),
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "THP_MEM_ALLOC_ENABLE": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "SGL_FORCE_SHUTDOWN": "1",
+    }
+    extra = {"log_level": "warning", "trust-remote-code": True, "enable-metrics": False, "cuda-graph-bs": [1, 2]}
+    gpu, gpu_env = sglang_command(SGLangLaunch("m", python="py", port=5, device="cuda", extra_args=extra))
+    assert "torch_native" not in gpu and "--mem-fraction-static" not in gpu and "--api-key" not in gpu
+    assert gpu[-6:] == ["--log-level", "warning", "--trust-remote-code", "--cuda-graph-bs", "1", "2"]
+    assert not gpu_env["PYTHONPATH"]  # the trainer's path is not SGLang's
+
+
+def test_wrong_launches_are_refused():
+    with pytest.raises(LaunchError, match="'tpu'"):
+        SGLangLaunch("m", device="tpu")
+    with pytest.raises(LaunchError, match="port"):
+        SGLangLaunch("m", extra_args={"port": 1})
+
+
+@pytest.mark.timeout(30)
+def test_the_cpu_shim_acts_only_when_asked_and_hides_no_other(tmp_path):
+    """It imports nothing at start, its stub raises only when called, and a shadowed sitecustomize still runs."""
+    (tmp_path / "sitecustomize.py").write_text("print('shadowed')")
+    code = (
+        "import sys; print('torch' in sys.modules)\n"
+        "try:\n    from sgl_kernel.moe import topk\n    print(topk.some.name is not None)\n    topk(1)\n"
+        "except (ImportError, NotImplementedError) as error: print(error)"
+    )
+    for asked, last in (("1", "sgl_kernel.moe.topk was called"), ("0", "No module named 'sgl_kernel'")):
+        env = {**os.environ, "PYTHONPATH": f"{CPU_SHIM}{os.pathsep}{tmp_path}", "SGLANG_USE_CPU_ENGINE": asked}
+        out = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout
+        lines = out.splitlines()
+        assert lines[:2] == ["shadowed", "False"]
+        assert lines[-1].startswith(last)
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize(("asked", "pinned"), [("1", [False, False, False]), ("0", [True, True, False])])
+def test_the_cpu_shim_lets_no_module_of_sglang_pin_memory_unconditionally(tmp_path, asked, pinned):
+    """The rest of a module stays as it is, with its line numbers; other packages are left alone."""
+    for package in ("sglang/srt", "other"):
+        (tmp_path / package).mkdir(parents=True)
+        source = (
+            "def asked(pin_memory): return pin_memory\nclass Whole(str):\n    def pin_memory(self): return True\n"
+            "first, second = asked(pin_memory=True), Whole()\\\n.pin_memory()\nlast = lambda: None\n"
+        )
+        (tmp_path / package / "__init__.py").write_text(source)
+        (tmp_path / package / "deep").mkdir()
+        (tmp_path / package / "deep" / "__init__.py").write_text(source.replace("True", "bool(0)"))
+        (tmp_path / package / "module.py").write_text(source)
+    code = (
+        "import sglang.srt.module as m, sglang.srt.deep as d, other.module as o\n"
+        "assert o.first is o.second is True and m.last.__code__.co_firstlineno == 6\n"
+        "assert m.last.__code__.co_filename == m.__file__\n"
+        "print(m.first, m.second is True, d.first)"
+    )
+    env = {**os.environ, "PYTHONPATH": f"{CPU_SHIM}{os.pathsep}{tmp_path}", "SGLANG_USE_CPU_ENGINE": asked}
+    out = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout
+    assert out.split() == [str(value) for value in pinned]

@@ -1,0 +1,189 @@
+"""Held-out evaluation: when it is due, of which weights, and what is kept of it."""
+
+import asyncio
+import threading
+import time
+
+import numpy as np
+import orjson
+import pytest
+
+from helpers.environments.item_env import ItemEnv, ItemEnvConfig
+from helpers.trainer import compose_config
+from recipe.atropos.adapter.cli import adapt
+from recipe.atropos.config.env_specs import environment_specs
+from recipe.atropos.evaluated import NotEvaluated, say_evaluated, wait_until_evaluated
+from recipe.atropos.launcher.evaluation import Evaluation, Evaluations, heldout_summary
+from recipe.atropos.launcher.plots import reward_figure
+from recipe.atropos.launcher.services import Run
+from recipe.atropos.run_record import read_evaluations
+
+
+def line(step, env="a", value=0.5):
+    metrics = {"eval/accuracy": value}
+    return {"step": step, "version": step, "env": env, "metrics": metrics, "main": "eval/accuracy", "seconds": 1.0}
+
+
+def write(folder, *lines, torn=b""):
+    (folder / "evaluations.jsonl").write_bytes(b"".join(orjson.dumps(entry) + b"\n" for entry in lines) + torn)
+
+
+def evaluations(folder, *options):
+    config = compose_config("environments.a.target=m", "environments.b.target=m", *options)
+    return Evaluations(Run(config, [], folder), environment_specs(config), None)
+
+
+# ---------------------------------------------------------------- what is due
+
+
+def test_a_resumed_run_repeats_what_was_not_finished_and_what_is_trained_again(tmp_path):
+    """It was killed while b evaluated version 4; the line of version 6 is of updates that no checkpoint holds."""
+    failed = {"step": 2, "version": 2, "env": "b", "error": "why"}
+    write(tmp_path, line(0), line(0, "b"), line(2), failed, line(4), line(6), torn=b'{"step": 4, "env": "b"')
+    kept = evaluations(tmp_path, "evaluation.every=2")
+    assert [spec.name for spec in kept.due(4)] == ["b"]
+    asyncio.run(kept.begin(5))
+    assert [(entry["step"], entry["env"]) for entry in read_evaluations(tmp_path)] == [
+        (0, "a"),
+        (0, "b"),
+        (2, "a"),
+        (4, "a"),
+    ]
+    assert kept.word.read_text() == "5", "the trainer goes on"
+    assert [spec.name for spec in kept.due(2)] == ["b"] and [spec.name for spec in kept.due(6)] == ["a", "b"]
+
+
+def test_an_environment_that_reports_nothing_is_not_asked_again(tmp_path):
+    write(tmp_path, line(0), line(0, "b") | {"metrics": {}})
+    kept = evaluations(tmp_path)
+    asyncio.run(kept.begin(3))
+    assert [spec.name for spec in kept.due(9)] == ["a"]
+
+
+def test_environments_whose_evaluation_is_off_are_never_due(tmp_path):
+    kept = evaluations(tmp_path, "environments.a.evaluate=false")
+    assert [spec.name for spec in kept.due(0)] == ["b"]
+
+
+# ---------------------------------------------------------------- the hold
+
+
+def test_the_trainer_waits_for_the_launchers_word_and_looks_after_its_servers_meanwhile(tmp_path):
+    path, looks = tmp_path / "evaluation" / "evaluated", []
+    say_evaluated(path, -1)
+    threading.Timer(2.6, say_evaluated, (path, 4)).start()
+    started = time.monotonic()
+    wait_until_evaluated(path, 4, 30, lambda: looks.append(1))
+    assert 2 < time.monotonic() - started < 20 and looks
+    wait_until_evaluated(path, 3, 0)
+
+
+def test_a_word_that_does_not_come_is_an_error(tmp_path):
+    path = tmp_path / "evaluated"
+    say_evaluated(path, 3)
+    with pytest.raises(
+        NotEvaluated, match="version 4 of the weights was not evaluated within 0.2 s.*evaluation.timeout"
+    ):
+        wait_until_evaluated(path, 4, 0.2)
+
+
+# ---------------------------------------------------------------- what is found
+
+
+class WithoutServer(ItemEnv):
+    async def answer(self, number, **sampling):
+        return [], [[number]], []
+
+
+class Broken(WithoutServer):
+    async def answer(self, number, **sampling):
+        raise NotImplementedError("in what evaluate calls")
+
+
+def evaluated(environment, folder, model_path, says):
+    _, [server] = environment.config_init()
+    server.model_name = str(model_path)
+    settings = ItemEnvConfig(tokenizer_name=str(model_path), says=says, data_dir_to_save_evals=str(folder))
+    asyncio.run(adapt(environment)(settings, [server])._run_evaluate())
+    path = folder / "metrics.json"
+    return orjson.loads(path.read_bytes())["results"]["all"] if path.exists() else None
+
+
+@pytest.mark.parametrize("says", ["log", "attribute", "return"])
+def test_what_evaluate_finds_is_kept_however_the_environment_says_it(tmp_path, model_path, says):
+    assert evaluated(WithoutServer, tmp_path, model_path, says) == {"eval/spread": 1.0, "eval/total": 4}
+    assert (tmp_path / "samples.jsonl").exists() == (says == "log")
+
+
+@pytest.mark.parametrize("says", ["nothing", "never"])
+def test_an_environment_without_evaluation_is_no_error_and_says_so(tmp_path, model_path, says, caplog):
+    assert evaluated(WithoutServer, tmp_path, model_path, says) is None
+    assert ("evaluate is not implemented" if says == "never" else "evaluate reports nothing") in caplog.text
+
+
+def test_what_is_lacking_within_an_evaluation_is_an_error(tmp_path, model_path):
+    with pytest.raises(NotImplementedError, match="in what evaluate calls"):
+        evaluated(Broken, tmp_path, model_path, "log")
+
+
+def test_numbers_of_numpy_are_kept(tmp_path, model_path):
+    class Numpy(WithoutServer):
+        async def evaluate(self, *args, **kwargs):
+            await self.evaluate_log(metrics={"eval/accuracy": np.float32(0.5), "eval/total": np.int64(8)})
+
+    assert evaluated(Numpy, tmp_path, model_path, "log") == {"eval/accuracy": 0.5, "eval/total": 8}
+
+
+@pytest.mark.parametrize(
+    ("metrics", "main", "text"),
+    [
+        (
+            {"eval/total": 8, "eval/percent_correct": 0.25},
+            "eval/percent_correct",
+            "held-out accuracy 25.0% (8 problems, greedy)",
+        ),
+        ({"eval/reward": 1.5, "eval/length": 7}, "eval/reward", "eval/reward 1.5 (greedy)"),
+        ({}, None, "evaluate reports nothing: not evaluated any more"),
+    ],
+)
+def test_of_all_metrics_one_is_shown(metrics, main, text):
+    found = Evaluation(3, "a", metrics, 1.0, greedy=True)
+    assert (found.main, found.text(), found.line()["metrics"]) == (main, text, metrics)
+
+
+def test_the_summary_has_the_first_and_the_newest_of_each_environment(tmp_path):
+    failed = {"step": 6, "version": 6, "env": "b", "error": "why"}
+    write(
+        tmp_path,
+        line(0, value=0.1),
+        line(0, "b", 0.2),
+        line(3, value=0.3),
+        line(3, "b", 0.4),
+        line(6, value=0.5),
+        failed,
+    )
+    summary = heldout_summary(tmp_path, several=True)
+    assert set(summary) == {"heldout"}
+    assert summary["heldout"]["b"] == {
+        "metric": "eval/accuracy",
+        "items": None,
+        "before": 0.2,
+        "version_before": 0,
+        "after": 0.4,
+        "version_after": 3,
+    }
+    assert summary["heldout"]["a"]["after"] == 0.5
+    write(tmp_path, line(0, value=0.1) | {"metrics": {"eval/accuracy": 0.1, "eval/total": 9}})
+    alone = heldout_summary(tmp_path, several=False)
+    assert alone["heldout_accuracy_before"] == 0.1 and alone["heldout_problems"] == 9
+    assert "heldout_accuracy_after" not in alone
+
+
+def test_the_picture_shows_every_evaluation_of_every_environment(tmp_path):
+    write(tmp_path, *(line(step, env, step / 10) for step in (0, 3, 6) for env in "ab"), line(0, "c"))
+    scores = {"atropos/mean_score": 0.0, "atropos/a/mean_score": 0.5, "atropos/b/mean_score": -0.5}
+    (tmp_path / "metrics.jsonl").write_bytes(b"".join(orjson.dumps({"step": s, **scores}) + b"\n" for s in range(1, 7)))
+    left, right = reward_figure(tmp_path).axes
+    drawn = {curve.get_label(): list(curve.get_xdata()) for curve in right.lines}
+    assert drawn == {"held out, a: accuracy": [0, 3, 6], "held out, b: accuracy": [0, 3, 6]}
+    assert {"score, a", "score, b"} <= {curve.get_label() for curve in left.lines}

@@ -1,0 +1,326 @@
+"""Several environments in one run: what the configuration may say, and what becomes of the others when one dies."""
+
+import asyncio
+import functools
+import os
+import signal
+import sys
+import time
+
+import orjson
+import psutil
+import pytest
+from omegaconf import OmegaConf, flag_override
+
+from helpers.environments import item_env
+from helpers.services import get, group, post, running_api
+from helpers.trainer import compose_config
+from recipe.atropos.adapter.pacing import Paced
+from recipe.atropos.adapter.reporting import EnvReport
+from recipe.atropos.config.compose import load_config
+from recipe.atropos.config.env_specs import environment_specs
+from recipe.atropos.launch_services import compose_overrides, parse_arguments
+from recipe.atropos.launcher.environment_processes import Environments, environment_command
+from recipe.atropos.launcher.preflight import ConfigurationError, check_config
+from recipe.atropos.launcher.services import Run
+from recipe.atropos.launcher.supervision import scores_of
+from recipe.atropos.run_record import read_evaluations, read_metrics
+from recipe.atropos.utils.files import LineReader
+from recipe.atropos.utils.process import ServiceFailed, start_service
+
+ITEM_ENV = f"{item_env.__file__}:ItemEnv"
+
+
+@functools.cache
+def composed():
+    return compose_config("actor_rollout_ref.model.path=m", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096")
+
+
+def config(*options):
+    """As the command line gives it, in a fraction of the time."""
+    with flag_override(composed(), "struct", False):
+        return OmegaConf.merge(composed(), OmegaConf.from_dotlist(list(options)))
+
+
+# ---------------------------------------------------------------- the configuration
+
+
+def test_environments_by_name_take_what_they_do_not_say_from_the_single_one():
+    options = ["environment.target=pkg.one:Env", "environment.max_restarts=7", "environment.args.seed=1"]
+    several = ["environments.math.weight=2", "environments.math.args.size=5", "environments.sums.target=x.py:B"]
+    bridge = "environments.sums.reward_bridge.length_bounty.target=9"
+    settings = load_config(compose_overrides(parse_arguments(["--model=m", *options, *several, bridge])))
+    specs = environment_specs(settings)
+    assert list(specs) == ["math", "sums"]
+    math, sums = specs.values()
+    assert (math.target, math.weight, math.max_restarts, math.group_size) == ("pkg.one:Env", 2, 7, 8)
+    assert math.args == {"size": 5} and sums.args == {}, "flags are each one's own"
+    assert math.reward_bridge is None and sums.reward_bridge == {"length_bounty": {"target": 9}}
+    assert (math.service, sums.key, sums.place) == ("environment-math", "environments.sums", "x.py")
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ([], "gsm8k"),
+        (["environment.target=/some/place/my env.py:Env"], "my_env"),
+        (["environment.target=pkg.module:Env"], "module"),
+        (["environment.args.wandb_name=mine"], "mine"),
+    ],
+)
+def test_a_single_environment_is_called_as_its_flag_says_or_as_its_module(options, name):
+    [spec] = environment_specs(config(*options)).values()
+    assert (spec.name, spec.key, spec.service) == (name, "environment", "environment")
+
+
+A, B = "environments.a.target=m", "environments.b.target=m"
+REFUSED = {
+    f"{A} environments.a.wieght=2": "environments.a.wieght: no such key; did you mean environments.a.weight?",
+    f"{A} environments.a.weight=0": "environments.a.weight=0: give more than 0",
+    f"{A} environments.a.min_batch_allocation=1.5": "environments.a.min_batch_allocation=1.5: give 1 or less",
+    f"{A} environments.a.max_restarts=-1": "environments.a.max_restarts=-1",
+    f"{A} environments.a.evaluate=3": "environments.a.evaluate=3: give true or false",
+    f"{A} environments.a.args=7": "environments.a.args=7: give a mapping",
+    f"{A} environments.a.args.group_size=4": "environments.a.args.group_size: give environments.a.group_size instead",
+    f"{A} environments.a.args.wandb_name=b": "environments.a.args.wandb_name: it is called a",
+    "environment.args.min_batch_allocation=0.5": "give environment.min_batch_allocation instead",
+    "environments.a=module": "environments.a=module: give a mapping",
+    f"{A} {B} environments.a.min_batch_allocation=0.6 environments.b.min_batch_allocation=0.5": (
+        "environments.a.min_batch_allocation=0.6 + environments.b.min_batch_allocation=0.5 = 1.1 of a batch"
+    ),
+    f"{A} {B} environments.a.min_batch_allocation=1": "leaves nothing of a batch to environments.b",
+    f"{A} {B} environments.a.group_size=4 environments.b.group_size=6 data.train_batch_size=12": (
+        "environments.a.group_size=4 does not divide environments.b.group_size=6"
+    ),
+    f"{A} {B} environments.b.group_size=6": "environments.b.group_size=6 does not divide the batch of 128 sequences",
+    "environment.group_size=0": "environment.group_size=0: give 1 or more",
+    "evaluation.every=0": "evaluation.every=0: give 1 or more",
+    "evaluation.every=3 trainer.atropos.weight_sync.every=2": "evaluation.every=3 is no multiple of",
+    "evaluation.timeout=0": "evaluation.timeout=0: give more than 0",
+}
+
+
+@pytest.mark.parametrize("options", REFUSED, ids=range(len(REFUSED)))
+def test_environments_that_cannot_work_are_refused_by_key(options):
+    with pytest.raises(ConfigurationError) as refusal:
+        check_config(config(*options.split()))
+    assert REFUSED[options] in str(refusal.value)
+
+
+def test_environments_whose_groups_and_allocations_fill_a_batch_are_let_through():
+    parts = "environments.a.min_batch_allocation=0.5 environments.b.min_batch_allocation=0.5"
+    check_config(config(*f"{A} {B} {parts} environments.a.group_size=4 evaluation.every=4".split()))
+    check_config(config(*f"{A} {B} environments.a.weight=3".split()))
+
+
+def test_each_is_started_by_the_adapter_under_its_own_name_with_its_part_of_the_batch(tmp_path):
+    options = [A, "environments.a.args.seed=3", "environments.a.weight=2", f"environments.b.target={ITEM_ENV}"]
+    bridge = ["environments.b.reward_bridge.clip=1", "environments.b.min_batch_allocation=0.25"]
+    settings = config(*options, *bridge)
+    a, b = environment_specs(settings).values()
+    run = Run(settings, [], tmp_path)
+    of_a = environment_command(run, a, "serve", "http://api", "http://server")
+    assert of_a[1:6] == ["-m", "recipe.atropos.utils.env_adapter", "serve", "--env", "m"]
+    assert {"--env.wandb_name=a", "--env.inference_weight=2", "--env.seed=3"} <= set(of_a)
+    assert "--env.min_batch_allocation=0.0" in of_a, "else one of the environment's own would count"
+    of_b = environment_command(run, b, "serve", "http://api", "http://server")
+    assert of_b[5:7] == [ITEM_ENV, "--reward-bridge"] and "--env.min_batch_allocation=0.25" in of_b
+    assert open(of_b[7]).read() == "clip: 1\n"
+    assert "--reward-bridge" not in environment_command(run, b, "evaluate", "http://api", "http://server")
+
+
+def test_a_step_with_several_environments_says_the_score_of_each():
+    line = {"atropos/mean_score": 0.25, "atropos/math/mean_score": 1.0, "atropos/sums/mean_score": -0.5}
+    assert scores_of(line) == "+0.250 (math +1.000, sums -0.500)"
+    assert scores_of({"atropos/mean_score": 0.25, "atropos/math/mean_score": 0.25}) == "+0.250"
+
+
+# ---------------------------------------------------------------- one that dies
+
+
+def end(service):
+    os.kill(service.pid, signal.SIGKILL)
+    service.process.wait(10)
+
+
+def test_one_that_is_given_up_leaves_the_run_to_the_others_and_the_last_one_ends_it(tmp_path, capsys):
+    run = Run(None, [], tmp_path)
+    command = [sys.executable, "-c", "print('its last words', flush=True); import time; time.sleep(100)"]
+    try:
+        for name in ("environment-a", "environment-b"):
+            run.set_restart_policy(
+                run.start(name, command), None, 0, "environment", key="environments.x.max_restarts", optional=True
+            )
+        a, b = run.services
+        while "words" not in a.tail():
+            time.sleep(0.05)
+        end(a)
+        run.check()
+        said = capsys.readouterr().out
+        assert "environment-a ended once more after 0 restarts (environments.x.max_restarts), given up" in said
+        assert "its last words" in said and run.services == [b] and run.abandoned == {"environment-a"}
+        end(b)
+        with pytest.raises(ServiceFailed, match="environment-b: ended once more after 0 restarts"):
+            run.check()
+    finally:
+        run.stop()
+
+
+def test_counts_are_summed_over_the_processes_of_an_environment(tmp_path):
+    settings = config(A, B)
+    path = tmp_path / "environments" / "a.jsonl"
+
+    def process(sent, equal):
+        path.parent.mkdir(exist_ok=True)
+        with path.open("ab") as file:
+            file.write(orjson.dumps({"env": "a", "started": True}) + b"\n")
+        report = EnvReport("a", path)
+        report.count("sent", sent)
+        report.write(1, at_once=True)
+        report.count("not_sent/equal_scores", equal)
+        report.in_flight = 4
+        report.write(2, at_once=True)
+
+    process(5, 2)
+    process(7, 1)
+    environments = Environments(Run(settings, [], tmp_path), environment_specs(settings), "http://api", "http://server")
+    assert environments.summary()["a"] == {
+        "in_flight": 8,  # each process left four undone
+        "items": 8,
+        "not_sent/equal_scores": 3,
+        "sent": 12,
+        "restarts": 0,
+        "abandoned": False,
+    }
+
+
+class Stage:
+    """Two environments under the launcher's care, and the API; nobody samples."""
+
+    def __init__(self, folder, model, api, *options):
+        each = [
+            f"environments.{name}.{key}" for name in "ab" for key in (f"target={ITEM_ENV}", "min_batch_allocation=0.5")
+        ]
+        settings = config(*each, *options, "data.train_batch_size=2", "actor_rollout_ref.rollout.n=2")
+        settings.actor_rollout_ref.model.path = str(model)
+        self.api, self.run = api, Run(settings, [], folder)
+        self.environments = Environments(self.run, environment_specs(settings), api, "http://127.0.0.1:1")
+
+    async def until(self, condition, seconds=60):
+        async with asyncio.timeout(seconds):
+            while not condition():
+                await self.environments.look_after()
+                self.run.check()
+                await asyncio.sleep(0.1)
+
+    def service(self, name):
+        return next(service for service in self.run.services if service.name == f"environment-{name}")
+
+    def registrations(self, name):
+        return [
+            line["registered"]
+            for line in LineReader(self.run.directory / f"environments/{name}.jsonl").new_lines()
+            if "registered" in line
+        ]
+
+    def shares(self, *numbers):
+        """Of a batch, as pacing counts them."""
+        found = []
+        for number in numbers:
+            status = get(f"{self.api}/status-env", {"env_id": number})
+            found.append(Paced.part_of_a_batch(0.5, status))
+        return found
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(180)
+def test_of_an_environment_that_is_killed_nothing_is_waited_for(tmp_path, model_path):
+    """First it is started again, then given up; each time its part of the batch is the other's."""
+
+    async def scene(stage):
+        register = {"batch_size": 4, "max_token_len": 2048, "starting_step": 0, "num_steps": 9, "checkpoint_dir": ""}
+        post(
+            f"{stage.api}/register", register | {"wandb_group": "", "wandb_project": "", "save_checkpoint_interval": -1}
+        )
+        assert get(f"{stage.api}/batch")["batch"] is None
+        stage.environments.start()
+        await stage.until(lambda: stage.registrations("a") and stage.registrations("b"))
+        [a], [b] = stage.registrations("a"), stage.registrations("b")
+        assert stage.shares(a, b) == [0.5, 0.5]
+        for number in range(2):
+            post(f"{stage.api}/scored_data", group(number, size=2) | {"env_id": a})
+        assert get(f"{stage.api}/batch")["batch"] is None, "its allocation is b's"
+        first = stage.service("b")
+        end(first)
+        await stage.until(lambda: get(f"{stage.api}/batch")["batch"] is not None)
+        assert stage.service("b").pid != first.pid
+        await stage.until(lambda: len(stage.registrations("b")) == 2)
+        _, b = stage.registrations("b")
+        assert stage.shares(a, b) == [0.5, 0.5]
+        end(stage.service("b"))
+        await stage.until(lambda: stage.shares(a) == [1.0])
+        for number in range(2):
+            post(f"{stage.api}/scored_data", group(number, size=2) | {"env_id": a})
+        assert get(f"{stage.api}/batch")["batch"] is not None
+        assert [service.name for service in stage.run.services] == ["environment-a"]
+        summary = stage.environments.summary()
+        assert (summary["b"]["restarts"], summary["b"]["abandoned"], summary["a"]["abandoned"]) == (1, True, False)
+        end(stage.service("a"))
+        with pytest.raises(ServiceFailed, match="environment-a: ended once more after 0 restarts"):
+            await stage.until(lambda: False, 10)
+
+    with running_api(tmp_path) as api:
+        stage = Stage(tmp_path, model_path, api.url, "environments.a.max_restarts=0", "environments.b.max_restarts=1")
+        try:
+            asyncio.run(scene(stage))
+        finally:
+            stage.run.stop()
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_two_environments_train_together_are_evaluated_and_one_killed_for_good_does_not_stop_the_other(
+    tmp_path, model_path
+):
+    """Both are evaluated before the training, after update 3 and at the end, each time all of it on one version."""
+    folder = tmp_path / "run"
+    each = {"target": ITEM_ENV, "min_batch_allocation": 0.5, "max_restarts": 0}
+    options = [f"environments.{name}.{key}={value}" for name in "ab" for key, value in each.items()]
+    options += ["environments.b.args.says=attribute", "evaluation.every=3", "trainer.save_freq=-1"]
+    command = [
+        sys.executable,
+        "-m",
+        "recipe.atropos.launch_services",
+        "--preset=demo",
+        f"--model={model_path}",
+        *options,
+    ]
+    launcher = start_service("launcher", [*command, "--steps=5", f"--run-dir={folder}"], log_path=tmp_path / "log")
+    try:
+        deadline = time.monotonic() + 240
+        while not read_metrics(folder):
+            assert launcher.poll() is None and time.monotonic() < deadline, launcher.tail()
+            time.sleep(0.1)
+        psutil.Process(orjson.loads((folder / "services.json").read_bytes())["environment-b"]["pid"]).kill()
+        assert launcher.process.wait(200) == 0, launcher.tail(40)
+        assert "left running" not in launcher.tail()
+    finally:
+        launcher.stop(grace=0)
+    lines = read_metrics(folder)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
+    assert lines[0]["atropos/a/groups"] + lines[0]["atropos/b/groups"] == 16 and lines[0]["atropos/b/groups"] > 0
+    assert lines[-1]["atropos/num_environments"] == 1 and "atropos/b/groups" not in lines[-1]
+    output = launcher.log_path.read_text()
+    assert "(a +0.500, b +0.500)" in output
+    assert "environment-b ended once more after 0 restarts (environments.b.max_restarts), given up" in output
+
+    found = read_evaluations(folder)
+    assert sorted((entry["version"], entry["env"]) for entry in found) == [(v, e) for v in (0, 3, 5) for e in "ab"]
+    assert all(entry["metrics"]["eval/total"] == 4 for entry in found), "none failed, none met two versions"
+    assert [line["step"] for line in lines if line["phase_s/evaluate"] > 0.5] == [4], "it waited for the evaluation"
+    samples = [LineReader(folder / f"evaluation/{v}/a/samples.jsonl").new_lines() for v in (0, 3, 5)]
+    assert [[sample["item"] for sample in each] for each in samples] == [[0, 1, 2, 3]] * 3, "the same items"
+    summary = orjson.loads((folder / "summary.json").read_bytes())
+    assert summary["environments"]["b"]["abandoned"] and not summary["environments"]["a"]["abandoned"]
+    assert summary["heldout"]["a"]["version_after"] == 5 and summary["policy_version"] == 5

@@ -1,0 +1,126 @@
+"""What cannot work is refused before anything is started, by key and with what to give instead."""
+
+import pytest
+from omegaconf import OmegaConf
+
+from helpers.trainer import compose_config
+from recipe.atropos.errors import ConfigurationError
+from recipe.atropos.launcher.preflight import REJECTION_STATISTICS, check_config, check_correction
+
+ACTOR, CORRECTION, ATROPOS = "actor_rollout_ref.actor", "algorithm.rollout_correction", "trainer.atropos"
+BASELINE = f"algorithm.adv_estimator=tir_optimal_token_baseline {ACTOR}.calculate_sum_pi_squared=true"
+ADAPTER_ONLY = (
+    f"actor_rollout_ref.model.lora_rank=8 actor_rollout_ref.model.lora.merge=false {ATROPOS}.weight_sync.transport=auto"
+)
+# Half of the longest row for each of the two ranks that share it.
+SHARED = f"data.max_prompt_length=1024 data.max_response_length=1024 {ACTOR}.ppo_max_token_len_per_gpu=1024"
+MODEL = ["actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B", f"{ACTOR}.ppo_max_token_len_per_gpu=4096"]
+
+CASES = {
+    "algorithm.adv_estimator=gae": "needs a critic",
+    "algorithm.adv_estimator=remax": "a greedy rollout for each prompt",
+    "algorithm.adv_estimator=gdpo": "several named rewards",
+    "algorithm.adv_estimator=grpoo": "=grpoo; choose one of gpg, grpo, grpo_atropos",
+    "algorithm.adv_estimator=optimal_token_baseline": "calculate_sum_pi_squared=true",
+    f"{BASELINE} {CORRECTION}.bypass_mode=true": "needs the forward pass",
+    f"algorithm.adv_estimator=rloo {ATROPOS}.fallback_to_grpo=false": "or choose grpo_atropos",
+    "algorithm.kl_penalty=foo": "algorithm.kl_penalty=foo; choose one of kl",
+    f"{ATROPOS}.use_advantages=false {ATROPOS}.fallback_to_grpo=false": "leave no advantage",
+    f"{ATROPOS}.advantage_normalization=max": "choose one of none, batch, global",
+    f"{ATROPOS}.advantage_clipping=[1,-1]": "low below high",
+    f"{ACTOR}.policy_loss.loss_mode=sft": "choose one of advantage_weighted_sft, ",
+    f"{ACTOR}.policy_loss.loss_mode=geo_mean": "gspo is the nearest",
+    f"{ACTOR}.policy_loss.loss_mode=dro": "dro_beta",
+    f"{ACTOR}.policy_loss.loss_mode=bypass_mode": "bypass_mode=true; set it",
+    f"{ACTOR}.shuffle=true": "would tear groups apart",
+    f"{CORRECTION}.bypass_mode=true {CORRECTION}.rollout_is_batch_normalize=true": "over each micro-batch",
+    f"{ACTOR}.policy_loss.loss_mode=gspo {CORRECTION}.bypass_mode=true": "drop one of them",
+    f"{ACTOR}.loss_agg_mode=mean": "choose one of token-mean",
+    f"{ACTOR}.ppo_max_token_len_per_gpu=1024": "no room for a row of data.max_prompt_length",
+    f"{CORRECTION}.rollout_is=tokens": "rollout_is=tokens; choose one of token, sequence, null",
+    f"{CORRECTION}.rollout_is_threshold=null": "rollout_is_threshold=null with rollout_is=token",
+    f"{CORRECTION}.rollout_is_threshold=-1": "rollout_is_threshold=-1: give a number above 0",
+    f"{CORRECTION}.rollout_rs=token_k1": "rollout_rs_threshold=null with rollout_rs=token_k1",
+    f"{CORRECTION}.rollout_rs=nonsense {CORRECTION}.rollout_rs_threshold=2": "nonsense is none of token_k1",
+    f"{CORRECTION}.loss_type=foo": "choose one of ppo_clip, reinforce",
+    f"{ADAPTER_ONLY} inference.urls=[http://h:1]": "inference.gateway=null: requests meet the adapter only if",
+    f"{ADAPTER_ONLY} {ATROPOS}.weight_sync.transport=disk": "transport=disk: an adapter travels inside the request",
+    f"{ADAPTER_ONLY} {ATROPOS}.weight_sync.verify=checksum": "base weights alone; set it to probe",
+    f"{ADAPTER_ONLY} inference.colocated=true": "lost with the memory that servers lend",
+    "actor_rollout_ref.model.lora_adapter_path=/some/adapter": "lora_rank=0 would train without an adapter",
+    f"{ATROPOS}.distillation.loss_coef=-1": "loss_coef=-1",
+    f"{ATROPOS}.distillation.use_policy_loss=false": "give a loss_coef",
+    f"{ATROPOS}.distillation.loss_coef=1 actor_rollout_ref.model.use_fused_kernels=true": "needs whole logits",
+    f"{ATROPOS}.distillation.loss_coef=1 {ACTOR}.ulysses_sequence_parallel_size=2": "needs whole logits",
+    f"{ATROPOS}.distillation.loss_coef=1 {ATROPOS}.distillation.use_policy_loss=false {ACTOR}.use_kl_loss=true": (
+        "leaves out the KL and entropy terms"
+    ),
+    f"{ATROPOS}.weight_sync.verify=hash": "weight_sync.verify=hash; choose one of version, probe",
+    f"inference.colocated=true {ATROPOS}.weight_sync.every=2": "every update needs a push; set it to 1",
+    f"inference.colocated=true {ATROPOS}.weight_sync.pause_mode=in_place": "dies when it gives memory back",
+    "actor_rollout_ref.model.lora_rank=8 actor_rollout_ref.actor.checkpoint.save_contents=[model,hf_model]": (
+        "give save_contents=[model], of which model holds base and adapter"
+    ),
+    f"{ATROPOS}.replay=/no/such/folder": "no recorded batches there",
+}
+
+
+@pytest.mark.parametrize("overrides", CASES, ids=range(len(CASES)))
+def test_a_configuration_that_cannot_work_is_refused_by_key(overrides):
+    with pytest.raises(ConfigurationError, match=CASES[overrides].replace("[", r"\[")):
+        check_config(compose_config(*MODEL, *overrides.split()))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "",
+        f"{ACTOR}.policy_loss.loss_mode=advantage_weighted_sft {ATROPOS}.advantage_clipping=[-5,5]",
+        f"{CORRECTION}.bypass_mode=true {CORRECTION}.rollout_is=null",
+        f"{CORRECTION}.rollout_is=sequence {CORRECTION}.rollout_rs=seq_mean_k3 {CORRECTION}.rollout_rs_threshold=0.1",
+        f"{ATROPOS}.distillation.loss_coef=1 {ATROPOS}.distillation.use_policy_loss=false",
+        BASELINE,
+        "actor_rollout_ref.model.lora_rank=8",
+        ADAPTER_ONLY,
+        f"{ADAPTER_ONLY} inference.urls=[http://h:1] inference.gateway=http://h:2",
+        f"{SHARED} {ACTOR}.ulysses_sequence_parallel_size=2",
+        f"{SHARED} {ACTOR}.fsdp_config.ulysses_sequence_parallel_size=2",
+    ],
+    ids=[
+        "default",
+        "sft",
+        "bypass",
+        "sequence",
+        "teacher",
+        "baseline",
+        "lora",
+        "adapter",
+        "adapter by urls",
+        "sp",
+        "sp2",
+    ],
+)
+def test_a_configuration_that_works_is_let_through(overrides):
+    check_config(compose_config(*MODEL, *overrides.split()))
+
+
+THRESHOLDS = [2, -1, "0.5_2", "2_0.5", "a", "1_b", "", "0.5_2,3", "2,3"]
+
+
+@pytest.mark.parametrize("threshold", THRESHOLDS)
+@pytest.mark.parametrize(
+    "statistics", ["token_k1", "seq_mean_k3", "token_k1,seq_max_k2", "token_k4", "token_k1,token_k1"]
+)
+def test_schema_of_rejection_thresholds_is_verls(statistics, threshold):
+    import torch
+    from verl.trainer.ppo.rollout_corr_helper import SUPPORTED_ROLLOUT_RS_OPTIONS, compute_rollout_rejection_mask
+
+    assert set(REJECTION_STATISTICS) == SUPPORTED_ROLLOUT_RS_OPTIONS
+    correction = OmegaConf.create({"rollout_is": None, "rollout_rs": statistics, "rollout_rs_threshold": threshold})
+    try:
+        compute_rollout_rejection_mask(torch.zeros(1, 2), torch.ones(1, 2), statistics, threshold)
+    except ValueError:
+        with pytest.raises(ConfigurationError, match="algorithm.rollout_correction.rollout_rs"):
+            check_correction(correction)
+    else:
+        check_correction(correction)

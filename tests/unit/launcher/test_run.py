@@ -1,0 +1,250 @@
+"""What becomes of a run when one of its services ends; the services are small programs."""
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from dataclasses import replace
+
+import orjson
+import psutil
+import pytest
+
+from helpers.disk import fill
+from helpers.trainer import compose_config
+from recipe.atropos.config.env_specs import environment_specs
+from recipe.atropos.inference.server import SGLangLaunch, sglang_command
+from recipe.atropos.launcher.environment_processes import Environments
+from recipe.atropos.launcher.launch import launch
+from recipe.atropos.launcher.services import Run
+from recipe.atropos.launcher.sglang import Inference, _start_again_from_now_on, plan_servers
+from recipe.atropos.run_dir import RunDir
+from recipe.atropos.utils.files import DiskFull
+from recipe.atropos.utils.hosts import joins_cluster
+from recipe.atropos.utils.process import ServiceFailed
+from recipe.atropos.utils.scratch import Scratch
+from recipe.atropos.weight_sync.build import build_manager
+
+pytestmark = pytest.mark.timeout(60)
+
+SLEEP = [sys.executable, "-c", "print('begun', flush=True); import time; time.sleep(100)"]
+END = [sys.executable, "-c", "print('my last words')"]
+
+
+@pytest.fixture
+def run(tmp_path):
+    run = Run(None, [], tmp_path)
+    yield run
+    run.stop()
+
+
+def revived(run, name, kind, limit=2):
+    service = run.start(name, SLEEP, url="http://somewhere")
+    run.set_restart_policy(service, lambda: run.start(name, SLEEP, url="http://somewhere"), limit, kind)
+    return service
+
+
+def end(service):
+    os.kill(service.pid, signal.SIGKILL)
+    service.process.wait(10)
+
+
+def listed(run):
+    """Its pid by the name of each service; the launcher is this process."""
+    found = {name: entry["pid"] for name, entry in orjson.loads((run.directory / "services.json").read_bytes()).items()}
+    assert found.pop("launcher") == os.getpid()
+    return found
+
+
+def test_a_service_is_started_again_so_many_times_and_then_named(run, capsys):
+    revived(run, "sglang", "sglang")
+    run.check()
+    for count in (1, 2):
+        dead = run.services[0]
+        end(dead)
+        run.check()
+        assert len(run.services) == 1 and run.services[0].pid != dead.pid
+        assert listed(run) == {"sglang": run.services[0].pid}
+        said = capsys.readouterr().out
+        assert said.count("\n") == 1 and f"sglang ended (-9), started again at http://somewhere: {count} of 2" in said
+    end(run.services[0])
+    with pytest.raises(ServiceFailed, match="sglang: ended once more after 2 restarts .inference.max_restarts"):
+        run.check()
+
+
+def test_run_dir_full_disk_ends_the_launcher_with_its_first_error(full_disk, monkeypatch):
+    config = compose_config("actor_rollout_ref.model.path=m")
+    made, create = [], Scratch.create
+    monkeypatch.setattr(Scratch, "create", lambda: made.append(create()) or made[-1])
+    (full_disk / "run").mkdir()
+    fill(full_disk)
+    with pytest.raises(DiskFull, match=f"no space left on device: {full_disk}/run/services.json") as raised:
+        asyncio.run(launch(config, [], full_disk / "run", environment_specs(config)))
+    assert raised.value.__notes__ == [f"then, at the end: {raised.value}"]
+    words = [word for process in psutil.Process().children(recursive=True) for word in process.cmdline()]
+    assert not any("run_api" in word for word in words)
+    assert len(made) == 1 and not made[0].folder.exists()
+
+
+def test_run_dir_full_disk_keeps_no_environment_running(full_disk, monkeypatch):
+    config = compose_config("actor_rollout_ref.model.path=m")
+    run = Run(config, [], full_disk / "run")
+    environments = Environments(run, environment_specs(config), "http://api", "http://server")
+    [state] = environments._states
+    environments._states = [state, replace(state)]
+    try:
+        for number, state in enumerate(environments._states):
+            state.service = run.start(f"env-{number}", SLEEP)
+        fill(full_disk)
+        with pytest.raises(DiskFull, match="services.json"):
+            environments.stop()
+        assert not run.services and all(state.service.poll() is not None for state in environments._states)
+    finally:
+        (full_disk / "ballast").unlink(missing_ok=True)
+        run.stop()
+
+
+@pytest.mark.parametrize(("address", "loopback"), [(None, True), ("local", True), ("10.0.0.1:6379", False)])
+def test_run_on_a_cluster_is_not_kept_on_loopback(tmp_path, monkeypatch, address, loopback):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    config = compose_config("actor_rollout_ref.model.path=m", f"+ray_kwargs.ray_init.address={address or 'null'}")
+    run = Run(config, [], tmp_path)
+    try:
+        assert ("GLOO_SOCKET_IFNAME" in run.variables) is loopback
+    finally:
+        run.stop()
+
+
+@pytest.mark.parametrize(
+    ("variable", "address", "expected"),
+    [
+        (None, None, False),
+        (None, "auto", True),
+        ("10.0.0.1:6379", None, True),
+        ("10.0.0.1:6379", "auto", True),
+        ("10.0.0.1:6379", "local", False),
+        ("local", None, False),
+        ("local", "10.0.0.1:6379", True),
+    ],
+)
+def test_run_joins_the_cluster_that_ray_would(monkeypatch, variable, address, expected):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    if variable:
+        monkeypatch.setenv("RAY_ADDRESS", variable)
+    assert joins_cluster({"address": address}) is expected
+
+
+def test_a_service_that_may_not_start_yet_waits_and_is_said_to_and_starts_when_it_may(run, tmp_path, capsys):
+    """A server on the trainer's GPUs, while the trainer has its memory."""
+    lent = tmp_path / "lent"
+    lent.touch()
+    service = run.start("sglang", SLEEP)
+    run.set_restart_policy(
+        service, lambda: run.start("sglang", SLEEP), 1, "sglang", may_start=lambda: not lent.exists()
+    )
+    end(service)
+    for _ in range(3):
+        run.check()
+    assert run.services == [service] and not service.members()
+    assert capsys.readouterr().out == "sglang ended (-9); it starts again when the trainer gives its memory back\n"
+    lent.unlink()
+    run.check()
+    assert run.services[0].poll() is None and "1 of 1 restarts" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("colocated", [True, False])
+def test_servers_wait_for_the_memory_that_the_trainer_says_it_has_where_they_share_it(tmp_path, colocated):
+    options = ["actor_rollout_ref.model.path=m", "inference.urls=[http://127.0.0.1:1]", f"run.dir={tmp_path}"]
+    config = compose_config(*options, f"inference.colocated={colocated}")
+    run = Run(config, [], tmp_path)
+    try:
+        services = {name: run.start(name, SLEEP) for name in ("sglang", "gateway")}
+        launch = SGLangLaunch("m", port=1)
+        _start_again_from_now_on(run, Inference({"sglang": launch}, "http://gateway", "key"), services)
+        memory = build_manager(config, None, 10, None).memory
+        assert run.restart_policies["sglang"].may_start()
+        (memory.mark if colocated else RunDir(tmp_path).servers_offloaded).touch()
+        assert (
+            run.restart_policies["sglang"].may_start() is not colocated and run.restart_policies["gateway"].may_start()
+        )
+    finally:
+        run.stop()
+
+
+def test_any_other_service_that_ends_ends_the_run(run):
+    revived(run, "sglang", "sglang")
+    service = run.start("api", END)
+    service.process.wait(10)
+    with pytest.raises(ServiceFailed, match=r"api: ended while the run needs it(.|\n)*my last words"):
+        run.check()
+
+
+def test_when_the_training_is_done_the_servers_that_are_left_must_do(run, capsys):
+    """Nobody could give a new one the weights."""
+    first, second = revived(run, "sglang-0", "sglang"), revived(run, "sglang-1", "sglang")
+    revived(run, "gateway", "gateway")
+    run.start("trainer", END).process.wait(10)
+    run.check()
+    end(first)
+    run.check()
+    assert "sglang-0 ended (-9); the others go on" in capsys.readouterr().out
+    assert set(listed(run)) == {"sglang-1", "gateway"}
+    end(second)
+    with pytest.raises(ServiceFailed, match="sglang-1: ended while the run needs it"):
+        run.check()
+
+
+def test_what_a_dead_service_left_running_is_ended_before_its_successor_starts(run):
+    """Half a server keeps its memory, and maybe its port."""
+    orphan = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(100)'])"
+    service = run.start("sglang", [sys.executable, "-c", f"{orphan}; import time; time.sleep(100)"])
+    run.set_restart_policy(service, lambda: run.start("sglang", SLEEP), 1, "sglang")
+    deadline = time.monotonic() + 20
+    while len(service.members()) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    end(service)
+    assert not service.members()
+    run.check()
+    assert run.services[0].poll() is None
+
+
+@pytest.mark.parametrize(("device", "gpus"), [("cpu", [None, None]), ("cuda", [4, 6])])
+def test_each_server_has_a_port_a_seed_and_on_gpus_devices_of_its_own(tmp_path, device, gpus):
+    config = compose_config(
+        "actor_rollout_ref.model.path=m",
+        "inference.servers=2",
+        f"inference.device={device}",
+        "seed=7",
+        "inference.args.tp_size=2",
+        *(["inference.args.base_gpu_id=4"] if device == "cuda" else []),
+    )
+    launches = plan_servers(Run(config, [], tmp_path))
+    assert list(launches) == ["sglang-0", "sglang-1"]
+    assert len({launch.port for launch in launches.values()}) == 2
+    assert [launch.extra_args["random_seed"] for launch in launches.values()] == [7, 8]
+    assert [launch.extra_args.get("base_gpu_id") for launch in launches.values()] == gpus
+    assert not any(launch.extra_args["trust_remote_code"] for launch in launches.values())
+    config.actor_rollout_ref.model.trust_remote_code = True
+    assert all(launch.extra_args["trust_remote_code"] for launch in plan_servers(Run(config, [], tmp_path)).values())
+
+    config.inference.servers, config.inference.port = 1, 30000
+    assert [(name, launch.port) for name, launch in plan_servers(Run(config, [], tmp_path)).items()] == [
+        ("sglang", 30000)
+    ]
+
+
+def test_servers_are_started_to_take_the_adapter_that_is_pushed_by_itself(model_path, tmp_path):
+    def flags(*overrides):
+        path = f"actor_rollout_ref.model.path={model_path}"
+        launches = plan_servers(Run(compose_config(path, "inference.device=cpu", *overrides), [], tmp_path))
+        return " ".join(sglang_command(launches["sglang"])[0])
+
+    lora = ("actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.target_modules=[q_proj,down_proj]")
+    assert "lora-rank" not in flags() + flags(*lora)
+    alone = flags(*lora, "actor_rollout_ref.model.lora.merge=false")
+    assert "--enable-lora --max-lora-rank 4 --lora-target-modules down_proj q_proj" in alone
+    assert "--max-loras-per-batch 4 --max-loaded-loras 4" in alone
+    linear = flags(lora[0], "actor_rollout_ref.model.lora.merge=false", "inference.args.max_lora_rank=8")
+    assert "--max-lora-rank 8 --lora-target-modules down_proj gate_proj k_proj o_proj q_proj up_proj v_proj" in linear

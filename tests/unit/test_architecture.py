@@ -1,0 +1,54 @@
+"""docs: what they name is there, and what is generated is current."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from helpers import ROOT
+from recipe.atropos.config.reference import reference
+
+RECIPE = ROOT / "recipe/atropos"
+_UNNAMED = ("__init__", "__pycache__")
+NAMED = re.findall(r"`([\w/]+\.py)(?::([\w.]+))?`", (ROOT / "docs/architecture.md").read_text())
+
+
+def names_of(node, prefix=""):
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield prefix + child.name
+            yield from names_of(child, f"{prefix}{child.name}.")
+
+
+@pytest.mark.parametrize(("file", "name"), [(file, name) for file, name in NAMED if name])
+def test_each_function_of_the_walk_is_there(file, name):
+    assert name in names_of(ast.parse((RECIPE / file).read_text()))
+
+
+def test_each_package_has_a_line():
+    page = (ROOT / "docs/architecture.md").read_text()
+    named = set(re.findall(r"`([\w]+)/`", page)) | {Path(file).stem for file, _ in NAMED}
+    assert {path.stem for path in RECIPE.iterdir() if path.is_dir() or path.suffix == ".py"} <= {*named, *_UNNAMED}
+
+
+def test_each_page_is_in_the_index():
+    index = (ROOT / "docs/README.md").read_text()
+    assert [path.name for path in (ROOT / "docs").glob("*.md") if f"({path.name})" not in index] == ["README.md"]
+
+
+def test_the_configuration_reference_is_current():
+    text = (ROOT / "docs/configuration.md").read_text()
+    assert text == reference(), "python -m recipe.atropos.config.reference > docs/configuration.md"
+
+
+def test_each_error_is_in_the_troubleshooting_page():
+    page = (ROOT / "docs/troubleshooting.md").read_text()
+    known, classes = {"AtroposError"}, {}
+    for path in RECIPE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                classes[node.name] = {base.id for base in node.bases if isinstance(base, ast.Name)}
+    while more := {name for name, bases in classes.items() if bases & known} - known:
+        known |= more
+    assert [name for name in known - {"AtroposError"} if f"`{name}`" not in page and name[0] != "_"] == []

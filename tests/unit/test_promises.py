@@ -1,0 +1,311 @@
+"""docs/migration.md and docs/promises.md against the code, row by row; and the presets for real models, made small."""
+
+import ast
+import functools
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import numpy as np
+import orjson
+import pytest
+from omegaconf import OmegaConf
+
+from helpers import ROOT
+from helpers.trainer import random_group
+from recipe.atropos.config.compose import compose_config, load_config
+from recipe.atropos.config.models import resolve_model
+from recipe.atropos.config.renamed import RENAMED, check_renamed
+from recipe.atropos.environments.word_problems import generate
+from recipe.atropos.errors import ConfigurationError
+from recipe.atropos.launch_services import main, parse_arguments
+from recipe.atropos.launcher.preflight import check_config
+from recipe.atropos.run_record import read_evaluations, read_metrics
+from recipe.atropos.utils.process import start_service
+
+RECIPE = ROOT / "recipe" / "atropos"
+MODEL = "actor_rollout_ref.model.path=m"
+STATES = {"same", "renamed", "different"}
+
+
+def tables(page):
+    """The tables of a page of docs by their heading: rows of cells, without the head."""
+    found, heading, rows = {}, "", []
+    for line in (ROOT / "docs" / page).read_text().splitlines():
+        if line.startswith("#"):
+            heading = line.lstrip("# ")
+        elif line.startswith("|"):
+            rows = found.setdefault(heading, [])
+            rows.append([cell.strip() for cell in line[1:-1].split("|")])
+    return {heading: rows[2:] for heading, rows in found.items()}
+
+
+def code(cell):
+    return re.findall(r"`([^`]+)`", cell)
+
+
+MIGRATION, PROMISES = tables("migration.md"), tables("promises.md")
+
+
+def rows_of(heading, columns=4):
+    rows = MIGRATION[heading]
+    assert rows and all(len(row) == columns and row[2] in STATES for row in rows), f"{heading}: a malformed row"
+    return rows
+
+
+def in_repository(path):
+    return (RECIPE / path).exists() or (ROOT / path).exists()
+
+
+def defined(place):
+    """Whether ``file.py:Name`` or ``file.py:Class.name`` is defined there."""
+    file, _, name = place.partition(":")
+    if not (RECIPE / file).is_file():
+        return False
+    body = ast.parse((RECIPE / file).read_text()).body
+    for part in name.split("."):
+        named = [node for node in body if getattr(node, "name", None) == part]
+        if not named:
+            return False
+        body = named[0].body
+    return True
+
+
+@functools.cache
+def functions_of(name):
+    """Of the file of tests, wherever it is."""
+    (file,) = (ROOT / "tests").rglob(name)
+    nodes = ast.parse(file.read_text()).body
+    return {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+
+
+def keys_of(config):
+    def walk(tree, prefix):
+        for name, value in tree.items():
+            yield prefix + str(name)
+            if isinstance(value, dict):
+                yield from walk(value, f"{prefix}{name}.")
+
+    return set(walk(OmegaConf.to_container(config), ""))
+
+
+def test_promises_of_keys_are_in_the_configuration():
+    known = keys_of(compose_config([]))
+    free = ("environment.args.", "environment.reward_bridge.")
+    for name, _, state, here in rows_of("Keys"):
+        (old,) = code(name)
+        if state != "renamed":
+            assert old in known, old
+        for key in (cell.partition("=")[0] for cell in code(here) if "." in cell):
+            assert key in known or key.startswith(free), f"{old}: {key}"
+
+
+def test_promises_of_renamed_keys_are_refusals_that_name_the_new():
+    renamed = {code(name)[0]: code(here)[0] for name, _, state, here in rows_of("Keys") if state == "renamed"}
+    assert set(RENAMED) <= {old for old in renamed} | {old.rpartition(".")[0] for old in renamed}
+    for old, new in renamed.items():
+        for given in (f"{old}=3", f"+{old}=3"):
+            with pytest.raises(ConfigurationError, match=rf"^{re.escape(old)}=3: .* give .*{re.escape(new)}"):
+                load_config([MODEL, given])
+        nested = 3
+        for part in reversed(old.split(".")):
+            nested = {part: nested}
+        with pytest.raises(ConfigurationError, match=rf"^{re.escape(old)}=3: .* give .*{re.escape(new)}"):
+            check_renamed(nested)
+
+
+def test_promises_of_renamed_keys_name_each_of_them_and_no_other():
+    with pytest.raises(ConfigurationError) as refusal:
+        load_config([MODEL, "optim={lr: 1e-5, clip_grad: 1.0}", "model={strategy: fsdp2}", "advantage_clipping=null"])
+    assert str(refusal.value).splitlines() == [
+        "optim.lr=1e-05: this key has another name here; give actor_rollout_ref.actor.optim.lr=1e-05",
+        "optim.clip_grad=1.0: this key has another name here; give actor_rollout_ref.actor.optim.clip_grad=1.0",
+        "model.strategy=fsdp2: this key has another name here; give actor_rollout_ref.actor.strategy=fsdp2",
+        "advantage_clipping=null: this key has another name here; give trainer.atropos.advantage_clipping=null",
+    ]
+    check_renamed(OmegaConf.to_container(load_config([MODEL, "environment.args={lr: 3, optim: {lr: 2}}"])))
+
+
+OF_THE_SFT_DOCUMENT = """
+use_advantage_weighting: true
+advantage_normalization: "batch"
+advantage_clipping: [-5.0, 5.0]  # null for no clipping
+model:
+  strategy: "fsdp"  # or "fsdp2" for better performance
+data:
+  micro_batch_size_per_gpu: 1
+  balance_dp_token: true
+  max_response_length: 512
+optim:
+  clip_grad: 1.0
+  lr: 1.0e-5
+"""
+OF_THE_VERL_DOCUMENT = """
+trainer:
+  atropos:
+    api_url: http://localhost:9001
+    timeout: 30
+    use_advantages: true
+    fallback_to_grpo: true
+    retry_attempts: 10
+    retry_delay: 0.5
+    max_wait_time: 30.0
+algorithm:
+  adv_estimator: grpo_atropos
+"""
+
+
+def test_promises_of_old_files_are_kept_or_told_key_by_key(tmp_path):
+    file = tmp_path / "old.yaml"
+    file.write_text(OF_THE_VERL_DOCUMENT)
+    config = load_config([MODEL, f"config={file}"])
+    assert config.trainer.atropos.api_url == "http://localhost:9001" and config.trainer.atropos.max_wait_time == 30
+    file.write_text(OF_THE_SFT_DOCUMENT)
+    with pytest.raises(ConfigurationError) as refusal:
+        load_config([MODEL, f"config={file}"])
+    told = [line.partition(": this key has another name here; give ")[::2] for line in str(refusal.value).splitlines()]
+    assert told == [
+        ("use_advantage_weighting=true", "actor_rollout_ref.actor.policy_loss.loss_mode=advantage_weighted_sft"),
+        ("advantage_normalization=batch", "trainer.atropos.advantage_normalization=batch"),
+        ("advantage_clipping=[-5.0, 5.0]", "trainer.atropos.advantage_clipping=[-5.0, 5.0]"),
+        ("model.strategy=fsdp", "actor_rollout_ref.actor.strategy=fsdp"),
+        ("data.micro_batch_size_per_gpu=1", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1"),
+        ("data.balance_dp_token=true", "trainer.balance_batch=true"),
+        ("optim.clip_grad=1.0", "actor_rollout_ref.actor.optim.clip_grad=1.0"),
+        ("optim.lr=1e-05", "actor_rollout_ref.actor.optim.lr=1e-05"),
+    ]
+    config = load_config([MODEL, *(new for _, new in told)])  # as it says
+    assert config.actor_rollout_ref.actor.optim.lr == 1e-5 and config.trainer.atropos.advantage_clipping == [-5, 5]
+
+
+def test_promises_of_values_are_taken_or_refused_by_name(tmp_path, capsys):
+    for name, _, state, _ in rows_of("Values"):
+        (given,) = code(name)
+        if state == "same":
+            load_config([MODEL, given])
+            continue
+        arguments = ["--model=m", f"--run-dir={tmp_path / 'run'}", given]
+        assert main(arguments) == 1
+        assert f"{given} is not supported: " in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
+def test_promises_of_flags_are_fields_of_the_environments():
+    from atroposlib.envs.base import APIServerConfig
+
+    from recipe.atropos.environments.gsm8k import GSM8kEnvConfig
+
+    fields = {"env": GSM8kEnvConfig.model_fields, "openai": APIServerConfig.model_fields}
+    for name, *_ in rows_of("Flags of environments"):
+        section, _, field = code(name)[0].removeprefix("--").partition(".")
+        assert section == "slurm" or field in fields[section], name
+
+
+def test_promises_of_commands_are_programs_of_this_repository():
+    for name, _, _, here in rows_of("Commands"):
+        for command in code(here):
+            words = shlex.split(command)
+            if words[:2] == ["python", "-m"]:
+                place = ROOT / words[2].replace(".", "/")
+                file = place / "__main__.py" if place.is_dir() else place.with_suffix(".py")
+                assert file.is_file() and "__main__" in file.read_text(), command
+                if words[2].endswith("launch_services"):
+                    parse_arguments([{"N": "1", "G": "1"}.get(word, word) for word in words[3:]])
+            elif words[0] == "make":
+                assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), command
+            elif words[0] == "pytest":
+                assert in_repository(words[1]), command
+            elif words[0] == "run-api":
+                assert "--port" in Path(__import__("atroposlib.cli.run_api", fromlist=["_"]).__file__).read_text()
+            elif "/" in command:
+                assert in_repository(command), f"{name}: {command}"
+
+
+def test_promises_of_files_and_names_are_there():
+    for name, _, state, here in rows_of("Files"):
+        assert code(here) and all(in_repository(path) for path in code(here)), here
+        assert state != "same" or code(name) == code(here)
+    for name, _, state, here in rows_of("Classes and functions"):
+        places = [place for place in code(here) if ".py:" in place]
+        assert places and all(defined(place) for place in places), here
+        assert state != "same" or any(place.endswith(f":{code(name)[0]}") for place in places), name
+
+
+def test_promises_of_fields_and_addresses_are_there():
+    from atroposlib.api import app
+
+    from recipe.atropos.data.data_proto import groups_to_data_proto
+    from recipe.atropos.data.rows import RowLimits
+
+    group = random_group(np.random.default_rng(0), vocab_size=50)
+    for name, *_ in rows_of("Fields"):
+        if code(name)[0] not in group:
+            group[code(name)[0]] = [[-0.5] * len(row) for row in group["tokens"]]
+    rows, _ = groups_to_data_proto([group], RowLimits(16, 64, pad_token_id=0))
+    for _, _, _, here in rows_of("Fields"):
+        assert not set(code(here)) - set(rows.batch.keys()), here
+    served = {route.path for route in app.routes}
+    for _, _, _, here in rows_of("Addresses"):
+        assert not set(code(here)) - served, here
+
+
+@pytest.mark.parametrize("document", [heading for heading in PROMISES if heading != "What was promised"])
+def test_promises_name_files_and_tests_that_are_there(document):
+    for promise, where, test in PROMISES[document]:
+        assert all(in_repository(path) for path in code(where)), f"{promise}: {where}"
+        tests = [name.split("::") for name in code(test) if "::" in name]
+        assert tests or test.startswith(("not yet", "not run: ")), f"{promise}: name a test, or say what is missing"
+        for file, function in tests:
+            assert function in functions_of(file), f"{promise}: no {function} in {file}"
+
+
+SMALL = [  # what a GPU's presets cannot be on two CPU cores: the device, the sizes, and a policy's own prompt
+    "inference.dtype=float32",
+    "inference.mem_fraction_static=0.3",
+    "inference.args.max_total_tokens=16384",
+    "actor_rollout_ref.actor.use_torch_compile=false",
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=1024",
+    "data.train_batch_size=4",
+    "data.max_prompt_length=64",
+    "data.max_response_length=64",
+    "environment.args.system_prompt=''",
+    "environment.args.eval_size=32",
+    "environment.args.max_eval_workers=16",
+]
+PRESETS = ["gsm8k", "gsm8k-lora", "golden"]
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_promises_of_presets_pass_what_is_checked_first(preset):
+    config = load_config([f"preset={preset}"])
+    check_config(config)
+    assert config.environment.args.dataset_name == "openai/gsm8k" and config.run.name == preset
+    check_config(load_config([f"preset={preset}", *SMALL]))
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("preset", PRESETS)
+def test_promises_of_presets_train_a_small_model(tmp_path, preset):
+    for split, size in (("train", 256), ("test", 64)):
+        lines = b"\n".join(orjson.dumps(row) for row in generate(split, size))
+        (tmp_path / f"{split}.jsonl").write_bytes(lines)
+    options = [f"--preset={preset}", f"--model={resolve_model('small-policy', seed=0)}", "--steps=2", "--run-dir=run"]
+    command = [sys.executable, "-m", "recipe.atropos.launch_services", *options, *SMALL]
+    command += [f"environment.args.dataset_name={tmp_path}", "trainer.logger=[console,wandb]"]
+    service = start_service("launcher", command, log_path=tmp_path / "log", cwd=tmp_path, env={"WANDB_MODE": "offline"})
+    try:
+        status = service.process.wait(1700)
+    finally:
+        service.stop(grace=0)
+    assert status == 0, (tmp_path / "log").read_text()
+    first, last = read_metrics(tmp_path / "run")
+    assert last["step"] == 2 and last["atropos/rows"] == 32 and last["atropos/staleness/max"] == 0
+    assert list(tmp_path.glob("run/wandb/offline-run-*"))
+    evaluations = read_evaluations(tmp_path / "run")
+    assert [line["version"] for line in evaluations] == [0, 2]
+    for name, _, _, here in rows_of("Metrics"):
+        for metric in (metric.replace("{env_name}", "gsm8k") for metric in code(here)):
+            assert metric in (evaluations[0]["metrics"] if metric.startswith("eval/") else last), f"{name}: {metric}"

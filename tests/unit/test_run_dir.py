@@ -1,0 +1,255 @@
+"""The run folder: its lock, and that a kill or a full disk at any byte leaves it readable."""
+
+import contextlib
+import os
+import resource
+import subprocess
+import sys
+
+import orjson
+import pytest
+
+from helpers.disk import fill
+from recipe.atropos.errors import ConfigurationError, secondary_errors
+from recipe.atropos.run_dir import LOCK_VARIABLE, RunDir, RunDirError
+from recipe.atropos.utils.files import (
+    DiskFull,
+    LineReader,
+    append_line,
+    read_lines,
+    replace_folder,
+    write_atomic,
+    write_json,
+)
+
+LINES = [{"step": step, "note": "x" * step} for step in range(1, 6)]
+HOLD = """
+import os, sys
+from recipe.atropos.run_dir import RunDir
+with RunDir(sys.argv[1]).lock():
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+START_AND_DIE = """
+import os, subprocess, sys
+from recipe.atropos.run_dir import LOCK_VARIABLE, RunDir
+with RunDir(sys.argv[1]).lock() as descriptor:
+    child = f"from recipe.atropos.run_dir import RunDir\\nimport sys\\nwith RunDir({sys.argv[1]!r}).lock(): " \\
+        "print('inside', flush=True); sys.stdin.read()"
+    environment = {**os.environ, LOCK_VARIABLE: str(descriptor)}
+    subprocess.Popen([sys.executable, "-c", child], env=environment, pass_fds=[descriptor], stdin=sys.stdin)
+    os._exit(0)
+"""
+
+
+@contextlib.contextmanager
+def size_limit(size):
+    """No file of this process grows over ``size`` bytes: what a full disk does, at a byte of one's choice."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.fixture
+def started():
+    """Starts a Python program with the run folder as its argument; ends it after the test."""
+    processes = []
+
+    def start(program, folder):
+        command = [sys.executable, "-c", program, str(folder)]
+        processes.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        process.stdin.close()  # also ends what it started
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+# ---------------------------------------------------------------- lock
+
+
+def test_run_dir_lock_names_its_holder_and_goes_with_it(tmp_path, started):
+    holder = started(HOLD, tmp_path / "run")
+    assert holder.stdout.readline() == "held\n"
+    with pytest.raises(RunDirError, match=rf"run.dir={tmp_path}/run is in use by process {holder.pid} "):
+        with RunDir(tmp_path / "run").lock():
+            pass
+    holder.kill()
+    holder.wait()
+    with RunDir(tmp_path / "run").lock():
+        pass
+
+
+def test_run_dir_lock_is_shared_with_what_inherits_it(tmp_path, started):
+    """What a killed launcher started still holds the folder; the next start waits for its end, and says so."""
+    launcher, said = started(START_AND_DIE, tmp_path), []
+    assert launcher.stdout.readline() == "inside\n"
+    launcher.wait()
+
+    def say(text):
+        said.append(text)
+        launcher.stdin.close()  # ends the child
+
+    with RunDir(tmp_path).lock(say):
+        pass
+    assert len(said) == 1 and f"waiting for what was started by process {launcher.pid} " in said[0]
+
+
+def test_run_dir_lock_variable_of_another_folder_is_not_believed(tmp_path, monkeypatch, started):
+    holder = started(HOLD, tmp_path / "one")
+    assert holder.stdout.readline() == "held\n"
+    with RunDir(tmp_path / "other").lock() as descriptor:
+        monkeypatch.setenv(LOCK_VARIABLE, str(descriptor))
+        with RunDir(tmp_path / "other").lock() as again:
+            assert again == descriptor
+        with pytest.raises(RunDirError, match="is in use"), RunDir(tmp_path / "one").lock():
+            pass
+
+
+def test_run_dir_lock_names_a_folder_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigurationError, match=f"run.dir={tmp_path}/file/run: Not a directory; give a folder"):
+        with RunDir(tmp_path / "file/run").lock():
+            pass
+
+
+# ---------------------------------------------------------------- format
+
+
+def test_run_dir_of_another_format_is_refused(tmp_path):
+    RunDir(tmp_path).check_format()
+    (tmp_path / "config.yaml").write_text("")
+    with pytest.raises(ConfigurationError, match=r"format 0.*an older version"):
+        RunDir(tmp_path).check_format()
+    write_json(tmp_path / "run.json", {"format": 1})
+    RunDir(tmp_path).check_format()
+    write_json(tmp_path / "run.json", {"format": 99})
+    with pytest.raises(ConfigurationError, match=r"format 99.*a newer version"):
+        RunDir(tmp_path).check_format()
+
+
+# ---------------------------------------------------------------- a kill or a full disk at any byte
+
+REPLACE_HALF = """
+import os, signal, sys
+from pathlib import Path
+from recipe.atropos.utils.files import replace_folder
+rename = Path.rename
+def stop(self, target):
+    rename(self, target)
+    os.kill(os.getpid(), signal.SIGKILL)
+Path.rename = stop
+with replace_folder(Path(sys.argv[1]) / "model") as folder:
+    (folder / "new").touch()
+"""
+
+
+@pytest.mark.parametrize("by", ["start", "export"])
+def test_run_dir_folder_returns_after_a_kill_between_renames(tmp_path, started, by):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/old").touch()
+    started(REPLACE_HALF, tmp_path).wait()
+    assert not (tmp_path / "model").exists() and len(list(tmp_path.glob(".model*"))) == 2
+    if by == "start":
+        RunDir(tmp_path).remove_partial()
+    else:
+        with contextlib.suppress(KeyError), replace_folder(tmp_path / "model"):
+            raise KeyError
+    assert [path.name for path in (tmp_path / "model").iterdir()] == ["old"] and not list(tmp_path.glob(".model*"))
+
+
+def test_run_dir_folder_is_replaced_over_what_its_own_number_left(tmp_path):
+    """In a container the number is often the same."""
+    for name in (f".model.{os.getpid()}.partial", f".model.former.{os.getpid()}.partial", "model"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "left").touch()
+    with replace_folder(tmp_path / "model") as folder:
+        (folder / "new").touch()
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    assert [path.name for path in (tmp_path / "model").iterdir()] == ["new"]
+
+
+def test_run_dir_write_atomic_keeps_the_old_file_at_any_byte(tmp_path):
+    path, old, new = tmp_path / "file", b"old" * 10, b"new" * 30
+    write_atomic(path, old)
+    for size in range(len(new)):
+        with size_limit(size), pytest.raises(DiskFull, match=f"no space left on device: {path}"):
+            write_atomic(path, new)
+        assert path.read_bytes() == old and list(tmp_path.iterdir()) == [path]
+    write_atomic(path, new, mode=0o600)
+    assert path.read_bytes() == new and path.stat().st_mode & 0o777 == 0o600
+
+
+def test_run_dir_partial_files_of_the_dead_are_removed(tmp_path, started):
+    folder, dead = RunDir(tmp_path), started("pass", tmp_path)
+    dead.wait()
+    folder.environments.mkdir()
+    left = [tmp_path / f".summary.json.{dead.pid}.partial", folder.environments / f".a.jsonl.{dead.pid}.partial"]
+    kept = [tmp_path / f".summary.json.{os.getpid()}.partial", tmp_path / "mine.partial"]
+    for path in [*left, *kept]:
+        path.touch()
+    folder.remove_partial()
+    assert not any(path.exists() for path in left) and all(path.exists() for path in kept)
+
+
+def test_run_dir_append_line_on_a_full_disk_leaves_whole_lines(tmp_path):
+    path = tmp_path / "lines.jsonl"
+    for line in LINES:
+        before = path.read_bytes() if path.exists() else b""
+        for room in range(len(orjson.dumps(line)) + 1):
+            with size_limit(len(before) + room), pytest.raises(DiskFull, match=str(path)):
+                append_line(path, line)
+            assert path.read_bytes() == before
+        append_line(path, line)
+    assert read_lines(path) == LINES
+
+
+def test_run_dir_lines_are_read_and_go_on_after_a_cut_at_any_byte(tmp_path):
+    path = tmp_path / "lines.jsonl"
+    for line in LINES:
+        append_line(path, line)
+    whole = path.read_bytes()
+    for size in range(len(whole) + 1):
+        path.write_bytes(whole[:size])
+        kept, reader = LINES[: whole[:size].count(b"\n")], LineReader(path)
+        assert reader.new_lines() == kept
+        append_line(path, {"more": 1})
+        assert reader.new_lines() == [{"more": 1}] and read_lines(path) == [*kept, {"more": 1}]
+
+
+def test_run_dir_line_that_is_no_json_is_named(tmp_path):
+    path = tmp_path / "lines.jsonl"
+    path.write_bytes(b'{"step": 1}\n{"st\n')
+    with pytest.raises(RunDirError, match=f"{path}, line 2 is no JSON"):
+        read_lines(path)
+
+
+def test_run_dir_full_disk_is_named_and_changes_nothing(full_disk):
+    summary, lines = full_disk / "summary.json", full_disk / "metrics.jsonl"
+    write_json(summary, {"steps": 1})
+    append_line(lines, {"step": 1})
+    fill(full_disk)
+    with pytest.raises(DiskFull, match=f"no space left on device: {summary}"):
+        write_json(summary, {"steps": 2, "text": "x" * 5000})
+    with pytest.raises(DiskFull, match=f"no space left on device: {lines}"):
+        append_line(lines, {"step": 2, "text": "x" * 5000})
+    assert orjson.loads(summary.read_bytes()) == {"steps": 1} and read_lines(lines) == [{"step": 1}]
+    assert sorted(os.listdir(full_disk)) == ["ballast", "metrics.jsonl", "summary.json"]
+
+
+def test_run_dir_first_error_is_the_one_that_is_shown():
+    with pytest.raises(RuntimeError, match="first") as shown:
+        try:
+            raise RuntimeError("first")
+        finally:
+            with secondary_errors():
+                raise DiskFull("/a/file")
+    assert shown.value.__notes__ == [f"then, at the end: {DiskFull('/a/file')}"]
+    with pytest.raises(DiskFull), secondary_errors():
+        raise DiskFull("/a/file")

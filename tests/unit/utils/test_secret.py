@@ -1,0 +1,189 @@
+"""Secrets stand in no command line, no kept file and no output."""
+
+import json
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import ray
+from omegaconf import OmegaConf
+
+from helpers import ROOT
+from helpers.trainer import compose_config
+from recipe.atropos import main
+from recipe.atropos.config.compose import load_config
+from recipe.atropos.config.env_specs import environment_specs
+from recipe.atropos.errors import ConfigurationError
+from recipe.atropos.inference.server import SGLangLaunch, sglang_command
+from recipe.atropos.launcher.environment_processes import environment_command, environment_secrets
+from recipe.atropos.launcher.services import Run
+from recipe.atropos.launcher.startup import start_trainer
+from recipe.atropos.utils import private_process
+from recipe.atropos.utils.local_ray import start_ray
+from recipe.atropos.utils.secret import config_yaml, holds_secret, is_secret, public_config, without_secrets
+
+KEY, JUDGE = "the-key-of-the-run", "the-key-of-a-judge"
+OPTIONS = [
+    "actor_rollout_ref.model.path=m",
+    f"inference.api_key={KEY}",
+    "++environment.args.train_size=7",
+    f"++environment.args.judge_api_key={JUDGE}",
+    "++environment.args.openai.timeout=8",
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("api_key", True),
+        ("api-key", True),
+        ("openai.api_key", True),
+        ("environment.args.OPENAI_API_KEY", True),
+        ("hf_token", True),
+        ("ssl_keyfile_password", True),
+        ("AWS_SECRET_ACCESS_KEY", True),
+        ("HUGGING_FACE_HUB_TOKEN", True),
+        ("GITHUB_TOKEN", True),
+        ("ray_init.runtime_env.env_vars.WANDB_API_KEY", True),
+        ("hub-token", True),
+        ("secret_key", True),
+        ("private_key", True),
+        ("api_keys", True),
+        ("tokenizer", False),
+        ("stop_token_ids", False),
+        ("pad_token_id", False),
+        ("eos_token", False),
+        ("distill_token_ids", False),
+        ("sort_key", False),
+        ("pad_token", False),
+        ("max_tokens", False),
+        ("token_level_scores", False),
+        ("key", False),
+    ],
+)
+def test_secret_settings_are_known_by_name(name, expected):
+    assert is_secret(name) is expected
+
+
+def test_secret_is_hidden_from_config_yaml_and_trackers(tmp_path, monkeypatch):
+    config = compose_config(*OPTIONS)
+    public, saved = public_config(config), config_yaml(config)
+    for text in (json.dumps(public), saved.decode()):
+        assert KEY not in text and JUDGE not in text
+    assert public["inference"]["api_key"] == public["environment"]["args"]["judge_api_key"] == "***"
+    assert public["environment"]["args"]["train_size"] == 7 and config.inference.api_key == KEY
+    (tmp_path / "config.yaml").write_bytes(saved)
+    monkeypatch.setenv("ATROPOS_API_KEY", "another")
+    loaded = OmegaConf.load(tmp_path / "config.yaml")
+    engine = loaded.actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.atropos
+    assert loaded.inference.api_key == engine.api_key == "another", "who loads it gets the key from its environment"
+
+
+def test_secret_flags_are_in_no_command_line(tmp_path):
+    config = compose_config(*OPTIONS)
+    run = Run(config, OPTIONS, tmp_path)
+    assert run.api_key == KEY, "the user's own"
+    [spec] = environment_specs(config).values()
+    command = environment_command(run, spec, "serve", "http://api", "http://server")
+    flags = json.loads(environment_secrets(run, spec)[private_process.SECRET_FLAGS])
+    assert flags == [f"--openai.api_key={KEY}", f"--env.judge_api_key={JUDGE}"]
+    server, variables = sglang_command(
+        SGLangLaunch("m", python="py", port=5, device="cpu", api_key=KEY, extra_args={"admin_api_key": JUDGE})
+    )
+    assert json.loads(variables[private_process.SECRET_FLAGS]) == ["--api-key", KEY, "--admin-api-key", JUDGE]
+    for words in (command, server):
+        assert not any(KEY in word or JUDGE in word for word in words)
+    assert "--openai.timeout=8" in command
+
+
+NESTED = [
+    "environment.args.judge_api_key=123456",
+    "environment.args.judge={first: {api_key: the-key-of-a-judge}, sizes: [1, 2]}",
+    "environment.args.judges=[{api_keys: [the-key-of-a-judge, 123456]}]",
+    "environment.args={openai: {api_key: the-key-of-a-judge}}",
+]
+
+
+@pytest.mark.parametrize("override", NESTED)
+def test_secret_inside_of_a_value_is_hidden(override, tmp_path):
+    config = compose_config("actor_rollout_ref.model.path=m", f"inference.api_key={KEY}", override)
+    [spec] = environment_specs(config).values()
+    run = Run(config, [], tmp_path)
+    flags = environment_secrets(run, spec)[private_process.SECRET_FLAGS]
+    command = environment_command(run, spec, "serve", "http://api", "http://server")
+    kept = config_yaml(config).decode() + json.dumps(public_config(config))
+    for text in (" ".join(command), kept):
+        assert JUDGE not in text and "123456" not in text
+    assert JUDGE in flags or "123456" in flags
+
+
+def test_secret_that_is_no_value_is_shown():
+    settings = {"api_key": None, "hf_token": "", "secret": False, "password": "${oc.env:PASSWORD}", "a": [{"b": 1}]}
+    assert without_secrets(settings) == settings and not holds_secret(settings)
+    assert holds_secret({"api_key": "${oc.env:KEY,literal}"})
+
+
+def trainer_of(overrides, folder, monkeypatch):
+    """(its command line, its own environment variables) for a launcher with these overrides."""
+    config = load_config(overrides)
+    run = Run(config, overrides, folder)
+    monkeypatch.setattr(run, "start", lambda name, command, **variables: (command, variables))
+    inference = SimpleNamespace(urls=["http://127.0.0.1:1"], gateway="http://127.0.0.1:2")
+    return start_trainer(run, SimpleNamespace(url="http://127.0.0.1:3"), inference)
+
+
+TOKENS = "ray_kwargs.ray_init.runtime_env.env_vars"
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        [f"{TOKENS}.HF_TOKEN={KEY}"],
+        ["ray_kwargs.ray_init.runtime_env={env_vars: {HF_TOKEN: the-key-of-the-run}}"],
+        [f"{TOKENS}.HF_TOKEN=${{oc.env:MY_TOKEN}}"],
+    ],
+    ids=["key", "mapping", "reference"],
+)
+def test_secret_of_the_trainer_reaches_it_in_its_environment(given, tmp_path, model_path, monkeypatch):
+    monkeypatch.setenv("MY_TOKEN", KEY)
+    overrides = ["preset=demo", f"actor_rollout_ref.model.path={model_path}", "inference.api_key=null", "seed=5"]
+    command, variables = trainer_of([*overrides, *given], tmp_path, monkeypatch)
+    assert command[3:] == ["--run", str(tmp_path)]
+    saved = (tmp_path / "config.yaml").read_text()
+    assert KEY not in saved and "http://127.0.0.1:1" in saved and "seed: 5" in saved
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    trained = []
+    monkeypatch.setattr(main, "run", trained.append)
+    main.main(command[3:])
+    assert private_process.SECRET_FLAGS not in os.environ, "what the trainer starts does not have it"
+    [config] = trained
+    assert config.ray_kwargs.ray_init.runtime_env.env_vars.HF_TOKEN == KEY and config.seed == 5
+    assert config.inference.api_key == variables["ATROPOS_API_KEY"] and config.inference.urls == ["http://127.0.0.1:1"]
+
+
+def test_secret_tokens_are_asked_of_ray(monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.delattr(ray._raylet, "AuthenticationTokenLoader")
+    with pytest.raises(ConfigurationError, match=rf"ray=={ray.__version__} has no token .* install ray>=2.55"):
+        start_ray(num_cpus=1)
+
+
+def test_secret_flags_reach_a_process_that_prints_none():
+    """It starts a further process, which meets others at a loopback address: torch's store listens only there."""
+    variables = {private_process.SECRET_FLAGS: json.dumps(["--api-key", KEY]), "GLOO_SOCKET_IFNAME": "lo"}
+    found = subprocess.run(
+        [sys.executable, private_process.__file__, "helpers.private", "--model", "m"],
+        env={**os.environ, **variables},
+        cwd=ROOT / "tests",
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert found.returncode == 0, found.stderr
+    arguments, listens = found.stdout.splitlines()
+    assert arguments == "arguments ['--model', 'm', '--api-key', '***'] variables []"
+    assert KEY not in found.stdout + found.stderr and "error ['--model'" in found.stderr
+    assert set(json.loads(listens)["listens"]) == {"127.0.0.1"}

@@ -1,0 +1,522 @@
+"""Every transport brings every tensor, or nothing that counts: real SGLang servers, the engine of rank 0 alone."""
+
+import asyncio
+import base64
+import gc
+import inspect
+import json
+import pickle
+import re
+import resource
+import shutil
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch.multiprocessing import reductions
+from transformers import AutoModelForCausalLM, dynamic_module_utils
+
+from helpers.sglang import call, can_checksum, make_tiny_model, running_sglang
+from recipe.atropos.config.compose import load_config
+from recipe.atropos.inference.client import InferenceError, SGLangClient
+from recipe.atropos.utils import scratch
+from recipe.atropos.utils.hosts import address_towards, is_this_host
+from recipe.atropos.weight_sync import servers
+from recipe.atropos.weight_sync.colocated import SharedMemory
+from recipe.atropos.weight_sync.engine import AtroposCheckpointEngine, choose_transport
+from recipe.atropos.weight_sync.servers import WeightPushError
+from recipe.atropos.weight_sync.transports import distributed, tensor
+from recipe.atropos.weight_sync.transports.bucket import Bucket, Buckets
+
+pytestmark = pytest.mark.timeout(240)
+
+TRANSPORTS = ["disk", "distributed", "tensor"]
+PROMPT = [10, 11, 12, 20, 21]
+LIMIT = 15  # s, one request
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Folders by name; of the tied ones, embedding and output layer are the same, and "old-tied" is served at first."""
+    folder = tmp_path_factory.mktemp("models")
+    return {
+        f"{age}{kind}": make_tiny_model(folder / f"{age}{kind}", seed, family, tie_word_embeddings=bool(kind))
+        for seed, age in enumerate(("old", "new"))
+        for kind, family in (("", "qwen2"), ("-tied", "llama"))
+    }
+
+
+@pytest.fixture(scope="module")
+def tied_server(models):
+    log_path = models["old"].parent / "tied.log"
+    with running_sglang(models["old-tied"], dtype="bfloat16", max_total_tokens=2048, log_path=log_path) as (_, url):
+        yield url
+
+
+@pytest.fixture
+def version():
+    """A version that no earlier push had."""
+    return time.time_ns()
+
+
+def engine(urls, transport, tmp_path, bucket_size=200_000, dtype="float32", **options):
+    return AtroposCheckpointEngine(
+        bucket_size,
+        True,
+        urls=urls,
+        transport=transport,
+        directory=tmp_path / "weights",
+        dtype=dtype,
+        **{"verify": "checksum" if urls and can_checksum(urls[0]) else "version", "timeout": LIMIT} | options,
+    )
+
+
+def send(engine, model, version):
+    return asyncio.run(engine.send_weights(weights_of(model), version))
+
+
+def weights_of(model):
+    """As a rank streams them; a tied output layer comes too, as from verl's engines."""
+    yield from AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).state_dict().items()
+
+
+def shared_memory():
+    """Paths of this run."""
+    return set(Path("/dev/shm").glob(f"{scratch.current().folder.name}-*"))
+
+
+def reported(url):
+    return call(url, lambda client: client.weight_version())
+
+
+def greedy(url, timeout=30):
+    parameters = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
+    return call(url, lambda c: c.generate(input_ids=PROMPT, sampling_params=parameters), timeout)["output_ids"]
+
+
+def expected(model):
+    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    output = plain.generate(torch.tensor([PROMPT]), max_new_tokens=12, min_new_tokens=12, do_sample=False)
+    return output[0, len(PROMPT) :].tolist()
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("bucket_size", [200_000, pytest.param(1 << 29, marks=pytest.mark.slow)], ids=["many", "one"])
+def test_the_server_computes_with_what_was_pushed(server, models, tmp_path, version, transport, bucket_size):
+    pusher = engine([server], transport, tmp_path, bucket_size)
+    others, kept = shared_memory(), []
+    for i, model in enumerate(("new", "old", "new")):  # the second and third find group and buffers as they were left
+        metrics = send(pusher, models[model], version + i)
+        kept.append(shared_memory() - others)
+        assert greedy(server) == expected(models[model]) and reported(server) == str(version + i)
+    assert metrics["weight_sync/bytes"] == sum(tensor.nbytes for _, tensor in weights_of(models["new"]))
+    assert 0 < metrics["weight_sync/pause_s"] <= metrics["weight_sync/total_s"]
+    assert kept[1] == kept[2] and bool(kept[2]) == (transport == "tensor")
+    del pusher
+    gc.collect()
+    assert shared_memory() <= others
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_bfloat16_and_tied_embeddings_arrive_bit_for_bit(tied_server, models, tmp_path, version, transport):
+    """The checksums are of bfloat16 tensors, so what was cast here is what is served."""
+    pusher = engine([tied_server], transport, tmp_path, dtype="bfloat16")
+    send(pusher, models["old-tied"], version)
+    before = greedy(tied_server)
+    metrics = send(pusher, models["new-tied"], version + 1)
+    assert greedy(tied_server) != before and reported(tied_server) == str(version + 1)
+    assert metrics["weight_sync/bytes"] == sum(tensor.numel() * 2 for _, tensor in weights_of(models["new-tied"]))
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_corrupted_bucket_is_caught_and_nobody_generates_with_it(server, models, tmp_path, version, transport):
+    if not can_checksum(server):
+        pytest.skip("this server makes no checksums")
+    pusher = engine([server], transport, tmp_path)
+    damage(pusher._transport, "model.layers.1.mlp.up_proj.weight")
+    with pytest.raises(WeightPushError, match=r"other values than were sent in model\.layers\.1\.mlp\.gate_up_proj"):
+        send(pusher, models["new"], version)
+    with pytest.raises(InferenceError, match="no answer within 2 s"):
+        greedy(server, timeout=2)
+    send(engine([server], transport, tmp_path), models["new"], version + 1)
+    assert greedy(server) == expected(models["new"])
+
+
+def damage(transport, name):
+    """One element of the tensor is another when it arrives."""
+    if hasattr(transport, "_buckets"):
+        fill = transport._buckets.of
+
+        def of(weights):
+            for bucket in fill(weights):
+                dict(bucket.tensors()).get(name, torch.zeros(1, 1))[0, 0] += 1
+                yield bucket
+
+        transport._buckets.of = of
+        return
+    stage = transport.stage
+
+    async def stage_and_damage(clients, weights, version):
+        await stage(clients, weights, version)
+        for file in transport.path(version).glob("*.safetensors"):
+            tensors = load_file(file)
+            if name in tensors:
+                tensors[name][0, 0] += 1
+                save_file(tensors, file, metadata={"format": "pt"})
+
+    transport.stage = stage_and_damage
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_stream_that_breaks_leaves_the_old_version_in_force(server, models, tmp_path, version, transport):
+    def breaking():
+        for i, pair in enumerate(weights_of(models["old"])):
+            if i == 15:
+                raise RuntimeError("out of memory, say")
+            yield pair
+
+    pusher = engine([server], transport, tmp_path)
+    send(pusher, models["new"], version)
+    with pytest.raises(RuntimeError, match="out of memory, say"):
+        asyncio.run(pusher.send_weights(breaking(), version + 1))
+    assert reported(server) == str(version), "half of the weights are no version"
+    send(pusher, models["old"], version + 2)
+    assert greedy(server) == expected(models["old"]) and reported(server) == str(version + 2)
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_server_of_another_model_is_refused_before_anything_is_sent(server, models, tmp_path, version, transport):
+    send(engine([server], transport, tmp_path), models["new"], version)
+    other = make_tiny_model(tmp_path / "other", seed=0, hidden_size=64)
+    with pytest.raises(WeightPushError, match=f"{server} serves another model.*hidden_size=128, the trainer's is 64"):
+        send(engine([server], transport, tmp_path, model_path=str(other)), other, version + 1)
+    with pytest.raises(WeightPushError, match="dtype float32, inference.dtype is bfloat16"):
+        half = engine([server], transport, tmp_path, model_path=str(models["new"]), dtype="bfloat16")
+        send(half, models["new"], version + 1)
+    assert greedy(server) == expected(models["new"]) and reported(server) == str(version)
+    send(engine([server], transport, tmp_path, model_path=str(models["old"])), models["old"], version + 1)
+
+
+@pytest.mark.e2e
+def test_a_model_with_code_of_its_own_is_compared_where_that_code_is_trusted(
+    server, models, tmp_path, version, monkeypatch
+):
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    own = shutil.copytree(models["new"], tmp_path / "own")
+    (own / "own.py").write_text(
+        "from transformers import Qwen2Config\n\n\nclass OwnConfig(Qwen2Config):\n    model_type = 'own'\n"
+    )
+    settings = json.loads((own / "config.json").read_text())
+    settings |= {"model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig"}}
+    (own / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(WeightPushError, match="trust_remote_code"):
+        send(engine([server], "tensor", tmp_path, model_path=str(own)), models["new"], version)
+    send(engine([server], "tensor", tmp_path, model_path=str(own), trust_remote_code=True), models["new"], version)
+    settings["intermediate_size"] = 64
+    (own / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(WeightPushError, match="intermediate_size=256, the trainer's is 64"):
+        pusher = engine([server], "tensor", tmp_path, model_path=str(own), trust_remote_code=True)
+        send(pusher, models["new"], version + 1)
+
+
+@pytest.mark.e2e
+def test_a_folder_that_a_server_does_not_see_is_named_and_its_weights_stay(server, models, tmp_path, version):
+    pusher = engine([server], "disk", tmp_path)
+    send(pusher, models["new"], version)
+    unseen = tmp_path / "of" / "another" / "machine"
+    stage = pusher._transport.stage
+
+    async def stage_elsewhere(*arguments):
+        await stage(*arguments)
+        pusher._transport.directory.rename(tmp_path / "here")
+        pusher._transport.directory = unseen
+
+    pusher._transport.stage = stage_elsewhere
+    with pytest.raises(WeightPushError, match=f"on {server}.*Is {unseen} a folder that this server can read"):
+        send(pusher, models["old"], version + 1)
+    assert reported(server) == str(version)
+    call(server, lambda client: client.resume())
+    assert greedy(server) == expected(models["new"])
+
+
+def test_a_full_disk_leaves_nothing_half_written(models, tmp_path, version):
+    """A limit on the size of files stands for it: writing fails in the middle."""
+    pusher = engine([], "disk", tmp_path)
+    send(pusher, models["old"], version)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (150_000, before[1]))
+    try:
+        with pytest.raises(WeightPushError, match=f"cannot be written to {tmp_path / 'weights'}: .*make room"):
+            send(pusher, models["new"], version + 1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [path.name for path in (tmp_path / "weights").iterdir()] == [f"version_{version}"]
+    send(pusher, models["new"], version + 2)
+    assert [path.name for path in (tmp_path / "weights").iterdir()] == [f"version_{version + 2}"]
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(400)
+@pytest.mark.slow
+def test_a_server_that_hangs_or_dies_in_a_push_is_named_in_time_and_joins_again_when_it_is_back(
+    server, models, tmp_path, version, monkeypatch
+):
+    """By the transport in which all must take part in every bucket."""
+    monkeypatch.setattr(servers, "_TIDY_SECONDS", 1.0)
+    monkeypatch.setattr(distributed, "_BROKEN_OFF_SECONDS", 1.0)
+    launch = {"max_total_tokens": 2048, "log_path": tmp_path / "second.log"}
+    with running_sglang(models["old"], **launch) as (service, second):
+        pusher = engine([server, second], "distributed", tmp_path, timeout=15)
+        send(pusher, models["new"], version)
+        port = int(second.rpartition(":")[2])
+
+        def signalling(what):
+            for i, pair in enumerate(weights_of(models["old"])):
+                if i == 15:
+                    for process in service.members():
+                        process.send_signal(what)
+                yield pair
+
+        told, seconds = failure(pusher, signalling(signal.SIGSTOP), version + 1)
+        assert f"in phase 'deliver' on {second}: " in told and "no answer within 15 s" in told
+        assert seconds < 15 + 30, "one request's time, and some to tidy up"
+        for process in service.members():
+            process.send_signal(signal.SIGCONT)
+        assert reported(server) == str(version)
+        send(pusher, models["new"], version + 2)
+        assert greedy(second) == greedy(server) == expected(models["new"])
+
+        told, seconds = failure(pusher, signalling(signal.SIGKILL), version + 3)
+        assert re.search(f"in phase 'deliver' on .*{second}", told)
+        assert seconds < 15, "nobody waits for it in vain"
+        assert reported(server) == str(version + 2)
+        pusher.urls = [server]
+        send(pusher, models["old"], version + 4)
+        assert greedy(server) == expected(models["old"])
+
+    with running_sglang(models["new"], port=port, **launch) as (service, second):
+        pusher.urls = [server, second]
+        send(pusher, models["old"], version + 5)
+        assert greedy(second) == greedy(server) == expected(models["old"])
+
+        # one that hangs before the group forms: the others, who wait for it, are let go
+        scheduler = next(p for p in service.members() if "scheduler" in " ".join(p.cmdline()))
+
+        def hangs(url):
+            scheduler.suspend()
+            return address_towards(url)
+
+        monkeypatch.setattr(distributed, "_JOIN_SECONDS", 2.0)
+        monkeypatch.setattr(distributed, "address_towards", hangs)
+        another = engine([server, second], "distributed", tmp_path, timeout=5)
+        told, seconds = failure(another, weights_of(models["new"]), version + 6)
+        assert told == f"weight push failed in phase 'join' on {second}: did not come within 2 s" and seconds < 10
+        monkeypatch.setattr(distributed, "address_towards", address_towards)
+        another.urls = [server]
+        send(another, models["new"], version + 7)
+        assert greedy(server) == expected(models["new"])
+
+
+def failure(pusher, weights, version):
+    """What a push says that fails, and after how many seconds."""
+
+    async def inner():
+        started = time.monotonic()
+        with pytest.raises(WeightPushError) as error:
+            await pusher.send_weights(weights, version)
+        return str(error.value), time.monotonic() - started
+
+    return asyncio.run(inner())
+
+
+@pytest.mark.e2e
+def test_requests_wait_while_a_server_lends_its_memory_and_go_on_with_the_next_weights(
+    server, models, tmp_path, version
+):
+    if call(server, SGLangClient.capabilities).safe_pause_mode("auto") != "retract":
+        pytest.skip("this server ends running requests when it is paused")
+    mark = tmp_path / "lent"
+    memory = SharedMemory([server], None, "auto", LIMIT, mark)
+    pusher = engine([server], "tensor", tmp_path, colocated=True)
+    send(pusher, models["old"], version)
+    memory.resume()
+    parameters = {"temperature": 0, "max_new_tokens": 600, "ignore_eos": True}
+    request = partial(SGLangClient.generate, input_ids=PROMPT, sampling_params=parameters)
+    with ThreadPoolExecutor() as threads:
+        running = threads.submit(call, server, request, 120)
+        time.sleep(0.5)
+        memory.release([server])
+        arriving = threads.submit(call, server, request, 120)
+        time.sleep(1.5)
+        assert not running.done() and not arriving.done()
+        memory.resume_weights()
+        assert memory.without_cache.keys() == {server} and mark.exists()
+        send(pusher, models["new"], version + 1)
+        time.sleep(0.5)
+        assert not running.done() and not arriving.done(), "its cache comes first"
+        memory.resume_caches(version + 1)
+        memory.resume()
+        assert not memory.without_cache and not mark.exists()
+        spans = [
+            [span["version"] for span in each.result()["meta_info"]["weight_versions"]] for each in (running, arriving)
+        ]
+    assert spans == [[str(version), str(version + 1)], [str(version + 1)]]
+    assert greedy(server) == expected(models["new"])
+
+    memory.released = {server: "of a process that is no more", "http://127.0.0.1:1": "1"}
+    memory.resume_weights()
+    memory.resume_caches()  # SGLang dies of memory given back that was not taken
+    assert greedy(server) == expected(models["new"]) and not memory.released
+
+
+def test_the_engines_defaults_are_the_configurations_own():
+    configured = load_config(
+        ["actor_rollout_ref.model.path=m", "inference.colocated=false"]
+    ).actor_rollout_ref.rollout.checkpoint_engine
+    parameters = inspect.signature(AtroposCheckpointEngine).parameters.values()
+    defaults = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.default not in (p.empty, None)}
+    assert "pause_mode" in defaults and "trust_remote_code" in defaults
+    assert {name: configured.engine_kwargs.atropos[name] for name in defaults} == defaults
+
+
+def test_memory_is_shared_with_servers_of_this_machine_alone(tmp_path):
+    pusher = engine(["http://192.0.2.1:9"], "tensor", tmp_path)
+    with pytest.raises(WeightPushError, match=r"http://192\.0\.2\.1:9 is on another machine.*transport=distributed"):
+        asyncio.run(pusher._transport.stage([SGLangClient("http://192.0.2.1:9")], iter(()), 1))
+    assert is_this_host("http://127.0.0.1:8000") and is_this_host("http://localhost:8000/v1")
+    assert not is_this_host("http://192.0.2.1:8000") and not is_this_host("http://no.such.host.invalid")
+    assert address_towards("http://127.0.0.1:1") == "127.0.0.1"
+
+
+@pytest.mark.parametrize("user", ["expandable_segments: True,max_split_size_mb:64", "max_split_size_mb:64"])
+def test_gpu_buffers_are_no_expandable_segments(monkeypatch, user):
+    """Without a GPU: what torch's allocator is told, and when."""
+    told, transport = [], tensor.TensorTransport(64)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", user)
+    monkeypatch.setattr(tensor, "get_device_name", lambda: "cuda")
+    monkeypatch.setattr(tensor, "get_device_id", lambda: "meta")
+    monkeypatch.setattr(tensor, "set_expandable_segments", told.append)
+    monkeypatch.setattr(torch, "empty", lambda *_, **how: told.append(how["device"]))
+    transport._allocate(64)
+    assert told == ([False, "meta", True] if "expandable" in user else ["meta"])
+
+
+def test_handles_go_by_name_also_while_another_thread_allocates():
+    """A server dies of a handle that is a file descriptor."""
+    transport = tensor.TensorTransport(64)
+    bucket = next(Buckets(64, transport._allocate).of(iter([("t", torch.ones(4))])))
+    with ThreadPoolExecutor() as threads:
+        allocating = threads.submit(lambda: [transport._allocate(64) for _ in range(2000)])
+        handles = [base64.b64decode(tensor._handles(bucket)) for _ in range(2000)]
+        allocating.result()
+    assert all(b"rebuild_storage_filename" in each for each in handles)
+
+
+class OnGPU(torch.Tensor):
+    """Says that it is on a GPU; there is none here."""
+
+    is_cuda = True
+
+
+def test_handles_of_a_gpu_name_its_uuid(monkeypatch):
+    """The trainer's rank sees its GPU as number 0, and so may a server another one."""
+    names = list(inspect.signature(reductions.rebuild_cuda_tensor).parameters)
+    assert names[tensor._DEVICE_INDEX] == "storage_device"
+    arguments = tuple(0 if name == "storage_device" else name for name in names)
+    monkeypatch.setattr(tensor, "reduce_tensor", lambda _: (reductions.rebuild_cuda_tensor, arguments))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"GPU-{device}"))
+    bucket = Bucket(torch.ones(5).as_subclass(OnGPU), ["a", "b"], [torch.Size([2]), torch.Size([3, 1])])
+
+    handles, opened = base64.b64decode(tensor._handles(bucket)), {}
+    monkeypatch.setattr(reductions, "rebuild_cuda_tensor", lambda *given: opened.update(zip(names, given, strict=True)))
+    entries = [vars(entry) for entry in pickle.loads(handles)["metadata"]]
+    assert [(e["name"], e["start_idx"], e["end_idx"], e["numel"]) for e in entries] == [("a", 0, 2, 2), ("b", 2, 5, 3)]
+    assert [e["shape"] for e in entries] == bucket.shapes and all(e["dtype"] == torch.float32 for e in entries)
+    assert opened["storage_device"] == "GPU-0"
+    assert all(opened[key] == key for key in names if key != "storage_device")
+
+
+def test_what_a_server_that_died_had_not_read_of_shared_memory_goes_with_the_next_push():
+    others = shared_memory()
+    transport = tensor.TensorTransport(1 << 20)
+    for bucket in transport._buckets.of(iter([("a", torch.ones(1000)), ("b", torch.ones(300_000))])):
+        tensor._handles(bucket)  # and nobody opens it
+    transport._sweep()
+    assert len(shared_memory() - others) == 2, "not while they are in use"
+    del bucket
+    transport._buckets.drop()
+    asyncio.run(transport.stage([], iter(()), 1))
+    assert shared_memory() <= others
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    ("transport", "flag", "said"),
+    [
+        ("disk", "pp_size", "goes on generating while it is paused: start it with tp_size"),
+        ("tensor", "dp_size", "takes no handles: start several servers instead, or set .*transport=disk"),
+        ("distributed", "dp_size", "joins no group: start several servers instead, or set .*transport=disk"),
+    ],
+)
+def test_a_server_that_could_not_be_paused_or_given_weights_is_refused_before_anything_is_sent(
+    server, models, tmp_path, version, monkeypatch, transport, flag, said
+):
+    capabilities = SGLangClient.capabilities
+
+    async def with_flag(client):
+        found = await capabilities(client)
+        return replace(found, arguments=found.arguments | {flag: 2})
+
+    before = reported(server), greedy(server)
+    monkeypatch.setattr(SGLangClient, "capabilities", with_flag)
+    told, _ = failure(engine([server], transport, tmp_path), weights_of(models["new"]), version)
+    assert re.search(f"{server} runs with {flag}=2, and such a server {said}", told)
+    assert (reported(server), greedy(server)) == before
+
+
+def test_auto_takes_shared_memory_where_it_can_and_the_network_where_it_must():
+    assert choose_transport("auto", ["http://127.0.0.1:1", "http://localhost:2"]) == "tensor"
+    assert choose_transport("auto", ["http://127.0.0.1:1", "http://192.0.2.1:2"]) == "distributed"
+    assert choose_transport("disk", ["http://192.0.2.1:2"]) == "disk"
+    with pytest.raises(ValueError, match="transport='pigeon'; choose one of auto, disk, distributed, tensor"):
+        choose_transport("pigeon", [])
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 60), st.sampled_from([torch.float32, torch.bfloat16, torch.int64])), max_size=25),
+    st.integers(1, 300),
+)
+def test_buckets_hold_every_tensor_once_in_order_and_take_two_buffers(tensors, size):
+    weights = [(f"t{i}", torch.randn(n, 2).to(dtype)) for i, (n, dtype) in enumerate(tensors)]
+    allocated = []
+
+    def allocate(n_bytes):
+        allocated.append(n_bytes)
+        return torch.empty(n_bytes, dtype=torch.uint8)
+
+    seen, last = [], []
+    buckets = Buckets(size, allocate)
+    for bucket in buckets.of(iter(weights)):
+        seen += [(name, tensor.clone()) for name, tensor in bucket.tensors()]
+        last.append(bucket.last)
+    assert [name for name, _ in seen] == [name for name, _ in weights]
+    assert all(torch.equal(a, b) and a.dtype == b.dtype for (_, a), (_, b) in zip(seen, weights, strict=True))
+    assert last == [False] * (len(last) - 1) + [True] * bool(last)
+    largest = max([size, *(tensor.nbytes for _, tensor in weights)])
+    assert all(n_bytes <= largest for n_bytes in allocated)
+    assert sum(len(buffer) for buffer in buckets._buffers) <= 2 * largest
