@@ -29,7 +29,7 @@ test-for: env gem-env  ## One file of tests: make test-for FILE=tests/unit/data/
 	$(VENV)/bin/python -m pytest -m "slow or not slow" $(FILE) $(ARGS)
 
 test-fast: gem-env  ## The tests that start no server
-	$(VENV)/bin/python -m pytest -m "not e2e" $(ARGS)
+	$(VENV)/bin/python -m pytest tests/unit -m "not e2e" $(ARGS)
 
 test-all: env gem-env  ## The same, and what takes long
 	$(VENV)/bin/python -m pytest -m "slow or not slow" $(PARALLEL) $(ARGS)
@@ -40,8 +40,7 @@ test-mutations: gem-env $(MUTATION_STAMP)  ## Which faults no fast test would se
 # What starts, controls or pushes to SGLang, against the version that verl pins; its environment is built here alone.
 test-sglang-0.5.12: trainer-env $(SGLANG_0_5_12_STAMP)
 	ATROPOS_SGLANG_PYTHON=$(abspath $(SGLANG_0_5_12_VENV))/bin/python $(VENV)/bin/python -m pytest \
-		tests/unit/inference/test_inference.py tests/unit/inference/test_sglang_server.py \
-		tests/unit/weight_sync/test_transports.py tests/e2e/test_loop.py tests/e2e/test_two_servers.py tests/e2e/test_launch.py $(ARGS)
+		$(patsubst %,tests/e2e/test_%.py,inference sglang_server loop two_servers transports launch) $(ARGS)
 
 lint: trainer-env
 	$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check . && $(VENV)/bin/mypy

@@ -26,7 +26,7 @@ from recipe.atropos.utils.process import free_port, start_service
 from recipe.atropos.weight_sync.servers import WeightPushError
 from recipe.atropos.weight_sync.transports.lora_adapter import AdapterTransport
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 # Of each pair that SGLang computes together one part only, and one layer by itself.
 TARGETS = "[q_proj,up_proj,down_proj]"

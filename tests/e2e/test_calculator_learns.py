@@ -10,7 +10,6 @@ from recipe.atropos.utils.process import start_service
 
 
 @pytest.mark.slow
-@pytest.mark.e2e
 @pytest.mark.timeout(1500)  # with the making of the policy, where it is not kept yet; about five minutes
 @pytest.mark.parametrize("seed", [0, 1])
 def test_held_out_success_rises_by_at_least_15_points_in_60_steps(tmp_path, seed):

@@ -30,7 +30,7 @@ from recipe.atropos.ray_trainer import RayGRPOAtroposTrainer
 from recipe.atropos.run_record import read_metrics
 from recipe.atropos.utils.process import free_port, start_service
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(280)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
 
 GROUPS, SIZE, STEPS, TURNS, LENGTH, TOLERANCE = 4, 8, 2, 8, 300, 1e-4
 PROBLEMS = [row for row in generate("train", 60, 0, SYNTHETIC_STEPS) if row["answer"].count("<<") == 3][:12]

@@ -10,7 +10,6 @@ from recipe.atropos.utils.process import start_service
 
 
 @pytest.mark.slow
-@pytest.mark.e2e
 @pytest.mark.timeout(1500)  # with the making of the policy, where it is not kept yet; about five minutes
 def test_code_environment_policy_learns(tmp_path):
     command = [sys.executable, "-m", "recipe.atropos.launch_services", "--preset", "code", "--seed", "0"]

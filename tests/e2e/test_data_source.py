@@ -12,7 +12,7 @@ from helpers.services import get, group, post, running_api
 from recipe.atropos.data_source import DataSource, DataSourceConfig, DataSourceError, Registration
 from recipe.atropos.utils.process import free_port
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.timeout(120)
 
 REGISTRATION = Registration(batch_size=8, max_token_len=64, starting_step=3, num_steps=10)
 

@@ -11,7 +11,7 @@ from helpers.sglang import make_tiny_model
 from recipe.atropos.environments.word_problems import SYNTHETIC, gold_answer, load_problems
 from recipe.atropos.gem.env import AtroposEnv, register
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(400), pytest.mark.usefixtures("cluster")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400), pytest.mark.usefixtures("cluster")]
 
 GSM8K = "recipe.atropos.environments.gsm8k:GSM8kEnv"
 EPISODES, SECONDS = 30, 180

@@ -27,7 +27,7 @@ from recipe.atropos.run_dir import RunDir
 from recipe.atropos.run_record import read_evaluations, read_metrics
 from recipe.atropos.utils.process import RUN_ID_VARIABLE, free_port, start_service
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.timeout(1800)
 
 GSM8K = gsm8k.__file__
 LAUNCH = "recipe.atropos.launch_services"

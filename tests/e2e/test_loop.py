@@ -27,7 +27,7 @@ from recipe.atropos.weight_sync.probe import Probe
 from recipe.atropos.weight_sync.servers import WeightPushError
 from recipe.atropos.workers import actor
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400), pytest.mark.usefixtures("cluster")]
+pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("cluster")]
 
 PROMPTS = [[10, 11, 12], [20, 21], [30, 31, 32, 33, 34]]
 

@@ -18,7 +18,7 @@ from helpers.lora import ALPHA, RANK, make_trainer, scored_batch, update
 from helpers.trainer import close
 from recipe.atropos.verl_ext.engines import PushedWeights
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.timeout(180)
 
 
 ALL_LINEAR = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}

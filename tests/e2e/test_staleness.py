@@ -16,7 +16,7 @@ from recipe.atropos.adapter.pace import VARIABLE
 from recipe.atropos.run_record import read_metrics
 from recipe.atropos.utils.process import start_service
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(280), pytest.mark.usefixtures("cluster")]
+pytestmark = [pytest.mark.timeout(280), pytest.mark.usefixtures("cluster")]
 
 GROUPS, SIZE, STEPS = 4, 2, 5
 

@@ -16,7 +16,7 @@ from helpers.sglang import call, can_checksum, make_tiny_model, running_sglang
 from helpers.trainer import close, compose_config, model_vocab, random_group, started
 from recipe.atropos.inference.client import InferenceError, SGLangClient
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module")

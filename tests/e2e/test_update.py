@@ -24,7 +24,7 @@ from recipe.atropos.algorithm.off_policy import _rewards_on
 from recipe.atropos.data.data_proto import groups_to_data_proto
 from recipe.atropos.data.sampling import SamplingCheck
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180), pytest.mark.usefixtures("cluster")]
+pytestmark = [pytest.mark.timeout(180), pytest.mark.usefixtures("cluster")]
 
 
 @pytest.fixture(

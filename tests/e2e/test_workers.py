@@ -8,6 +8,7 @@ import psutil
 import pytest
 import ray
 import torch
+from ray.util.placement_group import remove_placement_group
 from transformers import AutoModelForCausalLM
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.utils.losses import ppo_loss
@@ -16,9 +17,10 @@ from helpers.trainer import begin_step, close, compose_config, model_vocab, rand
 from recipe.atropos.data.data_proto import groups_to_data_proto, rows_to_data_proto
 from recipe.atropos.data.reading import read_groups
 from recipe.atropos.data.sampling import SamplingCheck
+from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.workers.actor import RankTimeout
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180), pytest.mark.usefixtures("cluster")]
+pytestmark = [pytest.mark.timeout(180), pytest.mark.usefixtures("cluster")]
 
 SIZES = [
     "data.train_batch_size=4",
@@ -216,3 +218,17 @@ def test_the_reference_policy_is_the_model_before_any_update(model_path, plain, 
         assert trainer.metrics["actor/kl_loss"] > 1e-4
     finally:
         close(trainer)
+
+
+def test_placement_of_ranks_is_not_waited_for_without_a_limit(cluster, monkeypatch):
+    """Nine of four CPUs: refused by their number; where Ray alone could tell, after the limit."""
+    from recipe.atropos.workers.resource_pool import DevicePool
+
+    with pytest.raises(ConfigurationError, match="= 9 ranks, but Ray has [0-4] CPUs free; lower them or raise"):
+        DevicePool([9], "wide", timeout=1.0)
+    monkeypatch.setattr(DevicePool, "_check_available", lambda pool: None)
+    with pytest.raises(ConfigurationError, match="n_gpus_per_node=9: Ray found no room .* within 1 s; each takes"):
+        DevicePool([9], "wide", timeout=1.0)
+    [group] = DevicePool([1], "narrow", timeout=60.0).get_placement_groups()
+    assert group.bundle_specs == [{"CPU": 1.0}]
+    remove_placement_group(group)

@@ -1,6 +1,6 @@
 """SGLang's control endpoints as far as a push uses them, without a model: for tests of what a push does in which order.
 
-``test_push.py`` holds the stub to the real server: the same assertions run against both.
+``test_stub_sglang.py`` holds the stub to the real server: the same assertions run against both.
 """
 
 import asyncio

@@ -5,15 +5,20 @@ import os
 import pty
 import re
 import secrets
+import shlex
 import signal
 import subprocess
+import sys
 import threading
 import time
 
 import psutil
+import pytest
 
+from helpers.environments import join_env
 from recipe.atropos.utils.process import RUN_ID_VARIABLE
 
+STOCK = join_env.__file__
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r")
 LIMIT = 480  # s of a wait; an order of magnitude above an idle machine's
 
@@ -74,3 +79,15 @@ def terminals():
     finally:
         for one in reversed(opened):
             one.end()
+
+
+def told_command(text, example="environments/gsm8k_server.py"):
+    """The command that the launcher prints for a stock environment, for the one here."""
+    found = re.search(rf"^python {example} serve .*$", text, re.MULTILINE)
+    return found.group().replace(f"python {example}", f"{shlex.quote(sys.executable)} {STOCK}")
+
+
+@pytest.fixture
+def terminal():
+    with terminals() as open_one:
+        yield open_one

@@ -9,10 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from helpers import ROOT
-from recipe.atropos.inference.server import default_sglang_python
+from helpers.patches import APPLY, apply_to
 
-APPLY = ROOT / "scripts" / "patches" / "apply.sh"
 NAMES = ("dict-chat-template", "ref-offload", "flush-cache")
 MIXIN = "sglang/srt/managers/scheduler_update_weights_mixin.py"
 FILES = {
@@ -102,18 +100,6 @@ def test_the_fixed_versions_of_this_recipes_environments_need_only_what_is_open_
     status, output = apply_to(sys.executable, "--check")
     assert status == 1 and "verl 0.9.1: needed" in output and "sglang is not installed" in output, output
     assert "not needed here: verl_ext/engines.py" in output
-
-
-@pytest.mark.e2e
-def test_the_installed_sglang_needs_none():
-    status, output = apply_to(default_sglang_python(), "--check")
-    assert status == 0 and output.count("not needed, its code has changed") == 2, output
-
-
-def apply_to(python, *arguments):
-    command = ["bash", str(APPLY), "--python", python, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    return done.returncode, done.stdout + done.stderr
 
 
 def test_a_patched_flush_that_fails_pauses_the_engine_and_fails_the_update(package):

@@ -1,57 +1,26 @@
-"""docs/migration.md and docs/promises.md against the code, row by row; and the presets for real models, made small."""
+"""docs/migration.md and docs/promises.md against the code, row by row."""
 
 import ast
 import functools
 import re
 import shlex
-import sys
 from pathlib import Path
 
 import numpy as np
-import orjson
 import pytest
 from omegaconf import OmegaConf
 
 from helpers import ROOT
+from helpers.promises import PRESETS, PROMISES, SMALL, code, rows_of
 from helpers.trainer import random_group
 from recipe.atropos.config.compose import compose_config, load_config
-from recipe.atropos.config.models import resolve_model
 from recipe.atropos.config.renamed import RENAMED, check_renamed
-from recipe.atropos.environments.word_problems import generate
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.launch_services import main, parse_arguments
 from recipe.atropos.launcher.preflight import check_config
-from recipe.atropos.run_record import read_evaluations, read_metrics
-from recipe.atropos.utils.process import start_service
 
 RECIPE = ROOT / "recipe" / "atropos"
 MODEL = "actor_rollout_ref.model.path=m"
-STATES = {"same", "renamed", "different"}
-
-
-def tables(page):
-    """The tables of a page of docs by their heading: rows of cells, without the head."""
-    found, heading, rows = {}, "", []
-    for line in (ROOT / "docs" / page).read_text().splitlines():
-        if line.startswith("#"):
-            heading = line.lstrip("# ")
-        elif line.startswith("|"):
-            rows = found.setdefault(heading, [])
-            rows.append([cell.strip() for cell in line[1:-1].split("|")])
-    return {heading: rows[2:] for heading, rows in found.items()}
-
-
-def code(cell):
-    return re.findall(r"`([^`]+)`", cell)
-
-
-MIGRATION, PROMISES = tables("migration.md"), tables("promises.md")
-
-
-def rows_of(heading, columns=4):
-    rows = MIGRATION[heading]
-    assert rows and all(len(row) == columns and row[2] in STATES for row in rows), f"{heading}: a malformed row"
-    return rows
 
 
 def in_repository(path):
@@ -260,52 +229,9 @@ def test_promises_name_files_and_tests_that_are_there(document):
             assert function in functions_of(file), f"{promise}: no {function} in {file}"
 
 
-SMALL = [  # what a GPU's presets cannot be on two CPU cores: the device, the sizes, and a policy's own prompt
-    "inference.dtype=float32",
-    "inference.mem_fraction_static=0.3",
-    "inference.args.max_total_tokens=16384",
-    "actor_rollout_ref.actor.use_torch_compile=false",
-    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=1024",
-    "data.train_batch_size=4",
-    "data.max_prompt_length=64",
-    "data.max_response_length=64",
-    "environment.args.system_prompt=''",
-    "environment.args.eval_size=32",
-    "environment.args.max_eval_workers=16",
-]
-PRESETS = ["gsm8k", "gsm8k-lora", "golden"]
-
-
 @pytest.mark.parametrize("preset", PRESETS)
 def test_promises_of_presets_pass_what_is_checked_first(preset):
     config = load_config([f"preset={preset}"])
     check_config(config)
     assert config.environment.args.dataset_name == "openai/gsm8k" and config.run.name == preset
     check_config(load_config([f"preset={preset}", *SMALL]))
-
-
-@pytest.mark.e2e
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("preset", PRESETS)
-def test_promises_of_presets_train_a_small_model(tmp_path, preset):
-    for split, size in (("train", 256), ("test", 64)):
-        lines = b"\n".join(orjson.dumps(row) for row in generate(split, size))
-        (tmp_path / f"{split}.jsonl").write_bytes(lines)
-    options = [f"--preset={preset}", f"--model={resolve_model('small-policy', seed=0)}", "--steps=2", "--run-dir=run"]
-    command = [sys.executable, "-m", "recipe.atropos.launch_services", *options, *SMALL]
-    command += [f"environment.args.dataset_name={tmp_path}", "trainer.logger=[console,wandb]"]
-    service = start_service("launcher", command, log_path=tmp_path / "log", cwd=tmp_path, env={"WANDB_MODE": "offline"})
-    try:
-        status = service.process.wait(1700)
-    finally:
-        service.stop(grace=0)
-    assert status == 0, (tmp_path / "log").read_text()
-    first, last = read_metrics(tmp_path / "run")
-    assert last["step"] == 2 and last["atropos/rows"] == 32 and last["atropos/staleness/max"] == 0
-    assert list(tmp_path.glob("run/wandb/offline-run-*"))
-    evaluations = read_evaluations(tmp_path / "run")
-    assert [line["version"] for line in evaluations] == [0, 2]
-    for name, _, _, here in rows_of("Metrics"):
-        for metric in (metric.replace("{env_name}", "gsm8k") for metric in code(here)):
-            assert metric in (evaluations[0]["metrics"] if metric.startswith("eval/") else last), f"{name}: {metric}"

@@ -1,19 +1,11 @@
-"""The commands of the main document: as they are written, but for the model's name and the device."""
+"""What the main document says of its commands: options, files, data, and what an environment finds out by itself."""
 
-import json
-import os
-import shutil
-import sys
 from types import SimpleNamespace
 
 import pytest
 import yaml
 from atroposlib.envs.base import APIServerConfig, BaseEnvConfig
-from test_join import told_command
 
-from helpers.boxed_policy import ANSWERS, make_boxed_policy
-from helpers.environments import gsm8k_server
-from helpers.terminal import terminals
 from recipe.atropos.adapter import defaults
 from recipe.atropos.checkpoint.resumption import changed_keys
 from recipe.atropos.config.compose import complete_config, given_keys, load_complete, load_config
@@ -22,10 +14,8 @@ from recipe.atropos.environments.word_problems import GSM8K, DatasetUnavailable,
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.launch_services import compose_overrides, load_run_config, parse_arguments
 from recipe.atropos.launcher.services import Run
-from recipe.atropos.launcher.sglang import GATEWAY_PORT
-from recipe.atropos.launcher.startup import API_PORT, start_trainer
-from recipe.atropos.run_record import read_metrics
-from recipe.atropos.utils.process import free_port, port_is_free, start_service
+from recipe.atropos.launcher.startup import start_trainer
+from recipe.atropos.utils.process import free_port
 from recipe.atropos.utils.secret import config_yaml
 
 # ---------------------------------------------------------------------- launch_services --config FILE
@@ -144,118 +134,6 @@ def test_promises_adapter_takes_sglang_and_the_key_and_says_so(monkeypatch, caps
     assert ("--openai.server_type=sglang" in told) == (expected[0] == "sglang") and "the-key" not in told
     plain = found.base_url.startswith("http:")
     assert ("the policy stays no/such-model, and its tokenizer t" in told) == plain, told
-
-
-@pytest.mark.e2e
-def test_promises_environment_asks_the_server_for_the_model(server, model_path):
-    servers = [APIServerConfig(model_name="no/such-model", base_url=f"{server}/v1", api_key="x")]
-    env, [found] = defaults.complete(BaseEnvConfig(tokenizer_name="no/such-model"), servers, {}, {})
-    assert found.model_name == env.tokenizer_name == str(model_path) and not env.use_wandb
-    env, [found] = defaults.complete(BaseEnvConfig(), servers, {"model_name": "m"}, {"tokenizer_name": "t"})
-    assert (found.model_name, env.tokenizer_name) == ("no/such-model", BaseEnvConfig().tokenizer_name), "as given"
-
-
-@pytest.mark.e2e
-def test_promises_wrong_key_is_an_error_that_names_the_variable(tmp_path):
-    port = free_port()
-    command = [sys.executable, "-m", "recipe.atropos.inference.gateway", "--servers=http://127.0.0.1:1"]
-    command += [f"--port={port}", "--max-wait=0.1"]
-    gateway = start_service("gateway", command, log_path=tmp_path / "log", env={"ATROPOS_API_KEY": "right"})
-    try:
-        while port_is_free(port):
-            assert gateway.poll() is None, gateway.tail()
-        with pytest.raises(defaults.WrongKey, match=f":{port}/model_info answers HTTP 401: .*ATROPOS_API_KEY"):
-            defaults.served_model(f"http://127.0.0.1:{port}/v1", "wrong")
-        assert defaults.served_model(f"http://127.0.0.1:{port}/v1", "right") is None, "no server to answer"
-    finally:
-        gateway.stop(grace=3)
-
-
-# ---------------------------------------------------------------------- every command of the document
-
-DEVICE = """
-inference: {dtype: float32, mem_fraction_static: 0.3, args: {max_total_tokens: 65536}}
-actor_rollout_ref:
-  actor: {use_torch_compile: false}
-data: {train_batch_size: 2}
-trainer: {save_freq: -1, logger: []}
-"""
-
-
-@pytest.fixture
-def terminal():
-    with terminals() as open_one:
-        yield open_one
-
-
-@pytest.fixture
-def folder(tmp_path):
-    """Working folder of both terminals: a model, a CPU's settings, a checkout, and GSM8K in place of the hub's."""
-    make_boxed_policy(tmp_path / "model")
-    (tmp_path / "cpu.yaml").write_text(DEVICE)
-    for name in ("openai/gsm8k", "gsm8k"):
-        (tmp_path / name / "main").mkdir(parents=True)
-        for split, size in (("train", 20), ("test", 2)):
-            rows = [{"question": f"{split} {i}?", "answer": f"so\n#### {ANSWERS[i % 2]}"} for i in range(size)]
-            (tmp_path / name / "main" / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
-        files = [{"split": split, "path": f"main/{split}.jsonl"} for split in ("train", "test")]
-        card = {"configs": [{"config_name": "main", "data_files": files}]}  # as the hub's has it
-        (tmp_path / name / "README.md").write_text(f"---\n{yaml.safe_dump(card)}---\n")
-    (tmp_path / "atropos" / "environments").mkdir(parents=True)
-    shutil.copy(gsm8k_server.__file__, tmp_path / "atropos" / "environments" / "gsm8k_server.py")
-    return tmp_path
-
-
-def words(command):
-    assert command.startswith("python ")
-    return [sys.executable, *command.split()[1:]]
-
-
-@pytest.mark.e2e
-@pytest.mark.slow
-@pytest.mark.timeout(1700)
-def test_promises_commands_of_the_main_document_run_as_written(terminal, folder, monkeypatch):
-    """The stock environment by what the launcher prints: BaseEnv ignores the document's own --openai.base_url."""
-    if not (port_is_free(API_PORT) and port_is_free(GATEWAY_PORT)):
-        pytest.skip(f"port {API_PORT} or {GATEWAY_PORT} is taken, and the document names them")
-    monkeypatch.setenv("ATROPOS_API_KEY", "a-key-of-ones-own")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(folder / "atropos")]))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    launch = words("python -m recipe.atropos.launch_services --model model --steps 1000 --gpus 1")
-    launcher = terminal([*launch, "environment.target=null", "--config=cpu.yaml"], folder)
-    launcher.wait_for(r"python environments/gsm8k_server.py serve .*\n")
-    assert f'"rollout_server_url": "http://127.0.0.1:{API_PORT}"' in launcher.text
-    assert f'"base_url": "http://127.0.0.1:{GATEWAY_PORT}/v1"' in launcher.text
-    assert '"api_key": "a-key-of-ones-own"' in launcher.text, "the key that is given is every service's"
-    url = "--env.rollout_server_url http://localhost:8000"
-    commands = (
-        ["bash", "-c", f"exec {told_command(launcher.text)}"],
-        words(f"python -m recipe.atropos.environments.gsm8k_upstream serve {url}"),
-        words(f"python -m recipe.atropos.environments.gsm8k serve {url}"),
-    )
-    for number, command in enumerate(commands):
-        environment = terminal(command, folder)
-        launcher.wait_for(f"an environment has joined, as number {number}")
-        before = len(read_metrics(folder / "runs" / "default"))
-        launcher.wait_for(rf"step +{before + 6}/1000")  # more than one that has left could have posted
-        assert environment.process.poll() is None, environment.text
-        environment.end()
-    lines = read_metrics(folder / "runs" / "default")
-    assert any("atropos/env_0/mean_score" in line for line in lines), "a stock environment has no name"
-    assert any("atropos/gsm8k/mean_score" in line for line in lines)
-
-
-@pytest.mark.e2e
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_promises_launcher_trains_by_the_documents_command(terminal, folder):
-    """Without ``environment.target=null`` it starts an environment itself; another one may join it all the same."""
-    launch = words("python -m recipe.atropos.launch_services --model model --steps 1000 --gpus 1")
-    launcher = terminal([*launch, "--config=cpu.yaml"], folder, HF_HUB_OFFLINE="1")
-    launcher.wait_for(r"step +2/1000")
-    assert "heldout" in launcher.text
-    prompts = "".join(path.read_text() for path in (folder / "runs" / "default" / "rollouts").iterdir())
-    assert "train 0?" in prompts or "train 1?" in prompts, "questions of the folder's data"
 
 
 def test_promises_help_lists_every_option_of_the_document(capsys):

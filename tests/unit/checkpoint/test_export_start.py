@@ -6,14 +6,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from helpers.export import alone, configuration, saved_run, trained  # noqa: F401
+from helpers.export import alone, begun_from, configuration, saved_run, trained  # noqa: F401
 from helpers.families import make_family
 from recipe.atropos.checkpoint.resumption import prepare_folder
-from recipe.atropos.checkpoint.start_from import NotExported, forget_start
-from recipe.atropos.config.compose import load_config
+from recipe.atropos.checkpoint.start_from import forget_start
 from recipe.atropos.config.models import check_model
 from recipe.atropos.errors import ConfigurationError
-from recipe.atropos.launch_services import compose_overrides, load_run_config, parse_arguments
 from recipe.atropos.launcher.preflight import check_config
 from recipe.atropos.main import main
 from recipe.atropos.run_dir import RunDir
@@ -41,18 +39,9 @@ def adapted(model, tmp_path):
     return saved_run(tmp_path / "adapted", config, trained(model, 4))
 
 
-def begun(tmp_path, spec, *options):
-    """As the launcher reads its command line: configuration, overrides, and the start."""
-    arguments = parse_arguments(["--resume-from", str(spec), "--run-dir", str(tmp_path / "second"), *options])
-    config, overrides, directory, start = load_run_config(compose_overrides(arguments))
-    assert directory == tmp_path / "second" and load_config(overrides) == config
-    directory.mkdir(exist_ok=True)
-    return config, start
-
-
 def test_export_starts_a_run_with_another_s_weights(source, model, tmp_path):
     """Also once the other is gone, by the same command; the other's name wins over a preset's model."""
-    config, start = begun(tmp_path, f"{source.path}@1", "--preset", "demo")
+    config, start = begun_from(tmp_path, f"{source.path}@1", "--preset", "demo")
     settings = config.actor_rollout_ref.model
     assert settings.path == str(tmp_path / "second/start") and not settings.lora_adapter_path
     assert config.run.resume_from == f"{source.path}@1"
@@ -70,29 +59,29 @@ def test_export_starts_a_run_with_another_s_weights(source, model, tmp_path):
 
     shutil.rmtree(source.path)
     for spec in (f"{source.path}@1", source.path):
-        again, start = begun(tmp_path, spec, "--preset", "demo")
+        again, start = begun_from(tmp_path, spec, "--preset", "demo")
         start.make()
         assert again == config and start.for_checks(again) == again
     with pytest.raises(ConfigurationError, match=r"resume_from=.*/first@2: no config.yaml there"):
-        begun(tmp_path, f"{source.path}@2")
+        begun_from(tmp_path, f"{source.path}@2")
 
 
 def test_export_starts_a_lora_run_with_another_s_adapter(adapted, model, tmp_path):
     lora = "actor_rollout_ref.model.lora_rank="
-    config, start = begun(tmp_path, adapted.path, f"{lora}4")
+    config, start = begun_from(tmp_path, adapted.path, f"{lora}4")
     settings = config.actor_rollout_ref.model
     assert settings.path == str(model) and settings.lora_adapter_path == str(tmp_path / "second/start")
     assert start.adapter and start.for_checks(config) == config
     assert (settings.lora_alpha, settings.target_modules) == (8, ["q_proj", "v_proj"])  # Engine's, of PEFT's default
     with pytest.raises(ConfigurationError, match=r"lora_rank=8 with .*, whose adapter has rank 4: give that"):
-        begun(tmp_path, adapted.path, f"{lora}8")
+        begun_from(tmp_path, adapted.path, f"{lora}8")
     start.make()
-    again, _ = begun(tmp_path, adapted.path, f"{lora}4")
+    again, _ = begun_from(tmp_path, adapted.path, f"{lora}4")
     assert again == config
     with pytest.raises(ConfigurationError, match=r"lora_rank=8 with .* has begun with that run's adapter, of rank 4"):
-        begun(tmp_path, adapted.path, f"{lora}8")
+        begun_from(tmp_path, adapted.path, f"{lora}8")
     shutil.rmtree(tmp_path / "second")
-    config, start = begun(tmp_path, adapted.path)
+    config, start = begun_from(tmp_path, adapted.path)
     assert not start.adapter and config.actor_rollout_ref.model.path == str(tmp_path / "second/start")
 
 
@@ -104,10 +93,10 @@ def test_export_start_that_cannot_be_is_refused_by_name(source, model, tmp_path,
         (f"{source.path}@7", [], r"resume_from=.*/first@7: step 7: .* has whole checkpoints of steps \[1, 2\]"),
     ):
         with pytest.raises(ConfigurationError, match=told):
-            begun(tmp_path, spec, *options)
+            begun_from(tmp_path, spec, *options)
     saved_run(tmp_path / "second", configuration(model), trained(model))
     with pytest.raises(ConfigurationError, match="has begun with the model of .*; give another folder"):
-        begun(tmp_path, source.path)
+        begun_from(tmp_path, source.path)
     with pytest.raises(SystemExit, match="run.resume_from=x is the launcher's work: export that run"):
         main(["run.resume_from=x", f"run.dir={tmp_path / 'third'}", f"actor_rollout_ref.model.path={model}"])
 
@@ -123,12 +112,3 @@ def test_export_start_is_forgotten_with_another_model(source, model, tmp_path):
     saved_run(folder.path, configuration(model), trained(model))
     forget_start(folder)
     assert "resumed_from" in read_json(folder.summary)
-
-
-@pytest.mark.slow
-def test_export_that_fails_leaves_no_start(source, tmp_path):
-    _, start = begun(tmp_path, source.path)
-    (source.checkpoints / "global_step_2/actor/tensor_names.json").write_text("[]")  # its size is another now
-    with pytest.raises(NotExported, match=r"first@2: error: step 2: .* has whole checkpoints of steps \[1\]"):
-        start.make()
-    assert not (tmp_path / "second/start").exists() and not (tmp_path / "second/summary.json").exists()

@@ -42,16 +42,6 @@ def test_debug_show_is_inspect(capsys):
     assert "verl-atropos inspect" in capsys.readouterr().out
 
 
-@pytest.mark.e2e  # it needs SGLang's environment
-def test_doctor_tells_versions_and_what_is_missing(capsys):
-    doctor = importlib.import_module("recipe.atropos.commands.doctor")
-    assert doctor.main(["trainer.device=cpu"]) == 0
-    told = " ".join(capsys.readouterr().out.split())
-    assert "ok trainer torch" in told and "ok sglang torch" in told and "verl 0." in told
-    assert doctor.main(["trainer.device=cpu", f"inference.python={sys.executable}"]) == 1
-    assert f"FAILED sglang {sys.executable} has no sglang" in " ".join(capsys.readouterr().out.split())
-
-
 def test_doctor_on_a_gpu_looks_at_what_only_gpus_need(monkeypatch):
     config = load_config(["actor_rollout_ref.model.path=model", "trainer.device=cuda", "inference.colocated=true"])
     found = examine(config)

@@ -1,89 +1,10 @@
-"""A recorded run: its batches train to the same weights without servers, and can be looked at token by token."""
-
-import shutil
-import sys
+"""Batches that were recorded: where they end, and the colors of their tokens."""
 
 import pytest
-from rich.console import Console
 
-from recipe.atropos.commands import config_of_run
-from recipe.atropos.commands.inspect import find_row, rows_of_step, show, style_of, tokens_of_row
-from recipe.atropos.data.recording import RecordedSource, read_batch, recorded_steps, write_batch
+from recipe.atropos.commands.inspect import style_of
+from recipe.atropos.data.recording import RecordedSource, recorded_steps, write_batch
 from recipe.atropos.data_source import DataSourceError
-from recipe.atropos.utils.process import start_service
-
-
-def begun(folder, name, module, *arguments):
-    """A module of the recipe, running."""
-    command = [sys.executable, "-m", module, *arguments]
-    return start_service(name, command, log_path=folder / f"{name}.log", cwd=folder)
-
-
-def ended(service, timeout):
-    """(exit status, output), as soon as it has ended."""
-    try:
-        return service.process.wait(timeout), service.tail(4000)
-    finally:
-        service.stop(grace=3)
-
-
-@pytest.fixture(scope="module")
-def recorded(tmp_path_factory):
-    """A demo run of two steps that kept its batches."""
-    folder = tmp_path_factory.mktemp("recorded")
-    options = ["--preset", "demo", "--steps", "2", f"run.dir={folder / 'run'}", "environment.evaluate=false"]
-    options += ["trainer.atropos.record_batches=true", "trainer.save_freq=2"]
-    status, output = ended(begun(folder, "launch", "recipe.atropos.launch_services", *options), timeout=240)
-    assert status == 0, output
-    return folder / "run"
-
-
-@pytest.mark.e2e
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_a_replay_without_servers_ends_with_the_runs_weights_bit_for_bit(recorded):
-    """It is the batches and their order that the weights depend on: replayed in another order, they differ."""
-    swapped = shutil.copytree(recorded, recorded.with_name("swapped"))
-    for step, other in ((1, 2), (2, 1)):
-        write_batch(swapped / "batches", step, read_batch(recorded / "batches", other))
-    module, runs = "recipe.atropos.utils.debug", (recorded, swapped)
-    replays = [begun(recorded.parent, f"replay-{run.name}", module, "replay", str(run)) for run in runs]
-    try:
-        (status, output), (status_swapped, output_swapped) = [ended(replay, timeout=200) for replay in replays]
-    finally:
-        for replay in replays:
-            replay.stop(grace=0)
-    assert status == 0 and "weights after step 2: the same, bit for bit" in output, output
-    assert status_swapped == 1 and "weights after step 2 differ in" in output_swapped, output_swapped
-
-
-@pytest.mark.e2e
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_a_trajectory_is_shown_with_mask_logprob_and_advantage_of_every_token(recorded):
-    batch = read_batch(recorded / "batches", 2)
-    config = config_of_run(recorded)
-    rows = rows_of_step(config, 2)
-    row = find_row(rows, 3, 1)
-
-    class Names:
-        def decode(self, ids):
-            return f"<{ids[0]}>"
-
-    tokens = list(tokens_of_row(rows, row, Names()))
-    group = batch[3]
-    assert [token["id"] for token in tokens] == group["tokens"][1]
-    assert [token["trained"] for token in tokens] == [mask != -100 for mask in group["masks"][1]]
-    for token, mask, logprob in zip(tokens, group["masks"][1], group["inference_logprobs"][1], strict=True):
-        assert token["text"] == f"<{token['id']}>"
-        assert token["logprob"] == (None if mask == -100 else pytest.approx(logprob, abs=1e-6))
-        assert (token["advantage"] is None) == (mask == -100)
-    assert {token["advantage"] > 0 for token in tokens if token["trained"]} == {group["scores"][1] > 0}
-
-    console = Console(record=True, width=100, color_system="truecolor", force_terminal=True)
-    show(recorded, 2, 3, 1, table=True, console=console)
-    text = console.export_text()
-    assert "step 2, group 3, sequence 1 of gsm8k: score" in text and "assistant" in text
 
 
 def test_colors_tell_mask_sign_size_and_unlikely_tokens_apart():
@@ -105,12 +26,3 @@ def test_a_recording_that_ends_says_where(tmp_path):
         assert len(source) == 1 and source.next_batch() == [{"tokens": [[4]]}]
         with pytest.raises(DataSourceError, match="no batch of step 5 in .*: it holds steps 3 to 4"):
             source.next_batch()
-
-
-@pytest.mark.e2e
-@pytest.mark.slow
-def test_what_is_no_run_or_no_such_sequence_is_said(tmp_path, recorded):
-    with pytest.raises(FileNotFoundError, match="give the folder of a run"):
-        config_of_run(tmp_path)
-    with pytest.raises(DataSourceError, match="no sequence 8 in group 0, which has 8 trained ones; groups are"):
-        find_row(rows_of_step(config_of_run(recorded), 1), 0, 8)

@@ -9,14 +9,11 @@ from types import SimpleNamespace
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
-from recipe.atropos.adapter.cli import adapt
-from recipe.atropos.adapter.completion_cache import trained_spans
+from helpers.code_environment import make_code_environment
 from recipe.atropos.demo.code_policy import CodeRecipe, program
 from recipe.atropos.environments.code import CodeEnv
-from recipe.atropos.environments.code_problems import SYNTHETIC, generate, job, load_problems, read_problem
+from recipe.atropos.environments.code_problems import generate, job, load_problems, read_problem
 from recipe.atropos.environments.sandbox import Sandbox
 from recipe.atropos.errors import ConfigurationError
 
@@ -168,20 +165,9 @@ def test_code_environment_policy_is_shown_flawed_programs():
 # ---------------------------------------------------------------------- the environment
 
 
-def made(model_path, url="http://127.0.0.1:1"):
-    config, [server] = CodeEnv.config_init()
-    server.model_name = config.tokenizer_name = str(model_path)
-    server.base_url = f"{url}/v1"
-    config.dataset_name, config.train_size, config.eval_size, config.group_size = SYNTHETIC, 20, 8, 3
-    config.max_token_length, config.max_answer_tokens, config.sandboxes = 2048, 12, 1
-    env = adapt(CodeEnv)(config, [server])
-    asyncio.run(CodeEnv.setup(env))
-    return env
-
-
 @pytest.fixture
 def env(model_path):
-    env = made(model_path)
+    env = make_code_environment(model_path)
     yield env
     env.sandbox.close()
 
@@ -213,28 +199,3 @@ def test_code_environment_says_its_isolation_at_the_start(env, caplog):
     env.config.isolation = "none"
     asyncio.run(CodeEnv.setup(env))
     assert "answers run UNPROTECTED, as --env.isolation=none wants it" in caplog.text
-
-
-@pytest.mark.e2e
-@pytest.mark.slow
-def test_code_environment_groups_hold_what_was_sampled(model_path, server):
-    """Of a real server: its tokens, with the logprobs that the model gives them, and a verdict on each answer."""
-    env = made(model_path, server)
-
-    async def collect():
-        return await env.collect_trajectories(await env.get_next_item())
-
-    try:
-        group, backlog = asyncio.run(collect())
-    finally:
-        env.sandbox.close()
-    assert backlog == [] and group["scores"] == [-1.0] * 3, "the model writes nonsense"
-    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
-    for tokens, masks, logprobs in zip(group["tokens"], group["masks"], group["inference_logprobs"], strict=True):
-        [(start, end)] = trained_spans(masks)
-        assert end == len(tokens) and 1 <= end - start <= 12 and masks[start:end] == tokens[start:end]
-        with torch.no_grad():
-            expected = model(torch.tensor([tokens])).logits[0].log_softmax(-1)
-        for place in range(start, end):
-            assert expected[place - 1, tokens[place]].item() == pytest.approx(logprobs[place], abs=1e-3)
-    assert sum(n for name, n in env.report.counts.items() if name.startswith("answers/")) == 3

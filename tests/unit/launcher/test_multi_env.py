@@ -1,6 +1,5 @@
-"""Several environments in one run: what the configuration may say, and what becomes of the others when one dies."""
+"""Several environments in one run: what the configuration may say, and what is counted of one that is given up."""
 
-import asyncio
 import functools
 import os
 import signal
@@ -8,14 +7,11 @@ import sys
 import time
 
 import orjson
-import psutil
 import pytest
 from omegaconf import OmegaConf, flag_override
 
 from helpers.environments import item_env
-from helpers.services import get, group, post, running_api
 from helpers.trainer import compose_config
-from recipe.atropos.adapter.pacing import Paced
 from recipe.atropos.adapter.reporting import EnvReport
 from recipe.atropos.config.compose import load_config
 from recipe.atropos.config.env_specs import environment_specs
@@ -24,9 +20,7 @@ from recipe.atropos.launcher.environment_processes import Environments, environm
 from recipe.atropos.launcher.preflight import ConfigurationError, check_config
 from recipe.atropos.launcher.services import Run
 from recipe.atropos.launcher.supervision import scores_of
-from recipe.atropos.run_record import read_evaluations, read_metrics
-from recipe.atropos.utils.files import LineReader
-from recipe.atropos.utils.process import ServiceFailed, start_service
+from recipe.atropos.utils.process import ServiceFailed
 
 ITEM_ENV = f"{item_env.__file__}:ItemEnv"
 
@@ -192,135 +186,3 @@ def test_counts_are_summed_over_the_processes_of_an_environment(tmp_path):
         "restarts": 0,
         "abandoned": False,
     }
-
-
-class Stage:
-    """Two environments under the launcher's care, and the API; nobody samples."""
-
-    def __init__(self, folder, model, api, *options):
-        each = [
-            f"environments.{name}.{key}" for name in "ab" for key in (f"target={ITEM_ENV}", "min_batch_allocation=0.5")
-        ]
-        settings = config(*each, *options, "data.train_batch_size=2", "actor_rollout_ref.rollout.n=2")
-        settings.actor_rollout_ref.model.path = str(model)
-        self.api, self.run = api, Run(settings, [], folder)
-        self.environments = Environments(self.run, environment_specs(settings), api, "http://127.0.0.1:1")
-
-    async def until(self, condition, seconds=60):
-        async with asyncio.timeout(seconds):
-            while not condition():
-                await self.environments.look_after()
-                self.run.check()
-                await asyncio.sleep(0.1)
-
-    def service(self, name):
-        return next(service for service in self.run.services if service.name == f"environment-{name}")
-
-    def registrations(self, name):
-        return [
-            line["registered"]
-            for line in LineReader(self.run.directory / f"environments/{name}.jsonl").new_lines()
-            if "registered" in line
-        ]
-
-    def shares(self, *numbers):
-        """Of a batch, as pacing counts them."""
-        found = []
-        for number in numbers:
-            status = get(f"{self.api}/status-env", {"env_id": number})
-            found.append(Paced.part_of_a_batch(0.5, status))
-        return found
-
-
-@pytest.mark.e2e
-@pytest.mark.timeout(180)
-def test_of_an_environment_that_is_killed_nothing_is_waited_for(tmp_path, model_path):
-    """First it is started again, then given up; each time its part of the batch is the other's."""
-
-    async def scene(stage):
-        register = {"batch_size": 4, "max_token_len": 2048, "starting_step": 0, "num_steps": 9, "checkpoint_dir": ""}
-        post(
-            f"{stage.api}/register", register | {"wandb_group": "", "wandb_project": "", "save_checkpoint_interval": -1}
-        )
-        assert get(f"{stage.api}/batch")["batch"] is None
-        stage.environments.start()
-        await stage.until(lambda: stage.registrations("a") and stage.registrations("b"))
-        [a], [b] = stage.registrations("a"), stage.registrations("b")
-        assert stage.shares(a, b) == [0.5, 0.5]
-        for number in range(2):
-            post(f"{stage.api}/scored_data", group(number, size=2) | {"env_id": a})
-        assert get(f"{stage.api}/batch")["batch"] is None, "its allocation is b's"
-        first = stage.service("b")
-        end(first)
-        await stage.until(lambda: get(f"{stage.api}/batch")["batch"] is not None)
-        assert stage.service("b").pid != first.pid
-        await stage.until(lambda: len(stage.registrations("b")) == 2)
-        _, b = stage.registrations("b")
-        assert stage.shares(a, b) == [0.5, 0.5]
-        end(stage.service("b"))
-        await stage.until(lambda: stage.shares(a) == [1.0])
-        for number in range(2):
-            post(f"{stage.api}/scored_data", group(number, size=2) | {"env_id": a})
-        assert get(f"{stage.api}/batch")["batch"] is not None
-        assert [service.name for service in stage.run.services] == ["environment-a"]
-        summary = stage.environments.summary()
-        assert (summary["b"]["restarts"], summary["b"]["abandoned"], summary["a"]["abandoned"]) == (1, True, False)
-        end(stage.service("a"))
-        with pytest.raises(ServiceFailed, match="environment-a: ended once more after 0 restarts"):
-            await stage.until(lambda: False, 10)
-
-    with running_api(tmp_path) as api:
-        stage = Stage(tmp_path, model_path, api.url, "environments.a.max_restarts=0", "environments.b.max_restarts=1")
-        try:
-            asyncio.run(scene(stage))
-        finally:
-            stage.run.stop()
-
-
-@pytest.mark.e2e
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_two_environments_train_together_are_evaluated_and_one_killed_for_good_does_not_stop_the_other(
-    tmp_path, model_path
-):
-    """Both are evaluated before the training, after update 3 and at the end, each time all of it on one version."""
-    folder = tmp_path / "run"
-    each = {"target": ITEM_ENV, "min_batch_allocation": 0.5, "max_restarts": 0}
-    options = [f"environments.{name}.{key}={value}" for name in "ab" for key, value in each.items()]
-    options += ["environments.b.args.says=attribute", "evaluation.every=3", "trainer.save_freq=-1"]
-    command = [
-        sys.executable,
-        "-m",
-        "recipe.atropos.launch_services",
-        "--preset=demo",
-        f"--model={model_path}",
-        *options,
-    ]
-    launcher = start_service("launcher", [*command, "--steps=5", f"--run-dir={folder}"], log_path=tmp_path / "log")
-    try:
-        deadline = time.monotonic() + 240
-        while not read_metrics(folder):
-            assert launcher.poll() is None and time.monotonic() < deadline, launcher.tail()
-            time.sleep(0.1)
-        psutil.Process(orjson.loads((folder / "services.json").read_bytes())["environment-b"]["pid"]).kill()
-        assert launcher.process.wait(200) == 0, launcher.tail(40)
-        assert "left running" not in launcher.tail()
-    finally:
-        launcher.stop(grace=0)
-    lines = read_metrics(folder)
-    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
-    assert lines[0]["atropos/a/groups"] + lines[0]["atropos/b/groups"] == 16 and lines[0]["atropos/b/groups"] > 0
-    assert lines[-1]["atropos/num_environments"] == 1 and "atropos/b/groups" not in lines[-1]
-    output = launcher.log_path.read_text()
-    assert "(a +0.500, b +0.500)" in output
-    assert "environment-b ended once more after 0 restarts (environments.b.max_restarts), given up" in output
-
-    found = read_evaluations(folder)
-    assert sorted((entry["version"], entry["env"]) for entry in found) == [(v, e) for v in (0, 3, 5) for e in "ab"]
-    assert all(entry["metrics"]["eval/total"] == 4 for entry in found), "none failed, none met two versions"
-    assert [line["step"] for line in lines if line["phase_s/evaluate"] > 0.5] == [4], "it waited for the evaluation"
-    samples = [LineReader(folder / f"evaluation/{v}/a/samples.jsonl").new_lines() for v in (0, 3, 5)]
-    assert [[sample["item"] for sample in each] for each in samples] == [[0, 1, 2, 3]] * 3, "the same items"
-    summary = orjson.loads((folder / "summary.json").read_bytes())
-    assert summary["environments"]["b"]["abandoned"] and not summary["environments"]["a"]["abandoned"]
-    assert summary["heldout"]["a"]["version_after"] == 5 and summary["policy_version"] == 5

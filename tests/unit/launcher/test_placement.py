@@ -4,7 +4,6 @@ import subprocess
 import sys
 
 import pytest
-from ray.util.placement_group import remove_placement_group
 
 from recipe.atropos.config.compose import load_config
 from recipe.atropos.errors import ConfigurationError, LaunchError
@@ -222,21 +221,6 @@ def test_placement_gives_both_sides_the_same_nccl(monkeypatch):
         server = sglang_command(SGLangLaunch("m", python="p", port=1, device="cuda"))[1]
         trainer = platform_variables(config)
         assert [server[name] for name in names] == [trainer[name] for name in names] == [value or "0", "0"]
-
-
-@pytest.mark.e2e
-def test_placement_of_ranks_is_not_waited_for_without_a_limit(cluster, monkeypatch):
-    """Nine of four CPUs: refused by their number; where Ray alone could tell, after the limit."""
-    from recipe.atropos.workers.resource_pool import DevicePool
-
-    with pytest.raises(ConfigurationError, match="= 9 ranks, but Ray has [0-4] CPUs free; lower them or raise"):
-        DevicePool([9], "wide", timeout=1.0)
-    monkeypatch.setattr(DevicePool, "_check_available", lambda pool: None)
-    with pytest.raises(ConfigurationError, match="n_gpus_per_node=9: Ray found no room .* within 1 s; each takes"):
-        DevicePool([9], "wide", timeout=1.0)
-    [group] = DevicePool([1], "narrow", timeout=60.0).get_placement_groups()
-    assert group.bundle_specs == [{"CPU": 1.0}]
-    remove_placement_group(group)
 
 
 # ---------------------------------------------------------------- memory that is lent

@@ -7,130 +7,22 @@ import signal
 import subprocess
 import sys
 import time
-import uuid
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
-import psutil
 import pytest
 
 from helpers import ROOT
+from helpers.launchers import DEAF, PROCESSES, WAIT, Family, families_in
 from recipe.atropos.utils.process import RUN_ID_VARIABLE, start_service
 
 pytestmark = pytest.mark.timeout(120)
-LIMIT = 20.0  # seconds from the end of the launcher to the end of the last process
 
-# Each process writes its number into the working folder, because one of them has neither name, session nor environment
-# of its service, and ignores SIGTERM.
-WAIT = "import os, pathlib, time; pathlib.Path(f'{os.getpid()}.pid').touch(); time.sleep(600)"
-DEAF = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {WAIT}"
-FAMILY = f"""
-import os, subprocess, sys
-subprocess.Popen([sys.executable, "-c", {DEAF!r}], start_new_session=True, env={{}})
-if os.fork() == 0:
-    os.setsid()
-    if os.fork() == 0:
-        exec({WAIT!r})
-    os._exit(0)
-os.wait()
-exec({WAIT!r})
-"""
-PROCESSES = 3
 DAEMONS = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {WAIT!r}], start_new_session=True); {WAIT}"
-
-LAUNCHER = f"""
-import os, signal, socket, subprocess, sys, threading, time
-sys.path.insert(0, {str(ROOT)!r})
-from recipe.atropos.utils.process import start_service
-
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup has these two ignored
-signal.signal(signal.SIGINT, signal.default_int_handler)
-
-def start():
-    return start_service("family", [sys.executable, "-c", {FAMILY!r}], log_path="family.log")
-
-def die(*_):
-    os.kill(os.getpid(), signal.SIGKILL)
-
-moment = sys.argv[1]
-if moment == "forked":  # the guardian is there, and has not been told what to start
-    real = subprocess.Popen.__init__
-    subprocess.Popen.__init__ = lambda *args, **kw: (real(*args, **kw), die())
-if moment == "asked":  # it is starting the service
-    socket.socket.recv = die
-if moment == "thread":  # a thread that ends started it
-    thread = threading.Thread(target=start)
-    thread.start()
-    thread.join()
-else:
-    start()
-if moment == "fork":  # a child of the launcher inherits its end of the socket, and outlives it
-    if os.fork() == 0:
-        time.sleep(60)
-if moment == "many":
-    print("ready", flush=True)
-    while True:
-        start()
-if moment == "returns":
-    while len([name for name in os.listdir() if name.endswith(".pid")]) < {PROCESSES}:
-        time.sleep(0.02)
-    sys.exit()
-if moment == "raises":
-    raise RuntimeError
-print("ready", flush=True)
-time.sleep(600)
-"""
-
-
-class Family:
-    """The processes of one test, known by their mark and by the numbers that they wrote."""
-
-    def __init__(self, folder: Path):
-        self.folder, self.mark = folder, uuid.uuid4().hex
-
-    def launch(self, moment: str) -> subprocess.Popen:
-        environment = {**os.environ, RUN_ID_VARIABLE: self.mark}
-        command = [sys.executable, "-c", LAUNCHER, moment]
-        return subprocess.Popen(command, cwd=self.folder, env=environment, stdout=subprocess.PIPE)
-
-    def numbers(self) -> list[int]:
-        return [int(path.stem) for path in self.folder.glob("*.pid")]
-
-    def living(self) -> list[psutil.Process]:
-        found = []
-        for process in psutil.process_iter():
-            try:
-                marked = self.mark in process.environ().get(RUN_ID_VARIABLE, "").split(":")
-                if (marked or process.pid in self.numbers()) and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-            except (psutil.Error, OSError):
-                continue
-        return found
-
-    def wait_until(self, condition: Callable[[], bool], seconds: float = LIMIT) -> float:
-        begin = time.monotonic()
-        while not condition():
-            assert time.monotonic() - begin < seconds, f"after {seconds:g} s: {self.living()}"
-            time.sleep(0.05)
-        return time.monotonic() - begin
 
 
 @pytest.fixture
-def families(tmp_path: Path) -> Iterator[Callable[[], Family]]:
-    """Makes families. Whatever a failed test leaves is ended here, and is a failure of its own."""
-    made = []
-
-    def make() -> Family:
-        folder = tmp_path / f"family{len(made)}"
-        folder.mkdir()
-        made.append(Family(folder))
-        return made[-1]
-
-    yield make
-    left = [process for family in made for process in family.living()]
-    for process in left:
-        process.kill()
-    assert not left
+def families(tmp_path):
+    with families_in(tmp_path) as make:
+        yield make
 
 
 @pytest.fixture
@@ -163,19 +55,6 @@ def test_orphans_are_ended_however_and_whenever_a_launcher_ends(families):
             process.kill()
             process.wait(10)
         assert moment != "forked" or not family.numbers()
-
-
-@pytest.mark.slow
-def test_orphans_of_a_launcher_killed_in_a_spawn_are_ended(families):
-    """At moments spread over the start of a service."""
-    launched = [(family := families(), family.launch("many")) for _ in range(5)]
-    for number, (_, launcher) in enumerate(launched):
-        assert launcher.stdout.readline() == b"ready\n"
-        time.sleep(0.013 * number)
-        launcher.kill()
-        launcher.wait(30)
-    for family, _ in launched:
-        family.wait_until(lambda family=family: not family.living())
 
 
 INNER = f"""

@@ -5,24 +5,18 @@ import contextlib
 import json
 import re
 import shutil
-from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
-from verl.utils.fsdp_utils import get_init_weight_context_manager
-from verl.workers.config import FSDPEngineConfig
 from verl.workers.engine.fsdp.utils import unfuse_moe_params
 
 from helpers.families import FAMILIES, WITHOUT_LORA, Engine, make_family
-from helpers.sglang import running_sglang
-from helpers.trainer import close, compose_config, model_vocab, started
+from helpers.trainer import compose_config
 from recipe.atropos.checkpoint.format import CheckpointError, CheckpointFormat, read_shapes
 from recipe.atropos.demo.random_models import SIZES
 from recipe.atropos.errors import ConfigurationError
@@ -32,7 +26,6 @@ from recipe.atropos.launcher.preflight import check_config
 from recipe.atropos.ray_trainer import RayGRPOAtroposTrainer
 from recipe.atropos.weight_sync.engine import AtroposCheckpointEngine
 from recipe.atropos.weight_sync.names import PushedNames, WeightNamesError
-from recipe.atropos.weight_sync.probe import Probe
 from recipe.atropos.weight_sync.served_model import check_model
 from recipe.atropos.weight_sync.servers import WeightPushError
 
@@ -79,57 +72,6 @@ def test_names_and_values_of_a_push_are_those_that_are_saved(make_model, tmp_pat
     assert format.shapes == {name: tuple(tensor.shape) for name, tensor in pushed.items()}
     names = PushedNames(format, read_shapes(make_model(family)), "it")
     assert dict(names.checked(iter(pushed.items()))).keys() == pushed.keys()
-
-
-def stream_of_a_rank(rank, world, model, folder):
-    """What a rank streams, for each strategy, in full and with a merged adapter; as FOLDER/RANK-STRATEGY-LORA."""
-    torch.set_num_threads(1)
-    options = {"init_method": f"file://{folder}/store", "timeout": timedelta(seconds=600)}
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=world, **options)
-    from recipe.atropos.verl_ext.cpu_engine import CPUFSDPEngine
-
-    class Rank(CPUFSDPEngine):
-        """As verl makes it, with the model's weights on rank 0 alone, but without an optimizer."""
-
-        def __init__(self, strategy, lora_rank):
-            self.engine_config = FSDPEngineConfig(strategy=strategy)
-            self.model_config = SimpleNamespace(lora_rank=lora_rank, lora={"merge": True})
-            self.device_mesh = init_device_mesh("cpu", (world,), mesh_dim_names=["fsdp"])
-            self._uses_fsdp2_cpu_offload_policy = False
-            with get_init_weight_context_manager(mesh=self.device_mesh)():
-                module = loaded(model)
-            assert next(module.parameters()).is_meta == bool(rank)
-            self.checkpoint_format = CheckpointFormat(module)
-            if lora_rank:
-                module = get_peft_model(module, LoraConfig(r=lora_rank, target_modules=["q_proj", "v_proj"]))
-            self.module = self._build_fsdp_module(module)
-
-    for strategy in ("fsdp", "fsdp2"):
-        for lora_rank in (0, 4):
-            with torch.no_grad():
-                pairs = [(name, tensor.clone()) for name, tensor in Rank(strategy, lora_rank).get_per_tensor_param()[0]]
-            torch.save(pairs, f"{folder}/{rank}-{strategy}-{lora_rank}")
-    torch.distributed.destroy_process_group()
-
-
-@pytest.mark.slow
-def test_names_of_every_rank_are_those_of_the_checkpoint(make_model, tmp_path, monkeypatch):
-    """FSDP1 and FSDP2 over two ranks: gathering is a collective, so both go through the same names in one order."""
-    monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "recipe.atropos.verl_ext.cpu_platform")
-    monkeypatch.setenv("VERL_PLATFORM", "cpu")
-    model = make_model("mixtral")
-    ranks = torch.multiprocessing.spawn(stream_of_a_rank, (2, model, tmp_path), nprocs=2, join=False)
-    try:
-        while not ranks.join():
-            pass
-    finally:
-        for process in ranks.processes:
-            process.kill()
-    saved = load_file(model / "model.safetensors")
-    for streamed in (f"{strategy}-{lora_rank}" for strategy in ("fsdp", "fsdp2") for lora_rank in (0, 4)):
-        first, second = (torch.load(tmp_path / f"{rank}-{streamed}") for rank in (0, 1))
-        assert [name for name, _ in first] == [name for name, _ in second]
-        assert dict(first).keys() == saved.keys() and all(torch.equal(tensor, saved[name]) for name, tensor in first)
 
 
 def test_names_of_qwen3_moe_are_those_that_verl_makes(make_model):
@@ -418,45 +360,3 @@ def test_names_of_quantized_models_are_said_before_anything_starts(make_model, t
         check_config(compose_config(*LONG, f"actor_rollout_ref.model.path={model}", qat))
     with pytest.raises(ConfigurationError, match=r"inference\.args\.quantization=fp8: a quantized server cannot"):
         check_config(compose_config(*LONG, f"actor_rollout_ref.model.path={model}", "+inference.args.quantization=fp8"))
-
-
-@pytest.fixture(scope="module")
-def family_server(make_model):
-    """URL of a real server of a family."""
-    with contextlib.ExitStack() as stack:
-        running = {}
-
-        def start(family):
-            if family not in running:
-                log_path = make_model(family).parent / f"{family}.log"
-                options = {"max_total_tokens": 2048, "log_path": log_path}
-                running[family] = stack.enter_context(running_sglang(make_model(family), **options))[1]
-            return running[family]
-
-        yield start
-
-
-@pytest.mark.e2e
-@pytest.mark.slow
-@pytest.mark.usefixtures("cluster")
-@pytest.mark.parametrize(("family", "strategy", "world"), [("mixtral", "fsdp2", 2), ("mixtral", "fsdp", 1)])
-def test_names_of_moe_models_are_served(make_model, family_server, tmp_path, family, strategy, world):
-    """A server of other weights has the trainer's logprobs after a push, from ranks that hold shards."""
-    model, server = make_model(family, seed=1), family_server(family)
-    config = compose_config(
-        f"actor_rollout_ref.model.path={model}",
-        f"actor_rollout_ref.actor.strategy={strategy}",
-        f"trainer.n_gpus_per_node={world}",
-        "trainer.atropos.weight_sync.transport=tensor",
-        f"inference.urls=[{server}]",
-        f"run.dir={tmp_path}",
-    )
-    trainer = started(config)
-    try:
-        probe = Probe([server], None, model_vocab(model), "float32", 1.0, 30.0)
-        with pytest.raises(WeightPushError, match="compute with other weights"):
-            probe.verify(0, trainer._log_probs_of)
-        trainer.checkpoint_manager.update_weights(1)
-        assert probe.verify(1, trainer._log_probs_of)["weight_sync/probe_gap"] < 1e-4
-    finally:
-        close(trainer)

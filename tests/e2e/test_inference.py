@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
-import socket
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ import pytest
 from helpers.services import running_api
 from helpers.sglang import make_tiny_model, running_sglang
 from helpers.trainer import compose_config
-from recipe.atropos.inference.client import Capabilities, InferenceError, SGLangClient
+from recipe.atropos.inference.client import InferenceError, SGLangClient
 from recipe.atropos.launcher.preflight import ConfigurationError
 from recipe.atropos.launcher.service_checks import check_services
 
@@ -106,7 +105,6 @@ async def needs(client: SGLangClient, flushes_retracted: bool) -> None:
         pytest.skip(f"SGLang {capabilities.version} is not of the kind that this is about")
 
 
-@pytest.mark.e2e
 @pytest.mark.timeout(300)  # the first test waits for the server
 def test_it_says_what_it_is(run, server):
     async def test(client):
@@ -122,7 +120,6 @@ def test_it_says_what_it_is(run, server):
     run(test)
 
 
-@pytest.mark.e2e
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("which", ["old", "new"])
 def test_greedy_tokens_and_logprobs_are_those_of_transformers(run, server, which):
@@ -139,7 +136,6 @@ def test_greedy_tokens_and_logprobs_are_those_of_transformers(run, server, which
     run(test)
 
 
-@pytest.mark.e2e
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("sampling", [{"temperature": 2.0}, {"temperature": 0.5, "top_p": 0.5}, {"top_k": 5}])
 def test_sampled_logprobs_are_tempered_and_before_truncation(run, server, sampling):
@@ -161,7 +157,6 @@ def test_sampled_logprobs_are_tempered_and_before_truncation(run, server, sampli
     run(test)
 
 
-@pytest.mark.e2e
 @pytest.mark.timeout(120)
 def test_a_push_changes_the_policy_and_the_version(run, server):
     async def test(client):
@@ -180,7 +175,6 @@ def test_a_push_changes_the_policy_and_the_version(run, server):
     run(test)
 
 
-@pytest.mark.e2e
 @pytest.mark.timeout(120)
 def test_retract_keeps_requests_and_names_the_version_of_every_token(run, server):
     """After the push the prefix is computed anew: each later token has the logprob that the new weights give it."""
@@ -211,7 +205,6 @@ def test_retract_keeps_requests_and_names_the_version_of_every_token(run, server
     run(test)
 
 
-@pytest.mark.e2e
 @pytest.mark.timeout(120)
 def test_in_place_cannot_flush_and_a_refused_push_has_changed_the_weights(run, server):
     """Why a push uses `retract`: in place, the server refuses only after it has loaded the weights."""
@@ -235,7 +228,6 @@ def test_in_place_cannot_flush_and_a_refused_push_has_changed_the_weights(run, s
     run(test)
 
 
-@pytest.mark.e2e
 @pytest.mark.timeout(120)
 def test_a_push_in_mode_auto_leaves_no_old_key_and_every_reply_is_true_about_its_versions(run, server):
     """On every SGLang, and with several samples of a prompt in flight, whose common prefix is in the cache."""
@@ -263,7 +255,6 @@ def test_a_push_in_mode_auto_leaves_no_old_key_and_every_reply_is_true_about_its
     run(test)
 
 
-@pytest.mark.e2e
 @pytest.mark.timeout(120)
 def test_where_retracted_requests_cannot_be_flushed_the_push_fails_the_server_lives_and_abort_mends_it(run, server):
     """SGLang 0.5.12 to 0.5.20."""
@@ -288,7 +279,6 @@ def test_where_retracted_requests_cannot_be_flushed_the_push_fails_the_server_li
     run(test)
 
 
-@pytest.mark.e2e
 @pytest.mark.timeout(120)
 def test_a_pause_mode_that_cannot_work_is_refused_before_the_run(run, server, tmp_path, caplog):
     def check(api, mode):
@@ -311,7 +301,6 @@ def test_a_pause_mode_that_cannot_work_is_refused_before_the_run(run, server, tm
     run(test)
 
 
-@pytest.mark.e2e
 @pytest.mark.timeout(120)
 def test_prompt_logprobs_are_those_of_transformers(run, server):
     """`logprob_start_len`: what kills SGLang 0.5.12 on a CPU without the shim."""
@@ -333,7 +322,6 @@ def test_prompt_logprobs_are_those_of_transformers(run, server):
     run(test)
 
 
-@pytest.mark.e2e
 @pytest.mark.timeout(120)
 def test_abort_ends_requests_with_what_they_have(run):
     async def test(client):
@@ -346,7 +334,6 @@ def test_abort_ends_requests_with_what_they_have(run):
     run(test)
 
 
-@pytest.mark.e2e
 @pytest.mark.timeout(120)
 def test_flush_raises_while_requests_run(run):
     async def test(client):
@@ -359,7 +346,6 @@ def test_flush_raises_while_requests_run(run):
     run(test)
 
 
-@pytest.mark.e2e
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("damage", "message"),
@@ -386,7 +372,6 @@ def test_after_a_failed_update_the_old_version_stays_in_force(run, server, tmp_p
     run(test)
 
 
-@pytest.mark.e2e
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("key", [None, "wrong"])
 def test_a_wrong_key_is_named(server, key):
@@ -400,7 +385,6 @@ def test_a_wrong_key_is_named(server, key):
     asyncio.run(body())
 
 
-@pytest.mark.e2e
 @pytest.mark.timeout(60)
 def test_a_call_that_takes_too_long_is_an_error(server):
     async def body():
@@ -409,49 +393,3 @@ def test_a_call_that_takes_too_long_is_an_error(server):
                 await client.generate(input_ids=PROMPT, sampling_params=LONG)
 
     asyncio.run(body())
-
-
-# -- without a server ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.timeout(30)
-def test_an_absent_server_is_an_error_that_names_it():
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{unused.getsockname()[1]}"
-
-        async def body():
-            async with SGLangClient(url) as client:
-                assert not await client.health()
-                with pytest.raises(InferenceError, match=f"{url}/model_info: cannot connect"):
-                    await client.model_info()
-                with pytest.raises(InferenceError, match="not healthy within 0.5 s"):
-                    await client.wait_healthy(0.5)
-
-        asyncio.run(body())
-
-
-@pytest.mark.parametrize(
-    ("endpoints", "modes", "wanted", "safe"),
-    [
-        ({"/begin_weight_update"}, {"abort", "retract"}, "auto", "retract"),
-        ({"/begin_weight_update"}, {"abort", "retract"}, "in_place", "has no pause mode 'in_place'"),
-        (set(), {"abort", "retract"}, "auto", "abort"),
-        (set(), {"abort", "retract"}, "abort", "abort"),
-        (set(), {"abort", "retract"}, "retract", "cannot flush its KV cache while retracted requests wait"),
-        (set(), set(), "auto", "has no pause mode 'abort'"),
-    ],
-)
-def test_the_safe_pause_mode_is_what_was_asked_for_or_an_error(endpoints, modes, wanted, safe):
-    capabilities = Capabilities("0", frozenset(endpoints), frozenset(modes))
-    if safe in modes:
-        assert capabilities.safe_pause_mode(wanted) == safe
-    else:
-        with pytest.raises(ValueError, match=safe):
-            capabilities.safe_pause_mode(wanted)
-
-
-@pytest.mark.timeout(30)
-def test_a_client_that_was_not_opened_says_so():
-    with pytest.raises(RuntimeError, match="async with"):
-        asyncio.run(SGLangClient("http://127.0.0.1:1").model_info())

@@ -1,47 +1,34 @@
 """Every transport brings every tensor, or nothing that counts: real SGLang servers, the engine of rank 0 alone."""
 
 import asyncio
-import base64
 import gc
-import inspect
 import json
-import pickle
 import re
-import resource
 import shutil
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from torch.multiprocessing import reductions
 from transformers import AutoModelForCausalLM, dynamic_module_utils
 
 from helpers.sglang import call, can_checksum, make_tiny_model, running_sglang
-from recipe.atropos.config.compose import load_config
+from helpers.transports import LIMIT, engine, send, shared_memory, weights_of
 from recipe.atropos.inference.client import InferenceError, SGLangClient
-from recipe.atropos.utils import scratch
-from recipe.atropos.utils.hosts import address_towards, is_this_host
+from recipe.atropos.utils.hosts import address_towards
 from recipe.atropos.weight_sync import servers
 from recipe.atropos.weight_sync.colocated import SharedMemory
-from recipe.atropos.weight_sync.engine import AtroposCheckpointEngine, choose_transport
 from recipe.atropos.weight_sync.servers import WeightPushError
-from recipe.atropos.weight_sync.transports import distributed, tensor
-from recipe.atropos.weight_sync.transports.bucket import Bucket, Buckets
+from recipe.atropos.weight_sync.transports import distributed
 
 pytestmark = pytest.mark.timeout(240)
 
 TRANSPORTS = ["disk", "distributed", "tensor"]
 PROMPT = [10, 11, 12, 20, 21]
-LIMIT = 15  # s, one request
 
 
 @pytest.fixture(scope="module")
@@ -68,32 +55,6 @@ def version():
     return time.time_ns()
 
 
-def engine(urls, transport, tmp_path, bucket_size=200_000, dtype="float32", **options):
-    return AtroposCheckpointEngine(
-        bucket_size,
-        True,
-        urls=urls,
-        transport=transport,
-        directory=tmp_path / "weights",
-        dtype=dtype,
-        **{"verify": "checksum" if urls and can_checksum(urls[0]) else "version", "timeout": LIMIT} | options,
-    )
-
-
-def send(engine, model, version):
-    return asyncio.run(engine.send_weights(weights_of(model), version))
-
-
-def weights_of(model):
-    """As a rank streams them; a tied output layer comes too, as from verl's engines."""
-    yield from AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).state_dict().items()
-
-
-def shared_memory():
-    """Paths of this run."""
-    return set(Path("/dev/shm").glob(f"{scratch.current().folder.name}-*"))
-
-
 def reported(url):
     return call(url, lambda client: client.weight_version())
 
@@ -109,7 +70,6 @@ def expected(model):
     return output[0, len(PROMPT) :].tolist()
 
 
-@pytest.mark.e2e
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("bucket_size", [200_000, pytest.param(1 << 29, marks=pytest.mark.slow)], ids=["many", "one"])
 def test_the_server_computes_with_what_was_pushed(server, models, tmp_path, version, transport, bucket_size):
@@ -127,7 +87,6 @@ def test_the_server_computes_with_what_was_pushed(server, models, tmp_path, vers
     assert shared_memory() <= others
 
 
-@pytest.mark.e2e
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_bfloat16_and_tied_embeddings_arrive_bit_for_bit(tied_server, models, tmp_path, version, transport):
     """The checksums are of bfloat16 tensors, so what was cast here is what is served."""
@@ -139,7 +98,6 @@ def test_bfloat16_and_tied_embeddings_arrive_bit_for_bit(tied_server, models, tm
     assert metrics["weight_sync/bytes"] == sum(tensor.numel() * 2 for _, tensor in weights_of(models["new-tied"]))
 
 
-@pytest.mark.e2e
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_corrupted_bucket_is_caught_and_nobody_generates_with_it(server, models, tmp_path, version, transport):
     if not can_checksum(server):
@@ -179,7 +137,6 @@ def damage(transport, name):
     transport.stage = stage_and_damage
 
 
-@pytest.mark.e2e
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_stream_that_breaks_leaves_the_old_version_in_force(server, models, tmp_path, version, transport):
     def breaking():
@@ -197,7 +154,6 @@ def test_a_stream_that_breaks_leaves_the_old_version_in_force(server, models, tm
     assert greedy(server) == expected(models["old"]) and reported(server) == str(version + 2)
 
 
-@pytest.mark.e2e
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_server_of_another_model_is_refused_before_anything_is_sent(server, models, tmp_path, version, transport):
     send(engine([server], transport, tmp_path), models["new"], version)
@@ -211,7 +167,6 @@ def test_a_server_of_another_model_is_refused_before_anything_is_sent(server, mo
     send(engine([server], transport, tmp_path, model_path=str(models["old"])), models["old"], version + 1)
 
 
-@pytest.mark.e2e
 def test_a_model_with_code_of_its_own_is_compared_where_that_code_is_trusted(
     server, models, tmp_path, version, monkeypatch
 ):
@@ -233,7 +188,6 @@ def test_a_model_with_code_of_its_own_is_compared_where_that_code_is_trusted(
         send(pusher, models["new"], version + 1)
 
 
-@pytest.mark.e2e
 def test_a_folder_that_a_server_does_not_see_is_named_and_its_weights_stay(server, models, tmp_path, version):
     pusher = engine([server], "disk", tmp_path)
     send(pusher, models["new"], version)
@@ -253,23 +207,6 @@ def test_a_folder_that_a_server_does_not_see_is_named_and_its_weights_stay(serve
     assert greedy(server) == expected(models["new"])
 
 
-def test_a_full_disk_leaves_nothing_half_written(models, tmp_path, version):
-    """A limit on the size of files stands for it: writing fails in the middle."""
-    pusher = engine([], "disk", tmp_path)
-    send(pusher, models["old"], version)
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (150_000, before[1]))
-    try:
-        with pytest.raises(WeightPushError, match=f"cannot be written to {tmp_path / 'weights'}: .*make room"):
-            send(pusher, models["new"], version + 1)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert [path.name for path in (tmp_path / "weights").iterdir()] == [f"version_{version}"]
-    send(pusher, models["new"], version + 2)
-    assert [path.name for path in (tmp_path / "weights").iterdir()] == [f"version_{version + 2}"]
-
-
-@pytest.mark.e2e
 @pytest.mark.timeout(400)
 @pytest.mark.slow
 def test_a_server_that_hangs_or_dies_in_a_push_is_named_in_time_and_joins_again_when_it_is_back(
@@ -343,7 +280,6 @@ def failure(pusher, weights, version):
     return asyncio.run(inner())
 
 
-@pytest.mark.e2e
 def test_requests_wait_while_a_server_lends_its_memory_and_go_on_with_the_next_weights(
     server, models, tmp_path, version
 ):
@@ -383,87 +319,6 @@ def test_requests_wait_while_a_server_lends_its_memory_and_go_on_with_the_next_w
     assert greedy(server) == expected(models["new"]) and not memory.released
 
 
-def test_the_engines_defaults_are_the_configurations_own():
-    configured = load_config(
-        ["actor_rollout_ref.model.path=m", "inference.colocated=false"]
-    ).actor_rollout_ref.rollout.checkpoint_engine
-    parameters = inspect.signature(AtroposCheckpointEngine).parameters.values()
-    defaults = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.default not in (p.empty, None)}
-    assert "pause_mode" in defaults and "trust_remote_code" in defaults
-    assert {name: configured.engine_kwargs.atropos[name] for name in defaults} == defaults
-
-
-def test_memory_is_shared_with_servers_of_this_machine_alone(tmp_path):
-    pusher = engine(["http://192.0.2.1:9"], "tensor", tmp_path)
-    with pytest.raises(WeightPushError, match=r"http://192\.0\.2\.1:9 is on another machine.*transport=distributed"):
-        asyncio.run(pusher._transport.stage([SGLangClient("http://192.0.2.1:9")], iter(()), 1))
-    assert is_this_host("http://127.0.0.1:8000") and is_this_host("http://localhost:8000/v1")
-    assert not is_this_host("http://192.0.2.1:8000") and not is_this_host("http://no.such.host.invalid")
-    assert address_towards("http://127.0.0.1:1") == "127.0.0.1"
-
-
-@pytest.mark.parametrize("user", ["expandable_segments: True,max_split_size_mb:64", "max_split_size_mb:64"])
-def test_gpu_buffers_are_no_expandable_segments(monkeypatch, user):
-    """Without a GPU: what torch's allocator is told, and when."""
-    told, transport = [], tensor.TensorTransport(64)
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", user)
-    monkeypatch.setattr(tensor, "get_device_name", lambda: "cuda")
-    monkeypatch.setattr(tensor, "get_device_id", lambda: "meta")
-    monkeypatch.setattr(tensor, "set_expandable_segments", told.append)
-    monkeypatch.setattr(torch, "empty", lambda *_, **how: told.append(how["device"]))
-    transport._allocate(64)
-    assert told == ([False, "meta", True] if "expandable" in user else ["meta"])
-
-
-def test_handles_go_by_name_also_while_another_thread_allocates():
-    """A server dies of a handle that is a file descriptor."""
-    transport = tensor.TensorTransport(64)
-    bucket = next(Buckets(64, transport._allocate).of(iter([("t", torch.ones(4))])))
-    with ThreadPoolExecutor() as threads:
-        allocating = threads.submit(lambda: [transport._allocate(64) for _ in range(2000)])
-        handles = [base64.b64decode(tensor._handles(bucket)) for _ in range(2000)]
-        allocating.result()
-    assert all(b"rebuild_storage_filename" in each for each in handles)
-
-
-class OnGPU(torch.Tensor):
-    """Says that it is on a GPU; there is none here."""
-
-    is_cuda = True
-
-
-def test_handles_of_a_gpu_name_its_uuid(monkeypatch):
-    """The trainer's rank sees its GPU as number 0, and so may a server another one."""
-    names = list(inspect.signature(reductions.rebuild_cuda_tensor).parameters)
-    assert names[tensor._DEVICE_INDEX] == "storage_device"
-    arguments = tuple(0 if name == "storage_device" else name for name in names)
-    monkeypatch.setattr(tensor, "reduce_tensor", lambda _: (reductions.rebuild_cuda_tensor, arguments))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"GPU-{device}"))
-    bucket = Bucket(torch.ones(5).as_subclass(OnGPU), ["a", "b"], [torch.Size([2]), torch.Size([3, 1])])
-
-    handles, opened = base64.b64decode(tensor._handles(bucket)), {}
-    monkeypatch.setattr(reductions, "rebuild_cuda_tensor", lambda *given: opened.update(zip(names, given, strict=True)))
-    entries = [vars(entry) for entry in pickle.loads(handles)["metadata"]]
-    assert [(e["name"], e["start_idx"], e["end_idx"], e["numel"]) for e in entries] == [("a", 0, 2, 2), ("b", 2, 5, 3)]
-    assert [e["shape"] for e in entries] == bucket.shapes and all(e["dtype"] == torch.float32 for e in entries)
-    assert opened["storage_device"] == "GPU-0"
-    assert all(opened[key] == key for key in names if key != "storage_device")
-
-
-def test_what_a_server_that_died_had_not_read_of_shared_memory_goes_with_the_next_push():
-    others = shared_memory()
-    transport = tensor.TensorTransport(1 << 20)
-    for bucket in transport._buckets.of(iter([("a", torch.ones(1000)), ("b", torch.ones(300_000))])):
-        tensor._handles(bucket)  # and nobody opens it
-    transport._sweep()
-    assert len(shared_memory() - others) == 2, "not while they are in use"
-    del bucket
-    transport._buckets.drop()
-    asyncio.run(transport.stage([], iter(()), 1))
-    assert shared_memory() <= others
-
-
-@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("transport", "flag", "said"),
     [
@@ -486,37 +341,3 @@ def test_a_server_that_could_not_be_paused_or_given_weights_is_refused_before_an
     told, _ = failure(engine([server], transport, tmp_path), weights_of(models["new"]), version)
     assert re.search(f"{server} runs with {flag}=2, and such a server {said}", told)
     assert (reported(server), greedy(server)) == before
-
-
-def test_auto_takes_shared_memory_where_it_can_and_the_network_where_it_must():
-    assert choose_transport("auto", ["http://127.0.0.1:1", "http://localhost:2"]) == "tensor"
-    assert choose_transport("auto", ["http://127.0.0.1:1", "http://192.0.2.1:2"]) == "distributed"
-    assert choose_transport("disk", ["http://192.0.2.1:2"]) == "disk"
-    with pytest.raises(ValueError, match="transport='pigeon'; choose one of auto, disk, distributed, tensor"):
-        choose_transport("pigeon", [])
-
-
-@settings(max_examples=200, deadline=None)
-@given(
-    st.lists(st.tuples(st.integers(0, 60), st.sampled_from([torch.float32, torch.bfloat16, torch.int64])), max_size=25),
-    st.integers(1, 300),
-)
-def test_buckets_hold_every_tensor_once_in_order_and_take_two_buffers(tensors, size):
-    weights = [(f"t{i}", torch.randn(n, 2).to(dtype)) for i, (n, dtype) in enumerate(tensors)]
-    allocated = []
-
-    def allocate(n_bytes):
-        allocated.append(n_bytes)
-        return torch.empty(n_bytes, dtype=torch.uint8)
-
-    seen, last = [], []
-    buckets = Buckets(size, allocate)
-    for bucket in buckets.of(iter(weights)):
-        seen += [(name, tensor.clone()) for name, tensor in bucket.tensors()]
-        last.append(bucket.last)
-    assert [name for name, _ in seen] == [name for name, _ in weights]
-    assert all(torch.equal(a, b) and a.dtype == b.dtype for (_, a), (_, b) in zip(seen, weights, strict=True))
-    assert last == [False] * (len(last) - 1) + [True] * bool(last)
-    largest = max([size, *(tensor.nbytes for _, tensor in weights)])
-    assert all(n_bytes <= largest for n_bytes in allocated)
-    assert sum(len(buffer) for buffer in buckets._buffers) <= 2 * largest

@@ -4,7 +4,6 @@ and always one of its shape. The server is a real one, of a policy that is right
 import json
 import math
 import os
-import shutil
 import signal
 import sys
 import time
@@ -16,14 +15,12 @@ from transformers import AutoTokenizer
 
 from helpers.adapter_cli import run_adapter
 from helpers.boxed_policy import ANSWERS, make_boxed_policy
-from helpers.environments import gsm8k_server
+from helpers.gsm8k_checkout import MODULE, make_checkout, write_problems
 from helpers.services import get, post, running_api
 from helpers.sglang import call, make_tiny_model
 from recipe.atropos.utils.process import start_service
 
-MODULE = "recipe.atropos.environments.gsm8k_upstream"
 BATCH, SIZE = 8, 4
-e2e = pytest.mark.e2e
 
 
 @pytest.fixture(scope="module")
@@ -37,15 +34,6 @@ def server_url(server, model):
     return server
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data")
-    for split, size in (("train", 20), ("test", 6)):
-        rows = [{"question": f"{split} {i}?", "answer": f"so\n#### {ANSWERS[i % 2]}"} for i in range(size)]
-        (folder / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    return folder
-
-
 @pytest.fixture(params=["shaped", pytest.param("real", marks=pytest.mark.slow)])
 def checkout(request, tmp_path):
     if request.param == "real":
@@ -53,13 +41,12 @@ def checkout(request, tmp_path):
         if not (Path(folder) / "environments" / "gsm8k_server.py").is_file():
             pytest.skip("ATROPOS_DIR names no checkout of Atropos")
         return Path(folder)
-    return shaped_checkout(tmp_path)
+    return make_checkout(tmp_path / "checkout")
 
 
-def shaped_checkout(folder):
-    (folder / "checkout" / "environments").mkdir(parents=True)
-    shutil.copy(gsm8k_server.__file__, folder / "checkout" / "environments" / "gsm8k_server.py")
-    return folder / "checkout"
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return write_problems(tmp_path_factory.mktemp("data"))
 
 
 def options(checkout, data, model, server_url, api_url="http://127.0.0.1:1"):
@@ -69,7 +56,6 @@ def options(checkout, data, model, server_url, api_url="http://127.0.0.1:1"):
     return [f"--{key}={value}" for key, value in flags.items()]
 
 
-@e2e
 @pytest.mark.timeout(240)
 def test_it_serves_groups_that_the_policy_sampled_until_it_is_terminated(checkout, data, model, server_url, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -109,7 +95,6 @@ def test_it_serves_groups_that_the_policy_sampled_until_it_is_terminated(checkou
     assert counts["groups_sent"] >= 4 and counts["items"] >= counts["groups_sent"]
 
 
-@e2e
 def test_it_evaluates_and_processes_too(checkout, data, model, server_url, tmp_path):
     flags = options(checkout, data, model, server_url)
     status, output = run_adapter(
@@ -127,7 +112,6 @@ def test_it_evaluates_and_processes_too(checkout, data, model, server_url, tmp_p
     assert len(lines) == 3 and all(len(json.loads(line)["tokens"]) == SIZE for line in lines)
 
 
-@e2e
 @pytest.mark.parametrize("flag", ["--env.tokenizer_name", "--openai.model_name"])
 def test_a_tokenizer_other_than_the_policys_ends_it_with_both_names_and_the_mend(
     data, model, model_path, server_url, tmp_path, flag
@@ -137,26 +121,8 @@ def test_a_tokenizer_other_than_the_policys_ends_it_with_both_names_and_the_mend
     vocabulary = tokenizer["model"]["vocab"]
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
-    flags = [*options(shaped_checkout(tmp_path), data, model, server_url), f"{flag}={other}"]
+    flags = [*options(make_checkout(tmp_path / "checkout"), data, model, server_url), f"{flag}={other}"]
     status, output = run_adapter(tmp_path, "evaluate", *flags, module=MODULE)
     expected = f"error: {flag}={other} is not the tokenizer of the policy at {server_url}, which is {model_path}: "
     assert status == 1 and output.splitlines()[-1].startswith(expected), output
     assert output.endswith(f"give {flag}={model_path}\n")
-
-
-def test_a_checkout_or_data_that_is_not_there_is_an_error_that_names_it(tmp_path, data):
-    checkout = shaped_checkout(tmp_path)
-    (tmp_path / "half").mkdir()
-    shutil.copy(data / "train.jsonl", tmp_path / "half")
-    (tmp_path / "odd").mkdir()
-    for split in ("train", "test"):
-        (tmp_path / "odd" / f"{split}.jsonl").write_text('{"question": "?"}\n')
-    for flags, expected in (
-        ([], "no checkout of Atropos is on PYTHONPATH"),
-        (["--atropos-dir", "/nowhere"], "--atropos-dir /nowhere: no checkout of Atropos"),
-        (["--atropos-dir", str(checkout), "--data-dir=/nowhere"], "dataset '/nowhere': no /nowhere/train.jsonl"),
-        (["--atropos-dir", str(checkout), "--data-dir", "half"], "half/test.jsonl"),
-        (["--atropos-dir", str(checkout), "--data-dir", "odd"], "odd/train.jsonl line 1 has no text under 'answer'"),
-    ):
-        status, output = run_adapter(tmp_path, "serve", *flags, module=MODULE)
-        assert status == 2 and expected in output and "Traceback" not in output, output

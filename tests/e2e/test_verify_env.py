@@ -2,15 +2,12 @@
 
 import asyncio
 import re
-import subprocess
-import sys
 
 import orjson
 import pytest
 
 from helpers import ROOT
-from recipe.atropos.commands.verified import Exchange
-from recipe.atropos.commands.verify_env import _not_sampled, verify
+from recipe.atropos.commands.verify_env import verify
 from recipe.atropos.utils import debug
 
 GSM8K, GUESS = "recipe.atropos.environments.gsm8k:GSM8kEnv", "helpers.environments.guess_env:GuessEnv"
@@ -29,7 +26,6 @@ def shown(capsys, *arguments):
     return status, re.sub(r"\s+", " ", capsys.readouterr().out)
 
 
-@pytest.mark.e2e
 @pytest.mark.timeout(300)
 def test_a_group_is_shown_from_the_messages_to_the_rows_and_all_of_it_was_sampled(served, capsys):
     model, url = served
@@ -50,7 +46,6 @@ def test_a_group_is_shown_from_the_messages_to_the_rows_and_all_of_it_was_sample
     assert "ok: 3 rows with " in output and ", all sampled by the server" in output
 
 
-@pytest.mark.e2e
 @pytest.mark.timeout(300)
 def test_the_first_environment_can_be_trained_on(served, capsys):
     model, url = served
@@ -60,14 +55,6 @@ def test_the_first_environment_can_be_trained_on(served, capsys):
     assert "Repeat this word: " in output and "ok: 4 rows with " in output and ", all sampled by the server" in output
 
 
-def test_the_first_environments_flags_are_checked_as_its_page_says():
-    command = [sys.executable, "-m", "recipe.atropos.utils.env_adapter", "serve", "--check", "--env", str(EXAMPLE)]
-    for flag, status in (("--env.answer_tokens=32", 0), ("--env.answer_token=32", 2)):
-        done = subprocess.run([*command, flag], capture_output=True, text=True, timeout=120)
-        assert done.returncode == status, done.stderr
-
-
-@pytest.mark.e2e
 @pytest.mark.timeout(300)
 def test_what_is_not_sent_is_named(served, capsys):
     model, url = served
@@ -77,7 +64,6 @@ def test_what_is_not_sent_is_named(served, capsys):
     assert "made None of the item: no group" in output or "equal_scores" in output
 
 
-@pytest.mark.e2e
 @pytest.mark.timeout(300)
 def test_each_turn_is_a_call_with_its_messages_and_a_row_trains_on_all_its_answers(served):
     model, url = served
@@ -96,7 +82,6 @@ def test_each_turn_is_a_call_with_its_messages_and_a_row_trains_on_all_its_answe
     assert orjson.dumps(result.posted)
 
 
-@pytest.mark.e2e
 @pytest.mark.timeout(300)
 def test_tokens_that_no_reply_has_and_errors_of_the_environment_are_told(served, capsys, tmp_path):
     model, url = served
@@ -117,41 +102,9 @@ def test_tokens_that_no_reply_has_and_errors_of_the_environment_are_told(served,
     assert status == 1 and "KeyError: 'in the second turn'" in output and "call 1: " in output
 
 
-@pytest.mark.e2e
 @pytest.mark.timeout(300)
 def test_an_environment_that_hangs_ends_with_one_line(served):
     model, url = served
     arguments = ["--env", GUESS, "--model", model, "--url", url, "--timeout", "1", "mood=hangs"]
     with pytest.raises(SystemExit, match="error: .*not done within --timeout=1 s"):
         debug.main(["verify-env", *arguments])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--env", "nowhere:Env"], "error: nowhere:Env: no module nowhere"),
-        (["--env", GUESS, "group_sise=2"], "error: .*knows no group_sise"),
-        (["--env", GUESS], "error: .*127.0.0.1:1"),
-    ],
-)
-def test_what_cannot_be_verified_ends_with_one_line(arguments, message):
-    with pytest.raises(SystemExit, match=message):
-        debug.main(["verify-env", "--url", "http://127.0.0.1:1", *arguments])
-
-
-def test_a_trained_span_is_sampled_only_if_a_reply_has_its_tokens_with_its_logprobs():
-    class Names:
-        def decode(self, ids):
-            return str(ids)
-
-    reply = {"meta_info": {"output_token_logprobs": [[-0.5, 4, None], [-0.25, 5, None], [-1.0, 2, None]]}}
-    exchanges = [Exchange("/generate", {}, 200, reply, 0.1), Exchange("/generate", {}, 500, "broken", 0.1)]
-    group = {
-        "tokens": [[1, 4, 5, 2], [1, 4, 5, 9], [1, 4, 5, 2], [1, 5, 2, 3]],
-        "masks": [[-100, 4, 5, 2], [-100, 4, 5, 9], [-100, 4, 5, 2], [-100, 5, 2, -100]],
-        "inference_logprobs": [[1, -0.5, -0.25, -1], [1, -0.5, -0.25, -1], [1, -0.5, -0.5, -1], [1, -0.25, -1, 1]],
-    }
-    assert list(_not_sampled([group], exchanges, Names())) == [
-        "group 0, sequence 1, positions 1 to 3: '[4, 5, 9]'",
-        "group 0, sequence 2, positions 1 to 3: '[4, 5, 2]'",
-    ]

@@ -1,0 +1,62 @@
+"""The names of a mixture of experts, pushed to a real server."""
+
+import contextlib
+import functools
+
+import pytest
+
+from helpers.families import make_family
+from helpers.sglang import running_sglang
+from helpers.trainer import close, compose_config, model_vocab, started
+from recipe.atropos.weight_sync.probe import Probe
+from recipe.atropos.weight_sync.servers import WeightPushError
+
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.fixture(scope="module")
+def make_model(tmp_path_factory):
+    """The folder of a tiny model, by its family and seed; made once."""
+    folder = tmp_path_factory.mktemp("names")
+    return functools.cache(lambda family, seed=0: make_family(folder / f"{family}-{seed}", family, seed))
+
+
+@pytest.fixture(scope="module")
+def family_server(make_model):
+    """URL of a real server of a family."""
+    with contextlib.ExitStack() as stack:
+        running = {}
+
+        def start(family):
+            if family not in running:
+                log_path = make_model(family).parent / f"{family}.log"
+                options = {"max_total_tokens": 2048, "log_path": log_path}
+                running[family] = stack.enter_context(running_sglang(make_model(family), **options))[1]
+            return running[family]
+
+        yield start
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize(("family", "strategy", "world"), [("mixtral", "fsdp2", 2), ("mixtral", "fsdp", 1)])
+def test_names_of_moe_models_are_served(make_model, family_server, tmp_path, family, strategy, world):
+    """A server of other weights has the trainer's logprobs after a push, from ranks that hold shards."""
+    model, server = make_model(family, seed=1), family_server(family)
+    config = compose_config(
+        f"actor_rollout_ref.model.path={model}",
+        f"actor_rollout_ref.actor.strategy={strategy}",
+        f"trainer.n_gpus_per_node={world}",
+        "trainer.atropos.weight_sync.transport=tensor",
+        f"inference.urls=[{server}]",
+        f"run.dir={tmp_path}",
+    )
+    trainer = started(config)
+    try:
+        probe = Probe([server], None, model_vocab(model), "float32", 1.0, 30.0)
+        with pytest.raises(WeightPushError, match="compute with other weights"):
+            probe.verify(0, trainer._log_probs_of)
+        trainer.checkpoint_manager.update_weights(1)
+        assert probe.verify(1, trainer._log_probs_of)["weight_sync/probe_gap"] < 1e-4
+    finally:
+        close(trainer)

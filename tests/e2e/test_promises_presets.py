@@ -1,0 +1,38 @@
+"""The presets for real models train, made small for two CPU cores."""
+
+import sys
+
+import orjson
+import pytest
+
+from helpers.promises import PRESETS, SMALL, code, rows_of
+from recipe.atropos.config.models import resolve_model
+from recipe.atropos.environments.word_problems import generate
+from recipe.atropos.run_record import read_evaluations, read_metrics
+from recipe.atropos.utils.process import start_service
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("preset", PRESETS)
+def test_promises_of_presets_train_a_small_model(tmp_path, preset):
+    for split, size in (("train", 256), ("test", 64)):
+        lines = b"\n".join(orjson.dumps(row) for row in generate(split, size))
+        (tmp_path / f"{split}.jsonl").write_bytes(lines)
+    options = [f"--preset={preset}", f"--model={resolve_model('small-policy', seed=0)}", "--steps=2", "--run-dir=run"]
+    command = [sys.executable, "-m", "recipe.atropos.launch_services", *options, *SMALL]
+    command += [f"environment.args.dataset_name={tmp_path}", "trainer.logger=[console,wandb]"]
+    service = start_service("launcher", command, log_path=tmp_path / "log", cwd=tmp_path, env={"WANDB_MODE": "offline"})
+    try:
+        status = service.process.wait(1700)
+    finally:
+        service.stop(grace=0)
+    assert status == 0, (tmp_path / "log").read_text()
+    first, last = read_metrics(tmp_path / "run")
+    assert last["step"] == 2 and last["atropos/rows"] == 32 and last["atropos/staleness/max"] == 0
+    assert list(tmp_path.glob("run/wandb/offline-run-*"))
+    evaluations = read_evaluations(tmp_path / "run")
+    assert [line["version"] for line in evaluations] == [0, 2]
+    for name, _, _, here in rows_of("Metrics"):
+        for metric in (metric.replace("{env_name}", "gsm8k") for metric in code(here)):
+            assert metric in (evaluations[0]["metrics"] if metric.startswith("eval/") else last), f"{name}: {metric}"

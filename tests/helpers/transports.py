@@ -1,0 +1,39 @@
+"""The engine of rank 0 alone, which pushes by any transport."""
+
+import asyncio
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from helpers.sglang import can_checksum
+from recipe.atropos.utils import scratch
+from recipe.atropos.weight_sync.engine import AtroposCheckpointEngine
+
+LIMIT = 15  # s, one request
+
+
+def engine(urls, transport, tmp_path, bucket_size=200_000, dtype="float32", **options):
+    return AtroposCheckpointEngine(
+        bucket_size,
+        True,
+        urls=urls,
+        transport=transport,
+        directory=tmp_path / "weights",
+        dtype=dtype,
+        **{"verify": "checksum" if urls and can_checksum(urls[0]) else "version", "timeout": LIMIT} | options,
+    )
+
+
+def send(engine, model, version):
+    return asyncio.run(engine.send_weights(weights_of(model), version))
+
+
+def weights_of(model):
+    """As a rank streams them; a tied output layer comes too, as from verl's engines."""
+    yield from AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).state_dict().items()
+
+
+def shared_memory():
+    """Paths of this run."""
+    return set(Path("/dev/shm").glob(f"{scratch.current().folder.name}-*"))

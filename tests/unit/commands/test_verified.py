@@ -1,0 +1,52 @@
+"""``verl-atropos verify-env``: what it refuses, and what it takes for sampled."""
+
+import subprocess
+import sys
+
+import pytest
+
+from helpers import ROOT
+from recipe.atropos.commands.verified import Exchange
+from recipe.atropos.commands.verify_env import _not_sampled
+from recipe.atropos.utils import debug
+
+GSM8K, GUESS = "recipe.atropos.environments.gsm8k:GSM8kEnv", "helpers.environments.guess_env:GuessEnv"
+EXAMPLE = ROOT / "examples/my_env.py"
+
+
+def test_the_first_environments_flags_are_checked_as_its_page_says():
+    command = [sys.executable, "-m", "recipe.atropos.utils.env_adapter", "serve", "--check", "--env", str(EXAMPLE)]
+    for flag, status in (("--env.answer_tokens=32", 0), ("--env.answer_token=32", 2)):
+        done = subprocess.run([*command, flag], capture_output=True, text=True, timeout=120)
+        assert done.returncode == status, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--env", "nowhere:Env"], "error: nowhere:Env: no module nowhere"),
+        (["--env", GUESS, "group_sise=2"], "error: .*knows no group_sise"),
+        (["--env", GUESS], "error: .*127.0.0.1:1"),
+    ],
+)
+def test_what_cannot_be_verified_ends_with_one_line(arguments, message):
+    with pytest.raises(SystemExit, match=message):
+        debug.main(["verify-env", "--url", "http://127.0.0.1:1", *arguments])
+
+
+def test_a_trained_span_is_sampled_only_if_a_reply_has_its_tokens_with_its_logprobs():
+    class Names:
+        def decode(self, ids):
+            return str(ids)
+
+    reply = {"meta_info": {"output_token_logprobs": [[-0.5, 4, None], [-0.25, 5, None], [-1.0, 2, None]]}}
+    exchanges = [Exchange("/generate", {}, 200, reply, 0.1), Exchange("/generate", {}, 500, "broken", 0.1)]
+    group = {
+        "tokens": [[1, 4, 5, 2], [1, 4, 5, 9], [1, 4, 5, 2], [1, 5, 2, 3]],
+        "masks": [[-100, 4, 5, 2], [-100, 4, 5, 9], [-100, 4, 5, 2], [-100, 5, 2, -100]],
+        "inference_logprobs": [[1, -0.5, -0.25, -1], [1, -0.5, -0.25, -1], [1, -0.5, -0.5, -1], [1, -0.25, -1, 1]],
+    }
+    assert list(_not_sampled([group], exchanges, Names())) == [
+        "group 0, sequence 1, positions 1 to 3: '[4, 5, 9]'",
+        "group 0, sequence 2, positions 1 to 3: '[4, 5, 2]'",
+    ]

@@ -1,0 +1,158 @@
+"""The transports without a server: buckets, handles, and what is refused."""
+
+import asyncio
+import base64
+import inspect
+import pickle
+import resource
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.multiprocessing import reductions
+
+from helpers.sglang import make_tiny_model
+from helpers.transports import engine, send, shared_memory
+from recipe.atropos.config.compose import load_config
+from recipe.atropos.inference.client import SGLangClient
+from recipe.atropos.utils.hosts import address_towards, is_this_host
+from recipe.atropos.weight_sync.engine import AtroposCheckpointEngine, choose_transport
+from recipe.atropos.weight_sync.servers import WeightPushError
+from recipe.atropos.weight_sync.transports import tensor
+from recipe.atropos.weight_sync.transports.bucket import Bucket, Buckets
+
+pytestmark = pytest.mark.timeout(240)
+
+
+def test_a_full_disk_leaves_nothing_half_written(tmp_path):
+    """A limit on the size of files stands for it: writing fails in the middle."""
+    models = [make_tiny_model(tmp_path / name, seed) for seed, name in enumerate(("old", "new"))]
+    pusher = engine([], "disk", tmp_path)
+    send(pusher, models[0], 1)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (150_000, before[1]))
+    try:
+        with pytest.raises(WeightPushError, match=f"cannot be written to {tmp_path / 'weights'}: .*make room"):
+            send(pusher, models[1], 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [path.name for path in (tmp_path / "weights").iterdir()] == ["version_1"]
+    send(pusher, models[1], 3)
+    assert [path.name for path in (tmp_path / "weights").iterdir()] == ["version_3"]
+
+
+def test_the_engines_defaults_are_the_configurations_own():
+    configured = load_config(
+        ["actor_rollout_ref.model.path=m", "inference.colocated=false"]
+    ).actor_rollout_ref.rollout.checkpoint_engine
+    parameters = inspect.signature(AtroposCheckpointEngine).parameters.values()
+    defaults = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.default not in (p.empty, None)}
+    assert "pause_mode" in defaults and "trust_remote_code" in defaults
+    assert {name: configured.engine_kwargs.atropos[name] for name in defaults} == defaults
+
+
+def test_memory_is_shared_with_servers_of_this_machine_alone(tmp_path):
+    pusher = engine(["http://192.0.2.1:9"], "tensor", tmp_path)
+    with pytest.raises(WeightPushError, match=r"http://192\.0\.2\.1:9 is on another machine.*transport=distributed"):
+        asyncio.run(pusher._transport.stage([SGLangClient("http://192.0.2.1:9")], iter(()), 1))
+    assert is_this_host("http://127.0.0.1:8000") and is_this_host("http://localhost:8000/v1")
+    assert not is_this_host("http://192.0.2.1:8000") and not is_this_host("http://no.such.host.invalid")
+    assert address_towards("http://127.0.0.1:1") == "127.0.0.1"
+
+
+@pytest.mark.parametrize("user", ["expandable_segments: True,max_split_size_mb:64", "max_split_size_mb:64"])
+def test_gpu_buffers_are_no_expandable_segments(monkeypatch, user):
+    """Without a GPU: what torch's allocator is told, and when."""
+    told, transport = [], tensor.TensorTransport(64)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", user)
+    monkeypatch.setattr(tensor, "get_device_name", lambda: "cuda")
+    monkeypatch.setattr(tensor, "get_device_id", lambda: "meta")
+    monkeypatch.setattr(tensor, "set_expandable_segments", told.append)
+    monkeypatch.setattr(torch, "empty", lambda *_, **how: told.append(how["device"]))
+    transport._allocate(64)
+    assert told == ([False, "meta", True] if "expandable" in user else ["meta"])
+
+
+def test_handles_go_by_name_also_while_another_thread_allocates():
+    """A server dies of a handle that is a file descriptor."""
+    transport = tensor.TensorTransport(64)
+    bucket = next(Buckets(64, transport._allocate).of(iter([("t", torch.ones(4))])))
+    with ThreadPoolExecutor() as threads:
+        allocating = threads.submit(lambda: [transport._allocate(64) for _ in range(2000)])
+        handles = [base64.b64decode(tensor._handles(bucket)) for _ in range(2000)]
+        allocating.result()
+    assert all(b"rebuild_storage_filename" in each for each in handles)
+
+
+class OnGPU(torch.Tensor):
+    """Says that it is on a GPU; there is none here."""
+
+    is_cuda = True
+
+
+def test_handles_of_a_gpu_name_its_uuid(monkeypatch):
+    """The trainer's rank sees its GPU as number 0, and so may a server another one."""
+    names = list(inspect.signature(reductions.rebuild_cuda_tensor).parameters)
+    assert names[tensor._DEVICE_INDEX] == "storage_device"
+    arguments = tuple(0 if name == "storage_device" else name for name in names)
+    monkeypatch.setattr(tensor, "reduce_tensor", lambda _: (reductions.rebuild_cuda_tensor, arguments))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"GPU-{device}"))
+    bucket = Bucket(torch.ones(5).as_subclass(OnGPU), ["a", "b"], [torch.Size([2]), torch.Size([3, 1])])
+
+    handles, opened = base64.b64decode(tensor._handles(bucket)), {}
+    monkeypatch.setattr(reductions, "rebuild_cuda_tensor", lambda *given: opened.update(zip(names, given, strict=True)))
+    entries = [vars(entry) for entry in pickle.loads(handles)["metadata"]]
+    assert [(e["name"], e["start_idx"], e["end_idx"], e["numel"]) for e in entries] == [("a", 0, 2, 2), ("b", 2, 5, 3)]
+    assert [e["shape"] for e in entries] == bucket.shapes and all(e["dtype"] == torch.float32 for e in entries)
+    assert opened["storage_device"] == "GPU-0"
+    assert all(opened[key] == key for key in names if key != "storage_device")
+
+
+def test_what_a_server_that_died_had_not_read_of_shared_memory_goes_with_the_next_push():
+    others = shared_memory()
+    transport = tensor.TensorTransport(1 << 20)
+    for bucket in transport._buckets.of(iter([("a", torch.ones(1000)), ("b", torch.ones(300_000))])):
+        tensor._handles(bucket)  # and nobody opens it
+    transport._sweep()
+    assert len(shared_memory() - others) == 2, "not while they are in use"
+    del bucket
+    transport._buckets.drop()
+    asyncio.run(transport.stage([], iter(()), 1))
+    assert shared_memory() <= others
+
+
+def test_auto_takes_shared_memory_where_it_can_and_the_network_where_it_must():
+    assert choose_transport("auto", ["http://127.0.0.1:1", "http://localhost:2"]) == "tensor"
+    assert choose_transport("auto", ["http://127.0.0.1:1", "http://192.0.2.1:2"]) == "distributed"
+    assert choose_transport("disk", ["http://192.0.2.1:2"]) == "disk"
+    with pytest.raises(ValueError, match="transport='pigeon'; choose one of auto, disk, distributed, tensor"):
+        choose_transport("pigeon", [])
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 60), st.sampled_from([torch.float32, torch.bfloat16, torch.int64])), max_size=25),
+    st.integers(1, 300),
+)
+def test_buckets_hold_every_tensor_once_in_order_and_take_two_buffers(tensors, size):
+    weights = [(f"t{i}", torch.randn(n, 2).to(dtype)) for i, (n, dtype) in enumerate(tensors)]
+    allocated = []
+
+    def allocate(n_bytes):
+        allocated.append(n_bytes)
+        return torch.empty(n_bytes, dtype=torch.uint8)
+
+    seen, last = [], []
+    buckets = Buckets(size, allocate)
+    for bucket in buckets.of(iter(weights)):
+        seen += [(name, tensor.clone()) for name, tensor in bucket.tensors()]
+        last.append(bucket.last)
+    assert [name for name, _ in seen] == [name for name, _ in weights]
+    assert all(torch.equal(a, b) and a.dtype == b.dtype for (_, a), (_, b) in zip(seen, weights, strict=True))
+    assert last == [False] * (len(last) - 1) + [True] * bool(last)
+    largest = max([size, *(tensor.nbytes for _, tensor in weights)])
+    assert all(n_bytes <= largest for n_bytes in allocated)
+    assert sum(len(buffer) for buffer in buckets._buffers) <= 2 * largest
