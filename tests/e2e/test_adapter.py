@@ -140,7 +140,9 @@ def story(trainer, servers):
     return story
 
 
-def test_the_first_push_leaves_every_logprob_of_the_base_model_as_it_is(story, servers):
+def test_adapter_of_the_first_push_changes_no_logprob(story, servers):
+    """Every logprob is the base model's."""
+
     def logprobs(replies):
         return [reply["meta_info"]["output_token_logprobs"] for reply in replies]
 
@@ -148,7 +150,8 @@ def test_the_first_push_leaves_every_logprob_of_the_base_model_as_it_is(story, s
     assert logprobs(story.greedy[0]) == logprobs(base) != logprobs(story.greedy[1])
 
 
-def test_after_each_push_requests_that_name_no_adapter_are_sampled_with_the_trainers_logprobs(story):
+def test_adapter_is_used_by_requests_that_name_none(story):
+    """After each push they are sampled with the trainer's logprobs."""
     assert max(story.gaps) < 1e-4 and max(m["weight_sync/probe_gap"] for m in story.metrics) < 1e-4
     for version, replies in enumerate(story.greedy):
         for reply in replies:
@@ -170,7 +173,8 @@ def test_no_key_of_one_adapter_is_used_with_another(story):
         assert second["meta_info"]["cached_tokens"] == len(PROMPT) - 1, "its own keys are"
 
 
-def test_a_request_that_a_push_meets_goes_on_with_its_adapter_and_says_its_version(story, servers):
+def test_adapter_of_a_request_stays_while_another_is_pushed(story, servers):
+    """The request goes on with its adapter, and says its version."""
     for version, request in story.across.items():
         old, new = story.names[version - 1 : version + 1]
         for reply in request.replies:
@@ -200,7 +204,8 @@ def test_the_adapter_gives_what_a_merged_push_of_it_gives(story, trainer, server
     assert (alone - logprobs_of(servers.urls["a"], tokens)).abs().max() > 1e-2, "of the base model"
 
 
-def test_servers_that_cannot_take_the_adapter_are_refused_before_anything_is_sent(story, trainer, servers, server):
+def test_adapter_is_not_pushed_to_servers_that_cannot_take_it(story, trainer, servers, server):
+    """They are refused before anything is sent."""
     workers, url = trainer.actor, servers.urls["a"]
     before = call(url, SGLangClient.adapters), call(url, SGLangClient.weight_version)
     workers.set_inference_urls([url, server], "policy-9-refused")
@@ -220,7 +225,7 @@ def test_servers_that_cannot_take_the_adapter_are_refused_before_anything_is_sen
             call(url, lambda client, rank=rank, layer=layer: staged(client, rank, layer))
 
 
-def test_the_base_weights_that_are_not_pushed_must_be_the_trainers(story, model_path, servers):
+def test_adapter_needs_servers_with_the_trainers_base_weights(story, model_path, servers):
     def check(name, path, proven=False):
         call(servers.urls[name], AdapterTransport(str(path), proven).check_server)
 
@@ -230,7 +235,7 @@ def test_the_base_weights_that_are_not_pushed_must_be_the_trainers(story, model_
         check("a", "/another/model")
 
 
-def test_a_server_that_comes_has_the_adapter_before_its_first_request(story, trainer, servers):
+def test_adapter_reaches_a_new_server_before_its_first_request(story, trainer, servers):
     manager, word = trainer.checkpoint_manager, GatewayClient(servers.gateway)
 
     def seen(name):

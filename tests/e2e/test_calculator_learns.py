@@ -12,7 +12,8 @@ from recipe.atropos.utils.process import start_service
 @pytest.mark.slow
 @pytest.mark.timeout(1500)  # with the making of the policy, where it is not kept yet; about five minutes
 @pytest.mark.parametrize("seed", [0, 1])
-def test_held_out_success_rises_by_at_least_15_points_in_60_steps(tmp_path, seed):
+def test_calculator_raises_held_out_success_by_15_points(tmp_path, seed):
+    """In 60 steps."""
     command = [sys.executable, "-m", "recipe.atropos.launch_services", "--preset", "calculator", "--seed", str(seed)]
     service = start_service("launcher", [*command, "--run-dir", str(tmp_path / "run")], log_path=tmp_path / "log")
     try:

@@ -201,7 +201,8 @@ def rows_of(groups):
             yield tokens, masks, group["inference_logprobs"][i], versions
 
 
-def test_every_trained_token_is_one_that_the_server_sampled_with_its_logprob_and_version(trained):
+def test_calculator_trains_on_sampled_tokens_alone(trained):
+    """Each with the logprob and the version that the server gave it."""
     _, batches, replies, metrics = trained
     sampled = {}
     for reply in replies:
@@ -233,7 +234,8 @@ def _each(found):
     return chosen
 
 
-def test_between_the_turns_stands_what_the_tool_answered_once_and_masked(trained):
+def test_calculator_answers_stand_masked_between_the_turns(trained):
+    """Each once."""
     policy, batches, _, _ = trained
     tokenizer = AutoTokenizer.from_pretrained(policy)
     chats = {f"<|im_start|>user\n{row['question']}<|im_end|>\n<|im_start|>assistant\n" for row in PROBLEMS}
@@ -260,7 +262,8 @@ def test_between_the_turns_stands_what_the_tool_answered_once_and_masked(trained
     assert whole > 0.9 * STEPS * GROUPS * SIZE
 
 
-def test_the_trainer_computes_the_logprobs_that_were_posted_over_whole_conversations(trained):
+def test_calculator_logprobs_are_the_trainers(trained):
+    """Over whole conversations."""
     policy, batches, _, metrics = trained
     model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32)
     for tokens, masks, logprobs, versions in rows_of(batches[0]):

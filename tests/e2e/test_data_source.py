@@ -32,7 +32,8 @@ def numbers(batch):
     return [g["scores"][0] for g in batch]
 
 
-def test_batches_arrive_oldest_first_although_the_api_serves_them_last_first(api):
+def test_data_source_gives_the_oldest_batch_first(api):
+    """Although the API serves the newest first."""
     with DataSource(config(api.url, prefetch=1), REGISTRATION) as source:
         time.sleep(1.5)  # it polls while the queue fills, so that cuts of several sizes happen
         received = []
@@ -46,7 +47,8 @@ def test_batches_arrive_oldest_first_although_the_api_serves_them_last_first(api
     assert received == [float(n) for n in range(1, 23)], "every group once, in the order of posting"
 
 
-def test_a_queue_that_waited_is_cut_at_once_and_still_comes_in_order(api):
+def test_data_source_cuts_a_queue_that_waited_in_order(api):
+    """All of it at once."""
     post(f"{api.url}/register", vars(REGISTRATION) | {"wandb_group": "", "wandb_project": ""})
     for number in range(1, 13):
         post(f"{api.url}/scored_data", group(number))
@@ -142,8 +144,10 @@ def test_an_api_that_restarts_is_registered_with_again(tmp_path):
 
 
 @pytest.mark.parametrize("broken", [3, 2, 1])
-def test_a_batch_that_breaks_off_is_counted_and_the_others_come_in_their_order(broken):
-    """The real API cannot be made to break off in the middle of a body; as it does, this one cuts its queue whole."""
+def test_data_source_counts_a_batch_that_breaks_off(broken):
+    """The others come in their order.
+
+    The real API cannot be made to break off in the middle of a body; as it does, this one cuts its queue whole."""
     queues, cut, step = [[1, 2, 3], [4, 5, 6], [7, 8]], [], 3
     server = socket.create_server(("127.0.0.1", 0))
 
@@ -173,7 +177,8 @@ def test_a_batch_that_breaks_off_is_counted_and_the_others_come_in_their_order(b
         assert source.events["batch_lost"] == 1
 
 
-def test_who_waits_for_a_batch_can_do_something_meanwhile_that_does_not_count_as_waiting(api):
+def test_data_source_wait_excludes_what_is_done_meanwhile(api):
+    """Who waits for a batch can do something; its time is not counted as waiting."""
     calls = []
 
     def meanwhile():

@@ -49,7 +49,7 @@ def test_cases_train_push_and_are_measured_on_a_cpu(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_each_case_has_a_limit_and_its_failure_does_not_hide_the_next(tmp_path):
+def test_gpu_check_goes_on_after_a_case_that_fails(tmp_path):
     """Two seconds, in which nothing can start: both are tried, ended and named."""
     status, report = finished(*started(tmp_path, "--limit", "2", "--only", "tensor,disk"), timeout=280)
     assert status == 1 and not report["ok"]
@@ -60,7 +60,8 @@ def test_each_case_has_a_limit_and_its_failure_does_not_hide_the_next(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_a_check_that_is_ended_ends_what_it_started_and_says_what_it_has(tmp_path):
+def test_gpu_check_that_is_ended_leaves_nothing_but_its_report(tmp_path):
+    """It ends what it started, and reports the cases that are done."""
     service, out = started(tmp_path, "--only", "disk")
     deadline = time.monotonic() + 120
     while not (tmp_path / "work" / "disk" / "run" / "logs" / "trainer.log").exists():

@@ -57,7 +57,8 @@ def options(checkout, data, model, server_url, api_url="http://127.0.0.1:1"):
 
 
 @pytest.mark.timeout(240)
-def test_it_serves_groups_that_the_policy_sampled_until_it_is_terminated(checkout, data, model, server_url, tmp_path):
+def test_gsm8k_upstream_serves_groups_that_were_sampled(checkout, data, model, server_url, tmp_path):
+    """Until it is terminated."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     report = tmp_path / "report.jsonl"
     with running_api(tmp_path) as api:
@@ -113,9 +114,8 @@ def test_it_evaluates_and_processes_too(checkout, data, model, server_url, tmp_p
 
 
 @pytest.mark.parametrize("flag", ["--env.tokenizer_name", "--openai.model_name"])
-def test_a_tokenizer_other_than_the_policys_ends_it_with_both_names_and_the_mend(
-    data, model, model_path, server_url, tmp_path, flag
-):
+def test_gsm8k_upstream_refuses_another_tokenizer(data, model, model_path, server_url, tmp_path, flag):
+    """The message has both names and the fix."""
     other = make_tiny_model(tmp_path / "other", seed=0)
     tokenizer = json.loads((other / "tokenizer.json").read_text())
     vocabulary = tokenizer["model"]["vocab"]

@@ -176,7 +176,7 @@ def test_a_push_changes_the_policy_and_the_version(run, server):
 
 
 @pytest.mark.timeout(120)
-def test_retract_keeps_requests_and_names_the_version_of_every_token(run, server):
+def test_retract_keeps_requests_and_names_each_tokens_version(run, server):
     """After the push the prefix is computed anew: each later token has the logprob that the new weights give it."""
 
     async def test(client):
@@ -206,7 +206,7 @@ def test_retract_keeps_requests_and_names_the_version_of_every_token(run, server
 
 
 @pytest.mark.timeout(120)
-def test_in_place_cannot_flush_and_a_refused_push_has_changed_the_weights(run, server):
+def test_in_place_cannot_flush_but_has_changed_the_weights(run, server):
     """Why a push uses `retract`: in place, the server refuses only after it has loaded the weights."""
 
     async def test(client):
@@ -229,8 +229,10 @@ def test_in_place_cannot_flush_and_a_refused_push_has_changed_the_weights(run, s
 
 
 @pytest.mark.timeout(120)
-def test_a_push_in_mode_auto_leaves_no_old_key_and_every_reply_is_true_about_its_versions(run, server):
-    """On every SGLang, and with several samples of a prompt in flight, whose common prefix is in the cache."""
+def test_auto_push_leaves_no_old_key_and_replies_are_true(run, server):
+    """Every reply says the versions that its tokens were sampled with.
+
+    On every SGLang, and with several samples of a prompt in flight, whose common prefix is in the cache."""
     fresh, _ = transformers_output(server.new, PROMPT, GREEDY["max_new_tokens"])
 
     async def test(client):
@@ -256,8 +258,8 @@ def test_a_push_in_mode_auto_leaves_no_old_key_and_every_reply_is_true_about_its
 
 
 @pytest.mark.timeout(120)
-def test_where_retracted_requests_cannot_be_flushed_the_push_fails_the_server_lives_and_abort_mends_it(run, server):
-    """SGLang 0.5.12 to 0.5.20."""
+def test_push_fails_where_retracted_requests_cannot_be_flushed(run, server):
+    """The server lives, and an abort fixes it. SGLang 0.5.12 to 0.5.20."""
 
     async def test(client):
         await needs(client, flushes_retracted=False)

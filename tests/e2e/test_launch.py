@@ -59,7 +59,7 @@ def words(text):
     return re.sub(r"\s+", " ", text)
 
 
-def test_the_environments_flags_are_the_users_over_the_launchers_own(tmp_path):
+def test_launch_puts_the_users_flags_over_its_own(tmp_path):
     options = [
         "--preset",
         "demo",
@@ -93,7 +93,7 @@ def test_the_environments_flags_are_the_users_over_the_launchers_own(tmp_path):
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_a_value_that_cannot_work_stops_the_launcher_and_is_named(tmp_path, model_path, arguments, expected):
+def test_launch_names_a_value_that_cannot_work_and_stops(tmp_path, model_path, arguments, expected):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         arguments = [argument.replace("TAKEN", port) for argument in arguments]
@@ -135,7 +135,8 @@ def test_an_environment_that_exits_stops_everything_and_is_named(tmp_path, model
     assert time.monotonic() - begin < 350 and not left  # 35 to 40 s where nothing else runs
 
 
-def test_a_terminated_launcher_ends_its_services_also_where_interrupts_are_ignored(tmp_path):
+def test_launch_that_is_terminated_ends_its_services(tmp_path):
+    """Also where interrupts are ignored."""
     folder = tmp_path / "run"
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
@@ -153,7 +154,7 @@ def test_a_terminated_launcher_ends_its_services_also_where_interrupts_are_ignor
 
 
 @pytest.mark.slow
-def test_trainer_that_fails_in_its_start_does_not_wait_for_services(tmp_path, model_path):
+def test_launch_of_a_trainer_that_fails_waits_for_no_service(tmp_path, model_path):
     """It has five minutes to wait for them, and fails long before: Ray has no room for its ranks."""
     url = f"http://127.0.0.1:{free_port()}"
     options = ["preset=demo", f"actor_rollout_ref.model.path={model_path}", "trainer.atropos.startup_timeout=1000"]
@@ -340,7 +341,8 @@ def test_secret_ports_of_a_run_are_on_loopback(training):
     assert raylet.environ()["RAY_AUTH_MODE"] == "token" and len(raylet.environ()["RAY_AUTH_TOKEN"]) == 64
 
 
-def test_a_killed_server_and_gateway_come_back_and_an_interrupt_leaves_nothing(training, tmp_path):
+def test_launch_restarts_a_killed_server_and_gateway(training, tmp_path):
+    """An interrupt leaves nothing."""
     service, folder, options = training
     before = listed(folder)
     temporary = Path(psutil.Process(before["gateway"]["pid"]).environ()["TMPDIR"])
@@ -386,7 +388,8 @@ def finished(training, tmp_path_factory):
     return folder, options, output, where
 
 
-def test_the_demo_goes_on_after_an_interrupt_and_reports_each_step_once(finished):
+def test_launch_goes_on_after_an_interrupt(finished):
+    """The demonstration; each step is reported once."""
     folder, options, output, where = finished
     steps = int(options[-1])
     summary = orjson.loads((folder / "summary.json").read_bytes())

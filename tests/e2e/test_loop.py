@@ -198,10 +198,10 @@ def test_a_push_that_fails_raises_and_the_version_in_force_stays(probing, server
     assert asyncio.run(version_of(server)) == "8"
 
 
-def test_the_probe_passes_true_pushes_and_catches_other_weights_and_keys_of_older_ones(
-    probing, model_path, server, tmp_path
-):
-    """In both faults the server reports the new version, so a look at the version alone finds nothing."""
+def test_probe_catches_other_weights_and_older_keys(probing, model_path, server, tmp_path):
+    """True pushes pass.
+
+    In both faults the server reports the new version, so a look at the version alone finds nothing."""
     manager, weights = probing.checkpoint_manager, Path(probing.config.run.dir, "weights")
     older, newer = tmp_path / "older", weights / "version_12"
     assert manager.update_weights(11)["weight_sync/probe_gap"] < 1e-4
@@ -336,7 +336,7 @@ main()
 
 
 @pytest.mark.slow
-def test_a_trainer_killed_after_an_update_and_before_its_push_leaves_no_wrong_sample(model_path, server, tmp_path):
+def test_trainer_killed_before_a_push_leaves_no_wrong_sample(model_path, server, tmp_path):
     """It dies in step 4 with its checkpoint at 2: what version 3 sampled is of a branch that is no more."""
     run = tmp_path / "run"
     options = ["trainer.save_freq=2", "trainer.total_training_steps=4", "data.train_batch_size=2"]
@@ -389,7 +389,7 @@ def samples(server, steps, fresh):
         yield from groups
 
 
-def test_engine_and_trainer_agree_on_fresh_samples_in_every_step_and_part_on_stale_ones(model_path, server, tmp_path):
+def test_engine_and_trainer_agree_on_fresh_samples_alone(model_path, server, tmp_path):
     """1e-4 in fp32 through the whole loop, API included; what lets them part is the policy's own change."""
     gaps = {}
     for name, fresh in (("fresh", True), ("stale", False)):

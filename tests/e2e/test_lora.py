@@ -144,7 +144,8 @@ def test_after_an_update_base_plus_scaled_b_times_a_is_pushed(run, base):
             torch.testing.assert_close(pushed[name].double(), weight.double() + change, atol=1e-6, rtol=0)
 
 
-def test_the_adapter_alone_is_a_and_scaled_b_with_zeros_for_what_is_computed_with_an_adapted_layer(run, base):
+def test_lora_adapter_is_a_and_scaled_b(run, base):
+    """With zeros for what is computed with an adapted layer."""
     whole = [{"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"}, {"o_proj"}, {"down_proj"}]
     layers = {part for parts in whole if parts & run.targets for part in parts}
     for step in (0, 1, 2):
@@ -160,7 +161,8 @@ def test_the_adapter_alone_is_a_and_scaled_b_with_zeros_for_what_is_computed_wit
                 assert torch.equal(tensor, scale * adapter.get(name, torch.zeros(size))), name
 
 
-def test_training_changes_all_of_the_adapter_and_nothing_else_and_pushes_leave_no_trace(run, base):
+def test_lora_training_changes_the_adapter_alone(run, base):
+    """All of it; pushes leave no trace."""
     for step in (0, 1, 2):
         assert same(run.base(step), base)
     start, end = run.adapter(0), run.adapter(2)
@@ -176,12 +178,14 @@ def test_a_step_after_a_push_is_the_step_without_a_push(run):
     assert same(saved(run.trainer, run.folder / "without_push"), run.saved[2])
 
 
-def test_engine_and_worker_agree_on_fresh_samples_after_each_push(run):
+def test_lora_engine_and_worker_agree_after_each_push(run):
+    """On fresh samples."""
     assert min(run.moved.values()) > 1e-3, "each update moved the policy away from its samples"
     assert max(run.engine_worker_gap.values()) < 1e-4, run.engine_worker_gap
 
 
-def test_the_reference_policy_is_the_base_model_after_every_update_and_the_only_model_there_is(run, model_path):
+def test_lora_reference_policy_is_the_base_model(run, model_path):
+    """After every update, without a second model."""
     plain = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
     for batch in run.batches.values():
         tensors = batch.batch
@@ -214,7 +218,7 @@ def test_export_answers_as_the_server_does(run, server):
 
 
 @pytest.mark.parametrize("run", [COMBINATIONS[0], COMBINATIONS[2]], indirect=True, ids=["fsdp2", "fsdp"])
-def test_a_resumed_run_goes_on_as_the_uninterrupted_one_bit_for_bit(run, model_path, server):
+def test_lora_resumed_run_is_the_uninterrupted_one_bit_for_bit(run, model_path, server):
     """Two steps more with a push between: in the trainer that made the first two, and in new ones of its checkpoint.
 
     Under FSDP1 the new ones keep the gathered weights after a forward pass: what a push puts into those stays there.
@@ -259,7 +263,9 @@ def small_model(tied=False):
     return Qwen2ForCausalLM(config)
 
 
-def test_a_new_adapter_depends_on_the_seed_alone_and_disturbs_no_other_random_numbers():
+def test_lora_adapter_at_first_depends_on_the_seed_alone():
+    """It disturbs no other random numbers."""
+
     def new_adapter(seed):
         module = Engine(seed=seed)._build_lora_module(small_model())
         return {name: p for name, p in module.named_parameters() if ".lora_A." in name}
@@ -307,7 +313,7 @@ def test_an_adapter_that_cannot_be_merged_is_refused_by_name(options, tied, name
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_all_linear_layers_of_a_model_can_be_adapted_and_its_own_output_layer(tied):
+def test_lora_adapts_all_linear_layers_and_the_output_layer(tied):
     Engine(target_modules="all-linear")._build_lora_module(small_model(tied))
     if not tied:
         Engine(target_modules=["q_proj", "lm_head"])._build_lora_module(small_model(tied))

@@ -113,9 +113,7 @@ def test_of_an_environment_that_is_killed_nothing_is_waited_for(tmp_path, model_
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_two_environments_train_together_are_evaluated_and_one_killed_for_good_does_not_stop_the_other(
-    tmp_path, model_path
-):
+def test_environments_train_on_when_one_is_killed_for_good(tmp_path, model_path):
     """Both are evaluated before the training, after update 3 and at the end, each time all of it on one version."""
     folder = tmp_path / "run"
     each = {"target": ITEM_ENV, "min_batch_allocation": 0.5, "max_restarts": 0}

@@ -156,7 +156,7 @@ def called(tool, city, spaces=True):
 
 @pytest.mark.slow
 @pytest.mark.timeout(560)
-def test_promises_atropos_turn_level_environment_reaches_the_loss(checkout, tmp_path, monkeypatch):
+def test_promises_turn_level_environment_reaches_the_loss(checkout, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(checkout))
     monkeypatch.chdir(tmp_path)
     import environments.tool_use_turnlevel_advantage_server as upstream

@@ -40,7 +40,7 @@ def recorded(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_a_replay_without_servers_ends_with_the_runs_weights_bit_for_bit(recorded):
+def test_replay_ends_with_the_runs_weights_bit_for_bit(recorded):
     """It is the batches and their order that the weights depend on: replayed in another order, they differ."""
     swapped = shutil.copytree(recorded, recorded.with_name("swapped"))
     for step, other in ((1, 2), (2, 1)):
@@ -58,7 +58,7 @@ def test_a_replay_without_servers_ends_with_the_runs_weights_bit_for_bit(recorde
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_a_trajectory_is_shown_with_mask_logprob_and_advantage_of_every_token(recorded):
+def test_inspect_shows_mask_logprob_and_advantage_of_each_token(recorded):
     batch = read_batch(recorded / "batches", 2)
     config = config_of_run(recorded)
     rows = rows_of_step(config, 2)

@@ -164,7 +164,8 @@ def until(condition, timeout=60):
         time.sleep(0.05)
 
 
-def test_requests_are_answered_by_current_weights_whatever_dies_and_returns(trainer, servers, gateway, tmp_path):
+def test_servers_answer_by_current_weights_whatever_returns(trainer, servers, gateway, tmp_path):
+    """Whatever dies and returns."""
     first, second = servers
     manager, word = trainer.checkpoint_manager, GatewayClient(gateway.url, KEY)
     start_weights = asyncio.run(generate(first.url))

@@ -75,9 +75,8 @@ def train(model_path, server, folder, max_staleness, paced=True):
 
 
 @pytest.mark.parametrize("max_staleness", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_no_row_is_older_than_the_bound_and_what_began_first_is_trained_on_whatever_its_length(
-    model_path, server, tmp_path, max_staleness
-):
+def test_staleness_is_bounded_and_long_answers_are_trained_on(model_path, server, tmp_path, max_staleness):
+    """What began first is trained on first, whatever its length."""
     lines, items, cancelled = train(model_path, server, tmp_path, max_staleness)
     assert max(line["atropos/staleness/max"] for line in lines) == max_staleness
     assert not any(re.search("dropped|unknown_version", key) for line in lines for key in line)
@@ -90,7 +89,7 @@ def test_no_row_is_older_than_the_bound_and_what_began_first_is_trained_on_whate
 
 
 @pytest.mark.slow
-def test_without_pacing_the_same_environment_trains_on_short_answers_first(model_path, server, tmp_path):
+def test_staleness_without_pacing_favors_short_answers(model_path, server, tmp_path):
     """So the test above can fail: what it asks for is not so by itself."""
     lines, items, _ = train(model_path, server, tmp_path, None, paced=False)
     lengths = [line["atropos/response_length"] for line in lines[:3]]

@@ -99,7 +99,8 @@ def test_bfloat16_and_tied_embeddings_arrive_bit_for_bit(tied_server, models, tm
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_corrupted_bucket_is_caught_and_nobody_generates_with_it(server, models, tmp_path, version, transport):
+def test_transport_checksums_catch_a_corrupted_bucket(server, models, tmp_path, version, transport):
+    """Nobody generates with it."""
     if not can_checksum(server):
         pytest.skip("this server makes no checksums")
     pusher = engine([server], transport, tmp_path)
@@ -155,7 +156,8 @@ def test_a_stream_that_breaks_leaves_the_old_version_in_force(server, models, tm
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_server_of_another_model_is_refused_before_anything_is_sent(server, models, tmp_path, version, transport):
+def test_transport_refuses_a_server_of_another_model(server, models, tmp_path, version, transport):
+    """Before anything is sent."""
     send(engine([server], transport, tmp_path), models["new"], version)
     other = make_tiny_model(tmp_path / "other", seed=0, hidden_size=64)
     with pytest.raises(WeightPushError, match=f"{server} serves another model.*hidden_size=128, the trainer's is 64"):
@@ -167,9 +169,8 @@ def test_a_server_of_another_model_is_refused_before_anything_is_sent(server, mo
     send(engine([server], transport, tmp_path, model_path=str(models["old"])), models["old"], version + 1)
 
 
-def test_a_model_with_code_of_its_own_is_compared_where_that_code_is_trusted(
-    server, models, tmp_path, version, monkeypatch
-):
+def test_transport_compares_a_model_with_trusted_code(server, models, tmp_path, version, monkeypatch):
+    """With code of its own, where that is trusted."""
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     own = shutil.copytree(models["new"], tmp_path / "own")
     (own / "own.py").write_text(
@@ -188,7 +189,8 @@ def test_a_model_with_code_of_its_own_is_compared_where_that_code_is_trusted(
         send(pusher, models["new"], version + 1)
 
 
-def test_a_folder_that_a_server_does_not_see_is_named_and_its_weights_stay(server, models, tmp_path, version):
+def test_transport_names_a_folder_that_a_server_does_not_see(server, models, tmp_path, version):
+    """The server's weights stay."""
     pusher = engine([server], "disk", tmp_path)
     send(pusher, models["new"], version)
     unseen = tmp_path / "of" / "another" / "machine"
@@ -209,10 +211,8 @@ def test_a_folder_that_a_server_does_not_see_is_named_and_its_weights_stay(serve
 
 @pytest.mark.timeout(400)
 @pytest.mark.slow
-def test_a_server_that_hangs_or_dies_in_a_push_is_named_in_time_and_joins_again_when_it_is_back(
-    server, models, tmp_path, version, monkeypatch
-):
-    """By the transport in which all must take part in every bucket."""
+def test_transport_names_a_server_that_hangs_or_dies_in_a_push(server, models, tmp_path, version, monkeypatch):
+    """In time; the server joins again when it is back. By the transport in which all must take part in every bucket."""
     monkeypatch.setattr(servers, "_TIDY_SECONDS", 1.0)
     monkeypatch.setattr(distributed, "_BROKEN_OFF_SECONDS", 1.0)
     launch = {"max_total_tokens": 2048, "log_path": tmp_path / "second.log"}
@@ -280,9 +280,8 @@ def failure(pusher, weights, version):
     return asyncio.run(inner())
 
 
-def test_requests_wait_while_a_server_lends_its_memory_and_go_on_with_the_next_weights(
-    server, models, tmp_path, version
-):
+def test_requests_wait_while_a_server_lends_its_memory(server, models, tmp_path, version):
+    """They go on with the next weights."""
     if call(server, SGLangClient.capabilities).safe_pause_mode("auto") != "retract":
         pytest.skip("this server ends running requests when it is paused")
     mark = tmp_path / "lent"
@@ -327,9 +326,10 @@ def test_requests_wait_while_a_server_lends_its_memory_and_go_on_with_the_next_w
         ("distributed", "dp_size", "joins no group: start several servers instead, or set .*transport=disk"),
     ],
 )
-def test_a_server_that_could_not_be_paused_or_given_weights_is_refused_before_anything_is_sent(
+def test_transport_refuses_a_server_that_cannot_be_paused(
     server, models, tmp_path, version, monkeypatch, transport, flag, said
 ):
+    """Or given weights, before anything is sent."""
     capabilities = SGLangClient.capabilities
 
     async def with_flag(client):

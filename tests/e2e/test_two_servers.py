@@ -81,9 +81,8 @@ def send(service, what):
         process.send_signal(what)
 
 
-def test_a_push_reaches_both_servers_or_names_the_one_it_did_not_reach_and_the_old_version_stays(
-    trainer, urls, second_server
-):
+def test_push_reaches_both_servers_or_names_the_one_it_missed(trainer, urls, second_server):
+    """Then the old version stays."""
     (first, second), (service, _) = urls, second_server
     assert greedy(first) == greedy(second)
     before = greedy(first)
@@ -140,9 +139,7 @@ def generate_until(stop, url, max_new_tokens):
     return endings
 
 
-def test_a_server_that_comes_back_with_other_weights_is_given_the_current_ones(
-    trainer, urls, second_server, other_model
-):
+def test_push_gives_a_returning_server_the_current_weights(trainer, urls, second_server, other_model):
     """As one that was restarted: it serves the model of its command line, under a version of its own."""
     (first, second), (service, _) = urls, second_server
     trainer.checkpoint_manager.update_weights(1)

@@ -209,9 +209,8 @@ def test_every_loss_of_verl_moves_the_policy_on_atropos_rows(trainer, plain, mod
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
-def test_correction_weighs_the_gradient_with_the_truncated_ratio_of_trainer_and_engine(
-    trainer, plain, model_path, level
-):
+def test_correction_weighs_the_gradient_with_the_truncated_ratio(trainer, plain, model_path, level):
+    """Of the trainer's and the engine's probabilities."""
     groups = some_groups(model_path)
     update = Update(trainer, plain, groups, {"rollout_correction.rollout_is": level})
     rows = rows_of(plain, groups)
@@ -235,8 +234,10 @@ def test_correction_weighs_the_gradient_with_the_truncated_ratio_of_trainer_and_
         assert update.metrics["rollout_corr/kl"] == pytest.approx(kl, rel=1e-3)
 
 
-def test_rejected_tokens_are_out_of_gradient_and_mean_and_rows_without_logprobs_stay(trainer, plain, model_path):
-    """token_k1 keeps a token while the ratio engine / trainer, the inverse of the weights', is within the bounds."""
+def test_rejected_tokens_are_out_of_gradient_and_mean(trainer, plain, model_path):
+    """Rows without logprobs stay.
+
+    token_k1 keeps a token while the ratio engine / trainer, the inverse of the weights', is within the bounds."""
     groups = some_groups(model_path)
     settings = {"rollout_is": None, "rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_3.0"}
     update = Update(trainer, plain, groups, {f"rollout_correction.{key}": value for key, value in settings.items()})
@@ -252,7 +253,8 @@ def test_rejected_tokens_are_out_of_gradient_and_mean_and_rows_without_logprobs_
     assert_gradient(update, plain, weighted(rows, coefficients))
 
 
-def test_bypass_mode_has_the_gradient_of_ppo_against_the_engine_as_its_only_correction(trainer, plain, model_path):
+def test_bypass_mode_has_the_gradient_of_ppo_against_the_engine(trainer, plain, model_path):
+    """Its only correction."""
     groups = some_groups(model_path)
     correction = RolloutCorrectionConfig(bypass_mode=True)
     update = Update(
@@ -272,10 +274,10 @@ def test_bypass_mode_has_the_gradient_of_ppo_against_the_engine_as_its_only_corr
     assert_gradient(update, plain, weighted(rows, coefficients))
 
 
-def test_a_rank_with_nothing_but_padding_leaves_the_gradient_of_bypass_mode_and_its_correction(
-    trainer, plain, model_path
-):
-    """Two rows, both on the first of two ranks: verl's own loss raises on the rank that has no token."""
+def test_rank_of_padding_leaves_bypass_mode_as_it_is(trainer, plain, model_path):
+    """Gradient and correction.
+
+    Two rows, both on the first of two ranks: verl's own loss raises on the rank that has no token."""
     group = some_groups(model_path)[0]
     keys = ("tokens", "masks", "scores", "inference_logprobs")
     groups = [{key: [group[key][i] for i in (0, 2)] for key in keys}]
@@ -370,7 +372,7 @@ def test_mini_batches_without_a_trained_token_take_no_step(trainer, plain, model
     assert_gradient(update, plain, weighted(rows, coefficients))
 
 
-def test_where_every_token_is_rejected_the_policy_stays_and_it_is_counted(trainer, plain, model_path):
+def test_rejecting_every_token_moves_nothing_and_is_counted(trainer, plain, model_path):
     groups = some_groups(model_path)[:3]
     settings = {"rollout_is": None, "rollout_rs": "seq_max_k2", "rollout_rs_threshold": 1e-9}
     update = Update(trainer, plain, groups, {f"rollout_correction.{key}": value for key, value in settings.items()})
@@ -378,7 +380,7 @@ def test_where_every_token_is_rejected_the_policy_stays_and_it_is_counted(traine
     assert not any(gradient.any() for gradient in update.gradient.values())
 
 
-def test_rejecting_the_last_token_does_not_lose_the_score_of_its_row():
+def test_rejecting_the_last_token_keeps_the_score_of_its_row():
     rewards = torch.tensor([[0.0, 0.1, 0.0, 2.0], [0.0, 0.0, 0.0, 3.0], [0.0, 0.0, 0.0, 4.0]])
     kept = torch.tensor([[True, False, True, False], [True, True, True, True], [False] * 4])
     moved = _rewards_on(rewards, kept)
@@ -397,7 +399,7 @@ def reference_groups(trainer, plain, model_path):
     return groups
 
 
-def test_kl_in_the_loss_adds_its_gradient_to_that_of_the_advantage(trainer, plain, model_path):
+def test_kl_in_the_loss_adds_its_gradient(trainer, plain, model_path):
     """low_var_kl: exp(ref - log p) - (ref - log p) - 1, whose derivative is 1 - exp(ref - log p)."""
     groups = reference_groups(trainer, plain, model_path)
     actor = {"use_kl_loss": True, "kl_loss_coef": 0.3, "kl_loss_type": "low_var_kl"}
@@ -414,7 +416,8 @@ def test_kl_in_the_loss_adds_its_gradient_to_that_of_the_advantage(trainer, plai
     assert update.metrics["actor/kl_loss"] == pytest.approx(kl, rel=1e-3)
 
 
-def test_kl_in_the_reward_changes_the_advantage_by_the_sequences_kl(trainer, plain, model_path):
+def test_kl_in_the_reward_changes_the_advantage(trainer, plain, model_path):
+    """By the KL of the sequence."""
     groups = reference_groups(trainer, plain, model_path)
     algorithm = {"use_kl_in_reward": True, "kl_ctrl.kl_coef": 0.5, "rollout_correction.rollout_is": None}
     update = Update(trainer, plain, groups, algorithm)
@@ -434,9 +437,7 @@ def test_kl_in_the_reward_changes_the_advantage_by_the_sequences_kl(trainer, pla
     [(True, None), (False, None), (True, [0.7, 1.0, 1.5, 0.7])],
     ids=["beside", "alone", "sampling_temperatures"],
 )
-def test_distillation_moves_the_policy_towards_the_teachers_top_k(
-    trainer, plain, model_path, use_policy_loss, temperatures
-):
+def test_distillation_moves_the_policy_to_the_teachers_top_k(trainer, plain, model_path, use_policy_loss, temperatures):
     """In two groups of four; the gradient on the logits is policy - target, from the derivative of the KL by hand.
 
     Also where each row has the temperature that it was sampled at.
@@ -473,7 +474,8 @@ def test_distillation_moves_the_policy_towards_the_teachers_top_k(
     assert ("actor/pg_loss" in update.metrics) == use_policy_loss
 
 
-def test_a_teacher_alone_that_sends_nothing_is_an_error_that_says_what_is_missing(trainer, plain, model_path):
+def test_distillation_alone_without_a_teacher_is_an_error(trainer, plain, model_path):
+    """The message says what is missing."""
     batch, _ = groups_to_data_proto(some_groups(model_path), trainer.limits, trainer.mini_batch_size)
     trainer.distillation = DistillationConfig(loss_coef=1.0, use_policy_loss=False)
     try:

@@ -27,7 +27,8 @@ def shown(capsys, *arguments):
 
 
 @pytest.mark.timeout(300)
-def test_a_group_is_shown_from_the_messages_to_the_rows_and_all_of_it_was_sampled(served, capsys):
+def test_verify_env_shows_a_group_from_messages_to_rows(served, capsys):
+    """All of its tokens were sampled."""
     model, url = served
     options = [
         "dataset_name=synthetic",
@@ -65,7 +66,8 @@ def test_what_is_not_sent_is_named(served, capsys):
 
 
 @pytest.mark.timeout(300)
-def test_each_turn_is_a_call_with_its_messages_and_a_row_trains_on_all_its_answers(served):
+def test_verify_env_shows_each_turn_as_a_call(served):
+    """With its messages; a row trains on all answers."""
     model, url = served
     overrides = {"group_size": 2, "ensure_scores_are_not_same": False, "max_tokens": 6}
     result = asyncio.run(verify(GUESS, model, url, overrides))
@@ -83,7 +85,7 @@ def test_each_turn_is_a_call_with_its_messages_and_a_row_trains_on_all_its_answe
 
 
 @pytest.mark.timeout(300)
-def test_tokens_that_no_reply_has_and_errors_of_the_environment_are_told(served, capsys, tmp_path):
+def test_verify_env_tells_tokens_that_no_reply_has_and_errors(served, capsys, tmp_path):
     model, url = served
     lying = tmp_path / "lying_env.py"
     lying.write_text(

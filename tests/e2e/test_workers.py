@@ -90,7 +90,8 @@ def test_a_rank_that_hangs_is_named_after_the_limit_and_goes_on(trainer, monkeyp
 
 
 @pytest.mark.parametrize("turns", [1, 3], ids=["single_turn", "multi_turn"])
-def test_the_workers_logprob_of_every_trained_token_is_transformers_own(trainer, plain, model_path, turns):
+def test_worker_logprobs_are_those_of_transformers(trainer, plain, model_path, turns):
+    """Of every trained token."""
     rows, _ = read_groups(a_batch(trainer, model_path, turns, seed=turns), trainer.limits)
     assert len({len(row.prompt) for row in rows}) > 3, "left padding of several widths"
     batch = rows_to_data_proto(rows, trainer.limits, multiple_of=16)

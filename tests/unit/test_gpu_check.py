@@ -54,7 +54,8 @@ def test_memory_that_is_given_back_is_seen():
     assert 0 < watch.lows["child"] < 100 * mib
 
 
-def test_a_case_that_needs_more_gpus_is_impossible_and_no_failure(script, tmp_path):
+def test_gpu_check_case_that_needs_more_gpus_is_no_failure(script, tmp_path):
+    """It is impossible."""
     arguments = script.parse(["--size=tiny"])
     for name in ("distributed", "two_ranks", "tensor_parallel"):
         assert script.tried(name, arguments, 1, tmp_path) == {"impossible": "needs 2 GPUs"}
@@ -70,8 +71,8 @@ def test_what_is_installed_is_looked_at_before_anything_starts(script, monkeypat
     assert not found["memory_saver"]["ok"] and "torch_memory_saver" in found["memory_saver"]["error"]
 
 
-def test_every_case_fits_a_configuration_for_gpus_and_starts_sglang_as_meant(script, tmp_path, monkeypatch):
-    """Composed as on a GPU machine; verl's own platform here is the CPU's."""
+def test_gpu_check_cases_fit_a_configuration_for_gpus(script, tmp_path, monkeypatch):
+    """Each starts SGLang as it is meant to. Composed as on a GPU machine; verl's own platform here is the CPU's."""
     for name, case in script.CASES.items():
         size, model = script.SIZES["400m"], tmp_path / f"model-{case.model}"
         if not model.exists():

@@ -54,7 +54,8 @@ def contents(package):
     return {name: (folder / name).read_bytes() for name in FILES[what]}
 
 
-def test_a_patch_is_applied_once_where_it_is_needed_and_reverted_to_the_byte(package):
+def test_patch_is_applied_once_and_reverted_to_the_byte(package):
+    """Where it is needed."""
     what, folder = package
     before = contents(package)
     status, output = apply(folder, "--check")
@@ -80,7 +81,8 @@ def test_a_patch_is_applied_once_where_it_is_needed_and_reverted_to_the_byte(pac
     assert apply(folder, "--revert")[0] == 0 and contents(package) == before
 
 
-def test_a_file_that_somebody_else_changed_is_left_alone_and_named(package):
+def test_patch_leaves_alone_what_somebody_else_changed(package):
+    """And names it."""
     what, folder = package
     if what != "verl==0.9.1":
         pytest.skip("one package with several lines to change is enough")
@@ -96,14 +98,14 @@ def test_a_file_that_somebody_else_changed_is_left_alone_and_named(package):
         file.write_text(before)
 
 
-def test_the_fixed_versions_of_this_recipes_environments_need_only_what_is_open_upstream():
+def test_patches_that_our_versions_need_are_open_upstream():
     status, output = apply_to(sys.executable, "--check")
     assert status == 1 and "verl 0.9.1: needed" in output and "sglang is not installed" in output, output
     assert "not needed here: verl_ext/engines.py" in output
 
 
-def test_a_patched_flush_that_fails_pauses_the_engine_and_fails_the_update(package):
-    """The patched methods themselves, on a scheduler that cannot flush because requests run."""
+def test_patched_flush_that_fails_pauses_the_engine(package):
+    """The update fails. The patched methods themselves, on a scheduler that cannot flush because requests run."""
     what, folder = package
     if not what.startswith("sglang"):
         pytest.skip("about SGLang")

@@ -164,7 +164,7 @@ def test_run_dir_folder_returns_after_a_kill_between_renames(tmp_path, started, 
     assert [path.name for path in (tmp_path / "model").iterdir()] == ["old"] and not list(tmp_path.glob(".model*"))
 
 
-def test_run_dir_folder_is_replaced_over_what_its_own_number_left(tmp_path):
+def test_run_dir_folder_is_replaced_over_what_its_number_left(tmp_path):
     """In a container the number is often the same."""
     for name in (f".model.{os.getpid()}.partial", f".model.former.{os.getpid()}.partial", "model"):
         (tmp_path / name).mkdir()
@@ -210,7 +210,7 @@ def test_run_dir_append_line_on_a_full_disk_leaves_whole_lines(tmp_path):
     assert read_lines(path) == LINES
 
 
-def test_run_dir_lines_are_read_and_go_on_after_a_cut_at_any_byte(tmp_path):
+def test_run_dir_lines_go_on_after_a_cut_at_any_byte(tmp_path):
     path = tmp_path / "lines.jsonl"
     for line in LINES:
         append_line(path, line)

@@ -69,7 +69,7 @@ def test_a_file_is_imported_as_a_script_is_with_its_folder_first(tmp_path):
 
 
 @pytest.mark.parametrize("with_init", [True, False])
-def test_a_file_with_relative_imports_is_imported_as_part_of_its_package(tmp_path, with_init):
+def test_target_with_relative_imports_is_part_of_its_package(tmp_path, with_init):
     uses = f"from .inner.values import NAME\nclass A(BaseEnv):\n    name = NAME{WHOLE}"
     write(tmp_path, **{"outer__pack-age__env_b": uses, "outer__pack-age__inner__values": "from ..more import NAME"})
     write(tmp_path, **{"outer__pack-age__more": "NAME = 'inner'"})
@@ -87,7 +87,7 @@ def test_a_file_may_name_the_folders_that_it_lies_in(tmp_path):
     assert environment.__name__ == "B" and environment.name == "a", "an imported environment is not meant"
 
 
-def test_of_an_abstract_base_and_its_one_environment_the_environment_is_meant(tmp_path):
+def test_target_of_a_base_and_one_environment_is_the_environment(tmp_path):
     helper = "class Helper(BaseEnv):\n    async def evaluate(self): ...\n"
     write(tmp_path, env_d=f"{helper}class Real(Helper):{WHOLE}")
     assert load_environment(str(tmp_path / "env_d.py")).__name__ == "Real"
@@ -111,7 +111,9 @@ def test_a_target_that_names_no_environment_is_refused(tmp_path, text, target, e
         load_environment(str(tmp_path / target) if ".py" in target else target)
 
 
-def test_adapting_twice_is_adapting_once_and_what_an_environment_overrides_stays_in_force():
+def test_adapting_twice_is_adapting_once():
+    """What an environment overrides stays in force."""
+
     class Env(BaseEnv):
         async def get_next_item(self): ...
         async def evaluate(self): ...
@@ -135,7 +137,8 @@ def test_adapting_twice_is_adapting_once_and_what_an_environment_overrides_stays
         ("class A: pass", "give env_e.py:CLASS; environments that it defines: none"),
     ],
 )
-def test_a_target_that_cannot_be_run_ends_the_command_with_a_line_that_says_why(tmp_path, text, expected):
+def test_target_that_cannot_be_run_ends_with_one_line(tmp_path, text, expected):
+    """It says why."""
     write(tmp_path, env_e=text)
     status, output = run_adapter(tmp_path, "serve", "--env=env_e.py")
     assert status == 2 and expected in output.splitlines()[-1]
@@ -205,7 +208,9 @@ def test_a_flag_that_names_no_server_changes_each_of_several(tmp_path, model):
     assert status == 2 and "unknown flag --openai.api_kee; did you mean --openai.api_key?" in output
 
 
-def test_servers_of_a_configuration_file_count_and_several_of_them_take_no_flags(tmp_path, model):
+def test_servers_of_a_configuration_file_count(tmp_path, model):
+    """Several of them take no flags."""
+
     def with_file(servers, *flags, **variables):
         (tmp_path / "c.yaml").write_text(yaml.safe_dump({"openai": servers}))
         return run_adapter(tmp_path, "serve", "--env", SAID, "--config=c.yaml", *flags, MODEL=model, **variables)
@@ -268,7 +273,7 @@ def test_usage_and_help(tmp_path, model):
 
 
 @pytest.mark.parametrize("command", ["serve", "evaluate", "process"])
-def test_a_dataset_that_is_missing_ends_the_command_with_a_line_that_says_so(tmp_path, model, command):
+def test_dataset_that_is_missing_ends_with_one_line(tmp_path, model, command):
     status, output = run_adapter(tmp_path, command, "--env", SAID, MODEL=model, FAIL="1")
     assert status == 1
     assert "error: FileNotFoundError: no dataset at /data/nowhere (in setup() of " in output.splitlines()[-1]
@@ -282,7 +287,8 @@ def group(**fields):
     return whole | {"inference_logprobs": [[1.0, -0.5, -0.25], [1.0, -0.5]], "group_overrides": None} | fields
 
 
-def test_numbers_of_every_library_become_plain_ones_wherever_they_stand():
+def test_numbers_of_every_library_become_plain_ones():
+    """Wherever they stand."""
     made = group(
         tokens=[np.array([1, 2, 3]), torch.tensor([1, 4])],
         masks=(np.array([-100, 2, 3], dtype=np.int32), [np.int64(-100), 4]),
@@ -331,7 +337,7 @@ def test_what_is_no_group_is_refused_by_name():
         assert refused.value.reason == "bad_value"
 
 
-def test_sizes_that_the_trainer_cannot_pack_are_an_error_that_names_flag_and_mend():
+def test_sizes_that_cannot_be_packed_name_flag_and_fix():
     check_sizes(4, 100, 8, 100, "http://api")
     check_sizes(3, 100, -1, -1, "http://api")
     with pytest.raises(EnvironmentFailure, match="--env.group_size=3: .* batch of 8 sequences .* give one of 2, 4, 8"):
@@ -342,7 +348,8 @@ def test_sizes_that_the_trainer_cannot_pack_are_an_error_that_names_flag_and_men
         check_sizes(4, 101, 8, 100, "http://api")
 
 
-def test_an_environment_that_ends_items_and_sends_nothing_says_so_each_minute(monkeypatch, tmp_path, caplog):
+def test_environment_that_sends_nothing_says_so_each_minute(monkeypatch, tmp_path, caplog):
+    """One that ends its items."""
     monkeypatch.setattr(reporting, "_SILENCE", 0.2)
     report = EnvReport("e", tmp_path / "report.jsonl")
 

@@ -47,7 +47,8 @@ bounties = st.builds(
 
 
 @given(bounty=bounties, lengths=st.lists(st.integers(0, 2000), min_size=2))
-def test_a_bounty_is_monotone_in_the_length_nothing_at_the_target_and_never_more_than_its_cap(bounty, lengths):
+def test_bounty_falls_with_the_length_within_its_cap(bounty, lengths):
+    """It is monotone in the length, nothing at the target, and never more than its cap."""
     earned = [bounty.earned(length) for length in sorted(lengths)]
     assert earned == sorted(earned, reverse=bounty.slope < 0)
     assert bounty.earned(bounty.target) == 0
@@ -84,7 +85,8 @@ blocks = st.fixed_dictionaries(
 
 
 @given(block=blocks, pair=st.tuples(texts, texts), lengths=st.tuples(st.integers(0, 99), st.integers(0, 99)))
-def test_a_block_that_is_accepted_never_lifts_a_wrong_answer_to_a_right_one(block, pair, lengths):
+def test_bridge_never_lifts_a_wrong_answer_to_a_right_one(block, pair, lengths):
+    """With any block that is accepted."""
     try:
         bridge = parse_bridge(block)
     except RewardBridgeError as error:
@@ -101,7 +103,7 @@ def test_a_block_that_is_accepted_never_lifts_a_wrong_answer_to_a_right_one(bloc
 
 
 @given(raw=scores, low=st.floats(-0.4, 0), high=st.floats(0.01, 0.4), text=texts)
-def test_the_sum_of_the_terms_is_cut_to_the_clip_and_the_score_is_not(raw, low, high, text):
+def test_bridge_clips_the_sum_of_its_terms_not_the_score(raw, low, high, text):
     markers = [{"pattern": pattern, "weight": 9.0, "count": "each"} for pattern in ("7", "wait")]
     markers[1]["presence"] = "forbidden"
     bridge = parse_bridge({"format_markers": markers, "clip": [low, high]})
@@ -140,7 +142,7 @@ CHAIN = ["<think>", "</think>", r"\boxed{"]
 
 
 @pytest.mark.parametrize("order", permutations(range(3)))
-def test_ordered_markers_count_up_to_the_first_that_is_out_of_order(order):
+def test_ordered_markers_count_up_to_the_first_out_of_order(order):
     text = " ".join(CHAIN[i] for i in order)
     expected, position = [], -1
     for i in range(3):  # the slow and obvious way
@@ -179,7 +181,7 @@ def test_ordered_goes_with_once_and_each(text, rules, expected):
         ({"pattern": "####"}, "7", False),
     ],
 )
-def test_an_answer_is_present_where_something_stands_in_its_place(answer, text, expected):
+def test_answer_is_present_where_something_stands_there(answer, text, expected):
     assert AnswerPresent(weight=0.5, **answer).earned(text) == 0.5 * expected
 
 
@@ -218,7 +220,7 @@ MARKER = "format_markers: [{pattern: a, weight: 0.1%s}]"
         (MARKER % "" + "\nright_margin: 0.1", "difference of 0.1 between two answers"),
     ],
 )
-def test_a_block_that_cannot_be_right_is_refused_by_key_value_and_mend(block, expected, tmp_path):
+def test_bridge_refuses_a_wrong_block_by_key_value_and_fix(block, expected, tmp_path):
     with pytest.raises(RewardBridgeError, match=f"(?s){expected}"):
         parse_bridge(yaml.safe_load(block))
     path = tmp_path / "bridge.yaml"
@@ -237,7 +239,8 @@ def test_the_documented_block_is_read_with_and_without_its_key(tmp_path):
     assert sum(bridge.terms("<think> x </think> \\boxed{7}", 200).values()) == pytest.approx(0.5)
 
 
-def test_a_margin_that_is_declared_gives_room_and_a_bounty_from_zero_on_only_gives():
+def test_bridge_margin_that_is_declared_gives_room():
+    """A bounty that begins at zero only adds."""
     assert parse_bridge({"format_markers": [{"pattern": "a", "weight": 1.5}], "right_margin": 2.0})
     assert parse_bridge({"length_bounty": {"target": 0, "slope": 0.1, "cap": 0.9}}).largest_difference == 0.9
 
@@ -260,7 +263,8 @@ def test_a_file_without_a_name_is_not_taken_for_no_bridge(monkeypatch, capsys):
     assert "--reward-bridge" in capsys.readouterr().err
 
 
-def test_the_launcher_runs_the_environment_through_the_adapter_with_the_block_and_evaluates_without(tmp_path):
+def test_bridge_is_for_serving_and_not_for_evaluation(tmp_path):
+    """The launcher runs the environment through the adapter with the block, and evaluates without it."""
     options = ["--preset", "demo", "--model", "m", "environment.reward_bridge.length_bounty.target=5"]
     options += ["environment.reward_bridge.length_bounty.slope=0.01", "environment.reward_bridge.length_bounty.cap=1"]
     overrides = compose_overrides(parse_arguments(options))
@@ -290,7 +294,8 @@ def with_raw(name, scores, raw=None):
     }
 
 
-def test_the_raw_score_is_a_metric_of_its_environment_beside_the_shaped_one():
+def test_bridge_raw_score_is_a_metric_beside_the_shaped_one():
+    """One of its environment."""
     groups = [with_raw("a", [1.5, 0.5], [1.0, 0.0]), with_raw("b", [1.0, 0.0])]
     rows, _ = groups_to_data_proto(groups, RowLimits(10, 10, 0), 3)
     assert rows.non_tensor_batch["raw_score"].tolist() == [1.0, 0.0, 1.0, 0.0, 0.0, 0.0]

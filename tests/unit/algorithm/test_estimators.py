@@ -109,14 +109,15 @@ def assert_same(rows, expected, tolerance=1e-4):
 
 @pytest.mark.parametrize("by_std", [True, False], ids=["by_std", "mean_only"])
 @pytest.mark.parametrize("use_own", [True, False], ids=["own", "computed"])
-def test_the_environments_advantage_reaches_its_very_token_and_grpo_the_other_rows(by_std, use_own):
+def test_environment_advantages_reach_their_tokens(by_std, use_own):
+    """GRPO's reach the other rows."""
     groups = mixed_groups()
     data = estimate(groups, f"algorithm.norm_adv_by_std_in_grpo={str(by_std).lower()}", use_advantages=use_own)
     assert_same(as_rows(data), expected_advantages(groups, by_std, use_own))
     assert any(value < 0 for row in as_rows(data) for value in row.values())
 
 
-def test_without_advantages_of_its_own_a_batch_gets_verls_grpo_advantage():
+def test_batch_without_own_advantages_gets_verls_grpo():
     groups = mixed_groups()
     for group in groups:
         group.pop("advantages", None)
@@ -125,8 +126,10 @@ def test_without_advantages_of_its_own_a_batch_gets_verls_grpo_advantage():
     assert_same(as_rows(ours), expected_advantages(groups))
 
 
-def test_a_group_of_equal_scores_has_no_advantage_not_even_a_rounding():
-    """Eight scores of 100.1: the rounding of their mean, over an epsilon, makes verl's own GRPO 0.83 of them."""
+def test_group_of_equal_scores_has_no_advantage():
+    """Not even a rounding error.
+
+    Eight scores of 100.1: the rounding of their mean, over an epsilon, makes verl's own GRPO 0.83 of them."""
     rng = np.random.default_rng(0)
     groups = [random_group(rng, 50, turns=2, size=8) | {"scores": [100.1] * 8}, *mixed_groups(seed=1)[1:2]]
     ours, verls = (estimate(groups, f"algorithm.adv_estimator={name}") for name in ("grpo_atropos", "grpo"))
@@ -148,7 +151,7 @@ def test_a_group_of_one_row_has_its_score_as_advantage():
 @pytest.mark.parametrize(
     "name", sorted(set(ADV_ESTIMATOR_REGISTRY) - {"gae", "remax", "gdpo", "grpo_atropos"}), ids=lambda n: n
 )
-def test_verls_estimators_give_the_advantage_they_give_on_verls_own_data(name):
+def test_verls_estimators_give_what_they_give_on_verls_data(name):
     """Called as verl calls them on the same rows; ``set_advantage_to_zero`` is all that differs."""
     rng = np.random.default_rng(0)
     groups = [random_group(rng, 50, turns=2) | {"scores": rng.normal(size=4).tolist()} for _ in range(4)]
@@ -169,7 +172,8 @@ def test_verls_estimators_give_the_advantage_they_give_on_verls_own_data(name):
     torch.testing.assert_close(data.batch["advantages"], wanted)
 
 
-def test_a_group_that_is_too_small_for_an_estimator_is_left_out_and_counted():
+def test_group_too_small_for_an_estimator_is_counted():
+    """And left out."""
     rng = np.random.default_rng(0)
     groups = [random_group(rng, 50, size=size) | {"scores": rng.normal(size=size).tolist()} for size in (3, 1)]
     data = estimate(groups, "algorithm.adv_estimator=grpo_passk")
@@ -292,7 +296,8 @@ def test_baseline_with_kl_in_the_reward_refuses_dropped_rows():
     estimate(groups, "algorithm.use_kl_in_reward=true")
 
 
-def test_a_normalized_advantage_has_mean_0_and_deviation_1_over_the_trained_tokens_alone():
+def test_normalized_advantage_has_mean_0_and_deviation_1():
+    """Over the trained tokens alone."""
     groups = mixed_groups()
     plain = [v for g, row in zip(_group_of(groups), as_rows(estimate(groups)), strict=True) for v in row.values() if g]
     data = estimate(groups, advantage_normalization="batch")
@@ -316,7 +321,8 @@ def _group_of(groups):
     ]
 
 
-def test_global_statistics_of_the_advantage_run_over_all_batches_and_survive_a_restart():
+def test_global_statistics_run_over_all_batches():
+    """They survive a restart."""
     moments, seen = RunningMoments(), []
     for seed in range(4):
         groups = mixed_groups(seed)
@@ -333,7 +339,8 @@ def test_global_statistics_of_the_advantage_run_over_all_batches_and_survive_a_r
     assert moments.count == len(seen)
 
 
-def test_clipping_bounds_every_advantage_after_normalizing_and_leaves_the_rest():
+def test_clipping_bounds_advantages_after_normalizing():
+    """It leaves the rest."""
     groups = mixed_groups()
     free, clipped = (estimate(groups, advantage_normalization="batch", advantage_clipping=c) for c in (None, (-0.5, 1)))
     wanted = [{t: min(max(v, -0.5), 1.0) if v else 0.0 for t, v in row.items()} for row in as_rows(free)]
@@ -341,7 +348,7 @@ def test_clipping_bounds_every_advantage_after_normalizing_and_leaves_the_rest()
     assert clipped.batch["advantages"].min() == -0.5 and clipped.batch["advantages"].max() == 1
 
 
-def test_clipping_does_not_lift_an_advantage_that_was_set_to_zero():
+def test_clipping_leaves_an_advantage_that_was_set_to_zero():
     trained = torch.tensor([[True, True], [False, False]])
     shaped = shape_advantages(
         torch.tensor([[0.1, 3.0], [2.0, 2.0]]), trained, AdvantageConfig(advantage_clipping=(0.5, 1)), RunningMoments()
@@ -349,7 +356,8 @@ def test_clipping_does_not_lift_an_advantage_that_was_set_to_zero():
     assert shaped.tolist() == [[0.5, 1.0], [0.0, 0.0]]
 
 
-def test_a_row_without_its_own_can_be_an_error_that_names_group_and_environment():
+def test_row_without_own_advantages_can_be_an_error():
+    """The message names group and environment."""
     groups = mixed_groups()
     groups[0]["group_overrides"] = {"env_name": "gsm8k_0"}
     with pytest.raises(MissingAdvantages, match=r"group 0 of gsm8k_0: 10 of 15 rows .*fallback_to_grpo"):
@@ -382,7 +390,7 @@ def test_metrics_are_of_each_environment_and_of_all():
     assert metrics["atropos/env_7/zero_signal_share"] == 1 and metrics["atropos/env_0/zero_signal_share"] == 0.5
 
 
-def test_a_group_without_signal_is_counted_before_normalizing_moves_it():
+def test_group_without_signal_is_counted_before_normalizing():
     groups = mixed_groups()[1:3]
     for group in groups:
         group.pop("advantages")

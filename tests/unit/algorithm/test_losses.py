@@ -46,7 +46,7 @@ def sequences(rng):
 
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
-def test_the_gradient_of_advantage_weighted_sft_is_the_hand_written_one(rng, mode):
+def test_advantage_weighted_sft_has_the_hand_written_gradient(rng, mode):
     """d/dlogits of -A log softmax(logits)[token] is A (softmax - onehot), at the position before the token."""
     logits, ids, advantages, mask = sequences(rng)
     loss = compute_advantage_weighted_sft_loss(ids, advantages, mask, logits, loss_agg_mode=mode)
@@ -64,7 +64,8 @@ def test_the_gradient_of_advantage_weighted_sft_is_the_hand_written_one(rng, mod
     torch.testing.assert_close(logits.grad, wanted, atol=1e-7, rtol=1e-5)
 
 
-def test_one_advantage_a_sequence_has_the_gradient_of_the_same_one_at_every_token(rng):
+def test_advantage_of_a_sequence_is_that_of_each_token(rng):
+    """It has the gradient of the same advantage at every token."""
     logits, ids, advantages, mask = sequences(rng)
     grads = []
     for given in (advantages[:, 3], advantages[:, 3:4].expand(B, S)):
@@ -97,7 +98,7 @@ def test_inputs_that_do_not_fit_are_refused_by_name(rng, changes, words):
         compute_advantage_weighted_sft_loss(ids, **arguments)
 
 
-def test_an_advantage_that_is_not_finite_does_no_harm_outside_the_mask(rng):
+def test_advantage_outside_the_mask_may_be_nan(rng):
     logits, ids, advantages, mask = sequences(rng)
     wanted = compute_advantage_weighted_sft_loss(ids, advantages, mask, logits)
     spoilt = torch.where(mask, advantages, math.nan)
@@ -138,7 +139,8 @@ def teacher(rng, n, k):
     return full, top.indices, top.values
 
 
-def test_distilling_all_of_a_teachers_mass_is_the_kl_of_the_full_distributions(rng):
+def test_distilling_all_mass_is_the_kl_of_the_distributions(rng):
+    """The full ones of teacher and policy."""
     logits = torch.randn(20, V, generator=rng, dtype=torch.float64).requires_grad_()
     full, ids, logprobs = teacher(rng, 20, V)
     kl, mass = forward_kl_top_k(logits, ids, logprobs)
@@ -155,7 +157,7 @@ def several_chunks(monkeypatch):
     monkeypatch.setattr(losses, "_CHUNK", 3)
 
 
-def test_distilling_rows_of_another_top_k_changes_nothing_for_a_row(rng):
+def test_distilling_beside_another_top_k_changes_nothing(rng):
     """A row of 2 beside one of 4, as the row contract lays them side by side; the policy favours token 0."""
     length = 6
     tokens = [[1] * length, [1] * length]
@@ -191,7 +193,7 @@ def test_distilling_rows_of_another_top_k_changes_nothing_for_a_row(rng):
 
 
 @pytest.mark.parametrize("k", [1, 3, V - 1])
-def test_distilling_a_top_k_has_the_gradient_that_moves_the_rest_as_one(rng, k):
+def test_distilling_a_top_k_moves_the_rest_as_one(rng, k):
     """softmax - p over the top-k; the rest keeps its own proportions and moves by the difference of the masses."""
     logits = torch.randn(20, V, generator=rng, dtype=torch.float64).requires_grad_()
     full, ids, logprobs = teacher(rng, 20, k)
@@ -209,7 +211,8 @@ def test_distilling_a_top_k_has_the_gradient_that_moves_the_rest_as_one(rng, k):
     torch.testing.assert_close(logits.grad, policy - target, atol=1e-5, rtol=1e-4)
 
 
-def test_distillation_is_zero_where_policy_and_teacher_agree_and_where_there_is_no_teacher(rng):
+def test_distillation_is_zero_where_policy_and_teacher_agree(rng):
+    """And where there is no teacher."""
     logits = torch.randn(4, V, generator=rng).requires_grad_()
     top = logits.detach().log_softmax(-1).topk(4)
     logprobs = top.values.clone()
@@ -223,7 +226,7 @@ def test_distillation_is_zero_where_policy_and_teacher_agree_and_where_there_is_
 
 
 @pytest.mark.parametrize("use_policy_loss", [True, False], ids=["beside", "alone"])
-def test_the_distillation_term_sits_on_the_tokens_that_the_teacher_was_asked_about(rng, use_policy_loss):
+def test_distillation_sits_on_the_tokens_that_were_asked_about(rng, use_policy_loss):
     """From the API's fields through the row contract and verl's removal of padding, against one plain sequence each."""
     source = np.random.default_rng(0)
     groups = [random_group(source, V, turns=2, size=3), random_group(source, V, turns=1, size=2)]
@@ -505,8 +508,8 @@ def a_micro_batch(rng, mask):
 
 
 @pytest.mark.parametrize("mode", ["vanilla", "bypass_mode"])
-def test_policy_loss_of_a_micro_batch_without_a_trained_token_is_0(rng, mode):
-    """Tied to the graph, with the same metrics as the others: other ranks wait for it."""
+def test_policy_loss_without_a_trained_token_is_0(rng, mode):
+    """Of a micro-batch. Tied to the graph, with the same metrics as the others: other ranks wait for it."""
     overrides = [
         "actor_rollout_ref.model.path=none",
         "algorithm.rollout_correction.bypass_mode=true",

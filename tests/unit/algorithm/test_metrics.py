@@ -32,7 +32,7 @@ def a_batch():
     return DataProto.from_dict(tensors, others)
 
 
-def test_metrics_of_a_batch_are_over_trained_tokens_rows_and_groups():
+def test_metrics_are_over_trained_tokens_rows_and_groups():
     found = batch_metrics(a_batch())
     expected = {
         "mean_score": (11 / 5, 2.0, 2.5),

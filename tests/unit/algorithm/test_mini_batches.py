@@ -116,7 +116,7 @@ class Workers:
     ("asked", "coefficient", "calculated"),
     [(False, 0.0, False), (True, 0.0, True), (False, 0.1, True), (False, 1.0, True), (False, -0.1, True)],
 )
-def test_mini_batches_are_told_to_calculate_the_entropy_where_it_is_used(asked, coefficient, calculated):
+def test_mini_batches_calculate_the_entropy_where_it_is_used(asked, coefficient, calculated):
     rows = some_rows([2, 2], [3, 4, 5, 6])
     batch = rows_to_data_proto(rows, RowLimits(4, 8, 0))
     settings = OmegaConf.create(

@@ -105,7 +105,7 @@ def test_export_is_what_save_pretrained_writes(make_model, tmp_path, family, lor
         torch.testing.assert_close(model(ids).logits, expected(ids).logits, rtol=1e-4, atol=1e-4)
 
 
-def test_export_has_tokenizer_template_and_generation_configuration(small_run, make_model, tmp_path):
+def test_export_has_tokenizer_template_and_generation_config(small_run, make_model, tmp_path):
     run, _ = small_run
     export(arguments(run.path, "--out", tmp_path / "out"))
     ours, theirs = (AutoTokenizer.from_pretrained(folder) for folder in (tmp_path / "out", make_model("qwen2")))

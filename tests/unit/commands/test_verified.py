@@ -14,7 +14,7 @@ GSM8K, GUESS = "recipe.atropos.environments.gsm8k:GSM8kEnv", "helpers.environmen
 EXAMPLE = ROOT / "examples/my_env.py"
 
 
-def test_the_first_environments_flags_are_checked_as_its_page_says():
+def test_first_environments_flags_are_checked_as_its_page_says():
     command = [sys.executable, "-m", "recipe.atropos.utils.env_adapter", "serve", "--check", "--env", str(EXAMPLE)]
     for flag, status in (("--env.answer_tokens=32", 0), ("--env.answer_token=32", 2)):
         done = subprocess.run([*command, flag], capture_output=True, text=True, timeout=120)
@@ -34,7 +34,9 @@ def test_what_cannot_be_verified_ends_with_one_line(arguments, message):
         debug.main(["verify-env", "--url", "http://127.0.0.1:1", *arguments])
 
 
-def test_a_trained_span_is_sampled_only_if_a_reply_has_its_tokens_with_its_logprobs():
+def test_trained_span_is_sampled_only_if_a_reply_has_it():
+    """The same tokens with the same logprobs."""
+
     class Names:
         def decode(self, ids):
             return str(ids)

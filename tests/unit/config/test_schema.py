@@ -112,7 +112,7 @@ def test_schema_refuses_by_key_value_and_choices(values, key, value, told):
     assert len(str(refusal.value).splitlines()) == 1
 
 
-def test_schema_takes_the_shipped_configuration_and_scientific_numbers(values):
+def test_schema_takes_our_configuration_and_scientific_numbers(values):
     check_schema(values)
     check_schema(with_value(values, f"{ACTOR}.optim.lr", 1e-6))
     check_schema(with_value(values, "trainer.experiment_name", 2024))

@@ -209,7 +209,8 @@ def teacher(ids=([], [], [1, 2], [3, 4]), logprobs=([], [], [-1.0, -2.0], [-1.0,
     return {"distill_token_ids": [list(ids), []], "distill_logprobs": [list(logprobs), []]}
 
 
-def test_distillation_fields_may_be_empty_where_nothing_is_trained_and_for_whole_rows():
+def test_distillation_fields_may_be_empty():
+    """Where nothing is trained, and for whole rows."""
     data, report = groups_to_data_proto([good_group(**teacher())], LIMITS)
     assert not report.dropped and data.non_tensor_batch["has_teacher"].tolist() == [True, False]
     assert teacher_of(data.batch, 0, 2) == [{1: -1.0, 2: -2.0}, {3: -1.0, 4: -2.0}]
@@ -300,7 +301,8 @@ def test_distillation_fields_may_be_empty_where_nothing_is_trained_and_for_whole
     ],
     ids=[f"case{i}" for i in range(46)],
 )
-def test_a_group_that_breaks_the_format_is_refused_named_and_counted(changes, reason, words):
+def test_group_that_breaks_the_format_is_refused_and_counted(changes, reason, words):
+    """By its name."""
     rows, report = read_groups([good_group(), good_group(**changes)], LIMITS)
     assert len(rows) == 2 and {row.uid for row in rows} == {"0"}, "the good group stays"
     assert list(report.dropped) == [reason]
@@ -337,7 +339,7 @@ def test_a_group_that_is_no_mapping_is_refused_and_counted(group):
 
 
 @pytest.mark.parametrize("max_staleness", [None, 2])
-def test_a_group_of_which_only_the_oldest_version_is_known_may_be_too_new(max_staleness):
+def test_group_with_only_its_oldest_version_may_be_too_new(max_staleness):
     overrides = {"policy_version_min": [9, 8]}
     rows, report = read_groups([good_group(group_overrides=overrides)], LIMITS, VersionLimits(8, max_staleness))
     assert report.dropped == {"future_version": 1} and [row.versions for row in rows] == [(8, None)]

@@ -80,11 +80,13 @@ def test_the_cached_policy_is_used_again(tmp_path):
 
 
 @pytest.mark.timeout(280)
-def test_the_demonstrations_policy_gets_a_fifth_to_a_half_of_held_out_problems_right():
+def test_small_policy_gets_a_fifth_to_a_half_right():
+    """Of held-out problems."""
     assert 0.2 <= greedy_accuracy(ensure_small_policy(seed=0)) <= 0.5
 
 
-def test_the_terse_policy_is_taught_each_step_towards_an_answer_as_seldom_as_the_next(tokenizer):
+def test_terse_policy_is_taught_each_step_equally_seldom(tokenizer):
+    """Each step towards an answer."""
     recipe = TerseRecipe(problems=8000, further=0.05)
     ends = ["", " so", " so the answer is", r" so the answer is \boxed{"]
     taught, further = Counter(), Counter()

@@ -66,7 +66,8 @@ def test_an_expression_has_its_exact_value(expression, value):
         ("1 + 1\0", "only numbers"),
     ],
 )
-def test_what_cannot_be_computed_is_an_error_and_said_to_the_policy_without_its_own_words(expression, message):
+def test_calculator_errors_repeat_no_words_of_the_policy(expression, message):
+    """What cannot be computed is an error, and the policy is told so."""
     began = time.monotonic()
     with pytest.raises(CalculatorError, match=f"^{message}"):
         calculate(expression)
@@ -116,7 +117,8 @@ def test_no_text_is_an_exception_and_only_calls_are_answered(text):
         ("", None),
     ],
 )
-def test_each_call_of_a_turn_is_answered_in_order_and_a_broken_one_by_how_to_write_it(text, reply):
+def test_calculator_answers_each_call_of_a_turn_in_order(text, reply):
+    """A broken one by how to write it."""
     assert answer(text) == reply
 
 
@@ -125,7 +127,8 @@ def test_each_call_of_a_turn_is_answered_in_order_and_a_broken_one_by_how_to_wri
 _OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 
 
-def test_problems_of_several_steps_are_right_and_each_step_goes_on_from_the_one_before():
+def test_problems_of_several_steps_are_right():
+    """Each step goes on from the one before."""
     rows = generate("train", 500, 1, SYNTHETIC_STEPS)
     assert len({row["question"] for row in rows}) == 500
     assert rows == generate("train", 500, 1, SYNTHETIC_STEPS) != generate("train", 500, 2, SYNTHETIC_STEPS)
@@ -141,7 +144,8 @@ def test_problems_of_several_steps_are_right_and_each_step_goes_on_from_the_one_
     assert lengths == {2, 3}
 
 
-def test_the_splits_of_several_steps_share_no_problem_whatever_the_seeds():
+def test_problems_of_several_steps_are_in_one_split():
+    """Whatever the seeds."""
     test = {row["question"] for seed in range(3) for row in generate("test", 300, seed, SYNTHETIC_STEPS)}
     train = {row["question"] for seed in range(3) for row in generate("train", 3000, seed, SYNTHETIC_STEPS)}
     assert len(test) > 850 and not test & train
@@ -156,7 +160,8 @@ def demonstrations(**flaws):
     return [(row, demonstration(row, random.Random(0), recipe)) for row in rows]
 
 
-def test_without_flaws_every_demonstration_calls_once_a_step_and_boxes_the_gold_answer():
+def test_demonstrations_call_once_a_step_and_box_the_answer():
+    """The gold one, where they have no flaws."""
     for row, chat in demonstrations():
         assert [m["role"] for m in chat] == ["user", *["assistant", "tool"] * row["answer"].count("<<"), "assistant"]
         assert chat[-1]["content"] == rf"\boxed{{{gold_answer(row)}}}"
@@ -195,7 +200,8 @@ def env(folder):
     return env
 
 
-def test_the_environments_problems_are_those_of_several_steps_and_the_policy_is_told_of_its_tool(env):
+def test_calculator_environment_tells_the_policy_of_its_tool(env):
+    """Its problems are those of several steps."""
     assert env.train == generate("train", 20, 0, SYNTHETIC_STEPS) and env.test == generate(
         "test", 20, 0, SYNTHETIC_STEPS
     )
@@ -222,7 +228,8 @@ def test_only_what_the_last_turn_boxes_counts(env):
     assert group["tokens"] == [n.tokens for n in nodes] and group["masks"] == [n.masked_tokens for n in nodes]
 
 
-def test_tokens_that_a_policy_spends_on_its_text_beyond_the_usual_shorten_its_later_turns(env):
+def test_calculator_turns_share_the_room_for_tokens(env):
+    """Tokens that a policy spends beyond the usual shorten its later turns."""
     said = "<call>1+1</call>"
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": said}]
     usual = node(env, said)
@@ -232,7 +239,8 @@ def test_tokens_that_a_policy_spends_on_its_text_beyond_the_usual_shorten_its_la
     assert env.answer_tokens(messages, 4) == env.answer_tokens(messages) - 4
 
 
-def test_the_tools_answers_of_a_conversation_are_told_from_the_prompt():
+def test_calculator_answers_are_told_from_the_prompt():
+    """Those of a conversation."""
     chat = [("system", "s"), ("user", "u"), ("assistant", "a"), ("user", "error: b"), ("assistant", "c")]
     messages = [{"role": role, "content": content} for role, content in chat]
     assert Conversation(messages, None, "stop").tool_answers == ["error: b"]
@@ -248,7 +256,8 @@ def test_the_tools_answers_of_a_conversation_are_told_from_the_prompt():
         ),
     ],
 )
-def test_a_chat_template_without_tools_is_named_before_anything_is_sampled(env, template, words):
+def test_calculator_names_a_chat_template_without_tools(env, template, words):
+    """Before anything is sampled."""
     env.tokenizer.chat_template = template
     with pytest.raises(ValueError, match=words):
         asyncio.run(env.setup())

@@ -190,7 +190,7 @@ ENDLESS = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_code_environment_hostile_answer_fails_and_leaves_nothing(sandbox, name):
+def test_sandbox_hostile_answer_fails_and_leaves_nothing(sandbox, name):
     assert checked(sandbox, "def f(): return 42")[0]  # its worker runs
     program, expected = HOSTILE[name]
     before, started = {process.pid for process in processes(sandbox)}, time.monotonic()

@@ -6,7 +6,7 @@ from helpers.adapter_cli import run_adapter
 from helpers.gsm8k_checkout import MODULE, make_checkout, write_problems
 
 
-def test_a_checkout_or_data_that_is_not_there_is_an_error_that_names_it(tmp_path):
+def test_gsm8k_checkout_or_data_that_is_missing_is_named(tmp_path):
     checkout, data = make_checkout(tmp_path / "checkout"), write_problems(tmp_path / "data")
     (tmp_path / "half").mkdir()
     shutil.copy(data / "train.jsonl", tmp_path / "half")

@@ -73,7 +73,8 @@ def node(env, text, padding=0):
 ITEM = {"question": "?", "answer": "#### 7"}
 
 
-def test_a_mixed_group_scores_plus_and_minus_one_with_the_sampled_tokens_and_logprobs(env):
+def test_gsm8k_mixed_group_scores_plus_and_minus_one(env):
+    """With the sampled tokens and logprobs."""
     nodes = [node(env, rf"\boxed{{{n}}}") for n in (7, 8, 7, 9)]
     group = env.score(ITEM, nodes)
     assert group["scores"] == [1.0, -1.0, 1.0, -1.0] and all(type(score) is float for score in group["scores"])
@@ -93,7 +94,8 @@ def test_where_all_are_right_long_answers_get_less(env):
     assert scores[0] == 1.0 and 0 < scores[1] < 1
 
 
-def test_every_problem_comes_once_an_epoch_in_a_new_order_and_a_resumed_environment_goes_on(env, tmp_path):
+def test_gsm8k_problems_come_once_an_epoch_in_a_new_order(env, tmp_path):
+    """A resumed environment goes on."""
     first = [asyncio.run(env.get_next_item())["question"] for _ in range(50)]
     second = [asyncio.run(env.get_next_item())["question"] for _ in range(50)]
     assert len(set(first)) == 50 and set(first) == set(second) and first != second
@@ -123,7 +125,8 @@ def test_a_server_that_is_not_there_fails_the_evaluation(env):
         asyncio.run(env.evaluate())
 
 
-def test_held_out_problems_without_room_for_an_answer_are_left_out_and_only_such_are_an_error(env, caplog):
+def test_gsm8k_leaves_out_problems_without_room_for_an_answer(env, caplog):
+    """Held-out ones; where there are no others, that is an error."""
     longest = max(len(env.tokenizer.encode(row["question"])) for row in env.test)
     room = [row for row in env.test if len(env.tokenizer.encode(row["question"])) < longest]
     prompt = env.tokenizer.apply_chat_template(env.messages(room[0]), tokenize=False, add_generation_prompt=True)

@@ -27,7 +27,8 @@ def questions(model_path, count, **settings):
     return asyncio.run(draw())
 
 
-def test_no_training_problem_is_held_out_and_a_seed_changes_only_the_training_ones(model_path):
+def test_reasoning_holds_out_no_training_problem(model_path):
+    """A seed changes only the training problems."""
     first, held_back = questions(model_path, 300, seed=0, eval_size=64)
     other, held_back_too = questions(model_path, 300, seed=1, eval_size=64)
     assert held_back == held_back_too and len(set(held_back)) == 64
@@ -35,7 +36,7 @@ def test_no_training_problem_is_held_out_and_a_seed_changes_only_the_training_on
     assert first != other and first[1:] != other[:-1], "reasoning-gym's neighbouring seeds are one sequence, shifted"
 
 
-def test_an_environment_all_of_whose_problems_are_held_out_says_so(model_path):
+def test_reasoning_says_where_all_problems_are_held_out(model_path):
     with pytest.raises(ValueError, match="all of the 3 training problems are among the"):
         asyncio.run(_first_of_a_single_problem(model_path))
 
@@ -61,7 +62,8 @@ def test_the_task_scores_what_stands_between_the_tags(text, expected):
     assert score(dataset(TASK, SETTINGS, 1, 0), text, {"answer": "-4"}) == expected
 
 
-def test_an_answer_that_the_tasks_own_parser_fails_on_scores_nothing_and_is_counted(model_path):
+def test_reasoning_counts_an_answer_that_the_parser_fails_on(model_path):
+    """The task's own; such an answer scores nothing."""
     environment = env(model_path)
     environment._train = dataset("prime_factorization", "{}", 2, 0)
     problem = environment._train[0]
@@ -91,7 +93,8 @@ def test_a_task_or_setting_that_is_not_there_is_refused_by_name(task, settings, 
     assert message in str(refusal.value)
 
 
-def test_the_policy_is_taught_right_sums_and_sums_that_stop_early_and_none_that_is_held_out():
+def test_reasoning_policy_is_taught_sums_that_stop_early():
+    """And right ones, but none that is held out."""
     rng, task = random.Random(0), dataset(TASK, SETTINGS, 1, 0)
     for problem in held_out(TASK, SETTINGS, 64):
         assert score(task, sum_solution(problem["question"], rng, 0.0), problem) == 1.0

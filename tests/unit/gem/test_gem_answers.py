@@ -52,7 +52,8 @@ def in_thread(function):
     return outcome[0]
 
 
-def test_math_verify_needs_the_fix_and_with_it_keeps_its_time_limit_in_a_thread(monkeypatch):
+def test_math_verify_keeps_its_time_limit_in_a_thread(monkeypatch):
+    """With the fix, which it still needs."""
     monkeypatch.setattr("math_verify.parser.timeout", thread_limits._by_signal)
     assert "threaded environment" in str(in_thread(lambda: parse("$14$")))  # if not: the fix can go
 

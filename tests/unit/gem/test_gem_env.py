@@ -88,7 +88,8 @@ def bisect(observation, state):
 # ---------------------------------------------------------------------- one environment
 
 
-def test_gem_makes_gsm8k_by_its_id_and_its_own_scoring_is_the_reward(tokenizer):
+def test_gem_makes_gsm8k_by_its_id(tokenizer):
+    """Its own scoring is the reward."""
     answers = {row["question"]: gold_answer(row) for row in load_problems(SYNTHETIC, "train", "main", 20, seed=0)}
     assert register(GSM8K) == register(GSM8K) == f"atropos:{GSM8K}"
     env = gem.make(
@@ -122,7 +123,8 @@ def test_an_id_is_not_registered_twice_with_other_defaults():
 
 
 @pytest.mark.parametrize("way", ["managed", "chat", "completion", "tokens"])
-def test_each_turn_is_a_step_whatever_way_the_environment_calls_its_server(make, tokenizer, way):
+def test_gem_each_turn_is_a_step(make, tokenizer, way):
+    """Whatever way the environment calls its server."""
     env = make(config={"way": way, "stop": ["!"]})
     observation, info = env.reset()
     has_messages = way in ("managed", "chat")
@@ -153,7 +155,8 @@ def test_the_words_that_end_an_answer_may_be_given_as_tokens_too(make, tokenizer
     assert server._stop("!") == ("!",) and server._stop(None) == ()
 
 
-def test_of_a_group_each_answer_is_a_step_and_the_reward_is_the_mean_of_its_scores(make, tokenizer):
+def test_gem_each_answer_of_a_group_is_a_step(make, tokenizer):
+    """The reward is the mean of its scores."""
     env = make(GSM8K, config={"dataset_name": SYNTHETIC, "group_size": 4, "train_size": 20}, seed=0)
     observation, info = env.reset()
     seen = [(info["call"], info["choice"], info["choices"])]
@@ -168,7 +171,7 @@ def test_of_a_group_each_answer_is_a_step_and_the_reward_is_the_mean_of_its_scor
     assert terminated and reward == -0.5 and info["scores"] == [1.0, -1.0, -1.0, -1.0]
 
 
-def test_calls_that_wait_at_the_same_time_are_answered_in_their_order(make):
+def test_gem_answers_calls_that_wait_together_in_their_order(make):
     env = make(config={"group_size": 3})
     env.reset()
     for action in ("1", "0", "0"):
@@ -179,7 +182,8 @@ def test_calls_that_wait_at_the_same_time_are_answered_in_their_order(make):
     assert info["scores"] == [1.0, 1.0, 1.0]
 
 
-def test_the_environments_own_postprocessing_backlog_and_cleanup_count(make):
+def test_gem_keeps_postprocessing_backlog_and_cleanup(make):
+    """The environment's own."""
     env = make(config={"mood": "scores later"})
     env.reset()
     assert env.step("1")[1] == 10.0 and env._session.environment.base.cleaned == 1
@@ -195,7 +199,8 @@ def test_a_list_of_groups_has_the_mean_of_all_its_scores(make):
     assert env.step("1")[1] == 2.0
 
 
-def test_an_episode_whose_last_answer_is_cut_at_max_tokens_is_truncated(make):
+def test_gem_episode_cut_at_max_tokens_is_truncated(make):
+    """Its last answer is cut."""
     env = make(config={"max_tokens": 2})
     env.reset()
     *_, truncated, info = env.step("11111")
@@ -211,7 +216,8 @@ def test_an_episode_whose_last_answer_is_cut_at_max_tokens_is_truncated(make):
 # ---------------------------------------------------------------------- no score
 
 
-def test_what_is_not_scored_is_no_reward_of_0_and_never_a_score_is_an_error(make):
+def test_gem_unscored_episode_is_no_reward_of_0(make):
+    """Never a score is an error."""
     env = make(config={"mood": "never scores"})
     for episode in range(8):
         _, info = env.reset()
@@ -225,7 +231,7 @@ def test_what_is_not_scored_is_no_reward_of_0_and_never_a_score_is_an_error(make
         env.step("0")
 
 
-def test_a_group_that_the_environment_drops_because_its_scores_are_equal_still_has_its_score(make, tokenizer):
+def test_gem_dropped_group_of_equal_scores_has_its_score(make, tokenizer):
     env = make(config={"mood": "drops equal"})
     env.reset()
     _, reward, _, _, info = env.step("1")
@@ -235,7 +241,8 @@ def test_a_group_that_the_environment_drops_because_its_scores_are_equal_still_h
     }  # fmt: skip
 
 
-def test_one_that_has_scored_once_is_not_taken_for_one_that_never_does(make):
+def test_gem_environment_that_scored_once_is_not_one_that_never(make):
+    """That never scores, which is an error."""
     env = make(config={"mood": "scores once"})
     env.reset()
     assert env.step("1")[1] == 1.0
@@ -244,11 +251,13 @@ def test_one_that_has_scored_once_is_not_taken_for_one_that_never_does(make):
         assert math.isnan(env.step(str(number))[1])
 
 
-def test_the_first_observation_has_all_messages_also_examples_of_answers(make):
+def test_gem_first_observation_has_all_messages(make):
+    """Examples of answers too."""
     assert make(config={"mood": "few shots"}).reset()[0] == f"{guess_env.RULES}\n\nExample.\n\n8\n\nBegin."
 
 
-def test_items_that_ask_for_no_answer_are_passed_over_and_counted_and_only_such_are_an_error(make):
+def test_gem_passes_over_items_that_ask_for_no_answer(make):
+    """They are counted; where there are no others, that is an error."""
     assert make(config={"mood": "skips odd"}).reset()[1]["skipped"] == 1
     with pytest.raises(NeverScored, match="no answer to any of 8 items in a row"):
         make(config={"mood": "asks nothing"}).reset()
@@ -278,7 +287,8 @@ def test_a_score_that_is_no_number_is_an_error(make):
         ("asks in setup", Exception, "outside a rollout"),
     ],
 )
-def test_what_goes_wrong_in_the_environment_is_raised_and_the_next_reset_begins_anew(make, mood, error, message):
+def test_gem_raises_what_goes_wrong_in_the_environment(make, mood, error, message):
+    """The next reset begins anew."""
     env = make(config={"mood": mood})
     for _ in range(2):
         with pytest.raises(error, match=message):
@@ -290,7 +300,8 @@ def test_what_goes_wrong_in_the_environment_is_raised_and_the_next_reset_begins_
     assert tasks(env) == 0
 
 
-def test_an_error_says_which_environment_raised_it_and_a_prompt_without_room_is_one(make):
+def test_gem_errors_name_their_environment(make):
+    """A prompt without room is one."""
     with pytest.raises(ValueError, match="an answer of 0 tokens: its prompt leaves no room") as raised:
         make(config={"max_tokens": 0}).reset()
     assert raised.value.__notes__ == ["raised by the environment GuessEnv after its beginning"]
@@ -389,7 +400,8 @@ def test_a_seed_decides_which_items_come(make):
     assert drawn[0] == drawn[1]
 
 
-def test_environments_without_a_seed_that_are_made_alike_share_their_items(tokenizer):
+def test_gem_environments_made_alike_share_their_items(tokenizer):
+    """Those without a seed."""
     ones, others = ([AtroposEnv(t, tokenizer=tokenizer.name_or_path) for _ in range(3)] for t in (GUESS, SEEDED))
     for env in ones + others:
         env.reset(4)
@@ -403,7 +415,8 @@ def test_environments_without_a_seed_that_are_made_alike_share_their_items(token
 # ---------------------------------------------------------------------- ends
 
 
-def test_reset_ends_what_is_not_finished_and_close_and_the_collector_end_everything(make):
+def test_gem_reset_close_and_the_collector_end_what_runs(make):
+    """Reset ends what is not finished; close and the garbage collector end everything."""
     assert until(lambda: not threads())
     env = make()
     for _ in range(5):
@@ -430,7 +443,7 @@ def test_reset_ends_what_is_not_finished_and_close_and_the_collector_end_everyth
 
 
 @pytest.mark.parametrize("group_size", [1, 3])
-def test_an_answer_that_the_environment_no_longer_waits_for_goes_unread(make, group_size):
+def test_gem_answer_that_nobody_waits_for_goes_unread(make, group_size):
     env = make(config={"mood": "impatient", "group_size": group_size})
     for _ in range(2):
         env.reset()
@@ -444,7 +457,8 @@ def test_an_answer_that_the_environment_no_longer_waits_for_goes_unread(make, gr
 
 
 @pytest.mark.parametrize("async_mode", [False, True])
-def test_gems_vectorized_environments_run_48_at_once_and_leave_nothing(tokenizer, async_mode):
+def test_gem_vectorized_environments_run_48_at_once(tokenizer, async_mode):
+    """They leave nothing."""
     assert until(lambda: not threads())
     register(GUESS, timeout=7.0)
     before = len(os.listdir("/proc/self/fd")), threading.active_count()
@@ -470,7 +484,8 @@ def test_gems_vectorized_environments_run_48_at_once_and_leave_nothing(tokenizer
     assert len(os.listdir("/proc/self/fd")) <= before[0]
 
 
-def test_each_of_a_vector_of_seeded_environments_has_its_own_problems(tokenizer):
+def test_gem_vector_of_seeded_environments_has_own_problems(tokenizer):
+    """Each of them."""
     register(GSM8K)
     config = {"dataset_name": SYNTHETIC, "train_size": 50, "eval_size": 4}
     arguments = {"tokenizer": tokenizer.name_or_path, "config": config}

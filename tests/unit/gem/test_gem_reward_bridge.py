@@ -133,7 +133,7 @@ def test_gem_reward_bridge_that_cannot_be_right_is_refused(make, bridge, expecte
         make(bridge).reset()
 
 
-def test_gem_reward_bridge_and_advantages_of_tokens_exclude_each_other(make):
+def test_gem_reward_bridge_excludes_advantages_of_tokens(make):
     env = make({"length_bounty": _bounty()}, mood="own advantages")
     env.reset()
     with pytest.raises(RewardBridgeError, match="GuessEnv sends advantages of its own for each token"):

@@ -16,7 +16,9 @@ pytestmark = pytest.mark.timeout(60)
 
 
 @behind_a_gateway(count=1)
-async def test_requests_meet_the_adapter_in_force_and_replies_say_its_version_whatever_the_server_says(client, stub):
+async def test_adapted_requests_meet_the_adapter_in_force(client, stub):
+    """Replies say its version, whatever the server says."""
+
     async def ask(path):
         body = {"prompt": "é", "n": 2, "lora_path": "of the client"}
         async with client.session.post(f"{client.url}{path}?a=1", json=body) as reply:
@@ -49,7 +51,7 @@ async def test_requests_meet_the_adapter_in_force_and_replies_say_its_version_wh
 
 
 @behind_a_gateway(count=1)
-async def test_a_stream_says_the_version_of_its_adapter_however_it_is_cut(client, stub):
+async def test_adapted_stream_says_the_version_however_it_is_cut(client, stub):
     said = b'data: {"text": "\\"weight_version\\": \\"9\\"", "weight_version": "9"}\n\n' * 3 + b"data: [DONE]"
 
     async def in_pieces(request):
@@ -82,9 +84,9 @@ async def test_nothing_is_sampled_by_the_base_model(client, stub):
 
 
 @behind_a_gateway(count=2)
-async def test_a_server_that_lost_the_adapter_is_taken_out_and_a_refusal_for_other_reasons_is_passed_on(
-    client, first, second
-):
+async def test_adapted_server_that_lost_the_adapter_is_taken_out(client, first, second):
+    """A refusal for other reasons is passed on."""
+
     async def refuse(request):
         return web.json_response({"error": {"message": "no such adapter, or a bad request"}}, status=400)
 

@@ -136,7 +136,8 @@ async def test_the_load_is_spread(client, *stubs):
 
 
 @behind_a_gateway(count=1, max_wait=0.5)
-async def test_a_request_that_no_server_takes_in_time_is_told_what_it_waited_for(client, stub):
+async def test_gateway_tells_a_request_what_it_waited_for(client, stub):
+    """Where no server takes it in time."""
     status, answer = await client.generate()
     message = answer["error"]["message"]
     assert status == 503 and "waited 0.5 s for the trainer to give its weights" in message
@@ -145,7 +146,7 @@ async def test_a_request_that_no_server_takes_in_time_is_told_what_it_waited_for
 
 
 @behind_a_gateway(count=1, max_wait=60)
-async def test_what_a_request_has_waited_before_counts_when_it_is_sent_again(client, _):
+async def test_gateway_counts_the_wait_of_a_request_sent_again(client, _):
     async with asyncio.timeout(5):
         with pytest.raises(NothingAdmitted, match="waited 60 s"):
             await client.pool.acquire(min, waited=59.9)
@@ -171,7 +172,7 @@ async def test_a_client_that_goes_away_is_forgotten(client, stub):
 
 
 @pytest.mark.parametrize("fault", ["refused", "reset", "broken"])
-def test_a_server_that_fails_is_out_and_its_requests_go_to_another(fault):
+def test_gateway_takes_requests_of_a_failed_server_to_another(fault):
     @behind_a_gateway()
     async def sent_again(client, bad, good):
         await client.admit(bad, good)
@@ -198,7 +199,8 @@ def test_a_server_that_fails_is_out_and_its_requests_go_to_another(fault):
 
 
 @behind_a_gateway(count=1)
-async def test_requests_of_the_last_server_are_held_until_it_is_admitted_again(client, stub):
+async def test_gateway_holds_requests_until_a_server_is_readmitted(client, stub):
+    """Those of the last one."""
     await client.admit(stub)
     stub.reply = stub.broken
     request = asyncio.create_task(client.generate())
@@ -213,7 +215,7 @@ async def test_requests_of_the_last_server_are_held_until_it_is_admitted_again(c
 
 
 @behind_a_gateway(count=1)
-async def test_a_stream_that_breaks_after_its_beginning_breaks_for_the_client_too(client, stub):
+async def test_gateway_breaks_a_stream_that_broke_after_its_beginning(client, stub):
     await client.admit(stub)
     stub.reply = stub.broken_stream
     async with client.session.post(f"{client.url}/generate", json={"stream": True}) as reply:
@@ -245,7 +247,8 @@ async def test_an_idle_server_that_dies_is_found(client, first, second):
 
 
 @behind_a_gateway()
-async def test_a_server_that_was_restarted_unnoticed_is_found_and_its_requests_go_to_another(client, first, second):
+async def test_gateway_finds_a_server_that_was_restarted_unnoticed(client, first, second):
+    """Its requests go to another."""
     await client.admit(first)
     first.reply = first.for_ever
     request = asyncio.create_task(client.generate())
@@ -259,7 +262,7 @@ async def test_a_server_that_was_restarted_unnoticed_is_found_and_its_requests_g
 
 
 @behind_a_gateway()
-async def test_a_reply_by_weights_that_no_push_gave_never_reaches_the_client(client, first, second):
+async def test_gateway_passes_no_reply_by_weights_that_nobody_pushed(client, first, second):
     async def start_weights(request):
         return web.json_response([{"text": "x", "meta_info": {"weight_version": v}} for v in ("1", "default")])
 
@@ -298,7 +301,8 @@ async def test_a_push_takes_no_healthy_server_out(client, first, second):
 
 
 @behind_a_gateway(count=1)
-async def test_an_answer_from_before_the_trainers_word_is_not_judged_by_it(client, stub):
+async def test_gateway_judges_no_answer_by_a_later_word(client, stub):
+    """The trainer's."""
     asked, answer = asyncio.Event(), asyncio.Event()
 
     async def slow():
@@ -318,7 +322,8 @@ async def test_an_answer_from_before_the_trainers_word_is_not_judged_by_it(clien
 
 
 @behind_a_gateway()
-async def test_what_the_trainer_leaves_out_gets_nothing_and_loses_its_requests(client, first, second):
+async def test_gateway_gives_nothing_to_what_the_trainer_leaves_out(client, first, second):
+    """It loses its requests."""
     await client.admit(first)
     first.reply = first.for_ever
     request = asyncio.create_task(client.generate())

@@ -77,7 +77,7 @@ def test_the_cpu_shim_acts_only_when_asked_and_hides_no_other(tmp_path):
 
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize(("asked", "pinned"), [("1", [False, False, False]), ("0", [True, True, False])])
-def test_the_cpu_shim_lets_no_module_of_sglang_pin_memory_unconditionally(tmp_path, asked, pinned):
+def test_cpu_shim_lets_no_module_of_sglang_pin_memory(tmp_path, asked, pinned):
     """The rest of a module stays as it is, with its line numbers; other packages are left alone."""
     for package in ("sglang/srt", "other"):
         (tmp_path / package).mkdir(parents=True)

@@ -36,8 +36,10 @@ def evaluations(folder, *options):
 # ---------------------------------------------------------------- what is due
 
 
-def test_a_resumed_run_repeats_what_was_not_finished_and_what_is_trained_again(tmp_path):
-    """It was killed while b evaluated version 4; the line of version 6 is of updates that no checkpoint holds."""
+def test_evaluation_of_a_resumed_run_repeats_the_unfinished(tmp_path):
+    """And what is trained again.
+
+    It was killed while b evaluated version 4; the line of version 6 is of updates that no checkpoint holds."""
     failed = {"step": 2, "version": 2, "env": "b", "error": "why"}
     write(tmp_path, line(0), line(0, "b"), line(2), failed, line(4), line(6), torn=b'{"step": 4, "env": "b"')
     kept = evaluations(tmp_path, "evaluation.every=2")
@@ -68,7 +70,8 @@ def test_environments_whose_evaluation_is_off_are_never_due(tmp_path):
 # ---------------------------------------------------------------- the hold
 
 
-def test_the_trainer_waits_for_the_launchers_word_and_looks_after_its_servers_meanwhile(tmp_path):
+def test_evaluation_holds_the_trainer_until_the_launchers_word(tmp_path):
+    """It looks after its servers meanwhile."""
     path, looks = tmp_path / "evaluation" / "evaluated", []
     say_evaluated(path, -1)
     threading.Timer(2.6, say_evaluated, (path, 4)).start()
@@ -110,13 +113,13 @@ def evaluated(environment, folder, model_path, says):
 
 
 @pytest.mark.parametrize("says", ["log", "attribute", "return"])
-def test_what_evaluate_finds_is_kept_however_the_environment_says_it(tmp_path, model_path, says):
+def test_evaluation_is_kept_however_the_environment_says_it(tmp_path, model_path, says):
     assert evaluated(WithoutServer, tmp_path, model_path, says) == {"eval/spread": 1.0, "eval/total": 4}
     assert (tmp_path / "samples.jsonl").exists() == (says == "log")
 
 
 @pytest.mark.parametrize("says", ["nothing", "never"])
-def test_an_environment_without_evaluation_is_no_error_and_says_so(tmp_path, model_path, says, caplog):
+def test_evaluation_that_is_missing_is_no_error_but_said(tmp_path, model_path, says, caplog):
     assert evaluated(WithoutServer, tmp_path, model_path, says) is None
     assert ("evaluate is not implemented" if says == "never" else "evaluate reports nothing") in caplog.text
 
@@ -151,7 +154,8 @@ def test_of_all_metrics_one_is_shown(metrics, main, text):
     assert (found.main, found.text(), found.line()["metrics"]) == (main, text, metrics)
 
 
-def test_the_summary_has_the_first_and_the_newest_of_each_environment(tmp_path):
+def test_evaluation_summary_has_the_first_and_the_newest(tmp_path):
+    """Of each environment."""
     failed = {"step": 6, "version": 6, "env": "b", "error": "why"}
     write(
         tmp_path,

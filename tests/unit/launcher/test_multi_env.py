@@ -39,7 +39,7 @@ def config(*options):
 # ---------------------------------------------------------------- the configuration
 
 
-def test_environments_by_name_take_what_they_do_not_say_from_the_single_one():
+def test_environments_by_name_have_defaults_of_the_single_one():
     options = ["environment.target=pkg.one:Env", "environment.max_restarts=7", "environment.args.seed=1"]
     several = ["environments.math.weight=2", "environments.math.args.size=5", "environments.sums.target=x.py:B"]
     bridge = "environments.sums.reward_bridge.length_bounty.target=9"
@@ -62,7 +62,7 @@ def test_environments_by_name_take_what_they_do_not_say_from_the_single_one():
         (["environment.args.wandb_name=mine"], "mine"),
     ],
 )
-def test_a_single_environment_is_called_as_its_flag_says_or_as_its_module(options, name):
+def test_single_environment_is_named_by_its_flag_or_module(options, name):
     [spec] = environment_specs(config(*options)).values()
     assert (spec.name, spec.key, spec.service) == (name, "environment", "environment")
 
@@ -101,13 +101,15 @@ def test_environments_that_cannot_work_are_refused_by_key(options):
     assert REFUSED[options] in str(refusal.value)
 
 
-def test_environments_whose_groups_and_allocations_fill_a_batch_are_let_through():
+def test_environments_that_fill_a_batch_are_let_through():
+    """By their groups and allocations."""
     parts = "environments.a.min_batch_allocation=0.5 environments.b.min_batch_allocation=0.5"
     check_config(config(*f"{A} {B} {parts} environments.a.group_size=4 evaluation.every=4".split()))
     check_config(config(*f"{A} {B} environments.a.weight=3".split()))
 
 
-def test_each_is_started_by_the_adapter_under_its_own_name_with_its_part_of_the_batch(tmp_path):
+def test_environments_start_with_own_name_and_part_of_the_batch(tmp_path):
+    """By the adapter."""
     options = [A, "environments.a.args.seed=3", "environments.a.weight=2", f"environments.b.target={ITEM_ENV}"]
     bridge = ["environments.b.reward_bridge.clip=1", "environments.b.min_batch_allocation=0.25"]
     settings = config(*options, *bridge)
@@ -137,7 +139,8 @@ def end(service):
     service.process.wait(10)
 
 
-def test_one_that_is_given_up_leaves_the_run_to_the_others_and_the_last_one_ends_it(tmp_path, capsys):
+def test_environment_given_up_leaves_the_run_to_the_others(tmp_path, capsys):
+    """The last one ends it."""
     run = Run(None, [], tmp_path)
     command = [sys.executable, "-c", "print('its last words', flush=True); import time; time.sleep(100)"]
     try:

@@ -47,7 +47,7 @@ def placed(*overrides):
         (2, [HEAD, "trainer.n_gpus_per_node=8", "inference.servers=2"], False, [0, 1]),
     ],
 )
-def test_placement_gives_each_its_gpus_or_shares_them_where_they_are_too_few(
+def test_placement_shares_gpus_where_they_are_too_few(
     machine,
     tmp_path,
     gpus,
@@ -55,6 +55,7 @@ def test_placement_gives_each_its_gpus_or_shares_them_where_they_are_too_few(
     colocated,
     first,
 ):
+    """Else each has its own."""
     machine(gpus)
     config, told = placed(*overrides)
     assert config.inference.colocated is colocated
@@ -185,7 +186,7 @@ def test_gpu_memory_of_servers_that_die_holds_up_nobody(memory):
         memory.resume()
 
 
-def test_gpu_memory_whose_return_is_not_answered_is_not_forgotten(memory):
+def test_gpu_memory_with_an_unanswered_return_is_remembered(memory):
     memory, servers = memory
     whole = servers.note
 
@@ -253,7 +254,8 @@ def interpreter(tmp_path):
     memory_saver.saver_variables.cache_clear()
 
 
-def test_gpu_memory_is_lent_by_a_library_that_finds_cudas_runtime(interpreter, monkeypatch):
+def test_gpu_memory_is_lent_by_a_library_that_finds_cuda(interpreter, monkeypatch):
+    """Its runtime."""
     python, library, runtime = interpreter
     alone = subprocess.run([python, "-c", ""], env={"LD_PRELOAD": str(library)}, capture_output=True)
     assert alone.returncode == 127, "the loader does not look where pip puts CUDA's runtime"

@@ -73,7 +73,8 @@ def test_a_service_is_started_again_so_many_times_and_then_named(run, capsys):
         run.check()
 
 
-def test_run_dir_full_disk_ends_the_launcher_with_its_first_error(full_disk, monkeypatch):
+def test_run_dir_full_disk_ends_the_launcher_with_one_error(full_disk, monkeypatch):
+    """The first one."""
     config = compose_config("actor_rollout_ref.model.path=m")
     made, create = [], Scratch.create
     monkeypatch.setattr(Scratch, "create", lambda: made.append(create()) or made[-1])
@@ -135,8 +136,8 @@ def test_run_joins_the_cluster_that_ray_would(monkeypatch, variable, address, ex
     assert joins_cluster({"address": address}) is expected
 
 
-def test_a_service_that_may_not_start_yet_waits_and_is_said_to_and_starts_when_it_may(run, tmp_path, capsys):
-    """A server on the trainer's GPUs, while the trainer has its memory."""
+def test_run_service_waits_until_it_may_start(run, tmp_path, capsys):
+    """It is said to wait. A server on the trainer's GPUs, while the trainer has its memory."""
     lent = tmp_path / "lent"
     lent.touch()
     service = run.start("sglang", SLEEP)
@@ -154,7 +155,8 @@ def test_a_service_that_may_not_start_yet_waits_and_is_said_to_and_starts_when_i
 
 
 @pytest.mark.parametrize("colocated", [True, False])
-def test_servers_wait_for_the_memory_that_the_trainer_says_it_has_where_they_share_it(tmp_path, colocated):
+def test_run_servers_wait_for_the_memory_that_the_trainer_has(tmp_path, colocated):
+    """Where they share it."""
     options = ["actor_rollout_ref.model.path=m", "inference.urls=[http://127.0.0.1:1]", f"run.dir={tmp_path}"]
     config = compose_config(*options, f"inference.colocated={colocated}")
     run = Run(config, [], tmp_path)
@@ -180,8 +182,8 @@ def test_any_other_service_that_ends_ends_the_run(run):
         run.check()
 
 
-def test_when_the_training_is_done_the_servers_that_are_left_must_do(run, capsys):
-    """Nobody could give a new one the weights."""
+def test_run_restarts_no_server_once_training_is_done(run, capsys):
+    """The servers that are left must do. Nobody could give a new one the weights."""
     first, second = revived(run, "sglang-0", "sglang"), revived(run, "sglang-1", "sglang")
     revived(run, "gateway", "gateway")
     run.start("trainer", END).process.wait(10)
@@ -195,7 +197,7 @@ def test_when_the_training_is_done_the_servers_that_are_left_must_do(run, capsys
         run.check()
 
 
-def test_what_a_dead_service_left_running_is_ended_before_its_successor_starts(run):
+def test_run_ends_what_a_dead_service_left_before_a_restart(run):
     """Half a server keeps its memory, and maybe its port."""
     orphan = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(100)'])"
     service = run.start("sglang", [sys.executable, "-c", f"{orphan}; import time; time.sleep(100)"])
@@ -211,7 +213,8 @@ def test_what_a_dead_service_left_running_is_ended_before_its_successor_starts(r
 
 
 @pytest.mark.parametrize(("device", "gpus"), [("cpu", [None, None]), ("cuda", [4, 6])])
-def test_each_server_has_a_port_a_seed_and_on_gpus_devices_of_its_own(tmp_path, device, gpus):
+def test_run_servers_have_own_ports_seeds_and_devices(tmp_path, device, gpus):
+    """Devices where there are GPUs."""
     config = compose_config(
         "actor_rollout_ref.model.path=m",
         "inference.servers=2",
@@ -235,7 +238,7 @@ def test_each_server_has_a_port_a_seed_and_on_gpus_devices_of_its_own(tmp_path, 
     ]
 
 
-def test_servers_are_started_to_take_the_adapter_that_is_pushed_by_itself(model_path, tmp_path):
+def test_run_starts_servers_that_take_an_adapter_by_itself(model_path, tmp_path):
     def flags(*overrides):
         path = f"actor_rollout_ref.model.path={model_path}"
         launches = plan_servers(Run(compose_config(path, "inference.device=cpu", *overrides), [], tmp_path))

@@ -144,7 +144,7 @@ def test_leftovers_are_none_where_nothing_can_be_locked(monkeypatch):
 
 
 @pytest.mark.timeout(60)
-def test_leftovers_of_a_killed_process_are_tidied_up_by_its_tracker(tmp_path):
+def test_leftovers_of_a_killed_process_go_with_its_tracker(tmp_path):
     """Semaphores have names of multiprocessing's own, by which nobody could tell later whose they were."""
     code = (
         "import multiprocessing, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "

@@ -31,7 +31,7 @@ def test_gpus_are_those_that_cuda_may_use(machine, monkeypatch, visible, count):
     assert visible_gpus() == count and uses_gpu(SGLangLaunch("m")) == (count > 0)
 
 
-def test_gpus_are_counted_by_the_driver_where_nvidia_smi_is_missing(machine, monkeypatch):
+def test_gpus_are_counted_by_the_driver_without_nvidia_smi(machine, monkeypatch):
     machine(0, "exit 9")
     assert visible_gpus() == 0
     device._gpus_of_the_machine.cache_clear()
@@ -70,9 +70,8 @@ def test_gpu_whose_nvidia_smi_hangs_is_an_error(machine, monkeypatch):
         (0, [], {"VERL_PLATFORM": "amd"}, {"VERL_PLATFORM": "amd", **NCCL}),
     ],
 )
-def test_trainer_and_servers_of_a_gpu_machine_compute_on_the_same_device(
-    machine, monkeypatch, gpus, options, environment, expected
-):
+def test_trainer_and_servers_compute_on_the_same_device(machine, monkeypatch, gpus, options, environment, expected):
+    """On a machine with GPUs."""
     machine(gpus)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)

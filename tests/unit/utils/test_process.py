@@ -169,7 +169,7 @@ def test_a_service_of_a_service_ends_with_the_outer_one(launch, tmp_path):
     assert all(gone(process, 0) for process in processes)
 
 
-def test_signals_that_python_ignores_are_not_ignored_in_a_service(launch):
+def test_service_ignores_no_signal_that_python_ignores(launch):
     """An ignored SIGPIPE would pass through exec, and change how every program in a pipe ends."""
     service = launch("import subprocess; subprocess.run('grep SigIgn /proc/self/status', shell=True)")
     service.process.wait(10)
@@ -194,7 +194,7 @@ def test_failure_of_our_own_program_is_its_one_line_and_the_log(launch):
     assert told == f"worker: ended while the run needs it; seed=abc: give a number; see {service.log_path}"
 
 
-def test_a_service_that_never_gets_healthy_is_reported_with_the_last_reason(launch):
+def test_service_that_never_gets_healthy_has_the_last_reason(launch):
     async def check() -> bool:
         raise ConnectionRefusedError("port closed")
 
@@ -270,7 +270,8 @@ def test_ports():
         assert free_port() != port
 
 
-def test_free_ports_are_no_others_choice_and_none_of_outgoing_connections(monkeypatch):
+def test_free_ports_are_nobodys_choice(monkeypatch):
+    """Nor those of outgoing connections."""
     chosen = {free_port() for _ in range(50)}
     assert len(chosen) == 50 and max(chosen) < 32768
     probe = "from recipe.atropos.utils.process import _claimed; import sys; print(_claimed(int(sys.argv[1])))"

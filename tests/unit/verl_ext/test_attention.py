@@ -31,7 +31,7 @@ def chosen(*overrides):
     return config.actor_rollout_ref.model.override_config.attn_implementation, told
 
 
-def test_attention_is_flash_where_it_is_installed_else_the_cost_is_told(machine, installed):
+def test_attention_is_flash_or_the_cost_is_told(machine, installed):
     machine(1)
     found, told = chosen()
     assert found == ("flash_attention_2" if installed else "sdpa") and (told is None) == installed
@@ -41,7 +41,7 @@ def test_attention_is_flash_where_it_is_installed_else_the_cost_is_told(machine,
     assert found == "eager" and "attention by eager" in told, "as given"
 
 
-def test_attention_is_no_kernel_of_the_hub_where_that_is_not_asked(machine, monkeypatch, tmp_path):
+def test_attention_is_no_kernel_of_the_hub_unless_asked(machine, monkeypatch, tmp_path):
     machine(1)
     found = {"flash_attn": None, "kernels": "kernels"}
     find = importlib.util.find_spec

@@ -44,7 +44,7 @@ def offload_of(monkeypatch, engine_class, strategy, **settings):
 
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
 @pytest.mark.parametrize("settings", [{}, {"param_offload": True}], ids=["stays", "offloaded"])
-def test_the_reference_policy_is_offloaded_where_its_configuration_says_so(monkeypatch, strategy, settings):
+def test_reference_policy_is_offloaded_where_it_is_configured(monkeypatch, strategy, settings):
     offload = offload_of(monkeypatch, AtroposFSDPEngine, strategy, **settings)
     assert isinstance(offload, CPUOffload | CPUOffloadPolicy) == bool(settings)
 

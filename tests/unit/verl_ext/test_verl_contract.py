@@ -136,7 +136,8 @@ def test_a_worker_group_binds_its_methods_by_a_generator_of_ours():
     assert generator == ["self", "method_name", "dispatch_fn", "collect_fn", "execute_fn", "blocking"]
 
 
-def test_each_estimator_that_can_be_chosen_is_registered_and_takes_what_it_is_given():
+def test_verl_contract_of_each_estimator():
+    """Each that can be chosen is registered, and takes what it is given."""
     from recipe.atropos.algorithm import advantages
 
     for name in (*advantages._OF_SCORES, *advantages._OF_NO_GROUP, *advantages._TOKEN_BASELINES):

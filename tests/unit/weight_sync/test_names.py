@@ -155,7 +155,7 @@ def test_names_of_tied_embeddings_may_be_missing_on_one_side(absent):
             PushedNames(Stream(shapes=stream, tied=tied), checkpoint, "it")
 
 
-def test_names_of_buffers_that_the_checkpoint_lacks_are_not_pushed():
+def test_names_of_buffers_beyond_the_checkpoint_are_not_pushed():
     buffer = {"layers.0.decay": (4,)}
     shapes = Stream().shapes
     pushed = Stream(shapes=shapes | buffer, buffers=frozenset(buffer))
@@ -182,7 +182,8 @@ def test_names_that_minimax_derives_are_left_out(make_model, tmp_path):
         ("ernie4_5_moe", "model.mtp_block.0.mlp.down_proj.weight"),  # speculates; this class doesn't load it
     ],
 )
-def test_names_that_the_class_leaves_out_may_be_in_the_checkpoint(make_model, family, name):
+def test_names_may_be_in_the_checkpoint_but_not_in_the_class(make_model, family, name):
+    """It leaves them out."""
     shapes = read_shapes(make_model(family))
     format = CheckpointFormat(loaded(make_model(family)))
     PushedNames(format, shapes | {name: (8,)}, "it")
@@ -254,7 +255,7 @@ def test_names_are_read_from_every_form_of_a_checkpoint(make_model, tmp_path, mo
             read_shapes(nothing)
 
 
-def test_names_of_a_model_and_its_checkpoint_are_compared_on_rank_0(make_model):
+def test_names_of_model_and_checkpoint_are_compared_on_rank_0(make_model):
     """A folder with another model's tensors: what a wrong path, or a family without a conversion, would look like."""
     format = CheckpointFormat(loaded(make_model("qwen2")))
     for is_master in (True, False):
@@ -309,7 +310,8 @@ class Server:
         return Capabilities("0.5.23", frozenset(), frozenset(), arguments=self.arguments)
 
 
-def test_names_of_the_checkpoint_of_another_path_are_compared_before_a_push(make_model, tmp_path, caplog):
+def test_names_of_another_path_are_compared_before_a_push(make_model, tmp_path, caplog):
+    """Those of its checkpoint."""
     model = make_model("llama")
     engine = AtroposCheckpointEngine(1, True, urls=[], model_path=str(model))
     engine.expect(CheckpointFormat(loaded(model)))
@@ -349,7 +351,7 @@ def quantized_copy(model, folder):
 LONG = ["actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096"]  # else the shipped lengths have no room
 
 
-def test_names_of_quantized_models_are_said_before_anything_starts(make_model, tmp_path):
+def test_names_of_quantized_models_are_refused_before_the_start(make_model, tmp_path):
     model = make_model("llama")
     check_config(compose_config(*LONG, f"actor_rollout_ref.model.path={model}", "+inference.args.quantization=null"))
     quantized = quantized_copy(model, tmp_path / "fp8")

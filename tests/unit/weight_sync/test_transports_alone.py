@@ -111,7 +111,8 @@ def test_handles_of_a_gpu_name_its_uuid(monkeypatch):
     assert all(opened[key] == key for key in names if key != "storage_device")
 
 
-def test_what_a_server_that_died_had_not_read_of_shared_memory_goes_with_the_next_push():
+def test_shared_memory_left_by_a_dead_server_goes_with_a_push():
+    """What the server had not read goes with the next push."""
     others = shared_memory()
     transport = tensor.TensorTransport(1 << 20)
     for bucket in transport._buckets.of(iter([("a", torch.ones(1000)), ("b", torch.ones(300_000))])):
@@ -124,7 +125,8 @@ def test_what_a_server_that_died_had_not_read_of_shared_memory_goes_with_the_nex
     assert shared_memory() <= others
 
 
-def test_auto_takes_shared_memory_where_it_can_and_the_network_where_it_must():
+def test_transport_auto_takes_shared_memory_where_it_can():
+    """The network where it must."""
     assert choose_transport("auto", ["http://127.0.0.1:1", "http://localhost:2"]) == "tensor"
     assert choose_transport("auto", ["http://127.0.0.1:1", "http://192.0.2.1:2"]) == "distributed"
     assert choose_transport("disk", ["http://192.0.2.1:2"]) == "disk"
@@ -137,7 +139,8 @@ def test_auto_takes_shared_memory_where_it_can_and_the_network_where_it_must():
     st.lists(st.tuples(st.integers(0, 60), st.sampled_from([torch.float32, torch.bfloat16, torch.int64])), max_size=25),
     st.integers(1, 300),
 )
-def test_buckets_hold_every_tensor_once_in_order_and_take_two_buffers(tensors, size):
+def test_buckets_hold_each_tensor_once_and_take_two_buffers(tensors, size):
+    """In order."""
     weights = [(f"t{i}", torch.randn(n, 2).to(dtype)) for i, (n, dtype) in enumerate(tensors)]
     allocated = []
 

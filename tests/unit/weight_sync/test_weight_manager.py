@@ -26,8 +26,8 @@ def refusing():
         thread.join()
 
 
-def test_memory_that_cannot_be_given_back_is_logged_and_takes_no_errors_place(refusing, tmp_path, caplog):
-    """As the trainer does at the end of ``fit``, whatever ended it."""
+def test_memory_that_cannot_be_given_back_is_logged(refusing, tmp_path, caplog):
+    """It takes no error's place. As the trainer does at the end of ``fit``, whatever ended it."""
     manager = WeightSyncManager(None, memory=SharedMemory([], None, "auto", 5, tmp_path / "lent"))
     manager.memory.released = {refusing: "1"}
     manager.memory.mark.touch()
@@ -45,7 +45,8 @@ def test_a_trainer_that_begins_has_no_memory_of_anybody(tmp_path):
     assert not SharedMemory([], None, "auto", 5, tmp_path / "lent").mark.exists()
 
 
-def test_a_server_may_be_gone_while_a_batch_is_waited_for_and_not_when_a_step_begins(refusing, caplog):
+def test_server_may_be_gone_while_a_batch_is_waited_for(refusing, caplog):
+    """But not when a step begins."""
     nobody = f"http://127.0.0.1:{free_port()}"
     manager = WeightSyncManager(None, reported=partial(reported_versions, [nobody], None, 5))
     manager.version = 3
