@@ -24,7 +24,12 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # gem-llm is for Python 3.11; requirements/gem.txt leaves it out elsewhere.
 if importlib.util.find_spec("gem") is None:
-    collect_ignore_glob = ["unit/gem/test_gem_env.py", "unit/gem/test_gem_reward_bridge.py", "e2e/test_gem_ray.py"]
+    collect_ignore_glob = [
+        "unit/gem/test_gem_env.py",
+        "unit/gem/test_gem_vectors.py",
+        "unit/gem/test_gem_reward_bridge.py",
+        "e2e/test_gem_ray.py",
+    ]
 
 
 @pytest.fixture(scope="session")

@@ -43,6 +43,7 @@ _ROWS = [
     "test_data_proto.py",
     "test_estimators.py",
     "test_losses.py",
+    "test_distillation.py",
     "test_sampling.py",
     "test_reward_bridge.py",
 ]
@@ -55,7 +56,7 @@ TESTS = {
     "data/fields.py": _ROWS,
     "data/data_proto.py": _ROWS,
     "algorithm/advantages.py": ["test_estimators.py"],
-    "algorithm/losses.py": ["test_losses.py"],
+    "algorithm/losses.py": ["test_losses.py", "test_distillation.py"],
     "algorithm/mini_batches.py": ["test_mini_batches.py"],
     "algorithm/off_policy.py": ["test_correction.py", "test_sampling.py"],
     "data/sampling.py": ["test_sampling.py"],

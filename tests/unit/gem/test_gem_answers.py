@@ -6,16 +6,9 @@ import time
 import pytest
 from math_verify import parse, verify
 from math_verify.errors import TimeoutException
-from transformers import AutoTokenizer
 
-from helpers.sglang import make_tiny_model
 from recipe.atropos.gem import thread_limits
 from recipe.atropos.gem.outer_policy import as_served
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return AutoTokenizer.from_pretrained(make_tiny_model(tmp_path_factory.mktemp("model"), seed=0))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,257 @@
+"""Distillation: the KL to a teacher's top-k, against its definition and a teacher's full distribution."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from verl.utils import tensordict_utils as tu
+from verl.utils.config import omega_conf_to_dataclass
+from verl.workers.utils.padding import left_right_2_no_padding
+
+from helpers.trainer import compose_config, random_group
+from recipe.atropos.algorithm import losses
+from recipe.atropos.algorithm.losses import (
+    DistillationConfig,
+    atropos_loss,
+    finished_metrics,
+    forward_kl_top_k,
+)
+from recipe.atropos.data.data_proto import groups_to_data_proto
+from recipe.atropos.data.rows import NO_TEACHER, RowLimits
+
+V = 11
+
+
+@pytest.fixture(autouse=True)
+def several_chunks(monkeypatch):
+    monkeypatch.setattr(losses, "_CHUNK", 3)
+
+
+@pytest.fixture
+def rng():
+    return torch.Generator().manual_seed(0)
+
+
+def teacher(rng, n, k):
+    """(full log distribution (N, V), its top-k ids, their logprobs)."""
+    full = torch.randn(n, V, generator=rng, dtype=torch.float64).log_softmax(-1)
+    top = full.topk(k)
+    return full, top.indices, top.values
+
+
+def test_distilling_all_mass_is_the_kl_of_the_distributions(rng):
+    """The full ones of teacher and policy."""
+    logits = torch.randn(20, V, generator=rng, dtype=torch.float64).requires_grad_()
+    full, ids, logprobs = teacher(rng, 20, V)
+    kl, mass = forward_kl_top_k(logits, ids, logprobs)
+    wanted = F.kl_div(logits.log_softmax(-1), full, log_target=True, reduction="none").sum(-1)
+    torch.testing.assert_close(kl.double(), wanted, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(mass, torch.ones(20))
+    kl.sum().backward()
+    hand_written = logits.detach().softmax(-1) - full.exp()
+    torch.testing.assert_close(logits.grad, hand_written, atol=1e-6, rtol=1e-4)
+
+
+def test_distilling_beside_another_top_k_changes_nothing(rng):
+    """A row of 2 beside one of 4, as the row contract lays them side by side; the policy favours token 0."""
+    length = 6
+    tokens = [[1] * length, [1] * length]
+    full = torch.randn(2, length, V, generator=rng).log_softmax(-1)
+    tops = [full[i].topk(k) for i, k in enumerate((2, 4))]
+    group = {
+        "tokens": tokens,
+        "masks": [[-100, -100, 1, 1, 1, 1]] * 2,
+        "scores": [0.0, 1.0],
+        "distill_token_ids": [[[]] * 2 + top.indices[2:].tolist() for top in tops],
+        "distill_logprobs": [[[]] * 2 + top.values[2:].tolist() for top in tops],
+    }
+    limits = RowLimits(20, 40, 0, vocab_size=V)
+    both, _ = groups_to_data_proto([group], limits)
+    alone = {key: values[:1] for key, values in group.items()}
+    one, _ = groups_to_data_proto([alone], limits)
+    logits = torch.randn(length, V, generator=rng)
+    logits[:, 0] += 4
+    results = []
+    for data in (both, one):
+        leaf = logits.clone().requires_grad_()
+        kl, _ = forward_kl_top_k(leaf, data.batch["teacher_ids"][0], data.batch["teacher_logprobs"][0])
+        kl.sum().backward()
+        results.append((kl.detach(), leaf.grad))
+    torch.testing.assert_close(*(r[0] for r in results))
+    torch.testing.assert_close(*(r[1] for r in results))
+    wanted = 0.0
+    for t in range(2, length):
+        p, at = tops[0].values[t].exp(), tops[0].indices[t]
+        q = logits[t - 1].softmax(-1)[at]
+        wanted += (p * (p / q).log()).sum() + (1 - p.sum()) * ((1 - p.sum()) / (1 - q.sum())).log()
+    assert results[0][0].sum().item() == pytest.approx(wanted.item(), rel=1e-3)
+
+
+@pytest.mark.parametrize("k", [1, 3, V - 1])
+def test_distilling_a_top_k_moves_the_rest_as_one(rng, k):
+    """softmax - p over the top-k; the rest keeps its own proportions and moves by the difference of the masses."""
+    logits = torch.randn(20, V, generator=rng, dtype=torch.float64).requires_grad_()
+    full, ids, logprobs = teacher(rng, 20, k)
+    kl, mass = forward_kl_top_k(logits, ids, logprobs)
+    whole = F.kl_div(logits.log_softmax(-1), full, log_target=True, reduction="none").sum(-1)
+    assert (kl >= 0).all() and (kl <= whole + 1e-6).all()
+    torch.testing.assert_close(mass.double(), logprobs.exp().sum(-1), atol=1e-6, rtol=0)
+    kl.sum().backward()
+    policy = logits.detach().softmax(-1)
+    outside = torch.ones(20, V, dtype=torch.bool).scatter(-1, ids, False)
+    shares = torch.where(outside, policy, 0.0)
+    shares = shares / shares.sum(-1, keepdim=True)
+    target = torch.zeros(20, V, dtype=torch.float64).scatter(-1, ids, logprobs.exp())
+    target = target + shares * (1 - target.sum(-1, keepdim=True))
+    torch.testing.assert_close(logits.grad, policy - target, atol=1e-5, rtol=1e-4)
+
+
+def test_distillation_is_zero_where_policy_and_teacher_agree(rng):
+    """And where there is no teacher."""
+    logits = torch.randn(4, V, generator=rng).requires_grad_()
+    top = logits.detach().log_softmax(-1).topk(4)
+    logprobs = top.values.clone()
+    logprobs[2:] = float(NO_TEACHER)
+    kl, mass = forward_kl_top_k(logits, top.indices, logprobs)
+    assert kl.abs().max() < 1e-6 and mass[2:].tolist() == [0, 0] and (mass[:2] > 0).all()
+    kl.sum().backward()
+    assert logits.grad.abs().max() < 1e-6
+    moved, _ = forward_kl_top_k(logits.roll(1, dims=0), top.indices, logprobs)
+    assert (moved[:2] > 1e-3).all() and not moved[2:].any()
+
+
+@pytest.mark.parametrize("use_policy_loss", [True, False], ids=["beside", "alone"])
+def test_distillation_sits_on_the_tokens_that_were_asked_about(rng, use_policy_loss):
+    """From the API's fields through the row contract and verl's removal of padding, against one plain sequence each."""
+    source = np.random.default_rng(0)
+    groups = [random_group(source, V, turns=2, size=3), random_group(source, V, turns=1, size=2)]
+    full = [torch.randn(len(t), V, generator=rng).log_softmax(-1) for t in groups[0]["tokens"]]
+    groups[0]["distill_token_ids"] = [[[]] + f.topk(4).indices[1:].tolist() for f in full]
+    groups[0]["distill_logprobs"] = [[[]] + f.topk(4).values[1:].tolist() for f in full]
+    data, report = groups_to_data_proto(groups, RowLimits(20, 40, 0, vocab_size=V))
+    assert not report.dropped
+    data.batch["old_log_probs"] = torch.zeros_like(data.batch["token_level_scores"])
+    data.batch["advantages"] = torch.randn(data.batch["responses"].shape, generator=rng)
+    data = left_right_2_no_padding(data.to_tensordict())
+    tokens = data["input_ids"].values().numel()
+    info = {"dp_size": 1, "batch_num_tokens": int(data["response_mask"].sum()), "global_batch_size": len(data)}
+    tu.assign_non_tensor(data, **info)
+    config = omega_conf_to_dataclass(compose_config("actor_rollout_ref.model.path=none").actor_rollout_ref.actor)
+    distillation = DistillationConfig(loss_coef=0.7, use_policy_loss=use_policy_loss)
+
+    logits = torch.randn(1, tokens, V, generator=rng).requires_grad_()
+    carried = atropos_loss(config, distillation, data=data, student_logits=logits)
+    offsets = data["input_ids"].offsets()
+    output = {key: torch.nested.nested_tensor_from_jagged(v[0], offsets) for key, v in carried.items()}
+    next_ids = data["input_ids"].values().roll(-1)
+    log_probs = logits[0].log_softmax(-1).gather(-1, next_ids[:, None])[:, 0]
+    output["log_probs"] = torch.nested.nested_tensor_from_jagged(log_probs, offsets)
+    loss, metrics = atropos_loss(config, distillation, model_output=output, data=data)
+
+    total, row = 0.0, 0
+    for group in groups:
+        for i, mask in enumerate(group["masks"]):
+            own = logits[0, offsets[row] : offsets[row + 1]].log_softmax(-1)
+            for t in range(1, len(mask)):
+                if mask[t] != -100 and group is groups[0]:
+                    p, at = full[i][t].topk(4)
+                    rest_p, rest_q = 1 - p.exp().sum(), 1 - own[t - 1, at].exp().sum()
+                    total = total + (p.exp() * (p - own[t - 1, at])).sum() + rest_p * (rest_p / rest_q).log()
+            row += 1
+    assert row == len(data) == 5
+    n = info["batch_num_tokens"]
+    assert metrics["actor/distillation_loss"].aggregate() == pytest.approx((total / n).item(), rel=1e-3)
+    if not use_policy_loss:
+        assert loss.item() == pytest.approx(0.7 * (total / n).item(), rel=1e-3)
+        wanted = torch.autograd.grad(0.7 * total / n, logits, retain_graph=True)[0]
+        torch.testing.assert_close(torch.autograd.grad(loss, logits)[0], wanted, atol=1e-6, rtol=1e-3)
+    else:
+        alone = metrics["actor/pg_loss"].aggregate()
+        assert loss.item() == pytest.approx(alone + 0.7 * (total / n).item(), rel=1e-3)
+        assert abs(alone) > 1e-3
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"])
+def test_distillation_is_averaged_over_all_trained_tokens(rng, mode):
+    """Of two rows of four trained tokens, the teacher has a mass at two of the first row's, and at none of the other's.
+
+    The KL of an untaught token is 0, and it counts in the mean: a token's weight does not depend on the others.
+    """
+    length, k = 6, 2
+    top = torch.randn(length, V, generator=rng).log_softmax(-1).topk(k)
+    logprobs = top.values.clone()
+    logprobs[4:] = float(NO_TEACHER)
+    group = {
+        "tokens": [[1] * length] * 2,
+        "masks": [[-100, -100, 1, 1, 1, 1]] * 2,
+        "scores": [0.0, 1.0],
+        "distill_token_ids": [[[]] * 2 + top.indices[2:].tolist(), []],
+        "distill_logprobs": [[[]] * 2 + logprobs[2:].tolist(), []],
+    }
+    data, report = groups_to_data_proto([group], RowLimits(20, 40, 0, vocab_size=V))
+    assert not report.dropped
+    data = left_right_2_no_padding(data.to_tensordict())
+    tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=8, global_batch_size=2)
+    overrides = ["actor_rollout_ref.model.path=none", f"actor_rollout_ref.actor.loss_agg_mode={mode}"]
+    config = omega_conf_to_dataclass(compose_config(*overrides).actor_rollout_ref.actor)
+    distillation = DistillationConfig(loss_coef=0.5, use_policy_loss=False)
+    logits = torch.randn(1, 2 * length, V, generator=rng)
+    carried = atropos_loss(config, distillation, data=data, student_logits=logits)
+    offsets = data["input_ids"].offsets()
+    output = {key: torch.nested.nested_tensor_from_jagged(v[0], offsets) for key, v in carried.items()}
+    loss, metrics = atropos_loss(config, distillation, model_output=output, data=data)
+    kl, mass = forward_kl_top_k(logits[0, 1:3], top.indices[2:4], top.values[2:4])
+    tokens, rows = 4, 2
+    mean = (
+        kl.sum() / {"token-mean": tokens * rows, "seq-mean-token-mean": tokens * rows, "seq-mean-token-sum": rows}[mode]
+    )
+    assert kl.sum() > 0.1 and loss.item() == pytest.approx(0.5 * mean.item(), rel=1e-4)
+    assert metrics["actor/distillation_loss"].aggregate() == pytest.approx(mean.item(), rel=1e-4)
+    metrics = finished_metrics({name: [metric.aggregate()] for name, metric in metrics.items()})
+    assert metrics["actor/distillation_kl"] == pytest.approx([kl.mean().item()], rel=1e-4), "of taught tokens"
+    assert metrics["actor/teacher_mass"] == pytest.approx([mass.mean().item()], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"loss_coef": -1}, "loss_coef=-1"),
+        ({"loss_coef": math.inf}, "loss_coef=inf"),
+        ({"loss_coef": "1"}, "loss_coef='1'"),
+        ({"loss_coef": 0, "use_policy_loss": False}, "give a loss_coef"),
+        ({"use_policy_loss": False}, "give a loss_coef"),
+        ({"use_policy_loss": 0}, "use_policy_loss=0"),
+    ],
+    ids=range(6),
+)
+def test_settings_of_a_teacher_that_cannot_work_are_refused(settings, words):
+    with pytest.raises(ValueError, match=words):
+        DistillationConfig.from_config(settings)
+
+
+def test_a_micro_batch_without_a_teacher_still_reaches_the_graph():
+    """FSDP waits for every rank's backward pass."""
+    logits = torch.randn(5, V).requires_grad_()
+    kl, _ = forward_kl_top_k(logits, torch.zeros(5, 2, dtype=torch.int64), torch.full((5, 2), float(NO_TEACHER)))
+    kl.sum().backward()
+    assert not logits.grad.any()
+
+
+def test_distillation_is_off_by_default_and_on_from_any_weight():
+    assert not DistillationConfig().enabled and DistillationConfig().use_policy_loss
+    assert DistillationConfig.from_config({"loss_coef": 0.1, "use_policy_loss": False}).enabled
+
+
+def test_distillation_is_finite_where_the_top_k_holds_all_mass(rng):
+    """Two tokens of eleven with all of the mass; and eleven of eleven with a little less than all of it."""
+    logits = torch.randn(1, V, generator=rng)
+    log_policy = logits.log_softmax(-1)
+    ids, logprobs = torch.tensor([[3, 5]]), torch.tensor([[0.25, 0.75]]).log()
+    kl, mass = forward_kl_top_k(logits, ids, logprobs)
+    wanted = (logprobs.exp() * (logprobs - log_policy.gather(-1, ids))).sum()
+    assert kl.item() == pytest.approx(wanted.item(), rel=1e-5) and mass.item() == pytest.approx(1)
+    every, less = torch.arange(V)[None], log_policy + math.log(0.99)
+    kl, _ = forward_kl_top_k(logits, every, less)
+    assert kl.item() == pytest.approx(0.99 * math.log(0.99), rel=1e-3)
