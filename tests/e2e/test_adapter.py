@@ -141,8 +141,6 @@ def story(trainer, servers):
 
 
 def test_adapter_of_the_first_push_changes_no_logprob(story, servers):
-    """Every logprob is the base model's."""
-
     def logprobs(replies):
         return [reply["meta_info"]["output_token_logprobs"] for reply in replies]
 

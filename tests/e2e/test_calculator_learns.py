@@ -13,7 +13,7 @@ from recipe.atropos.utils.process import start_service
 @pytest.mark.timeout(1500)  # with the making of the policy, where it is not kept yet; about five minutes
 @pytest.mark.parametrize("seed", [0, 1])
 def test_calculator_raises_held_out_success_by_15_points(tmp_path, seed):
-    """In 60 steps."""
+    """It has 60 steps for that."""
     command = [sys.executable, "-m", "recipe.atropos.launch_services", "--preset", "calculator", "--seed", str(seed)]
     service = start_service("launcher", [*command, "--run-dir", str(tmp_path / "run")], log_path=tmp_path / "log")
     try:

@@ -202,7 +202,7 @@ def rows_of(groups):
 
 
 def test_calculator_trains_on_sampled_tokens_alone(trained):
-    """Each with the logprob and the version that the server gave it."""
+    """Each token has the logprob and the version that the server gave it."""
     _, batches, replies, metrics = trained
     sampled = {}
     for reply in replies:
@@ -235,7 +235,7 @@ def _each(found):
 
 
 def test_calculator_answers_stand_masked_between_the_turns(trained):
-    """Each once."""
+    """Each answer of the tool stands there once."""
     policy, batches, _, _ = trained
     tokenizer = AutoTokenizer.from_pretrained(policy)
     chats = {f"<|im_start|>user\n{row['question']}<|im_end|>\n<|im_start|>assistant\n" for row in PROBLEMS}
@@ -263,7 +263,7 @@ def test_calculator_answers_stand_masked_between_the_turns(trained):
 
 
 def test_calculator_logprobs_are_the_trainers(trained):
-    """Over whole conversations."""
+    """The trainer computes those that were posted, over whole conversations."""
     policy, batches, _, metrics = trained
     model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32)
     for tokens, masks, logprobs, versions in rows_of(batches[0]):

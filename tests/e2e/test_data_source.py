@@ -33,7 +33,7 @@ def numbers(batch):
 
 
 def test_data_source_gives_the_oldest_batch_first(api):
-    """Although the API serves the newest first."""
+    """The API serves the newest first."""
     with DataSource(config(api.url, prefetch=1), REGISTRATION) as source:
         time.sleep(1.5)  # it polls while the queue fills, so that cuts of several sizes happen
         received = []
@@ -48,7 +48,7 @@ def test_data_source_gives_the_oldest_batch_first(api):
 
 
 def test_data_source_cuts_a_queue_that_waited_in_order(api):
-    """All of it at once."""
+    """All batches of a queue that waited are cut at once."""
     post(f"{api.url}/register", vars(REGISTRATION) | {"wandb_group": "", "wandb_project": ""})
     for number in range(1, 13):
         post(f"{api.url}/scored_data", group(number))
@@ -178,7 +178,7 @@ def test_data_source_counts_a_batch_that_breaks_off(broken):
 
 
 def test_data_source_wait_excludes_what_is_done_meanwhile(api):
-    """Who waits for a batch can do something; its time is not counted as waiting."""
+    """Who waits for a batch can do something meanwhile; its time does not count as waiting."""
     calls = []
 
     def meanwhile():

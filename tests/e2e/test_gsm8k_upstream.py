@@ -58,7 +58,7 @@ def options(checkout, data, model, server_url, api_url="http://127.0.0.1:1"):
 
 @pytest.mark.timeout(240)
 def test_gsm8k_upstream_serves_groups_that_were_sampled(checkout, data, model, server_url, tmp_path):
-    """Until it is terminated."""
+    """It serves until it is terminated."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     report = tmp_path / "report.jsonl"
     with running_api(tmp_path) as api:

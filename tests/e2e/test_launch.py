@@ -136,7 +136,7 @@ def test_an_environment_that_exits_stops_everything_and_is_named(tmp_path, model
 
 
 def test_launch_that_is_terminated_ends_its_services(tmp_path):
-    """Also where interrupts are ignored."""
+    """Services end also where interrupts are ignored."""
     folder = tmp_path / "run"
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
@@ -342,7 +342,7 @@ def test_secret_ports_of_a_run_are_on_loopback(training):
 
 
 def test_launch_restarts_a_killed_server_and_gateway(training, tmp_path):
-    """An interrupt leaves nothing."""
+    """An interrupt afterwards leaves nothing."""
     service, folder, options = training
     before = listed(folder)
     temporary = Path(psutil.Process(before["gateway"]["pid"]).environ()["TMPDIR"])
@@ -389,7 +389,7 @@ def finished(training, tmp_path_factory):
 
 
 def test_launch_goes_on_after_an_interrupt(finished):
-    """The demonstration; each step is reported once."""
+    """The demonstration reports each step once."""
     folder, options, output, where = finished
     steps = int(options[-1])
     summary = orjson.loads((folder / "summary.json").read_bytes())

@@ -145,7 +145,7 @@ def test_after_an_update_base_plus_scaled_b_times_a_is_pushed(run, base):
 
 
 def test_lora_adapter_is_a_and_scaled_b(run, base):
-    """With zeros for what is computed with an adapted layer."""
+    """What is computed with an adapted layer has zeros."""
     whole = [{"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"}, {"o_proj"}, {"down_proj"}]
     layers = {part for parts in whole if parts & run.targets for part in parts}
     for step in (0, 1, 2):
@@ -162,7 +162,7 @@ def test_lora_adapter_is_a_and_scaled_b(run, base):
 
 
 def test_lora_training_changes_the_adapter_alone(run, base):
-    """All of it; pushes leave no trace."""
+    """All of the adapter changes; pushes leave no trace."""
     for step in (0, 1, 2):
         assert same(run.base(step), base)
     start, end = run.adapter(0), run.adapter(2)
@@ -179,13 +179,13 @@ def test_a_step_after_a_push_is_the_step_without_a_push(run):
 
 
 def test_lora_engine_and_worker_agree_after_each_push(run):
-    """On fresh samples."""
+    """The samples are fresh."""
     assert min(run.moved.values()) > 1e-3, "each update moved the policy away from its samples"
     assert max(run.engine_worker_gap.values()) < 1e-4, run.engine_worker_gap
 
 
 def test_lora_reference_policy_is_the_base_model(run, model_path):
-    """After every update, without a second model."""
+    """It stays so after every update, and there is no second model."""
     plain = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
     for batch in run.batches.values():
         tensors = batch.batch
@@ -264,7 +264,7 @@ def small_model(tied=False):
 
 
 def test_lora_adapter_at_first_depends_on_the_seed_alone():
-    """It disturbs no other random numbers."""
+    """Making it disturbs no other random numbers."""
 
     def new_adapter(seed):
         module = Engine(seed=seed)._build_lora_module(small_model())

@@ -165,7 +165,7 @@ def until(condition, timeout=60):
 
 
 def test_servers_answer_by_current_weights_whatever_returns(trainer, servers, gateway, tmp_path):
-    """Whatever dies and returns."""
+    """Servers die and return while requests are sent."""
     first, second = servers
     manager, word = trainer.checkpoint_manager, GatewayClient(gateway.url, KEY)
     start_weights = asyncio.run(generate(first.url))

@@ -157,7 +157,7 @@ def test_a_stream_that_breaks_leaves_the_old_version_in_force(server, models, tm
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_transport_refuses_a_server_of_another_model(server, models, tmp_path, version, transport):
-    """Before anything is sent."""
+    """Nothing has been sent to it by then."""
     send(engine([server], transport, tmp_path), models["new"], version)
     other = make_tiny_model(tmp_path / "other", seed=0, hidden_size=64)
     with pytest.raises(WeightPushError, match=f"{server} serves another model.*hidden_size=128, the trainer's is 64"):
@@ -170,7 +170,7 @@ def test_transport_refuses_a_server_of_another_model(server, models, tmp_path, v
 
 
 def test_transport_compares_a_model_with_trusted_code(server, models, tmp_path, version, monkeypatch):
-    """With code of its own, where that is trusted."""
+    """The model has code of its own; without trust in it the push is refused."""
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     own = shutil.copytree(models["new"], tmp_path / "own")
     (own / "own.py").write_text(
@@ -212,7 +212,7 @@ def test_transport_names_a_folder_that_a_server_does_not_see(server, models, tmp
 @pytest.mark.timeout(400)
 @pytest.mark.slow
 def test_transport_names_a_server_that_hangs_or_dies_in_a_push(server, models, tmp_path, version, monkeypatch):
-    """In time; the server joins again when it is back. By the transport in which all must take part in every bucket."""
+    """By the transport in which all must take part in every bucket; the server joins again when it is back."""
     monkeypatch.setattr(servers, "_TIDY_SECONDS", 1.0)
     monkeypatch.setattr(distributed, "_BROKEN_OFF_SECONDS", 1.0)
     launch = {"max_total_tokens": 2048, "log_path": tmp_path / "second.log"}
@@ -329,7 +329,7 @@ def test_requests_wait_while_a_server_lends_its_memory(server, models, tmp_path,
 def test_transport_refuses_a_server_that_cannot_be_paused(
     server, models, tmp_path, version, monkeypatch, transport, flag, said
 ):
-    """Or given weights, before anything is sent."""
+    """The same goes for one that cannot be given weights; nothing is sent."""
     capabilities = SGLangClient.capabilities
 
     async def with_flag(client):

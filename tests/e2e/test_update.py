@@ -210,7 +210,7 @@ def test_every_loss_of_verl_moves_the_policy_on_atropos_rows(trainer, plain, mod
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_correction_weighs_the_gradient_with_the_truncated_ratio(trainer, plain, model_path, level):
-    """Of the trainer's and the engine's probabilities."""
+    """The ratio is that of the trainer's and the engine's probabilities."""
     groups = some_groups(model_path)
     update = Update(trainer, plain, groups, {"rollout_correction.rollout_is": level})
     rows = rows_of(plain, groups)
@@ -254,7 +254,7 @@ def test_rejected_tokens_are_out_of_gradient_and_mean(trainer, plain, model_path
 
 
 def test_bypass_mode_has_the_gradient_of_ppo_against_the_engine(trainer, plain, model_path):
-    """Its only correction."""
+    """That is its only correction."""
     groups = some_groups(model_path)
     correction = RolloutCorrectionConfig(bypass_mode=True)
     update = Update(
@@ -275,7 +275,7 @@ def test_bypass_mode_has_the_gradient_of_ppo_against_the_engine(trainer, plain, 
 
 
 def test_rank_of_padding_leaves_bypass_mode_as_it_is(trainer, plain, model_path):
-    """Gradient and correction.
+    """Its gradient and correction stay.
 
     Two rows, both on the first of two ranks: verl's own loss raises on the rank that has no token."""
     group = some_groups(model_path)[0]
@@ -417,7 +417,7 @@ def test_kl_in_the_loss_adds_its_gradient(trainer, plain, model_path):
 
 
 def test_kl_in_the_reward_changes_the_advantage(trainer, plain, model_path):
-    """By the KL of the sequence."""
+    """The change is the KL of the sequence."""
     groups = reference_groups(trainer, plain, model_path)
     algorithm = {"use_kl_in_reward": True, "kl_ctrl.kl_coef": 0.5, "rollout_correction.rollout_is": None}
     update = Update(trainer, plain, groups, algorithm)

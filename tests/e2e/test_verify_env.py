@@ -67,7 +67,7 @@ def test_what_is_not_sent_is_named(served, capsys):
 
 @pytest.mark.timeout(300)
 def test_verify_env_shows_each_turn_as_a_call(served):
-    """With its messages; a row trains on all answers."""
+    """A call has its messages; a row trains on the answers of all turns."""
     model, url = served
     overrides = {"group_size": 2, "ensure_scores_are_not_same": False, "max_tokens": 6}
     result = asyncio.run(verify(GUESS, model, url, overrides))

@@ -91,7 +91,7 @@ def test_a_rank_that_hangs_is_named_after_the_limit_and_goes_on(trainer, monkeyp
 
 @pytest.mark.parametrize("turns", [1, 3], ids=["single_turn", "multi_turn"])
 def test_worker_logprobs_are_those_of_transformers(trainer, plain, model_path, turns):
-    """Of every trained token."""
+    """Every trained token is compared."""
     rows, _ = read_groups(a_batch(trainer, model_path, turns, seed=turns), trainer.limits)
     assert len({len(row.prompt) for row in rows}) > 3, "left padding of several widths"
     batch = rows_to_data_proto(rows, trainer.limits, multiple_of=16)

@@ -55,7 +55,7 @@ def contents(package):
 
 
 def test_patch_is_applied_once_and_reverted_to_the_byte(package):
-    """Where it is needed."""
+    """It is applied only where it is needed."""
     what, folder = package
     before = contents(package)
     status, output = apply(folder, "--check")
@@ -82,7 +82,7 @@ def test_patch_is_applied_once_and_reverted_to_the_byte(package):
 
 
 def test_patch_leaves_alone_what_somebody_else_changed(package):
-    """And names it."""
+    """The file is named."""
     what, folder = package
     if what != "verl==0.9.1":
         pytest.skip("one package with several lines to change is enough")

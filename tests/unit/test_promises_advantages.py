@@ -115,7 +115,7 @@ def test_promises_teacher_that_does_not_answer_is_counted(model_path):
 
 @pytest.mark.parametrize("command", ["serve", "evaluate"])
 def test_promises_modules_come_from_the_checkout(tmp_path, command):
-    """Those that atroposlib lacks. And of a teacher's flags, which only serve has, evaluate takes no notice."""
+    """They are those that atroposlib lacks. Of a teacher's flags, which only serve has, evaluate takes no notice."""
     (tmp_path / "atroposlib" / "envs").mkdir(parents=True)
     (tmp_path / "environments").mkdir()
     source = Path(teacher_env.__file__).read_text()

@@ -288,7 +288,7 @@ def group(**fields):
 
 
 def test_numbers_of_every_library_become_plain_ones():
-    """Wherever they stand."""
+    """They may stand anywhere in a group."""
     made = group(
         tokens=[np.array([1, 2, 3]), torch.tensor([1, 4])],
         masks=(np.array([-100, 2, 3], dtype=np.int32), [np.int64(-100), 4]),
@@ -349,7 +349,7 @@ def test_sizes_that_cannot_be_packed_name_flag_and_fix():
 
 
 def test_environment_that_sends_nothing_says_so_each_minute(monkeypatch, tmp_path, caplog):
-    """One that ends its items."""
+    """The environment ends its items."""
     monkeypatch.setattr(reporting, "_SILENCE", 0.2)
     report = EnvReport("e", tmp_path / "report.jsonl")
 

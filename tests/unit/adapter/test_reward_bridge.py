@@ -295,7 +295,7 @@ def with_raw(name, scores, raw=None):
 
 
 def test_bridge_raw_score_is_a_metric_beside_the_shaped_one():
-    """One of its environment."""
+    """Both are metrics of their environment."""
     groups = [with_raw("a", [1.5, 0.5], [1.0, 0.0]), with_raw("b", [1.0, 0.0])]
     rows, _ = groups_to_data_proto(groups, RowLimits(10, 10, 0), 3)
     assert rows.non_tensor_batch["raw_score"].tolist() == [1.0, 0.0, 1.0, 0.0, 0.0, 0.0]

@@ -42,7 +42,7 @@ def teacher(rng, n, k):
 
 
 def test_distilling_all_mass_is_the_kl_of_the_distributions(rng):
-    """The full ones of teacher and policy."""
+    """The distributions are the teacher's and the policy's, in full."""
     logits = torch.randn(20, V, generator=rng, dtype=torch.float64).requires_grad_()
     full, ids, logprobs = teacher(rng, 20, V)
     kl, mass = forward_kl_top_k(logits, ids, logprobs)
@@ -109,7 +109,7 @@ def test_distilling_a_top_k_moves_the_rest_as_one(rng, k):
 
 
 def test_distillation_is_zero_where_policy_and_teacher_agree(rng):
-    """And where there is no teacher."""
+    """It is zero too where there is no teacher."""
     logits = torch.randn(4, V, generator=rng).requires_grad_()
     top = logits.detach().log_softmax(-1).topk(4)
     logprobs = top.values.clone()

@@ -127,7 +127,7 @@ def test_batch_without_own_advantages_gets_verls_grpo():
 
 
 def test_group_of_equal_scores_has_no_advantage():
-    """Not even a rounding error.
+    """There is not even a rounding error.
 
     Eight scores of 100.1: the rounding of their mean, over an epsilon, makes verl's own GRPO 0.83 of them."""
     rng = np.random.default_rng(0)
@@ -173,7 +173,7 @@ def test_verls_estimators_give_what_they_give_on_verls_data(name):
 
 
 def test_group_too_small_for_an_estimator_is_counted():
-    """And left out."""
+    """The group is left out."""
     rng = np.random.default_rng(0)
     groups = [random_group(rng, 50, size=size) | {"scores": rng.normal(size=size).tolist()} for size in (3, 1)]
     data = estimate(groups, "algorithm.adv_estimator=grpo_passk")
@@ -297,7 +297,7 @@ def test_baseline_with_kl_in_the_reward_refuses_dropped_rows():
 
 
 def test_normalized_advantage_has_mean_0_and_deviation_1():
-    """Over the trained tokens alone."""
+    """Only trained tokens count."""
     groups = mixed_groups()
     plain = [v for g, row in zip(_group_of(groups), as_rows(estimate(groups)), strict=True) for v in row.values() if g]
     data = estimate(groups, advantage_normalization="batch")
@@ -340,7 +340,7 @@ def test_global_statistics_run_over_all_batches():
 
 
 def test_clipping_bounds_advantages_after_normalizing():
-    """It leaves the rest."""
+    """Advantages within the bounds stay as they are."""
     groups = mixed_groups()
     free, clipped = (estimate(groups, advantage_normalization="batch", advantage_clipping=c) for c in (None, (-0.5, 1)))
     wanted = [{t: min(max(v, -0.5), 1.0) if v else 0.0 for t, v in row.items()} for row in as_rows(free)]

@@ -70,7 +70,7 @@ def test_advantage_weighted_sft_has_the_hand_written_gradient(rng, mode):
 
 
 def test_advantage_of_a_sequence_is_that_of_each_token(rng):
-    """It has the gradient of the same advantage at every token."""
+    """The gradient is that of the same advantage at every token."""
     logits, ids, advantages, mask = sequences(rng)
     grads = []
     for given in (advantages[:, 3], advantages[:, 3:4].expand(B, S)):
@@ -286,7 +286,7 @@ def a_micro_batch(rng, mask):
 
 @pytest.mark.parametrize("mode", ["vanilla", "bypass_mode"])
 def test_policy_loss_without_a_trained_token_is_0(rng, mode):
-    """Of a micro-batch. Tied to the graph, with the same metrics as the others: other ranks wait for it."""
+    """The loss of a micro-batch is tied to the graph, with the same metrics as the others: other ranks wait for it."""
     overrides = [
         "actor_rollout_ref.model.path=none",
         "algorithm.rollout_correction.bypass_mode=true",

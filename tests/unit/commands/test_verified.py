@@ -35,7 +35,7 @@ def test_what_cannot_be_verified_ends_with_one_line(arguments, message):
 
 
 def test_trained_span_is_sampled_only_if_a_reply_has_it():
-    """The same tokens with the same logprobs."""
+    """A reply must have the same tokens with the same logprobs."""
 
     class Names:
         def decode(self, ids):

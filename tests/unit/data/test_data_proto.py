@@ -210,7 +210,7 @@ def teacher(ids=([], [], [1, 2], [3, 4]), logprobs=([], [], [-1.0, -2.0], [-1.0,
 
 
 def test_distillation_fields_may_be_empty():
-    """Where nothing is trained, and for whole rows."""
+    """Empty where nothing is trained, and for whole rows."""
     data, report = groups_to_data_proto([good_group(**teacher())], LIMITS)
     assert not report.dropped and data.non_tensor_batch["has_teacher"].tolist() == [True, False]
     assert teacher_of(data.batch, 0, 2) == [{1: -1.0, 2: -2.0}, {3: -1.0, 4: -2.0}]
@@ -302,7 +302,7 @@ def test_distillation_fields_may_be_empty():
     ids=[f"case{i}" for i in range(46)],
 )
 def test_group_that_breaks_the_format_is_refused_and_counted(changes, reason, words):
-    """By its name."""
+    """The message names the group."""
     rows, report = read_groups([good_group(), good_group(**changes)], LIMITS)
     assert len(rows) == 2 and {row.uid for row in rows} == {"0"}, "the good group stays"
     assert list(report.dropped) == [reason]

@@ -81,12 +81,12 @@ def test_the_cached_policy_is_used_again(tmp_path):
 
 @pytest.mark.timeout(280)
 def test_small_policy_gets_a_fifth_to_a_half_right():
-    """Of held-out problems."""
+    """The problems are held out."""
     assert 0.2 <= greedy_accuracy(ensure_small_policy(seed=0)) <= 0.5
 
 
 def test_terse_policy_is_taught_each_step_equally_seldom(tokenizer):
-    """Each step towards an answer."""
+    """Each step towards an answer is shown as seldom as the next."""
     recipe = TerseRecipe(problems=8000, further=0.05)
     ends = ["", " so", " so the answer is", r" so the answer is \boxed{"]
     taught, further = Counter(), Counter()

@@ -118,7 +118,7 @@ def test_no_text_is_an_exception_and_only_calls_are_answered(text):
     ],
 )
 def test_calculator_answers_each_call_of_a_turn_in_order(text, reply):
-    """A broken one by how to write it."""
+    """A broken call is answered by how to write it."""
     assert answer(text) == reply
 
 
@@ -145,7 +145,7 @@ def test_problems_of_several_steps_are_right():
 
 
 def test_problems_of_several_steps_are_in_one_split():
-    """Whatever the seeds."""
+    """No seed makes the splits share a problem."""
     test = {row["question"] for seed in range(3) for row in generate("test", 300, seed, SYNTHETIC_STEPS)}
     train = {row["question"] for seed in range(3) for row in generate("train", 3000, seed, SYNTHETIC_STEPS)}
     assert len(test) > 850 and not test & train
@@ -161,7 +161,7 @@ def demonstrations(**flaws):
 
 
 def test_demonstrations_call_once_a_step_and_box_the_answer():
-    """The gold one, where they have no flaws."""
+    """Without flaws, every demonstration boxes the gold answer."""
     for row, chat in demonstrations():
         assert [m["role"] for m in chat] == ["user", *["assistant", "tool"] * row["answer"].count("<<"), "assistant"]
         assert chat[-1]["content"] == rf"\boxed{{{gold_answer(row)}}}"
@@ -240,7 +240,7 @@ def test_calculator_turns_share_the_room_for_tokens(env):
 
 
 def test_calculator_answers_are_told_from_the_prompt():
-    """Those of a conversation."""
+    """What the user's role says after the first answer is the tool's."""
     chat = [("system", "s"), ("user", "u"), ("assistant", "a"), ("user", "error: b"), ("assistant", "c")]
     messages = [{"role": role, "content": content} for role, content in chat]
     assert Conversation(messages, None, "stop").tool_answers == ["error: b"]
@@ -257,7 +257,7 @@ def test_calculator_answers_are_told_from_the_prompt():
     ],
 )
 def test_calculator_names_a_chat_template_without_tools(env, template, words):
-    """Before anything is sampled."""
+    """Nothing has been sampled by then."""
     env.tokenizer.chat_template = template
     with pytest.raises(ValueError, match=words):
         asyncio.run(env.setup())

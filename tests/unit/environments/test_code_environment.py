@@ -136,7 +136,7 @@ def test_code_environment_reads_files_and_folders(tmp_path, monkeypatch, caplog)
 
 
 def test_code_environment_problems_are_right_and_held_out(sandbox):
-    """Those that are generated."""
+    """The problems are generated."""
     test, train = list(generate("test", 300)), list(generate("train", 3000, 1))
     assert not {row["text"] for row in test} & {row["text"] for row in train} and len({r["text"] for r in test}) == 300
     assert test == list(generate("test", 300)) and train[:9] != list(generate("train", 9, 2))

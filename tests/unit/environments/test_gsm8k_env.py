@@ -74,7 +74,7 @@ ITEM = {"question": "?", "answer": "#### 7"}
 
 
 def test_gsm8k_mixed_group_scores_plus_and_minus_one(env):
-    """With the sampled tokens and logprobs."""
+    """The group has the sampled tokens and logprobs."""
     nodes = [node(env, rf"\boxed{{{n}}}") for n in (7, 8, 7, 9)]
     group = env.score(ITEM, nodes)
     assert group["scores"] == [1.0, -1.0, 1.0, -1.0] and all(type(score) is float for score in group["scores"])
@@ -126,7 +126,7 @@ def test_a_server_that_is_not_there_fails_the_evaluation(env):
 
 
 def test_gsm8k_leaves_out_problems_without_room_for_an_answer(env, caplog):
-    """Held-out ones; where there are no others, that is an error."""
+    """Where no held-out problem has room, that is an error."""
     longest = max(len(env.tokenizer.encode(row["question"])) for row in env.test)
     room = [row for row in env.test if len(env.tokenizer.encode(row["question"])) < longest]
     prompt = env.tokenizer.apply_chat_template(env.messages(room[0]), tokenize=False, add_generation_prompt=True)

@@ -63,7 +63,7 @@ def test_the_task_scores_what_stands_between_the_tags(text, expected):
 
 
 def test_reasoning_counts_an_answer_that_the_parser_fails_on(model_path):
-    """The task's own; such an answer scores nothing."""
+    """The parser is the task's own; such an answer scores nothing."""
     environment = env(model_path)
     environment._train = dataset("prime_factorization", "{}", 2, 0)
     problem = environment._train[0]
@@ -94,7 +94,7 @@ def test_a_task_or_setting_that_is_not_there_is_refused_by_name(task, settings, 
 
 
 def test_reasoning_policy_is_taught_sums_that_stop_early():
-    """And right ones, but none that is held out."""
+    """It is taught right sums too, but none that is held out."""
     rng, task = random.Random(0), dataset(TASK, SETTINGS, 1, 0)
     for problem in held_out(TASK, SETTINGS, 64):
         assert score(task, sum_solution(problem["question"], rng, 0.0), problem) == 1.0

@@ -46,7 +46,7 @@ def in_thread(function):
 
 
 def test_math_verify_keeps_its_time_limit_in_a_thread(monkeypatch):
-    """With the fix, which it still needs."""
+    """It does so with our fix, and still needs it."""
     monkeypatch.setattr("math_verify.parser.timeout", thread_limits._by_signal)
     assert "threaded environment" in str(in_thread(lambda: parse("$14$")))  # if not: the fix can go
 

@@ -119,7 +119,7 @@ def test_gem_answers_calls_that_wait_together_in_their_order(make):
 
 
 def test_gem_keeps_postprocessing_backlog_and_cleanup(make):
-    """The environment's own."""
+    """They are the environment's own."""
     env = make(config={"mood": "scores later"})
     env.reset()
     assert env.step("1")[1] == 10.0 and env._session.environment.base.cleaned == 1
@@ -136,7 +136,6 @@ def test_a_list_of_groups_has_the_mean_of_all_its_scores(make):
 
 
 def test_gem_episode_cut_at_max_tokens_is_truncated(make):
-    """Its last answer is cut."""
     env = make(config={"max_tokens": 2})
     env.reset()
     *_, truncated, info = env.step("11111")
@@ -153,7 +152,7 @@ def test_gem_episode_cut_at_max_tokens_is_truncated(make):
 
 
 def test_gem_unscored_episode_is_no_reward_of_0(make):
-    """Never a score is an error."""
+    """An environment that never scores is an error."""
     env = make(config={"mood": "never scores"})
     for episode in range(8):
         _, info = env.reset()
@@ -178,7 +177,7 @@ def test_gem_dropped_group_of_equal_scores_has_its_score(make, tokenizer):
 
 
 def test_gem_environment_that_scored_once_is_not_one_that_never(make):
-    """That never scores, which is an error."""
+    """An environment that never scores is an error; this one is none."""
     env = make(config={"mood": "scores once"})
     env.reset()
     assert env.step("1")[1] == 1.0
@@ -188,7 +187,7 @@ def test_gem_environment_that_scored_once_is_not_one_that_never(make):
 
 
 def test_gem_first_observation_has_all_messages(make):
-    """Examples of answers too."""
+    """Examples of answers are among them."""
     assert make(config={"mood": "few shots"}).reset()[0] == f"{guess_env.RULES}\n\nExample.\n\n8\n\nBegin."
 
 
@@ -237,7 +236,7 @@ def test_gem_raises_what_goes_wrong_in_the_environment(make, mood, error, messag
 
 
 def test_gem_errors_name_their_environment(make):
-    """A prompt without room is one."""
+    """A prompt without room for an answer is an error too."""
     with pytest.raises(ValueError, match="an answer of 0 tokens: its prompt leaves no room") as raised:
         make(config={"max_tokens": 0}).reset()
     assert raised.value.__notes__ == ["raised by the environment GuessEnv after its beginning"]
@@ -337,7 +336,7 @@ def test_a_seed_decides_which_items_come(make):
 
 
 def test_gem_environments_made_alike_share_their_items(tokenizer):
-    """Those without a seed."""
+    """The environments have no seed."""
     ones, others = ([AtroposEnv(t, tokenizer=tokenizer.name_or_path) for _ in range(3)] for t in (GUESS, SEEDED))
     for env in ones + others:
         env.reset(4)

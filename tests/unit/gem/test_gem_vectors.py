@@ -28,7 +28,7 @@ def bisect(observation, state):
 
 @pytest.mark.parametrize("async_mode", [False, True])
 def test_gem_vectorized_environments_run_48_at_once(tokenizer, async_mode):
-    """They leave nothing."""
+    """They leave no thread, task or open file."""
     assert until(lambda: not threads())
     register(GUESS, timeout=7.0)
     before = len(os.listdir("/proc/self/fd")), threading.active_count()
@@ -55,7 +55,6 @@ def test_gem_vectorized_environments_run_48_at_once(tokenizer, async_mode):
 
 
 def test_gem_vector_of_seeded_environments_has_own_problems(tokenizer):
-    """Each of them."""
     register(GSM8K)
     config = {"dataset_name": SYNTHETIC, "train_size": 50, "eval_size": 4}
     arguments = {"tokenizer": tokenizer.name_or_path, "config": config}

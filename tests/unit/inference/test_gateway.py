@@ -137,7 +137,7 @@ async def test_the_load_is_spread(client, *stubs):
 
 @behind_a_gateway(count=1, max_wait=0.5)
 async def test_gateway_tells_a_request_what_it_waited_for(client, stub):
-    """Where no server takes it in time."""
+    """No server takes it in time."""
     status, answer = await client.generate()
     message = answer["error"]["message"]
     assert status == 503 and "waited 0.5 s for the trainer to give its weights" in message
@@ -200,7 +200,7 @@ def test_gateway_takes_requests_of_a_failed_server_to_another(fault):
 
 @behind_a_gateway(count=1)
 async def test_gateway_holds_requests_until_a_server_is_readmitted(client, stub):
-    """Those of the last one."""
+    """They are requests of the last server."""
     await client.admit(stub)
     stub.reply = stub.broken
     request = asyncio.create_task(client.generate())
@@ -302,7 +302,7 @@ async def test_a_push_takes_no_healthy_server_out(client, first, second):
 
 @behind_a_gateway(count=1)
 async def test_gateway_judges_no_answer_by_a_later_word(client, stub):
-    """The trainer's."""
+    """The answer is from before the trainer's word on the version."""
     asked, answer = asyncio.Event(), asyncio.Event()
 
     async def slow():
@@ -323,7 +323,7 @@ async def test_gateway_judges_no_answer_by_a_later_word(client, stub):
 
 @behind_a_gateway()
 async def test_gateway_gives_nothing_to_what_the_trainer_leaves_out(client, first, second):
-    """It loses its requests."""
+    """Such a server loses its requests."""
     await client.admit(first)
     first.reply = first.for_ever
     request = asyncio.create_task(client.generate())

@@ -37,7 +37,7 @@ def evaluations(folder, *options):
 
 
 def test_evaluation_of_a_resumed_run_repeats_the_unfinished(tmp_path):
-    """And what is trained again.
+    """What is trained again is repeated too.
 
     It was killed while b evaluated version 4; the line of version 6 is of updates that no checkpoint holds."""
     failed = {"step": 2, "version": 2, "env": "b", "error": "why"}
@@ -71,7 +71,7 @@ def test_environments_whose_evaluation_is_off_are_never_due(tmp_path):
 
 
 def test_evaluation_holds_the_trainer_until_the_launchers_word(tmp_path):
-    """It looks after its servers meanwhile."""
+    """The trainer looks after its servers meanwhile."""
     path, looks = tmp_path / "evaluation" / "evaluated", []
     say_evaluated(path, -1)
     threading.Timer(2.6, say_evaluated, (path, 4)).start()
@@ -155,7 +155,7 @@ def test_of_all_metrics_one_is_shown(metrics, main, text):
 
 
 def test_evaluation_summary_has_the_first_and_the_newest(tmp_path):
-    """Of each environment."""
+    """It has them of each environment."""
     failed = {"step": 6, "version": 6, "env": "b", "error": "why"}
     write(
         tmp_path,

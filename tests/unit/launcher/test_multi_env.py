@@ -102,14 +102,14 @@ def test_environments_that_cannot_work_are_refused_by_key(options):
 
 
 def test_environments_that_fill_a_batch_are_let_through():
-    """By their groups and allocations."""
+    """Groups and allocations fill it."""
     parts = "environments.a.min_batch_allocation=0.5 environments.b.min_batch_allocation=0.5"
     check_config(config(*f"{A} {B} {parts} environments.a.group_size=4 evaluation.every=4".split()))
     check_config(config(*f"{A} {B} environments.a.weight=3".split()))
 
 
 def test_environments_start_with_own_name_and_part_of_the_batch(tmp_path):
-    """By the adapter."""
+    """The adapter starts each of them."""
     options = [A, "environments.a.args.seed=3", "environments.a.weight=2", f"environments.b.target={ITEM_ENV}"]
     bridge = ["environments.b.reward_bridge.clip=1", "environments.b.min_batch_allocation=0.25"]
     settings = config(*options, *bridge)
@@ -140,7 +140,7 @@ def end(service):
 
 
 def test_environment_given_up_leaves_the_run_to_the_others(tmp_path, capsys):
-    """The last one ends it."""
+    """The run ends with the last one."""
     run = Run(None, [], tmp_path)
     command = [sys.executable, "-c", "print('its last words', flush=True); import time; time.sleep(100)"]
     try:

@@ -55,7 +55,7 @@ def test_placement_shares_gpus_where_they_are_too_few(
     colocated,
     first,
 ):
-    """Else each has its own."""
+    """Where there are enough, each has its own."""
     machine(gpus)
     config, told = placed(*overrides)
     assert config.inference.colocated is colocated
@@ -255,7 +255,7 @@ def interpreter(tmp_path):
 
 
 def test_gpu_memory_is_lent_by_a_library_that_finds_cuda(interpreter, monkeypatch):
-    """Its runtime."""
+    """The library finds CUDA's runtime."""
     python, library, runtime = interpreter
     alone = subprocess.run([python, "-c", ""], env={"LD_PRELOAD": str(library)}, capture_output=True)
     assert alone.returncode == 127, "the loader does not look where pip puts CUDA's runtime"

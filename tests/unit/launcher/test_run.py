@@ -74,7 +74,7 @@ def test_a_service_is_started_again_so_many_times_and_then_named(run, capsys):
 
 
 def test_run_dir_full_disk_ends_the_launcher_with_one_error(full_disk, monkeypatch):
-    """The first one."""
+    """It is the first one."""
     config = compose_config("actor_rollout_ref.model.path=m")
     made, create = [], Scratch.create
     monkeypatch.setattr(Scratch, "create", lambda: made.append(create()) or made[-1])
@@ -156,7 +156,7 @@ def test_run_service_waits_until_it_may_start(run, tmp_path, capsys):
 
 @pytest.mark.parametrize("colocated", [True, False])
 def test_run_servers_wait_for_the_memory_that_the_trainer_has(tmp_path, colocated):
-    """Where they share it."""
+    """They share it, and the trainer says when it has it."""
     options = ["actor_rollout_ref.model.path=m", "inference.urls=[http://127.0.0.1:1]", f"run.dir={tmp_path}"]
     config = compose_config(*options, f"inference.colocated={colocated}")
     run = Run(config, [], tmp_path)
@@ -214,7 +214,7 @@ def test_run_ends_what_a_dead_service_left_before_a_restart(run):
 
 @pytest.mark.parametrize(("device", "gpus"), [("cpu", [None, None]), ("cuda", [4, 6])])
 def test_run_servers_have_own_ports_seeds_and_devices(tmp_path, device, gpus):
-    """Devices where there are GPUs."""
+    """They have devices where there are GPUs."""
     config = compose_config(
         "actor_rollout_ref.model.path=m",
         "inference.servers=2",

@@ -271,7 +271,7 @@ def test_ports():
 
 
 def test_free_ports_are_nobodys_choice(monkeypatch):
-    """Nor those of outgoing connections."""
+    """They are none of outgoing connections either."""
     chosen = {free_port() for _ in range(50)}
     assert len(chosen) == 50 and max(chosen) < 32768
     probe = "from recipe.atropos.utils.process import _claimed; import sys; print(_claimed(int(sys.argv[1])))"

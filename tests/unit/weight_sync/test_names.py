@@ -183,7 +183,7 @@ def test_names_that_minimax_derives_are_left_out(make_model, tmp_path):
     ],
 )
 def test_names_may_be_in_the_checkpoint_but_not_in_the_class(make_model, family, name):
-    """It leaves them out."""
+    """The class leaves them out on purpose."""
     shapes = read_shapes(make_model(family))
     format = CheckpointFormat(loaded(make_model(family)))
     PushedNames(format, shapes | {name: (8,)}, "it")
@@ -311,7 +311,7 @@ class Server:
 
 
 def test_names_of_another_path_are_compared_before_a_push(make_model, tmp_path, caplog):
-    """Those of its checkpoint."""
+    """The checkpoint of that path has them."""
     model = make_model("llama")
     engine = AtroposCheckpointEngine(1, True, urls=[], model_path=str(model))
     engine.expect(CheckpointFormat(loaded(model)))

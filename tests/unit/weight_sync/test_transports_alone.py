@@ -126,7 +126,7 @@ def test_shared_memory_left_by_a_dead_server_goes_with_a_push():
 
 
 def test_transport_auto_takes_shared_memory_where_it_can():
-    """The network where it must."""
+    """It takes the network where it must."""
     assert choose_transport("auto", ["http://127.0.0.1:1", "http://localhost:2"]) == "tensor"
     assert choose_transport("auto", ["http://127.0.0.1:1", "http://192.0.2.1:2"]) == "distributed"
     assert choose_transport("disk", ["http://192.0.2.1:2"]) == "disk"
@@ -140,7 +140,7 @@ def test_transport_auto_takes_shared_memory_where_it_can():
     st.integers(1, 300),
 )
 def test_buckets_hold_each_tensor_once_and_take_two_buffers(tensors, size):
-    """In order."""
+    """The tensors keep their order."""
     weights = [(f"t{i}", torch.randn(n, 2).to(dtype)) for i, (n, dtype) in enumerate(tensors)]
     allocated = []
 

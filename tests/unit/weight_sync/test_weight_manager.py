@@ -46,7 +46,7 @@ def test_a_trainer_that_begins_has_no_memory_of_anybody(tmp_path):
 
 
 def test_server_may_be_gone_while_a_batch_is_waited_for(refusing, caplog):
-    """But not when a step begins."""
+    """It must be there when a step begins."""
     nobody = f"http://127.0.0.1:{free_port()}"
     manager = WeightSyncManager(None, reported=partial(reported_versions, [nobody], None, 5))
     manager.version = 3
