@@ -20,7 +20,6 @@ from helpers.services import running_api
 from helpers.sglang import running_sglang
 from helpers.trainer import close, compose_config, model_vocab
 from recipe.atropos.adapter.completion_cache import trained_spans, versions_of
-from recipe.atropos.adapter.pace import VARIABLE
 from recipe.atropos.data.recording import read_batch
 from recipe.atropos.demo.calculator_policy import CalculatorRecipe, demonstration
 from recipe.atropos.demo.small_policy import make_small_policy
@@ -162,6 +161,7 @@ def trained(tmp_path_factory):
             "openai.base_url": f"{wire}/v1",
             "openai.model_name": policy,
             "slurm": "false",
+            "adapter.max_staleness": 1,
         }
         environment = start_service(
             "environment",
@@ -170,7 +170,7 @@ def trained(tmp_path_factory):
                 *(f"--{key}={value}" for key, value in flags.items()),
             ],
             log_path=folder / "environment.log",
-            env={VARIABLE: "1", "PYTHONUNBUFFERED": "1"},
+            env={"PYTHONUNBUFFERED": "1"},
         )
         trainer = RayGRPOAtroposTrainer(
             config=config, tokenizer=AutoTokenizer.from_pretrained(policy), vocab_size=model_vocab(policy)

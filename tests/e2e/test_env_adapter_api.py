@@ -1,6 +1,6 @@
 """An adapted environment over the real Trajectory API: what it loses, keeps, counts and says when things fail.
 
-The environments here make their groups without any server, and so are adapted without ``SampledTokens``, which sends
+The environments here make their groups without any server, so of the pipeline one step is left out, that which sends
 nothing that no server sampled; what a server does is in test_gsm8k_upstream and test_sampled.
 """
 
@@ -23,11 +23,9 @@ from aiohttp import web
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
 
 from helpers.services import get, post, running_api
-from recipe.atropos.adapter import cli as env_adapter
 from recipe.atropos.adapter import durable, lifecycle, reporting
-from recipe.atropos.adapter.cli import adapt
-from recipe.atropos.adapter.pace import VARIABLE
-from recipe.atropos.adapter.sampled import SampledTokens
+from recipe.atropos.adapter.adapted_env import AdaptedEnv, adapt
+from recipe.atropos.adapter.settings import AdapterSettings
 from recipe.atropos.errors import EnvironmentFailure
 from recipe.atropos.utils.files import read_lines
 from recipe.atropos.utils.process import free_port, start_service
@@ -102,16 +100,16 @@ def api(tmp_path_factory):
 
 @pytest.fixture
 def make(model_path, monkeypatch):
-    mixins = tuple(mixin for mixin in env_adapter._MIXINS if mixin is not SampledTokens)
-    monkeypatch.setattr(env_adapter, "_MIXINS", mixins)
+    monkeypatch.setattr(AdaptedEnv, "_restore", lambda self, group: None)
 
-    def made_env(url, environment=NumberEnv, server_url="http://127.0.0.1:1/v1", **config):
+    def made_env(url, environment=NumberEnv, server_url="http://127.0.0.1:1/v1", max_staleness=None, **config):
         server = APIServerConfig(
             model_name=str(model_path), base_url=server_url, server_type="sglang", api_key="x", health_check=True
         )
         fields = {"tokenizer_name": str(model_path), "group_size": SIZE, "use_wandb": False, "max_token_length": 100}
         fields |= {"rollout_server_url": url, "total_steps": 10**6, "batch_size": BATCH}
-        return adapt(environment)(BaseEnvConfig(**(fields | config)), [server])
+        settings = AdapterSettings(max_staleness=max_staleness)
+        return adapt(environment, settings=settings)(BaseEnvConfig(**(fields | config)), [server])
 
     return made_env
 
@@ -223,9 +221,6 @@ def test_what_an_environment_does_beside_costs_no_group_and_is_counted(api, make
 
         async def add_rollouts_for_wandb(self, *args, **kwargs):
             raise IndexError("no third answer")
-
-        async def handle_send_to_api(self, scored_data, *args, **kwargs):
-            return await super().handle_send_to_api(scored_data | {"group_overrides": None}, *args, **kwargs)
 
     env = registered(make(api, environment=Careless))
     asyncio.run(roll_out(env, 1))
@@ -451,16 +446,13 @@ def test_an_api_that_never_comes_and_a_trainer_that_never_comes_end_the_environm
                 asyncio.run(env.env_manager())
 
 
-def test_an_environment_outlives_the_api_and_what_was_in_flight_arrives_once_and_in_order(
-    make, tmp_path, monkeypatch, caplog
-):
+def test_an_environment_outlives_the_api_and_what_was_in_flight_arrives_once_and_in_order(make, tmp_path, caplog):
     """Paced at staleness 0: items 0 to 2 belong to version 0, and the API dies when it has item 0 of them."""
-    monkeypatch.setenv(VARIABLE, "0")
     version, port, server_port = ["0"], free_port(), free_port()
     url = f"http://127.0.0.1:{port}"
 
     async def scene():
-        env = make(url, server_url=f"http://127.0.0.1:{server_port}/v1")
+        env = make(url, server_url=f"http://127.0.0.1:{server_port}/v1", max_staleness=0)
         await env.setup()
         env.setup = lambda: asyncio.sleep(0)  # it has been: the gate stands
         env.gates[1] = asyncio.Event()
@@ -544,11 +536,9 @@ def test_sigterm_ends_it_with_a_goodbye_and_without_children_though_a_thread_han
     flags |= {"env.rollout_server_url": api, "env.max_token_length": 100, "openai.model_name": model_path}
     flags |= {"openai.server_type": "sglang", "openai.base_url": "http://127.0.0.1:1/v1", "env.wandb_name": "stubborn"}
     command = [sys.executable, "-m", "recipe.atropos.utils.env_adapter", "serve", "--env", "stubborn.py"]
-    command += [f"--{key}={value}" for key, value in flags.items()]
     report = tmp_path / "report.jsonl"
-    service = start_service(
-        "stubborn", command, log_path=tmp_path / "log", cwd=tmp_path, env={"ATROPOS_ENV_REPORT": str(report)}
-    )
+    command += [f"--{key}={value}" for key, value in (flags | {"adapter.report": report}).items()]
+    service = start_service("stubborn", command, log_path=tmp_path / "log", cwd=tmp_path)
     try:
         deadline = time.monotonic() + 60
         while "ready" not in service.tail(200):

@@ -69,10 +69,10 @@ def test_gsm8k_upstream_serves_groups_that_were_sampled(checkout, data, model, s
         command = [sys.executable, "-m", MODULE, "serve", *options(checkout, data, model, server_url, api.url)]
         service = start_service(
             "env",
-            [*command, "--env.total_steps", "-1"],
+            [*command, "--env.total_steps", "-1", f"--adapter.report={report}"],
             log_path=tmp_path / "env.log",
             cwd=tmp_path,
-            env={"ATROPOS_ENV_REPORT": str(report), "HF_HUB_OFFLINE": "1"},
+            env={"HF_HUB_OFFLINE": "1"},
         )
         try:
             batches, deadline = [], time.monotonic() + 120

@@ -12,7 +12,9 @@ from atroposlib.envs.base import APIServerConfig
 
 from helpers.environments.length_env import LengthEnv, LengthEnvConfig
 from helpers.services import get, post, running_api
-from recipe.atropos.adapter.pace import VARIABLE, PacingError
+from recipe.atropos.adapter.adapted_env import adapt
+from recipe.atropos.adapter.pace import PacingError
+from recipe.atropos.adapter.settings import AdapterSettings
 from recipe.atropos.utils.process import free_port
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
@@ -54,8 +56,7 @@ class Stage:
 
 
 @contextlib.asynccontextmanager
-async def on_stage(api, model_path, monkeypatch, max_staleness, **attributes):
-    monkeypatch.setenv(VARIABLE, str(max_staleness))
+async def on_stage(api, model_path, max_staleness, stall_timeout=60.0, **attributes):
     port = free_port()
     config = LengthEnvConfig(
         tokenizer_name=str(model_path),
@@ -64,6 +65,7 @@ async def on_stage(api, model_path, monkeypatch, max_staleness, **attributes):
         wandb_name="length",
         rollout_server_url=api,
         total_steps=10**6,
+        max_token_length=100,
     )
     server = APIServerConfig(
         model_name=str(model_path),
@@ -72,7 +74,9 @@ async def on_stage(api, model_path, monkeypatch, max_staleness, **attributes):
         api_key="x",
         health_check=False,
     )
-    env = InstantEnv(config, [server])
+    settings = AdapterSettings(max_staleness=max_staleness, stall_timeout=stall_timeout)
+    env = adapt(InstantEnv, settings=settings)(config, [server])
+    env._restore = lambda group: None  # no server sampled these groups
     for name, value in attributes.items():
         setattr(env, name, value)
     stage = Stage(api, env)
@@ -98,16 +102,16 @@ async def on_stage(api, model_path, monkeypatch, max_staleness, **attributes):
         await runner.cleanup()
 
 
-def play(tmp_path, model_path, monkeypatch, scene, max_staleness=0, **attributes):
+def play(tmp_path, model_path, scene, max_staleness=0, **attributes):
     async def run(api):
-        async with asyncio.timeout(90), on_stage(api, model_path, monkeypatch, max_staleness, **attributes) as stage:
+        async with asyncio.timeout(90), on_stage(api, model_path, max_staleness, **attributes) as stage:
             await scene(stage)
 
     with running_api(tmp_path) as api:
         asyncio.run(run(api.url))
 
 
-def test_a_batch_comes_for_each_version_and_one_that_was_lost_is_begun_again(tmp_path, model_path, monkeypatch):
+def test_a_batch_comes_for_each_version_and_one_that_was_lost_is_begun_again(tmp_path, model_path):
     async def scene(stage):
         assert await stage.next_batch(30) == [0, 1, 2]
         with pytest.raises(TimeoutError):
@@ -120,22 +124,22 @@ def test_a_batch_comes_for_each_version_and_one_that_was_lost_is_begun_again(tmp
         stage.version = "0"
         assert await stage.next_batch(5) == [12, 13, 14], "the trainer went back"
 
-    play(tmp_path, model_path, monkeypatch, scene, stall_timeout=3.0)
+    play(tmp_path, model_path, scene, stall_timeout=3.0)
 
 
-def test_what_the_api_refuses_gives_its_place_back(tmp_path, model_path, monkeypatch):
+def test_what_the_api_refuses_gives_its_place_back(tmp_path, model_path):
     async def scene(stage):
         assert await stage.next_batch(30) == [2, 3, 4]
         assert await stage.next_batch(5) == [5, 6, 7]
         with pytest.raises(TimeoutError):
             await stage.next_batch(1)
 
-    play(tmp_path, model_path, monkeypatch, scene, max_staleness=1, broken=2)
+    play(tmp_path, model_path, scene, max_staleness=1, broken=2)
 
 
-def test_what_a_batch_lacks_of_an_environment_that_left_is_begun_by_the_others(tmp_path, model_path, monkeypatch):
+def test_what_a_batch_lacks_of_an_environment_that_left_is_begun_by_the_others(tmp_path, model_path):
     async def scene(stage):
-        other = {"max_token_length": 2048, "desired_name": "other", "weight": 0.5, "group_size": SIZE}
+        other = {"max_token_length": 100, "desired_name": "other", "weight": 0.5, "group_size": SIZE}
         number = post(f"{stage.api}/register-env", other)["env_id"]
         with pytest.raises(TimeoutError):
             await stage.next_batch(15)
@@ -145,24 +149,24 @@ def test_what_a_batch_lacks_of_an_environment_that_left_is_begun_by_the_others(t
         stage.version = "1"
         assert await stage.next_batch(5) == [3, 4, 5], "from now on a batch is its own"
 
-    play(tmp_path, model_path, monkeypatch, scene, left_timeout=1.0)
+    play(tmp_path, model_path, scene, left_timeout=1.0)
 
 
-def test_a_rollout_that_never_ends_and_all_wait_for_ends_the_environment_and_says_so(tmp_path, model_path, monkeypatch):
+def test_a_rollout_that_never_ends_and_all_wait_for_ends_the_environment_and_says_so(tmp_path, model_path):
     async def scene(stage):
         stage.env.config.worker_timeout = -1
         with pytest.raises(PacingError, match="2 groups are done and wait for one that began [2-9] s ago"):
             await stage.manager
         assert stage.batch() is None
 
-    play(tmp_path, model_path, monkeypatch, scene, longest_wait=2.0, hangs=0)
+    play(tmp_path, model_path, scene, longest_wait=2.0, hangs=0)
 
 
-def test_an_environment_whose_server_never_gets_weights_ends_and_says_so(tmp_path, model_path, monkeypatch):
+def test_an_environment_whose_server_never_gets_weights_ends_and_says_so(tmp_path, model_path):
     async def scene(stage):
         stage.version = "default"
         with pytest.raises(PacingError, match="weight version 'default': the trainer has pushed nothing to it"):
             await stage.manager
         assert stage.batch() is None, "nothing began"
 
-    play(tmp_path, model_path, monkeypatch, scene, longest_wait=2.0)
+    play(tmp_path, model_path, scene, longest_wait=2.0)

@@ -65,7 +65,12 @@ def served(folder, target, flags):
         steps = {"checkpoint_dir": "", "save_checkpoint_interval": -1, "starting_step": 0, "num_steps": 10**6}
         post(f"{api.url}/register", registration | steps)
         get(f"{api.url}/batch")
-        flags = {"env.rollout_server_url": api.url, "env.use_wandb": False, "env.group_size": SIZE} | flags
+        flags = {
+            "env.rollout_server_url": api.url,
+            "env.use_wandb": False,
+            "env.group_size": SIZE,
+            "adapter.report": report,
+        } | flags
         command = [sys.executable, "-m", "recipe.atropos.utils.env_adapter", "serve", "--env", str(target)]
         service = start_service(
             "env",
@@ -73,7 +78,6 @@ def served(folder, target, flags):
             log_path=folder / "env.log",
             cwd=folder,
             env={
-                "ATROPOS_ENV_REPORT": str(report),
                 "HF_HUB_OFFLINE": "1",
                 "HF_DATASETS_CACHE": str(folder / "cached"),  # else another folder of this name may be found there
             },

@@ -111,7 +111,7 @@ def test_a_prompt_extends_the_node_whose_text_it_continues_and_of_equal_ones_eac
     longer = [(old, new) for old, new in zip(before, after, strict=True) if new is not old]
     assert len(longer) == continued
     for old, new in longer:
-        size = env._cache.unended(old.tokens)  # what goes on has not ended
+        size = env._calls.caches["train"].unended(old.tokens)  # what goes on has not ended
         assert new.tokens[:size] == old.tokens[:size] and len(new.tokens) > size and END not in new.tokens[:-1]
         assert new.masked_tokens == [I, I, *new.tokens[2:]] and new.logprobs[:size] == old.logprobs[:size]
 
@@ -275,7 +275,7 @@ def test_aborted_samples_are_asked_for_again_until_they_are_whole(route, model_p
     assert [(c.index, c.finish_reason) for c in answer.choices] == [(i, "length") for i in range(4)]
     assert answer.usage.completion_tokens >= 400
     if route == "exact":
-        assert len(env._cache) == 4
+        assert len(env._calls.caches["train"]) == 4
 
 
 @pytest.mark.e2e
@@ -294,4 +294,4 @@ def test_samples_that_are_aborted_again_and_again_are_an_error_that_names_the_se
 
     with pytest.raises(InferenceError, match=f"{url}/generate: 1 of 1 samples were aborted or empty, 5 times"):
         asyncio.run(ask())
-    assert env.report.counts["aborted_samples"] == 5 and len(env._cache) == 0
+    assert env.report.counts["aborted_samples"] == 5 and len(env._calls.caches["train"]) == 0

@@ -12,7 +12,6 @@ from helpers.environments import length_env
 from helpers.environments.length_env import LONG, SHORT, answer_length
 from helpers.services import running_api
 from helpers.trainer import close, compose_config, started
-from recipe.atropos.adapter.pace import VARIABLE
 from recipe.atropos.run_record import read_metrics
 from recipe.atropos.utils.process import start_service
 
@@ -50,12 +49,14 @@ def train(model_path, server, folder, max_staleness, paced=True):
             "openai.model_name": model_path,
             "slurm": "false",
         }
+        if paced:
+            flags["adapter.max_staleness"] = max_staleness
         program = length_env.__file__
         environment = start_service(
             "environment",
             [sys.executable, program, "serve", *(f"--{key}={value}" for key, value in flags.items())],
             log_path=folder / "environment.log",
-            env={"PYTHONPATH": str(ROOT), VARIABLE: str(max_staleness) if paced else "", "PYTHONUNBUFFERED": "1"},
+            env={"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"},
         )
         try:
             trainer = started(config)

@@ -13,10 +13,8 @@ from tokenizers.models import BPE
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from helpers.sglang import make_tiny_model
+from recipe.atropos.adapter.adapted_env import adapt
 from recipe.atropos.adapter.completion_cache import trained_spans
-from recipe.atropos.adapter.reporting import Reporting
-from recipe.atropos.adapter.sampled import SampledTokens
-from recipe.atropos.adapter.weight_versions import WeightVersions
 from recipe.atropos.demo.random_models import CHAT_TEMPLATE, SPECIAL_TOKENS
 
 I = -100  # noqa: E741
@@ -63,8 +61,10 @@ class Scripted(BaseEnv):
 
     async def evaluate(self, *args, **kwargs): ...
 
-    async def _send_scored_data_to_api(self, scored_data):
-        self.sent = scored_data
+    sent = None
+
+    def keep(self, group):
+        self.sent = group
 
     def group(self, rows, **fields):
         tokens, masks = zip(*((row["tokens"], row["masks"]) for row in rows), strict=True)
@@ -83,15 +83,18 @@ def with_bos(tokenizer):
 
 
 def make(script, model_path, url="http://127.0.0.1:1", group_size=4, server_type="sglang"):
-    """``script`` with the mixins, as ``adapt`` puts them before any environment."""
-    environment = type(script.__name__, (Reporting, WeightVersions, SampledTokens, script), {})
+    """``script``, adapted."""
+
+    async def _post(self, groups, several):
+        self.keep(groups if several else groups[0])
+        return True
+
+    environment = type(script.__name__, (adapt(script),), {"_post": _post})
     server = APIServerConfig(
         model_name=str(model_path), base_url=f"{url}/v1", api_key="x", server_type=server_type, health_check=False
     )
     config = BaseEnvConfig(tokenizer_name=str(model_path), group_size=group_size, use_wandb=False)
-    env = environment(config, [server])
-    env.sent = None
-    return env
+    return environment(config, [server])
 
 
 def round_of(env, item="item"):

@@ -14,6 +14,7 @@ logger = logging.getLogger(__name__)
 
 _ANSWER = 60.0  # s; an API that cuts batches answers nobody for many seconds
 _SAY_AGAIN = 60.0  # s
+_COMPRESSED_FROM = 1024  # bytes
 
 
 class ApiRefused(AtroposError, RuntimeError):
@@ -65,9 +66,9 @@ def refuses_connections(error: Exception) -> bool:
     return isinstance(error, aiohttp.ClientConnectorError) and isinstance(error.os_error, ConnectionRefusedError)
 
 
-def compressed(body: bytes, minimum_size: int) -> tuple[bytes, dict[str, str]]:
-    """A JSON body and its headers; gzip from ``minimum_size`` bytes on, fast rather than small."""
+def compressed(body: bytes) -> tuple[bytes, dict[str, str]]:
+    """A JSON body and its headers; gzip from ``_COMPRESSED_FROM`` bytes on, fast rather than small."""
     headers = {"Content-Type": "application/json"}
-    if len(body) < minimum_size:
+    if len(body) < _COMPRESSED_FROM:
         return body, headers
     return gzip.compress(body, compresslevel=1), headers | {"Content-Encoding": "gzip"}

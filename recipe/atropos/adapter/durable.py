@@ -1,7 +1,6 @@
-"""What an environment inherits from BaseEnv, fixed: it outlives the API, and loses nothing without a count.
+"""What an adapted environment inherits in the place of BaseEnv: it outlives the API, and loses nothing without a count.
 
-    class MyEnv(Reporting, ..., Durable): ...       # in the place of BaseEnv
-    class Fixed(Reporting, ..., TheirEnv, Durable): ...    # behind an environment: its own methods still count
+Behind the environment: what it overrides itself still counts.
 
 - The Trajectory API may come late, or die and come back with nothing: the environment waits for it (``api_timeout``,
   and ``trainer_timeout`` for the trainer, without whom it lets nobody in), says each minute for what, and registers
@@ -14,17 +13,17 @@
 - What the API refuses (4xx) is counted as ``not_sent/http_STATUS``, what it did not take in time as
   ``not_sent/api_unreachable``; groups that it keeps apart, for they have another size than the environment's, as
   ``buffered``.
-- A group is not sent, and counted, where BaseEnv only warns: ``not_sent/wrong_size``, ``equal_scores``, ``too_long``.
 - An item whose rollout fails keeps its place and is tried again after each of ``retry_seconds``; then it is counted as
   ``failed/EXCEPTION``. So is one that takes longer than ``worker_timeout``, a time that ends when sending begins.
 - SGLang servers get no health completions: one that is down is met by a call's own retries.
+- The API gives a registration a number and never says whose process it is, and only by the number can that of a killed
+  process be taken back: it is a line ``{"time", "env", "pid", "registered": NUMBER}`` of the report.
 """
 
 import asyncio
 import inspect
 import logging
 import math
-import os
 import time
 import traceback
 from collections.abc import Awaitable, Sequence
@@ -32,14 +31,14 @@ from typing import Any
 
 import aiohttp
 from atroposlib.envs.base import BaseEnv, BaseEnvConfig
-from atroposlib.envs.server_handling.sglang_server import SGLangServer
 from tenacity import RetryError
 
 from recipe.atropos.adapter.api_client import ApiRefused, Deadline, ask, compressed, refuses_connections
-from recipe.atropos.adapter.checked import Refused, check_rows, to_json
 from recipe.atropos.adapter.compatibility import check_sizes
-from recipe.atropos.adapter.completion_cache import ITEM, Item
-from recipe.atropos.adapter.pace import GROUPS_VARIABLE
+from recipe.atropos.adapter.reporting import EnvReport
+from recipe.atropos.adapter.sampled_calls import sglang_servers
+from recipe.atropos.adapter.settings import AdapterSettings
+from recipe.atropos.adapter.validate import to_json
 from recipe.atropos.errors import EnvironmentFailure
 
 logger = logging.getLogger(__name__)
@@ -48,12 +47,13 @@ _SERVER_ERRORS = 5  # answers 5xx to one POST, until it is given up
 _REFUSALS = 3  # of the status of an environment that has just registered, until it ends
 _LONGEST_POST = 60.0  # s until a POST without an answer is sent again
 _LONGEST_PAUSE = 10.0  # s between two POSTs of one group
-_IGNORED = -100
 
 
 class Durable(BaseEnv):
-    """See the module. ``Reporting`` goes before it."""
+    """See the module."""
 
+    adapter_settings = AdapterSettings()
+    report: EnvReport  # of AdaptedEnv
     api_timeout = 300.0  # s without an answer from the API, until the environment ends
     trainer_timeout = 3600.0  # s without a trainer
     retry_seconds = (1.0, 3.0, 9.0)  # before the second, third, fourth try of an item
@@ -63,9 +63,8 @@ class Durable(BaseEnv):
         self.__in_contact = asyncio.Event()  # not so: register again before anything else
         self.__in_contact.set()
         self.__said: set[tuple[str, ...]] = set()  # kinds of failures whose traceback is in the log
-        for server in self.server.servers:
-            if isinstance(server, SGLangServer):
-                server.config.health_check = False
+        for server in sglang_servers(self.server):
+            server.config.health_check = False
 
     # ------------------------------------------------------------------ the Trajectory API
 
@@ -157,7 +156,8 @@ class Durable(BaseEnv):
             self.config.rollout_server_url,
         )
 
-    async def get_status(self) -> None:
+    async def _fetch_status(self) -> None:
+        """The API's status, and how many items may be in flight."""
         status, refusals = None, 0
         while status is None:
             if not self.__in_contact.is_set():
@@ -180,10 +180,10 @@ class Durable(BaseEnv):
         if self.max_num_workers == -1:
             self.max_num_workers = self.config.max_num_workers_per_node * len(self.server.servers)
             if self.config.max_num_workers_per_node == BaseEnvConfig().max_num_workers_per_node:
-                self.max_num_workers = int(os.environ.get(GROUPS_VARIABLE) or self.max_num_workers)
+                self.max_num_workers = self.adapter_settings.groups_in_flight or self.max_num_workers
         await self.server.update_weight(status["env_weight"])
 
-    async def disconnect(self) -> None:
+    async def _disconnect(self) -> None:
         if hasattr(self, "env_id") and self.__in_contact.is_set():
             url = f"{self.config.rollout_server_url}/disconnect-env"
             await ask("POST", url, {"env_id": self.env_id})
@@ -201,7 +201,7 @@ class Durable(BaseEnv):
         except asyncio.CancelledError:
             if 0 < self.config.worker_timeout < time.time() - running.get("start_time", begun):
                 self.report.count("items")
-                self.__count_failure("worker", TimeoutError(f"--env.worker_timeout={self.config.worker_timeout:g} s"))
+                self._count_failure("worker", TimeoutError(f"--env.worker_timeout={self.config.worker_timeout:g} s"))
             raise
         duration = max(0.0, time.time() - begun)
         self.task_duration.append(duration)
@@ -212,7 +212,7 @@ class Durable(BaseEnv):
             try:
                 await self.handle_send_to_api(groups, item)
             except Exception as error:
-                self.__count_failure("handle_send_to_api", error)
+                self._count_failure("handle_send_to_api", error)
         self.running_items.pop(item_uuid, None)  # not before: whoever cancels this worker begins its item again
         self.report.count("items")
         try:
@@ -220,12 +220,11 @@ class Durable(BaseEnv):
             if inspect.isawaitable(cleanup):
                 await cleanup
         except Exception as error:
-            self.__count_failure("cleanup", error)
+            self._count_failure("cleanup", error)
         return groups
 
     async def __roll_out(self, item: Any) -> Any:
         """What is to be sent for an item; None where nothing is, with the reason counted."""
-        ITEM.set(Item())  # also for an environment whose own collect_trajectories stands before SampledTokens'
         for pause in (*self.retry_seconds, None):
             backlog: Sequence[Any] = ()
             stage = "collect_trajectories"
@@ -241,7 +240,7 @@ class Durable(BaseEnv):
                     self.report.count(f"tried_again/{type(_cause(error)).__name__}")
                     await asyncio.sleep(pause)
                     continue
-                self.__count_failure(stage, error)
+                self._count_failure(stage, error)
                 groups = None
             else:
                 if not groups and not backlog:
@@ -249,7 +248,7 @@ class Durable(BaseEnv):
             self.backlog.extend(backlog)
             return groups or None
 
-    def __count_failure(self, stage: str, error: Exception) -> None:
+    def _count_failure(self, stage: str, error: Exception) -> None:
         self.__say_once(stage, error)
         self.report.count(f"failed/{type(_cause(error)).__name__}")
 
@@ -270,70 +269,13 @@ class Durable(BaseEnv):
 
     def __evaluation_ended(self, evaluation: asyncio.Task) -> None:
         if not evaluation.cancelled() and evaluation.exception() is not None:
-            self.__count_failure("evaluate", evaluation.exception())
+            self._count_failure("evaluate", evaluation.exception())
 
     # ------------------------------------------------------------------ groups
 
-    async def handle_send_to_api(
-        self,
-        scored_data: Any,
-        item: Any = None,
-        do_send_to_api: bool = True,
-        abort_on_any_max_length_exceeded: bool = True,
-    ) -> None:
-        several = isinstance(scored_data, list)
-        fit = []
-        for group in scored_data if several else [scored_data]:
-            if group is None:
-                continue
-            try:
-                self.__check(group, abort_on_any_max_length_exceeded)
-            except Refused as refused:
-                self.report.refuse(refused.reason, str(refused))
-                continue
-            await self.__record(group, item)
-            fit.append(group)
-        if not fit:
-            return
-        if not do_send_to_api:
-            self.report.count("groups_written", len(fit))
-            return
-        self.items_sent_this_step += len(fit)
-        await self._send_scored_data_to_api(fit if several else fit[0])
-
-    def __check(self, group: dict[str, Any], within_length: bool) -> None:
-        """Raises Refused for a group that BaseEnv would leave out, with a warning, or the API or the trainer refuse."""
-        group["group_overrides"] = group.get("group_overrides") or {}
-        size, expected = len(group["tokens"]), group["group_overrides"].get("group_size", self.config.group_size)
-        longest = max(map(len, group["tokens"]), default=0)
-        if size != expected:
-            raise Refused("wrong_size", f"{size} sequences, expected {expected}")
-        if self.config.ensure_scores_are_not_same and len(set(group["scores"])) == 1:
-            raise Refused("equal_scores", f"all {size} scores are {group['scores'][0]}")
-        self.completion_lengths += [sum(mask != _IGNORED for mask in row) for row in group["masks"]]
-        if within_length and 0 < self.max_token_len <= longest:
-            raise Refused("too_long", f"{longest} tokens, fewer than {self.max_token_len} are allowed")
-        check_rows(group)
-
-    async def __record(self, group: dict[str, Any], item: Any) -> None:
-        """What BaseEnv keeps of a group that it sends: its text for wandb, its line in a file."""
-        for name in ("ref_logprobs", "overrides", "distill_token_ids", "distill_logprobs"):
-            group.setdefault(name, None)
-        if self.config.include_messages and group.get("messages") is None:
-            group["messages"] = [
-                [{"role": "user", "content": self.tokenizer.decode(tokens)}] for tokens in group["tokens"]
-            ]
-        try:
-            await self.add_rollouts_for_wandb(group, item)
-        except Exception as error:  # a table for the eye is not worth a group
-            self.__count_failure("add_rollouts_for_wandb", error)
-        if self.jsonl_writer is not None:
-            self.jsonl_writer.write(group)
-
-    async def _send_scored_data_to_api(self, scored_data: Any) -> None:
-        """Post until the API has taken it, or for good not; see the module."""
-        groups = scored_data if isinstance(scored_data, list) else [scored_data]
-        path = "/scored_data_list" if isinstance(scored_data, list) else "/scored_data"
+    async def _post(self, groups: list[Any], several: bool) -> bool:
+        """Whether the API has taken them, in the end; see the module. ``several``: as a list."""
+        path, payload = ("/scored_data_list", groups) if several else ("/scored_data", groups[0])
         tries = server_errors = 0
         waited = 0.0  # s, without the waits for a registration
         while True:
@@ -341,15 +283,15 @@ class Durable(BaseEnv):
                 await asyncio.wait_for(self.__in_contact.wait(), self.trainer_timeout)
             except TimeoutError:
                 return self.__give_up(groups, "api_unreachable", "not registered again")
+            url = f"{self.config.rollout_server_url}{path}"
             for group in groups:
                 group["env_id"] = getattr(self, "env_id", None)
             begun = time.monotonic()
+            body, headers = compressed(to_json(payload))
             try:
                 async with (
                     aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(_LONGEST_POST)) as session,
-                    self._post_json_with_compression(
-                        session, f"{self.config.rollout_server_url}{path}", scored_data
-                    ) as reply,
+                    session.post(url, data=body, headers=headers) as reply,
                 ):
                     status, text = reply.status, await reply.text()
             except (aiohttp.ClientError, TimeoutError) as error:
@@ -360,7 +302,7 @@ class Durable(BaseEnv):
                     self.report.count("groups_sent", len(groups))
                     if '"buffered"' in text:
                         self.report.count("buffered", len(groups))
-                    return None
+                    return True
                 reason, detail = f"http_{status}", text[:300]
                 server_errors += 1
                 if status < 500 or server_errors == _SERVER_ERRORS:
@@ -373,15 +315,10 @@ class Durable(BaseEnv):
             self.report.count("posted_again", len(groups))
             await asyncio.sleep(pause)
 
-    def __give_up(self, groups: list[Any], reason: str, detail: str) -> None:
+    def __give_up(self, groups: list[Any], reason: str, detail: str) -> bool:
         for _ in groups:
             self.report.refuse(reason, detail)
-
-    def _post_json_with_compression(
-        self, session: aiohttp.ClientSession, url: str, payload: Any, *, minimum_size: int = 1024
-    ) -> Any:
-        body, headers = compressed(to_json(payload), minimum_size)
-        return session.post(url, data=body, headers=headers)
+        return False
 
 
 def _said(error: Exception) -> str:

@@ -1,16 +1,14 @@
 """What an environment's ``evaluate`` finds, in ``metrics.json``, however it says it.
 
 Some environments call ``evaluate_log``. Most keep their numbers for wandb, as ``self.eval_metrics``, or return them; so
-``evaluate`` on the command line would lose them. An environment with ``Evaluating`` in front of its base class writes
-them to ``data_dir_to_save_evals`` in each of these cases. The ``evaluate_config.yaml`` that ``BaseEnv`` leaves there
-holds no secret. One whose ``evaluate`` is not implemented, or finds nothing,
-leaves no ``metrics.json`` and says so in its log.
+``evaluate`` on the command line would lose them. Through the adapter they are written to ``data_dir_to_save_evals`` in
+each of these cases. The ``evaluate_config.yaml`` that ``BaseEnv`` leaves there holds no secret. One whose ``evaluate``
+is not implemented, or finds nothing, leaves no ``metrics.json`` and says so in its log.
 """
 
 import logging
 import numbers
 import os
-import sys
 import time
 import traceback
 from collections.abc import Mapping
@@ -27,17 +25,9 @@ logger = logging.getLogger(__name__)
 
 
 class Evaluating:
-    """Goes before ``BaseEnv``; see the module."""
+    """Mixin, of ``AdaptedEnv``; see the module."""
 
     _logged = False
-    _umask: int | None = None
-
-    @classmethod
-    def cli(cls) -> None:
-        """``BaseEnv`` writes the servers' key to a file: nobody else may read it until ``_run_evaluate`` removes it."""
-        if "evaluate" in sys.argv:
-            cls._umask = os.umask(0o077)
-        super().cli()
 
     async def evaluate_log(self, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """As ``BaseEnv``'s, also of numpy's numbers."""
@@ -45,7 +35,8 @@ class Evaluating:
         plain = {name: value.item() if isinstance(value, np.generic) else value for name, value in metrics.items()}
         await super().evaluate_log(plain, *args, **kwargs)
 
-    async def _run_evaluate(self) -> None:
+    async def _run_evaluation(self) -> None:
+        """BaseEnv's ``_run_evaluate``, with what it finds in a file."""
         self._remove_secrets()
         await self.setup()
         started = time.time()

@@ -1,7 +1,7 @@
 """An environment's command line, with every flag in force.
 
 BaseEnv reads ``sys.argv`` twice, by argparse and by a reader of its own, and takes values from the second alone. What
-they disagree on was lost without a word. With ``CommandLine`` in front of an environment:
+they disagree on was lost without a word. Through the adapter:
 
 - ``--openai.KEY`` counts whatever ``config_init`` returns, for serve, evaluate and process: for one configuration or a
   ``ServerBaseline``, for which BaseEnv ignores the address; and for several, for which it refuses the flags. There
@@ -9,6 +9,7 @@ they disagree on was lost without a word. With ``CommandLine`` in front of an en
   file of ``--config`` stay BaseEnv's: it refuses flags beside them.
 - What neither flags nor file say of the servers is completed, see ``environments.defaults``.
 - A negative number may follow its flag after a space (``--env.total_steps -1`` was read as True, so as 1).
+- ``--adapter.NAME`` are the adapter's own (``settings``).
 - A flag that does not exist, or that is only the beginning of one, is an error that names the nearest; so is a value of
   a wrong type. Exit status 2.
 """
@@ -30,12 +31,14 @@ from pydantic import ValidationError
 
 from recipe.atropos.adapter.defaults import WrongKey, complete
 from recipe.atropos.adapter.lifecycle import TERMINATED, end_on_sigterm, end_process
+from recipe.atropos.adapter.settings import PREFIX, AdapterSettings
 from recipe.atropos.errors import AtroposError, EnvironmentFailure
 from recipe.atropos.utils.private_process import hide_in_output
 from recipe.atropos.utils.secret import API_KEY_VARIABLE
 
 _OPENAI = f"{OPENAI_NAMESPACE}{NAMESPACE_SEP}"
 _BASELINE_PORTS = range(9004, 9008)  # where BaseEnv looks for servers that nobody configured
+_SETTINGS = tuple(f"{PREFIX}{name}" for name in AdapterSettings.model_fields)
 _SUBCOMMANDS = ("serve", "evaluate", "process")
 
 
@@ -60,6 +63,22 @@ def take_flag(arguments: list[str], flag: str) -> str | None:
             del arguments[i]
             return argument.partition("=")[2]
     return None
+
+
+def take_settings(arguments: list[str]) -> AdapterSettings | None:
+    """The adapter's own flags, taken out of ``arguments``; None where there are none.
+
+    Raises:
+        UsageError: a value of a wrong type.
+    """
+    given = {flag.removeprefix(PREFIX): take_flag(arguments, flag) for flag in _SETTINGS}
+    given = {name: value for name, value in given.items() if value is not None}
+    try:
+        return AdapterSettings(**given) if given else None
+    except ValidationError as error:
+        [problem, *_] = error.errors()
+        name = problem["loc"][0]
+        raise UsageError(f"{PREFIX}{name}={problem['input']}: {problem['msg']}") from error
 
 
 def join_negative_values(arguments: list[str]) -> list[str]:
@@ -114,9 +133,10 @@ def server_configs(
 
 
 class CommandLine:
-    """Goes before ``BaseEnv``; see the module."""
+    """Mixin, of ``AdaptedEnv``; see the module."""
 
     owns_process = False  # its command line runs
+    _umask: int | None = None  # that of the process, while it is another
     only_checked = False  # the process ends where the environment would be built: target, class and flags are right
     __openai_flags: dict[str, Any] = {}  # those that BaseEnv must not see
 
@@ -154,6 +174,8 @@ class CommandLine:
             end_on_sigterm()
             hide_in_output([os.environ.get(API_KEY_VARIABLE, "")])  # BaseEnv prints its servers' keys
             cls.__prepare_arguments()
+            if "evaluate" in sys.argv:  # BaseEnv writes the servers' key to a file, which _run_evaluation rewrites
+                cls._umask = os.umask(0o077)
             super().cli()
             code = 0
         except SystemExit as error:
@@ -192,6 +214,8 @@ class CommandLine:
         if not any(argument in _SUBCOMMANDS or argument == "--help" for argument in arguments):
             raise UsageError(f"say what to do: {', '.join(_SUBCOMMANDS)}, or --help")
         sys.argv[1:] = arguments
+        if settings := take_settings(sys.argv):
+            cls.adapter_settings = settings
         flags = get_double_dash_flags()
         if (path := flags.get("config")) and not Path(path).is_file():
             raise UsageError(f"--config={path}: no such file")
@@ -211,7 +235,7 @@ class CommandLine:
             "process": cls.get_cli_process_config_cls,
         }
         for subcommand in commands.keys() & set(arguments):
-            known = {f"--{name}" for name in commands[subcommand]().model_fields} | {"--help"}
+            known = {f"--{name}" for name in commands[subcommand]().model_fields} | {"--help", *_SETTINGS}
             if subcommand == "evaluate":  # of serve alone are a teacher's flags; a launcher gives the same to both
                 for flag in {f"--{name}" for name in commands["serve"]().model_fields} - known:
                     take_flag(sys.argv, flag)

@@ -23,6 +23,7 @@ import wandb
 from atroposlib.envs.server_handling.sglang_server import SGLangServer
 
 from recipe.atropos.adapter.compatibility import Unknown, check_tokenizer
+from recipe.atropos.adapter.sampled_calls import sglang_servers
 from recipe.atropos.errors import EnvironmentFailure
 
 logger = logging.getLogger(__name__)
@@ -83,7 +84,7 @@ def _exit_anyway(code: int) -> None:
 
 
 class Lifecycle:
-    """Goes before ``Durable``, and with ``Reporting``; see the module."""
+    """Mixin, of ``AdaptedEnv``; see the module."""
 
     owns_process = False  # set by ``cli``: signals and children are then the environment's
 
@@ -97,7 +98,7 @@ class Lifecycle:
         except Exception as error:
             error.add_note(f"in setup() of {self.report.name}; nothing was started")
             raise
-        self.__uncompared = [server for server in self.server.servers if isinstance(server, SGLangServer)]
+        self.__uncompared = sglang_servers(self.server)
         for server in self.server.servers:
             if server not in self.__uncompared and getattr(server, "tokenizer", None) is not self.tokenizer:
                 logger.warning("%s: the tokenizer of %s cannot be known", self.report.name, type(server).__name__)
@@ -130,7 +131,7 @@ class Lifecycle:
             logger.warning("%s: %d of %d groups written: %s", report.name, written, self.n_groups_to_process, report)
 
     async def _run_evaluate(self) -> None:
-        await self.__to_the_end(super()._run_evaluate)
+        await self.__to_the_end(self._run_evaluation)
 
     async def __to_the_end(self, work: Callable[[], Awaitable[None]]) -> None:
         global _work
@@ -161,6 +162,8 @@ class Lifecycle:
             await asyncio.sleep(_LOOK)
             self.report.in_flight = len(self.running_items)
             self.report.look(self.curr_step)
+            if self._failure is not None:
+                raise EnvironmentFailure(str(self._failure)) from self._failure
             if self.__uncompared and loop.time() - asked > _ASK_SERVER:
                 await self.__compare_tokenizers()
                 asked = loop.time()
@@ -180,7 +183,7 @@ class Lifecycle:
         for worker in [*self.workers, *self.eval_workers]:
             worker.cancel()
         self.report.in_flight = len(self.running_items)
-        await _within(_DISCONNECT_SECONDS, self.disconnect())
+        await _within(_DISCONNECT_SECONDS, self._disconnect())
         self.report.write(self.curr_step, at_once=True)
         if self.jsonl_writer is not None:
             self.jsonl_writer.close()

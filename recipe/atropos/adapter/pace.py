@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import os
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -11,11 +10,6 @@ from recipe.atropos.errors import AtroposError
 
 logger = logging.getLogger(__name__)
 
-VARIABLE = "ATROPOS_MAX_STALENESS"
-STALL_TIMEOUT_VARIABLE = "ATROPOS_STALL_TIMEOUT"
-GROUPS_VARIABLE = "ATROPOS_GROUPS_IN_FLIGHT"
-"""How many groups are to be in flight where the environment's own configuration leaves BaseEnv's default."""
-STALL_TIMEOUT = 120.0  # s without a new version, with nothing in flight and no room, until a batch is taken for lost
 
 _EPSILON = 1e-6  # sequences; shares such as a third of a batch add up to a little less or more
 
@@ -32,7 +26,6 @@ class Ticket:
     bound: float
     begun: float = field(default_factory=time.monotonic)
     first: asyncio.Event = field(default_factory=asyncio.Event)  # all before it are posted or have come to nothing
-    status: int | None = None  # of the last answer to its POST
 
 
 class Pace:
@@ -150,17 +143,3 @@ class Pace:
     def _call_the_next(self) -> None:
         if self.oldest is not None:
             self.oldest.first.set()
-
-
-def max_staleness_from_environment() -> int | None:
-    """The bound that ``ATROPOS_MAX_STALENESS`` names, None where it is empty or not set.
-
-    Raises:
-        PacingError: it is no whole number of 0 or more.
-    """
-    value = os.environ.get(VARIABLE, "").strip()
-    if not value:
-        return None
-    if not value.isdecimal():
-        raise PacingError(f"{VARIABLE}={value!r}: give a whole number of updates, 0 or more, or leave it empty")
-    return int(value)

@@ -1,9 +1,7 @@
 """Generation in step with the training: no sample is more than ``max_staleness`` updates old when it is trained on.
 
-    class MyEnv(WeightVersions, Paced, BaseEnv): ...
-
-An environment with ``Paced`` in front of its base class keeps the bound k that ``ATROPOS_MAX_STALENESS`` names (the
-launcher sets it from ``trainer.atropos.max_staleness``; without it nothing here acts). G is how many groups of a batch
+An adapted environment keeps the bound k of ``--adapter.max_staleness`` (the launcher gives it from
+``trainer.atropos.max_staleness``; without it nothing here acts). G is how many groups of a batch
 are this environment's, v the weight version that the servers hold, v0 the version at its start. Guarantees:
 
 - A group begins only while fewer than (v - v0 + 1 + k) * G others have begun, those left out that nothing came of.
@@ -31,36 +29,24 @@ but by ``worker_timeout`` and by an evaluation that stops the training, which be
   because all that is in it was refused. Then trainer and environment would wait for each other. So where all that may
   begin is posted and no new version comes for ``stall_timeout`` and for twice the longest time that one took, one batch
   more may begin; if the trainer was only slow, this one comes too late, and is dropped and counted there. (Where the
-  trainer waits for evaluations, ``ATROPOS_STALL_TIMEOUT`` gives the seconds.) What is waited for is in the log each
+  trainer waits for evaluations, the launcher gives a longer one.) What is waited for is in the log each
   minute, and after ``longest_wait`` the environment ends with that message.
-
-An environment variable, not a field of the configuration: unknown ``--env`` flags end an environment, and those that
-know nothing of this shall run as they are.
 """
 
 import asyncio
-import contextlib
 import logging
-import os
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
 from atroposlib.envs.base import EvalHandlingEnum
-from atroposlib.envs.server_handling.sglang_server import SGLangServer
 
-from recipe.atropos.adapter.pace import (
-    STALL_TIMEOUT,
-    STALL_TIMEOUT_VARIABLE,
-    VARIABLE,
-    Pace,
-    PacingError,
-    Ticket,
-    max_staleness_from_environment,
-)
+from recipe.atropos.adapter.durable import Durable
+from recipe.atropos.adapter.pace import Pace, PacingError, Ticket
+from recipe.atropos.adapter.sampled_calls import sglang_servers
 from recipe.atropos.inference.client import InferenceError, SGLangClient
 
 logger = logging.getLogger(__name__)
@@ -88,18 +74,16 @@ async def served_version(servers: Sequence[tuple[str, str | None]]) -> tuple[int
 _TICKET: ContextVar[Ticket | None] = ContextVar("ticket", default=None)  # of the worker that this runs in
 
 
-class Paced:
-    """Goes before ``BaseEnv``; see the module. Only servers of type "sglang" report versions."""
+class Paced(Durable):
+    """See the module. Only servers of type "sglang" report versions."""
 
-    stall_timeout = STALL_TIMEOUT
     left_timeout = 5.0  # s that the trainer waits for what another environment left undone, until it is begun here
     longest_wait = 3600.0  # s of the same, until the environment ends
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        max_staleness = max_staleness_from_environment()
+        max_staleness = self.adapter_settings.max_staleness
         self.pace = None if max_staleness is None else Pace(max_staleness)
-        self.stall_timeout = float(os.environ.get(STALL_TIMEOUT_VARIABLE) or self.stall_timeout)
         self._sequences_an_item = self.config.group_size
         self._looked = self._said = -float("inf")
         self._idle_since: float | None = None  # with nothing in flight and no room
@@ -115,7 +99,7 @@ class Paced:
         Raises:
             PacingError: nothing could begin for ``longest_wait``, or the servers have no versions.
         """
-        await super().get_status()
+        await self._fetch_status()
         if self.pace is None:
             return
         status = self.status_dict
@@ -141,11 +125,12 @@ class Paced:
             return
         servers = [
             (server.config.base_url.removesuffix("/").removesuffix("/v1"), server.config.api_key or None)
-            for server in self.server.servers
-            if isinstance(server, SGLangServer)
+            for server in sglang_servers(self.server)
         ]
         if not servers:
-            raise PacingError(f"{VARIABLE}={self.pace.max_staleness} needs servers of type sglang, which tell versions")
+            raise PacingError(
+                f"max_staleness={self.pace.max_staleness} needs servers of type sglang, which tell versions"
+            )
         version, self._unknown = await served_version(servers)
         self._looked = now = time.monotonic()
         if version is not None and version != self.pace.version:
@@ -173,7 +158,7 @@ class Paced:
                 raise PacingError(f"{now - since:.0f} s: {what}")
             if self._fill_in(now - since, queued):
                 return
-            limit = max(self.stall_timeout, 2 * self._longest_step)
+            limit = max(self.adapter_settings.stall_timeout, 2 * self._longest_step)
             if pace.version is not None and not self._unknown and now - since > limit * 2**self._granted:
                 logger.error("%.0f s: %s. Taking a batch for lost, and beginning another", now - since, what)
                 self._granted += 1
@@ -244,27 +229,20 @@ class Paced:
         elif worker.result():
             self.last_completed_item = item
 
-    async def _send_scored_data_to_api(self, scored_data: Any) -> None:
-        """In its turn. What the API did not take gives its place back; a second post of one item is not held up."""
+    async def _wait_for_turn(self, groups: list[Any]) -> list[Any]:
+        """Those of one item's groups that have a place in a batch, when it is their turn to be posted."""
         ticket = _TICKET.get()
         if self.pace is None or ticket is None:
-            return await super()._send_scored_data_to_api(scored_data)
+            return groups
         await self.pace.turn(ticket)
-        groups = scored_data if isinstance(scored_data, list) else [scored_data]
         sizes = [len(group["tokens"]) for group in groups]
         count = self.pace.fitting(ticket, sizes)
         if count < len(groups):
             logger.warning("%d of %d groups of one item have no place in a batch", len(groups) - count, len(groups))
         self._sequences_an_item = sum(sizes)  # what the next item is expected to need
-        if count:
-            await super()._send_scored_data_to_api(groups[:count] if isinstance(scored_data, list) else scored_data)
-        if count and ticket.status is not None and ticket.status < 400:
-            self.pace.posted(ticket, sum(sizes[:count]))
+        return groups[:count]
 
-    @contextlib.asynccontextmanager
-    async def _post_json_with_compression(self, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
-        """BaseEnv reads the answer and says nothing of a refusal."""
-        async with super()._post_json_with_compression(*args, **kwargs) as reply:
-            if ticket := _TICKET.get():
-                ticket.status = reply.status
-            yield reply
+    def _take_places(self, groups: list[Any]) -> None:
+        """The API has them: the next in order may post. A second post of one item is not held up."""
+        if self.pace is not None and (ticket := _TICKET.get()) is not None:
+            self.pace.posted(ticket, sum(len(group["tokens"]) for group in groups))

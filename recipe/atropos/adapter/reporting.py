@@ -1,6 +1,4 @@
-"""What became of an environment's groups and samples, in numbers.
-
-    class MyEnv(Reporting, ..., BaseEnv): ...      # self.report counts; the mixins behind it use it too
+"""What became of an environment's groups and samples, in numbers: ``self.report`` of an adapted environment.
 
 - What is not sent, or is sent otherwise than the environment made it, is counted under a name: never only a warning.
 - An environment whose items end for a minute without one group being sent is an event, ``nothing_sent``: counted, and
@@ -9,13 +7,11 @@
   ``in_flight`` are those that have begun and not ended: at the time of the line, in the last line those of the end;
   ``score`` is the mean of all that was scored, sent or not, before anything shapes it.
 - Counts are totals since the process began; means are of what was observed since the line before.
-- They go to wandb with the environment's own metrics, as ``env/NAME``, and, where ``ATROPOS_ENV_REPORT`` names a file,
-  there as one JSON object a line: ``{"time", "env", "step", "in_flight", "counts": {NAME: int}, "means": {NAME:
-  float}}``.
+- They go to wandb with the environment's own metrics, as ``env/NAME``, and into the file of ``--adapter.report``, one
+  JSON object a line: ``{"time", "env", "step", "in_flight", "counts": {NAME: int}, "means": {NAME: float}}``.
 """
 
 import logging
-import os
 import time
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -24,8 +20,6 @@ from typing import Any
 from recipe.atropos.utils.files import append_line
 
 logger = logging.getLogger(__name__)
-
-VARIABLE = "ATROPOS_ENV_REPORT"
 
 _SECONDS = 5.0  # between two lines, where something was counted
 _SILENCE = 60.0  # of items that end and nothing that is sent, until it is said
@@ -95,21 +89,14 @@ class EnvReport:
         if self._path is None or not news or (now - self._time < _SECONDS and not at_once):
             return
         self._settle()
-        line = {"time": time.time(), "env": self.name, "step": step, "in_flight": self.in_flight}
-        append_line(self._path, {**line, "counts": dict(self.counts), "means": self._means})
+        state_now = {"step": step, "in_flight": self.in_flight}
+        self.add_line({**state_now, "counts": dict(self.counts), "means": self._means})
         self._time, self._written = now, state
+
+    def add_line(self, values: dict[str, Any]) -> None:
+        if self._path is not None:
+            append_line(self._path, {"time": time.time(), "env": self.name, **values})
 
     def _settle(self) -> None:
         self._means |= {name: sum(values) / len(values) for name, values in self._observed.items()}
         self._observed.clear()
-
-
-class Reporting:
-    """Goes before ``BaseEnv``, and before every mixin that counts; see the module."""
-
-    def __init__(self, config: Any, *args: Any, **kwargs: Any):
-        self.report = EnvReport(config.wandb_name or self.name or type(self).__name__, os.environ.get(VARIABLE))
-        super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]  # BaseEnv's
-
-    async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
-        await super().wandb_log({**(wandb_metrics or {}), **self.report.metrics()})

@@ -1,9 +1,7 @@
-"""Every token that is trained on is one that the policy sampled, with its own logprob, whatever becomes of the text.
-
-    class MyEnv(Reporting, WeightVersions, SampledTokens, Paced, SomeEnv): ...
+"""A group as the policy sampled it: every token that is trained on, with its own logprob, version and parameters.
 
 All of an environment's calls to its SGLang servers are made with token ids and remembered (``sampled_calls``,
-``completion_cache``). When a group is sent, each span that is trained on is looked up:
+``completion_cache``). Before a group is sent, each span that is trained on is looked up:
 
 - A reply that stands there token for token stays, with the logprobs that it was sampled with; where the environment
   gives others, that is counted (``other_logprobs``).
@@ -17,22 +15,26 @@ All of an environment's calls to its SGLang servers are made with token ids and 
 
 These names are counts of spans in ``env.report``, as is ``retokenized``.
 
-The default ``collect_trajectories`` keeps every field, asks again for a trajectory that is None, and refuses a group
-that stays incomplete as ``missing_trajectories``.
+What the group says of it in ``group_overrides``, lists over its sequences:
+
+- ``policy_version_min`` and ``policy_version_max``: the oldest and the newest weight version among the trained tokens,
+  None where one of them is not known. SGLang from 0.5.19 on says which version sampled each token; before, a reply has
+  one, which is true of all its tokens, because servers are paused in mode "abort" there.
+- ``sampling_params``: the distinct parameters that they were sampled with (``recipe.atropos.data.sampling``).
 """
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from atroposlib.envs.base import BaseEnv, ScoredDataGroup
+from atroposlib.envs.base import ScoredDataGroup
 from transformers import PreTrainedTokenizerBase
 
-from recipe.atropos.adapter.completion_cache import IGNORED, ITEM, CompletionCache, Item, trained_spans
+from recipe.atropos.adapter.completion_cache import IGNORED, Completion, CompletionCache, trained_spans
 from recipe.atropos.adapter.reporting import EnvReport
-from recipe.atropos.adapter.sampled_calls import record_all_calls, sglang_servers
+from recipe.atropos.adapter.validate import Refused
 
 _OTHER = 1e-3  # from here on a logprob is another than that of the reply
 _NOT_SAMPLED = 1.0  # the logprob that atroposlib writes where there is none
@@ -44,12 +46,28 @@ _PER_TOKEN: dict[str, Any] = {"advantages": 0.0, "ref_logprobs": 0.0, "distill_t
 
 @dataclass
 class Row:
-    """One sequence as it is sent: lists of one length. ``values``: the per-token fields that the environment gave."""
+    """One sequence as it is sent: lists of one length.
+
+    ``values``: the per-token fields that the environment gave; ``replies``: those that its trained tokens are of.
+    """
 
     tokens: list[int] = field(default_factory=list)
     masks: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     values: dict[str, list] = field(default_factory=dict)
+    replies: list[Completion] = field(default_factory=list)
+
+    @property
+    def versions(self) -> tuple[int, int] | tuple[None, None]:
+        """(oldest, newest) weight version of the trained tokens; None where there are none, or one is unknown."""
+        found = [reply.versions for reply in self.replies]
+        return (None, None) if not found or None in found else (min(v[0] for v in found), max(v[1] for v in found))
+
+    @property
+    def sampling(self) -> list[dict[str, Any]] | None:
+        """The distinct parameters of the trained tokens in the order of the turns; None as for ``versions``."""
+        found = [reply.sampling for reply in self.replies]
+        return None if not found or None in found else [params.to_mapping() for params in dict.fromkeys(found)]
 
     def add(
         self,
@@ -108,6 +126,7 @@ def restore(
                 if all(mask == IGNORED for mask in row.masks):
                     row = Row(values={name: [] for name in values})
                     row.add(completion.prompt.tolist())
+            row.replies.append(completion)
             if piece.tokens != posted:
                 count("retokenized")
         own = completion.logprobs.tolist()
@@ -141,72 +160,63 @@ def _valid(logprob: Any) -> bool:
     return isinstance(logprob, int | float) and -math.inf < logprob <= 0
 
 
-class SampledTokens:
-    """Goes before ``BaseEnv``; see the module. Only servers of type "sglang" tell what they sample."""
+def restore_group(
+    cache: CompletionCache, group: dict[str, Any], count: Callable[[str], None], env_name: str | None
+) -> None:
+    """Change the group to what the policy sampled, and say in ``group_overrides`` of what origin it is; see the module.
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        chat_templates_give_lists()
-        super().__init__(*args, **kwargs)
-        if not isinstance(getattr(self, "report", None), EnvReport):
-            self.report = EnvReport(self.config.wandb_name or type(self).__name__)
-        self._cache = record_all_calls(self).caches["train"]
+    What the environment says there itself stays. ``count`` takes the names of events.
 
-    # ------------------------------------------------------------------ what is sent
+    Raises:
+        Refused: nothing of it can be trained on.
+    """
+    rows = []
+    for i, sequence in enumerate(group["tokens"]):
+        over = {name: _over(group, name, i) for name in ("inference_logprobs", *_PER_TOKEN)}
+        logprobs = over.pop("inference_logprobs")
+        values = {name: column for name, column in over.items() if column is not None}
+        rows.append(restore(cache, sequence, group["masks"][i], logprobs, values, count))
+    if not any(row.replies for row in rows):
+        raise Refused("not_sampled", f"no reply is known for any token of {len(rows)} sequences")
+    group["tokens"] = [row.tokens for row in rows]
+    group["masks"] = [row.masks for row in rows]
+    group["inference_logprobs"] = [row.logprobs for row in rows]
+    for name in _PER_TOKEN:
+        if group.get(name):
+            group[name] = [row.values.get(name, group[name][i]) for i, row in enumerate(rows)]
+    origin = {
+        "policy_version_min": [row.versions[0] for row in rows],
+        "policy_version_max": [row.versions[1] for row in rows],
+        "sampling_params": [row.sampling for row in rows],
+    } | ({"env_name": env_name} if env_name else {})
+    group["group_overrides"] = origin | (group.get("group_overrides") or {})
 
-    async def handle_send_to_api(self, scored_data: Any, *args: Any, **kwargs: Any) -> Any:
-        groups = scored_data if isinstance(scored_data, list) else [scored_data]
-        kept = [group for group in groups if group is not None and self._restore(group)]
-        if kept:
-            return await super().handle_send_to_api(kept if isinstance(scored_data, list) else kept[0], *args, **kwargs)
 
-    def _restore(self, group: ScoredDataGroup) -> bool:
-        """Change the group to what the policy sampled; whether anything of it can be trained on."""
-        tokens, masks = group.get("tokens") or [], group.get("masks") or []
-        if not len(tokens):
-            return True  # of the wrong size; not refused here
-        if [len(sequence) for sequence in tokens] != [len(mask) for mask in masks]:
-            self.report.refuse("unequal_lengths", "tokens and masks of a group differ in length")
-            return False
-        rows = []
-        for i, sequence in enumerate(tokens):
-            over = {name: _over(group, name, i) for name in ("inference_logprobs", *_PER_TOKEN)}
-            logprobs = over.pop("inference_logprobs")
-            values = {name: column for name, column in over.items() if column is not None}
-            rows.append(restore(self._cache, sequence, masks[i], logprobs, values, self.report.count))
-        if not any(mask != IGNORED for row in rows for mask in row.masks):
-            served = "" if sglang_servers(self) else "; none of its servers is of type sglang"
-            self.report.refuse("not_sampled", f"no reply is known for any token of {len(rows)} sequences{served}")
-            return False
-        group["tokens"] = [row.tokens for row in rows]
-        group["masks"] = [row.masks for row in rows]
-        group["inference_logprobs"] = [row.logprobs for row in rows]
-        for name in _PER_TOKEN:
-            if group.get(name):
-                group[name] = [row.values.get(name, group[name][i]) for i, row in enumerate(rows)]
-        return True
+# ---------------------------------------------------------------------- groups of single trajectories
 
-    # ------------------------------------------------------------------ what is collected
 
-    async def collect_trajectories(self, item: Any) -> Any:
-        ITEM.set(Item())  # for the task that this runs in, and those that it starts
-        inherited = super().collect_trajectories
-        if getattr(inherited, "__func__", None) is not BaseEnv.collect_trajectories:
-            return await inherited(item)
-        found: list[dict] = []
-        backlog: list[Any] = []
-        for _ in range(_ROUNDS):
-            missing = self.config.group_size - len(found)
-            for trajectory, more in await asyncio.gather(*(self.collect_trajectory(item) for _ in range(missing))):
-                backlog.extend(more)
-                if isinstance(trajectory, dict):
-                    found.append(trajectory)
-                elif trajectory is not None:
-                    raise ValueError(f"collect_trajectory gave a {type(trajectory).__name__}: give a dict or None")
-            if len(found) == self.config.group_size:
-                return group_of(found), backlog
-            self.report.count("trajectories_missing", self.config.group_size - len(found))
-        self.report.refuse("missing_trajectories", f"{len(found)} of {self.config.group_size} after {_ROUNDS} tries")
-        return None, backlog
+async def collect_each(
+    collect: Callable[[Any], Awaitable[tuple[Any, list]]], item: Any, group_size: int, report: EnvReport
+) -> tuple[ScoredDataGroup | None, list]:
+    """BaseEnv's ``collect_trajectories``, which keeps every field; a trajectory that is None is asked for again.
+
+    A group that stays incomplete is refused, and is None. Raises ValueError for a trajectory that is no dict.
+    """
+    found: list[dict] = []
+    backlog: list[Any] = []
+    for _ in range(_ROUNDS):
+        missing = group_size - len(found)
+        for trajectory, more in await asyncio.gather(*(collect(item) for _ in range(missing))):
+            backlog.extend(more)
+            if isinstance(trajectory, dict):
+                found.append(trajectory)
+            elif trajectory is not None:
+                raise ValueError(f"collect_trajectory gave a {type(trajectory).__name__}: give a dict or None")
+        if len(found) == group_size:
+            return group_of(found), backlog
+        report.count("trajectories_missing", group_size - len(found))
+    report.refuse("missing_trajectories", f"{len(found)} of {group_size} after {_ROUNDS} tries")
+    return None, backlog
 
 
 def group_of(trajectories: Sequence[dict[str, Any]]) -> ScoredDataGroup:

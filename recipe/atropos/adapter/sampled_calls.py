@@ -10,9 +10,9 @@
 - Evaluation (``split`` other than "train") has a small cache of its own, so that it displaces nothing.
 
 Logprobs are SGLang's: of the distribution after temperature, penalties and grammar, before top-p, top-k and min-p cut
-it off. With each reply the cache keeps the parameters of its request, which the trainer checks (``recipe.atropos
-.sampling``). They are all named in the request, so that no default of the model or the server applies; where an
-environment names no temperature, it trains on samples at the trainer's.
+it off. With each reply the cache keeps the parameters of its request, which the trainer checks (``data.sampling``).
+They are all named in the request, so that no default of the model or the server applies; where an environment names no
+temperature, it trains on samples at the trainer's.
 """
 
 import contextlib
@@ -200,38 +200,24 @@ class Calls:
         return answer
 
 
-def calls_of(environment: Any) -> Calls:
-    """The calls of an environment; at the first time its SGLang servers begin to remember what they sample."""
-    if "_calls" not in vars(environment):
-
-        def count(name: str, n: int) -> None:
-            report = getattr(environment, "report", None)
-            if report is not None:
-                report.count(name, n)
-            else:
-                logger.warning("%s: %d", name, n)
-
-        environment._calls = calls = Calls(environment.tokenizer, count)
-        for server in sglang_servers(environment):
-            server._tokens_and_logprobs_completion_wrapper = partial(calls.tokens, server)
-    return environment._calls
-
-
-def sglang_servers(environment: Any) -> list[SGLangServer]:
-    return [server for server in environment.server.servers if isinstance(server, SGLangServer)]
-
-
-def record_all_calls(environment: Any) -> Calls:
-    """Let every way to ask an environment's servers end in ``Calls``, by attributes of its own instances."""
-    calls, manager = calls_of(environment), environment.server
-    for server in sglang_servers(environment):
+def record_all_calls(manager: Any, tokenizer: Any, count: Callable[[str, int], None]) -> Calls:
+    """Let every way to ask an environment's servers end in ``Calls``, by attributes of the instances of one manager."""
+    calls = Calls(tokenizer, count)
+    servers = sglang_servers(manager)
+    for server in servers:
+        server._tokens_and_logprobs_completion_wrapper = partial(calls.tokens, server)
         server._chat_completion_wrapper = partial(calls.chat, server, server._chat_completion_wrapper)
         server._completion_wrapper = partial(calls.text, server, server._completion_wrapper)
-    for target in (manager, *sglang_servers(environment)):
+    for target in (manager, *servers):
         for name in ("chat_completion", "completion", "tokens_and_logprobs_completion"):
             setattr(target, name, partial(_called, getattr(target, name)))
     manager.managed_server = partial(_managed_server, manager.managed_server, calls)
     return calls
+
+
+def sglang_servers(manager: Any) -> list[SGLangServer]:
+    """Those that say what they sampled, and with which weights."""
+    return [server for server in manager.servers if isinstance(server, SGLangServer)]
 
 
 async def _called(call: Callable[..., Awaitable[Any]], **kwargs: Any) -> Any:

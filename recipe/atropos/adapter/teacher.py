@@ -28,7 +28,7 @@ TopK = tuple[list[list[int]], list[list[float]]]  # token ids and logprobs, [pos
 
 
 class TeacherFixes:
-    """Mixin; must precede a ``TeacherDistillationEnv`` in the MRO, and follow ``SampledTokens``."""
+    """Mixin; must precede a ``TeacherDistillationEnv`` in the MRO, and follow ``AdaptedEnv``."""
 
     def __init__(self, config: Any, server_configs: Any, *args: Any, teacher_server_configs: Any = None, **kwargs: Any):
         wanted, config.teacher_enabled = config.teacher_enabled, False  # else the constructors in between fail

@@ -29,7 +29,6 @@ from transformers import AutoConfig
 
 from recipe.atropos.adapter.cli import adapt
 from recipe.atropos.adapter.completion_cache import trained_spans
-from recipe.atropos.adapter.durable import Durable
 from recipe.atropos.adapter.loading import EnvironmentTargetError, load_environment
 from recipe.atropos.commands.verified import Exchange, Verified, show
 from recipe.atropos.data.reading import read_groups
@@ -55,7 +54,7 @@ async def verify(
         TimeoutError: it takes longer.
     """
     environment = adapt(load_environment(target))
-    environment = type(environment.__name__, (environment, _Recorded), {"__module__": environment.__module__})
+    environment = type(environment.__name__, (_Recorded, environment), {"__module__": environment.__module__})
     own = {} if model is None else {"tokenizer_name": model}
     config = configured(environment, {"use_wandb": False, **overrides, **own})
     if url is None:
@@ -100,16 +99,16 @@ async def verify(
     return result
 
 
-class _Recorded(Durable):
-    """Behind an adapted environment: keeps in ``posted`` what would go to the API."""
+class _Recorded:
+    """In front of an adapted environment: keeps in ``posted`` what would go to the API."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.posted: list[dict[str, Any]] = []
 
-    async def _send_scored_data_to_api(self, scored_data: Any) -> None:
-        groups = scored_data if isinstance(scored_data, list) else [scored_data]
+    async def _post(self, groups: list[Any], several: bool) -> bool:
         self.posted += [orjson.loads(orjson.dumps(group, option=orjson.OPT_SERIALIZE_NUMPY)) for group in groups]
+        return True
 
 
 class _Warnings(logging.Handler):

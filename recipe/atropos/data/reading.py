@@ -44,8 +44,8 @@ _PER_SEQUENCE = ("masks", "inference_logprobs", "advantages", "ref_logprobs", "o
 _TEACHER = ("distill_token_ids", "distill_logprobs")
 
 _FIXES = {
-    "stale": "an environment keeps to it by the mixin Paced and the variable ATROPOS_MAX_STALENESS",
-    "unknown_version": "put the mixin WeightVersions before BaseEnv, or set it to null to train on samples of any age",
+    "stale": "an environment keeps to it by --adapter.max_staleness, through the adapter",
+    "unknown_version": "run the environment through the adapter, or set it to null to train on samples of any age",
     "not_pushed": "a server was started again, or never given weights; let servers stand behind inference.gateway",
     "future_version": "a policy sampled them that is no more: the trainer went back to a checkpoint",
 }

@@ -20,7 +20,6 @@ from atroposlib.envs.base import ScoredDataGroup
 from pydantic import Field
 
 from recipe.atropos.adapter.cli import adapt
-from recipe.atropos.adapter.sampled import SampledTokens
 from recipe.atropos.environments.calculator_tool import CLOSE, OPEN, answer
 from recipe.atropos.environments.gsm8k import GSM8kEnv, GSM8kEnvConfig
 from recipe.atropos.environments.word_problems import SYNTHETIC_STEPS, Row
@@ -60,7 +59,7 @@ class Conversation(NamedTuple):
         return [message["content"] for message in turns if message["role"] != "assistant"]
 
 
-class CalculatorEnv(SampledTokens, GSM8kEnv):
+class CalculatorEnv(GSM8kEnv):
     """Multi-turn math problems with a tool."""
 
     name = "calculator"

@@ -20,7 +20,7 @@ from atroposlib.envs.base import ScoredDataGroup
 from pydantic import Field
 
 from recipe.atropos.adapter.cli import adapt
-from recipe.atropos.adapter.sampled import SampledTokens, group_of_nodes
+from recipe.atropos.adapter.sampled import group_of_nodes
 from recipe.atropos.environments.code_problems import Problem, job, load_problems
 from recipe.atropos.environments.gsm8k import GSM8kEnv, GSM8kEnvConfig
 from recipe.atropos.environments.sandbox import Isolation, Limits, Sandbox, Verdict
@@ -50,7 +50,7 @@ class CodeEnvConfig(GSM8kEnvConfig):
     disk_mb: int = Field(Limits.disk_mb, ge=1, description="Files in its temporary folder, MiB")
 
 
-class CodeEnv(SampledTokens, GSM8kEnv):
+class CodeEnv(GSM8kEnv):
     """Single-turn programming problems; tests decide."""
 
     name = "code"

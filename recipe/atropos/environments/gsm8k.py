@@ -28,9 +28,7 @@ from pydantic import Field
 
 from recipe.atropos.adapter.cli import adapt
 from recipe.atropos.adapter.completion_cache import trained_spans
-from recipe.atropos.adapter.pacing import Paced
 from recipe.atropos.adapter.sampled import group_of_nodes
-from recipe.atropos.adapter.weight_versions import WeightVersions
 from recipe.atropos.data.sampling import default_temperature
 from recipe.atropos.environments.word_problems import GSM8K, Row, gold_answer, load_problems
 
@@ -64,7 +62,7 @@ class GSM8kEnvConfig(BaseEnvConfig):
     max_answer_tokens: int | None = Field(None, description="Of one answer; by default what max_token_length leaves")
 
 
-class GSM8kEnv(WeightVersions, Paced, BaseEnv):
+class GSM8kEnv(BaseEnv):
     """Single-turn math problems with a verifiable number as answer."""
 
     name = "gsm8k"

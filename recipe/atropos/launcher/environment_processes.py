@@ -25,8 +25,7 @@ from typing import Any
 import aiohttp
 from omegaconf import OmegaConf
 
-from recipe.atropos.adapter.pace import GROUPS_VARIABLE, STALL_TIMEOUT, STALL_TIMEOUT_VARIABLE, VARIABLE
-from recipe.atropos.adapter.reporting import VARIABLE as REPORT_VARIABLE
+from recipe.atropos.adapter.settings import STALL_TIMEOUT, AdapterSettings
 from recipe.atropos.config.env_specs import EnvironmentSpec
 from recipe.atropos.data.sampling import TEMPERATURE_VARIABLE
 from recipe.atropos.errors import ConfigurationError
@@ -234,13 +233,14 @@ class Environments:
         report = self._report(spec)
         report.parent.mkdir(parents=True, exist_ok=True)
         append_line(report, {"time": time.time(), "env": spec.name, "started": True})
-        max_staleness, every = config.trainer.atropos.max_staleness, config.evaluation.every
-        command = environment_command(self._run, spec, "serve", self._api_url, self._server_url)
+        settings = AdapterSettings(
+            max_staleness=config.trainer.atropos.max_staleness,
+            stall_timeout=STALL_TIMEOUT + (config.evaluation.timeout if config.evaluation.every else 0.0),
+            groups_in_flight=groups_in_flight(config, spec),
+            report=str(report),
+        )
+        command = environment_command(self._run, spec, "serve", self._api_url, self._server_url) + settings.flags()
         variables = {
-            VARIABLE: "" if max_staleness is None else str(max_staleness),
-            STALL_TIMEOUT_VARIABLE: str(STALL_TIMEOUT + config.evaluation.timeout) if every else "",
-            REPORT_VARIABLE: str(report),
-            GROUPS_VARIABLE: str(groups_in_flight(config, spec)),
             TEMPERATURE_VARIABLE: str(config.actor_rollout_ref.rollout.temperature),
             **environment_secrets(self._run, spec),
         }

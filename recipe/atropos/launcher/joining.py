@@ -20,7 +20,7 @@ import aiohttp
 from omegaconf import DictConfig
 from rich.markup import escape
 
-from recipe.atropos.adapter.pace import VARIABLE as STALENESS_VARIABLE
+from recipe.atropos.adapter.settings import AdapterSettings
 from recipe.atropos.data.sampling import TEMPERATURE_VARIABLE
 from recipe.atropos.data_source import DataSourceConfig, diagnose
 from recipe.atropos.errors import ConfigurationError
@@ -77,13 +77,22 @@ def _yaml(values: dict[str, Any]) -> str:
 
 def adapted_command(config: DictConfig, env: dict[str, Any], openai: dict[str, Any], key: str) -> str:
     """For a shell: an environment through this recipe's adapter. ``key``: as the shell is to read it."""
-    staleness, temperature = config.trainer.atropos.max_staleness, config.actor_rollout_ref.rollout.temperature
+    temperature = config.actor_rollout_ref.rollout.temperature
+    settings = AdapterSettings(max_staleness=config.trainer.atropos.max_staleness)
     variables = [f"{API_KEY_VARIABLE}={key}"]
-    variables += [] if staleness is None else [f"{STALENESS_VARIABLE}={staleness}"]
     variables += [] if temperature == 1 else [f"{TEMPERATURE_VARIABLE}={temperature:g}"]
     flags = {f"env.{name}": value for name, value in env.items()}
     flags |= {f"openai.{name}": value for name, value in openai.items()}
-    command = ["python", "-m", "recipe.atropos.utils.env_adapter", "serve", "--env", _EXAMPLE, *options(flags)]
+    command = [
+        "python",
+        "-m",
+        "recipe.atropos.utils.env_adapter",
+        "serve",
+        "--env",
+        _EXAMPLE,
+        *options(flags),
+        *settings.flags(),
+    ]
     return " ".join([*variables, shlex.join(command)])
 
 

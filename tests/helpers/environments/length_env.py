@@ -8,8 +8,7 @@ from pathlib import Path
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup
 from pydantic import Field
 
-from recipe.atropos.adapter.pacing import Paced
-from recipe.atropos.adapter.weight_versions import WeightVersions
+from recipe.atropos.adapter.cli import adapt
 
 SHORT, LONG = 8, 160
 
@@ -22,7 +21,7 @@ class LengthEnvConfig(BaseEnvConfig):
     cancelled_path: str = Field("", description="A line for each item whose sampling was cancelled")
 
 
-class LengthEnv(WeightVersions, Paced, BaseEnv):
+class LengthEnv(BaseEnv):
     name = "length"
     env_config_cls = LengthEnvConfig
 
@@ -70,4 +69,4 @@ class LengthEnv(WeightVersions, Paced, BaseEnv):
 
 
 if __name__ == "__main__":
-    LengthEnv.cli()
+    adapt(LengthEnv).cli()

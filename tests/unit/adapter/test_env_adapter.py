@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from atroposlib.envs.base import BaseEnv
+from atroposlib.envs.base import BaseEnv, BaseEnvConfig
 from openai.types.chat import ChatCompletionMessage
 
 from helpers.adapter_cli import run_adapter
 from recipe.atropos.adapter import reporting
-from recipe.atropos.adapter.checked import Refused, check_rows, checked
 from recipe.atropos.adapter.cli import adapt
 from recipe.atropos.adapter.compatibility import check_sizes
 from recipe.atropos.adapter.flags import UsageError, check_flags, join_negative_values, take_flag
 from recipe.atropos.adapter.loading import EnvironmentTargetError, load_environment
 from recipe.atropos.adapter.reporting import EnvReport
+from recipe.atropos.adapter.validate import Refused, check_limits, validated
 from recipe.atropos.errors import EnvironmentFailure
 
 SAID = "helpers.environments.said_env:SaidEnv"
@@ -123,7 +123,7 @@ def test_adapting_twice_is_adapting_once():
     adapted = adapt(Env)
     assert adapt(adapted) is adapted and issubclass(adapted, Env) and adapted.__name__ == "Env"
     order = [cls.__name__ for cls in adapted.__mro__]
-    assert order.index("Checked") < order.index("WeightVersions") < order.index("Env", 1) < order.index("Durable")
+    assert order.index("AdaptedEnv") < order.index("Env", 1) < order.index("Paced") < order.index("BaseEnv")
 
 
 @pytest.mark.parametrize(
@@ -297,11 +297,11 @@ def test_numbers_of_every_library_become_plain_ones():
         overrides=[{"a": np.bool_(True), 3: np.float32(0.5)}, {}],
         messages=[[ChatCompletionMessage(role="assistant", content="hi")]] * 2,
     )
-    plain = checked(made)
-    assert plain == group(overrides=[{"a": True, "3": 0.5}, {}], messages=plain["messages"])
+    plain = validated(made)
+    assert plain == group(overrides=[{"a": True, "3": 0.5}, {}], messages=plain["messages"], group_overrides={})
     assert json.loads(json.dumps(plain)) == plain and plain["messages"][1][0]["content"] == "hi"
     assert all(type(score) is float for score in plain["scores"])
-    assert checked(group(scores=[torch.tensor(1.0), True]))["scores"] == [1.0, 1.0]
+    assert validated(group(scores=[torch.tensor(1.0), True]))["scores"] == [1.0, 1.0]
 
 
 @pytest.mark.parametrize(
@@ -326,14 +326,14 @@ def test_numbers_of_every_library_become_plain_ones():
 )
 def test_a_group_that_cannot_be_sent_is_refused_by_name(fields, reason, detail):
     with pytest.raises(Refused, match=detail) as refused:
-        check_rows(checked(group(**fields)))
+        check_limits(validated(group(**fields)), BaseEnvConfig(group_size=2, ensure_scores_are_not_same=False), 0)
     assert refused.value.reason == reason
 
 
 def test_what_is_no_group_is_refused_by_name():
     for made in ((group(), []), "text", 3):
         with pytest.raises(Refused, match="a group is a dict") as refused:
-            checked(made)
+            validated(made)
         assert refused.value.reason == "bad_value"
 
 

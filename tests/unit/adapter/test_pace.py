@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from helpers.services import group
 from helpers.trainer import compose_config
 from recipe.atropos.adapter.completion_cache import NOT_PUSHED
-from recipe.atropos.adapter.pace import VARIABLE, Pace, PacingError, max_staleness_from_environment
+from recipe.atropos.adapter.flags import UsageError, take_settings
+from recipe.atropos.adapter.pace import Pace
 from recipe.atropos.data.data_proto import groups_to_data_proto
 from recipe.atropos.data.rows import RowLimits, VersionLimits
 from recipe.atropos.launcher.preflight import ConfigurationError, check_config
@@ -320,19 +321,18 @@ def test_a_changed_share_counts_from_the_present_version_on():
     assert pace.limit == 48 + 3 * 8
 
 
-@pytest.mark.parametrize(("value", "expected"), [(None, None), ("", None), ("0", 0), (" 3 ", 3)])
-def test_the_bound_comes_from_the_environment(monkeypatch, value, expected):
-    monkeypatch.delenv(VARIABLE, raising=False)
-    if value is not None:
-        monkeypatch.setenv(VARIABLE, value)
-    assert max_staleness_from_environment() == expected
+@pytest.mark.parametrize(("flag", "expected"), [("--adapter.max_staleness=3", 3), ("--adapter.report=f", None)])
+def test_the_bound_is_a_flag_of_the_adapter(flag, expected):
+    arguments = ["serve", flag, "--env.group_size=2"]
+    settings = take_settings(arguments)
+    assert settings.max_staleness == expected and arguments == ["serve", "--env.group_size=2"]
+    assert settings.flags() == [flag] and take_settings(arguments) is None
 
 
 @pytest.mark.parametrize("value", ["-1", "2.5", "none"])
-def test_another_bound_is_refused_by_name(monkeypatch, value):
-    monkeypatch.setenv(VARIABLE, value)
-    with pytest.raises(PacingError, match=f"{VARIABLE}='{value}'"):
-        max_staleness_from_environment()
+def test_another_bound_is_refused_by_name(value):
+    with pytest.raises(UsageError, match=f"--adapter.max_staleness={value}: Input should be"):
+        take_settings([f"--adapter.max_staleness={value}"])
 
 
 def versioned(number, oldest, newest):

@@ -17,14 +17,11 @@ from helpers.environments.answer_env import BARE, ITEMS, RIGHT, AnswerEnv, Answe
 from helpers.services import get, post, running_api
 from helpers.sglang import make_tiny_model
 from recipe.atropos.adapter import reward_bridge
-from recipe.atropos.adapter.checked import Checked
 from recipe.atropos.adapter.cli import adapt
-from recipe.atropos.adapter.reporting import VARIABLE, Reporting
 from recipe.atropos.adapter.reward_bridge import (
     RewardBridgeError,
     parse_bridge,
 )
-from recipe.atropos.adapter.shaping import shaped_by
 from recipe.atropos.errors import EnvironmentFailure
 from recipe.atropos.utils.process import start_service
 
@@ -40,9 +37,8 @@ def folder(tmp_path_factory):
 
 
 def composed(bridge=None):
-    """What ``adapt`` makes, without the mixin that sends only what a server sampled: none samples these answers."""
-    shaped = () if bridge is None else (shaped_by(bridge),)
-    return type("Composed", (Reporting, Checked, *shaped, AnswerEnv), {})
+    """What ``adapt`` makes, without the step that sends only what a server sampled: none samples these answers."""
+    return type("Composed", (adapt(AnswerEnv, bridge),), {"_restore": lambda self, group: None})
 
 
 def make(folder, environment=AnswerEnv, **options):
@@ -174,8 +170,13 @@ def test_advantages_of_the_environments_own_end_it_with_a_message(folder, tmp_pa
     message = "environment answers sends advantages of its own.*reward_bridge has no effect there; leave it out"
     with pytest.raises(RewardBridgeError, match=message):
         send(env, ITEMS[0])
-    with pytest.raises(EnvironmentFailure, match=message):  # BaseEnv logs the first and goes on; its loop ends at this
-        asyncio.run(env.get_status())
+
+    async def work():  # BaseEnv logs the first and goes on
+        await asyncio.sleep(60)
+
+    env.setup = work
+    with pytest.raises(EnvironmentFailure, match=message):
+        asyncio.run(env.env_manager())
 
 
 @pytest.mark.parametrize("score", [math.nan, math.inf, None])
@@ -233,8 +234,8 @@ def serve(model_path, server, tmp_path, api_url, mood):
         f"--env.mood={mood}",
     ]
     command += [f"--openai.model_name={model_path}", f"--openai.base_url={server}/v1", "--openai.api_key=x"]
-    env = {VARIABLE: str(tmp_path / "report.jsonl")}
-    return start_service("environment", command, log_path=tmp_path / "environment.log", env=env)
+    command += [f"--adapter.report={tmp_path / 'report.jsonl'}"]
+    return start_service("environment", command, log_path=tmp_path / "environment.log")
 
 
 def register(api_url):

@@ -68,7 +68,7 @@ def test_sampled_calls_for_tokens_give_what_was_sampled(ask, tokenizer):
     asked = body["sampling_params"]
     assert (asked["n"], asked["max_new_tokens"], asked["temperature"], asked["top_p"]) == (2, 5, 0.7, 0.5)
     assert asked["top_k"] == -1 and asked["repetition_penalty"] == 1, "no default of the server's own applies"
-    first, second = (completion for completion, _ in ask.env._cache._order)
+    first, second = (completion for completion, _ in ask.env._calls.caches["train"]._order)
     assert first.prompt.tolist() == ids and second.tokens.tolist() == tokens[1]
     assert first.versions == (3, 3) and second.versions == (-1, -1)
     assert first.logprobs.tolist() == logprobs[0] and first.sampling == SamplingParams(temperature=0.7, top_p=0.5)
@@ -185,7 +185,7 @@ def test_sampled_calls_that_generate_cannot_answer_are_counted(ask, arguments, w
     n = arguments.get("n", 1)
     with pytest.raises(InferenceError, match=rf"asked for {n} by \[.*{'messages' if kind == 'chat' else 'prompt'}"):
         ask([], call)
-    assert ask.env.report.counts == {f"plain_route/{why}": n} and not len(ask.env._cache)
+    assert ask.env.report.counts == {f"plain_route/{why}": n} and not len(ask.env._calls.caches["train"])
 
 
 def test_sampled_calls_ask_again_for_what_is_missing_alone(ask, tokenizer):
@@ -199,7 +199,7 @@ def test_sampled_calls_ask_again_for_what_is_missing_alone(ask, tokenizer):
     answer = ask(replies, lambda env: env.server.completion(prompt="Q:", n=2, max_tokens=5))
     assert [body["sampling_params"]["n"] for body in ask.bodies] == [2, 1, 1]
     assert [choice.finish_reason for choice in answer.choices] == ["stop", "length"]
-    assert ask.env.report.counts["aborted_samples"] == 2 and len(ask.env._cache) == 2
+    assert ask.env.report.counts["aborted_samples"] == 2 and len(ask.env._calls.caches["train"]) == 2
 
 
 def test_sampled_calls_give_up_and_name_the_server(ask, tokenizer):
@@ -213,7 +213,7 @@ def test_sampled_calls_give_up_and_name_the_server(ask, tokenizer):
 
     ask(aborted, call)
     assert len(ask.bodies) == ATTEMPTS and ask.env.report.counts["aborted_samples"] == 2 * ATTEMPTS
-    assert not len(ask.env._cache)
+    assert not len(ask.env._calls.caches["train"])
 
 
 @pytest.mark.parametrize("how", ["chat", "text"])

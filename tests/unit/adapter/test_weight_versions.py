@@ -1,12 +1,14 @@
 """Every posted sequence knows the weights that sampled it, or says that it does not."""
 
+from collections import Counter
+
 import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
 from helpers.sglang import make_tiny_model
 from recipe.atropos.adapter.completion_cache import CompletionCache, trained_spans, versions_of
-from recipe.atropos.adapter.weight_versions import stamp
+from recipe.atropos.adapter.sampled import restore_group
 from recipe.atropos.algorithm.metrics import staleness_metrics
 from recipe.atropos.data.data_proto import groups_to_data_proto
 from recipe.atropos.data.rows import RowLimits
@@ -53,6 +55,7 @@ def cache(tokenizer):
     cache.add(first, [5, 6], [-0.1, -0.2], versions=(1, 1))
     cache.add(first, [5, 6], [-0.3, -0.4], versions=(3, 4))
     cache.add(second, [7], [-0.5], versions=(2, 2))
+    cache.add(first, [8], [-0.6])
     return cache
 
 
@@ -65,6 +68,12 @@ def a_group(**changes):
     } | changes
 
 
+def stamp(group, cache, env_name=None):
+    counts = Counter()
+    restore_group(cache, group, lambda name: counts.update([name]), env_name)
+    return counts
+
+
 def test_a_sequence_has_the_oldest_and_newest_version_of_its_turns_and_none_if_one_is_unknown(cache):
     group = a_group()
     stamp(group, cache, "math")
@@ -73,15 +82,16 @@ def test_a_sequence_has_the_oldest_and_newest_version_of_its_turns_and_none_if_o
     assert overrides == {"policy_version_min": [1, 2, None], "policy_version_max": [1, 4, None], "env_name": "math"}
 
 
-def test_a_sequence_with_a_token_that_nobody_sampled_or_of_unknown_version_has_none(cache):
+def test_a_sequence_of_unknown_version_has_none_and_what_nobody_sampled_is_not_trained_on(cache):
     cache.add(np.array([1, 2], np.int32), [8, 8], [-0.6, -0.7])
     group = a_group(
         tokens=[[1, 2, 5, 6, 3], [1, 2, 8, 8], [1, 2, 5]],
         masks=[[I, I, 5, 6, 3], [I, I, 8, 8], [I, I, 5]],
         inference_logprobs=[[1.0, 1.0, -0.1, -0.2, -0.3], [1.0, 1.0, -0.6, -0.7], [1.0, 1.0, -0.1]],
     )
-    stamp(group, cache)
-    assert group["group_overrides"]["policy_version_min"] == [None, None, 1]  # the last was cut short
+    assert stamp(group, cache)["not_sampled"] == 1
+    assert group["masks"][0] == [I, I, 5, 6, I]
+    assert group["group_overrides"]["policy_version_min"] == [1, None, 1]  # the last was cut short
 
 
 def test_what_the_environment_says_itself_stays(cache):

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 
 from helpers.sglang import make_tiny_model
 from recipe.atropos.adapter.completion_cache import CompletionCache
-from recipe.atropos.adapter.weight_versions import stamp
+from recipe.atropos.adapter.sampled import restore_group
 from recipe.atropos.algorithm import alarms
 from recipe.atropos.algorithm.off_policy import compare_with_engine
 from recipe.atropos.config.compose import load_config
@@ -96,7 +96,7 @@ def test_sampling_parameters_of_a_request(request_params, expected, kinds):
 
 
 def test_sampling_of_each_trained_span_is_stamped_once(tmp_path):
-    """Of a sequence with a span that nobody sampled nothing is known; a span that is not trained on does not count."""
+    """A span that is not trained on does not count; of a reply without parameters nothing is known."""
     cache = CompletionCache(AutoTokenizer.from_pretrained(make_tiny_model(tmp_path, seed=0)))
     warm, cold = SamplingParams(temperature=0.7, top_p=0.9), SamplingParams(temperature=0.2)
     first, second = np.array([1, 2], np.int32), np.array([1, 2, 5, 6, 9], np.int32)
@@ -104,13 +104,14 @@ def test_sampling_of_each_trained_span_is_stamped_once(tmp_path):
     cache.add(second, [7], [-0.5], sampling=cold)
     same = np.array([1, 2, 5, 6, 9, 7, 9], np.int32)
     cache.add(same, [4], [-0.5], sampling=warm)
+    cache.add(first, [8], [-0.5])
     group = a_group(
         tokens=[[1, 2, 5, 6], [1, 2, 5, 6, 9, 7, 9, 4], [1, 2, 8], [1, 2, 5, 6, 9, 7]],
         masks=[[I, I, 5, 6], [I, I, 5, 6, I, 7, I, 4], [I, I, 8], [I, I, I, I, I, 7]],
         inference_logprobs=None,
         scores=[0.0] * 4,
     )
-    stamp(group, cache)
+    restore_group(cache, group, lambda name: None, None)
     warm_mapping, cold_mapping = {"temperature": 0.7, "top_p": 0.9}, {"temperature": 0.2}
     expected = [[warm_mapping], [warm_mapping, cold_mapping], None, [cold_mapping]]
     assert group["group_overrides"]["sampling_params"] == expected

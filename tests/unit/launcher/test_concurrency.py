@@ -6,6 +6,7 @@ import pytest
 from atroposlib.envs.base import APIServerConfig, BaseEnvConfig
 
 from recipe.atropos.adapter.durable import Durable
+from recipe.atropos.adapter.settings import AdapterSettings
 from recipe.atropos.config.compose import load_config
 from recipe.atropos.config.env_specs import environment_specs
 from recipe.atropos.launcher.concurrency import groups_in_flight, request_limits
@@ -52,9 +53,9 @@ def test_requests_have_room_and_time_for_long_answers(tmp_path):
     [({}, 256), ({"max_num_workers": 5}, 5), ({"max_num_workers_per_node": 3}, 3)],
     ids=["default", "workers", "workers_per_node"],
 )
-def test_groups_in_flight_of_an_environment_are_its_own_where_it_says_so(own, expected, monkeypatch):
-    monkeypatch.setenv("ATROPOS_GROUPS_IN_FLIGHT", "256")
+def test_groups_in_flight_of_an_environment_are_its_own_where_it_says_so(own, expected):
     env = Plain.__new__(Plain)
+    env.adapter_settings = AdapterSettings(groups_in_flight=256)
     env.config, env.env_id, env.server = BaseEnvConfig(**own), 0, Servers()
 
     async def answer(*_):
@@ -63,7 +64,7 @@ def test_groups_in_flight_of_an_environment_are_its_own_where_it_says_so(own, ex
     env._Durable__in_contact = asyncio.Event()
     env._Durable__in_contact.set()
     env._Durable__ask = answer
-    asyncio.run(env.get_status())
+    asyncio.run(env._fetch_status())
     assert env.max_num_workers == expected
 
 

@@ -1,27 +1,26 @@
 """Groups as environments make them, and as they must be: plain values, rows of one length, finite numbers.
 
-``Checked`` goes before everything that reads a group. What cannot be fixed is refused and counted, by name:
+``validated`` comes before all that reads a group, ``check_limits`` last. What cannot be fixed is refused, by name:
 
 - ``no_group``: the environment made none; it keeps its reasons to itself.
 - ``no_tokens``: no sequence, or one without tokens; ``nothing_trained``: no token of the group is trained on.
 - ``unequal_lengths``: scores or masks that are not as many as the tokens; of what is optional, logprobs and advantages,
-  that is asked last, in ``check_rows``: what stands between may have set it right.
+  that is checked last: restoring the sampled tokens may have set it right.
 - ``nan_score``: a score that is missing, NaN or infinite.
 - ``bad_value``: not a group, a number that is none elsewhere, or something that JSON has no form for.
+- ``wrong_size``, ``equal_scores``, ``too_long``: BaseEnv leaves these out with a warning.
 
 numpy's and torch's scalars and arrays, tuples and pydantic objects, wherever they stand, become plain values.
 """
 
-import logging
 from typing import Any
 
 import orjson
+from atroposlib.envs.base import BaseEnvConfig
 
+from recipe.atropos.adapter.completion_cache import IGNORED
 from recipe.atropos.errors import AtroposError
 
-logger = logging.getLogger(__name__)
-
-_IGNORED = -100
 _OPTIONAL_ROWS = ("inference_logprobs", "advantages", "ref_logprobs")  # one value a token, where they are there
 _OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 
@@ -46,12 +45,19 @@ def _plain(value: Any) -> Any:
     raise TypeError  # orjson says which type
 
 
-def checked(group: Any) -> dict[str, Any]:
+def as_groups(scored_data: Any) -> list:
+    """BaseEnv's methods take one group or a list of them."""
+    return scored_data if isinstance(scored_data, list) else [scored_data]
+
+
+def validated(group: Any) -> dict[str, Any]:
     """A copy of the group, of plain values only.
 
     Raises:
         Refused: see the module.
     """
+    if group is None:
+        raise Refused("no_group", "one of the groups of an item is None")
     if not isinstance(group, dict):
         raise Refused("bad_value", f"a group is a dict, not {type(group).__name__}: {str(group)[:100]}")
     try:
@@ -70,13 +76,28 @@ def checked(group: Any) -> dict[str, Any]:
     except (TypeError, ValueError) as error:
         raise Refused("bad_value", f"scores {str(scores)[:100]}: {error}") from error
     _check("masks", plain.get("masks"), tokens)
-    if all(mask == _IGNORED for row in plain["masks"] for mask in row):
-        raise Refused("nothing_trained", f"all masks of {len(tokens)} sequences are {_IGNORED}")
+    if all(mask == IGNORED for row in plain["masks"] for mask in row):
+        raise Refused("nothing_trained", f"all masks of {len(tokens)} sequences are {IGNORED}")
+    plain["group_overrides"] = plain.get("group_overrides") or {}
     return plain
 
 
-def check_rows(group: dict[str, Any]) -> None:
-    """Raises Refused where an optional row is there and has not one number a token."""
+def check_limits(group: dict[str, Any], config: BaseEnvConfig, max_token_len: int) -> None:
+    """What BaseEnv would leave out with a warning, and what the API or the trainer would refuse.
+
+    ``max_token_len``: the trainer's limit in tokens, 0 or less for none.
+
+    Raises:
+        Refused: see the module.
+    """
+    size, expected = len(group["tokens"]), group["group_overrides"].get("group_size", config.group_size)
+    longest = max(map(len, group["tokens"]))
+    if size != expected:
+        raise Refused("wrong_size", f"{size} sequences, expected {expected}")
+    if config.ensure_scores_are_not_same and len(set(group["scores"])) == 1:
+        raise Refused("equal_scores", f"all {size} scores are {group['scores'][0]}")
+    if 0 < max_token_len <= longest:
+        raise Refused("too_long", f"{longest} tokens, fewer than {max_token_len} are allowed")
     for name in _OPTIONAL_ROWS:
         if group.get(name):
             _check(name, group[name], group["tokens"])
@@ -93,32 +114,3 @@ def _check(name: str, rows: Any, tokens: list[list[int]]) -> None:
             raise Refused("unequal_lengths", f"sequence {i}: {len(ids)} tokens, {len(row)} {name}")
         if None in row:
             raise Refused("bad_value", f"{name} of sequence {i} has no number at {row.index(None)}")
-
-
-class Checked:
-    """Goes before ``BaseEnv`` and after ``Reporting``; see the module."""
-
-    async def get_next_item(self) -> Any:
-        item = await super().get_next_item()
-        if item is None:  # BaseEnv asks again, for ever, and says nothing
-            if not self.report.counts["no_item"]:
-                logger.error("%s: get_next_item() has no more items; nothing new begins", self.report.name)
-            self.report.count("no_item")
-        return item
-
-    async def handle_send_to_api(self, scored_data: Any, *args: Any, **kwargs: Any) -> Any:
-        several = isinstance(scored_data, list)
-        kept = []
-        for group in scored_data if several else [scored_data]:
-            try:
-                if group is None:
-                    raise Refused("no_group", "one of the groups of an item is None")
-                group = checked(group)
-            except Refused as refused:
-                self.report.refuse(refused.reason, str(refused))
-                continue
-            for score in group["scores"]:
-                self.report.observe("score", score)
-            kept.append(group)
-        if kept:
-            return await super().handle_send_to_api(kept if several else kept[0], *args, **kwargs)

@@ -1,0 +1,38 @@
+"""The class that ``adapt`` makes: one pipeline, one place for each method of BaseEnv."""
+
+import inspect
+
+from atroposlib.envs.base import BaseEnv
+
+from recipe.atropos.adapter.adapted_env import AdaptedEnv, adapt
+from recipe.atropos.adapter.durable import Durable
+from recipe.atropos.adapter.evaluate_metrics import Evaluating
+from recipe.atropos.adapter.flags import CommandLine
+from recipe.atropos.adapter.lifecycle import Lifecycle
+from recipe.atropos.adapter.pacing import Paced
+
+FRONT, BEHIND = (AdaptedEnv, CommandLine, Lifecycle, Evaluating), (Paced, Durable)
+
+
+def test_adapted_env_overrides_each_method_of_base_env_once_on_either_side():
+    names = {name for name, _ in inspect.getmembers(BaseEnv, callable) if not name.startswith("__")}
+    for side in (FRONT, BEHIND):
+        overridden = [name for cls in side for name in vars(cls) if name in names]
+        assert overridden and len(overridden) == len(set(overridden)), sorted(overridden)
+
+
+def test_adapted_env_takes_no_public_name_that_an_environment_could_use():
+    """But for the documented ``report``, and what the adapter is configured by."""
+    known = {"adapter_settings", "reward_bridge", "report", "owns_process", "only_checked", "check_config"}
+    known |= {"api_timeout", "trainer_timeout", "retry_seconds", "left_timeout", "longest_wait", "part_of_a_batch"}
+    own = {name for cls in (*FRONT, *BEHIND) for name in vars(cls) if not name.startswith("_")}
+    assert own - known <= set(dir(BaseEnv)), own - known - set(dir(BaseEnv))
+
+
+def test_adapted_env_keeps_the_arguments_of_what_it_overrides():
+    class Env(BaseEnv):
+        async def get_next_item(self): ...
+        async def evaluate(self): ...
+
+    own = inspect.signature(BaseEnv.handle_send_to_api).parameters
+    assert list(inspect.signature(adapt(Env).handle_send_to_api).parameters) == list(own)
