@@ -111,7 +111,9 @@ def play(tmp_path, model_path, scene, max_staleness=0, **attributes):
         asyncio.run(run(api.url))
 
 
-def test_a_batch_comes_for_each_version_and_one_that_was_lost_is_begun_again(tmp_path, model_path):
+def test_paced_begins_a_batch_per_version_and_a_lost_one_again(tmp_path, model_path):
+    """A batch comes for each version and one that was lost is begun again."""
+
     async def scene(stage):
         assert await stage.next_batch(30) == [0, 1, 2]
         with pytest.raises(TimeoutError):
@@ -137,7 +139,9 @@ def test_what_the_api_refuses_gives_its_place_back(tmp_path, model_path):
     play(tmp_path, model_path, scene, max_staleness=1, broken=2)
 
 
-def test_what_a_batch_lacks_of_an_environment_that_left_is_begun_by_the_others(tmp_path, model_path):
+def test_paced_begins_what_an_environment_left_undone(tmp_path, model_path):
+    """What a batch lacks of an environment that left is begun by the others."""
+
     async def scene(stage):
         other = {"max_token_length": 100, "desired_name": "other", "weight": 0.5, "group_size": SIZE}
         number = post(f"{stage.api}/register-env", other)["env_id"]
@@ -152,7 +156,9 @@ def test_what_a_batch_lacks_of_an_environment_that_left_is_begun_by_the_others(t
     play(tmp_path, model_path, scene, left_timeout=1.0)
 
 
-def test_a_rollout_that_never_ends_and_all_wait_for_ends_the_environment_and_says_so(tmp_path, model_path):
+def test_paced_ends_where_a_rollout_never_ends(tmp_path, model_path):
+    """A rollout that never ends and all wait for ends the environment and says so."""
+
     async def scene(stage):
         stage.env.config.worker_timeout = -1
         with pytest.raises(PacingError, match="2 groups are done and wait for one that began [2-9] s ago"):
@@ -162,7 +168,9 @@ def test_a_rollout_that_never_ends_and_all_wait_for_ends_the_environment_and_say
     play(tmp_path, model_path, scene, longest_wait=2.0, hangs=0)
 
 
-def test_an_environment_whose_server_never_gets_weights_ends_and_says_so(tmp_path, model_path):
+def test_paced_ends_where_the_server_never_gets_weights(tmp_path, model_path):
+    """An environment whose server never gets weights ends and says so."""
+
     async def scene(stage):
         stage.version = "default"
         with pytest.raises(PacingError, match="weight version 'default': the trainer has pushed nothing to it"):

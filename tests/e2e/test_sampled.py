@@ -80,7 +80,8 @@ class ManagedTextTurns(ManagedTurns):
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("script", [ManagedTurns, ManagedTextTurns])
-def test_turns_on_a_managed_server_are_the_sampled_tokens_each_ended_once(script, model_path, url, replies):
+def test_managed_server_turns_are_the_sampled_tokens(script, model_path, url, replies):
+    """Turns on a managed server are the sampled tokens each ended once."""
     env = make(script, model_path, url)
     group = round_of(env)
     assert_as_sampled(group, model_path, replies)
@@ -92,7 +93,7 @@ def test_turns_on_a_managed_server_are_the_sampled_tokens_each_ended_once(script
 
 
 @pytest.mark.e2e
-def test_a_prompt_extends_the_node_whose_text_it_continues_and_of_equal_ones_each_once(model_path, url):
+def test_managed_server_prompts_extend_their_nodes(model_path, url):
     """Many short replies to one prompt: "ab" does not continue "a", and is one token and an end, or two."""
     env = make(Scripted, model_path, url)
     few = {str(token): 100.0 for token in (END, *ids_of(env.tokenizer, "a", "b", "ab"))}
@@ -213,7 +214,7 @@ def test_text_encoded_again_is_posted_as_it_was_sampled(script, size, spans, mod
 
 
 @pytest.mark.e2e
-def test_the_openai_route_answers_as_before_and_what_it_alone_can_do_is_counted(model_path, url):
+def test_openai_route_answers_as_before_and_is_counted(model_path, url):
     """Evaluation has its own cache."""
     env = make(Scripted, model_path, url)
     messages = [{"role": "user", "content": "go"}]
@@ -250,7 +251,8 @@ def test_the_openai_route_answers_as_before_and_what_it_alone_can_do_is_counted(
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("route", ["exact", "plain"])
-def test_aborted_samples_are_asked_for_again_until_they_are_whole(route, model_path, url):
+def test_aborted_samples_are_asked_for_again(route, model_path, url):
+    """Aborted samples are asked for again until they are whole."""
     env = make(Scripted, model_path, url)
     extra = {"ignore_eos": True}
 
@@ -279,7 +281,8 @@ def test_aborted_samples_are_asked_for_again_until_they_are_whole(route, model_p
 
 
 @pytest.mark.e2e
-def test_samples_that_are_aborted_again_and_again_are_an_error_that_names_the_server(model_path, url):
+def test_aborted_samples_end_in_an_error_with_the_server(model_path, url):
+    """Samples that are aborted again and again are an error that names the server."""
     env = make(Scripted, model_path, url)
 
     async def ask():

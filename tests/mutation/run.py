@@ -37,7 +37,7 @@ ROOT = HERE.parents[1]
 PATHS = {path.name: str(path.relative_to(ROOT)) for path in ROOT.glob("tests/*/**/test_*.py")}
 _TARGET = 0.95
 _MEMORY = 12 << 30  # bytes of data that a mutant may allocate
-_SAMPLED = ["test_completion_cache.py", "test_sampled_calls.py", "test_weight_versions.py"]
+_SAMPLED = ["test_completion_cache.py", "test_sampled_groups.py", "test_sampled_calls.py", "test_weight_versions.py"]
 _ROWS = [
     "test_rows.py",
     "test_data_proto.py",

@@ -9,18 +9,6 @@ TESTS = ROOT / "tests"
 FILES = sorted(TESTS.glob("*/**/test_*.py"))
 UNIT = [path for path in FILES if path.is_relative_to(TESTS / "unit")]
 STARTS = {"running_sglang", "running_api", "server", "cluster", "terminal"}  # helpers and fixtures
-MIXED = {"test_reward_bridge_env.py"}  # its last two tests start servers, and are marked so
-LONG_NAMES = {
-    "test_completion_cache.py",
-    "test_concurrency.py",
-    "test_env_adapter_api.py",
-    "test_pace.py",
-    "test_pacing.py",
-    "test_reward_bridge_env.py",
-    "test_sampled.py",
-    "test_weight_versions.py",
-}
-LONG_FILES = {"test_completion_cache.py", "test_env_adapter_api.py"}
 
 
 def used_by(path):
@@ -43,8 +31,7 @@ def test_suite_has_folders_for_packages_alone():
 
 
 def test_suite_has_what_starts_servers_or_takes_long_in_e2e():
-    found = {path.name for path in UNIT if {*used_by(path)} & {*STARTS, "e2e", "slow"}}
-    assert found == MIXED
+    assert not {path.name for path in UNIT if {*used_by(path)} & {*STARTS, "e2e", "slow"}}
 
 
 def test_suite_has_each_file_name_once():
@@ -52,16 +39,10 @@ def test_suite_has_each_file_name_once():
 
 
 def test_suite_has_test_names_of_at_most_60_characters():
-    found = {
-        path.name
-        for path in FILES
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        if node.name.startswith("test_") and len(node.name) > 60
-    }
-    assert found == LONG_NAMES
+    nodes = [node for path in FILES for node in ast.walk(ast.parse(path.read_text()))]
+    names = [node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    assert not [name for name in names if name.startswith("test_") and len(name) > 60]
 
 
 def test_suite_has_files_of_at_most_500_lines():
-    found = {path.name for path in TESTS.rglob("*.py") if len(path.read_text().splitlines()) > 500}
-    assert found == LONG_FILES
+    assert not {path.name for path in TESTS.rglob("*.py") if len(path.read_text().splitlines()) > 500}

@@ -14,14 +14,15 @@ from recipe.atropos.adapter.pacing import Paced
 FRONT, BEHIND = (AdaptedEnv, CommandLine, Lifecycle, Evaluating), (Paced, Durable)
 
 
-def test_adapted_env_overrides_each_method_of_base_env_once_on_either_side():
+def test_adapted_env_overrides_each_method_once_on_a_side():
+    """Adapted env overrides each method of base env once on either side."""
     names = {name for name, _ in inspect.getmembers(BaseEnv, callable) if not name.startswith("__")}
     for side in (FRONT, BEHIND):
         overridden = [name for cls in side for name in vars(cls) if name in names]
         assert overridden and len(overridden) == len(set(overridden)), sorted(overridden)
 
 
-def test_adapted_env_takes_no_public_name_that_an_environment_could_use():
+def test_adapted_env_takes_no_public_name():
     """But for the documented ``report``, and what the adapter is configured by."""
     known = {"adapter_settings", "reward_bridge", "report", "owns_process", "only_checked", "check_config"}
     known |= {"api_timeout", "trainer_timeout", "retry_seconds", "left_timeout", "longest_wait", "part_of_a_batch"}

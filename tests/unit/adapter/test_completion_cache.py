@@ -3,21 +3,14 @@
 import asyncio
 import itertools
 from collections import Counter
-from functools import partial
 
 import numpy as np
 import pytest
-from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup, ScoredDataItem
-from atroposlib.utils.tokenize_for_trainer import tokenize_for_trainer
-from openai.types.completion import Completion
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer
 
 from helpers.sampled import END, I, Scripted, chat, ids_of, make, make_drifting_model, with_bos
-from recipe.atropos.adapter.adapted_env import adapt
 from recipe.atropos.adapter.completion_cache import ITEM, CompletionCache, Item, Piece, key_of, keys_of
-from recipe.atropos.adapter.sampled import group_of, restore
-from recipe.atropos.adapter.sampled_calls import sampling_params
-from recipe.atropos.inference.client import InferenceError
+from recipe.atropos.adapter.sampled import restore
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +35,8 @@ def sampled(cache, prompt, *parts, text=None, first=-0.5):
     return cache.add(np.array(prompt, np.int32), tokens, logprobs, text)
 
 
-def test_the_prompt_of_a_later_turn_has_the_tokens_of_the_earlier_ones(cache, tokenizer):
+def test_cache_keeps_earlier_turns_tokens_in_later_prompts(cache, tokenizer):
+    """The prompt of a later turn has the tokens of the earlier ones."""
     prompt = chat(tokenizer, "go")
     one = sampled(cache, prompt, "a", "b", "c ", END)  # the text "abc " would be encoded as "ab", "c", " "
     second = cache.restore_sampled(chat(tokenizer, "go", "abc", "next"))
@@ -54,7 +48,8 @@ def test_the_prompt_of_a_later_turn_has_the_tokens_of_the_earlier_ones(cache, to
     assert third[: len(second) + 3] == second + two.tokens.tolist()
 
 
-def test_a_longer_reply_is_not_taken_for_a_shorter_one_that_it_begins_with(cache, tokenizer):
+def test_cache_tells_a_reply_from_a_longer_one(cache, tokenizer):
+    """A longer reply is not taken for a shorter one that it begins with."""
     prompt = ids_of(tokenizer, "Q:")
     sampled(cache, prompt, "a")
     longer = sampled(cache, prompt, "a", "ba", "b")
@@ -84,7 +79,8 @@ def test_several_replies_within_one_turn_are_all_found(last, cache, tokenizer):
     assert set(trained) == {2.0} and len(row.tokens) == len(row.logprobs) == len(row.masks)
 
 
-def test_of_two_replies_with_one_text_prompts_and_posted_sequences_have_the_same(cache, tokenizer):
+def test_cache_finds_one_reply_for_prompt_and_posted_sequence(cache, tokenizer):
+    """Of two replies with one text prompts and posted sequences have the same."""
     prompt = chat(tokenizer, "go")
     sampled(cache, prompt, "a", "bc", END)
     sampled(cache, prompt, "a", "b", "c", END)
@@ -127,7 +123,8 @@ def test_sampled_replies_of_same_tokens_match_by_logprobs(cache, tokenizer):
         assert row.logprobs[len(prompt)] == first and not counts["other_logprobs"]
 
 
-def test_of_replies_to_the_same_prompt_those_of_the_same_item_are_taken(cache, tokenizer):
+def test_cache_prefers_replies_of_the_same_item(cache, tokenizer):
+    """Of replies to the same prompt those of the same item are taken."""
     prompt = chat(tokenizer, "go")
     sampled(cache, prompt, "ab", END, first=-0.1)
     ITEM.set(Item())
@@ -215,7 +212,8 @@ def test_promises_reply_with_other_white_space_is_found(cache, tokenizer):
     assert cache.restore_sampled(chat(tokenizer, "go", "acb", "next")) == chat(tokenizer, "go", "acb", "next")
 
 
-def test_an_answer_that_the_environment_began_is_trained_on_from_where_it_was_sampled(cache, tokenizer):
+def test_restore_trains_a_begun_answer_from_its_sampled_part(cache, tokenizer):
+    """An answer that the environment began is trained on from where it was sampled."""
     started = ids_of(tokenizer, *chat(tokenizer, "go"), "<x>")
     sampled(cache, started, "a", "b", END)
     posted = chat(tokenizer, "go", "<x>ab", add_generation_prompt=False)
@@ -225,7 +223,7 @@ def test_an_answer_that_the_environment_began_is_trained_on_from_where_it_was_sa
 
 
 @pytest.mark.parametrize(("first", "last"), [("<x>", ""), ("", "<y>")])
-def test_a_reply_with_text_beside_it_is_found_in_another_context_too(first, last, cache, tokenizer):
+def test_cache_finds_a_reply_beside_text_in_another_context(first, last, cache, tokenizer):
     """As by environments that render the prompt without the beginning of the answer."""
     prompt, counts = ids_of(tokenizer, "unlike the template"), Counter()
     reply = sampled(cache, prompt, "a", "b", "ab", "c", END)
@@ -240,7 +238,8 @@ def test_a_reply_with_text_beside_it_is_found_in_another_context_too(first, last
 
 
 @pytest.mark.parametrize("before", ["", "another prompt "])
-def test_a_reply_to_another_prompt_gets_its_own_back_and_is_counted(before, cache, tokenizer):
+def test_restore_puts_back_the_prompt_of_a_moved_reply(before, cache, tokenizer):
+    """A reply to another prompt gets its own back and is counted."""
     prompt, counts = chat(tokenizer, "go"), Counter()
     reply = sampled(cache, prompt, "a", "b", "c", END)
     posted = ids_of(tokenizer, before, "abc")
@@ -400,19 +399,13 @@ class Pieces:
         return False
 
 
-def test_not_sampled_text_within_a_turn_counts_as_what_is_beside_it(cache):
+def test_restore_counts_unsampled_text_within_a_turn(cache):
+    """Not sampled text within a turn counts as what is beside it."""
     reply = cache.add(np.array([1], np.int32), [5], [-0.5])
     for last, expected in ((I, 1), (6, 2)):
         counts = Counter()
         restore(Pieces(reply), [1, 5, 6], [I, 5, last], None, {}, lambda name, counts=counts: counts.update([name]))
         assert counts["not_sampled"] == expected, "of what was put in, and of the last where it is trained on"
-
-
-@pytest.mark.parametrize(("wandb_name", "name"), [("mine", "mine"), (None, "scripted")])
-def test_reports_have_the_name_of_the_environment(wandb_name, name, model_path):
-    config = BaseEnvConfig(tokenizer_name=str(model_path), wandb_name=wandb_name, use_wandb=False)
-    server = APIServerConfig(model_name=str(model_path), base_url="http://127.0.0.1:1/v1", api_key="x")
-    assert adapt(Scripted)(config, [server]).report.name == name
 
 
 def test_logprobs_are_those_of_the_reply_and_others_are_counted(cache, tokenizer):
@@ -428,7 +421,8 @@ def test_logprobs_are_those_of_the_reply_and_others_are_counted(cache, tokenizer
     assert counts == {"other_logprobs": 1}, "none is given: filled in"
 
 
-def test_the_book_forgets_the_oldest_and_evaluation_does_not_displace_training(model_path, tokenizer):
+def test_cache_forgets_the_oldest_of_its_own_split(model_path, tokenizer):
+    """The book forgets the oldest and evaluation does not displace training."""
     cache = CompletionCache(tokenizer, capacity=30)
     for number in range(10):
         sampled(cache, [number], "ab", "cd", END)
@@ -443,148 +437,3 @@ def test_the_book_forgets_the_oldest_and_evaluation_does_not_displace_training(m
     assert all(piece.completion is None for piece in cache.trace([*other, *ids_of(tokenizer, "ab", "cd", END)]))
     calls = make(Scripted, model_path)._calls
     assert calls.caches["eval"].capacity < calls.caches["train"].capacity
-
-
-def test_what_nobody_sampled_is_not_trained_on_and_a_group_of_it_is_refused(model_path, caplog):
-    env = make(Scripted, model_path)
-    prompt, gold = chat(env.tokenizer, "go"), chat(env.tokenizer, "go", "dec", add_generation_prompt=False)
-    reply = sampled(env._calls.caches["train"], prompt, "a", "b", END)
-    posted = chat(env.tokenizer, "go", "ab", add_generation_prompt=False)
-    rows = [{"tokens": ids, "masks": [I] * len(prompt) + ids[len(prompt) :]} for ids in (posted, gold, gold, gold)]
-    asyncio.run(env.handle_send_to_api(env.group(rows)))
-    assert env.sent["masks"][0] == [I] * len(prompt) + reply.tokens.tolist() + [I]
-    assert all(set(masks) == {I} and len(masks) == len(gold) for masks in env.sent["masks"][1:])
-    assert env.report.counts["not_sampled"] == 3
-    env.sent = None
-    asyncio.run(env.handle_send_to_api(env.group(rows[1:] + rows[1:2])))
-    assert env.sent is None and env.report.counts["not_sent/not_sampled"] == 1
-    asyncio.run(env.handle_send_to_api([env.group(rows), env.group(rows[1:] + rows[1:2]), None]))
-    assert len(env.sent) == 1 and env.report.counts["not_sent/not_sampled"] == 2
-    for number, masks in enumerate((gold[1:], [*gold, I]), 1):
-        env.sent, rows[2] = None, {"tokens": gold, "masks": masks}
-        asyncio.run(env.handle_send_to_api(env.group(rows)))
-        assert env.sent is None and env.report.counts["not_sent/unequal_lengths"] == number
-    asyncio.run(env.handle_send_to_api(ScoredDataGroup(tokens=[], masks=[], scores=[])))
-    assert env.report.counts["not_sent/no_tokens"] == 1
-
-
-class Single(Scripted):
-    """collect_trajectory alone; every third is None."""
-
-    async def collect_trajectory(self, item):
-        self.calls = getattr(self, "calls", 0) + 1
-        if item == "never" or self.calls % 3 == 0:
-            return None, [f"again {self.calls}"]
-        tokens = chat(self.tokenizer, "go", "ab", add_generation_prompt=False)
-        size = len(tokens)
-        return ScoredDataItem(
-            tokens=tokens,
-            masks=tokens,
-            scores=float(self.calls),
-            inference_logprobs=[-0.1] * size if self.calls != 2 else None,
-            distill_token_ids=[[1]] * size,
-            distill_logprobs=[[-0.1]] * size,
-            generation_params={"temperature": 1.0},
-            overrides={"set_advantage_to_zero": True} if self.calls == 1 else None,
-        ), []
-
-
-def test_single_trajectories_keep_their_fields_and_one_that_is_none_is_asked_for_again(model_path):
-    env = make(Single, model_path)
-    group, backlog = asyncio.run(env.collect_trajectories("item"))
-    assert group["scores"] == [1.0, 2.0, 4.0, 5.0] and backlog == ["again 3"]
-    size = len(group["tokens"][0])
-    assert [values[0] for values in group["inference_logprobs"]] == [-0.1, 1.0, -0.1, -0.1]
-    assert group["distill_token_ids"] == [[[1]] * size] * 4 and group["distill_logprobs"] == [[[-0.1]] * size] * 4
-    assert group["generation_params"] == {"temperature": 1.0} and group["ref_logprobs"] == []
-    assert group["overrides"] == [{"set_advantage_to_zero": True}, {}, {}, {}]
-    group, backlog = asyncio.run(env.collect_trajectories("never"))
-    assert group is None and len(backlog) == 12
-    assert env.report.counts["not_sent/missing_trajectories"] == 1
-    assert env.report.counts["trajectories_missing"] == 1 + 3 * 4
-
-
-def test_fields_that_only_some_trajectories_have_are_an_error():
-    rows = [
-        {"tokens": [1], "masks": [1], "scores": 1.0, "advantages": [1.0]},
-        {"tokens": [1], "masks": [1], "scores": 1.0},
-    ]
-    with pytest.raises(ValueError, match="1 of 2 trajectories have no advantages"):
-        group_of(rows)
-
-
-def test_atroposlib_alone_loses_the_fields_of_single_trajectories(model_path):
-    """The reason for an own collect_trajectories: this fails when upstream fixes it."""
-    env = make(Single, model_path, group_size=2)
-    group, _ = asyncio.run(BaseEnv.collect_trajectories(env, "item"))
-    assert "inference_logprobs" not in group and "distill_logprobs" not in group
-
-
-def test_chat_templates_give_lists_again(model_path, tokenizer):
-    """Also for tokenizers that an environment makes itself. The last line fails when transformers fixes it."""
-    make(Scripted, model_path)
-    messages = [{"role": "user", "content": "go"}, {"role": "assistant", "content": "ab"}]
-    row = tokenize_for_trainer(AutoTokenizer.from_pretrained(model_path), messages)
-    prompt = chat(tokenizer, "go")
-    assert row["masks"] == [I] * len(prompt) + row["tokens"][len(prompt) :]
-    assert set(tokenizer.apply_chat_template(messages, return_dict=True)) >= {"input_ids"}
-    assert not isinstance(PreTrainedTokenizerBase.apply_chat_template.of_transformers(tokenizer, messages), list)
-
-
-def test_openai_arguments_become_those_of_sglang_or_are_named():
-    schema = {"type": "object", "properties": {}}
-    params, unknown = sampling_params(
-        {
-            "model": "m",
-            "max_completion_tokens": 5,
-            "seed": 3,
-            "stop": ["x", 7],
-            "n": 2,
-            "top_p": None,
-            "tools": None,
-            "logprobs": False,
-            "response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}},
-            "extra_body": {"top_k": 4, "min_tokens": 1},
-            "tool_choice": "auto",
-        }
-    )
-    assert unknown == {}
-    assert params == {
-        "max_new_tokens": 5,
-        "sampling_seed": 3,
-        "stop": ["x"],
-        "stop_token_ids": [7],
-        "n": 2,
-        "json_schema": '{"type":"object","properties":{}}',
-        "top_k": 4,
-        "min_new_tokens": 1,
-    }
-    assert sampling_params({"tools": [{}], "logprobs": 0, "best": 1})[1] == {"tools": [{}], "logprobs": 0, "best": 1}
-
-
-def test_a_server_that_cannot_be_reached_is_named(model_path):
-    """tenacity's RetryError has no text; completion is tried thrice."""
-    env = make(Scripted, model_path)
-    with pytest.raises(InferenceError, match="http://127.0.0.1:1/generate: cannot connect"):
-        asyncio.run(env.server.completion(prompt="go", max_tokens=5))
-
-
-def test_only_the_missing_samples_are_asked_for_again(model_path):
-    """The server's aborts end all samples at once, so what it answers is scripted here."""
-    env, asked = make(Scripted, model_path), []
-    answers = iter([["stop", "abort", "length", "abort"], ["stop", "abort"], ["stop"]])
-
-    async def plain(n, **kwargs):
-        asked.append(n)
-        reasons = enumerate(next(answers))
-        choices = [{"index": i, "finish_reason": "stop", "text": reason, "logprobs": None} for i, reason in reasons]
-        answer = {"id": "x", "created": 0, "model": "m", "object": "text_completion", "choices": choices}
-        answer = Completion.model_validate(answer)
-        for choice in answer.choices:
-            choice.finish_reason = choice.text
-        return answer
-
-    env.server.servers[0]._completion_wrapper = partial(env._calls.text, env.server.servers[0], plain)
-    answer = asyncio.run(env.server.completion(prompt="go", n=4, logprobs=1))
-    assert asked == [4, 2, 1] and env.report.counts["aborted_samples"] == 3
-    assert [(c.index, c.text) for c in answer.choices] == [(0, "stop"), (1, "length"), (2, "stop"), (3, "stop")]

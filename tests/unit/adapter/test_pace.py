@@ -155,9 +155,8 @@ def with_a_group(items):
     first=st.integers(0, 5),
 )
 @example(items=[(15, 1)] + [(0, 1)] * 19, max_staleness=0, groups=4, workers=1, every=1, first=0)
-def test_every_step_trains_on_what_began_next_and_at_most_max_staleness_updates_ago(
-    items, max_staleness, groups, workers, every, first
-):
+def test_pace_keeps_order_and_bound(items, max_staleness, groups, workers, every, first):
+    """Every step trains on what began next and at most max staleness updates ago."""
     max_staleness = max(max_staleness, every - 1)
     training = Training(groups * SIZE, every, first * every)
     pace = Pace(max_staleness)
@@ -220,9 +219,7 @@ def test_environments_that_share_a_batch_always_fill_it(items, max_staleness, we
 )
 @example(groups=4, part=2, max_staleness=0, leaves=9, away=None, duration=3)
 @example(groups=4, part=2, max_staleness=2, leaves=40, away=100, duration=0)
-def test_where_an_environment_leaves_the_other_fills_the_batches_within_the_bound(
-    groups, part, max_staleness, leaves, away, duration
-):
+def test_pace_fills_in_for_an_environment_that_left(groups, part, max_staleness, leaves, away, duration):
     """And where it returns, each has its share again. Never for long is more on its way than the bound allows."""
     batch, part = groups * SIZE, min(part, groups - 1)
     training = Training(batch)
@@ -291,7 +288,8 @@ def test_a_trainer_that_goes_on_from_a_checkpoint_is_fed_again(items, max_stalen
     assert max(training.dropped, default=0) <= 4 - back + max_staleness + 4, "no drops once the old branch is gone"
 
 
-def test_where_the_version_goes_down_only_what_is_in_flight_or_begins_a_batch_counts():
+def test_pace_begins_anew_where_the_version_goes_down():
+    """Where the version goes down only what is in flight or begins a batch counts."""
     pace = Pace(0)
     pace.set_share(4 * SIZE)
     for version in (5, 6):
@@ -341,7 +339,8 @@ def versioned(number, oldest, newest):
     }
 
 
-def test_rows_that_are_too_old_or_from_the_future_are_dropped_and_counted_for_their_environment():
+def test_pace_rows_out_of_bounds_are_dropped_and_counted():
+    """Rows that are too old or from the future are dropped and counted for their environment."""
     groups = [versioned(0, [5, 3, 2, None], [5, 6, 5, None]), versioned(1, [6, 7, 4, 4], [6, 7, 7, 6])]
     expected = {
         None: ({"future_version": 2}, [5, 3, 2, None, 6, 4]),
@@ -358,7 +357,8 @@ def test_rows_that_are_too_old_or_from_the_future_are_dropped_and_counted_for_th
 
 
 @pytest.mark.parametrize("max_staleness", [None, 0, 9])
-def test_what_weights_sampled_that_nobody_pushed_is_never_trained_on(max_staleness):
+def test_pace_rows_of_unpushed_weights_are_never_trained_on(max_staleness):
+    """What weights sampled that nobody pushed is never trained on."""
     groups = [versioned(0, [6, NOT_PUSHED, NOT_PUSHED, 6], [6, NOT_PUSHED, 6, 6])]
     _, report = groups_to_data_proto(groups, RowLimits(10, 10, 0), 1, VersionLimits(6, max_staleness))
     assert report.dropped == {"not_pushed": 2} and report.rows == 2
@@ -380,7 +380,8 @@ def test_a_batch_of_which_nothing_is_fresh_is_empty():
         ("max_staleness=0", None),
     ],
 )
-def test_a_bound_under_which_training_would_wait_for_ever_is_refused(overrides, expected):
+def test_pace_bound_that_would_deadlock_is_refused(overrides, expected):
+    """A bound under which training would wait for ever is refused."""
     options = [
         "actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B",
         "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096",

@@ -34,7 +34,8 @@ I = -100  # noqa: E741
     ],
     ids=["one", "spans", "old_server", "never_pushed", "empty", "silent"],
 )
-def test_versions_are_read_from_a_reply_by_token_where_the_server_says_so(meta_info, expected):
+def test_weight_versions_are_read_by_token(meta_info, expected):
+    """Versions are read from a reply by token where the server says so."""
     assert versions_of(meta_info) == expected
 
 
@@ -74,7 +75,8 @@ def stamp(group, cache, env_name=None):
     return counts
 
 
-def test_a_sequence_has_the_oldest_and_newest_version_of_its_turns_and_none_if_one_is_unknown(cache):
+def test_weight_versions_of_a_sequence_are_oldest_and_newest(cache):
+    """A sequence has the oldest and newest version of its turns and none if one is unknown."""
     group = a_group()
     stamp(group, cache, "math")
     overrides = group["group_overrides"]
@@ -82,7 +84,8 @@ def test_a_sequence_has_the_oldest_and_newest_version_of_its_turns_and_none_if_o
     assert overrides == {"policy_version_min": [1, 2, None], "policy_version_max": [1, 4, None], "env_name": "math"}
 
 
-def test_a_sequence_of_unknown_version_has_none_and_what_nobody_sampled_is_not_trained_on(cache):
+def test_weight_versions_are_none_where_one_is_unknown(cache):
+    """A sequence of unknown version has none and what nobody sampled is not trained on."""
     cache.add(np.array([1, 2], np.int32), [8, 8], [-0.6, -0.7])
     group = a_group(
         tokens=[[1, 2, 5, 6, 3], [1, 2, 8, 8], [1, 2, 5]],
@@ -102,7 +105,8 @@ def test_what_the_environment_says_itself_stays(cache):
     assert overrides["difficulty"] == 2 and overrides["policy_version_max"] == [1, 4, None]
 
 
-def test_staleness_is_counted_from_the_oldest_trained_token_when_the_row_is_trained_on(cache):
+def test_weight_versions_give_staleness_by_the_oldest_token(cache):
+    """Staleness is counted from the oldest trained token when the row is trained on."""
     group = a_group()
     stamp(group, cache)
     rows, _ = groups_to_data_proto([group], RowLimits(10, 10, 0))

@@ -53,7 +53,8 @@ def test_requests_have_room_and_time_for_long_answers(tmp_path):
     [({}, 256), ({"max_num_workers": 5}, 5), ({"max_num_workers_per_node": 3}, 3)],
     ids=["default", "workers", "workers_per_node"],
 )
-def test_groups_in_flight_of_an_environment_are_its_own_where_it_says_so(own, expected):
+def test_groups_in_flight_of_an_environment_may_be_its_own(own, expected):
+    """Groups in flight of an environment are its own where it says so."""
     env = Plain.__new__(Plain)
     env.adapter_settings = AdapterSettings(groups_in_flight=256)
     env.config, env.env_id, env.server = BaseEnvConfig(**own), 0, Servers()

@@ -1,0 +1,194 @@
+"""Groups as they are sent: collected from single trajectories, restored to what was sampled, refused by name."""
+
+import asyncio
+from functools import partial
+
+import numpy as np
+import pytest
+from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup, ScoredDataItem
+from atroposlib.utils.tokenize_for_trainer import tokenize_for_trainer
+from openai.types.completion import Completion
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from helpers.sampled import END, I, Scripted, chat, ids_of, make, make_drifting_model
+from recipe.atropos.adapter.adapted_env import adapt
+from recipe.atropos.adapter.completion_cache import ITEM, CompletionCache, Item
+from recipe.atropos.adapter.sampled import group_of
+from recipe.atropos.adapter.sampled_calls import sampling_params
+from recipe.atropos.inference.client import InferenceError
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    return make_drifting_model(tmp_path_factory.mktemp("model") / "policy")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model_path):
+    return AutoTokenizer.from_pretrained(model_path)
+
+
+@pytest.fixture
+def cache(tokenizer):
+    ITEM.set(Item())
+    return CompletionCache(tokenizer)
+
+
+def sampled(cache, prompt, *parts, text=None, first=-0.5):
+    tokens = ids_of(cache.tokenizer, *parts)
+    logprobs = [first - 0.01 * i for i in range(len(tokens))]
+    return cache.add(np.array(prompt, np.int32), tokens, logprobs, text)
+
+
+@pytest.mark.parametrize(("wandb_name", "name"), [("mine", "mine"), (None, "scripted")])
+def test_reports_have_the_name_of_the_environment(wandb_name, name, model_path):
+    config = BaseEnvConfig(tokenizer_name=str(model_path), wandb_name=wandb_name, use_wandb=False)
+    server = APIServerConfig(model_name=str(model_path), base_url="http://127.0.0.1:1/v1", api_key="x")
+    assert adapt(Scripted)(config, [server]).report.name == name
+
+
+def test_restore_refuses_a_group_that_nobody_sampled(model_path, caplog):
+    """What nobody sampled is not trained on and a group of it is refused."""
+    env = make(Scripted, model_path)
+    prompt, gold = chat(env.tokenizer, "go"), chat(env.tokenizer, "go", "dec", add_generation_prompt=False)
+    reply = sampled(env._calls.caches["train"], prompt, "a", "b", END)
+    posted = chat(env.tokenizer, "go", "ab", add_generation_prompt=False)
+    rows = [{"tokens": ids, "masks": [I] * len(prompt) + ids[len(prompt) :]} for ids in (posted, gold, gold, gold)]
+    asyncio.run(env.handle_send_to_api(env.group(rows)))
+    assert env.sent["masks"][0] == [I] * len(prompt) + reply.tokens.tolist() + [I]
+    assert all(set(masks) == {I} and len(masks) == len(gold) for masks in env.sent["masks"][1:])
+    assert env.report.counts["not_sampled"] == 3
+    env.sent = None
+    asyncio.run(env.handle_send_to_api(env.group(rows[1:] + rows[1:2])))
+    assert env.sent is None and env.report.counts["not_sent/not_sampled"] == 1
+    asyncio.run(env.handle_send_to_api([env.group(rows), env.group(rows[1:] + rows[1:2]), None]))
+    assert len(env.sent) == 1 and env.report.counts["not_sent/not_sampled"] == 2
+    for number, masks in enumerate((gold[1:], [*gold, I]), 1):
+        env.sent, rows[2] = None, {"tokens": gold, "masks": masks}
+        asyncio.run(env.handle_send_to_api(env.group(rows)))
+        assert env.sent is None and env.report.counts["not_sent/unequal_lengths"] == number
+    asyncio.run(env.handle_send_to_api(ScoredDataGroup(tokens=[], masks=[], scores=[])))
+    assert env.report.counts["not_sent/no_tokens"] == 1
+
+
+class Single(Scripted):
+    """collect_trajectory alone; every third is None."""
+
+    async def collect_trajectory(self, item):
+        self.calls = getattr(self, "calls", 0) + 1
+        if item == "never" or self.calls % 3 == 0:
+            return None, [f"again {self.calls}"]
+        tokens = chat(self.tokenizer, "go", "ab", add_generation_prompt=False)
+        size = len(tokens)
+        return ScoredDataItem(
+            tokens=tokens,
+            masks=tokens,
+            scores=float(self.calls),
+            inference_logprobs=[-0.1] * size if self.calls != 2 else None,
+            distill_token_ids=[[1]] * size,
+            distill_logprobs=[[-0.1]] * size,
+            generation_params={"temperature": 1.0},
+            overrides={"set_advantage_to_zero": True} if self.calls == 1 else None,
+        ), []
+
+
+def test_collect_each_keeps_fields_and_asks_for_none_again(model_path):
+    """Single trajectories keep their fields and one that is none is asked for again."""
+    env = make(Single, model_path)
+    group, backlog = asyncio.run(env.collect_trajectories("item"))
+    assert group["scores"] == [1.0, 2.0, 4.0, 5.0] and backlog == ["again 3"]
+    size = len(group["tokens"][0])
+    assert [values[0] for values in group["inference_logprobs"]] == [-0.1, 1.0, -0.1, -0.1]
+    assert group["distill_token_ids"] == [[[1]] * size] * 4 and group["distill_logprobs"] == [[[-0.1]] * size] * 4
+    assert group["generation_params"] == {"temperature": 1.0} and group["ref_logprobs"] == []
+    assert group["overrides"] == [{"set_advantage_to_zero": True}, {}, {}, {}]
+    group, backlog = asyncio.run(env.collect_trajectories("never"))
+    assert group is None and len(backlog) == 12
+    assert env.report.counts["not_sent/missing_trajectories"] == 1
+    assert env.report.counts["trajectories_missing"] == 1 + 3 * 4
+
+
+def test_fields_that_only_some_trajectories_have_are_an_error():
+    rows = [
+        {"tokens": [1], "masks": [1], "scores": 1.0, "advantages": [1.0]},
+        {"tokens": [1], "masks": [1], "scores": 1.0},
+    ]
+    with pytest.raises(ValueError, match="1 of 2 trajectories have no advantages"):
+        group_of(rows)
+
+
+def test_atroposlib_alone_loses_fields_of_single_trajectories(model_path):
+    """The reason for an own collect_trajectories: this fails when upstream fixes it."""
+    env = make(Single, model_path, group_size=2)
+    group, _ = asyncio.run(BaseEnv.collect_trajectories(env, "item"))
+    assert "inference_logprobs" not in group and "distill_logprobs" not in group
+
+
+def test_chat_templates_give_lists_again(model_path, tokenizer):
+    """Also for tokenizers that an environment makes itself. The last line fails when transformers fixes it."""
+    make(Scripted, model_path)
+    messages = [{"role": "user", "content": "go"}, {"role": "assistant", "content": "ab"}]
+    row = tokenize_for_trainer(AutoTokenizer.from_pretrained(model_path), messages)
+    prompt = chat(tokenizer, "go")
+    assert row["masks"] == [I] * len(prompt) + row["tokens"][len(prompt) :]
+    assert set(tokenizer.apply_chat_template(messages, return_dict=True)) >= {"input_ids"}
+    assert not isinstance(PreTrainedTokenizerBase.apply_chat_template.of_transformers(tokenizer, messages), list)
+
+
+def test_openai_arguments_become_those_of_sglang_or_are_named():
+    schema = {"type": "object", "properties": {}}
+    params, unknown = sampling_params(
+        {
+            "model": "m",
+            "max_completion_tokens": 5,
+            "seed": 3,
+            "stop": ["x", 7],
+            "n": 2,
+            "top_p": None,
+            "tools": None,
+            "logprobs": False,
+            "response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}},
+            "extra_body": {"top_k": 4, "min_tokens": 1},
+            "tool_choice": "auto",
+        }
+    )
+    assert unknown == {}
+    assert params == {
+        "max_new_tokens": 5,
+        "sampling_seed": 3,
+        "stop": ["x"],
+        "stop_token_ids": [7],
+        "n": 2,
+        "json_schema": '{"type":"object","properties":{}}',
+        "top_k": 4,
+        "min_new_tokens": 1,
+    }
+    assert sampling_params({"tools": [{}], "logprobs": 0, "best": 1})[1] == {"tools": [{}], "logprobs": 0, "best": 1}
+
+
+def test_a_server_that_cannot_be_reached_is_named(model_path):
+    """tenacity's RetryError has no text; completion is tried thrice."""
+    env = make(Scripted, model_path)
+    with pytest.raises(InferenceError, match="http://127.0.0.1:1/generate: cannot connect"):
+        asyncio.run(env.server.completion(prompt="go", max_tokens=5))
+
+
+def test_only_the_missing_samples_are_asked_for_again(model_path):
+    """The server's aborts end all samples at once, so what it answers is scripted here."""
+    env, asked = make(Scripted, model_path), []
+    answers = iter([["stop", "abort", "length", "abort"], ["stop", "abort"], ["stop"]])
+
+    async def plain(n, **kwargs):
+        asked.append(n)
+        reasons = enumerate(next(answers))
+        choices = [{"index": i, "finish_reason": "stop", "text": reason, "logprobs": None} for i, reason in reasons]
+        answer = {"id": "x", "created": 0, "model": "m", "object": "text_completion", "choices": choices}
+        answer = Completion.model_validate(answer)
+        for choice in answer.choices:
+            choice.finish_reason = choice.text
+        return answer
+
+    env.server.servers[0]._completion_wrapper = partial(env._calls.text, env.server.servers[0], plain)
+    answer = asyncio.run(env.server.completion(prompt="go", n=4, logprobs=1))
+    assert asked == [4, 2, 1] and env.report.counts["aborted_samples"] == 3
+    assert [(c.index, c.text) for c in answer.choices] == [(0, "stop"), (1, "length"), (2, "stop"), (3, "stop")]
