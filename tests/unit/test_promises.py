@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import pkgutil
 import re
 import shlex
 from pathlib import Path
@@ -28,7 +29,7 @@ def in_repository(path):
 
 
 def defined(place):
-    """Whether ``file.py:Name`` or ``file.py:Class.name`` is defined there."""
+    """Whether ``file.py:Name`` or ``file.py:Class.name`` is defined there, the latter also by a base class."""
     file, _, name = place.partition(":")
     if not (RECIPE / file).is_file():
         return False
@@ -36,7 +37,8 @@ def defined(place):
     for part in name.split("."):
         named = [node for node in body if getattr(node, "name", None) == part]
         if not named:
-            return False
+            module, (owner, _, member) = file.removesuffix(".py").replace("/", "."), name.rpartition(".")
+            return bool(owner) and hasattr(pkgutil.resolve_name(f"recipe.atropos.{module}:{owner}"), member)
         body = named[0].body
     return True
 

@@ -1,10 +1,10 @@
 r"""Word problems with a calculator: ``python -m recipe.atropos.environments.calculator serve|evaluate [flags]``.
 
 The policy writes ``<call>412 + 97</call>`` and ends its turn; the tool's answer is the next turn, by the chat template;
-a turn without a call is the last one, and what it boxes decides, +1 or -1. Guarantees:
+a turn without a call is the last one, and what it boxes decides, +1 or -1. Guarantees, beside those of ``gsm8k``:
 
 - Each sequence of a group is a conversation of its own, at most ``max_turns`` turns of the policy and never longer than
-  what BaseEnv and the trainer accept; its tokens, masks and logprobs are those sampled (``sampled``).
+  what BaseEnv and the trainer accept.
 - What the tool wrote, and what the chat template put around it, is masked. A malformed call is answered by an error
   message, and costs the policy a turn.
 - A turn that was cut off at its greatest length ends the conversation. A group is whole, or its error is raised.
@@ -13,18 +13,15 @@ Problems come from everywhere that ``gsm8k`` takes them from; by default they ar
 """
 
 import asyncio
-import logging
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
-from atroposlib.envs.base import ScoredDataGroup
 from pydantic import Field
 
 from recipe.atropos.adapter.cli import adapt
 from recipe.atropos.environments.calculator_tool import CLOSE, OPEN, answer
 from recipe.atropos.environments.gsm8k import GSM8kEnv, GSM8kEnvConfig
+from recipe.atropos.environments.single_turn import Conversation, Messages, message
 from recipe.atropos.environments.word_problems import SYNTHETIC_STEPS, Row
-
-logger = logging.getLogger(__name__)
 
 SYSTEM_PROMPT = (
     f"Solve the problem step by step with a calculator: write {OPEN}412 + 97{CLOSE}, end your turn, and you are told "
@@ -46,19 +43,6 @@ class CalculatorEnvConfig(GSM8kEnvConfig):
     )
 
 
-class Conversation(NamedTuple):
-    """``messages`` end in what the policy said last; ``node`` is the managed server's, with all turns' tokens."""
-
-    messages: list[dict[str, str]]
-    node: Any
-    finish_reason: str
-
-    @property
-    def tool_answers(self) -> list[str]:
-        turns = self.messages[[message["role"] for message in self.messages].index("assistant") :]
-        return [message["content"] for message in turns if message["role"] != "assistant"]
-
-
 class CalculatorEnv(GSM8kEnv):
     """Multi-turn math problems with a tool."""
 
@@ -76,7 +60,7 @@ class CalculatorEnv(GSM8kEnv):
 
     def _try_chat_template(self) -> None:
         role, secret = self.config.tool_role, "7" * 7
-        chat = [*self.messages({"question": "1 + 1"}), _message("assistant", "1"), _message(role, secret)]
+        chat = [*self.messages({"question": "1 + 1"}), message("assistant", "1"), message(role, secret)]
         fix = "give --env.tool_role=user" if role == "tool" else "give a tokenizer with another chat template"
         try:
             text = self.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
@@ -85,29 +69,19 @@ class CalculatorEnv(GSM8kEnv):
         if secret not in text:
             raise ValueError(f"the chat template leaves out what the role {role!r} says; {fix}")
 
-    # ------------------------------------------------------------------ rollouts
-
-    async def collect_trajectories(self, item: Row) -> tuple[ScoredDataGroup | None, list[Row]]:
-        """A scored group for one problem; None where it leaves no room for an answer."""
-        if self.answer_tokens(self.messages(item)) < 1:
-            logger.warning("skipped a problem whose prompt leaves no room for an answer: %s", item["question"][:80])
-            return None, []
+    async def converse(self, problem: Row, n: int, split: Literal["train", "eval"]) -> list[Conversation]:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self.converse(item, "train")) for _ in range(self.config.group_size)]
+            tasks = [group.create_task(self._conversation(problem, split)) for _ in range(n)]
         conversations = [task.result() for task in tasks]
-        for conversation in conversations:
-            answers = conversation.tool_answers
+        for conversation in conversations if split == "train" else ():
+            answers = tool_answers(conversation.messages)
             self.report.observe("calls", len(answers))
             self.report.observe("call_errors", sum(text.startswith("error") for text in answers))
-        return self.score(item, [conversation.node for conversation in conversations]), []
+        return conversations
 
-    async def greedy_conversation(self, row: Row) -> tuple[list[dict[str, str]], str]:
-        conversation = await self.converse(row, "eval")
-        return conversation.messages, conversation.finish_reason
-
-    async def converse(self, item: Row, split: Literal["train", "eval"]) -> Conversation:
-        """One conversation about a problem, to its end; greedy for "eval"."""
-        messages, more = self.messages(item), 0
+    async def _conversation(self, problem: Row, split: Literal["train", "eval"]) -> Conversation:
+        """To its end."""
+        messages, more = self.messages(problem), 0
         async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
             for turn in range(1, self.config.max_turns + 1):
                 completion = await managed.chat_completion(
@@ -119,11 +93,11 @@ class CalculatorEnv(GSM8kEnv):
                     split=split,
                 )
                 choice, nodes = completion.choices[0], managed.get_state()["nodes"]
-                messages = [*messages, _message("assistant", choice.message.content)]
+                messages = [*messages, message("assistant", choice.message.content)]
                 reply = answer(choice.message.content) if choice.finish_reason == "stop" else None
                 if reply is None or turn == self.config.max_turns:
                     break
-                asked = [*messages, _message(self.config.tool_role, reply)]
+                asked = [*messages, message(self.config.tool_role, reply)]
                 more = self._tokens_beyond(messages, nodes[-1])
                 if self.answer_tokens(asked, more) < 1:
                     break
@@ -132,15 +106,17 @@ class CalculatorEnv(GSM8kEnv):
             self.report.count("split_conversations")
         return Conversation(messages, nodes[-1], choice.finish_reason)
 
-    def _tokens_beyond(self, messages: list[dict[str, str]], node: Any) -> int:
+    def _tokens_beyond(self, messages: Messages, node: Any) -> int:
         """How many more tokens the policy sampled than its texts, and an end for each turn, are encoded in."""
         texts = [message["content"] for message in messages if message["role"] == "assistant"]
         encoded = sum(len(self.tokenizer.encode(text, add_special_tokens=False)) + 1 for text in texts)
         return max(0, sum(mask != -100 for mask in node.masked_tokens) - encoded)
 
 
-def _message(role: str, content: str) -> dict[str, str]:
-    return {"role": role, "content": content}
+def tool_answers(messages: Messages) -> list[str]:
+    """What the tool answered, in a conversation with its prompt."""
+    turns = messages[[message["role"] for message in messages].index("assistant") :]
+    return [message["content"] for message in turns if message["role"] != "assistant"]
 
 
 if __name__ == "__main__":

@@ -1,13 +1,12 @@
 """Programs against tests: ``python -m recipe.atropos.environments.code serve|evaluate [flags]``.
 
 The policy is given a problem of HumanEval or MBPP, or one in their formats, and writes a Python program; a sandbox runs
-it against the problem's tests, +1 where it passes all of them, else -1. Guarantees:
+it against the problem's tests, +1 where it passes all of them, else -1. Guarantees, beside those of ``single_turn``:
 
 - nothing that the policy writes runs outside of the sandbox (``sandbox``, which says what it holds back); where no
   isolation works the environment ends before anything is sampled, unless ``isolation`` is "none";
 - no answer passes but by what its functions return (``sandbox_answer``);
-- why answers fail is counted, ``answers/timeout`` and so on;
-- tokens, masks and logprobs are those that were sampled (``sampled``).
+- why answers fail is counted, ``answers/timeout`` and so on.
 
 Problems: ``code_problems``. A group in which every score is equal is not sent, as in ``gsm8k``.
 """
@@ -16,22 +15,20 @@ import asyncio
 import logging
 from typing import Any
 
-from atroposlib.envs.base import ScoredDataGroup
 from pydantic import Field
 
 from recipe.atropos.adapter.cli import adapt
-from recipe.atropos.adapter.sampled import group_of_nodes
 from recipe.atropos.environments.code_problems import Problem, job, load_problems
-from recipe.atropos.environments.gsm8k import GSM8kEnv, GSM8kEnvConfig
 from recipe.atropos.environments.sandbox import Isolation, Limits, Sandbox, Verdict
+from recipe.atropos.environments.single_turn import Conversation, SingleTurnEnv, SingleTurnEnvConfig
 
 logger = logging.getLogger(__name__)
 
 SYSTEM_PROMPT = "Write the Python function that is asked for, with the imports that it needs, in one ```python block."
 
 
-class CodeEnvConfig(GSM8kEnvConfig):
-    """The options of ``gsm8k``, and those of the sandbox; its limits are of each answer."""
+class CodeEnvConfig(SingleTurnEnvConfig):
+    """The options of single-turn environments, and those of the sandbox; its limits are of each answer."""
 
     dataset_name: str = Field(
         "google-research-datasets/mbpp",
@@ -50,13 +47,11 @@ class CodeEnvConfig(GSM8kEnvConfig):
     disk_mb: int = Field(Limits.disk_mb, ge=1, description="Files in its temporary folder, MiB")
 
 
-class CodeEnv(GSM8kEnv):
+class CodeEnv(SingleTurnEnv):
     """Single-turn programming problems; tests decide."""
 
     name = "code"
     env_config_cls = CodeEnvConfig
-
-    # ------------------------------------------------------------------ problems
 
     async def setup(self) -> None:
         """Start the sandbox, and load both splits.
@@ -72,12 +67,11 @@ class CodeEnv(GSM8kEnv):
             "UNPROTECTED, as --env.isolation=none wants it" if self.sandbox.start() == "none" else "isolated and probed"
         )
         logger.warning("answers run %s: isolation %s, %d at a time", what, self.sandbox.isolation, self.sandbox.workers)
-        self.train, self.test = self.load(config)
-        self._order = (-1, [])
+        await super().setup()
 
     @staticmethod
     def load(config: CodeEnvConfig) -> tuple[list[Problem], list[Problem]]:
-        """The train split and the test split. The latter does not depend on the seed: runs are compared on the same.
+        """The train split and the test split.
 
         Raises:
             ConfigurationError: naming the dataset, file or row.
@@ -85,8 +79,6 @@ class CodeEnv(GSM8kEnv):
         name, part, shown = config.dataset_name, config.dataset_config, config.shown_tests
         train = load_problems(name, "train", part, config.train_size, config.seed, shown)
         return train, load_problems(name, "test", part, config.eval_size, 0, shown)
-
-    # ------------------------------------------------------------------ rollouts
 
     async def verdicts(self, problem: Problem, texts: list[str]) -> list[Verdict]:
         """Of each answer, in order."""
@@ -97,43 +89,22 @@ class CodeEnv(GSM8kEnv):
             self.report.count(f"answers/{verdict.why}")
         return found
 
-    async def collect_trajectories(self, item: Problem) -> tuple[ScoredDataGroup | None, list[Problem]]:
-        """A scored group for one problem, or None. A problem whose sampling was aborted comes back for another try."""
-        messages = self.messages(item)
-        max_tokens = self.answer_tokens(messages)
-        if max_tokens < 1:
-            logger.warning("skipped problem %s, whose prompt leaves no room for an answer", item["task"])
-            return None, []
-        async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
-            completion = await managed.chat_completion(
-                messages=messages,
-                n=self.config.group_size,
-                max_tokens=max_tokens,
-                temperature=self.config.temperature,
-                top_p=1.0,
-            )
-            nodes = managed.get_state()["nodes"]
-        if any(node.metadata["finish_reason"] == "abort" for node in nodes):
-            return None, [item]
-        return await self.score(item, nodes, [choice.message.content for choice in completion.choices]), []
-
-    async def score(self, item: Problem, nodes: list[Any], texts: list[str]) -> ScoredDataGroup:
-        """The group with its scores."""
-        passed = [verdict.passed for verdict in await self.verdicts(item, texts)]
+    async def scores(self, problem: Problem, answers: list[str], nodes: list[Any]) -> list[float]:
+        passed = [verdict.passed for verdict in await self.verdicts(problem, answers)]
         self.percent_correct_buffer.extend(map(float, passed))
-        return group_of_nodes(nodes, [1.0 if right else -1.0 for right in passed])
+        return [1.0 if right else -1.0 for right in passed]
 
-    # ------------------------------------------------------------------ evaluation
-
-    async def graded(self, row: Problem, text: str) -> dict[str, Any]:
-        [verdict] = await self.verdicts(row, [text])
+    async def eval_sample(self, problem: Problem, conversation: Conversation) -> dict[str, Any]:
+        [verdict] = await self.verdicts(problem, [conversation.answer])
         return {
-            "task": row["task"],
-            "answer": text,
-            "gold": row["gold"],
+            "messages": conversation.messages,
+            "task": problem["task"],
+            "answer": conversation.answer,
+            "gold": problem["gold"],
             "correct": verdict.passed,
             "why": f"{verdict.why} {verdict.detail}".strip(),
             "score": int(verdict.passed),
+            "finish_reason": conversation.finish_reason,
         }
 
 

@@ -104,8 +104,8 @@ class TokenAdvantages:
         """The graded steps in one turn of the policy; override it for another form of reasoning."""
         return arithmetic_steps(text, results)
 
-    def score(self, item: Row, nodes: list[Any]) -> ScoredDataGroup:
-        group = super().score(item, nodes)
+    async def score(self, item: Row, nodes: list[Any]) -> ScoredDataGroup:
+        group = await super().score(item, nodes)
         results = results_of(item)
         parts = [self._worth(node, score, results) for node, score in zip(nodes, group["scores"], strict=True)]
         advantages = standardized(*map(np.concatenate, zip(*parts, strict=True)))

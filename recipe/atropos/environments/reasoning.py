@@ -7,17 +7,14 @@ server's: what the policy sampled, never encoded again.
 The held-out problems are the same for every seed, and no training problem is one of them.
 """
 
-import asyncio
-import time
+from collections.abc import Sequence
 from typing import Any
 
 import yaml
-from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup
 from pydantic import Field
 
 from recipe.atropos.adapter.cli import adapt
-from recipe.atropos.adapter.sampled import group_of_nodes
-from recipe.atropos.data.sampling import default_temperature
+from recipe.atropos.environments.single_turn import Conversation, SingleTurnEnv, SingleTurnEnvConfig
 
 Problem = dict[str, Any]  # question, answer, metadata: reasoning-gym's own
 
@@ -30,62 +27,44 @@ _SEEDS_APART = 1_000_003  # reasoning-gym's problem i of seed s is problem 0 of 
 _SEEDS = 2**32 - 2**24  # some tasks take only 32 bits
 
 
-class ReasoningEnvConfig(BaseEnvConfig):
-    """BaseEnv's options and this environment's own."""
+class ReasoningEnvConfig(SingleTurnEnvConfig):
+    """The options of single-turn environments and this environment's own."""
 
     task: str = Field("chain_sum", description="Name of the task in reasoning-gym")
     task_config: str = Field("{}", description="The task's own settings, as JSON or YAML: {min_terms: 2}")
     train_size: int = Field(10_000, description="Number of training problems in an epoch")
     eval_size: int = Field(256, description="Number of held-out problems; fewer where a task has fewer different ones")
-    seed: int = Field(0, description="Of the training problems")
     system_prompt: str = Field(SYSTEM_PROMPT, description="Empty for none")
-    temperature: float = Field(
-        default_factory=default_temperature, description="Of sampling; by default the trainer's, 1 without a launcher"
-    )
-    max_answer_tokens: int | None = Field(None, description="Of one answer; by default what max_token_length leaves")
 
 
-class ReasoningEnv(BaseEnv):
+class ReasoningEnv(SingleTurnEnv):
     """Single-turn problems of one task of reasoning-gym."""
 
     name = "reasoning"
     env_config_cls = ReasoningEnvConfig
 
-    @classmethod
-    def config_init(cls) -> tuple[ReasoningEnvConfig, list[APIServerConfig]]:
-        env_config = ReasoningEnvConfig(
-            tokenizer_name="Qwen/Qwen2.5-1.5B-Instruct",
-            group_size=8,
-            use_wandb=False,
-            max_token_length=2048,
-            wandb_name=cls.name,
-        )
-        server = APIServerConfig(
-            model_name=env_config.tokenizer_name,
-            base_url="http://localhost:9001/v1",
-            api_key="x",
-            server_type="sglang",
-            health_check=False,
-        )
-        return env_config, [server]
-
-    # ------------------------------------------------------------------ problems
-
-    async def setup(self) -> None:
-        """Both sets of problems.
+    @staticmethod
+    def load(config: ReasoningEnvConfig) -> tuple[Sequence[Problem], list[Problem]]:
+        """The training problems, made when they are asked for, and the held-out ones.
 
         Raises:
-            ValueError: reasoning-gym does not know the task, or the task not its settings, or not its own answer;
-                names them.
+            ValueError: reasoning-gym does not know the task, or the task not its settings; names them.
         """
-        config = self.config
-        self.position = 0  # of the next training problem, counted over epochs
-        self.test = held_out(config.task, config.task_config, config.eval_size)
+        train = dataset(config.task, config.task_config, config.train_size, config.seed)
+        return train, held_out(config.task, config.task_config, config.eval_size)
+
+    async def setup(self) -> None:
+        """Both sets of problems. Raises ValueError as ``load``, or where the task cannot score its own answer."""
+        await super().setup()
         self._held_out = {problem["question"] for problem in self.test}
-        self._train = dataset(config.task, config.task_config, config.train_size, config.seed)
         right = self.test[0]["answer"]
-        if right is not None and score(self._train, f"<answer>{right}</answer>", self.test[0]) is None:
-            raise ValueError(f"--env.task={config.task}: the task cannot score its own answer {right!r}; take another")
+        if right is not None and score(self.train, f"<answer>{right}</answer>", self.test[0]) is None:
+            task = self.config.task
+            raise ValueError(f"--env.task={task}: the task cannot score its own answer {right!r}; take another")
+
+    def order(self, epoch: int) -> Sequence[int]:
+        """As they are: generated problems have no order of their own."""
+        return range(len(self.train))
 
     async def get_next_item(self) -> Problem:
         """The training problems, epoch after epoch, without those that are held out.
@@ -94,8 +73,7 @@ class ReasoningEnv(BaseEnv):
             ValueError: all of them are.
         """
         for _ in range(self.config.train_size):
-            problem = self._train[self.position % self.config.train_size]
-            self.position += 1
+            problem = await super().get_next_item()
             if problem["question"] not in self._held_out:
                 return problem
         raise ValueError(
@@ -104,90 +82,27 @@ class ReasoningEnv(BaseEnv):
             "--env.eval_size, or make the task larger"
         )
 
-    def save_checkpoint(self, step: int, data: dict[str, Any] | None = None) -> None:
-        """BaseEnv sets what is saved here as attributes when a run resumes at ``step``."""
-        super().save_checkpoint(step, {"position": self.position, **(data or {})})
+    async def scores(self, problem: Problem, answers: list[str], nodes: list[Any]) -> list[float]:
+        return [self.task_score(answer, problem) for answer in answers]
 
-    def score(self, text: str, problem: Problem) -> float:
+    def task_score(self, answer: str, problem: Problem) -> float:
         """In [0, 1], by the task; 0 where nothing stands between the tags, or nothing that it can read."""
-        found = score(self._train, text, problem)
+        found = score(self.train, answer, problem)
         if found is None:
             self.report.count("unreadable_answers")
         return found or 0.0
 
-    # ------------------------------------------------------------------ rollouts
+    async def eval_sample(self, problem: Problem, conversation: Conversation) -> dict[str, Any]:
+        score = self.task_score(conversation.answer, problem)
+        known = {"question": problem["question"], "gold": problem["answer"]}
+        return {**known, "answer": conversation.answer, "score": score}
 
-    def messages(self, problem: Problem) -> list[dict[str, str]]:
-        system = [{"role": "system", "content": self.config.system_prompt}] if self.config.system_prompt else []
-        return [*system, {"role": "user", "content": problem["question"]}]
-
-    def answer_tokens(self, messages: list[dict[str, str]]) -> int:
-        """How long an answer may be: the whole sequence stays below what BaseEnv and the trainer accept.
-
-        Raises:
-            ValueError: the problem leaves no room for one.
-        """
-        prompt = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        limit = self.config.max_token_length
-        if self.max_token_len > 0:
-            limit = min(limit, self.max_token_len)
-        room = limit - 1 - len(self.tokenizer.encode(prompt))
-        if room < 1:
-            raise ValueError(f"a problem fills --env.max_token_length={limit}: {messages[-1]['content'][:80]!r}")
-        return min(room, self.config.max_answer_tokens or room)
-
-    async def collect_trajectories(self, item: Problem) -> tuple[ScoredDataGroup | None, list[Problem]]:
-        """A scored group for one problem. A problem whose sampling was aborted comes back for another try."""
-        messages = self.messages(item)
-        async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
-            completion = await managed.chat_completion(
-                messages=messages,
-                n=self.config.group_size,
-                max_tokens=self.answer_tokens(messages),
-                temperature=self.config.temperature,
-                top_p=1.0,
-            )
-            nodes = managed.get_state()["nodes"]
-        if any(node.metadata["finish_reason"] == "abort" for node in nodes):
-            return None, [item]
-        texts = [choice.message.content for choice in completion.choices]
-        return group_of_nodes(nodes, [self.score(text, item) for text in texts]), []
-
-    # ------------------------------------------------------------------ evaluation
-
-    async def evaluate(self, *args: Any, **kwargs: Any) -> None:
-        """Greedy answers to the held-out problems: ``eval/accuracy``, the share of full scores, ``eval/mean_score``.
-
-        A call that fails raises: it is no wrong answer.
-        """
-        started = time.time()
-        limit = asyncio.Semaphore(self.config.max_eval_workers)
-
-        async def answer(problem: Problem) -> dict[str, Any]:
-            messages = self.messages(problem)
-            async with limit, self.server.managed_server(tokenizer=self.tokenizer) as managed:
-                completion = await managed.chat_completion(
-                    messages=messages, n=1, max_tokens=self.answer_tokens(messages), temperature=0.0, split="eval"
-                )
-            text = completion.choices[0].message.content
-            known = {"question": problem["question"], "gold": problem["answer"]}
-            return {**known, "answer": text, "score": self.score(text, problem)}
-
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(answer(problem)) for problem in self.test]
-        samples = [task.result() for task in tasks]
-        metrics = {
+    def eval_summary(self, samples: list[dict[str, Any]]) -> dict[str, float]:
+        """The share of full scores, and the mean."""
+        return {
             "eval/accuracy": sum(sample["score"] == 1 for sample in samples) / len(samples),
             "eval/mean_score": sum(sample["score"] for sample in samples) / len(samples),
-            "eval/total": len(samples),
         }
-        await self.evaluate_log(
-            metrics=metrics,
-            samples=samples,
-            start_time=started,
-            end_time=time.time(),
-            generation_parameters={"temperature": 0.0},
-        )
 
 
 def dataset(task: str, settings: str, size: int, seed: int) -> Any:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from recipe.atropos.demo.calculator_policy import CalculatorRecipe, demonstration
 from recipe.atropos.demo.small_policy import make_small_policy
-from recipe.atropos.environments.calculator import CalculatorEnv, CalculatorEnvConfig, Conversation
+from recipe.atropos.environments.calculator import CalculatorEnv, CalculatorEnvConfig, tool_answers
 from recipe.atropos.environments.calculator_tool import LARGEST, CalculatorError, answer, calculate
 from recipe.atropos.environments.word_problems import SYNTHETIC_STEPS, generate, gold_answer, split_of
 
@@ -223,7 +223,7 @@ def node(env, *turns):
 
 def test_only_what_the_last_turn_boxes_counts(env):
     nodes = [node(env, r"\boxed{7} <call>1+1</call>", "two"), node(env, "<call>1+1</call>", r"\boxed{7}")]
-    group = env.score({"question": "?", "answer": "#### 7"}, nodes)
+    group = asyncio.run(env.score({"question": "?", "answer": "#### 7"}, nodes))
     assert group["scores"] == [-1.0, 1.0]
     assert group["tokens"] == [n.tokens for n in nodes] and group["masks"] == [n.masked_tokens for n in nodes]
 
@@ -243,7 +243,7 @@ def test_calculator_answers_are_told_from_the_prompt():
     """What the user's role says after the first answer is the tool's."""
     chat = [("system", "s"), ("user", "u"), ("assistant", "a"), ("user", "error: b"), ("assistant", "c")]
     messages = [{"role": role, "content": content} for role, content in chat]
-    assert Conversation(messages, None, "stop").tool_answers == ["error: b"]
+    assert tool_answers(messages) == ["error: b"]
 
 
 @pytest.mark.parametrize(

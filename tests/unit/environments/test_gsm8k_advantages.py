@@ -1,5 +1,6 @@
 """Advantages of single tokens, as the examples of an environment give them and as the trainer reads them."""
 
+import asyncio
 import io
 import re
 from fractions import Fraction
@@ -130,7 +131,7 @@ def test_promises_advantages_by_answer_and_steps(make):
     wrong = node(env.tokenizer, r"12 + 7 = 18 18 - 4 = 14 \boxed{14}")
     unsaid = node(env.tokenizer, "12 + 7 = 19 so")
     nodes = [right, wrong, unsaid]
-    group = env.score(ROW, nodes)
+    group = asyncio.run(env.score(ROW, nodes))
     advantages = group["advantages"]
     assert group["scores"] == [1.0, -1.0, -1.0] and list(map(len, advantages)) == [len(n.tokens) for n in nodes]
     for one, values in zip(nodes, advantages, strict=True):
@@ -152,7 +153,7 @@ def test_promises_advantages_of_a_group_have_mean_zero(make):
     for _ in range(20):
         texts = [rf"{a} + 2 = {a + wrong} so \boxed{{{a}}}" for a, wrong in rng.integers(1, 17, (4, 2))]
         nodes = [node(env.tokenizer, *texts[: 1 + i % 2], text) for i, text in enumerate(texts)]
-        advantages = env.score(ROW, nodes)["advantages"]
+        advantages = asyncio.run(env.score(ROW, nodes))["advantages"]
         flat = np.concatenate(advantages)
         trained = np.concatenate([n.masked_tokens for n in nodes]) != IGNORED
         assert abs(flat[trained].mean()) < 1e-12 and not flat[~trained].any()
@@ -161,11 +162,11 @@ def test_promises_advantages_of_a_group_have_mean_zero(make):
 def test_promises_equal_tokens_of_a_kind_have_no_advantage(make):
     env = make(GSM8kAdvantagesEnv)
     nodes = [node(env.tokenizer, r"12 + 7 = 19 \boxed{15}"), node(env.tokenizer, r"12 + 7 = 19 \boxed{16}")]
-    first, second = env.score(ROW, nodes)["advantages"]
+    first, second = asyncio.run(env.score(ROW, nodes))["advantages"]
     step = len(nodes[0].tokens) - len(env.tokenizer.encode(r" \boxed{15}")) - 1
     assert not any(first[3:step]) and not any(second[3:step]) and max(first) == WEIGHTS[ANSWER]
     assert sorted({round(abs(value), 9) for value in first}) == [0.0, WEIGHTS[ELSEWHERE], WEIGHTS[ANSWER]]
-    same = env.score(ROW, [nodes[1], nodes[1]])["advantages"]
+    same = asyncio.run(env.score(ROW, [nodes[1], nodes[1]]))["advantages"]
     assert not np.any(same), "nothing to choose between"
 
 
@@ -174,7 +175,7 @@ def test_promises_calls_of_the_calculator_are_graded(make):
     good, bad = "<call>12 + 7</call>", "<call>12 + </call>"
     right = node(env.tokenizer, good, "<call>19 - 4</call>", r"\boxed{15}")
     wrong = node(env.tokenizer, bad, "<call>12 - 7</call>", r"\boxed{5}")
-    first, second = env.score(ROW, [right, wrong])["advantages"]
+    first, second = asyncio.run(env.score(ROW, [right, wrong]))["advantages"]
     positive = said(env.tokenizer, right, first, lambda value: value > 0.1)
     assert positive == [good, "<call>19 - 4</call>", r"\boxed{15}"]
     assert said(env.tokenizer, wrong, second, lambda value: value < -0.5) == [bad, r"\boxed{5}"]
@@ -188,7 +189,7 @@ def test_promises_the_trainer_reads_each_tokens_advantage(make):
         node(env.tokenizer, "<call>12 + 7</call>", r"\boxed{15}"),
         node(env.tokenizer, "<call>1 + 7</call>", r"\boxed{8}"),
     ]
-    group = env.score(ROW, nodes)
+    group = asyncio.run(env.score(ROW, nodes))
     rows, report = groups_to_data_proto([group], RowLimits(10, 100, 0), multiple_of=2)
     assert not report.dropped and rows.non_tensor_batch["has_advantages"].all()
     mask = rows.batch["response_mask"].bool()
@@ -204,7 +205,7 @@ def test_promises_debug_shows_the_advantage_of_each_token(make, tmp_path):
         node(env.tokenizer, rf"{shown} so \boxed{{{answer}}}")
         for shown, answer in (("12 + 7 = 19", 15), ("1 + 1 = 3", 3))
     ]
-    group = env.score(ROW, nodes)
+    group = asyncio.run(env.score(ROW, nodes))
     config = compose_config(f"actor_rollout_ref.model.path={env.tokenizer.name_or_path}", f"run.dir={tmp_path}")
     OmegaConf.save(config, RunDir(tmp_path).config)
     write_batch(RunDir(tmp_path).batches, 1, [group])

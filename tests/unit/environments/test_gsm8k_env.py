@@ -76,7 +76,7 @@ ITEM = {"question": "?", "answer": "#### 7"}
 def test_gsm8k_mixed_group_scores_plus_and_minus_one(env):
     """The group has the sampled tokens and logprobs."""
     nodes = [node(env, rf"\boxed{{{n}}}") for n in (7, 8, 7, 9)]
-    group = env.score(ITEM, nodes)
+    group = asyncio.run(env.score(ITEM, nodes))
     assert group["scores"] == [1.0, -1.0, 1.0, -1.0] and all(type(score) is float for score in group["scores"])
     assert group["tokens"] == [n.tokens for n in nodes] and group["masks"] == [n.masked_tokens for n in nodes]
     assert group["inference_logprobs"] == [n.logprobs for n in nodes]
@@ -84,13 +84,13 @@ def test_gsm8k_mixed_group_scores_plus_and_minus_one(env):
 
 
 def test_a_group_of_equal_scores_is_left_to_whoever_sends_it(env):
-    assert env.score(ITEM, [node(env, r"\boxed{8}")] * 4)["scores"] == [-1.0] * 4
-    assert env.score(ITEM, [node(env, r"\boxed{7}")] * 4)["scores"] == [1.0] * 4
+    for answer, score in ((r"\boxed{8}", -1.0), (r"\boxed{7}", 1.0)):
+        assert asyncio.run(env.score(ITEM, [node(env, answer)] * 4))["scores"] == [score] * 4
 
 
 def test_where_all_are_right_long_answers_get_less(env):
     nodes = [node(env, r"\boxed{7}"), node(env, r"\boxed{7}", padding=60)]
-    scores = env.score(ITEM, nodes)["scores"]
+    scores = asyncio.run(env.score(ITEM, nodes))["scores"]
     assert scores[0] == 1.0 and 0 < scores[1] < 1
 
 

@@ -44,7 +44,7 @@ def test_reasoning_says_where_all_problems_are_held_out(model_path):
 async def _first_of_a_single_problem(model_path):
     environment = env(model_path, train_size=3, eval_size=8)
     await ReasoningEnv.setup(environment)
-    environment._held_out = {environment._train[i]["question"] for i in range(3)}
+    environment._held_out = {environment.train[i]["question"] for i in range(3)}
     await environment.get_next_item()
 
 
@@ -65,11 +65,11 @@ def test_the_task_scores_what_stands_between_the_tags(text, expected):
 def test_reasoning_counts_an_answer_that_the_parser_fails_on(model_path):
     """The parser is the task's own; such an answer scores nothing."""
     environment = env(model_path)
-    environment._train = dataset("prime_factorization", "{}", 2, 0)
-    problem = environment._train[0]
-    assert score(environment._train, "<answer>seven</answer>", problem) is None
-    assert environment.score("<answer>seven</answer>", problem) == 0.0
-    assert environment.score(f"<answer>{problem['answer']}</answer>", problem) == 1.0
+    environment.train = dataset("prime_factorization", "{}", 2, 0)
+    problem = environment.train[0]
+    assert score(environment.train, "<answer>seven</answer>", problem) is None
+    assert environment.task_score("<answer>seven</answer>", problem) == 0.0
+    assert environment.task_score(f"<answer>{problem['answer']}</answer>", problem) == 1.0
     assert environment.report.counts["unreadable_answers"] == 1
 
 
