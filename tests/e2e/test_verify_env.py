@@ -47,13 +47,24 @@ def test_verify_env_shows_a_group_from_messages_to_rows(served, capsys):
     assert "ok: 3 rows with " in output and ", all sampled by the server" in output
 
 
+@pytest.fixture
+def of_the_page(tmp_path):
+    """The environment that docs/first-environment.md has as text."""
+    [text] = re.findall(r"```python\n(.*?)```", (ROOT / "docs/first-environment.md").read_text(), re.DOTALL)
+    path = tmp_path / "sums_env.py"
+    path.write_text(text)
+    return path
+
+
 @pytest.mark.timeout(300)
-def test_the_first_environment_can_be_trained_on(served, capsys):
+@pytest.mark.parametrize("page", [False, True], ids=["example", "page"])
+def test_the_first_environment_can_be_trained_on(served, capsys, of_the_page, page):
     model, url = served
+    target, asked = (of_the_page, " + ") if page else (EXAMPLE, "Repeat this word: ")
     options = ["group_size=4", "max_token_length=200", "ensure_scores_are_not_same=false"]
-    status, output = shown(capsys, "--env", str(EXAMPLE), "--model", model, "--url", url, *options)
+    status, output = shown(capsys, "--env", str(target), "--model", model, "--url", url, *options)
     assert status == 0, output
-    assert "Repeat this word: " in output and "ok: 4 rows with " in output and ", all sampled by the server" in output
+    assert asked in output and "ok: 4 rows with " in output and ", all sampled by the server" in output
 
 
 @pytest.mark.timeout(300)
