@@ -25,6 +25,7 @@ from typing import Any
 
 import aiohttp
 import orjson
+from tenacity import AsyncRetrying, before_sleep_log, retry_if_exception_type, stop_after_attempt, wait_exponential
 
 from recipe.atropos.errors import AtroposError
 
@@ -34,6 +35,7 @@ Batch = list[dict[str, Any]]  # groups: ScoredData of the API
 
 _FIRST_POLL, _LONGEST_POLL = 0.05, 1.0  # seconds between two questions for a batch while there is none
 _LONGEST_DELAY = 5.0  # seconds between two attempts to reach the API
+_UNREACHABLE = (aiohttp.ClientError, OSError)
 _MEANWHILE_SECONDS = 2.0  # of a wait for a batch, before the trainer looks after its servers
 
 
@@ -150,7 +152,7 @@ class DataSource:
                 deadline += time.monotonic() - begun
         raise DataSourceError(
             f"no batch of {self.registration.batch_size} sequences within trainer.atropos.{option}={limit:g} s: "
-            f"{asyncio.run(diagnose(self.config, self.registration.batch_size))}"
+            f"{asyncio.run(diagnose(self.config.api_url, self.registration.batch_size))}"
         )
 
     def _take(self, seconds: float) -> Batch | None:
@@ -175,7 +177,7 @@ class DataSource:
             self._registered.set()
 
     async def _fetch_forever(self) -> None:
-        async with _Api(self.config, self.events) as api:
+        async with TrajectoryApi(self.config, self.events) as api:
             self._api_step = await register(api, self.registration)
             self._registered.set()
             while await asyncio.to_thread(self._wait_for_room):
@@ -190,7 +192,7 @@ class DataSource:
             self._changed.wait_for(lambda: self._stopping or len(self._ready) < self.config.prefetch)
             return not self._stopping
 
-    async def _next_cut(self, api: "_Api") -> list[Batch]:
+    async def _next_cut(self, api: "TrajectoryApi") -> list[Batch]:
         """All batches that the API cut from its queue together, oldest first; waits until there is one."""
         delay = _FIRST_POLL
         cut: list[Batch] = []  # as the API gives them: newest first
@@ -209,14 +211,14 @@ class DataSource:
                 delay = min(2 * delay, _LONGEST_POLL)
         return cut[::-1]
 
-    async def _get_batch(self, api: "_Api") -> tuple[bool, Batch | None]:
+    async def _get_batch(self, api: "TrajectoryApi") -> tuple[bool, Batch | None]:
         """One ``GET /batch``: whether there was one, and it, None if it broke off, which is counted.
 
         Registers again where the API has lost its state.
         """
         started = time.perf_counter()
         try:
-            reply = await api.get("/batch", deadline=None)
+            reply = await api.get("/batch", limited=False)
         except _Broken as error:
             self.events["batch_lost"] += 1
             logger.error("a batch was lost on its way from the Trajectory API, which sends each only once: %s", error)
@@ -237,15 +239,23 @@ class _Broken(DataSourceError):
     """A reply that began and did not end."""
 
 
-class _Api:
-    """JSON over HTTP with exponential back-off while the API cannot be reached."""
+class TrajectoryApi:
+    """Client of the Trajectory API: JSON over HTTP, with exponential back-off while it cannot be reached.
+
+    ``events`` counts failed attempts, as api_unreachable.
+    """
 
     def __init__(self, config: DataSourceConfig, events: Counter[str] | None = None):
         self.url = config.api_url.rstrip("/")
         self._config = config
         self._events = Counter() if events is None else events
 
-    async def __aenter__(self) -> "_Api":
+    @classmethod
+    def once(cls, url: str, timeout: float = 10.0) -> "TrajectoryApi":
+        """One that makes a single attempt of ``timeout`` seconds."""
+        return cls(DataSourceConfig(url, timeout=timeout, retry_attempts=1))
+
+    async def __aenter__(self) -> "TrajectoryApi":
         # Plain bodies: compressing a batch costs the API more than the loopback or a cluster's wire does.
         self._session = aiohttp.ClientSession(headers={"Accept-Encoding": "identity"})
         return self
@@ -253,49 +263,58 @@ class _Api:
     async def __aexit__(self, *_: object) -> None:
         await self._session.close()
 
-    async def get(self, path: str, deadline: float | None = -1, **kwargs: Any) -> dict[str, Any]:
-        return await self._request("GET", path, deadline, **kwargs)
+    async def get(self, path: str, *, limited: bool = True, **kwargs: Any) -> Any:
+        return await self._request("GET", path, limited, **kwargs)
 
-    async def post(self, path: str, payload: Mapping[str, Any]) -> dict[str, Any]:
+    async def post(self, path: str, payload: Mapping[str, Any]) -> Any:
         return await self._request("POST", path, json=payload)
 
-    async def _request(self, method: str, path: str, deadline: float | None = -1, **kwargs: Any) -> dict[str, Any]:
-        """``deadline``: seconds for the whole request, None for no limit, -1 for the configured time-out.
+    async def knows_environment(self, number: int) -> bool:
+        """Whether so many environments have registered; the API answers 500 where not."""
+        try:
+            await self.get("/status-env", json={"env_id": number})
+        except DataSourceError:
+            return False
+        return True
+
+    async def _request(self, method: str, path: str, limited: bool = True, **kwargs: Any) -> Any:
+        """``limited``: whether the whole request has the configured time-out; to connect always has.
 
         Raises:
             _Broken: the connection ended in the middle of the reply.
             DataSourceError: the API could not be reached in all attempts, or answered with an HTTP error.
         """
-        config = self._config
-        timeout = aiohttp.ClientTimeout(
-            total=config.timeout if deadline == -1 else deadline, sock_connect=config.timeout
+        config, what = self._config, f"{method} {self.url}{path}"
+        timeout = aiohttp.ClientTimeout(total=config.timeout if limited else None, sock_connect=config.timeout)
+
+        async def request() -> Any:
+            async with self._session.request(method, self.url + path, timeout=timeout, **kwargs) as reply:
+                try:
+                    body = await reply.read()
+                except _UNREACHABLE as error:
+                    raise _Broken(f"{what}: the reply broke off ({error!r})") from error
+                if reply.status >= 400:
+                    raise DataSourceError(f"{what} answered HTTP {reply.status}: {body[:500].decode(errors='replace')}")
+                return orjson.loads(body)
+
+        retrying = AsyncRetrying(
+            retry=retry_if_exception_type(_UNREACHABLE),
+            stop=stop_after_attempt(config.retry_attempts),
+            wait=wait_exponential(config.retry_delay, max=_LONGEST_DELAY),
+            before_sleep=before_sleep_log(logger, logging.WARNING),
+            after=lambda _: self._events.update(api_unreachable=1),
+            reraise=True,
         )
-        delay = config.retry_delay
-        for attempt in range(1, config.retry_attempts + 1):
-            try:
-                async with self._session.request(method, self.url + path, timeout=timeout, **kwargs) as reply:
-                    try:
-                        body = await reply.read()
-                    except (aiohttp.ClientError, OSError) as error:
-                        raise _Broken(f"{method} {self.url}{path}: the reply broke off ({error!r})") from error
-                    if reply.status >= 400:
-                        answer = body[:500].decode(errors="replace")
-                        raise DataSourceError(f"{method} {self.url}{path} answered HTTP {reply.status}: {answer}")
-                    return orjson.loads(body)
-            except (aiohttp.ClientError, OSError, TimeoutError) as error:
-                self._events["api_unreachable"] += 1
-                logger.warning("attempt %d: %s %s%s: %r", attempt, method, self.url, path, error)
-                last = error
-            if attempt < config.retry_attempts:
-                await asyncio.sleep(delay)
-                delay = min(2 * delay, _LONGEST_DELAY)
-        raise DataSourceError(
-            f"the Trajectory API at {self.url} did not answer {method} {path} in {config.retry_attempts} attempts "
-            f"({last!r}); start it (run-api --port PORT) or correct trainer.atropos.api_url"
-        )
+        try:
+            return await retrying(request)
+        except _UNREACHABLE as error:
+            raise DataSourceError(
+                f"the Trajectory API at {self.url} did not answer {method} {path} in {config.retry_attempts} attempts "
+                f"({error!r}); start it (run-api --port PORT) or correct trainer.atropos.api_url"
+            ) from error
 
 
-async def register(api: _Api, registration: Registration) -> int:
+async def register(api: TrajectoryApi, registration: Registration) -> int:
     """Register the trainer and make sure that it took; returns the API's step counter.
 
     The API takes the first registration of its process and ignores every later one. Scored data that was posted before
@@ -323,23 +342,18 @@ async def register(api: _Api, registration: Registration) -> int:
     return (await api.get("/status"))["current_step"]
 
 
-async def _reset(api: _Api) -> None:
+async def _reset(api: TrajectoryApi) -> None:
     async with api._session.get(f"{api.url}/reset_data") as reply:  # answers in plain text
         reply.raise_for_status()
 
 
-async def diagnose(config: DataSourceConfig, batch_size: int) -> str:
+async def diagnose(api_url: str, batch_size: int) -> str:
     """One sentence on why no batch comes: which of API and environments is silent, or what does not fit together."""
-    quick = DataSourceConfig(config.api_url, timeout=5, retry_attempts=1, retry_delay=0.1)
     try:
-        async with _Api(quick) as api:
+        async with TrajectoryApi.once(api_url) as api:
             status = await api.get("/status")
             latest = await api.get("/latest_example")
-            try:
-                await api.get("/status-env", json={"env_id": 0})
-                environments = True
-            except DataSourceError:  # the API answers 500 for an environment that it does not know
-                environments = False
+            environments = await api.knows_environment(0)
     except DataSourceError as error:
         return f"the Trajectory API is silent ({error})"
     size = len(latest.get("tokens") or [])

@@ -1,7 +1,8 @@
 """The trainer: ``python -m recipe.atropos.main key=value ...``
 
 The SGLang servers (``inference.urls``) and the Trajectory API (``trainer.atropos.api_url``) must be running;
-``launch_services`` starts them, and an environment, around this. verl, torch and Ray are imported once the
+``launch_services`` starts them, and an environment, around this. Without an ``inference.gateway`` it starts one before
+the servers, and prints how environments ask it. verl, torch and Ray are imported once the
 configuration is right: a wrong key or value is answered in a moment.
 """
 
@@ -21,6 +22,7 @@ from recipe.atropos.checkpoint.resumption import prepare_folder
 from recipe.atropos.config.compose import load_complete, load_config
 from recipe.atropos.config.models import check_model, set_model_path
 from recipe.atropos.errors import ConfigurationError, expected_failure, one_line_errors
+from recipe.atropos.launcher.own_gateway import gateway_before
 from recipe.atropos.launcher.preflight import check_config
 from recipe.atropos.launcher.service_checks import check_services
 from recipe.atropos.run_dir import RunDir
@@ -66,7 +68,8 @@ def run(config: DictConfig) -> None:
         if not folder.inherits_lock():  # else the launcher has prepared it
             for change in prepare_folder(folder, config):
                 print(f"resumed with another {change}", flush=True)
-        _train(config)
+        with gateway_before(config):
+            _train(config)
 
 
 def _train(config: DictConfig) -> None:

@@ -155,7 +155,7 @@ class RayGRPOAtroposTrainer:
             batch = self._next_batch()
             self._await_evaluation()
             self.actor.deadline = time.monotonic() + _STEP_SHARE * self.config.trainer.atropos.step_timeout
-            self.checkpoint_manager.offload_servers(self.config.inference.urls)
+            self.checkpoint_manager.offload_servers()
             self._compute_log_probs(batch)
             self._compute_reference_log_probs(batch)
             self._compute_advantages(batch)
@@ -253,7 +253,7 @@ class RayGRPOAtroposTrainer:
 
     def _look_after_servers(self) -> None:
         """While a batch is waited for: it cannot come if servers wait for weights, or serve those of their start."""
-        self.metrics |= self.checkpoint_manager.ensure_current(self.global_steps - 1, waiting=True)
+        self.metrics |= self.checkpoint_manager.ensure_current(self.global_steps - 1)
 
     def _await_evaluation(self) -> None:
         """Weights that are due for evaluation are replaced only once the launcher has evaluated them.

@@ -16,6 +16,7 @@ from helpers.services import running_api
 from helpers.sglang import make_tiny_model, running_sglang
 from helpers.trainer import compose_config
 from recipe.atropos.inference.client import InferenceError, SGLangClient
+from recipe.atropos.launcher.own_gateway import gateway_before
 from recipe.atropos.launcher.preflight import ConfigurationError
 from recipe.atropos.launcher.service_checks import check_services
 
@@ -286,7 +287,9 @@ def test_a_pause_mode_that_cannot_work_is_refused_before_the_run(run, server, tm
     def check(api, mode):
         options = [f"inference.urls=[{server.url}]", f"inference.api_key={API_KEY}", f"run.dir={tmp_path}"]
         options += [f"trainer.atropos.api_url={api.url}", f"trainer.atropos.weight_sync.pause_mode={mode}"]
-        check_services(compose_config(f"actor_rollout_ref.model.path={server.old}", *options), timeout=10)
+        config = compose_config(f"actor_rollout_ref.model.path={server.old}", *options)
+        with gateway_before(config):
+            check_services(config, timeout=10)
 
     async def test(client):
         capabilities = await client.capabilities()

@@ -221,7 +221,7 @@ def test_servers_answer_by_current_weights_whatever_returns(trainer, servers, ga
         # one dies while the trainer has the memory of both; the next training waits until it has started again
         mark = tmp_path / "lent"
         manager.memory = SharedMemory(manager.fleet.targets, KEY, "auto", 60, mark)
-        manager.offload_servers([])
+        manager.offload_servers()
         assert manager.memory.released.keys() == {first.url, second.url} and mark.exists()
         first.kill()
         first.start()
@@ -229,7 +229,7 @@ def test_servers_answer_by_current_weights_whatever_returns(trainer, servers, ga
         assert metrics["weight_sync/servers_removed"] == 1 and word.serves() == (3, {second.url}) and not mark.exists()
         later.wait_for(8)
         manager.fleet.timeout = 150
-        manager.offload_servers([])
+        manager.offload_servers()
         assert manager.memory.released == {first.url: "default", second.url: "3"}
 
         # one dies in a push: the other has the whole of it

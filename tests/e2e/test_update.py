@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import ray
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -115,7 +116,7 @@ class Update:
 
     @staticmethod
     def _weights(trainer):
-        trainer.checkpoint_manager.update_weights(1)
+        ray.get(trainer.actor.update_weights(global_steps=1, mode="atropos"))
         folder = Path(trainer.config.run.dir, "weights", "version_1")
         return {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
 

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from omegaconf import DictConfig
 from transformers import AutoConfig, AutoTokenizer
 
 from recipe.atropos.config import compose
+from recipe.atropos.launcher.own_gateway import gateway_before
 
 CPU_OVERRIDES = [
     "actor_rollout_ref.model.override_config.attn_implementation=sdpa",
@@ -37,14 +39,16 @@ def _composed(overrides: tuple[str, ...]) -> DictConfig:
 
 
 def started(config: DictConfig) -> Any:
-    """A RayGRPOAtroposTrainer whose workers are up; ``close`` it."""
+    """A RayGRPOAtroposTrainer whose workers are up, with the gateway that it is started with; ``close`` it."""
     from recipe.atropos.ray_trainer import RayGRPOAtroposTrainer
 
-    path = config.actor_rollout_ref.model.path
+    path, gateway = config.actor_rollout_ref.model.path, ExitStack()
+    gateway.enter_context(gateway_before(config))
     trainer = RayGRPOAtroposTrainer(
         config=config, tokenizer=AutoTokenizer.from_pretrained(path), vocab_size=model_vocab(path)
     )
     trainer.init_workers()
+    trainer.gateway = gateway
     return trainer
 
 
@@ -60,6 +64,7 @@ def close(trainer: Any) -> None:
         ray.kill(worker)
     for group in trainer.actor.pool.pgs:
         ray.util.remove_placement_group(group)
+    trainer.gateway.close()
 
 
 def random_group(

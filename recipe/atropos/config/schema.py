@@ -131,7 +131,7 @@ class API(Section):
 
 class Inference(Section):
     urls: list[URL] = about("SGLang servers that the trainer pushes to; the launcher sets it")
-    gateway: URL | None = about("The gateway before these servers; null: they may not come and go")
+    gateway: URL | None = about("The gateway before these servers; null: the trainer starts one")
     servers: Count = about("Servers that the launcher starts")
     max_restarts: Limit = about("Restarts of each server and of the gateway before the run ends")
     python: Text | None = about("Interpreter of SGLang's environment; null: $ATROPOS_SGLANG_PYTHON, else .venv-sglang")

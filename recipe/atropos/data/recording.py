@@ -6,7 +6,7 @@ not to (``actor.fsdp_config.full_determinism``).
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -86,11 +86,11 @@ class NoServers:
         self.version = global_steps
         return {}
 
-    def ensure_current(self, global_steps: int, waiting: bool = False) -> dict[str, Any]:
+    def ensure_current(self, global_steps: int) -> dict[str, Any]:
         return {}
 
     def onload_servers(self) -> None:
         pass
 
-    def offload_servers(self, urls: Sequence[str]) -> None:
+    def offload_servers(self) -> None:
         pass

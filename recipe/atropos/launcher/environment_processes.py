@@ -22,12 +22,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 from omegaconf import OmegaConf
 
 from recipe.atropos.adapter.settings import STALL_TIMEOUT, AdapterSettings
 from recipe.atropos.config.env_specs import EnvironmentSpec
 from recipe.atropos.data.sampling import TEMPERATURE_VARIABLE
+from recipe.atropos.data_source import DataSourceError, TrajectoryApi
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.launcher.concurrency import groups_in_flight, request_limits
 from recipe.atropos.launcher.progress import progress
@@ -37,7 +37,6 @@ from recipe.atropos.utils.process import Service, ServiceFailed, run_command, un
 from recipe.atropos.utils.secret import secret_variables, split_secret_flags
 
 _ADAPTER = "recipe.atropos.utils.env_adapter"
-_API_SECONDS = 10.0
 _CHECK = "check-"  # begins the names of the processes that check flags
 
 
@@ -287,13 +286,11 @@ class Environments:
         for pid, number in tuple(state.registrations):
             if pid == state.service.pid and state.service.poll() is None:
                 continue
-            timeout = aiohttp.ClientTimeout(total=_API_SECONDS)
             try:
-                async with aiohttp.ClientSession(timeout=timeout) as session:
-                    async with session.post(f"{self._api_url}/disconnect-env", json={"env_id": number}) as reply:
-                        reply.raise_for_status()
-            except (aiohttp.ClientError, TimeoutError) as error:
-                console.print(f"[bold]{state.spec.service}[/] not taken off the Trajectory API yet: {error!r}")
+                async with TrajectoryApi.once(self._api_url) as api:
+                    await api.post("/disconnect-env", {"env_id": number})
+            except DataSourceError as error:
+                console.print(f"[bold]{state.spec.service}[/] not taken off the Trajectory API yet: {error}")
                 return  # the next look tries again
             state.registrations.remove((pid, number))
 

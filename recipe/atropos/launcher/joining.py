@@ -16,13 +16,12 @@ import shlex
 import time
 from typing import Any
 
-import aiohttp
 from omegaconf import DictConfig
 from rich.markup import escape
 
 from recipe.atropos.adapter.settings import AdapterSettings
 from recipe.atropos.data.sampling import TEMPERATURE_VARIABLE
-from recipe.atropos.data_source import DataSourceConfig, diagnose
+from recipe.atropos.data_source import DataSourceError, TrajectoryApi, diagnose
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.launcher.concurrency import groups_in_flight, request_limits
 from recipe.atropos.launcher.environment_processes import options
@@ -35,7 +34,6 @@ from recipe.atropos.utils.secret import API_KEY_VARIABLE
 _EXAMPLE = "environments/gsm8k_server.py"  # of a checkout of Atropos
 _FIRST_LOOK, _LONGEST_LOOK = 2.0, 30.0  # s between two; each one too many is a traceback in the API's log
 _FIRST_WORD, _LONGEST_SILENCE = 60.0, 600.0  # s without a batch, until it is said why
-_API_SECONDS = 10.0
 _FOREVER = 10**9  # steps: the launcher ends what it waits for
 
 
@@ -133,8 +131,8 @@ class Joining:
     def start(self) -> None:
         config, given = self._run.config, bool(self._run.config.inference.api_key)
         key = self._run.api_key if console.file.isatty() else None
-        api_url = _for_others(self._api_url, config.api.host)
-        gateway = _for_others(self._gateway, config.inference.host)
+        api_url = for_others(self._api_url, config.api.host)
+        gateway = for_others(self._gateway, config.inference.host)
         console.print(f"[bold]join[/]    {escape(how_to_join(config, api_url, gateway, key))}", soft_wrap=True)
         console.print(
             "[bold]eval[/]    this run starts no environment, so it evaluates nothing: one that joins does so by "
@@ -149,15 +147,13 @@ class Joining:
         now = time.monotonic()
         if now < self._next_look:
             return
-        timeout = aiohttp.ClientTimeout(total=_API_SECONDS)
         try:
-            async with aiohttp.ClientSession(timeout=timeout) as session:
-                while await self._registered(session, self.number):
+            async with TrajectoryApi.once(self._api_url) as api:
+                while await api.knows_environment(self.number):
                     console.print(f"[bold]join[/]    an environment has joined, as number {self.number}")
                     self.number, self._look = self.number + 1, _FIRST_LOOK
-                async with session.get(f"{self._api_url}/status") as reply:
-                    status = await reply.json()
-        except (aiohttp.ClientError, TimeoutError):
+                status = await api.get("/status")
+        except DataSourceError:
             return  # an API that has ended is the launcher's to find
         self._next_look, self._look = now + self._look, min(1.5 * self._look, _LONGEST_LOOK)
         self.awaited = status["queue_size"] < self._run.config.data.train_batch_size
@@ -167,14 +163,10 @@ class Joining:
             self._said, self._silence = now, min(2 * self._silence, _LONGEST_SILENCE)
             await self._say_why()
 
-    async def _registered(self, session: aiohttp.ClientSession, number: int) -> bool:
-        async with session.get(f"{self._api_url}/status-env", json={"env_id": number}) as reply:
-            return reply.status == 200  # 500 for a number that it does not know
-
     async def _say_why(self) -> None:
         config = self._run.config
         size = config.data.train_batch_size * config.actor_rollout_ref.rollout.n
-        why = await diagnose(DataSourceConfig(self._api_url), size)
+        why = await diagnose(self._api_url, size)
         limit = config.trainer.atropos.join_timeout
         waited = time.monotonic() - self._since
         console.print(
@@ -192,6 +184,6 @@ class Joining:
         return {}
 
 
-def _for_others(url: str, host: str) -> str:
+def for_others(url: str, host: str) -> str:
     """``url`` with the address that another machine would use, where the service listens on every one."""
     return url.replace(f"//{reachable(host)}:", f"//{reachable_from_others(host)}:")

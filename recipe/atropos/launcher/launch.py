@@ -11,12 +11,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 from omegaconf import DictConfig
 from rich.markup import escape
 
 from recipe.atropos.checkpoint.model_card import EXPORTED, write_card
 from recipe.atropos.config.env_specs import EnvironmentSpec
+from recipe.atropos.data_source import DataSourceError, TrajectoryApi
 from recipe.atropos.launcher.environment_processes import Environments
 from recipe.atropos.launcher.evaluation import Evaluations
 from recipe.atropos.launcher.joining import Joining
@@ -150,10 +150,9 @@ async def _end(
 async def groups_in_queue(api_url: str) -> int:
     """Groups that the Trajectory API has in no batch yet; 0 where it is gone, with what it had."""
     try:
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_QUEUE_SECONDS)) as session:
-            async with session.get(f"{api_url}/status") as reply:
-                return (await reply.json())["queue_size"]
-    except (aiohttp.ClientError, TimeoutError):
+        async with TrajectoryApi.once(api_url, _QUEUE_SECONDS) as api:
+            return (await api.get("/status"))["queue_size"]
+    except DataSourceError:
         return 0
 
 

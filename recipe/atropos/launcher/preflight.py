@@ -217,15 +217,8 @@ def _check_quantization(config: DictConfig) -> None:
 
 
 def _check_adapter_only(config: DictConfig) -> None:
-    settings, inference = config.trainer.atropos.weight_sync, config.inference
-    served = inference.urls and not config.trainer.atropos.replay
+    settings = config.trainer.atropos.weight_sync
     for wrong, key, why in (
-        (
-            served and not inference.gateway,
-            "inference.gateway=null",
-            "requests meet the adapter only if the gateway names it to the servers: start one, python -m "
-            "recipe.atropos.inference.gateway, give its URL, and let the environments ask it",
-        ),
         (
             settings.transport not in ("auto", "tensor"),
             f"trainer.atropos.weight_sync.transport={settings.transport}",
@@ -237,7 +230,7 @@ def _check_adapter_only(config: DictConfig) -> None:
             "SGLang's checksums are of the base weights alone; set it to probe",
         ),
         (
-            inference.colocated,
+            config.inference.colocated,
             "inference.colocated=true",
             "the base weights would be lost with the memory that servers lend, and are not pushed; set it to false",
         ),

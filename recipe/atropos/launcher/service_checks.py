@@ -5,22 +5,26 @@ import logging
 from collections.abc import Awaitable, Callable
 from functools import partial
 
-import aiohttp
 from omegaconf import DictConfig
+from tenacity import AsyncRetrying, retry_if_exception, stop_after_delay, wait_fixed
 
+from recipe.atropos.data_source import DataSourceError, TrajectoryApi
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.inference.client import InferenceError, SGLangClient
+from recipe.atropos.inference.gateway_client import GatewayClient
 
 logger = logging.getLogger(__name__)
 
+_SILENT = (DataSourceError, InferenceError)
+
 
 def check_services(config: DictConfig, timeout: float = 30.0) -> None:
-    """Whether the Trajectory API, every SGLang server and a gateway answer, asked for at most ``timeout`` seconds.
+    """Whether the Trajectory API, every SGLang server and the gateway answer, asked for at most ``timeout`` seconds.
 
-    A replay needs neither.
+    A replay needs none of them.
 
     Raises:
-        ConfigurationError: naming the service and its URL.
+        ConfigurationError, GatewayError: naming the service and its URL.
     """
     if config.trainer.atropos.replay:
         return
@@ -34,9 +38,8 @@ def check_services(config: DictConfig, timeout: float = 30.0) -> None:
 
 async def _check_services(config: DictConfig, timeout: float) -> None:
     async def trajectory_api() -> None:
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session:
-            async with session.get(config.trainer.atropos.api_url.rstrip("/") + "/status") as reply:
-                reply.raise_for_status()
+        async with TrajectoryApi.once(config.trainer.atropos.api_url, timeout=5) as api:
+            await api.get("/status")
 
     wanted = config.trainer.atropos.weight_sync.pause_mode
 
@@ -58,28 +61,20 @@ async def _check_services(config: DictConfig, timeout: float) -> None:
                 capabilities.version,
             )
 
-    async def gateway() -> None:
-        headers = {"Authorization": f"Bearer {config.inference.api_key}"} if config.inference.api_key else None
-        async with aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=5)) as session:
-            async with session.get(config.inference.gateway.rstrip("/") + "/gateway/status") as reply:
-                reply.raise_for_status()
-
     checks = [_wait_for(trajectory_api, "trainer.atropos.api_url", config.trainer.atropos.api_url, timeout)]
     checks += [_wait_for(partial(server, url), "inference.urls", url, timeout) for url in config.inference.urls]
-    if config.inference.gateway:
-        checks.append(_wait_for(gateway, "inference.gateway", config.inference.gateway, timeout))
-    await asyncio.gather(*checks)
+    gateway = GatewayClient(config.inference.gateway, config.inference.api_key, timeout)
+    await asyncio.gather(*checks, gateway.fetch_status())
 
 
 async def _wait_for(check: Callable[[], Awaitable[None]], key: str, url: str, timeout: float) -> None:
-    deadline = asyncio.get_running_loop().time() + timeout
-    while True:
-        try:
-            return await check()
-        except (aiohttp.ClientError, InferenceError, OSError, TimeoutError) as error:
-            refused = isinstance(error, InferenceError) and error.status in (401, 403)
-            if refused or asyncio.get_running_loop().time() > deadline:
-                raise ConfigurationError(
-                    f"nothing usable at {key}={url} within {timeout:g} s ({error}); start it or correct {key}"
-                ) from error
-        await asyncio.sleep(0.5)
+    def may_come(error: BaseException) -> bool:
+        return isinstance(error, _SILENT) and getattr(error, "status", None) not in (401, 403)
+
+    retry, stop = retry_if_exception(may_come), stop_after_delay(timeout)
+    try:
+        await AsyncRetrying(retry=retry, stop=stop, wait=wait_fixed(0.5), reraise=True)(check)
+    except _SILENT as error:
+        raise ConfigurationError(
+            f"nothing usable at {key}={url} within {timeout:g} s ({error}); start it or correct {key}"
+        ) from error

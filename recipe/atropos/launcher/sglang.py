@@ -4,15 +4,14 @@ Guarantees: the environments know only the gateway; the ports stay what they are
 again; a server that never came up is an error, and only one that was up is started again.
 """
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import aiohttp
 from omegaconf import DictConfig
 
 from recipe.atropos.inference.client import SGLangClient
+from recipe.atropos.inference.gateway_client import GATEWAY_PORT, GatewayClient, GatewayError, gateway_command
 from recipe.atropos.inference.server import SGLangLaunch, sglang_flags, start_sglang, uses_gpu
 from recipe.atropos.launcher.lora_arguments import lora_arguments
 from recipe.atropos.launcher.placement import COLOCATED_SHARE, on_gpus
@@ -21,8 +20,6 @@ from recipe.atropos.utils.gpus import device_of
 from recipe.atropos.utils.hosts import reachable
 from recipe.atropos.utils.process import Service, default_port, free_port, wait_until_healthy
 from recipe.atropos.utils.secret import API_KEY_VARIABLE
-
-GATEWAY_PORT = 9001  # where it is free: the address that Atropos' environments have by default
 
 _GATEWAY_START = 60.0
 
@@ -39,16 +36,17 @@ class Inference:
     def urls(self) -> list[str]:
         return [launch.url for launch in self.servers.values()]
 
+    async def status(self) -> dict[str, Any] | None:
+        """The gateway's; None where it is silent."""
+        try:
+            return await GatewayClient(self.gateway, self.api_key, timeout=0).fetch_status()
+        except GatewayError:
+            return None
+
     async def version(self) -> int | None:
         """The version that every admitted server holds; None before the first push, and where the gateway is silent."""
-        headers = {"Authorization": f"Bearer {self.api_key}"}
-        try:
-            async with aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=10)) as session:
-                async with session.get(f"{self.gateway}/gateway/status") as reply:
-                    status = await reply.json()
-        except (aiohttp.ClientError, TimeoutError):
-            return None
-        return status["version"] if any(s["state"] == "admitted" for s in status["servers"]) else None
+        status = await self.status()
+        return status["version"] if status and any(s["state"] == "admitted" for s in status["servers"]) else None
 
 
 def plan_servers(run: Run) -> dict[str, SGLangLaunch]:
@@ -105,11 +103,8 @@ def start_inference(run: Run) -> Inference:
 
 
 def start_gateway(run: Run, url: str, servers: Sequence[str]) -> Service:
-    host = run.config.inference.host
-    port, wait = url.rsplit(":", 1)[1], run.config.trainer.atropos.weight_sync.timeout
-    command = [sys.executable, "-m", "recipe.atropos.inference.gateway", "--host", host, "--port", port]
-    options = ["--servers", ",".join(servers), "--max-wait", str(wait)]
-    return run.start("gateway", [*command, *options], url=url, **{API_KEY_VARIABLE: run.api_key})
+    command = gateway_command(url, run.config.inference.host, servers, run.config.trainer.atropos.weight_sync.timeout)
+    return run.start("gateway", command, url=url, **{API_KEY_VARIABLE: run.api_key})
 
 
 async def inference_healthy(run: Run, inference: Inference) -> float:
@@ -122,19 +117,12 @@ async def inference_healthy(run: Run, inference: Inference) -> float:
     """
     services = {service.name: service for service in run.services}
 
-    async def gateway_answers() -> bool:
-        try:
-            async with aiohttp.ClientSession() as session, session.get(f"{inference.gateway}/gateway/status") as reply:
-                return reply.status == 401  # the key is asked for
-        except aiohttp.ClientError:
-            return False
-
     async def serves(url: str) -> bool:
         run.check()
         async with SGLangClient(url, run.api_key) as client:
             return await client.health()
 
-    await wait_until_healthy(services["gateway"], gateway_answers, _GATEWAY_START)
+    await wait_until_healthy(services["gateway"], inference.status, _GATEWAY_START)
     seconds = 0.0
     for name, launch in inference.servers.items():
         timeout = max(run.config.inference.start_timeout - seconds, 1.0)

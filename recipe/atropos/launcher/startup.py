@@ -6,10 +6,10 @@ import sys
 import time
 from pathlib import Path
 
-import aiohttp
 from omegaconf import OmegaConf
 
 from recipe.atropos.config.compose import complete_config
+from recipe.atropos.data_source import DataSourceError, TrajectoryApi
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.launcher.services import Run, console
 from recipe.atropos.launcher.sglang import Inference, given_ports, inference_healthy
@@ -41,7 +41,11 @@ def start_api(run: Run) -> Service:
 async def servers_healthy(run: Run, api: Service, inference: Inference) -> None:
     async def answers() -> bool:
         run.check()
-        return await _answers(f"{api.url}/status")
+        try:
+            async with TrajectoryApi.once(api.url) as client:
+                return bool(await client.get("/status"))
+        except DataSourceError:
+            return False
 
     await wait_until_healthy(api, answers, run.config.api.start_timeout)
     seconds = await inference_healthy(run, inference)
@@ -106,14 +110,6 @@ async def served_version(run: Run, inference: Inference) -> int:
             raise gateway.failure(f"admits no server with the trainer's weights for {_VERSION_SECONDS:g} s")
         await asyncio.sleep(WATCH_SECONDS)
     return version
-
-
-async def _answers(url: str) -> bool:
-    try:
-        async with aiohttp.ClientSession() as session, session.get(url) as reply:
-            return reply.status == 200
-    except aiohttp.ClientError:
-        return False
 
 
 def check_port(given: int | None, host: str, key: str) -> None:

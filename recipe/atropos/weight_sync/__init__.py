@@ -6,7 +6,7 @@
 - ``disk``, ``distributed``, ``tensor``: the transports. ``bucket``: what the last two send.
 - ``adapter``: a LoRA adapter by itself.
 - ``manager``: the trainer's side; the active version.
-- ``fleet``: the same where servers come and go behind a gateway; ``gateway``: what the trainer tells it.
+- ``fleet``: the servers, which come and go; who of them the gateway admits.
 """
 
 from recipe.atropos.weight_sync.engine import AtroposCheckpointEngine

@@ -12,14 +12,13 @@ Meanwhile nothing may be started in that memory: a mark, a file, says so to whoe
 waits until it is gone.
 """
 
-import asyncio
-import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from recipe.atropos.inference.client import InferenceError, PauseMode, SGLangClient
-from recipe.atropos.weight_sync.servers import on_all
+from recipe.atropos.weight_sync.servers import ask_each, check_phase
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +34,7 @@ class SharedMemory:
 
     def __init__(self, urls: Sequence[str], api_key: str | None, pause_mode: PauseMode, timeout: float, mark: Path):
         self.urls = urls
-        self._options = {"api_key": api_key, "timeout": timeout}
+        self._api_key, self._timeout = api_key, timeout
         self.pause_mode = pause_mode
         self.mark = mark
         mark.unlink(missing_ok=True)  # a trainer that was killed leaves it
@@ -109,26 +108,16 @@ class SharedMemory:
             WeightPushError: one does not; names it.
         """
 
-        async def each() -> None:
-            async with contextlib.AsyncExitStack() as stack:
-                clients = [await stack.enter_async_context(SGLangClient(url, **self._options)) for url in self.urls]
-                await on_all(clients, "resume", lambda client: client.resume())
-
-        asyncio.run(each())
+        check_phase("resume", self._ask(self.urls, lambda client: client.resume()))
 
     def _on_each(self, urls: Sequence[str], action: Callable[[SGLangClient], Awaitable[None]]) -> None:
-        async def one(url: str) -> None:
-            try:
-                async with SGLangClient(url, **self._options) as client:
-                    await action(client)
-            except InferenceError as error:
-                if error.status is not None:
-                    raise
-                logger.error("%s: its memory was left alone (%s)", url, error)
+        failures = [answer for answer in self._ask(urls, action).values() if isinstance(answer, InferenceError)]
+        for error in failures:
+            if error.status is None:
+                logger.error("%s: its memory was left alone (%s)", error.url, error)
+        for error in failures:
+            if error.status is not None:
+                raise error
 
-        async def each() -> None:
-            for result in await asyncio.gather(*map(one, urls), return_exceptions=True):
-                if isinstance(result, BaseException):
-                    raise result
-
-        asyncio.run(each())
+    def _ask(self, urls: Sequence[str], action: Callable[[SGLangClient], Awaitable[None]]) -> dict[str, Any]:
+        return ask_each(dict.fromkeys(urls, self._timeout), self._api_key, action)

@@ -1,71 +1,110 @@
-"""The trainer's side of a push: which version is active."""
+"""The trainer's side of a push: which version is active, on servers that come and go (see ``fleet``).
+
+- A version is active once every server *that answers* has it.
+- A server that answers again is given the weights before the gateway admits it, whatever version it reports: it may
+  have been left paused, or with half of a push.
+- A push that fails because a server died is repeated, as a whole, to the rest. A server that lives and refuses the
+  weights stops the run.
+- Where versions are adapters beside base weights that stay, each has one name on all servers, and the gateway knows it.
+"""
 
 import logging
-from collections.abc import Callable, Sequence
+import uuid
+from collections.abc import Callable
 
 import ray
+from ray.exceptions import GetTimeoutError, RayTaskError
 
-from recipe.atropos.inference.client import ServerGone
+from recipe.atropos.inference.client import InferenceError
 from recipe.atropos.verl_ext.ranks import RayWorkerGroup
 from recipe.atropos.weight_sync.colocated import SharedMemory
+from recipe.atropos.weight_sync.fleet import ServerFleet, ServersGone
+from recipe.atropos.weight_sync.servers import WeightPushError
+from recipe.atropos.weight_sync.transports.lora_adapter import adapter_name
 
 logger = logging.getLogger(__name__)
 
 
 class WeightSyncManager:
-    """Stands where verl expects its ``CheckpointEngineManager``.
+    """Keeps the servers of ``fleet`` on the actor's weights.
 
-    ``version`` is the trainer step whose weights every server serves, None before the first push. It advances only
-    after a push that succeeded on every server, and that ``verify``, where given, found to be true; ``verify`` returns
-    metrics, or raises. ``reported`` asks every server for its version, by URL. ``memory``, where given, is what the
-    servers leave to the trainer between ``offload_servers`` and the next push.
+    ``version`` is the trainer step whose weights they serve, None before the first push. It advances only after a push
+    that succeeded on each of its servers, and that ``verify``, where given, found to be true; ``verify`` returns
+    metrics, or raises. ``memory``, where given, is what the servers leave to the trainer between ``offload_servers``
+    and the next push. ``adapter_only``: what is pushed is an adapter. ``timeout``: seconds for a push.
     """
 
     def __init__(
         self,
         actor_wg: RayWorkerGroup,
-        backend: str = "atropos",
+        fleet: ServerFleet,
+        adapter_only: bool = False,
         timeout: float = 600.0,
         verify: Callable[[int], dict[str, float]] | None = None,
-        reported: Callable[[], dict[str, str]] | None = None,
         memory: SharedMemory | None = None,
     ):
         self.actor_wg = actor_wg
-        self.backend = backend
+        self.fleet = fleet
+        self.adapter_only = adapter_only
         self.timeout = timeout
         self.verify = verify
-        self.reported = reported
         self.memory = memory
         self.version: int | None = None
-        self._gone = False  # a server, when last asked
 
     def update_weights(self, global_steps: int) -> dict[str, float]:
-        """Push the actor's weights as version ``global_steps``; returns the push's metrics.
+        """Push the actor's weights as version ``global_steps`` to every server that answers; returns metrics.
 
         Raises:
-            ray.exceptions.RayTaskError: the push failed (caused by a ``WeightPushError``).
+            ServersGone: none is left; or one died in each of several pushes in a row.
+            GatewayError: the gateway is lost.
+            ray.exceptions.RayTaskError: the push failed (caused by a ``WeightPushError``), and no server has died.
             WeightPushError: a server does not compute with the weights that it was given.
             ray.exceptions.GetTimeoutError: the ranks did not finish within ``timeout`` seconds.
         """
-        self._make_room()
-        results = ray.get(
-            self.actor_wg.update_weights(global_steps=global_steps, mode=self.backend), timeout=self.timeout
+        self._make_room()  # first: a server that died may be started again only then
+        attempts, first = len(self.fleet.urls) + 2, self.version is None
+        if self.adapter_only:
+            self.fleet.coming = adapter_name(global_steps, uuid.uuid4().hex[:8])
+        for _ in range(attempts):
+            targets = sorted(self.fleet.wait_for(1))
+            self.fleet.gateway.announce(global_steps, targets, pushing=True)
+            metrics = self._push(global_steps, targets)
+            if metrics is not None:
+                returned = 0 if first else len(set(targets) - self.fleet.holding)
+                return self._admitted(global_steps, targets, metrics, returned)
+        raise ServersGone(
+            f"a server died in each of {attempts} pushes of version {global_steps}: see the servers' logs"
         )
-        metrics = {key: value for metrics in results for key, value in (metrics or {}).items()}
-        if self.memory is not None:
-            self.actor_wg.empty_cache()
-            self.memory.resume_caches(global_steps)
-            self.memory.resume()
-        if self.verify is not None:
-            metrics |= self.verify(global_steps)
-        self.version = global_steps
-        return metrics
 
-    def _make_room(self) -> None:
-        """Servers that lent their memory have as much of it again as they need to take weights into."""
+    def ensure_current(self, global_steps: int) -> dict[str, float]:
+        """Take out who is gone, and give who came back the actor's weights, those of ``global_steps``.
+
+        Called before each step and while it waits for its batch. Returns metrics; raises as ``update_weights``.
+        """
+        if self.version is None:
+            return {}
+        versions = self.fleet.look()
+        current = [url for url in self.fleet.holding if versions[url] == str(self.version)]
+        self.fleet.admit(self.version, current)
+        others = sorted(versions.keys() - set(current))
+        self.fleet.coming = self.fleet.adapter
+        if not versions or (others and global_steps != self.version):
+            return self.update_weights(global_steps)  # the active weights are the actor's no more: all get its own
+        if others and (metrics := self._push(global_steps, others)) is not None:
+            return self._admitted(global_steps, [*current, *others], metrics, len(others))
+        return self.fleet.metrics()
+
+    def offload_servers(self) -> None:
+        """The servers generate no more, and leave their memory to the trainer until the next push.
+
+        All of them are waited for: one that is out may be starting, in the memory that training is to have.
+
+        Raises:
+            ServersGone: one did not come back.
+        """
         if self.memory is not None:
-            self.actor_wg.empty_cache()
-            self.memory.resume_weights()
+            self.fleet.wait_for(len(self.fleet.urls))
+            self.memory.release(self.fleet.urls)
 
     def onload_servers(self) -> None:
         """However training ends, the next trainer finds servers that can take weights; they stay paused.
@@ -81,37 +120,45 @@ class WeightSyncManager:
             except Exception:
                 logger.exception("start the servers again before the next trainer: they did not take their memory back")
 
-    def offload_servers(self, urls: Sequence[str]) -> None:
-        """The servers generate no more, and leave their memory to the trainer until the next push."""
+    def _make_room(self) -> None:
+        """Servers that lent their memory have as much of it again as they need to take weights into."""
         if self.memory is not None:
-            self.memory.release(urls)
+            self.actor_wg.empty_cache()
+            self.memory.resume_weights()
 
-    def ensure_current(self, global_steps: int, waiting: bool = False) -> dict[str, float]:
-        """Push the actor's weights, those of ``global_steps``, if a server has another version than it was given.
-
-        So has one that was restarted: it serves what it was started with. While the trainer is ``waiting`` for a batch
-        one may be gone, since it may be starting. Returns metrics; none if nothing was wrong.
-
-        Raises:
-            InferenceError: a server does not answer; names it.
-            WeightPushError, ray.exceptions.RayTaskError: as ``update_weights``.
-        """
-        if self.reported is None or self.version is None:
-            return {}
+    def _push(self, global_steps: int, targets: list[str]) -> dict[str, float] | None:
+        """The metrics of a push to ``targets`` alone; None if one of them died in it."""
+        self.fleet.targets[:] = targets
+        self.actor_wg.set_inference_urls(targets, self.fleet.coming)
         try:
-            reported = self.reported()
-        except ServerGone as error:
-            if not waiting:
+            return self._push_once(global_steps)
+        except (GetTimeoutError, RayTaskError, WeightPushError, InferenceError) as error:
+            if not self.fleet.died(targets):
                 raise
-            if not self._gone:
-                logger.error("the next step needs every server: %s", error)
-            self._gone = True
-            return {}
-        self._gone = False
-        out_of_sync = {url: version for url, version in reported.items() if version != str(self.version)}
-        if not out_of_sync:
-            return {}
-        logger.error(
-            "servers with another weight version than %s are given the weights again: %s", self.version, out_of_sync
-        )
-        return self.update_weights(global_steps) | {"weight_sync/servers_out_of_sync": float(len(out_of_sync))}
+            logger.error("the push of version %d to %s failed, a server died in it: %s", global_steps, targets, error)
+            if self.memory is not None:
+                self.memory.forget(self.fleet.out)
+            return None
+
+    def _push_once(self, global_steps: int) -> dict[str, float]:
+        self._make_room()
+        results = ray.get(self.actor_wg.update_weights(global_steps=global_steps, mode="atropos"), timeout=self.timeout)
+        metrics = {key: value for metrics in results for key, value in (metrics or {}).items()}
+        if self.memory is not None:
+            self.actor_wg.empty_cache()
+            self.memory.resume_caches(global_steps)
+            self.memory.resume()
+        if self.verify is not None:
+            metrics |= self.verify(global_steps)
+        self.version = global_steps
+        return metrics
+
+    def _admitted(
+        self, global_steps: int, urls: list[str], metrics: dict[str, float], returned: int
+    ) -> dict[str, float]:
+        self.fleet.adapter = self.fleet.coming
+        self.fleet.admit(global_steps, urls)
+        if returned:
+            logger.warning("%d SGLang servers are readmitted with version %d", returned, global_steps)
+            metrics["weight_sync/servers_readmitted"] = float(returned)
+        return metrics | self.fleet.metrics()

@@ -5,16 +5,19 @@ that left keys of the old weights in the cache. The probe sees both: its prompt 
 stay in the cache from push to push, and the logprobs of what follows must be the trainer's own.
 """
 
-import asyncio
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
 from recipe.atropos.data.rows import Row
-from recipe.atropos.inference.client import SGLangClient
-from recipe.atropos.weight_sync.servers import WeightPushError, pause_all
+from recipe.atropos.inference.client import InferenceError, SGLangClient
+from recipe.atropos.weight_sync.servers import WeightPushError, ask_each
+
+logger = logging.getLogger(__name__)
 
 _PROMPT_TOKENS = 48
 _NEW_TOKENS = 16
@@ -56,7 +59,9 @@ class Probe:
         tolerance = TOLERANCE[self.dtype]
         wrong = [f"{row.uid} (by {gap:.2g})" for row, gap in zip(rows, gaps, strict=True) if not gap <= tolerance]
         if wrong:
-            pause_all(self.urls, self.api_key, self.timeout)
+            for answer in self._ask_each(lambda client: client.pause("auto")).values():
+                if answer is not None:
+                    logger.error("not paused: %s", answer)
             raise WeightPushError(
                 f"servers report version {version} but compute with other weights, or with keys of older ones: "
                 f"logprobs differ from the trainer's by more than {tolerance:g} nats in the mean on {', '.join(wrong)}"
@@ -69,21 +74,24 @@ class Probe:
         Raises:
             InferenceError: a server does not answer.
         """
-        return asyncio.run(self._ask())
+        rows = list(self._ask_each(self._sample).values())
+        for row in rows:
+            if isinstance(row, InferenceError):
+                raise row
+        return rows
 
-    async def _ask(self) -> list[Row]:
-        return list(await asyncio.gather(*(self._ask_one(url) for url in self.urls)))
+    def _ask_each(self, action: Callable[[SGLangClient], Awaitable[Any]]) -> dict[str, Any]:
+        return ask_each(dict.fromkeys(self.urls, self.timeout), self.api_key, action)
 
-    async def _ask_one(self, url: str) -> Row:
+    async def _sample(self, client: SGLangClient) -> Row:
         parameters = {"temperature": self.temperature, "max_new_tokens": _NEW_TOKENS, "ignore_eos": True}
-        async with SGLangClient(url, self.api_key, timeout=self.timeout) as client:
-            reply = await client.generate(input_ids=self.prompt, sampling_params=parameters, lora_path=self.adapter())
+        reply = await client.generate(input_ids=self.prompt, sampling_params=parameters, lora_path=self.adapter())
         sampled = reply["meta_info"]["output_token_logprobs"]
         return Row(
             prompt=np.array(self.prompt),
             response=np.array([token for _, token, *_ in sampled]),
             mask=np.ones(len(sampled), dtype=bool),
             score=0.0,
-            uid=url,
+            uid=client.url,
             log_probs=np.array([value for value, *_ in sampled], dtype=np.float32),
         )

@@ -1,14 +1,12 @@
-"""One action on all servers of a push at once, with every failure named."""
+"""One action on several servers at once, with every failure named."""
 
 import asyncio
-import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 from recipe.atropos.errors import AtroposError
 from recipe.atropos.inference.client import InferenceError, SGLangClient
-
-logger = logging.getLogger(__name__)
 
 _TIDY_SECONDS = 5.0  # that a server may take after a failure; a hanging one must not hold up what names it
 
@@ -17,12 +15,36 @@ class WeightPushError(AtroposError, RuntimeError):
     """A push that did not reach a server; names the server and the phase."""
 
 
+def ask_each(
+    timeouts: Mapping[str, float], api_key: str | None, action: Callable[[SGLangClient], Awaitable[Any]]
+) -> dict[str, Any]:
+    """What ``action`` gave of each server, by URL, or its InferenceError; a call to one may take its timeout, in s."""
+
+    async def ask(url: str) -> Any:
+        async with SGLangClient(url, api_key, timeout=timeouts[url]) as client:
+            return await action(client)
+
+    async def ask_all() -> list[Any]:
+        return await asyncio.gather(*map(ask, timeouts), return_exceptions=True)
+
+    answers = dict(zip(timeouts, asyncio.run(ask_all()), strict=True))
+    for error in answers.values():
+        if isinstance(error, BaseException) and not isinstance(error, InferenceError):
+            raise error
+    return answers
+
+
 async def on_all(
     clients: Sequence[SGLangClient], phase: str, action: Callable[[SGLangClient], Awaitable[object]]
 ) -> None:
-    """Run ``action`` on all servers; wait for all, then raise WeightPushError with every failure named."""
+    """Run ``action`` on all servers of a push; wait for all, then raise WeightPushError with every failure named."""
     results = await asyncio.gather(*(action(client) for client in clients), return_exceptions=True)
-    failures = {c.url: r for c, r in zip(clients, results, strict=True) if isinstance(r, BaseException)}
+    check_phase(phase, {client.url: result for client, result in zip(clients, results, strict=True)})
+
+
+def check_phase(phase: str, results: Mapping[str, Any]) -> None:
+    """Raises WeightPushError: results, by URL, are exceptions; names them."""
+    failures = {url: error for url, error in results.items() if isinstance(error, BaseException)}
     if failures:
         details = "; ".join(f"{url}: {error}" for url, error in failures.items())
         raise WeightPushError(f"weight push failed in phase {phase!r} on {details}") from next(iter(failures.values()))
@@ -49,35 +71,3 @@ async def update_session(clients: Sequence[SGLangClient]) -> AsyncIterator[None]
         await tidied(client.end_weight_update() for client in clients)
         raise
     await on_all(clients, "end", lambda client: client.end_weight_update())
-
-
-def pause_all(urls: Sequence[str], api_key: str | None, timeout: float) -> None:
-    """Pause servers that must not go on; one that cannot be is named in the log."""
-
-    async def pause(url: str) -> None:
-        async with SGLangClient(url, api_key, timeout=timeout) as client:
-            await client.pause("auto")
-
-    async def pause_each() -> None:
-        for error in await asyncio.gather(*(pause(url) for url in urls), return_exceptions=True):
-            if error is not None:
-                logger.error("not paused: %s", error)
-
-    asyncio.run(pause_each())
-
-
-def reported_versions(urls: Sequence[str], api_key: str | None, timeout: float) -> dict[str, str]:
-    """The weight version that each server reports, by its URL.
-
-    Raises:
-        InferenceError: a server does not answer; names it.
-    """
-
-    async def ask(url: str) -> str:
-        async with SGLangClient(url, api_key, timeout=timeout) as client:
-            return await client.weight_version()
-
-    async def ask_each() -> list[str]:
-        return list(await asyncio.gather(*(ask(url) for url in urls)))
-
-    return dict(zip(urls, asyncio.run(ask_each()), strict=True))

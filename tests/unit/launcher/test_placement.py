@@ -14,7 +14,7 @@ from recipe.atropos.inference.server import SGLangLaunch, sglang_command
 from recipe.atropos.launcher.placement import place_servers
 from recipe.atropos.launcher.services import Run
 from recipe.atropos.launcher.sglang import plan_servers
-from recipe.atropos.weight_sync import colocated
+from recipe.atropos.weight_sync import servers as asked
 from recipe.atropos.weight_sync.colocated import SharedMemory
 from recipe.atropos.weight_sync.servers import WeightPushError
 
@@ -112,7 +112,7 @@ class Servers:
         servers = self
 
         class Client:
-            def __init__(self, url, **_):
+            def __init__(self, url, *_, **__):
                 self.url = url
 
             async def __aenter__(self):
@@ -136,7 +136,7 @@ class Servers:
             async def resume_memory(self, tags):
                 servers.note(self.url, *tags)
 
-        monkeypatch.setattr(colocated, "SGLangClient", Client)
+        monkeypatch.setattr(asked, "SGLangClient", Client)
 
     def note(self, url, call):
         if url in self.dead:

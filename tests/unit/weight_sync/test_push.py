@@ -7,7 +7,6 @@ import gc
 import hashlib
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ import torch
 from helpers.stub_sglang import stub_servers
 from recipe.atropos.inference.client import SGLangClient
 from recipe.atropos.weight_sync.checksums import WeightChecksums
-from recipe.atropos.weight_sync.manager import WeightSyncManager
 from recipe.atropos.weight_sync.push import push
 from recipe.atropos.weight_sync.servers import WeightPushError
 from recipe.atropos.weight_sync.transports.bucket import Buckets, filled_ahead, in_thread, send_in_buckets
@@ -333,97 +331,3 @@ def test_both_buffers_are_filled_before_anything_is_sent():
         assert not await in_thread(torch.is_grad_enabled)
 
     asyncio.run(run())
-
-
-# -- the manager -----------------------------------------------------------------------------------------------------
-
-
-class Group:
-    """A worker group whose ranks push as told: ``results``, a list over ranks, or an error."""
-
-    def __init__(self, results=({"weight_sync/bytes": 8.0}, None, {})):
-        self.results, self.pushes, self.emptied = list(results), [], 0
-
-    def update_weights(self, global_steps, mode):
-        self.pushes.append((global_steps, mode))
-        return self.results
-
-    def empty_cache(self):
-        self.emptied += 1
-
-
-@pytest.fixture
-def waited(monkeypatch):
-    """Time-outs of each ``ray.get``, which gives what it is given or raises it."""
-    timeouts = []
-
-    def get(results, timeout):
-        timeouts.append(timeout)
-        for result in results:
-            if isinstance(result, Exception):
-                raise result
-        return results
-
-    monkeypatch.setattr("recipe.atropos.weight_sync.manager.ray.get", get)
-    return timeouts
-
-
-def test_manager_advances_its_version_only_after_verification(waited):
-    def verify(step):
-        assert step == 4 and manager.version is None, "not before it is verified"
-        if refusing:
-            raise WeightPushError("other weights")
-        return {"weight_sync/probe_gap": 0.5}
-
-    group, refusing = Group(), True
-    manager = WeightSyncManager(group, backend="b", timeout=12.5, verify=verify)
-    with pytest.raises(WeightPushError, match="other weights"):
-        manager.update_weights(4)
-    assert manager.version is None
-    refusing = False
-    assert manager.update_weights(4) == {"weight_sync/bytes": 8.0, "weight_sync/probe_gap": 0.5}
-    assert manager.version == 4 and group.pushes == [(4, "b")] * 2 and waited == [12.5] * 2
-
-
-def test_manager_keeps_its_version_when_a_push_fails(waited):
-    manager = WeightSyncManager(Group([{}, WeightPushError("rank 1")]), verify=lambda step: pytest.fail("no push"))
-    manager.version = 3
-    with pytest.raises(WeightPushError, match="rank 1"):
-        manager.update_weights(4)
-    assert manager.version == 3 and waited == [600.0]
-    assert WeightSyncManager(Group()).update_weights(1) == {"weight_sync/bytes": 8.0}, "without a verification"
-
-
-def test_manager_pushes_again_to_servers_out_of_sync(waited, caplog):
-    group = Group()
-    manager = WeightSyncManager(group, reported=lambda: reported)
-    reported = {"http://a": "default", "http://b": "default", "http://c": "5"}
-    assert manager.ensure_current(5) == {} and not group.pushes, "before the first push there is nothing to compare"
-    manager.version = 5
-    metrics = manager.ensure_current(6)
-    assert group.pushes == [(6, "atropos")] and manager.version == 6
-    assert metrics == {"weight_sync/bytes": 8.0, "weight_sync/servers_out_of_sync": 2.0}
-    assert "http://a" in caplog.text and "http://c" not in caplog.text
-    reported = dict.fromkeys(reported, "6")
-    assert manager.ensure_current(6) == {} and len(group.pushes) == 1
-    manager.reported = None
-    assert manager.ensure_current(6) == {}
-
-
-def test_manager_gives_servers_their_memory_back_before_a_push(waited):
-    order = []
-    group = SimpleNamespace(
-        empty_cache=lambda: order.append("empty"), update_weights=lambda **_: order.append("push") or []
-    )
-    steps = {name: lambda *_, name=name: order.append(name) for name in ("resume_weights", "resume_caches", "resume")}
-    memory = SimpleNamespace(**steps, release=lambda urls: order.append(urls))
-    manager = WeightSyncManager(group, memory=memory)
-    manager.update_weights(1)
-    manager.offload_servers(["http://a"])
-    manager.onload_servers()
-    given_back = ["empty", "resume_weights", "push", "empty", "resume_caches", "resume"]
-    assert order == [*given_back, ["http://a"], "resume_weights", "resume_caches"]
-    without = WeightSyncManager(group)
-    without.offload_servers(["http://a"])
-    without.onload_servers()
-    assert len(order) == 9

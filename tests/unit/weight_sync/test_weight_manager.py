@@ -1,18 +1,209 @@
-"""The trainer's side of servers that are gone or refuse; of those that answer, see ``test_two_servers.py``."""
+"""The trainer's side of a push: the real fleet and gateway over servers that can be made to fail; ranks are a stub."""
 
+import asyncio
+import contextlib
 import threading
-from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 
 import pytest
+from helpers_gateway import KEY, gateway
 
-from recipe.atropos.inference.client import InferenceError, ServerGone
+from recipe.atropos.inference.gateway_client import GatewayClient
 from recipe.atropos.utils.process import free_port
+from recipe.atropos.weight_sync import fleet as fleet_module
 from recipe.atropos.weight_sync.colocated import SharedMemory
+from recipe.atropos.weight_sync.fleet import ServerFleet, ServersGone
 from recipe.atropos.weight_sync.manager import WeightSyncManager
-from recipe.atropos.weight_sync.servers import reported_versions
+from recipe.atropos.weight_sync.servers import WeightPushError
 
 pytestmark = pytest.mark.timeout(60)
+
+
+class Group:
+    """A worker group whose push gives the stubs that it was told its version, or fails with ``error``.
+
+    ``pushes``: (version, URLs) of each; ``during`` is called in the midst of one.
+    """
+
+    def __init__(self, stubs):
+        self.stubs, self.pushes, self.urls = stubs, [], []
+        self.error, self.during = None, lambda: None
+
+    def set_inference_urls(self, urls, adapter):
+        self.urls = list(urls)
+
+    def update_weights(self, global_steps, mode):
+        self.pushes.append((global_steps, self.urls))
+        self.during()
+        if self.error is not None:
+            return [self.error]
+        for stub in self.stubs:
+            stub.version = str(global_steps) if stub.url in self.urls else stub.version
+        return [{"weight_sync/bytes": 8.0}, None, {}]
+
+    def empty_cache(self): ...
+
+
+@pytest.fixture
+def waited(monkeypatch):
+    """Time-outs of each ``ray.get``, which gives what it is given or raises it; a dying server has no time to die."""
+    timeouts = []
+
+    def get(results, timeout):
+        timeouts.append(timeout)
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
+        return results
+
+    monkeypatch.setattr("recipe.atropos.weight_sync.manager.ray.get", get)
+    monkeypatch.setattr(fleet_module, "_DYING_SECONDS", 0.2)
+    monkeypatch.setattr(fleet_module, "_LOOK_SECONDS", 0.05)
+    return timeouts
+
+
+@pytest.fixture
+def served(waited):
+    """Two servers behind a gateway, their fleet, the ranks, and a way to run a coroutine where the servers are."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+
+    def run(coroutine):
+        return asyncio.run_coroutine_threadsafe(coroutine, loop).result(30)
+
+    context = gateway()
+    client = run(context.__aenter__())
+    word = GatewayClient(client.url, KEY)
+    fleet = ServerFleet([stub.url for stub in client.stubs], word, KEY, timeout=2)
+    yield SimpleNamespace(fleet=fleet, stubs=client.stubs, word=word, group=Group(client.stubs), run=run)
+    run(context.__aexit__(None, None, None))
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+def manager_of(served, **options):
+    return WeightSyncManager(served.group, served.fleet, **options)
+
+
+def die(served, number):
+    served.run(served.stubs[number].runner.cleanup())
+
+
+def test_manager_advances_its_version_only_after_verification(served, waited):
+    def verify(step):
+        assert step == 4 and manager.version is None, "not before it is verified"
+        assert served.word.serves() == (None, set()), "nor does any request meet it"
+        if refusing:
+            raise WeightPushError("other weights")
+        return {"weight_sync/probe_gap": 0.5}
+
+    refusing, manager = True, manager_of(served, timeout=12.5, verify=verify)
+    with pytest.raises(WeightPushError, match="other weights"):
+        manager.update_weights(4)
+    assert manager.version is None
+    refusing = False
+    metrics = {"weight_sync/bytes": 8.0, "weight_sync/probe_gap": 0.5, "weight_sync/servers_removed": 0}
+    assert manager.update_weights(4) == metrics and manager.version == 4
+    urls = sorted(served.fleet.urls)
+    assert served.group.pushes == [(4, urls)] * 2 and waited == [12.5] * 2 and served.word.serves() == (4, set(urls))
+
+
+def test_manager_keeps_its_version_when_a_push_fails(served):
+    manager = manager_of(served, verify=lambda step: {})
+    manager.update_weights(3)
+    manager.verify, served.group.error = lambda step: pytest.fail("no push"), WeightPushError("rank 1")
+    with pytest.raises(WeightPushError, match="rank 1"):
+        manager.update_weights(4)
+    assert manager.version == 3 and served.word.status()["version"] == 3
+    assert [step for step, _ in served.group.pushes] == [3, 4], "servers that live and refuse are not asked again"
+
+
+def test_manager_pushes_to_servers_out_of_sync_before_they_are_admitted(served):
+    manager, (first, second) = manager_of(served), served.fleet.urls
+    assert manager.ensure_current(5) == {} and not served.group.pushes, "before the first push nothing is compared"
+    manager.update_weights(5)
+    in_order = {"weight_sync/servers_removed": 0}
+    assert manager.ensure_current(5) == in_order and len(served.group.pushes) == 1
+
+    served.stubs[0].version = "default"  # restarted
+    served.group.during = lambda: seen.append(served.word.serves())
+    seen = []
+    metrics = manager.ensure_current(5)
+    assert served.group.pushes[1:] == [(5, [first])] and seen == [(5, {second})]
+    assert metrics == in_order | {"weight_sync/bytes": 8.0, "weight_sync/servers_readmitted": 1}
+    assert served.word.serves() == (5, {first, second})
+
+    served.stubs[0].version = "default"
+    manager.ensure_current(6)  # the actor has gone on since the last push
+    assert served.group.pushes[2:] == [(6, sorted([first, second]))] and manager.version == 6
+
+
+def test_manager_goes_on_without_a_server_that_is_gone_and_names_it(served, caplog):
+    manager, (first, second) = manager_of(served), served.fleet.urls
+    manager.update_weights(1)
+    die(served, 1)
+    for _ in range(3):
+        assert manager.ensure_current(1) == {"weight_sync/servers_removed": 1}
+    assert caplog.text.count(f"{second} is removed from rotation until it answers again") == 1
+    assert served.word.serves() == (1, {first}) and len(served.group.pushes) == 1
+    served.run(served.stubs[1].start())
+    served.stubs[1].version = "1"  # whatever it says
+    assert manager.ensure_current(1)["weight_sync/servers_readmitted"] == 1
+    assert served.group.pushes[1:] == [(1, [second])] and served.word.serves() == (1, {first, second})
+
+
+def test_manager_repeats_a_push_in_which_a_server_died(served):
+    manager, (first, second) = manager_of(served), served.fleet.urls
+    manager.update_weights(1)
+
+    def once():
+        served.group.error = WeightPushError("one died") if served.group.error is None else None
+        with contextlib.suppress(Exception):
+            die(served, 1)
+
+    served.group.during = once
+    metrics = manager.update_weights(2)
+    assert served.group.pushes[1:] == [(2, sorted([first, second])), (2, [first])]
+    assert metrics["weight_sync/servers_removed"] == 1 and served.word.serves() == (2, {first})
+
+
+def test_manager_without_any_server_ends_with_what_each_said(served):
+    manager = manager_of(served)
+    manager.update_weights(1)
+    for number in range(2):
+        die(served, number)
+    with pytest.raises(ServersGone, match="no SGLang server answered for 2 s") as error:
+        manager.ensure_current(1)
+    assert all(url in str(error.value) for url in served.fleet.urls) and manager.version == 1
+    assert served.word.serves() == (1, set())
+
+
+def test_manager_gives_servers_their_memory_back_before_a_push(served, monkeypatch):
+    order, urls = [], served.fleet.urls
+    monkeypatch.setattr(served.group, "empty_cache", lambda: order.append("empty"))
+    served.group.during = lambda: order.append("push")
+    steps = {name: lambda *_, name=name: order.append(name) for name in ("resume_weights", "resume_caches", "resume")}
+    manager = manager_of(served, memory=SimpleNamespace(**steps, release=order.append))
+    manager.update_weights(1)
+    manager.offload_servers()
+    manager.onload_servers()
+    made_room = ["empty", "resume_weights"]
+    given_back = [*made_room, *made_room, "push", "empty", "resume_caches", "resume"]
+    assert order == [*given_back, urls, "resume_weights", "resume_caches"]
+    without = manager_of(served)
+    without.offload_servers()
+    without.onload_servers()
+    assert len(order) == 11
+
+
+def test_memory_is_lent_only_when_every_server_is_there(served):
+    manager = manager_of(served, memory=SimpleNamespace(release=lambda urls: pytest.fail("one is starting")))
+    die(served, 1)
+    with pytest.raises(ServersGone, match=f"only 1 of 2 SGLang servers answered for 2 s.*{served.fleet.urls[1]}"):
+        manager.offload_servers()
 
 
 @pytest.fixture
@@ -28,7 +219,7 @@ def refusing():
 
 def test_memory_that_cannot_be_given_back_is_logged(refusing, tmp_path, caplog):
     """It takes no error's place. As the trainer does at the end of ``fit``, whatever ended it."""
-    manager = WeightSyncManager(None, memory=SharedMemory([], None, "auto", 5, tmp_path / "lent"))
+    manager = WeightSyncManager(None, None, memory=SharedMemory([], None, "auto", 5, tmp_path / "lent"))
     manager.memory.released = {refusing: "1"}
     manager.memory.mark.touch()
     with pytest.raises(ZeroDivisionError):
@@ -45,21 +236,15 @@ def test_a_trainer_that_begins_has_no_memory_of_anybody(tmp_path):
     assert not SharedMemory([], None, "auto", 5, tmp_path / "lent").mark.exists()
 
 
-def test_server_may_be_gone_while_a_batch_is_waited_for(refusing, caplog):
-    """It must be there when a step begins."""
-    nobody = f"http://127.0.0.1:{free_port()}"
-    manager = WeightSyncManager(None, reported=partial(reported_versions, [nobody], None, 5))
-    manager.version = 3
-    for _ in range(3):
-        assert manager.ensure_current(3, waiting=True) == {}
-    assert caplog.text.count("the next step needs every server") == caplog.text.count(nobody) == 1
-    with pytest.raises(ServerGone, match=nobody):
-        manager.ensure_current(3)
-    gone, manager.reported = manager.reported, lambda: {nobody: "3"}
-    assert manager.ensure_current(3, waiting=True) == {}
-    manager.reported = gone
-    manager.ensure_current(3, waiting=True)
-    assert caplog.text.count("the next step needs every server") == 2, "gone again after it came back"
-    manager.reported = partial(reported_versions, [refusing], None, 5)
-    with pytest.raises(InferenceError, match=f"{refusing}/model_info: HTTP 501"):
-        manager.ensure_current(3, waiting=True)
+@pytest.mark.parametrize("nobody", [True, False])
+def test_a_fleet_names_who_is_silent_and_raises_a_wrong_key(served, nobody):
+    url = f"http://127.0.0.1:{free_port()}"
+    fleet = ServerFleet([url, *served.fleet.urls][: 1 if nobody else None], served.word, KEY, timeout=0.3)
+    if nobody:
+        with pytest.raises(ServersGone, match=f"no SGLang server answered for 0.3 s.*{url}/model_info: cannot connect"):
+            fleet.wait_for(1)
+    else:
+        assert fleet.wait_for(1) == dict.fromkeys(served.fleet.urls, "1") and fleet.out == {url}
+        closed = ServerFleet([served.word.url], served.word, "another", timeout=0.3)
+        with pytest.raises(Exception, match="the API key is wrong or missing"):
+            closed.look()

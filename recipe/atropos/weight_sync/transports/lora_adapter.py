@@ -57,13 +57,8 @@ class AdapterTransport:
         """``weights`` are A, (r, in), and B, (out, r), under PEFT's names, to be computed with as they are.
 
         Raises:
-            WeightPushError: nobody would name the adapter to the servers, or one has no room for it.
+            WeightPushError: a server has no room for it.
         """
-        if self.name is None:
-            raise WeightPushError(
-                "actor_rollout_ref.model.lora.merge=false without inference.gateway, which alone can make requests "
-                "name the adapter; nothing was sent"
-            )
         self._tensors = {name: tensor.detach().to("cpu").contiguous() for name, tensor in weights}
         await on_all(clients, "check", self._check)
 

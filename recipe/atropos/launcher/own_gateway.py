@@ -1,0 +1,46 @@
+"""The gateway of a trainer that is started by itself, before servers that somebody else started."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from urllib.parse import urlsplit
+
+from omegaconf import DictConfig
+
+from recipe.atropos.inference.gateway_client import GATEWAY_PORT, gateway_command
+from recipe.atropos.launcher.joining import for_others, how_to_join
+from recipe.atropos.launcher.startup import check_port
+from recipe.atropos.run_dir import RunDir
+from recipe.atropos.utils.hosts import reachable
+from recipe.atropos.utils.process import default_port, start_service
+from recipe.atropos.utils.secret import API_KEY_VARIABLE
+
+
+@contextmanager
+def gateway_before(config: DictConfig) -> Iterator[None]:
+    """Where ``inference.gateway`` names none, start one, say how environments use it, and end it with the block.
+
+    It ends with this process too, however that ends.
+
+    Raises:
+        ConfigurationError: ``inference.gateway_port`` is taken.
+    """
+    inference, atropos = config.inference, config.trainer.atropos
+    if inference.gateway or atropos.replay or not inference.urls:
+        yield
+        return
+    check_port(inference.gateway_port, inference.host, "inference.gateway_port")
+    taken = [urlsplit(url).port for url in (*inference.urls, atropos.api_url)]  # what is there may still be starting
+    port = inference.gateway_port or default_port(GATEWAY_PORT, inference.host, taken)
+    inference.gateway = f"http://{reachable(inference.host)}:{port}"
+    command = gateway_command(inference.gateway, inference.host, inference.urls, atropos.weight_sync.timeout)
+    log, variables = RunDir(config.run.dir).log("gateway"), {API_KEY_VARIABLE: inference.api_key or ""}
+    service = start_service("gateway", command, log_path=log, env=variables, url=inference.gateway)
+    try:
+        key = inference.api_key if sys.stdout.isatty() else None
+        address = for_others(inference.gateway, inference.host)
+        told = how_to_join(config, atropos.api_url, address, key if inference.api_key else "none")
+        print(f"gateway {inference.gateway}, before {', '.join(inference.urls)}; see {log}\n{told}", flush=True)
+        yield
+    finally:
+        service.stop()
