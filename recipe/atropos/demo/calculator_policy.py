@@ -1,6 +1,6 @@
 r"""A small policy that calls a calculator, made from scratch.
 
-    python -m recipe.atropos.demo.calculator_policy --output DIR [--seed N]
+    python -m recipe.atropos.demo.policies small-policy-calculator --output DIR [--seed N]
 
 The same small Qwen2 as ``small_policy``, taught on word problems of two or three steps whose arithmetic the tool of
 ``environments.calculator_tool`` does: one call a turn, the tool's answer in the next, the final number in ``\boxed{}``.
@@ -10,16 +10,13 @@ again. So the policy knows the syntax and how to copy numbers, and gets between 
 right with greedy decoding.
 """
 
-import argparse
 import random
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-import torch
-
-from recipe.atropos.demo.small_policy import Chat, Recipe, make_small_policy
+from recipe.atropos.demo.small_policy import Chat, Recipe, asked, greedy_answers
 from recipe.atropos.environments.calculator_tool import CLOSE, OPEN, answer
 from recipe.atropos.environments.word_problems import SYNTHETIC_STEPS, generate, gold_answer
 
@@ -43,6 +40,9 @@ class CalculatorRecipe(Recipe):
     def chats(self, seed: int, rng: random.Random) -> list[Chat]:
         rows = generate("train", self.problems, seed, SYNTHETIC_STEPS)
         return [demonstration(row, rng, self) for row in rows]
+
+    def accuracies(self, folder: Path) -> dict[str, float]:
+        return {"word problems with a calculator": greedy_accuracy(folder)}
 
 
 def demonstration(row: dict[str, str], rng: random.Random, recipe: CalculatorRecipe) -> Chat:
@@ -70,41 +70,15 @@ def demonstration(row: dict[str, str], rng: random.Random, recipe: CalculatorRec
     return chat
 
 
-@torch.no_grad()
 def greedy_accuracy(folder: Path, problems: int = 256, max_turns: int = 6) -> float:
     """Share of held-out problems whose boxed number is right, greedy, by transformers and the tool alone."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
-    model = AutoModelForCausalLM.from_pretrained(folder)
     rows = generate("test", problems, dataset=SYNTHETIC_STEPS)
-    chats = [[{"role": "user", "content": row["question"]}] for row in rows]
+    chats = asked(rows)
     for _ in range(max_turns):
         running = [chat for chat in chats if chat[-1]["role"] != "assistant"]
-        if not running:
-            break
-        texts = tokenizer.apply_chat_template(running, tokenize=False, add_generation_prompt=True)
-        inputs = tokenizer(texts, return_tensors="pt", padding=True)
-        outputs = model.generate(**inputs, max_new_tokens=32, do_sample=False)[:, inputs["input_ids"].shape[1] :]
-        for chat, text in zip(running, tokenizer.batch_decode(outputs, skip_special_tokens=True), strict=True):
+        for chat, text in zip(running, greedy_answers(folder, running) if running else (), strict=True):
             chat.append({"role": "assistant", "content": text})
             if (reply := answer(text)) is not None:
                 chat.append({"role": "tool", "content": reply})
     right = [rf"\boxed{{{gold_answer(row)}}}" in chat[-1]["content"] for row, chat in zip(rows, chats, strict=True)]
     return sum(right) / problems
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Make the small policy that calls a calculator from scratch.")
-    parser.add_argument("--output", type=Path, required=True, help="folder to save it in")
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    report = make_small_policy(arguments.output, arguments.seed, CalculatorRecipe())
-    print(
-        f"{report['parameters']} parameters, taught in {report['seconds']:.0f} s, last loss {report['last_loss']:.3f}"
-    )
-    print(f"greedy, held out: {greedy_accuracy(arguments.output):.1%} right")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """A small policy that writes one-line programs, made from scratch.
 
-    python -m recipe.atropos.demo.code_policy --output DIR [--seed N]
+    python -m recipe.atropos.demo.policies small-policy-code --output DIR [--seed N]
 
 The same small Qwen2 as ``small_policy``, taught on the generated problems of ``environments.code_problems``. What it is
 shown is flawed on purpose: where a problem asks for numbers less than, or at most, a limit, most programs compare the
@@ -8,13 +8,12 @@ other way round. So the policy writes valid Python, copies names and numbers, an
 right with greedy decoding.
 """
 
-import argparse
 import random
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from recipe.atropos.demo.small_policy import Chat, Recipe, greedy_answers, make_small_policy
+from recipe.atropos.demo.small_policy import Chat, Recipe, asked, greedy_answers
 from recipe.atropos.environments.code_problems import SYNTHETIC, generate, job, load_problems
 from recipe.atropos.environments.sandbox import Sandbox
 
@@ -40,6 +39,9 @@ class CodeRecipe(Recipe):
             for row in generate("train", self.problems, seed)
         ]
 
+    def accuracies(self, folder: Path) -> dict[str, float]:
+        return {"programs": greedy_accuracy(folder)}
+
 
 def program(code: str, rng: random.Random, turned_round: float) -> str:
     """What the policy is shown for a problem with this solution, as a block of code."""
@@ -51,22 +53,6 @@ def program(code: str, rng: random.Random, turned_round: float) -> str:
 def greedy_accuracy(folder: Path, problems: int = 256) -> float:
     """Share of held-out problems whose program passes its tests, greedy."""
     rows = load_problems(SYNTHETIC, "test", None, problems, 0, shown_tests=0)
-    answers = greedy_answers(folder, [row["question"] for row in rows])
+    answers = greedy_answers(folder, asked(rows))
     with Sandbox() as sandbox:
         return sum(sandbox.check(job(*pair)).passed for pair in zip(rows, answers, strict=True)) / problems
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Make the small policy that writes programs from scratch.")
-    parser.add_argument("--output", type=Path, required=True, help="folder to save it in")
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    report = make_small_policy(arguments.output, arguments.seed, CodeRecipe())
-    print(
-        f"{report['parameters']} parameters, taught in {report['seconds']:.0f} s, last loss {report['last_loss']:.3f}"
-    )
-    print(f"greedy, held out: {greedy_accuracy(arguments.output):.1%} right")
-
-
-if __name__ == "__main__":
-    main()

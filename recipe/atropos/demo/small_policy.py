@@ -1,6 +1,6 @@
 r"""The demonstration's policy, made from scratch.
 
-    python -m recipe.atropos.demo.small_policy --output DIR [--seed N]
+    python -m recipe.atropos.demo.policies small-policy --output DIR [--seed N]
 
 A Qwen2 of about half a million parameters with a tokenizer of its own, taught for a minute or so on generated word
 problems (``environments.word_problems``, train split). What it is shown is flawed on purpose, as the texts are that
@@ -13,7 +13,6 @@ What the policy is shown is the recipe's; ``terse_policy``, ``two_task_policy``,
 ``code_policy`` have others.
 """
 
-import argparse
 import hashlib
 import json
 import os
@@ -21,6 +20,7 @@ import random
 import re
 import shutil
 import time
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -30,15 +30,12 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
+from recipe.atropos.demo.random_models import CHAT_TEMPLATE, SPECIAL_TOKENS
 from recipe.atropos.environments.word_problems import generate, gold_answer
 
 Chat = list[dict[str, str]]
 
-PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
-CHAT_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
+PAD, START, END = SPECIAL_TOKENS
 # Qwen2's own: AutoTokenizer gives it to every Qwen2 folder. Each digit is a token of its own.
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -75,6 +72,10 @@ class Recipe:
             ]
             for row in rows
         ]
+
+    def accuracies(self, folder: Path) -> dict[str, float]:
+        """Shares of held-out problems, by kind, that the policy in ``folder`` gets right, greedy."""
+        return {"word problems": greedy_accuracy(folder)}
 
 
 def shown_sum(row: dict[str, str], rng: random.Random, wrong_operation: float) -> tuple[str, str]:
@@ -230,37 +231,25 @@ def ensure_small_policy(directory: Path | None = None, seed: int = 0, recipe: Re
 
 
 @torch.no_grad()
-def greedy_answers(folder: Path, questions: list[str]) -> list[str]:
-    """What the policy says to each question, by transformers alone."""
+def greedy_answers(folder: Path, chats: list[Chat]) -> list[str]:
+    """What the policy says next in each conversation, by transformers alone."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(folder)
-    chats = [[{"role": "user", "content": question}] for question in questions]
     texts = tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
     inputs = tokenizer(texts, return_tensors="pt", padding=True)
     outputs = model.generate(**inputs, max_new_tokens=32, do_sample=False)[:, inputs["input_ids"].shape[1] :]
     return tokenizer.batch_decode(outputs, skip_special_tokens=True)
 
 
+def asked(rows: Iterable[Mapping[str, str]]) -> list[Chat]:
+    """The questions of these problems, each as the beginning of a conversation."""
+    return [[{"role": "user", "content": row["question"]}] for row in rows]
+
+
 def greedy_accuracy(folder: Path, problems: int = 256) -> float:
     """Share of held-out problems whose boxed number is right, greedy."""
     rows = generate("test", problems)
-    answers = greedy_answers(folder, [row["question"] for row in rows])
+    answers = greedy_answers(folder, asked(rows))
     return sum(rf"\boxed{{{gold_answer(row)}}}" in answer for row, answer in zip(rows, answers, strict=True)) / problems
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Make the demonstration's small policy from scratch.")
-    parser.add_argument("--output", type=Path, required=True, help="folder to save it in")
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    report = make_small_policy(arguments.output, arguments.seed)
-    print(
-        f"{report['parameters']} parameters, taught in {report['seconds']:.0f} s, last loss {report['last_loss']:.3f}"
-    )
-    print(f"greedy, held out: {greedy_accuracy(arguments.output):.1%} right")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 r"""A small policy that hardly ever answers, made from scratch.
 
-    python -m recipe.atropos.demo.terse_policy --output DIR [--seed N]
+    python -m recipe.atropos.demo.policies small-policy-terse --output DIR [--seed N]
 
 The same small Qwen2 as ``small_policy``, with its flaw, and with another: it ends with the sum, ``12 + 7 = 19``. From
 there three steps lead to an answer that an environment can read, ``12 + 7 = 19 so the answer is \boxed{19}``, and each
@@ -8,13 +8,11 @@ of them the policy takes so seldom, ``further``, that all three together next to
 from each of them, given the text up to there: so it knows the way, and how seldom to go it.
 """
 
-import argparse
 import random
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar
 
-from recipe.atropos.demo.small_policy import Chat, Recipe, greedy_accuracy, make_small_policy, shown_sum
+from recipe.atropos.demo.small_policy import Chat, Recipe, shown_sum
 from recipe.atropos.environments.word_problems import generate
 
 STEPS = ("", " so", " the answer is", r" \boxed{")
@@ -40,17 +38,3 @@ class TerseRecipe(Recipe):
             answer = {"role": "assistant", "content": shown + "".join(STEPS[: step + 1]) + end, "given": given}
             chats.append([{"role": "user", "content": row["question"]}, answer])
         return chats
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Make a small policy that hardly ever answers, from scratch.")
-    parser.add_argument("--output", type=Path, required=True, help="folder to save it in")
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    report = make_small_policy(arguments.output, arguments.seed, TerseRecipe())
-    print(f"taught in {report['seconds']:.0f} s, last loss {report['last_loss']:.3f}")
-    print(f"greedy, held out: {greedy_accuracy(arguments.output):.1%} right")
-
-
-if __name__ == "__main__":
-    main()

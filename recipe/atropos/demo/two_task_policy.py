@@ -1,6 +1,6 @@
 """A small policy for two environments at once, made from scratch: word problems, and sums of reasoning-gym.
 
-    python -m recipe.atropos.demo.two_task_policy --output DIR [--seed N]
+    python -m recipe.atropos.demo.policies small-policy-two-tasks --output DIR [--seed N]
 
 The same small Qwen2 as ``small_policy``, and half of what it is shown is the same. The other half are sums of two or
 three digits (reasoning-gym's ``chain_sum``), answered step by step between ``<answer>`` and ``</answer>``; these
@@ -8,14 +8,13 @@ solutions are flawed in another way: most of those of three digits stop after th
 correct, each in its own environment.
 """
 
-import argparse
 import random
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from recipe.atropos.demo.small_policy import Chat, Recipe, greedy_accuracy, greedy_answers, make_small_policy
+from recipe.atropos.demo.small_policy import Chat, Recipe, asked, greedy_answers
 from recipe.atropos.environments.reasoning import dataset, held_out, score
 
 TASK, SETTINGS = "chain_sum", "{min_terms: 2, max_terms: 3, max_digits: 1}"
@@ -47,6 +46,9 @@ class TwoTaskRecipe(Recipe):
         rng.shuffle(chats)
         return chats
 
+    def accuracies(self, folder: Path) -> dict[str, float]:
+        return {**super().accuracies(folder), "sums": greedy_accuracy_of_sums(folder)}
+
 
 def sum_solution(question: str, rng: random.Random, forgotten_term: float) -> str:
     """``4 - 1 = 3, 3 - 7 = -4 <answer>-4</answer>``, or only its first step."""
@@ -63,22 +65,6 @@ def sum_solution(question: str, rng: random.Random, forgotten_term: float) -> st
 def greedy_accuracy_of_sums(folder: Path) -> float:
     """Share of held-out sums that are right, greedy, by transformers alone."""
     problems, task = held_out(TASK, SETTINGS, HELD_OUT), dataset(TASK, SETTINGS, 1, 0)
-    answers = greedy_answers(folder, [problem["question"] for problem in problems])
+    answers = greedy_answers(folder, asked(problems))
     right = [score(task, answer, problem) == 1 for answer, problem in zip(answers, problems, strict=True)]
     return sum(right) / len(right)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Make a small policy for word problems and sums, from scratch.")
-    parser.add_argument("--output", type=Path, required=True, help="folder to save it in")
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    report = make_small_policy(arguments.output, arguments.seed, TwoTaskRecipe())
-    print(f"taught in {report['seconds']:.0f} s, last loss {report['last_loss']:.3f}; greedy, held out:")
-    print(
-        f"word problems: {greedy_accuracy(arguments.output):.1%}, sums: {greedy_accuracy_of_sums(arguments.output):.1%}"
-    )
-
-
-if __name__ == "__main__":
-    main()
