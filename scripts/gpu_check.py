@@ -252,7 +252,7 @@ def main(argv: list[str] | None = None) -> int:
             "trainer": versions_in(sys.executable, (*both, "verl", "atroposlib", "ray", "flash-attn", "kernels")),
             "sglang": versions_in(python, (*both, "sglang", "torch_memory_saver", "sglang-kernel")),
         }
-    except (AtroposError, RuntimeError) as error:
+    except AtroposError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     arguments.size = arguments.size or ("400m" if gpus else "tiny")

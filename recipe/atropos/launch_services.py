@@ -29,7 +29,15 @@ from rich.markup import escape
 
 from recipe.atropos.checkpoint.resumption import prepare_folder
 from recipe.atropos.checkpoint.start_from import Start, forget_start
-from recipe.atropos.config.compose import LAUNCHER_KEYS, complete_config, given_keys, load_config, quoted
+from recipe.atropos.config.compose import (
+    LAUNCHER_KEYS,
+    complete_config,
+    compose_config,
+    given_keys,
+    quoted,
+    resolved,
+    with_values,
+)
 from recipe.atropos.config.env_specs import EnvironmentSpec, environment_specs
 from recipe.atropos.config.models import KEY as MODEL_KEY
 from recipe.atropos.config.models import SMALL_POLICIES, check_model, set_model_path
@@ -90,8 +98,8 @@ def compose_overrides(arguments: argparse.Namespace) -> list[str]:
     return [f"{key}={value}" for key, value in named.items() if value is not None] + arguments.overrides
 
 
-def load_run_config(overrides: list[str]) -> tuple[DictConfig, list[str], Path, Start | None]:
-    """The configuration, the overrides that give it, the run's folder, and another run's weights that it begins with.
+def load_run_config(overrides: list[str]) -> tuple[DictConfig, DictConfig, Path, Start | None]:
+    """The configuration, as it was composed, the run's folder, and another run's weights that it begins with.
 
     Paths below run.dir are in that folder.
 
@@ -99,24 +107,25 @@ def load_run_config(overrides: list[str]) -> tuple[DictConfig, list[str], Path, 
         ConfigurationError: as ``load_config``, ``choose_run_dir`` and ``Start.of``; or a key that only the trainer by
             itself takes.
     """
-    given, start, more = given_keys(overrides), None, []
+    given, start = given_keys(overrides), None
     for key in sorted(given & LAUNCHER_KEYS.keys()):
         raise ConfigurationError(
             f"{key} is the launcher's to set, which starts the services itself; drop it and give "
             f"{LAUNCHER_KEYS[key]}, or train beside services of your own by python -m recipe.atropos.main"
         )
     later = "run.resume_from" in given and MODEL_KEY not in given  # its model is known once the run's folder is
-    config = load_config([*overrides, f"{MODEL_KEY}={_MODEL_TO_COME}"] if later else overrides, tell=_say)
-    directory = choose_run_dir(config, explicit="run.dir" in given)
+    composed = compose_config(overrides, tell=_say)
+    config = resolved(with_values(composed, {MODEL_KEY: _MODEL_TO_COME}) if later else composed)
+    directory, values = choose_run_dir(config, explicit="run.dir" in given), {}
     if directory != Path(config.run.dir).resolve():
-        more = [("run.dir", directory)]
+        values = {"run.dir": str(directory)}
     if config.run.resume_from:
         start = Start.of(config, directory, given)
-        more += start.overrides
-    if more or later:
-        overrides = [*overrides, *(f"{key}={quoted(value)}" for key, value in more)]
-        config = load_config(overrides)
-    return config, overrides, directory, start
+        values |= start.values
+    if values:
+        composed = with_values(composed, values)
+        config = resolved(composed)
+    return config, composed, directory, start
 
 
 def choose_run_dir(config: DictConfig, explicit: bool) -> Path:
@@ -220,7 +229,7 @@ def main(argv: list[str] | None = None) -> int:
     """Returns the exit status: 0 only if every step was trained."""
     arguments = parse_arguments(argv)
     try:
-        config, overrides, directory, start = load_run_config(compose_overrides(arguments))
+        config, composed, directory, start = load_run_config(compose_overrides(arguments))
         remarks = [place_servers(config), set_attention(config.copy())]
         checked = start.for_checks(config) if start else config
         check_config(checked)
@@ -231,7 +240,7 @@ def main(argv: list[str] | None = None) -> int:
             _say(remark)
         check_start(checked)
         if specs:
-            check_environments(Run(checked, overrides, directory), specs)
+            check_environments(Run(checked, composed, directory), specs)
         else:
             check_key(config)
         make_folder(directory)
@@ -242,10 +251,10 @@ def main(argv: list[str] | None = None) -> int:
             else:
                 forget_start(RunDir(directory))
             prepare_model(config, RunDir(directory).log("policy"))
-            complete = complete_config(overrides, config, directory)
+            complete = complete_config(composed, config, directory)
             for change in prepare_folder(RunDir(directory), complete, by_launcher=True):
                 _say(f"resumed with another {change}")
-            asyncio.run(launch(config, overrides, directory, specs, lock))
+            asyncio.run(launch(config, composed, directory, specs, lock))
     except (KeyboardInterrupt, asyncio.CancelledError):
         console.print("[bold]stopped[/] the same command resumes the run")
         return 130

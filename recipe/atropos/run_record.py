@@ -60,7 +60,7 @@ class Stateful(Protocol):
 
 
 class RunRecord:
-    """Writes into ``directory``. Stands where verl expects a dataloader, whose state it saves with each checkpoint.
+    """Writes into ``directory``; its state is saved with each checkpoint.
 
     ``parts``, by name, are saved and restored with it.
     """
@@ -70,9 +70,6 @@ class RunRecord:
         self.directory.path.mkdir(parents=True, exist_ok=True)
         self.totals = RunTotals()
         self.parts = dict(parts or {})
-
-    def __len__(self) -> int:
-        return 0  # no epochs: verl then restores the state wherever a run stopped
 
     def state_dict(self) -> dict[str, Any]:
         return {"totals": asdict(self.totals), **{name: part.state_dict() for name, part in self.parts.items()}}

@@ -15,7 +15,7 @@ import ray
 import torch
 
 from helpers.lora import RANK, make_trainer, scored_batch, update
-from helpers.sglang import call
+from helpers.sglang import call, wait_healthy
 from helpers.trainer import close, compose_config
 from recipe.atropos.inference.client import SGLangClient
 from recipe.atropos.inference.gateway_client import GatewayClient
@@ -67,7 +67,7 @@ def servers(model_path, tmp_path_factory):
         command = [sys.executable, "-m", "recipe.atropos.inference.gateway", "--port", str(port), "--servers"]
         gateway = start_service("gateway", [*command, ",".join(urls.values())], log_path=folder / "gateway")
         stack.callback(gateway.stop, grace=2)
-        call(urls["a"], lambda client: client.wait_healthy(240), timeout=250)
+        call(urls["a"], wait_healthy, timeout=250)
         yield Servers(urls, f"http://127.0.0.1:{port}", start)
 
 

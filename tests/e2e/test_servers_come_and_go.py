@@ -13,7 +13,7 @@ import time
 import psutil
 import pytest
 
-from helpers.sglang import make_tiny_model
+from helpers.sglang import make_tiny_model, wait_healthy
 from helpers.trainer import close, compose_config, started
 from recipe.atropos.inference.client import SGLangClient
 from recipe.atropos.inference.gateway_client import GatewayClient, GatewayError
@@ -109,7 +109,7 @@ def trainer(cluster, model_path, servers, gateway, tmp_path_factory):
 
 async def healthy(url):
     async with SGLangClient(url, KEY) as client:
-        await client.wait_healthy(200)
+        await wait_healthy(client, 200)
 
 
 async def generate(url, length=LENGTH, timeout=120):

@@ -13,7 +13,7 @@ from helpers.families import Engine
 from helpers.trainer import compose_config
 from recipe.atropos.checkpoint.export import export_checkpoint
 from recipe.atropos.checkpoint.store import Checkpoints
-from recipe.atropos.config.compose import load_config
+from recipe.atropos.config.compose import resolved
 from recipe.atropos.inference.client import SGLangClient
 from recipe.atropos.launch_services import compose_overrides, load_run_config, parse_arguments
 from recipe.atropos.run_dir import RunDir
@@ -57,10 +57,10 @@ def saved_run(folder, config, *engines, **options):
 
 
 def begun_from(tmp_path, spec, *options):
-    """As the launcher reads its command line: configuration, overrides, and the start."""
+    """As the launcher reads its command line: configuration, and the start."""
     arguments = parse_arguments(["--resume-from", str(spec), "--run-dir", str(tmp_path / "second"), *options])
-    config, overrides, directory, start = load_run_config(compose_overrides(arguments))
-    assert directory == tmp_path / "second" and load_config(overrides) == config
+    config, composed, directory, start = load_run_config(compose_overrides(arguments))
+    assert directory == tmp_path / "second" and resolved(composed) == config
     directory.mkdir(exist_ok=True)
     return config, start
 

@@ -53,6 +53,13 @@ def call(url: str, action: Callable[[SGLangClient], Awaitable[Any]], timeout: fl
     return asyncio.run(inner())
 
 
+async def wait_healthy(client: SGLangClient, seconds: float = 240) -> None:
+    """Until the server generates; one of a test's own, which may be starting."""
+    async with asyncio.timeout(seconds):
+        while not await client.health():
+            await asyncio.sleep(0.2)
+
+
 @cache
 def can_checksum(url):
     """SGLang 0.5.12 cannot, on a CPU."""

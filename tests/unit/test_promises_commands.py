@@ -8,7 +8,7 @@ from atroposlib.envs.base import APIServerConfig, BaseEnvConfig
 
 from recipe.atropos.adapter import defaults
 from recipe.atropos.checkpoint.resumption import changed_keys
-from recipe.atropos.config.compose import complete_config, given_keys, load_complete, load_config
+from recipe.atropos.config.compose import complete_config, compose_config, given_keys, load_complete, load_config
 from recipe.atropos.environments.gsm8k import GSM8kEnvConfig
 from recipe.atropos.environments.word_problems import GSM8K, DatasetUnavailable, load_problems
 from recipe.atropos.errors import ConfigurationError
@@ -49,7 +49,7 @@ def test_promises_config_of_a_run_is_a_file_for_another(tmp_path, monkeypatch):
     assert other.trainer.atropos.weight_sync.directory == "other/weights"
     actor = other.actor_rollout_ref.actor
     assert (actor.ppo_mini_batch_size, actor.clip_ratio_low) == (32, 0.3)
-    run = Run(config, ["preset=two_environments", "seed=3"], tmp_path)
+    run = Run(config, compose_config(["preset=two_environments", "seed=3"]), tmp_path)
     monkeypatch.setattr(run, "start", lambda *_, **__: None)
     inference = SimpleNamespace(urls=["http://127.0.0.1:1"], gateway="http://127.0.0.1:2")
     start_trainer(run, SimpleNamespace(url="http://127.0.0.1:3"), inference, tmp_path / "evaluated")
@@ -58,7 +58,7 @@ def test_promises_config_of_a_run_is_a_file_for_another(tmp_path, monkeypatch):
     engine = complete.actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.atropos
     assert engine.urls == inference.urls, "composed with the addresses"
     before = yaml.safe_load((tmp_path / "config.yaml").read_text())
-    restarted = config_yaml(complete_config(run.overrides, run.config, tmp_path), by_launcher=True)
+    restarted = config_yaml(complete_config(run.composed, run.config, tmp_path), by_launcher=True)
     assert changed_keys(before, yaml.safe_load(restarted)) == [], "the same command, again"
     by_hand = tmp_path / "by_hand.yaml"
     by_hand.write_bytes(config_yaml(complete))

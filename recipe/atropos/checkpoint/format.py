@@ -30,6 +30,8 @@ from recipe.atropos.errors import AtroposError
 Shapes = dict[str, tuple[int, ...]]
 TENSOR_NAMES = "tensor_names.json"
 """File of a training checkpoint: the names in ``CheckpointFormat.shapes`` of the model that was trained."""
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+"""Layers that SGLang computes as one, in the order of their rows, by its name for them."""
 # A router's biases, and the decays of state space models: parameters of float32 in SGLang 0.5.23 (srt/models).
 _FP32_IN_SERVERS = ("e_score_correction_bias", "expert_bias", "A_log", "dt_bias")
 

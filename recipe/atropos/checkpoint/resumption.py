@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import yaml
 from omegaconf import DictConfig
 
 from recipe.atropos.checkpoint.store import Checkpoints, model_of
-from recipe.atropos.config.compose import OF_EACH_START
+from recipe.atropos.config.compose import OF_EACH_START, leaves
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.run_dir import FORMAT, RunDir
 from recipe.atropos.utils.files import read_json, write_atomic, write_json
@@ -84,17 +84,9 @@ def _same_model(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 def changed_keys(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     """``key: old -> new`` of the keys whose values differ, those that matter most first, at most so many."""
-    old, new = (dict(_leaves(config)) for config in (before, after))
+    old, new = ({key: value for key, value in leaves(config) if value != {}} for config in (before, after))
     changed = [key for key in old.keys() | new.keys() if old.get(key) != new.get(key)]
     changed = [key for key in changed if not is_secret(key) and key not in OF_EACH_START]
     changed.sort(key=lambda key: (_SHOWN_FIRST.index(key) if key in _SHOWN_FIRST else len(_SHOWN_FIRST), key))
     lines = [f"{key}: {old.get(key, 'not given')} -> {new.get(key, 'not given')}" for key in changed[:_MOST_SHOWN]]
     return lines + [f"and {len(changed) - _MOST_SHOWN} more keys"] * (len(changed) > _MOST_SHOWN)
-
-
-def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    if not isinstance(value, Mapping):
-        yield prefix, value
-        return
-    for key, inner in value.items():
-        yield from _leaves(inner, f"{prefix}.{key}" if prefix else str(key))

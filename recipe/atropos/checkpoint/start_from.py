@@ -107,21 +107,17 @@ class Start:
         return cls(folder, source, step_of(checkpoint), adapter, trusted, base)
 
     @property
-    def overrides(self) -> list[tuple[str, Any]]:
-        """Keys of the new run's configuration, and their values; of an adapter that is trained on, its own."""
-        adapter = []
+    def values(self) -> dict[str, Any]:
+        """Of the new run's configuration, by key; of an adapter that is trained on, its own."""
+        values: dict[str, Any] = {"run.resume_from": f"{self.source.path}@{self.step}", MODEL_KEY: self.base}
         if self.adapter:
             targets = self.adapter["target_modules"]  # in no order, and a resumed run has the same configuration
-            adapter = [
-                (f"{_MODEL}.lora_adapter_path", self.folder.start),
-                (f"{_MODEL}.lora_alpha", self.adapter["lora_alpha"]),
-                (f"{_MODEL}.target_modules", targets if isinstance(targets, str) else sorted(targets)),
-            ]
-        return [
-            ("run.resume_from", f"{self.source.path}@{self.step}"),
-            (MODEL_KEY, self.base),
-            *adapter,
-        ]
+            values |= {
+                f"{_MODEL}.lora_adapter_path": str(self.folder.start),
+                f"{_MODEL}.lora_alpha": self.adapter["lora_alpha"],
+                f"{_MODEL}.target_modules": targets if isinstance(targets, str) else sorted(targets),
+            }
+        return values
 
     def for_checks(self, config: DictConfig) -> DictConfig:
         """``config`` before ``make``, with a model path that has the configuration and the tokenizer of the model."""

@@ -64,7 +64,7 @@ def examine(config: DictConfig) -> dict[str, Finding]:
 def _finding(check: Callable[[], str]) -> Finding:
     try:
         return Finding(True, check())
-    except (AtroposError, RuntimeError) as error:
+    except AtroposError as error:
         return Finding(False, str(error))
 
 
@@ -136,7 +136,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         state = "[green]ok[/]    " if finding.ok else "[bold red]FAILED[/]"
         console.print(f"{state} {name:<13}{escape(finding.told)}", soft_wrap=True)
     return 0 if all(finding.ok for finding in findings.values()) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -5,7 +5,6 @@ Each token is colored by mask, logprob and advantage. The run must have been sta
 """
 
 import argparse
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -154,7 +153,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     with one_line_errors(OmegaConfBaseException, OSError):
         show(given.run, given.step, given.group, given.sequence, given.table, Console(highlight=False))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

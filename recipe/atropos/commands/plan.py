@@ -11,7 +11,6 @@ embeddings and the head stay gathered. The reference policy is held in bfloat16.
 
 import argparse
 import importlib.util
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 
@@ -382,7 +381,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         found = plan_memory(config, None if given.gpu_memory is None else int(given.gpu_memory * GIB))
         show(found, Console(highlight=False))
     return 1 if found.problems else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

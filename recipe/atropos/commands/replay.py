@@ -6,7 +6,6 @@ started with ``trainer.atropos.record_batches=true``.
 """
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -88,7 +87,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parser.parse_args(argv)
     with one_line_errors(OmegaConfBaseException, OSError):
         return 0 if replay(given.run, given.overrides, Console(highlight=False)) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

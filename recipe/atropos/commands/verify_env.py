@@ -12,7 +12,6 @@ import contextlib
 import functools
 import logging
 import os
-import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -233,7 +232,3 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ConfigurationError(f"{given.env}: {error}") from error
         show(result, Console(highlight=False), given.table)
     return 0 if result.ok else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

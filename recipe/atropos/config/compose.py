@@ -88,12 +88,26 @@ def load_config(overrides: Sequence[str], tell: Callable[[str], None] = lambda _
     Raises:
         ConfigurationError: naming key and value, and the nearest key, the choices, or what to set instead.
     """
-    config = compose_config(overrides, tell)
+    return resolved(compose_config(overrides, tell))
+
+
+def resolved(composed: DictConfig) -> DictConfig:
+    """A copy of what ``compose_config`` gave, resolved and checked; raises as ``load_config``."""
+    config = copy.deepcopy(composed)
     try:
         OmegaConf.resolve(config)
     except OmegaConfBaseException as error:
         raise ConfigurationError(_first_line(error)) from error
     check_schema(OmegaConf.to_container(config))
+    return config
+
+
+def with_values(composed: DictConfig, values: Mapping[str, Any]) -> DictConfig:
+    """A copy with other values, by key, which the keys that refer to them follow."""
+    config = copy.deepcopy(composed)
+    with open_dict(config):
+        for key, value in values.items():
+            OmegaConf.update(config, key, value, merge=False, force_add=True)
     return config
 
 
@@ -115,9 +129,9 @@ def load_complete(path: Path, hidden: Sequence[str] = ()) -> DictConfig:
 
 
 def complete_config(
-    overrides: Sequence[str], config: DictConfig, directory: Path, addresses: Mapping[str, Any] | None = None
+    composed: DictConfig, config: DictConfig, directory: Path, addresses: Mapping[str, Any] | None = None
 ) -> DictConfig:
-    """``config``, which ``overrides`` give, composed again with what the launcher has decided since.
+    """``config``, which is ``composed`` resolved, with what the launcher has decided since.
 
     That is the folder of the run, the model's, whether servers share the trainer's GPUs, and, by key, ``addresses``.
 
@@ -125,16 +139,12 @@ def complete_config(
         ConfigurationError: as ``load_config``.
     """
     decided = {
-        "run.dir": directory,
+        "run.dir": str(directory),
         "actor_rollout_ref.model.path": config.actor_rollout_ref.model.path,
         "inference.colocated": bool(config.inference.colocated),
         **(addresses or {}),
     }
-    return load_config([*overrides, *(f"{key}={_argument(value)}" for key, value in decided.items())])
-
-
-def _argument(value: Any) -> str:
-    return json.dumps(value) if value is None or isinstance(value, bool | float) else quoted(value)
+    return resolved(with_values(composed, decided))
 
 
 def compose_config(overrides: Sequence[str], tell: Callable[[str], None] = lambda _: None) -> DictConfig:
@@ -162,12 +172,8 @@ def compose_config(overrides: Sequence[str], tell: Callable[[str], None] = lambd
     return config
 
 
-def quoted(value: str | Path | int | list[str]) -> str:
+def quoted(value: str | Path) -> str:
     """As Hydra's override grammar takes it, a string whatever is in it, ``=``, commas and spaces included."""
-    if isinstance(value, list):
-        return f"[{','.join(quoted(item) for item in value)}]"
-    if isinstance(value, int):
-        return str(value)
     return "'" + str(value).replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
@@ -195,7 +201,7 @@ def _given(overrides: Sequence[str]) -> tuple[list[tuple[str, Any]], list[tuple[
     files = [value for key, value in given if key == "config"]
     if len(files) > 1:
         raise ConfigurationError(f"config={files[-1]}: a second file, after {files[0]}; merge them into one")
-    in_file = [item for file in files for item in _leaves("", _read(file)) if item[0] not in _left_out(file)]
+    in_file = [item for file in files for item in leaves(_read(file)) if item[0] not in _left_out(file)]
     return in_file, [(key, value) for key, value in given if key != "config"]
 
 
@@ -225,7 +231,7 @@ def _not_derived(in_file: list[tuple[str, Any]], shipped: DictConfig) -> list[tu
                 found = config[_PROBE]
                 found = OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found
                 whole = isinstance(found, dict) and found
-                if values == (dict(_leaves(f"{prefix}.", found)) if whole else {prefix: found}):
+                if values == (dict(leaves(found, f"{prefix}.")) if whole else {prefix: found}):
                     continue
             own += values.items()
     return own
@@ -247,11 +253,11 @@ def _read(file: Any) -> dict[str, Any]:
     return found
 
 
-def _leaves(prefix: str, values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """A nested mapping as (dotted key, value); an empty one is a value, OmegaConf's mark of a missing value none."""
     for name, value in values.items():
         if isinstance(value, dict) and value:
-            yield from _leaves(f"{prefix}{name}.", value)
+            yield from leaves(value, f"{prefix}{name}.")
         elif value != "???":
             yield f"{prefix}{name}", value
 

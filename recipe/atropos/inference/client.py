@@ -29,8 +29,6 @@ What was measured on SGLang 0.5.23, and on 0.5.12 where it is named, and holds w
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -160,15 +158,6 @@ class SGLangClient:
                 return False
             raise
         return True
-
-    async def wait_healthy(self, timeout: float) -> float:
-        """Wait until `health`, and return the seconds it took; raises InferenceError after `timeout` seconds."""
-        begin = time.monotonic()
-        while (remaining := begin + timeout - time.monotonic()) > 0:
-            if await self.health(timeout=min(25.0, remaining)):
-                return time.monotonic() - begin
-            await asyncio.sleep(0.2)
-        raise InferenceError(self.url, "/health", f"not healthy within {timeout:g} s")
 
     async def model_info(self) -> dict[str, Any]:
         """The server's own description. After an update from disk, model_path and served_model_name are its folder."""

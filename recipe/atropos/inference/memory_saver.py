@@ -6,12 +6,11 @@ with a need that cannot be met does not start: Python ends with status 127, with
 
 import functools
 import os
-import subprocess
 from pathlib import Path
 
 from recipe.atropos.errors import LaunchError
 from recipe.atropos.utils.gpus import without_expandable_segments
-from recipe.atropos.utils.machine import versions_in
+from recipe.atropos.utils.machine import run_python, versions_in
 
 _PACKAGE = "torch-memory-saver"
 _TRIAL_SECONDS = 60.0
@@ -50,27 +49,20 @@ def check_saver(python: str) -> None:
             f"inference.colocated=true: torch_memory_saver {versions[_PACKAGE]} of {python} has no library for CUDA "
             f"{versions['cuda']}, which its torch is for: {fix}"
         )
-    environment = {**os.environ, "PYTHONPATH": "", **saver_variables(python), "LD_PRELOAD": str(found[0])}
+    variables = {**saver_variables(python), "LD_PRELOAD": str(found[0])}
     try:
-        trial = subprocess.run(
-            [python, "-c", "pass"], cwd="/", env=environment, capture_output=True, text=True, timeout=_TRIAL_SECONDS
-        )
-    except subprocess.TimeoutExpired as error:
-        raise LaunchError(f"{python} does not start within {_TRIAL_SECONDS:g} s with {found[0].name}: {fix}") from error
-    if trial.returncode != 0:
-        told = " ".join(trial.stderr.split()) or f"exit status {trial.returncode}"
+        run_python(python, "-c", "pass", timeout=_TRIAL_SECONDS, **variables)
+    except LaunchError as error:
         raise LaunchError(
-            f"inference.colocated=true: {python} does not start with {found[0].name} ({told}): install "
+            f"inference.colocated=true: {python} does not start with {found[0].name} ({error}): install "
             f"nvidia-cuda-runtime for CUDA {major} there, or add the folder of libcudart.so.{major} to LD_LIBRARY_PATH"
-        )
+        ) from error
 
 
 @functools.cache
 def _packages(python: str) -> Path:
     """The folder of that interpreter's packages."""
     try:
-        probe = [python, "-c", "import sysconfig; print(sysconfig.get_path('platlib'))"]
-        found = subprocess.run(probe, capture_output=True, text=True, timeout=_TRIAL_SECONDS, check=True)
-    except (OSError, subprocess.SubprocessError) as error:
-        raise LaunchError(f"inference.python={python} does not run ({error}): name another interpreter") from error
-    return Path(found.stdout.strip())
+        return Path(run_python(python, "-c", "import sysconfig; print(sysconfig.get_path('platlib'))").strip())
+    except LaunchError as error:
+        raise LaunchError(f"inference.python={error}: name another interpreter") from error

@@ -10,7 +10,6 @@ import importlib.util
 import math
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -22,6 +21,7 @@ from recipe.atropos.inference.client import SGLangClient
 from recipe.atropos.inference.memory_saver import check_saver, saver_variables
 from recipe.atropos.utils import private_process
 from recipe.atropos.utils.gpus import nccl_variables, visible_gpus, without_gpus
+from recipe.atropos.utils.machine import versions_in
 from recipe.atropos.utils.process import Service, free_port, port_is_free, start_service, wait_until_healthy
 from recipe.atropos.utils.secret import secret_variables, split_secret_flags
 
@@ -218,17 +218,12 @@ def _check_interpreter(python: str) -> None:
     fix = f"run `make sglang-env`, or set inference.python or {PYTHON_VARIABLE} to an interpreter that has SGLang"
     if shutil.which(python) is None:
         raise LaunchError(f"inference.python is {python!r}, which does not exist or cannot be run: {fix}")
-    probe = "import importlib.util, sys; sys.exit(0 if importlib.util.find_spec('sglang') else 3)"
-    environment = {**os.environ, "PYTHONPATH": ""}
-    command, limit = [python, "-c", probe], _PROBE_SECONDS
     try:
-        found = subprocess.run(command, cwd="/", env=environment, capture_output=True, text=True, timeout=limit)
-    except subprocess.TimeoutExpired as error:
-        raise LaunchError(f"inference.python is {python!r}, which does not start within {limit:g} s: {fix}") from error
-    if found.returncode == 3:
+        found = versions_in(python, ("sglang",), timeout=_PROBE_SECONDS)
+    except LaunchError as error:
+        raise LaunchError(f"inference.python={error}: {fix}") from error
+    if found["sglang"] is None:
         raise LaunchError(f"inference.python is {python!r}, which has no package sglang: {fix}")
-    if found.returncode != 0:
-        raise LaunchError(f"inference.python is {python!r}, which does not run ({found.stderr.strip()}): {fix}")
 
 
 def start_sglang(

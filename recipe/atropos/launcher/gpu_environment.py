@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from omegaconf import DictConfig
 
-from recipe.atropos.errors import ConfigurationError
+from recipe.atropos.errors import ConfigurationError, LaunchError
 from recipe.atropos.inference.server import default_sglang_python
 from recipe.atropos.utils.gpus import device_of
 from recipe.atropos.utils.machine import nvidia_smi, versions_in
@@ -29,8 +29,8 @@ def check_gpu_environment(config: DictConfig) -> list[str]:
         return []
     try:
         found = list(_misfits(config))
-    except RuntimeError as error:  # an interpreter that does not run
-        raise ConfigurationError(f"inference.python={error}") from error
+    except LaunchError as error:  # an interpreter that does not run
+        raise ConfigurationError(f"inference.python={error}: name another interpreter") from error
     if wrong := [told for told, fatal in found if fatal]:
         raise ConfigurationError("; ".join(wrong))
     return [told for told, _ in found]

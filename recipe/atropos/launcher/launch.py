@@ -33,7 +33,7 @@ _QUEUE_SECONDS = 5.0
 
 async def launch(
     config: DictConfig,
-    overrides: list[str],
+    composed: DictConfig,
     directory: Path,
     specs: dict[str, EnvironmentSpec],
     lock: int | None = None,
@@ -48,7 +48,7 @@ async def launch(
     # So too when its terminal is closed, unless it was told to outlive that (nohup).
     for number in _ending_signals():
         asyncio.get_running_loop().add_signal_handler(number, asyncio.current_task().cancel)
-    run = Run(config, overrides, directory, lock=lock)
+    run = Run(config, composed, directory, lock=lock)
     started = time.monotonic()
     environments = evaluations = failure = api_url = None
     try:

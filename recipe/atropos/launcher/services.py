@@ -46,10 +46,13 @@ class RestartPolicy:
 
 @dataclass
 class Run:
-    """A run's services and files. ``services`` are in the order of their start; they are ended in the reverse."""
+    """A run's services and files. ``services`` are in the order of their start; they are ended in the reverse.
+
+    ``composed`` is the configuration as it was before it was resolved.
+    """
 
     config: DictConfig
-    overrides: list[str]
+    composed: DictConfig
     directory: Path
     services: list[Service] = field(default_factory=list)
     api_key: str = field(default="", repr=False)

@@ -64,9 +64,9 @@ def start_trainer(run: Run, api: Service, inference: Inference, evaluated: Path 
         "inference.api_key": run.api_key,
         "trainer.atropos.api_url": api.url,
         "trainer.atropos.startup_timeout": float(run.config.inference.start_timeout),
-        "evaluation.evaluated_file": evaluated,
+        "evaluation.evaluated_file": evaluated and str(evaluated),
     }
-    complete = complete_config(run.overrides, run.config, run.directory, addresses)
+    complete = complete_config(run.composed, run.config, run.directory, addresses)
     write_atomic(run.files.config, config_yaml(complete, by_launcher=True))
     variables = {
         **secret_variables([json.dumps(each) for each in hidden_settings(OmegaConf.to_container(complete))]),

@@ -11,6 +11,8 @@ from typing import Any
 
 import psutil
 
+from recipe.atropos.errors import LaunchError
+
 
 class MemoryWatch:
     """The memory of processes, with all that descend from them, in bytes; looked at twice a second.
@@ -101,27 +103,31 @@ print(json.dumps(found))
 """
 
 
-def versions_in(python: str, packages: Sequence[str]) -> dict[str, str | None]:
+def versions_in(python: str, packages: Sequence[str], timeout: float = 120.0) -> dict[str, str | None]:
     """Versions in an interpreter's environment, without importing them; "cuda" is the one that its torch is for.
 
     Raises:
-        RuntimeError: the interpreter does not run.
+        LaunchError: as ``run_python``.
     """
-    environment = {**os.environ, "PYTHONPATH": ""}
+    return json.loads(run_python(python, "-c", _PROBE, *packages, timeout=timeout))
+
+
+def run_python(python: str, *arguments: str, timeout: float = 120.0, **variables: str) -> str:
+    """What an interpreter of another environment prints, with further variables in its own.
+
+    Raises:
+        LaunchError: it is not there, fails, or takes longer than ``timeout`` seconds.
+    """
+    command, environment = [python, *arguments], {**os.environ, "PYTHONPATH": "", **variables}
     try:
-        done = subprocess.run(
-            [python, "-c", _PROBE, *packages],
-            cwd="/",
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=True,
-        )
+        return subprocess.run(
+            command, cwd="/", env=environment, capture_output=True, text=True, timeout=timeout, check=True
+        ).stdout
+    except subprocess.TimeoutExpired as error:
+        raise LaunchError(f"{python} does not start within {timeout:g} s") from error
     except (OSError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stderr", None) or error
-        raise RuntimeError(f"{python} does not run ({said}): name another interpreter") from error
-    return json.loads(done.stdout)
+        told = " ".join((getattr(error, "stderr", None) or str(error)).split())
+        raise LaunchError(f"{python} does not run ({told})") from error
 
 
 def this_machine(on_gpu: bool) -> dict[str, Any]:

@@ -7,7 +7,7 @@ kept, and those that trackers get, hold none. A reference to another place, ``${
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,22 +32,38 @@ def is_secret(name: str) -> bool:
     return _NAME.search(name.replace("-", "_")) is not None
 
 
-def without_secrets(settings: Any, secret: bool = False) -> Any:
-    """A copy of nested mappings and lists with ``***`` for every secret that is set; ``secret``: all are."""
-    if isinstance(settings, Mapping):
-        return {key: without_secrets(value, secret or is_secret(str(key))) for key, value in settings.items()}
-    if isinstance(settings, list | tuple | ListConfig):
-        return [without_secrets(value, secret) for value in settings]
-    return HIDDEN if secret and _is_set(settings) else settings
+def without_secrets(settings: Any) -> Any:
+    """A copy of nested mappings and lists with ``***`` for every secret that is set."""
+    return _with_secrets_as(lambda *_: HIDDEN, settings)
 
 
-def holds_secret(settings: Any, secret: bool = False) -> bool:
+def hidden_settings(settings: Any) -> list[list[Any]]:
+    """What ``without_secrets`` hides, each as [its keys and indices, its value]; ``restore`` puts it back."""
+    found: list[list[Any]] = []
+    _with_secrets_as(lambda *place_and_value: found.append(list(place_and_value)), settings)
+    return found
+
+
+def holds_secret(settings: Any) -> bool:
     """Whether ``without_secrets`` hides anything of it."""
+    return bool(hidden_settings(settings))
+
+
+def _with_secrets_as(
+    change: Callable[[list[str | int], Any], Any],
+    settings: Any,
+    secret: bool = False,
+    place: tuple[str | int, ...] = (),
+) -> Any:
+    """A copy with what ``change`` makes of each secret, given its keys and indices; ``secret``: all are."""
     if isinstance(settings, Mapping):
-        return any(holds_secret(value, secret or is_secret(str(key))) for key, value in settings.items())
+        return {
+            key: _with_secrets_as(change, value, secret or is_secret(str(key)), (*place, key))
+            for key, value in settings.items()
+        }
     if isinstance(settings, list | tuple | ListConfig):
-        return any(holds_secret(value, secret) for value in settings)
-    return secret and _is_set(settings)
+        return [_with_secrets_as(change, value, secret, (*place, index)) for index, value in enumerate(settings)]
+    return change(list(place), settings) if secret and _is_set(settings) else settings
 
 
 def _is_set(value: Any) -> bool:
@@ -70,18 +86,6 @@ def config_yaml(config: DictConfig, by_launcher: bool = False) -> bytes:
         "${inference.api_key}"
     )
     return (COMPLETE if by_launcher else b"") + OmegaConf.to_yaml(OmegaConf.create(public)).encode()
-
-
-def hidden_settings(settings: Any, secret: bool = False, path: tuple[str | int, ...] = ()) -> Iterator[list[Any]]:
-    """What ``without_secrets`` hides, each as [its keys and indices, its value]; ``restore`` puts it back."""
-    if isinstance(settings, Mapping):
-        for key, value in settings.items():
-            yield from hidden_settings(value, secret or is_secret(str(key)), (*path, key))
-    elif isinstance(settings, list | tuple | ListConfig):
-        for index, value in enumerate(settings):
-            yield from hidden_settings(value, secret, (*path, index))
-    elif secret and _is_set(settings):
-        yield [list(path), settings]
 
 
 def restore(settings: Any, hidden: Iterable[Sequence[Any]]) -> None:

@@ -41,12 +41,9 @@ from verl.utils.fsdp_utils import (
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
-from recipe.atropos.checkpoint.format import TENSOR_NAMES, CheckpointFormat
+from recipe.atropos.checkpoint.format import FUSED, TENSOR_NAMES, CheckpointFormat
 from recipe.atropos.checkpoint.lora_layers import ADAPTER, adapted_layers, merged_weights
 from recipe.atropos.utils.files import write_json
-
-# SGLang computes these as one layer. It refuses an adapter with a part of the first, and dies of a part of the second.
-_COMPUTED_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 class ConfiguredOffload:
@@ -168,9 +165,12 @@ class PushedWeights:
 
 
 def _missing_parts(name: str, layers: Iterable[str]) -> list[str]:
-    """The layers without an adapter that are computed as one with ``name``; none if another of them has named them."""
+    """The layers without an adapter that are computed as one with ``name``; none if another of them has named them.
+
+    SGLang refuses an adapter with a part of ``qkv_proj``, and dies of a part of ``gate_up_proj``.
+    """
     parent, _, own = name.rpartition(".")
-    group = next((group for group in _COMPUTED_TOGETHER if own in group), (own,))
+    group = next((group for group in FUSED.values() if own in group), (own,))
     parts = [f"{parent}.{part}" for part in group]
     first = next(part for part in parts if part in layers)
     return [part for part in parts if part not in layers] if name == first else []

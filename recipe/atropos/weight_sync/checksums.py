@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
+from recipe.atropos.checkpoint.format import FUSED
 from recipe.atropos.inference.client import InferenceError, SGLangClient
 from recipe.atropos.weight_sync.servers import WeightPushError
 from recipe.atropos.weight_sync.transports.bucket import NamedTensors
 
-_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-_PART_OF = {part: (fused, i) for fused, parts in _FUSED.items() for i, part in enumerate(parts)}
+_PART_OF = {part: (fused, i) for fused, parts in FUSED.items() for i, part in enumerate(parts)}
 _VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
 _VOCABULARY_MULTIPLE = 64
 _MEND = "set trainer.atropos.weight_sync.verify=probe"

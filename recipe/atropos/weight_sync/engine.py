@@ -186,22 +186,11 @@ class AtroposCheckpointEngine(CheckpointEngine):
                 yield name, tensor.to(self.dtype) if tensor.is_floating_point() else tensor
         yield from late
 
-    # The rest of the interface is for engines that run inside the inference processes, which this one does not.
-    def prepare(self) -> dict[str, Any]:
-        raise NotImplementedError("the servers are reached over HTTP; nothing to prepare")
+    def _of_engines_inside(self, *args: Any, **kwargs: Any) -> Any:
+        """The rest of the interface is for engines that run inside the inference processes."""
+        raise NotImplementedError("the servers are reached over HTTP, and receive the weights themselves")
 
-    @classmethod
-    def build_topology(cls, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError("the servers are reached over HTTP; there is no topology")
-
-    def init_process_group(self, **kwargs: Any) -> None:
-        raise NotImplementedError("the servers are reached over HTTP; there is no process group")
-
-    def finalize(self) -> None:
-        raise NotImplementedError("the servers are reached over HTTP; nothing to finalize")
-
-    async def receive_weights(self, global_steps: int | None = None) -> Any:
-        raise NotImplementedError("SGLang's own server receives the weights")
+    prepare = build_topology = init_process_group = finalize = receive_weights = _of_engines_inside
 
 
 def choose_transport(wanted: str, urls: Sequence[str], colocated: bool = False) -> str:

@@ -50,6 +50,17 @@ def check_phase(phase: str, results: Mapping[str, Any]) -> None:
         raise WeightPushError(f"weight push failed in phase {phase!r} on {details}") from next(iter(failures.values()))
 
 
+async def ranks_of(client: SGLangClient, why: str) -> int:
+    """Of tensor parallelism. Raises WeightPushError: there is data parallelism too; ``why``: such a server ..."""
+    arguments = (await client.capabilities()).arguments
+    if arguments.get("dp_size", 1) != 1:
+        raise WeightPushError(
+            f"{client.url} runs with dp_size={arguments['dp_size']}, and such a server {why}: start several servers "
+            "instead, or set trainer.atropos.weight_sync.transport=disk"
+        )
+    return arguments.get("tp_size", 1)
+
+
 async def tidied(calls: Iterable[Awaitable[object]]) -> None:
     """What is put in order after a failure, as far as the servers answer; the failure is what is told."""
     limited = (asyncio.wait_for(call, _TIDY_SECONDS) for call in calls)

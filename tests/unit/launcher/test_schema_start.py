@@ -10,7 +10,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from recipe.atropos.config.compose import load_config
+from recipe.atropos.config.compose import load_config, resolved
 from recipe.atropos.config.models import SMALL_POLICIES, check_model, resolve_model
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.inference.server import LaunchError, SGLangLaunch, check_launch
@@ -109,8 +109,8 @@ def test_run_dir_of_the_next_number_holds_all_of_its_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     finished(tmp_path / "runs/demo")
     for options, name in ((["preset=demo"], "demo-2"), (["preset=demo", "run.name=mine"], "mine")):
-        config, overrides, directory, _ = load_run_config(options)
-        assert directory == tmp_path / "runs" / name and load_config(overrides) == config
+        config, composed, directory, _ = load_run_config(options)
+        assert directory == tmp_path / "runs" / name and resolved(composed) == config
         for path in (config.run.dir, config.trainer.default_local_dir, config.trainer.rollout_data_dir):
             assert Path(path).resolve().is_relative_to(directory), path
 

@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from helpers import ROOT
 from helpers.trainer import compose_config
 from recipe.atropos import main
+from recipe.atropos.config import compose
 from recipe.atropos.config.compose import load_config
 from recipe.atropos.config.env_specs import environment_specs
 from recipe.atropos.errors import ConfigurationError
@@ -128,7 +129,7 @@ def test_secret_that_is_no_value_is_shown():
 def trainer_of(overrides, folder, monkeypatch):
     """(its command line, its own environment variables) for a launcher with these overrides."""
     config = load_config(overrides)
-    run = Run(config, overrides, folder)
+    run = Run(config, compose.compose_config(overrides), folder)
     monkeypatch.setattr(run, "start", lambda name, command, **variables: (command, variables))
     inference = SimpleNamespace(urls=["http://127.0.0.1:1"], gateway="http://127.0.0.1:2")
     return start_trainer(run, SimpleNamespace(url="http://127.0.0.1:3"), inference)

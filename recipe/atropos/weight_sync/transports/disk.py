@@ -1,6 +1,6 @@
 """Weights through a folder that the trainer's rank 0 and every server can read.
 
-A version appears whole or not at all: it is written to a folder beside its own and renamed. Only the active version
+A version appears whole or not at all. Only the active version
 is kept, for servers that come back; a failed write leaves nothing behind.
 """
 
@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from recipe.atropos.inference.client import InferenceError, SGLangClient
+from recipe.atropos.utils.files import PARTIAL, remove_partial, replace_folder
 from recipe.atropos.weight_sync.servers import WeightPushError, on_all
 from recipe.atropos.weight_sync.transports.bucket import NamedTensors
 
@@ -31,33 +32,28 @@ class DiskTransport:
 
     async def stage(self, clients: Sequence[SGLangClient], weights: NamedTensors, version: int) -> None:
         """Raises WeightPushError (no space, no permission) with nothing half-written left behind."""
-        target, partial = self.path(version), self.directory / f".partial_{version}"
-        for left in self.directory.glob(".partial_*"):  # by a process that was killed while it wrote
-            shutil.rmtree(left, ignore_errors=True)
+        for left in self.directory.glob(f".version_*{PARTIAL}"):  # by a process that was killed while it wrote
+            remove_partial(left)
         try:
-            partial.mkdir(parents=True)
-            n_files, bucket, bucket_bytes = 0, {}, 0
-            for name, tensor in weights:
-                tensor = tensor.detach().to("cpu").contiguous()
-                if any(tensor.data_ptr() == other.data_ptr() for other in bucket.values()):
-                    tensor = tensor.clone()  # safetensors refuses tensors that share memory, as tied ones do
-                bucket[name] = tensor
-                bucket_bytes += tensor.nbytes
-                if bucket_bytes >= self.bucket_size:
-                    n_files += 1
-                    _save(bucket, partial, n_files)
-                    bucket, bucket_bytes = {}, 0
-            if bucket:
-                _save(bucket, partial, n_files + 1)
-            shutil.rmtree(target, ignore_errors=True)
-            partial.rename(target)
+            with replace_folder(self.path(version)) as folder:
+                n_files, bucket, bucket_bytes = 0, {}, 0
+                for name, tensor in weights:
+                    tensor = tensor.detach().to("cpu").contiguous()
+                    if any(tensor.data_ptr() == other.data_ptr() for other in bucket.values()):
+                        tensor = tensor.clone()  # safetensors refuses tensors that share memory, as tied ones do
+                    bucket[name] = tensor
+                    bucket_bytes += tensor.nbytes
+                    if bucket_bytes >= self.bucket_size:
+                        n_files += 1
+                        _save(bucket, folder, n_files)
+                        bucket, bucket_bytes = {}, 0
+                if bucket:
+                    _save(bucket, folder, n_files + 1)
         except (OSError, SafetensorError) as error:
             raise WeightPushError(
                 f"version {version} cannot be written to {self.directory}: {error}; make room for it there, name "
                 "another folder by trainer.atropos.weight_sync.directory, or set weight_sync.transport=distributed"
             ) from error
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
 
     async def deliver(self, clients: Sequence[SGLangClient], version: int) -> None:
         """Raises WeightPushError: a server does not see the folder, or does not load it."""

@@ -18,7 +18,7 @@ from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_proces
 from recipe.atropos.inference.client import SGLangClient
 from recipe.atropos.utils.hosts import address_towards
 from recipe.atropos.verl_ext.device import get_device_id, get_device_name
-from recipe.atropos.weight_sync.servers import WeightPushError, on_all, tidied, update_session
+from recipe.atropos.weight_sync.servers import WeightPushError, on_all, ranks_of, tidied, update_session
 from recipe.atropos.weight_sync.transports.bucket import (
     Bucket,
     Buckets,
@@ -105,17 +105,6 @@ class DistributedTransport:
         """Buffers and group stay, for the next version."""
 
 
-async def _ranks_of(client: SGLangClient) -> int:
-    """Raises WeightPushError: a server whose ranks join no group."""
-    info = (await client.capabilities()).arguments
-    if info.get("dp_size", 1) != 1:
-        raise WeightPushError(
-            f"{client.url} runs with dp_size={info['dp_size']}, and such a server joins no group: start "
-            "several servers instead, or set trainer.atropos.weight_sync.transport=disk"
-        )
-    return info.get("tp_size", 1)
-
-
 class _Group:
     """A process group with rank 0 here; ``version`` is the last that its servers were given through it."""
 
@@ -133,7 +122,7 @@ class _Group:
         Raises:
             WeightPushError: a server did not join; names it.
         """
-        sizes = [await _ranks_of(client) for client in clients]
+        sizes = [await ranks_of(client, "joins no group") for client in clients]
         world_size = 1 + sum(sizes)
         offsets = dict(zip(clients, itertools.accumulate([1, *sizes[:-1]]), strict=True))
         # NCCL's time-out ends the process, so that a server's, which names it, must come first; gloo's delays closing.

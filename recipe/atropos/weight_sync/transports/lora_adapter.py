@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from recipe.atropos.checkpoint.format import FUSED
 from recipe.atropos.inference.client import SGLangClient
 from recipe.atropos.inference.lora_routing import ADAPTERS_KEPT
 from recipe.atropos.weight_sync.servers import WeightPushError, on_all
@@ -29,9 +30,7 @@ from recipe.atropos.weight_sync.transports.bucket import NamedTensors
 
 _LEAST_KEPT = 3  # the active one, the next, and one with requests that began before
 _PREFIX = "policy-"
-_COMPUTED_AS = {part: "qkv_proj" for part in ("q_proj", "k_proj", "v_proj")} | {
-    part: "gate_up_proj" for part in ("gate_proj", "up_proj")
-}
+_COMPUTED_AS = {part: fused for fused, parts in FUSED.items() for part in parts}
 
 
 def adapter_name(version: int, push: str) -> str:

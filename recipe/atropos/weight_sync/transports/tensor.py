@@ -36,7 +36,7 @@ from recipe.atropos.utils.files import disk_errors
 from recipe.atropos.utils.gpus import without_expandable_segments
 from recipe.atropos.utils.hosts import is_this_host
 from recipe.atropos.verl_ext.device import get_device_id, get_device_name, set_expandable_segments
-from recipe.atropos.weight_sync.servers import WeightPushError, on_all, update_session
+from recipe.atropos.weight_sync.servers import WeightPushError, on_all, ranks_of, update_session
 from recipe.atropos.weight_sync.transports.bucket import Bucket, Buckets, NamedTensors, filled_ahead, send_in_buckets
 
 _TORCH_HEADER = 64  # bytes, with its count of readers
@@ -58,21 +58,13 @@ class TensorTransport:
     async def stage(self, clients: Sequence[SGLangClient], weights: NamedTensors, version: int) -> None:
         """Raises WeightPushError: a server is on another machine, or cannot take weights so."""
         self._sweep()
-        self._ranks = {}
         for client in clients:
             if not is_this_host(client.url):
                 raise WeightPushError(
                     f"{client.url} is on another machine than the trainer's rank 0, and shares no memory with it: set "
                     "trainer.atropos.weight_sync.transport=distributed or disk"
                 )
-        for client in clients:
-            info = (await client.capabilities()).arguments
-            if info.get("dp_size", 1) != 1:
-                raise WeightPushError(
-                    f"{client.url} runs with dp_size={info['dp_size']}, and such a server takes no handles: start "
-                    "several servers instead, or set trainer.atropos.weight_sync.transport=disk"
-                )
-            self._ranks[client] = info.get("tp_size", 1)
+        self._ranks = {client: await ranks_of(client, "takes no handles") for client in clients}
         # SGLang answers when its rank 0 has let go of a handle; its other ranks may still copy from it, on a GPU.
         self._buckets.reused = get_device_name() == "cpu" or max(self._ranks.values(), default=1) == 1
         self._filled = await filled_ahead(self._buckets.of(weights))
