@@ -21,13 +21,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from machine_watch import MemoryWatch, this_machine
+
 from recipe.atropos.commands.doctor import examine, usable_gpus
 from recipe.atropos.config.compose import load_config
 from recipe.atropos.demo.random_models import make_random_model
 from recipe.atropos.errors import AtroposError
 from recipe.atropos.inference.server import default_sglang_python
 from recipe.atropos.launcher.short_run import short_run
-from recipe.atropos.utils.machine import MemoryWatch, this_machine, versions_in
+from recipe.atropos.utils.machine import versions_in
 
 _GIB = 1 << 30
 _LONG = 16_384  # tokens of a micro-batch
@@ -181,7 +183,7 @@ def tried(name: str, arguments: argparse.Namespace, gpus: int, work: Path) -> di
         gpus=case.ranks,
         dtype=dtype,
         limit=arguments.limit,
-        memory=memory,
+        watch=memory.of,
     )
     result = {"ok": run.error is None, "seconds": run.seconds, **run.figures}
     if run.error is not None:

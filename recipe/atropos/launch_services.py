@@ -158,11 +158,8 @@ def _finished(folder: Path) -> int:
 def environments_of(config: DictConfig) -> dict[str, EnvironmentSpec]:
     """By name. Raises ConfigurationError where one's target is neither a file nor a module that can be found."""
     specs = environment_specs(config)
-    try:
-        for spec in specs.values():
-            check_target(spec)
-    except ValueError as error:
-        raise ConfigurationError(str(error)) from error
+    for spec in specs.values():
+        check_target(spec)
     return specs
 
 

@@ -105,7 +105,7 @@ def test_sharded_weights_arrive_by_every_transport(model_path, server, tmp_path,
         "trainer.atropos.weight_sync.verify=checksum",
     )
     try:
-        probe = Probe([server], None, model_vocab(model_path), "float32", 1.0, 30.0)
+        probe = Probe(trainer.checkpoint_manager.fleet, model_vocab(model_path), "float32", 1.0)
         for version in (100, 101):
             metrics = trainer.checkpoint_manager.update_weights(version)
             assert metrics["weight_sync/version"] == version
@@ -214,7 +214,7 @@ def test_probe_catches_other_weights_and_older_keys(probing, model_path, server,
         manager.verify(13)
 
     asyncio.run(load(server, older, "13", flush_cache=True, resume=True))
-    Probe([server], None, model_vocab(model_path), "float32", 1.0, 60).ask()  # its keys are in the cache now
+    Probe(manager.fleet, model_vocab(model_path), "float32", 1.0).ask()  # its keys are in the cache now
     asyncio.run(load(server, newer, "14", flush_cache=False))
     with pytest.raises(WeightPushError, match="or with keys of older ones"):
         manager.verify(14)

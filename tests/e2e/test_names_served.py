@@ -53,7 +53,7 @@ def test_names_of_moe_models_are_served(make_model, family_server, tmp_path, fam
     )
     trainer = started(config)
     try:
-        probe = Probe([server], None, model_vocab(model), "float32", 1.0, 30.0)
+        probe = Probe(trainer.checkpoint_manager.fleet, model_vocab(model), "float32", 1.0)
         with pytest.raises(WeightPushError, match="compute with other weights"):
             probe.verify(0, trainer._log_probs_of)
         trainer.checkpoint_manager.update_weights(1)

@@ -220,7 +220,7 @@ def test_servers_answer_by_current_weights_whatever_returns(trainer, servers, ga
     with Traffic(gateway.url, concurrent=4) as later:
         # one dies while the trainer has the memory of both; the next training waits until it has started again
         mark = tmp_path / "lent"
-        manager.memory = SharedMemory(manager.fleet.targets, KEY, "auto", 60, mark)
+        manager.memory = SharedMemory(manager.fleet, "auto", mark)
         manager.offload_servers()
         assert manager.memory.released.keys() == {first.url, second.url} and mark.exists()
         first.kill()

@@ -22,6 +22,7 @@ from recipe.atropos.inference.client import InferenceError, SGLangClient
 from recipe.atropos.utils.hosts import address_towards
 from recipe.atropos.weight_sync import servers
 from recipe.atropos.weight_sync.colocated import SharedMemory
+from recipe.atropos.weight_sync.fleet import ServerFleet
 from recipe.atropos.weight_sync.servers import WeightPushError
 from recipe.atropos.weight_sync.transports import distributed
 
@@ -285,7 +286,7 @@ def test_requests_wait_while_a_server_lends_its_memory(server, models, tmp_path,
     if call(server, SGLangClient.capabilities).safe_pause_mode("auto") != "retract":
         pytest.skip("this server ends running requests when it is paused")
     mark = tmp_path / "lent"
-    memory = SharedMemory([server], None, "auto", LIMIT, mark)
+    memory = SharedMemory(ServerFleet([server], None, timeout=LIMIT), "auto", mark)
     pusher = engine([server], "tensor", tmp_path, colocated=True)
     send(pusher, models["old"], version)
     memory.resume()

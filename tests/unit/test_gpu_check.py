@@ -6,6 +6,7 @@ import sys
 import time
 
 import pytest
+from machine_watch import MemoryWatch
 
 from helpers import ROOT
 from recipe.atropos.commands import doctor
@@ -15,7 +16,6 @@ from recipe.atropos.launch_services import compose_overrides, parse_arguments
 from recipe.atropos.launcher.preflight import check_config
 from recipe.atropos.launcher.services import Run
 from recipe.atropos.launcher.sglang import plan_servers
-from recipe.atropos.utils.machine import MemoryWatch
 
 SCRIPT = ROOT / "scripts" / "gpu_check.py"
 
@@ -42,13 +42,12 @@ def test_memory_that_is_given_back_is_seen():
     )
     watch = MemoryWatch(on_gpu=False)
     with child:
-        watch.start(lambda: {"child": child.pid})
-        for _ in range(3):
-            child.stdout.readline()
-            time.sleep(1.2)  # it looks twice a second
-            child.stdin.write("\n")
-            child.stdin.flush()
-        watch.stop()
+        with watch.of(lambda: {"child": child.pid}):
+            for _ in range(3):
+                child.stdout.readline()
+                time.sleep(1.2)  # it looks twice a second
+                child.stdin.write("\n")
+                child.stdin.flush()
     mib = 1 << 20
     assert 256 * mib < watch.peaks["child"] < 400 * mib
     assert 0 < watch.lows["child"] < 100 * mib

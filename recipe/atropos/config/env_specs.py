@@ -16,6 +16,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from recipe.atropos.errors import ConfigurationError
+
 _OWN_KEYS = {  # flags of the environment that are keys of their own
     "group_size": "group_size",
     "inference_weight": "weight",
@@ -32,7 +34,7 @@ class EnvironmentSpec:
     registered; ``args``: its own flags; ``reward_bridge``: what ``adapter/reward_bridge.py`` reads.
 
     Raises:
-        ValueError: naming key and value.
+        ConfigurationError: naming key and value.
     """
 
     key: str
@@ -49,9 +51,9 @@ class EnvironmentSpec:
 
     def __post_init__(self) -> None:
         for flag in _OWN_KEYS.keys() & self.args.keys():
-            raise ValueError(f"{self.key}.args.{flag}: give {self.key}.{_OWN_KEYS[flag]} instead")
+            raise ConfigurationError(f"{self.key}.args.{flag}: give {self.key}.{_OWN_KEYS[flag]} instead")
         if self.several and "wandb_name" in self.args:
-            raise ValueError(f"{self.key}.args.wandb_name: it is called {self.name}, as its key; drop it")
+            raise ConfigurationError(f"{self.key}.args.wandb_name: it is called {self.name}, as its key; drop it")
 
     @property
     def several(self) -> bool:
@@ -72,7 +74,7 @@ def environment_specs(config: DictConfig) -> dict[str, EnvironmentSpec]:
     """The run's environments by name, in the configuration's order. Types and ranges are ``config.schema``'s.
 
     Raises:
-        ValueError: a key or value that cannot be; names it.
+        ConfigurationError: a key or value that cannot be; names it.
     """
     single = OmegaConf.to_container(config.environment, resolve=True)
     several = OmegaConf.to_container(config.environments, resolve=True) if config.environments else {}
@@ -84,7 +86,7 @@ def environment_specs(config: DictConfig) -> dict[str, EnvironmentSpec]:
     specs = {}
     for name, own in several.items():
         if {**shared, **own}["target"] is None:
-            raise ValueError(f"environments.{name}.target is not set, and environment.target=null; give one")
+            raise ConfigurationError(f"environments.{name}.target is not set, and environment.target=null; give one")
         specs[name] = _spec(f"environments.{name}", name, {**shared, **own})
     return specs
 
@@ -108,18 +110,18 @@ def check_specs(specs: Sequence[EnvironmentSpec], batch_size: int) -> None:
     """Whether a batch of ``batch_size`` sequences can be filled by these environments, and each has a part in it.
 
     Raises:
-        ValueError: naming the key.
+        ConfigurationError: naming the key.
     """
     largest = max(specs, key=lambda spec: spec.group_size, default=None)
     for spec in specs:
         if batch_size % spec.group_size:
-            raise ValueError(
+            raise ConfigurationError(
                 f"{spec.key}.group_size={spec.group_size} does not divide the batch of {batch_size} sequences "
                 "(data.train_batch_size groups x actor_rollout_ref.rollout.n): the Trajectory API would never fill "
                 "one; change either"
             )
         if largest.group_size % spec.group_size:
-            raise ValueError(
+            raise ConfigurationError(
                 f"{spec.key}.group_size={spec.group_size} does not divide {largest.key}.group_size="
                 f"{largest.group_size}: the Trajectory API packs groups to the size of the largest and would never "
                 "fill a batch; change either"
@@ -128,7 +130,9 @@ def check_specs(specs: Sequence[EnvironmentSpec], batch_size: int) -> None:
     total = sum(shares.values())
     listed = " + ".join(f"{key}.min_batch_allocation={share:g}" for key, share in shares.items())
     if total > 1 + 1e-6:
-        raise ValueError(f"{listed} = {total:g} of a batch: together they may be 1 at most; lower one")
+        raise ConfigurationError(f"{listed} = {total:g} of a batch: together they may be 1 at most; lower one")
     without = [spec.key for spec in specs if spec.min_batch_allocation is None]
     if without and total > 1 - 1e-6:
-        raise ValueError(f"{listed} leaves nothing of a batch to {', '.join(without)}; give it a part, or leave it out")
+        raise ConfigurationError(
+            f"{listed} leaves nothing of a batch to {', '.join(without)}; give it a part, or leave it out"
+        )

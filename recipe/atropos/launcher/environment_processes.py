@@ -41,14 +41,14 @@ _CHECK = "check-"  # begins the names of the processes that check flags
 
 
 def check_target(spec: EnvironmentSpec) -> None:
-    """Raises ValueError where ``target`` names neither a file nor a module that can be found."""
+    """Raises ConfigurationError where ``target`` names neither a file nor a module that can be found."""
     is_file = spec.place.endswith(".py")
     try:
         found = Path(spec.place).is_file() if is_file else importlib.util.find_spec(spec.place) is not None
     except ModuleNotFoundError:  # of a parent package
         found = False
     if not found:
-        raise ValueError(
+        raise ConfigurationError(
             f"{spec.key}.target={spec.target}: no such {'file' if is_file else 'module'}; give a module that can be "
             "imported (put its folder on PYTHONPATH), or the path of its .py file, with :Class where it has several"
         )

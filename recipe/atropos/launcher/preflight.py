@@ -33,14 +33,10 @@ def check_config(config: DictConfig) -> None:
     check_correction(config.algorithm.rollout_correction)
     _hold(_lora(config))
     _hold(_distillation(config))
-    group_size = config.actor_rollout_ref.rollout.n
-    try:
-        specs = [*environment_specs(config).values()]
-        check_specs(specs, config.data.train_batch_size * group_size)
-        for spec in specs:
-            _check_bridge(spec)
-    except ValueError as error:
-        raise ConfigurationError(str(error)) from error
+    specs = [*environment_specs(config).values()]
+    check_specs(specs, config.data.train_batch_size * config.actor_rollout_ref.rollout.n)
+    for spec in specs:
+        _check_bridge(spec)
     if not specs:
         _hold(_joined(config))
     _hold(_training(config))
@@ -291,13 +287,14 @@ def check_correction(correction: DictConfig) -> None:
 
 
 def _correction(correction: DictConfig) -> Rules:
-    key, threshold, chosen = "algorithm.rollout_correction", correction.rollout_is_threshold, correction.rollout_rs
+    key, chosen = "algorithm.rollout_correction", correction.rollout_rs
     yield (
         correction.get("bypass_mode") and correction.get("rollout_is_batch_normalize"),
         f"{key}.rollout_is_batch_normalize=true with bypass_mode=true: verl would normalize over each micro-batch, so "
         "the loss would depend on how the batch is cut; set one of them to false",
     )
     if correction.rollout_is:
+        threshold = correction.rollout_is_threshold
         yield threshold is None, f"{key}.rollout_is_threshold=null with rollout_is={correction.rollout_is}: give it"
         yield _bounds(f"{key}.rollout_is_threshold", str(threshold), range_allowed=True)
     if not chosen:

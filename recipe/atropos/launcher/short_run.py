@@ -10,7 +10,8 @@ import shutil
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,6 @@ from typing import Any
 from recipe.atropos.run_dir import RunDir
 from recipe.atropos.run_record import read_metrics
 from recipe.atropos.utils.files import read_json
-from recipe.atropos.utils.machine import MemoryWatch
 from recipe.atropos.utils.process import start_service
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.05}  # nats, mean difference of trained tokens; docs/gpu.md on bfloat16
@@ -80,12 +80,13 @@ def short_run(
     gpus: int = 1,
     dtype: str = "float32",
     limit: float,
-    memory: MemoryWatch | None = None,
+    watch: Callable[[Callable[[], dict[str, int]]], AbstractContextManager[object]] | None = None,
 ) -> ShortRun:
     """Train ``steps`` steps of ``model`` on ``gpus`` ranks; at most ``limit`` seconds, and nothing is left running.
 
     ``overrides`` are the launcher's, after this module's own; ``dtype`` is the servers'. ``folder`` gets the run and
-    what the launcher said. ``memory`` watches "server" and "trainer" from when they are there.
+    what the launcher said. ``watch`` is held meanwhile; it is given what tells the processes of the moment, by name,
+    "server" and "trainer".
     """
     command = [sys.executable, "-m", "recipe.atropos.launch_services", f"--model={model}", f"--steps={steps}"]
     command += [f"--gpus={gpus}", f"--run-dir={folder / 'run'}", *_OPTIONS, f"inference.dtype={dtype}", *overrides]
@@ -93,16 +94,13 @@ def short_run(
     files, log = RunDir(folder / "run"), folder / "launcher.log"
     shutil.rmtree(folder / "run", ignore_errors=True)  # of a call before, which would be resumed
     log.unlink(missing_ok=True)
-    launcher = start_service("launcher", command, log_path=log)
-    try:
-        if memory is not None:
-            memory.start(lambda: _pids(files))
-        while (status := launcher.poll()) is None and time.monotonic() - started < limit:
-            time.sleep(0.2)
-    finally:
-        launcher.stop(grace=_END_SECONDS)
-        if memory is not None:
-            memory.stop()
+    with watch(lambda: _pids(files)) if watch else nullcontext():
+        launcher = start_service("launcher", command, log_path=log)
+        try:
+            while (status := launcher.poll()) is None and time.monotonic() - started < limit:
+                time.sleep(0.2)
+        finally:
+            launcher.stop(grace=_END_SECONDS)
     result.seconds, result.metrics = time.monotonic() - started, read_metrics(folder / "run")
     if status is None:
         result.error = f"not done in {limit:g} s; {log} has how far it came"

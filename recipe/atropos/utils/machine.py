@@ -1,81 +1,11 @@
-"""What a machine is, what an environment holds, and how much memory processes take; none of it touches a GPU."""
+"""What nvidia-smi and the interpreters of other environments say; none of it touches a GPU."""
 
-import contextlib
 import json
 import os
 import subprocess
-import threading
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
-
-import psutil
+from collections.abc import Sequence
 
 from recipe.atropos.errors import LaunchError
-
-
-class MemoryWatch:
-    """The memory of processes, with all that descend from them, in bytes; looked at twice a second.
-
-    ``on_gpu``: what nvidia-smi says that they have of the GPUs, and under the name "devices" what is used of all GPUs.
-    Where nvidia-smi does not know the processes, as in most containers, their names have no figure. Else resident
-    memory, with shared pages counted in each process.
-
-    ``peaks`` by name; ``lows`` after them: of a colocated server it shows whether it gave its memory back.
-    """
-
-    def __init__(self, on_gpu: bool) -> None:
-        self.peaks: dict[str, float] = {}
-        self.lows: dict[str, float] = {}
-        self.on_gpu = on_gpu
-        self._done = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    def start(self, pids: Callable[[], dict[str, int]]) -> None:
-        """``pids``: those of the moment, by name."""
-        self._thread = threading.Thread(target=self._watch, args=(pids,), daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        self._done.set()
-        if self._thread is not None:
-            self._thread.join(30)
-
-    def _watch(self, pids: Callable[[], dict[str, int]]) -> None:
-        while not self._done.wait(0.5):
-            by_pid = _gpu_bytes_by_pid() if self.on_gpu else None
-            used = {name: _bytes_of(pid, by_pid) for name, pid in pids().items()}
-            if self.on_gpu:
-                used["devices"] = sum(_bytes(mib) for mib, *_ in nvidia_smi("gpu", "memory.used"))
-            for name, value in used.items():
-                if value > self.peaks.get(name, 0):
-                    self.peaks[name] = self.lows[name] = value
-                elif value > 0:
-                    self.lows[name] = min(value, self.lows[name])
-
-
-def _bytes_of(pid: int, by_pid: dict[int, float] | None) -> float:
-    """Of a process and all that descend from it."""
-    total = 0.0
-    with contextlib.suppress(psutil.NoSuchProcess):
-        leader = psutil.Process(pid)
-        for process in [leader, *leader.children(recursive=True)]:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                total += process.memory_info().rss if by_pid is None else by_pid.get(process.pid, 0)
-    return total
-
-
-def _gpu_bytes_by_pid() -> dict[int, float]:
-    used: dict[int, float] = {}
-    for pid, mib in nvidia_smi("compute-apps", "pid,used_memory"):
-        if pid.isdigit():
-            used[int(pid)] = used.get(int(pid), 0.0) + _bytes(mib)
-    return used
-
-
-def _bytes(mib: str) -> float:
-    """0 for "[N/A]", where the driver does not say."""
-    return float(mib) * (1 << 20) if mib.isdigit() else 0.0
 
 
 def nvidia_smi(of: str, fields: str) -> list[list[str]]:
@@ -128,20 +58,3 @@ def run_python(python: str, *arguments: str, timeout: float = 120.0, **variables
     except (OSError, subprocess.SubprocessError) as error:
         told = " ".join((getattr(error, "stderr", None) or str(error)).split())
         raise LaunchError(f"{python} does not run ({told})") from error
-
-
-def this_machine(on_gpu: bool) -> dict[str, Any]:
-    """Processor, or GPUs and driver, and the commit of this code; None for what cannot be known."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    commit = None
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        commit = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.strip()
-    machine: dict[str, Any] = {"commit": commit, "cores": os.cpu_count(), "processor": None}
-    with contextlib.suppress(OSError):
-        names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-        machine["processor"] = names[0].partition(":")[2].strip() if names else None
-    if on_gpu:
-        gpus = nvidia_smi("gpu", "name,memory.total,driver_version")
-        machine["gpus"] = [{"name": name, "memory_gib": _bytes(mib) / (1 << 30)} for name, mib, _ in gpus]
-        machine["driver"] = gpus[0][2] if gpus else None
-    return machine

@@ -53,8 +53,9 @@ def hide_in_output(flags: Iterable[str]) -> None:
 def keep_rendezvous_on_loopback() -> None:
     """From now on ``init_process_group`` of ranks that meet at a loopback address listens there.
 
-    torch's TCPStore listens on every address, whatever host it is given, and takes any client's word. It has an option
-    for a listening socket, which its rendezvous does not offer.
+    torch's TCPStore (2.13) listens on every address, whatever host it is given, and takes any client's word
+    (https://github.com/pytorch/pytorch/pull/155741). It has an option for a listening socket, which its rendezvous does
+    not offer.
     """
     if importlib.util.find_spec("torch") is None:
         return

@@ -30,11 +30,10 @@ def build_manager(
     verify = memory = None
     if settings.verify == "probe":
         temperature = config.actor_rollout_ref.rollout.temperature
-        probe = Probe(fleet.targets, key, vocab_size, inference.dtype, temperature, timeout, lambda: fleet.coming)
+        probe = Probe(fleet, vocab_size, inference.dtype, temperature)
         verify = partial(probe.verify, compute=log_probs_of)
     if inference.colocated:
-        mark = RunDir(config.run.dir).servers_offloaded
-        memory = SharedMemory(fleet.targets, key, settings.pause_mode, timeout, mark)
+        memory = SharedMemory(fleet, settings.pause_mode, RunDir(config.run.dir).servers_offloaded)
     return WeightSyncManager(
         actor_wg,
         fleet,

@@ -14,6 +14,7 @@ import torch
 
 from recipe.atropos.checkpoint.format import FUSED
 from recipe.atropos.inference.client import InferenceError, SGLangClient
+from recipe.atropos.weight_sync.names import some
 from recipe.atropos.weight_sync.servers import WeightPushError
 from recipe.atropos.weight_sync.transports.bucket import NamedTensors
 
@@ -77,17 +78,13 @@ class WeightChecksums:
         sent = {name: _digests(name, total) for name, total in self._sums.items()}
         wrong = [name for name, digest in found.items() if name in sent and digest not in sent[name]]
         if missing := sorted(found.keys() - sent.keys()):
-            raise WeightPushError(
-                f"{client.url} has tensors that were not sent: {_some(missing)}; is it another model?"
-            )
+            raise WeightPushError(f"{client.url} has tensors that were not sent: {some(missing)}; is it another model?")
         # Tied to a tensor that is there, such a name is none of the server's.
         known = set().union(*(sent[name] for name in found))
         if surplus := [name for name in sorted(sent.keys() - found.keys()) if not sent[name] & known]:
-            raise WeightPushError(
-                f"{client.url} has no tensors {_some(surplus)}, which were sent; is it another model?"
-            )
+            raise WeightPushError(f"{client.url} has no tensors {some(surplus)}, which were sent; is it another model?")
         if wrong:
-            raise WeightPushError(f"{client.url} has other values than were sent in {_some(sorted(wrong))}")
+            raise WeightPushError(f"{client.url} has other values than were sent in {some(wrong)}")
 
 
 def _digests(name: str, total: _Sum) -> set[str]:
@@ -98,7 +95,3 @@ def _digests(name: str, total: _Sum) -> set[str]:
         filled.update(bytes(-total.shape[0] % _VOCABULARY_MULTIPLE * total.row_bytes))
         digests.add(filled.hexdigest()[:16])
     return digests
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -15,10 +15,10 @@ waits until it is gone.
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from recipe.atropos.inference.client import InferenceError, PauseMode, SGLangClient
-from recipe.atropos.weight_sync.servers import ask_each, check_phase
+from recipe.atropos.weight_sync.fleet import ServerFleet
+from recipe.atropos.weight_sync.servers import check_phase
 
 logger = logging.getLogger(__name__)
 
@@ -26,15 +26,13 @@ _WEIGHTS, _CACHE = ("weights",), ("kv_cache",)
 
 
 class SharedMemory:
-    """The memory of the servers that stand on the trainer's GPUs. ``timeout``: seconds for one request.
+    """The memory of the servers of ``fleet``, which stand on the trainer's GPUs.
 
-    ``urls``: those of each push; whoever pushes may change the list. ``mark`` is there from before the first server
-    gives its memory until all that live were asked to take it back.
+    ``mark`` is there from before the first server gives its memory until all that live were asked to take it back.
     """
 
-    def __init__(self, urls: Sequence[str], api_key: str | None, pause_mode: PauseMode, timeout: float, mark: Path):
-        self.urls = urls
-        self._api_key, self._timeout = api_key, timeout
+    def __init__(self, fleet: ServerFleet, pause_mode: PauseMode, mark: Path):
+        self.fleet = fleet
         self.pause_mode = pause_mode
         self.mark = mark
         mark.unlink(missing_ok=True)  # a trainer that was killed leaves it
@@ -108,16 +106,13 @@ class SharedMemory:
             WeightPushError: one does not; names it.
         """
 
-        check_phase("resume", self._ask(self.urls, lambda client: client.resume()))
+        check_phase("resume", self.fleet.ask(lambda client: client.resume(), self.fleet.targets))
 
     def _on_each(self, urls: Sequence[str], action: Callable[[SGLangClient], Awaitable[None]]) -> None:
-        failures = [answer for answer in self._ask(urls, action).values() if isinstance(answer, InferenceError)]
+        failures = [answer for answer in self.fleet.ask(action, urls).values() if isinstance(answer, InferenceError)]
         for error in failures:
             if error.status is None:
                 logger.error("%s: its memory was left alone (%s)", error.url, error)
         for error in failures:
             if error.status is not None:
                 raise error
-
-    def _ask(self, urls: Sequence[str], action: Callable[[SGLangClient], Awaitable[None]]) -> dict[str, Any]:
-        return ask_each(dict.fromkeys(urls, self._timeout), self._api_key, action)

@@ -9,11 +9,12 @@ The gateway before them keeps requests from those that lack it.
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from recipe.atropos.errors import AtroposError
-from recipe.atropos.inference.client import InferenceError
+from recipe.atropos.inference.client import InferenceError, SGLangClient
 from recipe.atropos.inference.gateway_client import GatewayClient
 from recipe.atropos.weight_sync.servers import ask_each
 
@@ -33,7 +34,7 @@ class ServersGone(AtroposError, RuntimeError):
 class ServerFleet:
     """Who of ``urls`` is there. ``holding`` are those that hold the active version.
 
-    ``targets`` are the servers of the push that is going on; the same list always, so that the probe can keep it.
+    ``targets`` are the servers of the push that is going on.
     ``adapter`` is the name of the active one, ``coming`` of that of the push; None where all weights are pushed.
     ``timeout``: seconds to wait for the first of them, if all are gone.
     """
@@ -50,7 +51,11 @@ class ServerFleet:
 
     def __post_init__(self) -> None:
         self.urls = [url.rstrip("/") for url in self.urls]
-        self.targets.extend(self.urls)
+        self.targets = list(self.urls)
+
+    def ask(self, action: Callable[[SGLangClient], Awaitable[Any]], urls: Iterable[str]) -> dict[str, Any]:
+        """What ``action`` gave of each server, by URL, or its InferenceError."""
+        return ask_each(dict.fromkeys(urls, self.timeout), self.api_key, action)
 
     def look(self) -> dict[str, str]:
         """The weight version that each server which answers reports; those that don't are out from now on."""

@@ -128,7 +128,7 @@ class WeightSyncManager:
 
     def _push(self, global_steps: int, targets: list[str]) -> dict[str, float] | None:
         """The metrics of a push to ``targets`` alone; None if one of them died in it."""
-        self.fleet.targets[:] = targets
+        self.fleet.targets = targets
         self.actor_wg.set_inference_urls(targets, self.fleet.coming)
         try:
             return self._push_once(global_steps)

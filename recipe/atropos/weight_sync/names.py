@@ -12,7 +12,7 @@ each push is compared with them while it is on its way. What may differ:
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 import torch
@@ -69,7 +69,7 @@ class PushedNames:
             if checkpoint.get(name, shape) != shape
         ]
         problems = [
-            f"{len(found)} tensors {what}: {_some(found)}"
+            f"{len(found)} tensors {what}: {some(found)}"
             for found, what in (
                 (missing, "of the checkpoint would not be pushed"),
                 (unknown, "would be pushed that the checkpoint does not have"),
@@ -105,11 +105,12 @@ class PushedNames:
             yield name, tensor
         if left:
             raise WeightNamesError(
-                f"the push ended without {len(left)} of {len(self.shapes)} tensors: {_some(list(left))}; the version "
+                f"the push ended without {len(left)} of {len(self.shapes)} tensors: {some(left)}; the version "
                 "is not complete"
             )
 
 
-def _some(names: list[str]) -> str:
+def some(names: Iterable[str]) -> str:
+    """The first of them, sorted, and how many more there are."""
     names = sorted(names)
     return ", ".join(names[:_LISTED]) + (f" and {len(names) - _LISTED} more" if len(names) > _LISTED else "")

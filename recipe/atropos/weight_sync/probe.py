@@ -6,16 +6,16 @@ stay in the cache from push to push, and the logprobs of what follows must be th
 """
 
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 
 from recipe.atropos.data.rows import Row
 from recipe.atropos.inference.client import InferenceError, SGLangClient
-from recipe.atropos.weight_sync.servers import WeightPushError, ask_each
+from recipe.atropos.weight_sync.fleet import ServerFleet
+from recipe.atropos.weight_sync.servers import WeightPushError
 
 logger = logging.getLogger(__name__)
 
@@ -26,18 +26,12 @@ TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1}  # nats, mean abs
 
 @dataclass(frozen=True)
 class Probe:
-    """How the servers are reached, and what they serve: ``dtype`` sets how far apart logprobs may be.
+    """Of the servers of a push, and what they serve: ``dtype`` sets how far apart logprobs may be."""
 
-    ``adapter`` gives the name of the one that is asked, where it is not the servers' own weights.
-    """
-
-    urls: Sequence[str]
-    api_key: str | None
+    fleet: ServerFleet
     vocab_size: int
     dtype: str
     temperature: float
-    timeout: float
-    adapter: Callable[[], str | None] = lambda: None
 
     @property
     def prompt(self) -> list[int]:
@@ -59,7 +53,7 @@ class Probe:
         tolerance = TOLERANCE[self.dtype]
         wrong = [f"{row.uid} (by {gap:.2g})" for row, gap in zip(rows, gaps, strict=True) if not gap <= tolerance]
         if wrong:
-            for answer in self._ask_each(lambda client: client.pause("auto")).values():
+            for answer in self.fleet.ask(lambda client: client.pause("auto"), self.fleet.targets).values():
                 if answer is not None:
                     logger.error("not paused: %s", answer)
             raise WeightPushError(
@@ -74,18 +68,15 @@ class Probe:
         Raises:
             InferenceError: a server does not answer.
         """
-        rows = list(self._ask_each(self._sample).values())
+        rows = list(self.fleet.ask(self._sample, self.fleet.targets).values())
         for row in rows:
             if isinstance(row, InferenceError):
                 raise row
         return rows
 
-    def _ask_each(self, action: Callable[[SGLangClient], Awaitable[Any]]) -> dict[str, Any]:
-        return ask_each(dict.fromkeys(self.urls, self.timeout), self.api_key, action)
-
     async def _sample(self, client: SGLangClient) -> Row:
         parameters = {"temperature": self.temperature, "max_new_tokens": _NEW_TOKENS, "ignore_eos": True}
-        reply = await client.generate(input_ids=self.prompt, sampling_params=parameters, lora_path=self.adapter())
+        reply = await client.generate(input_ids=self.prompt, sampling_params=parameters, lora_path=self.fleet.coming)
         sampled = reply["meta_info"]["output_token_logprobs"]
         return Row(
             prompt=np.array(self.prompt),

@@ -29,7 +29,7 @@ from recipe.atropos.data.data_proto import groups_to_data_proto
 from recipe.atropos.data.rows import RowLimits
 from recipe.atropos.launch_services import compose_overrides, parse_arguments
 from recipe.atropos.launcher.environment_processes import environment_command
-from recipe.atropos.launcher.preflight import ConfigurationError, check_config
+from recipe.atropos.launcher.preflight import check_config
 from recipe.atropos.launcher.services import Run
 
 BLOCK = {
@@ -276,7 +276,7 @@ def test_bridge_is_for_serving_and_not_for_evaluation(tmp_path):
     assert serve[1:8] == [*adapter, "--reward-bridge", str(block)]
     assert yaml.safe_load(block.read_text()) == {"length_bounty": {"target": 5, "slope": 0.01, "cap": 1}}
     assert "--reward-bridge" not in environment_command(run, spec, "evaluate", "http://api", "http://server")
-    with pytest.raises(ConfigurationError, match="environment.reward_bridge: can make a difference of 1.05"):
+    with pytest.raises(RewardBridgeError, match="environment.reward_bridge: can make a difference of 1.05"):
         sizes = ["data.max_prompt_length=64", "data.max_response_length=64"]
         check_config(compose_config("actor_rollout_ref.model.path=a/b", *sizes, *overrides[2:]))
 

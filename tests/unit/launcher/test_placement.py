@@ -16,6 +16,7 @@ from recipe.atropos.launcher.services import Run
 from recipe.atropos.launcher.sglang import plan_servers
 from recipe.atropos.weight_sync import servers as asked
 from recipe.atropos.weight_sync.colocated import SharedMemory
+from recipe.atropos.weight_sync.fleet import ServerFleet
 from recipe.atropos.weight_sync.servers import WeightPushError
 
 HEAD = "ray_kwargs.ray_init.address=head:6379"  # of a cluster, whose GPUs are elsewhere
@@ -149,7 +150,7 @@ class Servers:
 def memory(monkeypatch, tmp_path):
     urls = ["http://a", "http://b"]
     servers = Servers(monkeypatch, urls)
-    memory = SharedMemory(urls, None, "retract", 1.0, tmp_path / "lent")
+    memory = SharedMemory(ServerFleet(urls, None), "retract", tmp_path / "lent")
     memory.release(urls)
     servers.calls.clear()
     return memory, servers

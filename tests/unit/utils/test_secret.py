@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -188,3 +189,9 @@ def test_secret_flags_reach_a_process_that_prints_none():
     assert arguments == "arguments ['--model', 'm', '--api-key', '***'] variables []"
     assert KEY not in found.stdout + found.stderr and "error ['--model'" in found.stderr
     assert set(json.loads(listens)["listens"]) == {"127.0.0.1"}
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    alone = [sys.executable, "-c", f"import helpers_private; helpers_private.listen({port})"]
+    listens = subprocess.run(alone, env=os.environ | variables, cwd=TESTS, capture_output=True, text=True, check=True)
+    # If not, torch has it (pytorch/pytorch#155741), and keep_rendezvous_on_loopback can go.
+    assert set(json.loads(listens.stdout)["listens"]) != {"127.0.0.1"}

@@ -219,7 +219,7 @@ def refusing():
 
 def test_memory_that_cannot_be_given_back_is_logged(refusing, tmp_path, caplog):
     """It takes no error's place. As the trainer does at the end of ``fit``, whatever ended it."""
-    manager = WeightSyncManager(None, None, memory=SharedMemory([], None, "auto", 5, tmp_path / "lent"))
+    manager = WeightSyncManager(None, None, memory=SharedMemory(ServerFleet([], None), "auto", tmp_path / "lent"))
     manager.memory.released = {refusing: "1"}
     manager.memory.mark.touch()
     with pytest.raises(ZeroDivisionError):
@@ -233,7 +233,7 @@ def test_memory_that_cannot_be_given_back_is_logged(refusing, tmp_path, caplog):
 
 def test_a_trainer_that_begins_has_no_memory_of_anybody(tmp_path):
     (tmp_path / "lent").touch()  # by one that was killed
-    assert not SharedMemory([], None, "auto", 5, tmp_path / "lent").mark.exists()
+    assert not SharedMemory(ServerFleet([], None), "auto", tmp_path / "lent").mark.exists()
 
 
 @pytest.mark.parametrize("nobody", [True, False])
