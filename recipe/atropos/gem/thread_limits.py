@@ -1,9 +1,9 @@
 """math_verify's time limits in a thread.
 
 ``math_verify.parse`` and ``verify`` (0.9.0) limit their time by SIGALRM, which Python lets only the main thread handle;
-in any other they raise ValueError (https://github.com/huggingface/Math-Verify/issues/55). Environments call both without
-a way to say otherwise, so where one is run in a thread, ``limit_math_verify_in_threads()`` puts another limit in the
-place of that one, of the same power: an exception that is raised in the thread between two of its bytecodes. In the main
+in any other they raise ValueError (https://github.com/huggingface/Math-Verify/issues/55). Environments call both and
+cannot say otherwise, so where one is run in a thread, ``limit_math_verify_in_threads()`` puts another in the place
+of that one, of the same power: an exception that is raised in the thread between two of its bytecodes. In the main
 thread nothing changes.
 """
 
