@@ -191,7 +191,9 @@ def test_secret_flags_reach_a_process_that_prints_none():
     assert set(json.loads(listens)["listens"]) == {"127.0.0.1"}
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    alone = [sys.executable, "-c", f"import helpers_private; helpers_private.listen({port})"]
-    listens = subprocess.run(alone, env=os.environ | variables, cwd=TESTS, capture_output=True, text=True, check=True)
+    alone = [sys.executable, "-c", f"from helpers import private; private.listen({port})"]
+    listens = subprocess.run(
+        alone, env=os.environ | variables, cwd=ROOT / "tests", capture_output=True, text=True, check=True
+    )
     # If not, torch has it (pytorch/pytorch#155741), and keep_rendezvous_on_loopback can go.
     assert set(json.loads(listens.stdout)["listens"]) != {"127.0.0.1"}

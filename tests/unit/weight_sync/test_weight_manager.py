@@ -7,8 +7,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
 import pytest
-from helpers_gateway import KEY, gateway
 
+from helpers.gateway import KEY, gateway
 from recipe.atropos.inference.gateway_client import GatewayClient
 from recipe.atropos.utils.process import free_port
 from recipe.atropos.weight_sync import fleet as fleet_module

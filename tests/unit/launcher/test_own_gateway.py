@@ -3,8 +3,8 @@
 import socket
 
 import pytest
-from helpers_trainer import compose_config
 
+from helpers.trainer import compose_config
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.inference.gateway_client import GATEWAY_PORT, GatewayClient
 from recipe.atropos.launcher.own_gateway import gateway_before
