@@ -108,7 +108,8 @@ def test_push_reaches_both_servers_or_those_that_answer(trainer, urls, second_se
     assert version(second) == "2" and admitted(trainer) == (2, {first, second})
 
 
-def test_a_server_that_hangs_in_a_push_is_left_out_of_its_repetition(trainer, urls, second_server):
+def test_push_is_repeated_without_a_server_that_hangs(trainer, urls, second_server):
+    """A server that hangs in a push is left out of its repetition."""
     (first, second), (service, _) = urls, second_server
     manager = trainer.checkpoint_manager
     manager.update_weights(1)

@@ -7,9 +7,7 @@ import pytest
 from atroposlib.envs.base import BaseEnv
 
 from recipe.atropos.adapter.cli import adapt
-from recipe.atropos.adapter.completion_cache import trained_spans
 from recipe.atropos.adapter.loading import load_environment
-from recipe.atropos.environments.gsm8k import GSM8kEnv, GSM8kEnvConfig
 from recipe.atropos.environments.reasoning import ReasoningEnv, ReasoningEnvConfig, dataset
 
 ENVIRONMENTS = "recipe.atropos.environments"
@@ -39,7 +37,8 @@ class LoggedEnv(ReasoningEnv, Logged):
 
 
 @pytest.mark.parametrize("prepare", [lambda environment: environment, adapt], ids=["plain", "adapted"])
-def test_what_an_environment_counts_and_observes_is_logged_with_and_without_the_adapter(model_path, prepare):
+def test_single_turn_logs_counts_with_and_without_adapter(model_path, prepare):
+    """What an environment counts and observes is logged with and without the adapter."""
     _, [server] = LoggedEnv.config_init()
     server.model_name = str(model_path)
     env = prepare(LoggedEnv)(ReasoningEnvConfig(tokenizer_name=str(model_path), use_wandb=False), [server])
@@ -61,36 +60,3 @@ def test_what_an_environment_counts_and_observes_is_logged_with_and_without_the_
     assert env.logged["env/unreadable_answers"] == 2 and not {"train/percent_correct", "eval/accuracy"} & set(
         env.logged
     )
-
-
-@pytest.mark.e2e
-@pytest.mark.timeout(300)
-def test_without_the_adapter_a_group_is_rolled_out_and_evaluated_by_a_real_server(model_path, server, tmp_path):
-    own = {
-        "dataset_name": "synthetic",
-        "train_size": 8,
-        "eval_size": 3,
-        "max_token_length": 250,
-        "max_answer_tokens": 9,
-    }
-    config = GSM8kEnvConfig(
-        **own, tokenizer_name=str(model_path), group_size=3, use_wandb=False, data_dir_to_save_evals=str(tmp_path)
-    )
-    _, [handle] = GSM8kEnv.config_init()
-    handle.model_name, handle.base_url = str(model_path), f"{server}/v1"
-
-    async def run():
-        env = GSM8kEnv(config, [handle], slurm=False)
-        await env.setup()
-        group, backlog = await env.collect_trajectories(await env.get_next_item())
-        await env.evaluate()
-        return group, backlog, env.eval_metrics
-
-    group, backlog, metrics = asyncio.run(run())
-    assert backlog == [] and group["scores"] == [-1.0] * 3, "the model writes nonsense"
-    for tokens, masks, logprobs in zip(group["tokens"], group["masks"], group["inference_logprobs"], strict=True):
-        [(start, end)] = trained_spans(masks)
-        assert end == len(tokens) and 1 <= end - start <= 9 and masks[start:end] == tokens[start:end]
-        assert all(value < 0 for value in logprobs[start:end])
-    assert metrics == [("eval/percent_correct", 0.0), ("eval/total", 3)]
-    assert len((tmp_path / "samples.jsonl").read_text().splitlines()) == 3

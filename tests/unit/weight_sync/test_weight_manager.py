@@ -121,7 +121,8 @@ def test_manager_keeps_its_version_when_a_push_fails(served):
     assert [step for step, _ in served.group.pushes] == [3, 4], "servers that live and refuse are not asked again"
 
 
-def test_manager_pushes_to_servers_out_of_sync_before_they_are_admitted(served):
+def test_manager_pushes_to_servers_before_admitting_them(served):
+    """Manager pushes to servers out of sync before they are admitted."""
     manager, (first, second) = manager_of(served), served.fleet.urls
     assert manager.ensure_current(5) == {} and not served.group.pushes, "before the first push nothing is compared"
     manager.update_weights(5)
@@ -141,7 +142,8 @@ def test_manager_pushes_to_servers_out_of_sync_before_they_are_admitted(served):
     assert served.group.pushes[2:] == [(6, sorted([first, second]))] and manager.version == 6
 
 
-def test_manager_goes_on_without_a_server_that_is_gone_and_names_it(served, caplog):
+def test_manager_goes_on_without_a_server_that_is_gone(served, caplog):
+    """Manager goes on without a server that is gone and names it."""
     manager, (first, second) = manager_of(served), served.fleet.urls
     manager.update_weights(1)
     die(served, 1)
