@@ -21,6 +21,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -87,6 +88,21 @@ class Registration:
     save_checkpoint_interval: int = -1
     wandb_group: str = ""
     wandb_project: str = ""
+
+    @classmethod
+    def from_config(cls, config: Any, starting_step: int) -> "Registration":
+        """Of the whole configuration; ``starting_step``: updates behind the policy."""
+        data, trainer = config.data, config.trainer
+        return cls(
+            batch_size=data.train_batch_size * config.actor_rollout_ref.rollout.n,
+            max_token_len=data.max_prompt_length + data.max_response_length,
+            starting_step=starting_step,
+            num_steps=trainer.total_training_steps,
+            checkpoint_dir=str(Path(trainer.default_local_dir).resolve()),
+            save_checkpoint_interval=trainer.save_freq,
+            wandb_group=trainer.experiment_name,
+            wandb_project=trainer.project_name,
+        )
 
 
 @dataclass

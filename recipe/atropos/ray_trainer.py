@@ -12,23 +12,16 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from omegaconf import open_dict
 from tqdm import tqdm
 
 from recipe.atropos.algorithm import alarms
-from recipe.atropos.algorithm.advantages import (
-    AdvantageConfig,
-    KLCoefficient,
-    RunningMoments,
-    compute_advantages,
-    subtract_kl,
-)
+from recipe.atropos.algorithm.advantages import AdvantageConfig, KLCoefficient, RunningMoments, add_advantages
 from recipe.atropos.algorithm.losses import DistillationConfig
-from recipe.atropos.algorithm.metrics import batch_metrics, staleness_metrics
-from recipe.atropos.algorithm.mini_batches import lay_out, micro_batch_size
-from recipe.atropos.algorithm.off_policy import compare_with_engine, configure_bypass_mode, correct_rollout
+from recipe.atropos.algorithm.metrics import batch_metrics, mean_entropy, staleness_metrics
+from recipe.atropos.algorithm.mini_batches import lay_out
+from recipe.atropos.algorithm.off_policy import compare_with_engine, configure_bypass_mode
 from recipe.atropos.checkpoint.resumption import model_identity
 from recipe.atropos.checkpoint.store import Checkpoints, step_of
 from recipe.atropos.data.data_proto import real_rows, rows_to_data_proto
@@ -45,7 +38,6 @@ from recipe.atropos.run_record import RunRecord, heldout_scores
 from recipe.atropos.utils.files import write_atomic
 from recipe.atropos.utils.secret import public_config
 from recipe.atropos.verl_ext.algorithm import (
-    agg_loss,
     compute_data_metrics,
     compute_throughout_metrics,
     compute_timing_metrics,
@@ -60,7 +52,6 @@ from recipe.atropos.workers.actor import ActorGroup
 
 logger = logging.getLogger(__name__)
 
-_ADVANTAGE_KEYS = ["token_level_rewards", "response_mask", "rollout_is_weights", "advantages", "returns"]
 _EVALUATION_SLACK = 60.0  # seconds, for the launcher to notice that an evaluation is due, and to say that it ended
 _STEP_SHARE = 0.9  # of the launcher's limit of a step, by which ranks must have answered: so a rank that hangs is named
 _MAX_EMPTY_BATCHES = 20  # in a row, before the run is called dead
@@ -82,17 +73,10 @@ class RayGRPOAtroposTrainer:
         self.distillation = DistillationConfig.from_config(atropos.distillation)
         self.kl_controller = get_kl_controller(config.algorithm.kl_ctrl) if config.algorithm.use_kl_in_reward else None
         configure_bypass_mode(config)
-        group_size = config.actor_rollout_ref.rollout.n
-        self.batch_size = config.data.train_batch_size * group_size  # sequences
-        self.mini_batch_size = config.actor_rollout_ref.actor.ppo_mini_batch_size * group_size  # sequences, about
-        self.limits = RowLimits(
-            max_prompt_length=config.data.max_prompt_length,
-            max_response_length=config.data.max_response_length,
-            pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
-            overlong=atropos.overlong,
-            vocab_size=vocab_size,
-            read_teacher=self.distillation.enabled,
-        )
+        actor_rollout_ref = config.actor_rollout_ref
+        self.mini_batch_size = actor_rollout_ref.actor.ppo_mini_batch_size * actor_rollout_ref.rollout.n  # sequences
+        pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+        self.limits = RowLimits.from_config(config, pad, vocab_size)
         self.source_config = DataSourceConfig.from_config(config)
         self.sampling_check = SamplingCheck.from_config(config)
         self.logprob_tolerance = alarms.logprob_tolerance(atropos.logprob_tolerance, config.inference.dtype)
@@ -107,8 +91,7 @@ class RayGRPOAtroposTrainer:
         self.record = RunRecord(config.run.dir, parts)
         self.metrics: dict[str, Any] = {}
         self.timing_raw: dict[str, float] = {}
-        self.global_steps = 0
-        self._longest_step = 0.0
+        self.global_steps, self._longest_step = 0, 0.0
 
     def init_workers(self) -> None:
         """Start the actor's ranks under Ray, load the model, and find the servers that its weights go to."""
@@ -124,11 +107,9 @@ class RayGRPOAtroposTrainer:
 
     def fit(self) -> None:
         """Train until ``total_training_steps``, from the newest checkpoint of the run folder if there is one."""
+        trainer = self.config.trainer
         self.logger = Tracking(
-            project_name=self.config.trainer.project_name,
-            experiment_name=self.config.trainer.experiment_name,
-            default_backend=self.config.trainer.logger,
-            config=public_config(self.config),
+            trainer.project_name, trainer.experiment_name, trainer.logger, config=public_config(self.config)
         )
         self._load_checkpoint()
         self.record.begin()
@@ -201,8 +182,7 @@ class RayGRPOAtroposTrainer:
         if self.config.trainer.atropos.record_batches:
             write_batch(RunDir(self.config.run.dir).batches, self.global_steps, groups)
         self.record.totals.dropped = dict(Counter(self.record.totals.dropped) + dropped)
-        self.metrics |= counts
-        self._groups_fetched = fetched
+        self.metrics, self._groups_fetched = self.metrics | counts, fetched
         self.metrics["atropos/batches_ahead"] = len(self.data_source)
         self.metrics["atropos/fetch_s_so_far"] = self.data_source.fetch_seconds
         self.metrics |= {f"atropos/api/{event}": n for event, n in self.data_source.events.items()}
@@ -223,7 +203,7 @@ class RayGRPOAtroposTrainer:
             report.group_sizes,
             self.mini_batch_size,
             ranks=self.actor.data_parallel_size(),
-            multiple_of=self._rows_multiple,
+            multiple_of=self.actor.rows_multiple,
             balance=self.config.trainer.balance_batch,
         )
         batch = rows_to_data_proto(layout.rows, self.limits)
@@ -232,22 +212,12 @@ class RayGRPOAtroposTrainer:
         self.metrics |= layout.metrics
         return batch, report
 
-    @property
-    def _rows_multiple(self) -> int:
-        """What the number of an actor rank's rows must be a multiple of; the reference policy may have more ranks."""
-        multiple, ranks = micro_batch_size(self.config.actor_rollout_ref), self.actor.data_parallel_size()
-        return math.lcm(ranks * multiple, self.actor.reference_ranks * multiple) // ranks
-
     def _check_sampling(self, batch: DataProto) -> None:
         """Counts of what was sampled otherwise than the trainer computes; ``row_temperature``, (B,), where needed."""
-        columns = batch.non_tensor_batch
-        sampled = columns["sampling"].tolist()
+        columns = real_rows(batch).non_tensor_batch
         names = map(environment_name, columns["env_name"], columns["env_id"])
-        real = [
-            (s, name) for s, name, padding in zip(sampled, names, columns["is_padding"], strict=True) if not padding
-        ]
-        self.metrics |= self.sampling_check.metrics(*zip(*real, strict=True))
-        temperatures = self.sampling_check.temperatures(sampled)
+        self.metrics |= self.sampling_check.metrics(columns["sampling"].tolist(), list(names))
+        temperatures = self.sampling_check.temperatures(batch.non_tensor_batch["sampling"].tolist())
         if temperatures is not None:
             batch.batch["row_temperature"] = torch.from_numpy(temperatures)
 
@@ -281,7 +251,10 @@ class RayGRPOAtroposTrainer:
         if not bypass:
             with marked_timer("old_log_prob", self.timing_raw):
                 computed, mfu = self.actor.log_probs(batch)
-            self.metrics |= {"actor/entropy": self._mean_entropy(batch, computed), "perf/mfu/actor_infer": mfu}
+            entropy = mean_entropy(
+                computed.pop("entropys"), batch.batch["response_mask"], self.config.actor_rollout_ref.actor
+            )
+            self.metrics |= {"actor/entropy": entropy, "perf/mfu/actor_infer": mfu}
             batch.batch.update(computed)
         elif lacking.any():
             batch.batch["old_log_probs"] = self.actor.log_probs(batch)[0]["old_log_probs"]
@@ -294,16 +267,6 @@ class RayGRPOAtroposTrainer:
             known = torch.from_numpy(~lacking)[:, None]
             batch.batch["old_log_probs"] = torch.where(known, engine, batch.batch.get("old_log_probs", engine))
 
-    def _mean_entropy(self, batch: DataProto, computed: dict[str, torch.Tensor]) -> float:
-        """Nats, over trained tokens, as the loss aggregates; takes ``entropys`` out of ``computed``."""
-        actor = self.config.actor_rollout_ref.actor
-        return agg_loss(
-            loss_mat=computed.pop("entropys"),
-            loss_mask=batch.batch["response_mask"],
-            loss_agg_mode=actor.loss_agg_mode,
-            loss_scale_factor=actor.loss_scale_factor,
-        ).item()
-
     def _compute_reference_log_probs(self, batch: DataProto) -> None:
         """Add ``ref_log_prob``, (B, R), where the loss or the reward needs it and not every row brought its own."""
         if self.actor.computes_reference and "ref_log_prob" not in batch.batch:
@@ -311,29 +274,11 @@ class RayGRPOAtroposTrainer:
                 batch.batch["ref_log_prob"] = self.actor.reference_log_probs(batch)
 
     def _compute_advantages(self, batch: DataProto) -> None:
-        """Add rewards, off-policy correction and advantages, (B, R) each; of the real rows, and 0 in padding rows."""
-        algorithm = self.config.algorithm
+        """Add rewards, off-policy correction and advantages, (B, R) each."""
         with marked_timer("adv", self.timing_raw):
-            rows = real_rows(batch)
-            rows.batch["token_level_rewards"] = rows.batch["token_level_scores"]
-            if algorithm.use_kl_in_reward:
-                # It reaches the advantages that are computed from rewards, not those that the environment sent.
-                self.metrics |= subtract_kl(rows, self.kl_controller, algorithm.kl_penalty)
-            rows.batch["sampled_mask"] = rows.batch["response_mask"]  # as it was before any rejection
-            if "rollout_log_probs" in rows.batch and not algorithm.rollout_correction.bypass_mode:
-                self.metrics |= correct_rollout(rows, algorithm.rollout_correction)
-            if rows.batch["response_mask"].any():
-                compute_advantages(rows, algorithm, self.advantage_config, self.advantage_moments)
-            else:
-                rows.batch["advantages"] = rows.batch["returns"] = torch.zeros_like(rows.batch["token_level_rewards"])
-                rows.non_tensor_batch["has_signal"] = np.zeros(len(rows), dtype=bool)
-            real = torch.from_numpy(~batch.non_tensor_batch["is_padding"])
-            for key in set(_ADVANTAGE_KEYS) & set(rows.batch.keys()):
-                values = rows.batch[key].new_zeros(len(batch), *rows.batch[key].shape[1:])
-                values[real] = rows.batch[key]
-                batch.batch[key] = values
-            batch.non_tensor_batch["has_signal"] = np.zeros(len(batch), dtype=bool)
-            batch.non_tensor_batch["has_signal"][real.numpy()] = rows.non_tensor_batch["has_signal"]
+            self.metrics |= add_advantages(
+                batch, self.config.algorithm, self.advantage_config, self.advantage_moments, self.kl_controller
+            )
 
     def _update_actor(self, batch: DataProto) -> None:
         """One pass of optimizer steps over the mini-batches; none, and a count, where rejection left no token at all.
@@ -367,30 +312,27 @@ class RayGRPOAtroposTrainer:
 
     def _write_rollouts(self, batch: DataProto) -> None:
         """Sampled text, scores and versions of every row, as ``rollouts/STEP.jsonl``."""
-        folder = self.config.trainer.rollout_data_dir
-        if not folder:
-            return
-        with marked_timer("dump", self.timing_raw):
-            write_rollouts(
-                Path(folder, f"{self.global_steps}.jsonl"), self.global_steps, real_rows(batch), self.tokenizer
-            )
+        if folder := self.config.trainer.rollout_data_dir:
+            path = Path(folder, f"{self.global_steps}.jsonl")
+            with marked_timer("dump", self.timing_raw):
+                write_rollouts(path, self.global_steps, real_rows(batch), self.tokenizer)
 
     def _collect_metrics(self, batch: DataProto) -> None:
-        rows, totals = real_rows(batch), self.record.totals
+        rows = real_rows(batch)
         self.metrics |= compute_data_metrics(rows, use_critic=False)
         self.metrics |= compute_timing_metrics(rows, self.timing_raw)
         self.metrics |= compute_throughout_metrics(rows, self.timing_raw, n_gpus=self.actor.world_size)
         self.metrics |= compute_variance_proxy_metrics(rows, gradient_norm=self.metrics.get("actor/grad_norm"))
         self.metrics |= batch_metrics(rows) | staleness_metrics(rows, self.global_steps)
-        score = self.metrics["atropos/mean_score"]
-        totals.mean_score_first = score if totals.mean_score_first is None else totals.mean_score_first
-        totals.mean_score_last = score
-        trained = len(set(rows.non_tensor_batch["uid"]))
-        totals.groups_trained += trained
-        totals.groups_dropped += self._groups_fetched - trained
-        totals.sequences_trained += len(rows)
-        totals.tokens_trained += int(rows.batch["response_mask"].sum())
-        totals.policy_version = self.checkpoint_manager.version
+        groups = len(set(rows.non_tensor_batch["uid"]))
+        self.record.totals.add_batch(
+            score=self.metrics["atropos/mean_score"],
+            groups=groups,
+            dropped=self._groups_fetched - groups,
+            sequences=len(rows),
+            tokens=int(rows.batch["response_mask"].sum()),
+            version=self.checkpoint_manager.version,
+        )
         self._raise_alarms()
 
     def _raise_alarms(self) -> None:
@@ -409,26 +351,13 @@ class RayGRPOAtroposTrainer:
     # ---------------------------------------------------------------- batches, logprobs, checkpoints
 
     def _register(self, done: int) -> DataSource | RecordedSource:
-        trainer = self.config.trainer
-        if trainer.atropos.replay:
-            return RecordedSource(trainer.atropos.replay, first_step=done + 1)
-        return DataSource(
-            self.source_config,
-            Registration(
-                batch_size=self.batch_size,
-                max_token_len=self.limits.max_prompt_length + self.limits.max_response_length,
-                starting_step=done,
-                num_steps=self.total_training_steps,
-                checkpoint_dir=str(Path(trainer.default_local_dir).resolve()),
-                save_checkpoint_interval=trainer.save_freq,
-                wandb_group=trainer.experiment_name,
-                wandb_project=trainer.project_name,
-            ),
-        )
+        if replay := self.config.trainer.atropos.replay:
+            return RecordedSource(replay, first_step=done + 1)
+        return DataSource(self.source_config, Registration.from_config(self.config, done))
 
     def _log_probs_of(self, rows: list[Row]) -> torch.Tensor:
         """The policy's logprobs of the rows' responses, (B, R) float32."""
-        batch = rows_to_data_proto(rows, self.limits, multiple_of=self.actor.world_size * self._rows_multiple)
+        batch = rows_to_data_proto(rows, self.limits, multiple_of=self.actor.world_size * self.actor.rows_multiple)
         batch.meta_info["temperature"] = self.config.actor_rollout_ref.rollout.temperature
         batch.meta_info["global_token_num"] = batch.batch["attention_mask"].sum(dim=-1).tolist()
         return self.actor.log_probs(batch)[0]["old_log_probs"][: len(rows)]

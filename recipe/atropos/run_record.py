@@ -44,6 +44,16 @@ class RunTotals:
     dropped: dict[str, int] = field(default_factory=dict)
     alarms: dict[str, dict[str, Any]] = field(default_factory=dict)  # by name, see algorithm/alarms.py
 
+    def add_batch(self, score: float, groups: int, dropped: int, sequences: int, tokens: int, version: int) -> None:
+        """What a step trained on, with its mean score and the policy's version after it; ``dropped`` are groups."""
+        self.mean_score_first = score if self.mean_score_first is None else self.mean_score_first
+        self.mean_score_last = score
+        self.groups_trained += groups
+        self.groups_dropped += dropped
+        self.sequences_trained += sequences
+        self.tokens_trained += tokens
+        self.policy_version = version
+
 
 # In summary.json, over all processes of the run: groups of steps that no checkpoint held when the run was resumed, and
 # groups that were fetched and not trained on when the trainer ended.

@@ -91,7 +91,7 @@ class Piece(NamedTuple):
 
 
 class _Fit(NamedTuple):
-    """A completion in a text: ``kept`` of its tokens replace what comes before ``end``; ``rest`` is text behind it."""
+    """A completion in a text: ``kept`` of its tokens replace what is before ``end``; ``rest`` is text behind it."""
 
     end: int
     kept: int
@@ -135,8 +135,7 @@ class CompletionCache:
         sampling: SamplingParams | None = None,
     ) -> Completion:
         """Remember a reply of the present item. Give the replies to one request the same ``prompt``, (p,) int32."""
-        texts = {text, self._decode(tokens)} - {None}
-        item = ITEM.get()
+        texts, item = {text, self._decode(tokens)} - {None}, ITEM.get()
         completion = Completion(
             prompt, np.array(tokens, np.int32), np.array(logprobs), tuple(texts), versions, sampling, item
         )
@@ -265,10 +264,8 @@ class CompletionCache:
                 if not own and (not whole or fit.rest):
                     continue  # by chance
                 preferred = bool(sought.prefer) and key_of([*completion.prompt, *completion.tokens]) in sought.prefer
-                given = sought.logprobs
-                same_logprobs = (
-                    given is not None and list(given[: fit.kept]) == completion.logprobs[: fit.kept].tolist()
-                )
+                given, own_logprobs = sought.logprobs, completion.logprobs[: fit.kept].tolist()
+                same_logprobs = given is not None and list(given[: fit.kept]) == own_logprobs
                 # One that later prompts were made with must be found in what is posted. Of the others each once.
                 first = -order if own and item is not None else order
                 rank = (whole, size, preferred, same_tokens, same_logprobs)
@@ -284,9 +281,8 @@ class CompletionCache:
     ) -> _Fit | None:
         """How a completion fits from ``start`` on, where the turn goes to ``end`` and has ``text``.
 
-        What an environment goes on after, in the same turn, loses its end of the turn.
-
-        Its rank: (not cut short, the length of its text, its very tokens follow).
+        What an environment goes on after, in the same turn, loses its end of the turn. Its rank: (not cut short, the
+        length of its text, its very tokens follow).
         """
         tokens = completion.tokens.tolist()
         size = max(map(len, _stripped(completion)))

@@ -24,6 +24,8 @@ import torch
 import torch.nn.functional as F
 from omegaconf import DictConfig
 
+from recipe.atropos.algorithm.off_policy import correct_rollout
+from recipe.atropos.data.data_proto import real_rows
 from recipe.atropos.data.rows import DroppedRow, environment_name
 from recipe.atropos.errors import AtroposError
 from recipe.atropos.verl_ext.algorithm import (
@@ -38,6 +40,7 @@ from recipe.atropos.verl_ext.algorithm import (
 from recipe.atropos.verl_ext.batch import DataProto
 
 GRPO_ATROPOS = "grpo_atropos"
+_ADDED = ("token_level_rewards", "response_mask", "rollout_is_weights", "advantages", "returns")
 _EPSILON = 1e-8
 _SMALLEST_GROUP = {"grpo_passk": 2}  # the best against the second
 _OF_NO_GROUP = {"reinforce_plus_plus"}  # a row's advantage does not depend on the others of its group
@@ -165,6 +168,37 @@ def _all_equal(scores: torch.Tensor, index: np.ndarray) -> torch.Tensor:
         for reduce in ("amin", "amax")
     )
     return ((lowest == highest) & (count > 1))[group]
+
+
+def add_advantages(
+    batch: DataProto, algorithm: DictConfig, config: "AdvantageConfig", moments: "RunningMoments", kl_controller: Any
+) -> dict[str, float]:
+    """Add rewards, off-policy correction and advantages, (B, R) each; of the real rows, and 0 in padding rows.
+
+    ``kl_controller``: where the KL to the reference goes into the reward, and so into the advantages that are computed
+    from rewards, not into those that the environment sent. Returns metrics.
+    """
+    metrics: dict[str, float] = {}
+    rows = real_rows(batch)
+    rows.batch["token_level_rewards"] = rows.batch["token_level_scores"]
+    if kl_controller is not None:
+        metrics |= subtract_kl(rows, kl_controller, algorithm.kl_penalty)
+    rows.batch["sampled_mask"] = rows.batch["response_mask"]  # as it was before any rejection
+    if "rollout_log_probs" in rows.batch and not algorithm.rollout_correction.bypass_mode:
+        metrics |= correct_rollout(rows, algorithm.rollout_correction)
+    if rows.batch["response_mask"].any():
+        compute_advantages(rows, algorithm, config, moments)
+    else:
+        rows.batch["advantages"] = rows.batch["returns"] = torch.zeros_like(rows.batch["token_level_rewards"])
+        rows.non_tensor_batch["has_signal"] = np.zeros(len(rows), dtype=bool)
+    real = torch.from_numpy(~batch.non_tensor_batch["is_padding"])
+    for key in set(_ADDED) & set(rows.batch.keys()):
+        values = rows.batch[key].new_zeros(len(batch), *rows.batch[key].shape[1:])
+        values[real] = rows.batch[key]
+        batch.batch[key] = values
+    batch.non_tensor_batch["has_signal"] = np.zeros(len(batch), dtype=bool)
+    batch.non_tensor_batch["has_signal"][real.numpy()] = rows.non_tensor_batch["has_signal"]
+    return metrics
 
 
 def compute_advantages(

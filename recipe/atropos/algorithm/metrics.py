@@ -1,8 +1,11 @@
 """What a step's batch looked like, over all environments and for each of them."""
 
 import numpy as np
+import torch
+from omegaconf import DictConfig
 
 from recipe.atropos.data.rows import environment_name
+from recipe.atropos.verl_ext.algorithm import agg_loss
 from recipe.atropos.verl_ext.batch import DataProto
 
 
@@ -48,6 +51,16 @@ def batch_metrics(rows: DataProto) -> dict[str, float]:
     for name in environments:
         metrics |= {f"atropos/{name}/{key}": value for key, value in describe(names == name).items()}
     return metrics
+
+
+def mean_entropy(entropies: torch.Tensor, response_mask: torch.Tensor, actor: DictConfig) -> float:
+    """Nats, over trained tokens, as the loss of ``actor_rollout_ref.actor`` aggregates; both (B, R)."""
+    return agg_loss(
+        loss_mat=entropies,
+        loss_mask=response_mask,
+        loss_agg_mode=actor.loss_agg_mode,
+        loss_scale_factor=actor.loss_scale_factor,
+    ).item()
 
 
 def staleness_metrics(rows: DataProto, step: int) -> dict[str, float]:

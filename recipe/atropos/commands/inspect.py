@@ -46,14 +46,7 @@ def rows_of_step(config: DictConfig, step: int) -> DataProto:
         )
     model = config.actor_rollout_ref.model
     model_config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
-    limits = RowLimits(
-        config.data.max_prompt_length,
-        config.data.max_response_length,
-        pad_token_id=0,
-        overlong=atropos.overlong,
-        vocab_size=model_config.get_text_config().vocab_size,
-        read_teacher=atropos.distillation.loss_coef > 0,
-    )
+    limits = RowLimits.from_config(config, 0, model_config.get_text_config().vocab_size)
     rows, report = groups_to_data_proto(read_batch(RunDir(config.run.dir).batches, step), limits)
     if rows is None:
         raise DataSourceError(f"step {step} holds no row to train on; dropped: {dict(report.dropped)}")

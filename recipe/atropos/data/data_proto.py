@@ -73,19 +73,11 @@ def rows_to_data_proto(rows: Sequence[Row | None], limits: RowLimits, multiple_o
 
     width = max(len(row.response) for row in real)
     prompt_width = max(len(row.prompt) for row in real)
-    prompt_lengths = np.array([len(prompt) for prompt in column("prompt", pad)])
-    response_lengths = np.array([len(response) for response in column("response", empty)])
     prompts = _pad(column("prompt", pad), prompt_width, np.int64, limits.pad_token_id, left=True)
     responses = _pad(column("response", empty), width, np.int64, limits.pad_token_id)
-    attention_mask = torch.from_numpy(
-        np.concatenate(
-            [
-                np.arange(prompt_width) >= prompt_width - prompt_lengths[:, None],
-                np.arange(width) < response_lengths[:, None],
-            ],
-            axis=1,
-        ).astype(np.int64)
-    )
+    in_prompt = _pad([np.ones(len(prompt)) for prompt in column("prompt", pad)], prompt_width, np.int64, left=True)
+    in_response = _pad([np.ones(len(response)) for response in column("response", empty)], width, np.int64)
+    attention_mask = torch.cat([in_prompt, in_response], dim=1)
     scores = np.zeros((len(rows), width), dtype=np.float32)
     for out, row in zip(scores, rows, strict=True):
         if row is not None:

@@ -43,6 +43,19 @@ class RowLimits:
     vocab_size: int | None = None
     read_teacher: bool = True
 
+    @classmethod
+    def from_config(cls, config: Any, pad_token_id: int, vocab_size: int | None) -> "RowLimits":
+        """Of the whole configuration; ``vocab_size`` is the model's, which may have more tokens than its tokenizer."""
+        atropos = config.trainer.atropos
+        return cls(
+            config.data.max_prompt_length,
+            config.data.max_response_length,
+            pad_token_id,
+            overlong=atropos.overlong,
+            vocab_size=vocab_size,
+            read_teacher=atropos.distillation.loss_coef > 0,
+        )
+
     def __post_init__(self) -> None:
         if self.overlong not in ("truncate", "drop", "error"):
             raise ValueError(f"trainer.atropos.overlong={self.overlong!r}: choose truncate, drop or error")

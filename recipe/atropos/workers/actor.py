@@ -18,7 +18,7 @@ import torch
 from omegaconf import DictConfig
 
 from recipe.atropos.algorithm.losses import DistillationConfig
-from recipe.atropos.algorithm.mini_batches import update_actor
+from recipe.atropos.algorithm.mini_batches import micro_batch_size, update_actor
 from recipe.atropos.errors import AtroposError
 from recipe.atropos.fsdp_workers import AtroposActorWorker
 from recipe.atropos.verl_ext.batch import DataProto, left_right_2_no_padding, no_padding_2_padding
@@ -123,6 +123,12 @@ class ActorGroup(LimitedWorkerGroup):
     def reference_ranks(self) -> int:
         """Those of a second model, which may be divided otherwise."""
         return self.data_parallel_size("ref") if self._has_second_model else self.data_parallel_size()
+
+    @property
+    def rows_multiple(self) -> int:
+        """What the number of a rank's rows must be a multiple of; the reference policy may have more ranks."""
+        multiple, ranks = micro_batch_size(self.settings), self.data_parallel_size()
+        return math.lcm(ranks * multiple, self.reference_ranks * multiple) // ranks
 
     def log_probs(self, batch: DataProto) -> tuple[dict[str, torch.Tensor], float]:
         """The policy's ``old_log_probs`` and ``entropys`` of the responses, (B, R) float32, and MFU.
