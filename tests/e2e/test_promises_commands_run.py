@@ -77,6 +77,7 @@ def test_promises_commands_of_the_main_document_run_as_written(terminal, folder,
     monkeypatch.setenv("ATROPOS_API_KEY", "a-key-of-ones-own")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(folder / "atropos")]))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(folder / "cached"))  # else another folder of this name is found there
     launch = words("python -m recipe.atropos.launch_services --model model --steps 1000 --gpus 1")
     launcher = terminal([*launch, "environment.target=null", "--config=cpu.yaml"], folder)
     launcher.wait_for(r"python environments/gsm8k_server.py serve .*\n")
@@ -109,7 +110,8 @@ def test_promises_commands_of_the_main_document_run_as_written(terminal, folder,
 def test_promises_launcher_trains_by_the_documents_command(terminal, folder):
     """Without ``environment.target=null`` it starts an environment itself; another one may join it all the same."""
     launch = words("python -m recipe.atropos.launch_services --model model --steps 1000 --gpus 1")
-    launcher = terminal([*launch, "--config=cpu.yaml"], folder, HF_HUB_OFFLINE="1")
+    variables = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(folder / "cached")}
+    launcher = terminal([*launch, "--config=cpu.yaml"], folder, **variables)
     launcher.wait_for(r"step +2/1000")
     assert "held-out accuracy" in launcher.text
     prompts = "".join(path.read_text() for path in (folder / "runs" / "default" / "rollouts").iterdir())
