@@ -6,10 +6,11 @@ import sys
 import pytest
 from rich.console import Console
 
-from recipe.atropos.commands import config_of_run
 from recipe.atropos.commands.inspect import find_row, rows_of_step, show, tokens_of_row
+from recipe.atropos.config.compose import load_complete
 from recipe.atropos.data.recording import read_batch, write_batch
 from recipe.atropos.data_source import DataSourceError
+from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.utils.process import start_service
 
 
@@ -60,7 +61,7 @@ def test_replay_ends_with_the_runs_weights_bit_for_bit(recorded):
 @pytest.mark.timeout(400)
 def test_inspect_shows_mask_logprob_and_advantage_of_each_token(recorded):
     batch = read_batch(recorded / "batches", 2)
-    config = config_of_run(recorded)
+    config = load_complete(recorded / "config.yaml")
     rows = rows_of_step(config, 2)
     row = find_row(rows, 3, 1)
 
@@ -86,7 +87,7 @@ def test_inspect_shows_mask_logprob_and_advantage_of_each_token(recorded):
 
 @pytest.mark.slow
 def test_what_is_no_run_or_no_such_sequence_is_said(tmp_path, recorded):
-    with pytest.raises(FileNotFoundError, match="give the folder of a run"):
-        config_of_run(tmp_path)
+    with pytest.raises(ConfigurationError, match="give the folder of a run"):
+        show(tmp_path, 1, 0, 0, table=False, console=Console())
     with pytest.raises(DataSourceError, match="no sequence 8 in group 0, which has 8 trained ones; groups are"):
-        find_row(rows_of_step(config_of_run(recorded), 1), 0, 8)
+        find_row(rows_of_step(load_complete(recorded / "config.yaml"), 1), 0, 8)

@@ -18,7 +18,7 @@ from rich.text import Text
 from transformers import AutoConfig, AutoTokenizer
 
 from recipe.atropos.algorithm.advantages import AdvantageConfig, RunningMoments, compute_advantages
-from recipe.atropos.commands import config_of_run
+from recipe.atropos.config.compose import load_complete
 from recipe.atropos.data.data_proto import groups_to_data_proto
 from recipe.atropos.data.recording import read_batch
 from recipe.atropos.data.rows import RowLimits, environment_name
@@ -103,7 +103,7 @@ def style_of(token: dict[str, Any], largest: float) -> Style:
 
 def show(run: Path, step: int, group: int, sequence: int, table: bool, console: Console) -> None:
     """Print one trajectory of a recorded step."""
-    config = config_of_run(run)
+    config = load_complete(RunDir(run).config)
     config.run.dir = str(run)
     rows = rows_of_step(config, step)
     row = find_row(rows, group, sequence)

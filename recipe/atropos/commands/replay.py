@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
-from recipe.atropos.commands import config_of_run
+from recipe.atropos.config.compose import load_complete
 from recipe.atropos.errors import one_line_errors
 from recipe.atropos.run_dir import RunDir
 
@@ -23,11 +23,11 @@ def replay(run: Path, overrides: Sequence[str], console: Console) -> bool:
     """Train on the recorded batches of ``run``; True if the weights of the last step equal the run's.
 
     Raises:
-        FileNotFoundError, DataSourceError: there is nothing to replay.
+        ConfigurationError, FileNotFoundError, DataSourceError: there is nothing to replay.
     """
     from recipe.atropos.main import run as train
 
-    config = config_of_run(run)
+    config = load_complete(RunDir(run).config)
     replayed = run.with_name(f"{run.name}-replay")
     settings = {
         "run.name": replayed.name,
