@@ -72,6 +72,13 @@ class Scripted(BaseEnv):
         return ScoredDataGroup(tokens=list(tokens), masks=list(masks), scores=scores, group_overrides={}, **fields)
 
 
+def sampled(cache, prompt, *parts, text=None, first=-0.5):
+    """A reply of these parts to a prompt, remembered."""
+    tokens = ids_of(cache.tokenizer, *parts)
+    logprobs = [first - 0.01 * i for i in range(len(tokens))]
+    return cache.add(np.array(prompt, np.int32), tokens, logprobs, text)
+
+
 def with_bos(tokenizer):
     """One that begins each text that it encodes with a BOS token, as Llama's do."""
     tokenizer = copy.deepcopy(tokenizer)

@@ -6,33 +6,10 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from transformers import AutoTokenizer
 
-from helpers.sampled import END, I, Scripted, chat, ids_of, make, make_drifting_model, with_bos
+from helpers.sampled import END, I, Scripted, chat, ids_of, make, sampled, with_bos
 from recipe.atropos.adapter.completion_cache import ITEM, CompletionCache, Item, Piece, key_of, keys_of
 from recipe.atropos.adapter.sampled import restore
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    return make_drifting_model(tmp_path_factory.mktemp("model") / "policy")
-
-
-@pytest.fixture(scope="module")
-def tokenizer(model_path):
-    return AutoTokenizer.from_pretrained(model_path)
-
-
-@pytest.fixture
-def cache(tokenizer):
-    ITEM.set(Item())
-    return CompletionCache(tokenizer)
-
-
-def sampled(cache, prompt, *parts, text=None, first=-0.5):
-    tokens = ids_of(cache.tokenizer, *parts)
-    logprobs = [first - 0.01 * i for i in range(len(tokens))]
-    return cache.add(np.array(prompt, np.int32), tokens, logprobs, text)
 
 
 def test_cache_keeps_earlier_turns_tokens_in_later_prompts(cache, tokenizer):
@@ -136,7 +113,7 @@ def test_cache_prefers_replies_of_the_same_item(cache, tokenizer):
     assert row.logprobs[len(prompt)] == -0.2
 
 
-def test_items_in_flight_together_post_each_their_own_replies(model_path):
+def test_items_in_flight_together_post_each_their_own_replies(drifting_model):
     class Alike(Scripted):
         async def collect_trajectories(self, item):
             prompt = chat(self.tokenizer, "go")
@@ -154,7 +131,7 @@ def test_items_in_flight_together_post_each_their_own_replies(model_path):
             posted = {logprobs[self.size] for logprobs in group["inference_logprobs"]}
             self.sent = {**(self.sent or {}), group["messages"]: posted}
 
-    env = make(Alike, model_path)
+    env = make(Alike, drifting_model)
 
     async def rounds():
         env.running_items = {str(value): {"item": value} for value in (-0.1, -0.2, -0.3)}
@@ -421,7 +398,7 @@ def test_logprobs_are_those_of_the_reply_and_others_are_counted(cache, tokenizer
     assert counts == {"other_logprobs": 1}, "none is given: filled in"
 
 
-def test_cache_forgets_the_oldest_of_its_own_split(model_path, tokenizer):
+def test_cache_forgets_the_oldest_of_its_own_split(drifting_model, tokenizer):
     """The book forgets the oldest and evaluation does not displace training."""
     cache = CompletionCache(tokenizer, capacity=30)
     for number in range(10):
@@ -435,5 +412,5 @@ def test_cache_forgets_the_oldest_of_its_own_split(model_path, tokenizer):
         *ids_of(tokenizer, "ab", "cd", END),
     ]
     assert all(piece.completion is None for piece in cache.trace([*other, *ids_of(tokenizer, "ab", "cd", END)]))
-    calls = make(Scripted, model_path)._calls
+    calls = make(Scripted, drifting_model)._calls
     assert calls.caches["eval"].capacity < calls.caches["train"].capacity

@@ -5,9 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 from atroposlib.envs.server_handling.managed_server import ManagedServer
-from transformers import AutoTokenizer
 
-from helpers.sampled import END, I, Scripted, chat, ids_of, make, make_drifting_model, with_bos
+from helpers.sampled import END, I, Scripted, chat, ids_of, make, with_bos
 from helpers.stub_sglang import reply, stub_servers
 from recipe.atropos.adapter.sampled_calls import ATTEMPTS, RecordingManagedServer, _one_bos, sampling_params
 from recipe.atropos.data.sampling import SamplingParams
@@ -17,18 +16,8 @@ pytestmark = pytest.mark.timeout(60)
 GO = [{"role": "user", "content": "go"}]
 
 
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    return make_drifting_model(tmp_path_factory.mktemp("model") / "policy")
-
-
-@pytest.fixture(scope="module")
-def tokenizer(model_path):
-    return AutoTokenizer.from_pretrained(model_path)
-
-
 @pytest.fixture
-def ask(model_path, monkeypatch):
+def ask(drifting_model, monkeypatch):
     """``ask(replies, action)``: what ``action`` returns, given an environment of a stub with these replies.
 
     Then ``ask.env`` is that environment, and ``ask.bodies`` what /generate was asked for.
@@ -39,7 +28,7 @@ def ask(model_path, monkeypatch):
         async def inner():
             async with stub_servers(1) as (server,):
                 server.replies = list(replies)
-                run.env = make(Scripted, model_path, server.url)
+                run.env = make(Scripted, drifting_model, server.url)
                 result = await action(run.env)
                 run.bodies = [body for _, endpoint, body in server.calls if endpoint == "/generate"]
                 run.others = [endpoint for _, endpoint, _ in server.calls if endpoint != "/generate"]
@@ -103,9 +92,9 @@ def test_sampled_calls_send_one_bos_whoever_writes_it(ask, tokenizer):
     assert sent("chat", messages=GO) == chat(tokenizer, "go")
 
 
-def test_sampled_calls_leave_servers_alone_that_are_not_sglang(model_path):
+def test_sampled_calls_leave_servers_alone_that_are_not_sglang(drifting_model):
     async def class_of(server_type):
-        env = make(Scripted, model_path, server_type=server_type)
+        env = make(Scripted, drifting_model, server_type=server_type)
         async with env.server.managed_server(tokenizer=env.tokenizer) as managed:
             return type(managed)
 

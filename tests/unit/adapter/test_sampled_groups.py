@@ -3,53 +3,29 @@
 import asyncio
 from functools import partial
 
-import numpy as np
 import pytest
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup, ScoredDataItem
 from atroposlib.utils.tokenize_for_trainer import tokenize_for_trainer
 from openai.types.completion import Completion
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from helpers.sampled import END, I, Scripted, chat, ids_of, make, make_drifting_model
+from helpers.sampled import END, I, Scripted, chat, make, sampled
 from recipe.atropos.adapter.adapted_env import adapt
-from recipe.atropos.adapter.completion_cache import ITEM, CompletionCache, Item
 from recipe.atropos.adapter.sampled import group_of
 from recipe.atropos.adapter.sampled_calls import sampling_params
 from recipe.atropos.inference.client import InferenceError
 
 
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    return make_drifting_model(tmp_path_factory.mktemp("model") / "policy")
-
-
-@pytest.fixture(scope="module")
-def tokenizer(model_path):
-    return AutoTokenizer.from_pretrained(model_path)
-
-
-@pytest.fixture
-def cache(tokenizer):
-    ITEM.set(Item())
-    return CompletionCache(tokenizer)
-
-
-def sampled(cache, prompt, *parts, text=None, first=-0.5):
-    tokens = ids_of(cache.tokenizer, *parts)
-    logprobs = [first - 0.01 * i for i in range(len(tokens))]
-    return cache.add(np.array(prompt, np.int32), tokens, logprobs, text)
-
-
 @pytest.mark.parametrize(("wandb_name", "name"), [("mine", "mine"), (None, "scripted")])
-def test_reports_have_the_name_of_the_environment(wandb_name, name, model_path):
-    config = BaseEnvConfig(tokenizer_name=str(model_path), wandb_name=wandb_name, use_wandb=False)
-    server = APIServerConfig(model_name=str(model_path), base_url="http://127.0.0.1:1/v1", api_key="x")
+def test_reports_have_the_name_of_the_environment(wandb_name, name, drifting_model):
+    config = BaseEnvConfig(tokenizer_name=str(drifting_model), wandb_name=wandb_name, use_wandb=False)
+    server = APIServerConfig(model_name=str(drifting_model), base_url="http://127.0.0.1:1/v1", api_key="x")
     assert adapt(Scripted)(config, [server]).report.name == name
 
 
-def test_restore_refuses_a_group_that_nobody_sampled(model_path, caplog):
+def test_restore_refuses_a_group_that_nobody_sampled(drifting_model, caplog):
     """What nobody sampled is not trained on and a group of it is refused."""
-    env = make(Scripted, model_path)
+    env = make(Scripted, drifting_model)
     prompt, gold = chat(env.tokenizer, "go"), chat(env.tokenizer, "go", "dec", add_generation_prompt=False)
     reply = sampled(env._calls.caches["train"], prompt, "a", "b", END)
     posted = chat(env.tokenizer, "go", "ab", add_generation_prompt=False)
@@ -92,9 +68,9 @@ class Single(Scripted):
         ), []
 
 
-def test_collect_each_keeps_fields_and_asks_for_none_again(model_path):
+def test_collect_each_keeps_fields_and_asks_for_none_again(drifting_model):
     """Single trajectories keep their fields and one that is none is asked for again."""
-    env = make(Single, model_path)
+    env = make(Single, drifting_model)
     group, backlog = asyncio.run(env.collect_trajectories("item"))
     assert group["scores"] == [1.0, 2.0, 4.0, 5.0] and backlog == ["again 3"]
     size = len(group["tokens"][0])
@@ -117,18 +93,18 @@ def test_fields_that_only_some_trajectories_have_are_an_error():
         group_of(rows)
 
 
-def test_atroposlib_alone_loses_fields_of_single_trajectories(model_path):
+def test_atroposlib_alone_loses_fields_of_single_trajectories(drifting_model):
     """The reason for an own collect_trajectories: this fails when upstream fixes it."""
-    env = make(Single, model_path, group_size=2)
+    env = make(Single, drifting_model, group_size=2)
     group, _ = asyncio.run(BaseEnv.collect_trajectories(env, "item"))
     assert "inference_logprobs" not in group and "distill_logprobs" not in group
 
 
-def test_chat_templates_give_lists_again(model_path, tokenizer):
+def test_chat_templates_give_lists_again(drifting_model, tokenizer):
     """Also for tokenizers that an environment makes itself. The last line fails when transformers fixes it."""
-    make(Scripted, model_path)
+    make(Scripted, drifting_model)
     messages = [{"role": "user", "content": "go"}, {"role": "assistant", "content": "ab"}]
-    row = tokenize_for_trainer(AutoTokenizer.from_pretrained(model_path), messages)
+    row = tokenize_for_trainer(AutoTokenizer.from_pretrained(drifting_model), messages)
     prompt = chat(tokenizer, "go")
     assert row["masks"] == [I] * len(prompt) + row["tokens"][len(prompt) :]
     assert set(tokenizer.apply_chat_template(messages, return_dict=True)) >= {"input_ids"}
@@ -166,16 +142,16 @@ def test_openai_arguments_become_those_of_sglang_or_are_named():
     assert sampling_params({"tools": [{}], "logprobs": 0, "best": 1})[1] == {"tools": [{}], "logprobs": 0, "best": 1}
 
 
-def test_a_server_that_cannot_be_reached_is_named(model_path):
+def test_a_server_that_cannot_be_reached_is_named(drifting_model):
     """tenacity's RetryError has no text; completion is tried thrice."""
-    env = make(Scripted, model_path)
+    env = make(Scripted, drifting_model)
     with pytest.raises(InferenceError, match="http://127.0.0.1:1/generate: cannot connect"):
         asyncio.run(env.server.completion(prompt="go", max_tokens=5))
 
 
-def test_only_the_missing_samples_are_asked_for_again(model_path):
+def test_only_the_missing_samples_are_asked_for_again(drifting_model):
     """The server's aborts end all samples at once, so what it answers is scripted here."""
-    env, asked = make(Scripted, model_path), []
+    env, asked = make(Scripted, drifting_model), []
     answers = iter([["stop", "abort", "length", "abort"], ["stop", "abort"], ["stop"]])
 
     async def plain(n, **kwargs):
