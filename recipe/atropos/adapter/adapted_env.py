@@ -1,10 +1,10 @@
-"""An environment with everything that the adapter adds: ``AdaptedEnv`` in front of its class, ``Paced`` behind it.
+"""An environment with everything that the adapter adds: ``AdaptedEnv`` in front of its class, ``PostingEnv`` behind.
 
 A scored group passes, in ``handle_send_to_api`` and ``_send_scored_data_to_api``:
 
     validate -> shape -> restore and stamp -> check -> the environment's own -> wait for its turn -> post
 
-- In front stands what acts on what an environment makes; nothing of it is overridden by the environment.
+- In front stands what acts on what an environment makes.
 - Behind it, in the place of ``BaseEnv``, stands what it inherits, fixed: its own methods, and their ``super()``, count.
 - A group that is left out on the way is counted by its reason, ``not_sent/REASON``.
 """
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 class AdaptedEnv(CommandLine, Lifecycle, Evaluating):
-    """Mixin; must precede a ``BaseEnv`` in the MRO, and have ``Paced`` behind it: see ``adapt``."""
+    """Mixin; must precede a ``BaseEnv`` in the MRO, and have ``PostingEnv`` behind it: see ``adapt``."""
 
     adapter_settings = AdapterSettings()
     reward_bridge: RewardBridge | None = None
@@ -89,7 +89,7 @@ class AdaptedEnv(CommandLine, Lifecycle, Evaluating):
         do_send_to_api: bool = True,
         abort_on_any_max_length_exceeded: bool = True,
     ) -> None:
-        """Validate, shape, restore and stamp, check; the environment's own, which ends in the method below."""
+        """Validate, shape, restore and stamp, check; the environment's own, which ends in ``PostingEnv``."""
         ready = []
         for group in as_groups(scored_data):
             try:
@@ -109,15 +109,6 @@ class AdaptedEnv(CommandLine, Lifecycle, Evaluating):
         await super().handle_send_to_api(payload, item, do_send_to_api, abort_on_any_max_length_exceeded)
         if not do_send_to_api:
             self.report.count("groups_written", len(ready))
-
-    async def _send_scored_data_to_api(self, scored_data: Any) -> None:
-        """Wait for its turn, and post."""
-        try:
-            groups = await self._wait_for_turn(as_groups(scored_data))
-            if groups and await self._post(groups, several=isinstance(scored_data, list)):
-                self._take_places(groups)
-        except Exception as error:  # BaseEnv would only log it
-            self._count_failure("handle_send_to_api", error)
 
     async def _shape(self, group: dict[str, Any]) -> None:
         if self.reward_bridge is None:
@@ -146,6 +137,19 @@ class AdaptedEnv(CommandLine, Lifecycle, Evaluating):
         await super().wandb_log({**(wandb_metrics or {}), **self.report.metrics()})
 
 
+class PostingEnv(Paced):
+    """Behind the environment, in the place of ``BaseEnv``: the last two steps of a group."""
+
+    async def _send_scored_data_to_api(self, scored_data: Any) -> None:
+        """Wait for its turn, and post."""
+        try:
+            groups = await self._wait_for_turn(as_groups(scored_data))
+            if groups and await self._post(groups, several=isinstance(scored_data, list)):
+                self._take_places(groups)
+        except Exception as error:  # BaseEnv would only log it
+            self._count_failure("handle_send_to_api", error)
+
+
 def adapt(
     environment: type[BaseEnv], bridge: RewardBridge | None = None, settings: AdapterSettings | None = None
 ) -> type[BaseEnv]:
@@ -161,4 +165,4 @@ def adapt(
     if issubclass(environment, AdaptedEnv):
         return environment if len(body) == 2 else type(environment.__name__, (environment,), body)
     teacher = (TeacherFixes,) if hasattr(environment, "teacher_config_init") else ()
-    return type(environment.__name__, (AdaptedEnv, *teacher, environment, Paced), body)
+    return type(environment.__name__, (AdaptedEnv, *teacher, environment, PostingEnv), body)

@@ -181,7 +181,7 @@ def add_advantages(
     metrics: dict[str, float] = {}
     rows = real_rows(batch)
     rows.batch["token_level_rewards"] = rows.batch["token_level_scores"]
-    if kl_controller is not None:
+    if algorithm.use_kl_in_reward:
         metrics |= subtract_kl(rows, kl_controller, algorithm.kl_penalty)
     rows.batch["sampled_mask"] = rows.batch["response_mask"]  # as it was before any rejection
     if "rollout_log_probs" in rows.batch and not algorithm.rollout_correction.bypass_mode:

@@ -4,14 +4,14 @@ import inspect
 
 from atroposlib.envs.base import BaseEnv
 
-from recipe.atropos.adapter.adapted_env import AdaptedEnv, adapt
+from recipe.atropos.adapter.adapted_env import AdaptedEnv, PostingEnv, adapt
 from recipe.atropos.adapter.durable import Durable
 from recipe.atropos.adapter.evaluate_metrics import Evaluating
 from recipe.atropos.adapter.flags import CommandLine
 from recipe.atropos.adapter.lifecycle import Lifecycle
 from recipe.atropos.adapter.pacing import Paced
 
-FRONT, BEHIND = (AdaptedEnv, CommandLine, Lifecycle, Evaluating), (Paced, Durable)
+FRONT, BEHIND = (AdaptedEnv, CommandLine, Lifecycle, Evaluating), (PostingEnv, Paced, Durable)
 
 
 def test_adapted_env_overrides_each_method_once_on_a_side():
