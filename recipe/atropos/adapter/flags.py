@@ -142,13 +142,10 @@ class CommandLine:
 
     def __new__(cls, config: BaseEnvConfig | None = None, *_: Any, **__: Any) -> "CommandLine":
         if cls.only_checked:
-            cls.check_config(config)
+            if check := getattr(cls, "check_config", None):  # an environment's own, such as of its data
+                check(config)
             raise SystemExit(0)
         return super().__new__(cls)
-
-    @classmethod
-    def check_config(cls, config: BaseEnvConfig) -> None:
-        """For an environment's own checks before anything is started, such as of its data: what it raises is told."""
 
     @classmethod
     def config_init(cls) -> tuple[Any, Any]:

@@ -24,7 +24,7 @@ def test_adapted_env_overrides_each_method_once_on_a_side():
 
 def test_adapted_env_takes_no_public_name():
     """But for the documented ``report``, and what the adapter is configured by."""
-    known = {"adapter_settings", "reward_bridge", "report", "owns_process", "only_checked", "check_config"}
+    known = {"adapter_settings", "reward_bridge", "report", "owns_process", "only_checked"}
     known |= {"api_timeout", "trainer_timeout", "retry_seconds", "left_timeout", "longest_wait", "part_of_a_batch"}
     own = {name for cls in (*FRONT, *BEHIND) for name in vars(cls) if not name.startswith("_")}
     assert own - known <= set(dir(BaseEnv)), own - known - set(dir(BaseEnv))
