@@ -147,7 +147,7 @@ def test_paced_begins_what_an_environment_left_undone(tmp_path, model_path):
         number = post(f"{stage.api}/register-env", other)["env_id"]
         with pytest.raises(TimeoutError):
             await stage.next_batch(15)
-        assert stage.env.pace.begun == 2 * SIZE, "its own two thirds of a batch"
+        assert stage.env._pace.begun == 2 * SIZE, "its own two thirds of a batch"
         post(f"{stage.api}/disconnect-env", {"env_id": number})
         assert await stage.next_batch(15) == [0, 1, 2]
         stage.version = "1"

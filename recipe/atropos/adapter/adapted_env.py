@@ -35,7 +35,6 @@ logger = logging.getLogger(__name__)
 class AdaptedEnv(CommandLine, Lifecycle, Evaluating):
     """Mixin; must precede a ``BaseEnv`` in the MRO, and have ``PostingEnv`` behind it: see ``adapt``."""
 
-    adapter_settings = AdapterSettings()
     reward_bridge: RewardBridge | None = None
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any):

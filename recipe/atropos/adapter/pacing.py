@@ -83,7 +83,7 @@ class Paced(Durable):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         max_staleness = self.adapter_settings.max_staleness
-        self.pace = None if max_staleness is None else Pace(max_staleness)
+        self._pace = None if max_staleness is None else Pace(max_staleness)
         self._sequences_an_item = self.config.group_size
         self._looked = self._said = -float("inf")
         self._idle_since: float | None = None  # with nothing in flight and no room
@@ -100,14 +100,14 @@ class Paced(Durable):
             PacingError: nothing could begin for ``longest_wait``, or the servers have no versions.
         """
         await self._fetch_status()
-        if self.pace is None:
+        if self._pace is None:
             return
         status = self.status_dict
         share = self.config.batch_size * self.part_of_a_batch(self.config.min_batch_allocation, status)
-        self._left |= 0 < self.pace.share < share
-        self.pace.set_share(share)
+        self._left |= 0 < self._pace.share < share
+        self._pace.set_share(share)
         await self._look(status["self_queue_size"] * self.config.group_size)
-        self.max_num_workers += self.pace.waiting
+        self.max_num_workers += self._pace.waiting
         queued, status["queue_size"] = status["queue_size"], 0  # else BaseEnv's backpressure cancels what runs
         self._watch(queued * self.config.group_size)
 
@@ -121,7 +121,7 @@ class Paced(Durable):
 
         A version that goes down must be seen before it has passed the old one.
         """
-        if self.pace.room and time.monotonic() - self._looked < _SELDOM:
+        if self._pace.room and time.monotonic() - self._looked < _SELDOM:
             return
         servers = [
             (server.config.base_url.removesuffix("/").removesuffix("/v1"), server.config.api_key or None)
@@ -129,19 +129,19 @@ class Paced(Durable):
         ]
         if not servers:
             raise PacingError(
-                f"max_staleness={self.pace.max_staleness} needs servers of type sglang, which tell versions"
+                f"max_staleness={self._pace.max_staleness} needs servers of type sglang, which tell versions"
             )
         version, self._unknown = await served_version(servers)
         self._looked = now = time.monotonic()
-        if version is not None and version != self.pace.version:
+        if version is not None and version != self._pace.version:
             if self._version_since is not None:
                 self._longest_step = max(self._longest_step, now - self._version_since)
             self._version_since, self._granted = now, 0
-            self.pace.set_version(version, queued)
+            self._pace.set_version(version, queued)
 
     def _watch(self, queued: int) -> None:
         """Says each minute what is waited for. ``queued``: sequences, of all environments, that the API holds."""
-        pace, now = self.pace, time.monotonic()
+        pace, now = self._pace, time.monotonic()
         oldest = pace.oldest
         if oldest is not None:
             self._idle_since = now
@@ -174,16 +174,16 @@ class Paced(Durable):
         Only where the trainer waits for that batch: then as many were cut as there are updates.
         """
         batch, missing = self.config.batch_size, self.config.batch_size - queued
-        waits = self.pace.version is not None and self.status_dict["current_step"] <= self.pace.version
+        waits = self._pace.version is not None and self.status_dict["current_step"] <= self._pace.version
         if not (self._left and waits and 0 < missing <= batch and idle > self.left_timeout):
             return False
         logger.warning("another environment left; beginning our part of the %d sequences that a batch lacks", missing)
         self._left = False
-        self.pace.grant(missing * self.pace.share / batch)
+        self._pace.grant(missing * self._pace.share / batch)
         return True
 
     def _what_is_lacking(self) -> str:
-        pace = self.pace
+        pace = self._pace
         if pace.version is None or self._unknown:
             return f"waiting for the weight version of the servers ({self._unknown}); inference.urls must name them all"
         if not pace.share:
@@ -195,7 +195,7 @@ class Paced(Durable):
 
     async def add_train_workers(self) -> None:
         """As many as there are places within the bound; none is ever cancelled here."""
-        if self.pace is None:
+        if self._pace is None:
             return await super().add_train_workers()
         limit = self.max_num_workers
         if self.eval_runner is not None and not self.eval_runner.done():
@@ -203,11 +203,11 @@ class Paced(Durable):
                 return
             if self.config.eval_handling == EvalHandlingEnum.LIMIT_TRAIN:
                 limit = int(limit * self.config.eval_limit_ratio)
-        while len(self.workers) < limit and self.pace.room:
+        while len(self.workers) < limit and self._pace.room:
             item = self.backlog.pop() if self.backlog else await self.get_next_item()
             if item is None:
                 return
-            ticket = self.pace.begin(self._sequences_an_item)
+            ticket = self._pace.begin(self._sequences_an_item)
             item_uuid = str(uuid.uuid4())
             worker = asyncio.create_task(self._work(item_uuid, ticket))
             self.running_items[item_uuid] = {"item": item, "worker": worker, "start_time": time.time()}
@@ -221,7 +221,7 @@ class Paced(Durable):
 
     def _worker_ended(self, item: Any, ticket: Ticket, worker: asyncio.Task) -> None:
         self.workers.discard(worker)
-        self.pace.end(ticket)
+        self._pace.end(ticket)
         if worker.cancelled():
             return
         if error := worker.exception():
@@ -232,11 +232,11 @@ class Paced(Durable):
     async def _wait_for_turn(self, groups: list[Any]) -> list[Any]:
         """Those of one item's groups that have a place in a batch, when it is their turn to be posted."""
         ticket = _TICKET.get()
-        if self.pace is None or ticket is None:
+        if self._pace is None or ticket is None:
             return groups
-        await self.pace.turn(ticket)
+        await self._pace.turn(ticket)
         sizes = [len(group["tokens"]) for group in groups]
-        count = self.pace.fitting(ticket, sizes)
+        count = self._pace.fitting(ticket, sizes)
         if count < len(groups):
             logger.warning("%d of %d groups of one item have no place in a batch", len(groups) - count, len(groups))
         self._sequences_an_item = sum(sizes)  # what the next item is expected to need
@@ -244,5 +244,5 @@ class Paced(Durable):
 
     def _take_places(self, groups: list[Any]) -> None:
         """The API has them: the next in order may post. A second post of one item is not held up."""
-        if self.pace is not None and (ticket := _TICKET.get()) is not None:
-            self.pace.posted(ticket, sum(len(group["tokens"]) for group in groups))
+        if self._pace is not None and (ticket := _TICKET.get()) is not None:
+            self._pace.posted(ticket, sum(len(group["tokens"]) for group in groups))

@@ -399,7 +399,7 @@ def test_logprobs_are_those_of_the_reply_and_others_are_counted(cache, tokenizer
 
 
 def test_cache_forgets_the_oldest_of_its_own_split(drifting_model, tokenizer):
-    """The book forgets the oldest and evaluation does not displace training."""
+    """The oldest go first, and evaluation does not displace training."""
     cache = CompletionCache(tokenizer, capacity=30)
     for number in range(10):
         sampled(cache, [number], "ab", "cd", END)
