@@ -94,17 +94,21 @@ def test_managed_server_turns_are_the_sampled_tokens(script, model_path, url, re
 
 @pytest.mark.e2e
 def test_managed_server_prompts_extend_their_nodes(model_path, url):
-    """Many short replies to one prompt: "ab" does not continue "a", and is one token and an end, or two."""
+    """Many short replies to one prompt: "ab" does not continue "a", and is one token and an end, or two.
+
+    Each is continued with "c" or with the end of the turn alone, so that no continuation is the text of another.
+    """
     env = make(Scripted, model_path, url)
-    few = {str(token): 100.0 for token in (END, *ids_of(env.tokenizer, "a", "b", "ab"))}
+    first, then = ({str(t): 100.0 for t in (END, *ids_of(env.tokenizer, *words))} for words in (("a", "b", "ab"), "c"))
 
     async def ask():
         async with env.server.managed_server(tokenizer=env.tokenizer) as managed:
-            first = await managed.completion(prompt="Q:", n=64, max_tokens=2, temperature=4.0, logit_bias=few)
+            sampled = {"max_tokens": 2, "temperature": 4.0}
+            replies = await managed.completion(prompt="Q:", n=64, logit_bias=first, **sampled)
             before = managed.get_state()["nodes"]
-            texts = [choice.text for choice in first.choices if choice.text.strip()]  # else it continues nothing
+            texts = [choice.text for choice in replies.choices if choice.text.strip()]  # else it continues nothing
             for text in texts:
-                await managed.completion(prompt="Q:" + text, max_tokens=2)
+                await managed.completion(prompt="Q:" + text, logit_bias=then, **sampled)
             return before, managed.get_state()["nodes"], len(texts)
 
     before, after, continued = asyncio.run(ask())

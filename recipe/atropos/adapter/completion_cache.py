@@ -263,7 +263,8 @@ class CompletionCache:
                 whole, size, same_tokens = fit.rank
                 if not own and (not whole or fit.rest):
                     continue  # by chance
-                preferred = bool(sought.prefer) and key_of([*completion.prompt, *completion.tokens]) in sought.prefer
+                kept_tokens = completion.tokens[: fit.kept]
+                preferred = bool(sought.prefer) and key_of([*completion.prompt, *kept_tokens]) in sought.prefer
                 given, own_logprobs = sought.logprobs, completion.logprobs[: fit.kept].tolist()
                 same_logprobs = given is not None and list(given[: fit.kept]) == own_logprobs
                 # One that later prompts were made with must be found in what is posted. Of the others each once.

@@ -268,9 +268,9 @@ class RecordingManagedServer(ManagedServer):
         self._ever.clear()
 
     def _restored(self, text: str) -> list[int]:
-        return self._calls.restore_sampled(
-            self.tokenizer, text, True, {key_of(node.tokens) for node in self.current_nodes}
-        )
+        current = {id(node) for node in self.current_nodes}
+        extensible = {key for key, nodes in self._ever.items() if any(id(node) in current for node, _ in nodes)}
+        return self._calls.restore_sampled(self.tokenizer, text, True, extensible)
 
     def _find_extending_node(self, input_text: str) -> SequenceNode | None:
         node, _ = self._extended(self._restored(input_text), self.current_nodes)
