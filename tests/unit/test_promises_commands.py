@@ -74,6 +74,14 @@ def test_promises_config_of_a_run_is_a_file_for_another(tmp_path, monkeypatch):
     assert load_config([f"config={own}", "preset=demo"]).actor_rollout_ref.actor.ppo_mini_batch_size == 4
 
 
+def test_promises_config_of_a_run_asks_for_the_secrets_it_hides(tmp_path):
+    own, key = tmp_path / "config.yaml", "environment.args.judge.api_key"
+    own.write_bytes(config_yaml(load_config(["preset=demo", f"+{key}=sk-1", "inference.api_key=sk-2"])))
+    with pytest.raises(ConfigurationError, match=rf"^{key}=\*\*\*: .* give its value, or \$\{{oc.env:NAME\}}"):
+        load_config([f"config={own}"])
+    assert load_config([f"config={own}", f"{key}=sk-3"]).environment.args.judge.api_key == "sk-3"
+
+
 @pytest.mark.parametrize(
     ("text", "told"),
     [

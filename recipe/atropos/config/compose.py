@@ -38,7 +38,7 @@ from recipe.atropos.config.renamed import check_renamed, prefixes
 from recipe.atropos.config.schema import check_schema, documented
 from recipe.atropos.config.unsupported import UNSUPPORTED
 from recipe.atropos.errors import ConfigurationError
-from recipe.atropos.utils.secret import COMPLETE, read_config_yaml, restore
+from recipe.atropos.utils.secret import COMPLETE, HIDDEN, hidden_settings, read_config_yaml, restore
 
 FOLDER = Path(__file__).parent
 
@@ -169,7 +169,19 @@ def compose_config(overrides: Sequence[str], tell: Callable[[str], None] = lambd
     for key, value in changes:
         if isinstance(value, _Derived) and value.given != OmegaConf.select(config, key):
             raise _without_effect(key, value.given)
+    _check_hidden(config)
     return config
+
+
+def _check_hidden(config: DictConfig) -> None:
+    """A run's ``config.yaml`` holds no secrets; what stands in their place is none."""
+    for place, value in hidden_settings(OmegaConf.to_container(config)):
+        if value == HIDDEN:
+            key = ".".join(map(str, place))
+            raise ConfigurationError(
+                f"{key}={HIDDEN}: the file that this is from holds no secrets; give its value, or ${{oc.env:NAME}}, "
+                "as an argument"
+            )
 
 
 def quoted(value: str | Path) -> str:
