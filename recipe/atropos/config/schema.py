@@ -223,7 +223,6 @@ class LoRA(VerlSection):
 
 class Model(VerlSection):
     path: Text = about("A local folder in Hugging Face format, or a hub name")
-    tokenizer_path: Text | None = about("Another tokenizer's folder")
     trust_remote_code: bool = about("Allow code that comes with the model")
     use_remove_padding: bool = about("Train on packed sequences")
     enable_gradient_checkpointing: bool = about("Recompute activations in the backward pass")

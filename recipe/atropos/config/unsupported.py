@@ -9,6 +9,10 @@ _SCORES = ("environments score what is sampled", "environment.target, or environ
 _EVALUATED = ("environments evaluate", "evaluation.every")
 _ENGINE = ("SGLang is a server of its own", "inference.args.FLAG, a flag of sglang.launch_server")
 _SAMPLING = ("environments choose how they sample", "an option of the environment, environment.args.KEY")
+_TOKENIZER = (
+    "servers and environments take tokenizer, chat template and configuration from the model's folder as well",
+    "actor_rollout_ref.model.path, a folder that has them",
+)
 _PROFILER = ("verl's profiler is not started by this recipe's training loop", None)
 _OWN_LOOP = ("this recipe has a training loop of its own", None)
 _MEGATRON = ("only the FSDP engines are supported", None)
@@ -97,6 +101,9 @@ UNSUPPORTED: dict[str, tuple[str, str | None]] = {
         "actor_rollout_ref.actor.optim.lr_scheduler_type",
     ),
     "actor_rollout_ref.actor.checkpoint.async_save": ("the FSDP engines save in place", None),
+    "actor_rollout_ref.model.tokenizer_path": _TOKENIZER,
+    "actor_rollout_ref.model.hf_config_path": _TOKENIZER,
+    "actor_rollout_ref.model.custom_chat_template": _TOKENIZER,
     "actor_rollout_ref.model.mtp": _MEGATRON,
     "actor_rollout_ref.model.lora": (
         "it is the Megatron engine's",

@@ -48,17 +48,17 @@ def check_key(config: DictConfig) -> None:
 
 def join_settings(config: DictConfig, api_url: str, gateway: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """What an environment that joins must be given, ``env`` and ``openai``, all but the key."""
-    model = config.actor_rollout_ref.model
+    model = config.actor_rollout_ref.model.path
     env = {
         "rollout_server_url": api_url,
-        "tokenizer_name": model.tokenizer_path or model.path,
+        "tokenizer_name": model,
         "group_size": config.environment.group_size,
         "max_token_length": config.data.max_prompt_length + config.data.max_response_length,
         "max_num_workers": groups_in_flight(config),
         "total_steps": _FOREVER,
         "use_wandb": False,
     }
-    openai = {"base_url": f"{gateway}/v1", "model_name": model.path, "server_type": "sglang", "health_check": False}
+    openai = {"base_url": f"{gateway}/v1", "model_name": model, "server_type": "sglang", "health_check": False}
     return env, openai | request_limits(config)
 
 
