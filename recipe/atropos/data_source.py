@@ -380,6 +380,11 @@ async def diagnose(api_url: str, batch_size: int) -> str:
     queued = status["queue_size"]
     if queued and batch_size % size:
         return f"{queued} groups wait, the last of {size} sequences, which cannot fill a batch of {batch_size} exactly"
+    if queued * size >= batch_size:
+        return (
+            f"{queued} groups wait, the last of {size} sequences, and the API makes no batch of {batch_size} of them: "
+            "groups of another size are in between, or an environment with min_batch_allocation has left"
+        )
     return (
         f"environments have posted only {queued} groups since the last batch (the last had {size} sequences); "
         "look into their logs: a group of equal scores, or one that is too long, is dropped there"

@@ -167,7 +167,7 @@ class RayGRPOAtroposTrainer:
         # A recorded batch belongs to its step.
         attempts = 1 if self.config.trainer.atropos.replay else _MAX_EMPTY_BATCHES
         for _ in range(attempts):
-            with marked_timer("wait", self.timing_raw):
+            with marked_timer("wait", self.timing_raw), self.record.waiting():
                 groups = self.data_source.next_batch(self._look_after_servers)
                 fetched += len(groups)
             with marked_timer("convert", self.timing_raw):

@@ -4,10 +4,11 @@ Both are functions of the trained steps alone: a resumed run continues the count
 lines of steps that the checkpoint does not hold, because they are trained again.
 """
 
+import contextlib
 import fcntl
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -92,6 +93,7 @@ class RunRecord:
 
     def begin(self) -> None:
         """Call once the checkpoint is loaded: what was recorded of steps that are not in it is cut, and counted."""
+        self.directory.waiting.unlink(missing_ok=True)  # of a trainer that was killed
         lines = read_lines(self.directory.metrics)
         rewrite_lines(self.directory.metrics, [line for line in lines if line["step"] <= self.totals.steps])
 
@@ -116,6 +118,15 @@ class RunRecord:
         totals.seconds_per_phase = dict(Counter(totals.seconds_per_phase) + Counter(phases))
         line = {"step": step, "time": time.time(), **metrics, **{f"phase_s/{k}": v for k, v in phases.items()}}
         append_line(self.directory.metrics, line)
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Whoever looks at the run's folder sees that its trainer waits for data."""
+        self.directory.waiting.touch()
+        try:
+            yield
+        finally:
+            self.directory.waiting.unlink(missing_ok=True)
 
     def add_seconds(self, phase: str, seconds: float) -> None:
         """Time that belongs to a step, spent after its line was written."""

@@ -100,8 +100,10 @@ def test_join_announces_who_comes_and_says_why_no_batch_does(tmp_path, impatient
             await asyncio.sleep(0.15)
         return re.sub(r"\s+", " ", capsys.readouterr().out)
 
-    join = joining.Joining(Run(small_batches(), [], tmp_path), api.url, "http://127.0.0.1:9")
+    run = Run(small_batches(), [], tmp_path)
+    join = joining.Joining(run, api.url, "http://127.0.0.1:9")
     join.start()
+    run.files.waiting.touch()
     shown = asyncio.run(looks(join, 6))
     assert "the-key" not in shown and '"$ATROPOS_API_KEY"' in shown, "this output is no terminal"
     assert "evaluates nothing" in shown
@@ -110,9 +112,13 @@ def test_join_announces_who_comes_and_says_why_no_batch_does(tmp_path, impatient
         post(f"{api.url}/register-env", environment)
     shown = asyncio.run(looks(join, 1))
     assert "has joined, as number 0" in shown and "has joined, as number 1" in shown
-    for number in range(2):
-        post(f"{api.url}/scored_data", group(number, 2))
-    assert "joined" not in asyncio.run(looks(join, 2)) and not join.awaited, "a batch is there: the trainer is slow"
+    post(f"{api.url}/scored_data", group(0, 3))
+    assert "1 groups wait, the last of 3 sequences, which cannot fill a batch of 4" in asyncio.run(looks(join, 4))
+    post(f"{api.url}/scored_data", group(1, 2))
+    shown = asyncio.run(looks(join, 4))
+    assert "2 groups wait, the last of 2 sequences, and the API makes no batch of 4 of them" in shown and join.awaited
+    run.files.waiting.unlink()
+    assert "no batch" not in asyncio.run(looks(join, 4)) and not join.awaited, "a batch is there: the trainer is slow"
     api.stop(grace=3)
     asyncio.run(looks(join, 1))  # an API that has ended is no error here
     join.stop()
@@ -120,7 +126,7 @@ def test_join_announces_who_comes_and_says_why_no_batch_does(tmp_path, impatient
 
 
 def test_join_ends_a_run_that_hangs_but_not_one_that_waits(tmp_path, impatient, api):
-    """No step in ``step_timeout`` is an error only where a batch is there."""
+    """No step in ``step_timeout`` is an error only where the trainer does not wait for data."""
     run = Run(small_batches("trainer.atropos.step_timeout=2"), [], tmp_path)
     trainer = run.start("trainer", ["sleep", "1000"])
     join = joining.Joining(run, api.url, "http://127.0.0.1:9")
@@ -131,10 +137,10 @@ def test_join_ends_a_run_that_hangs_but_not_one_that_waits(tmp_path, impatient, 
             await watch(run, trainer, 0, join, evaluations)
 
     try:
+        run.files.waiting.touch()
         with pytest.raises(TimeoutError):
             asyncio.run(watched(6))
-        for number in range(2):
-            post(f"{api.url}/scored_data", group(number, 2))
+        run.files.waiting.unlink()
         with pytest.raises(ServiceFailed, match="no step after step 0 for .* s; trainer.atropos.step_timeout=2 s"):
             asyncio.run(watched(60))
     finally:

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 
 import pytest
 import yaml
@@ -72,8 +73,10 @@ def words(command):
 @pytest.mark.timeout(1700)
 def test_promises_commands_of_the_main_document_run_as_written(terminal, folder, monkeypatch):
     """The stock environment by what the launcher prints: BaseEnv ignores the document's own --openai.base_url."""
-    if not (port_is_free(API_PORT) and port_is_free(GATEWAY_PORT)):
-        pytest.skip(f"port {API_PORT} or {GATEWAY_PORT} is taken, and the document names them")
+    deadline = time.monotonic() + 600
+    while not (port_is_free(API_PORT) and port_is_free(GATEWAY_PORT)):
+        assert time.monotonic() < deadline, f"port {API_PORT} or {GATEWAY_PORT} is taken, and the document names them"
+        time.sleep(0.5)
     monkeypatch.setenv("ATROPOS_API_KEY", "a-key-of-ones-own")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(folder / "atropos")]))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

@@ -85,6 +85,7 @@ def _complete(server: APIServerConfig, given: Mapping[str, Any]) -> APIServerCon
         changes["server_type"] = "sglang"
     key = os.environ.get(API_KEY_VARIABLE)
     if key and _is_plain(url) and "api_key" not in given and server.api_key in (None, "", "x"):
+        _say(f"the key for {url} is that of ${API_KEY_VARIABLE} (--openai.api_key)")
         changes["api_key"] = key
     return server.model_copy(update=changes)
 
@@ -120,7 +121,9 @@ def served_model(base_url: str, api_key: str | None) -> tuple[str, str] | None:
         except urllib.error.HTTPError as error:
             if error.code in (401, 403):
                 raise WrongKey(
-                    f"{url} answers HTTP {error.code}: give the run's key as {API_KEY_VARIABLE}, or as --openai.api_key"
+                    f"{url} answers HTTP {error.code}: give the run's key as {API_KEY_VARIABLE}, or as "
+                    f"--openai.api_key. A launcher that is given none makes its own: set {API_KEY_VARIABLE} before "
+                    "both starts, or start the launcher with environment.target=null, and it shows how to join"
                 ) from error
             return None
         if model := info.get("model_path"):

@@ -28,6 +28,7 @@ RENAMED = {
     "training_steps": "trainer.total_training_steps",
     "batch_size": "data.train_batch_size, which counts groups of actor_rollout_ref.rollout.n sequences",
     "seq_len": "data.max_prompt_length and data.max_response_length, in tokens",
+    "device": "trainer.device",
     "save_path": "trainer.default_local_dir",
     "vllm_port": "inference.gateway_port",
     "vllm_restart_interval": "trainer.atropos.weight_sync.every",

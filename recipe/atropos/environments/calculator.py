@@ -21,7 +21,7 @@ from recipe.atropos.adapter.cli import adapt
 from recipe.atropos.environments.calculator_tool import CLOSE, OPEN, answer
 from recipe.atropos.environments.gsm8k import GSM8kEnv, GSM8kEnvConfig
 from recipe.atropos.environments.single_turn import Conversation, Messages, message
-from recipe.atropos.environments.word_problems import SYNTHETIC_STEPS, Row
+from recipe.atropos.environments.word_problems import Row
 
 SYSTEM_PROMPT = (
     f"Solve the problem step by step with a calculator: write {OPEN}412 + 97{CLOSE}, end your turn, and you are told "
@@ -33,9 +33,6 @@ SYSTEM_PROMPT = (
 class CalculatorEnvConfig(GSM8kEnvConfig):
     """The options of ``gsm8k``; ``max_answer_tokens`` is of one turn."""
 
-    dataset_name: str = Field(
-        SYNTHETIC_STEPS, description="'synthetic-steps', 'synthetic', a GSM8K .jsonl file or folder, or a hub name"
-    )
     system_prompt: str = Field(SYSTEM_PROMPT, description="Empty for none")
     max_turns: int = Field(8, ge=1, description="Of the policy, the one with the final answer included")
     tool_role: Literal["tool", "user"] = Field(

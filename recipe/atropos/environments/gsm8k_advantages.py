@@ -40,7 +40,7 @@ _NUMBER = r"-?\$?\d++(?:,\d{3})*+(?:\.\d++)?+"
 _EXPRESSION = re.compile(rf"(?:(?<!\()\(++|(?<![\d.,])){_NUMBER}(?:\)*+\s*+[-+*/x×÷]\s*+\(*+{_NUMBER})++\)*+")
 _RESULT = re.compile(rf"\s*=\s*({_NUMBER})")  # in 2 + 3 = 5 * 4 = 20 the first begins the next expression
 _OPERATORS = str.maketrans({"x": "*", "×": "*", "÷": "/", "$": None})
-_BOXED = re.compile(r"\\boxed[^\n]*")
+_BOXED = re.compile(r"\\boxed\s*+(?:\{(?:[^{}\n]|\{[^{}\n]*+\})*+\}?|\S*)")  # cut short, what there is of it
 
 
 def arithmetic_steps(text: str, results: Collection[Fraction]) -> Iterator[GradedSpan]:

@@ -189,9 +189,8 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def env(folder):
-    config = CalculatorEnvConfig(
-        tokenizer_name=folder, group_size=2, use_wandb=False, max_token_length=200, train_size=20, eval_size=20
-    )
+    sizes = {"group_size": 2, "max_token_length": 200, "train_size": 20, "eval_size": 20}
+    config = CalculatorEnvConfig(tokenizer_name=folder, use_wandb=False, dataset_name=SYNTHETIC_STEPS, **sizes)
     server = APIServerConfig(
         model_name=folder, base_url="http://127.0.0.1:1/v1", api_key="x", server_type="sglang", health_check=False
     )
@@ -201,7 +200,6 @@ def env(folder):
 
 
 def test_calculator_environment_tells_the_policy_of_its_tool(env):
-    """Its problems are those of several steps."""
     assert env.train == generate("train", 20, 0, SYNTHETIC_STEPS) and env.test == generate(
         "test", 20, 0, SYNTHETIC_STEPS
     )

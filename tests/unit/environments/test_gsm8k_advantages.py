@@ -127,7 +127,7 @@ def test_promises_spans_hold_whole_tokens_of_their_text(make, text):
 
 def test_promises_advantages_by_answer_and_steps(make):
     env = make(GSM8kAdvantagesEnv)
-    right = node(env.tokenizer, r"12 + 7 = 19 19 - 4 = 15 \boxed{15}")
+    right = node(env.tokenizer, r"12 + 7 = 19 19 - 4 = 15 \boxed{15} as said")
     wrong = node(env.tokenizer, r"12 + 7 = 18 18 - 4 = 14 \boxed{14}")
     unsaid = node(env.tokenizer, "12 + 7 = 19 so")
     nodes = [right, wrong, unsaid]
@@ -142,6 +142,8 @@ def test_promises_advantages_by_answer_and_steps(make):
     assert said(decode, unsaid, advantages[2], lambda value: value < -0.5) == ["<|im_end|>"], "for the answer"
     graded = [text.strip() for text in said(decode, right, advantages[0], lambda value: 0.1 < value <= 0.5)]
     assert " ".join(graded) == "12 + 7 = 19 19 - 4 = 15"
+    elsewhere = said(decode, right, advantages[0], lambda value: 0 < value <= 0.1)
+    assert elsewhere[-1].split()[:1] == ["as"], "the answer ends with its box"
     assert said(decode, wrong, advantages[1], lambda value: -1 < value < -0.5)[0].strip() == "12 + 7 = 18"
     elsewhere = said(decode, unsaid, advantages[2], lambda value: abs(value) < 0.1)
     assert elsewhere == [" so"]

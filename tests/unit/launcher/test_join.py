@@ -13,8 +13,9 @@ from recipe.atropos.config.compose import load_config
 from recipe.atropos.data_source import DataSourceConfig
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.launch_services import check_start
-from recipe.atropos.launcher.joining import check_key, how_to_join
+from recipe.atropos.launcher.joining import Joining, check_key, how_to_join
 from recipe.atropos.launcher.preflight import check_config
+from recipe.atropos.launcher.services import Run
 from recipe.atropos.utils.process import default_port, free_port
 
 
@@ -25,7 +26,7 @@ def config(*overrides):
 
 @pytest.mark.parametrize("shown", [True, False])
 def test_join_commands_say_everything_to_a_shell(shown):
-    key = 'it\'s "secret" $HOME'
+    key = 'it\'s "secret" $HOME' if shown else "it's secret $HOME"  # a shell's variable is not quoted as YAML has it
     told = how_to_join(config(), "http://api:1", "http://server:2", key if shown else None)
     assert shown == ("secret" in told)
     adapted, stock = (line for line in told.splitlines() if "serve" in line)
@@ -36,17 +37,27 @@ def test_join_commands_say_everything_to_a_shell(shown):
     expected = ["--env.rollout_server_url=http://api:1", "--env.tokenizer_name=/models/one of é", "--env.group_size=8"]
     expected += ["--env.max_token_length=128", "--openai.base_url=http://server:2/v1", "--openai.server_type=sglang"]
     assert parts[0] == key and set(expected) <= set(parts)
-    if shown:  # quotes within YAML are YAML's own
-        settings = yaml.safe_load(settings)
-        assert settings["env"]["tokenizer_name"] == "/models/one of é" and settings["env"]["max_token_length"] == 128
-        server, same = settings["openai"]
-        assert server == same and server["base_url"] == "http://server:2/v1" and server["api_key"] == key
+    settings = yaml.safe_load(settings)
+    assert settings["env"]["tokenizer_name"] == "/models/one of é" and settings["env"]["max_token_length"] == 128
+    server, same = settings["openai"]
+    assert server == same and server["base_url"] == "http://server:2/v1" and server["api_key"] == key
 
 
 def test_join_with_a_bound_on_staleness_needs_the_adapter():
     told = how_to_join(config("trainer.atropos.max_staleness=3"), "http://api:1", "http://server:2", "key")
     assert "--adapter.max_staleness=3" in told and "gsm8k_server.py serve" not in told
     assert "max_staleness" not in how_to_join(config(), "http://api:1", "http://server:2", "key")
+
+
+def test_join_from_another_machine_is_told_this_ones_address(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(
+        "recipe.atropos.launcher.joining.reachable_from_others", lambda host: host.replace("0.0.0.0", "other")
+    )
+    for host, shown in (("0.0.0.0", "other"), ("127.0.0.1", "127.0.0.1")):
+        run = Run(config(f"api.host={host}", f"inference.host={host}", "inference.api_key=k"), config(), tmp_path)
+        Joining(run, "http://127.0.0.1:8000", "http://127.0.0.1:9001").start()
+        told = capsys.readouterr().out
+        assert f"rollout_server_url=http://{shown}:8000" in told and f"base_url=http://{shown}:9001/v1" in told
 
 
 @pytest.mark.parametrize(
