@@ -65,7 +65,7 @@ class RunDir:
         self.evaluated = self.evaluation / "evaluated"  # the newest version that was evaluated
         self.tensorboard = path / "tensorboard"
         self.servers_offloaded = path / "servers_offloaded"  # while the trainer has the memory of servers on its GPUs
-        self.waiting = path / "waiting_for_data"  # while the trainer waits for a batch
+        self.waiting = path / "waiting"  # while the trainer waits for a batch, or an evaluation
         self.lock_file = path / "lock"
 
     def log(self, service: str) -> Path:

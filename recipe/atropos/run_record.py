@@ -121,7 +121,7 @@ class RunRecord:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Whoever looks at the run's folder sees that its trainer waits for data."""
+        """Whoever looks at the run's folder sees that its trainer waits for others."""
         self.directory.waiting.touch()
         try:
             yield

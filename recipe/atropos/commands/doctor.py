@@ -23,6 +23,7 @@ from recipe.atropos.errors import AtroposError, LaunchError, one_line_errors
 from recipe.atropos.inference.memory_saver import check_saver
 from recipe.atropos.inference.server import default_sglang_python
 from recipe.atropos.launcher.gpu_environment import check_gpu_environment
+from recipe.atropos.launcher.placement import place_servers
 from recipe.atropos.utils.gpus import device_of, visible_gpus
 from recipe.atropos.utils.machine import versions_in
 from recipe.atropos.verl_ext.attention import set_attention
@@ -44,7 +45,7 @@ class Finding:
 
 def examine(config: DictConfig) -> dict[str, Finding]:
     """Every check, by name."""
-    on_gpu = device_of(config) == "cuda"
+    on_gpu, placed = device_of(config) == "cuda", config.copy()
     checks: dict[str, Callable[[], str]] = {
         "machine": _machine,
         "trainer": lambda: _installed(sys.executable, _TRAINER),
@@ -52,13 +53,14 @@ def examine(config: DictConfig) -> dict[str, Finding]:
     }
     if on_gpu:
         checks |= {
-            "gpus": _gpus,
-            "environments": lambda: "; ".join(check_gpu_environment(config)) or "driver, CUDA, NCCL and compiler fit",
+            "gpus": lambda: _gpus(placed),
+            "environments": lambda: "; ".join(check_gpu_environment(placed)) or "driver, CUDA, NCCL and compilers fit",
             "attention": lambda: _attention(config),
         }
-        if config.inference.colocated is not False:
-            checks["memory_saver"] = lambda: _memory_saver(config.inference.python or default_sglang_python())
-    return {name: _finding(check) for name, check in checks.items()}
+    findings = {name: _finding(check) for name, check in checks.items()}
+    if on_gpu and placed.inference.colocated is not False:
+        findings["memory_saver"] = _finding(lambda: _memory_saver(config.inference.python or default_sglang_python()))
+    return findings
 
 
 def _finding(check: Callable[[], str]) -> Finding:
@@ -104,10 +106,11 @@ def usable_gpus() -> int:
     return torch.cuda.device_count()
 
 
-def _gpus() -> str:
+def _gpus(config: DictConfig) -> str:
+    """Decides who shares GPUs, as a start does."""
     if not (usable := usable_gpus()):
         raise LaunchError("trainer.device=cuda, and no GPU is visible: see CUDA_VISIBLE_DEVICES and nvidia-smi -L")
-    return f"{usable} usable"
+    return "; ".join([f"{usable} usable", *filter(None, [place_servers(config)])])
 
 
 def _attention(config: DictConfig) -> str:

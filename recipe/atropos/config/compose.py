@@ -37,8 +37,9 @@ from omegaconf.errors import OmegaConfBaseException
 from recipe.atropos.config.renamed import check_renamed, prefixes
 from recipe.atropos.config.schema import check_schema, documented
 from recipe.atropos.config.unsupported import UNSUPPORTED
+from recipe.atropos.config.waits import set_waits
 from recipe.atropos.errors import ConfigurationError
-from recipe.atropos.utils.secret import COMPLETE, HIDDEN, hidden_settings, read_config_yaml, restore
+from recipe.atropos.utils.secret import COMPLETE, check_not_hidden, read_config_yaml, restore
 
 FOLDER = Path(__file__).parent
 
@@ -99,6 +100,7 @@ def resolved(composed: DictConfig) -> DictConfig:
     except OmegaConfBaseException as error:
         raise ConfigurationError(_first_line(error)) from error
     check_schema(OmegaConf.to_container(config))
+    set_waits(config)
     return config
 
 
@@ -159,9 +161,7 @@ def compose_config(overrides: Sequence[str], tell: Callable[[str], None] = lambd
     changes = [change for key, value in given if key != "preset" for change in _changes(key, value, known, config)]
     _drop_for_another_target(config, preset, changes, tell)
     with open_dict(config):
-        for key, value in changes:
-            if isinstance(value, _Derived):
-                continue
+        for key, value in (change for change in changes if not isinstance(change[1], _Derived)):
             try:
                 OmegaConf.update(config, key, value, merge=False, force_add=True)
             except OmegaConfBaseException as error:
@@ -169,19 +169,8 @@ def compose_config(overrides: Sequence[str], tell: Callable[[str], None] = lambd
     for key, value in changes:
         if isinstance(value, _Derived) and value.given != OmegaConf.select(config, key):
             raise _without_effect(key, value.given)
-    _check_hidden(config)
+    check_not_hidden(OmegaConf.to_container(config))
     return config
-
-
-def _check_hidden(config: DictConfig) -> None:
-    """A run's ``config.yaml`` holds no secrets; what stands in their place is none."""
-    for place, value in hidden_settings(OmegaConf.to_container(config)):
-        if value == HIDDEN:
-            key = ".".join(map(str, place))
-            raise ConfigurationError(
-                f"{key}={HIDDEN}: the file that this is from holds no secrets; give its value, or ${{oc.env:NAME}}, "
-                "as an argument"
-            )
 
 
 def quoted(value: str | Path) -> str:

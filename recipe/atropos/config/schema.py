@@ -180,7 +180,7 @@ EnvironmentName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]
 
 class Evaluation(Section):
     every: Count | None = about("Also evaluate after every so many updates; null: before the first and after the last")
-    timeout: Seconds = about("Seconds, of one evaluation")
+    timeout: Seconds | None = about("Seconds, of one evaluation; null: 300, or more where answers are long")
     evaluated_file: Text | None = about("Marker file by which the launcher tells the trainer; it sets it")
 
 
@@ -349,7 +349,7 @@ class Atropos(Section):
     retry_attempts: Count = about("Attempts to reach the API, with exponential back-off")
     retry_delay: Seconds = about("Seconds before the second attempt")
     startup_timeout: Seconds = about("Seconds for the API and the servers to answer when the trainer starts")
-    max_wait_time: Seconds = about("Seconds, the longest wait for a batch")
+    max_wait_time: Seconds | None = about("Seconds, the longest wait for a batch; null: 600, or more for long answers")
     join_timeout: Seconds = about("The same where environment.target=null: for environments to join, or to return")
     step_timeout: Seconds = about("Seconds without a trained step, after which the launcher ends the run")
     prefetch: Count = about("Batches fetched ahead while one is trained on")

@@ -135,6 +135,11 @@ def default_sglang_python() -> str:
     raise LaunchError(f"no interpreter has SGLang: run `make sglang-env`, or set inference.python or {PYTHON_VARIABLE}")
 
 
+def server_path(python: str) -> str:
+    """$PATH of a server: what pip installed beside its interpreter comes first, as ninja, which SGLang runs by name."""
+    return os.pathsep.join([os.path.dirname(shutil.which(python) or python), os.environ.get("PATH", os.defpath)])
+
+
 def uses_gpu(launch: SGLangLaunch) -> bool:
     return launch.device == "cuda" or (launch.device == "auto" and visible_gpus() > 0)
 
@@ -157,6 +162,7 @@ def sglang_command(launch: SGLangLaunch) -> tuple[list[str], dict[str, str]]:
     # The launcher's PYTHONPATH is for another environment; an empty one counts as none.
     python = launch.python or default_sglang_python()
     environment = {"PYTHONPATH": "", "SGLANG_USE_CPU_ENGINE": "0", **nccl_variables(), **_END_ON_SIGTERM}
+    environment["PATH"] = server_path(python)
     if launch.releases_memory:
         environment |= saver_variables(python)
     if device == "cpu":

@@ -9,11 +9,11 @@ from typing import Any
 from omegaconf import DictConfig
 
 from recipe.atropos.config.env_specs import EnvironmentSpec, environment_specs
+from recipe.atropos.config.waits import answer_seconds
 
 _LEAST_GROUPS = 8  # BaseEnv's own
 _AHEAD = 1  # batches, where nothing limits how many are sampled ahead
 _REQUESTS, _SECONDS = 512, 1200  # atroposlib's own, for a server
-_SLOWEST = 5.0  # tokens a second of a sequence among many
 
 
 def groups_in_flight(config: DictConfig, spec: EnvironmentSpec | None = None) -> int:
@@ -37,7 +37,7 @@ def request_limits(config: DictConfig) -> dict[str, Any]:
     """
     needed = {
         "num_max_requests_at_once": (_sequences_in_flight(config), _REQUESTS),
-        "timeout": (math.ceil(config.data.max_response_length / _SLOWEST), _SECONDS),
+        "timeout": (answer_seconds(config), _SECONDS),
     }
     return {name: value for name, (value, default) in needed.items() if value > default}
 

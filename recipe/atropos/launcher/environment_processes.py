@@ -212,8 +212,6 @@ class _State:
 class Environments:
     """See the module. Call ``look_after`` before every ``Run.check``."""
 
-    awaited = False  # a trainer that waits for data has ``max_wait_time``
-
     def __init__(self, run: Run, specs: Mapping[str, EnvironmentSpec], api_url: str, server_url: str):
         self._run, self._api_url, self._server_url = run, api_url, server_url
         self._states = [_State(spec, LineReader(self._report(spec))) for spec in specs.values()]

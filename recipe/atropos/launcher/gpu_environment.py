@@ -1,9 +1,11 @@
 """Whether the two environments can work on this machine's GPUs, known before anything is started.
 
 What is compared: the NVIDIA driver with the CUDA that each environment's torch is for; NCCL's version on both sides,
-where weights go over it; and whether a C compiler is there for what torch compiles at run time.
+where weights go over it. What is looked for: SGLang's kernels, and what they and Triton's are compiled with at run
+time: nvcc, a C++ and a C compiler, ninja, and Python's header.
 """
 
+import os
 import shutil
 import sys
 from collections.abc import Iterator
@@ -11,10 +13,11 @@ from collections.abc import Iterator
 from omegaconf import DictConfig
 
 from recipe.atropos.errors import ConfigurationError, LaunchError
-from recipe.atropos.inference.server import default_sglang_python
+from recipe.atropos.inference.server import default_sglang_python, server_path
 from recipe.atropos.utils.gpus import device_of
 from recipe.atropos.utils.machine import nvidia_smi, versions_in
 
+_KERNELS = "sglang-kernel"  # SGLang's CPU environment has none
 # The oldest Linux driver of each CUDA major, by NVIDIA's "CUDA Toolkit Release Notes", minor version compatibility.
 _OLDEST_DRIVER = {"11": 450, "12": 525, "13": 580}
 
@@ -42,9 +45,12 @@ def _misfits(config: DictConfig) -> Iterator[tuple[str, bool]]:
     drivers = nvidia_smi("gpu", "driver_version")
     driver = drivers[0][0] if drivers else None
     nccl: dict[str, tuple[str, str | None]] = {}
+    without_header: list[str] = []
     for side, interpreter in (("the trainer", sys.executable), ("SGLang", python)):
-        found = versions_in(interpreter, ("torch",))
+        found = versions_in(interpreter, ("torch", _KERNELS))
         cuda = found["cuda"]
+        if found["Python.h"] is None:
+            without_header.append(interpreter)
         if found["torch"] is None or cuda is None:
             yield (
                 f"{side} has torch {found['torch']} without CUDA ({interpreter}): install its CUDA build "
@@ -52,6 +58,11 @@ def _misfits(config: DictConfig) -> Iterator[tuple[str, bool]]:
                 True,
             )
             continue
+        if side == "SGLang" and found[_KERNELS] is None:
+            yield (
+                f"{interpreter} has SGLang without its CUDA kernels: {_pip(interpreter)} -r requirements/sglang.txt",
+                True,
+            )
         major = cuda.split(".")[0]
         oldest = _OLDEST_DRIVER.get(major)
         if driver and oldest and int(driver.split(".")[0]) < oldest:
@@ -63,19 +74,48 @@ def _misfits(config: DictConfig) -> Iterator[tuple[str, bool]]:
         package = f"nvidia-nccl-cu{major}"
         nccl[side] = package, versions_in(interpreter, (package,))[package]
     transport = config.trainer.atropos.weight_sync.transport
+    model = config.actor_rollout_ref.model
+    adapter_only = model.lora_rank > 0 and not model.lora.merge
     goes_over_nccl = transport == "distributed" or (transport == "auto" and not config.inference.colocated)
     known = {version for _, version in nccl.values() if version is not None}  # of a system's own NCCL nothing is known
-    if goes_over_nccl and len(known) > 1:
+    if goes_over_nccl and not adapter_only and len(known) > 1:
         (package, trainers), (_, servers) = nccl["the trainer"], nccl["SGLang"]
         yield (
             f"weights go over NCCL, which joins no two versions: the trainer has {trainers}, SGLang {servers}; "
-            f"{sys.executable} -m pip install --no-deps {package}=={servers}, or set "
+            f"{_pip(sys.executable)} --no-deps {package}=={servers}, or set "
             "trainer.atropos.weight_sync.transport=disk",
             True,
         )
-    if config.actor_rollout_ref.actor.use_torch_compile and not any(map(shutil.which, ("cc", "gcc", "clang"))):
+    yield from _missing_tools(python)
+    for interpreter in without_header:
         yield (
-            "there is no C compiler (cc, gcc, clang) for what torch compiles: install one, or set "
-            "actor_rollout_ref.actor.use_torch_compile=false",
+            f"{interpreter} has no Python.h, with which Triton compiles: install its header files (python3-dev, "
+            "python3.12-dev, ...)",
             True,
         )
+
+
+def _missing_tools(python: str) -> Iterator[tuple[str, bool]]:
+    """What SGLang's interpreter compiles with and does not find; looked for as SGLang and Triton do."""
+    if not any(map(shutil.which, (os.environ.get("CC") or "cc", "gcc", "clang"))):
+        yield "there is no C compiler ($CC, cc, gcc, clang), with which Triton compiles: install one", True
+    if not any(map(shutil.which, (os.environ.get("CXX") or "c++", "g++", "clang++"))):
+        yield (
+            "there is no C++ compiler ($CXX, c++, g++, clang++), with which SGLang compiles kernels: install one",
+            True,
+        )
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    if not shutil.which("nvcc", path=os.path.join(home or "/usr/local/cuda", "bin")) and (
+        home or not shutil.which("nvcc")
+    ):
+        yield (
+            f"there is no nvcc in {home or 'PATH or /usr/local/cuda'}, with which SGLang compiles kernels: install the "
+            "CUDA toolkit, or set CUDA_HOME to its folder",
+            True,
+        )
+    if not shutil.which("ninja", path=server_path(python)):
+        yield f"SGLang compiles kernels by ninja, which is not there: {_pip(python)} ninja", True
+
+
+def _pip(python: str) -> str:
+    return f"{python} -m pip install"

@@ -122,7 +122,6 @@ class Joining:
         self._run, self._api_url, self._gateway = run, api_url, gateway
         self.number = 0  # that have registered
         self._before: int = read_json(run.files.summary, {}).get("environments_joined", 0)  # in earlier starts
-        self.awaited = False  # the trainer waits for data
         self._look, self._next_look = _FIRST_LOOK, 0.0
         self._step: int | None = None  # of the API: batches that it cut
         self._since = self._said = time.monotonic()
@@ -156,8 +155,7 @@ class Joining:
         except DataSourceError:
             return  # an API that has ended is the launcher's to find
         self._next_look, self._look = now + self._look, min(1.5 * self._look, _LONGEST_LOOK)
-        self.awaited = self._run.files.waiting.exists()
-        if status["current_step"] != self._step or not self.awaited:
+        if status["current_step"] != self._step or not self._run.files.waiting.exists():
             self._step, self._since, self._said, self._silence = status["current_step"], now, now, _FIRST_WORD
         elif now - self._said >= self._silence:
             self._said, self._silence = now, min(2 * self._silence, _LONGEST_SILENCE)

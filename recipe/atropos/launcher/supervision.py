@@ -8,6 +8,7 @@ from omegaconf import DictConfig
 from rich.markup import escape
 
 from recipe.atropos.algorithm import alarms
+from recipe.atropos.data_source import DataSourceConfig
 from recipe.atropos.launcher.environment_processes import Environments
 from recipe.atropos.launcher.evaluation import Evaluations
 from recipe.atropos.launcher.joining import Joining
@@ -35,7 +36,8 @@ async def watch(
             hangs: no step was trained for ``trainer.atropos.step_timeout`` seconds.
     """
     total, limit = run.config.trainer.total_training_steps, run.config.trainer.atropos.step_timeout
-    longest = limit + run.config.trainer.atropos.join_timeout  # whatever is waited for
+    _, wait = DataSourceConfig.from_config(run.config).longest_wait
+    longest = limit + wait + run.config.evaluation.timeout
     last_step = trained = time.monotonic()
     seen, reader = version, LineReader(run.files.metrics)
     reported: set[str] = set()
@@ -54,7 +56,7 @@ async def watch(
                 )
                 _report_new_alarms(run.config, line, reported)
         await environments.look_after()
-        if environments.awaited:  # bounded by trainer.atropos.join_timeout
+        if run.files.waiting.exists():  # which the trainer itself bounds
             last_step = time.monotonic()
         run.check()
         await evaluations.look_after()

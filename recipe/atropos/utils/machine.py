@@ -19,7 +19,7 @@ def nvidia_smi(of: str, fields: str) -> list[list[str]]:
 
 
 _PROBE = """
-import importlib.metadata, importlib.util, json, os, runpy, sys
+import importlib.metadata, importlib.util, json, os, runpy, sys, sysconfig
 found = {}
 for name in sys.argv[1:]:
     try:
@@ -29,12 +29,16 @@ for name in sys.argv[1:]:
 spec = importlib.util.find_spec("torch")
 file = spec and os.path.join(spec.submodule_search_locations[0], "version.py")
 found["cuda"] = runpy.run_path(file)["cuda"] if file else None
+header = os.path.join(sysconfig.get_path("include"), "Python.h")
+found["Python.h"] = header if os.path.isfile(header) else None
 print(json.dumps(found))
 """
 
 
 def versions_in(python: str, packages: Sequence[str], timeout: float = 120.0) -> dict[str, str | None]:
-    """Versions in an interpreter's environment, without importing them; "cuda" is the one that its torch is for.
+    """Versions in an interpreter's environment, without importing them.
+
+    "cuda" is the version that its torch is for, "Python.h" where the header is with which extensions are compiled.
 
     Raises:
         LaunchError: as ``run_python``.

@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
+from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.utils.private_process import SECRET_FLAGS
 
 API_KEY_VARIABLE = "ATROPOS_API_KEY"
@@ -47,6 +48,16 @@ def hidden_settings(settings: Any) -> list[list[Any]]:
 def holds_secret(settings: Any) -> bool:
     """Whether ``without_secrets`` hides anything of it."""
     return bool(hidden_settings(settings))
+
+
+def check_not_hidden(settings: Any) -> None:
+    """Raises ConfigurationError: a file without secrets was read, and what stands in the place of one is none."""
+    for place, value in hidden_settings(settings):
+        if value == HIDDEN:
+            raise ConfigurationError(
+                f"{'.'.join(map(str, place))}={HIDDEN}: the file that this is from holds no secrets; give its value, "
+                "or ${oc.env:NAME}, as an argument"
+            )
 
 
 def _with_secrets_as(

@@ -9,6 +9,7 @@ from recipe.atropos.adapter.durable import Durable
 from recipe.atropos.adapter.settings import AdapterSettings
 from recipe.atropos.config.compose import load_config
 from recipe.atropos.config.env_specs import environment_specs
+from recipe.atropos.data_source import DataSourceConfig
 from recipe.atropos.launcher.concurrency import groups_in_flight, request_limits
 from recipe.atropos.launcher.environment_processes import environment_command
 from recipe.atropos.launcher.joining import join_settings
@@ -44,8 +45,21 @@ def test_requests_have_room_and_time_for_long_answers(tmp_path):
     assert {f"--openai.{name}={value}" for name, value in limits.items()} <= set(command)
     env, openai = join_settings(config, "http://api", "http://gateway")
     assert env["max_num_workers"] == 256 and limits.items() <= openai.items()
+    assert DataSourceConfig.from_config(config).longest_wait == ("max_wait_time", 2 * 3277)
+    assert config.evaluation.timeout == 2 * 3277
+    assert load_config([*options, "evaluation.timeout=9"]).evaluation.timeout == 9
     short = load_config([*BATCH, "data.train_batch_size=16"])
+    assert (short.trainer.atropos.max_wait_time, short.evaluation.timeout) == (616, 616)
     assert request_limits(short) == {}, "atroposlib's own, or the environment's, are enough"
+
+
+@pytest.mark.parametrize(
+    ("preset", "groups"), [("gsm8k", 128), ("golden", 128), ("qwen2.5-0.5b-1gpu", 128), ("qwen2.5-7b-8gpu", 256)]
+)
+def test_groups_in_flight_of_presets_are_what_their_staleness_allows(preset, groups):
+    config = load_config([f"preset={preset}"])
+    [spec] = environment_specs(config).values()
+    assert "max_num_workers" not in spec.args and groups_in_flight(config, spec) == groups
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,26 @@
 """What keeps two environments from working on a machine's GPUs is told before the start, with the fix."""
 
+import os
+import sys
+
 import pytest
 
 from recipe.atropos.config.compose import load_config
 from recipe.atropos.errors import ConfigurationError
+from recipe.atropos.inference.server import SGLangLaunch, sglang_command
 from recipe.atropos.launcher import gpu_environment
 from recipe.atropos.launcher.gpu_environment import check_gpu_environment
 
 DISTRIBUTED = "trainer.atropos.weight_sync.transport=distributed"
-COMPILERS = ("cc", "gcc", "clang")
-GOOD = {"torch": "2.13.0", "cuda": "13.0", "nvidia-nccl-cu13": "2.30.7"}
+TOOLS = ("gcc", "g++", "nvcc", "ninja")
+OTHERS = ("cc", "clang", "c++", "clang++")
+GOOD = {
+    "torch": "2.13.0",
+    "cuda": "13.0",
+    "nvidia-nccl-cu13": "2.30.7",
+    "sglang-kernel": "0.4",
+    "Python.h": "/Python.h",
+}
 
 
 @pytest.fixture
@@ -18,7 +29,7 @@ def check(machine, monkeypatch):
 
     which = gpu_environment.shutil.which
 
-    def run(*overrides, trainer=None, server=None, driver="580.65.06", compilers=("gcc",)):
+    def run(*overrides, trainer=None, server=None, driver="580.65.06", tools=TOOLS):
         machine(2)
         found = {"trainer-python": GOOD | (trainer or {}), "server-python": GOOD | (server or {})}
         monkeypatch.setattr(gpu_environment.sys, "executable", "trainer-python")
@@ -26,9 +37,11 @@ def check(machine, monkeypatch):
         monkeypatch.setattr(
             gpu_environment,
             "versions_in",
-            lambda python, packages: {name: found[python].get(name) for name in (*packages, "cuda")},
+            lambda python, packages: {name: found[python].get(name) for name in (*packages, "cuda", "Python.h")},
         )
-        programs = {name: name if name in compilers else None for name in COMPILERS}
+        for name in ("CC", "CXX", "CUDA_HOME", "CUDA_PATH"):
+            monkeypatch.delenv(name, raising=False)
+        programs = {name: name if name in tools else None for name in (*TOOLS, *OTHERS)}
         monkeypatch.setattr(
             gpu_environment.shutil,
             "which",
@@ -51,8 +64,22 @@ def check(machine, monkeypatch):
             "the trainer has 2.29.7, SGLang 2.30.7; trainer-python -m pip install --no-deps nvidia-nccl-cu13==2.30.7",
         ),
         ([DISTRIBUTED], {"server": {"nvidia-nccl-cu13": "2.31.0"}}, "SGLang 2.31.0; "),
+        (
+            [],
+            {"server": {"sglang-kernel": None}},
+            "without its CUDA kernels: server-python -m pip install -r requirements",
+        ),
+        ([], {"server": {"Python.h": None}}, r"^server-python has no Python.h, .*python3-dev"),
+        ([], {"tools": ("gcc", "g++", "ninja")}, "^there is no nvcc in PATH or /usr/local/cuda, .* set CUDA_HOME"),
+        ([], {"tools": ("gcc", "nvcc", "ninja")}, "^there is no C.. compiler "),
+        ([], {"tools": ("g++", "nvcc", "ninja")}, "^there is no C compiler "),
+        (
+            [],
+            {"tools": ("gcc", "g++", "nvcc")},
+            "^SGLang compiles kernels by ninja, .*: server-python -m pip install ninja",
+        ),
     ],
-    ids=["trainer", "server", "nccl", "distributed"],
+    ids=["trainer", "server", "nccl", "distributed", "kernels", "header", "nvcc", "c++", "c", "ninja"],
 )
 def test_gpu_environments_that_do_not_fit_are_told(check, overrides, found, told):
     with pytest.raises(ConfigurationError, match=told):
@@ -69,6 +96,10 @@ def test_gpu_environments_that_do_not_fit_are_told(check, overrides, found, told
         ([], {"driver": "535.1", "trainer": {"cuda": "12.8"}, "server": {"cuda": "12.8"}}),
         (["inference.colocated=true"], {"trainer": {"nvidia-nccl-cu13": "2.29.7"}}),
         (["trainer.atropos.weight_sync.transport=disk"], {"trainer": {"nvidia-nccl-cu13": "2.29.7"}}),
+        (
+            [DISTRIBUTED, "actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.lora.merge=false"],
+            {"trainer": {"nvidia-nccl-cu13": "2.29.7"}},  # an adapter alone does not go over NCCL
+        ),
         (["trainer.device=cpu"], {"trainer": {"cuda": None}, "server": {"cuda": None}}),
     ],
 )
@@ -82,7 +113,25 @@ def test_gpu_environments_with_an_old_driver_are_told(check):
     assert len(told) == 2 and "CUDA 13.0, which needs an NVIDIA driver from 580 on" in told[0] and "570.86" in told[0]
 
 
-def test_gpu_environments_need_a_compiler_where_torch_compiles(check):
-    with pytest.raises(ConfigurationError, match="no C compiler .*use_torch_compile=false"):
-        check(compilers=())
-    check("actor_rollout_ref.actor.use_torch_compile=false", compilers=())
+def test_gpu_environments_compilers_are_looked_for_where_they_are_run_from(check, monkeypatch, tmp_path):
+    """CUDA_HOME goes before PATH, $CC before cc; a server finds what is beside its interpreter."""
+    monkeypatch.setattr(gpu_environment, "server_path", lambda python: "a path")
+    asked = []
+    check(tools=TOOLS)
+    which = gpu_environment.shutil.which
+    monkeypatch.setattr(
+        gpu_environment.shutil, "which", lambda name, **at: asked.append((name, at)) or which(name, **at)
+    )
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.setenv("CC", "my-cc")
+    assert not list(gpu_environment._missing_tools("server-python"))
+    assert ("nvcc", {"path": f"{tmp_path}/bin"}) in asked and ("ninja", {"path": "a path"}) in asked
+    assert asked[0] == ("my-cc", {})
+
+
+def test_gpu_server_finds_what_pip_installed_beside_its_interpreter(tmp_path, monkeypatch):
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.symlink_to(sys.executable)
+    launch = SGLangLaunch("model", python=str(python), device="cuda", port=1)
+    assert sglang_command(launch)[1]["PATH"] == f"{python.parent}{os.pathsep}{os.environ['PATH']}"
