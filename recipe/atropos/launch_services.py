@@ -42,7 +42,7 @@ from recipe.atropos.config.env_specs import EnvironmentSpec, environment_specs
 from recipe.atropos.config.models import KEY as MODEL_KEY
 from recipe.atropos.config.models import SMALL_POLICIES, check_model, set_model_path
 from recipe.atropos.errors import ConfigurationError, expected_failure
-from recipe.atropos.inference.server import SGLangLaunch, check_launch
+from recipe.atropos.inference.server import check_launch
 from recipe.atropos.launcher.environment_processes import check_environments, check_target
 from recipe.atropos.launcher.gpu_environment import check_gpu_environment
 from recipe.atropos.launcher.joining import check_key
@@ -51,7 +51,7 @@ from recipe.atropos.launcher.placement import place_servers
 from recipe.atropos.launcher.preflight import check_config
 from recipe.atropos.launcher.progress import progress
 from recipe.atropos.launcher.services import Run, console
-from recipe.atropos.launcher.sglang import given_ports
+from recipe.atropos.launcher.sglang import given_ports, plan_servers
 from recipe.atropos.launcher.startup import check_port
 from recipe.atropos.run_dir import RunDir
 from recipe.atropos.utils.files import read_json
@@ -163,13 +163,13 @@ def environments_of(config: DictConfig) -> dict[str, EnvironmentSpec]:
     return specs
 
 
-def check_start(config: DictConfig) -> None:
+def check_start(run: Run) -> None:
     """Hosts, ports, SGLang's interpreter and its flags, before anything is started.
 
     Raises:
         ConfigurationError, LaunchError: naming the key.
     """
-    inference = config.inference
+    config, inference = run.config, run.config.inference
     _check_host(config.api.host, "api.host")
     _check_host(inference.host, "inference.host")
     check_port(config.api.port, config.api.host, "api.port")
@@ -179,17 +179,8 @@ def check_start(config: DictConfig) -> None:
     if double := next((port for port in given if given.count(port) > 1), None):
         keys = " and ".join(key for key, port in ports.items() if port == double)
         raise ConfigurationError(f"{keys}: both are {double}; give another, or null for a free one")
-    for number in range(inference.servers):
-        check_launch(
-            SGLangLaunch(
-                model_path=config.actor_rollout_ref.model.path,
-                python=inference.python,
-                host=inference.host,
-                port=None if inference.port is None else inference.port + number,
-                device=inference.device,
-                extra_args=inference.args,
-            )
-        )
+    for server in plan_servers(run).values():
+        check_launch(server)
 
 
 def make_folder(directory: Path) -> None:
@@ -235,9 +226,10 @@ def main(argv: list[str] | None = None) -> int:
         check_model(checked.actor_rollout_ref.model.path)
         for remark in filter(None, [*remarks, *check_gpu_environment(checked)]):
             _say(remark)
-        check_start(checked)
+        run = Run(checked, composed, directory)
+        check_start(run)
         if specs:
-            check_environments(Run(checked, composed, directory), specs)
+            check_environments(run, specs)
         else:
             check_key(config)
         make_folder(directory)

@@ -82,6 +82,8 @@ def _train(config: DictConfig) -> None:
     init = OmegaConf.to_container(config.ray_kwargs.ray_init)
     if not joins_cluster(init):
         os.environ |= scratch.current().variables()
+        if device_of(config) == "cuda" and config.trainer.nnodes == 1:
+            init.setdefault("num_gpus", config.trainer.n_gpus_per_node)  # the first ones; the others are the servers'
         if all(is_this_host(url) for url in config.inference.urls):
             os.environ |= loopback_variables()
     runtime_env = {**get_ppo_ray_runtime_env(config), **(init.pop("runtime_env", None) or {})}

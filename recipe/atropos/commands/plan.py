@@ -24,7 +24,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, P
 from recipe.atropos.config.compose import load_config
 from recipe.atropos.errors import ConfigurationError, one_line_errors
 from recipe.atropos.inference.server import SGLangLaunch
-from recipe.atropos.launcher.placement import COLOCATED_SHARE
+from recipe.atropos.launcher.placement import COLOCATED_SHARE, goes_over_nccl
 from recipe.atropos.utils.gpus import BUCKET_MEGABYTES, visible_gpus
 from recipe.atropos.utils.machine import nvidia_smi
 from recipe.atropos.verl_ext.device import PrecisionType
@@ -44,7 +44,8 @@ class TrainerPlan:
     parameters: int
     optimizer: int
     reference: int
-    buckets: int  # of a push, two of them
+    buckets: int  # of a push
+    buckets_stay: bool  # from one push to the next
     gradients: int
     gathered: int  # embeddings, head, and two layers, in the dtype that is computed with
     activations: int
@@ -53,10 +54,13 @@ class TrainerPlan:
 
     @property
     def peak(self) -> int:
-        """In an update; a push takes its buckets when the activations are gone."""
-        moving = self.gathered + self.activations + self.logits
+        """In an update, or in a push, when the activations are gone."""
+        moving = self.gathered + self.activations + self.logits + (self.buckets if self.buckets_stay else 0)
         staying = self.parameters + self.optimizer + self.reference + self.gradients  # verl loads what was offloaded
         return staying + max(moving, self.buckets + self.gathered)
+
+
+_NO_PARTS = ("resident", "buckets_stay")  # of what a GPU holds
 
 
 @dataclass(frozen=True)
@@ -156,6 +160,10 @@ def _trainer(config: DictConfig, model: PreTrainedModel) -> TrainerPlan:
     largest = max(sum(p.numel() for p in layer.parameters()) for layer in layers)
     outside = parameters_of(model) - sum(p.numel() for layer in layers for p in layer.parameters())
     parameters, optimizer = size * held // shards, _ADAM_BYTES * trained // shards
+    buckets = 2 * min((pushes or BUCKET_MEGABYTES["cuda"]) << 20, _COMPUTED.itemsize * whole)
+    by_handles = not goes_over_nccl(config) and config.trainer.atropos.weight_sync.transport != "disk"
+    if by_handles and _launch(config).gpus > 1:
+        buckets = _COMPUTED.itemsize * whole  # SGLang's ranks still read one while the next is filled
     return TrainerPlan(
         parameters=parameters,
         optimizer=optimizer,
@@ -163,7 +171,8 @@ def _trainer(config: DictConfig, model: PreTrainedModel) -> TrainerPlan:
         resident=reference
         + (0 if engine.param_offload else parameters)
         + (0 if engine.optimizer_offload else optimizer),
-        buckets=2 * min((pushes or BUCKET_MEGABYTES["cuda"]) << 20, _COMPUTED.itemsize * whole),
+        buckets=buckets,
+        buckets_stay=goes_over_nccl(config),
         gradients=size * trained // shards,
         gathered=_COMPUTED.itemsize * (outside + 2 * largest),
         activations=activations(model, tokens, settings.enable_gradient_checkpointing),
@@ -303,7 +312,7 @@ def _problems(
     room = int(_LARGEST_SHARE * memory)
     kept = _KEPT_BY_SERVERS if colocated else 0
     if trainer.peak + kept > room:
-        parts = {field.name: getattr(trainer, field.name) for field in fields(trainer) if field.name != "resident"}
+        parts = {field.name: getattr(trainer, field.name) for field in fields(trainer) if field.name not in _NO_PARTS}
         largest = max(parts, key=parts.__getitem__)
         yield (
             f"an update takes {trainer.peak / GIB:.1f} GiB of {memory / GIB:.0f}, most of it {largest} "
@@ -343,7 +352,7 @@ _CHANGES = {
 def show(plan: Plan, console: Console) -> None:
     table = Table("of each GPU", "GiB", box=None)
     for field in fields(plan.trainer):
-        if field.name != "resident" and (value := getattr(plan.trainer, field.name)):
+        if field.name not in _NO_PARTS and (value := getattr(plan.trainer, field.name)):
             table.add_row(f"trainer: {field.name}", f"{value / GIB:.2f}")
     table.add_row("trainer: while servers generate", f"{plan.trainer.resident / GIB:.2f}")
     table.add_row("trainer: largest moment", f"{plan.trainer.peak / GIB:.2f}")

@@ -14,6 +14,7 @@ from omegaconf import DictConfig
 
 from recipe.atropos.errors import ConfigurationError, LaunchError
 from recipe.atropos.inference.server import default_sglang_python, server_path
+from recipe.atropos.launcher.placement import goes_over_nccl
 from recipe.atropos.utils.gpus import device_of
 from recipe.atropos.utils.machine import nvidia_smi, versions_in
 
@@ -73,12 +74,8 @@ def _misfits(config: DictConfig) -> Iterator[tuple[str, bool]]:
             )
         package = f"nvidia-nccl-cu{major}"
         nccl[side] = package, versions_in(interpreter, (package,))[package]
-    transport = config.trainer.atropos.weight_sync.transport
-    model = config.actor_rollout_ref.model
-    adapter_only = model.lora_rank > 0 and not model.lora.merge
-    goes_over_nccl = transport == "distributed" or (transport == "auto" and not config.inference.colocated)
     known = {version for _, version in nccl.values() if version is not None}  # of a system's own NCCL nothing is known
-    if goes_over_nccl and not adapter_only and len(known) > 1:
+    if goes_over_nccl(config) and len(known) > 1:
         (package, trainers), (_, servers) = nccl["the trainer"], nccl["SGLang"]
         yield (
             f"weights go over NCCL, which joins no two versions: the trainer has {trainers}, SGLang {servers}; "

@@ -47,6 +47,14 @@ def place_servers(config: DictConfig) -> str | None:
     return f"{gpus} GPU{'s'[: gpus != 1]}: trainer and servers share them (inference.colocated=true)"
 
 
+def goes_over_nccl(config: DictConfig) -> bool:
+    """Whether weights reach servers on GPUs by the distributed transport; an adapter by itself never does."""
+    model, transport = config.actor_rollout_ref.model, config.trainer.atropos.weight_sync.transport
+    if "cpu" in (config.inference.device, device_of(config)) or (model.lora_rank > 0 and not model.lora.merge):
+        return False
+    return transport == "distributed" or (transport == "auto" and not config.inference.colocated)
+
+
 def _ranks_here(config: DictConfig) -> int:
     """The trainer's GPUs on this machine; 0 where it has none, or other machines may have them all."""
     ray_init = config.ray_kwargs.ray_init

@@ -13,7 +13,8 @@ from recipe.atropos.config.models import config_file
 from recipe.atropos.config.schema import check_schema
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.inference.server import QUANTIZATION_FLAGS
-from recipe.atropos.utils.gpus import device_of
+from recipe.atropos.launcher.placement import goes_over_nccl
+from recipe.atropos.utils.gpus import NCCL_FLAGS, device_of, nccl_variables
 from recipe.atropos.verl_ext.attention import sequence_parallel
 
 # Whether it is wrong, and what the error says.
@@ -41,6 +42,7 @@ def check_config(config: DictConfig) -> None:
         _hold(_joined(config))
     _hold(_training(config))
     _hold(_weight_sync(config))
+    _hold(_nccl(config))
     if config.trainer.resume_from_path is not None:
         resume_folder(config.trainer.resume_from_path)
 
@@ -110,6 +112,20 @@ def _weight_sync(config: DictConfig) -> Rules:
         f"since the last update before a push needs samples that are {pushed - 1} updates old; raise the one or lower "
         "the other",
     )
+
+
+def _nccl(config: DictConfig) -> Rules:
+    """SGLang takes these flags over the variables, and NCCL joins no two processes that differ in them."""
+    if goes_over_nccl(config):
+        variables = nccl_variables()
+        flags = {flag.replace("-", "_") for flag, value in config.inference.args.items() if value}
+        for flag, names in NCCL_FLAGS.items():
+            unset = [f"{name}=1" for name in names if variables[name] != "1"]
+            yield (
+                flag in flags and unset,
+                f"inference.args.{flag} changes NCCL in the servers alone, and weights go over it: export "
+                f"{' '.join(unset)} before the start, for both sides, or leave it out",
+            )
 
 
 def _joined(config: DictConfig) -> Rules:

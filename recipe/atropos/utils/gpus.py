@@ -99,6 +99,12 @@ def platform_variables(config: DictConfig) -> dict[str, str]:
     return {PLATFORM_VARIABLE: platform or _PLATFORMS[device], **own}
 
 
+NCCL_FLAGS = {  # of SGLang, and what they set to 1
+    "enable_symm_mem": ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE"),
+    "enable_nccl_nvls": ("NCCL_NVLS_ENABLE",),
+}
+
+
 def nccl_variables() -> dict[str, str]:
     """Environment of every process that NCCL joins: it joins none that differ in these.
 

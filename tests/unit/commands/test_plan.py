@@ -119,6 +119,16 @@ def test_plan_says_what_does_not_fit_and_what_to_change(qwen):
     assert "KV cache has room for 0 tokens" in planned(big, "trainer.n_gpus_per_node=8", memory=16).problems[-1]
 
 
+def test_plan_counts_the_buckets_that_a_push_keeps(qwen):
+    """The distributed transport keeps them; for a server of several ranks each bucket of a tensor push is another."""
+    ranks, shared = "trainer.n_gpus_per_node=4", "inference.colocated=true"
+    apart, together = planned(qwen("7b"), ranks).trainer, planned(qwen("7b"), ranks, shared).trainer
+    assert apart.buckets == together.buckets == 4 * GIB and not together.buckets_stay
+    assert apart.peak - together.peak == 4 * GIB
+    split = planned(qwen("7b"), ranks, shared, "inference.args.tp_size=2").trainer
+    assert split.buckets == 2 * PARAMETERS["7b"]
+
+
 @pytest.mark.parametrize(
     ("preset", "size", "memory"),
     [

@@ -98,8 +98,9 @@ def test_join_ports_are_the_defaults_where_they_are_free():
         assert default_port(taken.getsockname()[1]) != taken.getsockname()[1]
 
 
-def test_join_ports_given_twice_are_refused(model_path):
+def test_join_ports_given_twice_are_refused(model_path, tmp_path):
     port = free_port()
     overrides = [f"actor_rollout_ref.model.path={model_path}", f"api.port={port}", f"inference.gateway_port={port}"]
     with pytest.raises(ConfigurationError, match=f"api.port and inference.gateway_port: both are {port}"):
-        check_start(load_config(["preset=demo", *overrides]))
+        run = load_config(["preset=demo", *overrides])
+        check_start(Run(run, run, tmp_path))

@@ -1,7 +1,9 @@
 """Which GPUs trainer and servers get, and what a server needs that lends its memory; no GPU is needed for it."""
 
+import asyncio
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,9 +13,12 @@ from recipe.atropos.inference import memory_saver
 from recipe.atropos.inference.client import InferenceError
 from recipe.atropos.inference.memory_saver import check_saver, saver_variables
 from recipe.atropos.inference.server import SGLangLaunch, sglang_command
+from recipe.atropos.launch_services import check_start
+from recipe.atropos.launcher import launch
 from recipe.atropos.launcher.placement import place_servers
+from recipe.atropos.launcher.preflight import check_config
 from recipe.atropos.launcher.services import Run
-from recipe.atropos.launcher.sglang import plan_servers
+from recipe.atropos.launcher.sglang import Inference, plan_servers
 from recipe.atropos.weight_sync import servers as asked
 from recipe.atropos.weight_sync.colocated import SharedMemory
 from recipe.atropos.weight_sync.fleet import ServerFleet
@@ -225,6 +230,21 @@ def test_placement_gives_both_sides_the_same_nccl(monkeypatch):
         assert [server[name] for name in names] == [trainer[name] for name in names] == [value or "0", "0"]
 
 
+def test_placement_flags_that_change_nccl_in_servers_alone_are_refused(monkeypatch):
+    def check(*overrides):
+        check_config(load_config(["actor_rollout_ref.model.path=m", "trainer.device=cuda", *overrides]))
+
+    monkeypatch.delenv("NCCL_CUMEM_ENABLE", raising=False)
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
+    apart, flag = "inference.colocated=false", "inference.args.enable_symm_mem=true"
+    with pytest.raises(ConfigurationError, match="enable_symm_mem changes NCCL .*: export NCCL_CUMEM_ENABLE=1 before"):
+        check(apart, flag)
+    check(apart, "inference.args.enable_nccl_nvls=true")
+    check("inference.colocated=true", flag)
+    monkeypatch.setenv("NCCL_CUMEM_ENABLE", "1")
+    check(apart, flag)
+
+
 # ---------------------------------------------------------------- memory that is lent
 
 
@@ -271,8 +291,9 @@ def test_gpu_memory_is_lent_by_a_library_that_finds_cuda(interpreter, monkeypatc
     assert "LD_LIBRARY_PATH" not in sglang_command(SGLangLaunch("m", python=python, port=1, device="cuda"))[1]
 
 
-def test_gpu_memory_that_cannot_be_lent_is_told_before_the_start(interpreter):
+def test_gpu_memory_that_cannot_be_lent_is_told_before_the_start(interpreter, machine, model_path, tmp_path):
     python, library, runtime = interpreter
+    machine(1)
     (runtime / "libcudart.so.99").rename(runtime / "moved")
     with pytest.raises(
         LaunchError, match=r"does not start with .*_cu99.* libcudart.so.99: .*install nvidia-cuda-runtime"
@@ -281,6 +302,12 @@ def test_gpu_memory_that_cannot_be_lent_is_told_before_the_start(interpreter):
     library.unlink()
     with pytest.raises(LaunchError, match=r"has no library for CUDA 99.0"):
         check_saver(python)
+    (library.parent / "sglang-0.5.23.dist-info").mkdir()
+    (library.parent / "sglang-0.5.23.dist-info/METADATA").write_text("Name: sglang\nVersion: 0.5.23\n")
+    options = ["trainer.device=cuda", "inference.colocated=true", f"inference.python={python}"]
+    config = load_config([f"actor_rollout_ref.model.path={model_path}", *options])
+    with pytest.raises(LaunchError, match=r"has no library for CUDA 99.0"):
+        check_start(Run(config, config, tmp_path))
     (library.parent / "torch/version.py").write_text("cuda = None\n")
     with pytest.raises(LaunchError, match="has torch for a CPU"):
         check_saver(python)
@@ -289,3 +316,29 @@ def test_gpu_memory_that_cannot_be_lent_is_told_before_the_start(interpreter):
         check_saver(python)
     with pytest.raises(LaunchError, match="inference.python=/nope/python does not run"):
         check_saver("/nope/python")
+
+
+@pytest.mark.parametrize("colocated", [True, False])
+def test_gpu_memory_is_measured_by_servers_before_the_trainer_takes_some(colocated, machine, tmp_path, monkeypatch):
+    machine(2)
+    order = []
+    config = load_config(["preset=demo", "trainer.device=cuda", f"inference.colocated={str(colocated).lower()}"])
+
+    async def healthy(*_):
+        order.append("servers healthy")
+
+    async def version(*_):
+        raise LaunchError("enough")
+
+    monkeypatch.setattr(launch, "start_api", lambda run: SimpleNamespace(url="http://127.0.0.1:8"))
+    monkeypatch.setattr(
+        launch, "start_inference", lambda run: Inference(plan_servers(run), "http://127.0.0.1:9", "key")
+    )
+    monkeypatch.setattr(
+        launch, "start_trainer", lambda *_: order.append("trainer") or SimpleNamespace(log_path=tmp_path)
+    )
+    monkeypatch.setattr(launch, "servers_healthy", healthy)
+    monkeypatch.setattr(launch, "first_version", version)
+    with pytest.raises(LaunchError, match="enough"):
+        asyncio.run(launch.launch(config, config, tmp_path, {}))
+    assert order == (["servers healthy", "trainer"] if colocated else ["trainer", "servers healthy"])

@@ -56,11 +56,11 @@ def test_schema_start_takes_a_folder_and_every_small_policy(tmp_path):
         ("'trainer.resume_from_path=/no/global_step_3 trainer.resume_mode=resume_path'", "no checkpoint"),
     ],
 )
-def test_schema_start_names_what_cannot_start(override, told):
+def test_schema_start_names_what_cannot_start(override, told, tmp_path):
     config = load_config(["preset=demo", *override.strip("'").split()])
     with pytest.raises((ConfigurationError, LaunchError), match=told):
         check_config(config)
-        check_start(config)
+        check_start(Run(config, config, tmp_path))
 
 
 def test_schema_start_finds_a_checkpoint_below_home(tmp_path, monkeypatch):
