@@ -1,5 +1,6 @@
 """Runs with checkpoints, without any rank; and what is exported, against what is served."""
 
+import argparse
 import asyncio
 import functools
 from pathlib import Path
@@ -11,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from helpers.families import Engine
 from helpers.trainer import compose_config
-from recipe.atropos.checkpoint.export import export_checkpoint
+from recipe.atropos.checkpoint.export import add_arguments, export_checkpoint
 from recipe.atropos.checkpoint.store import Checkpoints
 from recipe.atropos.config.compose import resolved
 from recipe.atropos.inference.client import SGLangClient
@@ -108,3 +109,9 @@ def assert_export_is_what_is_served(trainer, url, pushed, folder: Path):
     assert (
         answers_of(folder / "model") == answers and answers_of(trainer.config.actor_rollout_ref.model.path) != answers
     )
+
+
+def arguments(*given):
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return parser.parse_args([str(argument) for argument in given])

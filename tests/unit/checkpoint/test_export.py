@@ -1,30 +1,25 @@
 """The trained model as a folder in Hugging Face format, from checkpoints that verl's own manager has saved."""
 
-import argparse
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, dynamic_module_utils
 
 from helpers.disk import fill
-from helpers.export import alone, configuration, saved_run, trained  # noqa: F401
-from helpers.families import FAMILIES, WITHOUT_LORA, Engine, make_family
+from helpers.export import arguments, configuration, saved_run, trained
+from helpers.families import FAMILIES, WITHOUT_LORA, Engine
 from helpers.trainer import compose_config
 from recipe.atropos.checkpoint import safetensors_writer
-from recipe.atropos.checkpoint.export import ExportError, _ask_hub, add_arguments, export, export_checkpoint
+from recipe.atropos.checkpoint.export import ExportError, export, export_checkpoint
 from recipe.atropos.checkpoint.safetensors_writer import write_safetensors
 from recipe.atropos.checkpoint.shards import Shards, ShardsError
 from recipe.atropos.checkpoint.store import Checkpoints, choose_checkpoint
@@ -40,36 +35,6 @@ from recipe.atropos.utils.files import DiskFull, append_line, replace_folder
 pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("alone")]
 
 PROMPT = "What is 2 + 2?"
-
-
-@pytest.fixture(scope="module")
-def make_model(tmp_path_factory):
-    made = {}
-
-    def make(family):
-        if family not in made:
-            made[family] = make_family(tmp_path_factory.mktemp("export") / family, family)
-            GenerationConfig(do_sample=True, temperature=0.6, eos_token_id=2).save_pretrained(made[family])
-        return made[family]
-
-    return make
-
-
-def arguments(*given):
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    return parser.parse_args([str(argument) for argument in given])
-
-
-@pytest.fixture(scope="module")
-def small_run(tmp_path_factory, make_model, alone):  # noqa: F811
-    """Three checkpoints of a Qwen2, sharded by FSDP2, and the engine of the last."""
-    engines = [trained(make_model("qwen2")) for _ in range(3)]
-    for engine in engines:
-        fully_shard(engine.module, mesh=init_device_mesh("cpu", (1,)))
-    options = ["data.train_batch_size=5", "inference.api_key=s3cret", "environment.target=/home/me/my_env.py:Mine"]
-    run = saved_run(tmp_path_factory.mktemp("run") / "small", configuration(make_model("qwen2"), *options), *engines)
-    return run, engines[-1]
 
 
 # ---------------------------------------------------------------- what is written
@@ -431,60 +396,3 @@ def test_export_on_a_full_disk_leaves_the_former(small_run, full_disk):
     with pytest.raises(DiskFull, match=f"no space left on device: {out}"):
         export_checkpoint(run, choose_checkpoint(run), out)
     assert list(full_disk.glob("*out*")) == [out] and list(out.iterdir()) == []
-
-
-def test_export_to_a_hub_that_is_not_there_says_so(small_run, monkeypatch):
-    """Before the model is written; a token does not help against a network that fails."""
-    run, _ = small_run
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
-    shutil.rmtree(run.model, ignore_errors=True)
-    told = {"me/model": "try again when the hub can be reached", "not/a/name": r"give ORG/NAME, and a token .*"}
-    for name, fix in told.items():
-        with pytest.raises(ExportError, match=f"--push-to-hub={name}: .+; {fix}; nothing was written$"):
-            export(arguments(run.path, "--push-to-hub", name))
-    assert not run.model.exists()
-
-
-@pytest.fixture
-def hub(monkeypatch):
-    """A hub that makes repositories and refuses uploads."""
-
-    class Answers(BaseHTTPRequestHandler):
-        def do_POST(self):
-            self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            created = self.path == "/api/repos/create"
-            body = json.dumps({"url": f"http://127.0.0.1:{self.server.server_port}/me/model", "error": "no"}).encode()
-            self.send_response(200 if created else 403)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{server.server_port}")
-    yield
-    server.shutdown()
-    server.server_close()
-
-
-def test_export_that_is_not_uploaded_says_what_is_where(small_run, tmp_path, hub):
-    run, _ = small_run
-    command = (run.path, "--push-to-hub", "me/model", "--out", tmp_path / "out")
-    left = "me/model on the hub may be new, and without the model"
-    with pytest.raises(ExportError, match=f"a token .*; {tmp_path}/out holds the export, and {left}$"):
-        export(arguments(*command))
-    assert (tmp_path / "out/model.safetensors").exists()
-    with pytest.raises(ConfigurationError, match="--adapter") as caught:
-        export(arguments(*command, "--adapter"))
-    assert caught.value.__notes__ == [left]
-
-
-def test_export_names_an_error_without_text():
-    def fails(_):
-        raise TimeoutError
-
-    with pytest.raises(ExportError, match="--push-to-hub=me/model: TimeoutError; try again"):
-        _ask_hub("me/model", fails)
