@@ -290,7 +290,7 @@ def test_sampled_prompts_that_end_within_a_turn_stay_open(cache, tokenizer):
         assert cache.restore_sampled(ids_of(tokenizer, *prompt, "ab")) == ids_of(tokenizer, *prompt, "a", "b")
 
 
-def test_sampled_replies_are_preferred_for_the_tokens_kept_of_them(cache, tokenizer):
+def test_sampled_replies_are_preferred_for_the_tokens_kept(cache, tokenizer):
     """A prompt that ends within a turn keeps no end of it: a sequence with the end is not what it goes on from."""
     prompt, ended, open_turn = (ids_of(tokenizer, "Q:", *more) for more in ([], ["ab"], ["a", "b"]))
     sampled(cache, prompt, "ab", END)

@@ -56,7 +56,7 @@ def test_requests_have_room_and_time_for_long_answers(tmp_path):
 @pytest.mark.parametrize(
     ("preset", "groups"), [("gsm8k", 128), ("golden", 128), ("qwen2.5-0.5b-1gpu", 128), ("qwen2.5-7b-8gpu", 256)]
 )
-def test_groups_in_flight_of_presets_are_what_their_staleness_allows(preset, groups):
+def test_groups_in_flight_of_presets_are_what_staleness_allows(preset, groups):
     config = load_config([f"preset={preset}"])
     [spec] = environment_specs(config).values()
     assert "max_num_workers" not in spec.args and groups_in_flight(config, spec) == groups

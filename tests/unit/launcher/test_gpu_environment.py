@@ -113,7 +113,7 @@ def test_gpu_environments_with_an_old_driver_are_told(check):
     assert len(told) == 2 and "CUDA 13.0, which needs an NVIDIA driver from 580 on" in told[0] and "570.86" in told[0]
 
 
-def test_gpu_environments_compilers_are_looked_for_where_they_are_run_from(check, monkeypatch, tmp_path):
+def test_gpu_environments_look_for_compilers_as_sglang_does(check, monkeypatch, tmp_path):
     """CUDA_HOME goes before PATH, $CC before cc; a server finds what is beside its interpreter."""
     monkeypatch.setattr(gpu_environment, "server_path", lambda python: "a path")
     asked = []
@@ -129,7 +129,7 @@ def test_gpu_environments_compilers_are_looked_for_where_they_are_run_from(check
     assert asked[0] == ("my-cc", {})
 
 
-def test_gpu_server_finds_what_pip_installed_beside_its_interpreter(tmp_path, monkeypatch):
+def test_gpu_server_finds_programs_beside_its_interpreter(tmp_path, monkeypatch):
     python = tmp_path / "bin" / "python"
     python.parent.mkdir()
     python.symlink_to(sys.executable)

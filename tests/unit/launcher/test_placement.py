@@ -230,7 +230,7 @@ def test_placement_gives_both_sides_the_same_nccl(monkeypatch):
         assert [server[name] for name in names] == [trainer[name] for name in names] == [value or "0", "0"]
 
 
-def test_placement_flags_that_change_nccl_in_servers_alone_are_refused(monkeypatch):
+def test_placement_flags_that_change_nccl_on_one_side_are_refused(monkeypatch):
     def check(*overrides):
         check_config(load_config(["actor_rollout_ref.model.path=m", "trainer.device=cuda", *overrides]))
 
@@ -319,7 +319,7 @@ def test_gpu_memory_that_cannot_be_lent_is_told_before_the_start(interpreter, ma
 
 
 @pytest.mark.parametrize("colocated", [True, False])
-def test_gpu_memory_is_measured_by_servers_before_the_trainer_takes_some(colocated, machine, tmp_path, monkeypatch):
+def test_gpu_memory_is_measured_before_the_trainer_takes_some(colocated, machine, tmp_path, monkeypatch):
     machine(2)
     order = []
     config = load_config(["preset=demo", "trainer.device=cuda", f"inference.colocated={str(colocated).lower()}"])
