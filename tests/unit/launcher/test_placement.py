@@ -230,7 +230,7 @@ def test_placement_gives_both_sides_the_same_nccl(monkeypatch):
         assert [server[name] for name in names] == [trainer[name] for name in names] == [value or "0", "0"]
 
 
-def test_placement_flags_that_change_nccl_on_one_side_are_refused(monkeypatch):
+def test_placement_flags_for_nccl_on_one_side_are_refused(monkeypatch):
     def check(*overrides):
         check_config(load_config(["actor_rollout_ref.model.path=m", "trainer.device=cuda", *overrides]))
 
