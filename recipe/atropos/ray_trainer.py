@@ -223,6 +223,7 @@ class RayGRPOAtroposTrainer:
 
     def _look_after_servers(self) -> None:
         """While a batch is waited for: it cannot come if servers wait for weights, or serve those of their start."""
+        self.record.still_waiting()
         self.metrics |= self.checkpoint_manager.ensure_current(self.global_steps - 1)
 
     def _await_evaluation(self) -> None:

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from recipe.atropos.run_dir import RunDir
 from recipe.atropos.utils.files import append_line, read_json, read_lines, rewrite_lines, write_json
 
+_SAID_SECONDS = 60.0
 PHASES = {  # phases of a step, in order, and the timers of the trainer that measure them
     "wait": ("wait",),
     "convert": ("convert",),
@@ -121,12 +122,15 @@ class RunRecord:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Whoever looks at the run's folder sees that its trainer waits for others."""
-        self.directory.waiting.touch()
+        """Whoever looks at the run's folder sees that its trainer waits for others; say so again every few seconds."""
+        self.still_waiting()
         try:
             yield
         finally:
             self.directory.waiting.unlink(missing_ok=True)
+
+    def still_waiting(self) -> None:
+        self.directory.waiting.touch()
 
     def add_seconds(self, phase: str, seconds: float) -> None:
         """Time that belongs to a step, spent after its line was written."""
@@ -156,6 +160,14 @@ def account_of_groups(summary: Mapping[str, Any]) -> dict[str, int]:
     if not environments:
         return account
     return {"sent": sent, **account, "unknown": sent - sum(account.values())}
+
+
+def trainer_waits(directory: RunDir) -> bool:
+    """Whether it said so a moment ago; one that hangs says nothing."""
+    try:
+        return time.time() - directory.waiting.stat().st_mtime < _SAID_SECONDS
+    except FileNotFoundError:
+        return False
 
 
 def update_summary(directory: str | Path, values: Mapping[str, Any], remove: Collection[str] = ()) -> None:

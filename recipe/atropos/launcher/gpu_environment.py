@@ -50,7 +50,7 @@ def _misfits(config: DictConfig) -> Iterator[tuple[str, bool]]:
     for side, interpreter in (("the trainer", sys.executable), ("SGLang", python)):
         found = versions_in(interpreter, ("torch", _KERNELS))
         cuda = found["cuda"]
-        if found["Python.h"] is None:
+        if found["Python.h"] is None and (side == "SGLang" or config.actor_rollout_ref.actor.use_torch_compile):
             without_header.append(interpreter)
         if found["torch"] is None or cuda is None:
             yield (

@@ -10,6 +10,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from recipe.atropos.config.models import SMALL_POLICIES
 from recipe.atropos.inference.client import SGLangClient
 from recipe.atropos.inference.gateway_client import GATEWAY_PORT, GatewayClient, GatewayError, gateway_command
 from recipe.atropos.inference.server import SGLangLaunch, sglang_flags, start_sglang, uses_gpu
@@ -53,7 +54,7 @@ def plan_servers(run: Run) -> dict[str, SGLangLaunch]:
     """What ``inference`` asks for, by name: ports chosen, each server with a seed of its own, and GPUs of its own."""
     config, model = run.config.inference, run.config.actor_rollout_ref.model
     ports = [free_port(config.host) if config.port is None else config.port + i for i in range(config.servers)]
-    launches, lora = {}, lora_arguments(model)
+    launches, lora = {}, {} if model.path in SMALL_POLICIES else lora_arguments(model)  # else it is not made yet
     for i, port in enumerate(ports):
         # The same seed would sample the same answers to the same prompts.
         own: dict[str, Any] = {"random_seed": run.config.seed + i, **lora, **sglang_flags(config.args)}

@@ -13,6 +13,7 @@ from recipe.atropos.launcher.environment_processes import Environments
 from recipe.atropos.launcher.evaluation import Evaluations
 from recipe.atropos.launcher.joining import Joining
 from recipe.atropos.launcher.services import Run, console
+from recipe.atropos.run_record import trainer_waits
 from recipe.atropos.utils.files import LineReader
 from recipe.atropos.utils.process import (
     Service,
@@ -56,7 +57,7 @@ async def watch(
                 )
                 _report_new_alarms(run.config, line, reported)
         await environments.look_after()
-        if run.files.waiting.exists():  # which the trainer itself bounds
+        if trainer_waits(run.files):  # for no longer than it is told to
             last_step = time.monotonic()
         run.check()
         await evaluations.look_after()
