@@ -37,6 +37,7 @@ Batch = list[dict[str, Any]]  # groups: ScoredData of the API
 _FIRST_POLL, _LONGEST_POLL = 0.05, 1.0  # seconds between two questions for a batch while there is none
 _LONGEST_DELAY = 5.0  # seconds between two attempts to reach the API
 _UNREACHABLE = (aiohttp.ClientError, OSError)
+_END_SECONDS = 5.0  # for a request that is under way when the source is closed
 _MEANWHILE_SECONDS = 2.0  # of a wait for a batch, before the trainer looks after its servers
 
 
@@ -143,7 +144,7 @@ class DataSource:
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
-        self._thread.join(timeout=self.config.timeout)
+        self._thread.join(timeout=_END_SECONDS)
 
     def __len__(self) -> int:
         """Batches fetched and not yet handed over."""

@@ -11,7 +11,7 @@ what it started. Guarantees:
   service's name and last lines, and a non-zero status;
 - held-out accuracy is measured by the environments themselves, on one version of the weights from beginning to end;
 - however and whenever it ends, no process of the run is left 20 seconds later (see ``utils/guardian.py``);
-- a run that trains no step for ``trainer.atropos.step_timeout`` seconds ends with an error.
+- a run that trains no step for ``trainer.atropos.step_timeout`` seconds, and does not wait, ends with an error.
 
 ``docs/run-folder.md`` lists what a run leaves in ``runs/NAME``; the same command resumes an interrupted run.
 """
@@ -41,6 +41,7 @@ from recipe.atropos.config.compose import (
 from recipe.atropos.config.env_specs import EnvironmentSpec, environment_specs
 from recipe.atropos.config.models import KEY as MODEL_KEY
 from recipe.atropos.config.models import SMALL_POLICIES, check_model, set_model_path
+from recipe.atropos.config.waits import set_waits
 from recipe.atropos.errors import ConfigurationError, expected_failure
 from recipe.atropos.inference.server import check_launch
 from recipe.atropos.launcher.environment_processes import check_environments, check_target
@@ -125,7 +126,7 @@ def load_run_config(overrides: list[str]) -> tuple[DictConfig, DictConfig, Path,
     if values:
         composed = with_values(composed, values)
         config = resolved(composed)
-    return config, composed, directory, start
+    return set_waits(config), composed, directory, start
 
 
 def choose_run_dir(config: DictConfig, explicit: bool) -> Path:
@@ -179,7 +180,7 @@ def check_start(run: Run) -> None:
     if double := next((port for port in given if given.count(port) > 1), None):
         keys = " and ".join(key for key, port in ports.items() if port == double)
         raise ConfigurationError(f"{keys}: both are {double}; give another, or null for a free one")
-    for server in plan_servers(run).values():
+    for server in plan_servers(run, lora=False).values():
         check_launch(server)
 
 

@@ -28,7 +28,7 @@ from recipe.atropos.launcher.service_checks import check_services
 from recipe.atropos.run_dir import RunDir
 from recipe.atropos.utils import scratch
 from recipe.atropos.utils.files import DiskFull
-from recipe.atropos.utils.gpus import BUCKET_MEGABYTES, device_of, platform_variables
+from recipe.atropos.utils.gpus import BUCKET_MEGABYTES, device_of, platform_variables, visible_gpus
 from recipe.atropos.utils.hosts import is_this_host, joins_cluster, loopback_variables
 from recipe.atropos.utils.private_process import take_secret_flags
 from recipe.atropos.verl_ext.attention import set_attention
@@ -83,7 +83,8 @@ def _train(config: DictConfig) -> None:
     if not joins_cluster(init):
         os.environ |= scratch.current().variables()
         if device_of(config) == "cuda" and config.trainer.nnodes == 1:
-            init.setdefault("num_gpus", config.trainer.n_gpus_per_node)  # the first ones; the others are the servers'
+            first = min(config.trainer.n_gpus_per_node, visible_gpus())  # the others are the servers'
+            init.setdefault("num_gpus", first)
         if all(is_this_host(url) for url in config.inference.urls):
             os.environ |= loopback_variables()
     runtime_env = {**get_ppo_ray_runtime_env(config), **(init.pop("runtime_env", None) or {})}

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from recipe.atropos.run_dir import RunDir
 from recipe.atropos.utils.files import append_line, read_json, read_lines, rewrite_lines, write_json
 
-_SAID_SECONDS = 60.0
+_FRESH_SECONDS = 60.0  # of the mark of a trainer that waits
 PHASES = {  # phases of a step, in order, and the timers of the trainer that measure them
     "wait": ("wait",),
     "convert": ("convert",),
@@ -122,7 +122,7 @@ class RunRecord:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Whoever looks at the run's folder sees that its trainer waits for others; say so again every few seconds."""
+        """Mark the run's folder while the trainer waits; call ``still_waiting`` every few seconds."""
         self.still_waiting()
         try:
             yield
@@ -162,12 +162,21 @@ def account_of_groups(summary: Mapping[str, Any]) -> dict[str, int]:
     return {"sent": sent, **account, "unknown": sent - sum(account.values())}
 
 
-def trainer_waits(directory: RunDir) -> bool:
-    """Whether it said so a moment ago; one that hangs says nothing."""
-    try:
-        return time.time() - directory.waiting.stat().st_mtime < _SAID_SECONDS
-    except FileNotFoundError:
-        return False
+class WaitingMark:
+    """By which a trainer shows that it waits: it is refreshed every few seconds, by whatever clock the folder has."""
+
+    def __init__(self, directory: RunDir):
+        self._path, self._seen, self._changed = directory.waiting, 0, 0.0
+
+    def is_fresh(self) -> bool:
+        """Whether it is there, and was refreshed in the last ``_FRESH_SECONDS``: a trainer that hangs does not."""
+        try:
+            seen = self._path.stat().st_mtime_ns
+        except FileNotFoundError:
+            return False
+        if seen != self._seen:
+            self._seen, self._changed = seen, time.monotonic()
+        return time.monotonic() - self._changed < _FRESH_SECONDS
 
 
 def update_summary(directory: str | Path, values: Mapping[str, Any], remove: Collection[str] = ()) -> None:

@@ -4,7 +4,6 @@ The environments are stock ones: atroposlib's own command line, without the adap
 """
 
 import asyncio
-import os
 import re
 import sys
 
@@ -13,6 +12,7 @@ import pytest
 
 from helpers.services import get, group, post, running_api
 from helpers.terminal import LIMIT, STOCK, told_command
+from recipe.atropos import run_record
 from recipe.atropos.config.compose import load_config
 from recipe.atropos.launcher import joining
 from recipe.atropos.launcher.evaluation import Evaluations
@@ -126,7 +126,7 @@ def test_join_announces_who_comes_and_says_why_no_batch_does(tmp_path, impatient
     assert join.number == orjson.loads((tmp_path / "summary.json").read_bytes())["environments_joined"] == 2
 
 
-def test_join_ends_a_run_that_hangs_but_not_one_that_waits(tmp_path, impatient, api):
+def test_join_ends_a_run_that_hangs_but_not_one_that_waits(tmp_path, impatient, api, monkeypatch):
     """No step in ``step_timeout`` is an error only where the trainer does not wait for data."""
     run = Run(small_batches("trainer.atropos.step_timeout=2"), [], tmp_path)
     trainer = run.start("trainer", ["sleep", "1000"])
@@ -139,9 +139,9 @@ def test_join_ends_a_run_that_hangs_but_not_one_that_waits(tmp_path, impatient, 
 
     try:
         run.files.waiting.touch()
+        monkeypatch.setattr(run_record, "_FRESH_SECONDS", 8.0)
         with pytest.raises(TimeoutError):
             asyncio.run(watched(6))
-        os.utime(run.files.waiting, (0, 0))  # it says so no more
         with pytest.raises(ServiceFailed, match="no step after step 0 for .* s; trainer.atropos.step_timeout=2 s"):
             asyncio.run(watched(60))
     finally:

@@ -12,6 +12,7 @@ from omegaconf import DictConfig
 from transformers import AutoConfig, AutoTokenizer
 
 from recipe.atropos.config import compose
+from recipe.atropos.config.waits import set_waits
 from recipe.atropos.launcher.own_gateway import gateway_before
 
 CPU_OVERRIDES = [
@@ -35,7 +36,7 @@ def compose_config(*overrides: str) -> DictConfig:
 def _composed(overrides: tuple[str, ...]) -> DictConfig:
     config = compose.compose_config([*CPU_OVERRIDES, *overrides])
     config.trainer.device = "cpu"  # as recipe.atropos.main sets it
-    return config
+    return set_waits(config)
 
 
 def started(config: DictConfig) -> Any:

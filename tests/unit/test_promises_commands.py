@@ -58,6 +58,8 @@ def test_promises_config_of_a_run_is_a_file_for_another(tmp_path, monkeypatch):
     engine = complete.actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.atropos
     assert engine.urls == inference.urls, "composed with the addresses"
     before = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    assert before["trainer"]["atropos"]["max_wait_time"] is None, "of the answers of whoever takes the file"
+    assert complete.trainer.atropos.max_wait_time == 600
     restarted = config_yaml(complete_config(run.composed, run.config, tmp_path), by_launcher=True)
     assert changed_keys(before, yaml.safe_load(restarted)) == [], "the same command, again"
     by_hand = tmp_path / "by_hand.yaml"

@@ -94,6 +94,8 @@ def plan_memory(config: DictConfig, memory: int | None = None) -> Plan:
         colocated = (
             0 < visible_gpus() < config.trainer.n_gpus_per_node + config.inference.servers * _launch(config).gpus
         )
+    config = config.copy()
+    config.trainer.device, config.inference.colocated = "cuda", colocated
     server = _server(config, model, memory, colocated)
     trainer = _trainer(config, model)  # last: it may put an adapter into the model
     return Plan(trainer, server, memory, colocated, list(_problems(config, trainer, server, memory, colocated)))
@@ -162,7 +164,9 @@ def _trainer(config: DictConfig, model: PreTrainedModel) -> TrainerPlan:
     parameters, optimizer = size * held // shards, _ADAM_BYTES * trained // shards
     buckets = 2 * min((pushes or BUCKET_MEGABYTES["cuda"]) << 20, _COMPUTED.itemsize * whole)
     by_handles = not goes_over_nccl(config) and config.trainer.atropos.weight_sync.transport != "disk"
-    if by_handles and _launch(config).gpus > 1:
+    if settings.lora_rank and not settings.lora.merge:
+        buckets = 0  # an adapter travels in a request
+    elif by_handles and _launch(config).gpus > 1:
         buckets = _COMPUTED.itemsize * whole  # SGLang's ranks still read one while the next is filled
     return TrainerPlan(
         parameters=parameters,

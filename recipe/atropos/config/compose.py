@@ -89,7 +89,7 @@ def load_config(overrides: Sequence[str], tell: Callable[[str], None] = lambda _
     Raises:
         ConfigurationError: naming key and value, and the nearest key, the choices, or what to set instead.
     """
-    return resolved(compose_config(overrides, tell))
+    return set_waits(resolved(compose_config(overrides, tell)))
 
 
 def resolved(composed: DictConfig) -> DictConfig:
@@ -100,7 +100,6 @@ def resolved(composed: DictConfig) -> DictConfig:
     except OmegaConfBaseException as error:
         raise ConfigurationError(_first_line(error)) from error
     check_schema(OmegaConf.to_container(config))
-    set_waits(config)
     return config
 
 
@@ -127,7 +126,7 @@ def load_complete(path: Path, hidden: Sequence[str] = ()) -> DictConfig:
     restore(config, map(json.loads, hidden))
     OmegaConf.resolve(config)
     check_schema(OmegaConf.to_container(config))
-    return config
+    return set_waits(config)
 
 
 def complete_config(

@@ -351,7 +351,9 @@ class Atropos(Section):
     startup_timeout: Seconds = about("Seconds for the API and the servers to answer when the trainer starts")
     max_wait_time: Seconds | None = about("Seconds, the longest wait for a batch; null: 600, or more for long answers")
     join_timeout: Seconds = about("The same where environment.target=null: for environments to join, or to return")
-    step_timeout: Seconds = about("Seconds without a trained step, after which the launcher ends the run")
+    step_timeout: Seconds = about(
+        "Seconds without a trained step, after which the launcher ends the run; waits for a batch do not count"
+    )
     prefetch: Count = about("Batches fetched ahead while one is trained on")
     max_staleness: Limit | None = about("Updates that a sample may be old; 0: on-policy; null: any number")
     sampling_mismatch: Literal["error", "per_row", "warn"] = about(

@@ -13,8 +13,12 @@ def answer_seconds(config: DictConfig) -> int:
     return math.ceil(config.data.max_response_length / _SLOWEST)
 
 
-def set_waits(config: DictConfig) -> None:
-    """For a batch and for an evaluation: two of the longest answers, one after the other, and at least ``_LEAST``."""
+def set_waits(config: DictConfig) -> DictConfig:
+    """``config`` with those for a batch and for an evaluation: two of the longest answers, and at least ``_LEAST``.
+
+    A run's ``config.yaml`` keeps null: the next run that takes it may have longer answers.
+    """
     for key, least in _LEAST.items():
         if OmegaConf.select(config, key) is None:
             OmegaConf.update(config, key, max(least, 2.0 * answer_seconds(config)))
+    return config

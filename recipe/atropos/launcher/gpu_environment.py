@@ -93,25 +93,26 @@ def _misfits(config: DictConfig) -> Iterator[tuple[str, bool]]:
 
 
 def _missing_tools(python: str) -> Iterator[tuple[str, bool]]:
-    """What SGLang's interpreter compiles with and does not find; looked for as SGLang and Triton do."""
-    if not any(map(shutil.which, (os.environ.get("CC") or "cc", "gcc", "clang"))):
-        yield "there is no C compiler ($CC, cc, gcc, clang), with which Triton compiles: install one", True
-    if not any(map(shutil.which, (os.environ.get("CXX") or "c++", "g++", "clang++"))):
-        yield (
-            "there is no C++ compiler ($CXX, c++, g++, clang++), with which SGLang compiles kernels: install one",
-            True,
-        )
+    """What SGLang and Triton compile with in a server of that interpreter, and would not find."""
+    path = server_path(python)
+
+    def found(*names: str) -> bool:
+        return any(shutil.which(name, path=path) for name in names)
+
+    if not (found(os.environ["CC"]) if os.environ.get("CC") else found("gcc", "clang")):
+        yield "there is no C compiler ($CC, or gcc, clang), with which Triton compiles: install one", True
+    if not found(os.environ.get("CXX", "c++")):
+        yield "there is no C++ compiler ($CXX, or c++), with which SGLang compiles kernels: install one", True
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    if not shutil.which("nvcc", path=os.path.join(home or "/usr/local/cuda", "bin")) and (
-        home or not shutil.which("nvcc")
-    ):
+    in_path = not home and found("nvcc")
+    if not in_path and not shutil.which("nvcc", path=os.path.join(home or "/usr/local/cuda", "bin")):
         yield (
             f"there is no nvcc in {home or 'PATH or /usr/local/cuda'}, with which SGLang compiles kernels: install the "
             "CUDA toolkit, or set CUDA_HOME to its folder",
             True,
         )
-    if not shutil.which("ninja", path=server_path(python)):
-        yield f"SGLang compiles kernels by ninja, which is not there: {_pip(python)} ninja", True
+    if not found("ninja"):
+        yield f"SGLang compiles kernels with ninja, which is not installed: {_pip(python)} ninja", True
 
 
 def _pip(python: str) -> str:

@@ -26,7 +26,7 @@ from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.launcher.concurrency import groups_in_flight, request_limits
 from recipe.atropos.launcher.environment_processes import options
 from recipe.atropos.launcher.services import Run, console
-from recipe.atropos.run_record import trainer_waits, update_summary
+from recipe.atropos.run_record import WaitingMark, update_summary
 from recipe.atropos.utils.files import read_json
 from recipe.atropos.utils.hosts import reachable, reachable_from_others
 from recipe.atropos.utils.secret import API_KEY_VARIABLE
@@ -120,6 +120,7 @@ class Joining:
 
     def __init__(self, run: Run, api_url: str, gateway: str):
         self._run, self._api_url, self._gateway = run, api_url, gateway
+        self._waiting = WaitingMark(run.files)
         self.number = 0  # that have registered
         self._before: int = read_json(run.files.summary, {}).get("environments_joined", 0)  # in earlier starts
         self._look, self._next_look = _FIRST_LOOK, 0.0
@@ -155,7 +156,7 @@ class Joining:
         except DataSourceError:
             return  # an API that has ended is the launcher's to find
         self._next_look, self._look = now + self._look, min(1.5 * self._look, _LONGEST_LOOK)
-        if status["current_step"] != self._step or not trainer_waits(self._run.files):
+        if status["current_step"] != self._step or not self._waiting.is_fresh():
             self._step, self._since, self._said, self._silence = status["current_step"], now, now, _FIRST_WORD
         elif now - self._said >= self._silence:
             self._said, self._silence = now, min(2 * self._silence, _LONGEST_SILENCE)

@@ -10,7 +10,6 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from recipe.atropos.config.models import SMALL_POLICIES
 from recipe.atropos.inference.client import SGLangClient
 from recipe.atropos.inference.gateway_client import GATEWAY_PORT, GatewayClient, GatewayError, gateway_command
 from recipe.atropos.inference.server import SGLangLaunch, sglang_flags, start_sglang, uses_gpu
@@ -50,14 +49,17 @@ class Inference:
         return status["version"] if status and any(s["state"] == "admitted" for s in status["servers"]) else None
 
 
-def plan_servers(run: Run) -> dict[str, SGLangLaunch]:
-    """What ``inference`` asks for, by name: ports chosen, each server with a seed of its own, and GPUs of its own."""
+def plan_servers(run: Run, lora: bool = True) -> dict[str, SGLangLaunch]:
+    """What ``inference`` asks for, by name: ports chosen, each server with a seed of its own, and GPUs of its own.
+
+    ``lora``: with the flags for an adapter, for which the model and the adapter must be there.
+    """
     config, model = run.config.inference, run.config.actor_rollout_ref.model
     ports = [free_port(config.host) if config.port is None else config.port + i for i in range(config.servers)]
-    launches, lora = {}, {} if model.path in SMALL_POLICIES else lora_arguments(model)  # else it is not made yet
+    launches, for_adapter = {}, lora_arguments(model) if lora else {}
     for i, port in enumerate(ports):
         # The same seed would sample the same answers to the same prompts.
-        own: dict[str, Any] = {"random_seed": run.config.seed + i, **lora, **sglang_flags(config.args)}
+        own: dict[str, Any] = {"random_seed": run.config.seed + i, **for_adapter, **sglang_flags(config.args)}
         own.setdefault("trust_remote_code", model.trust_remote_code)
         launch = SGLangLaunch(
             model_path=model.path,

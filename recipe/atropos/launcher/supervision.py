@@ -13,7 +13,7 @@ from recipe.atropos.launcher.environment_processes import Environments
 from recipe.atropos.launcher.evaluation import Evaluations
 from recipe.atropos.launcher.joining import Joining
 from recipe.atropos.launcher.services import Run, console
-from recipe.atropos.run_record import trainer_waits
+from recipe.atropos.run_record import WaitingMark
 from recipe.atropos.utils.files import LineReader
 from recipe.atropos.utils.process import (
     Service,
@@ -42,6 +42,7 @@ async def watch(
     last_step = trained = time.monotonic()
     seen, reader = version, LineReader(run.files.metrics)
     reported: set[str] = set()
+    waiting = WaitingMark(run.files)
     while True:
         ended = trainer.poll() is not None
         for line in reader.new_lines():
@@ -57,7 +58,7 @@ async def watch(
                 )
                 _report_new_alarms(run.config, line, reported)
         await environments.look_after()
-        if trainer_waits(run.files):  # for no longer than it is told to
+        if waiting.is_fresh():  # bounded by max_wait_time, join_timeout or evaluation.timeout
             last_step = time.monotonic()
         run.check()
         await evaluations.look_after()

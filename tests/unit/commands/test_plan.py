@@ -127,6 +127,10 @@ def test_plan_counts_the_buckets_that_a_push_keeps(qwen):
     assert apart.peak - together.peak == 4 * GIB
     split = planned(qwen("7b"), ranks, shared, "inference.args.tp_size=2").trainer
     assert split.buckets == 2 * PARAMETERS["7b"]
+    adapter = ["actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.lora.merge=false"]
+    assert planned(qwen("7b"), ranks, "inference.args.tp_size=2", *adapter).trainer.buckets == 0
+    elsewhere = load_config([f"actor_rollout_ref.model.path={qwen('7b')}", ranks, "trainer.device=auto"])
+    assert plan_memory(elsewhere, 80 * GIB).trainer.buckets_stay, "no GPU here: each is taken to have its own"
 
 
 @pytest.mark.parametrize(

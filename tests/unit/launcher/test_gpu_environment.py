@@ -12,8 +12,8 @@ from recipe.atropos.launcher import gpu_environment
 from recipe.atropos.launcher.gpu_environment import check_gpu_environment
 
 DISTRIBUTED = "trainer.atropos.weight_sync.transport=distributed"
-TOOLS = ("gcc", "g++", "nvcc", "ninja")
-OTHERS = ("cc", "clang", "c++", "clang++")
+TOOLS = ("gcc", "c++", "nvcc", "ninja")
+OTHERS = ("cc", "clang", "g++")
 GOOD = {
     "torch": "2.13.0",
     "cuda": "13.0",
@@ -70,13 +70,13 @@ def check(machine, monkeypatch):
             "without its CUDA kernels: server-python -m pip install -r requirements",
         ),
         ([], {"server": {"Python.h": None}}, r"^server-python has no Python.h, .*python3-dev"),
-        ([], {"tools": ("gcc", "g++", "ninja")}, "^there is no nvcc in PATH or /usr/local/cuda, .* set CUDA_HOME"),
-        ([], {"tools": ("gcc", "nvcc", "ninja")}, "^there is no C.. compiler "),
-        ([], {"tools": ("g++", "nvcc", "ninja")}, "^there is no C compiler "),
+        ([], {"tools": ("gcc", "c++", "ninja")}, "^there is no nvcc in PATH or /usr/local/cuda, .* set CUDA_HOME"),
+        ([], {"tools": ("gcc", "g++", "nvcc", "ninja")}, "^there is no C.. compiler "),
+        ([], {"tools": ("cc", "c++", "nvcc", "ninja")}, "^there is no C compiler "),
         (
             [],
-            {"tools": ("gcc", "g++", "nvcc")},
-            "^SGLang compiles kernels by ninja, .*: server-python -m pip install ninja",
+            {"tools": ("gcc", "c++", "nvcc")},
+            "^SGLang compiles kernels with ninja, .*: server-python -m pip install ninja",
         ),
     ],
     ids=["trainer", "server", "nccl", "distributed", "kernels", "header", "nvcc", "c++", "c", "ninja"],
@@ -114,19 +114,16 @@ def test_gpu_environments_with_an_old_driver_are_told(check):
 
 
 def test_gpu_environments_look_for_compilers_as_sglang_does(check, monkeypatch, tmp_path):
-    """CUDA_HOME goes before PATH, $CC before cc; a server finds what is beside its interpreter."""
+    """CUDA_HOME goes before PATH, $CC before gcc; a server finds what is beside its interpreter."""
     monkeypatch.setattr(gpu_environment, "server_path", lambda python: "a path")
     asked = []
     check(tools=TOOLS)
-    which = gpu_environment.shutil.which
-    monkeypatch.setattr(
-        gpu_environment.shutil, "which", lambda name, **at: asked.append((name, at)) or which(name, **at)
-    )
+    monkeypatch.setattr(gpu_environment.shutil, "which", lambda name, **at: asked.append((name, at)) or name)
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     monkeypatch.setenv("CC", "my-cc")
     assert not list(gpu_environment._missing_tools("server-python"))
     assert ("nvcc", {"path": f"{tmp_path}/bin"}) in asked and ("ninja", {"path": "a path"}) in asked
-    assert asked[0] == ("my-cc", {})
+    assert asked[0] == ("my-cc", {"path": "a path"})
 
 
 def test_gpu_server_finds_programs_beside_its_interpreter(tmp_path, monkeypatch):

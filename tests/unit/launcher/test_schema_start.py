@@ -12,6 +12,7 @@ import pytest
 
 from recipe.atropos.config.compose import load_config, resolved
 from recipe.atropos.config.models import SMALL_POLICIES, check_model, resolve_model
+from recipe.atropos.config.waits import set_waits
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.inference.server import LaunchError, SGLangLaunch, check_launch
 from recipe.atropos.launch_services import check_start, environments_of, load_run_config, make_folder, prepare_model
@@ -63,6 +64,13 @@ def test_schema_start_names_what_cannot_start(override, told, tmp_path):
         check_start(Run(config, config, tmp_path))
 
 
+def test_schema_start_asks_for_no_adapter_that_is_made_later(tmp_path):
+    """A policy that is made on first use, and another run's adapter, are there only once the run's folder is."""
+    adapter = ["lora_rank=8", "lora.merge=false", f"lora_adapter_path={tmp_path / 'start'}"]
+    config = load_config(["preset=demo", *(f"actor_rollout_ref.model.{option}" for option in adapter)])
+    check_start(Run(config, config, tmp_path))
+
+
 def test_schema_start_finds_a_checkpoint_below_home(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "global_step_3" / "actor").mkdir(parents=True)
@@ -110,7 +118,7 @@ def test_run_dir_of_the_next_number_holds_all_of_its_run(tmp_path, monkeypatch):
     finished(tmp_path / "runs/demo")
     for options, name in ((["preset=demo"], "demo-2"), (["preset=demo", "run.name=mine"], "mine")):
         config, composed, directory, _ = load_run_config(options)
-        assert directory == tmp_path / "runs" / name and resolved(composed) == config
+        assert directory == tmp_path / "runs" / name and set_waits(resolved(composed)) == config
         for path in (config.run.dir, config.trainer.default_local_dir, config.trainer.rollout_data_dir):
             assert Path(path).resolve().is_relative_to(directory), path
 
