@@ -330,7 +330,11 @@ def test_secret_of_a_run_is_in_no_file_and_no_command_line(training):
             assert not any(key in word for word in process.cmdline()), process
     files = [path for path in folder.parent.rglob("*") if path.is_file()]
     assert {"config.yaml", "evaluate_config.yaml", "sglang.log", "environment.log"} <= {path.name for path in files}
-    assert not [path for path in files if key.encode() in path.read_bytes()]
+    holders = []
+    for path in files:
+        with contextlib.suppress(FileNotFoundError):  # the run goes on, and a file in the making has another name then
+            holders += [path] if key.encode() in path.read_bytes() else []
+    assert not holders
 
 
 def test_secret_ports_of_a_run_are_on_loopback(training):
