@@ -192,6 +192,7 @@ def test_push_gives_a_returning_server_the_current_weights(trainer, urls, other_
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("trainer")  # which takes room on the first node: else Ray would put both ranks there
 def test_ranks_on_two_nodes_train_and_push_to_two_servers(two_nodes, model_path, urls, tmp_path):
     """A sharded model over Ray nodes, a process group with both servers, and a whole run of two steps."""
     first, second = urls
