@@ -332,7 +332,7 @@ def test_secret_of_a_run_is_in_no_file_and_no_command_line(training):
     assert {"config.yaml", "evaluate_config.yaml", "sglang.log", "environment.log"} <= {path.name for path in files}
     holders = []
     for path in files:
-        with contextlib.suppress(FileNotFoundError):  # the run goes on, and a file in the making has another name then
+        with contextlib.suppress(FileNotFoundError):  # a temporary file of the running trainer was renamed
             holders += [path] if key.encode() in path.read_bytes() else []
     assert not holders
 

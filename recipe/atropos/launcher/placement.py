@@ -48,7 +48,7 @@ def place_servers(config: DictConfig) -> str | None:
 
 
 def goes_over_nccl(config: DictConfig) -> bool:
-    """Whether weights reach servers on GPUs by the distributed transport; an adapter by itself never does."""
+    """Whether weights reach servers on GPUs by the distributed transport; adapter-only LoRA sync never does."""
     model, transport = config.actor_rollout_ref.model, config.trainer.atropos.weight_sync.transport
     if "cpu" in (config.inference.device, device_of(config)) or (model.lora_rank > 0 and not model.lora.merge):
         return False

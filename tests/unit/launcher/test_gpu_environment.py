@@ -98,7 +98,7 @@ def test_gpu_environments_that_do_not_fit_are_told(check, overrides, found, told
         (["trainer.atropos.weight_sync.transport=disk"], {"trainer": {"nvidia-nccl-cu13": "2.29.7"}}),
         (
             [DISTRIBUTED, "actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.lora.merge=false"],
-            {"trainer": {"nvidia-nccl-cu13": "2.29.7"}},  # an adapter alone does not go over NCCL
+            {"trainer": {"nvidia-nccl-cu13": "2.29.7"}},  # adapter-only LoRA sync does not go over NCCL
         ),
         (["trainer.device=cpu"], {"trainer": {"cuda": None}, "server": {"cuda": None}}),
     ],

@@ -291,7 +291,7 @@ def test_gpu_memory_is_lent_by_a_library_that_finds_cuda(interpreter, monkeypatc
     assert "LD_LIBRARY_PATH" not in sglang_command(SGLangLaunch("m", python=python, port=1, device="cuda"))[1]
 
 
-def test_gpu_memory_that_cannot_be_lent_is_told_before_the_start(interpreter, machine, model_path, tmp_path):
+def test_gpu_memory_that_cannot_be_released_is_told_at_once(interpreter, machine, model_path, tmp_path):
     python, library, runtime = interpreter
     machine(1)
     (runtime / "libcudart.so.99").rename(runtime / "moved")
