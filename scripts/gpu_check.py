@@ -195,22 +195,22 @@ def tried(name: str, arguments: argparse.Namespace, gpus: int, work: Path) -> di
 
 
 def print_table(results: dict[str, dict[str, Any]]) -> None:
+    """At most 80 columns, then a line for each reason; ``--out`` has every figure."""
     columns = (
-        ("s", "seconds", ".0f"),
-        ("push s", "push_s", ".3f"),
-        ("GB/s", "push_gb_per_s", ".2f"),
-        ("pause s", "pause_s", ".3f"),
-        ("tokens/s", "generated_tokens_per_s", ".0f"),
-        ("trainer GiB", "trainer_gib", ".2f"),
-        ("before", "before", ".1e"),
-        ("after", "after", ".1e"),
-        ("probe", "probe", ".1e"),
+        ("s", "seconds", 5, ".0f"),
+        ("push s", "push_s", 8, ".3f"),
+        ("pause s", "pause_s", 8, ".3f"),
+        ("tokens/s", "generated_tokens_per_s", 9, ".0f"),
+        ("GiB", "trainer_gib", 6, ".1f"),
+        ("before", "before", 8, ".0e"),
+        ("after", "after", 7, ".0e"),
+        ("probe", "probe", 7, ".0e"),
     )
-    print(f"{'case':<16}{'':<11}" + "".join(f"{title:>12}" for title, *_ in columns))
+    print(f"{'case':<15} {'':<6}" + "".join(f"{title:>{width}}" for title, _, width, _ in columns))
     for name, result in results.items():
-        state = "impossible" if "impossible" in result else "ok" if result["ok"] else "FAILED"
-        cells = (format(result[key], form) if key in result else "" for _, key, form in columns)
-        print(f"{name:<16}{state:<11}" + "".join(f"{cell:>12}" for cell in cells))
+        state = "-" if "impossible" in result else "ok" if result["ok"] else "FAILED"
+        cells = (f"{format(result[key], form) if key in result else '':>{width}}" for _, key, width, form in columns)
+        print(f"{name:<15} {state:<6}{''.join(cells)}".rstrip())
     for name, result in results.items():
         if reason := result.get("impossible") or result.get("error") or result.get("told"):
             print(f"{name}: {reason}")

@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
@@ -48,12 +49,7 @@ def run(config: DictConfig) -> None:
     from recipe.atropos.verl_ext.driver import validate_config
     from recipe.atropos.verl_ext.ranks import need_reference_policy
 
-    with open_dict(config):
-        config.inference.colocated = bool(config.inference.colocated)  # null is the launcher's to decide
-        config.trainer.device = get_device_name()
-        pushes = config.actor_rollout_ref.rollout.checkpoint_engine
-        if pushes.update_weights_bucket_megabytes is None:
-            pushes.update_weights_bucket_megabytes = BUCKET_MEGABYTES[device_of(config)]
+    set_device(config, get_device_name())
     if told := set_attention(config):
         print(told, flush=True)
     OmegaConf.resolve(config)
@@ -72,27 +68,30 @@ def run(config: DictConfig) -> None:
             _train(config)
 
 
+def set_device(config: DictConfig, device: str) -> None:
+    """The trainer computes on ``device``, "cuda" or "cpu"; with it is decided what was left to decide by it."""
+    with open_dict(config):
+        config.inference.colocated = bool(config.inference.colocated)  # null is the launcher's to decide
+        config.trainer.device = device
+        pushes = config.actor_rollout_ref.rollout.checkpoint_engine
+        if pushes.update_weights_bucket_megabytes is None:
+            pushes.update_weights_bucket_megabytes = BUCKET_MEGABYTES[device]
+
+
 def _train(config: DictConfig) -> None:
     import ray
 
     from recipe.atropos.ray_trainer import RayGRPOAtroposTrainer
     from recipe.atropos.utils.local_ray import keep_logs, start_ray
-    from recipe.atropos.verl_ext.driver import get_ppo_ray_runtime_env, omega_conf_to_dataclass
+    from recipe.atropos.verl_ext.driver import omega_conf_to_dataclass
 
-    init = OmegaConf.to_container(config.ray_kwargs.ray_init)
-    if not joins_cluster(init):
+    if not joins_cluster(config.ray_kwargs.ray_init):
         os.environ |= scratch.current().variables()
-        if device_of(config) == "cuda" and config.trainer.nnodes == 1:
-            first = min(config.trainer.n_gpus_per_node, visible_gpus())  # the others are the servers'
-            init.setdefault("num_gpus", first)
         if all(is_this_host(url) for url in config.inference.urls):
             os.environ |= loopback_variables()
-    runtime_env = {**get_ppo_ray_runtime_env(config), **(init.pop("runtime_env", None) or {})}
-    own = {name: os.environ[name] for name in platform_variables(config)}  # workers on other machines need it said
-    runtime_env["env_vars"] = {**own, **runtime_env.get("env_vars", {})}
     # The servers may still be starting, and so do Ray and its workers.
     services = _in_background(lambda: check_services(config, timeout=config.trainer.atropos.startup_timeout))
-    start_ray(runtime_env=runtime_env, **init)
+    start_ray(**ray_options(config))
     try:
         model = omega_conf_to_dataclass(config.actor_rollout_ref.model)
         vocab_size = model.hf_config.get_text_config().vocab_size
@@ -106,6 +105,19 @@ def _train(config: DictConfig) -> None:
     finally:
         ray.shutdown()
     export_model(RunDir(config.run.dir))
+
+
+def ray_options(config: DictConfig) -> dict[str, Any]:
+    """Arguments of ``ray.init``; workers, also on other machines, get this process's platform in their environment."""
+    from recipe.atropos.verl_ext.driver import get_ppo_ray_runtime_env
+
+    init: dict[str, Any] = OmegaConf.to_container(config.ray_kwargs.ray_init)
+    if not joins_cluster(init) and device_of(config) == "cuda" and config.trainer.nnodes == 1:
+        init.setdefault("num_gpus", min(config.trainer.n_gpus_per_node, visible_gpus()))  # the others are the servers'
+    runtime_env = {**get_ppo_ray_runtime_env(config), **(init.pop("runtime_env", None) or {})}
+    own = {name: os.environ[name] for name in platform_variables(config)}
+    runtime_env["env_vars"] = {**own, **runtime_env.get("env_vars", {})}
+    return {**init, "runtime_env": runtime_env}
 
 
 def export_model(folder: RunDir) -> None:

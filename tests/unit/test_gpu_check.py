@@ -91,3 +91,14 @@ def test_gpu_check_cases_fit_a_configuration_for_gpus(script, tmp_path, monkeypa
             assert "--base-gpu-id 0" in command
         else:
             assert "--base-gpu-id 1" in command and "--enable-memory" not in command, name
+
+
+def test_gpu_check_table_fits_a_screen_of_80_columns(script, capsys):
+    figures = {"seconds": 599.6, "push_s": 123.4567, "pause_s": 123.4567, "generated_tokens_per_s": 123456.7}
+    figures |= {"trainer_gib": 139.99, "before": 1.23e-10, "after": 1.23e-10, "probe": 1.23e-10, "push_gb_per_s": 3.2}
+    results = {name: {"ok": True, **figures} for name in script.CASES} | {"driver": {"ok": False, "error": "none"}}
+    script.print_table(results)
+    table = capsys.readouterr().out.splitlines()
+    assert len(table) == 1 + len(results) + 1 and max(map(len, table)) <= 80
+    assert table[-1] == "driver: none" and "FAILED" in table[-2]
+    assert table[1].split() == "tensor ok 600 123.457 123.457 123457 140.0 1e-10 1e-10 1e-10".split()

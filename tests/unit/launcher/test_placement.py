@@ -6,6 +6,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from omegaconf import OmegaConf
 
 from recipe.atropos.config.compose import load_config
 from recipe.atropos.errors import ConfigurationError, LaunchError
@@ -19,6 +20,8 @@ from recipe.atropos.launcher.placement import place_servers
 from recipe.atropos.launcher.preflight import check_config
 from recipe.atropos.launcher.services import Run
 from recipe.atropos.launcher.sglang import Inference, plan_servers
+from recipe.atropos.main import ray_options, set_device
+from recipe.atropos.utils.gpus import platform_variables
 from recipe.atropos.weight_sync import servers as asked
 from recipe.atropos.weight_sync.colocated import SharedMemory
 from recipe.atropos.weight_sync.fleet import ServerFleet
@@ -218,8 +221,6 @@ def test_placement_flags_of_one_meaning_are_taken_once(first):
 
 def test_placement_gives_both_sides_the_same_nccl(monkeypatch):
     """NCCL joins no two processes that differ in these; SGLang sets them where they are unset, verl does not."""
-    from recipe.atropos.utils.gpus import platform_variables
-
     config = load_config(["actor_rollout_ref.model.path=m", "trainer.device=cuda"])
     names = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE")
     for value in (None, "1"):
@@ -228,6 +229,37 @@ def test_placement_gives_both_sides_the_same_nccl(monkeypatch):
         server = sglang_command(SGLangLaunch("m", python="p", port=1, device="cuda"))[1]
         trainer = platform_variables(config)
         assert [server[name] for name in names] == [trainer[name] for name in names] == [value or "0", "0"]
+
+
+def test_placement_gives_ray_its_gpus_and_its_workers_nccl(machine, monkeypatch):
+    """Also workers of a cluster's other machines, which have not the driver's environment."""
+    machine(8)
+    for address, expected in ((None, {"num_gpus": 2}), ("host:6379", {"address": "host:6379"})):
+        config = load_config(
+            ["actor_rollout_ref.model.path=m", "trainer.device=cuda", "trainer.n_gpus_per_node=2"]
+            + [f"ray_kwargs.ray_init.address={address}"] * bool(address)
+        )
+        for name, value in platform_variables(config).items():  # as the trainer does before
+            monkeypatch.setenv(name, value)
+        options = ray_options(config)
+        variables = options["runtime_env"]["env_vars"]
+        assert variables["VERL_PLATFORM"] == "nvidia"
+        assert variables["NCCL_CUMEM_ENABLE"] == variables["NCCL_NVLS_ENABLE"] == "0"
+        assert expected.items() <= options.items() and ("num_gpus" in options) == (address is None)
+
+
+@pytest.mark.parametrize(("device", "megabytes"), [("cuda", 2048), ("cpu", 512)])
+def test_placement_decides_the_buckets_of_a_push_by_device(device, megabytes):
+    bucket = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes"
+    for overrides, expected in (([], megabytes), ([f"{bucket}=100"], 100)):
+        config = load_config(["actor_rollout_ref.model.path=m", *overrides])
+        set_device(config, device)
+        assert OmegaConf.select(config, bucket) == expected and config.trainer.device == device
+
+
+def test_placement_on_gpus_recomputes_activations():
+    model = load_config(["actor_rollout_ref.model.path=m", "trainer.device=cuda"]).actor_rollout_ref.model
+    assert model.enable_gradient_checkpointing is True
 
 
 def test_placement_flags_for_nccl_on_one_side_are_refused(monkeypatch):
