@@ -1,13 +1,23 @@
 """What benchmarks/models.py deals out to the architectures that it trains."""
 
+import importlib.util
 import itertools
 
-import models
+import pytest
 
+from helpers import ROOT
 from recipe.atropos.demo.random_models import FAMILIES
 
 
-def test_models_meet_every_pair_of_choices():
+@pytest.fixture(scope="module")
+def models():
+    spec = importlib.util.spec_from_file_location("models_benchmark", ROOT / "benchmarks" / "models.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_models_meet_every_pair_of_choices(models):
     variants = models.dealt_out(list(FAMILIES))
     assert len(variants) >= 20 and all(models.possible(family, variant) for family, variant in variants.items())
     met = set().union(*map(models.pairs, variants.values()))
@@ -16,7 +26,7 @@ def test_models_meet_every_pair_of_choices():
             assert ((one, value), (other, beside)) in met
 
 
-def test_models_that_are_tried_quickly_have_each_choice():
+def test_models_that_are_tried_quickly_have_each_choice(models):
     variants = models.dealt_out(list(FAMILIES))
     for choice, values in models.CHOICES.items():
         assert {variants[family][choice] for family in models.QUICK} == set(values)
