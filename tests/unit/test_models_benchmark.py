@@ -1,23 +1,12 @@
 """What benchmarks/models.py deals out to the architectures that it trains."""
 
-import importlib.util
 import itertools
 
-import pytest
-
-from helpers import ROOT
+from helpers.models_benchmark import models
 from recipe.atropos.demo.random_models import FAMILIES
 
 
-@pytest.fixture(scope="module")
-def models():
-    spec = importlib.util.spec_from_file_location("models_benchmark", ROOT / "benchmarks" / "models.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_models_meet_every_pair_of_choices(models):
+def test_models_meet_every_pair_of_choices():
     variants = models.dealt_out(list(FAMILIES))
     assert len(variants) >= 20 and all(models.possible(family, variant) for family, variant in variants.items())
     met = set().union(*map(models.pairs, variants.values()))
@@ -26,7 +15,7 @@ def test_models_meet_every_pair_of_choices(models):
             assert ((one, value), (other, beside)) in met
 
 
-def test_models_that_are_tried_quickly_have_each_choice(models):
+def test_models_that_are_tried_quickly_have_each_choice():
     variants = models.dealt_out(list(FAMILIES))
     for choice, values in models.CHOICES.items():
         assert {variants[family][choice] for family in models.QUICK} == set(values)
