@@ -27,7 +27,7 @@ from recipe.atropos.commands.doctor import examine, usable_gpus
 from recipe.atropos.config.compose import load_config
 from recipe.atropos.demo.random_models import make_random_model
 from recipe.atropos.errors import AtroposError
-from recipe.atropos.inference.server import default_sglang_python
+from recipe.atropos.inference.server import sglang_python
 from recipe.atropos.launcher.short_run import short_run
 from recipe.atropos.utils.machine import versions_in
 
@@ -248,7 +248,7 @@ def main(argv: list[str] | None = None) -> int:
     both = ("torch", "nvidia-nccl-cu13", "transformers")
     try:
         gpus = usable_gpus()
-        python = load_config([_ANY_MODEL, *arguments.overrides]).inference.python or default_sglang_python()
+        python = sglang_python(load_config([_ANY_MODEL, *arguments.overrides]).inference.python)
         versions = {
             "python": sys.version.split()[0],
             "trainer": versions_in(sys.executable, (*both, "verl", "atroposlib", "ray", "flash-attn", "kernels")),

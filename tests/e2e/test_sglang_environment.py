@@ -4,7 +4,7 @@ import importlib
 import sys
 
 from helpers.patches import apply_to
-from recipe.atropos.inference.server import default_sglang_python
+from recipe.atropos.inference.server import sglang_python
 
 
 def test_doctor_tells_versions_and_what_is_missing(capsys):
@@ -17,5 +17,5 @@ def test_doctor_tells_versions_and_what_is_missing(capsys):
 
 
 def test_the_installed_sglang_needs_none():
-    status, output = apply_to(default_sglang_python(), "--check")
+    status, output = apply_to(sglang_python(), "--check")
     assert status == 0 and output.count("not needed, its code has changed") == 2, output

@@ -21,7 +21,7 @@ from rich.markup import escape
 from recipe.atropos.config.compose import given_keys, load_config
 from recipe.atropos.errors import AtroposError, LaunchError, one_line_errors
 from recipe.atropos.inference.memory_saver import check_saver
-from recipe.atropos.inference.server import default_sglang_python
+from recipe.atropos.inference.server import sglang_python
 from recipe.atropos.launcher.gpu_environment import check_gpu_environment
 from recipe.atropos.launcher.placement import place_servers
 from recipe.atropos.utils.gpus import device_of, visible_gpus
@@ -49,7 +49,7 @@ def examine(config: DictConfig) -> dict[str, Finding]:
     checks: dict[str, Callable[[], str]] = {
         "machine": _machine,
         "trainer": lambda: _installed(sys.executable, _TRAINER),
-        "sglang": lambda: _installed(config.inference.python or default_sglang_python(), _SGLANG),
+        "sglang": lambda: _installed(sglang_python(config.inference.python), _SGLANG),
     }
     if on_gpu:
         checks |= {
@@ -59,7 +59,7 @@ def examine(config: DictConfig) -> dict[str, Finding]:
         }
     findings = {name: _finding(check) for name, check in checks.items()}
     if on_gpu and placed.inference.colocated is not False:
-        findings["memory_saver"] = _finding(lambda: _memory_saver(config.inference.python or default_sglang_python()))
+        findings["memory_saver"] = _finding(lambda: _memory_saver(sglang_python(config.inference.python)))
     return findings
 
 

@@ -55,7 +55,7 @@ class SGLangLaunch:
 
     Attributes:
         model_path: local folder, or a name on the Hugging Face hub.
-        python: interpreter that has SGLang; None: `default_sglang_python`.
+        python: interpreter that has SGLang; None: see `sglang_python`.
         port: None: a free one is chosen at the start.
         device: "auto" is "cuda" if this process may use a GPU, else "cpu".
         dtype: "float32" makes a CPU server's logprobs those of transformers, to 2e-5.
@@ -119,14 +119,16 @@ def sglang_flags(given: Mapping[str, Any]) -> dict[str, Any]:
     return flags
 
 
-def default_sglang_python() -> str:
-    """$ATROPOS_SGLANG_PYTHON, else `.venv-sglang` in the project's root, else this interpreter if it has SGLang.
+def sglang_python(named: str | None = None) -> str:
+    """``named``, else $ATROPOS_SGLANG_PYTHON, `.venv-sglang` in the project's root, this interpreter if it has SGLang.
+
+    A path is made absolute, since services run in other folders; a name is left to PATH.
 
     Raises:
-        LaunchError: none of the three.
+        LaunchError: none of the four.
     """
-    if named := os.environ.get(PYTHON_VARIABLE):
-        return named
+    if given := named or os.environ.get(PYTHON_VARIABLE):
+        return os.path.abspath(given) if os.sep in given else given
     beside = Path(__file__).resolve().parents[3] / ".venv-sglang" / "bin" / "python"
     if beside.exists():
         return str(beside)
@@ -160,7 +162,7 @@ def sglang_command(launch: SGLangLaunch) -> tuple[list[str], dict[str, str]]:
         "sleep-on-idle": True,  # else the idle scheduler burns a core
     }
     # The launcher's PYTHONPATH is for another environment; an empty one counts as none.
-    python = launch.python or default_sglang_python()
+    python = sglang_python(launch.python)
     environment = {"PYTHONPATH": "", "SGLANG_USE_CPU_ENGINE": "0", **nccl_variables(), **_END_ON_SIGTERM}
     environment["PATH"] = server_path(python)
     if launch.releases_memory:
@@ -201,7 +203,7 @@ def _arguments(flags: Mapping[str, Any]) -> list[str]:
 
 def check_launch(launch: SGLangLaunch) -> None:
     """Raise LaunchError for what would make the server fail half a minute from now."""
-    python = launch.python or default_sglang_python()
+    python = sglang_python(launch.python)
     _check_interpreter(python)
     if launch.releases_memory:
         check_saver(python)

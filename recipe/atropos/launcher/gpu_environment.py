@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from omegaconf import DictConfig
 
 from recipe.atropos.errors import ConfigurationError, LaunchError
-from recipe.atropos.inference.server import default_sglang_python, server_path
+from recipe.atropos.inference.server import server_path, sglang_python
 from recipe.atropos.launcher.placement import goes_over_nccl
 from recipe.atropos.utils.gpus import device_of
 from recipe.atropos.utils.machine import nvidia_smi, versions_in
@@ -42,7 +42,7 @@ def check_gpu_environment(config: DictConfig) -> list[str]:
 
 def _misfits(config: DictConfig) -> Iterator[tuple[str, bool]]:
     """What does not fit, and whether it can never work: a driver may have NVIDIA's package for newer CUDA versions."""
-    python = config.inference.python or default_sglang_python()
+    python = sglang_python(config.inference.python)
     drivers = nvidia_smi("gpu", "driver_version")
     driver = drivers[0][0] if drivers else None
     nccl: dict[str, tuple[str, str | None]] = {}

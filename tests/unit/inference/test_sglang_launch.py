@@ -14,8 +14,8 @@ from recipe.atropos.inference.server import (
     LaunchError,
     SGLangLaunch,
     check_launch,
-    default_sglang_python,
     sglang_command,
+    sglang_python,
 )
 
 
@@ -28,7 +28,16 @@ def test_a_missing_interpreter_is_an_error_at_once(tmp_path):
 
 def test_the_interpreter_is_named_by_the_environment_first(monkeypatch):
     monkeypatch.setenv(PYTHON_VARIABLE, "/some/python")
-    assert default_sglang_python() == "/some/python"
+    assert sglang_python() == "/some/python"
+    assert sglang_python("/other/python") == "/other/python"
+
+
+def test_an_interpreter_is_named_from_any_folder(monkeypatch, tmp_path):
+    """Services are not started in the launcher's."""
+    monkeypatch.chdir(tmp_path)
+    launch = SGLangLaunch("m", python="venv/bin/python", port=5, device="cpu")
+    assert sglang_command(launch)[0][0] == f"{tmp_path}/venv/bin/python"
+    assert sglang_python("python3") == "python3"
 
 
 def test_the_command_on_a_cpu_and_on_a_gpu():
