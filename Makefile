@@ -29,7 +29,7 @@ test-for: env gem-env  ## One file of tests: make test-for FILE=tests/unit/data/
 	$(VENV)/bin/python -m pytest -m "slow or not slow" $(FILE) $(ARGS)
 
 test-fast: gem-env  ## The tests that start no server
-	$(VENV)/bin/python -m pytest tests/unit -m "not e2e" $(ARGS)
+	$(VENV)/bin/python -m pytest tests/unit $(PARALLEL) $(ARGS)
 
 test-all: env gem-env  ## The same, and what takes long
 	$(VENV)/bin/python -m pytest -m "slow or not slow" $(PARALLEL) $(ARGS)

@@ -2,6 +2,8 @@
 
 import asyncio
 import re
+import subprocess
+import sys
 
 import orjson
 import pytest
@@ -121,3 +123,10 @@ def test_an_environment_that_hangs_ends_with_one_line(served):
     arguments = ["--env", GUESS, "--model", model, "--url", url, "--timeout", "1", "mood=hangs"]
     with pytest.raises(SystemExit, match="error: .*not done within --timeout=1 s"):
         debug.main(["verify-env", *arguments])
+
+
+def test_first_environments_flags_are_checked_as_its_page_says():
+    command = [sys.executable, "-m", "recipe.atropos.utils.env_adapter", "serve", "--check", "--env", str(EXAMPLE)]
+    for flag, status in (("--env.answer_tokens=32", 0), ("--env.answer_token=32", 2)):
+        done = subprocess.run([*command, flag], capture_output=True, text=True, timeout=120)
+        assert done.returncode == status, done.stderr

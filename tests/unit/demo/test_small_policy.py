@@ -16,7 +16,6 @@ from recipe.atropos.demo.small_policy import (
     Recipe,
     _tokenize,
     ensure_small_policy,
-    greedy_accuracy,
     make_small_policy,
 )
 from recipe.atropos.demo.terse_policy import STEPS, TerseRecipe
@@ -89,12 +88,6 @@ def test_a_policy_is_made_in_a_folder_and_measured(tmp_path, capsys, monkeypatch
     shown = capsys.readouterr().out
     assert "greedy, held out, word problems: " in shown and "greedy, held out, sums: " in shown
     assert AutoTokenizer.from_pretrained(tmp_path).eos_token == "<|im_end|>"
-
-
-@pytest.mark.timeout(280)
-def test_small_policy_gets_a_fifth_to_a_half_right():
-    """The problems are held out."""
-    assert 0.2 <= greedy_accuracy(ensure_small_policy(seed=0)) <= 0.5
 
 
 def test_terse_policy_is_taught_each_step_equally_seldom(tokenizer):
