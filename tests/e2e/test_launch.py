@@ -175,9 +175,8 @@ def test_launch_of_a_trainer_that_fails_waits_for_no_service(tmp_path, model_pat
     assert "Traceback" not in output
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGKILL, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)], ids=lambda number: number.name
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP], ids=lambda number: number.name)
 def test_orphans_of_a_launcher_killed_in_its_start_are_ended(tmp_path, number):
     """While the trainer starts Ray and SGLang its processes; some of them show neither environment nor name."""
     mark, folder = uuid.uuid4().hex, tmp_path / "run"

@@ -16,9 +16,11 @@ from safetensors import safe_open
 
 from helpers.export import assert_export_is_what_is_served
 from helpers.services import get, post, running_api
+from helpers.sglang import make_tiny_model, running_sglang
 from helpers.trainer import CPU_OVERRIDES, begin_step, close, compose_config, model_vocab, random_group, started
 from recipe.atropos import ray_trainer
 from recipe.atropos.data.data_proto import groups_to_data_proto
+from recipe.atropos.demo.random_models import CHAT_TEMPLATE
 from recipe.atropos.inference.client import SGLangClient
 from recipe.atropos.ray_trainer import RayGRPOAtroposTrainer
 from recipe.atropos.run_record import read_metrics
@@ -403,3 +405,22 @@ def test_engine_and_trainer_agree_on_fresh_samples_alone(model_path, server, tmp
     assert len(gaps["fresh"][0]) == 4 and max(gaps["fresh"][0]) < 1e-4, gaps
     assert gaps["stale"][0][0] < 1e-4 and gaps["stale"][0][1] > 1e-3, gaps
     assert gaps["stale"][1] == sorted(gaps["stale"][1]) and gaps["stale"][1][-1] > 10 * max(gaps["fresh"][1]), gaps
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("llama", {"tie_word_embeddings": True, "chat_template": {"default": CHAT_TEMPLATE}, "pad": False}),
+        ("qwen3", {"vocab_size": 320, "chat_template": None}),
+    ],
+)
+def test_models_of_other_architectures_train(family, options, tmp_path):
+    """benchmarks/models.py tries all of them, by the launcher; every other test trains Qwen2."""
+    model = make_tiny_model(tmp_path / "model", 0, family, **options)
+    options = ["trainer.total_training_steps=3", "trainer.atropos.weight_sync.verify=probe"]
+    with running_sglang(model, max_total_tokens=4096) as (_, server):
+        fit(model, server, tmp_path / "run", tmp_path / "api", samples(server, 3, fresh=True), *options)
+    lines = read_metrics(tmp_path / "run")
+    assert len(lines) == 3 and all(line["actor/grad_norm"] > 0 for line in lines)
+    for name in ("atropos/logprob_diff/max", "weight_sync/probe_gap"):
+        assert max(line[name] for line in lines) < 1e-4, name

@@ -217,6 +217,7 @@ def test_export_answers_as_the_server_does(run, server):
     assert_export_is_what_is_served(run.trainer, server, pushed, run.folder / "exported")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", [COMBINATIONS[0], COMBINATIONS[2]], indirect=True, ids=["fsdp2", "fsdp"])
 def test_lora_resumed_run_is_the_uninterrupted_one_bit_for_bit(run, model_path, server):
     """Two steps more with a push between: in the trainer that made the first two, and in new ones of its checkpoint.

@@ -41,6 +41,7 @@ def test_a_server_that_cannot_start_shows_its_own_last_lines(model_path, tmp_pat
             pass
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_no_process_of_the_server_outlives_a_killed_launcher(model_path, tmp_path):
     """Also after a request with n > 1, for which SGLang 0.5.12 would wait for ever."""

@@ -98,6 +98,7 @@ def test_staleness_without_pacing_favors_short_answers(model_path, server, tmp_p
     assert np.mean(lengths) < 0.9 * (LONG + 3 * SHORT) / 4, lengths
 
 
+@pytest.mark.slow
 def test_rows_beyond_the_bound_are_dropped_where_nothing_paces(model_path, server, tmp_path):
     lines, _, _ = train(model_path, server, tmp_path, 0, paced=False)
     assert all(line["atropos/staleness/max"] == 0 for line in lines)

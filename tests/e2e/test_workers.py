@@ -189,7 +189,7 @@ def test_sampling_temperature_of_each_row_is_computed(trainer, plain, model_path
     assert trainer.metrics["actor/grad_norm"] == pytest.approx(norm.item(), rel=1e-3)
 
 
-@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
+@pytest.mark.parametrize("strategy", ["fsdp2", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_the_reference_policy_is_the_model_before_any_update(model_path, plain, tmp_path, strategy):
     config = compose_config(
         *SIZES,

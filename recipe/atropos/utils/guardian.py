@@ -1,17 +1,17 @@
-"""The parent of one service: ``python -I -S guardian.py NAME``, started by ``process.start_service``.
+"""The parent process of one service: ``python -I -S guardian.py NAME``, started by ``process.start_service``.
 
-It is the subreaper of the service (Linux), so that every process the service starts stays its descendant, also one that
+It is the subreaper of the service (Linux), so that every process the service starts stays its descendant, even one that
 re-parents itself, changes its session or renames itself. File descriptor 0 is a Unix socket to the launcher, which
-sends the command, is told the pid, and may ask for the end with a grace in seconds.
+sends the command, receives the pid, and may request the end with a grace period in seconds.
 
 Guarantees:
 
-* when the launcher is gone, however it ended, or asks for it, no process of the service is left: SIGTERM to the
-  service's leader, then to the rest, then SIGKILL until there is no child any more; last to those that tidy up;
-* the same when the leader ends by itself, so a guardian that has ended has left nothing;
+* when the launcher is gone, however it ended, or requests the end, no process of the service is left: SIGTERM to the
+  service's leader, then to the rest, then SIGKILL until no child is left; cleanup processes come last;
+* the same when the leader ends by itself, so a guardian that has ended leaves nothing behind;
 * it ends as the leader did: with the same exit code, or by the same signal.
 
-Standard library only, and without site packages: it runs beside every service and must start at once.
+Uses only the standard library, without site packages: it runs beside every service and must start at once.
 """
 
 import ctypes
@@ -24,14 +24,15 @@ import time
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _prctl = ctypes.CDLL(None).prctl
 
-_GRACE = 5.0  # seconds for the leader where nobody named any: the launcher is gone
-_LINGER = 1.0  # seconds for what outlives its leader: first to end by itself, then after SIGTERM
-# They unlink what others left in shared memory, and end when those have.
+_END_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_GRACE = 5.0  # seconds for the leader if no grace period was given: the launcher is gone
+_LINGER = 1.0  # seconds for processes that outlive their leader: first to end by themselves, then after SIGTERM
+# Cleanup processes: they unlink shared memory that others left, and end when those have ended.
 _TIDYING = (b"multiprocessing.resource_tracker", b"torch_shm_manager")
 
 
 def _receive(control: int, size: int) -> bytes:
-    """At most so many bytes; none when the launcher is gone, also if it left an answer unread (ECONNRESET)."""
+    """Return at most ``size`` bytes; none if the launcher is gone, even if it left data unread (ECONNRESET)."""
     try:
         return os.read(control, size)
     except OSError:
@@ -39,7 +40,7 @@ def _receive(control: int, size: int) -> bytes:
 
 
 def _receive_command(control: int) -> list[str] | None:
-    """Eight bytes of length, then the words with a zero byte between each two; None: the launcher is gone."""
+    """Receive the length in eight bytes, then the words separated by zero bytes; None: the launcher is gone."""
     data, size = b"", 8
     while len(data) < size:
         if not (more := _receive(control, size - len(data))):
@@ -51,7 +52,7 @@ def _receive_command(control: int) -> list[str] | None:
 
 
 def _log(text: str) -> None:
-    """In the service's log, where there is room: on a full disk the service is ended all the same."""
+    """Write to the service's log, if there is room: the service must be ended on a full disk too."""
     try:
         os.write(2, f"{text}\n".encode(errors="replace"))
     except OSError:
@@ -59,10 +60,10 @@ def _log(text: str) -> None:
 
 
 def _execute(command: list[str], parent: int) -> None:
-    """Become the command, in a session of its own. SIGPIPE and SIGXFSZ, which Python ignores, would stay ignored."""
+    """Become the command, in its own session. SIGPIPE and SIGXFSZ, which Python ignores, would stay ignored."""
     try:
         os.setsid()
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)  # should the guardian itself be killed
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)  # if the guardian itself is killed
         if os.getppid() == parent:
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)
             signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
@@ -74,7 +75,7 @@ def _execute(command: list[str], parent: int) -> None:
 
 
 def _descendants() -> dict[int, str]:
-    """The name of each process below this one, by pid; of a zombie it is empty."""
+    """Return the name of each descendant of this process, by pid; for a zombie it is empty."""
     children: dict[int, list[tuple[int, str]]] = {}
     for entry in filter(str.isdigit, os.listdir("/proc")):
         try:
@@ -111,7 +112,7 @@ def _signal(pids: list[int], *numbers: int) -> None:
 
 
 class Guardian:
-    """See the module."""
+    """The guardian of a service; see the module docstring."""
 
     def __init__(self, name: str, control: int):
         self.name, self.control, self.launcher = name, control, os.getppid()
@@ -121,8 +122,8 @@ class Guardian:
         os.set_blocking(write, False)
         signal.set_wakeup_fd(write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup's choice is the service's too
+        for number in _END_SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup's choice applies to the service too
                 signal.signal(number, self._ask)
 
     def _ask(self, *_: object) -> None:
@@ -130,12 +131,19 @@ class Guardian:
 
     def start(self, command: list[str]) -> None:
         guardian = os.getpid()
+        # Until it has executed the command the child has this process's handlers: a SIGTERM that they meet is lost.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _END_SIGNALS)
         self.leader = os.fork()
         if self.leader == 0:
+            for number in _END_SIGNALS:
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    signal.signal(number, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
             _execute(command, guardian)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def reap(self) -> None:
-        """Take the status of every child that has ended; ``alone``: there is none left."""
+        """Reap every child that has ended; set ``alone`` if none is left."""
         try:
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 if ended[0] == self.leader:
@@ -144,7 +152,7 @@ class Guardian:
             self.alone = True
 
     def pause(self, seconds: float, *descriptors: int) -> list[int]:
-        """Until a signal or a descriptor is ready, at most so long; returns the ready ones."""
+        """Wait at most ``seconds`` for a signal or a ready descriptor; return the ready ones."""
         ready = select.select([self.wake, *descriptors], [], [], max(0.0, seconds))[0]
         if self.wake in ready:
             os.read(self.wake, 4096)
@@ -152,7 +160,7 @@ class Guardian:
         return ready
 
     def watch(self) -> float:
-        """Until the service is to end, or its leader has; returns the grace in seconds."""
+        """Wait until the service must end, or its leader has ended; return the grace period in seconds."""
         while self.status is None:
             if self.control in self.pause(1.0, self.control):
                 return float(_receive(self.control, 64).split(b"\n")[0] or _GRACE)
@@ -162,7 +170,7 @@ class Guardian:
         return _LINGER
 
     def end(self, grace: float) -> None:
-        """End whatever is left. SIGCONT, because a stopped process would meet SIGTERM only then."""
+        """End all processes that are left. A stopped process handles SIGTERM only after SIGCONT."""
         if self.status is None:
             deadline = time.monotonic() + grace
             _signal([self.leader], signal.SIGTERM, signal.SIGCONT)

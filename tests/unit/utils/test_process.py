@@ -110,6 +110,14 @@ def test_stop_ends_the_whole_tree_and_nothing_else(launch, tmp_path, code, count
         bystander.wait()
 
 
+def test_stop_right_after_the_start_ends_the_service(launch):
+    """A SIGTERM between fork and exec is not lost: it would be killed, when the grace is over."""
+    for _ in range(20):
+        service = launch("import time; time.sleep(600)")
+        service.stop(grace=30)
+        assert service.poll() == -signal.SIGTERM
+
+
 def test_stop_wakes_a_guardian_that_was_stopped(launch, tmp_path):
     service = launch(WAIT)
     [process] = started(tmp_path, 1)
