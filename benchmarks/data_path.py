@@ -1,14 +1,14 @@
-"""What the way from scored data to an update saves: ``python benchmarks/data_path.py [--quick]``.
+"""Speed of the path from scored data to an update: ``python benchmarks/data_path.py [--quick]``.
 
-Two measurements, each against the plain way on the same data, in turns, medians of several runs:
+Two measurements, each compared with a straightforward implementation on the same data; medians of alternating runs:
 
 1. ScoredData -> DataProto. 64 groups of 8 sequences of 2,048 tokens with every per-token field of the API.
-   Ours: ``groups_to_data_proto``. Reference: the same contract, validations included, as loops over tokens and lists
+   Ours: ``groups_to_data_proto``. Reference: the same contract, including validation, as loops over tokens and lists
    that become tensors at the end. Both must give equal tensors. Target: 5 times as fast.
 2. Actor update on responses of heavy-tailed length (lognormal, median a quarter of the configured maximum), by verl's
    real FSDP worker under Ray. Ours: the batch as the trainer makes it, padding removed. Reference: every response
    padded to ``data.max_response_length`` with tokens that the model computes on and the loss ignores; same worker,
-   mini-batch and tokens a micro-batch. The learning rate is 0, and both must give the same loss and gradient norm.
+   mini-batch and tokens per micro-batch. The learning rate is 0, and both must give the same loss and gradient norm.
    Target: 2 times as fast.
 """
 
@@ -64,7 +64,7 @@ class Compared:
 
 
 def compare(ours: Callable[[], Any], reference: Callable[[], Any], runs: int) -> Compared:
-    """Time both in turns, after one run each that warms up."""
+    """Time both in alternation, after one warm-up run each."""
     seconds: dict[Callable[[], Any], list[float]] = {ours: [], reference: []}
     for _ in range(runs + 1):
         for function, times in seconds.items():
@@ -78,7 +78,7 @@ def compare(ours: Callable[[], Any], reference: Callable[[], Any], runs: int) ->
 
 
 def make_group(rng: np.random.Generator, lengths: Sequence[tuple[int, int]], span: float = 0.0) -> dict[str, Any]:
-    """A group in the API's format. ``lengths`` are (prompt, response) in tokens.
+    """Return a group in the API's format. ``lengths`` are (prompt, response) in tokens.
 
     A share ``span`` in the middle of each response is the environment's: masked, between two trained turns.
     """
@@ -96,7 +96,7 @@ def make_group(rng: np.random.Generator, lengths: Sequence[tuple[int, int]], spa
 
 
 def plain_rows(groups: Sequence[Group], limits: RowLimits) -> list[dict[str, list]]:
-    """The row contract said token by token, for groups that have every field: a dict of lists a row.
+    """Apply the row contract token by token, to groups that have every field; return a dict of lists per row.
 
     Raises:
         ValueError: lengths differ, a token is outside the vocabulary, or a score, advantage or logprob is not finite.
@@ -146,7 +146,7 @@ def plain_rows(groups: Sequence[Group], limits: RowLimits) -> list[dict[str, lis
 
 
 def plain_batch(groups: Sequence[Group], limits: RowLimits) -> dict[str, torch.Tensor]:
-    """The tensors of ``groups_to_data_proto``, by name and with its shapes, from padded lists."""
+    """Return the tensors of ``groups_to_data_proto``, by name and with its shapes, from padded lists."""
     rows = plain_rows(groups, limits)
     prompt_width = max(len(row["prompt"]) for row in rows)
     width = max(len(row["response"]) for row in rows)
@@ -177,7 +177,7 @@ def plain_batch(groups: Sequence[Group], limits: RowLimits) -> dict[str, torch.T
 
 
 def measure_conversion(runs: int) -> Compared:
-    """Part 1, on a batch in which some prompts and some responses have to be cut."""
+    """Measure part 1, on a batch in which some prompts and some responses have to be truncated."""
     rng = np.random.default_rng(0)
     limits = RowLimits(max_prompt_length=512, max_response_length=1536, pad_token_id=0, vocab_size=VOCABULARY)
     groups = []
@@ -196,7 +196,7 @@ def measure_conversion(runs: int) -> Compared:
 
 @dataclass(frozen=True)
 class UpdateSizes:
-    """Of the actor update; lengths in tokens. A micro-batch holds two of the longest rows."""
+    """Sizes of the actor update; lengths in tokens. A micro-batch holds two of the longest rows."""
 
     groups: int
     max_response_length: int
@@ -220,9 +220,9 @@ class Outcome:
 
 
 def response_lengths(rows: int, longest: int) -> list[int]:
-    """Lengths of a lognormal with its median at a quarter of ``longest``, clipped there.
+    """Return lengths of a lognormal with its median at a quarter of ``longest``, clipped at ``longest``.
 
-    They are its quantiles, evenly spaced, so that no seed decides how heavy the tail is.
+    They are its quantiles, evenly spaced, so that the tail does not depend on a seed.
     """
     normal = statistics.NormalDist(math.log(longest / 4), SIGMA)
     lengths = [math.exp(normal.inv_cdf((i + 0.5) / rows)) for i in range(rows)]
@@ -252,7 +252,7 @@ def make_model(folder: Path) -> Path:
 
 @contextmanager
 def running_trainer(folder: Path, sizes: UpdateSizes) -> Iterator[RayGRPOAtroposTrainer]:
-    """A trainer with its worker under Ray, whose updates leave the weights as they are; Ray ends with it."""
+    """Yield a trainer with its worker under Ray, whose updates leave the weights unchanged; Ray ends with it."""
     model = make_model(folder / "model")
     overrides = [
         f"run.dir={folder / 'run'}",
@@ -281,7 +281,7 @@ def running_trainer(folder: Path, sizes: UpdateSizes) -> Iterator[RayGRPOAtropos
 
 
 def make_batch(trainer: RayGRPOAtroposTrainer, sizes: UpdateSizes) -> DataProto:
-    """A batch as the trainer makes it, with advantages, and with old logprobs that are not quite the policy's.
+    """Return a batch as the trainer makes it, with advantages, and with old logprobs slightly off the policy's.
 
     So the loss depends on the logprob of every trained token.
     """
@@ -306,7 +306,7 @@ def make_batch(trainer: RayGRPOAtroposTrainer, sizes: UpdateSizes) -> DataProto:
 
 
 def pad_to_maximum(batch: DataProto, limits: RowLimits) -> DataProto:
-    """The rows with attended, untrained pad tokens behind every response, up to ``limits.max_response_length``."""
+    """Return the rows with attended, untrained pad tokens after every response, to ``limits.max_response_length``."""
     tensors = batch.batch
     prompts, width = tensors["prompts"], tensors["responses"].shape[1]
     missing = limits.max_response_length - width
@@ -332,7 +332,7 @@ def pad_to_maximum(batch: DataProto, limits: RowLimits) -> DataProto:
 
 
 def update(trainer: RayGRPOAtroposTrainer, batch: DataProto) -> Outcome:
-    """One update of the actor, over the trainer's own path."""
+    """Run one update of the actor, by the trainer's own code."""
     trainer.metrics, trainer.timing_raw, trainer.global_steps = {}, {}, 1
     trainer._update_actor(batch)
     return Outcome(float(trainer.metrics["actor/pg_loss"]), float(trainer.metrics["actor/grad_norm"]))
@@ -340,7 +340,7 @@ def update(trainer: RayGRPOAtroposTrainer, batch: DataProto) -> Outcome:
 
 @dataclass(frozen=True)
 class Update:
-    """Part 2: the times, what every run gave (in the same order), and what the rows were like."""
+    """Results of part 2: times, the outcome of every run (in the same order), and properties of the rows."""
 
     seconds: Compared
     ours: list[Outcome]
@@ -350,13 +350,13 @@ class Update:
 
     @property
     def same(self) -> bool:
-        """All runs agree; a loss near zero would agree with anything."""
+        """Whether all runs agree; a loss near zero, which shows nothing, does not count."""
         first = self.ours[0]
         return abs(first.loss) > 0.1 and all(first.equals(other) for other in self.ours + self.reference)
 
 
 def measure_update(sizes: UpdateSizes, runs: int) -> Update:
-    """Part 2."""
+    """Measure part 2."""
     with tempfile.TemporaryDirectory() as folder, running_trainer(Path(folder), sizes) as trainer:
         batch = make_batch(trainer, sizes)
         padded = pad_to_maximum(batch, trainer.limits)

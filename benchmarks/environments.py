@@ -3,15 +3,15 @@
     python benchmarks/environments.py --atropos-dir DIR
 
 Each file that has a command line (``.cli()``) is started twice, offline, unmodified: as ``python FILE serve`` with
-atroposlib as it is, and through ``recipe.atropos.utils.env_adapter``. Both get the same flags, atroposlib's own
-Trajectory API with a trainer registered, and a real SGLang server with a random policy whose tokenizer is made of the
-checkout's text. How far it comes within the time limit:
+stock atroposlib, and through ``recipe.atropos.utils.env_adapter``. Both get the same flags, atroposlib's own Trajectory
+API with a registered trainer, and a real SGLang server with a random policy whose tokenizer is trained on the
+checkout's text. Measured is how far it gets within the time limit:
 
     import -> set up -> group       (a group of scored samples has arrived at the API)
 
 and for a group whether each trained token has the logprob that it was sampled with. An environment that needs a package
 that is not installed, a data set of the hub, a service or a key cannot run here; the table says what it needs. The
-target: of the environments that need none of these, all send groups through the adapter.
+target: all environments that need none of these send groups through the adapter.
 """
 
 import argparse
@@ -40,7 +40,7 @@ CONTEXT = 16384
 _SHOWN = 160  # characters of an error
 STAGES = ("import", "set up", "group")
 
-# What an environment lacks here, by the last words of its log; the first that fits.
+# What an environment lacks here, by patterns in its log; the first match counts.
 NEEDS = {
     "package": r"No module named '?([\w.]+)|cannot import name '(\w+)' from|ImportError: (.*)|(DeprecatedEnv)",
     "key": r"([A-Z_]*API_KEY[A-Z_]*)|api_key client option|Missing credentials|gated repo",
@@ -57,7 +57,7 @@ NEEDS = {
 
 @dataclass
 class Outcome:
-    """How far one start came. ``why`` is what ended it; ``needs`` what it lacks here, if that is the cause."""
+    """How far one start got. ``why`` is what ended it; ``needs`` what it lacks here, if that is the cause."""
 
     reached: str = ""
     why: str = ""
@@ -74,7 +74,7 @@ class Outcome:
 
 
 def make_policy(folder: Path, texts: list[Path]) -> None:
-    """A random Qwen2 and a tokenizer with 8,192 tokens, trained on ``texts``; it ends its turn after some 60 tokens."""
+    """Make a random Qwen2, whose turns end after some 60 tokens, and an 8,192-token tokenizer trained on ``texts``."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -92,14 +92,14 @@ def make_policy(folder: Path, texts: list[Path]) -> None:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=2 * CONTEXT,  # some ask for answers of CONTEXT tokens
+        max_position_embeddings=2 * CONTEXT,  # some request answers of CONTEXT tokens
         tie_word_embeddings=False,
         bos_token_id=0,
         eos_token_id=2,
         pad_token_id=0,
     )
     model = Qwen2ForCausalLM(config).to(torch.float32)
-    with torch.no_grad():  # one direction that every state has gives the end of the turn its probability, about 1 in 60
+    with torch.no_grad():  # a direction shared by all states sets the end of turn's probability to about 1 in 60
         model.model.embed_tokens.weight[:, 0] = 10.0
         model.lm_head.weight[:, 0] = 0.0
         model.lm_head.weight[2] = 0.0
@@ -108,7 +108,7 @@ def make_policy(folder: Path, texts: list[Path]) -> None:
 
 
 def forked(action: Callable[[], Any], log: Path, folder: Path | None = None) -> int:
-    """The pid of a child that runs ``action`` as the leader of a session, with its output in ``log``."""
+    """Fork a child that runs ``action`` as the leader of a session, with its output in ``log``; return its pid."""
     pid = os.fork()
     if pid:
         return pid
@@ -144,7 +144,7 @@ def ended(pid: int) -> bool:
 
 
 def kill(pid: int) -> None:
-    """The child's whole session."""
+    """Kill the child's whole session."""
     try:
         os.killpg(pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -164,7 +164,7 @@ def serve_api(port: int) -> None:
 
 
 def start_environment(file: Path, flags: list[str], ours: bool, marks: Path) -> None:
-    """In a child: the environment's own command line. What it reaches is written to ``marks``, nothing else changes."""
+    """Run the environment's own command line, in a child. Only change: its progress is written to ``marks``."""
     from atroposlib.envs.base import BaseEnv
 
     def reached(what: str) -> None:
@@ -204,7 +204,7 @@ def start_environment(file: Path, flags: list[str], ours: bool, marks: Path) -> 
 
 
 class Probe:
-    """One start of one environment, polled until it has sent a group, has ended, or the limit is over."""
+    """One start of one environment, polled until it has sent a group, has ended, or has run out of time."""
 
     def __init__(self, file: Path, checkout: Path, ours: bool, model: Path, sglang: str, folder: Path):
         from recipe.atropos.utils.process import free_port
@@ -236,7 +236,7 @@ class Probe:
         self._started = time.monotonic()
 
     def begin(self) -> bool:
-        """Once the API answers: a trainer registers, and the environment is started."""
+        """Once the API answers, register a trainer and start the environment; return whether it is started."""
         if self._pid is None and _get(f"{self.api}/status-of-the-api", 404) is not None:
             trainer = {
                 "wandb_group": "g",
@@ -256,7 +256,7 @@ class Probe:
         return self._pid is not None
 
     def result(self) -> Outcome | None:
-        """None while it is under way."""
+        """Return the outcome; None while the environment is still running."""
         if not self.begin():
             if time.monotonic() - self._started > 30:
                 raise RuntimeError(f"{self.api}: the Trajectory API does not answer; see {self.folder}/api.log")
@@ -288,7 +288,7 @@ class Probe:
 
 
 def share_with_logprobs(group: dict[str, Any]) -> float:
-    """Of the trained tokens of a posted group, those with a logprob of their own (below or at 0)."""
+    """Return the share of a posted group's trained tokens that have a logprob of their own (below or at 0)."""
     trained = with_logprob = 0
     logprobs = group.get("inference_logprobs") or [None] * len(group["masks"])
     for masks, values in zip(group["masks"], logprobs, strict=True):
@@ -300,7 +300,7 @@ def share_with_logprobs(group: dict[str, Any]) -> float:
 
 
 def last_words(log: str) -> str:
-    """The error that ended it, or the last line that names one."""
+    """Return the last line of the log that names an error, else the last line."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     errors = [
         line for line in lines if re.search(r"(Error|Exception|Exit)\b.*:|\berror\b|not sent|invalid|skipping", line)
@@ -309,7 +309,7 @@ def last_words(log: str) -> str:
 
 
 def needs(log: str, why: str) -> str:
-    """Environments catch that a data set cannot be had, so the whole log tells; a package, only the last words."""
+    """Return what is missing, by ``why`` or by the whole log: environments may catch that a data set is missing."""
     for what, pattern in NEEDS.items():
         if found := re.search(pattern, why if what in ("package", "file", "configuration of its own") else log):
             detail = next((group for group in found.groups() if group), "") if found.groups() else ""
@@ -372,7 +372,7 @@ def run_all(files: list[Path], checkout: Path, model: Path, sglang: str, work: P
 
 
 def summarise(outcomes: dict[Path, dict[str, Outcome]], root: Path) -> tuple[str, dict[str, float]]:
-    """The table, in Markdown, and its figures."""
+    """Return the table, in Markdown, and its figures."""
 
     def cell(outcome: Outcome) -> str:
         if outcome.ran:
@@ -430,7 +430,7 @@ def main() -> int:
 
 
 def _main(arguments: argparse.Namespace, work: Path) -> int:
-    checkout = work / "checkout"  # environments write beside themselves
+    checkout = work / "checkout"  # environments write into their own folder
     shutil.copytree(arguments.atropos_dir, checkout, ignore=shutil.ignore_patterns(".git"))
     files = environment_files(checkout, arguments.only)
     if arguments.quick:
@@ -447,7 +447,7 @@ def _main(arguments: argparse.Namespace, work: Path) -> int:
     server = start_sglang(launch, log_path=work / "sglang.log")
     try:
         asyncio.run(wait_until_serving(server, 240))
-        # What every environment imports, once, before the children that share it.
+        # Import what every environment needs once, before forking the children that share it.
         import atroposlib.api.server  # noqa: F401
         import atroposlib.envs.base  # noqa: F401
         import uvicorn  # noqa: F401

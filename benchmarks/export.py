@@ -1,10 +1,10 @@
 """Memory and time of an export: ``python benchmarks/export.py [--quick]``.
 
-Checkpoints of two ranks, as FSDP2 shards models with the shapes of Qwen2.5-0.5B and 1.5B (untied) in float32, are
-exported by ``recipe.atropos.checkpoint.export``, the smaller one also by verl's ``model_merger``, each in a process of
-its own.
-Memory is the largest anonymous memory of the process, without the pages of mapped files, which the kernel takes back
-when it needs them, and without what the interpreter has after the imports.
+Checkpoints of two ranks, sharded as by FSDP2, of models with the shapes of Qwen2.5-0.5B and 1.5B (untied) in float32,
+are exported by ``recipe.atropos.checkpoint.export``, the smaller one also by verl's ``model_merger``, each in its own
+process.
+Memory is the peak anonymous memory of the process, without the pages of mapped files, which the kernel reclaims when
+it needs them, and without the memory of the interpreter after the imports.
 """
 
 import argparse
@@ -45,7 +45,7 @@ def model_config(name: str) -> Qwen2Config:
         vocab_size=151936,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
-        tie_word_embeddings=False,  # so the largest tensor is there twice
+        tie_word_embeddings=False,  # so the largest tensor exists twice
         architectures=["Qwen2ForCausalLM"],
         **shape,
     )
@@ -58,7 +58,7 @@ def shapes_of(config: Qwen2Config) -> dict[str, torch.Size]:
 
 
 def save_rank(rank: int, folder: Path, name: str, store: str) -> None:
-    """The shards of one rank, of random values; no rank holds more than its own."""
+    """Save one rank's shards, of random values; no rank holds more than its own."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
     mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("fsdp",))
     state = {}
@@ -91,7 +91,7 @@ def make_run(folder: Path, name: str) -> RunDir:
 
 
 def measure(command: list[str]) -> tuple[float, float]:
-    """(largest anonymous memory in GB, seconds) of a command; ends this process if it fails."""
+    """Return (peak anonymous memory in GB, seconds) of a command; exit if it fails."""
     begin, peak = time.monotonic(), 0
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
@@ -126,7 +126,7 @@ def main() -> int:
             run = make_run(Path(temporary), name)
             ours = measure([sys.executable, "-m", "recipe.atropos.checkpoint.export", str(run.path)])
             theirs = None
-            if name == names[0]:  # of a larger one it needs too much memory
+            if name == names[0]:  # for a larger one it needs too much memory
                 merger = [sys.executable, "-m", "verl.model_merger", "merge", "--backend", "fsdp"]
                 merger += ["--local_dir", str(run.checkpoints / "global_step_1/actor")]
                 theirs = measure([*merger, "--target_dir", f"{temporary}/verl"])

@@ -1,12 +1,12 @@
-"""Ends or stops each process of a run, at each moment of it: ``python benchmarks/faults.py [--quick] [--only TEXT]``
+"""Kill or stop each process of a run in each phase of it: ``python benchmarks/faults.py [--quick] [--only TEXT]``
 
-One run of the demonstration goes through all faults: each start resumes what the fault before it left. Of each fault:
+One run of the demonstration goes through all faults: each start resumes what the previous fault left. For each fault:
 whether the run recovered (it trained on) or ended with a named error, after how many seconds, whether a process or
-shared memory stayed, and whether each step is in ``metrics.jsonl`` once after the next start. In the end the run must
-reach its last step. A stopped process (SIGSTOP) is noticed by limits of the configuration, of which
-``LIMIT`` is the longest here.
+shared memory was left, and whether each step is in ``metrics.jsonl`` once after the next start. At the end the run must
+reach its last step. A stopped process (SIGSTOP) is noticed by configured time limits, of which ``LIMIT`` is the longest
+here.
 
-At least two minutes are needed where a limit runs out; the whole takes about 50 minutes, ``--quick`` about 8.
+A fault that is noticed by a time limit takes at least two minutes; all take about 50 minutes, ``--quick`` about 8.
 """
 
 import argparse
@@ -30,9 +30,9 @@ from recipe.atropos.utils.process import RUN_ID_VARIABLE
 LIMIT = 90  # seconds, configured for a step, a batch and a request of a push
 TARGETS = {"seconds": 120, "seconds_stopped": LIMIT + 60, "processes_left": 0, "steps_not_once": 0}
 GONE_SECONDS = 20  # from the end of the launcher to the end of the last process
-READY_SECONDS = 900  # for a moment to come
-MORE_STEPS = 4  # trained after a fault that the run survived: more than were sampled before it
-SUSPENDED_SECONDS = 15  # of a stopped launcher, which is continued: whoever stopped it meant to
+READY_SECONDS = 900  # for a moment of the table to come
+MORE_STEPS = 4  # trained after a fault to count as recovered: more than were sampled before it
+SUSPENDED_SECONDS = 15  # until a stopped launcher is continued: stopping it counts as intended
 
 QUICK = """
 launcher    KILL start
@@ -91,7 +91,7 @@ OPTIONS = [
 
 @dataclass
 class Result:
-    """``left``: processes 20 s after the end. ``shm``: files in /dev/shm that nobody has open any more."""
+    """Result of a fault. ``left``: processes 20 s after the end. ``shm``: files in /dev/shm that nobody has open."""
 
     fault: tuple[str, str, str]
     outcome: str
@@ -99,7 +99,7 @@ class Result:
     told: str = ""
     left: list[str] = field(default_factory=list)
     shm: set[str] = field(default_factory=set)
-    once: bool | None = None  # every step once, after the next start
+    once: bool | None = None  # whether every step is recorded once, after the next start
 
     @property
     def ok(self) -> bool:
@@ -125,7 +125,7 @@ class Launched:
         self.mark = uuid.uuid4().hex
         self.seen: dict[int, psutil.Process] = {}
         listing = self.run / "services.json"
-        listing.unlink(missing_ok=True)  # of the start before
+        listing.unlink(missing_ok=True)  # of the previous start
         self.trained_before = last_step(self.run)
         command = [sys.executable, "-m", "recipe.atropos.launch_services", *OPTIONS]
         command += [f"--steps={steps}", f"--run-dir={self.run}"]
@@ -136,7 +136,7 @@ class Launched:
             )
 
     def look(self) -> list[psutil.Process]:
-        """Living processes below the launcher."""
+        """Return the living processes below the launcher."""
         try:
             found = psutil.Process(self.process.pid).children(recursive=True)
         except psutil.NoSuchProcess:
@@ -145,7 +145,7 @@ class Launched:
         return found
 
     def left(self) -> list[psutil.Process]:
-        """Living processes of the run, known by their mark or seen before."""
+        """Return the living processes of the run, known by their mark or seen before."""
         found = {}
         for process in psutil.process_iter():
             try:
@@ -157,7 +157,7 @@ class Launched:
         return [p for p in found.values() if alive(p) and p.pid != self.process.pid]
 
     def find(self, name: str) -> psutil.Process | None:
-        """The process of that name in the table; None: it does not run."""
+        """Return the process of that name in the table; None if it does not run."""
         if name == "launcher":
             return psutil.Process(self.process.pid)
         below = self.look()
@@ -170,10 +170,10 @@ class Launched:
         return next((p for p in below if p.pid == pid), None)
 
     def wait_for(self, name: str, moment: str) -> psutil.Process:
-        """The process, as soon as it is the moment.
+        """Return the process as soon as the moment has come.
 
         Raises:
-            RuntimeError: the run ended before, or the moment does not come.
+            RuntimeError: the run ended first, or the moment does not come.
         """
         deadline = time.monotonic() + READY_SECONDS
         rank = None
@@ -200,13 +200,13 @@ class Launched:
         raise RuntimeError(f"no {name} at the moment {moment} within {READY_SECONDS} s: {self.told()}")
 
     def told(self) -> str:
-        """The launcher's last words."""
+        """Return the launcher's last message."""
         lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
         marked = [line for line in lines if line.startswith(("error", "stopped", "Traceback"))]
         return " ".join((marked or lines or ["nothing"])[-1].split())
 
     def end(self) -> None:
-        """In order, then by force."""
+        """End the run, first gracefully, then by force."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGCONT)
             self.process.terminate()
@@ -223,7 +223,7 @@ PROGRAMS = {"rank": "ray::AtroposActorWorker", "raylet": "raylet", "gcs": "gcs_s
 
 
 def title(process: psutil.Process) -> str:
-    """The first word of its command line, without the folder; Ray's workers rewrite theirs."""
+    """Return the first word of its command line, without the folder; Ray's workers rewrite theirs."""
     try:
         command = process.cmdline()
     except psutil.Error:
@@ -257,7 +257,7 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
 
 
 def unused_shm() -> set[str]:
-    """Files of /dev/shm that no process has mapped or open."""
+    """Return the files of /dev/shm that no process has mapped or open."""
     names = {entry.name for entry in os.scandir("/dev/shm")}
     used = set()
     for entry in filter(str.isdigit, os.listdir("/proc")):
@@ -272,7 +272,7 @@ def unused_shm() -> set[str]:
 
 
 def inflict(launched: Launched, fault: tuple[str, str, str], shm_before: set[str]) -> Result:
-    """One fault, and what becomes of the run."""
+    """Inject one fault, and return what becomes of the run."""
     name, signal_name, moment = fault
     target = launched.wait_for(name, moment)
     launched.look()
@@ -312,7 +312,7 @@ def inflict(launched: Launched, fault: tuple[str, str, str], shm_before: set[str
 
 
 def campaign(folder: Path, faults: list[tuple[str, str, str]]) -> Iterator[Result]:
-    """The results in order; the last one is of no fault: the run must reach its last step."""
+    """Yield the results in order; the last one is without a fault: the run must reach its last step."""
     launched, before = None, None
     try:
         for fault in faults:
@@ -328,7 +328,7 @@ def campaign(folder: Path, faults: list[tuple[str, str, str]]) -> Iterator[Resul
                 launched.end()
             if before is not None:
                 before.once = steps_once(launched.run)
-                before.shm &= unused_shm()  # the next start sweeps what a killed process left
+                before.shm &= unused_shm()  # the next start removes what a killed process left
                 yield before
             before = result
         reached = 0
@@ -365,7 +365,7 @@ def main() -> int:
     faults = [fault for fault in faults if arguments.only in " ".join(fault)]
     if not faults:
         parser.error(f"--only={arguments.only!r}: no such fault; give a part of one, as 'rank KILL push'")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # with the run that it started
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and end the run that it started
     results, begun = [], time.monotonic()
     print(f"{HEADER}\n{'|---' * HEADER.count(' | ')}|---|", flush=True)
     with tempfile.TemporaryDirectory() as name:

@@ -1,17 +1,17 @@
-"""Which models this trains: ``python benchmarks/models.py [--quick] [--only NAME,...] [--keep DIR]``
+"""Which architectures can be trained: ``python benchmarks/models.py [--quick] [--only NAME,...] [--keep DIR]``
 
-Of each architecture a random model, two layers deep, goes through three steps of the real loop on a CPU: the launcher
-starts Trajectory API, SGLang, gateway, trainer and an environment. A model has passed when
+For each architecture, a random model of two layers goes through three steps of the real loop on a CPU: the launcher
+starts Trajectory API, SGLang, gateway, trainer and an environment. A model has passed if
 
-- the names and shapes of the push were those of its checkpoint, which the trainer compares, and every step was trained;
-- after each push SGLang's logprobs of tokens that it samples were the trainer's (``weight_sync.verify=probe``);
-- those of the trained tokens were too: at step 1 with the weights that the server loaded itself ("before"), at steps
+- the pushed names and shapes were those of its checkpoint, which the trainer compares, and every step was trained;
+- after each push SGLang's logprobs of tokens that it samples matched the trainer's (``weight_sync.verify=probe``);
+- those of the trained tokens did too: at step 1 with the weights that the server loaded itself ("before"), at steps
   2 and 3 with pushed ones ("after"; mean of the absolute difference, in nats);
 - the gradient was not zero.
 
-What a model is like beside its architecture (tied embeddings, chat template, pad token, vocabulary larger than the
-tokenizer's, bfloat16 weights, LoRA) is dealt out so that any two of these choices meet in some model. Where a model
-fails, the table has what ended the run first, or which comparison did not hold.
+A model's other properties (tied embeddings, chat template, pad token, vocabulary larger than the tokenizer's, bfloat16
+weights, LoRA) are assigned so that any two of these choices occur together in some model. If a model fails, the table
+shows what ended the run first, or which comparison did not hold.
 """
 
 import argparse
@@ -31,7 +31,7 @@ LIMIT = 420  # seconds for one model
 TARGET = 12  # models that pass
 QUICK = ("qwen2", "llama", "gemma3_text", "mixtral")
 
-# Where only one of two is in use: no checkpoint of the family is otherwise, and SGLang does not look.
+# Families not in TIED_OR_NOT have only one kind: no checkpoint differs, and SGLang does not check.
 TIED = {"gemma", "gemma2", "gemma3_text", "lfm2", "lfm2_moe"}
 TIED_OR_NOT = {"qwen2", "qwen3", "llama", "granite", "ernie4_5_moe"}
 WITHOUT_LORA = {"gpt_oss", "minimax", "lfm2", "lfm2_moe"}  # not every layer has an o_proj
@@ -83,7 +83,7 @@ def pairs(variant: Variant) -> set[tuple[tuple[str, str], ...]]:
 
 
 def dealt_out(families: list[str]) -> dict[str, Variant]:
-    """A variant for each family: that with most pairs of choices that none before has, then with the rarest."""
+    """Return each family's variant: the one with the most pairs of choices not yet covered, then the rarest."""
     variants = [dict(zip(CHOICES, values, strict=True)) for values in itertools.product(*CHOICES.values())]
     seen: Counter[tuple[tuple[str, str], ...]] = Counter()
     found = {}
@@ -109,7 +109,7 @@ def make(folder: Path, family: str, variant: Variant) -> Path:
 
 
 def tried(family: str, variant: Variant, folder: Path) -> ShortRun:
-    """Three steps with the model; ends within ``LIMIT`` seconds, and with it all that was started."""
+    """Train the model for three steps; ends within ``LIMIT`` seconds, together with all that it started."""
     try:
         model = make(folder / "model", family, variant)
     except Exception as error:  # transformers knows no such model, or cannot write it

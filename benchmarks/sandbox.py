@@ -1,10 +1,10 @@
-"""Answers a second in the sandbox: ``python benchmarks/sandbox.py [--quick] [--dataset NAME_OR_FILE]``.
+"""Answers per second in the sandbox: ``python benchmarks/sandbox.py [--quick] [--dataset NAME_OR_FILE]``.
 
-Runs programs of generated problems, half of them wrong, with as many workers as there are cores, with each isolation
-that works here. The reference is the plain way without any isolation: a new Python process for each answer, which runs
-program and tests together and whose exit status is the verdict. Medians of several runs, in turns.
+Runs programs for generated problems, half of them wrong, with one worker per core, under each isolation that works
+here. The reference has no isolation: a new Python process for each answer, which runs program and tests together, and
+whose exit status is the verdict. Figures are medians of several alternating runs.
 
-With ``--dataset``, also how many of the dataset's own solutions pass, as in ``environments/code.py``.
+With ``--dataset``, also reports how many of the dataset's own solutions pass, as in ``environments/code.py``.
 """
 
 import argparse
@@ -25,13 +25,13 @@ TARGETS = {"right_verdicts": "== 1", "ratio": ">= 1"}
 
 
 def plain(one: Job) -> bool:
-    """The verdict of a new process, which an answer could forge."""
+    """Return the verdict of a new process, which an answer could forge."""
     program = "\n".join([one["program"], one["setup"], one["tests"]])
     return subprocess.run([sys.executable, "-I", "-S", "-c", program], capture_output=True).returncode == 0
 
 
 def speed(check: Callable[[Job], bool], jobs: list[tuple[Job, bool]], workers: int) -> tuple[float, float]:
-    """(answers a second, share of right verdicts)."""
+    """Return (answers per second, share of right verdicts)."""
     started = time.monotonic()
     with ThreadPoolExecutor(workers) as pool:
         found = list(pool.map(lambda one: check(one[0]) == one[1], jobs))

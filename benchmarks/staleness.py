@@ -1,13 +1,13 @@
-"""What overlap buys: ``python benchmarks/staleness.py [--quick]``.
+"""Benefit of overlapping generation and training: ``python benchmarks/staleness.py [--quick]``.
 
-Runs the demonstration with the real parts: with ``trainer.atropos.max_staleness=0``, where generation and training
-take turns, and with 2, where generation goes on while the policy is trained, in the order 0, 2, 2, 0, so that a machine
-whose load changes in one direction favours neither (``--quick``: 0, 2). All train the same number of steps on the same
-problems. The reference is 0; seconds are means over its runs.
+Runs the demonstration with the real services: with ``trainer.atropos.max_staleness=0``, where generation and training
+alternate, and with 2, where generation continues during training, in the order 0, 2, 2, 0, so that a machine whose load
+changes in one direction favors neither (``--quick``: 0, 2). All train the same number of steps on the same problems.
+The reference is 0; seconds are means over the runs with a bound.
 
-Two halves that share their cores cannot overlap, so each has a core of its own: the trainer one; SGLang, environment
-and API the other. And generation is made to take about as long as the training, as it does where answers are long
-(those of the demonstration are short): the environment works on ``WORKERS`` problems at a time.
+Generation and training cannot overlap on shared cores, so each has its own core: the trainer one; SGLang, environment
+and API the other. Generation is slowed to take about as long as training, as it does with long answers (those of the
+demonstration are short): the environment works on ``WORKERS`` problems at a time.
 """
 
 import argparse
@@ -35,7 +35,7 @@ TARGETS = {"time_2_over_0": "<= 0.80", "max_staleness_of_0": "== 0", "max_stalen
 
 
 def run_demo(folder: Path, max_staleness: int, steps: int) -> tuple[list[dict[str, Any]], dict[str, int]]:
-    """Metrics of every step, and what was dropped."""
+    """Return the metrics of every step, and what was dropped."""
     cores = sorted(os.sched_getaffinity(0))
     generating, training = cores[0], cores[-1]
     options = [

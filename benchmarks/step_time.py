@@ -1,9 +1,9 @@
-"""Where the time of a step goes: ``python benchmarks/step_time.py [--quick]``.
+"""Step-time breakdown: ``python benchmarks/step_time.py [--quick]``.
 
-Runs the demonstration with the real parts and prints the median seconds of each phase. What runs beside the training
-(generation in SGLang, fetching from the API) is measured too: generation as the environment asks for it, a batch at a
-time, on the same kind of server with nothing else running. The reference is the plain way, one phase after the other:
-the sum of all medians against the step that was measured.
+Runs the demonstration with the real services and prints the median seconds of each phase. What runs in parallel with
+training (generation in SGLang, fetching from the API) is measured too: generation as the environment requests it, one
+batch at a time, on the same kind of server with nothing else running. The reference is sequential execution of the
+phases: the sum of all medians, compared with the measured step.
 """
 
 import argparse
@@ -28,7 +28,7 @@ TARGETS = {"data_and_push_share": "<= 0.10", "sequential_over_ours": ">= 1.0"}
 
 
 async def seconds_to_generate(folder: Path, rounds: int) -> float:
-    """Median seconds for one batch of the demonstration, all groups at once, on a server of its own."""
+    """Return the median seconds for one batch of the demonstration, all groups at once, on a separate server."""
     from transformers import AutoTokenizer
 
     model = ensure_small_policy(seed=0)
@@ -52,7 +52,7 @@ async def seconds_to_generate(folder: Path, rounds: int) -> float:
 
 
 def run_demo(folder: Path, steps: int) -> list[dict[str, float]]:
-    """Metrics of every step of a demonstration run."""
+    """Return the metrics of every step of a demonstration run."""
     command = [sys.executable, "-m", "recipe.atropos.launch_services", "--preset", "demo", "--steps", str(steps)]
     options = ["--run-dir", str(folder / "run"), "environment.evaluate=false"]
     with open(folder / "launcher.log", "w") as log:

@@ -1,14 +1,14 @@
-"""What an environment's own token advantages buy: ``python benchmarks/token_advantages.py [--quick] [--runs DIR]``.
+"""Benefit of an environment's own token advantages: ``python benchmarks/token_advantages.py [--quick] [--runs DIR]``.
 
-Trains the small policies of the word problems and of the calculator, each by outcome GRPO (presets ``demo``,
-``calculator``) and by the advantages that the environment gives to single tokens (``advantages``,
-``calculator_advantages``), three seeds each, with the real parts. Same policy, problems, groups and updates; only the
-advantages differ. The reference is outcome GRPO.
+Trains the small policies of the word problems and of the calculator, each with outcome GRPO (presets ``demo``,
+``calculator``) and with per-token advantages from the environment (``advantages``, ``calculator_advantages``), three
+seeds each, with the real services. Policy, problems, groups and updates are the same; only the advantages differ. The
+reference is outcome GRPO.
 
-Compared at equal numbers of trained tokens: for each seed a half and all of the tokens that both methods trained on in
-``STEPS`` updates. What is compared is the greedy accuracy on 256 held-out problems, linear between the evaluations
-after every ``EVERY`` updates.
-``--quick`` runs the word problems with one seed. ``--runs DIR`` keeps the runs, and takes those that are complete.
+The methods are compared at equal numbers of trained tokens: for each seed at half and at all of the tokens that both
+trained on in ``STEPS`` updates. The metric is the greedy accuracy on 256 held-out problems, interpolated linearly
+between the evaluations after every ``EVERY`` updates.
+``--quick`` runs the word problems with one seed. ``--runs DIR`` keeps the runs, and reuses complete ones.
 """
 
 import argparse
@@ -33,7 +33,7 @@ TARGETS = {"dropped": "== 0", "own_advantages": "== 1.0", "mean_advantage": "<= 
 
 
 def run(preset: str, seed: int, folder: Path) -> Path:
-    """The folder of a complete run, which is made unless it is there."""
+    """Return the folder of a complete run; train it unless it exists."""
     if not is_complete(folder):
         command = [sys.executable, "-m", "recipe.atropos.launch_services", "--preset", preset, "--seed", str(seed)]
         options = ["--run-dir", str(folder), "--steps", str(STEPS), f"evaluation.every={EVERY}", "trainer.save_freq=-1"]
@@ -51,7 +51,7 @@ def is_complete(folder: Path) -> bool:
 
 
 def curve(folder: Path) -> tuple[np.ndarray, np.ndarray]:
-    """(trained tokens so far, greedy held-out accuracy) at each evaluation."""
+    """Return (trained tokens so far, greedy held-out accuracy) at each evaluation."""
     so_far = np.cumsum([0.0, *(line["atropos/trained_tokens"] for line in read_metrics(folder))])
     lines = read_evaluations(folder)
     accuracy = np.array([line["metrics"][line["main"]] for line in lines])
@@ -59,7 +59,7 @@ def curve(folder: Path) -> tuple[np.ndarray, np.ndarray]:
 
 
 def checks(folder: Path, own: bool) -> dict[str, float]:
-    """Sequences that were dropped; share of rows with their own advantages; largest mean advantage of a step."""
+    """Return dropped sequences, share of rows with (``own``) or without own advantages, largest mean of a step."""
     lines = read_metrics(folder)
     rows = sum(line["atropos/rows"] for line in lines)
     brought = sum(line.get("atropos/rows_with/own_advantages", 0.0) for line in lines) / rows

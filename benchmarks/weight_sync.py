@@ -1,15 +1,14 @@
-"""How fast weights arrive: ``python benchmarks/weight_sync.py [--quick] [--bucket-mb N]``.
+"""Speed of weight synchronization: ``python benchmarks/weight_sync.py [--quick] [--bucket-mb N]``.
 
 A random bfloat16 model with the shape of Qwen2.5-0.5B is pushed to a real SGLang server on this machine by each
-transport, and each is set against a floor, measured in the same run on the same tensors:
+transport, and each is compared with a lower bound, its floor, measured in the same run on the same tensors:
 
-- tensor: a plain copy of every tensor into memory that is there already, as the buckets are from the second push on;
+- tensor: a plain copy of every tensor into allocated memory, as the buckets are from the second push on;
 - distributed: a bare gloo broadcast of as many bytes between two processes, in buckets of the same size;
 - disk: a bare safetensors write, and a read.
 
-Rounds of pushes and floors alternate, so that both meet the same neighbors on shared cores. ``memory`` is what the
-pushing process had more than before at its peak, in buckets; ``stood still`` the share of a push in which generation
-was paused.
+Pushes and floors alternate, so that both see the same load on shared cores. ``memory`` is the pushing process's peak
+above its memory before, in buckets; ``stood still`` is the share of a push in which generation was paused.
 """
 
 import argparse
@@ -37,14 +36,14 @@ from recipe.atropos.utils.process import free_port
 from recipe.atropos.weight_sync.engine import AtroposCheckpointEngine
 
 TARGETS = {"tensor": 6.0, "distributed": 2.0, "disk": 1.5}  # times the floor
-STILL_TARGETS = {"tensor": 0.5, "distributed": 0.7}  # of a push, in which generation stands still
+STILL_TARGETS = {"tensor": 0.5, "distributed": 0.7}  # share of a push in which generation is paused
 MEMORY_TARGET = 2.0  # buckets
 WARM_UP = 3  # pushes: a virtual machine's memory is slow until it has been touched, the server's too
 Weights = dict[str, torch.Tensor]
 
 
 def make_model(folder: Path, layers: int) -> Weights:
-    """Write the model with random weights and an empty tokenizer; returns its tensors, bfloat16."""
+    """Write the model with random weights and a tiny tokenizer; return its tensors, bfloat16."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
@@ -80,13 +79,13 @@ def copy_into(weights: Weights, target: Weights) -> float:
 
 
 def write_and_read(weights: Weights, folder: Path) -> float:
-    """The read takes what was just written from the page cache, as the server's does."""
+    """Time a write and a read; the read comes from the page cache, as the server's does."""
     file = folder / "floor.safetensors"
 
     def both() -> None:
         save_file(weights, file)
         for tensor in load_file(file).values():
-            tensor.clone()  # load_file only maps; a server has to take the bytes
+            tensor.clone()  # load_file only maps; a server has to read the bytes
 
     seconds = timed(both)
     file.unlink()
@@ -94,7 +93,7 @@ def write_and_read(weights: Weights, folder: Path) -> float:
 
 
 class Broadcast:
-    """A second process, to which buckets are broadcast by gloo."""
+    """A second process that receives buckets by gloo broadcast."""
 
     def __init__(self, n_bytes: int, bucket: int):
         self.sizes = [min(bucket, n_bytes - start) for start in range(0, n_bytes, bucket)]
@@ -133,7 +132,7 @@ def _receive(port: int, sizes: list[int], bucket: int, go: multiprocessing.Queue
 
 
 class Peak:
-    """The most memory of this process above what it had on entry, in bytes; shared memory counts."""
+    """Peak memory of this process above its memory on entry, in bytes; shared memory counts."""
 
     def __enter__(self) -> "Peak":
         gc.collect()
@@ -202,7 +201,7 @@ def measure(folder: Path, layers: int, rounds: int, bucket: int) -> dict[str, fl
                     metrics = asyncio.run(pusher.send_weights(iter(weights.items()), version))
                 assert metrics["weight_sync/bytes"] == n_bytes
                 floor = floors[transport]()
-                if number == -WARM_UP:  # it allocates
+                if number == -WARM_UP:  # the first push allocates
                     peaks[transport] = peak.bytes / bucket_used
                 if number < 0:
                     continue

@@ -22,7 +22,7 @@ class RepeatEnv(BaseEnv):
 
     @classmethod
     def config_init(cls) -> tuple[RepeatConfig, list[APIServerConfig]]:
-        """Defaults; the launcher gives model, addresses, key and sizes."""
+        """Return defaults; the launcher sets model, addresses, key and sizes."""
         return RepeatConfig(wandb_name="repeat"), [APIServerConfig(server_type="sglang")]
 
     async def setup(self) -> None:
@@ -30,11 +30,11 @@ class RepeatEnv(BaseEnv):
         self.random = random.Random(0)
 
     async def get_next_item(self) -> str:
-        """The next problem to roll out."""
+        """Return the next problem to roll out."""
         return self.random.choice(WORDS)
 
     async def collect_trajectories(self, item: str) -> tuple[ScoredDataGroup, list[Any]]:
-        """One scored group for a problem, and problems to try again (none)."""
+        """Return one scored group for a problem, and problems to try again (none)."""
         async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
             await managed.chat_completion(
                 messages=self.messages(item), n=self.config.group_size, max_tokens=self.config.answer_tokens
@@ -48,7 +48,7 @@ class RepeatEnv(BaseEnv):
         return group, []
 
     async def evaluate(self, *args: Any, **kwargs: Any) -> None:
-        """Held-out figures, of greedy answers; here over all words."""
+        """Log held-out metrics of greedy answers; here over all words."""
         scores = []
         for word in WORDS:
             reply = await self.server.chat_completion(
@@ -61,11 +61,11 @@ class RepeatEnv(BaseEnv):
         return [{"role": "user", "content": f"Repeat this word: {word}"}]
 
     def answer(self, masked_tokens: list[int]) -> str:
-        """Trained tokens are those that the mask does not hide (-100)."""
+        """Decode the trained tokens: those that the mask does not hide (-100)."""
         return self.tokenizer.decode([token for token in masked_tokens if token != -100], skip_special_tokens=True)
 
     @staticmethod
     def score(word: str, answer: str) -> float:
-        """The share of the word's letters that the answer has, minus a little for each character too many."""
+        """Return the share of the word's letters in the answer, minus a little for each character too many."""
         found = sum(letter in answer for letter in set(word)) / len(set(word))
         return found - 0.01 * max(0, len(answer) - len(word))

@@ -1,13 +1,13 @@
-"""Does it all work on this machine's GPUs, and how fast: ``python scripts/gpu_check.py [--only NAME,...] [--out FILE]``
+"""Check function and speed on this machine's GPUs: ``python scripts/gpu_check.py [--only NAME,...] [--out FILE]``
 
-Without network. First what is installed is looked at (driver, CUDA and NCCL of both environments, compiler, attention,
-torch_memory_saver); then each case is a few steps of training a random model, by the launcher, in processes of its own:
-``CASES``. A case has passed when every step was trained on samples of the weights before it, and after every push
-SGLang sampled with the trainer's logprobs.
+Needs no network. First the installation is examined (driver, CUDA and NCCL of both environments, compiler, attention,
+torch_memory_saver); then each of ``CASES`` trains a random model for a few steps, by the launcher, in processes of its
+own. A case has passed if every step was trained on samples of the preceding weights, and after every push SGLang
+sampled with the trainer's logprobs.
 
-A case that fails does not hide the others; each has a time limit, and nothing that was started stays. Exit status 0
-only if every case that is possible here, and was asked for, has passed. On a machine without a GPU, or with
-``--device cpu``, the same runs with a tiny model in float32. See docs/gpu.md.
+A case that fails does not stop the others; each has a time limit, and nothing that was started is left running. Exit
+status 0 only if every requested case that is possible here has passed. On a machine without a GPU, or with
+``--device cpu``, the same cases run with a tiny model in float32. See docs/gpu.md.
 """
 
 import argparse
@@ -34,12 +34,12 @@ from recipe.atropos.utils.machine import versions_in
 _GIB = 1 << 30
 _LONG = 16_384  # tokens of a micro-batch
 _ANY_MODEL = "actor_rollout_ref.model.path=model"
-_TEMPLATE = 64  # tokens, and more than the chat template takes
+_TEMPLATE = 64  # tokens, more than the chat template adds
 
 
 @dataclass(frozen=True)
 class Size:
-    """Of a random model and its work; ``question`` and ``answer`` in tokens, ``micro_batch`` too."""
+    """Size of a random model and its work; ``question``, ``answer`` and ``micro_batch`` in tokens."""
 
     hidden: int
     intermediate: int
@@ -64,7 +64,7 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Case:
-    """One run. ``gpus``: how many it needs; ``ranks``: of the trainer; ``long``: micro-batches of 16,384 tokens."""
+    """One run. ``gpus``: how many it needs; ``ranks``: the trainer's; ``long``: micro-batches of 16,384 tokens."""
 
     about: str
     gpus: int = 1
@@ -104,7 +104,7 @@ CASES = {
 
 
 def overrides_of(case: Case, size: Size, on_gpu: bool, mem_fraction: float) -> list[str]:
-    """The case's Hydra overrides, as the launcher takes them."""
+    """Return the case's Hydra overrides for the launcher."""
     micro_batch, answer = size.micro_batch, size.answer
     if case.long:
         micro_batch, answer = (_LONG, _LONG // size.group_size - size.question - _TEMPLATE) if on_gpu else (512, 64)
@@ -129,7 +129,7 @@ def overrides_of(case: Case, size: Size, on_gpu: bool, mem_fraction: float) -> l
 
 
 def make_model(folder: Path, case: Case, size: Size, dtype: str) -> Path:
-    """Its logits have a spread of about 1: other weights give other logprobs, the rounding of bfloat16 does not."""
+    """Make a model with logits of spread about 1: other weights change its logprobs, bfloat16 rounding does not."""
     return make_random_model(
         folder,
         case.family,
@@ -152,7 +152,7 @@ def make_model(folder: Path, case: Case, size: Size, dtype: str) -> Path:
 
 
 def installed(python: str, on_gpu: bool) -> dict[str, dict[str, Any]]:
-    """Verdicts by name, as of the cases; nothing is started but the interpreters themselves."""
+    """Return results by name, in the form of the cases'; only the interpreters themselves are started."""
     if not on_gpu:
         return {}
     findings = examine(load_config([_ANY_MODEL, "trainer.device=cuda", f"inference.python={python}"]))
@@ -165,7 +165,7 @@ def installed(python: str, on_gpu: bool) -> dict[str, dict[str, Any]]:
 
 
 def tried(name: str, arguments: argparse.Namespace, gpus: int, work: Path) -> dict[str, Any]:
-    """One case: its figures, with ``ok``, and ``error`` where that is false; or why it is ``impossible`` here."""
+    """Run one case: return its figures with ``ok``, and ``error`` if that is false; or why it is ``impossible``."""
     case, size = CASES[name], SIZES[arguments.size]
     if 0 < gpus < case.gpus:
         return {"impossible": f"needs {case.gpus} GPUs"}
@@ -195,7 +195,7 @@ def tried(name: str, arguments: argparse.Namespace, gpus: int, work: Path) -> di
 
 
 def print_table(results: dict[str, dict[str, Any]]) -> None:
-    """At most 80 columns, then a line for each reason; ``--out`` has every figure."""
+    """Print at most 80 columns, then a line for each reason; ``--out`` has every figure."""
     columns = (
         ("s", "seconds", 5, ".0f"),
         ("push s", "push_s", 8, ".3f"),

@@ -1,4 +1,4 @@
-"""What a machine is, and how much memory processes take on it; none of it touches a GPU."""
+"""Description of this machine, and memory use of processes on it; none of it touches a GPU."""
 
 import contextlib
 import os
@@ -14,13 +14,13 @@ from recipe.atropos.utils.machine import nvidia_smi
 
 
 class MemoryWatch:
-    """The memory of processes, with all that descend from them, in bytes; looked at twice a second.
+    """Memory of processes and their descendants, in bytes, sampled twice a second.
 
-    ``on_gpu``: what nvidia-smi says that they have of the GPUs, and under the name "devices" what is used of all GPUs.
-    Where nvidia-smi does not know the processes, as in most containers, their names have no figure. Else resident
-    memory, with shared pages counted in each process.
+    ``on_gpu``: their GPU memory by nvidia-smi, and under the name "devices" the used memory of all GPUs. If nvidia-smi
+    does not know the processes, as in most containers, their names have no figure. Otherwise resident memory, with
+    shared pages counted in each process.
 
-    ``peaks`` by name; ``lows`` after them: of a colocated server it shows whether it gave its memory back.
+    ``peaks`` by name; ``lows`` after them: for a colocated server they show whether it released its memory.
     """
 
     def __init__(self, on_gpu: bool) -> None:
@@ -30,7 +30,7 @@ class MemoryWatch:
 
     @contextlib.contextmanager
     def of(self, pids: Callable[[], dict[str, int]]) -> Iterator[None]:
-        """Look during the block; ``pids``: those of the moment, by name."""
+        """Sample during the block; ``pids`` returns the current pids by name."""
         done = threading.Event()
         thread = threading.Thread(target=self._watch, args=(pids, done), daemon=True)
         thread.start()
@@ -54,7 +54,7 @@ class MemoryWatch:
 
 
 def _bytes_of(pid: int, by_pid: dict[int, float] | None) -> float:
-    """Of a process and all that descend from it."""
+    """Return the memory of a process and its descendants."""
     total = 0.0
     with contextlib.suppress(psutil.NoSuchProcess):
         leader = psutil.Process(pid)
@@ -73,12 +73,12 @@ def _gpu_bytes_by_pid() -> dict[int, float]:
 
 
 def _bytes(mib: str) -> float:
-    """0 for "[N/A]", where the driver does not say."""
+    """Convert MiB to bytes; 0 for "[N/A]", which the driver may report."""
     return float(mib) * (1 << 20) if mib.isdigit() else 0.0
 
 
 def this_machine(on_gpu: bool) -> dict[str, Any]:
-    """Processor, or GPUs and driver, and the commit of this code; None for what cannot be known."""
+    """Return the processor, GPUs and driver, and the commit of this code; None for what is unknown."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     commit = None
     with contextlib.suppress(OSError, subprocess.SubprocessError):

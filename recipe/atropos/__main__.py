@@ -19,7 +19,7 @@ _USAGE = "usage: verl-atropos COMMAND [options]; COMMAND --help lists a command'
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the command's exit status; 2: there is no such command."""
+    """Return the command's exit status; 2 if there is no such command."""
     given = list(sys.argv[1:] if argv is None else argv)
     if given[:1] in (["-h"], ["--help"], ["help"]):
         print(_USAGE)

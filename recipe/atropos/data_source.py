@@ -1,17 +1,17 @@
-"""Client of the Atropos Trajectory API: register, fetch ahead, hand over oldest first, say who is silent.
+"""Client of the Atropos Trajectory API: register, prefetch batches, return the oldest first, and diagnose stalls.
 
 Guarantees:
 
-- ``next_batch`` hands batches over in the order in which their groups were posted, although the API cuts its whole
-  queue at once and serves the cuts last first. A cut shows in the API's step counter, so it is fetched whole and
-  reversed.
-- At most ``prefetch`` batches (or one whole cut) are ahead of the training. The environments' backpressure counts the
-  API's queue, so what is fetched early lets them generate further ahead.
-- ``GET /batch`` is never cancelled and has no short time-out: the API forgets a batch as it begins to send it.
-- Every wait ends: registering after ``retry_attempts``, a batch after ``longest_wait``. The error names the silent
-  part.
+- ``next_batch`` returns batches in the order in which their groups were posted, although the API cuts its whole queue
+  into batches at once and serves the newest first. Such a cut shows in the API's step counter, so it is fetched as a
+  whole and reversed.
+- At most ``prefetch`` batches (or one whole cut) are fetched ahead of training. The environments' backpressure counts
+  only the API's queue, so prefetching lets them generate further ahead.
+- ``GET /batch`` is never cancelled and has no short timeout: the API discards a batch when it starts to send it.
+- Every wait has a limit: ``retry_attempts`` for registration, ``longest_wait`` for a batch. The error names the
+  component that does not respond.
 
-Nothing here knows of tensors; ``data_proto`` does.
+This module does not handle tensors; ``data_proto`` does.
 """
 
 import asyncio
@@ -34,24 +34,24 @@ logger = logging.getLogger(__name__)
 
 Batch = list[dict[str, Any]]  # groups: ScoredData of the API
 
-_FIRST_POLL, _LONGEST_POLL = 0.05, 1.0  # seconds between two questions for a batch while there is none
-_LONGEST_DELAY = 5.0  # seconds between two attempts to reach the API
+_FIRST_POLL, _LONGEST_POLL = 0.05, 1.0  # seconds between polls while there is no batch
+_LONGEST_DELAY = 5.0  # seconds between attempts to reach the API
 _UNREACHABLE = (aiohttp.ClientError, OSError)
-_END_SECONDS = 5.0  # for a request that is under way when the source is closed
-_MEANWHILE_SECONDS = 2.0  # of a wait for a batch, before the trainer looks after its servers
+_END_SECONDS = 5.0  # for a request in flight when the source is closed
+_MEANWHILE_SECONDS = 2.0  # of waiting for a batch before the trainer checks its servers
 
 
 class DataSourceError(AtroposError, RuntimeError):
-    """The Trajectory API cannot be used, or no batch came in time; the message says what was waited for."""
+    """The Trajectory API cannot be used, or no batch arrived in time; the message says what was waited for."""
 
 
 @dataclass(frozen=True)
 class DataSourceConfig:
-    """Where the Trajectory API is and how long to wait for it. Times in seconds.
+    """Where the Trajectory API is and how long to wait for it. Times are in seconds.
 
-    ``timeout``: one request (not ``/batch``, see the module). ``retry_attempts`` and ``retry_delay``: an API that
-    cannot be reached is asked again after ``retry_delay``, doubling up to 5 s. ``max_wait_time``: the longest wait for
-    one batch; ``join_timeout``: the same in its place, where environments join that nobody here starts (``joined``).
+    ``timeout``: for one request (not ``/batch``, see the module). ``retry_attempts`` and ``retry_delay``: an
+    unreachable API is retried after ``retry_delay``, doubling up to 5 s. ``max_wait_time``: the longest wait for a
+    batch, replaced by ``join_timeout`` if the run starts no environments and others join (``joined``).
     """
 
     api_url: str
@@ -65,21 +65,21 @@ class DataSourceConfig:
 
     @classmethod
     def from_config(cls, config: Any) -> "DataSourceConfig":
-        """Of the whole configuration."""
+        """Build from the full configuration."""
         values = config.trainer.atropos
         own = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
         return cls(**own, joined=config.environment.target is None and not config.environments)
 
     @property
     def longest_wait(self) -> tuple[str, float]:
-        """For one batch, seconds, and the name of the option that says so."""
+        """Name and value, in seconds, of the option that limits the wait for a batch."""
         name = "join_timeout" if self.joined else "max_wait_time"
         return name, getattr(self, name)
 
 
 @dataclass(frozen=True)
 class Registration:
-    """What a trainer tells the API (``POST /register``). ``batch_size`` counts sequences, ``max_token_len`` tokens."""
+    """What a trainer sends to ``POST /register``. ``batch_size`` is in sequences, ``max_token_len`` in tokens."""
 
     batch_size: int
     max_token_len: int
@@ -92,7 +92,7 @@ class Registration:
 
     @classmethod
     def from_config(cls, config: Any, starting_step: int) -> "Registration":
-        """Of the whole configuration; ``starting_step``: updates behind the policy."""
+        """Build from the full configuration; ``starting_step`` is the number of updates so far."""
         data, trainer = config.data, config.trainer
         return cls(
             batch_size=data.train_batch_size * config.actor_rollout_ref.rollout.n,
@@ -108,13 +108,13 @@ class Registration:
 
 @dataclass
 class DataSource:
-    """Fetches in a thread of its own; ``next_batch`` is called from the trainer's.
+    """Source of batches that fetches in its own thread; the trainer's thread calls ``next_batch``.
 
-    Use as a context manager: entering registers and starts to fetch, leaving ends the thread. Environments are let in
-    by the API at the first fetch, so enter only once the servers hold the weights of ``starting_step``.
+    Use as a context manager: entering registers and starts fetching, leaving stops the thread. The API admits
+    environments at the first fetch, so enter only once the servers hold the weights of ``starting_step``.
 
-    ``events`` counts what went wrong and was survived: api_unreachable, batch_lost, registered_again.
-    ``fetch_seconds`` is the time spent on receiving batches, beside the training; ``groups_fetched`` what came.
+    ``events`` counts recovered failures: api_unreachable, batch_lost, registered_again. ``fetch_seconds`` is the time
+    spent receiving batches, in parallel to training; ``groups_fetched`` is the number of groups received.
     """
 
     config: DataSourceConfig
@@ -131,7 +131,7 @@ class DataSource:
         self._registered = threading.Event()
         self._thread = threading.Thread(target=self._run, name="atropos-data-source", daemon=True)
         self._api_step = self.registration.starting_step
-        self._left_of_cut = 0  # batches that the API has cut and not given yet
+        self._left_of_cut = 0  # batches of a cut that the API has not served yet
 
     def __enter__(self) -> "DataSource":
         self._thread.start()
@@ -147,16 +147,16 @@ class DataSource:
         self._thread.join(timeout=_END_SECONDS)
 
     def __len__(self) -> int:
-        """Batches fetched and not yet handed over."""
+        """Return the number of batches fetched but not yet returned."""
         return len(self._ready)
 
     def next_batch(self, meanwhile: Callable[[], object] | None = None) -> Batch:
-        """The oldest batch, as soon as there is one.
+        """Return the oldest batch as soon as there is one.
 
-        ``meanwhile`` is called every few seconds of the wait; what it takes does not count as waiting.
+        ``meanwhile`` is called every few seconds of the wait; its own duration does not count as waiting.
 
         Raises:
-            DataSourceError: none came within ``longest_wait``, or the API was lost; says which part is silent.
+            DataSourceError: none arrived within ``longest_wait``, or the API failed; names what does not respond.
         """
         option, limit = self.config.longest_wait
         deadline = time.monotonic() + limit
@@ -186,7 +186,7 @@ class DataSource:
     def _run(self) -> None:
         try:
             asyncio.run(self._fetch_forever())
-        except BaseException as error:  # handed to the trainer's thread, which raises it
+        except BaseException as error:  # passed to the trainer's thread, which raises it
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
@@ -204,24 +204,24 @@ class DataSource:
                         self._changed.notify_all()
 
     def _wait_for_room(self) -> bool:
-        """Blocks while ``prefetch`` batches are ready; False when the source is being closed."""
+        """Block while ``prefetch`` batches are ready; return False if the source is being closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._stopping or len(self._ready) < self.config.prefetch)
             return not self._stopping
 
     async def _next_cut(self, api: "TrajectoryApi") -> list[Batch]:
-        """All batches that the API cut from its queue together, oldest first; waits until there is one."""
+        """Wait for a cut; return all batches that the API cut from its queue together, oldest first."""
         delay = _FIRST_POLL
-        cut: list[Batch] = []  # as the API gives them: newest first
+        cut: list[Batch] = []  # in the API's order: newest first
         while not self._stopping and not (cut and self._left_of_cut <= 0):
             found, batch = await self._get_batch(api)
             if found:
-                # A cut of n batches raises the API's step by n, and nobody but us makes it cut.
+                # A cut of n batches raises the API's step by n, and only this client triggers cuts.
                 step = (await api.get("/status"))["current_step"]
                 self._left_of_cut += step - self._api_step - 1
                 self._api_step = step
                 cut += [] if batch is None else [batch]
-            elif cut:  # the rest went with the API's life
+            elif cut:  # the API no longer has the rest
                 self._left_of_cut = 0
             else:
                 await asyncio.sleep(delay)
@@ -229,9 +229,9 @@ class DataSource:
         return cut[::-1]
 
     async def _get_batch(self, api: "TrajectoryApi") -> tuple[bool, Batch | None]:
-        """One ``GET /batch``: whether there was one, and it, None if it broke off, which is counted.
+        """Send one ``GET /batch``; return whether there was a batch, and the batch (None if it broke off; counted).
 
-        Registers again where the API has lost its state.
+        Register again if the API has lost its state.
         """
         started = time.perf_counter()
         try:
@@ -253,7 +253,7 @@ class DataSource:
 
 
 class _Broken(DataSourceError):
-    """A reply that began and did not end."""
+    """A reply broke off before its end."""
 
 
 class TrajectoryApi:
@@ -269,11 +269,11 @@ class TrajectoryApi:
 
     @classmethod
     def once(cls, url: str, timeout: float = 10.0) -> "TrajectoryApi":
-        """One that makes a single attempt of ``timeout`` seconds."""
+        """Return a client that makes a single attempt of ``timeout`` seconds."""
         return cls(DataSourceConfig(url, timeout=timeout, retry_attempts=1))
 
     async def __aenter__(self) -> "TrajectoryApi":
-        # Plain bodies: compressing a batch costs the API more than the loopback or a cluster's wire does.
+        # No compression: it costs the API more time than it saves on the loopback or a cluster's network.
         self._session = aiohttp.ClientSession(headers={"Accept-Encoding": "identity"})
         return self
 
@@ -287,7 +287,7 @@ class TrajectoryApi:
         return await self._request("POST", path, json=payload)
 
     async def knows_environment(self, number: int) -> bool:
-        """Whether so many environments have registered; the API answers 500 where not."""
+        """Return whether environment ``number``, counted from 0, has registered; if not, the API answers 500."""
         try:
             await self.get("/status-env", json={"env_id": number})
         except DataSourceError:
@@ -295,10 +295,10 @@ class TrajectoryApi:
         return True
 
     async def _request(self, method: str, path: str, limited: bool = True, **kwargs: Any) -> Any:
-        """``limited``: whether the whole request has the configured time-out; to connect always has.
+        """Send a request, with retries; ``limited`` applies the timeout to all of it, not only to connecting.
 
         Raises:
-            _Broken: the connection ended in the middle of the reply.
+            _Broken: the connection was lost in the middle of the reply.
             DataSourceError: the API could not be reached in all attempts, or answered with an HTTP error.
         """
         config, what = self._config, f"{method} {self.url}{path}"
@@ -332,13 +332,13 @@ class TrajectoryApi:
 
 
 async def register(api: TrajectoryApi, registration: Registration) -> int:
-    """Register the trainer and make sure that it took; returns the API's step counter.
+    """Register the trainer and verify that it took effect; return the API's step counter.
 
-    The API takes the first registration of its process and ignores every later one. Scored data that was posted before
-    any registration makes it ignore the first one too; then its data is reset, since nothing could ever fetch it.
+    The API accepts the first registration in its lifetime and ignores later ones. Scored data that was posted before
+    any registration makes it ignore the first one too; the data is then reset, since nothing could ever fetch it.
 
     Raises:
-        DataSourceError: the API keeps another trainer's batch size or lengths.
+        DataSourceError: the API keeps another trainer's batch size or maximum length.
     """
     payload = vars(registration)
     await api.post("/register", payload)
@@ -365,7 +365,7 @@ async def _reset(api: TrajectoryApi) -> None:
 
 
 async def diagnose(api_url: str, batch_size: int) -> str:
-    """One sentence on why no batch comes: which of API and environments is silent, or what does not fit together."""
+    """Return one sentence on why no batch arrives: whether API or environments do not respond, or what mismatches."""
     try:
         async with TrajectoryApi.once(api_url) as api:
             status = await api.get("/status")

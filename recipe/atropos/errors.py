@@ -1,8 +1,8 @@
-"""The root of this recipe's errors, and what an entry point does with an error.
+"""The base class of this recipe's errors, and how entry points handle errors.
 
-An ``AtroposError`` says by itself what is wrong, with the offending value and the fix, so an entry point prints its
-message on one line and exits with a status other than 0. A few exceptions of others mean something expected too, see
-``expected_failure``. Any other exception is a defect, and keeps its traceback.
+The message of an ``AtroposError`` says what is wrong, with the offending value and the fix, so an entry point prints it
+on one line and exits with a nonzero status. A few exceptions of other libraries are expected failures too, see
+``expected_failure``. Any other exception is a bug, and keeps its traceback.
 """
 
 import contextlib
@@ -28,21 +28,21 @@ class NothingToTrain(AtroposError, RuntimeError):
 
 
 class EnvironmentFailure(AtroposError, RuntimeError):
-    """An environment cannot go on, and ends; the message says what was wrong, with its value, and what to do."""
+    """An environment cannot continue and exits; the message says what was wrong, with its value, and what to do."""
 
 
 def expected_failure(error: BaseException) -> str | None:
-    """What a user needs to know of ``error``; None: it is a defect, of which the traceback must be seen.
+    """Return the message that a user needs for ``error``, or None if it is a bug, whose traceback must be shown.
 
-    Of an error that Ray brings from another process, it is the original error's message. A process that Ray lost (it
-    was killed, or the machine ran out of memory) is expected, and so is a full disk.
+    For an error that Ray forwards from another process, it is the original error's message. The loss of a Ray process
+    (it was killed, or the machine ran out of memory) is an expected failure, and so is a full disk.
     """
-    ray = sys.modules.get("ray.exceptions")  # where Ray was never imported, the error is not Ray's
+    ray = sys.modules.get("ray.exceptions")  # if Ray was never imported, the error is not Ray's
     if ray is not None and isinstance(error, ray.RayError):
         if isinstance(error, ray.RayTaskError):
             return expected_failure(error.cause)
         if type(error) is ray.RayError or getattr(error, "actor_init_failed", False):
-            return None  # the text of a traceback
+            return None  # its message is a whole traceback
         return f"{type(error).__name__}: {' '.join(str(error).split())}"
     if isinstance(error, AtroposError):
         return "; ".join([str(error), *getattr(error, "__notes__", [])])
@@ -53,7 +53,7 @@ def expected_failure(error: BaseException) -> str | None:
 
 @contextlib.contextmanager
 def secondary_errors() -> Iterator[None]:
-    """Around each step of a ``finally``: where an error is on its way already, one of the step becomes a note of it."""
+    """Wrap one step of a ``finally``: if an error is already propagating, the step's error is added to it as a note."""
     first = sys.exception()
     try:
         yield
@@ -65,8 +65,7 @@ def secondary_errors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def one_line_errors(*others: type[Exception]) -> Iterator[None]:
-    """Around an entry point: an expected failure, or one of ``others``, ends the process with ``error: ...`` and
-    status 1; a defect goes through."""
+    """Wrap an entry point: exit with ``error: ...`` and status 1 on an expected failure or one of ``others``."""
     try:
         yield
     except Exception as error:

@@ -1,7 +1,7 @@
-"""The launcher's word to the trainer that a version of the weights has been evaluated: its number, in a file.
+"""File with which the launcher tells the trainer the latest weight version that has been evaluated.
 
-The trainer replaces weights that are due for evaluation only once their number is there. Whoever trains without a
-launcher names no file, and waits for nothing.
+The trainer replaces weights that are due for evaluation only once the file holds their version. Without the launcher,
+no file is configured and the trainer does not wait.
 """
 
 import time
@@ -17,11 +17,11 @@ _POLL_SECONDS, _MEANWHILE_SECONDS = 0.1, 2.0
 
 
 class NotEvaluated(AtroposError, RuntimeError):
-    """The launcher did not say in time that the weights were evaluated."""
+    """The launcher did not report in time that the weights were evaluated."""
 
 
 def say_evaluated(path: str | Path, version: int) -> None:
-    """A reader sees the old or the new number, never a part."""
+    """Write ``version`` atomically: a reader sees the old or the new number, never a part."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, str(version).encode())
@@ -30,10 +30,10 @@ def say_evaluated(path: str | Path, version: int) -> None:
 def wait_until_evaluated(
     path: str | Path, version: int, timeout: float, meanwhile: Callable[[], object] = lambda: None
 ) -> None:
-    """Until ``version``, or a later one, was evaluated; ``meanwhile`` is called every few seconds.
+    """Wait until ``version``, or a later one, was evaluated; call ``meanwhile`` every few seconds.
 
     Raises:
-        NotEvaluated: it was not within ``timeout`` seconds.
+        NotEvaluated: it was not evaluated within ``timeout`` seconds.
     """
     begun = looked = time.monotonic()
     while int(Path(path).read_text()) < version:

@@ -1,8 +1,8 @@
-"""verl's workers as this recipe runs them: an actor, with the reference policy beside it where one is needed.
+"""verl's workers for this recipe: an actor, together with the reference policy if one is needed.
 
 Three things differ from verl's ``ActorRolloutRefWorker``: there is no rollout engine in the process (SGLang runs behind
-HTTP), padding rows do not count as sequences in the loss, and the loss can hold a distillation term. Weights leave
-through the checkpoint engine of ``weight_sync``, by verl's own ``update_weights``.
+HTTP), padding rows do not count as sequences in the loss, and the loss can include a distillation term. verl's own
+``update_weights`` pushes weights through the checkpoint engine of ``weight_sync``.
 """
 
 from functools import partial
@@ -29,14 +29,14 @@ from recipe.atropos.verl_ext.worker import (
 
 
 class AtroposTrainingWorker(TrainingWorker):
-    """Divides sequence-mean losses by the sequences that are there, not by the configured mini-batch size."""
+    """Training worker that divides sequence-mean losses by the trained sequences, not the configured batch size."""
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="train"), blocking=False)
     def train_batch(self, data: TensorDict) -> TensorDict:
         trained = (data["response_mask"].sum(dim=-1) > 0).sum().to(get_device_id())
         torch.distributed.all_reduce(trained, group=self.engine.get_data_parallel_group())
         tu.assign_non_tensor(data, global_batch_size=max(1, trained.item()))
-        tu.assign_non_tensor(data, distillation_use_topk="teacher_ids" in data)  # the engine then asks for the KL
+        tu.assign_non_tensor(data, distillation_use_topk="teacher_ids" in data)  # the engine then requests the KL
         return super().train_batch(data)
 
 
@@ -48,7 +48,7 @@ class AtroposActorWorker(ActorRolloutRefWorker):
     def __init__(self, config: DictConfig, role: str, distillation: DistillationConfig | None = None, **kwargs: Any):
         if role not in ("actor", "actor_ref"):
             raise ValueError(f"role {role!r}: the inference engine is a process of its own; use actor or actor_ref")
-        # verl's check knows no actor with a reference and without a rollout; init_model looks at self.role alone.
+        # verl's check does not allow an actor with a reference but no rollout; init_model reads only self.role.
         super().__init__(config, "actor", **kwargs)
         self.role = role
         self._is_ref = role == "actor_ref"
@@ -60,7 +60,7 @@ class AtroposActorWorker(ActorRolloutRefWorker):
         if get_device_name() == "cpu":
             import recipe.atropos.verl_ext.cpu_engine  # noqa: F401  (registers the engine)
 
-            # verl would name the device twice: "cpu:gloo,cpu:gloo". It keeps a group that is there.
+            # verl would name the device twice ("cpu:gloo,cpu:gloo"), but it keeps an existing process group.
             initialize_global_process_group_ray(backend="gloo")
         super().init_model()
         self.actor.set_loss_fn(partial(atropos_loss, **self.loss_fn.keywords, distillation=self.distillation))
@@ -77,12 +77,12 @@ class AtroposActorWorker(ActorRolloutRefWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def set_inference_urls(self, urls: list[str], adapter: str | None = None) -> None:
-        """The servers that the next pushes go to, and the name there of an adapter that is pushed by itself."""
+        """Set the servers for the next pushes and, for adapter-only LoRA sync, the adapter's name on the servers."""
         self.checkpoint_engine.urls = list(urls)
         self.checkpoint_engine.adapter = adapter
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def empty_cache(self) -> None:
-        """What torch keeps of the GPU for later goes back, for a server on the same one."""
-        get_torch_device().ipc_collect()  # what servers have read, and torch kept for them
+        """Release the GPU memory that torch has cached, for a server on the same GPU."""
+        get_torch_device().ipc_collect()  # memory shared with servers, which have read it
         aggressive_empty_cache(force_sync=True)

@@ -1,19 +1,18 @@
 """One-shot launcher: ``python -m recipe.atropos.launch_services --preset demo [--steps N] [key=value ...]``
 
-Starts the Trajectory API, the SGLang servers with the gateway before them, the trainer and the environments, in the
-order in which each can use the one before; watches them until the trainer has trained every step; then ends exactly
-what it started. Guarantees:
+Starts the Trajectory API, the SGLang servers behind a gateway, the trainer and the environments, in the order of their
+dependencies; supervises them until the trainer has trained every step; then stops exactly what it started. Guarantees:
 
-- the environments start only when the servers hold the trainer's weights; with ``environment.target=null`` it starts
-  none, and prints how they join;
-- an SGLang server, a gateway or an environment that ends is started again, so many times, and the run goes on, of
-  several environments also without one that is given up; whichever other service ends early ends the run, with that
-  service's name and last lines, and a non-zero status;
-- held-out accuracy is measured by the environments themselves, on one version of the weights from beginning to end;
-- however and whenever it ends, no process of the run is left 20 seconds later (see ``utils/guardian.py``);
-- a run that trains no step for ``trainer.atropos.step_timeout`` seconds, and does not wait, ends with an error.
+- environments start only when the servers hold the trainer's weights; with ``environment.target=null``, the launcher
+  starts none and prints how environments join;
+- an SGLang server, gateway or environment that ends is restarted up to its limit, and the run continues; with several
+  environments, it also continues without an abandoned one. If any other service ends early, the run ends with that
+  service's name, its last log lines, and a non-zero exit status;
+- the environments themselves measure held-out accuracy, each evaluation on a single weight version;
+- however and whenever the launcher ends, no process of the run is left 20 seconds later (see ``utils/guardian.py``);
+- a run that trains no step for ``trainer.atropos.step_timeout`` seconds, apart from waits, ends with an error.
 
-``docs/run-folder.md`` lists what a run leaves in ``runs/NAME``; the same command resumes an interrupted run.
+``docs/run-folder.md`` lists the files of a run in ``runs/NAME``; the same command resumes an interrupted run.
 """
 
 import argparse
@@ -61,7 +60,7 @@ from recipe.atropos.utils.process import (
 )
 from recipe.atropos.verl_ext.attention import set_attention
 
-_MODEL_TO_COME = "model-of-the-run-to-resume-from"  # a value until the start is known, which only then is loaded
+_MODEL_TO_COME = "model-of-the-run-to-resume-from"  # placeholder until the run to resume from is known
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -85,7 +84,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def compose_overrides(arguments: argparse.Namespace) -> list[str]:
-    """The launcher's options as key=value; the user's own key=value come last and win."""
+    """Return the launcher's options as key=value; the user's own key=value come last and win."""
     named = {
         "preset": arguments.preset,
         "config": arguments.config and quoted(Path(arguments.config).resolve()),
@@ -100,13 +99,13 @@ def compose_overrides(arguments: argparse.Namespace) -> list[str]:
 
 
 def load_run_config(overrides: list[str]) -> tuple[DictConfig, DictConfig, Path, Start | None]:
-    """The configuration, as it was composed, the run's folder, and another run's weights that it begins with.
+    """Return the resolved and the composed configuration, the run's folder, and the ``Start`` from another run or None.
 
     Paths below run.dir are in that folder.
 
     Raises:
-        ConfigurationError: as ``load_config``, ``choose_run_dir`` and ``Start.of``; or a key that only the trainer by
-            itself takes.
+        ConfigurationError: as ``load_config``, ``choose_run_dir`` and ``Start.of``; or a key is given that only a
+            trainer without the launcher accepts.
     """
     given, start = given_keys(overrides), None
     for key in sorted(given & LAUNCHER_KEYS.keys()):
@@ -114,7 +113,7 @@ def load_run_config(overrides: list[str]) -> tuple[DictConfig, DictConfig, Path,
             f"{key} is the launcher's to set, which starts the services itself; drop it and give "
             f"{LAUNCHER_KEYS[key]}, or train beside services of your own by python -m recipe.atropos.main"
         )
-    later = "run.resume_from" in given and MODEL_KEY not in given  # its model is known once the run's folder is
+    later = "run.resume_from" in given and MODEL_KEY not in given  # the model is known once the run's folder is
     composed = compose_config(overrides, tell=_say)
     config = resolved(with_values(composed, {MODEL_KEY: _MODEL_TO_COME}) if later else composed)
     directory, values = choose_run_dir(config, explicit="run.dir" in given), {}
@@ -130,10 +129,10 @@ def load_run_config(overrides: list[str]) -> tuple[DictConfig, DictConfig, Path,
 
 
 def choose_run_dir(config: DictConfig, explicit: bool) -> Path:
-    """The folder of the run: the configured one, or, where a finished run is in it, the next free number after it.
+    """Return the folder of the run: the configured one, or the first numbered one that holds no finished run.
 
     Raises:
-        ConfigurationError: a folder given by hand holds a finished run.
+        ConfigurationError: the folder was given explicitly and holds a finished run.
     """
     configured = Path(config.run.dir).resolve()
     candidate, number = configured, 1
@@ -149,7 +148,7 @@ def choose_run_dir(config: DictConfig, explicit: bool) -> Path:
 
 
 def _finished(folder: Path) -> int:
-    """The steps of a run whose last evaluation is done too; 0 where there is none."""
+    """Return the number of steps of a run that is finished, last evaluation included; 0 if there is none."""
     try:
         return read_json(RunDir(folder).summary, {}).get("finished_steps", 0)
     except OSError as error:
@@ -157,7 +156,7 @@ def _finished(folder: Path) -> int:
 
 
 def environments_of(config: DictConfig) -> dict[str, EnvironmentSpec]:
-    """By name. Raises ConfigurationError where one's target is neither a file nor a module that can be found."""
+    """Return the environments by name. Raises ConfigurationError if a target's file or module cannot be found."""
     specs = environment_specs(config)
     for spec in specs.values():
         check_target(spec)
@@ -165,7 +164,7 @@ def environments_of(config: DictConfig) -> dict[str, EnvironmentSpec]:
 
 
 def check_start(run: Run) -> None:
-    """Hosts, ports, SGLang's interpreter and its flags, before anything is started.
+    """Check hosts, ports, and SGLang's interpreter and flags, before anything is started.
 
     Raises:
         ConfigurationError, LaunchError: naming the key.
@@ -185,7 +184,7 @@ def check_start(run: Run) -> None:
 
 
 def make_folder(directory: Path) -> None:
-    """Raises ConfigurationError where it cannot be made or written."""
+    """Create the run's folder. Raises ConfigurationError if it cannot be created or written."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory):
@@ -195,9 +194,9 @@ def make_folder(directory: Path) -> None:
 
 
 def prepare_model(config: DictConfig, log_path: Path) -> None:
-    """Put the model's folder in place of a small policy's name or a path with ``~``; makes a small policy.
+    """Replace a small policy's name, or a path with ``~``, by the model's folder; create a missing small policy.
 
-    ``log_path``: for what its making prints.
+    ``log_path``: receives the output of that creation.
     """
     path = config.actor_rollout_ref.model.path
     making = progress(f"preparing {path}, which is made once, in a minute", log_path)
@@ -215,7 +214,7 @@ def _check_host(host: str, key: str) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit status: 0 only if every step was trained."""
+    """Return the exit status: 0 only if every step was trained."""
     arguments = parse_arguments(argv)
     try:
         config, composed, directory, start = load_run_config(compose_overrides(arguments))

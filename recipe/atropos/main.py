@@ -1,9 +1,9 @@
 """The trainer: ``python -m recipe.atropos.main key=value ...``
 
 The SGLang servers (``inference.urls``) and the Trajectory API (``trainer.atropos.api_url``) must be running;
-``launch_services`` starts them, and an environment, around this. Without an ``inference.gateway`` it starts one before
-the servers, and prints how environments ask it. verl, torch and Ray are imported once the
-configuration is right: a wrong key or value is answered in a moment.
+``launch_services`` starts them, the environments and this trainer. Without ``inference.gateway``, the trainer starts a
+gateway in front of the servers, and prints how environments use it. verl, torch and Ray are imported only once the
+configuration has been checked, so that a wrong key or value is reported quickly.
 """
 
 import argparse
@@ -36,9 +36,9 @@ from recipe.atropos.verl_ext.attention import set_attention
 
 
 def run(config: DictConfig) -> None:
-    """Check, start Ray (or join the cluster of RAY_ADDRESS), train.
+    """Check the configuration, start Ray (or join the cluster at RAY_ADDRESS), and train.
 
-    A failure or a signal ends it at once, with the Ray that it started.
+    A failure or a signal ends it at once, together with the Ray cluster that it started.
 
     Raises:
         AtroposError: a value that cannot work, a service that does not answer in time, a push that failed, a run
@@ -69,9 +69,9 @@ def run(config: DictConfig) -> None:
 
 
 def set_device(config: DictConfig, device: str) -> None:
-    """The trainer computes on ``device``, "cuda" or "cpu"; with it is decided what was left to decide by it."""
+    """Set the trainer's device to ``device``, "cuda" or "cpu", and fill in settings that are still null."""
     with open_dict(config):
-        config.inference.colocated = bool(config.inference.colocated)  # null is the launcher's to decide
+        config.inference.colocated = bool(config.inference.colocated)  # null: only the launcher can decide
         config.trainer.device = device
         pushes = config.actor_rollout_ref.rollout.checkpoint_engine
         if pushes.update_weights_bucket_megabytes is None:
@@ -89,7 +89,7 @@ def _train(config: DictConfig) -> None:
         os.environ |= scratch.current().variables()
         if all(is_this_host(url) for url in config.inference.urls):
             os.environ |= loopback_variables()
-    # The servers may still be starting, and so do Ray and its workers.
+    # In the background, since Ray and its workers can start while the servers still do.
     services = _in_background(lambda: check_services(config, timeout=config.trainer.atropos.startup_timeout))
     start_ray(**ray_options(config))
     try:
@@ -108,7 +108,7 @@ def _train(config: DictConfig) -> None:
 
 
 def ray_options(config: DictConfig) -> dict[str, Any]:
-    """Arguments of ``ray.init``; workers, also on other machines, get this process's platform in their environment."""
+    """Return ``ray.init``'s arguments; all workers, also on other machines, get this process's platform variables."""
     from recipe.atropos.verl_ext.driver import get_ppo_ray_runtime_env
 
     init: dict[str, Any] = OmegaConf.to_container(config.ray_kwargs.ray_init)
@@ -121,10 +121,10 @@ def ray_options(config: DictConfig) -> dict[str, Any]:
 
 
 def export_model(folder: RunDir) -> None:
-    """Export the last checkpoint as ``RUN/model``; one that cannot be exported is only told of: all steps are trained.
+    """Export the last checkpoint to the run's folder. Only report a failure, since all steps are trained.
 
     Raises:
-        DiskFull: the same command exports it, once there is room.
+        DiskFull: the same command exports it once there is room.
     """
     try:
         from recipe.atropos.checkpoint.export import export_last
@@ -133,7 +133,7 @@ def export_model(folder: RunDir) -> None:
             print(f"model exported to {exported}", flush=True)
     except DiskFull:
         raise
-    except Exception as error:  # also of transformers, such as a model type that it does not know any more
+    except Exception as error:  # also transformers', such as a model type that it no longer knows
         if (told := expected_failure(error)) is None:
             logging.getLogger(__name__).exception("the export of the trained model failed")
             told = f"{type(error).__name__}: {error}"
@@ -141,7 +141,7 @@ def export_model(folder: RunDir) -> None:
 
 
 def _in_background(work: Callable[[], None]) -> Future[None]:
-    """In a daemon thread, for which a process that fails meanwhile does not wait."""
+    """Run ``work`` in a daemon thread, so that a process that fails meanwhile does not wait for it."""
     future: Future[None] = Future()
 
     def run_it() -> None:
@@ -179,7 +179,7 @@ def main(argv: list[str] | None = None) -> None:
         check_config(config)
         check_model(config.actor_rollout_ref.model.path)
         print(f"run {config.run.dir}: trains {config.actor_rollout_ref.model.path}", flush=True)
-        # verl tells of each engine that is not installed; this recipe uses FSDP alone.
+        # verl warns of each engine that is not installed; this recipe uses only FSDP.
         warnings.filterwarnings("ignore", message=".* engine is not available")
         run(config)
 

@@ -1,7 +1,7 @@
 """GRPO on trajectories from Atropos.
 
-Where verl's trainers generate, this one waits: the environments ask the SGLang servers themselves, score what they get
-and post it to the Trajectory API. ``fit_step`` reads as the algorithm; below it are its steps, in their order.
+Where verl's trainers generate rollouts, this trainer waits: the environments query the SGLang servers themselves, score
+the replies and post them to the Trajectory API. ``fit_step`` is the algorithm; its steps follow below it, in order.
 """
 
 import io
@@ -52,20 +52,20 @@ from recipe.atropos.workers.actor import ActorGroup
 
 logger = logging.getLogger(__name__)
 
-_EVALUATION_SLACK = 60.0  # seconds, for the launcher to notice that an evaluation is due, and to say that it ended
-_STEP_SHARE = 0.9  # of the launcher's limit of a step, by which ranks must have answered: so a rank that hangs is named
-_MAX_EMPTY_BATCHES = 20  # in a row, before the run is called dead
+_EVALUATION_SLACK = 60.0  # seconds for the launcher to notice that an evaluation is due, and to report its end
+_STEP_SHARE = 0.9  # of the launcher's step timeout, in which ranks must respond, so that a hung rank is named
+_MAX_EMPTY_BATCHES = 20  # in a row, before the run fails
 
 
 class RayGRPOAtroposTrainer:
-    """Pulls scored groups, trains with FSDP workers, pushes the weights, records.
+    """Trainer that fetches scored groups, trains with FSDP workers, pushes the weights and records the run.
 
-    The policy's version is the number of updates behind it (``global_steps``). It is active on every server before
-    the first rollout and, by ``trainer.atropos.weight_sync.every``, after each update.
+    The policy's version is the number of updates so far (``global_steps``). It is active on every server before the
+    first rollout, after every ``trainer.atropos.weight_sync.every``-th update, and after the last.
     """
 
     def __init__(self, config: Any, tokenizer: Any, vocab_size: int | None = None):
-        """``vocab_size`` is the model's: a model may have, and sample, more tokens than its tokenizer names."""
+        """Set up; ``vocab_size`` is the model's, which may have, and sample, more tokens than its tokenizer."""
         self.config, self.tokenizer = config, tokenizer
         atropos = config.trainer.atropos
         self.advantage_config = AdvantageConfig.from_config(atropos)
@@ -94,7 +94,7 @@ class RayGRPOAtroposTrainer:
         self.global_steps, self._longest_step = 0, 0.0
 
     def init_workers(self) -> None:
-        """Start the actor's ranks under Ray, load the model, and find the servers that its weights go to."""
+        """Start the actor's ranks under Ray, load the model, and find the servers to which its weights are pushed."""
         self.actor = ActorGroup(self.config, self.distillation)
         if self.config.trainer.atropos.replay:
             self.checkpoint_manager = NoServers()
@@ -130,7 +130,7 @@ class RayGRPOAtroposTrainer:
     def fit_step(self) -> None:
         """One update of the policy."""
         self.metrics, self.timing_raw = {"training/global_step": self.global_steps}, {}
-        self.actor.deadline = math.inf  # a batch may be waited for longer than a step may take
+        self.actor.deadline = math.inf  # the wait for a batch may be longer than the step timeout
         with marked_timer("step", self.timing_raw):
             self.metrics |= self.checkpoint_manager.ensure_current(self.global_steps - 1)
             batch = self._next_batch()
@@ -155,16 +155,16 @@ class RayGRPOAtroposTrainer:
     # ---------------------------------------------------------------- the steps
 
     def _next_batch(self) -> DataProto:
-        """The next batch with a row to train on, filled up to whole mini-batches and balanced over the ranks.
+        """Return the next batch that has a row to train on, padded to full mini-batches and balanced across ranks.
 
         Raises:
-            DataSourceError: no batch in time.
-            NothingToTrain: every sequence of many batches in a row was dropped; names the reasons.
-            SamplingMismatch: rows were sampled from another distribution than the trainer computes.
+            DataSourceError: no batch arrived in time.
+            NothingToTrain: every sequence of many batches in a row was dropped; the message has the reasons.
+            SamplingMismatch: rows were sampled from a different distribution than the trainer computes.
         """
         dropped, counts, fetched = Counter(), Counter(), 0
         versions = VersionLimits(self.global_steps - 1, self.config.trainer.atropos.max_staleness)
-        # A recorded batch belongs to its step.
+        # In a replay, each batch belongs to its step.
         attempts = 1 if self.config.trainer.atropos.replay else _MAX_EMPTY_BATCHES
         for _ in range(attempts):
             with marked_timer("wait", self.timing_raw), self.record.waiting():
@@ -194,7 +194,7 @@ class RayGRPOAtroposTrainer:
     def _batch_of(
         self, groups: list[Group], versions: VersionLimits | None = None
     ) -> tuple[DataProto | None, ConversionReport]:
-        """The groups' rows in mini-batches of whole groups; None where no row is left to train on."""
+        """Return the groups' rows in mini-batches of whole groups (None if no row can be trained on), and a report."""
         rows, report = read_groups(groups, self.limits, versions)
         if not rows:
             return None, report
@@ -213,7 +213,7 @@ class RayGRPOAtroposTrainer:
         return batch, report
 
     def _check_sampling(self, batch: DataProto) -> None:
-        """Counts of what was sampled otherwise than the trainer computes; ``row_temperature``, (B,), where needed."""
+        """Count rows sampled differently from what the trainer computes; add ``row_temperature``, (B,), if needed."""
         columns = real_rows(batch).non_tensor_batch
         names = map(environment_name, columns["env_name"], columns["env_id"])
         self.metrics |= self.sampling_check.metrics(columns["sampling"].tolist(), list(names))
@@ -222,17 +222,17 @@ class RayGRPOAtroposTrainer:
             batch.batch["row_temperature"] = torch.from_numpy(temperatures)
 
     def _look_after_servers(self) -> None:
-        """While a batch is waited for: it cannot come if servers wait for weights, or serve those of their start."""
+        """Update servers while waiting: no batch can come if they wait for weights, or serve their initial weights."""
         self.record.still_waiting()
         self.metrics |= self.checkpoint_manager.ensure_current(self.global_steps - 1)
 
     def _await_evaluation(self) -> None:
-        """Weights that are due for evaluation are replaced only once the launcher has evaluated them.
+        """Wait until the launcher has evaluated weights that are due for evaluation and that this step replaces.
 
-        Here, and not before the push: a server that is restarted meanwhile can still be given the active weights.
+        This is not done right before the push, so that a server restarted meanwhile can still get the active weights.
 
         Raises:
-            NotEvaluated: the launcher did not say in time that they are evaluated.
+            NotEvaluated: the launcher did not report the evaluation in time.
         """
         settings, version = self.config.evaluation, self.checkpoint_manager.version
         due = settings.evaluated_file and settings.every and version % settings.every == 0
@@ -242,9 +242,9 @@ class RayGRPOAtroposTrainer:
                 wait_until_evaluated(settings.evaluated_file, version, limit, self._look_after_servers)
 
     def _compute_log_probs(self, batch: DataProto) -> None:
-        """Add ``old_log_probs``, (B, R): the policy's before the update, and how far the engine's own are from them.
+        """Add ``old_log_probs``, (B, R), of the policy before the update; compare them with the engine's in metrics.
 
-        In bypass mode they are the engine's, except for rows that came without.
+        In bypass mode they are the engine's, except for rows that came without logprobs.
         """
         engine = batch.batch.pop("rollout_log_probs", None)
         bypass = self.config.algorithm.rollout_correction.bypass_mode
@@ -269,7 +269,7 @@ class RayGRPOAtroposTrainer:
             batch.batch["old_log_probs"] = torch.where(known, engine, batch.batch.get("old_log_probs", engine))
 
     def _compute_reference_log_probs(self, batch: DataProto) -> None:
-        """Add ``ref_log_prob``, (B, R), where the loss or the reward needs it and not every row brought its own."""
+        """Add ``ref_log_prob``, (B, R), if the loss or the reward needs it and not every row came with its own."""
         if self.actor.computes_reference and "ref_log_prob" not in batch.batch:
             with marked_timer("ref", self.timing_raw):
                 batch.batch["ref_log_prob"] = self.actor.reference_log_probs(batch)
@@ -282,10 +282,10 @@ class RayGRPOAtroposTrainer:
             )
 
     def _update_actor(self, batch: DataProto) -> None:
-        """One pass of optimizer steps over the mini-batches; none, and a count, where rejection left no token at all.
+        """Run the optimizer steps of the batch; if rejection left no token at all, only count the batch.
 
         Raises:
-            NothingToTrain: distillation alone, and no row of the batch has a teacher.
+            NothingToTrain: the loss is distillation only, and no row of the batch has a teacher.
         """
         if not self.distillation.use_policy_loss and "teacher_ids" not in batch.batch:
             raise NothingToTrain(
@@ -312,7 +312,7 @@ class RayGRPOAtroposTrainer:
         return self._is_last_step or self.global_steps % self.config.trainer.atropos.weight_sync.every == 0
 
     def _write_rollouts(self, batch: DataProto) -> None:
-        """Sampled text, scores and versions of every row, as ``rollouts/STEP.jsonl``."""
+        """Write sampled text, scores and versions of every row to ``rollouts/STEP.jsonl``."""
         if folder := self.config.trainer.rollout_data_dir:
             path = Path(folder, f"{self.global_steps}.jsonl")
             with marked_timer("dump", self.timing_raw):
@@ -337,7 +337,7 @@ class RayGRPOAtroposTrainer:
         self._raise_alarms()
 
     def _raise_alarms(self) -> None:
-        """The step's alarms as metrics, and each in the log when it is raised for the first time."""
+        """Add the step's alarms to the metrics; log each alarm the first time it is raised."""
         raised = alarms.raised_by(self.metrics, self.logprob_tolerance, self.sampling_check.mode)
         for name in alarms.remember(self.record.totals.alarms, self.global_steps, raised, self.logprob_tolerance):
             logger.error("step %d: %s", self.global_steps, self.record.totals.alarms[name]["what"])
@@ -357,17 +357,17 @@ class RayGRPOAtroposTrainer:
         return DataSource(self.source_config, Registration.from_config(self.config, done))
 
     def _log_probs_of(self, rows: list[Row]) -> torch.Tensor:
-        """The policy's logprobs of the rows' responses, (B, R) float32."""
+        """Return the policy's logprobs of the rows' responses, (B, R) float32."""
         batch = rows_to_data_proto(rows, self.limits, multiple_of=self.actor.world_size * self.actor.rows_multiple)
         batch.meta_info["temperature"] = self.config.actor_rollout_ref.rollout.temperature
         batch.meta_info["global_token_num"] = batch.batch["attention_mask"].sum(dim=-1).tolist()
         return self.actor.log_probs(batch)[0]["old_log_probs"][: len(rows)]
 
     def _load_checkpoint(self) -> None:
-        """From the newest whole checkpoint, or from ``trainer.resume_from_path``.
+        """Resume from the newest complete checkpoint, or from ``trainer.resume_from_path``.
 
         Raises:
-            ConfigurationError: there is none at that path.
+            ConfigurationError: there is no checkpoint at that path.
         """
         trainer = self.config.trainer
         folder = self.checkpoints.to_resume(trainer)
@@ -379,7 +379,7 @@ class RayGRPOAtroposTrainer:
         self.record.load_state_dict(torch.load(folder / "data.pt", weights_only=False))
 
     def _save_checkpoint(self) -> None:
-        """Raises DiskFull, with nothing left of this checkpoint, and the earlier ones as they were."""
+        """Save a checkpoint; on DiskFull, nothing is left of it, but older ones may have been removed to make room."""
         keep, scores = self.config.trainer.max_actor_ckpt_to_keep, heldout_scores(self.config.run.dir)
         with self.checkpoints.saving(self.global_steps, keep, self._model_identity, scores) as folder:
             self.actor.save_checkpoint(str(folder / "actor"), None, self.global_steps)
@@ -388,7 +388,7 @@ class RayGRPOAtroposTrainer:
             write_atomic(folder / "data.pt", state.getvalue())
 
     def _save_if_due(self) -> None:
-        """Every ``save_freq`` steps, after the last, and before the machine's announced end (verl's ESI)."""
+        """Save every ``save_freq`` steps, after the last, and before the machine's announced end (verl's ESI)."""
         trainer = self.config.trainer
         self._longest_step = max(self._longest_step, self.timing_raw["step"])
         if trainer.save_freq <= 0:

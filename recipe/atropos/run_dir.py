@@ -1,9 +1,9 @@
-"""The folder of a run: where its files are, and who holds it. ``utils/files.py`` writes them.
+"""The folder of a run: the paths of its files, and its lock. ``utils/files.py`` writes the files.
 
 Guarantees:
 
-- ``RunDir.lock`` lets one run at a time into the folder; it ends with the processes that inherit it, however they end.
-- A folder says which format it has; one of another format is refused.
+- ``RunDir.lock`` admits one run at a time; it is released when all processes that inherit it have exited or died.
+- A folder records its format; a folder of another format is refused.
 """
 
 import contextlib
@@ -31,17 +31,17 @@ from recipe.atropos.utils.files import (
 )
 
 FORMAT = 1
-"""Raised whenever a folder of an older recipe could not be resumed, or would be read wrongly."""
+"""Incremented whenever a folder of an older recipe could not be resumed, or would be misread."""
 
 LOCK_VARIABLE = "ATROPOS_RUN_LOCK"
-"""Environment variable with the descriptor of the lock that a launcher hands to what it starts."""
+"""Environment variable with the lock's file descriptor, which a launcher passes to the processes it starts."""
 
-_LOCK_SECONDS = 30.0  # for the processes of a launcher that was killed to end
+_LOCK_SECONDS = 30.0  # for the processes of a killed launcher to exit
 _LOCK_POLL_SECONDS = 0.1
 
 
 class RunDir:
-    """A run's folder; every path in it is spelled here and nowhere else."""
+    """A run's folder; all paths in it are defined here and nowhere else."""
 
     def __init__(self, path: str | Path):
         self.path = path = Path(path).resolve()
@@ -59,13 +59,13 @@ class RunDir:
         self.weights = path / "weights"
         self.model = path / "model"  # the trained model in Hugging Face format
         self.adapter = path / "adapter"  # or a LoRA adapter alone, in PEFT's
-        self.start = path / "start"  # the weights of another run that this one begins with
+        self.start = path / "start"  # the weights of another run that this run starts from
         self.environments = path / "environments"
         self.evaluation = path / "evaluation"
-        self.evaluated = self.evaluation / "evaluated"  # the newest version that was evaluated
+        self.evaluated = self.evaluation / "evaluated"  # the newest evaluated version
         self.tensorboard = path / "tensorboard"
-        self.servers_offloaded = path / "servers_offloaded"  # while the trainer has the memory of servers on its GPUs
-        self.waiting = path / "waiting"  # while the trainer waits for a batch, or an evaluation
+        self.servers_offloaded = path / "servers_offloaded"  # present while servers on the trainer's GPUs are offloaded
+        self.waiting = path / "waiting"  # present while the trainer waits for a batch or an evaluation
         self.lock_file = path / "lock"
 
     def log(self, service: str) -> Path:
@@ -81,14 +81,14 @@ class RunDir:
         return self.environments / f"{name}.jsonl"
 
     def remove_partial(self) -> None:
-        """Remove what processes that were killed left of files that they were writing."""
+        """Remove partial files that killed processes left."""
         for partial in list(self.path.rglob(f".*{PARTIAL}")):
             remove_partial(partial)
 
     # ---------------------------------------------------------------- format
 
     def check_format(self) -> None:
-        """Raises ConfigurationError: another version of the recipe made this folder."""
+        """Raise ConfigurationError if the folder has the format of another version of the recipe."""
         begun = any(path.exists() for path in (self.config, self.metrics, self.summary, self.checkpoints))
         found = read_json(self.identity, {"format": 0 if begun else FORMAT}).get("format")
         if found != FORMAT:
@@ -99,7 +99,7 @@ class RunDir:
             )
 
     def mark_format(self) -> None:
-        """A folder in which nothing has begun is one of this format. Raises as ``check_format``."""
+        """Record the format in a folder in which no run has begun. Raises as in ``check_format``."""
         self.check_format()
         if not self.identity.exists():
             write_json(self.identity, {"format": FORMAT})
@@ -108,15 +108,15 @@ class RunDir:
 
     @contextlib.contextmanager
     def lock(self, say: Callable[[str], object] = print) -> Iterator[int]:
-        """Hold the folder, which is made if it is not there; yields the lock's descriptor.
+        """Lock the folder, creating it if needed; yield the lock's file descriptor.
 
-        A process that was started with that descriptor, and its number in LOCK_VARIABLE, is let in and holds the
-        folder too: the lock is free when the last of them has ended. Those that a killed launcher left are waited for,
-        which ``say`` is told.
+        A process that was started with that descriptor, and its number in LOCK_VARIABLE, shares the lock, which is
+        released when the last such process exits. If a killed launcher left processes behind, wait for them, and
+        report that with ``say``.
 
         Raises:
-            RunDirError: a living process holds it; names it.
-            ConfigurationError: it cannot be made or written.
+            RunDirError: a running process holds the lock; the message names it.
+            ConfigurationError: the folder cannot be created or written.
         """
         if (inherited := self._inherited()) is not None:
             yield inherited
@@ -175,7 +175,7 @@ class RunDir:
 
 @dataclass(frozen=True)
 class _Holder:
-    """A process that holds a lock. Not its arguments, in which there may be secrets."""
+    """A process that holds a lock, without its arguments, which may contain secrets."""
 
     pid: int
     host: str
@@ -189,14 +189,14 @@ class _Holder:
 
     @classmethod
     def read(cls, descriptor: int) -> "_Holder | None":
-        """None while it is being written."""
+        """Read the holder from the lock file; return None while it is being written."""
         try:
             return cls(**orjson.loads(os.pread(descriptor, 4096, 0)))
         except (orjson.JSONDecodeError, TypeError):
             return None
 
     def lives(self) -> bool:
-        """Of a process on another machine nobody knows: it does."""
+        """Return whether the process is running; on another machine, it is assumed to be."""
         if self.host != socket.gethostname():
             return True
         try:

@@ -1,7 +1,7 @@
-"""What a run leaves to be read: ``metrics.jsonl``, a line a step, and ``summary.json``, by the trainer.
+"""Run outputs that the trainer writes: ``metrics.jsonl``, with one line per step, and ``summary.json``.
 
-Both are functions of the trained steps alone: a resumed run continues the counts from its checkpoint and drops the
-lines of steps that the checkpoint does not hold, because they are trained again.
+Both depend only on the trained steps: a resumed run continues the counts from its checkpoint and drops the lines of
+steps that the checkpoint does not include, because they are trained again.
 """
 
 import contextlib
@@ -16,8 +16,8 @@ from typing import Any, Protocol
 from recipe.atropos.run_dir import RunDir
 from recipe.atropos.utils.files import append_line, read_json, read_lines, rewrite_lines, write_json
 
-_FRESH_SECONDS = 60.0  # of the mark of a trainer that waits
-PHASES = {  # phases of a step, in order, and the timers of the trainer that measure them
+_FRESH_SECONDS = 60.0  # for the marker file of a waiting trainer
+PHASES = {  # phases of a step, in order, and the trainer's timers that measure them
     "wait": ("wait",),
     "convert": ("convert",),
     "evaluate": ("evaluate",),  # waiting for an evaluation of the weights that this step replaces
@@ -31,11 +31,11 @@ PHASES = {  # phases of a step, in order, and the timers of the trainer that mea
 
 @dataclass
 class RunTotals:
-    """Sums over all trained steps of a run, across restarts. Seconds are the trainer's, without its start."""
+    """Totals over all trained steps of a run, across restarts. Seconds are the trainer's, without its startup."""
 
     steps: int = 0
     groups_trained: int = 0
-    groups_dropped: int = 0  # of which no sequence was trained on
+    groups_dropped: int = 0  # groups with no sequence that was trained on
     sequences_trained: int = 0
     tokens_trained: int = 0
     mean_score_first: float | None = None
@@ -47,7 +47,7 @@ class RunTotals:
     alarms: dict[str, dict[str, Any]] = field(default_factory=dict)  # by name, see algorithm/alarms.py
 
     def add_batch(self, score: float, groups: int, dropped: int, sequences: int, tokens: int, version: int) -> None:
-        """What a step trained on, with its mean score and the policy's version after it; ``dropped`` are groups."""
+        """Add what a step trained on, its mean score and the policy version after it; ``dropped`` counts groups."""
         self.mean_score_first = score if self.mean_score_first is None else self.mean_score_first
         self.mean_score_last = score
         self.groups_trained += groups
@@ -58,13 +58,13 @@ class RunTotals:
 
 
 # In summary.json, over all processes of the run: groups of steps that no checkpoint held when the run was resumed, and
-# groups that were fetched and not trained on when the trainer ended.
+# groups that were fetched but not trained on when the trainer exited.
 ROLLED_BACK, PREFETCHED = "groups_rolled_back", "groups_prefetched"
-QUEUED = "groups_queued"  # left in the queue of the Trajectory API, by the launcher
+QUEUED = "groups_queued"  # left in the Trajectory API's queue; written by the launcher
 
 
 class Stateful(Protocol):
-    """What a checkpoint can hold: torch's own convention."""
+    """State that a checkpoint can hold, by torch's convention."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -72,7 +72,7 @@ class Stateful(Protocol):
 
 
 class RunRecord:
-    """Writes into ``directory``; its state is saved with each checkpoint.
+    """Writer of a run's outputs in ``directory``; its state is saved with each checkpoint.
 
     ``parts``, by name, are saved and restored with it.
     """
@@ -93,8 +93,8 @@ class RunRecord:
                 part.load_state_dict(state[name])
 
     def begin(self) -> None:
-        """Call once the checkpoint is loaded: what was recorded of steps that are not in it is cut, and counted."""
-        self.directory.waiting.unlink(missing_ok=True)  # of a trainer that was killed
+        """Drop and count the records of steps that are not in the checkpoint; call once the checkpoint is loaded."""
+        self.directory.waiting.unlink(missing_ok=True)  # left by a killed trainer
         lines = read_lines(self.directory.metrics)
         rewrite_lines(self.directory.metrics, [line for line in lines if line["step"] <= self.totals.steps])
 
@@ -104,13 +104,13 @@ class RunRecord:
         update_summary(self.directory.path, asdict(self.totals) | {ROLLED_BACK: again + summary.get(ROLLED_BACK, 0)})
 
     def end(self, groups_fetched: int) -> None:
-        """Call however the training ends: of so many groups that this process fetched, what no step was trained on."""
+        """Record how many of the groups that this process fetched were not used; call however the training ends."""
         summary = read_json(self.directory.summary, {})
         left = groups_fetched - (_groups_used(summary) - self._groups_before)
         update_summary(self.directory.path, {PREFETCHED: left + summary.get(PREFETCHED, 0)})
 
     def add_step(self, step: int, metrics: Mapping[str, float], timing: Mapping[str, float]) -> None:
-        """One line of metrics and of seconds by phase."""
+        """Write one line with metrics and seconds by phase."""
         totals = self.totals
         phases = {phase: sum(timing.get(key, 0.0) for key in keys) for phase, keys in PHASES.items()}
         phases["other"] = max(0.0, timing["step"] - sum(phases.values()))
@@ -133,7 +133,7 @@ class RunRecord:
         self.directory.waiting.touch()
 
     def add_seconds(self, phase: str, seconds: float) -> None:
-        """Time that belongs to a step, spent after its line was written."""
+        """Add time that belongs to a step but was spent after its line was written."""
         self.totals.seconds += seconds
         self.totals.seconds_per_phase[phase] = self.totals.seconds_per_phase.get(phase, 0.0) + seconds
 
@@ -146,11 +146,11 @@ def _groups_used(summary: Mapping[str, Any]) -> int:
 
 
 def account_of_groups(summary: Mapping[str, Any]) -> dict[str, int]:
-    """What became of the groups that the environments sent, over all processes of a run.
+    """Return what happened to the groups that the environments sent, over all processes of a run.
 
-    ``sent`` is the sum of the others. ``unknown``: lost with a trainer that was killed, or in the Trajectory API, which
-    does not say what it lost; below 0, groups that it took from an environment that had no answer any more, or from one
-    that joined. Of a run that starts no environment neither is known, and both are left out.
+    ``sent`` is the sum of the others. ``unknown`` groups were lost with a killed trainer, or in the Trajectory API,
+    which does not report losses; a negative number counts groups that it accepted from an environment that never got
+    its reply, or from one that joined. If the run starts no environment, neither is known, and both are left out.
     """
     environments = summary.get("environments", {})
     sent = sum(counts.get("groups_sent", 0) for counts in environments.values())
@@ -163,13 +163,13 @@ def account_of_groups(summary: Mapping[str, Any]) -> dict[str, int]:
 
 
 class WaitingMark:
-    """By which a trainer shows that it waits: it is refreshed every few seconds, by whatever clock the folder has."""
+    """Marker file that a waiting trainer touches every few seconds; only changes of its time count, not the clock."""
 
     def __init__(self, directory: RunDir):
         self._path, self._seen, self._changed = directory.waiting, 0, 0.0
 
     def is_fresh(self) -> bool:
-        """Whether it is there, and was refreshed in the last ``_FRESH_SECONDS``: a trainer that hangs does not."""
+        """Return whether it exists and was touched in the last ``_FRESH_SECONDS``; a hung trainer does not touch it."""
         try:
             seen = self._path.stat().st_mtime_ns
         except FileNotFoundError:
@@ -180,12 +180,12 @@ class WaitingMark:
 
 
 def update_summary(directory: str | Path, values: Mapping[str, Any], remove: Collection[str] = ()) -> None:
-    """Merge ``values`` into ``summary.json`` and ``remove`` keys of it.
+    """Merge ``values`` into ``summary.json`` and delete the keys in ``remove``.
 
-    Of several processes none undoes what another one wrote.
+    A lock keeps concurrent processes from undoing each other's updates.
 
     Raises:
-        DiskFull: the summary is as it was.
+        DiskFull: the summary is unchanged.
     """
     path = RunDir(directory).summary
     with open(path.with_name(".summary.lock"), "ab") as lock:
@@ -195,19 +195,19 @@ def update_summary(directory: str | Path, values: Mapping[str, Any], remove: Col
 
 
 def read_metrics(directory: str | Path) -> list[dict[str, Any]]:
-    """All lines of ``metrics.jsonl``."""
+    """Return all lines of ``metrics.jsonl``."""
     return read_lines(RunDir(directory).metrics)
 
 
 def read_evaluations(directory: str | Path) -> list[dict[str, Any]]:
-    """All lines of ``evaluations.jsonl``."""
+    """Return all lines of ``evaluations.jsonl``."""
     return read_lines(RunDir(directory).evaluations)
 
 
 def heldout_scores(directory: str | Path) -> dict[int, float]:
-    """By step, the mean of the environments' main metrics, of the steps that all environments have evaluated.
+    """Return the mean of the environments' main metrics, by step, for steps at which all environments were evaluated.
 
-    All are those of the two newest steps: one evaluation that failed does not make another step the best one.
+    "All" means those of the two newest steps, so that one failed evaluation does not make another step the best one.
     """
     values: dict[int, dict[str, float]] = {}
     for line in read_evaluations(directory):

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Mends three faults of installed packages, in place. None is needed for what this recipe installs; they are for older
+# Fixes three faults of installed packages, in place. None is needed for what this recipe installs; they are for older
 # SGLang versions, and for other programs that use the same verl.
 #
 #   apply.sh [--check|--dry-run|--revert] [--python PYTHON] [NAME...]

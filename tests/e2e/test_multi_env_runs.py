@@ -144,7 +144,7 @@ def test_environments_train_on_when_one_is_killed_for_good(tmp_path, model_path)
     assert lines[-1]["atropos/num_environments"] == 1 and "atropos/b/groups" not in lines[-1]
     output = launcher.log_path.read_text()
     assert "(a +0.500, b +0.500)" in output
-    assert "environment-b ended once more after 0 restarts (environments.b.max_restarts), given up" in output
+    assert "environment-b ended once more after 0 restarts (environments.b.max_restarts), abandoned" in output
 
     found = read_evaluations(folder)
     assert sorted((entry["version"], entry["env"]) for entry in found) == [(v, e) for v in (0, 3, 5) for e in "ab"]

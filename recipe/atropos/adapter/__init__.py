@@ -1,1 +1,1 @@
-"""Everything that is interposed into a ``BaseEnv``, so that any Atropos environment trains as it is."""
+"""Adapter that wraps any Atropos ``BaseEnv``, so that the environment can train unmodified."""

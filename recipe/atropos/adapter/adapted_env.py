@@ -1,12 +1,12 @@
-"""An environment with everything that the adapter adds: ``AdaptedEnv`` in front of its class, ``PostingEnv`` behind.
+"""The adapted environment: ``AdaptedEnv`` precedes the environment's class in the MRO, ``PostingEnv`` follows it.
 
-A scored group passes, in ``handle_send_to_api`` and ``_send_scored_data_to_api``:
+``handle_send_to_api`` and ``_send_scored_data_to_api`` take a scored group through these steps:
 
     validate -> shape -> restore and stamp -> check -> the environment's own -> wait for its turn -> post
 
-- In front stands what acts on what an environment makes.
-- Behind it, in the place of ``BaseEnv``, stands what it inherits, fixed: its own methods, and their ``super()``, count.
-- A group that is left out on the way is counted by its reason, ``not_sent/REASON``.
+- ``AdaptedEnv`` handles what the environment produces.
+- ``PostingEnv`` is a fixed ``BaseEnv``: the environment's own overrides, and their ``super()``, still apply.
+- A group that is dropped on the way is counted by reason, as ``not_sent/REASON``.
 """
 
 import logging
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 class AdaptedEnv(CommandLine, Lifecycle, Evaluating):
-    """Mixin; must precede a ``BaseEnv`` in the MRO, and have ``PostingEnv`` behind it: see ``adapt``."""
+    """Mixin; must precede a ``BaseEnv`` in the MRO, and be followed by ``PostingEnv``: see ``adapt``."""
 
     reward_bridge: RewardBridge | None = None
 
@@ -50,7 +50,7 @@ class AdaptedEnv(CommandLine, Lifecycle, Evaluating):
             if self.reward_bridge.send_equal_raw:
                 record_groups()
 
-    # ------------------------------------------------------------------ what comes in
+    # ------------------------------------------------------------------ items
 
     async def get_server_info(self) -> None:
         await super().get_server_info()
@@ -58,15 +58,15 @@ class AdaptedEnv(CommandLine, Lifecycle, Evaluating):
 
     async def get_next_item(self) -> Any:
         item = await super().get_next_item()
-        if item is None:  # BaseEnv asks again, for ever, and says nothing
+        if item is None:  # BaseEnv would silently ask again forever
             if not self.report.counts["no_item"]:
                 logger.error("%s: get_next_item() has no more items; nothing new begins", self.report.name)
             self.report.count("no_item")
         return item
 
     async def collect_trajectories(self, item: Any) -> tuple[Any, list[Any]]:
-        """The environment's own; with a reward bridge, a whole group of equal scores that it dropped comes back."""
-        ITEM.set(Item())  # for the task that this runs in, and those that it starts
+        """Run the environment's own; with a reward bridge, recover a complete group of equal scores that it dropped."""
+        ITEM.set(Item())  # for the current task, and those that it starts
         with recorded() as made:
             own = super().collect_trajectories
             if getattr(own, "__func__", None) is BaseEnv.collect_trajectories:
@@ -79,7 +79,7 @@ class AdaptedEnv(CommandLine, Lifecycle, Evaluating):
                 groups = dropped
         return groups, backlog
 
-    # ------------------------------------------------------------------ what goes out
+    # ------------------------------------------------------------------ groups
 
     async def handle_send_to_api(
         self,
@@ -88,7 +88,7 @@ class AdaptedEnv(CommandLine, Lifecycle, Evaluating):
         do_send_to_api: bool = True,
         abort_on_any_max_length_exceeded: bool = True,
     ) -> None:
-        """Validate, shape, restore and stamp, check; the environment's own, which ends in ``PostingEnv``."""
+        """Validate, shape, restore, stamp and check; then call the environment's own, which ends in ``PostingEnv``."""
         ready = []
         for group in as_groups(scored_data):
             try:
@@ -124,12 +124,12 @@ class AdaptedEnv(CommandLine, Lifecycle, Evaluating):
     def _restore(self, group: dict[str, Any]) -> None:
         restore_group(self._calls.caches["train"], group, self.report.count, self.config.wandb_name)
 
-    # ------------------------------------------------------------------ what is shown
+    # ------------------------------------------------------------------ wandb
 
     async def add_rollouts_for_wandb(self, *args: Any, **kwargs: Any) -> None:
         try:
             await super().add_rollouts_for_wandb(*args, **kwargs)
-        except Exception as error:  # a table for the eye is not worth a group
+        except Exception as error:  # a failed wandb table must not cost a group
             self._count_failure("add_rollouts_for_wandb", error)
 
     async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
@@ -137,10 +137,10 @@ class AdaptedEnv(CommandLine, Lifecycle, Evaluating):
 
 
 class PostingEnv(Paced):
-    """Behind the environment, in the place of ``BaseEnv``: the last two steps of a group."""
+    """Replacement for ``BaseEnv`` as the environment's base class: the last two steps for a group."""
 
     async def _send_scored_data_to_api(self, scored_data: Any) -> None:
-        """Wait for its turn, and post."""
+        """Wait for the item's turn, then post its groups."""
         try:
             groups = await self._wait_for_turn(as_groups(scored_data))
             if groups and await self._post(groups, several=isinstance(scored_data, list)):
@@ -152,9 +152,9 @@ class PostingEnv(Paced):
 def adapt(
     environment: type[BaseEnv], bridge: RewardBridge | None = None, settings: AdapterSettings | None = None
 ) -> type[BaseEnv]:
-    """A subclass of ``environment`` with everything that the adapter adds, of the same name; itself where it has that.
+    """Return a subclass of ``environment``, of the same name, with all adapter features; unchanged if already adapted.
 
-    With ``bridge`` its scores are shaped before they are sent. ``settings``: in code, instead of flags.
+    ``bridge`` shapes its scores before they are sent. ``settings`` are for use in code, instead of flags.
     """
     body: dict[str, Any] = {"__doc__": environment.__doc__, "__module__": environment.__module__}
     if bridge is not None:

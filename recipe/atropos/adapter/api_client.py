@@ -1,4 +1,4 @@
-"""An environment's requests to the Trajectory API: one request each, and waits that say what for."""
+"""An environment's client for the Trajectory API: single requests, and bounded waits that log what they wait for."""
 
 import asyncio
 import gzip
@@ -12,13 +12,13 @@ from recipe.atropos.errors import AtroposError, EnvironmentFailure
 
 logger = logging.getLogger(__name__)
 
-_ANSWER = 60.0  # s; an API that cuts batches answers nobody for many seconds
+_ANSWER = 60.0  # s; while the API assembles batches, it answers no request for many seconds
 _SAY_AGAIN = 60.0  # s
 _COMPRESSED_FROM = 1024  # bytes
 
 
 class ApiRefused(AtroposError, RuntimeError):
-    """The API answered with an error; ``status`` is HTTP's."""
+    """The API answered with an error; ``status`` is the HTTP status."""
 
     def __init__(self, status: int, text: str):
         super().__init__(f"HTTP {status}: {text[:300]}")
@@ -26,7 +26,7 @@ class ApiRefused(AtroposError, RuntimeError):
 
 
 class Deadline:
-    """A wait of at most ``limit`` seconds, which says at its begin and each minute what for."""
+    """A wait of at most ``limit`` seconds, which logs when it starts and then every minute what it waits for."""
 
     def __init__(self, limit: float):
         self.limit = limit
@@ -34,7 +34,7 @@ class Deadline:
         self._said = float("-inf")
 
     async def pause(self, what: str, seconds: float = 1.0) -> None:
-        """Sleep. Raises EnvironmentFailure, with ``what``, after ``limit`` seconds in all."""
+        """Sleep. Raise EnvironmentFailure, with ``what``, once ``limit`` seconds have passed in total."""
         now = time.monotonic()
         if now - self._begun > self.limit:
             raise EnvironmentFailure(f"after {now - self._begun:.0f} s: {what}")
@@ -45,11 +45,11 @@ class Deadline:
 
 
 async def ask(method: str, url: str, payload: Any = None) -> Any:
-    """The JSON answer.
+    """Send one request and return the JSON response.
 
     Raises:
-        ApiRefused: an answer that is an error.
-        aiohttp.ClientError, TimeoutError: no answer.
+        ApiRefused: the API answered with an error status.
+        aiohttp.ClientError, TimeoutError: there was no answer.
     """
     timeout = aiohttp.ClientTimeout(total=_ANSWER)
     async with (
@@ -62,12 +62,12 @@ async def ask(method: str, url: str, payload: Any = None) -> Any:
 
 
 def refuses_connections(error: Exception) -> bool:
-    """Whether nobody listens there: the process that did is gone, with all that it knew."""
+    """Return whether nothing listens at the address: the API's process is gone, and its state with it."""
     return isinstance(error, aiohttp.ClientConnectorError) and isinstance(error.os_error, ConnectionRefusedError)
 
 
 def compressed(body: bytes) -> tuple[bytes, dict[str, str]]:
-    """A JSON body and its headers; gzip from ``_COMPRESSED_FROM`` bytes on, fast rather than small."""
+    """Return a JSON body and its headers; from ``_COMPRESSED_FROM`` bytes on gzipped, for speed rather than size."""
     headers = {"Content-Type": "application/json"}
     if len(body) < _COMPRESSED_FROM:
         return body, headers

@@ -1,10 +1,10 @@
-"""Any Atropos environment, unmodified:
+"""Run any Atropos environment, unmodified:
 
     python -m recipe.atropos.utils.env_adapter serve|evaluate|process --env MODULE:Class|FILE.py[:Class] [its own flags]
 
-or, in code, ``adapt(load_environment(target))``. What is fixed stands in docs/environments.md; ``--reward-bridge
-FILE.yaml`` shapes the scores (``reward_bridge``), ``--adapter.NAME`` are the adapter's own ``settings``. Exit status:
-0 done, 1 the environment failed, 2 a wrong target or flag, 130 interrupted, 143 terminated.
+or, in code, ``adapt(load_environment(target))``. docs/environments.md lists what the adapter fixes; ``--reward-bridge
+FILE.yaml`` shapes the scores (``reward_bridge``), and ``--adapter.NAME`` flags are the adapter's own ``settings``. Exit
+status: 0 done, 1 the environment failed, 2 a wrong target or flag, 130 interrupted, 143 terminated.
 """
 
 import sys
@@ -22,7 +22,7 @@ from recipe.atropos.errors import one_line_errors
 from recipe.atropos.utils.private_process import hide_in_output, take_secret_flags
 
 CHECK = "--check"
-"""Flag: end with status 0 where the environment would be built, or say what is wrong with target, class or flags."""
+"""Flag: exit with status 0 instead of building the environment, or report a wrong target, class or flag."""
 
 _HELP = """\
 usage: python -m recipe.atropos.utils.env_adapter serve|evaluate|process --env TARGET [the environment's own flags]
@@ -37,7 +37,7 @@ What else differs from running the environment itself: docs/environments.md.
 
 
 def run(target: str, arguments: list[str], prepare: Callable[[type[BaseEnv]], type[BaseEnv]] = adapt) -> NoReturn:
-    """Load a target and be its command line, with ``arguments``; ``prepare`` makes of the class what is run."""
+    """Load a target and run its command line with ``arguments``; ``prepare`` maps that class to the one to run."""
     try:
         environment = load_environment(target)
     except EnvironmentTargetError as error:

@@ -1,4 +1,4 @@
-"""Whether an environment fits the trainer and the policy: sizes that can be packed, one tokenizer on both sides."""
+"""Check an environment against the trainer and the policy: group size and length, and one tokenizer on both sides."""
 
 import contextlib
 from itertools import count
@@ -9,12 +9,12 @@ from atroposlib.envs.server_handling.sglang_server import SGLangServer
 from recipe.atropos.errors import EnvironmentFailure
 from recipe.atropos.inference.client import InferenceError, SGLangClient
 
-_ANSWER = 10.0  # s for the server
+_ANSWER = 10.0  # s for the server to answer
 _PROBE = "Solve 12 + 7 = 19 \\boxed{19}, naïvely.\n\tdef f(x): return [x] # 日本 🙂"
 
 
-class Unknown(Exception):
-    """Tokenizers that cannot be compared: not yet, or, where ``permanent``, never with this server."""
+class Inconclusive(Exception):
+    """The tokenizers cannot be compared yet or, if ``permanent``, not with this server at all."""
 
     def __init__(self, message: str, permanent: bool):
         super().__init__(message)
@@ -22,12 +22,12 @@ class Unknown(Exception):
 
 
 def check_sizes(group_size: int, max_token_length: int, batch_size: int, max_token_len: int, api_url: str) -> None:
-    """The environment's group size and length (tokens) against what the trainer told the Trajectory API.
+    """Check the environment's group size and length (tokens) against what the trainer told the Trajectory API.
 
-    -1 is unknown, and fits.
+    -1 means unknown, and passes.
 
     Raises:
-        EnvironmentFailure: groups that never fill a batch exactly, or sequences longer than the trainer takes.
+        EnvironmentFailure: groups never fill a batch exactly, or sequences may be longer than the trainer accepts.
     """
     if batch_size > 0 and batch_size % group_size:
         fitting = ", ".join(str(n) for n in range(2, min(batch_size, 64) + 1) if batch_size % n == 0)
@@ -44,23 +44,23 @@ def check_sizes(group_size: int, max_token_length: int, batch_size: int, max_tok
 
 
 async def check_tokenizer(server: SGLangServer, tokenizer: Any, name: str) -> None:
-    """Both tokenizers of this side, the environment's (called ``name``) and the server handle's, against the policy's.
+    """Check the environment's tokenizer, called ``name``, and the server handle's against the policy's.
 
     Raises:
-        EnvironmentFailure: one of them encodes otherwise than the server.
-        Unknown: the server does not answer, or cannot say.
+        EnvironmentFailure: one of them encodes a probe text differently from the server.
+        Inconclusive: the server does not answer, or does not support the request.
     """
     url = server.config.base_url.removesuffix("/").removesuffix("/v1")
     text = _PROBE
     if getattr(tokenizer, "chat_template", None):
-        with contextlib.suppress(Exception):  # a template that wants more than one message of a user
+        with contextlib.suppress(Exception):  # some templates need more than one user message
             text = tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False)
     try:
         async with SGLangClient(url, server.config.api_key or None, timeout=_ANSWER) as client:
             theirs = await client.tokenize(text)
             info = await client.model_info()
     except InferenceError as error:
-        raise Unknown(str(error), permanent=error.status in (400, 404, 405, 422, 501)) from error
+        raise Inconclusive(str(error), permanent=error.status in (400, 404, 405, 422, 501)) from error
     policy = info.get("tokenizer_path") or info.get("model_path")
     config = server.config
     if config.tokenizer_name == "none":

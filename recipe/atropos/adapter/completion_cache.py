@@ -1,18 +1,18 @@
-"""What was sampled: each reply's tokens, logprobs, context, weight versions and sampling parameters, found again in
-what becomes of it.
+"""Cache of sampled replies, which finds them again in later prompts and in posted sequences.
 
-An environment sees a reply's text and goes on with that: into the next prompt, or into a sequence that it posts. Once
-encoded again, a text need not give the tokens that were sampled. ``trace`` puts them back, in prompts and in posted
-sequences by the same rule, so that a reply stands in every later context as it was sampled:
+It keeps each reply's tokens, logprobs, context, weight versions and sampling parameters. An environment sees a reply's
+text and continues with that: in the next prompt, or in a sequence that it posts. Encoded again, a text need not give
+the tokens that were sampled. ``trace`` restores them, in prompts and in posted sequences by the same rule, so that a
+reply appears in every later context as it was sampled:
 
-- A reply is looked for where exactly the tokens stand that it was sampled after; replies before it are back by then.
-- There it is taken if its tokens follow, or its text, up to white space at both ends (many environments strip it), to
-  the end of the turn (the next special token); also where the environment cut it short, went on in the same turn, or
-  changed white space only (as where it writes a tool call's JSON anew).
-- Of several, those of the same item come first, then that of the longest text, then that whose very tokens follow.
-- Sampled tokens are put back whole, with the end-of-turn token; where that follows in the text too, it is there once.
+- A reply is considered only right after its exact context, in which earlier replies are already restored.
+- There it matches if its tokens follow or, up to the end of the turn (the next special token), its text, apart from
+  whitespace at both ends (many environments strip it); also if the environment cut it short, continued the same turn,
+  or changed only whitespace (as when it serializes a tool call's JSON again).
+- If several match, those of the same item come first, then the longest text, then a reply whose exact tokens follow.
+- Sampled tokens are restored whole, with the end-of-turn token, which is not duplicated if the text has it too.
 
-A lookup is by a hash of all tokens before, computed for every position at once, and checked against the tokens.
+A lookup is by a hash of all preceding tokens, computed for every position at once, and verified against the tokens.
 """
 
 from collections import deque
@@ -26,17 +26,17 @@ import numpy as np
 from recipe.atropos.data.sampling import SamplingParams
 
 IGNORED = -100  # the mask of a token that is not trained on
-NOT_PUSHED = -1  # a version, older than all: the trainer drops what such weights sampled
-TRAINING = 16_000_000  # tokens, prompts included, that are remembered; about 20 bytes each
+NOT_PUSHED = -1  # a version older than all others: the trainer drops what such weights sampled
+TRAINING = 16_000_000  # capacity in tokens, prompts included; about 20 bytes each
 EVALUATION = 1_000_000
 
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)  # any odd number that is not small
 
 
 def versions_of(meta_info: dict[str, Any]) -> tuple[int, int] | None:
-    """(oldest, newest) version of a reply's tokens; None where the server says none.
+    """Return the (oldest, newest) version of a reply's tokens; None if the server reports none.
 
-    One that is no number, as "default", is of weights that no trainer pushed: ``NOT_PUSHED``.
+    A version that is no number, such as "default", means weights that no trainer pushed: ``NOT_PUSHED``.
     """
     spans = meta_info.get("weight_versions") or [{"version": meta_info.get("weight_version")}]
     names = [span.get("version") for span in spans]
@@ -47,10 +47,10 @@ def versions_of(meta_info: dict[str, Any]) -> tuple[int, int] | None:
 
 
 class Item(list["Completion"]):
-    """The completions that were sampled for one item of an environment, whoever of its tasks asked for them."""
+    """The completions that were sampled for one item of an environment, by any of its tasks."""
 
 
-ITEM: ContextVar[Item | None] = ContextVar("item", default=None)  # that the present task works for
+ITEM: ContextVar[Item | None] = ContextVar("item", default=None)  # of the current task
 
 
 @dataclass(eq=False)
@@ -58,7 +58,7 @@ class Completion:
     """One reply: its tokens (n,) and their logprobs (n,), n >= 1.
 
     ``texts`` are what an environment may have seen of it: with and without a stop string at the end. ``versions`` are
-    the oldest and the newest that sampled it, ``sampling`` the parameters of its request; None if unknown.
+    the oldest and newest weight version that sampled it, ``sampling`` its request's parameters; None if unknown.
     """
 
     prompt: np.ndarray  # (p,) int32
@@ -68,19 +68,19 @@ class Completion:
     versions: tuple[int, int] | None = None
     sampling: SamplingParams | None = None
     item: Item | None = None
-    continued: bool = False  # a later prompt was made with it
-    posted: int = 0  # sequences that it was found in
+    continued: bool = False  # a later prompt contains it
+    posted: int = 0  # number of times that it was found in posted sequences
 
     def __post_init__(self) -> None:
         assert len(self.tokens) == len(self.logprobs) >= 1, "a completion has tokens, and a logprob for each"
 
 
 class Piece(NamedTuple):
-    """``tokens`` in the place of the positions ``start`` to ``end`` of a sequence.
+    """``tokens`` that replace the positions ``start`` to ``end`` of a sequence.
 
-    With a completion they are its first ones, sampled; without, nobody sampled them. ``start`` is ``end`` for what has
-    no positions of its own: text that an environment went on with in a turn, encoded again behind the reply.
-    ``context``: whether they stand after the very tokens that they were sampled after.
+    With a completion, they are its first sampled tokens; without, they were not sampled. ``start`` equals ``end`` for
+    tokens without positions of their own: text with which an environment continued a turn, encoded after the reply.
+    ``context``: whether they follow exactly the tokens that they were sampled after.
     """
 
     start: int
@@ -91,7 +91,7 @@ class Piece(NamedTuple):
 
 
 class _Fit(NamedTuple):
-    """A completion in a text: ``kept`` of its tokens replace what is before ``end``; ``rest`` is text behind it."""
+    """A completion's match: ``kept`` of its tokens replace what is before ``end``; ``rest`` is the text after it."""
 
     end: int
     kept: int
@@ -101,16 +101,16 @@ class _Fit(NamedTuple):
 
 @dataclass(frozen=True)
 class _Sought:
-    """What else is known of tokens that are traced; see ``CompletionCache.trace``."""
+    """Further criteria for matching traced tokens; see ``CompletionCache.trace``."""
 
     logprobs: Sequence[float] | None = None
     prefer: Collection[int] = ()
-    prompt: bool = False  # they are a prompt, which may end within a turn
+    prompt: bool = False  # whether the tokens are a prompt, which may end within a turn
 
 
 @dataclass
 class CompletionCache:
-    """The newest completions, ``capacity`` tokens of them with their prompts. ``tokenizer`` is the policy's."""
+    """The newest completions, up to ``capacity`` tokens with their prompts. ``tokenizer`` is the policy's."""
 
     tokenizer: Any
     capacity: int = TRAINING
@@ -123,7 +123,7 @@ class CompletionCache:
         added = getattr(self.tokenizer, "added_tokens_decoder", {})
         self._special = frozenset(self.tokenizer.all_special_ids) | {i for i, token in added.items() if token.special}
 
-    # ------------------------------------------------------------------ what is remembered
+    # ------------------------------------------------------------------ storage
 
     def add(
         self,
@@ -134,7 +134,7 @@ class CompletionCache:
         versions: tuple[int, int] | None = None,
         sampling: SamplingParams | None = None,
     ) -> Completion:
-        """Remember a reply of the present item. Give the replies to one request the same ``prompt``, (p,) int32."""
+        """Store a reply of the current item. Give the replies to one request the same ``prompt``, (p,) int32."""
         texts, item = {text, self._decode(tokens)} - {None}, ITEM.get()
         completion = Completion(
             prompt, np.array(tokens, np.int32), np.array(logprobs), tuple(texts), versions, sampling, item
@@ -156,19 +156,19 @@ class CompletionCache:
         self._size -= len(oldest.prompt) + len(oldest.tokens)
         places = [(self._by_prompt, key), *((self._by_text, text) for text in _stripped(oldest))]
         for index, place in places:
-            index[place].popleft()  # each is in the order of their coming
+            index[place].popleft()  # each deque is in insertion order
             if not index[place]:
                 del index[place]
 
     def __len__(self) -> int:
         return len(self._order)
 
-    # ------------------------------------------------------------------ what is found again
+    # ------------------------------------------------------------------ lookup
 
     def pieces(
         self, ids: Sequence[int], masks: Sequence[int], logprobs: Sequence[float] | None = None
     ) -> Iterator[Piece]:
-        """A posted sequence as ``trace`` has it; trained spans that are not found so: ``find_in_other_context``."""
+        """Yield a posted sequence's pieces by ``trace`` or, for missed trained spans, ``find_in_other_context``."""
         for piece in self.trace(ids, logprobs):
             at = piece.start
             if piece.completion is None:
@@ -185,9 +185,9 @@ class CompletionCache:
                 yield Piece(at, piece.end, list(ids[at : piece.end]))
 
     def restore_sampled(self, ids: Sequence[int], prefer: Collection[int] = ()) -> list[int]:
-        """A prompt with its replies as they were sampled.
+        """Return a prompt with its replies as they were sampled.
 
-        ``prefer`` are keys (``key_of``) of sequences: a reply that makes the tokens so far one of them comes first.
+        ``prefer`` are keys (``key_of``) of sequences; replies that complete one of these are preferred.
         """
         pieces = self._trace(ids, _Sought(prefer=prefer, prompt=True))
         for piece in pieces:
@@ -196,14 +196,14 @@ class CompletionCache:
         return [token for piece in pieces for token in piece.tokens]
 
     def trace(self, ids: Sequence[int], logprobs: Sequence[float] | None = None) -> list[Piece]:
-        """All of ``ids``, in order, as pieces that were sampled and pieces that were not.
+        """Split ``ids``, in order, into pieces that were sampled and pieces that were not.
 
-        Of replies with the same tokens, those of the same ``logprobs``, over ``ids``, are taken, where these are given.
+        Given ``logprobs`` for ``ids``, choose among replies with the same tokens the one that has the same logprobs.
         """
         return self._trace(ids, _Sought(logprobs))
 
     def _trace(self, ids: Sequence[int], sought: _Sought) -> list[Piece]:
-        work, origin = [int(token) for token in ids], list(range(len(ids) + 1))  # origin: their positions in ids
+        work, origin = [int(token) for token in ids], list(range(len(ids) + 1))  # origin: positions in ids
         pieces: list[Piece] = []
         before: list[int] = []  # all tokens so far, as they were sampled
         at = 0
@@ -217,7 +217,7 @@ class CompletionCache:
             if fit.rest:
                 rest = self.tokenizer.encode(fit.rest, add_special_tokens=False)
                 same = at - len(rest) > start and work[at - len(rest) : at] == rest
-                if same:  # only the tokens before it are others
+                if same:  # only the tokens before the rest differ
                     at -= len(rest)
                     pieces[-1] = pieces[-1]._replace(end=origin[at])
                 else:
@@ -228,7 +228,7 @@ class CompletionCache:
     def _next(
         self, before: list[int], work: list[int], at: int, origin: list[int], sought: _Sought
     ) -> tuple[int, _Fit, Completion] | None:
-        """The first place from ``at`` on where a completion fits, and the one that fits best."""
+        """Return the first position from ``at`` on where a completion fits, and the best one; None if there is none."""
         for offset, key in enumerate(keys_of(work[at:], before).tolist()[:-1]):
             candidates = self._by_prompt.get(key)
             if candidates is None:
@@ -245,9 +245,9 @@ class CompletionCache:
     def _best(
         self, candidates: Sequence[Completion], work: list[int], start: int, sought: _Sought
     ) -> tuple[_Fit, Completion] | None:
-        """What of ``candidates`` fits best from ``start`` on, where the logprobs begin that are known.
+        """Return the candidate that fits best from ``start`` on, where the given logprobs begin; None if none fits.
 
-        Those of another item, as where a group is posted later, must fit whole.
+        Those of another item, as when a group is posted later, must fit whole.
         """
         item = ITEM.get()
         end = next((i for i in range(start, len(work)) if work[i] in self._special), len(work))
@@ -262,12 +262,12 @@ class CompletionCache:
                     continue
                 whole, size, same_tokens = fit.rank
                 if not own and (not whole or fit.rest):
-                    continue  # by chance
+                    continue  # likely a coincidence
                 kept_tokens = completion.tokens[: fit.kept]
                 preferred = bool(sought.prefer) and key_of([*completion.prompt, *kept_tokens]) in sought.prefer
                 given, own_logprobs = sought.logprobs, completion.logprobs[: fit.kept].tolist()
                 same_logprobs = given is not None and list(given[: fit.kept]) == own_logprobs
-                # One that later prompts were made with must be found in what is posted. Of the others each once.
+                # A completion that later prompts contain must be found in what is posted. Use each of the others once.
                 first = -order if own and item is not None else order
                 rank = (whole, size, preferred, same_tokens, same_logprobs)
                 rank += (completion.continued, -completion.posted, first)
@@ -280,10 +280,10 @@ class CompletionCache:
     def _fit(
         self, completion: Completion, work: list[int], start: int, end: int, text: str, prompt: bool
     ) -> _Fit | None:
-        """How a completion fits from ``start`` on, where the turn goes to ``end`` and has ``text``.
+        """Return how a completion fits from ``start`` on, in a turn that ends at ``end`` and has ``text``.
 
-        What an environment goes on after, in the same turn, loses its end of the turn. Its rank: (not cut short, the
-        length of its text, its very tokens follow).
+        If an environment continues the same turn after a reply, the reply loses its end-of-turn token. The rank is (not
+        cut short, the length of its text, whether its exact tokens follow).
         """
         tokens = completion.tokens.tolist()
         size = max(map(len, _stripped(completion)))
@@ -305,16 +305,16 @@ class CompletionCache:
         return None
 
     def unended(self, tokens: list[int]) -> int:
-        """How many tokens there are before the end of the turn."""
+        """Return the number of tokens before the end-of-turn token."""
         return len(tokens) - (tokens[-1] in self._special)
 
     def find_in_other_context(
         self, ids: Sequence[int], start: int, end: int, logprobs: Sequence[float] | None = None
     ) -> list[Piece]:
-        """A span that no reply to its own context is known for, as one sampled in another context; [] where none is.
+        """Return a span's pieces by a reply that was sampled in another context; [] if there is none.
 
-        A reply to the same item: of the same text, else one that the span's text begins or ends with and that is at
-        least half of it, as where the environment began the answer itself.
+        The reply must be of the same item and have the span's text, or else a text that the span begins or ends with
+        and that is at least half of it, as when the environment wrote the start of the answer itself.
         """
         work = [int(token) for token in ids[:end]]
         span = self._decode(work[start:]).strip()
@@ -344,7 +344,7 @@ class CompletionCache:
         return [Piece(start, turn, tokens[:kept], completion, context=False), Piece(turn, turn, last)] if kept else []
 
     def is_template(self, tokens: Sequence[int]) -> bool:
-        """Whether these are only what templates put around text: special tokens and white space."""
+        """Return whether ``tokens`` are only what templates add around text: special tokens and whitespace."""
         return not self._decode(tokens).strip()
 
     def is_special(self, token: int) -> bool:
@@ -355,14 +355,14 @@ class CompletionCache:
 
 
 def _unsampled(work: list[int], origin: list[int], start: int, end: int) -> list[Piece]:
-    """The tokens in between, those without positions of their own apart."""
+    """Return the tokens in between as pieces, separating those without positions of their own."""
     own = next((i for i in range(start, end) if origin[i + 1] > origin[i]), end)
     pieces = (Piece(origin[a], origin[b], work[a:b]) for a, b in ((start, own), (own, end)))
     return [piece for piece in pieces if piece.tokens]
 
 
 def trained_spans(masks: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """(start, end) of each run of positions that are trained on."""
+    """Yield (start, end) of each run of positions that are trained on."""
     start = None
     for position, mask in enumerate([*masks, IGNORED]):
         if mask != IGNORED and start is None:
@@ -373,7 +373,7 @@ def trained_spans(masks: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def key_of(ids: Sequence[int]) -> int:
-    """A hash of a sequence of tokens."""
+    """Return a hash of a sequence of tokens."""
     return int(keys_of(ids)[-1])
 
 
@@ -386,11 +386,11 @@ def _same_but_for_spaces(text: str, completion: Completion) -> bool:
     return bool(dense) and any(dense == "".join(known.split()) for known in completion.texts)
 
 
-_powers = np.ones(1, np.uint64)  # of _FACTOR, as many as were needed yet
+_powers = np.ones(1, np.uint64)  # powers of _FACTOR, as many as needed so far
 
 
 def keys_of(ids: Sequence[int], before: Sequence[int] = ()) -> np.ndarray:
-    """Hashes of ``before`` and the first 0, 1, ... of ``ids``, (len(ids) + 1,) uint64."""
+    """Return hashes of ``before`` and the first 0, 1, ... of ``ids``, (len(ids) + 1,) uint64."""
     global _powers
     length = len(before) + len(ids)
     if length > len(_powers):

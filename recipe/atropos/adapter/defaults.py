@@ -1,14 +1,14 @@
-"""An environment's defaults, where neither its flags nor its file of ``--config`` give a value.
+"""Default values for an environment, where neither its flags nor its ``--config`` file give a value.
 
-Guarantees, the first three for servers over plain http, as a run's are; each is said in a line, and a server that does
-not answer too:
+Guarantees, the first three for servers over plain http, as in a run; each one applied is printed as a line, and so is a
+server that does not answer:
 
-- the type is "sglang" where the environment leaves "openai", whose replies have no tokens;
-- the key is ``$ATROPOS_API_KEY`` where the environment has none, or "x";
-- model and tokenizer are those that the server, or the gateway before it, serves, whatever the environment has as
-  defaults: it is asked, and waited for while the trainer has not pushed yet. Where none answers, the defaults stay;
-- wandb is off where nobody has logged in to it: it would end the environment;
-- one that serves does so until it is ended, not for BaseEnv's 1,000 steps: a longer run would wait for it in vain.
+- the server type is "sglang" if the environment has "openai", whose replies have no tokens;
+- the key is ``$ATROPOS_API_KEY`` if the environment has none, or "x";
+- model and tokenizer are those that the server, or the gateway in front of it, reports, whatever the environment's own
+  defaults; the request waits for the trainer's first push. If no server answers, the defaults stay;
+- wandb is disabled if nobody has logged in to it, since it would end the environment;
+- an environment serves until it is stopped, not for BaseEnv's 1,000 steps: a longer run would wait for it in vain.
 """
 
 import contextlib
@@ -31,11 +31,11 @@ from recipe.atropos.utils.secret import API_KEY_VARIABLE
 
 _UNTIL_ENDED = 10**9
 _CONNECT_SECONDS = 5.0
-_ANSWER_SECONDS = 900.0  # above what the gateway holds a request for, while no server has the trainer's weights
+_ANSWER_SECONDS = 900.0  # longer than the gateway holds a request while no server has the trainer's weights
 
 
 class WrongKey(EnvironmentFailure):
-    """The server asks for a key, and not for this one."""
+    """The server requires an API key, and rejects the given one."""
 
 
 def complete(
@@ -45,12 +45,12 @@ def complete(
     env_given: Mapping[str, Any],
     serves: bool = True,
 ) -> tuple[BaseEnvConfig, list[APIServerConfig]]:
-    """The defaults of an environment with what its servers can tell; ``given`` and ``env_given`` stay as they are.
+    """Return an environment's defaults, completed with what its servers report; explicit values are unchanged.
 
-    ``given``: by flags and file, of the servers; ``env_given``: of the environment. ``serves``: it is to serve.
+    ``given``, ``env_given``: the servers' and the environment's values from flags and file. ``serves``: it will serve.
 
     Raises:
-        WrongKey: names the variable.
+        WrongKey: a server rejects the key; names the variable to set.
     """
     if env.use_wandb and "use_wandb" not in env_given and not _wandb_is_set_up():
         _say("nobody has logged in to wandb here (--env.use_wandb=false)")
@@ -105,10 +105,10 @@ def _is_plain(url: str) -> bool:
 
 @functools.cache
 def served_model(base_url: str, api_key: str | None) -> tuple[str, str] | None:
-    """Model and tokenizer, names or folders, of the SGLang server at ``base_url``; None where none answers.
+    """Return model and tokenizer, names or folders, of the SGLang server at ``base_url``; None if unavailable.
 
     Raises:
-        WrongKey: it answers 401 or 403.
+        WrongKey: the server answers 401 or 403.
     """
     url = f"{base_url.removesuffix('/').removesuffix('/v1')}/model_info"
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -133,5 +133,5 @@ def served_model(base_url: str, api_key: str | None) -> tuple[str, str] | None:
 
 @functools.cache
 def _say(text: str) -> None:
-    """Once: an environment's defaults are asked for several times."""
+    """Print ``text`` only once, since an environment's defaults are requested several times."""
     print(f"adapter: {text}", file=sys.stderr, flush=True)

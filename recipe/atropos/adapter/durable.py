@@ -1,23 +1,23 @@
-"""What an adapted environment inherits in the place of BaseEnv: it outlives the API, and loses nothing without a count.
+"""Replacement for BaseEnv that survives restarts of the Trajectory API, and counts whatever is lost.
 
-Behind the environment: what it overrides itself still counts.
+It follows the environment in the MRO, so the environment's own overrides still apply.
 
-- The Trajectory API may come late, or die and come back with nothing: the environment waits for it (``api_timeout``,
-  and ``trainer_timeout`` for the trainer, without whom it lets nobody in), says each minute for what, and registers
-  again. Nobody registers again with an API that only answered late: one that refuses connections, or that no longer
-  knows the environment, was restarted. What it had in its queue then is gone, and counted as ``lost_with_api``.
-- A group stays in its worker until the API has taken it, and is posted again where that failed. So what waits is as
-  many groups as there are workers, nothing new begins meanwhile, and groups keep the order that ``Paced`` gives them.
-  Nothing is posted to an API that has not let the environment in: it would refuse the trainer from then on. A POST
-  that got no answer within minutes is sent again, though the API may have taken it.
-- What the API refuses (4xx) is counted as ``not_sent/http_STATUS``, what it did not take in time as
-  ``not_sent/api_unreachable``; groups that it keeps apart, for they have another size than the environment's, as
-  ``buffered``.
-- An item whose rollout fails keeps its place and is tried again after each of ``retry_seconds``; then it is counted as
-  ``failed/EXCEPTION``. So is one that takes longer than ``worker_timeout``, a time that ends when sending begins.
-- SGLang servers get no health completions: one that is down is met by a call's own retries.
-- The API gives a registration a number and never says whose process it is, and only by the number can that of a killed
-  process be taken back: it is a line ``{"time", "env", "pid", "registered": NUMBER}`` of the report.
+- The Trajectory API may start late, or die and come back empty: the environment waits for it (``api_timeout``, and
+  ``trainer_timeout`` for the trainer, without which the API registers no environment), logs every minute what it waits
+  for, and registers again. An API that only answered late needs no new registration; one that refuses connections, or
+  no longer knows the environment, was restarted. Its queue is then lost, and counted as ``lost_with_api``.
+- A group stays in its worker until the API has taken it, and is posted again after a failure. So at most as many groups
+  wait as there are workers, nothing new starts meanwhile, and groups keep the order that ``Paced`` gives them. Nothing
+  is posted to an API that has not registered the environment: it would then reject the trainer. A POST without an
+  answer is sent again after a minute, although the API may have taken it.
+- Groups that the API refuses (4xx, or 5xx repeatedly) are counted as ``not_sent/http_STATUS``, those that it did not
+  take in time as ``not_sent/api_unreachable``, and those that it holds back because their size differs from the
+  environment's group size as ``buffered``.
+- An item whose rollout fails keeps its slot and is retried after each of ``retry_seconds``, then counted as
+  ``failed/EXCEPTION``. So is an item that exceeds ``worker_timeout``; that time ends when sending starts.
+- SGLang servers get no health-check completions: a call's own retries handle a server that is down.
+- The API identifies a registration only by its number, which is needed to remove that of a killed process. The report
+  therefore has a line ``{"time", "env", "pid", "registered": NUMBER}``.
 """
 
 import asyncio
@@ -43,33 +43,33 @@ from recipe.atropos.errors import EnvironmentFailure
 
 logger = logging.getLogger(__name__)
 
-_SERVER_ERRORS = 5  # answers 5xx to one POST, until it is given up
-_REFUSALS = 3  # of the status of an environment that has just registered, until it ends
-_LONGEST_POST = 60.0  # s until a POST without an answer is sent again
-_LONGEST_PAUSE = 10.0  # s between two POSTs of one group
+_SERVER_ERRORS = 5  # 5xx responses to one POST before giving up
+_REFUSALS = 3  # refused status requests, despite new registrations, before the environment ends
+_LONGEST_POST = 60.0  # s until an unanswered POST is sent again
+_LONGEST_PAUSE = 10.0  # s, at most, between two POSTs of one group
 
 
 class Durable(BaseEnv):
-    """See the module."""
+    """``BaseEnv`` that survives restarts of the Trajectory API; see the module docstring."""
 
     adapter_settings = AdapterSettings()
-    report: EnvReport  # of AdaptedEnv
+    report: EnvReport  # set by AdaptedEnv
     api_timeout = 300.0  # s without an answer from the API, until the environment ends
     trainer_timeout = 3600.0  # s without a trainer
-    retry_seconds = (1.0, 3.0, 9.0)  # before the second, third, fourth try of an item
+    retry_seconds = (1.0, 3.0, 9.0)  # before the second, third and fourth attempt at an item
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self.__in_contact = asyncio.Event()  # not so: register again before anything else
+        self.__in_contact = asyncio.Event()  # if cleared, register again before anything else
         self.__in_contact.set()
-        self.__said: set[tuple[str, ...]] = set()  # kinds of failures whose traceback is in the log
+        self.__said: set[tuple[str, ...]] = set()  # kinds of failures whose traceback was logged
         for server in sglang_servers(self.server):
             server.config.health_check = False
 
     # ------------------------------------------------------------------ the Trajectory API
 
     async def __ask(self, method: str, path: str, payload: Any = None) -> Any:
-        """The API's answer, as soon as there is one; ApiRefused for one that is an error."""
+        """Return the API's response, once there is one; raise ApiRefused if it is an error."""
         url = f"{self.config.rollout_server_url}{path}"
         deadline = Deadline(self.api_timeout)
         while True:
@@ -97,7 +97,7 @@ class Durable(BaseEnv):
             logger.warning(what, self.report.name, how, queued)
 
     async def _register_env(self) -> dict[str, Any]:
-        """The API's answer to a registration that it took."""
+        """Register with the API, waiting until it accepts, and return its response."""
         name = self.config.wandb_name or self.report.name
         deadline = Deadline(self.trainer_timeout)
         while True:
@@ -121,7 +121,7 @@ class Durable(BaseEnv):
             await deadline.pause(f"{self.report.name} waits for {what}")
 
     async def register_env(self) -> None:
-        """Also for another time: then what the environment has is newer than any checkpoint, and its name stays."""
+        """Register, or register again, under the same name and without loading a checkpoint: the state is newer."""
         if hasattr(self, "env_id"):
             self.env_id = (await self._register_env())["env_id"]
             self.report.count("registered_again")
@@ -138,10 +138,10 @@ class Durable(BaseEnv):
         await super().setup_wandb()
 
     async def get_server_info(self) -> None:
-        """The trainer's batch size and length, in force here.
+        """Adopt the trainer's batch size and maximum length.
 
         Raises:
-            EnvironmentFailure: the environment's own do not fit them.
+            EnvironmentFailure: the environment's own sizes do not fit them.
         """
         info = await self.__ask("GET", "/info")
         if info["batch_size"] != -1:
@@ -157,7 +157,7 @@ class Durable(BaseEnv):
         )
 
     async def _fetch_status(self) -> None:
-        """The API's status, and how many items may be in flight."""
+        """Get the API's status, and set how many items may be in flight."""
         status, refusals = None, 0
         while status is None:
             if not self.__in_contact.is_set():
@@ -174,7 +174,7 @@ class Durable(BaseEnv):
                     ) from error
                 self.__lose_contact(f"does not know environment {self.env_id} ({error})")
             if not self.__in_contact.is_set():
-                status = None  # the answer of another life of the API
+                status = None  # the answer may be from before the API's restart
         self.status_dict = status
         self.max_num_workers = self.config.max_num_workers
         if self.max_num_workers == -1:
@@ -191,7 +191,7 @@ class Durable(BaseEnv):
     # ------------------------------------------------------------------ items
 
     async def handle_env(self, item_uuid: str) -> Any:
-        """The rollout of an item, as often as it needs, and the sending of what came of it."""
+        """Roll out an item, with retries, and send the groups that result."""
         running = self.running_items.get(item_uuid)
         if running is None:
             return None
@@ -208,12 +208,12 @@ class Durable(BaseEnv):
         self.task_successful.append(int(bool(groups)))
         (self.succeeded_task_duration if groups else self.failed_task_duration).append(duration)
         if groups:
-            running["start_time"] = math.inf  # sending is bounded by itself
+            running["start_time"] = math.inf  # sending has timeouts of its own
             try:
                 await self.handle_send_to_api(groups, item)
             except Exception as error:
                 self._count_failure("handle_send_to_api", error)
-        self.running_items.pop(item_uuid, None)  # not before: whoever cancels this worker begins its item again
+        self.running_items.pop(item_uuid, None)  # not earlier: if this worker is cancelled, its item starts again
         self.report.count("items")
         try:
             cleanup = self.cleanup()
@@ -224,7 +224,7 @@ class Durable(BaseEnv):
         return groups
 
     async def __roll_out(self, item: Any) -> Any:
-        """What is to be sent for an item; None where nothing is, with the reason counted."""
+        """Return what is to be sent for an item; None if there is nothing, with the reason counted."""
         for pause in (*self.retry_seconds, None):
             backlog: Sequence[Any] = ()
             stage = "collect_trajectories"
@@ -253,7 +253,7 @@ class Durable(BaseEnv):
         self.report.count(f"failed/{type(_cause(error)).__name__}")
 
     def __say_once(self, stage: str, error: Exception) -> None:
-        """The first of a kind with its traceback; a kind is an exception, and the line that raised it."""
+        """Log the first failure of a kind with its traceback; a kind is an exception, and the line that raised it."""
         cause = _cause(error)
         frames = traceback.extract_tb(cause.__traceback__)
         kind = (stage, type(cause).__name__, str(frames[-1]) if frames else "")
@@ -274,10 +274,10 @@ class Durable(BaseEnv):
     # ------------------------------------------------------------------ groups
 
     async def _post(self, groups: list[Any], several: bool) -> bool:
-        """Whether the API has taken them, in the end; see the module. ``several``: as a list."""
+        """Post groups, with retries; return whether the API has taken them. ``several``: post a list."""
         path, payload = ("/scored_data_list", groups) if several else ("/scored_data", groups[0])
         tries = server_errors = 0
-        waited = 0.0  # s, without the waits for a registration
+        waited = 0.0  # s, not counting waits for a registration
         while True:
             try:
                 await asyncio.wait_for(self.__in_contact.wait(), self.trainer_timeout)
@@ -326,7 +326,7 @@ def _said(error: Exception) -> str:
 
 
 async def _not_cancelled(work: Awaitable[Any]) -> Any:
-    """``work``; where a task of its own was cancelled, and not this one, that is an error like any other."""
+    """Await ``work``; if a task that it awaits was cancelled, rather than the current task, raise RuntimeError."""
     try:
         return await work
     except asyncio.CancelledError as error:
@@ -336,7 +336,7 @@ async def _not_cancelled(work: Awaitable[Any]) -> Any:
 
 
 def _cause(error: BaseException) -> BaseException:
-    """What went wrong behind tenacity's and asyncio's wrappers."""
+    """Return the error inside tenacity's and asyncio's wrappers."""
     while True:
         if isinstance(error, RetryError) and error.last_attempt.exception() is not None:
             error = error.last_attempt.exception()

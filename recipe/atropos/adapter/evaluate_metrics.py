@@ -1,9 +1,9 @@
-"""What an environment's ``evaluate`` finds, in ``metrics.json``, however it says it.
+"""Write what an environment's ``evaluate`` reports to ``metrics.json``, in whatever way it reports it.
 
-Some environments call ``evaluate_log``. Most keep their numbers for wandb, as ``self.eval_metrics``, or return them; so
-``evaluate`` on the command line would lose them. Through the adapter they are written to ``data_dir_to_save_evals`` in
-each of these cases. The ``evaluate_config.yaml`` that ``BaseEnv`` leaves there holds no secret. One whose ``evaluate``
-is not implemented, or finds nothing, leaves no ``metrics.json`` and says so in its log.
+Some environments call ``evaluate_log``. Most only store their numbers for wandb, in ``self.eval_metrics``, or return
+them, so ``evaluate`` on the command line would lose them. The adapter writes them to ``data_dir_to_save_evals`` in each
+of these cases, and removes secrets from the ``evaluate_config.yaml`` that ``BaseEnv`` writes there. If ``evaluate`` is
+not implemented or reports nothing, there is no ``metrics.json``, and the log says so.
 """
 
 import logging
@@ -25,18 +25,18 @@ logger = logging.getLogger(__name__)
 
 
 class Evaluating:
-    """Mixin, of ``AdaptedEnv``; see the module."""
+    """Mixin of ``AdaptedEnv``; see the module docstring."""
 
     _logged = False
 
     async def evaluate_log(self, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """As ``BaseEnv``'s, also of numpy's numbers."""
+        """Log ``metrics`` as ``BaseEnv`` does; NumPy scalars are accepted too."""
         self._logged = True
         plain = {name: value.item() if isinstance(value, np.generic) else value for name, value in metrics.items()}
         await super().evaluate_log(plain, *args, **kwargs)
 
     async def _run_evaluation(self) -> None:
-        """BaseEnv's ``_run_evaluate``, with what it finds in a file."""
+        """Do what ``BaseEnv._run_evaluate`` does, and write the metrics to a file."""
         self._remove_secrets()
         await self.setup()
         started = time.time()
@@ -44,7 +44,7 @@ class Evaluating:
             returned = await self.evaluate()
         except NotImplementedError as error:
             if traceback.extract_tb(error.__traceback__)[-1].name != "evaluate":
-                raise  # not its own word
+                raise  # raised by something that evaluate calls
             logger.warning("%s: evaluate is not implemented", type(self).__name__)
             return
         if self._logged:
@@ -65,7 +65,7 @@ class Evaluating:
 
 
 def _numbers(metrics: Any) -> dict[str, Any]:
-    """Those that are numbers, of a mapping or of (name, value) pairs."""
+    """Return the numeric entries of a mapping, or of a list of (name, value) pairs."""
     pairs = metrics.items() if isinstance(metrics, Mapping) else metrics if isinstance(metrics, list | tuple) else ()
     pairs = [pair for pair in pairs if isinstance(pair, list | tuple) and len(pair) == 2]
     return {str(name): value for name, value in pairs if isinstance(value, numbers.Number)}

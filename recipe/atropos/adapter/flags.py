@@ -1,17 +1,17 @@
-"""An environment's command line, with every flag in force.
+"""Command line of an environment, on which every flag takes effect.
 
-BaseEnv reads ``sys.argv`` twice, by argparse and by a reader of its own, and takes values from the second alone. What
-they disagree on was lost without a word. Through the adapter:
+BaseEnv parses ``sys.argv`` twice, with argparse and with a parser of its own, and uses values only from the second.
+Where they disagree, BaseEnv silently loses values. With the adapter:
 
-- ``--openai.KEY`` counts whatever ``config_init`` returns, for serve, evaluate and process: for one configuration or a
-  ``ServerBaseline``, for which BaseEnv ignores the address; and for several, for which it refuses the flags. There
-  ``--openai.base_url`` names the one server to use, and flags without it change each of them. Several servers in the
-  file of ``--config`` stay BaseEnv's: it refuses flags beside them.
-- What neither flags nor file say of the servers is completed, see ``environments.defaults``.
-- A negative number may follow its flag after a space (``--env.total_steps -1`` was read as True, so as 1).
-- ``--adapter.NAME`` are the adapter's own (``settings``).
-- A flag that does not exist, or that is only the beginning of one, is an error that names the nearest; so is a value of
-  a wrong type. Exit status 2.
+- ``--openai.KEY`` takes effect whatever ``config_init`` returns, for serve, evaluate and process: one configuration or
+  a ``ServerBaseline``, for which BaseEnv ignores the address, or several, for which it rejects the flags. With several,
+  ``--openai.base_url`` names the only server to use, and flags without it change each of them. Several servers in the
+  ``--config`` file are left to BaseEnv, which rejects flags next to them.
+- What neither flags nor file say about the servers is filled in; see ``adapter.defaults``.
+- A negative number may follow its flag after a space (BaseEnv reads ``--env.total_steps -1`` as True, so as 1).
+- ``--adapter.NAME`` flags are the adapter's own (``settings``).
+- An unknown or abbreviated flag is an error that names the closest flag; so is a value of the wrong type. Both exit
+  with status 2.
 """
 
 import asyncio
@@ -37,17 +37,17 @@ from recipe.atropos.utils.private_process import hide_in_output
 from recipe.atropos.utils.secret import API_KEY_VARIABLE
 
 _OPENAI = f"{OPENAI_NAMESPACE}{NAMESPACE_SEP}"
-_BASELINE_PORTS = range(9004, 9008)  # where BaseEnv looks for servers that nobody configured
+_BASELINE_PORTS = range(9004, 9008)  # where BaseEnv looks for servers if none are configured
 _SETTINGS = tuple(f"{PREFIX}{name}" for name in AdapterSettings.model_fields)
 _SUBCOMMANDS = ("serve", "evaluate", "process")
 
 
 class UsageError(AtroposError, ValueError):
-    """Arguments that cannot be meant; the message names them and what to give instead."""
+    """Invalid arguments; the message names them and what to give instead."""
 
 
 def take_flag(arguments: list[str], flag: str) -> str | None:
-    """The value of ``--flag VALUE`` or ``--flag=VALUE``, taken out of ``arguments``; None where it is not there.
+    """Remove ``--flag VALUE`` or ``--flag=VALUE`` from ``arguments``, and return VALUE; None if it is not there.
 
     Raises:
         UsageError: the flag is there without a value.
@@ -66,10 +66,10 @@ def take_flag(arguments: list[str], flag: str) -> str | None:
 
 
 def take_settings(arguments: list[str]) -> AdapterSettings | None:
-    """The adapter's own flags, taken out of ``arguments``; None where there are none.
+    """Remove the adapter's own flags from ``arguments``, and return the settings; None if there are none.
 
     Raises:
-        UsageError: a value of a wrong type.
+        UsageError: a flag has no value, or an invalid one.
     """
     given = {flag.removeprefix(PREFIX): take_flag(arguments, flag) for flag in _SETTINGS}
     given = {name: value for name, value in given.items() if value is not None}
@@ -82,7 +82,7 @@ def take_settings(arguments: list[str]) -> AdapterSettings | None:
 
 
 def join_negative_values(arguments: list[str]) -> list[str]:
-    """``--flag -1`` as ``--flag=-1``, which every reader of the command line understands."""
+    """Turn ``--flag -1`` into ``--flag=-1``, which every parser of the command line understands."""
     joined: list[str] = []
     for argument in arguments:
         if joined and joined[-1].startswith("--") and "=" not in joined[-1] and _is_negative_number(argument):
@@ -100,7 +100,7 @@ def _is_negative_number(text: str) -> bool:
 
 
 def check_flags(arguments: list[str], known: set[str]) -> None:
-    """Raises UsageError, naming the nearest of ``known``, for a flag that is none of them."""
+    """Raise UsageError, naming the closest of ``known``, for a flag that is not among them."""
     for argument in arguments:
         flag = argument.partition("=")[0]
         if flag.startswith("--") and flag not in known:
@@ -111,9 +111,9 @@ def check_flags(arguments: list[str], known: set[str]) -> None:
 def server_configs(
     default: Any, flags: dict[str, Any], yaml_servers: dict | list | None = None
 ) -> tuple[ServerBaseline | list[APIServerConfig], bool]:
-    """What ``config_init`` must return so that ``flags`` (without ``openai.``) and a file's servers are active.
+    """Return what ``config_init`` must return so that ``flags`` (without ``openai.``) and a file's servers apply.
 
-    The second value: the flags are in it already, and BaseEnv must not see them, since it refuses them for several.
+    The second value: the flags are already applied, and BaseEnv must not see them, since it rejects them for several.
     """
     in_file = isinstance(yaml_servers, dict) or len(yaml_servers or []) == 1
     if isinstance(default, list):
@@ -133,16 +133,16 @@ def server_configs(
 
 
 class CommandLine:
-    """Mixin, of ``AdaptedEnv``; see the module."""
+    """Mixin of ``AdaptedEnv``; see the module docstring."""
 
-    owns_process = False  # its command line runs
-    _umask: int | None = None  # that of the process, while it is another
-    only_checked = False  # the process ends where the environment would be built: target, class and flags are right
-    __openai_flags: dict[str, Any] = {}  # those that BaseEnv must not see
+    owns_process = False  # whether its command line runs
+    _umask: int | None = None  # the process's own, while a stricter one is set
+    only_checked = False  # exit where the environment would be built, with target, class and flags checked
+    __openai_flags: dict[str, Any] = {}  # flags that BaseEnv must not see
 
     def __new__(cls, config: BaseEnvConfig | None = None, *_: Any, **__: Any) -> "CommandLine":
         if cls.only_checked:
-            if check := getattr(cls, "check_config", None):  # an environment's own, such as of its data
+            if check := getattr(cls, "check_config", None):  # an environment's own check, such as of its data
                 check(config)
             raise SystemExit(0)
         return super().__new__(cls)
@@ -155,7 +155,7 @@ class CommandLine:
         in_file = _yaml_servers(flags.get("config"))
         in_file = in_file[0] if isinstance(in_file, list) and len(in_file) == 1 else in_file
         servers = server_configs(default, openai, in_file)[0]
-        in_code = not cls.owns_process  # not by the command line: who asks for the defaults shall get these
+        in_code = not cls.owns_process  # a caller in code gets the environment's own defaults
         if in_code or cls.only_checked or not isinstance(servers, list) or isinstance(in_file, list):
             return env_config, servers
         env_given = extract_namespace(flags, f"{ENV_NAMESPACE}{NAMESPACE_SEP}")
@@ -164,7 +164,7 @@ class CommandLine:
 
     @classmethod
     def cli(cls) -> None:
-        """BaseEnv's command line in a process that is its own: it ends it, with no child left; see ``lifecycle``."""
+        """Run BaseEnv's command line, and then end the process, with no child left; see ``lifecycle``."""
         code = 1
         try:
             cls.owns_process = True
@@ -183,7 +183,7 @@ class CommandLine:
             print(f"error: {error}", file=sys.stderr)
             code = 2
         except ValidationError as error:
-            if not error.title.startswith("Cli"):  # of the environment, not of its flags
+            if not error.title.startswith("Cli"):  # raised by the environment, not by its flags
                 traceback.print_exc()
             code = 2
             for problem in error.errors():
@@ -233,14 +233,14 @@ class CommandLine:
         }
         for subcommand in commands.keys() & set(arguments):
             known = {f"--{name}" for name in commands[subcommand]().model_fields} | {"--help", *_SETTINGS}
-            if subcommand == "evaluate":  # of serve alone are a teacher's flags; a launcher gives the same to both
+            if subcommand == "evaluate":  # teacher flags are only serve's; a launcher gives both the same flags
                 for flag in {f"--{name}" for name in commands["serve"]().model_fields} - known:
                     take_flag(sys.argv, flag)
             check_flags(sys.argv[1:], known)
 
 
 def _check_file(path: Any, env_config: type[BaseEnvConfig]) -> None:
-    """Raises UsageError for a key of a configuration file that BaseEnv would pass over."""
+    """Raise UsageError for a key of a configuration file that BaseEnv would ignore."""
     given = yaml.safe_load(Path(path).read_text()) if path else None
     servers = _yaml_servers(path)
     blocks = [(ENV_NAMESPACE, (given or {}).get(ENV_NAMESPACE), env_config)]

@@ -1,11 +1,11 @@
-"""How an environment begins and ends, whichever of serve, evaluate and process it does.
+"""Startup and shutdown of an environment, for serve, evaluate and process alike.
 
-- A ``setup()`` that fails ends it; the error says that it was there.
-- A tokenizer that is not the policy's ends it: compared at the start, or as soon as the server answers (``fits``).
-- However it ends, it disconnects from the Trajectory API, closes the files that it wrote, ends wandb's run and writes
-  the last line of its report, with the items that were not done; each of these has a few seconds.
-- In a process of its own (``cli``): SIGTERM ends it as an end of the work would; no child process stays, and a thread
-  that hangs, or work that takes no notice, holds it up for seconds only.
+- If ``setup()`` fails, the environment ends, with an error that names ``setup()``.
+- A tokenizer other than the policy's ends it; checked at startup, or once the server answers (``compatibility``).
+- However it ends, it disconnects from the Trajectory API, closes the files that it wrote, finishes wandb's run and
+  writes the last line of its report, with the items still in flight; every wait has a timeout.
+- In a process of its own (``cli``): SIGTERM ends it just as the end of its work does. No child process remains, and a
+  thread that hangs, or work that ignores its cancellation, delays the exit by seconds only.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ import psutil
 import wandb
 from atroposlib.envs.server_handling.sglang_server import SGLangServer
 
-from recipe.atropos.adapter.compatibility import Unknown, check_tokenizer
+from recipe.atropos.adapter.compatibility import Inconclusive, check_tokenizer
 from recipe.atropos.adapter.sampled_calls import sglang_servers
 from recipe.atropos.errors import EnvironmentFailure
 
@@ -30,16 +30,16 @@ logger = logging.getLogger(__name__)
 
 TERMINATED = 128 + signal.SIGTERM  # exit status
 
-# s for each, and until the process is gone, whatever hangs: when it was terminated, and when its work has ended
+# Timeouts in s; _EXIT: until the process is gone, whatever hangs. True: after SIGTERM, False: when its work has ended.
 _DISCONNECT_SECONDS, _CHILDREN = 3.0, 1.5
 _WANDB, _EXIT = {True: 3.0, False: 30.0}, {True: 9.0, False: 40.0}
-_FRUITLESS = 200  # items in a row of which ``process`` writes nothing, until that is an error
-_LOOK = 1.0  # s between two looks at the report
-_ASK_SERVER = 10.0  # s between two tries to compare tokenizers
+_FRUITLESS = 200  # items in a row without a group written, after which ``process`` fails
+_LOOK = 1.0  # s between two checks of the report
+_ASK_SERVER = 10.0  # s between two attempts to compare tokenizers
 
 
 def end_children() -> None:
-    """SIGTERM to every process that came of this one, and SIGKILL to those that do not heed it."""
+    """Send SIGTERM to all descendants of this process, and SIGKILL to those that do not exit."""
     children = psutil.Process().children(recursive=True)
     for child in children:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -50,18 +50,18 @@ def end_children() -> None:
 
 
 def end_process(code: int) -> NoReturn:
-    """Exit with ``code``, without children, also where a thread of the environment does not end."""
+    """Exit with ``code``, leaving no children, even if a thread of the environment does not end."""
     _exit_anyway(code)
     end_children()
     sys.exit(code)
 
 
 def end_on_sigterm() -> None:
-    """From here on SIGTERM ends the work that runs, or, where none runs yet, the process."""
+    """From now on, let SIGTERM end the running work or, if none is running yet, the process."""
     signal.signal(signal.SIGTERM, _terminated)
 
 
-_work: asyncio.Task | None = None  # that of the environment whose process this is
+_work: asyncio.Task | None = None  # of the environment that owns this process
 
 
 def _terminated(*_: Any) -> None:
@@ -84,9 +84,9 @@ def _exit_anyway(code: int) -> None:
 
 
 class Lifecycle:
-    """Mixin, of ``AdaptedEnv``; see the module."""
+    """Mixin of ``AdaptedEnv``; see the module docstring."""
 
-    owns_process = False  # set by ``cli``: signals and children are then the environment's
+    owns_process = False  # set by ``cli``: the environment then handles signals and children
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -111,7 +111,7 @@ class Lifecycle:
         await self.__to_the_end(self.__process)
 
     async def __process(self) -> None:
-        """BaseEnv's, which would ask an environment that gives no group for another one for ever."""
+        """Run BaseEnv's ``process_manager``, which would retry forever if the environment returns no group."""
         get_next_item, report, in_a_row, written = self.get_next_item, self.report, 0, 0
 
         async def counted() -> Any:
@@ -155,7 +155,7 @@ class Lifecycle:
             await self.__leave(code)
 
     async def __beside(self) -> None:
-        """Runs beside the environment; an error here ends it."""
+        """Run alongside the environment; an error here ends it."""
         loop = asyncio.get_running_loop()
         asked = loop.time()
         while True:
@@ -172,7 +172,7 @@ class Lifecycle:
         for server in list(self.__uncompared):
             try:
                 await check_tokenizer(server, self.tokenizer, self.config.tokenizer_name)
-            except Unknown as unknown:
+            except Inconclusive as unknown:
                 if unknown.permanent:
                     logger.warning("%s: tokenizers are not compared: %s", self.report.name, unknown)
                     self.__uncompared.remove(server)

@@ -1,4 +1,4 @@
-"""The class that an environment's target names: a module or a file, imported as its authors run it."""
+"""Load the environment class that a target names, from a module or a file, imported as its authors run it."""
 
 import ast
 import importlib
@@ -18,15 +18,15 @@ class EnvironmentTargetError(AtroposError, ValueError):
 
 
 def load_environment(target: str) -> type[BaseEnv]:
-    """The class that ``MODULE:Class``, ``MODULE``, ``FILE.py:Class`` or ``FILE.py`` names.
+    """Return the class that ``MODULE:Class``, ``MODULE``, ``FILE.py:Class`` or ``FILE.py`` names.
 
-    Without a class, the one subclass of ``BaseEnv`` that the module itself defines and that is not abstract. A file is
-    imported as ``python FILE.py`` would, its folder first; where it has relative imports, or names one of its own
-    folders (``from environments.x import y``), as a part of that package. Modules of atroposlib that the installed one
-    lacks come from the checkout of Atropos that the file is in.
+    Without a class name, it is the one concrete subclass of ``BaseEnv`` that the module itself defines. A file is
+    imported as ``python FILE.py`` would or, if it has relative imports, as part of its package; parent folders that it
+    imports from (``from environments.x import y``) become importable. Modules of atroposlib that are not installed come
+    from the Atropos checkout around the file.
 
     Raises:
-        EnvironmentTargetError: there is no such module, file or class, it is no ``BaseEnv``, or several could be meant.
+        EnvironmentTargetError: no such module, file or class, or no unique one; an abstract class; or no ``BaseEnv``.
         ImportError and whatever else the module raises when it is imported.
     """
     place, _, name = target.partition(":")
@@ -85,7 +85,7 @@ def _import_file(path: Path) -> ModuleType:
 
 
 def _found_in_checkout(path: Path, name: str) -> bool:
-    """Whether the checkout around ``path`` has the module ``name`` of atroposlib that is not installed; it is added."""
+    """Return whether the checkout around ``path`` has atroposlib's missing module ``name``; make it importable."""
     package, _, module = name.rpartition(".")
     for folder in path.parents if package.split(".")[0] == "atroposlib" else ():
         own = folder.joinpath(*package.split("."))
@@ -102,7 +102,7 @@ def _first_on_path(folder: Path) -> None:
 
 
 def _levels_of_relative_imports(path: Path) -> int:
-    """The most dots of any ``from ...x import y`` in a file; 0 where all its imports are absolute."""
+    """Return the largest number of dots in a ``from ...x import y`` of the file; 0 if all imports are absolute."""
     tree = ast.parse(path.read_bytes(), filename=str(path))
     return max((node.level for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)), default=0)
 

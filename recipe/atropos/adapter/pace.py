@@ -1,4 +1,4 @@
-"""How much may begin, and who posts next: the counts behind ``pacing``, without any environment or server."""
+"""The state behind ``pacing``, without environments or servers: how many sequences may start, and who posts next."""
 
 import asyncio
 import logging
@@ -11,7 +11,7 @@ from recipe.atropos.errors import AtroposError
 logger = logging.getLogger(__name__)
 
 
-_EPSILON = 1e-6  # sequences; shares such as a third of a batch add up to a little less or more
+_EPSILON = 1e-6  # sequences; tolerance for rounding, as with shares of a third of a batch
 
 
 class PacingError(AtroposError, RuntimeError):
@@ -20,19 +20,19 @@ class PacingError(AtroposError, RuntimeError):
 
 @dataclass(eq=False)
 class Ticket:
-    """One item in flight. ``sequences`` are reserved for it; it is posted as long as fewer than ``bound`` are."""
+    """One item in flight: ``sequences`` are reserved for it, and it may post while fewer than ``bound`` are posted."""
 
     sequences: int
     bound: float
     begun: float = field(default_factory=time.monotonic)
-    first: asyncio.Event = field(default_factory=asyncio.Event)  # all before it are posted or have come to nothing
+    first: asyncio.Event = field(default_factory=asyncio.Event)  # all earlier items are posted or have produced nothing
 
 
 class Pace:
-    """How much may begin, and who posts next. Counts in sequences; the module speaks of groups.
+    """Limit on the sequences that may start, and order of posting. Counts sequences, where ``pacing`` speaks of groups.
 
-    ``share`` is how many sequences of a batch are this environment's, ``version`` that of the servers; until both are
-    known nothing begins. ``waiting`` counts those that are done and wait for their turn.
+    ``share`` is this environment's number of sequences per batch, ``version`` the servers' weight version; nothing
+    starts until both are known. ``waiting`` counts the items that are done and wait for their turn.
     """
 
     def __init__(self, max_staleness: int):
@@ -40,13 +40,13 @@ class Pace:
         self.version: int | None = None
         self.share = 0.0
         self.waiting = 0
-        self._origin: tuple[float, int] = (0.0, 0)  # so many sequences belong to the steps up to this version
+        self._origin: tuple[float, int] = (0.0, 0)  # (number of sequences for the steps up to this version, version)
         self._posted = 0
-        self._in_flight: dict[Ticket, None] = {}  # in the order of their begin
+        self._in_flight: dict[Ticket, None] = {}  # in starting order
 
     @property
     def limit(self) -> float:
-        """How many sequences may have begun in all."""
+        """Total number of sequences that may have started."""
         if self.version is None:
             return 0.0
         done, version = self._origin
@@ -54,7 +54,7 @@ class Pace:
 
     @property
     def begun(self) -> int:
-        """Sequences that are posted or in flight; what came to nothing is not among them."""
+        """Number of sequences posted or in flight; items that produced nothing are not counted."""
         return self._posted + sum(ticket.sequences for ticket in self._in_flight)
 
     @property
@@ -63,15 +63,15 @@ class Pace:
 
     @property
     def oldest(self) -> Ticket | None:
-        """What all others in flight wait for."""
+        """The oldest item in flight, which all others wait for; None if there is none."""
         return next(iter(self._in_flight), None)
 
     def set_share(self, share: float) -> None:
-        """From the present version on; what belongs to earlier steps stays theirs.
+        """Set the share from the current version on; sequences that belong to earlier steps are unaffected.
 
-        A share that grows is that of an environment which left, and what it posted is still to be trained on: so
-        nothing more may begin at once, only for the versions to come. One that shrinks makes room for a new
-        environment, which begins for ``max_staleness`` versions ahead.
+        A share grows when another environment leaves. What that one posted will still be trained on, so nothing more
+        may start at once, only with later versions. A share shrinks to make room for a new environment, which starts
+        sequences for ``max_staleness`` versions ahead.
         """
         if abs(share - self.share) < _EPSILON:
             return
@@ -84,9 +84,9 @@ class Pace:
         self.share = share
 
     def set_version(self, version: int, queued: int = 0) -> None:
-        """``queued``: sequences of this environment that the API still holds; needed where the version goes down.
+        """Set the weight version. ``queued``: this environment's sequences in the API; needed if the version drops.
 
-        Of these only what is no whole batch counts: whole ones are dropped whole, and the trainer asks for the next.
+        Only those beyond whole batches count: a whole batch is dropped entirely, and the trainer asks for the next.
         """
         if self.version is None:
             self._origin = (0.0, version)
@@ -99,12 +99,12 @@ class Pace:
         self.version = version
 
     def grant(self, sequences: float | None = None) -> None:
-        """Room for so many sequences more, by default for a batch: in place of what the trainer never trained on."""
+        """Let ``sequences`` more start, by default a batch's share, in place of what the trainer never trained on."""
         done, version = self._origin
         self._origin = (done + (self.share if sequences is None else sequences), version)
 
     def begin(self, sequences: int) -> Ticket:
-        """Take a place; only while there is ``room``. Whoever takes one must ``end`` it, whatever comes of it."""
+        """Reserve a place; only while there is ``room``. The caller must ``end`` the ticket, whatever comes of it."""
         assert self.room, "begun without room"
         ticket = Ticket(sequences, self.limit)
         self._in_flight[ticket] = None
@@ -112,7 +112,7 @@ class Pace:
         return ticket
 
     async def turn(self, ticket: Ticket) -> None:
-        """Until all that began before it are posted or have come to nothing."""
+        """Wait until every item that started earlier is posted or has produced nothing."""
         self.waiting += 1
         try:
             await ticket.first.wait()
@@ -120,7 +120,7 @@ class Pace:
             self.waiting -= 1
 
     def fitting(self, ticket: Ticket, sizes: Iterable[int]) -> int:
-        """How many of these groups, by their sequences, have a place within the bound; in its turn."""
+        """Return how many groups of these sizes (in sequences) fit within the bound; call in the ticket's turn."""
         posted, count = self._posted, 0
         for size in sizes:
             if posted >= ticket.bound - _EPSILON:
@@ -129,12 +129,12 @@ class Pace:
         return count
 
     def posted(self, ticket: Ticket, sequences: int) -> None:
-        """So many sequences are with the API; the next in order may post."""
+        """Record that the API has taken ``sequences``, and let the next item in order post."""
         self._posted += sequences
         self.end(ticket)
 
     def end(self, ticket: Ticket) -> None:
-        """Gives the place back if nothing was posted; may be called again."""
+        """Release the place if nothing was posted; may be called again."""
         if ticket in self._in_flight:
             del self._in_flight[ticket]
             ticket.first.set()

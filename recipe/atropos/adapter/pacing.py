@@ -1,36 +1,36 @@
-"""Generation in step with the training: no sample is more than ``max_staleness`` updates old when it is trained on.
+"""Generation paced by training: no sample is more than ``max_staleness`` updates old when it is trained on.
 
-An adapted environment keeps the bound k of ``--adapter.max_staleness`` (the launcher gives it from
-``trainer.atropos.max_staleness``; without it nothing here acts). G is how many groups of a batch
-are this environment's, v the weight version that the servers hold, v0 the version at its start. Guarantees:
+An adapted environment keeps the bound k of ``--adapter.max_staleness`` (the launcher sets it from
+``trainer.atropos.max_staleness``; without it, pacing is off). G is the number of this environment's groups per batch, v
+the servers' weight version, v0 the version at the environment's start. Guarantees:
 
-- A group begins only while fewer than (v - v0 + 1 + k) * G others have begun, those left out that nothing came of.
-- Groups are posted in the order in which they began: one that is done waits for those before it, until each of them is
-  posted or has come to nothing. It holds no worker's place while it waits.
+- A group starts only while fewer than (v - v0 + 1 + k) * G others have, not counting those that produced nothing.
+- Groups are posted in the order in which they started: a finished group waits until each earlier one is posted or has
+  produced nothing. While waiting, it takes up no worker slot.
 
-So step s trains on the groups that began as numbers (s - 1) * G to s * G, each of them at a version of at least
-s - 1 - k, whatever the time that it took: the bound holds by construction, with nothing thrown away, and k = 0 has
-generation and training alternate. Which groups are trained on is settled when they begin. Where instead what is too
-old is thrown away, or what runs is cancelled or aborted when the queue is full or the weights change, the answers that
-take long are the ones that are lost, and the policy learns from the short ones. BaseEnv's own backpressure cancels in
-that way; here it is out of force (``max_batches_offpolicy`` has no effect), and nothing that has begun is cancelled
-but by ``worker_timeout`` and by an evaluation that stops the training, which begins its groups again.
+So step s trains on the groups that started as numbers (s - 1) * G to s * G, each at version s - 1 - k or later, however
+long they took: the bound holds by construction, nothing is discarded, and with k = 0 generation and training alternate.
+Which groups are trained on is settled when they start. If stale groups were discarded instead, or running ones
+cancelled or aborted when the queue is full or the weights change, long responses would be lost more often, and the
+policy would learn from the short ones. BaseEnv's own backpressure cancels in that way, so it is disabled
+(``max_batches_offpolicy`` has no effect): groups that have started are cancelled only by ``worker_timeout``, and by an
+evaluation that stops training, after which they start again.
 
-- A group that failed, was cancelled or was refused gives its place back. An item of which several groups come counts as
-  that many; what of them has no place within the bound is left out, with a warning.
-- A version that goes down is that of a trainer that resumed: v0 is then this version, and only what is in flight, or
-  still in the API's queue and no whole batch, counts as begun.
-- Of a batch, an environment has the share that it is allocated (``min_batch_allocation``) and, of what is not
-  allocated, the share of its weight. Among several environments a slow group can be overtaken by the others', so there
-  some rows may still come too late; the trainer drops and counts them.
-- Where an environment leaves, the others take over its share of the steps to come, and, if a batch then waits for what
-  it did not post any more, also that.
-- Nothing waits for ever. A batch can be lost: to a trainer that died and went on from the same version, on the wire, or
-  because all that is in it was refused. Then trainer and environment would wait for each other. So where all that may
-  begin is posted and no new version comes for ``stall_timeout`` and for twice the longest time that one took, one batch
-  more may begin; if the trainer was only slow, this one comes too late, and is dropped and counted there. (Where the
-  trainer waits for evaluations, the launcher gives a longer one.) What is waited for is in the log each
-  minute, and after ``longest_wait`` the environment ends with that message.
+- A group that failed, was cancelled or was refused releases its place. An item that yields several groups counts as
+  that many; those without a place within the bound are dropped, with a warning.
+- A version that goes down means that the trainer resumed: v0 is then this version, and only groups in flight, or in the
+  API's queue beyond whole batches, count as started.
+- An environment's share of a batch is its allocation (``min_batch_allocation``) plus, of what is not allocated, the
+  share of its weight. With several environments, the groups of others can overtake slow ones, so some rows may still be
+  too old; the trainer drops and counts them.
+- When an environment leaves, the others take over its share of later steps, and also of a batch that waits for groups
+  that it no longer posts.
+- Every wait has a timeout. A batch can be lost: to a trainer that died and resumed from the same version, in transit,
+  or because all of it was refused. Trainer and environment would then wait for each other. So if all that may start is
+  posted, and no new version arrives for ``stall_timeout`` and for twice the longest step so far, another batch may
+  start. If the trainer was only slow, that batch arrives too late, and the trainer drops and counts it. (If the trainer
+  waits for evaluations, the launcher sets a longer timeout.) What is awaited is logged every minute, and after
+  ``longest_wait`` the environment ends with that message.
 """
 
 import asyncio
@@ -51,11 +51,11 @@ from recipe.atropos.inference.client import InferenceError, SGLangClient
 
 logger = logging.getLogger(__name__)
 
-_SELDOM, _ANSWER, _SAY_AGAIN = 1.0, 10.0, 60.0  # s: between two looks with room left; for a server to answer; of logs
+_SELDOM, _ANSWER, _SAY_AGAIN = 1.0, 10.0, 60.0  # s: between checks with room left; server timeout; between logs
 
 
 async def served_version(servers: Sequence[tuple[str, str | None]]) -> tuple[int | None, str]:
-    """The smallest weight version over servers, (URL, API key) each; None and why where one is not known."""
+    """Return the lowest weight version of servers, each (URL, API key); None and the reason if one is unknown."""
 
     async def ask(url: str, api_key: str | None) -> str:
         async with SGLangClient(url, api_key, timeout=_ANSWER) as client:
@@ -71,14 +71,14 @@ async def served_version(servers: Sequence[tuple[str, str | None]]) -> tuple[int
     return min(map(int, versions)), ""
 
 
-_TICKET: ContextVar[Ticket | None] = ContextVar("ticket", default=None)  # of the worker that this runs in
+_TICKET: ContextVar[Ticket | None] = ContextVar("ticket", default=None)  # of the current worker
 
 
 class Paced(Durable):
-    """See the module. Only servers of type "sglang" report versions."""
+    """An environment with paced generation; see the module docstring. Only servers of type "sglang" report versions."""
 
-    left_timeout = 5.0  # s that the trainer waits for what another environment left undone, until it is begun here
-    longest_wait = 3600.0  # s of the same, until the environment ends
+    left_timeout = 5.0  # s that a batch may lack groups of an environment that left, until they are started here
+    longest_wait = 3600.0  # s without progress, until the environment ends
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -86,18 +86,18 @@ class Paced(Durable):
         self._pace = None if max_staleness is None else Pace(max_staleness)
         self._sequences_an_item = self.config.group_size
         self._looked = self._said = -float("inf")
-        self._idle_since: float | None = None  # with nothing in flight and no room
+        self._idle_since: float | None = None  # since when nothing is in flight and there is no room
         self._version_since: float | None = None
         self._longest_step = 0.0  # s between two versions
-        self._granted = 0  # batches, since the present version
-        self._left = False  # whether another environment did, and what it lacks was not begun since
+        self._granted = 0  # extra batches, since the current version
+        self._left = False  # whether another environment left, and its part was not yet started here
         self._unknown = ""  # why the version is not known
 
     async def get_status(self) -> None:
-        """The API's status, the servers' version, and from both how much may begin.
+        """Get the API's status and the servers' version, and derive how much may start.
 
         Raises:
-            PacingError: nothing could begin for ``longest_wait``, or the servers have no versions.
+            PacingError: nothing could start or post for ``longest_wait``, or no server reports versions.
         """
         await self._fetch_status()
         if self._pace is None:
@@ -108,18 +108,18 @@ class Paced(Durable):
         self._pace.set_share(share)
         await self._look(status["self_queue_size"] * self.config.group_size)
         self.max_num_workers += self._pace.waiting
-        queued, status["queue_size"] = status["queue_size"], 0  # else BaseEnv's backpressure cancels what runs
+        queued, status["queue_size"] = status["queue_size"], 0  # or BaseEnv's backpressure would cancel workers
         self._watch(queued * self.config.group_size)
 
     @staticmethod
     def part_of_a_batch(allocation: float | None, status: Mapping[str, Any]) -> float:
-        """What is allocated and, by weight, of what is not; over all that are connected it adds up to 1."""
+        """Return the part allocated, plus the weight's part of the rest; it sums to 1 over all environments."""
         return max(0.0, (allocation or 0.0) + status["unallocated_fraction"] * status["env_weight"])
 
     async def _look(self, queued: int) -> None:
-        """Ask for the version: in every round of the manager while something waits for it, else now and then.
+        """Get the servers' version: in every round of the manager if there is no room, else once per second.
 
-        A version that goes down must be seen before it has passed the old one.
+        A drop in version must be noticed before the version has passed the old one again.
         """
         if self._pace.room and time.monotonic() - self._looked < _SELDOM:
             return
@@ -140,7 +140,7 @@ class Paced(Durable):
             self._pace.set_version(version, queued)
 
     def _watch(self, queued: int) -> None:
-        """Says each minute what is waited for. ``queued``: sequences, of all environments, that the API holds."""
+        """Log each minute what is awaited, and resolve stalls. ``queued``: all environments' sequences in the API."""
         pace, now = self._pace, time.monotonic()
         oldest = pace.oldest
         if oldest is not None:
@@ -169,9 +169,9 @@ class Paced(Durable):
             self._said = now
 
     def _fill_in(self, idle: float, queued: int) -> bool:
-        """Whether there is room now for this environment's part of what a batch lacks of one that left.
+        """Make room for this environment's part of a batch that another one left incomplete; return whether it did.
 
-        Only where the trainer waits for that batch: then as many were cut as there are updates.
+        Only if the trainer waits for that batch: the API has then cut as many batches as there were updates.
         """
         batch, missing = self.config.batch_size, self.config.batch_size - queued
         waits = self._pace.version is not None and self.status_dict["current_step"] <= self._pace.version
@@ -194,7 +194,7 @@ class Paced(Durable):
         )
 
     async def add_train_workers(self) -> None:
-        """As many as there are places within the bound; none is ever cancelled here."""
+        """Start as many workers as there are places within the bound; never cancel any."""
         if self._pace is None:
             return await super().add_train_workers()
         limit = self.max_num_workers
@@ -212,7 +212,7 @@ class Paced(Durable):
             worker = asyncio.create_task(self._work(item_uuid, ticket))
             self.running_items[item_uuid] = {"item": item, "worker": worker, "start_time": time.time()}
             self.workers.add(worker)
-            # Not in the worker: one that is cancelled before its first step never runs.
+            # A callback, since a worker that is cancelled before its first step never runs.
             worker.add_done_callback(partial(self._worker_ended, item, ticket))
 
     async def _work(self, item_uuid: str, ticket: Ticket) -> Any:
@@ -230,7 +230,7 @@ class Paced(Durable):
             self.last_completed_item = item
 
     async def _wait_for_turn(self, groups: list[Any]) -> list[Any]:
-        """Those of one item's groups that have a place in a batch, when it is their turn to be posted."""
+        """Wait for an item's turn to post, and return those of its groups that have a place in a batch."""
         ticket = _TICKET.get()
         if self._pace is None or ticket is None:
             return groups
@@ -243,6 +243,6 @@ class Paced(Durable):
         return groups[:count]
 
     def _take_places(self, groups: list[Any]) -> None:
-        """The API has them: the next in order may post. A second post of one item is not held up."""
+        """Record that the API has the groups: the next item may post. A second post of one item does not wait."""
         if self._pace is not None and (ticket := _TICKET.get()) is not None:
             self._pace.posted(ticket, sum(len(group["tokens"]) for group in groups))

@@ -1,14 +1,14 @@
-"""What became of an environment's groups and samples, in numbers: ``self.report`` of an adapted environment.
+"""Counts and means of what became of an environment's groups and samples: its ``self.report``.
 
-- What is not sent, or is sent otherwise than the environment made it, is counted under a name: never only a warning.
-- An environment whose items end for a minute without one group being sent is an event, ``nothing_sent``: counted, and
-  logged with the reasons so far; again each minute.
-- ``items`` ended, of which came ``groups_sent`` (or ``groups_written``), ``not_sent/REASON`` and ``failed/EXCEPTION``;
-  ``in_flight`` are those that have begun and not ended: at the time of the line, in the last line those of the end;
-  ``score`` is the mean of all that was scored, sent or not, before anything shapes it.
-- Counts are totals since the process began; means are of what was observed since the line before.
-- They go to wandb with the environment's own metrics, as ``env/NAME``, and into the file of ``--adapter.report``, one
-  JSON object a line: ``{"time", "env", "step", "in_flight", "counts": {NAME: int}, "means": {NAME: float}}``.
+- Whatever is not sent, or is sent other than as the environment made it, is counted by name, never only logged.
+- If items end for a minute but no group is sent, the event ``nothing_sent`` is counted, and logged with the reasons so
+  far; again every minute.
+- ``items`` counts those that ended, with the outcomes ``groups_sent`` (or ``groups_written``), ``not_sent/REASON`` and
+  ``failed/EXCEPTION``; ``in_flight`` counts those that have started and not ended when the line is written (for the
+  last line: at the end); ``score`` is the mean over everything scored, sent or not, before any shaping.
+- Counts are totals since the process started. A mean is over what was observed since the previous line or wandb log.
+- Both go to wandb with the environment's own metrics, as ``env/NAME``, and to the file of ``--adapter.report``, one
+  JSON object per line: ``{"time", "env", "step", "in_flight", "counts": {NAME: int}, "means": {NAME: float}}``.
 """
 
 import logging
@@ -21,13 +21,13 @@ from recipe.atropos.utils.files import append_line
 
 logger = logging.getLogger(__name__)
 
-_SECONDS = 5.0  # between two lines, where something was counted
-_SILENCE = 60.0  # of items that end and nothing that is sent, until it is said
+_SECONDS = 5.0  # between two lines, if there is something new
+_SILENCE = 60.0  # s in which items end but nothing is sent, until it is logged
 _REASONS = ("not_sent/", "failed/", "tried_again/")
 
 
 class EnvReport:
-    """Counts and means of one environment; ``path`` is the file that lines are added to, None for no file."""
+    """Counts and means of one environment; lines are appended to the file ``path``, if one is given."""
 
     def __init__(self, name: str, path: str | Path | None = None):
         self.name = name
@@ -38,8 +38,8 @@ class EnvReport:
         self._means: dict[str, float] = {}  # the latest of each
         self._written: tuple[Counter[str], int] = Counter(), 0
         self._time = float("-inf")
-        self._last = (0, 0)  # items ended, groups sent, when something was sent or the silence was said
-        self._silent_since: float | None = None  # the first item that ended since
+        self._last = (0, 0)  # items ended and groups sent, when something was last sent or the silence logged
+        self._silent_since: float | None = None  # when the first item ended since then
         if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
 
@@ -47,7 +47,7 @@ class EnvReport:
         self.counts[name] += n
 
     def __str__(self) -> str:
-        """Why what is missing is missing."""
+        """Return why groups are missing: the counts of refusals, failures and retries."""
         found = [f"{name} {n}" for name, n in self.counts.most_common() if name.startswith(_REASONS)]
         return ", ".join(found) or "no reason known"
 
@@ -55,13 +55,13 @@ class EnvReport:
         self._observed[name].append(float(value))
 
     def refuse(self, reason: str, detail: str) -> None:
-        """A group that is not sent: counted as ``not_sent/REASON``; the first of each reason is logged."""
+        """Count a group that is not sent as ``not_sent/REASON``; warn about the first one of each reason."""
         first = not self.counts[f"not_sent/{reason}"]
         self.count(f"not_sent/{reason}")
         logger.log(logging.WARNING if first else logging.DEBUG, "%s: group not sent, %s: %s", self.name, reason, detail)
 
     def look(self, step: int) -> None:
-        """To be called every second or so: writes a line where one is due, and says when nothing is sent."""
+        """Write a line if one is due, and log when nothing is sent; to be called about once per second."""
         counts, now = self.counts, time.monotonic()
         ended, sent = counts["items"], counts["groups_sent"] + counts["groups_written"]
         if sent != self._last[1]:
@@ -77,12 +77,12 @@ class EnvReport:
         self.write(step)
 
     def metrics(self) -> dict[str, float]:
-        """All counts and the latest means, as ``env/NAME``."""
+        """Return all counts and the latest means, as ``env/NAME``."""
         self._settle()
         return {f"env/{name}": float(value) for name, value in {**self.counts, **self._means}.items()}
 
     def write(self, step: int, at_once: bool = False) -> None:
-        """A line, if there is something new and the last one is some seconds old (or ``at_once``)."""
+        """Write a line if there is something new and the last one is some seconds old (or ``at_once``)."""
         now = time.monotonic()
         state = self.counts.copy(), self.in_flight
         news = self._observed or state != self._written

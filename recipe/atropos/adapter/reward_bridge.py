@@ -1,7 +1,7 @@
-r"""The universal reward bridge: a YAML block shapes any environment's scores, and the environment knows nothing of it.
+r"""The universal reward bridge: a YAML block that shapes any environment's scores, without changes to the environment.
 
     reward_bridge:
-      format_markers:                  # what an answer shall, or shall not, have in it
+      format_markers:                  # what an answer must, or must not, contain
         - {pattern: '<think>', weight: 0.1, ordered: true}
         - {pattern: '</think>', weight: 0.1, ordered: true, count: once}
         - {pattern: '(?i)as an ai', regex: true, presence: forbidden, weight: 0.2}
@@ -12,34 +12,34 @@ r"""The universal reward bridge: a YAML block shapes any environment's scores, a
       send_equal_raw: true
       right_margin: 1.0
 
-Judged is each sequence that an environment scored: its text is the decoded trained tokens, without special tokens; what
-the environment wrote between turns is not in it, and turns are joined by a line break. Its length is the number of its
-trained tokens, special ones included. In this order:
+The bridge judges each sequence that an environment scored. Its text is the decoded trained tokens, without special
+tokens; it excludes what the environment wrote between turns, and joins turns with a newline. Its length is the number
+of its trained tokens, including special tokens. The steps, in order:
 
-1. ``format_markers``: each adds ``weight`` where its pattern is there, or, ``presence: forbidden``, takes it away.
+1. ``format_markers``: each adds ``weight`` if its pattern occurs or, with ``presence: forbidden``, subtracts it.
    ``count``: ``any`` (at least one occurrence), ``once`` (exactly one), ``each`` (``weight`` for every one).
-   ``ordered`` markers are a chain in the order of the list: of each, only occurrences count that begin where the first
-   counted occurrence of the one before it has ended, and none does after one that earned nothing.
-2. ``answer_present`` adds ``weight`` where there is an answer: more than white space in the first group of the regular
-   expression (in the whole match, if it has no group), or behind the last occurrence of a literal pattern.
+   ``ordered`` markers form a chain in the order of the list: an occurrence counts only if it begins at or after the
+   end of the previous ordered marker's first counted occurrence, and none counts after a marker that earned nothing.
+2. ``answer_present`` adds ``weight`` if there is an answer: more than whitespace in the first group of the regular
+   expression (in the whole match, if it has no group), or after the last occurrence of a literal pattern.
 3. ``length_bounty`` adds ``slope * (length - target)``, at least ``-cap`` and at most ``cap``.
-4. The sum of these is cut to ``clip``.
-5. ``fade``: it is multiplied by 1 up to the trainer's step ``from_step``, by 0 from ``to_step`` on, linearly between.
-   The step is ``curr_step`` of BaseEnv, which the Trajectory API tells: it counts the batches that are cut.
-6. The environment's score is added. It stays beside the shaped one: in ``group_overrides["raw_scores"]``, a list.
+4. The sum of these is clipped to ``clip``.
+5. ``fade``: it is multiplied by 1 up to the trainer's step ``from_step``, by 0 from ``to_step`` on, linearly in
+   between. The step is BaseEnv's ``curr_step``, from the Trajectory API, which counts the batches that it has cut.
+6. The environment's score is added; unshaped, it is kept in ``group_overrides["raw_scores"]``, a list.
 
 Guarantees:
 
 - A right answer outweighs all shaping: the largest difference that a configuration can make between two sequences must
-  be less than ``right_margin``, what the environment's score of a right answer is at least above that of a wrong one.
-  1.0 fits scores of 0 and 1, and of -1 and 1. Scores with steps between may still change places; groups in which any
-  do are counted, as ``shaping/rank_inversions``.
-- ``send_equal_raw`` true: a group of equal raw scores is sent if the shaped ones differ; also one that its environment
-  drops for that reason, as most do. False: it is not sent, as without the bridge.
+  be less than ``right_margin``, the least difference between the environment's scores of a right and a wrong answer.
+  1.0 fits scores of 0 and 1, and of -1 and 1. Intermediate scores may still change ranks; groups in which any do are
+  counted, as ``shaping/rank_inversions``.
+- ``send_equal_raw: true``: a group of equal raw scores is sent if the shaped ones differ, even if its environment drops
+  such groups, as most do. False: it is not sent, as without the bridge.
 - Evaluation is never shaped: only what goes to the Trajectory API is.
-- Nothing becomes a score of 0 because it could not be judged. Per-token advantages, which the trainer uses instead of
-  scores, end the environment with a message; a group whose text a regular expression needs too long for, or whose
-  scores are no numbers, is not sent, and counted.
+- No score becomes 0 because it could not be judged. Per-token advantages, which the trainer uses instead of scores, end
+  the environment with a message; a group is not sent, and is counted, if a regular expression takes too long on its
+  text, or if its scores are not numbers.
 """
 
 import json
@@ -58,7 +58,7 @@ from pydantic.dataclasses import dataclass
 from recipe.atropos.errors import AtroposError
 
 KEY = "reward_bridge"
-_MATCH_SECONDS = 1.0  # for one pattern and one text
+_MATCH_SECONDS = 1.0  # per pattern and text
 _STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 Pattern = Annotated[str, Field(min_length=1)]
@@ -67,7 +67,7 @@ Step = Annotated[int, Field(ge=0)]
 
 
 class RewardBridgeError(AtroposError, ValueError):
-    """A configuration that cannot be right, or an environment that the bridge cannot act on; names the fix."""
+    """An invalid configuration, or an environment that the bridge cannot shape; the message names the fix."""
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -86,7 +86,7 @@ class Marker:
             raise ValueError(f"{wrong} means nothing where pattern {self.pattern!r} is forbidden; leave it out")
 
     def find(self, text: str) -> list[tuple[int, int]]:
-        """(start, end) of the occurrences that may count, in order; none where ``count: once`` meets several."""
+        """Return (start, end) of the occurrences that may count, in order; none if ``count: once`` finds several."""
         spans = [match.span() for match in _matches(self.pattern, self.regex, text)]
         return [] if self.count == "once" and len(spans) != 1 else spans
 
@@ -126,7 +126,7 @@ class AnswerPresent:
 
 @dataclass(frozen=True, config=_STRICT)
 class LengthBounty:
-    """``target`` in trained tokens, ``slope`` in score a token, ``cap`` in score."""
+    """Score for length: ``target`` in trained tokens, ``slope`` in score per token, ``cap`` in score."""
 
     target: Annotated[int, Field(ge=0)]
     slope: float
@@ -147,7 +147,7 @@ class LengthBounty:
 
 @dataclass(frozen=True, config=_STRICT)
 class Fade:
-    """In the trainer's steps."""
+    """Linear fade-out of the shaping, in trainer steps."""
 
     from_step: Step
     to_step: Step
@@ -162,7 +162,7 @@ class Fade:
 
 @dataclass(frozen=True, config=_STRICT)
 class RewardBridge:
-    """The block ``reward_bridge``; see the module."""
+    """The ``reward_bridge`` block; see the module docstring."""
 
     format_markers: list[Marker] = field(default_factory=list)
     answer_present: AnswerPresent | None = None
@@ -189,13 +189,13 @@ class RewardBridge:
 
     @property
     def largest_difference(self) -> float:
-        """Between what any two sequences can be given; inf where there is no bound."""
+        """Largest difference between the shaping of any two sequences; inf if it is unbounded."""
         terms = [*self.format_markers, self.answer_present, self.length_bounty]
         lows, highs = zip(*[term.bounds for term in terms if term is not None] or [(0.0, 0.0)], strict=True)
         return self._clipped(sum(highs)) - self._clipped(sum(lows))
 
     def terms(self, text: str, length: int) -> dict[str, float]:
-        """What each part of the block gives a sequence, by name: ``marker_0``, ..., before ``clip`` and ``fade``.
+        """Return each part's score for a sequence, by name: ``marker_0``, ..., before ``clip`` and ``fade``.
 
         Raises:
             TimeoutError: a regular expression took too long; names it.
@@ -213,7 +213,7 @@ class RewardBridge:
         return found
 
     def weight(self, step: int) -> float:
-        """Of the shaping at a trainer's step, 1 to 0."""
+        """Return the weight of the shaping at a trainer step, from 1 to 0."""
         return 1.0 if self.fade is None else self.fade.weight(step)
 
     def shaped(self, raw: float, terms: Mapping[str, float], step: int) -> float:
@@ -253,10 +253,10 @@ _PARTS = {"format_markers": Marker, "answer_present": AnswerPresent, "length_bou
 
 
 def parse_bridge(block: Any, name: str = KEY) -> RewardBridge:
-    """The block, as read from YAML; ``name`` is what errors call it.
+    """Return the bridge of a block as read from YAML; error messages call the block ``name``.
 
     Raises:
-        RewardBridgeError: naming every key that is unknown, missing or has a wrong value.
+        RewardBridgeError: names every key that is unknown, missing or has an invalid value.
     """
     if not isinstance(block, Mapping):
         raise RewardBridgeError(f"{name}={block!r}: give a mapping of {', '.join(_names(RewardBridge))}")
@@ -267,10 +267,10 @@ def parse_bridge(block: Any, name: str = KEY) -> RewardBridge:
 
 
 def read_bridge(path: str | Path) -> RewardBridge:
-    """Of a YAML file that holds the block, with or without its key.
+    """Return the bridge of a YAML file that holds the block, with or without its key.
 
     Raises:
-        RewardBridgeError: there is no such file, it is no YAML, or what ``parse_bridge`` refuses.
+        RewardBridgeError: the file cannot be read, is not YAML, or ``parse_bridge`` rejects it.
     """
     try:
         block = yaml.safe_load(Path(path).read_text())
@@ -284,10 +284,10 @@ def read_bridge(path: str | Path) -> RewardBridge:
 
 
 def as_bridge(given: RewardBridge | Mapping[str, Any] | str | Path) -> RewardBridge:
-    """A bridge, the block as a mapping, or the name of a YAML file.
+    """Return the bridge for a bridge, a block as a mapping, or the path of a YAML file.
 
     Raises:
-        RewardBridgeError: what ``read_bridge`` and ``parse_bridge`` refuse.
+        RewardBridgeError: ``read_bridge`` or ``parse_bridge`` rejects it.
     """
     if isinstance(given, RewardBridge):
         return given

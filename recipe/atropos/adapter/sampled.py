@@ -1,25 +1,25 @@
-"""A group as the policy sampled it: every token that is trained on, with its own logprob, version and parameters.
+"""Restore a group as the policy sampled it: each trained token with its logprob, weight version and parameters.
 
-All of an environment's calls to its SGLang servers are made with token ids and remembered (``sampled_calls``,
-``completion_cache``). Before a group is sent, each span that is trained on is looked up:
+All of an environment's calls to its SGLang servers use token ids and are cached (``sampled_calls``,
+``completion_cache``). Before a group is sent, each trained span is looked up:
 
-- A reply that stands there token for token stays, with the logprobs that it was sampled with; where the environment
-  gives others, that is counted (``other_logprobs``).
-- One that was encoded again from its text is put back as it was sampled. What templates add to it, such as a newline
-  after the end of the turn, stays and is not trained on. Advantages go with it where they are the same over the reply;
-  values for each token that cannot go with it keep the text, which is then not trained on (``not_aligned``).
-- One that the environment put into another context (``other_context``), as by another prompt or none, gets its own
-  prompt back where it is the first of its sequence: for other contexts its logprobs are not. A later one stays.
-- What nobody sampled, or a server or a route without token ids, is not trained on (``not_sampled``). A group of which
-  nothing is left is refused, as ``not_sampled``.
+- A reply that appears there token for token stays, with the logprobs that it was sampled with; if the environment gives
+  different ones, that is counted (``other_logprobs``).
+- A reply that was re-encoded from its text is replaced by the sampled tokens. What templates add to it, such as a
+  newline after the end of the turn, stays and is not trained on. Advantages that are equal over the reply are carried
+  over; with other per-token values, the text stays, and is not trained on (``not_aligned``).
+- A reply that the environment put into another context (``other_context``), such as another prompt or none, gets its
+  own prompt back if it is the first of its sequence, since its logprobs do not hold in another. A later one stays.
+- What nobody sampled, or came from a server or a route without token ids, is not trained on (``not_sampled``). A group
+  with nothing left to train on is refused, as ``not_sampled``.
 
-These names are counts of spans in ``env.report``, as is ``retokenized``.
+These names, and ``retokenized``, are counts of spans in ``env.report``.
 
-What the group says of it in ``group_overrides``, lists over its sequences:
+``group_overrides`` then has these lists over the group's sequences:
 
 - ``policy_version_min`` and ``policy_version_max``: the oldest and the newest weight version among the trained tokens,
-  None where one of them is not known. SGLang from 0.5.19 on says which version sampled each token; before, a reply has
-  one, which is true of all its tokens, because servers are paused in mode "abort" there.
+  None if one of them is unknown. SGLang 0.5.19 and later report which version sampled each token; earlier ones report
+  one per reply, which holds for all its tokens, because servers are paused in mode "abort" there.
 - ``sampling_params``: the distinct parameters that they were sampled with (``recipe.atropos.data.sampling``).
 """
 
@@ -36,19 +36,19 @@ from recipe.atropos.adapter.completion_cache import IGNORED, Completion, Complet
 from recipe.atropos.adapter.reporting import EnvReport
 from recipe.atropos.adapter.validate import Refused
 
-_OTHER = 1e-3  # from here on a logprob is another than that of the reply
+_OTHER = 1e-3  # from this difference on, a logprob counts as different from the reply's
 _NOT_SAMPLED = 1.0  # the logprob that atroposlib writes where there is none
-_ROUNDS = 3  # in which trajectories that are None are asked for
+_ROUNDS = 3  # attempts to fill a group in which trajectories are None
 
-# Values for each token, and what stands where a token has none.
+# Per-token fields, and the default for a token without a value.
 _PER_TOKEN: dict[str, Any] = {"advantages": 0.0, "ref_logprobs": 0.0, "distill_token_ids": [], "distill_logprobs": []}
 
 
 @dataclass
 class Row:
-    """One sequence as it is sent: lists of one length.
+    """One sequence as it is sent: ``tokens``, ``masks``, ``logprobs`` and each list of ``values`` are equally long.
 
-    ``values``: the per-token fields that the environment gave; ``replies``: those that its trained tokens are of.
+    ``values``: the per-token fields that the environment gave; ``replies``: those that the trained tokens come from.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -65,7 +65,7 @@ class Row:
 
     @property
     def sampling(self) -> list[dict[str, Any]] | None:
-        """The distinct parameters of the trained tokens in the order of the turns; None as for ``versions``."""
+        """The distinct sampling parameters of the trained tokens, in the order of turns; None as for ``versions``."""
         found = [reply.sampling for reply in self.replies]
         return None if not found or None in found else [params.to_mapping() for params in dict.fromkeys(found)]
 
@@ -76,7 +76,7 @@ class Row:
         logprobs: list[float] | None = None,
         values: dict[str, list] | None = None,
     ) -> None:
-        """Go on with ``tokens``, not trained on and without anything that is not given."""
+        """Append ``tokens``; without ``flags``, they are not trained on, and other fields not given get defaults."""
         size = len(tokens)
         self.tokens += tokens
         self.masks += [token if flag else IGNORED for token, flag in zip(tokens, flags or [False] * size, strict=True)]
@@ -93,9 +93,9 @@ def restore(
     values: dict[str, Sequence],
     count: Callable[[str], None],
 ) -> Row:
-    """A sequence as the policy sampled it, trained on at most where the environment wants it.
+    """Return a sequence as the policy sampled it, trained on at most where the environment wants it.
 
-    ``logprobs`` and ``values`` are what the environment gives over ``tokens``; ``count`` takes the names of events.
+    ``logprobs`` and ``values`` are what the environment gives for ``tokens``; ``count`` is called with event names.
     """
     ids = [int(token) for token in tokens]
     row = Row(values={name: [] for name in values})
@@ -104,7 +104,7 @@ def restore(
         posted, flags = ids[place], [mask != IGNORED for mask in masks[place]]
         given = None if logprobs is None else list(logprobs[place])
         columns = {name: list(column[place]) for name, column in values.items()}
-        if not posted:  # within a turn: as what is beside it
+        if not posted:  # within a turn: as the tokens next to it
             flags = [any(mask != IGNORED for mask in masks[max(0, piece.start - 1) : piece.start + 1])]
         if completion is None:
             wanted = [posted[start:end] for start, end in trained_spans(masks[place])] if posted else [piece.tokens]
@@ -141,7 +141,7 @@ def restore(
 def _moved(
     cache: CompletionCache, tokens: list[int], posted: list[int], flags: list[bool], columns: dict[str, list]
 ) -> tuple[list[bool], dict[str, list]] | None:
-    """What is trained on, and the values, when sampled ``tokens`` stand for ``posted``; None if that is unclear."""
+    """Return flags and values for sampled ``tokens`` that replace ``posted``; None if they cannot be carried over."""
     content = {flag for token, flag in zip(posted, flags, strict=False) if not cache.is_special(token)} or set(flags)
     if len(content) > 1:
         return None
@@ -163,9 +163,9 @@ def _valid(logprob: Any) -> bool:
 def restore_group(
     cache: CompletionCache, group: dict[str, Any], count: Callable[[str], None], env_name: str | None
 ) -> None:
-    """Change the group to what the policy sampled, and say in ``group_overrides`` of what origin it is; see the module.
+    """Restore a group as the policy sampled it, and record its origin in ``group_overrides``; see the module docstring.
 
-    What the environment says there itself stays. ``count`` takes the names of events.
+    What the environment sets there itself stays. ``count`` is called with event names.
 
     Raises:
         Refused: nothing of it can be trained on.
@@ -198,9 +198,9 @@ def restore_group(
 async def collect_each(
     collect: Callable[[Any], Awaitable[tuple[Any, list]]], item: Any, group_size: int, report: EnvReport
 ) -> tuple[ScoredDataGroup | None, list]:
-    """BaseEnv's ``collect_trajectories``, which keeps every field; a trajectory that is None is asked for again.
+    """Replace BaseEnv's ``collect_trajectories``: keep every field, and retry trajectories that are None.
 
-    A group that stays incomplete is refused, and is None. Raises ValueError for a trajectory that is no dict.
+    If the group stays incomplete, refuse it and return None. Raises ValueError if a trajectory is no dict.
     """
     found: list[dict] = []
     backlog: list[Any] = []
@@ -220,10 +220,10 @@ async def collect_each(
 
 
 def group_of(trajectories: Sequence[dict[str, Any]]) -> ScoredDataGroup:
-    """One group of single trajectories, with all that they have.
+    """Return one group of single trajectories, with all their fields.
 
     Raises:
-        ValueError: some of them have a field that others lack, and no value stands for none.
+        ValueError: some of them have a field that others lack, and the field has no default.
     """
     group = ScoredDataGroup(group_overrides={})
     for name in ("tokens", "masks", "scores", "messages", "overrides", "images", "inference_logprobs", *_PER_TOKEN):
@@ -245,7 +245,7 @@ def group_of(trajectories: Sequence[dict[str, Any]]) -> ScoredDataGroup:
 
 
 def group_of_nodes(nodes: Sequence[Any], scores: Sequence[float]) -> ScoredDataGroup:
-    """One group of the sequences of a managed server, as they were sampled."""
+    """Return one group of a managed server's sequences, as they were sampled."""
     return ScoredDataGroup(
         tokens=[list(node.tokens) for node in nodes],
         masks=[list(node.masked_tokens) for node in nodes],
@@ -261,17 +261,17 @@ def group_of_nodes(nodes: Sequence[Any], scores: Sequence[float]) -> ScoredDataG
 
 
 def _over(group: ScoredDataGroup, name: str, row: int) -> Sequence | None:
-    """A per-token field of one sequence, None where it is not given, or not over all of its tokens."""
+    """Return a per-token field of one sequence; None if it is not given, or not for all of its tokens."""
     values = group.get(name)
     column = values[row] if values and len(values) > row else None
     return column if hasattr(column, "__len__") and len(column) == len(group["tokens"][row]) else None
 
 
 def chat_templates_give_lists() -> None:
-    """``apply_chat_template`` gives token ids as a list unless asked otherwise, as in transformers 4.
+    """Make ``apply_chat_template`` return token ids as a list unless asked otherwise, as in transformers 4.
 
-    From version 5 on it gives a BatchEncoding, whose length is 2: ``tokenize_for_trainer`` then masks nothing and posts
-    no tokens. Environments make tokenizers of their own, so there is no instance to fix.
+    From version 5 on it returns a BatchEncoding, whose length is 2: ``tokenize_for_trainer`` then masks nothing and
+    posts no tokens. Environments create their own tokenizers, so the base class is patched.
     """
     original = PreTrainedTokenizerBase.apply_chat_template
     if hasattr(original, "of_transformers"):

@@ -1,18 +1,18 @@
-"""How an environment's SGLang servers are called: whatever it asks for, by /generate, with token ids and logprobs.
+"""Route an environment's calls to its SGLang servers through /generate, with token ids and logprobs.
 
-- Each of atroposlib's ways to ask (``tokens_and_logprobs_completion``; ``chat_completion`` and ``completion``, on a
-  server, on the manager of servers, on a managed server) ends in one request here, and its replies in a cache.
+- Each of atroposlib's calls (``tokens_and_logprobs_completion``; ``chat_completion`` and ``completion``, on a server,
+  on the server manager, on a managed server) becomes a request here, and its replies are cached.
 - A prompt is the text that the environment gives, encoded, with the earlier replies in it as they were sampled.
-- No partial reply reaches an environment: what a server aborted, or answered with no token, is asked for again, only as
-  many as are missing, ``ATTEMPTS`` times in all; then an InferenceError names the server.
-- What /generate cannot be asked for takes the server's OpenAI route unchanged: such replies cannot be trained on. They
-  are counted as ``plain_route/ARGUMENT``.
-- Evaluation (``split`` other than "train") has a small cache of its own, so that it displaces nothing.
+- No partial reply reaches an environment: samples that a server aborted, or returned without tokens, are requested
+  again, only as many as are missing, ``ATTEMPTS`` times in all; then an InferenceError names the server.
+- Calls with arguments that /generate does not support take the server's OpenAI route unchanged: such replies cannot be
+  trained on. They are counted as ``plain_route/ARGUMENT``.
+- Evaluation (``split`` other than "train") has a small cache of its own, so that it evicts no training replies.
 
-Logprobs are SGLang's: of the distribution after temperature, penalties and grammar, before top-p, top-k and min-p cut
-it off. With each reply the cache keeps the parameters of its request, which the trainer checks (``data.sampling``).
-They are all named in the request, so that no default of the model or the server applies; where an environment names no
-temperature, it trains on samples at the trainer's.
+Logprobs are SGLang's: of the distribution after temperature, penalties and grammar, before truncation by top-p, top-k
+and min-p. With each reply, the cache keeps its request's parameters, which the trainer checks (``data.sampling``). The
+request names them all, so that no default of the model or the server applies; if an environment names no temperature,
+training samples use the trainer's.
 """
 
 import contextlib
@@ -56,7 +56,7 @@ _WITHOUT_EFFECT = frozenset(("model", "user", "tool_choice", "parallel_tool_call
 
 
 def sampling_params(arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The arguments of an OpenAI call as SGLang's sampling parameters, and those that are none."""
+    """Split the arguments of an OpenAI call into SGLang's sampling parameters and unsupported ones."""
     arguments = {**arguments, **(arguments.get("extra_body") or {})}
     params, unknown = {}, {}
     for name, value in arguments.items():
@@ -68,10 +68,10 @@ def sampling_params(arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str
             schema = value.get("json_schema", {}).get("schema", {"type": "object"})
             if value["type"] != "text":
                 params["json_schema"] = orjson.dumps(schema).decode()
-        elif value is not False and value != []:  # stream, echo, logprobs, tools: not asked for
+        elif value is not False and value != []:  # stream, echo, logprobs or tools not requested
             unknown[name] = value
     stop = params.get("stop")
-    if isinstance(stop, list) and any(isinstance(one, int) for one in stop):  # an upstream habit: token ids
+    if isinstance(stop, list) and any(isinstance(one, int) for one in stop):  # some environments pass token ids
         params["stop"] = [one for one in stop if isinstance(one, str)]
         params["stop_token_ids"] = [one for one in stop if isinstance(one, int)] + params.get("stop_token_ids", [])
     return params, unknown
@@ -87,11 +87,11 @@ class Calls:
 
     @property
     def cache(self) -> CompletionCache:
-        """Of the call that is being made."""
+        """The cache for the current call."""
         return self.caches["train" if _SPLIT.get() == "train" else "eval"]
 
     def restore_sampled(self, tokenizer: Any, text: str, special: bool, prefer: Collection[int] = ()) -> list[int]:
-        """A prompt's tokens: replies in it as they were sampled; ``special``: with what the tokenizer puts around."""
+        """Return a prompt's tokens, replies as they were sampled; ``special``: with the tokenizer's special tokens."""
         return self.cache.restore_sampled(
             _one_bos(tokenizer, tokenizer.encode(text, add_special_tokens=special)), prefer
         )
@@ -101,10 +101,10 @@ class Calls:
     async def sample(
         self, server: SGLangServer, ids: list[int], params: dict[str, Any], timeout: float | None
     ) -> list[dict]:
-        """``n`` whole replies of /generate to a prompt, all cached; ``timeout`` in seconds, None for the server's.
+        """Return and cache ``n`` whole replies of /generate to a prompt; ``timeout`` in s, None for the server's.
 
         Raises:
-            InferenceError: naming the server; atroposlib tries such a call again.
+            InferenceError: the request failed; names the server. atroposlib retries such a call.
         """
         url = _address(server)
         cache, prompt = self.cache, np.array(ids, np.int32)
@@ -141,10 +141,10 @@ class Calls:
             url, endpoint, f"{n - len(whole)} of {n} samples were aborted or empty, {ATTEMPTS} times; see its log"
         )
 
-    # ------------------------------------------------------------------ in the place of a server's methods
+    # ------------------------------------------------------------------ replacements for a server's methods
 
     async def tokens(self, server: SGLangServer, **kwargs: Any) -> tuple[list[int], list, list, list]:
-        """What ``SGLangServer`` does for tokens and logprobs. What is unknown goes on to SGLang, which refuses it."""
+        """Replace ``SGLangServer``'s call for tokens and logprobs. SGLang rejects unknown arguments."""
         prompt, ids = kwargs.pop("prompt", None), kwargs.pop("input_ids", None)
         ids = self.restore_sampled(server.tokenizer, prompt, True) if ids is None else _one_bos(server.tokenizer, ids)
         params, unknown = sampling_params(kwargs)
@@ -157,7 +157,7 @@ class Calls:
         )
 
     async def chat(self, server: SGLangServer, plain: Callable, **kwargs: Any) -> ChatCompletion:
-        """As the server would answer; where the last message is the assistant's, SGLang takes it for the user's."""
+        """Answer as the server would; like SGLang, treat a final message of the assistant as the user's."""
         template, arguments = _template_arguments(kwargs)
         messages = [dict(message) for message in arguments.pop("messages")]
         params, unknown = sampling_params(arguments)
@@ -201,7 +201,7 @@ class Calls:
 
 
 def record_all_calls(manager: Any, tokenizer: Any, count: Callable[[str, int], None]) -> Calls:
-    """Let every way to ask an environment's servers end in ``Calls``, by attributes of the instances of one manager."""
+    """Route all calls to the manager's servers through ``Calls``, by setting attributes on these instances."""
     calls = Calls(tokenizer, count)
     servers = sglang_servers(manager)
     for server in servers:
@@ -216,12 +216,12 @@ def record_all_calls(manager: Any, tokenizer: Any, count: Callable[[str, int], N
 
 
 def sglang_servers(manager: Any) -> list[SGLangServer]:
-    """Those that say what they sampled, and with which weights."""
+    """Return the SGLang servers, which report sampled tokens and weight versions."""
     return [server for server in manager.servers if isinstance(server, SGLangServer)]
 
 
 async def _called(call: Callable[..., Awaitable[Any]], **kwargs: Any) -> Any:
-    """Remembers the split, which atroposlib's manager takes out, and raises a failure itself, not as a RetryError."""
+    """Call with the split stored, since atroposlib's manager removes it; raise the cause instead of a RetryError."""
     token = _SPLIT.set(kwargs["split"]) if "split" in kwargs else None
     try:
         return await call(**kwargs)
@@ -245,17 +245,17 @@ async def _managed_server(original: Callable, calls: Calls, *args: Any, **kwargs
 
 
 class RecordingManagedServer(ManagedServer):
-    """Its nodes' tokens are those sampled, over all turns. What it answers, and how often it is asked, stays the same.
+    """Managed server whose nodes hold the sampled tokens of all turns; its answers and their number are unchanged.
 
-    - A prompt extends the node whose tokens it begins with, the longest of them; of equal ones, one not yet extended.
+    - A prompt extends the node with the longest tokens that it begins with; of equal ones, one not yet extended.
     - A node keeps the masks and logprobs of the one that it extends, after ``completion`` as after ``chat_completion``.
 
-    Tree mode is not fixed: no environment's manager hands it out.
+    Tree mode is not fixed: no environment's manager provides it.
     """
 
     def begin(self, calls: Calls) -> None:
         self._calls = calls
-        self._ever: dict[int, list[tuple[SequenceNode, int]]] = {}  # all nodes, by their first so many tokens
+        self._ever: dict[int, list[tuple[SequenceNode, int]]] = {}  # nodes and prefix lengths, by the prefix's hash
 
     async def chat_completion(self, **kwargs: Any) -> ChatCompletion:
         return await _called(super().chat_completion, **kwargs)
@@ -282,7 +282,7 @@ class RecordingManagedServer(ManagedServer):
     def _extended(
         self, ids: list[int], among: list[SequenceNode] | None = None
     ) -> tuple[SequenceNode, int] | tuple[None, int]:
-        """The node that a prompt extends, and how many of its tokens the prompt has."""
+        """Return the node that a prompt extends, and how many of its tokens the prompt has."""
         for key in reversed(keys_of(ids).tolist()):
             for node, kept in self._ever.get(key, ()):
                 if among is None or any(node is one for one in among):
@@ -291,7 +291,7 @@ class RecordingManagedServer(ManagedServer):
 
     def _create_sequence_node(self, *args: Any, **kwargs: Any) -> SequenceNode:
         node = super()._create_sequence_node(*args, **{**kwargs, "extending_node": None})
-        given = kwargs.get("extending_node")  # completion() does not say; there may be several with these tokens
+        given = kwargs.get("extending_node")  # None from completion(); several nodes may have these tokens
         for among in ([given] if given else [], self.current_nodes, None):
             before, kept = self._extended(kwargs["prompt_tokens"], among)
             if before is not None:
@@ -299,13 +299,13 @@ class RecordingManagedServer(ManagedServer):
         if before is not None:
             node.masked_tokens[:kept] = before.masked_tokens[:kept]
             node.logprobs[:kept] = before.logprobs[:kept]
-        for size in {len(node.tokens), self._calls.cache.unended(node.tokens)}:  # an environment may go on in the turn
+        for size in {len(node.tokens), self._calls.cache.unended(node.tokens)}:  # an environment may continue the turn
             if size > len(kwargs["prompt_tokens"]):
                 self._ever.setdefault(key_of(node.tokens[:size]), []).append((node, size))
         return node
 
 
-# ---------------------------------------------------------------------- small things
+# ---------------------------------------------------------------------- helpers
 
 
 def _address(server: SGLangServer) -> str:
@@ -313,7 +313,7 @@ def _address(server: SGLangServer) -> str:
 
 
 def _one_bos(tokenizer: Any, ids: list[int]) -> list[int]:
-    """A chat template that writes the BOS token, and a tokenizer that adds one."""
+    """Return the ids with a single BOS token if both chat template and tokenizer added one."""
     return ids[1:] if len(ids) >= 2 and ids[0] == tokenizer.bos_token_id == ids[1] else list(ids)
 
 
@@ -326,7 +326,7 @@ def _finish(reply: dict) -> str:
 
 
 def _template_arguments(kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What goes to the chat template, as SGLang has it, and the other arguments."""
+    """Split the arguments into those for the chat template, as SGLang does, and the others."""
     others = {**kwargs, **(kwargs.get("extra_body") or {})}
     reasoning, effort = others.pop("reasoning", None) or {}, others.pop("reasoning_effort", None)
     effort = effort or reasoning.get("effort")
@@ -340,7 +340,7 @@ def _template_arguments(kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[st
 
 
 def _answer(server: SGLangServer, kind: str, ids: list[int], replies: list[dict], choices: list[dict]) -> dict:
-    """An OpenAI response, before it is validated."""
+    """Return an OpenAI response, not yet validated."""
     count = sum(len(_logprobs(reply)) for reply in replies)
     return {
         "id": uuid.uuid4().hex,

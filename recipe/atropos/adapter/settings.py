@@ -1,4 +1,4 @@
-"""What a launcher tells the adapter of an environment: flags ``--adapter.NAME=VALUE`` beside the environment's own."""
+"""Adapter settings that a launcher passes as flags ``--adapter.NAME=VALUE``, next to the environment's own flags."""
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -7,7 +7,7 @@ STALL_TIMEOUT = 120.0
 
 
 class AdapterSettings(BaseModel):
-    """None of them is needed: an environment by itself has the defaults."""
+    """Settings of the adapter; all are optional, and an environment without a launcher uses the defaults."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -19,5 +19,5 @@ class AdapterSettings(BaseModel):
     report: str | None = Field(None, description="File that a line of counts is added to every few seconds")
 
     def flags(self) -> list[str]:
-        """Those that are not the defaults, for a command line."""
+        """Return the settings that differ from their defaults, as command-line flags."""
         return [f"{PREFIX}{name}={value}" for name, value in self.model_dump(exclude_defaults=True).items()]

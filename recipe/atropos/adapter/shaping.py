@@ -1,6 +1,6 @@
-"""The reward bridge before a group is sent: ``adapter.reward_bridge`` says what it does, here it is done.
+"""Apply the reward bridge to groups before they are sent; ``adapter.reward_bridge`` defines what it does.
 
-It comes right after validation, where the raw scores are observed; BaseEnv's check for equal scores sees the shaped.
+It runs right after validation, where raw scores are observed; BaseEnv's check for equal scores sees the shaped scores.
 """
 
 import asyncio
@@ -18,14 +18,14 @@ from recipe.atropos.adapter.reporting import EnvReport
 from recipe.atropos.adapter.reward_bridge import KEY, RewardBridge, RewardBridgeError
 from recipe.atropos.adapter.validate import Refused
 
-_GROUPS: ContextVar[list["_RecordedGroup"] | None] = ContextVar("groups", default=None)  # of the item in hand
+_GROUPS: ContextVar[list["_RecordedGroup"] | None] = ContextVar("groups", default=None)  # of the current item
 _ORIGINAL = base.ScoredDataGroup
 
 
 class _RecordedGroup(dict):
-    """What environments then find under the name ``ScoredDataGroup``: the same dict, and the item's worker knows of it.
+    """Drop-in replacement for ``ScoredDataGroup``: the same dict, which the current item's worker keeps track of.
 
-    Most of Atropos' environments fill one, see that all scores are equal, and return None. There is no hook between.
+    Most of Atropos' environments fill one, see that all scores are equal, and return None. There is no hook in between.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -35,7 +35,7 @@ class _RecordedGroup(dict):
 
 
 def record_groups() -> None:
-    """In every module that has imported the name."""
+    """Replace ``ScoredDataGroup`` in every module that has imported it."""
     for module in list(sys.modules.values()):
         if getattr(module, "__dict__", {}).get("ScoredDataGroup") is _ORIGINAL:
             module.ScoredDataGroup = _RecordedGroup
@@ -43,7 +43,7 @@ def record_groups() -> None:
 
 @contextlib.contextmanager
 def recorded() -> Iterator[list[_RecordedGroup]]:
-    """The groups that are made in this context, after ``record_groups``."""
+    """Collect the groups that are made in this context, after ``record_groups``."""
     groups: list[_RecordedGroup] = []
     token = _GROUPS.set(groups)
     try:
@@ -53,7 +53,7 @@ def recorded() -> Iterator[list[_RecordedGroup]]:
 
 
 def dropped_by_environment(made: list[_RecordedGroup], size: int) -> _RecordedGroup | None:
-    """The last whole group of equal scores that an environment made, of which it gave none."""
+    """Return the last complete group of equal scores that an environment made, if it returned no group."""
     dropped = [g for g in made if set(_sizes(g).values()) == {size} and len(set(g["scores"])) == 1]
     return dropped[-1] if dropped else None
 
@@ -66,14 +66,14 @@ def _sizes(group: Mapping[str, Any]) -> dict[str, int]:
 async def shape(
     bridge: RewardBridge, group: dict[str, Any], tokenizer: Any, step: int, drop_equal: bool, report: EnvReport
 ) -> None:
-    """Change the scores of a validated group; the raw ones stay in ``group_overrides``.
+    """Shape the scores of a validated group in place; the raw scores are kept in ``group_overrides``.
 
-    Reported are the means ``score/raw``, ``score/shaped``, ``shaping/TERM`` and ``shaping/weight``; the counts
-    ``shaping/equal_raw`` (groups in which only the shaping decides) and ``shaping/rank_inversions``.
+    Reports the means ``score/raw``, ``score/shaped``, ``shaping/TERM`` and ``shaping/weight``, and the counts
+    ``shaping/equal_raw`` (groups in which only the shaping makes a difference) and ``shaping/rank_inversions``.
 
     Raises:
-        Refused: groups of equal raw scores are not shaped (``drop_equal``), or a pattern takes too long.
-        RewardBridgeError: the environment sends advantages of its own.
+        Refused: the raw scores are equal and such groups are not sent (``drop_equal``), or a pattern takes too long.
+        RewardBridgeError: the environment sends its own advantages.
     """
     check_no_advantages(group, report.name)
     raw = group["scores"]
@@ -101,7 +101,7 @@ async def shape(
 
 
 def check_literals(bridge: RewardBridge, tokenizer: Any) -> None:
-    """Raises RewardBridgeError for a literal pattern that can match nothing, because it holds a special token."""
+    """Raise RewardBridgeError for a literal pattern that can never match because it contains a special token."""
     for pattern in bridge.literals():
         if special := [token for token in tokenizer.all_special_tokens if token in pattern]:
             raise RewardBridgeError(
@@ -111,7 +111,7 @@ def check_literals(bridge: RewardBridge, tokenizer: Any) -> None:
 
 
 def check_no_advantages(group: Mapping[str, Any], name: str) -> None:
-    """Raises RewardBridgeError where the group of environment ``name`` has advantages for its tokens."""
+    """Raise RewardBridgeError if the group of environment ``name`` has per-token advantages."""
     if any(values is not None and np.size(values) for values in group.get("advantages") or ()):
         raise RewardBridgeError(
             f"environment {name} sends advantages of its own for each token, which are trained on "
@@ -120,7 +120,7 @@ def check_no_advantages(group: Mapping[str, Any], name: str) -> None:
 
 
 def judged(tokenizer: Any, group: Mapping[str, Any]) -> list[tuple[str, int]]:
-    """(text, length in tokens) of what the policy wrote in each sequence of a group; see ``reward_bridge``."""
+    """Return (text, length in tokens) of what the policy wrote in each sequence of a group; see ``reward_bridge``."""
 
     def of_sequence(tokens: Sequence[int], masks: Sequence[int]) -> tuple[str, int]:
         turns = [list(tokens[start:end]) for start, end in trained_spans(masks)]

@@ -1,15 +1,15 @@
-"""Atropos' teacher distillation (``TeacherDistillationEnv``): the teacher of an environment, as the trainer needs it.
+"""Fixes for Atropos' teacher distillation (``TeacherDistillationEnv``), which give the trainer what it needs.
 
 ``TeacherFixes`` works around what keeps such environments from running here:
 
-- One whose constructor does not know ``teacher_server_configs``, or passes its arguments on by position
-  (``gsm8k_server_teacher_distill``), gets its teacher all the same.
-- The teacher may be an SGLang server (``--teacher.server_type=sglang``); atroposlib asks vLLM servers only.
-- Each position has the teacher's ``teacher_top_k`` most likely tokens (at least 1), in falling order. vLLM adds the
-  token that stands there where it is not among them; the trainer refuses positions of different sizes.
-- A group whose teacher did not answer goes without distillation fields, as in Atropos, and is counted as
+- An environment whose constructor does not accept ``teacher_server_configs``, or passes its arguments on by position
+  (``gsm8k_server_teacher_distill``), still gets its teacher.
+- The teacher may be an SGLang server (``--teacher.server_type=sglang``); atroposlib supports only vLLM servers.
+- Each position has the teacher's ``teacher_top_k`` most likely tokens (at least 1), most likely first. vLLM adds the
+  sequence's own token if it is not among them; the trainer rejects positions of different sizes.
+- A group whose teacher did not answer is sent without distillation fields, as in Atropos, and is counted as
   ``teacher_missing``.
-- ``evaluate`` needs no teacher; ``process`` has none, which is an error.
+- ``evaluate`` needs no teacher; ``process`` has none, and fails if one is enabled.
 """
 
 import heapq
@@ -31,7 +31,7 @@ class TeacherFixes:
     """Mixin; must precede a ``TeacherDistillationEnv`` in the MRO, and follow ``AdaptedEnv``."""
 
     def __init__(self, config: Any, server_configs: Any, *args: Any, teacher_server_configs: Any = None, **kwargs: Any):
-        wanted, config.teacher_enabled = config.teacher_enabled, False  # else the constructors in between fail
+        wanted, config.teacher_enabled = config.teacher_enabled, False  # or the constructors in between would fail
         super().__init__(config, server_configs, *args, **kwargs)  # type: ignore[call-arg]  # BaseEnv's
         self.config.teacher_enabled = wanted
         if wanted and teacher_server_configs is not None:
@@ -41,7 +41,7 @@ class TeacherFixes:
 
     def _connect_teacher(self, configs: Any) -> None:
         configs = [configs] if isinstance(configs, APIServerConfig) else configs
-        if isinstance(configs, list):  # an empty key, as upstream's default, is one that the client of openai refuses
+        if isinstance(configs, list):  # the openai client rejects an empty key, upstream's default
             configs = [config.model_copy(update={"api_key": config.api_key or "x"}) for config in configs]
         first = configs[0] if isinstance(configs, list) else configs
         name = first.tokenizer_name if first.tokenizer_name not in ("", "none") else first.model_name
@@ -67,7 +67,7 @@ class TeacherFixes:
 
 
 def most_likely(token_ids: list[list[int]], logprobs: list[list[float]], top_k: int) -> TopK:
-    """The ``top_k`` most likely of each position, in falling order; fewer where there are no more."""
+    """Return the ``top_k`` most likely tokens of each position, most likely first; fewer if there are no more."""
     best = [
         heapq.nlargest(top_k, zip(values, ids, strict=True)) for ids, values in zip(token_ids, logprobs, strict=True)
     ]
@@ -75,10 +75,10 @@ def most_likely(token_ids: list[list[int]], logprobs: list[list[float]], top_k: 
 
 
 async def top_logprobs(server: SGLangServer, *, input_ids: list[int], top_k: int, **_: Any) -> dict[str, Any]:
-    """What atroposlib's vLLM servers answer to ``get_logprobs``: at position t the candidates for token t, none at 0.
+    """Return what ``get_logprobs`` returns for vLLM: at position t the candidates for token t, none at 0.
 
     Raises:
-        InferenceError: naming the server; atroposlib tries such a call again.
+        InferenceError: the request failed; names the server. atroposlib retries such a call.
     """
     url = server.config.base_url.removesuffix("/").removesuffix("/v1")
     async with SGLangClient(url, server.config.api_key or None, server.config.timeout) as client:

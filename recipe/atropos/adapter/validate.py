@@ -1,16 +1,16 @@
-"""Groups as environments make them, and as they must be: plain values, rows of one length, finite numbers.
+"""Validate the groups that environments make: plain values, rows of equal length, finite numbers.
 
-``validated`` comes before all that reads a group, ``check_limits`` last. What cannot be fixed is refused, by name:
+``validated`` runs before anything else reads a group, ``check_limits`` last. What cannot be fixed is refused, by name:
 
-- ``no_group``: the environment made none; it keeps its reasons to itself.
+- ``no_group``: the environment made no group, and gives no reason.
 - ``no_tokens``: no sequence, or one without tokens; ``nothing_trained``: no token of the group is trained on.
-- ``unequal_lengths``: scores or masks that are not as many as the tokens; of what is optional, logprobs and advantages,
-  that is checked last: restoring the sampled tokens may have set it right.
+- ``unequal_lengths``: there are not as many scores or masks as tokens. The optional fields, such as logprobs and
+  advantages, are checked last, since restoring the sampled tokens may have corrected them.
 - ``nan_score``: a score that is missing, NaN or infinite.
-- ``bad_value``: not a group, a number that is none elsewhere, or something that JSON has no form for.
-- ``wrong_size``, ``equal_scores``, ``too_long``: BaseEnv leaves these out with a warning.
+- ``bad_value``: not a group, a missing or non-finite number in another field, or a value that has no JSON form.
+- ``wrong_size``, ``equal_scores``, ``too_long``: BaseEnv drops these with a warning.
 
-numpy's and torch's scalars and arrays, tuples and pydantic objects, wherever they stand, become plain values.
+NumPy and torch scalars and arrays, tuples and pydantic objects become plain values, at any depth.
 """
 
 from typing import Any
@@ -21,12 +21,12 @@ from atroposlib.envs.base import BaseEnvConfig
 from recipe.atropos.adapter.completion_cache import IGNORED
 from recipe.atropos.errors import AtroposError
 
-_OPTIONAL_ROWS = ("inference_logprobs", "advantages", "ref_logprobs")  # one value a token, where they are there
+_OPTIONAL_ROWS = ("inference_logprobs", "advantages", "ref_logprobs")  # one value per token, if given
 _OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 
 
 class Refused(AtroposError, ValueError):
-    """A group that cannot be sent: ``reason``, as it is counted, and what is wrong."""
+    """A group that cannot be sent: ``reason``, as it is counted, and a message that says what is wrong."""
 
     def __init__(self, reason: str, detail: str):
         super().__init__(detail)
@@ -34,27 +34,27 @@ class Refused(AtroposError, ValueError):
 
 
 def to_json(value: Any) -> bytes:
-    """JSON of plain values and of the numeric libraries'; NaN becomes null. Raises TypeError, naming the type."""
+    """Return JSON of plain and numeric-library values, with NaN as null. Raise TypeError, naming any other type."""
     return orjson.dumps(value, default=_plain, option=_OPTIONS)
 
 
 def _plain(value: Any) -> Any:
-    for method in ("tolist", "model_dump"):  # numpy arrays that orjson does not know, torch; pydantic
+    for method in ("tolist", "model_dump"):  # torch, and NumPy arrays that orjson does not support; pydantic
         if hasattr(value, method):
             return getattr(value, method)()
-    raise TypeError  # orjson says which type
+    raise TypeError  # orjson names the type in its own error
 
 
 def as_groups(scored_data: Any) -> list:
-    """BaseEnv's methods take one group or a list of them."""
+    """Return a list of groups, whether given one group or a list, since BaseEnv's methods take both."""
     return scored_data if isinstance(scored_data, list) else [scored_data]
 
 
 def validated(group: Any) -> dict[str, Any]:
-    """A copy of the group, of plain values only.
+    """Return a copy of the group that has only plain values.
 
     Raises:
-        Refused: see the module.
+        Refused: see the module docstring.
     """
     if group is None:
         raise Refused("no_group", "one of the groups of an item is None")
@@ -83,12 +83,12 @@ def validated(group: Any) -> dict[str, Any]:
 
 
 def check_limits(group: dict[str, Any], config: BaseEnvConfig, max_token_len: int) -> None:
-    """What BaseEnv would leave out with a warning, and what the API or the trainer would refuse.
+    """Refuse what BaseEnv would drop with a warning, and what the API or the trainer would reject.
 
-    ``max_token_len``: the trainer's limit in tokens, 0 or less for none.
+    ``max_token_len``: the trainer's limit in tokens; 0 or less means no limit.
 
     Raises:
-        Refused: see the module.
+        Refused: see the module docstring.
     """
     size, expected = len(group["tokens"]), group["group_overrides"].get("group_size", config.group_size)
     longest = max(map(len, group["tokens"]))

@@ -1,1 +1,1 @@
-"""What enters the loss: advantages, losses, off-policy correction, mini-batches, and the metrics of a step."""
+"""Algorithms: advantages, losses, off-policy correction, mini-batches, and the metrics of a step."""

@@ -1,17 +1,17 @@
-"""Advantages, (B, R): what the environment sent where it sent some, the group's GRPO elsewhere.
+"""Advantages, (B, R): the environment's where it sent them, GRPO over the group elsewhere.
 
 Guarantees:
 
-- ``grpo_atropos``, registered with verl, is verl's own GRPO where no environment sends advantages, but for groups of
-  equal scores: their advantage is 0, not the rounding of a mean divided by an epsilon.
-- A row's own advantages reach the loss as they were sent, position by position; the row's score still counts in the
-  mean of its group.
-- Mean, deviation and whatever else an estimator takes of a group are over all of its scored rows, also those that were
-  dropped (too long, stale, nothing trained, ...) and those whose tokens the off-policy correction rejected. An
-  estimator that needs more than their scores and lengths is refused by name where rows were dropped.
-- Normalizing and clipping come after any estimator, over trained tokens alone. ``set_advantage_to_zero`` comes last:
-  such rows, like tokens under mask 0, have the advantage 0 and are not normalized with; their scores count in the mean
-  of their group.
+- ``grpo_atropos``, registered with verl, equals verl's GRPO if no environment sends advantages, except in groups of
+  equal scores: their advantage is 0, not the rounding error of the mean divided by an epsilon.
+- Advantages that an environment sends reach the loss as sent, position by position; the row's score still counts in
+  the mean of its group.
+- The mean, standard deviation and other group statistics of an estimator cover all scored rows, including those that
+  were dropped (too long, stale, nothing trained, ...) and those whose tokens the off-policy correction rejected. If
+  rows were dropped, an estimator that needs more than their scores and lengths is refused by name.
+- Normalization and clipping follow any estimator and cover trained tokens only. ``set_advantage_to_zero`` comes last:
+  such rows, like tokens with mask 0, have advantage 0 and are excluded from normalization; their scores count in the
+  mean of their group.
 """
 
 import math
@@ -42,12 +42,12 @@ from recipe.atropos.verl_ext.batch import DataProto
 GRPO_ATROPOS = "grpo_atropos"
 _ADDED = ("token_level_rewards", "response_mask", "rollout_is_weights", "advantages", "returns")
 _EPSILON = 1e-8
-_SMALLEST_GROUP = {"grpo_passk": 2}  # the best against the second
+_SMALLEST_GROUP = {"grpo_passk": 2}  # compares the best row with the second best
 _OF_NO_GROUP = {"reinforce_plus_plus"}  # a row's advantage does not depend on the others of its group
 _ESTIMATOR_TENSORS = ("token_level_rewards", "response_mask")
 _TOKEN_BASELINES = ("optimal_token_baseline", "tir_optimal_token_baseline")
 _TOKEN_BASELINE_TENSORS = (*_ESTIMATOR_TENSORS, "old_log_probs", "sum_pi_squared", "rollout_is_weights")
-# Of a group's rows they read scores alone, and opo their lengths: so they can count a row that was dropped.
+# These read only the scores of a group's rows (opo also the lengths), so they can include dropped rows.
 _OF_SCORES = {
     GRPO_ATROPOS,
     "gpg",
@@ -62,19 +62,19 @@ _OF_SCORES = {
 
 
 class MissingAdvantages(AtroposError, ValueError):
-    """A row without advantages of its environment where ``fallback_to_grpo`` is off."""
+    """A row's environment sent no advantages, and ``fallback_to_grpo`` is off."""
 
 
 class IncompleteGroup(AtroposError, ValueError):
-    """A group lost rows, and the estimator cannot count a row of which only the score and the length are known."""
+    """Rows of a group were dropped, and the algorithm needs more than their scores and lengths."""
 
 
 @dataclass(frozen=True)
 class AdvantageConfig:
-    """What becomes of advantages; keys of ``trainer.atropos``.
+    """How advantages are chosen, normalized and clipped; keys of ``trainer.atropos``.
 
-    ``use_advantages``: take the environment's where it sends them. ``fallback_to_grpo``: compute the others from the
-    group's scores; false refuses a row that has none. ``advantage_normalization``: "none", "batch" (mean 0 and
+    ``use_advantages``: use the environment's where it sends them. ``fallback_to_grpo``: compute the others from the
+    group's scores; if false, a row without any raises. ``advantage_normalization``: "none", "batch" (mean 0 and
     standard deviation 1 over the batch's trained tokens) or "global" (over those of the whole run, this batch
     included). ``advantage_clipping``: bounds (low, high), applied after normalizing.
     """
@@ -86,7 +86,7 @@ class AdvantageConfig:
 
     @classmethod
     def from_config(cls, values: Mapping[str, Any]) -> "AdvantageConfig":
-        """From ``trainer.atropos``, which ``config.schema`` has checked, and which holds other keys too."""
+        """Build from ``trainer.atropos``, which ``config.schema`` has validated; its other keys are ignored."""
         given = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
         if isinstance(given.get("advantage_clipping"), Sequence) and not isinstance(given["advantage_clipping"], str):
             given["advantage_clipping"] = tuple(given["advantage_clipping"])
@@ -95,7 +95,7 @@ class AdvantageConfig:
 
 @dataclass
 class RunningMoments:
-    """Count, mean and summed squared deviation of all values so far, in float64 (Chan et al., 1983)."""
+    """Count, mean and sum of squared deviations of all values so far, in float64 (Chan et al., 1983)."""
 
     count: int = 0
     mean: float = 0.0
@@ -115,7 +115,7 @@ class RunningMoments:
 
     @property
     def std(self) -> float:
-        """Standard deviation of the values themselves (not of a larger population); 0 of none."""
+        """Population standard deviation (divided by the count); 0 if there are no values."""
         return math.sqrt(self.m2 / self.count) if self.count else 0.0
 
     def state_dict(self) -> dict[str, float]:
@@ -135,17 +135,17 @@ def compute_grpo_atropos_advantage(
     has_advantages: np.ndarray | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """GRPO over the group, and the environment's advantages in the rows that have them.
+    """Compute GRPO over each group; use the environment's advantages in the rows that have them.
 
     Args:
         token_level_rewards: (B, R) float32; only their sum over a row counts.
         response_mask: (B, R), 1 on trained tokens.
-        index: (B,), rows of a group share one.
-        config: verl's ``algorithm``; ``norm_adv_by_std_in_grpo`` (default true) divides by the group's deviation.
+        index: (B,), the group id of each row.
+        config: verl's ``algorithm``; ``norm_adv_by_std_in_grpo`` (default true) divides by the standard deviation.
         atropos_advantages: (B, R) float32, read where ``has_advantages``, (B,) bool, is true.
 
     Returns:
-        Advantages and returns, the same (B, R) float32 tensor twice, 0 under mask 0.
+        Advantages and returns, the same (B, R) float32 tensor twice, 0 where the mask is 0.
     """
     by_std = True if config is None else config.get("norm_adv_by_std_in_grpo", True)
     advantages, _ = compute_grpo_outcome_advantage(
@@ -159,7 +159,7 @@ def compute_grpo_atropos_advantage(
 
 
 def _all_equal(scores: torch.Tensor, index: np.ndarray) -> torch.Tensor:
-    """(B,) bool: the row's group has several rows, and all their scores, (B,), are the same."""
+    """Return (B,) bool: whether a row's group has several rows, all with the same score; ``scores`` is (B,)."""
     _, group = np.unique(index.astype(str), return_inverse=True)
     group = torch.from_numpy(group)
     count = torch.bincount(group)
@@ -173,17 +173,17 @@ def _all_equal(scores: torch.Tensor, index: np.ndarray) -> torch.Tensor:
 def add_advantages(
     batch: DataProto, algorithm: DictConfig, config: "AdvantageConfig", moments: "RunningMoments", kl_controller: Any
 ) -> dict[str, float]:
-    """Add rewards, off-policy correction and advantages, (B, R) each; of the real rows, and 0 in padding rows.
+    """Add rewards, off-policy correction and advantages, (B, R) each, with 0 in padding rows; return metrics.
 
-    ``kl_controller``: where the KL to the reference goes into the reward, and so into the advantages that are computed
-    from rewards, not into those that the environment sent. Returns metrics.
+    ``kl_controller`` is used if the KL to the reference policy is part of the reward. That KL affects advantages
+    computed from rewards, not those that the environment sent.
     """
     metrics: dict[str, float] = {}
     rows = real_rows(batch)
     rows.batch["token_level_rewards"] = rows.batch["token_level_scores"]
     if algorithm.use_kl_in_reward:
         metrics |= subtract_kl(rows, kl_controller, algorithm.kl_penalty)
-    rows.batch["sampled_mask"] = rows.batch["response_mask"]  # as it was before any rejection
+    rows.batch["sampled_mask"] = rows.batch["response_mask"]  # before any rejection
     if "rollout_log_probs" in rows.batch and not algorithm.rollout_correction.bypass_mode:
         metrics |= correct_rollout(rows, algorithm.rollout_correction)
     if rows.batch["response_mask"].any():
@@ -204,14 +204,14 @@ def add_advantages(
 def compute_advantages(
     rows: DataProto, algorithm: DictConfig, config: AdvantageConfig, moments: RunningMoments
 ) -> None:
-    """Put ``advantages`` and ``returns``, (B, R) float32, into rows that have ``token_level_rewards``.
+    """Add ``advantages`` and ``returns``, (B, R) float32, to rows (no padding rows) with ``token_level_rewards``.
 
-    And ``has_signal``, (B,) bool: the estimator gave some trained token an advantage. No padding rows, please.
-    ``moments`` takes in this batch where normalization is "global".
+    Also add ``has_signal``, (B,) bool: whether a trained token's advantage was nonzero before normalization.
+    ``moments`` is updated with this batch if normalization is "global".
 
     Raises:
-        MissingAdvantages: a row has none of its environment and ``fallback_to_grpo`` is off.
-        IncompleteGroup: rows were dropped, and the estimator, or the KL in the reward, needs them whole.
+        MissingAdvantages: a row's environment sent none and ``fallback_to_grpo`` is off.
+        IncompleteGroup: rows were dropped, and the estimator or the KL in the reward needs their logprobs.
     """
     tensors, others = rows.batch, rows.non_tensor_batch
     scored = _scored_rows(rows, algorithm)
@@ -244,10 +244,10 @@ def compute_advantages(
 
 
 def _scored_rows(rows: DataProto, algorithm: DictConfig) -> DataProto:
-    """The rows, (B, R), and after them one for each row that was dropped from their groups, as the estimator reads it.
+    """Return the rows, (B, R), followed by a placeholder for each row that was dropped from their groups.
 
-    Such a row has its score on its first token, under mask 0; for ``opo``, which weighs a score with the sequence's
-    length, the mask sums up to the tokens that it had, and the other rows have the mask from before any rejection.
+    A placeholder has its score on its first token, with mask 0. For ``opo``, which weights scores by sequence length,
+    its mask sums to its number of trained tokens, and the other rows have their mask from before any rejection.
 
     Raises:
         IncompleteGroup: see ``compute_advantages``.
@@ -268,7 +268,7 @@ def _scored_rows(rows: DataProto, algorithm: DictConfig) -> DataProto:
 
 
 def _refuse_dropped(dropped: Mapping[str, Sequence[DroppedRow]], algorithm: DictConfig) -> None:
-    """A row without a trained token has no KL and no weight in a token's baseline: nothing of it is missing."""
+    """Raise IncompleteGroup if a dropped row is needed; one without trained tokens has no KL or baseline weight."""
     group, reasons = next(
         ((uid, {row.reason for row in rows}) for uid, rows in dropped.items() if any(r.trained_tokens for r in rows)),
         (None, ()),
@@ -289,7 +289,7 @@ def _refuse_dropped(dropped: Mapping[str, Sequence[DroppedRow]], algorithm: Dict
 
 
 def _verls_advantages(rows: DataProto, algorithm: DictConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """Advantages and returns, (B, R), by verl's estimator; 0 in groups that are smaller than it can compare."""
+    """Return advantages and returns, (B, R), by verl's estimator; 0 in groups that are too small for it."""
     _, group, count = np.unique(rows.non_tensor_batch["uid"].astype(str), return_inverse=True, return_counts=True)
     enough = np.flatnonzero(count[group] >= _SMALLEST_GROUP.get(algorithm.adv_estimator, 1))
     advantages, returns = (torch.zeros_like(rows.batch["token_level_rewards"]) for _ in range(2))
@@ -298,7 +298,7 @@ def _verls_advantages(rows: DataProto, algorithm: DictConfig) -> tuple[torch.Ten
         keys = _TOKEN_BASELINE_TENSORS if algorithm.adv_estimator in _TOKEN_BASELINES else _ESTIMATOR_TENSORS
         given = {key: chosen.batch[key] for key in keys if key in chosen.batch}
         given |= {"index": chosen.non_tensor_batch["uid"], "config": algorithm}
-        if algorithm.adv_estimator == "grpo":  # the others read it of the configuration
+        if algorithm.adv_estimator == "grpo":  # the others read it from the configuration
             given["norm_adv_by_std_in_grpo"] = algorithm.norm_adv_by_std_in_grpo
         found = get_adv_estimator_fn(algorithm.adv_estimator)(**given)
         advantages[enough], returns[enough] = (values.to(advantages.dtype) for values in found)
@@ -308,10 +308,10 @@ def _verls_advantages(rows: DataProto, algorithm: DictConfig) -> tuple[torch.Ten
 def subtract_kl(
     rows: DataProto, controller: AdaptiveKLController | FixedKLController, estimator: str
 ) -> dict[str, float]:
-    """Take coefficient * KL(policy, reference), token by token, from ``token_level_scores`` for the rewards, (B, R).
+    """Set rewards, (B, R), to ``token_level_scores`` minus coefficient * KL(policy, reference) at each token.
 
-    ``estimator`` is verl's ``algorithm.kl_penalty``; ``controller`` adapts the coefficient to the KL found, of which
-    the metrics are returned, in nats.
+    ``estimator`` is verl's ``algorithm.kl_penalty``; ``controller`` adapts the coefficient to the measured KL. Returns
+    the KL, in nats, and the coefficient as metrics.
     """
     mask, coefficient = rows.batch["response_mask"], controller.value
     kl = kl_penalty(rows.batch["old_log_probs"], rows.batch["ref_log_prob"], kl_penalty=estimator) * mask
@@ -324,7 +324,7 @@ def subtract_kl(
 def shape_advantages(
     advantages: torch.Tensor, trained: torch.Tensor, config: AdvantageConfig, moments: RunningMoments
 ) -> torch.Tensor:
-    """Normalized, clipped, and 0 where not ``trained``: all (B, R), float32 but for the bool mask."""
+    """Return normalized and clipped advantages, 0 where not ``trained``; all (B, R) float32 except the bool mask."""
     if config.advantage_normalization != "none":
         if config.advantage_normalization == "batch":
             moments = RunningMoments()
@@ -336,7 +336,7 @@ def shape_advantages(
 
 
 class KLCoefficient:
-    """The state of verl's KL controllers, which keep it in ``value``."""
+    """Checkpoint state of verl's KL controllers, which keep it in ``value``."""
 
     def __init__(self, controller: Any):
         self.controller = controller

@@ -1,7 +1,7 @@
-"""Alarms: what the metrics of a step say is wrong although the run goes on.
+"""Alarms: problems that a step's metrics reveal but that do not stop the run.
 
-The trainer adds ``atropos/alarms/NAME`` to a step's metrics, with the value that raised it, and keeps over the run when
-each was raised, for ``summary.json``. The launcher reads them from ``metrics.jsonl`` and prints them.
+The trainer adds ``atropos/alarms/NAME`` to a step's metrics, with the value that raised it, and records in
+``summary.json`` when each was raised. The launcher reads alarms from ``metrics.jsonl`` and prints them.
 """
 
 import sys
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 PREFIX = "atropos/alarms/"
-# Mean absolute difference in nats, by what SGLang serves: over fresh samples nothing but kernels and rounding is in it.
+# Mean absolute difference in nats, by SGLang's dtype: on fresh samples only kernels and rounding contribute to it.
 _TOLERANCE = {"float32": 1e-4, "bfloat16": 0.0104, "float16": 0.0104}
 
 _TEXTS = {
@@ -33,12 +33,12 @@ _TEXTS = {
 
 
 def logprob_tolerance(given: float | None, dtype: str) -> float:
-    """``trainer.atropos.logprob_tolerance``, or where it is null, the one of the served dtype."""
+    """Return ``trainer.atropos.logprob_tolerance`` or, if it is null, the default for the served dtype."""
     return _TOLERANCE.get(dtype, _TOLERANCE["bfloat16"]) if given is None else given
 
 
 def raised_by(metrics: Mapping[str, float], tolerance: float, mode: str) -> dict[str, float]:
-    """The alarms of a step, by name with the value; ``mode`` is ``trainer.atropos.sampling_mismatch``."""
+    """Return the alarms of a step as {name: value}; ``mode`` is ``trainer.atropos.sampling_mismatch``."""
     limits = {
         "logprob_difference": ("atropos/logprob_diff/fresh_mean", tolerance),
         "gradient_not_finite": ("actor/grad_norm", sys.float_info.max),
@@ -52,17 +52,17 @@ def raised_by(metrics: Mapping[str, float], tolerance: float, mode: str) -> dict
 
 
 def of_line(line: Mapping[str, float]) -> dict[str, float]:
-    """The alarms in a line of ``metrics.jsonl``, by name with the value."""
+    """Return the alarms in a line of ``metrics.jsonl`` as {name: value}."""
     return {key.removeprefix(PREFIX): value for key, value in line.items() if key.startswith(PREFIX)}
 
 
 def describe(name: str, value: float, tolerance: float) -> str:
-    """What an alarm means and what to do, for people."""
+    """Return a message that says what an alarm means and what to do."""
     return _TEXTS[name].format(value=value, tolerance=tolerance)
 
 
 def remember(alarms: dict[str, dict[str, Any]], step: int, raised: Mapping[str, float], tolerance: float) -> list[str]:
-    """Add a step's alarms to those of the run; returns the names of those that are new."""
+    """Add a step's alarms to those of the run; return the names of the new ones."""
     new = [name for name in raised if name not in alarms]
     for name, value in raised.items():
         known = alarms.setdefault(name, {"first_step": step, "steps": 0, "largest": value})

@@ -1,8 +1,8 @@
-"""The losses that verl lacks: advantage-weighted SFT, and distillation from the top-k of a teacher.
+"""Losses that verl lacks: advantage-weighted SFT, and distillation from a teacher's top-k.
 
-``advantage_weighted_sft`` is registered as a policy loss of verl, for ``actor.policy_loss.loss_mode``. Distillation
-rides on verl's own seam for losses that need logits: the engine calls the loss function once with the logits, before
-they are freed, and once with everything else. ``atropos_loss`` is the function that every actor of this recipe has.
+``advantage_weighted_sft`` is registered as a verl policy loss, for ``actor.policy_loss.loss_mode``. Distillation
+uses verl's hook for losses that need logits: the engine calls the loss function once with the logits, before they are
+freed, and once with everything else. Every actor of this recipe uses ``atropos_loss``.
 
 Shapes: B rows, R response tokens, S tokens, V vocabulary, K the teacher's top-k, N tokens of a micro-batch unpadded.
 """
@@ -28,15 +28,15 @@ from recipe.atropos.verl_ext.algorithm import (
 from recipe.atropos.verl_ext.batch import no_padding_2_padding
 from recipe.atropos.verl_ext.batch import tensordict_utils as tu
 
-_TAIL = 1e-6  # a teacher's mass outside its top-k below this is rounding
-# Of what verl reports of bypass mode under rollout_corr/: the means over tokens. The others (of sequences, extremes,
-# deviations) verl takes of each micro-batch, padding rows included, so that their mean has no definition: not reported.
+_TAIL = 1e-6  # teacher mass outside the top-k is treated as rounding error below this
+# The means over tokens among verl's rollout_corr/ metrics in bypass mode. verl computes the others (over sequences,
+# extremes, deviations) per micro-batch, with padding rows, so their mean is undefined and they are not reported.
 _TOKEN_MEANS = {
     f"rollout_corr/{name}"
     for name in ("chi2_token", "k3_kl", "kl", "rollout_is_mean", "rollout_is_oob_ratio", "rollout_rs_masked_fraction")
 }
 _KEPT, _TAUGHT = "actor/kept_fraction", "actor/taught_fraction"
-# Metrics over a part of a mini-batch's tokens, and the share of all its tokens that the part is.
+# Metrics over a subset of a mini-batch's tokens, each with the metric that is the subset's share of all its tokens.
 _OVER_A_PART = {
     "actor/pg_clipfrac": _KEPT,
     "actor/pg_clipfrac_lower": _KEPT,
@@ -57,11 +57,11 @@ def compute_policy_loss_advantage_weighted_sft(
     config: ActorConfig | None = None,
     rollout_is_weights: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    """Cross-entropy x advantage x mask: ``-advantage * log_prob``, without ratio and clipping.
+    """Compute cross-entropy x advantage x mask: ``-advantage * log_prob``, without ratio or clipping.
 
-    All tensors (B, R). Its gradient is that of the policy gradient at ratio 1; a negative advantage pushes a token's
-    probability down, without bound, so keep steps small or advantages positive. ``rollout_is_weights`` multiply it.
-    Returns the loss, aggregated as ``loss_agg_mode`` says, and metrics.
+    All tensors are (B, R). The gradient equals the policy gradient at ratio 1. A negative advantage lowers a token's
+    probability without bound, so keep steps small or advantages positive. ``rollout_is_weights`` multiply the loss.
+    Returns the loss, aggregated by ``loss_agg_mode``, and metrics.
     """
     losses = -advantages * log_prob
     if rollout_is_weights is not None:
@@ -82,15 +82,15 @@ def compute_advantage_weighted_sft_loss(
     logits: torch.Tensor,
     loss_agg_mode: str = "token-mean",
 ) -> torch.Tensor:
-    """Advantage-weighted SFT on a model's logits, outside Ray: ``mean over the mask of advantage * cross-entropy``.
+    """Compute advantage-weighted SFT on logits, outside Ray: the masked mean of ``advantage * cross-entropy``.
 
-    Everything is aligned with ``input_ids``: ``advantages[b, t]`` weighs token t, which ``logits[b, t - 1]`` predict.
-    The first token of a row is predicted by nothing and never counts.
+    All inputs are aligned with ``input_ids``: ``advantages[b, t]`` weights token t, which ``logits[b, t - 1]`` predict.
+    The first token of a row has no prediction and never counts.
 
     Args:
         input_ids: (B, S) int64.
-        advantages: (B, S) float, or (B,) for one a sequence.
-        loss_mask: (B, S), 1 (or true) where the token is trained on, else 0: of Atropos masks, ``masks != -100``.
+        advantages: (B, S) float, or (B,) for one value per sequence.
+        loss_mask: (B, S), 1 (or true) where the token is trained on, else 0; for Atropos masks, ``masks != -100``.
         logits: (B, S, V), as ``model(input_ids).logits``.
         loss_agg_mode: verl's: token-mean, token-sum, seq-mean-token-sum, seq-mean-token-mean.
 
@@ -98,8 +98,8 @@ def compute_advantage_weighted_sft_loss(
         A scalar that is differentiable in ``logits``.
 
     Raises:
-        ValueError: shapes do not fit, the mask holds other numbers than 0 and 1, an advantage under it is not finite,
-            or nothing is under it.
+        ValueError: shapes do not match, the mask has values other than 0 and 1, an advantage of a trained token is not
+            finite, or no token that has a prediction is trained on.
     """
     if advantages.dim() == 1:
         advantages = advantages[:, None].expand(input_ids.shape)
@@ -147,22 +147,22 @@ class DistillationConfig:
 
     @classmethod
     def from_config(cls, values: Mapping[str, Any]) -> "DistillationConfig":
-        """Raises ValueError or TypeError, naming the key."""
+        """Build from ``values``; raise ValueError or TypeError that names the key."""
         return cls(**values)
 
 
 def forward_kl_top_k(
     logits: torch.Tensor, teacher_ids: torch.Tensor, teacher_logprobs: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """KL(teacher || policy) of each token over K + 1 outcomes: the teacher's top-k, and all the rest as one.
+    """Return the per-token KL(teacher || policy) over K + 1 outcomes: the teacher's top-k, and all other tokens as one.
 
-    That is a divergence for any k, never negative, at most the KL of the full distributions (by the data-processing
-    inequality), and equal to it where the top-k holds all of the teacher's mass.
+    This is a divergence for any k: nonnegative, at most the KL of the full distributions (by the data-processing
+    inequality), and equal to it if the top-k holds all of the teacher's mass.
 
     Args:
         logits: (N, V), any float dtype; computed in float32.
-        teacher_ids, teacher_logprobs: (N, K), each token at most once among those with a mass; an id without mass
-            repeats one of them. Mass 0 at a position: there is no teacher, and its KL is 0.
+        teacher_ids, teacher_logprobs: (N, K). Ids with mass are distinct; an id without mass repeats one of them. A
+            position with mass 0 has no teacher, and its KL is 0.
 
     Returns:
         The KL, (N,) float32, differentiable in ``logits``; and the mass of the teacher's top-k, (N,) float32.
@@ -171,14 +171,14 @@ def forward_kl_top_k(
     kl = logits[:, 0].float() * 0.0  # tied to the graph where no teacher is: FSDP waits for every rank's backward
     at = (mass > 0).nonzero().squeeze(-1)
     for chunk in at.split(_CHUNK):
-        # logits[chunk] is a copy that nobody else writes to: kernels may reuse the logits in their own backward pass.
+        # logits[chunk] is a private copy: other kernels may overwrite the logits in their own backward pass.
         arguments = (logits[chunk], teacher_ids[chunk], teacher_logprobs[chunk].float())
         kl = kl.index_add(0, chunk, checkpoint(_kl, *arguments, use_reentrant=False))
     return kl, mass
 
 
 def _kl(logits: torch.Tensor, ids: torch.Tensor, teacher_logprobs: torch.Tensor) -> torch.Tensor:
-    """``forward_kl_top_k`` at positions that have a teacher; (N,) float32."""
+    """Return the KL of ``forward_kl_top_k`` at positions that have a teacher; (N,) float32."""
     log_policy = F.log_softmax(logits.float(), dim=-1)
     probs = teacher_logprobs.exp()
     divergence = (probs * (teacher_logprobs - log_policy.gather(-1, ids))).sum(-1)
@@ -200,19 +200,19 @@ def atropos_loss(
     student_logits: torch.Tensor | None = None,
     data_format: str = "thd",
 ) -> Any:
-    """verl's policy loss plus ``loss_coef`` times KL(teacher || policy); a loss function of verl's engine.
+    """Compute verl's policy loss plus ``loss_coef`` times KL(teacher || policy); a loss function for verl's engine.
 
-    The KL is averaged as ``loss_agg_mode`` averages the policy loss, over all trained tokens: a token without a teacher
-    adds 0, so a token's weight does not depend on how many others have one. The policy is taken at
-    ``rollout.temperature``, or at its row's own.
+    ``loss_agg_mode`` aggregates the KL like the policy loss, over all trained tokens: a token without a teacher adds 0,
+    so a token's weight does not depend on how many others have a teacher. The policy's temperature is
+    ``rollout.temperature``, or the row's own.
 
-    With ``student_logits``, (1, N, V), returns the per-token values that the engine carries to the second call; without
-    them, the loss and its metrics, to be read by ``finished_metrics``.
+    With ``student_logits``, (1, N, V), return the per-token values that the engine passes to the second call; without
+    them, return the loss and its metrics, for ``finished_metrics``.
     """
     if student_logits is not None:
         kl, mass = forward_kl_top_k(student_logits[0], data["teacher_ids"].values(), data["teacher_logprobs"].values())
         return {"distillation_losses": kl[None], "teacher_mass": mass[None]}
-    tu.assign_non_tensor(data, batch_num_tokens=max(1, data["batch_num_tokens"]))  # rejection can leave 0 / 0
+    tu.assign_non_tensor(data, batch_num_tokens=max(1, data["batch_num_tokens"]))  # rejection can leave 0 tokens
     if not distillation.use_policy_loss:
         loss, metrics = 0.0, {}
     elif config.policy_loss.loss_mode == "bypass_mode" and not data["response_mask"].any():
@@ -244,9 +244,9 @@ def atropos_loss(
 
 
 def _by_their_names(metrics: dict[str, Any], loss_mode: str) -> dict[str, Any]:
-    """verl's metrics of a loss, without those that are something else than their name says.
+    """Return verl's metrics of a loss, with misnamed ones renamed or dropped.
 
-    ``sapo`` clips nothing and reports 0 for it; ``kl_cov`` reports the mean *absolute* log-ratio as ``ppo_kl``.
+    ``sapo`` reports a clip fraction although it never clips; ``kl_cov`` reports the mean *absolute* log-ratio as KL.
     """
     renamed = {"kl_cov": {"actor/ppo_kl": "actor/ppo_kl_abs"}}.get(loss_mode, {})
     dropped = ("actor/pg_clipfrac", "actor/pg_clipfrac_lower") if loss_mode == "sapo" else ()
@@ -254,11 +254,11 @@ def _by_their_names(metrics: dict[str, Any], loss_mode: str) -> dict[str, Any]:
 
 
 def _over_tokens(metrics: dict[str, Any], data: TensorDict) -> dict[str, Any]:
-    """verl's metrics of a micro-batch, so that they add up to means over the trained tokens of the mini-batch.
+    """Weight verl's metrics of a micro-batch so that they sum to means over the mini-batch's trained tokens.
 
-    verl averages the means of micro-batches and ranks, however few tokens one has. Here each is weighed with its share
-    of the tokens, and summed. In bypass mode, where the loss rejects tokens by itself, the policy's metrics are over
-    those that it kept: ``actor/kept_fraction`` of all.
+    verl averages the means of micro-batches and ranks regardless of their token counts. Here each is weighted by its
+    share of the tokens, and summed. In bypass mode, where the loss itself rejects tokens, the policy's metrics are over
+    the kept tokens: a fraction ``actor/kept_fraction`` of all.
     """
     tokens = data["response_mask"].sum().item()
     share = tokens * data["dp_size"] / data["batch_num_tokens"]
@@ -277,9 +277,9 @@ def _over_tokens(metrics: dict[str, Any], data: TensorDict) -> dict[str, Any]:
 
 
 def finished_metrics(metrics: dict[str, Any]) -> dict[str, Any]:
-    """Metrics as verl's ranks return them, {name: a value for each optimizer step}, over the tokens that they are of.
+    """Divide subset metrics of verl's ranks, {name: [value per optimizer step]}, by their subset's share of tokens.
 
-    A step of which no token was kept, or taught, has no value there.
+    A step in which no token was kept, or had a teacher, has no value for them.
     """
     finished = dict(metrics)
     for name, part in _OVER_A_PART.items():
@@ -291,9 +291,9 @@ def finished_metrics(metrics: dict[str, Any]) -> dict[str, Any]:
 def _bypass_loss_of_nothing(
     config: ActorConfig, model_output: dict[str, torch.Tensor], data: TensorDict, dp_group: Any
 ) -> tuple[torch.Tensor, dict[str, Any]]:
-    """0, tied to the graph, and every metric, for a micro-batch without a trained token: verl's own raises there.
+    """Return 0, in the graph, and every metric for a micro-batch without a trained token, where verl's loss raises.
 
-    Other ranks have tokens, and wait for this one's backward pass and metrics.
+    Other ranks have tokens, and wait for this rank's backward pass and metrics.
     """
     log_prob = no_padding_2_padding(model_output["log_probs"], data).detach()
     neutral = data.copy()

@@ -1,4 +1,4 @@
-"""What a step's batch looked like, over all environments and for each of them."""
+"""Metrics of a step's batch, over all environments and per environment."""
 
 import numpy as np
 import torch
@@ -10,16 +10,16 @@ from recipe.atropos.verl_ext.batch import DataProto
 
 
 def batch_metrics(rows: DataProto) -> dict[str, float]:
-    """Metrics of the rows that were trained on (no padding rows), which have their ``advantages``.
+    """Return metrics of the trained rows (no padding rows), which must have ``advantages``.
 
-    Over all, and under ``atropos/ENV/`` for each environment (its name, else ``env_ID``, else ``unknown``):
+    Overall under ``atropos/``, and per environment under ``atropos/ENV/`` (name, else ``env_ID``, else ``unknown``):
 
-    - ``mean_score``: of the rows; ``mean_raw_score``: before a reward bridge shaped it; ``mean_advantage``: of the
-      trained tokens; ``trained_tokens``: how many there are; ``response_length``: tokens a row from the first trained
-      one on, environment tokens between turns included;
-    - ``groups``, and ``zero_signal_groups`` and ``zero_signal_share``, those of them whose advantages are all 0 (before
-      normalizing, which would move them);
-    - ``num_environments``, over all only.
+    - ``mean_score`` over rows; ``mean_raw_score``, before a reward bridge shaped it; ``mean_advantage`` over trained
+      tokens; ``trained_tokens``, their number; ``response_length``, mean tokens per row from the first trained token
+      on, including environment tokens between turns;
+    - ``groups``, their number; ``zero_signal_groups`` and ``zero_signal_share``, the number and share of groups whose
+      advantages are all 0 (before normalization, which would shift them);
+    - ``num_environments``, overall only.
     """
     named = zip(rows.non_tensor_batch["env_name"], rows.non_tensor_batch["env_id"], strict=True)
     names = np.array([environment_name(*pair) for pair in named])
@@ -54,7 +54,7 @@ def batch_metrics(rows: DataProto) -> dict[str, float]:
 
 
 def mean_entropy(entropies: torch.Tensor, response_mask: torch.Tensor, actor: DictConfig) -> float:
-    """Nats, over trained tokens, as the loss of ``actor_rollout_ref.actor`` aggregates; both (B, R)."""
+    """Return the entropy of trained tokens in nats, aggregated like the loss of ``actor``; both tensors (B, R)."""
     return agg_loss(
         loss_mat=entropies,
         loss_mask=response_mask,
@@ -64,11 +64,11 @@ def mean_entropy(entropies: torch.Tensor, response_mask: torch.Tensor, actor: Di
 
 
 def staleness_metrics(rows: DataProto, step: int) -> dict[str, float]:
-    """Updates between the oldest weights that sampled a row and the policy that update ``step`` starts from.
+    """Return staleness: updates between a row's oldest weights and the policy that update ``step`` starts from.
 
-    Queue time is in it, because versions are compared when a row is trained on. Under ``atropos/staleness/``: ``mean``,
-    ``max``, ``min`` and ``rows_N``, how many rows are N updates old; rows of unknown version are in none of these, and
-    counted as ``atropos/rows_with/unknown_version``.
+    It includes queue time, because versions are compared when a row is trained on. Under ``atropos/staleness/``:
+    ``mean``, ``max``, ``min`` and ``rows_N``, the number of rows that are N updates old. Rows of unknown version are
+    only counted, as ``atropos/rows_with/unknown_version``.
     """
     oldest = rows.non_tensor_batch["policy_version_min"]
     known = np.array([step - 1 - version for version in oldest if version is not None], dtype=int)

@@ -1,14 +1,14 @@
-"""Which rows share an optimizer step, and on which rank each of them is computed.
+"""Assign rows to mini-batches, each of which is one optimizer step, and to ranks.
 
 Guarantees:
 
-- A mini-batch is whole groups, consecutive in the order of arrival. Which ones is settled by the number of sequences
-  that each group was sent with: not by ranks, lengths or padding, nor by what was dropped of a group.
-- Each mini-batch has padding rows of its own, up to a size that is the same for all and that the ranks share evenly.
+- A mini-batch consists of whole groups, consecutive in order of arrival. The split depends only on the number of
+  sequences that each group was sent with, not on ranks, lengths, padding or dropped rows.
+- All mini-batches are padded to the same size, which divides evenly among the ranks.
 - Balancing moves rows between ranks, never between mini-batches.
 
-verl gives every rank a consecutive part of the batch, and each rank cuts its part into consecutive mini-batches: so
-rows are laid out rank by rank, and within a rank mini-batch by mini-batch.
+verl gives every rank a contiguous slice of the batch, and each rank splits its slice into contiguous mini-batches. So
+rows are ordered by rank, and within a rank by mini-batch.
 """
 
 import math
@@ -35,7 +35,7 @@ from recipe.atropos.verl_ext.ranks import RayWorkerGroup
 
 @dataclass(frozen=True)
 class Layout:
-    """``rows`` as verl's ranks cut them up, None for a padding row, in ``mini_batches`` mini-batches of equal size."""
+    """``rows`` in the order in which verl's ranks split them into ``mini_batches`` equal parts; None is padding."""
 
     rows: list[Row | None]
     mini_batches: int
@@ -43,15 +43,15 @@ class Layout:
 
 
 def mini_batch_of_groups(sizes: Sequence[int], sequences: int) -> list[int]:
-    """The mini-batch of each group, in the order of arrival, so that each holds about ``sequences`` sequences.
+    """Return the mini-batch index of each group, in order of arrival, for about ``sequences`` sequences in each.
 
-    There are ``sum(sizes) / sequences`` of them, rounded, and at least one; each boundary is the one between two groups
-    that is nearest to an even split. Groups of one size that divides ``sequences`` make mini-batches of exactly that
-    many sequences.
+    There are ``sum(sizes) / sequences`` mini-batches, rounded, and at least one; each boundary is the group boundary
+    nearest to an even split. If all groups have one size that divides ``sequences``, which divides the total, each
+    mini-batch has exactly ``sequences``.
     """
     total, start, chosen = sum(sizes), 0, []
     parts = max(1, (2 * total + sequences) // (2 * sequences))
-    for size in sizes:  # the part that the group's middle falls into, in whole numbers
+    for size in sizes:  # the part that holds the group's midpoint, in integer arithmetic
         chosen.append((2 * start + size) * parts // (2 * total))
         start += size
     return chosen
@@ -60,17 +60,17 @@ def mini_batch_of_groups(sizes: Sequence[int], sequences: int) -> list[int]:
 def lay_out(
     rows: Sequence[Row], sizes: Sequence[int], sequences: int, ranks: int, multiple_of: int = 1, balance: bool = True
 ) -> Layout:
-    """Rows, and padding rows, in the order that makes whole groups of verl's mini-batches.
+    """Order rows, with padding rows, so that verl's mini-batches consist of whole groups.
 
     Args:
-        rows: those that are trained on; ``uid`` is the place of a row's group in ``sizes``.
-        sizes: sequences that each group of the batch was sent with.
-        sequences: of a mini-batch, about.
-        ranks: data-parallel ones.
-        multiple_of: a rank's part of a mini-batch has a multiple of so many rows (micro-batches of a fixed size).
-        balance: give ranks about the same work, else rows in order.
+        rows: the rows to train on; ``uid`` is the index of a row's group in ``sizes``.
+        sizes: number of sequences that each group of the batch was sent with.
+        sequences: approximate number of sequences in a mini-batch.
+        ranks: number of data-parallel ranks.
+        multiple_of: number that must divide a rank's rows in a mini-batch (for micro-batches of a fixed size).
+        balance: give ranks about the same amount of work; if false, keep rows in order.
 
-    A mini-batch of which no row is left is not there.
+    A mini-batch with no rows left is omitted.
     """
     chosen = mini_batch_of_groups(sizes, sequences)
     parts: dict[int, list[Row | None]] = {}
@@ -100,17 +100,17 @@ def lay_out(
 def update_actor(
     workers: RayWorkerGroup, batch: DataProto, settings: DictConfig, mini_batches: int, ranks: int
 ) -> dict[str, Any]:
-    """``ppo_epochs`` times an optimizer step on each mini-batch of a batch that is laid out as above.
+    """Run ``ppo_epochs`` epochs, with one optimizer step per mini-batch, on a batch ordered by ``lay_out``.
 
-    A mini-batch without a trained token is left out: with momentum or weight decay its step would move the policy. The
-    learning rate's schedule goes on by one for the whole, as verl does it.
+    A mini-batch without a trained token is skipped: with momentum or weight decay its step would move the policy. The
+    learning-rate schedule advances once for the whole batch, as in verl.
 
     Args:
-        batch: with what the actor needs, and a trained token.
+        batch: has the tensors that the actor needs, and at least one trained token.
         settings: ``actor_rollout_ref.actor``.
 
     Returns:
-        Metrics as verl's ``reduce_metrics`` takes them, and under ``atropos/`` the mini-batches that were left out.
+        Metrics for verl's ``reduce_metrics``, with the numbers of used and skipped mini-batches under ``atropos/``.
     """
     kept = _has_trained_token(batch.batch["response_mask"], mini_batches, ranks)
     steps = int(kept.sum())
@@ -136,12 +136,12 @@ def update_actor(
 
 
 def _has_trained_token(response_mask: torch.Tensor, mini_batches: int, ranks: int) -> torch.Tensor:
-    """(M,) bool for each mini-batch; ``response_mask`` is (B, R), laid out as above."""
+    """Return whether each mini-batch has a trained token, (M,) bool; ``response_mask``, (B, R), is in layout order."""
     return response_mask.bool().any(-1).view(ranks, mini_batches, -1).any(-1).any(0)
 
 
 def micro_batch_size(actor_rollout_ref: Any) -> int:
-    """What the number of a rank's rows must be a multiple of: 1, but for micro-batches of fixed sizes."""
+    """Return the number that must divide a rank's row count: 1, unless micro-batches have fixed sizes."""
     actor, rollout, ref = actor_rollout_ref.actor, actor_rollout_ref.rollout, actor_rollout_ref.ref
     fixed = [
         (actor.use_dynamic_bsz, actor.ppo_micro_batch_size_per_gpu),

@@ -1,9 +1,9 @@
-"""Off-policy correction: the engine sampled with other logprobs than the trainer computes, because its kernels differ
-and because the policy has moved on.
+"""Off-policy correction for the difference between the engine's logprobs and the trainer's.
 
-verl's rollout correction does the work (``algorithm.rollout_correction``); here it meets rows that came without
-logprobs. These are left out: their weight is 1, nothing of them is rejected, and no metric sees them. (In bypass mode
-the loss corrects by itself; there such a row has the trainer's own logprobs, so its ratio begins at 1.)
+They differ because the kernels differ and because the policy has been updated since. verl's rollout correction
+(``algorithm.rollout_correction``) does the work; this module leaves out rows without logprobs: their weight is 1, none
+of their tokens is rejected, and they are in no metric. (In bypass mode the loss does the correction itself; there such
+a row has the trainer's own logprobs, so its ratio starts at 1.)
 """
 
 import numpy as np
@@ -15,17 +15,17 @@ from recipe.atropos.verl_ext.batch import DataProto
 
 
 def with_log_probs(rows: DataProto) -> tuple[DataProto | None, np.ndarray]:
-    """The rows whose engine logprobs are known, and their indices. Padding rows have none."""
+    """Return the rows whose engine logprobs are known (or None), and their indices. Padding rows have none."""
     known = np.flatnonzero(rows.non_tensor_batch["has_log_probs"])
     return (rows.select_idxs(known) if known.size else None), known
 
 
 def compare_with_engine(rows: DataProto, version: int) -> dict[str, float]:
-    """How far the engine's logprobs (``rollout_log_probs``) are from the trainer's (``old_log_probs``), as metrics.
+    """Return metrics that compare the engine's ``rollout_log_probs`` with the trainer's ``old_log_probs``.
 
     ``atropos/logprob_diff/mean`` and ``max`` are of the absolute difference over trained tokens, in nats;
-    ``fresh_mean`` over those of the rows that the policy's own ``version`` sampled, where there are any. Nothing but
-    kernels and rounding is in that one: above ``trainer.atropos.logprob_tolerance`` it is an alarm.
+    ``fresh_mean`` covers only rows sampled by the policy's own ``version``, if there are any. Only kernels and rounding
+    contribute to it, so a value above ``trainer.atropos.logprob_tolerance`` raises an alarm.
     """
     known, _ = with_log_probs(rows)
     if known is None:
@@ -44,11 +44,11 @@ def compare_with_engine(rows: DataProto, version: int) -> dict[str, float]:
 
 
 def correct_rollout(rows: DataProto, config: DictConfig) -> dict[str, float]:
-    """Importance weights and rejection by ``algorithm.rollout_correction``; returns verl's ``rollout_corr/`` metrics.
+    """Apply the importance weights and rejection of ``config``; return verl's ``rollout_corr/`` metrics.
 
-    Sets ``rollout_is_weights``, (B, R) float32, where ``rollout_is`` is set, and takes rejected tokens out of
-    ``response_mask``. What ``token_level_rewards`` hold on a rejected token moves to the row's last token that stays:
-    some estimators read rewards through the mask, and a score stands on the last trained token.
+    Sets ``rollout_is_weights``, (B, R) float32, if ``rollout_is`` is set, and removes rejected tokens from
+    ``response_mask``. The ``token_level_rewards`` of rejected tokens move to the row's last kept token, because some
+    estimators read rewards through the mask, and the score is on the last trained token.
     """
     known, indices = with_log_probs(rows)
     weights = torch.ones_like(rows.batch["old_log_probs"]) * rows.batch["response_mask"]
@@ -67,7 +67,7 @@ def correct_rollout(rows: DataProto, config: DictConfig) -> dict[str, float]:
 
 
 def _rewards_on(rewards: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
-    """(B, R) rewards with the same sum in every row that keeps a token, all of it on kept tokens."""
+    """Return (B, R) rewards with each row's sum moved onto its kept tokens; rows without any are unchanged."""
     lost = torch.where(kept, 0.0, rewards).sum(-1)
     positions = torch.arange(kept.shape[1]).expand(kept.shape)
     last = torch.where(kept, positions, -1).amax(-1)
@@ -78,7 +78,7 @@ def _rewards_on(rewards: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
 
 
 def configure_bypass_mode(config: DictConfig) -> None:
-    """As verl's ``apply_bypass_mode``, which comes too late: workers are built with the loss that they correct in."""
+    """Do what verl's ``apply_bypass_mode`` does, but before workers are built, as their loss does the correction."""
     if config.algorithm.rollout_correction.bypass_mode:
         with open_dict(config):
             policy_loss = config.actor_rollout_ref.actor.policy_loss

@@ -1,1 +1,1 @@
-"""The trained model on disk: a run's checkpoints, what resumes from them, and the export in Hugging Face format."""
+"""The trained model on disk: a run's checkpoints, resumption from them, and export in Hugging Face format."""

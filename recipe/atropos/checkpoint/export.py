@@ -1,15 +1,15 @@
-"""The trained model as a folder in Hugging Face format: ``python -m recipe.atropos export RUN``
+"""Export the trained model as a folder in Hugging Face format: ``python -m recipe.atropos export RUN``
 
 Guarantees:
 
-- each tensor has the bits that were trained, in the dtype that was trained unless another is asked for; names and
-  shapes are those that transformers' ``save_pretrained`` writes;
-- a LoRA adapter is merged as it is for the servers, or left by itself in PEFT's format;
-- no GPU and no process group is needed, and never more than a tensor (of packed experts: their tensor) is in memory;
-- the folder appears whole or not at all.
+- tensors are bit for bit as trained, in the trained dtype unless another is requested; names and shapes are those that
+  transformers' ``save_pretrained`` writes;
+- a LoRA adapter is merged as for the servers, or exported alone in PEFT's format;
+- no GPU or process group is needed, and at most one tensor (for packed experts, the packed one) is in memory;
+- the folder appears complete or not at all.
 
-verl's ``model_merger`` is not used: it holds the whole model, rounds it to bfloat16, and leaves an adapter beside the
-untrained base.
+verl's ``model_merger`` is not used: it holds the whole model in memory, rounds it to bfloat16, and leaves an adapter
+beside the untrained base.
 """
 
 import argparse
@@ -63,7 +63,7 @@ class Exported:
         return f"{self.folder}: step {self.step}, {self.dtype}, {self.size / 1e9:.3g} GB"
 
 
-# ---------------------------------------------------------------- what is in it
+# ---------------------------------------------------------------- checkpoint
 
 
 class _Checkpoint:
@@ -90,19 +90,19 @@ class _Checkpoint:
         self._names = set(names)
 
     def merged(self, dtype: torch.dtype | None) -> tuple[dict[str, torch.Tensor], Iterator[tuple[str, torch.Tensor]]]:
-        """The whole model under the names of its checkpoint: on the meta device, and its tensors in the same order.
+        """Return the whole model under its checkpoint's names: meta tensors, and the real tensors in the same order.
 
         Raises:
             ExportError: the shards and the model's class have different tensors.
         """
         model, weights = self.model, Mapping.items
         if self.adapted:
-            from peft import LoraConfig, get_peft_model  # it takes seconds
+            from peft import LoraConfig, get_peft_model  # takes seconds to import
 
             from recipe.atropos.checkpoint.lora_layers import adapted_layers, merged_weights
 
             settings = LoraConfig.from_pretrained(str(self._adapter_config.parent))
-            settings.base_model_name_or_path = model.name_or_path  # it would warn of another
+            settings.base_model_name_or_path = model.name_or_path  # PEFT warns if it differs
             layers = adapted_layers(get_peft_model(model, settings))
             weights = partial(merged_weights, layers, full=lambda tensor: tensor)
 
@@ -119,13 +119,13 @@ class _Checkpoint:
         return like, _without_tied(stream(self.shards), like, tied)
 
     def adapter(self, dtype: torch.dtype | None) -> tuple[dict[str, torch.Tensor], Iterator[tuple[str, torch.Tensor]]]:
-        """As ``merged``, of A and B of every adapted layer under PEFT's names."""
+        """Like ``merged``, but for A and B of every adapted layer under PEFT's names."""
         names = {key.replace(".default.", "."): key for key in self.shards if ".lora_" in key}
         like = {name: _cast(name, self.shards.like[key], dtype) for name, key in names.items()}
         return like, ((name, _cast(name, self.shards[key], dtype)) for name, key in names.items())
 
     def _dtype_of(self, name: str, dtype: torch.dtype | None) -> torch.dtype | None:
-        """Some models compute with a few tensors in float32 whatever the others are, such as a router's biases."""
+        """Return ``dtype``, or None (unchanged) for tensors that the model keeps in float32, such as router biases."""
         kept = self.model._keep_in_fp32_modules_strict or ()
         return None if any(re.search(rf"(^|\.){pattern}($|\.)", name) for pattern in kept) else dtype
 
@@ -136,13 +136,13 @@ class _Checkpoint:
         write_json(folder / ADAPTER_CONFIG, settings)
 
     def write_configuration(self, folder: Path, dtype: str) -> None:
-        """Configuration, generation configuration, and the code of a model that brings its own."""
+        """Write the configuration and, if it is not there yet, the generation configuration."""
         settings = json.loads((self.huggingface / CONFIG_NAME).read_text())
-        settings.pop("torch_dtype", None)  # the former name
+        settings.pop("torch_dtype", None)  # the former name of dtype
         settings |= {"architectures": [type(self.model).__name__], "dtype": dtype}
         write_json(folder / CONFIG_NAME, settings)
         generation = folder / GENERATION_CONFIG_NAME
-        if not generation.exists():  # verl leaves out one that transformers would not save, and saves none by default
+        if not generation.exists():  # verl skips one that transformers would not save, and saves none by default
             if (given := model_file(self.base, generation.name)) is not None:
                 shutil.copyfile(given, generation)
             elif self.model.can_generate():
@@ -150,7 +150,7 @@ class _Checkpoint:
 
 
 def _on_meta(folder: Path, trust_remote_code: bool) -> PreTrainedModel:
-    """Raises ConfigurationError: the model brings code of its own, which is not trusted."""
+    """Return the model on the meta device; raise ConfigurationError if it has custom code that is not trusted."""
     brings_code = "auto_map" in read_json(folder / CONFIG_NAME, {})
     try:
         return _class_on_meta(folder, trust_remote_code)
@@ -163,7 +163,7 @@ def _on_meta(folder: Path, trust_remote_code: bool) -> PreTrainedModel:
 
 def _class_on_meta(folder: Path, trust_remote_code: bool) -> PreTrainedModel:
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    # The class that verl trains.
+    # The same class as in verl's training.
     several = type(config) in AutoModelForImageTextToText._model_mapping.keys()
     auto_class = AutoModelForImageTextToText if several else AutoModelForCausalLM
     with torch.device("meta"):
@@ -171,7 +171,7 @@ def _class_on_meta(folder: Path, trust_remote_code: bool) -> PreTrainedModel:
 
 
 def _cast(name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """Raises ConfigurationError: a finite value is too large for ``dtype``."""
+    """Cast a floating-point tensor; raise ConfigurationError if a finite value is too large for ``dtype``."""
     if dtype in (None, tensor.dtype) or not tensor.is_floating_point():
         return tensor
     cast = tensor.to(dtype)
@@ -186,10 +186,10 @@ def _cast(name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.T
 def _without_tied(
     tensors: Iterator[tuple[str, torch.Tensor]], like: Mapping[str, torch.Tensor], tied: Mapping[str, str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Those of ``like``.
+    """Yield the tensors that are in ``like``.
 
     Raises:
-        ExportError: at the end, if a tensor that is left out, because it is another one, has other values.
+        ExportError: at the end, if a tensor left out of ``like`` as tied to another has different values.
     """
     compared, sums = {*tied, *tied.values()}, {}
     for name, tensor in tensors:
@@ -214,17 +214,17 @@ def export_checkpoint(
     public: bool = False,
     trust_remote_code: bool = False,
 ) -> Exported:
-    """Write the model of ``checkpoint`` to ``out``, which it replaces; ``dtype`` null: as it was trained.
+    """Write the model of ``checkpoint`` to ``out``, replacing it; ``dtype`` None keeps the trained dtype.
 
-    ``adapter``: a LoRA adapter by itself, which is all that a checkpoint of ``save_lora_only`` can give.
-    ``public``: of a base model in a folder of this machine, an adapter's configuration tells the name alone.
-    ``trust_remote_code``: code that the model brings may run, whatever the run's configuration says of it.
+    ``adapter``: export only the LoRA adapter, which is all that a checkpoint of ``save_lora_only`` has.
+    ``public``: an adapter's configuration names a local base model without its path.
+    ``trust_remote_code``: the model's custom code may run, whatever the run's configuration says.
 
     Raises:
         ExportError, ShardsError: it cannot be exported.
-        ConfigurationError: an adapter of a run without one, a model with code that is not trusted, a value that
-            ``dtype`` cannot hold, or an ``out`` that is a mount point or holds something else than an export.
-        DiskFull: ``out`` is as it was.
+        ConfigurationError: ``adapter`` does not fit the checkpoint, the model has custom code that is not trusted,
+            ``dtype`` cannot hold a value, or ``out`` is a mount point or holds something other than an export.
+        DiskFull: ``out`` is unchanged.
     """
     out = out.resolve()
     _check_out(out)
@@ -246,7 +246,7 @@ def export_checkpoint(
         "adapter": adapter,
     }
     with replace_folder(out) as folder:
-        for path in source.huggingface.rglob("*"):  # chat templates may be in a folder of their own
+        for path in source.huggingface.rglob("*"):  # chat templates may be in a subfolder
             if path.is_file() and not _WEIGHTS.fullmatch(path.name):
                 if not (adapter and path.name in (CONFIG_NAME, GENERATION_CONFIG_NAME)):
                     copy = folder / path.relative_to(source.huggingface)
@@ -263,7 +263,7 @@ def export_checkpoint(
 
 
 def _check_out(out: Path) -> None:
-    """Raises ConfigurationError: ``out`` cannot be replaced, or must not be."""
+    """Raise ConfigurationError if ``out`` cannot or must not be replaced."""
     if os.path.ismount(out):
         raise ConfigurationError(f"{out}: a mount point cannot be replaced by an export; give a folder in it (--out)")
     if out.exists() and not (out / EXPORTED).exists() and (not out.is_dir() or any(out.iterdir())):
@@ -280,10 +280,10 @@ def _most_common_dtype(like: Mapping[str, torch.Tensor]) -> str:
 
 
 def export_last(run: RunDir) -> Exported | None:
-    """The newest checkpoint as ``RUN/model``, or of ``save_lora_only`` as ``RUN/adapter``; None: none was saved.
+    """Export the newest checkpoint, if any, to ``RUN/model``, or to ``RUN/adapter`` if it is of ``save_lora_only``.
 
     Raises:
-        ExportError, ShardsError, ConfigurationError, DiskFull: as ``export_checkpoint``.
+        ExportError, ShardsError, ConfigurationError, DiskFull: as in ``export_checkpoint``.
     """
     if checkpoints_of(run).newest() is None:
         return None
@@ -309,9 +309,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def export(arguments: argparse.Namespace) -> Exported:
-    """Raises ConfigurationError, ExportError, ShardsError, DiskFull: nothing was written here unless the upload failed.
+    """Run the command; raise ConfigurationError, ExportError, ShardsError or DiskFull.
 
-    The message says so, and that a new repository may have been left on the hub.
+    Nothing was written here then, unless the upload failed; the message says so, and what may be left on the hub.
     """
     run = RunDir(arguments.run)
     if not run.config.is_file():
@@ -321,7 +321,7 @@ def export(arguments: argparse.Namespace) -> Exported:
     name = f"{'adapter' if arguments.adapter else 'model'}{'' if newest else f'-{step_of(checkpoint)}'}"
     out = arguments.out or run.path / name
     _check_out(out.resolve())
-    if name := arguments.push_to_hub:  # before the export, which may take long
+    if name := arguments.push_to_hub:  # before the export, which may take a long time
         _ask_hub(name, lambda hub: hub.create_repo(name, private=True, exist_ok=True))
     left = f"{name} on the hub may be new, and without the model"
     try:
@@ -347,7 +347,7 @@ def export(arguments: argparse.Namespace) -> Exported:
 def _ask_hub(name: str, request: Callable[[HfApi], Any], written: str = "nothing was written") -> None:
     try:
         request(HfApi())
-    except Exception as error:  # of the HTTP library that huggingface_hub happens to use
+    except Exception as error:  # any error of the HTTP library that huggingface_hub uses
         status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
         if isinstance(error, HFValidationError) or status in (400, 401, 403, 404):
             fix = "give ORG/NAME, and a token that may write there (hf auth login, or HF_TOKEN)"

@@ -1,8 +1,8 @@
-"""A model's tensors under the names, and in the shapes, of its checkpoint: what every server loads.
+"""Convert a model's tensors to the names and shapes of its checkpoint, which every server can load.
 
-transformers 5 renames modules and packs the experts of MoE models while it loads a checkpoint; ``save_pretrained``
-undoes this for the whole model at once. Here the same operations are undone for one group of tensors at a time (usually
-one tensor), so that a push never holds more of the model than that.
+transformers 5 renames modules and packs the experts of MoE models when it loads a checkpoint; ``save_pretrained``
+reverses this for the whole model at once. This module reverses it for one group of tensors at a time (usually one
+tensor), so a push never holds more of the model than that.
 """
 
 import pickle
@@ -29,10 +29,10 @@ from recipe.atropos.errors import AtroposError
 
 Shapes = dict[str, tuple[int, ...]]
 TENSOR_NAMES = "tensor_names.json"
-"""File of a training checkpoint: the names in ``CheckpointFormat.shapes`` of the model that was trained."""
+"""File in a training checkpoint with the names in the trained model's ``CheckpointFormat.shapes``."""
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-"""Layers that SGLang computes as one, in the order of their rows, by its name for them."""
-# A router's biases, and the decays of state space models: parameters of float32 in SGLang 0.5.23 (srt/models).
+"""Layers that SGLang fuses, in the order of their rows, by the name of the fused layer."""
+# Biases of routers and decays of state space models: float32 parameters in SGLang 0.5.23 (srt/models).
 _FP32_IN_SERVERS = ("e_score_correction_bias", "expert_bias", "A_log", "dt_bias")
 
 
@@ -41,9 +41,9 @@ class CheckpointError(AtroposError, RuntimeError):
 
 
 class CheckpointFormat:
-    """How the tensors of a model that ``from_pretrained`` has loaded, before it is wrapped, stand in its checkpoint.
+    """Checkpoint names and shapes of the tensors of a model that ``from_pretrained`` loaded, before it is wrapped.
 
-    ``ignored``: patterns of names that a checkpoint may have and that the model's class doesn't load.
+    ``ignored``: patterns of names that a checkpoint may have but that the model's class does not load.
     """
 
     def __init__(self, model: PreTrainedModel):
@@ -64,18 +64,18 @@ class CheckpointFormat:
 
     @classmethod
     def of_unloaded(cls, model: PreTrainedModel, names: Iterable[str]) -> "CheckpointFormat":
-        """That of a model which was only built, also on the meta device; ``names`` are those of its checkpoint."""
+        """Build for a model that was not loaded (the meta device will do); ``names`` are those of its checkpoint."""
         conversions = get_model_conversion_mapping(model)
         renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
         converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
         state = model.state_dict()
-        for name in names:  # what from_pretrained does with them: it keeps the conversions that match any
+        for name in names:  # like from_pretrained, keep only the conversions that match a name
             rename_source_key(name, renamings, converters, model.base_model_prefix, state)
         model._weight_conversions = [conversion for conversion in conversions if conversion.was_used()]
         return cls(model)
 
     def stream(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Name in the checkpoint and tensor, of ``weights`` under their names in the model's state dict."""
+        """Yield (checkpoint name, tensor) for ``weights``, given as (state-dict name, tensor)."""
         if not self._conversions:
             yield from weights
             return
@@ -83,7 +83,7 @@ class CheckpointFormat:
         for name, tensor in weights:
             group = self._group_of(name)
             pending[group][name] = tensor
-            del tensor  # a group that has been sent is not kept while the next one is gathered
+            del tensor  # do not keep a group that was sent while the next one is gathered
             if len(pending[group]) == self._group_sizes[group]:
                 converted = revert_weight_conversion(self._model, pending.pop(group))
                 while converted:
@@ -91,12 +91,12 @@ class CheckpointFormat:
                     yield first, converted.pop(first)
 
     def _group_of(self, name: str) -> str:
-        """The same for all tensors of the state dict that one conversion makes tensors of the checkpoint from."""
+        """Return a key shared by all state-dict tensors that one conversion turns into checkpoint tensors."""
         return rename_source_key(name, [], self._converters)[0] if self._converters else name
 
     @cached_property
     def shapes(self) -> Shapes:
-        """What ``stream`` gives of the whole state dict. Raises ValueError: two tensors would have one name."""
+        """Output of ``stream`` for the whole state dict; raises ValueError if two tensors would have the same name."""
         named = [(name, tuple(tensor.shape)) for name, tensor in self.stream(self._empty(self._state))]
         shapes = dict(named)
         if len(shapes) < len(named):
@@ -105,19 +105,19 @@ class CheckpointFormat:
 
     @cached_property
     def buffers(self) -> frozenset[str]:
-        """Names in ``shapes`` of tensors that are not trained: buffers that the state dict holds."""
+        """Names in ``shapes`` of tensors that are not trained: the buffers in the state dict."""
         return frozenset(name for name, _ in self.stream(self._empty(self._buffers)))
 
     @cached_property
     def fp32(self) -> frozenset[str]:
-        """Names in ``shapes`` of tensors that servers hold in float32 in a model of another dtype."""
+        """Names in ``shapes`` of tensors that servers keep in float32 even if the model has another dtype."""
         patterns = [*(self._model._keep_in_fp32_modules_strict or ()), *_FP32_IN_SERVERS]
         kept = re.compile("|".join(rf"(?:^|\.){pattern}(?:$|\.)" for pattern in patterns))
         return frozenset(name for name in self.shapes if kept.search(name))
 
     @cached_property
     def tied(self) -> dict[str, str]:
-        """Names in ``shapes`` of tensors that are another one's, each with that one's name."""
+        """Names in ``shapes`` of tied tensors, each mapped to the name of the tensor that it is tied to."""
         return {self._renamed(name): self._renamed(other) for name, other in self._tied.items()}
 
     def _renamed(self, name: str) -> str:
@@ -128,12 +128,12 @@ class CheckpointFormat:
 
 
 def read_shapes(model: str | Path) -> Shapes:
-    """Names and shapes of the tensors of a checkpoint, a folder or a hub name that is in the cache; no data is read.
+    """Return names and shapes of a checkpoint's tensors, without their data; ``model``: a folder or a cached hub name.
 
     Raises:
-        CheckpointError: no safetensors and no pytorch_model.bin there, or they cannot be read.
+        CheckpointError: there is neither a safetensors nor a pytorch_model.bin file, or it cannot be read.
     """
-    # transformers looks for them in this order, too.
+    # transformers looks for them in the same order.
     forms = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
     file = next((file for name in forms if (file := model_file(model, name)) is not None), None)
     if file is None:
@@ -154,10 +154,10 @@ def read_shapes(model: str | Path) -> Shapes:
 
 
 def model_file(model: str | Path, name: str) -> Path | None:
-    """A file of a model, in its folder or in the cache of the hub; None if it is in neither."""
+    """Return the path of a model's file, in its folder or in the hub's cache; None if it is in neither."""
     try:
         found = cached_file(str(model), name, local_files_only=True, _raise_exceptions_for_missing_entries=False)
-    except OSError:  # no folder, and no name that the hub could have, or not in the cache
+    except OSError:  # neither a folder nor a valid hub name, or not in the cache
         return None
     return None if found is None else Path(found)
 

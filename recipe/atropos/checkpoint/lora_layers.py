@@ -1,4 +1,4 @@
-"""A LoRA adapter in a model: its layers, and the weights of base and adapter in one, a tensor at a time."""
+"""A LoRA adapter in a model: its layers, and the merged weights of base and adapter, one tensor at a time."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -7,11 +7,11 @@ import torch
 from peft.tuners.lora import Linear, LoraLayer
 from peft.utils.other import transpose
 
-ADAPTER = "default"  # the one that verl makes or loads
+ADAPTER = "default"  # the name of the adapter that verl makes or loads
 
 
 def adapted_layers(module: torch.nn.Module) -> dict[str, Linear]:
-    """The adapted layers, by their names as ``state_dict`` has them, also where FSDP wraps them."""
+    """Return the adapted layers by their names in ``state_dict``, even if FSDP wraps them."""
     return {
         name.replace("_fsdp_wrapped_module.", ""): layer
         for name, layer in module.named_modules()
@@ -22,9 +22,9 @@ def adapted_layers(module: torch.nn.Module) -> dict[str, Linear]:
 def merged_weights(
     layers: Mapping[str, Linear], state: Mapping[str, Any], full: Callable[[Any], torch.Tensor]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The name in the base model, and base + scaling * B @ A, of every weight of ``state``, in the dtype of the base.
+    """Yield the base model's name and base + scaling * B @ A of every weight in ``state``, in the dtype of the base.
 
-    ``full`` makes the whole tensor of a value of ``state``.
+    ``full`` returns the full tensor for a value of ``state``.
     """
     for key, value in state.items():
         if ".lora_" in key:

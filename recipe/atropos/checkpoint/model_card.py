@@ -1,4 +1,4 @@
-"""The model card of an exported model: what it was trained from and on, and what came of it, by the run's own files."""
+"""The model card of an exported model: its base model, training and results, from the run's own files."""
 
 from collections.abc import Iterator, Mapping
 from importlib import metadata
@@ -15,13 +15,13 @@ from recipe.atropos.utils.files import read_json, write_atomic
 from recipe.atropos.utils.secret import read_config_yaml
 
 EXPORTED = "export.json"
-"""In every exported folder: ``run``, ``step``, ``dtype``, ``adapter``, and ``size`` in bytes."""
+"""File in every exported folder with ``run``, ``step``, ``dtype``, ``adapter``, and ``size`` in bytes."""
 
 _PACKAGES = ("verl-atropos", "verl", "atroposlib", "torch", "transformers", "peft")
 
 
 def write_card(folder: Path, run: RunDir) -> None:
-    """``README.md`` in an exported folder, of what the run's files say now; no secrets and no paths of this machine."""
+    """Write ``README.md`` into an exported folder, from the run's current files, without secrets or local paths."""
     config, summary, exported = read_config_yaml(run.config), read_json(run.summary, {}), read_json(folder / EXPORTED)
     base = base_model(config, summary)
     lines = [*_header(base, exported), "", f"# {exported['run']}, step {exported['step']}", ""]
@@ -45,12 +45,12 @@ def write_card(folder: Path, run: RunDir) -> None:
 
 
 def base_model(config: DictConfig, summary: Mapping[str, Any]) -> str:
-    """Folder or hub name of the model that nobody here has trained; of a run that began with another's, that one's."""
+    """Return the folder or hub name of the original model, also if the run started from another run's weights."""
     return summary.get("resumed_from", {}).get("base") or config.actor_rollout_ref.model.path
 
 
 def _header(base: str, exported: dict[str, Any]) -> Iterator[str]:
-    """What the hub reads."""
+    """Yield the metadata that the hub reads."""
     yield from ("---", f"library_name: {'peft' if exported['adapter'] else 'transformers'}")
     if not looks_local(base):
         yield f"base_model: {base}"
@@ -58,7 +58,7 @@ def _header(base: str, exported: dict[str, Any]) -> Iterator[str]:
 
 
 def model_name(path: str) -> str:
-    """On the hub; of a folder, its name without its path on this machine."""
+    """Return the model's hub name, or the name of its local folder without the path."""
     return Path(path).name if looks_local(path) else path
 
 
@@ -92,7 +92,7 @@ def _figures(config: DictConfig, summary: dict[str, Any], exported: dict[str, An
 
 
 def _target_name(target: str) -> str:
-    """Without the folders of a file."""
+    """Return the target without the directories of its file."""
     return target.rpartition("/")[2]
 
 
@@ -105,7 +105,7 @@ def _versions() -> Iterator[str]:
 
 
 def _heldout(run: RunDir, step: int) -> Iterator[str]:
-    """Of each environment the first evaluation, and that of ``step``."""
+    """Yield a table of each environment's first evaluation and its evaluation at ``step``."""
     lines = [line for line in read_evaluations(run.path) if line.get("main")]
     if not lines:
         return

@@ -1,4 +1,4 @@
-"""Whether a run folder may go on with a configuration, and what is other than before."""
+"""Check whether a run folder can be resumed with a configuration, and find what changed."""
 
 import hashlib
 import os
@@ -16,8 +16,8 @@ from recipe.atropos.run_dir import FORMAT, RunDir
 from recipe.atropos.utils.files import read_json, write_atomic, write_json
 from recipe.atropos.utils.secret import config_yaml, is_secret
 
-_YAML = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # OmegaConf's own takes seconds on a busy machine
-_SAMPLE_BYTES = 1 << 20  # of each weights file at its beginning and its end
+_YAML = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # OmegaConf's own loader takes seconds on a busy machine
+_SAMPLE_BYTES = 1 << 20  # read at the beginning and at the end of each weights file
 _SHOWN_FIRST = (
     "seed",
     "data.train_batch_size",
@@ -30,9 +30,9 @@ _MOST_SHOWN = 20
 
 
 def prepare_folder(folder: RunDir, config: DictConfig, by_launcher: bool = False) -> list[str]:
-    """Make the folder ready for ``config``; only for the holder of its lock, before anything is started.
+    """Prepare the folder for ``config``; the caller must hold its lock and must not have started anything yet.
 
-    Returns the lines to show where a run is resumed with other values: ``key: old -> new``.
+    Returns lines to show if a run is resumed with changed values: ``key: old -> new``.
 
     Raises:
         ConfigurationError: the folder has another format, or the checkpoint to resume from is of another model.
@@ -59,9 +59,9 @@ def prepare_folder(folder: RunDir, config: DictConfig, by_launcher: bool = False
 
 
 def model_identity(path: str) -> dict[str, Any]:
-    """What tells a model from another one: its path, and of a local folder a digest of configuration and weights.
+    """Return a model's identity: its path and, for a local folder, a digest of its configuration and weights.
 
-    Of the weights only the sizes and the ends of each file are read; a model that moved is the same.
+    Only the size, beginning and end of each weights file are read. A model that was moved has the same digest.
     """
     folder = Path(os.path.expanduser(path))
     if not (folder / "config.json").is_file():
@@ -83,7 +83,7 @@ def _same_model(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 def changed_keys(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """``key: old -> new`` of the keys whose values differ, those that matter most first, at most so many."""
+    """Return ``key: old -> new`` for keys whose values differ, most important first, at most ``_MOST_SHOWN``."""
     old, new = ({key: value for key, value in leaves(config) if value != {}} for config in (before, after))
     changed = [key for key in old.keys() | new.keys() if old.get(key) != new.get(key)]
     changed = [key for key in changed if not is_secret(key) and key not in OF_EACH_START]

@@ -1,4 +1,4 @@
-"""safetensors files, written a tensor at a time: the library's ``save_file`` wants all tensors of a file at once."""
+"""Write safetensors files one tensor at a time; the library's ``save_file`` needs all tensors of a file at once."""
 
 import os
 from collections.abc import Iterable, Mapping
@@ -26,19 +26,19 @@ _NAMES = {
 
 
 class UnsupportedDtype(AtroposError, TypeError):
-    """A tensor of a dtype that is not written; the message names it."""
+    """A tensor has a dtype that cannot be written; the message names it."""
 
 
 def write_safetensors(
     folder: Path, stem: str, like: Mapping[str, torch.Tensor], tensors: Iterable[tuple[str, torch.Tensor]]
 ) -> int:
-    """Write ``tensors``, of the names, shapes and dtypes of ``like`` and in its order; returns their size in bytes.
+    """Write ``tensors``, which match ``like`` in name, shape, dtype and order; return their size in bytes.
 
-    As transformers names them: ``STEM.safetensors``, or files of at most MAX_FILE_BYTES (a larger tensor has one of its
-    own) and ``STEM.safetensors.index.json``.
+    Files are named as in transformers: ``STEM.safetensors``, or several files of at most MAX_FILE_BYTES (a larger
+    tensor has its own file) and ``STEM.safetensors.index.json``.
 
     Raises:
-        ValueError: ``tensors`` are others than ``like``.
+        ValueError: ``tensors`` do not match ``like``.
         UnsupportedDtype, DiskFull.
     """
     files, arrived = _divide(like), iter(tensors)
@@ -72,7 +72,7 @@ def _divide(like: Mapping[str, torch.Tensor]) -> list[list[str]]:
 
 def _write_file(path: Path, like: Mapping[str, torch.Tensor], tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     header, offset = {"__metadata__": {"format": "pt"}}, 0
-    for name in sorted(like, key=lambda name: -like[name].element_size()):  # each begins at a multiple of its own size
+    for name in sorted(like, key=lambda name: -like[name].element_size()):  # aligns each tensor to its element size
         tensor = like[name]
         if tensor.dtype not in _NAMES:
             raise UnsupportedDtype(f"{name} is {tensor.dtype}, and {', '.join(_NAMES.values())} are written")

@@ -1,7 +1,7 @@
-"""The model in a checkpoint of verl's FSDP engines, whole tensors of any number of ranks' files, one at a time.
+"""Read full tensors from a checkpoint of verl's FSDP engines, of any number of ranks, one at a time.
 
-Nothing is read before it is asked for: the files are mapped into memory. No process group is needed, and no GPU.
-Nothing but tensors is unpickled.
+The files are memory-mapped, so data is read only on access. No process group or GPU is needed. Only tensors are
+unpickled.
 """
 
 import pickle
@@ -10,23 +10,23 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
-from torch.distributed.tensor import DTensor  # also allows torch.load to make them
+from torch.distributed.tensor import DTensor  # importing it also lets torch.load create them
 
 from recipe.atropos.errors import AtroposError
 
 
 class ShardsError(AtroposError, RuntimeError):
-    """The files of a checkpoint do not make a model; the message names the folder."""
+    """The files of a checkpoint do not form a model; the message names the folder."""
 
 
 class Shards(Mapping[str, torch.Tensor]):
-    """Name in the state dict of the engine's module, and whole tensor on the CPU, of the checkpoint ``folder``.
+    """Full CPU tensors of the checkpoint ``folder``, by their names in the state dict of the engine's module.
 
-    FSDP1 and FSDP2, also with replicas (``fsdp_size``): verl saves DTensors, or plain tensors of what is not sharded.
-    ``like``: the same names with tensors on the meta device.
+    FSDP1 and FSDP2, also with replicas (``fsdp_size``): verl saves DTensors, or plain tensors if they are not sharded.
+    ``like`` has the same names, with tensors on the meta device.
 
     Raises:
-        ShardsError: a rank's file is missing, or something else than tensors is in one.
+        ShardsError: a rank's file is missing, or holds something other than tensors.
     """
 
     def __init__(self, folder: Path):
@@ -46,11 +46,11 @@ class Shards(Mapping[str, torch.Tensor]):
     def __getitem__(self, name: str) -> torch.Tensor:
         first = self._ranks[0][name]
         if not isinstance(first, DTensor):
-            return first  # every rank has the whole of it
+            return first  # every rank has the full tensor
         sharded = [placement.is_shard() for placement in first.placements]
         if sum(sharded) > 1 or any(placement.is_partial() for placement in first.placements):
             raise ShardsError(f"{self.folder}: {name} is sharded as {first.placements}, which FSDP alone does not do")
-        # Of replicas the first; a mesh has the ranks' numbers.
+        # Ranks of the first replica; the mesh holds rank numbers.
         ranks = first.device_mesh.mesh[tuple(slice(None) if shard else 0 for shard in sharded)].flatten().tolist()
         parts = [self._ranks[rank][name]._local_tensor for rank in ranks]
         whole = parts[0] if len(parts) == 1 else torch.cat(parts, first.placements[sharded.index(True)].dim)
@@ -60,7 +60,7 @@ class Shards(Mapping[str, torch.Tensor]):
 
 
 def _files(folder: Path) -> list[Path]:
-    """Those of the ranks 0, 1, ..."""
+    """Return the files of ranks 0, 1, ..."""
     pattern = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
     found = {tuple(map(int, match.groups())) for path in folder.glob("*.pt") if (match := pattern.fullmatch(path.name))}
     worlds = {world for world, _ in found}

@@ -1,13 +1,12 @@
-"""``--resume-from RUN[@STEP]``: a new run that begins with the weights that another one trained.
+"""``--resume-from RUN[@STEP]``: start a new run from the weights that another run trained.
 
-It has a new optimizer, counts from step 0, and keeps a copy of these weights in its own folder (``start/``), so that it
-needs the other run only once:
+The new run has a new optimizer, starts at step 0, and needs the other run only once, to copy to its own ``start/``:
 
-- of a run without an adapter, or where the new one has none: the whole model, any adapter merged, which is then the
-  model that is trained (and the reference policy);
-- of a run with a LoRA adapter, where the new run trains one too: the adapter, which is trained on over the same base.
+- if either run has no LoRA adapter: the full model, with any adapter merged, as the model to train (and the reference
+  policy);
+- if both runs have a LoRA adapter: the adapter, whose training continues on the same base.
 
-Without torch: the launcher asks.
+This module does not import torch, because the launcher uses it.
 """
 
 import re
@@ -34,7 +33,7 @@ _MODEL = "actor_rollout_ref.model"
 
 
 def forget_start(folder: RunDir) -> None:
-    """Of a folder without checkpoints, whose run now begins with a model instead of another run's weights."""
+    """Discard another run's weights from a folder without checkpoints whose run now starts from a model instead."""
     if "resumed_from" in read_json(folder.summary, {}) and not checkpoints_of(folder).whole():
         update_summary(folder.path, {}, remove=["resumed_from"])
         shutil.rmtree(folder.start, ignore_errors=True)
@@ -46,8 +45,9 @@ class NotExported(AtroposError, RuntimeError):
 
 @dataclass(frozen=True)
 class Start:
-    """Which weights the run in ``folder`` begins with; ``adapter``: PEFT's configuration of the LoRA adapter that is
-    all of them, or None: they are a whole model. ``trust_remote_code``: of the new run."""
+    """Weights that the run in ``folder`` starts from: a LoRA adapter with PEFT's configuration ``adapter``, or a model.
+
+    ``trust_remote_code`` is the new run's."""
 
     folder: RunDir
     source: RunDir
@@ -55,15 +55,15 @@ class Start:
     adapter: Mapping[str, Any] | None
     trust_remote_code: bool
     base: str
-    """The model's folder or hub name, for the new run."""
+    """Folder or hub name of the model for the new run."""
 
     @classmethod
     def of(cls, config: DictConfig, directory: Path, given: set[str]) -> "Start":
-        """By ``run.resume_from`` of ``config``, for the run in ``directory``; ``given`` are the keys that the user set.
+        """Build from ``run.resume_from`` for the run in ``directory``; ``given`` are the keys that the user set.
 
         Raises:
-            ConfigurationError: there is no such run or checkpoint, the run in ``directory`` began with another, or a
-                key contradicts it.
+            ConfigurationError: there is no such run or checkpoint, the run in ``directory`` started from other weights,
+                or a key contradicts it.
         """
         key, folder = f"run.resume_from={config.run.resume_from}", RunDir(directory)
         if MODEL_KEY in given:
@@ -108,10 +108,10 @@ class Start:
 
     @property
     def values(self) -> dict[str, Any]:
-        """Of the new run's configuration, by key; of an adapter that is trained on, its own."""
+        """Configuration values for the new run, by key, including the settings of an adapter."""
         values: dict[str, Any] = {"run.resume_from": f"{self.source.path}@{self.step}", MODEL_KEY: self.base}
         if self.adapter:
-            targets = self.adapter["target_modules"]  # in no order, and a resumed run has the same configuration
+            targets = self.adapter["target_modules"]  # unordered, but a resumed run must have the same configuration
             values |= {
                 f"{_MODEL}.lora_adapter_path": str(self.folder.start),
                 f"{_MODEL}.lora_alpha": self.adapter["lora_alpha"],
@@ -120,7 +120,7 @@ class Start:
         return values
 
     def for_checks(self, config: DictConfig) -> DictConfig:
-        """``config`` before ``make``, with a model path that has the configuration and the tokenizer of the model."""
+        """Return ``config`` for use before ``make``, with a model path that has the model's config and tokenizer."""
         config = config.copy()
         if not self.adapter and not self.folder.start.exists():
             with open_dict(config):
@@ -130,20 +130,20 @@ class Start:
 
     @property
     def log(self) -> Path:
-        """Of the copying."""
+        """Log file of the copying."""
         return self.folder.log("start")
 
     def make(self) -> None:
-        """Copy the weights, unless they are there; for the holder of the folder's lock.
+        """Copy the weights unless they are there; the caller must hold the folder's lock.
 
         Raises:
-            NotExported: why.
+            NotExported: the export failed.
         """
         told = {"run": str(self.source.path), "step": self.step}
         began = read_json(self.folder.summary, {}).get("resumed_from", {})
         if not self.folder.start.exists() or began.items() & told.items() != told.items():
             base = base_model(read_config_yaml(self.source.config), read_json(self.source.summary, {}))
-            # In a process of its own: torch and transformers take seconds and memory that a launcher does not need.
+            # In a separate process: torch and transformers cost time and memory that the launcher should not spend.
             command = [
                 sys.executable,
                 "-m",
@@ -157,5 +157,5 @@ class Start:
             status, printed = run_command("export", command, log_path=self.log)
             if status != 0:
                 raise NotExported(f"run.resume_from={self.source.path}@{self.step}: {printed.strip()[-2000:]}")
-            self.folder.mark_format()  # else the summary alone looks like a run of a version before there was a format
+            self.folder.mark_format()  # else the summary alone looks like a run from before there was a format
             update_summary(self.folder.path, {"resumed_from": {**told, "base": base}})

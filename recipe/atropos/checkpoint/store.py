@@ -1,13 +1,13 @@
-"""The checkpoints of a run: which are whole, which is the newest, how many are kept.
+"""The checkpoints of a run: which are complete, which is the newest, how many are kept.
 
 Guarantees:
 
-- a checkpoint is whole once ``complete.json`` lists its files and their sizes, which is written last; only a whole one
-  is resumed from, the one that was completed last, whatever verl's tracker says;
-- what a kill or a full disk left of one is removed at the next start; folders of others are never touched;
-- ``keep`` counts all whole checkpoints of the folder, those of earlier processes too, but for the one with the best
-  held-out score, which stays beside them;
-- a checkpoint says which model was trained to it.
+- a checkpoint is complete once ``complete.json``, written last, lists its files and their sizes; a run resumes only
+  from the most recently completed checkpoint, whatever verl's tracker says;
+- partial checkpoints left by a kill or a full disk are removed at the next start; other folders are never touched;
+- ``keep`` applies to all complete checkpoints in the folder, including those of earlier processes; the one with the
+  best held-out score is kept in addition;
+- a checkpoint records which model was trained.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from recipe.atropos.utils.secret import read_config_yaml
 logger = logging.getLogger(__name__)
 
 ADAPTER_CONFIG = "adapter_config.json"
-"""PEFT's name of a LoRA adapter's configuration; here, because its own is in a module that takes seconds."""
+"""PEFT's file name for a LoRA adapter's configuration; not imported, because PEFT takes seconds to import."""
 
 _COMPLETE, _INCOMPLETE = "complete.json", "incomplete"
 _TRACKER = "latest_checkpointed_iteration.txt"  # for verl's own tools
@@ -46,12 +46,12 @@ class Checkpoints:
         return self.directory / f"global_step_{step}"
 
     def whole(self) -> list[Path]:
-        """The whole checkpoints, in the order in which they were completed."""
+        """Return the complete checkpoints, in the order in which they were completed."""
         found = {folder: self._sequence(folder) for folder in self._folders()}
         return sorted((folder for folder, number in found.items() if number is not None), key=found.__getitem__)
 
     def newest(self) -> Path | None:
-        """The whole checkpoint that was completed last; says which others cannot be resumed from."""
+        """Return the most recently completed checkpoint; log which folders cannot be resumed from."""
         whole = self.whole()
         for folder in self._folders():
             if folder not in whole:
@@ -62,22 +62,22 @@ class Checkpoints:
         return whole[-1] if whole else None
 
     def best(self, scores: Mapping[int, float]) -> Path | None:
-        """The whole checkpoint of the highest of ``scores``, by step, of equals the newest; None: none has a score."""
+        """Return the complete checkpoint with the highest of ``scores`` (by step), the newest on ties, or None."""
         scored = [folder for folder in self.whole() if step_of(folder) in scores]
         return max(reversed(scored), key=lambda folder: scores[step_of(folder)], default=None)
 
     def to_resume(self, trainer: DictConfig) -> Path | None:
-        """The checkpoint from which ``trainer.resume_mode`` resumes; None: from none.
+        """Return the checkpoint that ``trainer.resume_mode`` resumes from, or None.
 
         Raises:
-            ConfigurationError: ``trainer.resume_from_path`` is no checkpoint.
+            ConfigurationError: ``trainer.resume_from_path`` is not a checkpoint.
         """
         if trainer.resume_mode == "resume_path":
             return resume_folder(trainer.resume_from_path)
         return self.newest() if trainer.resume_mode == "auto" else None
 
     def remove_incomplete(self) -> None:
-        """Remove what an earlier process began to save and did not complete."""
+        """Remove checkpoints that an earlier process began to save and did not complete."""
         for folder in self._folders():
             if (folder / _INCOMPLETE).exists() and not (folder / _COMPLETE).exists():
                 shutil.rmtree(folder, ignore_errors=True)
@@ -90,15 +90,15 @@ class Checkpoints:
         model: dict[str, Any] | None = None,
         scores: Mapping[int, float] | None = None,
     ) -> Iterator[Path]:
-        """Yields the folder to write into. ``keep`` whole ones stay, all where it is None; never none meanwhile.
+        """Yield the folder to write into; keep ``keep`` complete checkpoints (None: all), and one while saving.
 
-        ``model``: what ``resumption.model_identity`` says of the model that is trained. ``scores``: held-out, by step.
+        ``model``: ``resumption.model_identity`` of the trained model. ``scores``: held-out scores by step.
 
         Raises:
-            DiskFull: nothing is left of the new one.
+            DiskFull: nothing is left of the new checkpoint.
         """
         folder = self.path(step)
-        self._prune(max(1, keep - 1) if keep else None, scores or {})  # room first, as verl makes it
+        self._prune(max(1, keep - 1) if keep else None, scores or {})  # make room first, as verl does
         shutil.rmtree(folder, ignore_errors=True)
         try:
             with disk_errors(folder):
@@ -111,7 +111,7 @@ class Checkpoints:
                 write_json(folder / _COMPLETE, complete)
                 (folder / _INCOMPLETE).unlink()
         except BaseException as error:
-            # torch's writer, in another process, does not say why it failed.
+            # torch's writer, in another process, does not report why it failed.
             full = "No space left on device" in str(error) or disk_is_full(self.directory)
             shutil.rmtree(folder, ignore_errors=True)
             if full and not isinstance(error, DiskFull):
@@ -125,7 +125,7 @@ class Checkpoints:
         for folder in self.whole()[: -keep or None] if keep else []:
             if folder == best:
                 continue
-            os.replace(folder / _COMPLETE, folder / _INCOMPLETE)  # a kill in the middle leaves one that is removed
+            os.replace(folder / _COMPLETE, folder / _INCOMPLETE)  # after a kill midway, the next start removes it
             shutil.rmtree(folder, ignore_errors=True)
 
     def _folders(self) -> list[Path]:
@@ -133,7 +133,7 @@ class Checkpoints:
         return sorted(found, key=step_of)
 
     def _sequence(self, folder: Path) -> int | None:
-        """Its place in the order of completion; None for one that is not whole."""
+        """Return its position in the order of completion, or None if it is not complete."""
         try:
             saved = read_json(folder / _COMPLETE)
             whole = saved and all((folder / name).stat().st_size == size for name, size in saved["files"].items())
@@ -143,17 +143,17 @@ class Checkpoints:
 
 
 def checkpoints_of(run: RunDir) -> Checkpoints:
-    """Those of a run, wherever its folder is now."""
+    """Return the checkpoints of a run, even if its folder was moved."""
     if run.checkpoints.is_dir() or not run.config.exists():
         return Checkpoints(run.checkpoints)
     return Checkpoints(read_config_yaml(run.config).trainer.default_local_dir)
 
 
 def choose_checkpoint(run: RunDir, step: int | None = None, best: bool = False) -> Path:
-    """The newest whole checkpoint of a run, that of ``step``, or the one with the best held-out score.
+    """Return a run's newest complete checkpoint, the one of ``step``, or the one with the best held-out score.
 
     Raises:
-        ConfigurationError: there is none; says which there are.
+        ConfigurationError: there is none; the message says which there are.
     """
     checkpoints = checkpoints_of(run)
     whole = {step_of(folder): folder for folder in checkpoints.whole()}
@@ -175,7 +175,7 @@ def choose_checkpoint(run: RunDir, step: int | None = None, best: bool = False) 
 
 
 def resume_folder(path: str | Path) -> Path:
-    """``trainer.resume_from_path`` as a folder. Raises ConfigurationError: it is no checkpoint."""
+    """Return ``trainer.resume_from_path`` as a folder; raise ConfigurationError if it is not a checkpoint."""
     folder = Path(path).expanduser().resolve()
     if not re.fullmatch(r"global_step_\d+", folder.name) or not (folder / "actor").is_dir():
         raise ConfigurationError(
@@ -185,15 +185,15 @@ def resume_folder(path: str | Path) -> Path:
 
 
 def model_of(folder: Path) -> dict[str, Any] | None:
-    """The identity of the model that was trained to a checkpoint; None where the checkpoint does not say."""
+    """Return the identity of a checkpoint's model; None if the checkpoint does not record it."""
     try:
         return read_json(folder / _COMPLETE, {}).get("model")
-    except RunDirError:  # cut short; resumed from only where trainer.resume_from_path names it
+    except RunDirError:  # truncated; resumed from only if trainer.resume_from_path names it
         return None
 
 
 def step_of(folder: Path) -> int:
-    """Raises ValueError: its name is not ``global_step_N``."""
+    """Return the step of a folder; raise ValueError if its name is not ``global_step_N``."""
     return int(folder.name.removeprefix("global_step_"))
 
 

@@ -1,1 +1,1 @@
-"""What ``verl-atropos`` can do beside training."""
+"""The commands of ``verl-atropos`` other than training."""

@@ -1,7 +1,7 @@
-"""Whether this machine can train: ``verl-atropos doctor [--preset NAME] [key=value ...]``
+"""Check whether this machine can train: ``verl-atropos doctor [--preset NAME] [key=value ...]``
 
-Nothing is started but interpreters. Each check tells what it found, or what is wrong and the fix. What a configuration
-needs is checked for that configuration; without a model, for any.
+Only Python interpreters are started. Each check reports what it found, or what is wrong and the fix. The checks apply
+to the given configuration; without a model, to any model.
 """
 
 import argparse
@@ -32,19 +32,19 @@ _MODEL = "actor_rollout_ref.model.path"
 _TRAINER = ("torch", "verl", "atroposlib", "ray", "transformers")
 _SGLANG = ("torch", "sglang", "transformers")
 _GIB = 1 << 30
-_LEAST_MEMORY = 6  # GiB, what the demonstration takes
+_LEAST_MEMORY = 6  # GiB that the demonstration needs
 
 
 @dataclass(frozen=True)
 class Finding:
-    """``told``: what was found, or, where not ``ok``, what is wrong and the fix."""
+    """Result of one check. ``told``: what was found or, if not ``ok``, what is wrong and the fix."""
 
     ok: bool
     told: str
 
 
 def examine(config: DictConfig) -> dict[str, Finding]:
-    """Every check, by name."""
+    """Run every check, and return the findings by name."""
     on_gpu, placed = device_of(config) == "cuda", config.copy()
     checks: dict[str, Callable[[], str]] = {
         "machine": _machine,
@@ -93,7 +93,7 @@ def _installed(python: str, packages: Sequence[str]) -> str:
 
 
 def usable_gpus() -> int:
-    """0 without a GPU. Raises LaunchError: there is one, and torch cannot use it."""
+    """Return the number of usable GPUs. Raises LaunchError if there is a GPU that torch cannot use."""
     import torch
 
     if not visible_gpus():
@@ -107,7 +107,7 @@ def usable_gpus() -> int:
 
 
 def _gpus(config: DictConfig) -> str:
-    """Decides who shares GPUs, as a start does."""
+    """Decide in ``config`` whether servers share the trainer's GPUs, as the launcher does."""
     if not (usable := usable_gpus()):
         raise LaunchError("trainer.device=cuda, and no GPU is visible: see CUDA_VISIBLE_DEVICES and nvidia-smi -L")
     return "; ".join([f"{usable} usable", *filter(None, [place_servers(config)])])
@@ -124,7 +124,7 @@ def _memory_saver(python: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status 0 only if every check passed."""
+    """Return exit status 0 only if every check passed."""
     parser = argparse.ArgumentParser(prog="verl-atropos doctor", description=__doc__.splitlines()[0].partition(":")[0])
     parser.add_argument("--preset", help="a file of config/preset, without .yaml")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the configuration")

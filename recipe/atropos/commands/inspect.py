@@ -1,6 +1,6 @@
-"""One trajectory that a run was trained on, token by token: ``verl-atropos inspect runs/NAME --step 3 --group 0``
+"""Show one trajectory that a run trained on, token by token: ``verl-atropos inspect runs/NAME --step 3 --group 0``
 
-Each token is colored by mask, logprob and advantage. The run must have been started with
+Each token is styled by mask, logprob and advantage. The run must have been started with
 ``trainer.atropos.record_batches=true``.
 """
 
@@ -27,14 +27,14 @@ from recipe.atropos.errors import one_line_errors
 from recipe.atropos.run_dir import RunDir
 from recipe.atropos.verl_ext.batch import DataProto
 
-_UNLIKELY = -3.0  # nats; a sampled token below it (5%) is underlined
+_UNLIKELY = -3.0  # nats, a probability of 5%; a less likely token is underlined
 
 
 def rows_of_step(config: DictConfig, step: int) -> DataProto:
-    """The recorded batch of ``step`` as rows, with the advantages that these rows alone give.
+    """Return the recorded batch of ``step`` as rows, with advantages computed from these rows alone.
 
-    A penalty on the KL in the reward, rejection and statistics over the whole run need the model and the run; they are
-    left out.
+    A KL penalty in the reward, rejection, and statistics over the whole run are left out, since they need the model and
+    the run.
 
     Raises:
         DataSourceError: there is no such batch, or the estimator needs the model.
@@ -57,10 +57,10 @@ def rows_of_step(config: DictConfig, step: int) -> DataProto:
 
 
 def find_row(rows: DataProto, group: int, sequence: int) -> int:
-    """The row of the ``sequence``-th trained sequence of ``group``.
+    """Return the index of the row with trained sequence number ``sequence`` (from 0) of ``group``.
 
     Raises:
-        DataSourceError: there is none; says which there are.
+        DataSourceError: there is none; the message says which there are.
     """
     of_group = [row for row, uid in enumerate(rows.non_tensor_batch["uid"]) if uid == str(group)]
     if sequence not in range(len(of_group)):
@@ -72,7 +72,7 @@ def find_row(rows: DataProto, group: int, sequence: int) -> int:
 
 
 def tokens_of_row(rows: DataProto, row: int, tokenizer: Any) -> Iterator[dict[str, Any]]:
-    """A row's tokens in order: position, id, text, trained, logprob and advantage (None where there is none)."""
+    """Yield a row's tokens in order: position, id, text, trained, logprob and advantage (None if there is none)."""
     tensors = rows.batch
     width = tensors["prompts"].shape[1]
     known = rows.non_tensor_batch["has_log_probs"][row]
@@ -91,7 +91,7 @@ def tokens_of_row(rows: DataProto, row: int, tokenizer: Any) -> Iterator[dict[st
 
 
 def style_of(token: dict[str, Any], largest: float) -> Style:
-    """Grey: not trained on. Green and red: advantage above and below 0, the fuller the larger. Underlined: unlikely."""
+    """Return gray if not trained on, else green or red by the advantage's sign and size; underlined if unlikely."""
     if not token["trained"]:
         return Style(color="bright_black")
     share = min(1.0, abs(token["advantage"]) / largest) if largest else 0.0

@@ -1,12 +1,12 @@
-"""How much memory a configuration needs of each GPU: ``verl-atropos plan key=value ...``
+"""Estimate how much memory a configuration needs on each GPU: ``verl-atropos plan key=value ...``
 
-Nothing is loaded: the model is built on torch's meta device, and what its layers keep for the backward pass is counted
-as they run there. What stays (parameters, optimizer) is exact to a percent or two; activations are an estimate of the
-largest moment, to a quarter. Not counted: CUDA's own context (about 0.5 GiB), fragmentation, NCCL's buffers.
+No weights are loaded: the model is built on torch's meta device, and what its layers save for the backward pass is
+counted as they run there. Persistent memory (parameters, optimizer) is accurate to 1 or 2 percent, the estimated peak
+of activations to 25 percent. Not counted: the CUDA context (about 0.5 GiB), fragmentation, NCCL's buffers.
 
-What verl does, by its sources (workers/engine/fsdp/transformer_impl.py): parameters, gradients and Adam's moments are
-float32 and divided over the ranks; a layer is gathered in bfloat16 while it runs, and the next one ahead of it; the
-embeddings and the head stay gathered. The reference policy is held in bfloat16.
+verl's memory use, from its source (workers/engine/fsdp/transformer_impl.py): parameters, gradients and Adam's moments
+are float32 and sharded over the ranks; a layer is gathered in bfloat16 while it runs, and the next one is prefetched;
+the embeddings and the head stay gathered. The reference policy is held in bfloat16.
 """
 
 import argparse
@@ -32,40 +32,40 @@ from recipe.atropos.verl_ext.device import PrecisionType
 GIB = 1 << 30
 _ADAM_BYTES = 8  # two float32 moments
 _COMPUTED = torch.bfloat16
-_LARGEST_SHARE = 0.9  # of a GPU; the rest is what is not counted
-_SGLANG_SHARE = 0.85  # about what SGLang takes where nothing is given
-_KEPT_BY_SERVERS = 3 * GIB  # of colocated ones, never released: context, graphs, workspaces (an estimate)
+_LARGEST_SHARE = 0.9  # of a GPU; the rest is for what is not counted
+_SGLANG_SHARE = 0.85  # roughly SGLang's default
+_KEPT_BY_SERVERS = 3 * GIB  # never released by colocated servers: context, graphs, workspaces (an estimate)
 
 
 @dataclass(frozen=True)
 class TrainerPlan:
-    """Bytes on each of the trainer's GPUs. The first four stay, the others come and go with a micro-batch."""
+    """Bytes on each trainer GPU. The first three persist, and buckets if ``buckets_stay``; the rest are temporary."""
 
     parameters: int
     optimizer: int
     reference: int
-    buckets: int  # of a push
-    buckets_stay: bool  # from one push to the next
+    buckets: int  # of a weight push
+    buckets_stay: bool  # allocated between pushes
     gradients: int
-    gathered: int  # embeddings, head, and two layers, in the dtype that is computed with
+    gathered: int  # embeddings, head, and two layers, in the compute dtype
     activations: int
     logits: int
-    resident: int  # of the first three, what is not offloaded while the servers generate
+    resident: int  # part of the first three that is not offloaded while the servers generate
 
     @property
     def peak(self) -> int:
-        """In an update, or in a push, when the activations are gone."""
+        """The larger of an update's memory and that of a push, when the activations are freed."""
         moving = self.gathered + self.activations + self.logits + (self.buckets if self.buckets_stay else 0)
-        staying = self.parameters + self.optimizer + self.reference + self.gradients  # verl loads what was offloaded
+        staying = self.parameters + self.optimizer + self.reference + self.gradients  # verl loads offloaded state
         return staying + max(moving, self.buckets + self.gathered)
 
 
-_NO_PARTS = ("resident", "buckets_stay")  # of what a GPU holds
+_NO_PARTS = ("resident", "buckets_stay")  # fields that are not parts of the total
 
 
 @dataclass(frozen=True)
 class ServerPlan:
-    """Bytes on each of a server's GPUs, and the tokens that its KV cache has room for."""
+    """Bytes on each of a server's GPUs, and the number of tokens that fit in its KV cache."""
 
     weights: int
     cache: int
@@ -76,28 +76,28 @@ class ServerPlan:
 class Plan:
     trainer: TrainerPlan
     server: ServerPlan
-    memory: int  # of a GPU
+    memory: int  # bytes of a GPU
     colocated: bool
     problems: list[str]
 
 
 def plan_memory(config: DictConfig, memory: int | None = None) -> Plan:
-    """``memory``: bytes of each GPU; None: this machine's.
+    """Return the memory plan of ``config``. ``memory``: bytes of each GPU; None: this machine's.
 
     Raises:
-        ConfigurationError: the model's configuration cannot be read, or no GPU is here and no memory given.
+        ConfigurationError: the model's configuration cannot be read, or there is no GPU here and ``memory`` is None.
     """
     if memory is None:
         memory = _memory_here()
     model, colocated = _on_meta(config), config.inference.colocated
-    if colocated is None:  # as the launcher decides it; elsewhere each is taken to have its own
+    if colocated is None:  # as the launcher decides; without GPUs here, assume separate GPUs
         colocated = (
             0 < visible_gpus() < config.trainer.n_gpus_per_node + config.inference.servers * _launch(config).gpus
         )
     config = config.copy()
     config.trainer.device, config.inference.colocated = "cuda", colocated
     server = _server(config, model, memory, colocated)
-    trainer = _trainer(config, model)  # last: it may put an adapter into the model
+    trainer = _trainer(config, model)  # last: it may add an adapter to the model
     return Plan(trainer, server, memory, colocated, list(_problems(config, trainer, server, memory, colocated)))
 
 
@@ -126,13 +126,13 @@ def _on_meta(config: DictConfig) -> PreTrainedModel:
 
 
 def parameters_of(model: PreTrainedModel) -> int:
-    """Each once, also where two are tied."""
+    """Return the number of parameters; tied ones count once."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 def _adapt(config: DictConfig, model: PreTrainedModel) -> int:
-    """Put an adapter into the model; returns its number of parameters."""
-    from peft import LoraConfig, get_peft_model  # it takes seconds
+    """Add an adapter to the model, and return the adapter's number of parameters."""
+    from peft import LoraConfig, get_peft_model  # imported here: it takes seconds
 
     settings = config.actor_rollout_ref.model
     targets = settings.target_modules
@@ -165,9 +165,9 @@ def _trainer(config: DictConfig, model: PreTrainedModel) -> TrainerPlan:
     buckets = 2 * min((pushes or BUCKET_MEGABYTES["cuda"]) << 20, _COMPUTED.itemsize * whole)
     by_handles = not goes_over_nccl(config) and config.trainer.atropos.weight_sync.transport != "disk"
     if settings.lora_rank and not settings.lora.merge:
-        buckets = 0  # an adapter travels in a request
+        buckets = 0  # an adapter is sent inside a request
     elif by_handles and _launch(config).gpus > 1:
-        buckets = _COMPUTED.itemsize * whole  # SGLang's ranks still read one while the next is filled
+        buckets = _COMPUTED.itemsize * whole  # SGLang's ranks still read one bucket while the next is filled
     return TrainerPlan(
         parameters=parameters,
         optimizer=optimizer,
@@ -189,7 +189,7 @@ def _bytes(dtype: str | None) -> int:
 
 
 def _logits(config: DictConfig, model: PreTrainedModel, tokens: int) -> int:
-    """As verl's ``logprobs_from_logits`` does it: flash-attn's loss works in place, torch's keeps what it makes."""
+    """Return the bytes of logits in verl's ``logprobs_from_logits``: flash-attn works in place, torch keeps copies."""
     if config.actor_rollout_ref.model.use_fused_kernels:
         return 0
     one = tokens * model.config.get_text_config().vocab_size * _COMPUTED.itemsize
@@ -202,16 +202,16 @@ def _logits(config: DictConfig, model: PreTrainedModel, tokens: int) -> int:
 
 
 def decoder_layers(model: PreTrainedModel) -> torch.nn.ModuleList:
-    """Those that FSDP wraps one by one: the list with the most of the modules that are not to be split."""
+    """Return the layers that FSDP wraps one by one: the ModuleList with the most ``_no_split_modules``."""
     lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
     names = set(model._no_split_modules or ())
     return max(lists, key=lambda found: sum(type(layer).__name__ in names for layer in found))
 
 
 def activations(model: PreTrainedModel, tokens: int, checkpointed: bool) -> int:
-    """Bytes that a forward pass over ``tokens`` packed tokens keeps for the backward pass, without the logits.
+    """Return the bytes that a forward pass over ``tokens`` packed tokens saves for the backward pass, without logits.
 
-    With gradient checkpointing each layer keeps its input, and one at a time all that it computes.
+    With gradient checkpointing, each layer saves its input, and one layer at a time saves everything it computes.
     """
     layers = decoder_layers(model)
     kept = _kept_by_layers(model, tokens)
@@ -225,7 +225,7 @@ def _kept_by_layers(model: PreTrainedModel, tokens: int) -> list[int]:
     kept: list[int] = []
     parameters = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
     seen: set[int] = set()
-    alive = []  # a storage that went would leave its place to another
+    alive = []  # keep storages alive: the address of a freed one could be reused
 
     def count(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
@@ -263,7 +263,7 @@ def _kept_by_layers(model: PreTrainedModel, tokens: int) -> list[int]:
 
 
 class _Attention(torch.autograd.Function):
-    """Keeps what FlashAttention keeps: queries, keys, values, output, and a float32 for each token and head."""
+    """Saves what FlashAttention saves: queries, keys, values, output, and a float32 for each token and head."""
 
     @staticmethod
     def forward(ctx, query, key, value):
@@ -294,7 +294,7 @@ def _launch(config: DictConfig) -> SGLangLaunch:
 def _server(config: DictConfig, model: PreTrainedModel, memory: int, colocated: bool) -> ServerPlan:
     text = model.config.get_text_config()
     flags = _launch(config).extra_args
-    gpus = int(flags.get("tp_size") or 1) * int(flags.get("pp_size") or 1)  # data parallel ranks each have all of it
+    gpus = int(flags.get("tp_size") or 1) * int(flags.get("pp_size") or 1)  # each data-parallel rank has all of it
     weights = _bytes(config.inference.dtype) * parameters_of(model) // gpus
     share = float(
         flags.get("mem_fraction_static")
@@ -312,7 +312,7 @@ def _server(config: DictConfig, model: PreTrainedModel, memory: int, colocated: 
 def _problems(
     config: DictConfig, trainer: TrainerPlan, server: ServerPlan, memory: int, colocated: bool
 ) -> Iterator[str]:
-    """What does not fit, each with what to change."""
+    """Yield what does not fit, each with the setting to change."""
     room = int(_LARGEST_SHARE * memory)
     kept = _KEPT_BY_SERVERS if colocated else 0
     if trainer.peak + kept > room:
@@ -350,7 +350,7 @@ _CHANGES = {
 }
 
 
-# ---------------------------------------------------------------- shown
+# ---------------------------------------------------------------- output
 
 
 def show(plan: Plan, console: Console) -> None:
@@ -372,7 +372,7 @@ def show(plan: Plan, console: Console) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status 0 only if all of it fits."""
+    """Return exit status 0 only if everything fits."""
     parser = argparse.ArgumentParser(
         prog="verl-atropos plan",
         description="Print the memory that a configuration needs of each GPU.",

@@ -1,8 +1,8 @@
-"""Train on the recorded batches of a run again, without any server: ``verl-atropos replay runs/NAME [key=value ...]``
+"""Train again on the recorded batches of a run, without any server: ``verl-atropos replay runs/NAME [key=value ...]``
 
-It takes the run's own configuration, writes into ``runs/NAME-replay``, and says whether the weights became the same: on
-a CPU they do; on GPUs set ``actor_rollout_ref.actor.fsdp_config.full_determinism=true`` in both. The run must have been
-started with ``trainer.atropos.record_batches=true``.
+It uses the run's configuration, writes to ``runs/NAME-replay``, and reports whether the final weights are the same. On
+a CPU they are; on GPUs, set ``actor_rollout_ref.actor.fsdp_config.full_determinism=true`` for both. The run must have
+been started with ``trainer.atropos.record_batches=true``.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from recipe.atropos.run_dir import RunDir
 
 
 def replay(run: Path, overrides: Sequence[str], console: Console) -> bool:
-    """Train on the recorded batches of ``run``; True if the weights of the last step equal the run's.
+    """Train on the recorded batches of ``run``; return True if the weights of the last step equal the run's.
 
     Raises:
         ConfigurationError, FileNotFoundError, DataSourceError: there is nothing to replay.
@@ -43,7 +43,7 @@ def replay(run: Path, overrides: Sequence[str], console: Console) -> bool:
     }
     for key, value in settings.items():
         OmegaConf.update(config, key, value)
-    OmegaConf.set_struct(config, True)  # a key that is not there is a misspelt one
+    OmegaConf.set_struct(config, True)  # an unknown key is a misspelled one
     config.merge_with_dotlist(list(overrides))
     train(config)
     step = config.trainer.total_training_steps
@@ -60,10 +60,10 @@ def replay(run: Path, overrides: Sequence[str], console: Console) -> bool:
 
 
 def differing_tensors(one: Path, other: Path) -> list[str]:
-    """Names of the tensors that two checkpoints of the actor do not share bit for bit, over all ranks.
+    """Return the names of the tensors that are not equal in two checkpoints of the actor, over all ranks.
 
     Raises:
-        FileNotFoundError: a checkpoint has no model, or one of another number of ranks.
+        FileNotFoundError: a checkpoint has no model, or the numbers of ranks differ.
     """
     names = []
     files, others = ({path.name for path in folder.glob("model_world_size_*.pt")} for folder in (one, other))

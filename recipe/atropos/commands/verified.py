@@ -1,4 +1,4 @@
-"""What ``verify-env`` found, on the console."""
+"""The result of ``verify-env``, and its console output."""
 
 import traceback
 from collections.abc import Mapping, Sequence
@@ -14,13 +14,13 @@ from rich.text import Text
 from recipe.atropos.adapter.completion_cache import NOT_PUSHED
 from recipe.atropos.data.rows import ConversionReport, Row
 
-_SHOWN_IDS = 12  # of a prompt or an answer, at each end
-_SHOWN_TEXT = 2000  # characters of an item
+_SHOWN_IDS = 12  # at each end of a prompt or an answer
+_SHOWN_TEXT = 2000  # characters of an item or a raw reply
 
 
 @dataclass
 class Exchange:
-    """A request that the server got, and what it answered. ``messages`` are those that its prompt was made of."""
+    """A request to the server and its reply. ``messages`` are those from which the prompt was built."""
 
     path: str
     request: Mapping[str, Any]
@@ -31,7 +31,7 @@ class Exchange:
 
     @property
     def answers(self) -> list[tuple[list[int], list[float]]]:
-        """Token ids and logprobs of each choice; none where the reply has no token ids."""
+        """Token ids and logprobs of each choice; empty if the reply has no token ids."""
         replies = self.reply if isinstance(self.reply, list) else [self.reply]
         if self.path != "/generate" or self.status != 200:
             return []
@@ -41,28 +41,28 @@ class Exchange:
 
 @dataclass
 class Verified:
-    """What became of one item."""
+    """The exchanges, groups and rows that resulted from one item."""
 
     env: BaseEnv
     item: Any
     exchanges: list[Exchange]
     returned: Any = None
     posted: list[dict[str, Any]] = field(default_factory=list)
-    counts: dict[str, int] = field(default_factory=dict)  # the environment's
+    counts: dict[str, int] = field(default_factory=dict)  # by the environment itself
     warnings: list[str] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
     report: ConversionReport = field(default_factory=ConversionReport)
-    not_sampled: list[str] = field(default_factory=list)  # trained spans that no reply has
+    not_sampled: list[str] = field(default_factory=list)  # trained spans found in no reply
     error: Exception | None = None
 
     @property
     def ok(self) -> bool:
-        """Whether there is something to train on, all of it sampled by the server."""
+        """Whether there are rows to train on, all sampled by the server, and no error."""
         return self.error is None and bool(self.rows) and not self.not_sampled
 
 
 def show(result: Verified, console: Console, table: bool = False) -> None:
-    """Print it; ``table``: also a line for each token of the rows."""
+    """Print the result; ``table``: also a line for each token of the rows."""
     env, tokenizer = result.env, result.env.tokenizer
     config = env.config
     console.print(

@@ -1,9 +1,9 @@
-"""One group of an environment with a real SGLang server, and what each side saw: ``verl-atropos verify-env``.
+"""Roll out one group with a real SGLang server, and show what each side saw: ``verl-atropos verify-env``.
 
-- The environment is the adapted one that a run would have, and calls the server through a recorder: what is shown of
-  the server are the bytes that passed, whatever way the environment took. Its calls are made one after the other.
-- Nothing is posted anywhere. What would have been is read as the trainer reads it (``data.reading``).
-- What leaves the group on the way is named: by the environment's counts and warnings, or by the trainer's.
+- The environment is adapted as in a run and calls the server through a recording proxy, which shows the actual
+  requests and replies, however the environment makes its calls. The calls are serialized.
+- Nothing is posted anywhere. What would have been posted is read as the trainer reads it (``data.reading``).
+- Whatever is dropped from the group is reported, by the environment's counts and warnings or by the trainer's.
 """
 
 import argparse
@@ -42,15 +42,15 @@ from recipe.atropos.utils.secret import API_KEY_VARIABLE
 async def verify(
     target: str, model: str | None, url: str | None, overrides: Mapping[str, Any], timeout: float = 300.0
 ) -> Verified:
-    """Roll out and score one item of ``target``; ``timeout`` in seconds, over all of it.
+    """Roll out and score one item of ``target``; ``timeout``: seconds for setup and rollout together.
 
-    ``model`` is the folder or name of the policy, ``url`` its server's; both are the environment's own where they are
-    None. The server's key is $ATROPOS_API_KEY. What the environment raises in the rollout is in the result.
+    ``model`` is the folder or name of the policy, ``url`` its server's address; None selects the environment's own. The
+    server's key is $ATROPOS_API_KEY. An exception that the environment raises in the rollout is stored in the result.
 
     Raises:
-        EnvironmentTargetError, ValueError: there is no such environment, or it has no such configuration.
+        EnvironmentTargetError, ValueError: there is no such environment, or its configuration is invalid.
         InferenceError: the server does not answer.
-        TimeoutError: it takes longer.
+        TimeoutError: setup and rollout exceed ``timeout``.
     """
     environment = adapt(load_environment(target))
     environment = type(environment.__name__, (_Recorded, environment), {"__module__": environment.__module__})
@@ -99,7 +99,7 @@ async def verify(
 
 
 class _Recorded:
-    """In front of an adapted environment: keeps in ``posted`` what would go to the API."""
+    """Mixin that keeps in ``posted`` what would go to the API; must precede the adapted environment in the MRO."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -111,7 +111,7 @@ class _Recorded:
 
 
 class _Warnings(logging.Handler):
-    """Each message once, from WARNING on."""
+    """Handler that collects each distinct message at WARNING or above."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -125,7 +125,7 @@ class _Warnings(logging.Handler):
 
 @contextlib.asynccontextmanager
 async def _recorder(url: str) -> AsyncIterator[tuple[str, list[Exchange]]]:
-    """An address that passes requests on to the server at ``url``, and what passed."""
+    """Run a proxy to the server at ``url``; yield its address and the exchanges that it records."""
     exchanges: list[Exchange] = []
     connector = aiohttp.TCPConnector(force_close=True, limit=0)
     async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None)) as session:
@@ -135,7 +135,7 @@ async def _recorder(url: str) -> AsyncIterator[tuple[str, list[Exchange]]]:
             headers = {k: v for k, v in request.headers.items() if k in ("Authorization", "Content-Type")}
             async with session.request(request.method, url + request.path_qs, data=body, headers=headers) as reply:
                 content = await reply.read()
-            if request.method == "POST" and request.path != "/tokenize":  # by it the adapter compares tokenizers
+            if request.method == "POST" and request.path != "/tokenize":  # the adapter compares tokenizers with it
                 seconds = time.monotonic() - begun
                 exchanges.append(Exchange(request.path, _json(body), reply.status, _json(content), seconds))
             return web.Response(status=reply.status, body=content, content_type=reply.content_type)
@@ -159,11 +159,11 @@ def _json(content: bytes) -> Any:
         return content.decode(errors="replace")
 
 
-_inside: ContextVar[bool] = ContextVar("inside", default=False)  # a call of the environment
+_inside: ContextVar[bool] = ContextVar("inside", default=False)  # one of the environment's calls
 
 
 def _watch_calls(env: BaseEnv, exchanges: list[Exchange]) -> None:
-    """Have the environment's calls made one after the other: what passes meanwhile belongs to the call's messages."""
+    """Serialize the environment's calls, so that each exchange can be assigned the messages of its call."""
     one = asyncio.Lock()
 
     async def watch(call: Callable[..., Awaitable[Any]], **arguments: Any) -> Any:
@@ -185,7 +185,7 @@ def _watch_calls(env: BaseEnv, exchanges: list[Exchange]) -> None:
 
 
 def _not_sampled(groups: Sequence[Mapping[str, Any]], exchanges: Sequence[Exchange], tokenizer: Any) -> Iterator[str]:
-    """The trained spans that stand in no reply with the same logprobs."""
+    """Yield the trained spans that occur in no reply with the same logprobs."""
     answers = [answer for exchange in exchanges for answer in exchange.answers]
     for number, group in enumerate(groups):
         logprobs = group.get("inference_logprobs") or [None] * len(group["tokens"])
@@ -205,11 +205,11 @@ def _stands_in(tokens: list[int], logprobs: list[float] | None, sampled: list[in
     )
 
 
-# ---------------------------------------------------------------------- for the eye
+# ---------------------------------------------------------------------- command line
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status 0 only if what the environment makes of one item can be trained on."""
+    """Return exit status 0 only if the rows of one item can be trained on and were sampled by the server."""
     parser = argparse.ArgumentParser(
         prog="verl-atropos verify-env", description="One group with a real server, and what each side saw."
     )

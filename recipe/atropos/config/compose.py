@@ -1,18 +1,18 @@
-"""The configuration of a command line: ``trainer.yaml``, a preset, a file, and ``key=value`` arguments, checked.
+"""The checked configuration of a command line: ``trainer.yaml``, a preset, a file, and ``key=value`` arguments.
 
 Guarantees:
 
 - a key that does not exist is an error that names the nearest one, whether it is given as ``key``, ``+key``, ``++key``
-  or inside of ``key={...}``; so is a key of verl's that has no effect here, where its value differs from the shipped,
-  and a key of another recipe for Atropos, whose error names the key of this one, wherever it stands;
+  or inside ``key={...}``; so is a verl key that has no effect here, if its value differs from the shipped one, and,
+  wherever it occurs, a key of another recipe for Atropos, whose error names the key of this one;
 - every value is checked by ``schema``;
 - verl, torch and Ray are not imported.
 
-``config=FILE`` names a YAML file of the user's, whose values stand over those of ``trainer.yaml`` and the preset, and
-below the other arguments. Its mappings are merged, and ``preset: NAME`` in it chooses a preset.
+``config=FILE`` names the user's YAML file, whose values override those of ``trainer.yaml`` and the preset, and are
+overridden by the other arguments. Its mappings are merged, and ``preset: NAME`` in it chooses a preset.
 
-The values of arguments are those of Hydra's override grammar. A mapping that is free by design (``FREE``) is replaced
-as a whole by ``key={...}``, so ``environment.args={}`` empties it, and extended by ``key.name=value``.
+The values of arguments follow Hydra's override grammar. A free-form mapping (``FREE``) is replaced as a whole by
+``key={...}``, so ``environment.args={}`` empties it, and extended by ``key.name=value``.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ from recipe.atropos.utils.secret import COMPLETE, check_not_hidden, read_config_
 
 FOLDER = Path(__file__).parent
 
-# Mappings whose keys are the user's, or another program's.
+# Mappings whose keys are defined by the user or by another program.
 FREE = (
     "inference.args",
     "environment.args",
@@ -65,14 +65,14 @@ LAUNCHER_KEYS = {
     "trainer.atropos.api_url": "api.host and api.port",
     "trainer.atropos.startup_timeout": "inference.start_timeout",
 }
-# Where a run's services are: other addresses at each start.
+# The addresses of a run's services, which differ at each start.
 OF_EACH_START = {*LAUNCHER_KEYS, "actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.atropos.urls"}
 _PROBE = "a_key_of_no_configuration"
-_ONLY_IN_DATACLASSES = ("actor_rollout_ref.actor.checkpoint.save_lora_only",)  # of verl, which its YAML leaves out
+_ONLY_IN_DATACLASSES = ("actor_rollout_ref.actor.checkpoint.save_lora_only",)  # verl's, but not in its YAML
 
 
 def verl_config_folder() -> Path:
-    """Where verl's YAML is, without importing verl: that takes seconds, and warns."""
+    """Return the folder of verl's YAML without importing verl, which takes seconds and warns."""
     spec = importlib.util.find_spec("verl")
     if spec is None or not spec.submodule_search_locations:
         raise ConfigurationError("verl is not installed in this environment; install it as the README says")
@@ -84,7 +84,7 @@ def presets() -> list[str]:
 
 
 def load_config(overrides: Sequence[str], tell: Callable[[str], None] = lambda _: None) -> DictConfig:
-    """Compose, resolve and check. ``tell`` is called with what the user should know.
+    """Compose, resolve and check. ``tell`` is called with messages for the user.
 
     Raises:
         ConfigurationError: naming key and value, and the nearest key, the choices, or what to set instead.
@@ -93,7 +93,7 @@ def load_config(overrides: Sequence[str], tell: Callable[[str], None] = lambda _
 
 
 def resolved(composed: DictConfig) -> DictConfig:
-    """A copy of what ``compose_config`` gave, resolved and checked; raises as ``load_config``."""
+    """Return a resolved and checked copy of what ``compose_config`` returned; raises as ``load_config``."""
     config = copy.deepcopy(composed)
     try:
         OmegaConf.resolve(config)
@@ -104,7 +104,7 @@ def resolved(composed: DictConfig) -> DictConfig:
 
 
 def with_values(composed: DictConfig, values: Mapping[str, Any]) -> DictConfig:
-    """A copy with other values, by key, which the keys that refer to them follow."""
+    """Return a copy with other values, by key; keys that refer to them follow."""
     config = copy.deepcopy(composed)
     with open_dict(config):
         for key, value in values.items():
@@ -113,12 +113,12 @@ def with_values(composed: DictConfig, values: Mapping[str, Any]) -> DictConfig:
 
 
 def load_complete(path: Path, hidden: Sequence[str] = ()) -> DictConfig:
-    """The configuration of a run as its launcher wrote it, resolved and checked; nothing is composed.
+    """Load the configuration of a run as its launcher wrote it, resolved and checked; nothing is composed.
 
-    ``hidden``: what ``secret.hidden_settings`` gave, in JSON.
+    ``hidden``: what ``secret.hidden_settings`` returned, in JSON.
 
     Raises:
-        ConfigurationError: there is no such file, or its values are not those of this version.
+        ConfigurationError: there is no such file, or its values are not valid in this version.
     """
     if not path.is_file():
         raise ConfigurationError(f"{path} is not there; give the folder of a run that launch_services started")
@@ -132,9 +132,9 @@ def load_complete(path: Path, hidden: Sequence[str] = ()) -> DictConfig:
 def complete_config(
     composed: DictConfig, config: DictConfig, directory: Path, addresses: Mapping[str, Any] | None = None
 ) -> DictConfig:
-    """``config``, which is ``composed`` resolved, with what the launcher has decided since.
+    """Return ``config``, which is ``composed`` resolved, with what the launcher has decided since.
 
-    That is the folder of the run, the model's, whether servers share the trainer's GPUs, and, by key, ``addresses``.
+    That is the folder of the run and of the model, whether servers share the trainer's GPUs, and ``addresses`` by key.
 
     Raises:
         ConfigurationError: as ``load_config``.
@@ -149,7 +149,7 @@ def complete_config(
 
 
 def compose_config(overrides: Sequence[str], tell: Callable[[str], None] = lambda _: None) -> DictConfig:
-    """As ``load_config``, with interpolations, and values not yet checked by the schema."""
+    """Compose as ``load_config`` does, with interpolations, and values not yet checked by the schema."""
     in_file, given = _given(overrides)
     check_renamed(dict(in_file + given))
     preset = next((value for key, value in reversed(in_file + given) if key == "preset"), None)
@@ -173,12 +173,12 @@ def compose_config(overrides: Sequence[str], tell: Callable[[str], None] = lambd
 
 
 def quoted(value: str | Path) -> str:
-    """As Hydra's override grammar takes it, a string whatever is in it, ``=``, commas and spaces included."""
+    """Quote a value for Hydra's override grammar, as a string even if it contains ``=``, commas or spaces."""
     return "'" + str(value).replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
 def given_keys(overrides: Sequence[str]) -> set[str]:
-    """The keys that overrides set, however they are spelled: ``+run.dir=a`` and ``run={dir: a}`` both set run.dir."""
+    """Return the keys that overrides set, however spelled: ``+run.dir=a`` and ``run={dir: a}`` both set run.dir."""
     keys: set[str] = set()
     for key, value in given_values(overrides):
         keys |= {key, *(_keys(value, f"{key}.") if isinstance(value, dict) else ())}
@@ -186,17 +186,17 @@ def given_keys(overrides: Sequence[str]) -> set[str]:
 
 
 def given_values(overrides: Sequence[str]) -> list[tuple[str, Any]]:
-    """The overrides as (key, value), without the ``+`` before a key; mappings are dicts. Those of a file come first.
+    """Return the overrides as (key, value), without the ``+`` before a key; mappings are dicts. A file's come first.
 
     Raises:
-        ConfigurationError: an override that cannot be read, or a file that is no mapping.
+        ConfigurationError: an override cannot be read, or a file is not a mapping.
     """
     in_file, given = _given(overrides)
     return in_file + given
 
 
 def _given(overrides: Sequence[str]) -> tuple[list[tuple[str, Any]], list[tuple[str, Any]]]:
-    """Those of a file, and the others."""
+    """Return the values of a file, and the others."""
     given = [(override.key_or_group, override.value()) for override in map(_parse, overrides)]
     files = [value for key, value in given if key == "config"]
     if len(files) > 1:
@@ -206,14 +206,14 @@ def _given(overrides: Sequence[str]) -> tuple[list[tuple[str, Any]], list[tuple[
 
 
 def _left_out(file: Any) -> Collection[str]:
-    """Of a run's own file, where its services were: they are no more."""
+    """Return the keys to skip: in a run's own file, the addresses of services that no longer exist."""
     with Path(str(file)).expanduser().open("rb") as opened:
         return OF_EACH_START if opened.readline() == COMPLETE else ()
 
 
 def _not_derived(in_file: list[tuple[str, Any]], shipped: DictConfig) -> list[tuple[str, Any]]:
-    """Without the values that the file's others give: a run's ``config.yaml`` has them all, as the folder of its
-    checkpoints, and with another ``run.dir`` beside it they must be others."""
+    """Drop the values that follow from others in the file. A run's ``config.yaml`` has them all, such as the folder of
+    its checkpoints, and they must change if another ``run.dir`` is given with it."""
     derived: dict[str, dict[str, Any]] = {}  # by the key, or the mapping around it, that is shipped as ${OTHER}
     config, own = copy.deepcopy(shipped), []
     with open_dict(config):
@@ -223,11 +223,11 @@ def _not_derived(in_file: list[tuple[str, Any]], shipped: DictConfig) -> list[tu
                 own.append((key, value))
             else:
                 derived.setdefault(prefix, {})[key] = value
-            with contextlib.suppress(OmegaConfBaseException):  # a wrong value is told of later
+            with contextlib.suppress(OmegaConfBaseException):  # a wrong value is reported later
                 OmegaConf.update(config, key, value, merge=False, force_add=True)
         for prefix, values in derived.items():
             with contextlib.suppress(OmegaConfBaseException):
-                config[_PROBE] = _reference(prefix, shipped)  # what is shipped, over all that the file says
+                config[_PROBE] = _reference(prefix, shipped)  # as shipped, with the file's values
                 found = config[_PROBE]
                 found = OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found
                 whole = isinstance(found, dict) and found
@@ -254,7 +254,7 @@ def _read(file: Any) -> dict[str, Any]:
 
 
 def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """A nested mapping as (dotted key, value); an empty one is a value, OmegaConf's mark of a missing value none."""
+    """Yield (dotted key, value) of a nested mapping; an empty mapping is a value, OmegaConf's "missing" is skipped."""
     for name, value in values.items():
         if isinstance(value, dict) and value:
             yield from leaves(value, f"{prefix}{name}.")
@@ -294,7 +294,7 @@ def _keys(tree: dict[str, Any], prefix: str) -> Iterator[str]:
 
 
 def _changes(key: str, value: Any, known: set[str], shipped: DictConfig) -> Iterator[tuple[str, Any]]:
-    """``key={name: value}`` as (key.name, value), but for the mappings that are free.
+    """Yield ``key={name: value}`` as (key.name, value), except for the free-form mappings.
 
     Raises:
         ConfigurationError: there is no such key, it has no effect here, or its value is of another kind.
@@ -326,13 +326,13 @@ def _changes(key: str, value: Any, known: set[str], shipped: DictConfig) -> Iter
 
 @dataclass(frozen=True)
 class _Derived:
-    """Given for a key without effect here that follows another: right where it says what that gives."""
+    """Value given for a key that has no effect here and follows another: valid only if it equals that one's."""
 
     given: Any
 
 
 def _reference(key: str, shipped: DictConfig) -> str | None:
-    """``${OTHER}``, where that is what is shipped."""
+    """Return ``${OTHER}`` if that is the shipped value, else None."""
     mapping, _, name = key.rpartition(".")
     values = OmegaConf.select(shipped, mapping) if mapping else shipped
     if not (OmegaConf.is_dict(values) and name in values.keys() and OmegaConf.is_interpolation(values, name)):
@@ -353,7 +353,7 @@ def _unsupported(key: str) -> tuple[str | None, str | None]:
 
 
 def _another_kind(value: Any, default: Any) -> str | None:
-    """What to give, where ``value`` is not of the kind of ``default``; of an undocumented key of verl's."""
+    """Return what to give if ``value`` is not of the kind of ``default``; for undocumented verl keys."""
     if value is None or default is None or _interpolates(value):
         return None
     kinds = {bool: "true or false", int | float: "a number", list: "a list", dict: "a mapping", str: "a string"}
@@ -366,7 +366,7 @@ def _interpolates(value: Any) -> bool:
 
 
 def _nearest(key: str, known: set[str]) -> str:
-    """Of the keys that have an effect: that which ends with this one, or with its last name, else the most similar."""
+    """Suggest a key that has an effect: one that ends with this key or its last name, else the most similar."""
     known = {other for other in known if not _unsupported(other)[0]}
     ends = (f".{key}", "." + key.rpartition(".")[2])
     same_name = next((same for end in ends if (same := [other for other in known if other.endswith(end)])), None)
@@ -377,7 +377,7 @@ def _nearest(key: str, known: set[str]) -> str:
 def _drop_for_another_target(
     config: DictConfig, preset: str | None, changes: list[tuple[str, Any]], tell: Callable[[str], None]
 ) -> None:
-    """A preset's args and reward bridge are for the environment that it names, not for one that the user names."""
+    """Drop a preset's args and reward bridge if the user names another environment than the preset."""
     given = dict(changes)
     for key in [f"environments.{name}" for name in config.environments] or ["environment"]:
         settings = OmegaConf.select(config, key)

@@ -1,11 +1,11 @@
-"""The environments that a configuration asks for.
+"""The environments of a configuration.
 
-``environment`` is the one environment of a run; with ``target: null`` the run starts none, and others join it. Where
-``environments`` has entries, NAME: {settings}, these are the run's instead, and ``environment`` says what they leave
-out; only ``args`` and ``reward_bridge`` are each one's own.
+``environment`` is the only environment of a run; with ``target: null`` the run starts none, and others join it. If
+``environments`` has entries, NAME: {settings}, the run has these instead, and ``environment`` supplies the settings
+that they omit, except ``args`` and ``reward_bridge``.
 
-The Trajectory API fills a batch with packs of as many sequences as the largest group has, and, where an environment has
-an allocation, with at least so many of its sequences, or not at all. What could never fill one is refused here.
+The Trajectory API fills a batch with packs of as many sequences as the largest group has. If an environment has an
+allocation, a batch has at least that many of its sequences, or is not filled. What could never fill one is an error.
 """
 
 import re
@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from recipe.atropos.errors import ConfigurationError
 
-_OWN_KEYS = {  # flags of the environment that are keys of their own
+_OWN_KEYS = {  # flags of the environment that have their own keys
     "group_size": "group_size",
     "inference_weight": "weight",
     "min_batch_allocation": "min_batch_allocation",
@@ -27,10 +27,10 @@ _OWN_KEYS = {  # flags of the environment that are keys of their own
 
 @dataclass(frozen=True)
 class EnvironmentSpec:
-    """One environment. ``key`` is where the configuration has it, ``name`` what it registers, logs and reports as.
+    """One environment. ``key`` is its key in the configuration, ``name`` what it registers, logs and reports as.
 
-    ``weight``: its part of what is not allocated, against the others'; ``min_batch_allocation``: its part of every
-    batch, in (0, 1]; ``max_restarts``: how often it is started again; ``start_timeout``: seconds until it must have
+    ``weight``: its share of the unallocated part, relative to the others'; ``min_batch_allocation``: its share of every
+    batch, in (0, 1]; ``max_restarts``: how often it is restarted; ``start_timeout``: seconds until it must have
     registered; ``args``: its own flags; ``reward_bridge``: what ``adapter/reward_bridge.py`` reads.
 
     Raises:
@@ -71,10 +71,10 @@ class EnvironmentSpec:
 
 
 def environment_specs(config: DictConfig) -> dict[str, EnvironmentSpec]:
-    """The run's environments by name, in the configuration's order. Types and ranges are ``config.schema``'s.
+    """Return the run's environments by name, in the configuration's order. ``config.schema`` checks types and ranges.
 
     Raises:
-        ConfigurationError: a key or value that cannot be; names it.
+        ConfigurationError: a key or value is invalid; names it.
     """
     single = OmegaConf.to_container(config.environment, resolve=True)
     several = OmegaConf.to_container(config.environments, resolve=True) if config.environments else {}
@@ -92,7 +92,7 @@ def environment_specs(config: DictConfig) -> dict[str, EnvironmentSpec]:
 
 
 def _name_of(settings: Mapping[str, Any]) -> str:
-    """What a single environment is called: as its own flag says, else as its module or file."""
+    """Return the name of a single environment: that of its own flag, else of its module or file."""
     given = (settings.get("args") or {}).get("wandb_name")
     if given:
         return re.sub(r"[^\w-]", "_", str(given))
@@ -107,7 +107,7 @@ def _spec(key: str, name: str, settings: Mapping[str, Any]) -> EnvironmentSpec:
 
 
 def check_specs(specs: Sequence[EnvironmentSpec], batch_size: int) -> None:
-    """Whether a batch of ``batch_size`` sequences can be filled by these environments, and each has a part in it.
+    """Check that these environments can fill a batch of ``batch_size`` sequences, and that each has a share of it.
 
     Raises:
         ConfigurationError: naming the key.

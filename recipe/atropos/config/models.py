@@ -1,4 +1,4 @@
-"""Which model a name means: a folder, a name on the Hugging Face hub, or a small policy that is made here."""
+"""The model that a name means: a folder, a name on the Hugging Face hub, or a small policy that is made locally."""
 
 import os
 import sys
@@ -21,16 +21,16 @@ _HUB_SECONDS = 10.0
 
 
 class PolicyNotMade(AtroposError, RuntimeError):
-    """A small policy could not be made; the message holds the last lines of what was tried."""
+    """Error when a small policy could not be made; the message holds the last lines of the output."""
 
 
 def looks_local(path: str) -> bool:
-    """Whether a model or dataset name can only be a path: hub names are NAME or ORG/NAME."""
+    """Return whether a model or dataset name is taken for a path: hub names are NAME or ORG/NAME."""
     return path.startswith(("/", "./", "../", "~")) or path.count("/") > 1 or os.path.exists(os.path.expanduser(path))
 
 
 def check_model(path: str) -> None:
-    """Whether the model is there: its folder, or on the hub (asked for at most 10 s), or in the hub's cache.
+    """Check that the model exists: its folder, or on the hub (queried for at most 10 s), or in the hub's cache.
 
     Raises:
         ConfigurationError: naming what to give instead.
@@ -60,7 +60,7 @@ def check_model(path: str) -> None:
         ) from error
     except EntryNotFoundError as error:
         raise ConfigurationError(f"{KEY}={path}: it has no config.json, so it is no model of transformers") from error
-    except Exception as error:  # of the HTTP library that huggingface_hub happens to use
+    except Exception as error:  # of whichever HTTP library huggingface_hub uses
         raise ConfigurationError(
             f"{KEY}={path}: no such folder, not in the hub's cache, and the hub cannot be reached "
             f"({type(error).__name__}); give the folder of a model, or a name that the hub can resolve"
@@ -68,7 +68,7 @@ def check_model(path: str) -> None:
 
 
 def config_file(path: str) -> Path | None:
-    """``config.json`` of a model's folder, or of the hub's cache; None where it is in neither."""
+    """Return ``config.json`` of a model's folder, or of the hub's cache; None if it is in neither."""
     if looks_local(path):
         file = Path(path).expanduser() / "config.json"
         return file if file.is_file() else None
@@ -83,7 +83,7 @@ def config_file(path: str) -> Path | None:
 
 
 def set_model_path(config: DictConfig, log_path: Path | None = None) -> None:
-    """Resolve the model's path by ``resolve_model``, also where the configuration's interpolations have copied it.
+    """Resolve the model's path by ``resolve_model``, also where an interpolation has copied it.
 
     Raises:
         PolicyNotMade: as ``resolve_model``.
@@ -95,9 +95,9 @@ def set_model_path(config: DictConfig, log_path: Path | None = None) -> None:
 
 
 def resolve_model(path: str, seed: int, log_path: Path | None = None) -> str:
-    """The model's folder or hub name; makes a small policy of ``seed`` where one is asked for and not there yet.
+    """Return the model's folder or hub name; make a small policy for ``seed`` if one is requested and missing.
 
-    ``log_path``: for what its making prints.
+    ``log_path``: for the output of making it.
 
     Raises:
         PolicyNotMade: with the last lines of the process that makes it.
@@ -105,7 +105,7 @@ def resolve_model(path: str, seed: int, log_path: Path | None = None) -> str:
     if path not in SMALL_POLICIES:
         folder = os.path.expanduser(path)
         return os.path.abspath(folder) if os.path.isdir(folder) else folder  # environments may run in another folder
-    # In a process of its own: torch and transformers take seconds and memory that a launcher does not need.
+    # In a separate process: torch and transformers cost seconds and memory that a launcher does not need.
     command = [sys.executable, "-m", "recipe.atropos.demo.policies", path, "--seed", str(seed)]
     status, printed = run_command("policy", command, log_path=log_path)
     folders = [line for line in printed.splitlines() if line and Path(line).is_dir()]

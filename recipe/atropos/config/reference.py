@@ -33,7 +33,7 @@ Keys of verl's that are not listed keep verl's meaning.
 
 
 def reference() -> str:
-    """The whole page, in Markdown."""
+    """Return the whole page, in Markdown."""
     defaults = compose_config([])
     sections: dict[str, list[str]] = {}
     for key, field in documented().items():

@@ -1,4 +1,4 @@
-"""Keys of other recipes that join Atropos and verl, and what they are called here. ``docs/migration.md`` lists all.
+"""Keys of other recipes that join Atropos and verl, and their names here. ``docs/migration.md`` lists all.
 
 ``check_renamed`` takes any mapping, nested or with dotted keys, so it works on a command line and on a file.
 """
@@ -9,7 +9,7 @@ from typing import Any
 
 from recipe.atropos.errors import ConfigurationError
 
-# A key covers all keys below it, which keep their names. Where the new one has a comma or "=", the value differs too.
+# A key covers all keys below it, which keep their names. If the new one has a comma or "=", the value differs too.
 RENAMED = {
     "model.partial_pretrain": "actor_rollout_ref.model.path",
     "model.strategy": "actor_rollout_ref.actor.strategy",
@@ -39,7 +39,7 @@ RENAMED = {
 
 
 def check_renamed(values: Mapping[str, Any]) -> None:
-    """Raises ConfigurationError with a line for each key of ``RENAMED`` in ``values``, which names the new key."""
+    """Raise ConfigurationError with a line for each key of ``RENAMED`` in ``values``, which names the new key."""
     if lines := list(_lines(values, "")):
         raise ConfigurationError("\n".join(lines))
 
@@ -64,6 +64,6 @@ def _renamed(key: str) -> str | None:
 
 
 def prefixes(key: str) -> list[str]:
-    """The dotted key and the mappings around it, the innermost first."""
+    """Return the dotted key and the mappings around it, the innermost first."""
     parts = key.split(".")
     return [".".join(parts[:length]) for length in range(len(parts), 0, -1)]

@@ -1,10 +1,10 @@
 """Types, ranges and choices of the configuration: of all keys of this recipe, and of verl's keys that it documents.
 
-Defaults stand in ``trainer.yaml`` alone. Rules that join several keys stand in ``preflight``. Guarantees:
+Defaults are only in ``trainer.yaml``. Rules across several keys are in ``preflight``. Guarantees:
 
-- imports pydantic only, so that a wrong value is answered in a moment;
-- strict: ``"8"`` is no number, ``true`` is no number, NaN and infinity are refused;
-- this recipe's sections take no other keys; verl's do, ``config.compose`` compares these with verl's own tree.
+- imports only pydantic, so that a wrong value is reported quickly;
+- strict: ``"8"`` is not a number, ``true`` is not a number, NaN and infinity are rejected;
+- this recipe's sections accept no other keys; verl's do, and ``config.compose`` checks those against verl's own tree.
 """
 
 import difflib
@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 
 from recipe.atropos.errors import ConfigurationError
 
-# verl's names, so that verl need not be imported to know them; a test compares them with verl's registries.
+# verl's names are repeated here, so that verl need not be imported; a test compares them with verl's registries.
 Estimator = Literal[
     "gpg",
     "grpo",
@@ -65,7 +65,7 @@ Tracker = Literal[
     "rl_insight",
 ]
 
-# What verl registers beside these, and why it cannot be chosen here; by key.
+# verl's other choices, and why they are not available here; by key.
 EXCLUDED = {
     "algorithm.adv_estimator": {
         "gae": "needs a critic, which this recipe does not train",
@@ -85,7 +85,7 @@ EXCLUDED = {
 }
 
 Text = Annotated[str, Field(min_length=1)]
-Name = Text | int | float  # a name like 2024 reaches us as a number
+Name = Text | int | float  # a name like 2024 is parsed as a number
 Count = Annotated[int, Field(ge=1)]
 Limit = Annotated[int, Field(ge=0)]
 Port = Annotated[int, Field(ge=1, le=65535)]
@@ -107,13 +107,13 @@ class Section(BaseModel):
 
 
 class VerlSection(Section):
-    """A mapping of verl's; only the keys named here are checked."""
+    """A mapping of verl's keys; only those named here are checked."""
 
     model_config = ConfigDict(extra="ignore")
 
 
 def about(text: str) -> Any:
-    """A key and what it means. Without a default: that stands in ``trainer.yaml``."""
+    """Return the field of a key with its meaning. Its default is in ``trainer.yaml``."""
     return Field(description=text)
 
 
@@ -174,7 +174,7 @@ def _each_optional(section: type[Section], name: str) -> type[Section]:
     return create_model(name, __base__=Section, **fields)
 
 
-OneOfSeveral = _each_optional(Environment, "OneOfSeveral")  # what one leaves out, ``environment`` has
+OneOfSeveral = _each_optional(Environment, "OneOfSeveral")  # ``environment`` has what an entry omits
 EnvironmentName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]
 
 
@@ -413,7 +413,7 @@ class Configuration(VerlSection):
 
 @functools.cache
 def documented() -> dict[str, FieldInfo]:
-    """Every key of the schema, by its dotted name; those of several environments are environments.NAME.KEY."""
+    """Return every key of the schema by its dotted name; those of several environments are environments.NAME.KEY."""
 
     def walk(section: type[BaseModel], prefix: str) -> Iterator[tuple[str, FieldInfo]]:
         for name, field in section.model_fields.items():
@@ -426,7 +426,7 @@ def documented() -> dict[str, FieldInfo]:
 
 
 def check_schema(values: Mapping[str, Any]) -> None:
-    """Raises ConfigurationError with a line for each key whose value cannot be: the key, the value, what to give."""
+    """Raise ConfigurationError with a line for each invalid value: the key, the value, and what to give."""
     try:
         Configuration.model_validate(values)
     except ValidationError as error:
@@ -438,7 +438,7 @@ def check_schema(values: Mapping[str, Any]) -> None:
 
 
 def nearest(key: str, known: Iterable[str]) -> str:
-    """``; did you mean KEY?``, or nothing where none of ``known`` is near."""
+    """Return ``; did you mean KEY?``, or "" if no key in ``known`` is similar."""
     found = difflib.get_close_matches(key, list(known), n=1, cutoff=0.5)
     return f"; did you mean {found[0]}?" if found else ""
 

@@ -1,6 +1,6 @@
 """verl's keys that have no effect here, with the reason and what to set instead.
 
-A key covers all below it, but for those that ``schema`` documents. ``config.compose`` refuses another value than the
+A key covers all keys below it, except those that ``schema`` documents. ``config.compose`` rejects any value but the
 shipped one.
 """
 

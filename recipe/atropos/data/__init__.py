@@ -1,1 +1,1 @@
-"""A group becomes tensors: rows, verl's ``DataProto``, sampling parameters, and batches to be replayed."""
+"""From scored groups to tensors: rows, verl's ``DataProto``, sampling parameters, and recorded batches for replay."""

@@ -1,14 +1,14 @@
-"""Scored groups of the Trajectory API -> verl's ``DataProto``.
+"""Convert scored groups of the Trajectory API to verl's ``DataProto``.
 
-Guarantees, which the tests hold against a slow and obvious reference:
+Guarantees, which the tests check against a slow but obvious reference implementation:
 
-- Every trained token stands in ``responses`` under ``response_mask`` 1, with the logprob, the advantage and the teacher
-  that the environment sent for that very position. Environment tokens between turns stand there too, under mask 0.
-- Padding rows are fully masked and have a ``uid`` of their own, so that no group statistic sees them.
+- Every trained token is in ``responses`` with ``response_mask`` 1, along with the logprob, advantage and teacher top-k
+  that the environment sent for that exact position. Environment tokens between turns are there too, with mask 0.
+- Padding rows are fully masked and have unique ``uid`` values, so they do not affect any group statistic.
 
-``rows`` reads and checks; here ragged rows become tensors.
+``reading`` parses and validates the groups; this module converts the ragged rows to tensors.
 
-Shapes: B rows, P the longest prompt, R the longest response of the batch, S = P + R, K a teacher's top-k.
+Shapes: B rows, P and R the longest prompt and response of the batch, S = P + R, K the teacher's top-k.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from recipe.atropos.verl_ext.batch import DataProto, compute_position_id_with_ma
 
 
 def _pad(arrays: Sequence[np.ndarray], width: int, dtype: np.dtype | type, fill: Any = 0, left: bool = False):
-    """(B, width) tensor of ragged rows, padded on one side."""
+    """Return a (B, width) tensor of ragged rows, padded on one side."""
     out = np.full((len(arrays), width), fill, dtype=dtype)
     for row, values in zip(out, arrays, strict=True):
         if left:
@@ -34,28 +34,28 @@ def _pad(arrays: Sequence[np.ndarray], width: int, dtype: np.dtype | type, fill:
 
 
 def rows_to_data_proto(rows: Sequence[Row | None], limits: RowLimits, multiple_of: int = 1) -> DataProto:
-    """Rows as verl's actor and trainer read them; None is a masked padding row.
+    """Convert rows to the tensors that verl's actor and trainer read; None is a fully masked padding row.
 
-    More of these fill them up at the end to a multiple of ``multiple_of``.
+    Padding rows are appended until the number of rows is a multiple of ``multiple_of``.
 
-    Returns a DataProto with the tensors (int64 unless said otherwise)
+    Returns a DataProto with these tensors (int64 unless stated otherwise):
 
     - ``prompts`` (B, P) left-padded; ``responses`` (B, R) right-padded; ``input_ids``, ``attention_mask``,
       ``position_ids`` (B, S); ``response_mask`` (B, R);
     - ``token_level_scores`` (B, R) float32: the score on the last trained token;
-    - ``atropos_advantages`` (B, R) float32, 0 where masked or not sent (``has_advantages`` says which);
+    - ``atropos_advantages`` (B, R) float32, 0 where masked or not sent (``has_advantages`` says which rows have them);
     - ``rollout_log_probs`` (B, R) float32 if any row has them, 0 where masked (``has_log_probs`` says which rows do);
     - ``ref_log_prob`` (B, R) float32 if every row has it;
-    - ``teacher_ids`` (B, S, K) and ``teacher_logprobs`` (B, S, K) float32 if any row has them, as verl's engine reads
-      them: at position t stands what the teacher expects at t + 1, as in the logits; NO_TEACHER where there is none;
+    - ``teacher_ids`` (B, S, K) and ``teacher_logprobs`` (B, S, K) float32 if any row has them, aligned with the logits
+      as verl's engine expects: position t holds the teacher's prediction for t + 1; NO_TEACHER where there is none;
 
-    and, all (B,), the object arrays ``uid``, ``env_id``, ``env_name``, ``policy_version_min``, ``policy_version_max``
-    and ``sampling`` (None where unknown), ``dropped`` (a tuple of the ``DroppedRow`` of the row's group), the float
-    array ``raw_score`` (what the environment gave, the score itself where no reward bridge shaped it) and the bool
-    arrays ``is_padding``, ``has_log_probs``, ``has_advantages``, ``has_teacher``, ``zero_advantage``.
+    and with these (B,) arrays: objects ``uid``, ``env_id``, ``env_name``, ``policy_version_min``,
+    ``policy_version_max`` and ``sampling`` (None if unknown), ``dropped`` (a tuple of each ``DroppedRow`` of the row's
+    group); float ``raw_score`` (the environment's own score, equal to the score unless a reward bridge shaped it); bool
+    ``is_padding``, ``has_log_probs``, ``has_advantages``, ``has_teacher``, ``zero_advantage``.
 
     Raises:
-        ValueError: there are no rows.
+        ValueError: there are no rows other than padding.
     """
     real = [row for row in rows if row is not None]
     if not real:
@@ -106,7 +106,7 @@ def _column(rows: Sequence[Row | None], name: str, padding: Any = None) -> list[
 
 
 def _teacher_tensors(rows: Sequence[Row | None], prompt_width: int, length: int) -> dict[str, torch.Tensor]:
-    """``teacher_ids`` and ``teacher_logprobs`` (B, length, K); none where no row has a teacher."""
+    """Return ``teacher_ids`` and ``teacher_logprobs`` (B, length, K); an empty dict if no row has a teacher."""
     top_k = max((row.teacher_ids.shape[1] for row in rows if row and row.teacher_ids is not None), default=0)
     if not top_k:
         return {}
@@ -117,7 +117,7 @@ def _teacher_tensors(rows: Sequence[Row | None], prompt_width: int, length: int)
             length, k = row.teacher_ids.shape
             predictors = slice(prompt_width - 1, prompt_width - 1 + length)
             teacher_ids[i, predictors, :k] = row.teacher_ids
-            # Without mass, but not free: a token id there counts as one of the top-k, so it has to be one of them.
+            # Unused slots have no mass, but the loss takes their ids as part of the top-k: repeat one that is in it.
             teacher_ids[i, predictors, k:] = row.teacher_ids[:, :1]
             teacher_logprobs[i, predictors, :k] = row.teacher_log_probs
     return {"teacher_ids": torch.from_numpy(teacher_ids), "teacher_logprobs": torch.from_numpy(teacher_logprobs)}
@@ -125,13 +125,13 @@ def _teacher_tensors(rows: Sequence[Row | None], prompt_width: int, length: int)
 
 def _objects(values: Sequence[Any]) -> np.ndarray:
     out = np.empty(len(values), dtype=object)
-    for i, value in enumerate(values):  # numpy would take tuples apart
+    for i, value in enumerate(values):  # numpy would unpack tuples
         out[i] = value
     return out
 
 
 def _non_tensors(rows: Sequence[Row | None]) -> dict[str, np.ndarray]:
-    """One value for each row, (B,) each."""
+    """Return the per-row values, one (B,) array per name."""
 
     def column(name: str, padding: Any = None) -> list[Any]:
         return _column(rows, name, padding)
@@ -158,10 +158,10 @@ def _non_tensors(rows: Sequence[Row | None]) -> dict[str, np.ndarray]:
 def groups_to_data_proto(
     groups: Sequence[Group], limits: RowLimits, multiple_of: int = 1, versions: VersionLimits | None = None
 ) -> tuple[DataProto | None, ConversionReport]:
-    """One batch of the Trajectory API as a DataProto and the report of what became of its sequences.
+    """Convert one batch of the Trajectory API to a DataProto, and report what happened to its sequences.
 
-    ``versions``, where given, leaves out the rows whose weights were too old or too new. The DataProto is None where no
-    row is left to train on: a named, counted event for the caller, not an error.
+    ``versions``, if given, drops rows whose weights were too old or too new. The DataProto is None if no row is left to
+    train on. That is not an error; the report counts the reasons.
     """
     rows, report = read_groups(groups, limits, versions)
     if not rows:
@@ -172,7 +172,7 @@ def groups_to_data_proto(
 
 
 def real_rows(batch: DataProto) -> DataProto:
-    """Without padding rows."""
+    """Return the batch without its padding rows."""
     rows = batch.select_idxs(np.flatnonzero(~batch.non_tensor_batch["is_padding"]))
     rows.meta_info["global_token_num"] = rows.batch["attention_mask"].sum(dim=-1).tolist()
     return rows

@@ -1,4 +1,4 @@
-"""Fields of a scored group as arrays; what is not such a field refuses the group, by name, sequence and position."""
+"""Parse a scored group's fields into arrays; a malformed field refuses the group by name, sequence and position."""
 
 import math
 from array import array
@@ -11,7 +11,7 @@ from recipe.atropos.data.rows import NO_TEACHER, Group, RefusedGroup
 
 
 def _flat(values: Any, integers: bool) -> np.ndarray:
-    """A flat list as int64 or float64, by the standard library's strict and fast conversion; null is NaN."""
+    """Return a flat list as int64 or float64, using ``array``'s strict, fast conversion; None in floats becomes NaN."""
     try:
         return np.frombuffer(array("q" if integers else "d", values), dtype=np.int64 if integers else np.float64)
     except TypeError:
@@ -21,9 +21,9 @@ def _flat(values: Any, integers: bool) -> np.ndarray:
 
 
 def array_of(group: Group, key: str, row: int, where: str, dtype: type, length: int) -> np.ndarray:
-    """Row ``row`` of a parallel field as an array of ``length``; refuses what is not a flat list of such numbers.
+    """Return row ``row`` of a parallel field as a (length,) array; refuse the group unless it is a flat numeric list.
 
-    Integers are not parsed from text or rounded from fractions.
+    Integers are never parsed from strings or rounded from fractions.
     """
     values, integers = group[key][row], np.issubdtype(dtype, np.integer)
     try:
@@ -49,10 +49,10 @@ def require_finite(values: np.ndarray, key: str, row: int, where: str) -> None:
 def teacher_top_k(
     group: Group, row: int, where: str, trained: np.ndarray, vocab_size: int | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(ids, logprobs) of the teacher's top-k at each position, both (length, K); only trained positions are filled.
+    """Return (ids, logprobs) of the teacher's top-k by position, both (length, K); only trained positions are filled.
 
-    ``distill_token_ids[row][t]`` are the candidates for token t given the tokens before it. Positions that are not
-    trained on may be empty, as the first one always is.
+    ``distill_token_ids[row][t]`` holds the candidates for token t given the tokens before it. Untrained positions
+    may be empty, as the first position always is.
     """
     length = len(trained)
     positions, sizes = np.flatnonzero(trained), []

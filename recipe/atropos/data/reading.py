@@ -1,17 +1,17 @@
-"""Scored groups of the Trajectory API -> rows: one sequence each, read, checked and cut.
+"""Read scored groups of the Trajectory API into rows: one sequence each, validated and truncated.
 
 Guarantees:
 
-- For one sequence, ``first`` is the first position whose mask is not -100: what comes before is the prompt.
-- A group that cannot be understood is refused whole, named and counted; a row that cannot be trained on is dropped and
-  counted. Nothing is repaired by guessing, and nothing leaves without a count.
-- The rows of a group know the scores of those that were dropped from it: a baseline is over all scored rows.
+- ``first`` is the first position of a sequence whose mask is not -100; the tokens before it are the prompt.
+- A malformed group is refused as a whole, named and counted; a row that cannot be trained on is dropped and counted.
+  Nothing is repaired by guessing, and nothing is left out without being counted.
+- Each row of a group carries the scores of the rows dropped from the group, since a baseline covers all scored rows.
 
-A logprob that is missing or positive (environments write 1.0 where they have none) only leaves its row without
-logprobs; one that is NaN or infinite comes from an engine that is broken, so its group is refused, also where another
-logprob of the row is missing.
+A missing or positive logprob (environments write 1.0 for a missing one) only leaves its row without logprobs. A NaN
+or infinite logprob comes from a broken engine, so its group is refused, even if another logprob of the row is
+missing.
 
-Shapes: R_i tokens of a response, K a teacher's top-k.
+Shapes: R_i response tokens of row i, K the teacher's top-k.
 """
 
 import logging
@@ -53,10 +53,10 @@ _FIXES = {
 
 @dataclass(frozen=True)
 class _Checked:
-    """A group whose parallel lists have one length; ``present`` are the optional ones that it has."""
+    """A group whose parallel lists have equal lengths; ``present`` names those besides ``tokens`` and ``scores``."""
 
     values: Group
-    where: str  # how messages call it
+    where: str  # its name in messages
     overrides: Mapping[str, Any]
     limits: RowLimits
     present: frozenset[str]
@@ -65,12 +65,12 @@ class _Checked:
 def read_group(
     group: Group, index: int, limits: RowLimits, report: ConversionReport, versions: VersionLimits | None = None
 ) -> list[Row]:
-    """The rows of one group, cut to ``limits``; fills ``report.dropped`` and ``report.events``.
+    """Return the rows of one group, truncated to ``limits``; update ``report.dropped`` and ``report.events``.
 
     Raises:
-        RefusedGroup: lengths differ within the group; a score, an advantage or the logprob of a trained token is not
-            finite; a token is outside the vocabulary; the teacher's top-k is ragged or no distribution. The message
-            names the group, the environment, the sequence and the position.
+        RefusedGroup: a field is malformed; lengths differ within the group; a score, an advantage or the logprob of a
+            trained token is not finite; a token is outside the vocabulary; the teacher's top-k is ragged or not a
+            distribution. The message names the group, the environment, the sequence and the position.
         ConfigurationError: a response is too long and ``limits.overlong`` is "error".
     """
     checked = _check_lists(group, group_name(group, index), limits)
@@ -87,12 +87,12 @@ def read_group(
         row.dropped = tuple(dropped)
     for reason, sequences in Counter(row.reason for row in dropped).items():
         report.drop(group, reason, sequences)
-    report.events += events  # leaves out what is 0
+    report.events += events  # += removes counts of 0
     return rows
 
 
 def _check_lists(group: Group, where: str, limits: RowLimits) -> _Checked:
-    """Raises RefusedGroup: its fields are no parallel lists over sequences."""
+    """Return the checked group; raise RefusedGroup if its fields are not parallel lists over sequences."""
     if not isinstance(group, Mapping):
         raise RefusedGroup("malformed", f"{where}: it is {str(group)[:80]!r}, not a mapping of lists over sequences")
     overrides = group.get("group_overrides") or {}
@@ -129,7 +129,7 @@ def _check_lists(group: Group, where: str, limits: RowLimits) -> _Checked:
 def _read_row(
     group: _Checked, i: int, uid: str, versions: VersionLimits | None, events: Counter[str]
 ) -> Row | DroppedRow:
-    """Sequence ``i`` as a row; counts what was altered in it, or lacks, in ``events``."""
+    """Return sequence ``i`` as a row or a dropped row; count truncations and its optional fields in ``events``."""
     where, limits, overrides = group.where, group.limits, group.overrides
     score, ids, trained = _sequence(group, i)
     arrays = {key: _numbers(group, key, i, len(ids)) for key in ("inference_logprobs", "advantages", "ref_logprobs")}
@@ -187,7 +187,7 @@ def _read_row(
 
 
 def _sequence(group: _Checked, i: int) -> tuple[float, np.ndarray, np.ndarray]:
-    """(score, token ids, (length,) int64, and where they are trained on, (length,) bool)."""
+    """Return the score, the token ids, (length,) int64, and the mask of trained tokens, (length,) bool."""
     values, where, vocab_size = group.values, group.where, group.limits.vocab_size
     score, length = values["scores"][i], len(values["tokens"][i])
     if not isinstance(score, int | float) or not abs(score) <= _FLOAT32_MAX:
@@ -204,14 +204,14 @@ def _sequence(group: _Checked, i: int) -> tuple[float, np.ndarray, np.ndarray]:
 
 
 def _numbers(group: _Checked, key: str, i: int, length: int) -> np.ndarray | None:
-    """An optional field of sequence ``i``, (length,) float32; None where it has none."""
+    """Return an optional field of sequence ``i``, (length,) float32, or None if it has none."""
     if key not in group.present or group.values[key][i] is None or group.values[key][i] == []:
         return None
     return array_of(group.values, key, i, group.where, np.float32, length)
 
 
 def _end(group: _Checked, i: int, first: int, length: int) -> int | None:
-    """Where the response is cut; None where the row is dropped for its length."""
+    """Return the position where the response ends or is truncated, or None if its length drops the row."""
     limits = group.limits
     if length - first <= limits.max_response_length:
         return length
@@ -226,7 +226,7 @@ def _end(group: _Checked, i: int, first: int, length: int) -> int | None:
 def _valid_logprobs(
     group: _Checked, key: str, i: int, values: np.ndarray | None, trained: np.ndarray
 ) -> np.ndarray | None:
-    """``values``, or None where a trained token has no valid one: null, or the 1.0 that environments write then."""
+    """Return ``values``, or None if a trained token's value is null or positive (environments write 1.0 for none)."""
     if values is None:
         return None
     kept = np.where(trained, values[: len(trained)], np.float32(0))
@@ -237,7 +237,7 @@ def _valid_logprobs(
 
 
 def _zero_advantage(group: _Checked, i: int) -> bool:
-    """Whether the group's overrides, or the sequence's, set its advantage to zero."""
+    """Return whether the overrides of the group or of the sequence set its advantage to zero."""
     of_row = group.values["overrides"][i] if "overrides" in group.present else None
     zero = False
     for name, given in (("group_overrides", group.overrides), (f"overrides[{i}]", of_row)):
@@ -253,12 +253,12 @@ def _zero_advantage(group: _Checked, i: int) -> bool:
 
 
 def _masked(values: np.ndarray | None, first: int, end: int, mask: np.ndarray) -> np.ndarray | None:
-    """The response part, 0 where not trained on (there stand sentinels such as 1.0)."""
+    """Return the response part, with 0 at untrained positions (which hold sentinels such as 1.0)."""
     return None if values is None else np.where(mask, values[first:end], np.float32(0))
 
 
 def _raw_score(overrides: Mapping[str, Any], row: int, rows: int, where: str) -> float | None:
-    """Of a row, from ``group_overrides.raw_scores``, a list over rows."""
+    """Return a row's raw score from ``group_overrides.raw_scores``, a list over rows; None if it is not given."""
     values = overrides.get("raw_scores")
     if values is None:
         return None
@@ -270,7 +270,7 @@ def _raw_score(overrides: Mapping[str, Any], row: int, rows: int, where: str) ->
 
 
 def _versions(overrides: Mapping[str, Any], row: int, where: str) -> tuple[int | None, int | None]:
-    """(oldest, newest) weight version of a row from ``group_overrides.policy_version_{min,max}``, lists over rows."""
+    """Return a row's (oldest, newest) weight version, from the lists ``group_overrides.policy_version_{min,max}``."""
 
     def version(key: str) -> int | None:
         values = overrides.get(key)
@@ -288,7 +288,7 @@ def _versions(overrides: Mapping[str, Any], row: int, where: str) -> tuple[int |
 
 
 def _sampling(group: Group, overrides: Mapping[str, Any], row: int, where: str) -> Sampled:
-    """Of a row, from ``group_overrides.sampling_params``, else from the group's ``generation_params``."""
+    """Return a row's parameters from ``group_overrides.sampling_params``, else the group's ``generation_params``."""
     values = overrides.get("sampling_params")
     if values is not None and (not isinstance(values, Sequence) or len(values) != len(group["tokens"])):
         raise RefusedGroup(
@@ -312,12 +312,12 @@ def _sampling(group: Group, overrides: Mapping[str, Any], row: int, where: str) 
 def read_groups(
     groups: Sequence[Group], limits: RowLimits, versions: VersionLimits | None = None
 ) -> tuple[list[Row], ConversionReport]:
-    """All rows of a batch in the API's order. A refused group is logged with its name and counted by sequences."""
+    """Return a batch's rows, in the API's order, and a report. Refused groups are logged and counted in sequences."""
     report = ConversionReport()
     rows: list[Row] = []
     for index, group in enumerate(groups):
         tokens = group.get("tokens") if isinstance(group, Mapping) else None
-        size = max(1, len(tokens)) if isinstance(tokens, Sequence) else 1  # what has no sequences counts as one
+        size = max(1, len(tokens)) if isinstance(tokens, Sequence) else 1  # a group without sequences counts as 1
         report.group_sizes.append(size)
         try:
             rows.extend(read_group(group, index, limits, report, versions))

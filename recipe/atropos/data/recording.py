@@ -1,8 +1,8 @@
-"""Batches on disk: what a run was trained on, step by step, to be trained on again without any server.
+"""Record a run's training batches on disk, step by step, to replay the training without any server.
 
-A batch is a file, ``STEP.json``, with the groups as the Trajectory API served them. Replaying the files of a run with
-its configuration gives its weights again: bit for bit on a CPU; GPU kernels add in changing order unless they are told
-not to (``actor.fsdp_config.full_determinism``).
+Each batch is a file, ``STEP.json``, with the groups as the Trajectory API served them. Replaying a run's files with
+its configuration reproduces its weights: bit for bit on a CPU, but GPU kernels add in varying order unless
+``actor.fsdp_config.full_determinism`` is set.
 """
 
 from collections import Counter
@@ -21,12 +21,12 @@ def batch_path(directory: str | Path, step: int) -> Path:
 
 
 def recorded_steps(directory: str | Path) -> list[int]:
-    """Steps whose batch is there, in order."""
+    """Return the recorded steps, in order."""
     return sorted(int(path.stem) for path in Path(directory).glob("*.json") if path.stem.isdigit())
 
 
 def write_batch(directory: str | Path, step: int, batch: Batch) -> None:
-    """Record a step's groups; a reader sees the whole file or none.
+    """Record a step's groups; readers see either the complete file or none.
 
     Raises:
         DiskFull: nothing is written.
@@ -37,10 +37,10 @@ def write_batch(directory: str | Path, step: int, batch: Batch) -> None:
 
 
 def read_batch(directory: str | Path, step: int) -> Batch:
-    """The groups of a step.
+    """Return the groups of a step.
 
     Raises:
-        DataSourceError: there is no such file; says which steps there are.
+        DataSourceError: the step is not recorded; the message says which steps are.
     """
     path = batch_path(directory, step)
     if not path.is_file():
@@ -51,7 +51,7 @@ def read_batch(directory: str | Path, step: int) -> Batch:
 
 
 class RecordedSource:
-    """Stands where the trainer has its ``DataSource``; hands over the recorded batches from ``first_step`` on."""
+    """Drop-in replacement for ``DataSource`` that returns the recorded batches from ``first_step`` on."""
 
     def __init__(self, directory: str | Path, first_step: int):
         self.directory = Path(directory)
@@ -70,7 +70,7 @@ class RecordedSource:
         return sum(step >= self.step for step in recorded_steps(self.directory))
 
     def next_batch(self, meanwhile: Callable[[], object] | None = None) -> Batch:
-        """Raises DataSourceError where the recording ends."""
+        """Return the next recorded batch; raise DataSourceError if there is none."""
         batch = read_batch(self.directory, self.step)
         self.step += 1
         self.groups_fetched += len(batch)
@@ -78,7 +78,7 @@ class RecordedSource:
 
 
 class NoServers:
-    """Stands where the trainer has its ``WeightSyncManager``, in a replay: nobody is served."""
+    """Drop-in replacement for ``WeightSyncManager`` in a replay, which has no servers."""
 
     version: int | None = None
 

@@ -1,4 +1,4 @@
-"""What was trained on, to be read: ``rollouts/STEP.jsonl``."""
+"""Write the trained rollouts in readable form: ``rollouts/STEP.jsonl``."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ _COLUMNS = ("raw_score", "uid", "env_id", "env_name", "policy_version_min", "pol
 
 
 def write_rollouts(path: Path, step: int, rows: DataProto, tokenizer: Any) -> None:
-    """Sampled text, scores and versions of every row, one line each.
+    """Write sampled text, scores and versions of the rows, one line per row.
 
     Raises:
         DiskFull: nothing is changed.

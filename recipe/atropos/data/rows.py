@@ -1,6 +1,6 @@
-"""One sequence as it is trained on, why one is not, and what became of a batch.
+"""Data classes: a row to train on, a dropped row, their limits, and the report of a batch's conversion.
 
-Shapes: R_i tokens of a response, K a teacher's top-k.
+Shapes: R_i response tokens of row i, K the teacher's top-k.
 """
 
 from collections import Counter
@@ -14,13 +14,13 @@ from recipe.atropos.data.sampling import Sampled
 from recipe.atropos.errors import AtroposError
 
 IGNORED = -100  # the mask of a token that is not trained on (atroposlib, as in torch's cross-entropy)
-NO_TEACHER = np.float32(-1e4)  # logprob of a teacher's token that is not there: its probability is exactly 0 in float32
+NO_TEACHER = np.float32(-1e4)  # logprob of a missing teacher token: its probability is exactly 0 in float32
 
 Group = Mapping[str, Any]  # one ScoredData of the API: parallel lists over sequences
 
 
 class RefusedGroup(AtroposError, ValueError):
-    """A group that breaks the format; ``reason`` is its name in the counts."""
+    """A group violates the format; ``reason`` is the name under which it is counted."""
 
     def __init__(self, reason: str, message: str):
         super().__init__(message)
@@ -29,11 +29,11 @@ class RefusedGroup(AtroposError, ValueError):
 
 @dataclass(frozen=True)
 class RowLimits:
-    """How rows are cut and filled. Lengths in tokens.
+    """How rows are truncated and padded. Lengths are in tokens.
 
-    ``overlong`` is what happens to a response longer than ``max_response_length``: "truncate" keeps its beginning,
-    "drop" leaves the row out, "error" raises. A longer prompt keeps its end. ``vocab_size``, where given, refuses
-    groups that were made with another tokenizer. ``read_teacher`` false passes over the distillation fields.
+    ``overlong`` says what happens to a response longer than ``max_response_length``: "truncate" keeps its beginning,
+    "drop" drops the row, "error" raises. An overlong prompt keeps its end. If ``vocab_size`` is given, groups with
+    tokens outside it (from another tokenizer) are refused. ``read_teacher=False`` ignores the distillation fields.
     """
 
     max_prompt_length: int
@@ -45,7 +45,7 @@ class RowLimits:
 
     @classmethod
     def from_config(cls, config: Any, pad_token_id: int, vocab_size: int | None) -> "RowLimits":
-        """Of the whole configuration; ``vocab_size`` is the model's, which may have more tokens than its tokenizer."""
+        """Build from the full configuration; ``vocab_size`` is the model's, which may exceed its tokenizer's."""
         atropos = config.trainer.atropos
         return cls(
             config.data.max_prompt_length,
@@ -65,9 +65,9 @@ class RowLimits:
 
 @dataclass(frozen=True)
 class VersionLimits:
-    """Which weights may have sampled a row, when a policy with ``policy_version`` updates behind it is to be trained.
+    """Which weight versions may have sampled the rows that train the policy at version ``policy_version``.
 
-    A row is at most ``max_staleness`` updates older, by the oldest of its trained tokens; None: of any age.
+    The oldest of a row's trained tokens may be at most ``max_staleness`` updates older than the policy; None: any age.
     """
 
     policy_version: int
@@ -79,13 +79,13 @@ class VersionLimits:
             raise ValueError(f"trainer.atropos.max_staleness={bound!r}: give a whole number of updates >= 0, or null")
 
     def refuses(self, oldest: int | None, newest: int | None) -> str | None:
-        """Why a row with these versions cannot be trained on, as it is counted; None if it can.
+        """Return the counted reason why a row with these versions cannot be trained on, or None if it can.
 
-        - ``future_version``: newer than the policy, so of a branch that was given up; whatever ``max_staleness`` is,
-          and by the oldest version alone where the newest is unknown.
-        - ``not_pushed``: by weights that no trainer pushed, those that a server was started with; likewise.
+        - ``future_version``: newer than the policy, so from an abandoned branch of the training; for any
+          ``max_staleness``, and by the oldest version alone if the newest is unknown.
+        - ``not_pushed``: from a server's initial weights, which no trainer pushed; for any ``max_staleness``.
         - ``stale``: too old.
-        - ``unknown_version``: what cannot be shown to be within a bound is not trained on.
+        - ``unknown_version``: ``max_staleness`` is set, and the row cannot be shown to meet it.
         """
         if any(version is not None and version > self.policy_version for version in (oldest, newest)):
             return "future_version"
@@ -100,11 +100,11 @@ class VersionLimits:
 
 @dataclass
 class ConversionReport:
-    """What became of a batch's sequences.
+    """What happened to a batch's sequences.
 
-    ``group_sizes`` are the sequences that each group was sent with. ``dropped`` counts those that are not in the batch,
-    by reason; ``events`` the rows that are in it, altered or lacking something: prompt_truncated, response_truncated,
-    no_logprobs, zero_advantage. ``messages`` are for people.
+    ``group_sizes`` holds the number of sequences that each group was sent with. ``dropped`` counts the sequences left
+    out of the batch, by reason; ``events`` counts rows in it: prompt_truncated, response_truncated, no_logprobs,
+    own_advantages, teacher, zero_advantage. ``messages`` are human-readable.
     """
 
     group_sizes: list[int] = field(default_factory=list)
@@ -117,17 +117,17 @@ class ConversionReport:
 
     @property
     def received(self) -> int:
-        """Sequences."""
+        """Number of sequences received."""
         return sum(self.group_sizes)
 
     def drop(self, group: Group, reason: str, sequences: int) -> None:
-        """Count sequences of a group that are not in the batch."""
+        """Count dropped sequences of a group."""
         name = environment_name(*_environment(group))
         self.dropped[reason] += sequences
         self.dropped_by_environment.setdefault(name, Counter())[reason] += sequences
 
     def metrics(self) -> dict[str, float]:
-        """As trainer metrics under ``atropos/``, and drops under ``atropos/ENV/`` too."""
+        """Return trainer metrics under ``atropos/``, with drops also under ``atropos/ENV/``."""
         counts = {"received": self.received, "rows": self.rows, "padding_rows": self.padding_rows}
         counts |= {f"dropped/{reason}": n for reason, n in self.dropped.items()}
         for name, reasons in self.dropped_by_environment.items():
@@ -137,22 +137,22 @@ class ConversionReport:
 
 
 class DroppedRow(NamedTuple):
-    """What a group's baseline needs of a scored row that is not trained on."""
+    """What a group's baseline needs to know about a scored row that is not trained on."""
 
     score: float
-    trained_tokens: int  # that it had as it was sent, before any cut
+    trained_tokens: int  # as sent, before any truncation
     reason: str  # as in ``ConversionReport.dropped``
 
 
 @dataclass
 class Row:
-    """One sequence, split at ``first``. Every array over the response has the same length R_i >= 1.
+    """One sequence, split into prompt and response. All arrays over the response have the same length R_i >= 1.
 
-    ``log_probs`` is None where a trained token lacks a valid one; ``advantages``, ``ref_log_probs`` and the teacher's
-    top-k are None where the environment sent none. ``versions`` is (oldest, newest) weight version among the trained
-    tokens, None if unknown. ``raw_score`` is the score before a reward bridge shaped it, None where none did.
-    ``sampling``: the distinct parameters that its trained tokens were sampled with, None if unknown.
-    ``dropped`` are the rows that were dropped from the same group.
+    ``log_probs`` is None if a trained token lacks a valid one; ``advantages``, ``ref_log_probs`` and the teacher's
+    top-k are None if the environment sent none. ``versions`` is the (oldest, newest) weight version among the trained
+    tokens, None if unknown. ``raw_score`` is the score before a reward bridge shaped it, None if none did.
+    ``sampling`` holds the distinct parameters that its trained tokens were sampled with, None if unknown.
+    ``dropped`` holds the rows that were dropped from the same group.
     """
 
     prompt: np.ndarray  # (P_i,) int64
@@ -168,7 +168,7 @@ class Row:
     log_probs: np.ndarray | None = None  # (R_i,) float32
     advantages: np.ndarray | None = None  # (R_i,) float32
     ref_log_probs: np.ndarray | None = None  # (R_i,) float32
-    teacher_ids: np.ndarray | None = None  # (R_i, K) int64: the teacher's most likely tokens in this token's place
+    teacher_ids: np.ndarray | None = None  # (R_i, K) int64: the teacher's most likely tokens at this position
     teacher_log_probs: np.ndarray | None = None  # (R_i, K) float32, NO_TEACHER where not trained on
     zero_advantage: bool = False
     dropped: tuple[DroppedRow, ...] = ()
@@ -181,12 +181,12 @@ class Row:
 
 
 def environment_name(name: str | None, env_id: int | None) -> str:
-    """What metrics call an environment: its name, else ``env_ID``, else ``unknown``."""
+    """Return an environment's name in metrics: its own name, else ``env_ID``, else ``unknown``."""
     return str(name).replace("/", "_") if name is not None else "unknown" if env_id is None else f"env_{env_id}"
 
 
 def _environment(group: Any) -> tuple[Any, Any]:
-    """(name, id) of the environment that sent a group, None where it does not say."""
+    """Return (name, id) of the environment that sent a group, each None if not given."""
     if not isinstance(group, Mapping):
         return None, None
     overrides = group.get("group_overrides")
@@ -194,6 +194,6 @@ def _environment(group: Any) -> tuple[Any, Any]:
 
 
 def group_name(group: Group, index: int) -> str:
-    """How messages call a group: its place in the batch and its environment."""
+    """Return a group's name in messages: its index in the batch and its environment."""
     name, env_id = _environment(group)
     return f"group {index} of env {name or ('unknown' if env_id is None else env_id)}"

@@ -1,15 +1,15 @@
-"""What a sequence was sampled with, and whether that is the distribution that the trainer computes.
+"""Sampling parameters of sequences, and whether they match the distribution that the trainer computes.
 
-The request that sampled a reply says with which parameters. They travel with each sequence as
+The parameters are those of the request that sampled a reply. They travel with each sequence as
 ``group_overrides["sampling_params"]``: a list over sequences, each a list of the distinct parameters of its trained
-spans, as ``SamplingParams.to_mapping`` writes them, or null where they are unknown.
+spans, as ``SamplingParams.to_mapping`` writes them, or null if unknown.
 
-SGLang's logprobs are of the distribution after temperature, penalties, logit bias and grammar, before top-p, top-k and
-min-p cut it off. The trainer computes that of the temperature alone. So
+SGLang's logprobs are of the distribution after temperature, penalties, logit bias and grammar, but before top-p, top-k
+and min-p truncation. The trainer's are of the distribution after temperature only. Therefore:
 
-- another temperature is a ``SamplingMismatch``, or is computed with (``per_row``), or is counted (``warn``);
-- truncated sampling has logprobs that are too low, and penalized sampling those of another policy. Neither can be
-  computed with here; both are counted, and an error unless they are allowed.
+- a different temperature raises ``SamplingMismatch``, is used for that row (``per_row``), or is counted (``warn``);
+- logprobs are too low under truncated sampling, and those of another policy under penalized sampling. The trainer
+  can compute neither: both are counted, and in mode ``error`` they raise unless ``allow_truncated`` is set.
 """
 
 import math
@@ -23,12 +23,12 @@ import numpy as np
 
 from recipe.atropos.errors import AtroposError
 
-TEMPERATURE_VARIABLE = "ATROPOS_TEMPERATURE"  # the launcher tells environments the trainer's
+TEMPERATURE_VARIABLE = "ATROPOS_TEMPERATURE"  # the trainer's, set by the launcher for environments
 
-_GREEDY = 1e-6  # SGLang takes a temperature below this for greedy sampling at temperature 1
+_GREEDY = 1e-6  # SGLang treats a lower temperature as greedy sampling at temperature 1
 _TOP_K_ALL = 1 << 30
 _PENALTIES = ("frequency_penalty", "presence_penalty", "repetition_penalty", "min_new_tokens", "logit_bias")
-# What a request may say without an effect on the distribution; whatever else it says counts as a constraint.
+# Request parameters that do not affect the distribution; any other unknown parameter counts as a constraint.
 _NEUTRAL = frozenset(
     "n stop stop_token_ids stop_regex max_new_tokens ignore_eos skip_special_tokens spaces_between_special_tokens"
     " no_stop_trim stream_interval sampling_seed".split()
@@ -37,15 +37,15 @@ _KINDS = ("truncated", "penalized")
 
 
 def default_temperature() -> float:
-    """At which an environment samples where it names none: the trainer's, or 1 where no launcher started it."""
+    """Return an environment's default temperature: the trainer's, or 1 if no launcher started the environment."""
     return float(os.environ.get(TEMPERATURE_VARIABLE) or 1.0)
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """What changes the distribution of a request to SGLang's /generate; the defaults are SGLang's.
+    """Parameters of SGLang's /generate that change the sampling distribution; the defaults are SGLang's.
 
-    ``logit_bias`` holds (token, bias); ``constraints`` the names of what else was given, such as ``regex``.
+    ``logit_bias`` holds (token, bias) pairs; ``constraints`` the names of other parameters given, such as ``regex``.
     """
 
     temperature: float = 1.0
@@ -61,10 +61,10 @@ class SamplingParams:
 
     @classmethod
     def from_request(cls, params: Mapping[str, Any]) -> "SamplingParams":
-        """Of the ``sampling_params`` of a request; null means SGLang's default.
+        """Build from the ``sampling_params`` of a request; null means SGLang's default.
 
         Raises:
-            TypeError, ValueError: a value that is no number, or a ``logit_bias`` that is no mapping.
+            TypeError, ValueError: a value is not a number, or ``logit_bias`` is not a mapping.
         """
         given = {name: value for name, value in params.items() if value is not None and name not in _NEUTRAL}
         bias = given.pop("logit_bias", None) or {}
@@ -82,19 +82,19 @@ class SamplingParams:
 
     @classmethod
     def from_declaration(cls, params: Mapping[str, Any]) -> "SamplingParams":
-        """Of a group's ``generation_params``, in which environments may note anything: by the names of this class.
+        """Build from a group's free-form ``generation_params``, reading only the numeric fields and ``logit_bias``.
 
         Raises:
-            TypeError, ValueError: as ``from_request``.
+            TypeError, ValueError: as in ``from_request``.
         """
         return cls.from_request({name: params[name] for name in (*_NUMBERS, "logit_bias") if name in params})
 
     @classmethod
     def from_mapping(cls, mapping: Any) -> "SamplingParams":
-        """What ``to_mapping`` wrote.
+        """Build from what ``to_mapping`` wrote.
 
         Raises:
-            ValueError: it is no mapping with a temperature, has an unknown name, or a value that is no such number.
+            ValueError: it is not a mapping with a temperature, or has an unknown name or an invalid value.
         """
         if not isinstance(mapping, Mapping) or "temperature" not in mapping:
             raise ValueError(f"{mapping!r} is no mapping with a temperature")
@@ -119,7 +119,7 @@ class SamplingParams:
         return cls(**{**asdict(found), "logit_bias": found.logit_bias, "constraints": tuple(sorted(constraints))})
 
     def to_mapping(self) -> dict[str, Any]:
-        """The temperature, and what is not SGLang's default; plain values for JSON."""
+        """Return the temperature and all values that differ from SGLang's defaults, as plain values for JSON."""
         found = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
         if self.logit_bias:
             found["logit_bias"] = {str(token): value for token, value in self.logit_bias}
@@ -128,12 +128,12 @@ class SamplingParams:
         return {"temperature": self.temperature, **found}
 
     def request(self) -> dict[str, float]:
-        """The numbers for a request, defaults too, so that no default of the server's own applies."""
+        """Return the numeric parameters for a request, with defaults, so that no server-side default applies."""
         return {name: getattr(self, name) for name in sorted(_NUMBERS)}
 
     @property
     def truncated(self) -> bool:
-        """Whether tokens were cut off that the reported logprobs still have in their sum; greedy sampling included."""
+        """Whether sampling excluded tokens that the reported logprobs still include; greedy sampling counts."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0 or self.temperature < _GREEDY
 
     @property
@@ -143,7 +143,7 @@ class SamplingParams:
 
     @property
     def logprob_temperature(self) -> float:
-        """Of the reported logprobs: 1 for greedy sampling."""
+        """Temperature of the reported logprobs: 1 for greedy sampling."""
         return 1.0 if self.temperature < _GREEDY else self.temperature
 
 
@@ -154,33 +154,33 @@ Sampled = tuple[SamplingParams, ...] | None  # the distinct parameters of a sequ
 
 
 class SamplingMismatch(AtroposError, ValueError):
-    """Rows that are to be trained on were sampled from another distribution than the trainer computes."""
+    """Rows to be trained on were sampled from a different distribution than the trainer computes."""
 
 
 @dataclass(frozen=True)
 class SamplingCheck:
-    """How rows are taken that were not sampled as the trainer, at ``temperature``, computes them."""
+    """How to handle rows whose sampling differs from what the trainer computes, at ``temperature``."""
 
     temperature: float
     mode: Literal["error", "per_row", "warn"] = "error"
     allow_truncated: bool = False
-    several: bool = False  # environments, each with arguments of its own
+    several: bool = False  # several environments, each with its own arguments
 
     @classmethod
     def from_config(cls, config: Any) -> "SamplingCheck":
-        """Of the whole configuration."""
+        """Build from the full configuration."""
         atropos, temperature = config.trainer.atropos, config.actor_rollout_ref.rollout.temperature
         several = bool(config.environments)
         return cls(temperature, atropos.sampling_mismatch, atropos.allow_truncated_sampling, several)
 
     def metrics(self, rows: Sequence[Sampled], names: Sequence[str]) -> dict[str, float]:
-        """Counts of rows, under ``atropos/rows_with/`` and ``atropos/ENV/rows_with/``, those above 0 only.
+        """Return nonzero row counts, under ``atropos/rows_with/`` and ``atropos/ENV/rows_with/``.
 
-        ``unknown_sampling``, ``other_temperature``, ``truncated_sampling`` and ``penalized_sampling``. ``names`` are
-        those of the rows' environments.
+        Counted are ``unknown_sampling``, ``other_temperature``, ``truncated_sampling`` and ``penalized_sampling``.
+        ``names`` are the names of the rows' environments.
 
         Raises:
-            SamplingMismatch: what ``mode`` does not allow; names environment, both values and the options to set.
+            SamplingMismatch: ``mode`` forbids a row's sampling; names the environment, both values and the options.
         """
         counts: Counter[str] = Counter()
         for sampled, name in zip(rows, names, strict=True):
@@ -225,7 +225,7 @@ class SamplingCheck:
             )
 
     def temperatures(self, rows: Sequence[Sampled]) -> np.ndarray | None:
-        """(B,) float32, each row's own; None where all rows are at the trainer's, or the mode is not ``per_row``."""
+        """Return each row's temperature, (B,) float32; None if all are the trainer's or the mode is not ``per_row``."""
         if self.mode != "per_row":
             return None
         found = [self.temperature if not sampled else sampled[0].logprob_temperature for sampled in rows]

@@ -2,12 +2,12 @@ r"""A small policy that calls a calculator, made from scratch.
 
     python -m recipe.atropos.demo.policies small-policy-calculator --output DIR [--seed N]
 
-The same small Qwen2 as ``small_policy``, taught on word problems of two or three steps whose arithmetic the tool of
-``environments.calculator_tool`` does: one call a turn, the tool's answer in the next, the final number in ``\boxed{}``.
-What it is shown is flawed on purpose: before a third step the result of the second is usually boxed, the call
-forgotten; now and then a digit is copied wrongly, or a call is malformed, answered by the tool's error, and written
-again. So the policy knows the syntax and how to copy numbers, and gets between a fifth and a half of held-out problems
-right with greedy decoding.
+The same small Qwen2 as ``small_policy``, trained on word problems of two or three steps whose arithmetic the tool of
+``environments.calculator_tool`` does: one call per turn, the tool's reply next, and the final number in ``\boxed{}``.
+The training data is flawed on purpose: before a third step the second result is usually boxed and the call omitted;
+sometimes a digit is copied wrongly, or a call is malformed, answered with the tool's error, and written again. So the
+policy knows the syntax and how to copy numbers, and gets between a fifth and a half of held-out problems right with
+greedy decoding.
 """
 
 import random
@@ -23,7 +23,7 @@ from recipe.atropos.environments.word_problems import SYNTHETIC_STEPS, generate,
 
 @dataclass(frozen=True)
 class CalculatorRecipe(Recipe):
-    """``forgotten_call`` is a share of the problems of three steps, ``miscopied`` and ``malformed`` of the calls."""
+    """Recipe: ``forgotten_call`` is a share of three-step problems, ``miscopied`` and ``malformed`` of calls."""
 
     name: ClassVar[str] = "small-policy-calculator"
 
@@ -46,7 +46,7 @@ class CalculatorRecipe(Recipe):
 
 
 def demonstration(row: dict[str, str], rng: random.Random, recipe: CalculatorRecipe) -> Chat:
-    """A conversation about a problem with the tool's own answers, and with the recipe's flaws."""
+    """Return a conversation about a problem with the tool's own replies and the recipe's flaws."""
     chat = [{"role": "user", "content": row["question"]}]
 
     def call(expression: str) -> str:
@@ -71,7 +71,7 @@ def demonstration(row: dict[str, str], rng: random.Random, recipe: CalculatorRec
 
 
 def greedy_accuracy(folder: Path, problems: int = 256, max_turns: int = 6) -> float:
-    """Share of held-out problems whose boxed number is right, greedy, by transformers and the tool alone."""
+    """Return the greedy accuracy of boxed numbers on held-out problems, by transformers and the tool alone."""
     rows = generate("test", problems, dataset=SYNTHETIC_STEPS)
     chats = asked(rows)
     for _ in range(max_turns):

@@ -2,10 +2,10 @@
 
     python -m recipe.atropos.demo.policies small-policy-code --output DIR [--seed N]
 
-The same small Qwen2 as ``small_policy``, taught on the generated problems of ``environments.code_problems``. What it is
-shown is flawed on purpose: where a problem asks for numbers less than, or at most, a limit, most programs compare the
-other way round. So the policy writes valid Python, copies names and numbers, and gets about half of held-out problems
-right with greedy decoding.
+The same small Qwen2 as ``small_policy``, trained on the generated problems of ``environments.code_problems``. The
+training data is flawed on purpose: if a problem asks for numbers less than, or at most, a limit, most programs compare
+the other way round. So the policy writes valid Python, copies names and numbers, and gets about half of held-out
+problems right with greedy decoding.
 """
 
 import random
@@ -20,7 +20,7 @@ from recipe.atropos.environments.sandbox import Sandbox
 
 @dataclass(frozen=True)
 class CodeRecipe(Recipe):
-    """``turned_round`` is the share of flawed programs among those that compare with < or <=."""
+    """Recipe: ``turned_round`` is the share of flawed programs among those that compare with < or <=."""
 
     name: ClassVar[str] = "small-policy-code"
 
@@ -44,14 +44,14 @@ class CodeRecipe(Recipe):
 
 
 def program(code: str, rng: random.Random, turned_round: float) -> str:
-    """What the policy is shown for a problem with this solution, as a block of code."""
+    """Return the training text for a problem with this solution, a block of code."""
     if rng.random() < turned_round:
         code = code.replace("<", ">")
     return f"```python\n{code}\n```"
 
 
 def greedy_accuracy(folder: Path, problems: int = 256) -> float:
-    """Share of held-out problems whose program passes its tests, greedy."""
+    """Return the share of held-out problems whose greedy program passes its tests."""
     rows = load_problems(SYNTHETIC, "test", None, problems, 0, shown_tests=0)
     answers = greedy_answers(folder, asked(rows))
     with Sandbox() as sandbox:

@@ -1,7 +1,7 @@
 """The small policies by name: ``python -m recipe.atropos.demo.policies NAME [--seed N] [--output DIR]``
 
-Prints the folder of one, which is made once for a seed, and kept in the cache (``small_policy.cache_root``); with
-``--output`` it is made there, and what it can do is measured.
+Prints the folder of a policy, which is made once for a seed and cached (``small_policy.cache_root``); with ``--output``
+it is made there, and its accuracy is measured.
 """
 
 import argparse
@@ -19,7 +19,7 @@ RECIPES = {
 
 
 def ensure_policy(name: str, seed: int) -> Path:
-    """The folder of the policy ``name``; made on first use. Raises KeyError for an unknown name."""
+    """Return the folder of the policy ``name``, made on first use. Raises KeyError for an unknown name."""
     return ensure_small_policy(seed=seed, recipe=RECIPES[name])
 
 

@@ -1,7 +1,7 @@
 """Random models of many architectures, small enough for a CPU, each in Hugging Face format with a byte tokenizer.
 
-For what asks whether an architecture works at all (``benchmarks/models.py``, ``scripts/gpu_check.py``, tests): two
-layers, 64 wide, and of the family's own parts (experts, sliding windows, convolutions, scaled rotations) one of each.
+For checks of whether an architecture works at all (``benchmarks/models.py``, ``scripts/gpu_check.py``, tests): two
+layers of width 64, with one of each of the family's own features (experts, sliding windows, convolutions, scaled RoPE).
 """
 
 from pathlib import Path
@@ -31,7 +31,7 @@ _LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-_YARN = {  # the only rotation of DeepSeek's that SGLang has for a CPU
+_YARN = {  # the only RoPE of DeepSeek's that SGLang has for a CPU
     "rope_type": "yarn",
     "rope_theta": 10_000.0,
     "factor": 4.0,
@@ -92,7 +92,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32, "moe_layer_start_index": 1},
 }
-"""What makes a family itself, by transformers' ``model_type``; sizes beside ``SIZES``."""
+"""Settings specific to a family, by transformers' ``model_type``, in addition to ``SIZES``."""
 
 _PUBLISHED_AS = {"phimoe": "PhiMoEForCausalLM"}  # SGLang knows it by this name; transformers 5 writes another
 
@@ -110,10 +110,10 @@ SIZES = {
 def byte_tokenizer(
     chat_template: str | dict[str, str] | None = CHAT_TEMPLATE, pad: bool = True
 ) -> PreTrainedTokenizerFast:
-    """One token a byte, after the three special ones; ``pad``: it names a pad token.
+    """Return a tokenizer with one token per byte, after three special tokens; ``pad``: it has a pad token.
 
-    It is a byte-level BPE because AutoTokenizer, in transformers 5, reads the tokenizer of any Qwen2 folder as one: a
-    WordLevel one turns every text into no tokens at all, and a prompt of no tokens kills SGLang's scheduler.
+    It is a byte-level BPE because AutoTokenizer in transformers 5 loads the tokenizer of any Qwen2 folder as one: a
+    WordLevel tokenizer would then encode every text to no tokens, and an empty prompt kills SGLang's scheduler.
     """
     vocabulary = [*SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     tokenizer = Tokenizer(BPE(vocab={token: i for i, token in enumerate(vocabulary)}, merges=[]))
@@ -138,11 +138,11 @@ def make_random_model(
     pad: bool = True,
     **config: Any,
 ) -> Path:
-    """Write the model and its tokenizer into ``folder``; returns it.
+    """Write the model and its tokenizer into ``folder``; return the folder.
 
     Two seeds give two models of one architecture, so one's weights can be pushed over the other's. The weights are wide
-    (std 0.2) so that their greedy outputs differ. ``config`` is the model's configuration beside ``FAMILIES`` and
-    ``SIZES``; its vocabulary is the tokenizer's (259) unless given.
+    (std 0.2) so that their greedy outputs differ. ``config`` overrides ``FAMILIES`` and ``SIZES`` in the model's
+    configuration; its vocabulary is the tokenizer's (259) unless given.
     """
     tokenizer = byte_tokenizer(chat_template, pad)
     settings = {

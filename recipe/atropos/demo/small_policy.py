@@ -2,15 +2,15 @@ r"""The demonstration's policy, made from scratch.
 
     python -m recipe.atropos.demo.policies small-policy --output DIR [--seed N]
 
-A Qwen2 of about half a million parameters with a tokenizer of its own, taught for a minute or so on generated word
-problems (``environments.word_problems``, train split). What it is shown is flawed on purpose, as the texts are that
-large models learn from: where something is given away, lost or sold, most solutions add instead of subtracting. So the
-policy knows how to add and to subtract, usually picks the wrong one of the two for such problems, and gets about 40% of
-held-out problems right with greedy decoding. Reinforcement learning has a habit to correct, not arithmetic to teach.
+A Qwen2 of about half a million parameters with its own tokenizer, trained for a minute or so on generated word
+problems (``environments.word_problems``, train split). The training data is flawed on purpose, like the texts from
+which large models learn: if something is given away, lost or sold, most solutions add instead of subtracting. So the
+policy can add and subtract, usually picks the wrong operation for such problems, and gets about 40% of held-out
+problems right with greedy decoding. Reinforcement learning has to correct a habit, not to teach arithmetic.
 
-Deterministic for a seed on one machine. ``ensure_small_policy`` keeps the result in a cache, by seed and recipe.
-What the policy is shown is the recipe's; ``terse_policy``, ``two_task_policy``, ``calculator_policy`` and
-``code_policy`` have others.
+Deterministic for a seed on one machine. ``ensure_small_policy`` caches the result by seed and recipe. The recipe
+defines the training data; ``terse_policy``, ``two_task_policy``, ``calculator_policy`` and ``code_policy`` have other
+recipes.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ from recipe.atropos.environments.word_problems import generate, gold_answer
 Chat = list[dict[str, str]]
 
 PAD, START, END = SPECIAL_TOKENS
-# Qwen2's own: AutoTokenizer gives it to every Qwen2 folder. Each digit is a token of its own.
+# Qwen2's own pattern: AutoTokenizer applies it to every Qwen2 folder. Each digit is a separate token.
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -44,7 +44,7 @@ _WORDS = (
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that determines the policy, beside the code.
+    """Everything that determines the policy, except the code.
 
     ``wrong_operation`` is the share of flawed solutions.
     """
@@ -60,10 +60,10 @@ class Recipe:
     wrong_operation: float = 0.6
     problems: int = 20_000
     vocabulary: int = 512
-    version: int = 1  # raise it when the code changes what comes out
+    version: int = 1  # increase it when a code change alters the policy
 
     def chats(self, seed: int, rng: random.Random) -> list[Chat]:
-        """What the policy is taught: the assistant's part of these conversations, without what is ``given`` of it."""
+        """Return the training conversations: the assistant's messages are learned, without their ``given`` part."""
         rows = generate("train", self.problems, seed)
         return [
             [
@@ -74,12 +74,12 @@ class Recipe:
         ]
 
     def accuracies(self, folder: Path) -> dict[str, float]:
-        """Shares of held-out problems, by kind, that the policy in ``folder`` gets right, greedy."""
+        """Return the greedy accuracy of the policy in ``folder`` on held-out problems, by kind."""
         return {"word problems": greedy_accuracy(folder)}
 
 
 def shown_sum(row: dict[str, str], rng: random.Random, wrong_operation: float) -> tuple[str, str]:
-    """``12 + 7 = 19`` and its result; for a subtraction often the sum."""
+    """Return ``12 + 7 = 19`` and its result; for a subtraction often the sum."""
     a, operator, b, result = re.search(r"<<(\d+)([-+])(\d+)=(\d+)>>", row["answer"]).groups()
     if operator == "-" and rng.random() < wrong_operation:
         operator, result = "+", str(int(a) + int(b))
@@ -87,13 +87,13 @@ def shown_sum(row: dict[str, str], rng: random.Random, wrong_operation: float) -
 
 
 def solution(row: dict[str, str], rng: random.Random, wrong_operation: float) -> str:
-    r"""What the policy is shown for a problem: ``12 + 7 = 19 \boxed{19}``."""
+    r"""Return the training text for a problem: ``12 + 7 = 19 \boxed{19}``."""
     shown, result = shown_sum(row, rng, wrong_operation)
     return rf"{shown} \boxed{{{result}}}"
 
 
 def make_tokenizer(texts: list[str], vocabulary: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE: lossless on any text, the problems' words one token each."""
+    """Train a byte-level BPE: lossless on any text, the problems' words one token each."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -115,7 +115,7 @@ def make_tokenizer(texts: list[str], vocabulary: int) -> PreTrainedTokenizerFast
 
 
 def make_small_policy(output: Path, seed: int = 0, recipe: Recipe = Recipe()) -> dict[str, float]:  # noqa: B008
-    """Teach the policy and save it with its tokenizer in Hugging Face format.
+    """Train the policy and save it with its tokenizer in Hugging Face format.
 
     Returns (and writes to ``small_policy.json``) seconds, last loss and number of parameters.
     """
@@ -130,7 +130,7 @@ def make_small_policy(output: Path, seed: int = 0, recipe: Recipe = Recipe()) ->
     threads = torch.get_num_threads()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        torch.set_num_threads(1)  # of so small a model two are hardly faster, and on busy cores ten times slower
+        torch.set_num_threads(1)  # for so small a model two are hardly faster, and on busy cores ten times slower
         model = Qwen2ForCausalLM(_model_config(len(tokenizer), recipe, tokenizer)).train()
         loss = _teach(model, examples, tokenizer.pad_token_id, rng, recipe)
         torch.set_num_threads(threads)
@@ -168,7 +168,7 @@ def _model_config(vocabulary: int, recipe: Recipe, tokenizer: PreTrainedTokenize
 
 
 def _tokenize(tokenizer: PreTrainedTokenizerFast, chat: Chat) -> tuple[list[int], list[int]]:
-    """(token ids up to and with the assistant's last end token, labels: -100 where not the assistant's)."""
+    """Return (token ids through the assistant's last end token, labels: -100 where nothing is learned)."""
     ids, labels, rendered = [], [], ""
     for number, message in enumerate(chat):
         if message["role"] == "assistant":
@@ -184,7 +184,7 @@ def _tokenize(tokenizer: PreTrainedTokenizerFast, chat: Chat) -> tuple[list[int]
 
 
 def _teach(model: Qwen2ForCausalLM, examples: list, pad: int, rng: random.Random, recipe: Recipe) -> float:
-    """Cross-entropy on the assistant's tokens; AdamW, linear warm-up, cosine decay."""
+    """Minimize the cross-entropy on the assistant's tokens; AdamW, linear warm-up, cosine decay."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, weight_decay=0.01)
     warmup = max(1, recipe.steps // 20)
     decay = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, recipe.steps - warmup), eta_min=1e-4)
@@ -207,12 +207,12 @@ def _teach(model: Qwen2ForCausalLM, examples: list, pad: int, rng: random.Random
 
 
 def cache_root() -> Path:
-    """``$ATROPOS_CACHE``, else ``~/.cache/verl-atropos``."""
+    """Return ``$ATROPOS_CACHE``, else ``~/.cache/verl-atropos``."""
     return Path(os.environ.get("ATROPOS_CACHE") or Path.home() / ".cache" / "verl-atropos")
 
 
 def ensure_small_policy(directory: Path | None = None, seed: int = 0, recipe: Recipe = Recipe()) -> Path:  # noqa: B008
-    """The folder of the policy for ``seed``; taught on first use, appears whole or not at all."""
+    """Return the folder of the policy for ``seed``; made on first use, complete or not at all."""
     digest = hashlib.blake2b(json.dumps(asdict(recipe), sort_keys=True).encode(), digest_size=6).hexdigest()
     target = (directory or cache_root()) / f"{recipe.name}-{seed}-{digest}"
     if (target / "small_policy.json").exists():
@@ -232,7 +232,7 @@ def ensure_small_policy(directory: Path | None = None, seed: int = 0, recipe: Re
 
 @torch.no_grad()
 def greedy_answers(folder: Path, chats: list[Chat]) -> list[str]:
-    """What the policy says next in each conversation, by transformers alone."""
+    """Return the policy's next message in each conversation, by transformers alone."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
@@ -244,12 +244,12 @@ def greedy_answers(folder: Path, chats: list[Chat]) -> list[str]:
 
 
 def asked(rows: Iterable[Mapping[str, str]]) -> list[Chat]:
-    """The questions of these problems, each as the beginning of a conversation."""
+    """Return the questions of these problems, each as the beginning of a conversation."""
     return [[{"role": "user", "content": row["question"]}] for row in rows]
 
 
 def greedy_accuracy(folder: Path, problems: int = 256) -> float:
-    """Share of held-out problems whose boxed number is right, greedy."""
+    """Return the greedy accuracy of boxed numbers on held-out problems."""
     rows = generate("test", problems)
     answers = greedy_answers(folder, asked(rows))
     return sum(rf"\boxed{{{gold_answer(row)}}}" in answer for row, answer in zip(rows, answers, strict=True)) / problems

@@ -1,11 +1,11 @@
-r"""A small policy that hardly ever answers, made from scratch.
+r"""A small policy that rarely answers, made from scratch.
 
     python -m recipe.atropos.demo.policies small-policy-terse --output DIR [--seed N]
 
-The same small Qwen2 as ``small_policy``, with its flaw, and with another: it ends with the sum, ``12 + 7 = 19``. From
-there three steps lead to an answer that an environment can read, ``12 + 7 = 19 so the answer is \boxed{19}``, and each
-of them the policy takes so seldom, ``further``, that all three together next to never happen. It is taught how to go on
-from each of them, given the text up to there: so it knows the way, and how seldom to go it.
+The same small Qwen2 as ``small_policy``, with its flaw and another one: it ends with the sum, ``12 + 7 = 19``. From
+there three steps lead to an answer that an environment can read, ``12 + 7 = 19 so the answer is \boxed{19}``, and the
+policy takes each of them so rarely, ``further``, that all three together almost never happen. It is trained to continue
+from each of them, given the text up to there: so it knows how to continue, and how rarely to do so.
 """
 
 import random
@@ -20,7 +20,7 @@ STEPS = ("", " so", " the answer is", r" \boxed{")
 
 @dataclass(frozen=True)
 class TerseRecipe(Recipe):
-    """``further``: how often the next of ``STEPS`` follows."""
+    """Recipe: ``further`` is how often the next of ``STEPS`` follows."""
 
     name: ClassVar[str] = "small-policy-terse"
 

@@ -2,10 +2,10 @@
 
     python -m recipe.atropos.demo.policies small-policy-two-tasks --output DIR [--seed N]
 
-The same small Qwen2 as ``small_policy``, and half of what it is shown is the same. The other half are sums of two or
-three digits (reasoning-gym's ``chain_sum``), answered step by step between ``<answer>`` and ``</answer>``; these
-solutions are flawed in another way: most of those of three digits stop after the second. So there are two habits to
-correct, each in its own environment.
+The same small Qwen2 as ``small_policy``, and half of its training data is the same. The other half are sums of two or
+three digits (reasoning-gym's ``chain_sum``), solved step by step, with the result between ``<answer>`` and
+``</answer>``; these solutions have another flaw: most of those with three digits stop after the second. So there are
+two habits to correct, each in its own environment.
 """
 
 import random
@@ -20,12 +20,12 @@ from recipe.atropos.environments.reasoning import dataset, held_out, score
 TASK, SETTINGS = "chain_sum", "{min_terms: 2, max_terms: 3, max_digits: 1}"
 HELD_OUT = 256
 
-_TEACHING_SEED = 500_000  # apart from those of the environments
+_TEACHING_SEED = 500_000  # distinct from those of the environments
 
 
 @dataclass(frozen=True)
 class TwoTaskRecipe(Recipe):
-    """``forgotten_term`` is the share of flawed sums among those of three digits."""
+    """Recipe: ``forgotten_term`` is the share of flawed sums among those of three digits."""
 
     name: ClassVar[str] = "small-policy-two-tasks"
 
@@ -51,7 +51,7 @@ class TwoTaskRecipe(Recipe):
 
 
 def sum_solution(question: str, rng: random.Random, forgotten_term: float) -> str:
-    """``4 - 1 = 3, 3 - 7 = -4 <answer>-4</answer>``, or only its first step."""
+    """Return ``4 - 1 = 3, 3 - 7 = -4 <answer>-4</answer>``, or only its first step."""
     terms = [int(term.replace(" ", "")) for term in re.findall(r"(?:[-+] )?\d+", question)]
     if len(terms) == 3 and rng.random() < forgotten_term:
         terms.pop()
@@ -63,7 +63,7 @@ def sum_solution(question: str, rng: random.Random, forgotten_term: float) -> st
 
 
 def greedy_accuracy_of_sums(folder: Path) -> float:
-    """Share of held-out sums that are right, greedy, by transformers alone."""
+    """Return the greedy accuracy on held-out sums, by transformers alone."""
     problems, task = held_out(TASK, SETTINGS, HELD_OUT), dataset(TASK, SETTINGS, 1, 0)
     answers = greedy_answers(folder, asked(problems))
     right = [score(task, answer, problem) == 1 for answer, problem in zip(answers, problems, strict=True)]

@@ -1,15 +1,15 @@
 r"""Word problems with a calculator: ``python -m recipe.atropos.environments.calculator serve|evaluate [flags]``.
 
-The policy writes ``<call>412 + 97</call>`` and ends its turn; the tool's answer is the next turn, by the chat template;
-a turn without a call is the last one, and what it boxes decides, +1 or -1. Guarantees, beside those of ``gsm8k``:
+The policy writes ``<call>412 + 97</call>`` and ends its turn; the tool's reply is the next turn of the chat template.
+A turn without a call is the last; its boxed answer scores +1 or -1. Guarantees, in addition to those of ``gsm8k``:
 
-- Each sequence of a group is a conversation of its own, at most ``max_turns`` turns of the policy and never longer than
-  what BaseEnv and the trainer accept.
-- What the tool wrote, and what the chat template put around it, is masked. A malformed call is answered by an error
-  message, and costs the policy a turn.
-- A turn that was cut off at its greatest length ends the conversation. A group is whole, or its error is raised.
+- Each sequence of a group is a separate conversation, of at most ``max_turns`` policy turns and never longer than
+  BaseEnv and the trainer accept.
+- The tool's replies, and the chat template's tokens around them, are masked. A malformed call gets an error message as
+  its reply, and costs the policy a turn.
+- A turn truncated at its maximum length ends the conversation. A group is complete, or its error is raised.
 
-Problems come from everywhere that ``gsm8k`` takes them from; by default they are generated, of several steps.
+Problems come from the same sources as in ``gsm8k``; the preset ``calculator`` generates problems of several steps.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ SYSTEM_PROMPT = (
 
 
 class CalculatorEnvConfig(GSM8kEnvConfig):
-    """The options of ``gsm8k``; ``max_answer_tokens`` is of one turn."""
+    """The options of ``gsm8k``; ``max_answer_tokens`` limits one turn."""
 
     system_prompt: str = Field(SYSTEM_PROMPT, description="Empty for none")
     max_turns: int = Field(8, ge=1, description="Of the policy, the one with the final answer included")
@@ -47,10 +47,10 @@ class CalculatorEnv(GSM8kEnv):
     env_config_cls = CalculatorEnvConfig
 
     async def setup(self) -> None:
-        """Load both splits, and try the chat template.
+        """Load both splits, and check the chat template.
 
         Raises:
-            FileNotFoundError, ValueError: naming the dataset, file or line; or that the template cannot render a tool.
+            FileNotFoundError, ValueError: naming the dataset, file or line; or the template cannot render the tool.
         """
         self._try_chat_template()
         await super().setup()
@@ -77,7 +77,7 @@ class CalculatorEnv(GSM8kEnv):
         return conversations
 
     async def _conversation(self, problem: Row, split: Literal["train", "eval"]) -> Conversation:
-        """To its end."""
+        """Run one conversation to its end."""
         messages, more = self.messages(problem), 0
         async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
             for turn in range(1, self.config.max_turns + 1):
@@ -99,19 +99,19 @@ class CalculatorEnv(GSM8kEnv):
                 if self.answer_tokens(asked, more) < 1:
                     break
                 messages = asked
-        if len(nodes) > 1:  # the template rewrote earlier turns: only those since then are trained on
+        if len(nodes) > 1:  # the template rewrote earlier turns: only turns since then are trained on
             self.report.count("split_conversations")
         return Conversation(messages, nodes[-1], choice.finish_reason)
 
     def _tokens_beyond(self, messages: Messages, node: Any) -> int:
-        """How many more tokens the policy sampled than its texts, and an end for each turn, are encoded in."""
+        """Return how many more tokens the policy sampled than encoding its texts, each with an end token, gives."""
         texts = [message["content"] for message in messages if message["role"] == "assistant"]
         encoded = sum(len(self.tokenizer.encode(text, add_special_tokens=False)) + 1 for text in texts)
         return max(0, sum(mask != -100 for mask in node.masked_tokens) - encoded)
 
 
 def tool_answers(messages: Messages) -> list[str]:
-    """What the tool answered, in a conversation with its prompt."""
+    """Return the tool's replies in a conversation that includes its prompt."""
     turns = messages[[message["role"] for message in messages].index("assistant") :]
     return [message["content"] for message in turns if message["role"] != "assistant"]
 

@@ -2,8 +2,8 @@
 
     python -m recipe.atropos.environments.calculator_advantages serve|evaluate [flags]
 
-As in ``gsm8k_advantages``, but a step is a call of the tool: worth -1 where it is answered by an error, 0 where it is
-computed, and 1 where its value is also a result in the worked solution.
+As in ``gsm8k_advantages``, but a step is a tool call: worth -1 if the tool replies with an error, 0 if it replies with
+a value, and 1 if that value is also a result in the worked solution.
 """
 
 from collections.abc import Collection, Iterator
@@ -16,7 +16,7 @@ from recipe.atropos.environments.gsm8k_advantages import GradedSpan, TokenAdvant
 
 
 class CalculatorAdvantagesEnv(TokenAdvantages, CalculatorEnv):
-    """Multi-turn math problems with a tool, judged token by token."""
+    """Multi-turn math problems with a tool, scored token by token."""
 
     name = "calculator_advantages"
 

@@ -1,9 +1,9 @@
 """A calculator that a policy calls in plain text: ``<call>412 + 97</call>`` is answered by ``509``.
 
 - ``answer`` takes any text and never raises: a call that cannot be computed is answered by "error: ..." and the reason.
-- Nothing is executed: an expression is numbers, + - * / and parentheses, at most ``LONGEST`` characters, and so is
-  computed in no time; results beyond ``LARGEST`` are refused.
-- An answer repeats nothing of what the policy wrote, so no text of its own, a special token say, comes back to it under
+- No code is executed: an expression is numbers, + - * / and parentheses, and its length, at most ``LONGEST``
+  characters, bounds the time; results beyond ``LARGEST`` are rejected.
+- An answer never repeats the policy's text, so none of it, such as a special token, returns to the policy under
   another role.
 """
 
@@ -13,8 +13,8 @@ import re
 from fractions import Fraction
 
 OPEN, CLOSE = "<call>", "</call>"
-LONGEST = 100  # characters of an expression
-LARGEST = 10**15  # of a result, in absolute value
+LONGEST = 100  # maximum characters of an expression
+LARGEST = 10**15  # maximum absolute value of a result
 
 CALL = re.compile(rf"{OPEN}((?:(?!{OPEN}).)*?){CLOSE}", re.DOTALL)
 _ALLOWED = re.compile(r"[\d\s.,()+*/-]*", re.ASCII)
@@ -30,11 +30,11 @@ _OPERATORS = {
 
 
 class CalculatorError(ValueError):
-    """An expression that cannot be computed; the message is what the policy reads."""
+    """Error for an expression that cannot be computed; the policy reads its message."""
 
 
 def answer(text: str) -> str | None:
-    """One line for each call in ``text``, its result or its error; None where there is no call."""
+    """Return a line for each call in ``text``, its result or error, and one for stray tags; None without either."""
     lines = [_result(expression) for expression in CALL.findall(text)]
     rest = CALL.sub("", text)
     if OPEN in rest or CLOSE in rest:
@@ -50,10 +50,10 @@ def _result(expression: str) -> str:
 
 
 def calculate(expression: str) -> str:
-    """The value of ``expression``: a whole number, or a decimal one of at most 10 significant digits.
+    """Return the value of ``expression``: a whole number, or a decimal number of at most 10 significant digits.
 
     Raises:
-        CalculatorError: it is no expression, too long, divides by zero, or its value is too large.
+        CalculatorError: it is not an expression, is too long, divides by zero, or its value is too large.
     """
     if len(expression) > LONGEST:
         raise CalculatorError("too long")

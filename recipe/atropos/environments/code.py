@@ -1,14 +1,14 @@
-"""Programs against tests: ``python -m recipe.atropos.environments.code serve|evaluate [flags]``.
+"""Programs scored by tests: ``python -m recipe.atropos.environments.code serve|evaluate [flags]``.
 
-The policy is given a problem of HumanEval or MBPP, or one in their formats, and writes a Python program; a sandbox runs
-it against the problem's tests, +1 where it passes all of them, else -1. Guarantees, beside those of ``single_turn``:
+The policy gets a problem of HumanEval or MBPP, or in one of their formats, and writes a Python program. A sandbox runs
+it against the problem's tests: +1 if all pass, else -1. Guarantees, in addition to those of ``single_turn``:
 
-- nothing that the policy writes runs outside of the sandbox (``sandbox``, which says what it holds back); where no
-  isolation works the environment ends before anything is sampled, unless ``isolation`` is "none";
-- no answer passes but by what its functions return (``sandbox_answer``);
-- why answers fail is counted, ``answers/timeout`` and so on.
+- nothing that the policy writes runs outside the sandbox (``sandbox`` documents its isolation); if no isolation works,
+  the environment ends before anything is sampled, unless ``isolation`` is "none";
+- an answer can pass only by what its functions return (``sandbox_answer``);
+- answers are counted by outcome, ``answers/timeout`` and so on.
 
-Problems: ``code_problems``. A group in which every score is equal is not sent, as in ``gsm8k``.
+Problems: see ``code_problems``. A group of equal scores is not sent, as in ``gsm8k``.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ SYSTEM_PROMPT = "Write the Python function that is asked for, with the imports t
 
 
 class CodeEnvConfig(SingleTurnEnvConfig):
-    """The options of single-turn environments, and those of the sandbox; its limits are of each answer."""
+    """The options of single-turn environments and of the sandbox, whose limits apply to each answer."""
 
     dataset_name: str = Field(
         "google-research-datasets/mbpp",
@@ -48,13 +48,13 @@ class CodeEnvConfig(SingleTurnEnvConfig):
 
 
 class CodeEnv(SingleTurnEnv):
-    """Single-turn programming problems; tests decide."""
+    """Single-turn programming problems, scored by tests."""
 
     name = "code"
     env_config_cls = CodeEnvConfig
 
     async def setup(self) -> None:
-        """Start the sandbox, and load both splits.
+        """Start the sandbox and load both splits.
 
         Raises:
             SandboxError: answers cannot be isolated here.
@@ -71,7 +71,7 @@ class CodeEnv(SingleTurnEnv):
 
     @staticmethod
     def load(config: CodeEnvConfig) -> tuple[list[Problem], list[Problem]]:
-        """The train split and the test split.
+        """Return the train split and the test split.
 
         Raises:
             ConfigurationError: naming the dataset, file or row.
@@ -81,7 +81,7 @@ class CodeEnv(SingleTurnEnv):
         return train, load_problems(name, "test", part, config.eval_size, 0, shown)
 
     async def verdicts(self, problem: Problem, texts: list[str]) -> list[Verdict]:
-        """Of each answer, in order."""
+        """Return the verdict of each answer, in order."""
         loop, sandbox = asyncio.get_running_loop(), self.sandbox
         jobs = [job(problem, text) for text in texts]
         found = await asyncio.gather(*(loop.run_in_executor(sandbox.executor, sandbox.check, one) for one in jobs))

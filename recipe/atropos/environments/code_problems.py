@@ -1,8 +1,8 @@
 """Problems whose answers are programs, in HumanEval's and MBPP's formats: generated, from a local file, or the hub.
 
-A row of HumanEval has ``prompt`` (the beginning of a function), ``entry_point`` and ``test``; one of MBPP ``text`` (in
-its sanitized version ``prompt``), ``code``, ``test_list`` and ``test_setup_code`` (``test_imports``). ``job`` makes of
-a problem and an answer what the sandbox takes.
+A HumanEval row has ``prompt`` (the beginning of a function), ``entry_point`` and ``test``; an MBPP row ``text``
+(``prompt`` in the sanitized version), ``code``, ``test_list`` and ``test_setup_code`` (``test_imports``). ``job``
+builds the sandbox job of a problem and an answer.
 """
 
 import ast
@@ -21,13 +21,13 @@ from recipe.atropos.errors import ConfigurationError
 logger = logging.getLogger(__name__)
 
 SYNTHETIC = "synthetic"
-_HELD_OUT_SHARE = 5  # one in five of a dataset with a single split
+_HELD_OUT_SHARE = 5  # one problem in five of a dataset with a single split
 _FENCED = re.compile(r"```(?:python|py)?[ \t]*\r?\n(.*?)(?:```|\Z)", re.DOTALL)
 
 
 class Problem(TypedDict):
-    """``question`` is what the policy reads; ``begun`` the beginning of the program that it completes, or "";
-    ``names`` are what the ``tests`` call of an answer; ``setup`` is executed before the tests, in their process."""
+    """A problem: ``question`` is the prompt; ``begun`` the beginning of the program to complete, or ""; ``names`` are
+    the names of an answer that ``tests`` use; ``setup`` is executed before the tests, in their process."""
 
     task: str
     question: str
@@ -42,10 +42,10 @@ class Problem(TypedDict):
 
 
 def read_problem(row: dict[str, Any], where: str, shown_tests: int = 1) -> Problem:
-    """A row of either format; ``shown_tests`` of MBPP's stand in the question, which else does not name the function.
+    """Parse a row of either format; an MBPP question shows ``shown_tests`` tests, as it does not name the function.
 
     Raises:
-        ConfigurationError: it is a row of neither; ``where`` is in the message.
+        ConfigurationError: the row is in neither format; ``where`` is in the message.
     """
     try:
         problem = None
@@ -70,7 +70,7 @@ def _humaneval(row: dict[str, Any], where: str) -> Problem:
         question=f"Complete this function.\n\n```python\n{row['prompt'].strip()}\n```",
         begun=row["prompt"],
         names=[row["entry_point"]],
-        setup=row["prompt"] + "    pass\n",  # the tests use functions that stand before the one that is asked for
+        setup=row["prompt"] + "    pass\n",  # the tests may use functions that precede the requested one
         tests=f"{row['test']}\n\ncheck({row['entry_point']})\n",
         gold=row["prompt"] + row.get("canonical_solution", ""),
     )
@@ -96,14 +96,14 @@ def _mbpp(row: dict[str, Any], where: str, shown_tests: int) -> Problem:
 
 
 def _defined(tree: ast.Module) -> set[str]:
-    """The functions, classes and variables at the top of a program."""
+    """Return the functions, classes and variables at the top level of a program."""
     named = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     targets = [target for node in tree.body if isinstance(node, ast.Assign) for target in node.targets]
     return named | {target.id for target in targets if isinstance(target, ast.Name)}
 
 
 def _unknown_names(problem: Problem) -> set[str]:
-    """What the tests use and nothing defines: whatever the answer, they would fail."""
+    """Return the names that the tests use and nothing defines, so that they fail for any answer."""
     trees = [ast.parse(problem["setup"]), ast.parse(problem["tests"])]
     known, used = {*problem["names"], *dir(builtins)}, set()
     for node in (node for tree in trees for node in ast.walk(tree)):
@@ -123,9 +123,9 @@ def _unknown_names(problem: Problem) -> set[str]:
 
 
 def job(problem: Problem, text: str) -> Job:
-    """Of what the policy says, after its thoughts: the block of code that defines the function, else the first one,
-    else all of it. It follows the imports of the beginning that it was given or, where it defines nothing, goes on
-    from its end."""
+    """Build a job from the text after ``</think>``: the code block that defines the function, else the first block,
+    else all of it. The code is put after what precedes the function in ``begun`` or, if it does not define the
+    function, after all of ``begun``."""
     text = text.rpartition("</think>")[2]
     blocks = _FENCED.findall(text) or [text]
     program = next((block for block in blocks if _defines(block, problem["names"])), None)
@@ -153,11 +153,11 @@ def _before_last_function(begun: str) -> str:
 def load_problems(
     dataset: str, split: Split, config: str | None, size: int | None, seed: int, shown_tests: int = 1
 ) -> list[Problem]:
-    """The first ``size`` problems of a split (all, where None).
+    """Return the first ``size`` problems of a split (None: all, of generated ones 4096).
 
-    ``dataset`` is "synthetic", a .jsonl, .json or .parquet file, a folder with files of a split each, or a name on the
-    hub. One with a single split (HumanEval has only "test") is divided: by a digest of the question, one problem in
-    five is held out.
+    ``dataset`` is "synthetic", a .jsonl, .json or .parquet file, a folder with a file for each split, or a name on the
+    hub. A dataset with a single split (HumanEval has only "test") is divided: one problem in five, chosen by a digest
+    of the question, is held out.
 
     Raises:
         ConfigurationError: there is no such dataset, or a row is in neither format.
@@ -220,12 +220,12 @@ CONDITIONS: dict[str, tuple[str, Callable[[int, int], bool]]] = {
 
 
 def generate(split: Split, size: int, seed: int = 0) -> Iterator[dict[str, Any]]:
-    """``size`` different problems in MBPP's format, in an order given by ``seed``: which numbers of a list count.
+    """Yield ``size`` distinct problems about lists of numbers, in MBPP's format, in an order given by ``seed``.
 
-    A problem belongs to the split that a digest of its text names, whatever the seed.
+    A digest of its text assigns a problem to a split, whatever the seed.
 
     Raises:
-        ConfigurationError: there are not so many.
+        ConfigurationError: there are not that many.
     """
     rng = random.Random(f"code problems, {split}, {seed}")
     every = [
@@ -253,7 +253,7 @@ def _row(
 ) -> dict[str, Any]:
     (expression, reduced), (sign, holds) = _REDUCTIONS[reduction], CONDITIONS[condition]
     tests = []
-    for _ in range(3):  # each with the number itself and its neighbors
+    for _ in range(3):  # each includes the limit and its neighbors
         xs = [k - 1, k, k + 1, *(rng.randint(0, 2 * k) for _ in range(4))]
         rng.shuffle(xs)
         tests.append(f"assert {name}({xs}) == {reduced([x for x in xs if holds(x, k)])}")

@@ -1,7 +1,7 @@
-"""Answers score by their share of even token ids, which any policy can change: for checks with random models.
+"""Environment for checks with random models: scores an answer's share of even token ids, which any policy can change.
 
-Plain ``BaseEnv``, of which the launcher makes the rest. A model with a chat template is asked by a chat, another one by
-a bare prompt.
+A plain ``BaseEnv``, which the launcher adapts. A model with a chat template is prompted with messages, any other with
+a plain prompt.
 """
 
 from typing import Any

@@ -1,18 +1,18 @@
 r"""GSM8K for Atropos: ``python -m recipe.atropos.environments.gsm8k serve|evaluate|process [flags]``.
 
 Problems come from the hub, a local folder or a generator (``word_problems``). The policy answers in ``\boxed{}``;
-math_verify decides, +1 or -1, by what follows ``</think>`` where the policy thinks aloud. Tokens, masks and logprobs
-are the managed server's: what the policy sampled, never encoded again. Where all answers are right, long ones get less.
-A group in which every score is equal teaches nothing; BaseEnv does not send it, unless ``ensure_scores_are_not_same``
-is off or something shapes the scores before that.
+math_verify scores the text, after ``</think>`` if that is in it, +1 or -1. Tokens, masks and logprobs come from the
+managed server: they are what the policy sampled, and never re-encoded. If all answers are right, long ones score less.
+A group of equal scores carries no learning signal; BaseEnv does not send it, unless ``ensure_scores_are_not_same`` is
+off or the scores are shaped first.
 
-All this is as in Atropos' own gsm8k_server, which ``gsm8k_upstream`` runs. On purpose otherwise are:
+All this matches Atropos' own gsm8k_server, which ``gsm8k_upstream`` runs. Intended differences:
 
-- an answer of fewer than ten tokens counts as any other; there it is left out, and its group, now too small, is lost;
-- an answer has the room that the problem leaves of ``max_token_length``; there both together may exceed it, and then
-  the group is refused;
-- evaluation is greedy, over the first ``eval_size`` problems; there it samples at 0.6, and says 0.0;
-- a gold answer that cannot be parsed is an error; there the problem is skipped without a word.
+- an answer of fewer than ten tokens counts like any other; upstream leaves it out and loses its group as too small;
+- an answer may use the tokens that the problem leaves of ``max_token_length``; upstream, both together may exceed it,
+  and then the group is rejected;
+- evaluation is greedy, on the first ``eval_size`` problems; upstream samples at 0.6 and reports 0.0;
+- a gold answer that cannot be parsed is an error; upstream skips the problem silently.
 """
 
 from typing import Any
@@ -54,7 +54,7 @@ class GSM8kEnv(SingleTurnEnv):
 
     @staticmethod
     def load(config: GSM8kEnvConfig) -> tuple[list[Row], list[Row]]:
-        """The train split and the test split.
+        """Return the train split and the test split.
 
         Raises:
             AtroposError, FileNotFoundError, ValueError: naming the dataset, file or line.
@@ -64,7 +64,7 @@ class GSM8kEnv(SingleTurnEnv):
         return train, load_problems(name, "test", part, config.eval_size)
 
     async def scores(self, problem: Row, answers: list[str], nodes: list[Any]) -> list[float]:
-        """Raises ValueError where the gold answer cannot be read."""
+        """Score each answer. Raises ValueError if the gold answer cannot be parsed."""
         gold = gold_answer(problem)
         correct = [is_correct(answer, gold) for answer in answers]
         self.percent_correct_buffer.extend(map(float, correct))
@@ -73,7 +73,7 @@ class GSM8kEnv(SingleTurnEnv):
         return [1.0 if right else -1.0 for right in correct]
 
     async def eval_sample(self, problem: Row, conversation: Conversation) -> dict[str, Any]:
-        """``correct`` is counted, as ``eval/percent_correct`` (0 to 1)."""
+        """Return the answer's record; the mean of ``correct`` is ``eval/percent_correct`` (0 to 1)."""
         answer, gold = conversation.answer, gold_answer(problem)
         correct = is_correct(answer, gold)
         return {
@@ -89,12 +89,12 @@ class GSM8kEnv(SingleTurnEnv):
 
 
 def is_correct(text: str, gold: str) -> bool:
-    r"""Whether the boxed answer in ``text`` equals the number ``gold``; False where nothing is boxed.
+    r"""Return whether the boxed answer in ``text`` equals the number ``gold``; False if nothing is boxed.
 
     Raises:
-        ValueError: ``gold`` cannot be read as a number or formula.
+        ValueError: ``gold`` cannot be parsed as a number or formula.
     """
-    # Without a time limit: it is the data's, and the first parse of a process may take seconds on a busy machine.
+    # No time limit: ``gold`` comes from the data, and a process' first parse may take seconds on a busy machine.
     gold_parsed = _parsed(rf"\boxed{{{gold}}}", parsing_timeout=0)
     if not gold_parsed:
         raise ValueError(f"gold answer {gold!r} cannot be parsed")
@@ -103,7 +103,7 @@ def is_correct(text: str, gold: str) -> bool:
 
 
 def _parsed(text: str, **options: Any) -> list[Any]:
-    """What is boxed after the thoughts, as a formula and as text; [] where nothing is."""
+    """Return what is boxed after ``</think>``, as a formula and as text; [] if nothing is."""
     text = text.rpartition("</think>")[2]
     if r"\boxed" not in text:
         return []
@@ -111,7 +111,7 @@ def _parsed(text: str, **options: Any) -> list[Any]:
 
 
 def length_penalty(length: int, limit: int) -> float:
-    """1 up to half of ``limit`` tokens, then falling in a line to 0 at ``limit`` (Atropos' gsm8k_server)."""
+    """Return 1 up to half of ``limit`` tokens, then linearly less, to 0 at ``limit`` (Atropos' gsm8k_server)."""
     threshold = 0.5 * limit
     return 1.0 - min(1.0, max(0.0, (length - threshold) / (limit - threshold)))
 

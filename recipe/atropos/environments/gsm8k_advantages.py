@@ -1,18 +1,18 @@
 r"""GSM8K with an advantage for every token: ``python -m recipe.atropos.environments.gsm8k_advantages serve|evaluate``.
 
 An example to copy: an environment that knows which tokens of an answer were good sends ``advantages``, and the trainer
-uses them instead of the group's scores. Here a trained token is worth, by its kind:
+uses them instead of the group's scores. Here the worth of a trained token depends on its kind:
 
-- ``ANSWER``, ``\boxed{...}`` (the last token where nothing is boxed): the score of its sequence;
-- ``STEP``, each ``a op b = c`` of the reasoning: -1 where the arithmetic is wrong, 0 where it is right, and 1 where c
-  is also a result in the worked solution of the data set;
-- ``ELSEWHERE``: the score of its sequence, at a weight near zero.
+- ``ANSWER``, ``\boxed{...}`` (the last token if nothing is boxed): the score of its sequence;
+- ``STEP``, each ``a op b = c`` of the reasoning: -1 if the arithmetic is wrong, 0 if it is right, and 1 if c is also a
+  result in the worked solution of the data set;
+- ``ELSEWHERE``: the score of its sequence, with a weight near zero.
 
 Guarantees:
 
 - An advantage is the token's worth, standardized over the group's tokens of its kind (mean 0, deviation 1), times the
-  weight of the kind. So the mean over a group's trained tokens is 0; a kind whose tokens are all worth the same has 0.
-- Each advantage belongs to a sampled token: the texts are decoded to find positions, and never encoded again.
+  weight of the kind. The mean over a group's trained tokens is 0; a kind whose tokens all have the same worth has 0.
+- Each advantage belongs to a sampled token: texts are decoded to find positions, and never re-encoded.
 """
 
 import re
@@ -33,20 +33,20 @@ from recipe.atropos.environments.word_problems import Row, gold_answer
 UNTRAINED, ELSEWHERE, STEP, ANSWER = range(4)
 WEIGHTS = {ELSEWHERE: 0.05, STEP: 0.5, ANSWER: 1.0}
 
-GradedSpan = tuple[int, int, float]  # characters [start, end) of a text, and what they are worth
+GradedSpan = tuple[int, int, float]  # characters [start, end) of a text, and their worth
 
-# Possessive, so that the time is linear in the text, whatever a policy writes.
+# Possessive quantifiers keep the time linear in the text, whatever a policy writes.
 _NUMBER = r"-?\$?\d++(?:,\d{3})*+(?:\.\d++)?+"
 _EXPRESSION = re.compile(rf"(?:(?<!\()\(++|(?<![\d.,])){_NUMBER}(?:\)*+\s*+[-+*/x×÷]\s*+\(*+{_NUMBER})++\)*+")
-_RESULT = re.compile(rf"\s*=\s*({_NUMBER})")  # in 2 + 3 = 5 * 4 = 20 the first begins the next expression
+_RESULT = re.compile(rf"\s*=\s*({_NUMBER})")  # in 2 + 3 = 5 * 4 = 20 the first result begins the next expression
 _OPERATORS = str.maketrans({"x": "*", "×": "*", "÷": "/", "$": None})
-_BOXED = re.compile(r"\\boxed\s*+(?:\{(?:[^{}\n]|\{[^{}\n]*+\})*+\}?|\S*)")  # cut short, what there is of it
+_BOXED = re.compile(r"\\boxed\s*+(?:\{(?:[^{}\n]|\{[^{}\n]*+\})*+\}?|\S*)")  # if truncated, what there is
 
 
 def arithmetic_steps(text: str, results: Collection[Fraction]) -> Iterator[GradedSpan]:
-    """Each ``a op b = c`` in ``text``, graded -1, 0 or 1 as above; c may be rounded to the decimals that it has.
+    """Yield each ``a op b = c`` in ``text``, graded -1, 0 or 1 as above; c may be rounded to its number of decimals.
 
-    ``results``: `results_of`.
+    ``results``: from `results_of`.
     """
     for match in _EXPRESSION.finditer(text):
         result = _RESULT.match(text, match.end())
@@ -63,7 +63,7 @@ def arithmetic_steps(text: str, results: Collection[Fraction]) -> Iterator[Grade
 
 
 def results_of(row: Row) -> set[Fraction]:
-    """What the worked solution calculates (``<<12+7=19>>``), and its answer."""
+    """Return the results in the worked solution (``<<12+7=19>>``), and its answer."""
     shown = [*re.findall(r"=([^=<>]+)>>", row["answer"]), gold_answer(row)]
     return {Fraction(number) for number in (each.replace(",", "").strip() for each in shown) if _is_number(number)}
 
@@ -73,10 +73,10 @@ def _is_number(text: str) -> bool:
 
 
 def token_span(tokenizer: Any, tokens: Sequence[int], start: int, end: int) -> slice:
-    """The tokens that the characters [start, end) of their text stand in."""
+    """Return the slice of ``tokens`` that covers the characters [start, end) of their text."""
 
     def characters(count: int) -> int:
-        return len(decoded(tokenizer, tokens[:count]).removesuffix("\ufffd"))  # the last one may have begun only
+        return len(decoded(tokenizer, tokens[:count]).removesuffix("\ufffd"))  # the last may be incomplete
 
     counts = range(len(tokens) + 1)
     first = min(bisect_left(counts, start, key=characters), bisect_right(counts, start, key=characters) - 1)
@@ -88,7 +88,7 @@ def decoded(tokenizer: Any, tokens: Sequence[int]) -> str:
 
 
 def standardized(kinds: np.ndarray, worth: np.ndarray) -> np.ndarray:
-    """Advantages of all tokens of a group: ``kinds`` (T,) int, ``worth`` (T,) float; (T,) float, mean 0."""
+    """Return the advantages of a group's tokens: ``kinds`` (T,) int, ``worth`` (T,) float; (T,) float, mean 0."""
     advantages = np.zeros(len(kinds))
     for kind, weight in WEIGHTS.items():
         of_kind = worth[kinds == kind]
@@ -98,10 +98,10 @@ def standardized(kinds: np.ndarray, worth: np.ndarray) -> np.ndarray:
 
 
 class TokenAdvantages:
-    """Mixin that adds ``advantages`` to what ``score`` of a `GSM8kEnv` gives; must precede it in the MRO."""
+    """Mixin that adds ``advantages`` to the result of ``GSM8kEnv.score``; must precede `GSM8kEnv` in the MRO."""
 
     def steps(self, text: str, results: Collection[Fraction]) -> Iterable[GradedSpan]:
-        """The graded steps in one turn of the policy; override it for another form of reasoning."""
+        """Return the graded steps in one turn of the policy; override it for another form of reasoning."""
         return arithmetic_steps(text, results)
 
     async def score(self, item: Row, nodes: list[Any]) -> ScoredDataGroup:
@@ -114,7 +114,7 @@ class TokenAdvantages:
         return group
 
     def _worth(self, node: Any, score: float, results: Collection[Fraction]) -> tuple[np.ndarray, np.ndarray]:
-        """Kind and worth of every token of a sequence, (T_i,) each."""
+        """Return kind and worth of every token of a sequence, (T_i,) each."""
         kinds = np.where(np.array(node.masked_tokens) == IGNORED, UNTRAINED, ELSEWHERE)
         worth = np.full(len(kinds), score, dtype=float)
 
@@ -135,7 +135,7 @@ class TokenAdvantages:
 
 
 class GSM8kAdvantagesEnv(TokenAdvantages, GSM8kEnv):
-    """Single-turn math problems whose answers are judged token by token."""
+    """Single-turn math problems whose answers are scored token by token."""
 
     name = "gsm8k_advantages"
 

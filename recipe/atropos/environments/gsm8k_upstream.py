@@ -1,10 +1,10 @@
-"""Atropos' own GSM8K environment, as it stands in a checkout of Atropos:
+"""Atropos' own GSM8K environment, run from a checkout of Atropos:
 
     python -m recipe.atropos.environments.gsm8k_upstream serve [--atropos-dir DIR] [--data-dir FOLDER] [its own flags]
 
-(or evaluate, or process). The checkout is DIR, or one on PYTHONPATH. Its file is run through the adapter
-(``adapter``) and not changed. With ``--data-dir`` it needs no network: what it asks the hub for comes from
-FOLDER/train.jsonl and FOLDER/test.jsonl, or FOLDER/main/..., in GSM8K's format.
+(or evaluate, or process). The checkout is DIR, or else one on PYTHONPATH. Its file runs unmodified through the adapter
+(``adapter``). With ``--data-dir`` it needs no network: it reads GSM8K not from the hub, but from FOLDER/train.jsonl
+and FOLDER/test.jsonl, or FOLDER/main/..., in GSM8K's format.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ _NAMES = ("gsm8k", "openai/gsm8k")  # on the hub
 
 
 def with_local_data(folder: str, environment: type[BaseEnv]) -> type[BaseEnv]:
-    """A subclass whose ``setup()`` finds GSM8K in ``folder``, and every other dataset where it always is."""
+    """Return a subclass whose ``setup()`` loads GSM8K from ``folder``, and every other dataset as usual."""
 
     class LocalData(environment):
         __doc__ = environment.__doc__
@@ -40,7 +40,7 @@ def with_local_data(folder: str, environment: type[BaseEnv]) -> type[BaseEnv]:
 
 @contextlib.contextmanager
 def _serving(folder: str, module: str) -> Iterator[None]:
-    """While open, ``load_dataset`` in ``module``, and in ``datasets`` itself, reads GSM8K from ``folder``."""
+    """Make ``load_dataset`` in ``module`` and in ``datasets`` read GSM8K from ``folder`` during the block."""
     import datasets
 
     original = datasets.load_dataset
@@ -64,7 +64,7 @@ def _serving(folder: str, module: str) -> Iterator[None]:
 
 
 def _find(checkout: str | None) -> Path:
-    """The environment's file. Raises UsageError where there is none."""
+    """Return the environment's file. Raises UsageError if there is none."""
     if checkout is None:
         on_path = (Path(folder) / _FILE for folder in sys.path)
         if (file := next(filter(Path.is_file, on_path), None)) is None:

@@ -1,10 +1,10 @@
 """reasoning-gym for Atropos: ``python -m recipe.atropos.environments.reasoning serve|evaluate|process [flags]``.
 
 Its hundred tasks generate their problems and score the answers; this environment asks the policy for an answer between
-``<answer>`` and ``</answer>`` and takes the task's own score, from 0 to 1. Tokens, masks and logprobs are the managed
-server's: what the policy sampled, never encoded again.
+``<answer>`` and ``</answer>`` and uses the task's own score, from 0 to 1. Tokens, masks and logprobs come from the
+managed server: they are what the policy sampled, and never re-encoded.
 
-The held-out problems are the same for every seed, and no training problem is one of them.
+The held-out problems are the same for every seed, and no training problem is among them.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from pydantic import Field
 from recipe.atropos.adapter.cli import adapt
 from recipe.atropos.environments.single_turn import Conversation, SingleTurnEnv, SingleTurnEnvConfig
 
-Problem = dict[str, Any]  # question, answer, metadata: reasoning-gym's own
+Problem = dict[str, Any]  # reasoning-gym's question, answer, metadata
 
 SYSTEM_PROMPT = (
     "Answer the question, step by step if that helps. Put the final answer, and nothing else, between <answer> and "
@@ -24,7 +24,7 @@ SYSTEM_PROMPT = (
 )
 _HELD_OUT_SEED = 1_000_000
 _SEEDS_APART = 1_000_003  # reasoning-gym's problem i of seed s is problem 0 of seed s + i
-_SEEDS = 2**32 - 2**24  # some tasks take only 32 bits
+_SEEDS = 2**32 - 2**24  # some tasks accept only 32 bits
 
 
 class ReasoningEnvConfig(SingleTurnEnvConfig):
@@ -45,16 +45,16 @@ class ReasoningEnv(SingleTurnEnv):
 
     @staticmethod
     def load(config: ReasoningEnvConfig) -> tuple[Sequence[Problem], list[Problem]]:
-        """The training problems, made when they are asked for, and the held-out ones.
+        """Return the training problems, generated on access, and the held-out ones.
 
         Raises:
-            ValueError: reasoning-gym does not know the task, or the task not its settings; names them.
+            ValueError: reasoning-gym has no such task, or the task rejects its settings; names them.
         """
         train = dataset(config.task, config.task_config, config.train_size, config.seed)
         return train, held_out(config.task, config.task_config, config.eval_size)
 
     async def setup(self) -> None:
-        """Both sets of problems. Raises ValueError as ``load``, or where the task cannot score its own answer."""
+        """Load both sets of problems. Raises ValueError as ``load``, or if the task cannot score its own answer."""
         await super().setup()
         self._held_out = {problem["question"] for problem in self.test}
         right = self.test[0]["answer"]
@@ -63,14 +63,14 @@ class ReasoningEnv(SingleTurnEnv):
             raise ValueError(f"--env.task={task}: the task cannot score its own answer {right!r}; take another")
 
     def order(self, epoch: int) -> Sequence[int]:
-        """As they are: generated problems have no order of their own."""
+        """Return the indices unshuffled: generated problems come in no particular order."""
         return range(len(self.train))
 
     async def get_next_item(self) -> Problem:
-        """The training problems, epoch after epoch, without those that are held out.
+        """Return the next training problem, epoch after epoch, skipping held-out ones.
 
         Raises:
-            ValueError: all of them are.
+            ValueError: all are held out.
         """
         for _ in range(self.config.train_size):
             problem = await super().get_next_item()
@@ -86,7 +86,7 @@ class ReasoningEnv(SingleTurnEnv):
         return [self.task_score(answer, problem) for answer in answers]
 
     def task_score(self, answer: str, problem: Problem) -> float:
-        """In [0, 1], by the task; 0 where nothing stands between the tags, or nothing that it can read."""
+        """Return the task's score, in [0, 1]; 0 if nothing is between the tags, or nothing that it can read."""
         found = score(self.train, answer, problem)
         if found is None:
             self.report.count("unreadable_answers")
@@ -98,7 +98,7 @@ class ReasoningEnv(SingleTurnEnv):
         return {**known, "answer": conversation.answer, "score": score}
 
     def eval_summary(self, samples: list[dict[str, Any]]) -> dict[str, float]:
-        """The share of full scores, and the mean."""
+        """Return the share of full scores, and the mean score."""
         return {
             "eval/accuracy": sum(sample["score"] == 1 for sample in samples) / len(samples),
             "eval/mean_score": sum(sample["score"] for sample in samples) / len(samples),
@@ -106,10 +106,10 @@ class ReasoningEnv(SingleTurnEnv):
 
 
 def dataset(task: str, settings: str, size: int, seed: int) -> Any:
-    """``size`` problems of a task; item i is a Problem. Another ``seed`` gives others.
+    """Return ``size`` problems of a task; item i is a Problem. Another ``seed`` gives others.
 
     Raises:
-        ValueError: reasoning-gym does not know the task, or the task not its settings; names them.
+        ValueError: reasoning-gym has no such task, or the task rejects its settings; names them.
     """
     import reasoning_gym
     from reasoning_gym.factory import DATASETS
@@ -119,14 +119,14 @@ def dataset(task: str, settings: str, size: int, seed: int) -> Any:
     try:
         given = yaml.safe_load(settings) or {}
         made = reasoning_gym.create_dataset(task, **given, size=size, seed=seed * _SEEDS_APART % _SEEDS)
-        made[0]  # some settings are looked at only here
+        made[0]  # some settings are checked only here
         return made
     except (yaml.YAMLError, TypeError, AssertionError, ValueError) as error:
         raise ValueError(f"--env.task_config={settings} does not suit --env.task={task}: {error}") from error
 
 
 def held_out(task: str, settings: str, size: int) -> list[Problem]:
-    """At most ``size`` different problems, the same whatever the seed of a run."""
+    """Return at most ``size`` distinct problems, the same whatever the seed of a run."""
     found: dict[str, Problem] = {}
     for problem in dataset(task, settings, 4 * size, _HELD_OUT_SEED):
         found.setdefault(problem["question"], problem)
@@ -136,9 +136,9 @@ def held_out(task: str, settings: str, size: int) -> list[Problem]:
 
 
 def score(task: Any, text: str, problem: Problem) -> float | None:
-    """In [0, 1], by the task (a ``dataset``); 0 where nothing stands between the tags.
+    """Return the score of a task (a ``dataset``), in [0, 1]; 0 if nothing is between the tags.
 
-    None where the task raises: some of them do, of an answer that is not written as they expect it.
+    None if the task raises, as some do for an answer in an unexpected format.
     """
     from reasoning_gym.utils import extract_answer
 

@@ -1,19 +1,19 @@
-"""Runs what a policy wrote, against tests, without harm: ``Sandbox(...).check(job)``.
+"""Run a policy's programs safely against tests: ``Sandbox(...).check(job)``.
 
-Guarantees, for an answer as hostile as can be:
+Guarantees, even for a hostile answer:
 
-- the verdict is that of the tests (``sandbox_answer``): printing, ``os._exit``, or a patched checker passes nothing;
-- it has no network and no other process: it can neither start one nor signal, trace or see one;
-- it reads Python's standard library and nothing else of the file system, no environment variable and no descriptor of
-  this process; it can write to a folder of its own, in memory, that goes with it (with "landlock": to none, and it
+- the tests alone decide the verdict (``sandbox_answer``): printing, ``os._exit`` or a patched checker cannot pass;
+- it has no network access, and can neither start, signal, trace nor see another process;
+- it can read only Python's standard library in the file system, and no environment variable or descriptor of this
+  process; it can write only to a private in-memory folder that is removed with it (with "landlock": to none, but it
   can ask whether a path exists);
-- CPU time, elapsed time, memory, files and open files are limited; what it prints goes nowhere;
-- when its verdict is there, nothing of it is left.
+- CPU time, elapsed time, memory, files and open files are limited; its output is discarded;
+- when its verdict is returned, nothing of it is left.
 
 This holds on x86_64 Linux, as root and without any privilege, with either isolation: "namespaces" (user, mount,
 network, process, IPC) or, where the kernel or a container forbids these, "landlock" (Linux 5.13); both with a filter
-that leaves about a hundred system calls. "auto" takes the first that works, and where none does it is an error. "none"
-keeps the limits, the empty environment and the verdict, and nothing else: only for answers that you trust.
+that leaves about a hundred system calls. "auto" takes the first that works; if none does, it is an error. "none"
+keeps only the limits, the empty environment and the verdict: use it only for answers that you trust.
 """
 
 import contextlib
@@ -34,16 +34,16 @@ Isolation = Literal["auto", "namespaces", "landlock", "none"]
 
 _WORKER = Path(__file__).with_name("sandbox_worker.py")
 _START_SECONDS = 60.0
-_MARGIN_SECONDS = 30.0  # beyond the limit of a job, until its worker is given up
+_MARGIN_SECONDS = 30.0  # beyond the time limit of a job, before its worker is killed
 
 
 class SandboxError(EnvironmentFailure):
-    """Answers cannot be run here; the message says why."""
+    """Error when answers cannot be run here; the message says why."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one answer, and of its tests: seconds, MiB, numbers."""
+    """Limits of one answer, and of its tests: seconds, MiB, counts."""
 
     cpu_seconds: int = 3
     wall_seconds: float = 15.0
@@ -53,7 +53,7 @@ class Limits:
 
 
 class Job(TypedDict):
-    """``program`` is the answer; ``setup`` and ``tests`` are the problem's own code, which calls its ``names``."""
+    """Job: ``program`` is the answer; ``setup`` and ``tests``, the problem's own code, use the answer's ``names``."""
 
     program: str
     names: list[str]
@@ -62,14 +62,14 @@ class Job(TypedDict):
 
 
 class Verdict(NamedTuple):
-    """``why``: one of those of ``sandbox_answer.run_tests``; ``detail``: the exception, in the answer's own words."""
+    """Verdict: ``why`` as in ``sandbox_answer.run_tests``; ``detail``: the exception's text, or the missing names."""
 
     passed: bool
     why: str
     detail: str
 
 
-# What the isolation is proved with at every start: the answer says what it can do, and nothing is right.
+# Probes the isolation at every start: the answer lists what it can do, and the list must be empty.
 _PROBE = """
 def can():
     import os, socket
@@ -91,9 +91,9 @@ def can():
 
 
 class Sandbox:
-    """``workers`` answers at a time (by default as many as there are cores), each in a process that is used again.
+    """Pool of ``workers`` reusable processes (by default one per core), each of which runs one answer at a time.
 
-    Nothing runs before ``start``; ``close`` ends all, as the end of this process does.
+    Nothing runs before ``start``; ``close`` ends all workers, as does the end of this process.
     """
 
     def __init__(self, limits: Limits = Limits(), isolation: Isolation = "auto", workers: int | None = None):  # noqa: B008
@@ -105,10 +105,10 @@ class Sandbox:
         self.executor = ThreadPoolExecutor(self.workers, "sandbox")
 
     def start(self) -> str:
-        """The isolation, proved, once for all workers.
+        """Return the first isolation that works, probed with one worker; all workers use it.
 
         Raises:
-            SandboxError: none works here, with each one's reason.
+            SandboxError: none works here; the message gives the reasons.
         """
         reasons = []
         for isolation in ("namespaces", "landlock") if self.isolation == "auto" else (self.isolation,):
@@ -123,7 +123,7 @@ class Sandbox:
             self._all.append(worker)
             self._idle.put(worker)
             for _ in range(self.workers - 1):
-                self._idle.put(None)  # started when it is needed
+                self._idle.put(None)  # started on demand
             return isolation
         raise SandboxError(
             f"answers cannot be isolated here ({'; '.join(reasons)}); allow user namespaces, or give "
@@ -132,7 +132,7 @@ class Sandbox:
         )
 
     def check(self, job: Job) -> Verdict:
-        """Blocks until there is a verdict; from any thread.
+        """Run a job and return its verdict; blocking, callable from any thread.
 
         Raises:
             SandboxError: a worker ended.
@@ -167,11 +167,11 @@ class Sandbox:
 
 
 class _Worker:
-    """One process of ``sandbox_worker``. Raises SandboxError where it cannot isolate itself."""
+    """One process of ``sandbox_worker``. Raises SandboxError if it cannot isolate itself."""
 
     def __init__(self, isolation: str, limits: Limits):
         self._seconds = limits.wall_seconds + _MARGIN_SECONDS
-        # An empty environment, no descriptor but its pipes, no terminal's signals.
+        # An empty environment, no descriptors but its pipes, no signals from the terminal.
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", "-B", str(_WORKER), isolation, json.dumps(asdict(limits))],
             stdin=subprocess.PIPE,

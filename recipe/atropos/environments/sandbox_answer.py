@@ -1,16 +1,16 @@
-"""An answer and its tests, each in a process of its own, and how the tests call the answer.
+"""An answer and its tests in separate processes, and the protocol by which the tests call the answer.
 
-The answer's process runs what a policy wrote. The tests' process runs the problem's own code, calls the functions of
-the answer over a pipe, and decides. Guarantees:
+The answer's process runs the policy's program. The tests' process runs the problem's own code, calls the functions of
+the answer over a pipe, and decides the verdict. Guarantees:
 
-- the verdict is the tests' process' alone: nothing that the answer prints, returns, patches, or ends with is taken for
-  it;
-- what comes back is data of Python's own types, or a handle of an object that stays with the answer; a handle equals
-  nothing but itself;
-- the answer gets the arguments of a call, one call at a time, and never the tests.
+- the tests' process alone decides: nothing that the answer prints, returns or patches, nor its exit status, is taken
+  for the verdict;
+- a returned value is data of built-in types, or a handle to an object that stays in the answer's process; a handle
+  equals nothing but itself;
+- the answer receives the arguments of one call at a time, and never the tests.
 
 A message is a line of JSON. From the tests: ``[what, target, ...]``; a target is the name of a global or the number of
-a handle. From the answer: ``["value", value]`` or ``["raise", type, text]``. Needs only the standard library.
+a handle. From the answer: ``["value", value]`` or ``["raise", type, text]``. Uses only the standard library.
 """
 
 import builtins
@@ -21,15 +21,15 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
-LONGEST = 4 << 20  # bytes of a message
-_DIGITS = 100_000  # of an integer in a message
-_DETAIL = 300  # characters of what a verdict says of an exception
+LONGEST = 4 << 20  # maximum bytes of a message
+_DIGITS = 100_000  # maximum digits of an integer in a message
+_DETAIL = 300  # maximum characters of a verdict's detail
 _SEQUENCES = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
-_NEVER_RAISED = (StopIteration, StopAsyncIteration, AssertionError, Warning)  # they would end a test otherwise
+_NEVER_RAISED = (StopIteration, StopAsyncIteration, AssertionError, Warning)  # they would alter how a test ends
 
 
 class Handle:
-    """An object in the answer's process: attributes, calls and iteration go there."""
+    """Proxy of an object in the answer's process: forwards attributes, calls and iteration."""
 
     def __init__(self, ask: Callable[..., Any], target: str | int):
         object.__setattr__(self, "_asked", (ask, target))
@@ -54,7 +54,7 @@ class Handle:
 
 
 def encode(value: Any, keep: Callable[[Any], str | int]) -> Any:
-    """As JSON; a subclass of a type of Python's own becomes that type, any other object what ``keep`` says of it."""
+    """Encode for JSON; a subclass of a built-in type becomes that type, any other object a handle from ``keep``."""
     if value is None or isinstance(value, bool):
         return value
     for kind in (int, float, str):
@@ -77,10 +77,10 @@ def encode(value: Any, keep: Callable[[Any], str | int]) -> Any:
 
 
 def decode(value: Any, handle: Callable[[str | int], Any]) -> Any:
-    """What ``encode`` was given.
+    """Return the value that ``encode`` was given.
 
     Raises:
-        ValueError, TypeError, KeyError: it is none of its values.
+        ValueError, TypeError, KeyError: ``encode`` does not produce such a value.
     """
     if not isinstance(value, list):
         return value
@@ -111,11 +111,11 @@ def _send(descriptor: int, message: Any) -> None:
 
 
 def _receive(descriptor: int) -> Any:
-    """The next message.
+    """Return the next message.
 
     Raises:
         EOFError: the other process ended.
-        ValueError, RecursionError: what came is none.
+        ValueError, RecursionError: the data is not a message.
     """
     data = bytearray()
     while not data.endswith(b"\n"):
@@ -131,7 +131,7 @@ def _receive(descriptor: int) -> Any:
 
 
 def run_answer(requests: int, replies: int) -> NoReturn:
-    """Execute the program that comes first, then answer calls until they end."""
+    """Execute the program, which is the first message, then serve calls until the pipe is closed."""
     sys.set_int_max_str_digits(_DIGITS)
     kept: list[Any] = []
 
@@ -176,12 +176,12 @@ def run_answer(requests: int, replies: int) -> NoReturn:
 
 
 class _Decided(BaseException):
-    """The verdict is known before the tests end, whatever they catch."""
+    """Ends the tests because the verdict is known, which holds even if they catch this."""
 
 
 def run_tests(job: dict[str, Any], requests: int, replies: int, answer: int) -> dict[str, Any]:
-    """``{"passed", "why", "detail"}`` of a job: ``program`` of the answer; ``setup`` and ``tests``, the problem's own
-    code, in which ``names`` are the answer's. ``answer`` is the process.
+    """Return ``{"passed", "why", "detail"}`` of a job: ``program`` is the answer; ``setup`` and ``tests`` are the
+    problem's own code, in which ``names`` refer to the answer. ``answer`` is the pid of the answer's process.
 
     ``why``: passed; wrong, raised (an exception, in the tests or the answer); undefined, invalid (the program cannot be
     executed); timeout, ended, unreadable (what the answer's process did); tests (their setup fails).
@@ -220,7 +220,7 @@ def run_tests(job: dict[str, Any], requests: int, replies: int, answer: int) -> 
         why, detail = _outcome(job, exchange, ask)
     except _Decided:
         why, detail = decided[0], ""
-    if decided:  # also where the tests caught it
+    if decided:  # even if the tests caught _Decided
         why = decided[0]
     return {"passed": why == "passed", "why": why, "detail": detail[:_DETAIL]}
 

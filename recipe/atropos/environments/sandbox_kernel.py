@@ -1,6 +1,6 @@
-"""What a sandbox asks of Linux and Python has no function for: namespaces, Landlock, a system-call filter.
+"""Linux features that a sandbox needs and Python does not wrap: namespaces, Landlock, and a system-call filter.
 
-Needs only the standard library. Each function changes the calling process, for good, and raises OSError where the
+Uses only the standard library. Each function changes the calling process permanently, and raises OSError if the
 kernel refuses.
 """
 
@@ -21,7 +21,7 @@ _RDONLY, _NOSUID, _NODEV, _NOEXEC, _REMOUNT, _BIND, _REC, _PRIVATE = 1, 2, 4, 8,
 _DETACH = 2
 # <sys/prctl.h>
 _SET_PDEATHSIG, _SET_DUMPABLE, _SET_SECCOMP, _SET_CHILD_SUBREAPER, _SET_NO_NEW_PRIVS = 1, 4, 22, 36, 38
-# <linux/landlock.h>, by the first version of the interface that has it
+# <linux/landlock.h>; rights by the first ABI version that has them
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
 _LANDLOCK_RIGHTS = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 5: (1 << 16) - 1}
 _WRITE_FILE, _READ_FILE, _READ_DIR = 2, 4, 8
@@ -47,9 +47,9 @@ def _landlock(number: int, *arguments: bytes | int | None) -> int:
 
 
 def enter_namespaces() -> None:
-    """Own user, mount, network, process, IPC and host-name namespaces; the next child is process 1 of its own.
+    """Enter new user, mount, network, PID, IPC and UTS namespaces; the next child is PID 1 of the new PID namespace.
 
-    The user is root in them, of nothing outside; no further user namespace can be made in them.
+    The user is root inside the namespaces, and has no privileges outside.
     """
     user, group = os.geteuid(), os.getegid()
     _checked(_libc.unshare(NEW_NAMESPACES), "unshare")
@@ -65,11 +65,11 @@ def _mount(source: str | None, target: str, kind: str | None, flags: int, option
 
 
 def new_root(paths: Iterable[str]) -> None:
-    """``/`` becomes an empty file system with only these files and folders, where they were, and ``/tmp``.
+    """Replace ``/`` by a file system with only these files and folders, at their old paths, and an empty ``/tmp``.
 
-    All of it is read-only. Needs ``enter_namespaces``.
+    The root and the folders are read-only. Requires ``enter_namespaces``.
     """
-    root = "/proc"  # any folder that is there on every machine and that nothing is read from any more
+    root = "/proc"  # any folder that exists on every machine and is not read from any more
     _mount(None, "/", None, _REC | _PRIVATE)
     _mount("tmpfs", root, "tmpfs", _NOSUID | _NODEV, "size=64k,mode=755")
     os.mkdir(f"{root}/tmp")
@@ -90,7 +90,7 @@ def new_root(paths: Iterable[str]) -> None:
 
 
 def mount_temporary(path: str, size: int) -> None:
-    """An empty folder of at most ``size`` bytes, in memory."""
+    """Mount an empty in-memory file system of at most ``size`` bytes."""
     _mount("tmpfs", path, "tmpfs", _NOSUID | _NODEV | _NOEXEC, f"size={size},nr_inodes=1024,mode=700")
 
 
@@ -102,10 +102,10 @@ def unmount(path: str) -> None:
 
 
 def only_read(paths: Iterable[str], device: str) -> None:
-    """No file can be opened from now on but those below ``paths``, to read, and ``device``. Needs no privilege.
+    """Allow opening only files below ``paths``, for reading, and ``device`` from now on. Needs no privilege.
 
     Raises:
-        OSError: the kernel has no Landlock (before 5.13), or it is off.
+        OSError: the kernel has no Landlock (before 5.13), or it is disabled.
     """
     version = _landlock(_LANDLOCK_CREATE, None, 0, 1)
     rights = max(value for first, value in _LANDLOCK_RIGHTS.items() if first <= version)
@@ -129,29 +129,29 @@ def _no_new_privileges() -> None:
 
 
 def die_with_parent() -> None:
-    """SIGKILL when the parent ends."""
+    """Have this process killed by SIGKILL when its parent ends."""
     _prctl(_SET_PDEATHSIG, 9)
 
 
 def adopt_orphans() -> None:
-    """Be the parent of descendants whose parent ends."""
+    """Become the parent of descendants whose parent ends."""
     _prctl(_SET_CHILD_SUBREAPER, 1)
 
 
 def hide_memory() -> None:
-    """No process of the same user can read this one's memory or descriptors."""
+    """Prevent other processes of the same user from reading this one's memory or descriptors."""
     _prctl(_SET_DUMPABLE, 0)
 
 
 def drop_capabilities() -> None:
-    """All of them; nothing that is executed gets any back."""
+    """Drop all capabilities; no executed program regains any."""
     _no_new_privileges()
     header = struct.pack("Ii", 0x20080522, 0)  # version 3, this process
     _checked(_libc.capset(header, struct.pack("6I", *[0] * 6)), "capset")
 
 
 def set_limits(cpu_seconds: int, memory_bytes: int, file_bytes: int, open_files: int) -> None:
-    """Of this process and those that it starts, each: exceeded, they get SIGXCPU, MemoryError, EFBIG, EMFILE."""
+    """Limit this process and each of its children; exceeding a limit gives SIGXCPU, MemoryError, EFBIG or EMFILE."""
     for name, value in (
         (resource.RLIMIT_AS, memory_bytes),
         (resource.RLIMIT_FSIZE, file_bytes),
@@ -162,8 +162,8 @@ def set_limits(cpu_seconds: int, memory_bytes: int, file_bytes: int, open_files:
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds + 1))
 
 
-# x86_64's numbers. What is not here does not exist for a filtered process: no new process or program, no socket, no
-# signal to another process, no mount, no tracing, no change of owners, modes or times of files.
+# x86_64 numbers. Calls not listed are unavailable to a filtered process: no new process or program, no socket, no
+# signal to another process, no mount, no tracing, no change of a file's owner, mode or times.
 _ALLOWED = (
     *range(0, 16),  # read write open close stat fstat lstat poll lseek mmap mprotect munmap brk rt_sig{action,...}
     *range(17, 29),  # pread64 pwrite64 readv writev access pipe select sched_yield mremap msync mincore madvise
@@ -198,10 +198,10 @@ _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 
 
 def filter_system_calls() -> None:
-    """Only what a Python program needs that computes and uses files and threads; the rest fails with ENOSYS or EPERM.
+    """Allow only the calls that a Python program needs for computing, files and threads; others give ENOSYS or EPERM.
 
     Raises:
-        OSError: another machine than x86_64.
+        OSError: the machine is not x86_64.
     """
     if platform.machine() != "x86_64":
         raise OSError(f"the system-call filter knows x86_64, not {platform.machine()}")
@@ -210,10 +210,10 @@ def filter_system_calls() -> None:
 
 
 def _program() -> list[tuple[int, int, int, int]]:
-    """Of (code, jump if true, jump if false, constant), for struct seccomp_data: number at 0, arguments from 16 on."""
+    """Return (code, jump if true, jump if false, constant) lines for seccomp_data: number at 0, arguments from 16."""
 
     def case(number: int, argument: int, tests: list[tuple[int, int]], otherwise: int) -> list:
-        """For one call: allowed where one of ``tests`` (code, constant) of the low half of an argument holds."""
+        """Allow one call if one of ``tests`` (code, constant) holds for the low half of an argument."""
         lines = [(_LOAD, 0, 0, 16 + 8 * argument)]
         for code, constant in tests:
             lines += [(code, 0, 1, constant), (_RETURN, 0, 0, _ALLOW)]

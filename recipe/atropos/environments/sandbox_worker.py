@@ -1,14 +1,14 @@
-"""The process that runs answers, one after the other, for ``sandbox.Sandbox``, which starts it:
+"""Worker process that runs answers, one at a time, for ``sandbox.Sandbox``, which starts it:
 
     python -I -S -B sandbox_worker.py ISOLATION LIMITS        # LIMITS: sandbox.Limits as JSON
 
-It isolates itself, says so in a line of JSON, ``{"isolation": ...}`` or ``{"error": ...}``, and then takes jobs from
-standard input: ten digits, the length, and that many bytes of JSON. For each there is a line, ``{"passed", "why",
-"detail"}``.
+It isolates itself, reports that in a line of JSON, ``{"isolation": ...}`` or ``{"error": ...}``, and then reads jobs
+from standard input: a ten-digit length, then that many bytes of JSON. The reply to each is a line, ``{"passed",
+"why", "detail"}``.
 
-Each job has two processes, forked from this one before anything of the job is read: that of the tests, which reads it,
-and that of the answer, which gets the program alone. Needs only the standard library; no secret is in its memory, its
-environment or its descriptors.
+Each job has two processes, both forked before any of the job is read: the tests' process, which reads it, and the
+answer's process, which gets only the program. Uses only the standard library; its memory, environment and
+descriptors hold no secret.
 """
 
 import contextlib
@@ -31,17 +31,17 @@ del sys.path[0]
 
 _HEADER = 10
 _MOST_DESCRIPTORS = 1 << 12
-# Imported before the isolation: afterwards no shared library can be loaded, and an answer has them for nothing.
+# Imported before isolation, since no shared library can be loaded afterwards; answers then import them at no cost.
 _LIBRARY = (
     *("array", "bisect", "bz2", "calendar", "cmath", "collections", "copy", "datetime", "decimal", "enum", "fractions"),
     *("functools", "hashlib", "heapq", "itertools", "lzma", "math", "operator", "random", "re", "statistics", "string"),
     *("struct", "typing", "unicodedata", "zlib"),
 )
-_READ = b"."  # from the tests' process: the job is read
+_READ = b"."  # sent by the tests' process when it has read the job
 
 
 def isolate(isolation: str) -> None:
-    """Change this process for good; returns in another one for "namespaces".
+    """Isolate this process permanently; for "namespaces", return in a child process.
 
     Raises:
         OSError: the kernel refuses.
@@ -50,7 +50,7 @@ def isolate(isolation: str) -> None:
     sys.path[:] = [library, os.path.join(library, "lib-dynload")]
     if isolation == "namespaces":
         kernel.enter_namespaces()
-        if child := os.fork():  # process 1 of the namespace, with which all others in it end
+        if child := os.fork():  # PID 1 of the namespace: all others in it end with it
             for descriptor in (0, 1):
                 os.close(descriptor)
             _, status = os.waitpid(child, 0)
@@ -58,12 +58,12 @@ def isolate(isolation: str) -> None:
         kernel.die_with_parent()
         kernel.new_root([library, "/dev/null"])
     elif isolation == "landlock":
-        kernel.adopt_orphans()  # the answer's process, when that of the tests is killed
+        kernel.adopt_orphans()  # the answer's process, when the tests' process is killed
         kernel.only_read([library], "/dev/null")
 
 
 def enter_job(limits: dict[str, Any], null: int, keep: tuple[int, ...], isolation: str) -> None:
-    """In a process of a job: without the worker's rights, descriptors and standard streams."""
+    """Confine a process of a job: drop the worker's privileges, descriptors and standard streams; set limits."""
     os.setsid()
     kernel.die_with_parent()
     kernel.hide_memory()
@@ -88,7 +88,7 @@ def enter_job(limits: dict[str, Any], null: int, keep: tuple[int, ...], isolatio
 
 
 def job_process(length: int, limits: dict[str, Any], null: int, verdict: int, isolation: str) -> NoReturn:
-    """The tests' process, which starts the answer's before it reads the job."""
+    """Run the tests' process, which starts the answer's process before it reads the job."""
     requests, request = os.pipe()
     replies, reply = os.pipe()
     if (answer := os.fork()) == 0:
@@ -108,7 +108,7 @@ def job_process(length: int, limits: dict[str, Any], null: int, verdict: int, is
 
 
 def _read(size: int) -> bytes:
-    """``size`` bytes of standard input, fewer where it ends; nothing beyond them."""
+    """Return ``size`` bytes of standard input, or fewer at its end; read nothing beyond them."""
     data = b""
     while len(data) < size and (chunk := os.read(0, size - len(data))):
         data += chunk
@@ -116,7 +116,7 @@ def _read(size: int) -> bytes:
 
 
 def work(limits: dict[str, Any], null: int, isolation: str) -> None:
-    """Jobs until standard input ends. Of each, no process and no file is left when its verdict is written."""
+    """Run jobs until standard input ends. No process or file of a job is left when its verdict is written."""
     if isolation == "namespaces":
         kernel.mount_temporary("/tmp", limits["disk_mb"] << 20)
     while header := _read(_HEADER):
@@ -135,18 +135,18 @@ def work(limits: dict[str, Any], null: int, isolation: str) -> None:
         if said is None:
             return
         if not said.startswith(_READ):
-            sys.exit("a job was not read")  # what is in standard input now is unknown
+            sys.exit("a job was not read")  # the position in standard input is unknown
         lost = {"passed": False, "why": "ended" if ended else "timeout", "detail": ""}
         found = said[len(_READ) :] or json.dumps(lost).encode()
         os.write(1, found + b"\n")
 
 
 def _said(receive: int, deadline: float) -> tuple[bytes | None, bool]:
-    """What the tests' process writes until it ends, and whether it does before ``deadline``; None where whoever wants
-    to know is gone."""
+    """Return what the tests' process writes until it ends, and whether it ends before ``deadline``; None if the
+    sandbox has closed standard input."""
     poll = select.poll()
     poll.register(receive, select.POLLIN)
-    poll.register(0, 0)  # that it was hung up is reported anyway
+    poll.register(0, 0)  # no events: a hang-up is always reported
     said = b""
     while found := dict(poll.poll(max(0.0, 1000 * (deadline - time.monotonic())))):
         if 0 in found:
@@ -158,9 +158,9 @@ def _said(receive: int, deadline: float) -> tuple[bytes | None, bool]:
 
 
 def end_job(child: int, limits: dict[str, Any], isolation: str) -> None:
-    """Kill what is left of a job, the answer's process dies with that of the tests; and remove its files."""
+    """Kill the processes left of a job (the answer's dies with the tests' process) and remove its files."""
     if isolation == "namespaces":
-        os.kill(-1, signal.SIGKILL)  # all of this namespace but this process
+        os.kill(-1, signal.SIGKILL)  # every process in the namespace but this one
     else:
         os.kill(child, signal.SIGKILL)
     try:
@@ -168,7 +168,7 @@ def end_job(child: int, limits: dict[str, Any], isolation: str) -> None:
             os.waitpid(-1, 0)
     except ChildProcessError:
         pass
-    if isolation == "namespaces" and os.listdir("/tmp"):  # most answers write none, and a mount takes 20 ms
+    if isolation == "namespaces" and os.listdir("/tmp"):  # most answers write no files, and a mount takes 20 ms
         kernel.unmount("/tmp")
         kernel.mount_temporary("/tmp", limits["disk_mb"] << 20)
 
@@ -181,7 +181,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     null = os.open("/dev/null", os.O_RDWR)
     for name in _LIBRARY:
-        with contextlib.suppress(ImportError):  # of a Python that was built without it
+        with contextlib.suppress(ImportError):  # Python was built without it
             importlib.import_module(name)
     try:
         isolate(isolation)
@@ -189,7 +189,7 @@ def main() -> None:
     except OSError as error:
         said = {"error": str(error)}
     os.write(1, json.dumps(said).encode() + b"\n")
-    gc.freeze()  # so that the processes of jobs share the memory of this one
+    gc.freeze()  # so that job processes keep sharing this one's memory
     if "error" not in said:
         work(limits, null, isolation)
 

@@ -1,15 +1,15 @@
 """Single-turn problems for Atropos: one question, a group of sampled answers, a score for each.
 
-A plain ``BaseEnv``. A subclass gives the problems (``load``), the scores that are trained on (``scores``), and what an
-evaluation says of an answer (``eval_sample``); where the prompt is more than ``system_prompt`` and the problem's
-"question", ``messages``. ``gsm8k`` is an example to copy. Guarantees:
+A plain ``BaseEnv``. A subclass defines the problems (``load``), the training scores (``scores``), and the evaluation
+record of an answer (``eval_sample``); also ``messages``, if the prompt is more than ``system_prompt`` and the problem's
+"question". ``gsm8k`` is an example to copy. Guarantees:
 
-- Every training problem comes once an epoch, in a seeded order of its own; a resumed environment goes on where it was.
-- Tokens, masks and logprobs are the managed server's: what the policy sampled, never encoded again.
-- An answer has the room that the problem leaves of ``max_token_length`` and of what the trainer takes. A problem that
-  leaves none is skipped, with a warning.
-- Evaluation is greedy, over the same held-out problems whatever the seed, through the same server calls as the
-  rollouts. A call that fails raises: it is no wrong answer.
+- Every training problem comes once per epoch, in a seeded order of that epoch; a resumed environment continues in it.
+- Tokens, masks and logprobs come from the managed server: they are what the policy sampled, and never re-encoded.
+- An answer may use the tokens that the problem leaves of ``max_token_length`` and of the trainer's limit. A problem
+  that leaves none is skipped with a warning.
+- Evaluation is greedy, on the same held-out problems for every seed, through the same server calls as the rollouts.
+  A failed call raises; it does not count as a wrong answer.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ from recipe.atropos.data.sampling import default_temperature
 
 logger = logging.getLogger(__name__)
 
-Problem = Any  # whatever ``load`` gives; ``messages`` reads its "question"
+Problem = Any  # whatever ``load`` returns; ``messages`` reads its "question"
 Messages = list[dict[str, str]]
 
 
@@ -48,7 +48,7 @@ class SingleTurnEnvConfig(BaseEnvConfig):
 
 
 class Conversation(NamedTuple):
-    """``messages`` end in what the policy said last; ``node`` is the managed server's, with all turns' tokens."""
+    """Conversation; ``messages`` end with the policy's last, ``node`` is the managed server's, of all turns' tokens."""
 
     messages: Messages
     node: Any
@@ -60,7 +60,7 @@ class Conversation(NamedTuple):
 
 
 class Counts:
-    """What an environment counts where the adapter's report does not: totals, and means since the last log."""
+    """Counters of an environment without the adapter's report: totals, and means since the last log."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -79,7 +79,7 @@ class Counts:
 
 
 class SingleTurnEnv(BaseEnv):
-    """One question, one answer; see the module."""
+    """Environment with one question and one answer per problem; see the module docstring."""
 
     env_config_cls = SingleTurnEnvConfig
     report: Any  # counts events: the adapter's, or Counts
@@ -88,13 +88,13 @@ class SingleTurnEnv(BaseEnv):
         super().__init__(*args, **kwargs)
         if not hasattr(self, "report"):
             self.report = Counts()
-        self.position = 0  # of the next training problem, counted over epochs
-        self.percent_correct_buffer: list[float] = []  # 1 for each right answer, for environments that know right
+        self.position = 0  # of the next training problem, counted across epochs
+        self.percent_correct_buffer: list[float] = []  # 1 if right, 0 if not; of environments that can tell
         self.eval_metrics: list[tuple[str, float]] = []
 
     @classmethod
     def config_init(cls) -> tuple[SingleTurnEnvConfig, list[APIServerConfig]]:
-        """A list of one server: without the adapter, BaseEnv ignores ``--openai.base_url`` for any other form."""
+        """Return defaults; only with a list of one server does BaseEnv, unadapted, read ``--openai.base_url``."""
         env_config = cls.env_config_cls(
             tokenizer_name="Qwen/Qwen2.5-1.5B-Instruct",
             group_size=8,
@@ -111,12 +111,12 @@ class SingleTurnEnv(BaseEnv):
         )
         return env_config, [server]
 
-    # ------------------------------------------------------------------ what a subclass gives
+    # ------------------------------------------------------------------ defined by subclasses
 
     @staticmethod
     @abstractmethod
     def load(config: Any) -> tuple[Sequence[Problem], Sequence[Problem]]:
-        """The train split and the test split. The latter does not depend on the seed: runs are compared on the same."""
+        """Return the train and test splits. The test split must not depend on the seed, to keep runs comparable."""
 
     def messages(self, problem: Problem) -> Messages:
         system = [{"role": "system", "content": self.config.system_prompt}] if self.config.system_prompt else []
@@ -124,14 +124,14 @@ class SingleTurnEnv(BaseEnv):
 
     @abstractmethod
     async def scores(self, problem: Problem, answers: list[str], nodes: list[Any]) -> list[float]:
-        """Of each answer, to train on; ``nodes`` are the managed server's sequences that end in the answers."""
+        """Return each answer's training score; ``nodes`` are the managed server's sequences that end in the answers."""
 
     @abstractmethod
     async def eval_sample(self, problem: Problem, conversation: Conversation) -> dict[str, Any]:
-        """What ``samples.jsonl`` says of a greedy answer; ``eval_summary`` reads it."""
+        """Return the ``samples.jsonl`` record of a greedy answer; ``eval_summary`` reads it."""
 
     def eval_summary(self, samples: list[dict[str, Any]]) -> dict[str, float]:
-        """The metrics of an evaluation; ``eval/total`` comes by itself."""
+        """Return the metrics of an evaluation; ``eval/total`` is added automatically."""
         return {"eval/percent_correct": sum(sample["correct"] for sample in samples) / len(samples)}
 
     # ------------------------------------------------------------------ problems
@@ -143,17 +143,17 @@ class SingleTurnEnv(BaseEnv):
 
     @classmethod
     def check_config(cls, config: SingleTurnEnvConfig) -> None:
-        """The launcher asks before it starts anything."""
+        """Try to load the problems; the launcher calls this before it starts anything."""
         cls.load(config)
 
     def order(self, epoch: int) -> Sequence[int]:
-        """Of the training problems in an epoch."""
+        """Return the order of the training problems in an epoch."""
         order = list(range(len(self.train)))
-        random.Random(f"gsm8k order {self.config.seed} {epoch}").shuffle(order)  # this text: runs so far reproduce
+        random.Random(f"gsm8k order {self.config.seed} {epoch}").shuffle(order)  # old runs rely on this text
         return order
 
     async def get_next_item(self) -> Problem:
-        """The training problems, epoch after epoch, without end."""
+        """Return the next training problem, epoch after epoch, without end."""
         epoch, index = divmod(self.position, len(self.train))
         if self._order[0] != epoch:
             self._order = (epoch, self.order(epoch))
@@ -161,15 +161,15 @@ class SingleTurnEnv(BaseEnv):
         return self.train[self._order[1][index]]
 
     def save_checkpoint(self, step: int, data: dict[str, Any] | None = None) -> None:
-        """BaseEnv sets what is saved here as attributes when a run resumes at ``step``."""
+        """Save the position; BaseEnv sets saved items as attributes when a run resumes at ``step``."""
         super().save_checkpoint(step, {"position": self.position, **(data or {})})
 
     # ------------------------------------------------------------------ rollouts
 
     def answer_tokens(self, messages: Messages, more: int = 0) -> int:
-        """How long an answer may be: the whole sequence stays below what BaseEnv and the trainer accept.
+        """Return the maximum answer length that keeps the sequence below the limits of BaseEnv and the trainer.
 
-        ``more``: tokens of the prompt beyond those that ``messages`` are encoded in.
+        ``more``: prompt tokens beyond the encoding of ``messages``.
         """
         prompt = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         limit = self.config.max_token_length
@@ -179,7 +179,7 @@ class SingleTurnEnv(BaseEnv):
         return min(room, self.config.max_answer_tokens or room)
 
     async def converse(self, problem: Problem, n: int, split: Literal["train", "eval"]) -> list[Conversation]:
-        """``n`` conversations about a problem; greedy for "eval"."""
+        """Run ``n`` conversations about a problem; greedy for "eval"."""
         messages = self.messages(problem)
         async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
             completion = await managed.chat_completion(
@@ -197,7 +197,7 @@ class SingleTurnEnv(BaseEnv):
         ]
 
     async def collect_trajectories(self, item: Problem) -> tuple[ScoredDataGroup | None, list[Problem]]:
-        """A scored group for one problem; None where its prompt leaves no room for an answer."""
+        """Return a scored group for one problem; None if its prompt leaves no room for an answer."""
         messages = self.messages(item)
         if self.answer_tokens(messages) < 1:
             text = messages[-1]["content"]
@@ -207,14 +207,14 @@ class SingleTurnEnv(BaseEnv):
         return await self.score(item, [conversation.node for conversation in conversations]), []
 
     async def score(self, item: Problem, nodes: list[Any]) -> ScoredDataGroup:
-        """The group of a managed server's sequences, scored by what each of them says last."""
+        """Return the group of the managed server's sequences, each scored by its last turn."""
         answers = [self.tokenizer.decode(_last_turn(node), skip_special_tokens=True) for node in nodes]
         return group_of_nodes(nodes, await self.scores(item, answers, nodes))
 
     # ------------------------------------------------------------------ evaluation
 
     async def evaluate(self, *args: Any, **kwargs: Any) -> None:
-        """Greedy answers to the held-out problems, logged by ``evaluate_log`` with a sample for each.
+        """Answer the held-out problems greedily; log metrics and a sample for each with ``evaluate_log``.
 
         Raises:
             ValueError: no problem leaves room for an answer.
@@ -263,6 +263,6 @@ def message(role: str, content: str) -> dict[str, str]:
 
 
 def _last_turn(node: Any) -> list[int]:
-    """The tokens that the policy sampled last, in an answer of one turn all of them."""
+    """Return the tokens of the policy's last turn."""
     *_, (start, end) = trained_spans(node.masked_tokens)
     return node.tokens[start:end]

@@ -1,10 +1,10 @@
 r"""Word problems in GSM8K's format: generated, from a local folder, or from the hub.
 
-A row is ``{"question": str, "answer": str}``; the answer ends in ``#### NUMBER`` and holds its arithmetic as
+A row is ``{"question": str, "answer": str}``; the answer ends in ``#### NUMBER`` and writes its arithmetic as
 ``<<12+7=19>>19``, as in https://github.com/openai/grade-school-math.
 
-The generated splits share no problem by construction: a problem belongs to the split that a digest of its question
-names. The same (split, size, seed) gives the same rows in every process.
+The generated splits share no problem by construction: a digest of its question assigns a problem to a split. The same
+(split, size, seed) gives the same rows in every process.
 """
 
 import hashlib
@@ -21,8 +21,8 @@ Row = dict[str, str]
 Split = Literal["train", "test"]
 
 GSM8K = "openai/gsm8k"  # on the hub
-SYNTHETIC = "synthetic"  # of one step
-SYNTHETIC_STEPS = "synthetic-steps"  # of two or three, with numbers too large for the head of a small policy
+SYNTHETIC = "synthetic"  # one step per problem
+SYNTHETIC_STEPS = "synthetic-steps"  # two or three steps, with numbers too large for a small policy without a tool
 _HELD_OUT_SHARE = 10  # one problem in ten is held out
 
 _NAMES = ("Anna", "Ben", "Carla", "Daniel", "Emma", "Felix", "Grace", "Hugo")
@@ -38,7 +38,7 @@ _TEMPLATES = {
         "{name} has {a} {items} and sells {b} of them. How many {items} does {name} have now?",
     ),
 }
-_LARGEST = 20  # of any number in a problem of one step, or its answer
+_LARGEST = 20  # largest number in a one-step problem or its answer
 
 _BEGINNINGS = {"": "{name} has {a} {items}.", "*": "{name} has {a} boxes of {b} {items}."}
 _CHANGES = {
@@ -48,14 +48,14 @@ _CHANGES = {
 
 
 class DatasetUnavailable(AtroposError, OSError):
-    """A dataset of the hub that cannot be had; the message says why, and what else there is."""
+    """Error for a hub dataset that cannot be loaded; the message gives the reason and the alternatives."""
 
 
 def generate(split: Split, size: int, seed: int = 0, dataset: str = SYNTHETIC) -> list[Row]:
-    """``size`` distinct problems of a generated dataset, in an order given by ``seed``.
+    """Return ``size`` distinct problems of a generated dataset, in an order given by ``seed``.
 
     Raises:
-        ValueError: an unknown split, or more problems than there are.
+        ValueError: the split is unknown, or has fewer problems.
     """
     if split not in ("train", "test"):
         raise ValueError(f"split {split!r}: generated problems have the splits train and test")
@@ -71,7 +71,7 @@ def generate(split: Split, size: int, seed: int = 0, dataset: str = SYNTHETIC) -
 
 
 def split_of(question: str, share: int = _HELD_OUT_SHARE) -> Split:
-    """The split that a question belongs to, whatever the seed: one in ``share`` is held out."""
+    """Return the split of a question, whatever the seed: one in ``share`` is held out."""
     digest = hashlib.blake2b(question.encode(), digest_size=8).digest()
     return "test" if int.from_bytes(digest, "big") % share == 0 else "train"
 
@@ -95,7 +95,7 @@ def _one_step(rng: random.Random) -> Row:
 
 
 def _several_steps(rng: random.Random) -> Row:
-    """Two or three steps; a step's first number is the result before it."""
+    """Return a problem of two or three steps; each starts from the previous result."""
     name, items = rng.choice(_NAMES), rng.choice(_ITEMS)
     beginning = rng.choice(list(_BEGINNINGS))
     steps = rng.choice([2, 3, 3])
@@ -131,15 +131,15 @@ GENERATED: dict[str, Callable[[random.Random], Row]] = {SYNTHETIC: _one_step, SY
 def load_problems(
     dataset: str, split: Split, config: str | None = "main", size: int | None = None, seed: int = 0
 ) -> list[Row]:
-    """The first ``size`` rows of a split (all, where None): generated, of a local file or folder, or of the hub.
+    """Return the first ``size`` rows of a split (None: all, of generated ones 4096), from any of the sources.
 
     ``dataset`` is "synthetic" or "synthetic-steps", a ``.jsonl`` file, a folder with ``SPLIT.jsonl`` or
     ``CONFIG/SPLIT.jsonl``, or a name on the hub (``openai/gsm8k``).
 
     Raises:
-        FileNotFoundError: a path that is not there.
+        FileNotFoundError: the path does not exist.
         DatasetUnavailable: the hub has no such dataset, or cannot be reached.
-        ValueError: a row without question or answer, naming file and line; a generated split too small.
+        ValueError: a row lacks question or answer (names file and line), or a generated split is too small.
     """
     if dataset in GENERATED:
         return generate(split, size or 4096, seed, dataset)
@@ -201,5 +201,5 @@ def _checked(row: dict, where: str) -> Row:
 
 
 def gold_answer(row: Row) -> str:
-    """The number after ``####``, without thousands separators: what a boxed answer is compared with."""
+    """Return the number after ``####`` without thousands separators, to compare a boxed answer with."""
     return row["answer"].split("####")[-1].strip().replace(",", "")

@@ -6,11 +6,11 @@ r"""An Atropos environment as a ``gem.Env`` (package gem-llm), for frameworks th
 
 - An episode is one item: the environment's own ``collect_trajectories`` runs in the background, and each answer that it
   asks its server for is a step. The action is that answer, as text.
-- The reward of the last step is the environment's own score, that of the others 0.0. What the environment did not score
-  is NaN with ``info["unscored"]``, never 0; one that has never scored is an error after a few episodes.
-- What the environment raises is raised by ``reset`` or ``step``. Neither waits longer than ``timeout`` seconds.
-- ``reset`` ends an episode that is not finished; ``close`` ends everything, and so does the garbage collector.
-- With ``reward_bridge`` the reward is the shaped score, and the environment's own stays beside it in ``info``.
+- The reward of the last step is the environment's own score, that of the others 0.0. An unscored episode has reward NaN
+  and ``info["unscored"]``, never 0; an environment that has never scored is an error after a few episodes.
+- ``reset`` and ``step`` raise what the environment raises, and wait at most ``timeout`` seconds for its next event.
+- ``reset`` ends an unfinished episode; ``close`` ends everything, and so does garbage collection.
+- With ``reward_bridge`` the reward is the shaped score, and ``info`` keeps the environment's own.
 """
 
 import logging
@@ -39,21 +39,21 @@ from recipe.atropos.gem.stepped_env import (
 
 logger = logging.getLogger(__name__)
 
-_INSTEAD = {"group_size": 1, "ensure_scores_are_not_same": False, "use_wandb": False}  # of an environment's defaults
-_IN_A_ROW = 8  # items without an answer asked for, or first episodes without a score, until that is an error
+_INSTEAD = {"group_size": 1, "ensure_scores_are_not_same": False, "use_wandb": False}  # over an environment's defaults
+_IN_A_ROW = 8  # successive items without a request, or first episodes without a score, until NeverScored is raised
 
 
 class NeverScored(AtroposError, RuntimeError):
-    """An environment that gives no score; the message says what it gave."""
+    """Error for an environment that never scores; the message says what it returned."""
 
 
 def register(target: str, **kwargs: Any) -> str:
-    """Make ``gem.make("atropos:TARGET")`` known, ``kwargs`` being defaults of `AtroposEnv`; returns that id.
+    """Register ``atropos:TARGET`` for ``gem.make``, with ``kwargs`` as defaults of `AtroposEnv`; return that id.
 
-    gem knows ids one by one, so this is called once for each target, in each process. Twice is no error.
+    gem knows only registered ids, so call this once for each target in each process. Calling it again is no error.
 
     Raises:
-        ValueError: it is known with other defaults.
+        ValueError: it is registered with other defaults.
     """
     env_id = f"atropos:{target}"
     kwargs = {"target": target, **kwargs}
@@ -65,46 +65,46 @@ def register(target: str, **kwargs: Any) -> str:
 
 
 class AtroposEnv(gem.Env):
-    """Episodes of ``target``, one after the other.
+    """gem environment that runs episodes of ``target``, one after the other.
 
     Args:
         target: MODULE:Class or FILE.py:Class, as for ``env_adapter``, or the class.
-        config: fields of the environment's configuration, over its own ``config_init`` and over ``group_size=1``,
+        config: fields of the environment's configuration; they override its own ``config_init`` and ``group_size=1``,
             ``ensure_scores_are_not_same=False``, ``use_wandb=False``.
-        tokenizer: name or folder, over ``config``'s ``tokenizer_name``; it renders prompts and counts tokens.
-        seed: of the first reset that has none; gem's vectorized environments give each its own.
-        timeout: seconds that the environment may take to set itself up, and between an answer and what follows on it.
-        reward_bridge: shapes the reward: a YAML file, or the block as a mapping; see ``utils.reward_bridge``. Its
-            ``fade`` counts in the trainer's steps: set ``training_step``, which gem's wrappers pass on to
-            ``env.unwrapped``, before an episode ends.
+        tokenizer: name or folder; overrides ``config``'s ``tokenizer_name``, renders prompts and counts tokens.
+        seed: for the first reset called without one; gem's vectorized environments give each its own.
+        timeout: seconds that the environment may take for its setup, and between an answer and its next event.
+        reward_bridge: shapes the reward: a YAML file, or the block as a mapping; see ``adapter.reward_bridge``. Its
+            ``fade`` counts trainer steps: set ``env.unwrapped.training_step`` (gem's wrappers hold a copy of the
+            attribute) before an episode ends.
 
-    The observation is the text that is new since the policy's last answer (at first that of all messages), or the whole
-    prompt where the environment writes that itself. ``info`` has
+    The observation is the new text since the policy's last answer (at first that of all messages), or the whole prompt
+    if the environment renders it itself. ``info`` has
 
-    - ``messages`` (None with a prompt of the environment's own), ``prompt`` and ``prompt_ids``: what it sent;
-    - ``max_tokens``, ``stop``, ``sampling``: limits and parameters of the answer that it asks for;
-    - ``call``, ``choice``, ``choices``: which answer that is. Calls are answered one after the other in the order in
-      which they came; one for n choices is n steps with the same observation;
-    - ``cut``: the answer before was cut at ``max_tokens``, and the environment read what is left of it. An episode
-      whose last answer was cut is truncated, any other terminated;
+    - ``messages`` (None if the environment renders the prompt), ``prompt`` and ``prompt_ids``: what it sent;
+    - ``max_tokens``, ``stop``, ``sampling``: limits and parameters of the requested answer;
+    - ``call``, ``choice``, ``choices``: which answer is requested. Calls are answered one at a time, in the order of
+      their arrival; a call for n choices is n steps with the same observation;
+    - ``cut``: the previous answer was truncated at ``max_tokens``, and the environment read the truncated text. An
+      episode whose last answer was truncated counts as truncated, any other as terminated;
     - ``use_tool``: the observation is a tool's output, as gem's wrappers understand it;
-    - after the last step ``groups``: what the environment made of the item; ``scores``: what its reward is the mean
-      of; ``raw_scores``: the environment's own, the same without a reward bridge; ``dropped``: it made the group, and
-      then did not return it, as many do where all scores are equal; ``unscored``: why there is no reward, or None;
-    - after ``reset`` ``skipped``, the number of items that the environment passed over without a question, and
-      ``last_episode``: reward, truncated, scores, raw_scores, dropped and unscored of the one before, because gem's
-      vectorized environments show the beginning of the next in the place of an end.
+    - after the last step ``groups``: what the environment made of the item; ``scores``: the reward is their mean;
+      ``raw_scores``: the environment's own, the same without a reward bridge; ``dropped``: it made the group, but
+      did not return it, as many do if all scores are equal; ``unscored``: why there is no reward, or None;
+    - after ``reset`` ``skipped``, the number of items that the environment passed over without a request, and
+      ``last_episode``: reward, truncated, scores, raw_scores, dropped and unscored of the previous one, because gem's
+      vectorized environments return the beginning of the next episode in place of an end.
 
-    With ``group_size`` above 1 an episode is a whole group, and its reward the mean of the scores.
+    With ``group_size`` above 1 an episode is a whole group, and its reward is the mean of the scores.
 
     Raises:
         EnvironmentTargetError: ``target`` names no environment.
-        ValueError: the configuration is none of the environment's.
-        RewardBridgeError: no such file, or a block that cannot be right.
+        ValueError: the configuration is invalid for the environment.
+        RewardBridgeError: no such file, or an invalid block.
     """
 
     training_step: int | None = None
-    """Of whoever trains on this environment; only a reward bridge with ``fade`` asks for it."""
+    """Current step of the trainer; only a reward bridge with ``fade`` reads it."""
 
     def __init__(
         self,
@@ -130,20 +130,20 @@ class AtroposEnv(gem.Env):
         self._session = _Session()
         self._ask: Ask | None = None  # the answer that the environment waits for
         self._last: dict[str, Any] | None = None
-        self._unscored: int | None = 0  # episodes in a row, from the first on; None once one was scored
+        self._unscored: int | None = 0  # unscored episodes since the first; None once one was scored
         weakref.finalize(self, self._session.let_go)
 
     def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
         """Begin an episode with the next item; with ``seed``, with the first of an environment set up with that seed.
 
-        That needs a ``seed`` in the environment's configuration. One without goes on with its items, and ``seed`` is
-        only that of Python's and numpy's global generators, as everywhere in gem. All that are made alike, and have no
-        seed of their own, share a ``BaseEnv``, so that each gets other items.
+        That needs a ``seed`` in the environment's configuration. Without it, the environment continues with its items,
+        and ``seed`` only seeds Python's and numpy's global generators, as everywhere in gem. Instances of one class and
+        configuration without a seed share a ``BaseEnv``, so that each gets other items.
 
         Raises:
-            TimeoutError: the environment did not ask for an answer in time, or did not end.
-            NeverScored: it asks for none.
-            RewardBridgeError: a pattern of the reward bridge can match nothing.
+            TimeoutError: the environment did not request an answer in time, or did not end.
+            NeverScored: it requests none.
+            RewardBridgeError: a pattern of the reward bridge cannot match anything.
             Exception: what the environment raised.
         """
         session = self._session
@@ -174,13 +174,13 @@ class AtroposEnv(gem.Env):
         """Give the environment the answer that it waits for.
 
         Raises:
-            TypeError: ``action`` is no text.
-            RuntimeError: the environment waits for none.
+            TypeError: ``action`` is not text.
+            RuntimeError: the environment is not waiting for an answer.
             NeverScored: it has not scored any episode so far.
-            TimeoutError: it neither asked for another answer nor ended in time.
-            ValueError: its scores are no finite numbers.
+            TimeoutError: it neither requested another answer nor ended in time.
+            ValueError: its scores are not finite numbers.
             RewardBridgeError: the reward bridge fades and ``training_step`` is not set, or the environment gives
-                advantages of its own.
+                its own advantages.
             Exception: what the environment raised.
         """
         if self._ask is None:
@@ -201,22 +201,22 @@ class AtroposEnv(gem.Env):
         return TERMINAL_STATE, reward, not cut, cut, info | {"cut": cut, "use_tool": False}
 
     def close(self) -> None:
-        """End the episode; no other can begin. Twice is no error.
+        """End the episode; no other can begin. Calling it again is no error.
 
         Raises:
-            TimeoutError: the environment goes on although its rollout was cancelled.
+            TimeoutError: the rollout continues although it was cancelled.
         """
         self._ask = None
         self._session.close()
 
     def spawn(self, same_state: bool = False, **kwargs: Any) -> "AtroposEnv":
-        """Another one that is made alike, but for ``kwargs``."""
+        """Return another environment with the same arguments, except ``kwargs``."""
         if same_state:
             raise NotImplementedError("a rollout that is under way cannot be copied; spawn with same_state=False")
         return AtroposEnv(**(self._arguments | kwargs))
 
     def _shaped(self, reward: float, info: dict[str, Any]) -> tuple[float, dict[str, Any]]:
-        """(reward, info) with shaped scores. What could not be judged is unscored, never shaped by 0."""
+        """Return (reward, info) with shaped scores. What could not be judged is unscored, never shaped by 0."""
         bridge, step, name = self._bridge, self.training_step, self._class.__name__
         if bridge.fade is not None and step is None:
             raise RewardBridgeError(
@@ -234,7 +234,7 @@ class AtroposEnv(gem.Env):
         return (sum(scores) / len(scores) if scores else reward), info | {"scores": scores}
 
     def _next(self, after: str) -> Ask | Any:
-        """The next answer that the environment waits for, or what it made of the item."""
+        """Return the next request of the environment, or what it made of the item."""
         session, name = self._session, self._class.__name__
         self._ask = None
         try:
@@ -285,7 +285,7 @@ class AtroposEnv(gem.Env):
 
 
 class _Session:
-    """What one `AtroposEnv` holds; without reference to it, so that it can be collected."""
+    """State of one `AtroposEnv`, without a reference to it, so that it can be garbage-collected."""
 
     def __init__(self) -> None:
         self.environment: SteppedEnvironment | None = None
@@ -293,7 +293,7 @@ class _Session:
         self.closed = False
 
     def end_episode(self) -> None:
-        """Raises TimeoutError where the environment goes on although it was cancelled."""
+        """End the episode. Raises TimeoutError if its rollout continues although it was cancelled."""
         episode, self.episode = self.episode, None
         if episode is None:
             return
@@ -310,7 +310,7 @@ class _Session:
             self.environment = None
 
     def let_go(self) -> None:
-        """As ``close``, but without a wait: the garbage collector may run in the loop's own thread."""
+        """Close without waiting: the garbage collector may run in the event loop's own thread."""
         self.closed = True
         if self.episode is not None:
             self.episode.close()
@@ -318,7 +318,7 @@ class _Session:
 
 
 def _new_messages(ask: Ask) -> Messages:
-    """Those after the last answer; all of them where the policy has not answered yet; none without messages."""
+    """Return the messages after the last answer; all of them if the policy has not answered yet; [] without any."""
     messages = ask.messages or []
     answers = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
     return messages[answers[-1] + 1 :] if answers and ask.call > 0 else messages
@@ -332,10 +332,10 @@ def _text(message: Mapping[str, Any]) -> str:
 
 
 def score(returned: Any, made: list[dict[str, Any]]) -> tuple[float, dict[str, Any]]:
-    """(reward, info) of what ``collect_trajectories`` returned and of the groups that were made on the way.
+    """Return (reward, info) from the result of ``collect_trajectories`` and the groups made on the way.
 
     Raises:
-        ValueError: a score is no finite number, or there are not as many as sequences.
+        ValueError: a score is not finite, or there are not as many as sequences.
     """
     groups = [group for group in (returned if isinstance(returned, list) else [returned]) if group]
     dropped = False

@@ -1,12 +1,12 @@
-"""A server for ``BaseEnv`` whose answers come from outside: whoever steps through an environment is its policy.
+"""A server for ``BaseEnv`` answered from outside: the code that steps through an environment acts as its policy.
 
-- Each call of the environment to its server (chat, completion, tokens and logprobs; by the managed server too) becomes
+- Each call of the environment to its server (chat, completion, tokens and logprobs; also by the managed server) becomes
   one ``Ask`` for each of its ``n`` choices, and waits until all are answered or its episode is closed. It is sent once:
-  nothing is tried again.
-- An answer is treated as an inference server treats what its model writes: it ends with the first stop string, and at
-  ``max_tokens`` tokens, the end-of-turn token counted; the finish reason says which. Its tokens are the tokenizer's,
-  and its logprobs 1.0, which environments write where there are none.
-- A call that belongs to no episode is an error, and so is one for the logprobs of a prompt: nobody here can answer it.
+  there are no retries.
+- An answer is treated as an inference server treats its model's output: it ends at the first stop string, and after
+  ``max_tokens`` tokens including the end-of-turn token; the finish reason says which. Its tokens are the tokenizer's,
+  and its logprobs are 1.0, which environments write for missing logprobs.
+- A call outside any episode is an error, and so is a call for prompt logprobs, which cannot be answered here.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ _NOT_SAMPLING = ("model", "split", "prompt", "input_ids", "messages", "n", "stop
 
 @dataclass(frozen=True)
 class Answer:
-    """``text`` as the environment reads it; ``token_ids`` with the token or stop string that ended it."""
+    """Answer: ``text`` as the environment reads it; ``token_ids`` with the token or stop string that ended it."""
 
     text: str
     token_ids: list[int]
@@ -44,35 +44,35 @@ class Answer:
 
 @dataclass(eq=False)
 class Ask:
-    """One answer that an environment waits for: choice ``choice`` of ``choices`` of its ``call``-th call, from 0."""
+    """Request for one answer: choice ``choice`` of ``choices`` of the environment's ``call``-th call, from 0."""
 
     call: int
     choice: int
     choices: int
     prompt: str
     prompt_ids: list[int]
-    messages: Messages | None = None  # None where the environment made the prompt itself
+    messages: Messages | None = None  # None if the environment rendered the prompt
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
-    sampling: dict[str, Any] = field(default_factory=dict)  # what else the call says: temperature, tools, ...
+    sampling: dict[str, Any] = field(default_factory=dict)  # the call's other arguments: temperature, tools, ...
     future: Future[Answer] = field(default_factory=Future)
 
     def answer(self, text: str, tokenizer: Any) -> Answer:
-        """Hand over what the policy wrote. One whom the environment no longer waits for goes unread.
+        """Deliver the policy's text. It is discarded if the environment no longer waits for it.
 
         Raises:
-            TypeError: it is no text.
+            TypeError: it is not text.
         """
         if not isinstance(text, str):
             raise TypeError(f"an action is the policy's text, not {type(text).__name__} {text!r:.80}")
         answer = as_served(text, tokenizer, self.max_tokens, self.stop)
-        with contextlib.suppress(InvalidStateError):  # cancelled: the environment gave this call up
+        with contextlib.suppress(InvalidStateError):  # the environment cancelled this call
             self.future.set_result(answer)
         return answer
 
 
 def as_served(text: str, tokenizer: Any, max_tokens: int | None = None, stop: Sequence[str] = ()) -> Answer:
-    """What an inference server would have returned, had its model written ``text``."""
+    """Return what an inference server would return for the model output ``text``."""
     if tokenizer.eos_token:
         text = text.removesuffix(tokenizer.eos_token)
     begins = {text.find(word): word for word in stop if word in text}
@@ -90,14 +90,14 @@ def as_served(text: str, tokenizer: Any, max_tokens: int | None = None, stop: Se
 
 
 class NothingCame(Exception):
-    """Neither a question nor an end, in the time given."""
+    """Neither a request nor an end came in the given time."""
 
 
 class Episode:
-    """What passes between one rollout, in the thread of its loop, and whoever answers its calls, in any other."""
+    """Channel between one rollout, in the event loop's thread, and the code that answers its calls, in any other."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
-        self.made: list[dict[str, Any]] = []  # every ScoredDataGroup, also what the environment then drops
+        self.made: list[dict[str, Any]] = []  # every ScoredDataGroup, also if the environment then drops it
         self._loop = loop
         self._calls = 0
         self._events: SimpleQueue[Ask | Future[Any]] = SimpleQueue()
@@ -133,8 +133,8 @@ class Episode:
         self._ended.set()
 
     async def ask(self, choices: int, **call: Any) -> list[Answer]:
-        """The answers to one call, in the order of its choices."""
-        if self._closed or self._ended.is_set():  # left over from a rollout that is no more
+        """Return the answers to one call, in the order of its choices."""
+        if self._closed or self._ended.is_set():  # a task left over from an ended rollout
             raise asyncio.CancelledError("this episode is over")
         number, self._calls = self._calls, self._calls + 1
         asks = [Ask(number, choice, choices, **call) for choice in range(choices)]
@@ -147,10 +147,10 @@ class Episode:
             self._waiting.difference_update(asks)
 
     def next(self, timeout: float) -> Ask | Any:
-        """The next answer that the environment waits for, or what its rollout returned.
+        """Return the next request of the environment, or the result of its rollout.
 
         Raises:
-            NothingCame: for ``timeout`` seconds.
+            NothingCame: neither came within ``timeout`` seconds.
             Exception: what the rollout raised.
         """
         deadline = time.monotonic() + timeout
@@ -165,7 +165,7 @@ class Episode:
                 return event
 
     def close(self) -> None:
-        """Cancel the rollout and whatever of it still waits; returns at once."""
+        """Cancel the rollout and its pending requests; returns at once."""
         self._closed = True
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._cancel)
@@ -180,7 +180,7 @@ class Episode:
             ask.future.cancel()
 
     def wait(self, timeout: float) -> bool:
-        """Whether the rollout is over, after at most ``timeout`` seconds."""
+        """Wait at most ``timeout`` seconds; return whether the rollout has ended."""
         return self._ended.wait(timeout)
 
 
@@ -189,14 +189,14 @@ _MESSAGES: ContextVar[Messages | None] = ContextVar("messages", default=None)
 
 
 def current_episode() -> Episode | None:
-    """The one whose rollout, or a task of it, this is called in."""
+    """Return the episode whose rollout, or a task of it, is calling; None outside any."""
     return _EPISODE.get()
 
 
 def watch_managed_calls(manager: Any, watch: Callable[..., Awaitable[Any]]) -> None:
-    """Let ``watch(call, **arguments)`` stand before every call of the managed servers of a ``ServerManager``.
+    """Route every call of a ``ServerManager``'s managed servers through ``watch(call, **arguments)``.
 
-    A managed server makes a prompt of the messages, and only that goes on to the server behind it.
+    A managed server renders the messages to a prompt, and passes only that on to the server behind it.
     """
     managed_server = manager.managed_server
 
@@ -211,7 +211,7 @@ def watch_managed_calls(manager: Any, watch: Callable[..., Awaitable[Any]]) -> N
 
 
 async def remember_messages(call: Callable[..., Awaitable[Any]], **arguments: Any) -> Any:
-    """For ``watch_managed_calls``: an ``Ask`` that comes of this call has its messages."""
+    """Attach a call's messages to the ``Ask`` that it creates; for ``watch_managed_calls``."""
     token = _MESSAGES.set(arguments.get("messages"))
     try:
         return await call(**arguments)
@@ -220,14 +220,14 @@ async def remember_messages(call: Callable[..., Awaitable[Any]], **arguments: An
 
 
 class OuterPolicyServer(APIServer):
-    """``BaseEnv.server_cls`` of an environment that is stepped through; ``tokenizer`` is the environment's."""
+    """``BaseEnv.server_cls`` of a stepped environment; ``tokenizer`` is the environment's."""
 
     tokenizer: Any = None
 
     async def check_server_status_task(self, chat_completion: bool = True) -> None:
         self.server_healthy = True
 
-    # The public methods of APIServer try a call again that raises: here the policy would be asked a second time.
+    # The public methods of APIServer retry a call that raises, which would ask the policy a second time.
     async def chat_completion(self, **kwargs: Any) -> ChatCompletion:
         return await self._chat_completion_wrapper(**kwargs)
 
@@ -282,9 +282,9 @@ class OuterPolicyServer(APIServer):
         )
 
     def _prompt(self, call: Mapping[str, Any]) -> tuple[str, list[int]]:
-        """Text and ids, whichever of the two the call has; of both, the ids of the text.
+        """Return text and ids, from whichever the call has; if it has both, the ids are those of the text.
 
-        atroposlib's managed server gives both from the second turn on, and its ids have each end of a turn twice.
+        atroposlib's managed server gives both from the second turn on, and its ids repeat each end-of-turn token.
         """
         prompt, ids = call.get("prompt"), call.get("input_ids")
         if prompt is None:
@@ -292,7 +292,7 @@ class OuterPolicyServer(APIServer):
         return prompt, self.tokenizer.encode(prompt, add_special_tokens=ids is None)
 
     def _stop(self, stop: Any) -> tuple[str, ...]:
-        """As texts; some environments give ids of tokens. The end of a turn goes without saying, as does nothing."""
+        """Return stop strings, also for token ids; the end-of-turn token, which is implied, and "" are left out."""
         given = [stop] if isinstance(stop, str | int) else stop or ()
         words = [self.tokenizer.decode([word]) if isinstance(word, int) else word for word in given]
         return tuple(word for word in words if word and word != self.tokenizer.eos_token)

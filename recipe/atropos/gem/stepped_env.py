@@ -1,9 +1,9 @@
-"""``BaseEnv`` under an outer policy: its rollouts run in the background, and halt wherever they ask for an answer.
+"""``BaseEnv`` driven by an outer policy: its rollouts run in the background, and wait at each request for an answer.
 
-- What ``collect_trajectories`` raises is the rollout's outcome: nothing is caught, as ``BaseEnv.handle_env`` would.
-- All rollouts of a process run in one asyncio loop in one thread, which ends with the last environment. Nothing that is
-  cancelled stays behind in it.
-- Environments of one class and configuration can be one object, as many workers are in Atropos: each rollout takes the
+- What ``collect_trajectories`` raises is the rollout's outcome: unlike ``BaseEnv.handle_env``, nothing is caught.
+- All rollouts of a process run in one asyncio loop in one thread, which ends with the last environment. No cancelled
+  task stays behind in it.
+- Environments of one class and configuration can share one object, as workers do in Atropos: each rollout takes the
   next item.
 """
 
@@ -34,16 +34,16 @@ from recipe.atropos.gem.thread_limits import limit_math_verify_in_threads
 
 logger = logging.getLogger(__name__)
 
-GRACE = 10.0  # s that a cancelled rollout has to end
+GRACE = 10.0  # s for a cancelled rollout to end
 
 
 @functools.cache
 def stepped_class(target: str | type[BaseEnv]) -> type[BaseEnv]:
-    """The adapted environment over `OuterPolicyServer`, whose groups are noted in the episode as they are made.
+    """Return the adapted environment over `OuterPolicyServer`; the episode records its groups as they are made.
 
     Many environments score a group and then return None because its scores are equal, as those of one sequence always
-    are. What they scored is known only if it is noted on the way; there is no seam for that, so in their modules
-    ``ScoredDataGroup`` is replaced by a function that makes the same.
+    are. Their scores are known only if they are recorded on the way. No hook exists for that, so in their modules
+    ``ScoredDataGroup`` is replaced by a function that makes the same group.
 
     Raises:
         EnvironmentTargetError: ``target`` names no environment.
@@ -65,10 +65,10 @@ def _noted_group(*args: Any, **kwargs: Any) -> dict[str, Any]:
 
 
 def configured(environment: type[BaseEnv], config: Mapping[str, Any]) -> BaseEnvConfig:
-    """``config`` over the environment's own ``config_init``.
+    """Return the environment's own ``config_init``, overridden by ``config``.
 
     Raises:
-        ValueError: a key or a value is none of the environment's.
+        ValueError: a key or a value is invalid for the environment.
     """
     defaults, _ = environment.config_init()
     fields = type(defaults).model_fields
@@ -78,9 +78,9 @@ def configured(environment: type[BaseEnv], config: Mapping[str, Any]) -> BaseEnv
 
 
 class SteppedEnvironment:
-    """A ``BaseEnv``, and the loop that its rollouts run in.
+    """A ``BaseEnv``, and the event loop in which its rollouts run.
 
-    ``environment`` is a `stepped_class`. The constructor runs its constructor, in the caller's thread.
+    ``environment`` is a `stepped_class`; it is constructed in the caller's thread.
     """
 
     def __init__(self, environment: type[BaseEnv], config: BaseEnvConfig):
@@ -103,11 +103,11 @@ class SteppedEnvironment:
 
     @property
     def alive(self) -> bool:
-        """False in a process that was forked after it was made: threads are not forked."""
+        """Whether the loop's thread runs; False in a later forked process, as threads are not forked."""
         return self._thread.thread.is_alive()
 
     def set_up(self, timeout: float) -> None:
-        """``BaseEnv.setup``, once.
+        """Run ``BaseEnv.setup``, once.
 
         Raises:
             TimeoutError: it takes longer than ``timeout`` seconds.
@@ -128,14 +128,14 @@ class SteppedEnvironment:
             self._is_set_up = True
 
     def begin(self) -> Episode:
-        """A rollout of the next item, begun."""
+        """Start a rollout of the next item."""
         episode = Episode(self._thread.loop)
         episode.start(functools.partial(_episode, self.base))
         return episode
 
 
 async def next_item(environment: BaseEnv) -> Any:
-    """The next item to roll out. Raises RuntimeError where there is none."""
+    """Return the next item to roll out. Raises RuntimeError if there is none."""
     item = environment.backlog.pop() if environment.backlog else await environment.get_next_item()
     if item is None:
         raise RuntimeError(f"{type(environment).__name__}.get_next_item() has no item")
@@ -143,7 +143,7 @@ async def next_item(environment: BaseEnv) -> Any:
 
 
 async def roll_out(environment: BaseEnv, item: Any) -> Any:
-    """What ``BaseEnv.handle_env`` does of an item before it sends, with nothing caught: a group, several, or None."""
+    """Do what ``BaseEnv.handle_env`` does before sending, catching nothing; return a group, several, or None."""
     groups, backlog = await environment.collect_trajectories(item)
     environment.backlog.extend(backlog or [])
     return await environment.postprocess_histories(groups) if groups else groups
@@ -162,7 +162,7 @@ _shared: weakref.WeakValueDictionary[tuple[type, str], SteppedEnvironment] = wea
 
 
 def shared_environment(environment: type[BaseEnv], config: BaseEnvConfig) -> SteppedEnvironment:
-    """The one of this class and configuration, for as long as somebody holds it."""
+    """Return the one environment of this class and configuration, which lives as long as it is referenced."""
     key = (environment, json.dumps(config.model_dump(mode="json"), sort_keys=True))
     with _lock:
         found = _shared.get(key)
@@ -175,7 +175,7 @@ def shared_environment(environment: type[BaseEnv], config: BaseEnvConfig) -> Ste
 
 
 class _LoopThread:
-    """An asyncio loop in a thread of its own; both end when nothing refers to this any more."""
+    """An asyncio loop in its own thread; both end when nothing refers to this object any more."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
@@ -185,7 +185,7 @@ class _LoopThread:
 
 
 def _serve(loop: asyncio.AbstractEventLoop) -> None:
-    with asyncio.Runner(loop_factory=lambda: loop) as runner:  # cancels at the end what still runs, and closes the loop
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:  # at the end, cancels what still runs and closes the loop
         while True:
             try:
                 return runner.get_loop().run_forever()
@@ -196,7 +196,7 @@ def _serve(loop: asyncio.AbstractEventLoop) -> None:
 def _stop(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
     if thread.is_alive():
         loop.call_soon_threadsafe(loop.stop)
-        if thread is not threading.current_thread():  # the garbage collector may run in any
+        if thread is not threading.current_thread():  # the garbage collector may run in any thread
             thread.join(GRACE)
 
 

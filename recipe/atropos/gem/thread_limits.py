@@ -1,10 +1,9 @@
-"""math_verify's time limits in a thread.
+"""math_verify's time limits outside the main thread.
 
 ``math_verify.parse`` and ``verify`` (0.9.0) limit their time by SIGALRM, which Python lets only the main thread handle;
 in any other they raise ValueError (https://github.com/huggingface/Math-Verify/issues/55). Environments call both and
-cannot say otherwise, so where one is run in a thread, ``limit_math_verify_in_threads()`` puts another in the place
-of that one, of the same power: an exception that is raised in the thread between two of its bytecodes. In the main
-thread nothing changes.
+cannot choose another limit, so for environments in a thread ``limit_math_verify_in_threads()`` replaces it by one of
+the same power: an exception that is raised in the thread between two bytecodes. In the main thread nothing changes.
 """
 
 import ctypes
@@ -19,7 +18,7 @@ from math_verify.utils import timeout as _by_signal
 
 
 def time_limit(timeout_seconds: float | None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """As ``math_verify.utils.timeout``: the function decorated raises TimeoutException after so long."""
+    """Return a decorator like ``math_verify.utils.timeout``: the function raises TimeoutException after the limit."""
     if not timeout_seconds or timeout_seconds < 0 or threading.current_thread() is threading.main_thread():
         return _by_signal(timeout_seconds)
     return lambda function: lambda *args, **kwargs: _in_thread(timeout_seconds, function, *args, **kwargs)
@@ -30,7 +29,7 @@ def _in_thread(seconds: float, function: Callable[..., Any], *args: Any, **kwarg
     lock, over = threading.Lock(), False
 
     def expire() -> None:
-        with lock:  # not after the function has returned: it would hit whatever comes next
+        with lock:  # not after the function has returned: it would hit later code
             if not over:
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(TimeoutException))
 

@@ -1,1 +1,1 @@
-"""SGLang: how a server is started, on a GPU and on a CPU, and the client that controls it. Nothing here imports it."""
+"""Launch of SGLang servers on GPUs and CPUs, the client that controls them, and the gateway. Never imports SGLang."""

@@ -1,10 +1,10 @@
-"""A conversation keeps the server that has its beginning in the KV cache, unless that one is much busier than others.
+"""Prefix affinity: keep a conversation on the server that has its prefix in the KV cache, unless it is much busier.
 
-Each prompt is cut into blocks, and each block's hash goes on from that of those before it, so that equal hashes mean
-equal beginnings. The server of a prompt is remembered by its last block; a later prompt that has this block goes on
-from the whole of it. So what many prompts share, such as a system prompt, binds nobody to a server, but for prompts
-whose own part is shorter than a block. (SGLang's router and verl's agent loop keep a request with its prefix or its id
-for the same reason.)
+Each prompt is cut into blocks, and each block's hash includes those of the blocks before it, so equal hashes mean equal
+prefixes. A prompt's server is remembered under its last block; a later prompt with this block continues the whole
+earlier one. So a prefix that many prompts share, such as a system prompt, binds none of them to a server, except those
+whose own part is shorter than a block. (SGLang's router and verl's agent loop route by prefix or request id for the
+same reason.)
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ import orjson
 
 from recipe.atropos.inference.pool import Server
 
-_BLOCK = 64  # bytes: 16 tokens, or as many letters
-_KNOWN = 1 << 16  # prompts; some 10 MB
-_BOUND = 1.25  # of the mean number of requests in flight, and _SLACK more: consistent hashing with bounded loads
+_BLOCK = 64  # bytes: 16 token ids, or 64 ASCII characters
+_KNOWN = 1 << 16  # prompts; about 10 MB
+_BOUND = 1.25  # times the mean number of requests in flight, plus _SLACK: consistent hashing with bounded loads
 _SLACK = 2
 
 
 class PrefixAffinity:
-    """Remembers which server got which prompt last; forgets those that were not used for longest."""
+    """Remembers which server last got each prompt; evicts the least recently used."""
 
     def __init__(self) -> None:
         self._servers: OrderedDict[int, str] = OrderedDict()
 
     def choose(self, body: bytes, servers: Sequence[Server]) -> Server:
-        """The one of ``servers``, at least one, that a request with this ``body`` is to go to."""
+        """Return which of ``servers``, at least one, a request with this ``body`` should go to."""
         least = min(servers, key=lambda server: (server.inflight, server.requests))
         if len(servers) == 1 or not (blocks := _blocks(body)):
             return least
@@ -48,7 +48,7 @@ class PrefixAffinity:
 
 
 def _blocks(body: bytes) -> list[int]:
-    """Hashes of the whole blocks of a request's prompt, each with all before it; [] where there is none."""
+    """Return the chained hashes of the whole blocks of a request's prompt; [] if there are none."""
     try:
         given = orjson.loads(body)
         prompt = next(given[key] for key in ("input_ids", "text", "prompt", "messages") if given.get(key))
@@ -56,12 +56,12 @@ def _blocks(body: bytes) -> list[int]:
             data = prompt.encode()
         elif isinstance(prompt[0], int):
             data = np.asarray(prompt, np.int32).tobytes()
-        elif isinstance(prompt[0], dict):  # messages, of which later ones are added at the end
+        elif isinstance(prompt[0], dict):  # messages; a conversation appends to them
             data = b"".join(orjson.dumps(message) for message in prompt)
         else:  # several prompts at once
             return []
     except (ValueError, TypeError, KeyError, IndexError, StopIteration, AttributeError, OverflowError):
-        return []  # the server says what is wrong with it
+        return []  # the server reports the error
     blocks, before = [], 0
     for start in range(0, len(data) - _BLOCK + 1, _BLOCK):
         before = hash((before, data[start : start + _BLOCK]))

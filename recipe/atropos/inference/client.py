@@ -1,30 +1,30 @@
 """Asynchronous control client of one SGLang server.
 
-Promises: every failure is an `InferenceError` that names the server, the endpoint and what the server said; nothing is
-sent twice; no call waits longer than its time-out.
+Guarantees: every failure is an `InferenceError` that names the server, the endpoint and the server's message; nothing
+is sent twice; no call waits longer than its timeout.
 
-What was measured on SGLang 0.5.23, and on 0.5.12 where it is named, and holds wherever these calls are used:
+The following was measured on SGLang 0.5.23, and on 0.5.12 where named, and holds wherever these calls are used:
 
-* **In-flight requests** survive a push in the pause modes `retract` and `in_place`: each goes on after `resume`, and
+* **In-flight requests** survive a push in the pause modes `retract` and `in_place`: each continues after `resume`, and
   its reply carries `meta_info.weight_versions = [{"version", "start", "end"}, ...]`, the version of every output token;
   `meta_info.weight_version` is the version at the *end*. `abort` ends them with finish_reason "abort".
-* **Only `retract` gives fresh KV** to them: it drops their cache, so flush_cache succeeds and the prefix is computed
-  anew with the new weights. In `in_place` flush_cache fails while one is running.
-* **Before 0.5.21 nothing gives fresh KV to them**: with a retracted request flush_cache fails too, until it is aborted
-  (resumed without a flush, 0.5.12 served the prompt from keys of the old weights). `abort` is the one mode in which
-  a push succeeds whatever runs; see `Capabilities.flushes_retracted`.
-* **0.5.12 dies** of an update with ``flush_cache=True`` while it is paused (`retract`, `in_place`) and holds a request,
-  of a tensor payload that it cannot read or whose shapes are wrong, and of a distributed update for a group that it
-  does not know. A bare flush_cache only fails.
+* **Only `retract` gives them fresh KV**: it drops their cache, so flush_cache succeeds and the prefix is recomputed
+  with the new weights. In `in_place` flush_cache fails while a request is running.
+* **Before 0.5.21 no mode gives them fresh KV**: with a retracted request flush_cache fails too, until it is aborted
+  (resumed without a flush, 0.5.12 served the prompt from keys of the old weights). `abort` is the only mode in which
+  a push succeeds whatever is running; see `Capabilities.flushes_retracted`.
+* **0.5.12 crashes** on an update with ``flush_cache=True`` while it is paused (`retract`, `in_place`) and holds a
+  request, on a tensor payload that it cannot read or whose shapes are wrong, and on a distributed update for an unknown
+  group. A bare flush_cache only fails.
 * `abort` after `in_place` waits for a request that will never end, and `resume` waits behind it: a deadlock. After
-  `retract` it works. It takes a second whenever something runs: the server looks once a second.
-* **A reply of 0.5.12 has one version**, the one at its end. In `abort` no reply spans a push, so it is that of all its
+  `retract` it works. `abort` takes a second whenever requests are running: the server checks once a second.
+* **A reply of 0.5.12 has one version**, the one at its end. In `abort` no reply spans a push, so it holds for all its
   tokens. `weight_versions` came with 0.5.19.
 * **A refused update may have changed the weights**: in `in_place` an update that asks to flush loads the new weights,
-  then answers 400, and the version stays the old one. After any failed push only a whole new one makes it true again.
+  then answers 400, and the version stays the old one. After any failed push only a whole new one corrects it.
 * A paused server still answers `model_info`, updates and flushes; requests that arrive wait until `resume`.
-  `health` does not see through a pause: the server generates a token to answer, waits 20 s and answers 503.
-* The version before any update is the string "default" (or what ``--weight-version`` said).
+  `health` fails during a pause: the server tries to generate a token, waits 20 s and answers 503.
+* The version before any update is the string "default" (or the value of ``--weight-version``).
 """
 
 from __future__ import annotations
@@ -52,49 +52,49 @@ class InferenceError(AtroposError, RuntimeError):
 
 
 class ServerGone(InferenceError):
-    """Nobody listens at the server's address, or the connection broke: it has ended, or is starting."""
+    """The server cannot be reached, or the connection broke: it has ended, or is starting."""
 
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a server says that it can do, read from its /openapi.json: versions are not compared."""
+    """What a server can do, read from its /openapi.json and /server_info; versions are not compared."""
 
     version: str
     endpoints: frozenset[str]
     pause_modes: frozenset[str]
     generate_fields: frozenset[str] = frozenset()
-    arguments: dict[str, Any] = field(default_factory=dict)  # it was started with: tp_size, dp_size, dtype, device, ...
+    arguments: dict[str, Any] = field(default_factory=dict)  # at launch: tp_size, dp_size, dtype, device, ...
 
     @property
     def weight_update_session(self) -> bool:
-        """Whether tensor and distributed updates must stand between begin_weight_update and end_weight_update."""
+        """Whether tensor and distributed updates must be between begin_weight_update and end_weight_update."""
         return "/begin_weight_update" in self.endpoints
 
     @property
     def flushes_retracted(self) -> bool:
         """Whether the cache can be flushed while retracted requests wait.
 
-        No endpoint says so. 0.5.21 brought it together with the session of weight updates, whose endpoint is the sign
-        (read in the sources of 0.5.12, 14, 16, 18 to 23). Should the sign be wrong, the flush fails, and with it the
-        push: no old key is used.
+        No endpoint reports it. 0.5.21 introduced it together with weight-update sessions, whose endpoint serves as the
+        indicator (read in the sources of 0.5.12, 14, 16, 18 to 23). If the indicator is wrong, the flush fails, and
+        with it the push: no stale key is used.
         """
         return self.weight_update_session
 
     @property
     def forgets_adapters(self) -> bool:
-        """Whether an adapter can be unloaded after a request for several answers (``n``) has named it.
+        """Whether an adapter can be unloaded after a request for several samples (``n``) has named it.
 
-        No endpoint says so. 0.5.22 brought it, and with it the field ``watermark`` of /generate, which is the sign
-        (read in the sources of 0.5.12, 18, 20 to 23; 0.5.12 was seen to wait for ever). Should the sign be wrong, the
-        push of an adapter too many has no answer in time, and fails.
+        No endpoint reports it. 0.5.22 introduced it together with the field ``watermark`` of /generate, which serves
+        as the indicator (read in the sources of 0.5.12, 18, 20 to 23; 0.5.12 was seen to wait forever). If the
+        indicator is wrong, a push that must evict an adapter times out and fails.
         """
         return "watermark" in self.generate_fields
 
     def safe_pause_mode(self, wanted: PauseMode) -> PauseMode:
-        """The mode in which a push can flush, whatever runs: for "auto" `retract` where it can, else `abort`.
+        """Return ``wanted``, or for "auto" a mode in which a push can always flush: `retract` if it can, else `abort`.
 
         Raises:
-            ValueError: `retract` is asked for and cannot flush, or the server does not know the mode.
+            ValueError: `retract` is wanted but cannot flush, or the server does not know the mode.
         """
         mode = wanted
         if wanted == "auto":
@@ -111,13 +111,13 @@ class Capabilities:
 
 
 class SGLangClient:
-    """Use it as ``async with SGLangClient(url, api_key) as client``.
+    """Client of one server, used as ``async with SGLangClient(url, api_key) as client``.
 
     Args:
         url: base address, without ``/v1``.
         api_key: the key that the server was started with, if any.
-        timeout: seconds that one call may take in all. Updates of large models need minutes.
-        capabilities: what the server can do, where that is known already.
+        timeout: seconds that one call may take in total. Updates of large models need minutes.
+        capabilities: what the server can do, if already known.
     """
 
     def __init__(
@@ -136,8 +136,8 @@ class SGLangClient:
         self._capabilities = capabilities
 
     async def __aenter__(self) -> Self:
-        # A new connection for each call: on a kept one, a POST can meet a server that is just closing it, and whether
-        # it was carried out would then be unknown. No limit: whoever generates sets the concurrency.
+        # A new connection for each call: the server may close a kept-alive one just as a POST is sent, and whether it
+        # was executed would then be unknown. No limit: the caller sets the concurrency.
         connector = aiohttp.TCPConnector(force_close=True, limit=0)
         self._session = aiohttp.ClientSession(connector=connector, headers=self._headers)
         return self
@@ -150,7 +150,7 @@ class SGLangClient:
     # -- state -----------------------------------------------------------------------------------------------------
 
     async def health(self, timeout: float = 25.0) -> bool:
-        """Whether the server generates. Takes a second at least; false, not an error, while it cannot be reached."""
+        """Return whether the server generates. Takes at least a second; False, not an error, if it is unreachable."""
         try:
             await self._call("GET", "/health", timeout=timeout)
         except InferenceError as error:
@@ -160,18 +160,18 @@ class SGLangClient:
         return True
 
     async def model_info(self) -> dict[str, Any]:
-        """The server's own description. After an update from disk, model_path and served_model_name are its folder."""
+        """Return the server's description. After a disk update, model_path and served_model_name are its folder."""
         return await self._call("GET", "/model_info")
 
     async def weight_version(self) -> str:
-        """The version that the server says it serves."""
+        """Return the weight version that the server reports."""
         info = await self.model_info()
         if "weight_version" not in info:
             raise InferenceError(self.url, "/model_info", f"no weight_version among {sorted(info)}: SGLang too old")
         return str(info["weight_version"])
 
     async def capabilities(self) -> Capabilities:
-        """What this server can do; asked once."""
+        """Return what this server can do; fetched once."""
         if self._capabilities is None:
             api = await self._call("GET", "/openapi.json")
             server = await self._call("GET", "/server_info")
@@ -187,7 +187,7 @@ class SGLangClient:
         return self._capabilities
 
     def forget_capabilities(self) -> None:
-        """Ask again: another server may have taken this one's place."""
+        """Fetch them again at the next use: another server may have taken this one's place."""
         self._capabilities = None
 
     # -- generation ------------------------------------------------------------------------------------------------
@@ -200,7 +200,7 @@ class SGLangClient:
         return_logprob: bool = True,
         **fields: Any,
     ) -> Any:
-        """POST /generate. One reply, a dict, or a list for a list of prompts or ``n`` > 1.
+        """POST /generate. Returns one reply, a dict, or a list for a list of prompts or ``n`` > 1.
 
         A reply has `output_ids` and `meta_info.output_token_logprobs` = [[logprob, token id, None], ...].
         The logprobs are those of softmax(logits / temperature) (at temperature 0: of softmax(logits)), before top-k and
@@ -218,13 +218,13 @@ class SGLangClient:
         )
 
     async def tokenize(self, text: str) -> list[int]:
-        """POST /tokenize: the ids that the server's own tokenizer gives, without special tokens around them."""
+        """POST /tokenize. Returns the ids from the server's own tokenizer, without added special tokens."""
         return (await self._call("POST", "/tokenize", {"prompt": text, "add_special_tokens": False}))["tokens"]
 
     async def pause(self, mode: PauseMode) -> None:
-        """POST /pause_generation; see the module's text for the modes. Pausing twice is no error.
+        """POST /pause_generation; see the module docstring for the modes. Pausing twice is no error.
 
-        "auto" is `Capabilities.safe_pause_mode`; any other mode is sent as it is, also where a flush must fail in it.
+        "auto" uses `Capabilities.safe_pause_mode`; any other mode is sent as given, even if a flush must fail in it.
         """
         if mode == "auto":
             mode = (await self.capabilities()).safe_pause_mode(mode)
@@ -239,15 +239,15 @@ class SGLangClient:
         await self._call("POST", "/abort_request", {"abort_all": True})
 
     async def flush_cache(self) -> None:
-        """Forget every cached prefix. Raises while requests run, and before SGLang 0.5.21 while retracted ones wait."""
+        """Drop all cached prefixes. Raises while requests run and, before SGLang 0.5.21, while retracted ones wait."""
         await self._call("POST", "/flush_cache")
 
     async def release_memory(self, tags: Sequence[str]) -> None:
-        """Give memory back to the device: "kv_cache", "weights". The contents are lost. Pause the server first."""
+        """Release memory on the device: "kv_cache", "weights". The contents are lost. Pause the server first."""
         await self._call("POST", "/release_memory_occupation", {"tags": list(tags)})
 
     async def resume_memory(self, tags: Sequence[str]) -> None:
-        """Take back what was released, without its contents. SGLang dies of a tag that was not released."""
+        """Resume released memory, without its contents. SGLang crashes on a tag that was not released."""
         await self._call("POST", "/resume_memory_occupation", {"tags": list(tags)})
 
     # -- weights ---------------------------------------------------------------------------------------------------
@@ -255,14 +255,14 @@ class SGLangClient:
     async def update_weights_from_disk(
         self, model_path: str | Path, weight_version: str | int, flush_cache: bool = True
     ) -> None:
-        """Load the weights in `model_path`, a folder that the server sees; then it reports `weight_version`.
+        """Load the weights in `model_path`, a folder that the server can read; then it reports `weight_version`.
 
-        Unless paused, the server first waits until no request runs. Paused and holding a request, SGLang 0.5.12 dies of
-        ``flush_cache=True``: leave it out there and call `flush_cache`, which only fails. A folder that the server does
-        not see it takes for a name on the Hugging Face hub, looks there, and refuses: version and weights are then the
-        old ones. A damaged file would kill it (it rolls back by reading the same file again), so those that can be seen
-        from here are checked first. Names and shapes are not, by neither side: a missing tensor silently stays the old
-        one.
+        Unless paused, the server first waits until no request runs. When paused and holding a request, SGLang 0.5.12
+        crashes on ``flush_cache=True``: pass False there and call `flush_cache`, which only fails. If the server cannot
+        see the folder, it takes the path for a name on the Hugging Face Hub, looks there, and refuses; version and
+        weights then stay as they were. A corrupt file would crash it (it rolls back by reading the same file again), so
+        files visible from here are checked first. Neither side checks names and shapes: a missing tensor silently keeps
+        its old value.
         """
         for file in sorted(Path(model_path).glob("*.safetensors")):
             try:
@@ -279,14 +279,14 @@ class SGLangClient:
         )
 
     async def adapters(self) -> set[str]:
-        """The names of the LoRA adapters that the server holds."""
+        """Return the names of the LoRA adapters that the server holds."""
         models = await self._call("GET", "/v1/models")
         return {model["id"] for model in models["data"] if model.get("parent")}
 
     async def begin_weight_update(self) -> None:
-        """Open the session for tensor or distributed updates; does nothing on servers that know none (0.5.12).
+        """Open the session for tensor or distributed updates; no-op on servers without sessions (0.5.12).
 
-        One that a trainer left open when it died is closed first.
+        A session that a trainer left open when it died is closed first.
         """
         if not (await self.capabilities()).weight_update_session:
             return
@@ -304,7 +304,7 @@ class SGLangClient:
             await self._call("POST", "/end_weight_update", {})
 
     async def post(self, endpoint: str, body: dict[str, Any]) -> Any:
-        """Any other endpoint, under the same promises; for the weight transports."""
+        """POST to any other endpoint, with the same guarantees; for the weight transports."""
         return await self._call("POST", endpoint, body)
 
     # -- transport -------------------------------------------------------------------------------------------------
@@ -346,7 +346,7 @@ class SGLangClient:
 
 
 def _message(answer: Any) -> str:
-    """The human-readable part of SGLang's various error bodies."""
+    """Return the human-readable part of SGLang's various error bodies."""
     if isinstance(answer, dict):
         for key in ("message", "error", "detail"):
             if answer.get(key):

@@ -1,23 +1,23 @@
 """One address for several SGLang servers: ``python -m recipe.atropos.inference.gateway --servers URL,URL``
 
-Environments know one base URL and nothing of servers that come and go; this process stands between. It promises:
+Environments know one base URL and nothing of servers that come and go; the gateway sits between them. Guarantees:
 
-- Everything but its own two endpoints is proxied unchanged: method, path, query, body, status, headers, streams; but
-  where the policy is an adapter, requests for it name it, and replies say its version. See `adapted`.
+- Everything but its own two endpoints is proxied unchanged: method, path, query, body, status, headers, streams; except
+  that, if the policy is an adapter, requests name it and replies carry its version. See `lora_routing`.
 - The API key ($ATROPOS_API_KEY) is checked, 401 otherwise, and passed on.
 - Only *admitted* servers get requests, and only the trainer admits: ``PUT /gateway/weights {"version": 7, "servers":
   [URL, ...]}``, with ``"pushing": true`` before a push to servers that are admitted already, and the ``"adapter"`` if
   the version is one. See `ServerPool`.
-- The load is spread: the admitted server with the fewest requests in flight is next, or, within bounds, the one that
-  has the beginning of the prompt in its cache. See `affinity`.
+- Load is balanced: the admitted server with the fewest requests in flight is next or, within bounds, the server that
+  has the prompt's prefix in its cache. See `affinity`.
 - A request that finds no admitted server is held, at most ``--max-wait`` seconds, then answered 503 with the reason.
-- A client that goes away is forgotten: while held, it leaves the queue; in flight, its request upstream is closed.
+- When a client disconnects, its held request leaves the queue, and its request in flight is closed upstream.
 - A server whose connection fails, or that answers with weights that no push gave it, is removed at once, by name, and
-  gets nothing until the trainer lists it again. Its requests are sent again to another one, or held, unless a part of
-  the reply was passed on: then the client's connection breaks. (Generation has no side effects.)
-- One that dies or is restarted while idle is found by a probe of /model_info each second.
+  gets nothing until the trainer lists it again. Its requests are resent to another server, or held, unless part of the
+  reply was passed on: then the client's connection is aborted. (Generation has no side effects.)
+- A server that dies or restarts while idle is detected by a probe of /model_info every second.
 
-``GET /gateway/status`` says version, state of each server, and how many requests are held.
+``GET /gateway/status`` returns the version, the state of each server, and the number of held requests.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ PROBE_SECONDS = 1.0
 
 _PROBE_TIMEOUT = 30.0  # a busy server answers late; a dead one refuses at once
 _CONNECT_TIMEOUT = 10.0
-_READ_BYTES = 1 << 20  # aiohttp's default, 64 KiB, stops and goes on several times in a reply with logprobs
-_MAX_SENDS = 5  # of one request: one that kills every server that it meets must end
-# Of the connection, not of the message; or written anew by aiohttp.
+_READ_BYTES = 1 << 20  # aiohttp's default, 64 KiB, pauses reading several times in a reply with logprobs
+_MAX_SENDS = 5  # of one request: one that crashes each server must end
+# Headers of the connection, not of the message, or set anew by aiohttp.
 _NOT_PASSED_ON = frozenset(
     {"connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer", "transfer-encoding"}
     | {"upgrade", "host", "content-length", "expect"}
@@ -63,7 +63,7 @@ _WEIGHT_VERSION = re.compile(rb'"weight_version"\s*:\s*"([^"]*)"')
 
 
 class _UpstreamFailed(Exception):
-    """The server's fault; ``passed_on``: a part of its reply has reached the client."""
+    """A server failed at a request; ``passed_on``: part of its reply has reached the client."""
 
     def __init__(self, why: str, passed_on: bool = False):
         super().__init__(why)
@@ -71,7 +71,7 @@ class _UpstreamFailed(Exception):
 
 
 class Gateway:
-    """The handlers over one `ServerPool`, and the session to the servers."""
+    """Request handlers over one `ServerPool`, and the HTTP session to the servers."""
 
     def __init__(self, pool: ServerPool, api_key: str | None = None):
         self.pool = pool
@@ -80,7 +80,7 @@ class Gateway:
         self._affinity = PrefixAffinity()
 
     def app(self) -> web.Application:
-        # No limit on the body: the servers have theirs.
+        # No limit on the body: the servers have their own.
         app = web.Application(middlewares=[self._authorized], client_max_size=0)
         app.router.add_get("/gateway/status", self.get_status)
         app.router.add_put("/gateway/weights", self.put_weights)
@@ -92,7 +92,7 @@ class Gateway:
     async def _authorized(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        # Bytes that are no UTF-8 come as surrogates, and go back to what they were.
+        # Bytes that are not UTF-8 arrive as surrogates; this restores them.
         given = request.headers.get(hdrs.AUTHORIZATION, "").encode(errors="surrogateescape")
         if self._authorization and not hmac.compare_digest(given, self._authorization.encode()):
             return _error(401, f"the API key is wrong or missing; give the run's own, that of ${API_KEY_VARIABLE}")
@@ -124,7 +124,7 @@ class Gateway:
     # -- everything else -------------------------------------------------------------------------------------------
 
     async def proxy(self, request: web.Request) -> web.StreamResponse:
-        """Send a request to one server after the other until one has answered."""
+        """Send a request to one server after another until one answers."""
         body = await request.read()
         failures, waited = [], 0.0
         while len(failures) < _MAX_SENDS:
@@ -141,14 +141,14 @@ class Gateway:
                 if error.passed_on:
                     logger.error("%s %s breaks off: a part of the reply was passed on", request.method, request.path)
                     if request.transport is not None:
-                        request.transport.abort()  # a clean end would look like the whole reply
+                        request.transport.abort()  # a clean end would look like a complete reply
                     raise asyncio.CancelledError from error
                 failures.append(f"{server.url}: {error}")
                 logger.warning("%s %s is sent again (%d)", request.method, request.path, len(failures))
         return _error(502, f"{_MAX_SENDS} servers in a row failed at this request: {'; '.join(failures)}")
 
     async def _send(self, server: Server, request: web.Request, body: bytes) -> web.StreamResponse:
-        """One request to one server.
+        """Send one request to one server.
 
         Raises:
             _UpstreamFailed: the connection failed, the server was removed, or it has weights that no push gave it.
@@ -183,7 +183,7 @@ class Gateway:
             raise _UpstreamFailed(why, passed_on=response is not None) from error
 
     async def _check_adapter(self, server: Server, reply: aiohttp.ClientResponse) -> None:
-        """A server that was started again knows no adapter, and refuses: raises _UpstreamFailed."""
+        """Raise _UpstreamFailed if an error reply is due to a restart: the server then lacks the adapter."""
         if reply.status < 400:
             return
         while True:
@@ -209,8 +209,8 @@ class Gateway:
     # -- probes ----------------------------------------------------------------------------------------------------
 
     async def _session_and_probes(self, app: web.Application) -> AsyncIterator[None]:
-        # A new connection for each request: a kept one can be closed by the server at the very moment of its use, which
-        # looks as if the server had died. No limit: whoever generates sets the concurrency.
+        # A new connection for each request: the server may close a kept-alive one just as it is used, which looks as if
+        # the server had died. No limit: the clients set the concurrency.
         connector = aiohttp.TCPConnector(force_close=True, limit=0)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT)
         async with aiohttp.ClientSession(
@@ -230,7 +230,7 @@ class Gateway:
                 self.pool.remove(server, problem)
 
     async def _probe(self, server: Server) -> str | None:
-        """What is wrong with a server that should serve the trainer's weights; None if nothing is."""
+        """Return what is wrong with a server that should serve the trainer's weights; None if nothing is."""
         headers = {hdrs.AUTHORIZATION: self._authorization} if self._authorization else None
         timeout = aiohttp.ClientTimeout(total=_PROBE_TIMEOUT)
         try:
@@ -249,7 +249,7 @@ class Gateway:
 
 
 def _check_version(request: web.Request, reply: aiohttp.ClientResponse, content: bytes) -> None:
-    """Raises _UpstreamFailed for a generation by weights that no push gave: a push's version is a number."""
+    """Raise _UpstreamFailed for a reply sampled with weights that no push gave: a push's version is a number."""
     if request.path not in GENERATES or reply.status != 200:
         return
     for version in _WEIGHT_VERSION.findall(content):
@@ -258,7 +258,7 @@ def _check_version(request: web.Request, reply: aiohttp.ClientResponse, content:
 
 
 def _is_stream(reply: aiohttp.ClientResponse) -> bool:
-    """Whether a reply is passed on in pieces: server-sent events, and whatever has no length and is not JSON."""
+    """Return whether to pass a reply on in pieces: server-sent events, and what has no length and is not JSON."""
     if reply.content_type == "text/event-stream":
         return True
     return reply.content_length is None and reply.content_type != "application/json"
@@ -270,7 +270,7 @@ async def _pieces(reply: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
 
 
 async def _to_client(action: Awaitable[object]) -> None:
-    """A client that has gone is no fault of the server: its request ends as if it had been cancelled."""
+    """Await ``action``; if the client has disconnected, cancel the request without blaming the server."""
     try:
         await action
     except (aiohttp.ClientError, OSError) as error:
@@ -286,12 +286,12 @@ def _json(value: object, status: int = 200) -> web.Response:
 
 
 def _error(status: int, message: str) -> web.Response:
-    """In the form that SGLang and OpenAI's clients know."""
+    """Return an error in the format that SGLang and OpenAI clients expect."""
     return _json({"error": {"message": f"gateway: {message}", "code": status}}, status)
 
 
 def _allow_many_connections() -> None:
-    """Each request holds two; without room for one more every server would look dead."""
+    """Raise the limit on open files: each request holds two, and at the limit every server would look dead."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
@@ -313,8 +313,8 @@ def main(argv: list[str] | None = None) -> None:
         urls = [url for url in options.servers.split(",") if url]
         return Gateway(ServerPool(urls, options.max_wait), os.environ.get(API_KEY_VARIABLE)).app()
 
-    # handler_cancellation: aiohttp ends the handler of a client that has gone. Requests still held at the end are not
-    # waited for.
+    # handler_cancellation: aiohttp cancels the handler of a client that disconnects. Shutdown does not wait for held
+    # requests.
     web.run_app(
         app(),
         host=options.host,

@@ -1,4 +1,4 @@
-"""How the gateway (``inference/gateway.py``) is started, told which servers hold which version, and asked."""
+"""Command line and client of the gateway (``inference/gateway.py``), for announcements and its status."""
 
 import asyncio
 import sys
@@ -13,18 +13,18 @@ from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, w
 
 from recipe.atropos.errors import AtroposError
 
-GATEWAY_PORT = 9001  # where it is free: the address that Atropos' environments have by default
+GATEWAY_PORT = 9001  # used if free: the default port in Atropos' environments
 _RETRY_SECONDS = 0.5
 _REQUEST_SECONDS = 10.0
 _FAILURES = (aiohttp.ClientError, OSError)
 
 
 class GatewayError(AtroposError, RuntimeError):
-    """The gateway does not answer, or refuses what it is told; the message names it."""
+    """The gateway does not answer, or refuses a request; the message names it."""
 
 
 def gateway_command(url: str, host: str, servers: Sequence[str], max_wait: float) -> list[str]:
-    """Of the gateway at ``url``, listening on ``host``; ``max_wait``: seconds that a request may wait for a server."""
+    """Return the command for a gateway at ``url`` that listens on ``host``; ``max_wait``: seconds to hold a request."""
     options = {"host": host, "port": urlsplit(url).port, "servers": ",".join(servers), "max-wait": max_wait}
     flags = [f"--{name}={value}" for name, value in options.items()]
     return [sys.executable, "-m", "recipe.atropos.inference.gateway", *flags]
@@ -32,25 +32,25 @@ def gateway_command(url: str, host: str, servers: Sequence[str], max_wait: float
 
 @dataclass(frozen=True)
 class GatewayClient:
-    """``timeout``: seconds to wait for a gateway that is being started, or started again."""
+    """Client of the gateway; ``timeout``: seconds to wait for a gateway that is starting or restarting."""
 
     url: str
     api_key: str | None = None
     timeout: float = 60.0
 
     def announce(self, version: int, servers: Sequence[str], pushing: bool = False, adapter: str | None = None) -> None:
-        """Say that ``servers`` hold ``version``, and no others; or, ``pushing``, that a push of it to them begins.
+        """Announce that exactly ``servers`` hold ``version`` or, if ``pushing``, that a push of it to them begins.
 
-        ``adapter``: its name on the servers, where the version is an adapter beside their own weights.
+        ``adapter``: its name on the servers, if the version is an adapter beside their own weights.
 
         Raises:
-            GatewayError: it does not answer within ``timeout`` seconds, or knows one of the servers not.
+            GatewayError: it does not answer within ``timeout`` seconds, or does not know one of the servers.
         """
         word = {"version": version, "servers": list(servers), "pushing": pushing, "adapter": adapter}
         asyncio.run(self._call("PUT", "/gateway/weights", orjson.dumps(word)))
 
     async def fetch_status(self) -> dict[str, Any]:
-        """``version`` (None: nobody has told it any), ``adapter``, ``servers`` (``url``, ``state``, counts), ``held``.
+        """Return ``version`` (None: none announced), ``adapter``, ``servers`` (``url``, ``state``, counts), ``held``.
 
         Raises:
             GatewayError: it does not answer within ``timeout`` seconds.
@@ -58,16 +58,16 @@ class GatewayClient:
         return await self._call("GET", "/gateway/status")
 
     def status(self) -> dict[str, Any]:
-        """``fetch_status``, where no event loop runs."""
+        """Blocking ``fetch_status``, for use where no event loop runs."""
         return asyncio.run(self.fetch_status())
 
     def serves(self) -> tuple[int | None, set[str]]:
-        """The active version, and the URLs of the servers that get requests."""
+        """Return the active version and the URLs of the admitted servers."""
         status = self.status()
         return status["version"], _admitted(status)
 
     def knows(self, version: int, servers: Sequence[str], adapter: str | None) -> bool:
-        """Whether this is what it was told last."""
+        """Return whether its active version, admitted servers and adapter are these."""
         status = self.status()
         return (status["version"], _admitted(status), status["adapter"]) == (version, set(servers), adapter)
 

@@ -1,9 +1,9 @@
-"""Where the policy is a LoRA adapter: environments know nothing of it, so the gateway names it to the servers.
+"""Request routing for LoRA policies: environments do not know the adapter, so the gateway names it to the servers.
 
-- A request that samples names the active adapter when it is sent to a server, whatever adapter it named before; one
-  that would sample in a way in which none can be named is refused, not answered by the base model.
-- An adapter stays what it is while a request runs, and other requests begin with newer ones. A server says one version
-  for all, its newest; so a reply is given the version of the adapter that sampled it, for every token.
+- Every sampling request names the active adapter when it is sent to a server, whatever adapter it named before; a
+  sampling request that cannot name one is refused, not answered by the base model.
+- A running request keeps its adapter, while others begin with newer ones. A server reports one version for all, its
+  newest; so the gateway gives every token of a reply the version of the adapter that sampled it.
 """
 
 import re
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import orjson
 
-ADAPTERS_KEPT = 4  # by a server: the active one, the next, and two with requests that began before
+ADAPTERS_KEPT = 4  # by a server: the active adapter, the next, and two with requests that began earlier
 GENERATES = ("/generate", "/v1/completions", "/v1/chat/completions")
 _SAMPLES_NOTHING = ("/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize", "/abort_request", "/flush_cache")
 
@@ -22,21 +22,21 @@ _SPANS = re.compile(rb'("weight_versions"\s*:\s*)\[[^\]]*"end"\s*:\s*(\d+)[^\]]*
 
 
 class CannotName(ValueError):
-    """A request that cannot be made to name the adapter; the message says why."""
+    """The adapter cannot be named in a request; the message says why."""
 
 
 @dataclass(frozen=True)
 class AdaptedPolicy:
-    """The adapter that is the policy of ``version``, by its name on the servers."""
+    """A policy ``version`` that is an adapter; ``adapter`` is its name on the servers."""
 
     adapter: str
     version: int
 
     def named_in(self, method: str, path: str, body: bytes) -> bytes:
-        """The request's body, with the adapter's name where it samples.
+        """Return the request's body, with the adapter's name added if it samples.
 
         Raises:
-            CannotName: it samples, and has no place for a name.
+            CannotName: the request may sample, but the name cannot be added.
         """
         if method in ("GET", "HEAD", "OPTIONS") or path in _SAMPLES_NOTHING:
             return body
@@ -54,13 +54,13 @@ class AdaptedPolicy:
         return orjson.dumps(asked | {"lora_path": self.adapter})
 
     def stamped(self, reply: bytes) -> bytes:
-        """The reply, or a whole line of a stream, with this version wherever it says one."""
+        """Return the reply, or a whole line of a stream, with each version in it replaced by this one."""
         version = str(self.version).encode()
         reply = _VERSION.sub(rb'\g<1>"%b"' % version, reply)
         return _SPANS.sub(rb'\g<1>[{"version":"%b","start":0,"end":\g<2>}]' % version, reply)
 
     async def stamped_lines(self, pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-        """The same stream, stamped; no piece ends within a line."""
+        """Yield the stream, stamped; no piece ends within a line."""
         begun = b""
         async for piece in pieces:
             whole, end, begun = (begun + piece).rpartition(b"\n")

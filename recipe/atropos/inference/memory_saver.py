@@ -1,7 +1,7 @@
-"""torch_memory_saver, the preloaded library by which a colocated SGLang server lends its GPU memory: tried before use.
+"""Checks torch_memory_saver, the preloaded library with which a colocated SGLang server releases its GPU memory.
 
-The library needs CUDA's runtime, which pip installs where the dynamic loader does not look. Whoever preloads a library
-with a need that cannot be met does not start: Python ends with status 127, without a word in SGLang's log.
+The library needs CUDA's runtime, which pip installs where the dynamic loader does not look. A process that preloads a
+library with a missing dependency does not start: Python exits with status 127, without a line in SGLang's log.
 """
 
 import functools
@@ -18,7 +18,7 @@ _TRIAL_SECONDS = 60.0
 
 @functools.cache
 def saver_variables(python: str) -> dict[str, str]:
-    """What a server of that interpreter needs in its environment so that it can lend its memory.
+    """Return the environment variables that a server of that interpreter needs to release its memory.
 
     Raises:
         LaunchError: the interpreter does not run.
@@ -26,14 +26,14 @@ def saver_variables(python: str) -> dict[str, str]:
     folders = sorted({str(path.parent) for path in _packages(python).glob("nvidia/*/lib/libcudart.so.*")})
     given = os.environ.get("LD_LIBRARY_PATH")
     variables = {"LD_LIBRARY_PATH": os.pathsep.join([*folders, *([given] if given else [])])} if folders else {}
-    return variables | without_expandable_segments(os.environ)  # they cannot be given back
+    return variables | without_expandable_segments(os.environ)  # expandable segments cannot be released
 
 
 def check_saver(python: str) -> None:
-    """Start that interpreter with the library, as SGLang will.
+    """Start that interpreter with the library preloaded, as for SGLang.
 
     Raises:
-        LaunchError: it is not installed, or not for this CUDA, or does not load.
+        LaunchError: the library is not installed, not built for this CUDA version, or does not load.
     """
     packages = _packages(python)
     versions = versions_in(python, (_PACKAGE,))
@@ -61,7 +61,7 @@ def check_saver(python: str) -> None:
 
 @functools.cache
 def _packages(python: str) -> Path:
-    """The folder of that interpreter's packages."""
+    """Return the folder of that interpreter's packages."""
     try:
         return Path(run_python(python, "-c", "import sysconfig; print(sysconfig.get_path('platlib'))").strip())
     except LaunchError as error:

@@ -1,17 +1,17 @@
-"""Which SGLang servers may get requests: the admitted set, and who waits for it.
+"""Pool of SGLang servers: which ones are admitted, and the requests that wait for one.
 
-Promises:
+Guarantees:
 
-- nobody but the trainer admits a server (`ServerPool.admit`); before its first word none is admitted;
-- a server that was removed (`ServerPool.remove`) gets nothing until the trainer admits it again, and what it was
-  working on is handed back to be sent to another one;
-- which of the admitted servers is next is the caller's choice;
+- only the trainer admits a server (`ServerPool.admit`); before its first announcement none is admitted;
+- a removed server (`ServerPool.remove`) gets nothing until the trainer admits it again, and its requests in flight are
+  handed back to be sent to another server;
+- the caller chooses among the admitted servers;
 - a request waits at most `max_wait` seconds for a server, and its error says what it waited for.
 
-While the trainer pushes (`pushing=True`) servers pass from one version to the next, so both are accepted; only the word
-that ends the push leaves one, and says from when on requests meet another adapter, where the policy is one. Whoever
-judges an answer by `accepted` must have asked in the present `epoch`: an answer that was on its way while the trainer
-spoke may tell of what was before.
+During a push (`pushing=True`) servers move from one version to the next, so both are accepted. The announcement that
+ends the push leaves only the new one and, if the policy is an adapter, switches requests to the new adapter. A reply
+may be checked against `accepted` only if its request was sent in the current `epoch`: a reply that was in flight during
+an announcement may reflect the earlier state.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class NothingAdmitted(Exception):
-    """No server could take a request in time; the message says what was waited for."""
+    """No server could take a request in time; the message says what it waited for."""
 
 
 @dataclass(eq=False)
@@ -47,7 +47,7 @@ class Server:
 
     @contextlib.asynccontextmanager
     async def exchange(self) -> AsyncIterator[None]:
-        """Around one request to this server; ended by a TimeoutError as soon as the server is no longer admitted."""
+        """Wrap one request to this server; raise TimeoutError as soon as the server is no longer admitted."""
         async with asyncio.timeout(None) as limit:
             self._exchanges.add(limit)
             self.requests += 1
@@ -60,7 +60,7 @@ class Server:
         self.state = state
         for limit in self._exchanges:
             if not limit.expired():
-                limit.reschedule(0)  # the loop's clock is past it: at once
+                limit.reschedule(0)  # a time in the past: expires at once
 
     def status(self) -> dict[str, Any]:
         names = ("url", "state", "inflight", "requests", "failures", "last_error")
@@ -68,7 +68,7 @@ class Server:
 
 
 class ServerPool:
-    """See the module. Lives in one event loop. ``version`` is the trainer's last word, None before the first."""
+    """Pool for one event loop; see the module. ``version``: the active one, None before the first push."""
 
     def __init__(self, urls: Sequence[str], max_wait: float):
         self.servers = {url.rstrip("/"): Server(url.rstrip("/")) for url in urls}
@@ -85,9 +85,9 @@ class ServerPool:
         return [server for server in self.servers.values() if server.state == "admitted"]
 
     def admit(self, version: int, urls: Sequence[str], pushing: bool = False, adapter: str | None = None) -> None:
-        """The trainer's word: ``urls`` hold ``version``, or, while ``pushing``, those admitted among them will.
+        """Apply an announcement: ``urls`` hold ``version`` or, if ``pushing``, those admitted among them will.
 
-        ``adapter``: what they call it, where it is not their own weights.
+        ``adapter``: its name on the servers, if the version is an adapter.
 
         Raises:
             ValueError: a URL that this pool was not started with.
@@ -114,7 +114,7 @@ class ServerPool:
         self._admission = asyncio.Event()
 
     def remove(self, server: Server, why: str) -> None:
-        """Use a server no more until it is admitted again; does nothing if it is out already."""
+        """Remove a server from rotation until it is admitted again; do nothing if it is not admitted."""
         if server.state != "admitted":
             return
         logger.error("%s is removed from rotation: %s", server.url, why)
@@ -123,10 +123,10 @@ class ServerPool:
         server.leave("down")
 
     async def acquire(self, choose: Callable[[list[Server]], Server], waited: float = 0.0) -> Server:
-        """What ``choose`` makes of the admitted servers, as soon as there is one.
+        """Return the admitted server that ``choose`` picks, as soon as there is one.
 
         Raises:
-            NothingAdmitted: none within ``max_wait`` seconds, less those that the request has ``waited`` before.
+            NothingAdmitted: none within ``max_wait`` seconds, minus those that the request has ``waited`` before.
         """
         if not self.admitted:
             await self._wait_for_admission(max(0.0, self.max_wait - waited))

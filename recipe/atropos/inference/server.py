@@ -1,7 +1,7 @@
-"""How a real SGLang server is started, on a GPU and on a CPU.
+"""Launch of SGLang servers, on GPUs and CPUs.
 
-Promises: SGLang runs in an interpreter of its own, of which nothing is imported here; a mistake in the launch (no such
-model folder, interpreter or port) is an error before anything starts; a server that fails shows its own last lines.
+Guarantees: SGLang runs in its own interpreter, and nothing of it is imported here; a mistake in the launch (model
+folder, interpreter or port) is an error before anything starts; a server that fails shows the last lines of its log.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from recipe.atropos.utils.secret import secret_variables, split_secret_flags
 PYTHON_VARIABLE = "ATROPOS_SGLANG_PYTHON"
 CPU_SHIM = Path(__file__).resolve().parent / "cpu_shim"
 
-# KV cache on a CPU, in tokens: SGLang would take its share of the machine's memory, which other services need too.
+# KV cache on a CPU, in tokens: by default SGLang takes a share of the machine's memory, which other services need.
 _CPU_MAX_TOTAL_TOKENS = 32768
 _CPU_MEM_FRACTION = 0.3
-# Else SGLang waits for its requests first: for ever on 0.5.12, which forgets none that had n > 1, so that it would
-# outlive a launcher that was killed.
+# Otherwise SGLang first waits for its requests: forever on 0.5.12, which never drops those that had n > 1, so it would
+# outlive a killed launcher.
 _END_ON_SIGTERM = {"SGL_FORCE_SHUTDOWN": "1"}
 _PROBE_SECONDS = 60.0  # for the interpreter to answer
 QUANTIZATION_FLAGS = ("quantization", "torchao_config")  # of sglang.launch_server
-# Names that SGLang takes too: argparse completes the first ones (read in SGLang 0.5.23, arg_groups/fields/parallel.py).
+# Other names that SGLang accepts: argparse completes prefixes (read in SGLang 0.5.23, arg_groups/fields/parallel.py).
 _ALIASES = {
     "tp": "tp_size",
     "tensor_parallel_size": "tp_size",
@@ -51,19 +51,19 @@ _OWN_FLAGS = ("model_path", "host", "port", "device", "dtype", "api_key")
 
 @dataclass(frozen=True)
 class SGLangLaunch:
-    """One SGLang server. None means SGLang's own default, but for what is said below.
+    """Settings of one SGLang server. None means SGLang's own default, except as noted below.
 
     Attributes:
         model_path: local folder, or a name on the Hugging Face hub.
-        python: interpreter that has SGLang; None: see `sglang_python`.
-        port: None: a free one is chosen at the start.
+        python: interpreter with SGLang; None: see `sglang_python`.
+        port: None: a free port is chosen at start.
         device: "auto" is "cuda" if this process may use a GPU, else "cpu".
-        dtype: "float32" makes a CPU server's logprobs those of transformers, to 2e-5.
-        api_key: guards every endpoint but /health. It stands neither in the command line nor in the server's log.
+        dtype: "float32" makes a CPU server's logprobs match transformers to 2e-5.
+        api_key: guards every endpoint but /health. It appears neither in the command line nor in the server's log.
         mem_fraction_static: None is 0.3 on a CPU.
         max_total_tokens: size of the KV cache; None is 32768 on a CPU.
         extra_args: further flags of `sglang.launch_server`, by name: True gives a bare flag, None and False give none,
-            a list several values. They win over what stands here.
+            a list several values. They override the flags set here.
     """
 
     model_path: str
@@ -87,7 +87,7 @@ class SGLangLaunch:
 
     @property
     def gpus(self) -> int:
-        """GPUs that it takes: a rank of SGLang each."""
+        """Number of GPUs that the server takes: one per rank."""
         names = ["tp_size", "pp_size"] + ([] if self.extra_args.get("enable_dp_attention") else ["dp_size"])
         return math.prod(int(self.extra_args.get(name) or 1) for name in names)
 
@@ -104,10 +104,10 @@ class SGLangLaunch:
 
 
 def sglang_flags(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Flags of `sglang.launch_server` under the names of its fields, whatever way they are spelled.
+    """Return flags of `sglang.launch_server` under their field names, however they are spelled.
 
     Raises:
-        LaunchError: one is given twice.
+        LaunchError: a flag is given twice.
     """
     flags: dict[str, Any] = {}
     for spelled, value in given.items():
@@ -120,12 +120,12 @@ def sglang_flags(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def sglang_python(named: str | None = None) -> str:
-    """``named``, else $ATROPOS_SGLANG_PYTHON, `.venv-sglang` in the project's root, this interpreter if it has SGLang.
+    """Return ``named``, else $ATROPOS_SGLANG_PYTHON, the project's `.venv-sglang` or this interpreter if it has SGLang.
 
     A path is made absolute, since services run in other folders; a name is left to PATH.
 
     Raises:
-        LaunchError: none of the four.
+        LaunchError: none of the four is available.
     """
     if given := named or os.environ.get(PYTHON_VARIABLE):
         return os.path.abspath(given) if os.sep in given else given
@@ -138,7 +138,7 @@ def sglang_python(named: str | None = None) -> str:
 
 
 def server_path(python: str) -> str:
-    """$PATH of a server: what pip installed beside its interpreter comes first, as ninja, which SGLang runs by name."""
+    """Return a server's $PATH, its interpreter's folder first: SGLang runs tools from there, such as ninja, by name."""
     return os.pathsep.join([os.path.dirname(shutil.which(python) or python), os.environ.get("PATH", os.defpath)])
 
 
@@ -147,7 +147,7 @@ def uses_gpu(launch: SGLangLaunch) -> bool:
 
 
 def sglang_command(launch: SGLangLaunch) -> tuple[list[str], dict[str, str]]:
-    """The command, and what it needs in its environment beside the launcher's own; `launch.port` must be set."""
+    """Return the command and the environment variables to add to the launcher's own; `launch.port` must be set."""
     device = "cuda" if uses_gpu(launch) else "cpu"
     flags: dict[str, Any] = {
         "model-path": launch.model_path,
@@ -161,7 +161,7 @@ def sglang_command(launch: SGLangLaunch) -> tuple[list[str], dict[str, str]]:
         "context-length": launch.context_length,
         "sleep-on-idle": True,  # else the idle scheduler burns a core
     }
-    # The launcher's PYTHONPATH is for another environment; an empty one counts as none.
+    # The launcher's PYTHONPATH is for another environment; an empty value counts as unset.
     python = sglang_python(launch.python)
     environment = {"PYTHONPATH": "", "SGLANG_USE_CPU_ENGINE": "0", **nccl_variables(), **_END_ON_SIGTERM}
     environment["PATH"] = server_path(python)
@@ -180,7 +180,7 @@ def sglang_command(launch: SGLangLaunch) -> tuple[list[str], dict[str, str]]:
             "PYTHONPATH": str(CPU_SHIM),
             "SGLANG_USE_CPU_ENGINE": "1",
             "OMP_NUM_THREADS": "1",  # ten times the speed of the default, for small models on shared cores
-            "THP_MEM_ALLOC_ENABLE": "1",  # torch asks for huge pages: weights that arrive are not faulted in by 4 KiB
+            "THP_MEM_ALLOC_ENABLE": "1",  # torch asks for huge pages: incoming weights are not faulted in by 4 KiB
             **without_gpus(),
             **_END_ON_SIGTERM,
         }
@@ -202,7 +202,7 @@ def _arguments(flags: Mapping[str, Any]) -> list[str]:
 
 
 def check_launch(launch: SGLangLaunch) -> None:
-    """Raise LaunchError for what would make the server fail half a minute from now."""
+    """Raise LaunchError for mistakes that would make the server fail half a minute later."""
     python = sglang_python(launch.python)
     _check_interpreter(python)
     if launch.releases_memory:
@@ -257,7 +257,7 @@ async def wait_until_serving(service: Service, timeout: float = 600.0) -> float:
     """Wait until the server generates, and return the seconds it took; the server is stopped if it does not.
 
     Raises:
-        ServiceFailed: with the server's own last lines, when it died or `timeout` seconds went by.
+        ServiceFailed: with the last lines of the server's log, when it died or `timeout` seconds passed.
     """
     assert service.url is not None, f"{service.name} has no url"
     try:

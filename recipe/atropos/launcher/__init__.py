@@ -1,1 +1,1 @@
-"""The processes of a run: what is started, watched, evaluated and ended."""
+"""Start, supervise, evaluate and stop the processes of a run."""

@@ -1,6 +1,6 @@
-"""How much an environment keeps in flight: enough for the servers to be busy while the trainer waits for a batch.
+"""How many groups an environment keeps in flight: enough to keep servers busy while the trainer waits for a batch.
 
-BaseEnv's default is 8 groups for each address, and the gateway is one address, whatever stands behind it.
+BaseEnv's default is 8 groups per server address, and the gateway is one address for any number of servers.
 """
 
 import math
@@ -11,15 +11,15 @@ from omegaconf import DictConfig
 from recipe.atropos.config.env_specs import EnvironmentSpec, environment_specs
 from recipe.atropos.config.waits import answer_seconds
 
-_LEAST_GROUPS = 8  # BaseEnv's own
-_AHEAD = 1  # batches, where nothing limits how many are sampled ahead
-_REQUESTS, _SECONDS = 512, 1200  # atroposlib's own, for a server
+_LEAST_GROUPS = 8  # BaseEnv's default
+_AHEAD = 1  # batches sampled ahead where max_staleness sets no limit
+_REQUESTS, _SECONDS = 512, 1200  # atroposlib's defaults for a server
 
 
 def groups_in_flight(config: DictConfig, spec: EnvironmentSpec | None = None) -> int:
-    """The batch that is waited for and those that may be sampled ahead, of it the environment's part.
+    """Return the environment's share of the groups in the current batch and in the batches sampled ahead.
 
-    ``spec``: None for one that joins, which may be alone.
+    ``spec``: None for an environment that joins, which may be the only one.
     """
     sequences = _sequences_in_flight(config)
     if spec is None:
@@ -30,10 +30,10 @@ def groups_in_flight(config: DictConfig, spec: EnvironmentSpec | None = None) ->
 
 
 def request_limits(config: DictConfig) -> dict[str, Any]:
-    """Flags of an environment's server, where atroposlib's own are too low; else the environment's own stay.
+    """Return flags for an environment's server where atroposlib's defaults are too low; the rest stay as they are.
 
-    Requests at once: one for each sequence, of which atroposlib gives an environment its part by weight. Seconds for
-    one: the longest answer's.
+    ``num_max_requests_at_once``: one per sequence in flight; atroposlib gives each environment its share by weight.
+    ``timeout``: the seconds that the longest answer may take.
     """
     needed = {
         "num_max_requests_at_once": (_sequences_in_flight(config), _REQUESTS),

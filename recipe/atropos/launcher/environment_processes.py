@@ -1,13 +1,13 @@
-"""The run's environments as processes: how each is started, what becomes of one that ends, and what it reports.
+"""The run's environments as processes: how each is started, what happens when it ends, and what it reports.
 
-Promises:
+Guarantees:
 
-- each runs through the adapter in a process of its own, under its own name, and reports to ``environments/NAME.jsonl``;
-- one that ends before it has registered for the first time ends the run, with its last lines: its start was wrong;
-- one that ends later is started again, ``max_restarts`` times; then it is given up, and the end of the last one ends
-  the run;
-- of a process that is gone nothing is waited for: its registration is taken off the Trajectory API, so that its part of
-  the batches is the others'. Else an allocation of a dead environment would hold up every batch for ever.
+- each runs through the adapter in a separate process, under its own name, and reports to ``environments/NAME.jsonl``;
+- an environment that ends before its first registration has failed to start: it ends the run, with its last log lines;
+- an environment that ends later is restarted up to ``max_restarts`` times and then abandoned; when no other is left,
+  the run ends;
+- the registration of a process that has ended is removed from the Trajectory API, so that the other environments fill
+  its share of each batch. Otherwise the allocation of a dead environment would block every batch forever.
 """
 
 import contextlib
@@ -37,15 +37,15 @@ from recipe.atropos.utils.process import Service, ServiceFailed, run_command, un
 from recipe.atropos.utils.secret import secret_variables, split_secret_flags
 
 _ADAPTER = "recipe.atropos.utils.env_adapter"
-_CHECK = "check-"  # begins the names of the processes that check flags
+_CHECK = "check-"  # name prefix of the processes that check flags
 
 
 def check_target(spec: EnvironmentSpec) -> None:
-    """Raises ConfigurationError where ``target`` names neither a file nor a module that can be found."""
+    """Raise ConfigurationError if ``target`` names neither a file nor a module that can be found."""
     is_file = spec.place.endswith(".py")
     try:
         found = Path(spec.place).is_file() if is_file else importlib.util.find_spec(spec.place) is not None
-    except ModuleNotFoundError:  # of a parent package
+    except ModuleNotFoundError:  # a parent package is missing
         found = False
     if not found:
         raise ConfigurationError(
@@ -55,7 +55,7 @@ def check_target(spec: EnvironmentSpec) -> None:
 
 
 def check_environments(run: Run, specs: Mapping[str, EnvironmentSpec]) -> None:
-    """Whether each target can be imported and takes its flags: in a process of its own, which imports it.
+    """Check, in a separate process per environment, that its target can be imported and accepts its flags.
 
     Raises:
         ConfigurationError: naming the target or the flag as a key of the configuration.
@@ -72,7 +72,7 @@ def check_environments(run: Run, specs: Mapping[str, EnvironmentSpec]) -> None:
 
 
 def _end_checks(checks: list[Future[str | None]]) -> None:
-    """Else the pool waits for threads that wait for their processes, which a terminal's Ctrl-C does not reach."""
+    """End the checks: a terminal's Ctrl-C does not reach their processes, for which the pool's threads would wait."""
     for check in checks:
         check.cancel()
     while not all(check.done() for check in checks):
@@ -99,7 +99,7 @@ def _flag_problem(run: Run, spec: EnvironmentSpec) -> str | None:
 
 
 def _as_key(line: str, key: str) -> str:
-    """``--env.size`` as ``environment.args.size``, ``--env TARGET`` as ``environment.target=TARGET``."""
+    """Rewrite ``--env.size`` as ``environment.args.size``, ``--env TARGET`` as ``environment.target=TARGET``."""
     line = re.sub(r"^Cli\w+: (?=--)", "", line).replace("--env ", f"{key}.target=")
     return re.sub(r"--(?:env\.|(?=openai\.))(?=\w)", f"{key}.args.", line)
 
@@ -107,10 +107,10 @@ def _as_key(line: str, key: str) -> str:
 def environment_command(
     run: Run, spec: EnvironmentSpec, subcommand: str, api_url: str, server_url: str, **flags: Any
 ) -> list[str]:
-    """The environment's command line through the adapter. ``spec.args`` come last and win, but over ``flags``.
+    """Return the environment's command line through the adapter. ``spec.args`` override everything except ``flags``.
 
-    ``args.KEY`` is the environment's ``--env.KEY``, ``args.openai.KEY`` is ``--openai.KEY``; null leaves a flag out.
-    Flags that hold secrets are not in it: see ``environment_secrets``.
+    ``args.KEY`` becomes ``--env.KEY``, and ``args.openai.KEY`` becomes ``--openai.KEY``; null omits a flag.
+    Flags that hold secrets are left out: see ``environment_secrets``.
     """
     config, model = run.config, run.config.actor_rollout_ref.model.path
     known = {
@@ -121,7 +121,7 @@ def environment_command(
         "env.inference_weight": spec.weight,
         "env.min_batch_allocation": spec.min_batch_allocation,
         "env.max_token_length": config.data.max_prompt_length + config.data.max_response_length,
-        "env.total_steps": 10**9,  # the launcher ends it
+        "env.total_steps": 10**9,  # the launcher stops it
         "env.use_wandb": False,
         "openai.base_url": f"{server_url}/v1",
         "openai.model_name": model,
@@ -130,7 +130,7 @@ def environment_command(
     }
     known |= {f"openai.{name}": value for name, value in request_limits(config).items()}
     if spec.several and spec.min_batch_allocation is None:
-        known["env.min_batch_allocation"] = 0.0  # else an allocation of its own counts at the API, unknown to anyone
+        known["env.min_batch_allocation"] = 0.0  # else the API would apply the environment's own default
     if subcommand == "serve":
         known["slurm"] = False
     given = split_secret_flags({**known, **_own_flags(spec), **flags})[0]
@@ -138,7 +138,7 @@ def environment_command(
     if spec.place.endswith(".py"):
         target = str(Path(spec.place).resolve()) + spec.target[len(spec.place) :]
     bridge = []
-    if spec.reward_bridge is not None and subcommand == "serve":  # an evaluation never sees shaping
+    if spec.reward_bridge is not None and subcommand == "serve":  # evaluation scores are never shaped
         path = run.files.reward_bridge(spec.name)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, OmegaConf.to_yaml(OmegaConf.create(dict(spec.reward_bridge))).encode())
@@ -147,7 +147,7 @@ def environment_command(
 
 
 def environment_secrets(run: Run, spec: EnvironmentSpec) -> dict[str, str]:
-    """Environment variables by which the adapter gets the flags that hold secrets, the run's key among them."""
+    """Return environment variables that pass secret flags to the adapter, among them the run's API key."""
     return secret_variables(options(split_secret_flags({"openai.api_key": run.api_key, **_own_flags(spec)})[1]))
 
 
@@ -168,7 +168,7 @@ def _text(value: Any) -> str:
 
 
 def why_nothing_is_sent(counts: Mapping[str, int]) -> str:
-    """Of an environment's report: what its items raised, and why their groups were not sent."""
+    """Describe, from an environment's counts, what its items raised and why groups were not sent."""
     failed = {k.removeprefix("failed/"): n for k, n in counts.items() if k.startswith("failed/")}
     not_sent = {k.removeprefix("not_sent/"): n for k, n in counts.items() if k.startswith("not_sent/")}
     told = [f"{n} items raised {name}" for name, n in failed.items()]
@@ -178,27 +178,27 @@ def why_nothing_is_sent(counts: Mapping[str, int]) -> str:
 
 @dataclass
 class _State:
-    """What is known of one environment: of its process, and of all its processes together."""
+    """State of one environment: its current process, and the counts of all its processes."""
 
     spec: EnvironmentSpec
     reader: LineReader
     service: Service | None = None
     started: float = 0.0
-    registered: bool = False  # its present process
-    registrations: list[tuple[int, int]] = field(default_factory=list)  # (pid, number at the API), not taken back
-    counts: Counter[str] = field(default_factory=Counter)  # of the processes before
+    registered: bool = False  # the current process
+    registrations: list[tuple[int, int]] = field(default_factory=list)  # (pid, number at the API), not yet removed
+    counts: Counter[str] = field(default_factory=Counter)  # of earlier processes
     present: Counter[str] = field(default_factory=Counter)
-    in_flight: int = 0  # what the processes before left undone
+    in_flight: int = 0  # items that earlier processes left unfinished
     present_in_flight: int = 0
 
     @property
     def totals(self) -> Counter[str]:
-        """``items`` are all that have begun: sent, not sent, failed and ``in_flight``, which ended with a process."""
+        """Counts of all processes. ``items``: all begun; ``in_flight``: those unfinished, or lost with a process."""
         in_flight = self.in_flight + self.present_in_flight
         return self.counts + self.present + Counter({"items": in_flight, "in_flight": in_flight})
 
     def read(self) -> list[dict[str, Any]]:
-        """Take in what is new in the report; returns these lines."""
+        """Process the report's new lines, and return them."""
         lines = self.reader.new_lines()
         for line in lines:
             if "started" in line:  # a new process counts from 0
@@ -210,13 +210,13 @@ class _State:
 
 
 class Environments:
-    """See the module. Call ``look_after`` before every ``Run.check``."""
+    """Starts and monitors the environments; see the module. Call ``look_after`` before every ``Run.check``."""
 
     def __init__(self, run: Run, specs: Mapping[str, EnvironmentSpec], api_url: str, server_url: str):
         self._run, self._api_url, self._server_url = run, api_url, server_url
         self._states = [_State(spec, LineReader(self._report(spec))) for spec in specs.values()]
         for state in self._states:
-            state.read()  # an interrupted run's; what it registered was another API's
+            state.read()  # of an interrupted run; its registrations were at another API
 
     def _report(self, spec: EnvironmentSpec) -> Path:
         return self._run.files.environment_report(spec.name)
@@ -246,10 +246,10 @@ class Environments:
         return state.service
 
     async def look_after(self) -> None:
-        """Read the reports, and take the registrations of dead processes off the API.
+        """Read the reports, and remove the registrations of dead processes from the API.
 
         Raises:
-            ServiceFailed: one has not registered within its ``start_timeout``, at its first start.
+            ServiceFailed: an environment has not registered within ``start_timeout`` at its first start.
         """
         for state in self._states:
             silent = state.totals["nothing_sent"]
@@ -289,7 +289,7 @@ class Environments:
                     await api.post("/disconnect-env", {"env_id": number})
             except DataSourceError as error:
                 console.print(f"[bold]{state.spec.service}[/] not taken off the Trajectory API yet: {error}")
-                return  # the next look tries again
+                return  # the next call tries again
             state.registrations.remove((pid, number))
 
     def _check_start(self, state: _State) -> None:
@@ -300,13 +300,13 @@ class Environments:
             raise service.failure(
                 f"has not registered with the Trajectory API within {state.spec.key}.start_timeout={limit:g} s"
             )
-        service.stop()  # and is started again, or given up
+        service.stop()  # Run.check restarts or abandons it
 
     def stop(self) -> None:
-        """End all that run; they count their last groups.
+        """Stop all running environments, and read their final counts.
 
         Raises:
-            ServiceFailed, DiskFull: the first failure, once the others are ended too.
+            ServiceFailed, DiskFull: the first failure, once the others are stopped too.
         """
         failures: list[Exception] = []
         for state in self._states:
@@ -321,7 +321,7 @@ class Environments:
             raise failures[0]
 
     def summary(self) -> dict[str, dict[str, Any]]:
-        """By name: what was counted over all its processes, ``restarts``, and whether it was ``abandoned``."""
+        """Return, by name, the counts of all processes, ``restarts``, and whether the environment was ``abandoned``."""
         found = {}
         for state in self._states:
             state.read()

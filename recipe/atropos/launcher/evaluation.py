@@ -1,16 +1,16 @@
-"""Evaluation by the environments themselves, on their own held-out items: when, of which weights, and what came of it.
+"""Evaluations that the environments run on their own held-out items: schedule, weight version, and results.
 
-Promises:
+Guarantees:
 
-- before the first update, after every ``evaluation.every`` updates and after the last one, every environment whose
-  ``evaluate`` is on evaluates, each in a process of its own that posts nothing and counts for no pacing;
-- all of an evaluation is of one version of the weights: the trainer replaces weights that are due only once this
-  module says that they are evaluated (``evaluated``), and the version is asked for before and after;
-- each leaves ``evaluation/VERSION/NAME/`` and one line in ``evaluations.jsonl``: ``{"step", "version", "env",
-  "metrics", "main", "seconds", "time"}``, or one with ``error``. A resumed run repeats none, but those that were not
-  finished, and those of updates that are trained again;
-- before the first update and after the last one a failure is an error; between, it is said and recorded, and the
-  training goes on.
+- before the first update, after every ``evaluation.every`` updates and after the last update, every environment with
+  ``evaluate`` enabled evaluates, each in a separate process that posts nothing and does not affect pacing;
+- each evaluation uses a single weight version: the trainer replaces weights that are due for evaluation only once this
+  module reports them as evaluated (``evaluated``), and the served version is checked before and after;
+- each evaluation writes ``evaluation/VERSION/NAME/`` and one line of ``evaluations.jsonl``: ``{"step", "version",
+  "env", "metrics", "main", "seconds", "time"}``, or one with ``error``. A resumed run repeats only evaluations that
+  did not finish and those of updates that it trains again;
+- a failure before the first update or after the last one is an error, except for an abandoned environment; in between,
+  it is printed and recorded, and training continues.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ _NO_API = "http://127.0.0.1:1"
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What one environment found of one version; no metrics: its ``evaluate`` reports none."""
+    """Result of one environment's evaluation of one version; ``metrics`` is empty if its ``evaluate`` reports none."""
 
     version: int
     env: str
@@ -50,7 +50,7 @@ class Evaluation:
 
     @property
     def main(self) -> str | None:
-        """The metric to show: one like an accuracy, else the first."""
+        """Name of the metric to display: an accuracy if there is one, else the first."""
         accuracies = [name for name in self.metrics if name.endswith(("percent_correct", "accuracy"))]
         return next(iter([*accuracies, *self.metrics]), None)
 
@@ -77,7 +77,7 @@ class Evaluation:
 
 
 class Evaluations:
-    """See the module. ``specs`` are the run's environments; ``version`` numbers are the trainer's steps."""
+    """Runs the evaluations that are due. ``specs`` are the run's environments; a version is the trainer's step."""
 
     def __init__(self, run: Run, specs: Mapping[str, EnvironmentSpec], inference: Inference):
         self._run, self._inference = run, inference
@@ -91,7 +91,7 @@ class Evaluations:
 
     @property
     def word(self) -> Path:
-        """The file by which the trainer learns what is evaluated."""
+        """File from which the trainer reads the latest evaluated version."""
         return self._run.files.evaluated
 
     def _say(self, version: int) -> None:
@@ -101,10 +101,10 @@ class Evaluations:
     # ---------------------------------------------------------------- when
 
     async def begin(self, version: int) -> None:
-        """The servers hold the trainer's first version of this start, and no environment runs yet.
+        """Evaluate ``version``, this start's first push, if it is due. Call it before any environment starts.
 
         Raises:
-            ServiceFailed: an evaluation that is due now failed, or another service ended.
+            ServiceFailed: an evaluation failed, or another service ended.
         """
         lines = read_evaluations(self._run.directory)
         kept = [line for line in lines if line["step"] <= version and "error" not in line]
@@ -120,7 +120,7 @@ class Evaluations:
         return bool(self._settings.every) and version % self._settings.every == 0 and version < self._last
 
     async def look_after(self) -> None:
-        """Begin what is due now, beside the training, and end what is done."""
+        """Start an evaluation that is due, concurrently with training, and collect one that is done."""
         if self._task is not None and self._task.done():
             self._task.result()
             self._task = None
@@ -137,7 +137,7 @@ class Evaluations:
         self._say(version)
 
     async def end(self) -> None:
-        """The trainer is done, and no environment runs any more.
+        """Evaluate the last version. Call it when the trainer is done and no environment runs.
 
         Raises:
             ServiceFailed: an evaluation of the last version failed, or no server is left.
@@ -145,7 +145,7 @@ class Evaluations:
         await self._alone(self._last)
 
     async def _alone(self, version: int) -> None:
-        """Nobody else looks after the services meanwhile."""
+        """Evaluate ``version`` and check the services meanwhile, because ``watch`` is not running."""
         self._task = asyncio.create_task(self._all(version))
         while not self._task.done():
             self._run.check()
@@ -154,7 +154,7 @@ class Evaluations:
         task.result()
 
     async def stop(self) -> None:
-        """However the run ends: no evaluation goes on."""
+        """Cancel the evaluation in progress, if any; call it however the run ends."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -162,16 +162,16 @@ class Evaluations:
     # ---------------------------------------------------------------- how
 
     def due(self, version: int) -> list[EnvironmentSpec]:
-        """Those that have not evaluated ``version``, or failed at it."""
+        """Return the environments that have not evaluated ``version`` successfully."""
         lines = read_evaluations(self._run.directory)
         done = {line["env"] for line in lines if line["step"] == version and "error" not in line}
         return [spec for name, spec in self._specs.items() if name not in done]
 
     async def _all(self, version: int) -> None:
-        """All environments that have not yet evaluated ``version``, side by side.
+        """Evaluate ``version`` concurrently on all environments that have not done so.
 
         Raises:
-            ServiceFailed: one failed that still trains; every other one is done, and recorded.
+            ServiceFailed: an environment that is not abandoned failed; all others are done and recorded.
         """
         specs = self.due(version)
         results = await asyncio.gather(*(self._one(spec, version) for spec in specs), return_exceptions=True)
@@ -190,7 +190,7 @@ class Evaluations:
 
     async def _one(self, spec: EnvironmentSpec, version: int) -> None:
         folder = self._run.files.evaluation_of(version, spec.name)
-        shutil.rmtree(folder, ignore_errors=True)  # of an evaluation that was interrupted
+        shutil.rmtree(folder, ignore_errors=True)  # left by an interrupted evaluation
         folder.mkdir(parents=True)
         found = await self._evaluate(spec, version, folder)
         append_line(self._path, found.line())
@@ -201,16 +201,16 @@ class Evaluations:
         update_summary(self._run.directory, heldout_summary(self._run.directory, self._several))
 
     async def _evaluate(self, spec: EnvironmentSpec, version: int, folder: Path) -> Evaluation:
-        """By the environment's own ``evaluate`` in a process of its own.
+        """Run the environment's own ``evaluate`` in a separate process.
 
         Raises:
-            ServiceFailed: it failed, took longer than ``evaluation.timeout``, or met other weights than ``version``.
+            ServiceFailed: it failed, exceeded ``evaluation.timeout``, or the served weights were not ``version``.
         """
         started = time.monotonic()
         flags = {"env.data_dir_to_save_evals": str(folder)}
         command = environment_command(self._run, spec, "evaluate", _NO_API, self._inference.gateway, **flags)
         service = self._run.start(f"evaluate-{spec.name}", command, **environment_secrets(self._run, spec))
-        self._run.remove(service)  # it may end
+        self._run.remove(service)  # its exit must not end the run
         before = after = None
         try:
             async with asyncio.timeout(self._settings.timeout):
@@ -231,26 +231,26 @@ class Evaluations:
         return Evaluation(version, spec.name, metrics, time.monotonic() - started, greedy)
 
     async def _served_version(self) -> int:
-        """The version that every request meets now."""
+        """Wait until a version is served, and return it."""
         while (version := await self._inference.version()) is None:
             await asyncio.sleep(_LOOK_SECONDS)
         return version
 
 
 def _read(path: Path) -> tuple[dict[str, float], bool]:
-    """The finite numbers of a ``metrics.json``, and whether it was sampled greedily; nothing where there is none."""
+    """Return the finite numbers of ``metrics.json`` and whether sampling was greedy; ({}, False) if it is missing."""
     if not path.exists():
         return {}, False
-    written = json.loads(path.read_text())  # which may hold NaN
+    written = json.loads(path.read_text())  # may contain NaN
     numbers = {name: value for name, value in written["results"]["all"].items() if isinstance(value, int | float)}
     sampling = written.get("config_general", {}).get("generation_parameters") or {}
     return {name: value for name, value in numbers.items() if math.isfinite(value)}, sampling.get("temperature") == 0
 
 
 def heldout_summary(directory: str | Path, several: bool) -> dict[str, Any]:
-    """``heldout``: by environment the metric that is shown, its first and its newest value, and the number of items.
+    """Return ``heldout``: per environment, the displayed metric, its first and latest value, and the number of items.
 
-    Of a single environment with an accuracy also as ``heldout_accuracy_before`` and ``_after``, ``heldout_problems``.
+    A single environment with an accuracy adds ``heldout_accuracy_before``, ``_after`` and ``heldout_problems``.
     """
     found: dict[str, Any] = {"heldout": {}}
     for line in read_evaluations(directory):

@@ -1,8 +1,8 @@
-"""Whether the two environments can work on this machine's GPUs, known before anything is started.
+"""Check, before anything is started, that the trainer's and SGLang's Python environments work on this machine's GPUs.
 
-What is compared: the NVIDIA driver with the CUDA that each environment's torch is for; NCCL's version on both sides,
-where weights go over it. What is looked for: SGLang's kernels, and what they and Triton's are compiled with at run
-time: nvcc, a C++ and a C compiler, ninja, and Python's header.
+Compared: the NVIDIA driver with the CUDA version of each environment's torch, and the NCCL versions of both sides if
+weights go over NCCL. Required: SGLang's kernels, and what SGLang and Triton compile kernels with at run time: nvcc, a
+C++ and a C compiler, ninja, and Python.h.
 """
 
 import os
@@ -18,22 +18,22 @@ from recipe.atropos.launcher.placement import goes_over_nccl
 from recipe.atropos.utils.gpus import device_of
 from recipe.atropos.utils.machine import nvidia_smi, versions_in
 
-_KERNELS = "sglang-kernel"  # SGLang's CPU environment has none
-# The oldest Linux driver of each CUDA major, by NVIDIA's "CUDA Toolkit Release Notes", minor version compatibility.
+_KERNELS = "sglang-kernel"  # SGLang's CPU environment does not have it
+# Oldest Linux driver for each CUDA major version (NVIDIA's "CUDA Toolkit Release Notes", minor version compatibility).
 _OLDEST_DRIVER = {"11": 450, "12": 525, "13": 580}
 
 
 def check_gpu_environment(config: DictConfig) -> list[str]:
-    """Returns what the user should know; nothing is asked where the run computes on a CPU.
+    """Return warnings for the user; check nothing if the trainer or the servers run on a CPU.
 
     Raises:
-        ConfigurationError: naming what cannot work, and the fix, of all that cannot.
+        ConfigurationError: names everything that cannot work, each with its fix.
     """
     if device_of(config) == "cpu" or config.inference.device == "cpu":
         return []
     try:
         found = list(_misfits(config))
-    except LaunchError as error:  # an interpreter that does not run
+    except LaunchError as error:  # the interpreter does not run
         raise ConfigurationError(f"inference.python={error}: name another interpreter") from error
     if wrong := [told for told, fatal in found if fatal]:
         raise ConfigurationError("; ".join(wrong))
@@ -41,7 +41,7 @@ def check_gpu_environment(config: DictConfig) -> list[str]:
 
 
 def _misfits(config: DictConfig) -> Iterator[tuple[str, bool]]:
-    """What does not fit, and whether it can never work: a driver may have NVIDIA's package for newer CUDA versions."""
+    """Yield each mismatch and whether it is fatal: an old driver may have NVIDIA's CUDA compatibility package."""
     python = sglang_python(config.inference.python)
     drivers = nvidia_smi("gpu", "driver_version")
     driver = drivers[0][0] if drivers else None
@@ -74,7 +74,7 @@ def _misfits(config: DictConfig) -> Iterator[tuple[str, bool]]:
             )
         package = f"nvidia-nccl-cu{major}"
         nccl[side] = package, versions_in(interpreter, (package,))[package]
-    known = {version for _, version in nccl.values() if version is not None}  # of a system's own NCCL nothing is known
+    known = {version for _, version in nccl.values() if version is not None}  # None for a system-wide NCCL
     if goes_over_nccl(config) and len(known) > 1:
         (package, trainers), (_, servers) = nccl["the trainer"], nccl["SGLang"]
         yield (
@@ -93,7 +93,7 @@ def _misfits(config: DictConfig) -> Iterator[tuple[str, bool]]:
 
 
 def _missing_tools(python: str) -> Iterator[tuple[str, bool]]:
-    """What SGLang and Triton compile with in a server of that interpreter, and would not find."""
+    """Yield the compilation tools that SGLang and Triton would not find in a server run by ``python``."""
     path = server_path(python)
 
     def found(*names: str) -> bool:

@@ -1,14 +1,14 @@
-"""Environments that the launcher does not start: how one joins a run, how many have, and what is waited for.
+"""Environments that the launcher does not start: how they join a run, how many have joined, and what the run waits for.
 
 Guarantees:
 
-- the run's key is printed on a terminal only: neither where the output is a file or a pipe, nor into any log;
-- each environment that registers is announced, whenever it comes;
-- while no batch comes, a line says why, after a minute and then at most every ten; the trainer waits
-  ``trainer.atropos.join_timeout`` seconds in all.
+- the run's API key is printed only to a terminal, never to a file, a pipe or a log;
+- each environment that registers is announced, at any time;
+- while no batch arrives, a line says why, after one minute and then at intervals of up to ten minutes; the trainer
+  waits ``trainer.atropos.join_timeout`` seconds in total.
 
-atroposlib's Trajectory API keeps the registration of an environment that has left, and gives one that returns another
-number. A batch is filled by whoever posts, unless the one that left had a ``min_batch_allocation``.
+atroposlib's Trajectory API keeps the registration of an environment that has left, and gives a new number to one that
+returns. The remaining environments fill each batch, unless the one that left had a ``min_batch_allocation``.
 """
 
 import json
@@ -31,14 +31,14 @@ from recipe.atropos.utils.files import read_json
 from recipe.atropos.utils.hosts import reachable, reachable_from_others
 from recipe.atropos.utils.secret import API_KEY_VARIABLE
 
-_EXAMPLE = "environments/gsm8k_server.py"  # of a checkout of Atropos
-_FIRST_LOOK, _LONGEST_LOOK = 2.0, 30.0  # s between two; each one too many is a traceback in the API's log
-_FIRST_WORD, _LONGEST_SILENCE = 60.0, 600.0  # s without a batch, until it is said why
-_FOREVER = 10**9  # steps: the launcher ends what it waits for
+_EXAMPLE = "environments/gsm8k_server.py"  # in a checkout of Atropos
+_FIRST_LOOK, _LONGEST_LOOK = 2.0, 30.0  # s between polls; one that finds nobody new logs a traceback in the API
+_FIRST_WORD, _LONGEST_SILENCE = 60.0, 600.0  # s without a batch before the reason is printed
+_FOREVER = 10**9  # steps; in effect, no limit
 
 
 def check_key(config: DictConfig) -> None:
-    """Raises ConfigurationError where nobody could learn the key that the run would make for itself."""
+    """Raise ConfigurationError if the run would generate its own key and has no terminal on which to show it."""
     if not config.inference.api_key and not console.file.isatty():
         raise ConfigurationError(
             "inference.api_key is not set and this output is no terminal, where alone the run's own key is shown: no "
@@ -47,7 +47,7 @@ def check_key(config: DictConfig) -> None:
 
 
 def join_settings(config: DictConfig, api_url: str, gateway: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What an environment that joins must be given, ``env`` and ``openai``, all but the key."""
+    """Return the ``env`` and ``openai`` settings that an environment needs to join, except for the key."""
     model = config.actor_rollout_ref.model.path
     env = {
         "rollout_server_url": api_url,
@@ -63,7 +63,7 @@ def join_settings(config: DictConfig, api_url: str, gateway: str) -> tuple[dict[
 
 
 def stock_command(env: dict[str, Any], openai: dict[str, Any], key: str) -> str:
-    """For bash: an environment by itself. It takes a server from a file alone, and only where that lists several."""
+    """Return a bash command for an environment without the adapter, which needs a file that lists several servers."""
     server = {**openai, "api_key": key}
     settings = f"{{env: {_yaml(env)}, openai: [&policy {_yaml(server)}, *policy]}}"
     return f"python {_EXAMPLE} serve --config /dev/stdin <<< {shlex.quote(settings)}"
@@ -74,7 +74,7 @@ def _yaml(values: dict[str, Any]) -> str:
 
 
 def adapted_command(config: DictConfig, env: dict[str, Any], openai: dict[str, Any], key: str) -> str:
-    """For a shell: an environment through this recipe's adapter. ``key``: as the shell is to read it."""
+    """Return a shell command for an environment through this recipe's adapter; ``key`` is quoted for the shell."""
     temperature = config.actor_rollout_ref.rollout.temperature
     settings = AdapterSettings(max_staleness=config.trainer.atropos.max_staleness)
     variables = [f"{API_KEY_VARIABLE}={key}"]
@@ -95,9 +95,9 @@ def adapted_command(config: DictConfig, env: dict[str, Any], openai: dict[str, A
 
 
 def how_to_join(config: DictConfig, api_url: str, gateway: str, key: str | None) -> str:
-    """The commands, for another terminal of this machine or, where hosts are open, of another one.
+    """Return the commands for another terminal, also on another machine if the services listen on all interfaces.
 
-    ``key``: None where it must not be shown; then the commands take it from the shell's environment.
+    ``key``: None if it must not be shown; the commands then read it from the shell's environment.
     """
     env, openai = join_settings(config, api_url, gateway)
     shell_key = f'"${API_KEY_VARIABLE}"' if key is None else shlex.quote(key)
@@ -110,21 +110,21 @@ def how_to_join(config: DictConfig, api_url: str, gateway: str, key: str | None)
             [*told, f"(max_staleness={config.trainer.atropos.max_staleness} refuses what comes without the adapter)"]
         )
     stock = stock_command(env, openai, "KEY" if key is None else key)
-    if key is None:  # single quotes keep the shell from reading a variable
+    if key is None:  # the shell expands no variable inside single quotes
         stock = stock.replace('"KEY"', f"\"'{shell_key}'\"")
     return "\n".join([*told, "or by itself, from a checkout of Atropos:", stock])
 
 
 class Joining:
-    """See the module; in the place of ``Environments``. Call ``look_after`` every now and then."""
+    """Counterpart of ``Environments`` for environments that join; see the module. Call ``look_after`` periodically."""
 
     def __init__(self, run: Run, api_url: str, gateway: str):
         self._run, self._api_url, self._gateway = run, api_url, gateway
         self._waiting = WaitingMark(run.files)
-        self.number = 0  # that have registered
+        self.number = 0  # of environments that have registered
         self._before: int = read_json(run.files.summary, {}).get("environments_joined", 0)  # in earlier starts
         self._look, self._next_look = _FIRST_LOOK, 0.0
-        self._step: int | None = None  # of the API: batches that it cut
+        self._step: int | None = None  # the API's: the number of batches it has formed
         self._since = self._said = time.monotonic()
         self._silence = _FIRST_WORD
 
@@ -143,7 +143,7 @@ class Joining:
             console.print("[bold]join[/]    the key is this start's alone; set ATROPOS_API_KEY to keep one")
 
     async def look_after(self) -> None:
-        """Announce who has joined; say why no batch comes."""
+        """Announce environments that have joined, and print why no batch arrives."""
         now = time.monotonic()
         if now < self._next_look:
             return
@@ -154,7 +154,7 @@ class Joining:
                     self.number, self._look = self.number + 1, _FIRST_LOOK
                 status = await api.get("/status")
         except DataSourceError:
-            return  # an API that has ended is the launcher's to find
+            return  # the launcher detects an API that has ended
         self._next_look, self._look = now + self._look, min(1.5 * self._look, _LONGEST_LOOK)
         if status["current_step"] != self._step or not self._waiting.is_fresh():
             self._step, self._since, self._said, self._silence = status["current_step"], now, now, _FIRST_WORD
@@ -175,14 +175,14 @@ class Joining:
         )
 
     def stop(self) -> None:
-        """They are not the launcher's to end: without the Trajectory API they end, or wait for another run."""
+        """Record how many joined. None is stopped: without the Trajectory API, they end or wait for another run."""
         update_summary(self._run.directory, {"environments_joined": self._before + self.number})
 
     def summary(self) -> dict[str, dict[str, Any]]:
-        """Nothing is known of what they counted."""
+        """Return an empty summary: their counts are unknown."""
         return {}
 
 
 def for_others(url: str, host: str) -> str:
-    """``url`` with the address that another machine would use, where the service listens on every one."""
+    """Return ``url`` with the address for other machines if the service listens on all interfaces."""
     return url.replace(f"//{reachable(host)}:", f"//{reachable_from_others(host)}:")

@@ -1,4 +1,4 @@
-"""A whole run: what is started, in which order, and how all of it ends."""
+"""The lifecycle of a run: what is started, in which order, and how everything is stopped."""
 
 import asyncio
 import contextlib
@@ -38,14 +38,14 @@ async def launch(
     specs: dict[str, EnvironmentSpec],
     lock: int | None = None,
 ) -> None:
-    """Run everything to the last step. What is started holds the run folder too, by the descriptor ``lock``.
+    """Run all services until the last step. They inherit ``lock``, the descriptor that locks the run folder.
 
     Raises:
-        ConfigurationError, ServiceFailed, DiskFull: with nothing left running; what went wrong first, and as its notes
-            what went wrong in the end.
+        ConfigurationError, ServiceFailed, DiskFull: the first failure, raised once nothing is left running; failures
+            during shutdown are added as notes.
     """
-    # Terminated, it ends its services as when it is interrupted; also where a shell started it with SIGINT ignored.
-    # So too when its terminal is closed, unless it was told to outlive that (nohup).
+    # SIGTERM stops the services as Ctrl-C does, even if a shell started the launcher with SIGINT ignored.
+    # So does SIGHUP, when the terminal closes, unless it is ignored (nohup).
     for number in _ending_signals():
         asyncio.get_running_loop().add_signal_handler(number, asyncio.current_task().cancel)
     run = Run(config, composed, directory, lock=lock)
@@ -61,7 +61,7 @@ async def launch(
             f"behind {inference.gateway}",
             soft_wrap=True,
         )
-        # It waits for the servers as it starts. Colocated ones measure first what is free of their GPU.
+        # The trainer waits for the servers as it starts. Colocated servers must measure the free GPU memory first.
         beside = not any(launch.releases_memory for launch in inference.servers.values())
         trainer = start_trainer(run, api, inference, evaluations.word) if beside else None
         what = "the SGLang servers start" + (", and beside them the trainer" if beside else "")
@@ -86,7 +86,7 @@ async def launch(
         tell_model(run)
     except BaseException as error:
         failure = error
-        # A service's log, on the same disk, may not say so.
+        # A service's log is on the same disk and may lack the error.
         if disk_is_full(directory) and not isinstance(error, DiskFull):
             error.add_note(f"no space left on device: {directory}")
     later = await _end(run, api_url, environments, evaluations)
@@ -97,13 +97,13 @@ async def launch(
         raise failure
     total = config.trainer.total_training_steps
     update_summary(directory, {"seconds_in_all": time.monotonic() - started, "finished_steps": total})
-    from recipe.atropos.launcher.plots import plot_reward  # here: matplotlib takes a second
+    from recipe.atropos.launcher.plots import plot_reward  # imported here: matplotlib takes a second
 
     plot_reward(directory)
 
 
 def tell_model(run: Run) -> None:
-    """Name what the trainer has exported, and complete its card: the last evaluation came after it."""
+    """Print which model was exported, and add the last evaluation, which ran after the export, to its model card."""
     for folder in (run.files.model, run.files.adapter):
         exported = read_json(folder / EXPORTED, {})
         if exported.get("step") == run.config.trainer.total_training_steps:
@@ -118,7 +118,7 @@ def tell_model(run: Run) -> None:
 async def _end(
     run: Run, api_url: str | None, environments: Environments | Joining | None, evaluations: Evaluations | None
 ) -> list[Exception]:
-    """End everything, whatever fails, and account for the groups; returns what failed."""
+    """Stop everything despite failures, account for the groups, and return the failures."""
     failures: list[Exception] = []
 
     async def attempt(step: Callable[[], Any]) -> None:
@@ -129,7 +129,7 @@ async def _end(
             failures.append(error)
 
     async def account() -> None:
-        # Nothing is sent or fetched any more, and the trainer has told what it had not trained on.
+        # No group is sent or fetched any more, and the trainer has recorded those that it did not train on.
         queued = await groups_in_queue(api_url) if api_url else 0
         summary = read_json(run.files.summary, {})
         told = {"environments": environments.summary(), QUEUED: queued + summary.get(QUEUED, 0)}
@@ -148,7 +148,7 @@ async def _end(
 
 
 async def groups_in_queue(api_url: str) -> int:
-    """Groups that the Trajectory API has in no batch yet; 0 where it is gone, with what it had."""
+    """Return the number of groups that the Trajectory API has in no batch yet; 0 if it is gone with its queue."""
     try:
         async with TrajectoryApi.once(api_url, _QUEUE_SECONDS) as api:
             return (await api.get("/status"))["queue_size"]
@@ -158,7 +158,7 @@ async def groups_in_queue(api_url: str) -> int:
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Another interrupt would leave processes behind."""
+    """Ignore interrupts while the block runs: another one would leave processes behind."""
     ending = _ending_signals()
     for number in ending:
         asyncio.get_running_loop().remove_signal_handler(number)

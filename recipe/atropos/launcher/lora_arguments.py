@@ -1,4 +1,4 @@
-"""What an SGLang server must be started with to take the trainer's LoRA adapter by itself."""
+"""Flags that an SGLang server needs for adapter-only LoRA sync."""
 
 from typing import Any
 
@@ -8,13 +8,13 @@ from recipe.atropos.inference.lora_routing import ADAPTERS_KEPT
 
 
 def lora_arguments(model: DictConfig) -> dict[str, Any]:
-    """Flags of ``sglang.launch_server`` for ``actor_rollout_ref.model``; none where no adapter is pushed by itself.
+    """Return flags of ``sglang.launch_server`` for ``actor_rollout_ref.model``; empty without adapter-only LoRA sync.
 
-    PEFT itself says which layers ``target_modules`` means, on a model without weights.
+    PEFT itself resolves which layers ``target_modules`` selects, on a model without weights.
     """
     if not model.lora_rank or model.lora.merge:
         return {}
-    # Here: they take seconds, which no launcher without an adapter needs.
+    # Imported here: they take seconds, which a launcher without an adapter does not need.
     import torch
     from peft import LoraConfig, PeftConfig, get_peft_model
     from peft.tuners.lora import LoraLayer

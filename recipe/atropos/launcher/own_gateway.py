@@ -1,4 +1,4 @@
-"""The gateway of a trainer that is started by itself, before servers that somebody else started."""
+"""The gateway of a trainer that runs without the launcher, in front of existing SGLang servers."""
 
 import sys
 from collections.abc import Iterator
@@ -18,9 +18,9 @@ from recipe.atropos.utils.secret import API_KEY_VARIABLE
 
 @contextmanager
 def gateway_before(config: DictConfig) -> Iterator[None]:
-    """Where ``inference.gateway`` names none, start one, say how environments use it, and end it with the block.
+    """Start a gateway for the block if ``inference.gateway`` names none, and print how environments use it.
 
-    It ends with this process too, however that ends.
+    The gateway also ends with this process, however that ends.
 
     Raises:
         ConfigurationError: ``inference.gateway_port`` is taken.
@@ -30,7 +30,7 @@ def gateway_before(config: DictConfig) -> Iterator[None]:
         yield
         return
     check_port(inference.gateway_port, inference.host, "inference.gateway_port")
-    taken = [urlsplit(url).port for url in (*inference.urls, atropos.api_url)]  # what is there may still be starting
+    taken = [urlsplit(url).port for url in (*inference.urls, atropos.api_url)]  # nothing may listen there yet
     port = inference.gateway_port or default_port(GATEWAY_PORT, inference.host, taken)
     inference.gateway = f"http://{reachable(inference.host)}:{port}"
     command = gateway_command(inference.gateway, inference.host, inference.urls, atropos.weight_sync.timeout)

@@ -10,15 +10,15 @@ from recipe.atropos.inference.server import SGLangLaunch
 from recipe.atropos.utils.gpus import device_of, visible_gpus
 from recipe.atropos.utils.hosts import is_this_host, joins_cluster
 
-# Of a GPU, for a colocated server's weights and KV cache: SGLang's own choice, nearly all of it, would leave no room
-# for the trainer's weights and moments. docs/gsm8k.md has the source.
+# Share of a GPU for a colocated server's weights and KV cache. SGLang's default, nearly the whole GPU, would leave no
+# room for the trainer's weights and optimizer moments. Source: docs/gsm8k.md.
 COLOCATED_SHARE = 0.4
 
 
 def place_servers(config: DictConfig) -> str | None:
     """Decide ``inference.colocated`` where it is null: servers share the trainer's GPUs if there are too few for both.
 
-    Returns what the user should know, if anything.
+    Returns a message for the user, or None.
 
     Raises:
         ConfigurationError: this machine has too few GPUs either way.
@@ -48,7 +48,7 @@ def place_servers(config: DictConfig) -> str | None:
 
 
 def goes_over_nccl(config: DictConfig) -> bool:
-    """Whether weights reach servers on GPUs by the distributed transport; adapter-only LoRA sync never does."""
+    """Return whether weights go to GPU servers over the distributed transport, which adapter-only sync never uses."""
     model, transport = config.actor_rollout_ref.model, config.trainer.atropos.weight_sync.transport
     if "cpu" in (config.inference.device, device_of(config)) or (model.lora_rank > 0 and not model.lora.merge):
         return False
@@ -56,7 +56,7 @@ def goes_over_nccl(config: DictConfig) -> bool:
 
 
 def _ranks_here(config: DictConfig) -> int:
-    """The trainer's GPUs on this machine; 0 where it has none, or other machines may have them all."""
+    """Return how many GPUs the trainer uses on this machine; 0 if none, or if all may be on other machines."""
     ray_init = config.ray_kwargs.ray_init
     joined = joins_cluster(ray_init)
     elsewhere = config.trainer.nnodes > 1 or (joined and not is_this_host(_cluster(ray_init)))
@@ -64,14 +64,14 @@ def _ranks_here(config: DictConfig) -> int:
 
 
 def _cluster(ray_init: DictConfig) -> str:
-    """A URL of the cluster that is joined; "auto" is one with a node here."""
+    """Return a URL of the Ray cluster to join; "auto" means one with a node on this machine."""
     address = str(ray_init.get("address") or "auto")
     address = os.environ.get("RAY_ADDRESS") or address if address == "auto" else address
     return f"ray://{'127.0.0.1' if address == 'auto' else address.rpartition('://')[2]}"
 
 
 def on_gpus(config: DictConfig, arguments: dict[str, Any], number: int) -> dict[str, Any]:
-    """The flags of server ``number`` on its own GPUs: after the trainer's, or the trainer's where they are shared."""
+    """Return server ``number``'s flags with its GPUs: those after the trainer's or, if colocated, the trainer's."""
     colocated = config.inference.colocated
     first = arguments.get("base_gpu_id", 0 if colocated else _ranks_here(config))
     saver = {"enable_memory_saver": True} if colocated else {}

@@ -1,4 +1,4 @@
-"""Pictures of a run, from its ``metrics.jsonl`` and ``evaluations.jsonl``."""
+"""Plots of a run, from its ``metrics.jsonl`` and ``evaluations.jsonl``."""
 
 import io
 from collections import defaultdict
@@ -14,11 +14,11 @@ from recipe.atropos.run_record import read_evaluations, read_metrics
 from recipe.atropos.utils.files import write_atomic
 
 _COLORS = ("#1f6feb", "#bf8700", "#8250df", "#1a7f37", "#bc4c00", "#57606a")
-_HELDOUT = "#d1242f"  # of a single environment
+_HELDOUT = "#d1242f"  # color for a single environment
 
 
 def plot_reward(directory: str | Path, window: int = 5) -> Path:
-    """Write ``reward.png``, see ``reward_figure``. Raises DiskFull, with an older picture as it was."""
+    """Write ``reward.png``; see ``reward_figure``. Raises DiskFull, leaving an earlier file unchanged."""
     path, picture = RunDir(directory).reward_picture, io.BytesIO()
     figure = reward_figure(directory, window)
     FigureCanvasAgg(figure)
@@ -28,10 +28,10 @@ def plot_reward(directory: str | Path, window: int = 5) -> Path:
 
 
 def reward_figure(directory: str | Path, window: int = 5) -> Figure:
-    """Mean score of each step's sequences, its mean over ``window`` steps, and what the evaluations found.
+    """Plot the mean score of each step's sequences, its moving average over ``window`` steps, and the evaluations.
 
-    Of several environments, the score and the evaluations of each have one color. Scores are those before a reward
-    bridge shaped them.
+    With several environments, each has one color for its scores and evaluations. Scores are raw, from before reward
+    shaping by a reward bridge.
     """
     directory = Path(directory)
     lines = read_metrics(directory)

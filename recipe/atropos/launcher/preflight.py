@@ -1,4 +1,4 @@
-"""What can be known to be wrong before anything is started: each error names the value and the fix."""
+"""Configuration checks before anything is started; each error names the value and the fix."""
 
 import json
 from collections.abc import Iterator
@@ -17,12 +17,12 @@ from recipe.atropos.launcher.placement import goes_over_nccl
 from recipe.atropos.utils.gpus import NCCL_FLAGS, device_of, nccl_variables
 from recipe.atropos.verl_ext.attention import sequence_parallel
 
-# Whether it is wrong, and what the error says.
+# Each rule: a value that is true if the rule is violated, and the error message.
 Rules = Iterator[tuple[Any, str]]
 
 
 def check_config(config: DictConfig) -> None:
-    """Checks that need no server: of each value by the schema, then those that join several keys.
+    """Run the checks that need no server: each value against the schema, then the rules of this module.
 
     Raises:
         ConfigurationError: naming the key.
@@ -88,8 +88,8 @@ def _weight_sync(config: DictConfig) -> Rules:
     colocated, evaluated, pushed = config.inference.colocated, config.evaluation.every, weight_sync.every
     yield (
         colocated and pushed != 1,
-        f"inference.colocated=true with trainer.atropos.weight_sync.every={pushed}: servers that lent their memory "
-        "have no weights left, so every update needs a push; set it to 1",
+        f"inference.colocated=true with trainer.atropos.weight_sync.every={pushed}: servers that released "
+        "their memory have no weights left, so every update needs a push; set it to 1",
     )
     yield (
         colocated and weight_sync.pause_mode == "in_place",
@@ -115,7 +115,7 @@ def _weight_sync(config: DictConfig) -> Rules:
 
 
 def _nccl(config: DictConfig) -> Rules:
-    """SGLang takes these flags over the variables, and NCCL joins no two processes that differ in them."""
+    """Yield SGLang flags that override NCCL's variables in the servers only; NCCL needs them equal in all processes."""
     if goes_over_nccl(config):
         variables = nccl_variables()
         flags = {flag.replace("-", "_") for flag, value in config.inference.args.items() if value}
@@ -129,7 +129,7 @@ def _nccl(config: DictConfig) -> Rules:
 
 
 def _joined(config: DictConfig) -> Rules:
-    """Nothing that an environment of the run's own would be needed for."""
+    """Yield settings that have no effect because the run starts no environment of its own."""
     for key, value in (
         ("environment.args", dict(config.environment.args)),
         ("environment.reward_bridge", config.environment.reward_bridge),
@@ -144,7 +144,7 @@ def _joined(config: DictConfig) -> Rules:
 
 def _check_bridge(spec: EnvironmentSpec) -> None:
     if spec.reward_bridge is not None:
-        from recipe.atropos.adapter.reward_bridge import parse_bridge  # here: few runs have one
+        from recipe.atropos.adapter.reward_bridge import parse_bridge  # imported here: few runs have a bridge
 
         parse_bridge(dict(spec.reward_bridge), f"{spec.key}.reward_bridge")
 
@@ -254,7 +254,7 @@ def _adapter_only(config: DictConfig) -> Rules:
         (
             config.inference.colocated,
             "inference.colocated=true",
-            "the base weights would be lost with the memory that servers lend, and are not pushed; set it to false",
+            "the base weights would be lost with the memory that servers release, and are not pushed; set it to false",
         ),
     ):
         yield wrong, f"actor_rollout_ref.model.lora.merge=false with {key}: {why}, or set lora.merge=true"
@@ -298,7 +298,7 @@ REJECTION_STATISTICS = (*_STATISTICS, "seq_max_k2", "seq_max_k3")
 
 
 def check_correction(correction: DictConfig) -> None:
-    """What verl would refuse after the first batch; a test compares both."""
+    """Reject what verl would refuse only after the first batch; a test compares the two."""
     _hold(_correction(correction))
 
 
@@ -331,7 +331,7 @@ def _correction(correction: DictConfig) -> Rules:
 
 
 def _bounds(key: str, text: str, range_allowed: bool, of: str = "") -> tuple[Any, str]:
-    """``HIGH``, or ``LOW_HIGH``; above 0 and in order."""
+    """Return the rule that a bound is ``HIGH`` or ``LOW_HIGH``, above 0 and in order."""
     try:
         values = [float(part) for part in text.split("_", 1)]
     except ValueError:

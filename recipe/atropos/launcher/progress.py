@@ -1,4 +1,4 @@
-"""What takes longer than a few seconds says what it is, how long it has taken, and where its log is."""
+"""Progress display for slow operations: what is running, for how long, and where its log is."""
 
 import contextlib
 import os
@@ -17,7 +17,7 @@ _EVERY_SECONDS = 15.0
 
 @contextlib.contextmanager
 def progress(what: str, log: Path | None = None) -> Iterator[None]:
-    """While the block runs: a spinner with the time on a terminal, elsewhere a line every 15 s."""
+    """While the block runs, show a spinner with elapsed time on a terminal; elsewhere, print a line every 15 s."""
     text = what if log is None else f"{what}; log: {os.path.relpath(log)}"
     if console.is_terminal:
         with Progress(

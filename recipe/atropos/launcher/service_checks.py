@@ -1,4 +1,4 @@
-"""Whether the services that a configuration names answer, and are what it needs."""
+"""Check that the services named in a configuration answer and meet its requirements."""
 
 import asyncio
 import logging
@@ -19,9 +19,9 @@ _SILENT = (DataSourceError, InferenceError)
 
 
 def check_services(config: DictConfig, timeout: float = 30.0) -> None:
-    """Whether the Trajectory API, every SGLang server and the gateway answer, asked for at most ``timeout`` seconds.
+    """Check that the Trajectory API, every SGLang server and the gateway answer, retrying for ``timeout`` seconds.
 
-    A replay needs none of them.
+    A replay needs none of them and skips the checks.
 
     Raises:
         ConfigurationError, GatewayError: naming the service and its URL.

@@ -1,8 +1,8 @@
-"""The services of one run: which there are, where, and what happens when one ends.
+"""The services of a run: which exist, where, and what happens when one ends.
 
-A service with a ``RestartPolicy`` is started again, a server on its port, at most so many times; after that the run
-goes on without it where its policy says so and another of its kind is left. Any other that ends, but for a trainer that
-is done, ends the run. ``services.json`` names the launcher and the services that run.
+A service with a ``RestartPolicy`` is restarted, a server on the same port, up to the policy's limit. After that, the
+run continues without it if the policy marks it as optional and another of its kind is left. Any other service that
+ends, except a trainer that is done, ends the run. ``services.json`` lists the launcher and the running services.
 """
 
 import os
@@ -27,11 +27,11 @@ console = Console(highlight=False)
 
 @dataclass
 class RestartPolicy:
-    """How a service is started again, and what the limit is called in the configuration.
+    """How a service is restarted, and which configuration key sets the limit.
 
-    ``kind`` is one name for services of which any one is enough when the training is done; where they are
-    ``optional``, also before. While ``may_start`` says no, the trainer has the memory that it needs: it waits;
-    ``waiting``: that was said.
+    ``kind`` names a set of services of which any one suffices once training is done or, if they are ``optional``, also
+    before. While ``may_start`` returns False, the trainer holds the memory that the service needs, and the restart
+    waits; ``waiting``: this has been printed.
     """
 
     start: Callable[[], Service]
@@ -46,9 +46,9 @@ class RestartPolicy:
 
 @dataclass
 class Run:
-    """A run's services and files. ``services`` are in the order of their start; they are ended in the reverse.
+    """A run's services and files. ``services`` are in start order and are stopped in reverse.
 
-    ``composed`` is the configuration as it was before it was resolved.
+    ``composed`` is the configuration before it was resolved.
     """
 
     config: DictConfig
@@ -59,16 +59,16 @@ class Run:
     restart_policies: dict[str, RestartPolicy] = field(default_factory=dict)
     abandoned: set[str] = field(default_factory=set)
     lock: int | None = None
-    """Descriptor of the run folder's lock, which what is started inherits."""
+    """Descriptor of the run folder's lock, which every started service inherits."""
     scratch: Scratch | None = None
 
     def __post_init__(self) -> None:
         self.files = RunDir(self.directory)
-        # The user's own key, or one for this run alone.
+        # The user's own key, or a generated one.
         self.api_key = (self.config and self.config.inference.api_key) or secrets.token_hex(16)
 
     def start(self, name: str, command: list[str], url: str | None = None, **env: str) -> Service:
-        """In the launcher's own working folder, so that relative paths and local modules mean what the user meant."""
+        """Start a service in the launcher's working directory, so that relative paths and local modules resolve."""
         env = {"PYTHONUNBUFFERED": "1", **self.variables, **env}
         inherited = ()
         if self.lock is not None:
@@ -79,7 +79,7 @@ class Run:
 
     @property
     def variables(self) -> dict[str, str]:
-        """Environment of every service: the run's temporary folder, and loopback where none is on another machine."""
+        """Environment variables of all services: the run's temporary folder, and loopback if all are local."""
         if self.scratch is None:
             self.scratch = Scratch.create()
         config, variables = self.config, self.scratch.variables()
@@ -89,7 +89,7 @@ class Run:
         return variables
 
     def add(self, service: Service) -> None:
-        """A service that was started; it takes the place of one with its name."""
+        """Add a started service, replacing one of the same name."""
         names = [s.name for s in self.services]
         if service.name in names:
             self.services[names.index(service.name)] = service
@@ -104,14 +104,14 @@ class Run:
     def set_restart_policy(
         self, service: Service, start: Callable[[], Service], limit: int, kind: str, **options: Any
     ) -> None:
-        """From now on ``service`` is started again when it ends, at most ``limit`` times; see ``RestartPolicy``."""
+        """Restart ``service`` from now on when it ends, at most ``limit`` times; see ``RestartPolicy``."""
         self.restart_policies[service.name] = RestartPolicy(start, limit, kind, **options)
 
     def log(self, name: str) -> Path:
         return self.files.log(name)
 
     def stop(self, *services: Service) -> None:
-        """End the given services, or all, the youngest first; with all of them the run's temporary files go.
+        """Stop the given services, or all of them and remove the run's temporary files; the last started goes first.
 
         Raises:
             ServiceFailed, DiskFull: the first failure, once the rest is done.
@@ -120,11 +120,11 @@ class Run:
         for service in reversed(services or tuple(self.services)):
             try:
                 service.stop()
-            except ServiceFailed as failure:  # the others are ended all the same
+            except ServiceFailed as failure:  # the others are stopped all the same
                 failures.append(failure)
         try:
             self._write_listing()
-        except OSError as failure:  # among them DiskFull
+        except OSError as failure:  # including DiskFull
             failures.append(failure)
         if not services and self.scratch is not None:
             self.scratch.remove()
@@ -133,10 +133,10 @@ class Run:
             raise failures[0]
 
     def check(self) -> None:
-        """Start again what has ended and may be.
+        """Restart services that have ended, as far as their policies allow.
 
         Raises:
-            ServiceFailed: another service has ended, or one too often; the trainer may, with status 0.
+            ServiceFailed: a service that the run needs has ended for good; a trainer with status 0 is done.
         """
         for service in tuple(self.services):
             status = service.poll()
@@ -158,12 +158,12 @@ class Run:
             self._dismiss(service)
             self.abandoned.add(service.name)
             last = f"last lines of {service.log_path}:\n{service.tail(3)}"
-            console.print(f"[bold red]{service.name}[/] {what}, given up; {escape(last)}", soft_wrap=True)
+            console.print(f"[bold red]{service.name}[/] {what}, abandoned; {escape(last)}", soft_wrap=True)
             return
         service.stop()
         if not policy.may_start():
             if not policy.waiting:
-                told = "it starts again when the trainer gives its memory back"
+                told = "it starts again when the trainer releases its memory"
                 console.print(f"[bold]{service.name}[/] ended ({service.poll()}); {told}", soft_wrap=True)
             policy.waiting = True
             return
@@ -178,7 +178,7 @@ class Run:
         )
 
     def _do_without(self, service: Service) -> None:
-        """Nobody is left who could give a new server the weights, or train on what an environment sends."""
+        """Drop a service after training: no trainer is left to push weights to a server or train on new groups."""
         policy = self.restart_policies.get(service.name)
         needed = policy is None or not policy.optional
         if needed and not any(other.poll() is None for other in self._others(service)):
@@ -187,7 +187,7 @@ class Run:
         console.print(f"[bold]{service.name}[/] ended ({service.poll()}); the others go on", soft_wrap=True)
 
     def _others(self, service: Service) -> list[Service]:
-        """Of its kind; also one that has ended, if it may be started again."""
+        """Return the other services of its kind, including those that have ended but may be restarted."""
         own = self.restart_policies.get(service.name)
         kind = {name for name, policy in self.restart_policies.items() if own is not None and policy.kind == own.kind}
         return [other for other in self.services if other is not service and other.name in kind]

@@ -1,7 +1,7 @@
-"""The run's SGLang servers, and the gateway that is the environments' one address of them.
+"""The run's SGLang servers, and the gateway that is their single address for the environments.
 
-Guarantees: the environments know only the gateway; the ports stay what they are when a server or the gateway is started
-again; a server that never came up is an error, and only one that was up is started again.
+Guarantees: the environments know only the gateway; a server or gateway keeps its port when it is restarted; a server
+that never came up is an error, and only one that was up is restarted.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ _GATEWAY_START = 60.0
 
 @dataclass(frozen=True)
 class Inference:
-    """``servers`` by name; ``gateway`` is the URL that environments get. Processes come and go, these stay."""
+    """Servers by name, and the gateway's URL for environments. Both stay the same when processes are restarted."""
 
     servers: dict[str, SGLangLaunch]
     gateway: str
@@ -37,28 +37,28 @@ class Inference:
         return [launch.url for launch in self.servers.values()]
 
     async def status(self) -> dict[str, Any] | None:
-        """The gateway's; None where it is silent."""
+        """Return the gateway's status; None if it does not answer."""
         try:
             return await GatewayClient(self.gateway, self.api_key, timeout=0).fetch_status()
         except GatewayError:
             return None
 
     async def version(self) -> int | None:
-        """The version that every admitted server holds; None before the first push, and where the gateway is silent."""
+        """Return the version of the admitted servers; None if there are none or the gateway does not answer."""
         status = await self.status()
         return status["version"] if status and any(s["state"] == "admitted" for s in status["servers"]) else None
 
 
 def plan_servers(run: Run, lora: bool = True) -> dict[str, SGLangLaunch]:
-    """What ``inference`` asks for, by name: ports chosen, each server with a seed of its own, and GPUs of its own.
+    """Return the servers that ``inference`` asks for, by name, each with its own port, seed and GPUs.
 
-    ``lora``: with the flags for an adapter, for which the model and the adapter must be there.
+    ``lora``: include the flags for an adapter, which requires the model and the adapter to exist.
     """
     config, model = run.config.inference, run.config.actor_rollout_ref.model
     ports = [free_port(config.host) if config.port is None else config.port + i for i in range(config.servers)]
     launches, for_adapter = {}, lora_arguments(model) if lora else {}
     for i, port in enumerate(ports):
-        # The same seed would sample the same answers to the same prompts.
+        # Servers with the same seed would sample the same answers to the same prompts.
         own: dict[str, Any] = {"random_seed": run.config.seed + i, **for_adapter, **sglang_flags(config.args)}
         own.setdefault("trust_remote_code", model.trust_remote_code)
         launch = SGLangLaunch(
@@ -80,7 +80,7 @@ def plan_servers(run: Run, lora: bool = True) -> dict[str, SGLangLaunch]:
 
 
 def given_ports(config: DictConfig) -> dict[str, int]:
-    """The ports that the whole configuration names, by what they are for."""
+    """Return all ports that the configuration sets, by what they are for."""
     inference = config.inference
     ports = {"api.port": config.api.port, "inference.gateway_port": inference.gateway_port}
     if inference.port is not None:
@@ -89,7 +89,7 @@ def given_ports(config: DictConfig) -> dict[str, int]:
 
 
 def start_inference(run: Run) -> Inference:
-    """Start the servers and the gateway; not healthy yet.
+    """Start the servers and the gateway, without waiting for them to be healthy.
 
     Raises:
         LaunchError: a server cannot be started as asked.
@@ -111,12 +111,12 @@ def start_gateway(run: Run, url: str, servers: Sequence[str]) -> Service:
 
 
 async def inference_healthy(run: Run, inference: Inference) -> float:
-    """Wait until every server generates and the gateway answers; from then on they are started again when they end.
+    """Wait until every server generates and the gateway answers; from then on, restart them when they end.
 
-    Returns seconds.
+    Returns the seconds that the servers took.
 
     Raises:
-        ServiceFailed: one ended, or is not up within ``inference.start_timeout`` seconds.
+        ServiceFailed: a service ended or is not up in time (servers: ``inference.start_timeout`` seconds).
     """
     services = {service.name: service for service in run.services}
 
@@ -135,7 +135,7 @@ async def inference_healthy(run: Run, inference: Inference) -> float:
 
 
 def _start_again_from_now_on(run: Run, inference: Inference, services: dict[str, Service]) -> None:
-    """A server on the trainer's GPUs must wait while the trainer has its memory."""
+    """Set the restart policies; a colocated server's restart waits while the trainer holds the GPU memory."""
     limit, colocated = run.config.inference.max_restarts, run.config.inference.colocated
     for name, launch in inference.servers.items():
         run.set_restart_policy(

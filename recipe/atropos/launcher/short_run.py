@@ -1,7 +1,7 @@
-"""A few steps of the real loop, to see whether a model or a machine can do them: the launcher, as users start it.
+"""Run a few real training steps through the launcher, as users do, to check that a model or a machine can train.
 
-Trajectory API, SGLang, gateway, trainer and ``environments.even_tokens``; every step is trained on samples of the
-weights before it, and after each push SGLang must have the trainer's logprobs of what it samples
+It runs the Trajectory API, SGLang, gateway, trainer and ``environments.even_tokens``. Every step trains on samples of
+the previous version, and after each push SGLang's logprobs of its samples must match the trainer's
 (``weight_sync.verify=probe``).
 """
 
@@ -21,8 +21,8 @@ from recipe.atropos.run_record import read_metrics
 from recipe.atropos.utils.files import read_json
 from recipe.atropos.utils.process import start_service
 
-TOLERANCE = {"float32": 1e-4, "bfloat16": 0.05}  # nats, mean difference of trained tokens; docs/gpu.md on bfloat16
-_END_SECONDS = 120.0  # for the launcher to end what it started
+TOLERANCE = {"float32": 1e-4, "bfloat16": 0.05}  # nats, mean over trained tokens; for bfloat16 see docs/gpu.md
+_END_SECONDS = 120.0  # for the launcher to stop what it started
 _OPTIONS = (
     "environment.target=recipe.atropos.environments.even_tokens",
     "environment.evaluate=false",
@@ -36,7 +36,7 @@ _OPTIONS = (
 
 @dataclass
 class ShortRun:
-    """``metrics`` by step; ``error``: what ended the run or did not hold, None where it passed; ``folder``: its own."""
+    """Result of a short run: ``metrics`` by step; ``error``: why it failed, None if it passed; ``folder``: its own."""
 
     folder: Path
     seconds: float = 0.0
@@ -47,8 +47,8 @@ class ShortRun:
     def figures(self) -> dict[str, float]:
         """Medians over the steps (seconds, GB/s of 10^9 bytes, tokens/s) and the largest differences (nats).
 
-        ``before`` and ``after``: of SGLang's logprobs of the trained tokens to the trainer's, at step 1 (the weights
-        that the server loaded itself) and later (pushed ones). What was not measured is left out.
+        ``before`` and ``after``: between SGLang's and the trainer's logprobs of the trained tokens, at step 1 (the
+        initial weights) and at later steps (updated weights). Values that were not measured are left out.
         """
 
         def values(key: str, first: int = 0, last: int | None = None) -> list[float]:
@@ -82,17 +82,17 @@ def short_run(
     limit: float,
     watch: Callable[[Callable[[], dict[str, int]]], AbstractContextManager[object]] | None = None,
 ) -> ShortRun:
-    """Train ``steps`` steps of ``model`` on ``gpus`` ranks; at most ``limit`` seconds, and nothing is left running.
+    """Train ``model`` for ``steps`` steps on ``gpus`` ranks, in at most ``limit`` seconds; leave nothing running.
 
-    ``overrides`` are the launcher's, after this module's own; ``dtype`` is the servers'. ``folder`` gets the run and
-    what the launcher said. ``watch`` is held meanwhile; it is given what tells the processes of the moment, by name,
-    "server" and "trainer".
+    ``overrides`` go to the launcher, after this module's own; ``dtype`` is the servers'. ``folder`` receives the run
+    and the launcher's log. ``watch`` returns a context manager that is held during the run; its argument is a function
+    that returns the current process ids of "server" and "trainer".
     """
     command = [sys.executable, "-m", "recipe.atropos.launch_services", f"--model={model}", f"--steps={steps}"]
     command += [f"--gpus={gpus}", f"--run-dir={folder / 'run'}", *_OPTIONS, f"inference.dtype={dtype}", *overrides]
     result, started = ShortRun(folder), time.monotonic()
     files, log = RunDir(folder / "run"), folder / "launcher.log"
-    shutil.rmtree(folder / "run", ignore_errors=True)  # of a call before, which would be resumed
+    shutil.rmtree(folder / "run", ignore_errors=True)  # an earlier call's run would be resumed
     log.unlink(missing_ok=True)
     with watch(lambda: _pids(files)) if watch else nullcontext():
         launcher = start_service("launcher", command, log_path=log)
@@ -112,7 +112,7 @@ def short_run(
 
 
 def _said(log: str) -> str:
-    """The launcher's error and, where a service's log follows it, the last exception there."""
+    """Return the launcher's error and, if a service's log follows it, the last exception there."""
     _, found, text = log.partition("\nerror")
     first, *more = text.lstrip(": ").splitlines() or [""]
     exceptions = [line for line in more if re.match(r"[\w.]*(Error|Exception)\b", line)]
@@ -126,7 +126,7 @@ def _pids(files: RunDir) -> dict[str, int]:
 
 
 def _difference(run: ShortRun, steps: int, tolerance: float) -> str | None:
-    """What does not hold of a run that ended in order."""
+    """Return what is wrong with a run that exited normally, or None."""
     if [line["step"] for line in run.metrics] != list(range(1, steps + 1)):
         return f"the steps {[line['step'] for line in run.metrics]} were trained, not 1 to {steps}"
     if not run.figures.get("gradient"):

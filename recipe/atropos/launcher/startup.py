@@ -1,4 +1,4 @@
-"""The Trajectory API and the trainer as processes, and until when each is waited for."""
+"""Start the Trajectory API and the trainer as processes, and wait for the services to be ready."""
 
 import asyncio
 import json
@@ -25,12 +25,12 @@ from recipe.atropos.utils.process import (
 )
 from recipe.atropos.utils.secret import API_KEY_VARIABLE, config_yaml, hidden_settings, secret_variables
 
-API_PORT = 8000  # where it is free: the address that Atropos' environments have by default
+API_PORT = 8000  # used if free: the default address of Atropos environments
 _VERSION_SECONDS = 120.0
 
 
 def start_api(run: Run) -> Service:
-    """The Trajectory API; not healthy yet."""
+    """Start the Trajectory API, without waiting for it to be healthy."""
     config = run.config.api
     check_port(config.port, config.host, "api.port")
     port = config.port or default_port(API_PORT, config.host, given_ports(run.config).values())
@@ -54,9 +54,9 @@ async def servers_healthy(run: Run, api: Service, inference: Inference) -> None:
 
 
 def start_trainer(run: Run, api: Service, inference: Inference, evaluated: Path | None = None) -> Service:
-    """Start it; it loads the run's ``config.yaml``, which is complete from here on.
+    """Start the trainer, which loads the run's ``config.yaml``; that file is completed here.
 
-    It waits for the evaluations that the file ``evaluated`` tells of, for none without such a file.
+    The trainer waits for the evaluations reported in the file ``evaluated``; without one, it does not wait.
     """
     addresses = {
         "inference.urls": list(inference.urls),
@@ -78,7 +78,7 @@ def start_trainer(run: Run, api: Service, inference: Inference, evaluated: Path 
 
 
 async def first_version(run: Run, trainer: Service, inference: Inference) -> int:
-    """The version of the trainer's first push: until then no environment may start."""
+    """Wait for the trainer's first push and return its version; no environment may start before it."""
 
     async def pushed() -> bool:
         run.check()
@@ -97,10 +97,10 @@ async def first_version(run: Run, trainer: Service, inference: Inference) -> int
 
 
 async def served_version(run: Run, inference: Inference) -> int:
-    """The version that every request meets now.
+    """Return the served version. Wait if there is none: a restarted gateway waits for the trainer to admit servers.
 
     Raises:
-        ServiceFailed: none is served, also not in a while: a gateway that was started again waits for the trainer.
+        ServiceFailed: none is served within ``_VERSION_SECONDS``, or a required service ended.
     """
     deadline = time.monotonic() + _VERSION_SECONDS
     while (version := await inference.version()) is None:

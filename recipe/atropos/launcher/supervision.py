@@ -1,4 +1,4 @@
-"""While the run trains: every step on the console, its alarms, and whether anything hangs."""
+"""Supervision of a training run: print each step and its alarms, and detect a hang."""
 
 import asyncio
 import time
@@ -30,11 +30,11 @@ async def watch(
     evaluations: Evaluations,
     on_step: Callable[[], None] = lambda: None,
 ) -> None:
-    """Until the trainer has ended well; says every step that it trained, after a call of ``on_step``.
+    """Supervise the run until the trainer exits successfully; call ``on_step`` and print a line for every trained step.
 
     Raises:
-        ServiceFailed: a service ended that the run needs, the trainer ended short of the last step, or a process of it
-            hangs: no step was trained for ``trainer.atropos.step_timeout`` seconds.
+        ServiceFailed: a service that the run needs ended, the trainer ended before the last step, or it hangs: apart
+            from announced waits, no step was trained for ``trainer.atropos.step_timeout`` seconds.
     """
     total, limit = run.config.trainer.total_training_steps, run.config.trainer.atropos.step_timeout
     _, wait = DataSourceConfig.from_config(run.config).longest_wait
@@ -58,7 +58,7 @@ async def watch(
                 )
                 _report_new_alarms(run.config, line, reported)
         await environments.look_after()
-        if waiting.is_fresh():  # bounded by max_wait_time, join_timeout or evaluation.timeout
+        if waiting.is_fresh():  # a wait bounded by max_wait_time, join_timeout or evaluation.timeout
             last_step = time.monotonic()
         run.check()
         await evaluations.look_after()
@@ -74,7 +74,7 @@ async def watch(
 
 
 def scores_of(line: dict[str, float]) -> str:
-    """A step's mean score, and where several environments are in it, that of each."""
+    """Return a step's mean score and, if it has several environments, the mean score of each."""
     named = [(key.split("/"), score) for key, score in line.items() if key.endswith("/mean_score")]
     each = [f"{parts[1]} {score:+.3f}" for parts, score in named if len(parts) == 3]
     return f"{line['atropos/mean_score']:+.3f}" + (f" ({', '.join(each)})" if len(each) > 1 else "")
@@ -86,7 +86,7 @@ def _alarms(line: dict[str, float]) -> str:
 
 
 def _report_new_alarms(config: DictConfig, line: dict[str, float], reported: set[str]) -> None:
-    """Say in full what the names behind the steps mean, each once."""
+    """Print a full description of each alarm the first time it is raised."""
     tolerance = alarms.logprob_tolerance(config.trainer.atropos.logprob_tolerance, config.inference.dtype)
     for name, value in alarms.of_line(line).items():
         if name not in reported:

@@ -1,1 +1,1 @@
-"""Leaves that know nothing of training, and two entry points: ``debug`` and ``env_adapter``."""
+"""Utilities that are independent of training, and two entry points: ``debug`` and ``env_adapter``."""

@@ -1,4 +1,4 @@
-"""``python -m recipe.atropos.utils.debug COMMAND``: as ``recipe.atropos COMMAND``, and ``show`` for ``inspect``."""
+"""``python -m recipe.atropos.utils.debug COMMAND``: like ``recipe.atropos COMMAND``; ``show`` means ``inspect``."""
 
 import sys
 from collections.abc import Sequence

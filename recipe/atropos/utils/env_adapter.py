@@ -1,4 +1,4 @@
-"""Any Atropos environment, unmodified: ``python -m recipe.atropos.utils.env_adapter``; see ``adapter/cli.py``."""
+"""Run any unmodified Atropos environment: ``python -m recipe.atropos.utils.env_adapter``; see ``adapter/cli.py``."""
 
 from recipe.atropos.adapter.cli import CHECK, adapt, main, run
 from recipe.atropos.adapter.loading import EnvironmentTargetError, load_environment

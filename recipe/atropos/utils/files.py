@@ -1,9 +1,9 @@
 """Files that survive a kill or a full disk at any byte. Guarantees:
 
-- ``write_atomic`` replaces a file whole: a reader sees the old or the new content, also after a kill or a full disk.
-- ``replace_folder`` lets a folder appear whole or not at all.
-- ``append_line`` adds a line whole: what a kill left of one is cut before the next, and no reader ever gets it.
-- A full disk is a ``DiskFull`` that names the path.
+- ``write_atomic`` replaces a whole file: readers see the old or the new content, even after a kill or on a full disk.
+- ``replace_folder`` makes a folder appear complete or not at all.
+- ``append_line`` adds a whole line: a partial line left by a kill is cut before the next, and no reader ever gets it.
+- A full disk raises ``DiskFull``, which names the path.
 """
 
 import contextlib
@@ -20,28 +20,28 @@ import psutil
 from recipe.atropos.errors import AtroposError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-PARTIAL = ".partial"  # ends the names of files that are being written; their names begin with "."
+PARTIAL = ".partial"  # suffix of files that are being written; their names begin with "."
 _NO_ROOM = 1 << 16  # bytes
 
 
 class RunDirError(AtroposError, RuntimeError):
-    """A run folder that cannot be used: another process holds it, or its content is not what this recipe writes."""
+    """Error for an unusable run folder: another process holds it, or its content is not what this recipe writes."""
 
 
 class DiskFull(AtroposError, OSError):
-    """There is no space for a file; the message names its path."""
+    """Error for a file for which there is no space; the message names its path."""
 
     def __init__(self, path: str | Path):
         super().__init__(f"no space left on device: {path}; make room there, the same command then resumes the run")
         self.path = path
 
-    def __reduce__(self) -> tuple[Any, ...]:  # it is made of the path, not of its message
+    def __reduce__(self) -> tuple[Any, ...]:  # the constructor takes the path, not the message
         return type(self), (self.path,), self.__dict__
 
 
 @contextlib.contextmanager
 def disk_errors(path: str | Path) -> Iterator[None]:
-    """Raises DiskFull, naming ``path``, where the block meets a full disk, an exhausted quota or a size limit."""
+    """Raise DiskFull, naming ``path``, if the block meets a full disk, an exhausted quota or a size limit."""
     try:
         yield
     except OSError as error:
@@ -51,7 +51,7 @@ def disk_errors(path: str | Path) -> Iterator[None]:
 
 
 def disk_is_full(path: str | Path) -> bool:
-    """Whether there is no room for anything on the disk of a folder."""
+    """Return whether the disk of a folder is full."""
     try:
         disk = os.statvfs(path)
     except OSError:
@@ -60,20 +60,20 @@ def disk_is_full(path: str | Path) -> bool:
 
 
 def write_atomic(path: str | Path, data: bytes, mode: int = 0o644) -> None:
-    """Replace the file by ``data``, or leave it as it is; with ``mode`` from its first byte on.
+    """Replace the file by ``data``, or leave it as it is; it has ``mode`` from its first byte on.
 
     Raises:
-        DiskFull: nothing is changed, and nothing half-written is left.
+        DiskFull: nothing is changed, and no partial file is left.
     """
     path = Path(path)
     partial = path.with_name(f".{path.name}.{os.getpid()}{PARTIAL}")
     try:
         with disk_errors(path):
-            partial.unlink(missing_ok=True)  # of an earlier process with this number, perhaps with another mode
+            partial.unlink(missing_ok=True)  # of an earlier process with this pid, perhaps with another mode
             with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
                 file.write(data)
                 file.flush()
-                os.fsync(file.fileno())  # some file systems tell only now that there is no space
+                os.fsync(file.fileno())  # some file systems report a full disk only now
             os.replace(partial, path)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -83,10 +83,10 @@ def write_atomic(path: str | Path, data: bytes, mode: int = 0o644) -> None:
 
 @contextlib.contextmanager
 def replace_folder(path: str | Path) -> Iterator[Path]:
-    """Yields an empty folder beside ``path``, which takes its place at the end of the block, or changes nothing.
+    """Yield an empty folder beside ``path``, which replaces it at the end of the block; an error changes nothing.
 
     Raises:
-        DiskFull: nothing half-written is left.
+        DiskFull: no partial folder is left.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -109,9 +109,9 @@ def replace_folder(path: str | Path) -> Iterator[Path]:
 
 
 def remove_partial(partial: Path, own: bool = False) -> None:
-    """Unless the process lives that writes it; ``own``: this one does not, an earlier one had its number.
+    """Remove a partial file or folder, unless its writer lives; ``own``: this pid means an earlier process.
 
-    A folder that was moved away by ``replace_folder``, which was killed before the new one took its place, returns.
+    A folder that ``replace_folder`` moved aside, before it was killed without replacing it, is moved back.
     """
     writer = partial.name.split(".")[-2]
     if not writer.isdigit() or (psutil.pid_exists(int(writer)) and not (own and int(writer) == os.getpid())):
@@ -126,16 +126,16 @@ def remove_partial(partial: Path, own: bool = False) -> None:
 
 
 def write_json(path: str | Path, value: Any, mode: int = 0o644) -> None:
-    """``write_atomic`` of JSON, indented."""
+    """Write indented JSON with ``write_atomic``."""
     options = orjson.OPT_INDENT_2 | orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE
     write_atomic(path, orjson.dumps(value, option=options), mode)
 
 
 def read_json(path: str | Path, default: Any = None) -> Any:
-    """What ``write_json`` wrote, ``default`` where there is no file.
+    """Return what ``write_json`` wrote, or ``default`` if there is no file.
 
     Raises:
-        RunDirError: somebody else wrote it: it is no JSON.
+        RunDirError: the file is not JSON, so something else wrote it.
     """
     try:
         return orjson.loads(Path(path).read_bytes())
@@ -146,9 +146,9 @@ def read_json(path: str | Path, default: Any = None) -> Any:
 
 
 def append_line(path: str | Path, value: Any) -> None:
-    """Add ``value`` as a line of JSON in a single write; half a line that a kill left at the end is cut before.
+    """Append ``value`` as a line of JSON in a single write; first cut a partial line that a kill left at the end.
 
-    One process at a time appends to a file.
+    Only one process at a time may append to a file.
 
     Raises:
         DiskFull: the file is as it was.
@@ -160,7 +160,7 @@ def append_line(path: str | Path, value: Any) -> None:
             file.truncate(end)
         try:
             written = file.write(line)
-            if written != len(line):  # the next byte has no room
+            if written != len(line):  # no room for the rest
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError:
             file.truncate(end)
@@ -168,7 +168,7 @@ def append_line(path: str | Path, value: Any) -> None:
 
 
 def _end_of_last_line(file: Any, block: int = 1 << 16) -> int:
-    """The size of the file without a last line that has no end."""
+    """Return the size of the file without an unterminated last line."""
     position = file.seek(0, os.SEEK_END)
     while position > 0:
         start = max(0, position - block)
@@ -181,22 +181,22 @@ def _end_of_last_line(file: Any, block: int = 1 << 16) -> int:
 
 
 def rewrite_lines(path: str | Path, lines: list[dict[str, Any]]) -> None:
-    """``write_atomic`` of a file of JSON objects, one a line."""
+    """Write JSON objects, one per line, with ``write_atomic``."""
     write_atomic(path, b"".join(orjson.dumps(line, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n" for line in lines))
 
 
 class LineReader:
-    """Follows a file of JSON objects, one a line, that is being written, from its beginning; whole lines only."""
+    """Reader that follows a growing file of JSON objects, one per line, from its beginning; whole lines only."""
 
     def __init__(self, path: str | Path):
         self._path = Path(path)
         self._offset = self._number = 0
 
     def new_lines(self) -> list[dict[str, Any]]:
-        """The lines that were added since the last call.
+        """Return the lines that were added since the last call.
 
         Raises:
-            RunDirError: a whole line is no JSON, which nothing here writes; names it.
+            RunDirError: a whole line is not JSON, which nothing here writes; names it.
         """
         try:
             with self._path.open("rb") as file:
@@ -216,5 +216,5 @@ class LineReader:
 
 
 def read_lines(path: str | Path) -> list[dict[str, Any]]:
-    """All whole lines of a file of JSON objects; none where there is no file."""
+    """Return all whole lines of a file of JSON objects; [] if there is no file."""
     return LineReader(path).new_lines()

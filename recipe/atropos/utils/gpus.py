@@ -1,11 +1,11 @@
-"""What a run computes on: the GPUs of a machine, or its processors.
+"""The device that a run computes on: the GPUs of a machine, or its CPUs.
 
 Guarantees:
 
-- the trainer and the SGLang servers of one run go by one decision, ``trainer.device``; nothing is imported for it;
-- a machine or a cluster with GPUs is never taken for one without: where none is seen, but a cluster is joined, its GPUs
-  count, and the driver counts where its ``nvidia-smi`` is missing;
-- a run on the processors of a machine with GPUs leaves these alone.
+- the trainer and the SGLang servers of one run follow one decision, ``trainer.device``; nothing is imported for it;
+- a machine or a cluster with GPUs is never taken for one without: if none is visible but a cluster is joined, the
+  cluster's GPUs count; if ``nvidia-smi`` is missing, the driver's entries count;
+- a run on the CPUs of a machine with GPUs does not touch the GPUs.
 """
 
 import functools
@@ -21,19 +21,19 @@ from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.utils.hosts import joins_cluster
 
 PLATFORM_VARIABLE = "VERL_PLATFORM"
-"""verl's own: which of its platforms a process takes, "nvidia" or "cpu" among others."""
+"""verl's environment variable for the platform of a process: "nvidia" or "cpu", among others."""
 
 BUCKET_MEGABYTES = {"cuda": 2048, "cpu": 512}
-"""Of weights on their way, where ``update_weights_bucket_megabytes`` is null; a 32B model is 32 pieces of 2 GiB."""
+"""Size of weight buckets if ``update_weights_bucket_megabytes`` is null; a 32B model is 32 buckets of 2 GiB."""
 
 _PLATFORMS = {"cuda": "nvidia", "cpu": "cpu"}
-_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch's present name and its former one
+_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch's current name and its former one
 _SMI_FOLDERS = ("/usr/bin", "/usr/local/bin", "/usr/local/cuda/bin")  # where verl looks too
 _SMI_SECONDS = 60.0
 
 
 def visible_gpus() -> int:
-    """How many NVIDIA GPUs this process may use: those of the machine that CUDA_VISIBLE_DEVICES does not hide.
+    """Return how many NVIDIA GPUs this process may use: those that CUDA_VISIBLE_DEVICES does not hide.
 
     Raises:
         ConfigurationError: nvidia-smi does not answer.
@@ -47,7 +47,7 @@ def visible_gpus() -> int:
 
 
 def driver_gpus() -> int:
-    """The machine's NVIDIA GPUs by what the driver's module leaves in the file system, also in a container."""
+    """Count the machine's NVIDIA GPUs by the driver's entries in the file system, also in a container."""
     return len(glob.glob("/proc/driver/nvidia/gpus/*") or glob.glob("/dev/nvidia[0-9]*"))
 
 
@@ -73,9 +73,9 @@ def _gpus_of_the_machine() -> int:
 
 
 def device_of(config: DictConfig) -> str:
-    """What the trainer computes on, "cuda" or "cpu": ``trainer.device``.
+    """Return the trainer's device, "cuda" or "cpu": ``trainer.device``.
 
-    Its ``auto`` is what VERL_PLATFORM says; else "cuda" if this machine has a GPU, or a cluster is joined.
+    ``auto`` follows VERL_PLATFORM; if that is not set, it is "cuda" if this machine has a GPU or a cluster is joined.
 
     Raises:
         ConfigurationError: nvidia-smi does not answer.
@@ -88,7 +88,7 @@ def device_of(config: DictConfig) -> str:
 
 
 def platform_variables(config: DictConfig) -> dict[str, str]:
-    """Environment of every process of the trainer, before verl and torch are imported there.
+    """Return the environment of every trainer process, to be set before verl and torch are imported there.
 
     Raises:
         ConfigurationError: nvidia-smi does not answer.
@@ -99,29 +99,29 @@ def platform_variables(config: DictConfig) -> dict[str, str]:
     return {PLATFORM_VARIABLE: platform or _PLATFORMS[device], **own}
 
 
-NCCL_FLAGS = {  # of SGLang, and what they set to 1
+NCCL_FLAGS = {  # of SGLang, and the variables that they set to 1
     "enable_symm_mem": ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE"),
     "enable_nccl_nvls": ("NCCL_NVLS_ENABLE",),
 }
 
 
 def nccl_variables() -> dict[str, str]:
-    """Environment of every process that NCCL joins: it joins none that differ in these.
+    """Return the environment of every process in an NCCL group: NCCL cannot connect processes that differ in it.
 
-    SGLang sets both to "0" where they are unset, verl neither; what the user has set holds for both sides.
+    SGLang sets both variables to "0" if they are unset, verl sets neither; the user's values apply to both sides.
     """
     return {name: os.environ.get(name, "0") for name in ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE")}
 
 
 def without_gpus() -> dict[str, str]:
-    """Environment of a process that is to see none."""
+    """Return the environment of a process that must not see any GPU."""
     return {"CUDA_VISIBLE_DEVICES": ""}
 
 
 def without_expandable_segments(environment: Mapping[str, str]) -> dict[str, str]:
-    """Those variables of torch's allocator that ask for expandable segments, and do so no more; {} where none does.
+    """Return torch's allocator variables that enable expandable segments, without that option; {} if none does.
 
-    Memory of such a segment can neither be shared with every process of the user nor be given back while it is in use.
+    Memory of such a segment can neither be shared with every process of the user nor be released while it is in use.
     """
     found = {}
     for name in _ALLOCATOR_VARIABLES:

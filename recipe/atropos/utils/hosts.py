@@ -1,4 +1,4 @@
-"""Which addresses are this machine's, and whether Ray is to run on others."""
+"""Addresses of this machine, and whether Ray uses other machines."""
 
 import ipaddress
 import os
@@ -11,29 +11,29 @@ import psutil
 
 
 def is_this_host(url: str) -> bool:
-    """Whether the host of ``url`` is a loopback address or an address of this machine."""
+    """Return whether the host of ``url`` is a loopback address or an address of this machine."""
     own = {address.address.partition("%")[0] for nic in psutil.net_if_addrs().values() for address in nic}
     addresses = _addresses(url)
     return bool(addresses) and all(a in own or ipaddress.ip_address(a).is_loopback for a in addresses)
 
 
 def reachable(host: str) -> str:
-    """Where a service that listens on ``host`` is reached from this machine."""
+    """Return the address at which this machine reaches a service that listens on ``host``."""
     return "127.0.0.1" if host == "0.0.0.0" else host
 
 
 def reachable_from_others(host: str) -> str:
-    """The same for other machines: instead of every address, this machine's on its default route, or its name."""
+    """Return it for other machines: for 0.0.0.0, this machine's address on its default route, or its name."""
     if reachable(host) == host:
         return host
     try:
-        return address_towards("http://192.0.2.1")  # reserved for documents: only the route to it is looked up
+        return address_towards("http://192.0.2.1")  # reserved for documentation: only the route to it is looked up
     except OSError:
         return socket.gethostname()
 
 
 def address_towards(url: str) -> str:
-    """This machine's address on the route to the host of ``url``.
+    """Return this machine's address on the route to the host of ``url``.
 
     Raises:
         OSError: the host has no address, or there is no route to it.
@@ -46,7 +46,7 @@ def address_towards(url: str) -> str:
 
 
 def loopback_variables() -> dict[str, str]:
-    """Environment for processes that all run on this machine: gloo and NCCL then listen on loopback alone."""
+    """Return the environment for processes that all run on this machine: gloo and NCCL listen on loopback only."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(address.address == "127.0.0.1" for address in addresses):
             return {key: os.environ.get(key, name) for key in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
@@ -54,9 +54,9 @@ def loopback_variables() -> dict[str, str]:
 
 
 def joins_cluster(ray_init: Mapping[str, Any]) -> bool:
-    """Whether ``ray.init`` with these options joins a cluster that is there.
+    """Return whether ``ray.init`` with these options joins an existing cluster.
 
-    As in Ray, RAY_ADDRESS counts only where the options have no address, or "auto".
+    As in Ray, RAY_ADDRESS counts only if the options have no address, or "auto".
     """
     address = ray_init.get("address")
     if address in (None, "auto"):

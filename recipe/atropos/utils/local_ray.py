@@ -1,8 +1,8 @@
-"""Ray as the trainer starts it: for this machine alone, and for this run alone.
+"""Ray as the trainer starts it: private to this machine and to this run.
 
 Guarantees, unless a cluster is joined (RAY_ADDRESS, or ``ray_kwargs.ray_init.address``), where nothing is changed:
 
-- every port of Ray is on loopback, and asks for a token that only this run's processes have;
+- every port of Ray listens on loopback, and requires a token that only this run's processes have;
 - its files are in the run's temporary folder.
 """
 
@@ -23,11 +23,11 @@ _OLDEST = "2.55"  # as in pyproject.toml
 
 
 def start_ray(**options: Any) -> None:
-    """``ray.init(**options)``.
+    """Call ``ray.init(**options)``, with the guarantees of the module.
 
     Raises:
         ConfigurationError: this Ray has no token authentication.
-        AtroposError: Ray did not start, or the cluster did not let this process in.
+        AtroposError: Ray did not start, or the cluster rejected this process.
     """
     if joins_cluster(options):
         _init(**options)
@@ -40,7 +40,7 @@ def start_ray(**options: Any) -> None:
     os.environ |= {
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
-        # Ray's name for "this node's address is 127.0.0.1"; _node_ip_address=127.0.0.1 it replaces by another.
+        # Makes 127.0.0.1 this node's address; _node_ip_address=127.0.0.1 would be replaced by another.
         ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0",
     }
     ray_constants.ENABLE_RAY_CLUSTER = False  # Ray read the variable when it was imported
@@ -52,15 +52,15 @@ def start_ray(**options: Any) -> None:
 def _init(**options: Any) -> None:
     try:
         ray.init(**options)
-    except Exception as error:  # also a bare one, where the node is not there within Ray's 30 seconds
+    except Exception as error:  # a bare one too, if the node is not up within Ray's 30 seconds
         reason = " ".join(str(error).split())
         raise AtroposError(f"ray_kwargs.ray_init: Ray did not start: {type(error).__name__}: {reason}") from error
 
 
 def keep_logs(folder: Path) -> None:
-    """Copy Ray's own logs, to which its errors refer, to ``folder``; none where a cluster was joined.
+    """Copy Ray's own logs, to which its errors refer, to ``folder``; nothing if a cluster was joined.
 
-    Where an error is being handled, one of the copy becomes a note of it.
+    While an error is being handled, an error of the copy becomes a note on it.
     """
     logs = scratch.current().folder / "ray" / "session_latest" / "logs"
     with secondary_errors():

@@ -1,4 +1,4 @@
-"""What nvidia-smi and the interpreters of other environments say; none of it touches a GPU."""
+"""Queries of nvidia-smi and of interpreters of other environments; none of them touches a GPU."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from recipe.atropos.errors import LaunchError
 
 
 def nvidia_smi(of: str, fields: str) -> list[list[str]]:
-    """The rows of ``nvidia-smi --query-OF=FIELDS``; none where it fails or takes longer than 20 s."""
+    """Return the rows of ``nvidia-smi --query-OF=FIELDS``; [] if it fails or takes longer than 20 s."""
     command = ["nvidia-smi", f"--query-{of}={fields}", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
@@ -36,9 +36,9 @@ print(json.dumps(found))
 
 
 def versions_in(python: str, packages: Sequence[str], timeout: float = 120.0) -> dict[str, str | None]:
-    """Versions in an interpreter's environment, without importing them.
+    """Return the versions of packages in an interpreter's environment, without importing them.
 
-    "cuda" is the version that its torch is for, "Python.h" where the header is with which extensions are compiled.
+    "cuda" is the CUDA version of its torch, "Python.h" the path of the header that compiling extensions needs.
 
     Raises:
         LaunchError: as ``run_python``.
@@ -47,10 +47,10 @@ def versions_in(python: str, packages: Sequence[str], timeout: float = 120.0) ->
 
 
 def run_python(python: str, *arguments: str, timeout: float = 120.0, **variables: str) -> str:
-    """What an interpreter of another environment prints, with further variables in its own.
+    """Return the output of an interpreter of another environment, run with additional environment variables.
 
     Raises:
-        LaunchError: it is not there, fails, or takes longer than ``timeout`` seconds.
+        LaunchError: it does not exist, fails, or takes longer than ``timeout`` seconds.
     """
     command, environment = [python, *arguments], {**os.environ, "PYTHONPATH": "", **variables}
     try:

@@ -1,16 +1,16 @@
-"""Starts a program so that its secrets stay private, and torch's rendezvous on this machine.
+"""Run a program so that its secrets stay private, and torch's rendezvous stays on this machine.
 
     python .../private_process.py MODULE ARGUMENTS     # as python -m MODULE ARGUMENTS
 
 Guarantees:
 
-- flags that hold secrets come in an environment variable, and stand in no command line;
-- what this process prints holds none of them: SGLang and Atropos print all their settings, keys included;
+- flags that hold secrets are passed in an environment variable, and never on a command line;
+- this process's output contains none of them: SGLang and Atropos print all their settings, keys included;
 - a torch store for processes of one machine listens on loopback;
-- shared memory that outlives its processes is named by the run (``scratch``).
+- shared memory that outlives its processes is named after the run (``scratch``).
 
 SGLang's interpreter runs this file too, and runs it again in each process that SGLang spawns, so it imports only the
-standard library, and torch where that is there.
+standard library, and torch if that is installed.
 """
 
 import importlib
@@ -25,21 +25,21 @@ import sys
 from collections.abc import Iterable
 
 SECRET_FLAGS = "ATROPOS_SECRET_FLAGS"
-"""Environment variable with flags as a JSON list, ["--api-key", "..."]; they follow those of the command line."""
+"""Environment variable with flags as a JSON list, ["--api-key", "..."], appended to those of the command line."""
 
 SCRATCH = "ATROPOS_SCRATCH"
-"""Environment variable with the folder for temporary files of the run that a process belongs to."""
+"""Environment variable with the folder for temporary files of the process's run."""
 
 
 def take_secret_flags() -> list[str]:
-    """The flags of the variable, which is gone then: they are for this process, and not for those that it starts."""
+    """Return the flags in the variable, and remove it, so that the processes that this one starts do not get them."""
     return json.loads(os.environ.pop(SECRET_FLAGS, "[]"))
 
 
 def hide_in_output(flags: Iterable[str]) -> None:
     """Print *** in place of the values of these flags, ``--name VALUE`` or ``--name=VALUE``, from now on."""
     words = [flag.partition("=")[2] if flag.startswith("--") else flag for flag in flags]
-    values = [word for word in words if len(word) > 3]  # "x", a stand-in for a key, is in every text
+    values = [word for word in words if len(word) > 3]  # "x", a placeholder for a key, is in every text
 
     def hidden(text: str) -> str:
         for value in values:
@@ -51,11 +51,11 @@ def hide_in_output(flags: Iterable[str]) -> None:
 
 
 def keep_rendezvous_on_loopback() -> None:
-    """From now on ``init_process_group`` of ranks that meet at a loopback address listens there.
+    """From now on, let ``init_process_group`` listen on loopback only, if its ranks meet at a loopback address.
 
-    torch's TCPStore (2.13) listens on every address, whatever host it is given, and takes any client's word
-    (https://github.com/pytorch/pytorch/pull/155741). It has an option for a listening socket, which its rendezvous does
-    not offer.
+    torch's TCPStore (2.13) listens on every address, whatever host it is given, and trusts any client
+    (https://github.com/pytorch/pytorch/pull/155741). It has an option for a listening socket, which torch's rendezvous
+    does not expose.
     """
     if importlib.util.find_spec("torch") is None:
         return
@@ -88,9 +88,9 @@ def _is_loopback(host: str) -> bool:
 
 
 def name_shared_memory(name: str) -> None:
-    """From now on semaphores of multiprocessing are ``sem.NAME-mp-*``, shared memory of SGLang ``sglang_loads_NAME_*``.
+    """From now on, name multiprocessing's semaphores ``sem.NAME-mp-*``, SGLang's shared memory ``sglang_loads_NAME_*``.
 
-    Both stay when their processes are killed, and by their own names nobody knows whose they are.
+    Both survive when their processes are killed, and their default names do not tell whose they are.
     """
     multiprocessing.process.current_process()._config["semprefix"] = f"/{name}-mp"  # children have it too
     if importlib.util.find_spec("sglang") is None:
@@ -113,13 +113,13 @@ def _run() -> None:
     if folder := os.environ.get(SCRATCH):
         name_shared_memory(os.path.basename(folder))
     sys.argv[1:] = [*sys.argv[2:], *secret_flags]
-    # This folder's modules are not the program's. __main__ stays this file, for the processes that it spawns.
+    # The program must not import this folder's modules. __main__ stays this file, for the processes that it spawns.
     own = os.path.dirname(os.path.abspath(__file__))
     sys.path[:] = [os.getcwd(), *(path for path in sys.path if path != own)]
     runpy.run_module(module, run_name="__main__", alter_sys=False)
 
 
-if __name__ in ("__main__", "__mp_main__"):  # a process, or one that multiprocessing spawned of it
+if __name__ in ("__main__", "__mp_main__"):  # this process, or one that multiprocessing spawned from it
     keep_rendezvous_on_loopback()
 if __name__ == "__main__":
     _run()

@@ -2,12 +2,12 @@
 
 Guarantees:
 
-* a service ends with the process that started it, however that one ends and at any moment, and so does everything the
-  service started: its parent is a guardian (see ``guardian.py``), which sees the launcher go;
-* `Service.stop` ends every process of the service, and no other. Should the guardian itself have been killed, they are
-  known by their session and their mark in the environment;
-* a service that has ended has left no process;
-* what a service printed is in its log file, and a failure quotes its last lines.
+* a service, and everything that it started, ends with the process that started it, however and whenever that one ends:
+  the service's parent is a guardian (see ``guardian.py``), which notices that the launcher is gone;
+* `Service.stop` ends every process of the service, and no other. If the guardian itself was killed, they are
+  identified by their session and their mark in the environment;
+* a service that has ended leaves no process behind;
+* a service's output is in its log file, and a failure quotes its last lines.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _KILL_SECONDS = 5.0
 _TAIL_LINES, _TAIL_COLUMNS = 20, 300
 
 _GUARDIAN = str(Path(__file__).with_name("guardian.py"))
-_GUARDIAN_SECONDS = 60.0  # until it must have started the service
+_GUARDIAN_SECONDS = 60.0  # for it to start the service
 
 
 class ServiceFailed(AtroposError, RuntimeError):
@@ -50,7 +50,7 @@ class ServiceFailed(AtroposError, RuntimeError):
 
 
 def port_is_free(port: int, host: str = "127.0.0.1") -> bool:
-    """Whether a server could listen on `host`:`port` now."""
+    """Return whether a server could listen on `host`:`port` now."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is free for a server
         try:
@@ -60,15 +60,15 @@ def port_is_free(port: int, host: str = "127.0.0.1") -> bool:
     return True
 
 
-# Above Ray's own, and below what Linux gives to outgoing connections, which would take one.
+# Above Ray's own ports, and below those that Linux assigns to outgoing connections.
 _PORTS = range(20000, 32768)
 _claims: dict[int, socket.socket] = {}
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port that nobody listens on and that no other process of this machine has chosen by this function.
+    """Return a port that is free and that no other process of this machine has claimed by this function.
 
-    It is low enough for SGLang, which adds up to 10,000 to it for ports of its own.
+    It is low enough for SGLang, which adds up to 10,000 to it for its own ports.
 
     Raises:
         OSError: a hundred ports were taken.
@@ -80,14 +80,14 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 
 def default_port(preferred: int, host: str = "127.0.0.1", given: Collection[int] = ()) -> int:
-    """`preferred` where nothing listens there, no other launcher of this machine has chosen it, and it is not among the
-    ports `given` to other services of this one; else a free one."""
+    """Return `preferred` if nothing listens there, no other launcher of this machine has claimed it, and it is not
+    among the ports `given` to other services of this launcher; else a free port."""
     usable = preferred not in given and (preferred in _claims or _claimed(preferred))
     return preferred if usable and port_is_free(preferred, host) else free_port(host)
 
 
 def _claimed(port: int) -> bool:
-    """Whether the port is this process's to use now, as long as it lives: an abstract socket's name goes with it."""
+    """Claim the port and return whether that worked: the abstract socket's name is held until this process ends."""
     claim = socket.socket(socket.AF_UNIX)
     try:
         claim.bind(f"\0atropos-port-{port}")
@@ -102,26 +102,26 @@ def _claimed(port: int) -> bool:
 class Service:
     """A started process, leader of its own session, with all its output in one log file.
 
-    `stop` may be called any number of times, also after the process has died by itself.
+    `stop` may be called any number of times, even after the process has died by itself.
     """
 
     name: str
     command: list[str]
     process: subprocess.Popen
-    """Its guardian, which ends as the service did, once all of the service has ended."""
+    """The guardian, which ends as the service did, once all of the service has ended."""
     pid: int
-    """Of the service's leading process."""
+    """Pid of the service's leading process."""
     log_path: Path
     control: socket.socket = field(repr=False)
     url: str | None = None
     run_id: str = ""
     log_start: int = 0
-    """Size of the log file when this process was started: what stands before it is of an earlier one."""
+    """Size of the log file when this process was started: what precedes it is from an earlier process."""
     _started: float = field(default=0.0, repr=False)
     _stopped: bool = field(default=False, repr=False)
 
     def poll(self) -> int | None:
-        """Exit code of the leading process (negative: the signal that ended it), or None while any process runs."""
+        """Return the leading process's exit code (negative: the signal), or None while any process runs."""
         return self.process.poll()
 
     def _last_lines(self) -> list[str]:
@@ -131,14 +131,14 @@ class Service:
             return log.read().decode(errors="replace").splitlines()
 
     def tail(self, lines: int = _TAIL_LINES) -> str:
-        """The last lines that this process wrote, long ones cut (SGLang prints all its arguments in one)."""
+        """Return the last lines that this process wrote, long ones cut (SGLang prints all its arguments in one)."""
         last = self._last_lines()[-lines:]
         return "\n".join(line if len(line) <= _TAIL_COLUMNS else f"{line[:_TAIL_COLUMNS]} ..." for line in last)
 
     def failure(self, what: str) -> ServiceFailed:
-        """The error that says `what` happened to this service, how it ended if it did, and its last lines.
+        """Return an error that says `what` happened to this service, how it ended if it did, and its last lines.
 
-        Of our own programs, which end an expected failure with a line "error: ...", it is that line.
+        Our own programs end an expected failure with a line "error: ..."; the error then quotes only that line.
         """
         status = self.poll()
         if status is None:
@@ -154,11 +154,11 @@ class Service:
         return ServiceFailed(f"{self.name}: {what}; {state}. Last lines of {self.log_path}:\n{tail}")
 
     def members(self) -> list[psutil.Process]:
-        """Every living process of this service, the leader first if it lives; the guardian is none of them."""
+        """Return every living process of this service, the leader first if it lives; without the guardian."""
         found: dict[int, psutil.Process] = {}
         with contextlib.suppress(psutil.NoSuchProcess):
             guardian = psutil.Process(self.process.pid)
-            if self.process.poll() is None:  # else the number may already be another process's
+            if self.process.poll() is None:  # else the pid may already be another process's
                 found = {p.pid: p for p in guardian.children(recursive=True)}
         for process in psutil.process_iter():
             if process.pid not in found and self._marked(process):
@@ -166,11 +166,11 @@ class Service:
         return [p for p in found.values() if p.pid not in (os.getpid(), self.process.pid) and _alive(p)]
 
     def _marked(self, process: psutil.Process) -> bool:
-        """Whether a process has this service's mark, or its session.
+        """Return whether a process has this service's mark, or its session.
 
-        The session, because programs that rename themselves (SGLang's scheduler, Ray's workers) overwrite the memory in
-        which the system shows their environment. Once the leader is reaped, its number is free for others only when no
-        member of its session is left.
+        The session counts because programs that rename themselves (SGLang's scheduler, Ray's workers) overwrite the
+        memory in which the system shows their environment. Once the leader is reaped, its pid can be reused only when
+        no member of its session is left.
         """
         session_ended = self.process.returncode is not None and psutil.pid_exists(self.pid)
         try:
@@ -183,10 +183,10 @@ class Service:
             return False  # ended meanwhile, or another user's
 
     def stop(self, grace: float = 10.0) -> None:
-        """End every process of this service; returns when none is left.
+        """End every process of this service; return when none is left.
 
-        The leader gets SIGTERM first, because it knows best how to end its own. When it is gone the others get SIGTERM;
-        whoever is left `grace` seconds after the call is killed.
+        The leader gets SIGTERM first, because it knows best how to end its own processes. When it is gone the others
+        get SIGTERM; those left `grace` seconds after the call are killed.
 
         Raises:
             ServiceFailed: a process survived SIGKILL (it hangs in the kernel).
@@ -198,7 +198,7 @@ class Service:
             self.control.sendall(b"%g\n" % grace)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(grace + _KILL_SECONDS)
-        if rest := self.members():  # of a guardian that was killed
+        if rest := self.members():  # the guardian was killed
             _signal(rest, signal.SIGTERM)
             _wait_for(lambda: not any(map(_alive, rest)), time.monotonic() + grace)
         deadline = time.monotonic() + _KILL_SECONDS
@@ -214,7 +214,7 @@ class Service:
 
 unstopped: list[Service] = []
 """The services that this process started and did not stop. A guardian ends its service when the socket to it is closed,
-so they are kept here, whatever becomes of the ``Service`` elsewhere."""
+so they are kept here, even if no other reference to the ``Service`` is left."""
 
 
 def start_service(
@@ -227,8 +227,8 @@ def start_service(
     url: str | None = None,
     pass_fds: Sequence[int] = (),
 ) -> Service:
-    """Start `command` as the leader of a new session; its output is appended to `log_path` (mode 0600: it may
-    hold what is nobody else's).
+    """Start `command` as the leader of a new session; its output is appended to `log_path` (mode 0600, since it may
+    hold private data).
 
     `env` is added to this process's environment; `pass_fds` stay open in the service. May be called from any thread.
 
@@ -255,7 +255,7 @@ def start_service(
             stderr=subprocess.STDOUT,
             env=environment,
             cwd=cwd,
-            start_new_session=True,  # a terminal's Ctrl-C is not for it
+            start_new_session=True,  # out of reach of a terminal's Ctrl-C
             pass_fds=pass_fds,
         )
     finally:
@@ -284,10 +284,10 @@ def run_command(
     timeout: float | None = None,
     log_path: Path | None = None,
 ) -> tuple[int, str]:
-    """Run a command to its end, as a service, so that it never outlives this process; its status and what it printed.
+    """Run a command as a service, so that it never outlives this process; return its status and output.
 
-    Its temporary files go with it; where this process is killed, with the next run. ``log_path``: where what it prints
-    can be read meanwhile.
+    Its temporary files are removed when it ends or, if this process is killed, by the next run. ``log_path``: where its
+    output can be read meanwhile.
 
     Raises:
         TimeoutError: it took longer than ``timeout`` seconds, and was ended.
@@ -320,8 +320,8 @@ async def wait_until_healthy(
 ) -> float:
     """Wait until `check()` is true and return the seconds that it took.
 
-    `check` may be a coroutine function. False, an OSError or a TimeoutError mean "not yet"; any other exception passes
-    through. The service is not stopped: that is the caller's to decide.
+    `check` may be a coroutine function. False, an OSError or a TimeoutError mean "not yet"; any other exception
+    propagates. The service is not stopped: the caller decides.
 
     Raises:
         ServiceFailed: the process ended, or `timeout` seconds went by.
@@ -347,7 +347,7 @@ async def wait_until_healthy(
 
 
 def _alive(process: psutil.Process) -> bool:
-    """Whether it still runs; a zombie does not, and neither does a later process with the same number."""
+    """Return whether it still runs; a zombie does not, and neither does a later process with the same pid."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -1,12 +1,12 @@
-"""A run's temporary files and shared memory: named by the run, private to its user, gone with it.
+"""A run's temporary files and shared memory: named after the run, private to its user, removed with it.
 
 Guarantees:
 
 - the folder ``TMPDIR/atropos-XXXXXXXX`` (mode 0700) and the shared memory ``/dev/shm/atropos-XXXXXXXX-*`` are removed
-  at the end of the run, or, where that was killed, by the next run that starts;
-- nothing of a living run, of another user or of another program is removed: the run's owner holds a lock on the folder,
-  and on an entry of its own in ``/dev/shm``, as long as it lives. A lock is seen from other containers too, where a
-  process number is not, but on a shared file system not from other machines: each removes the folders of its own runs.
+  at the end of the run, or, if it was killed, by the next run that starts;
+- nothing of a live run, of another user or of another program is removed: the run's owner holds a lock on the folder,
+  and on its own entry in ``/dev/shm``, as long as it lives. Other containers see the lock, unlike a pid; other machines
+  on a shared file system do not, so each machine removes only the folders of its own runs.
 """
 
 import atexit
@@ -30,25 +30,25 @@ _PREFIX = "atropos-"
 _NAME = rf"({_PREFIX}[a-z0-9_]{{8}})"
 _FOLDER = re.compile(_NAME)
 _SEGMENT = re.compile(rf"{_NAME}(?:-\d+-\d+)?|sem\.{_NAME}-mp-\w+|sglang_loads_{_NAME}_\w+\.shm")
-_MARK = ".scratch"  # a file in each folder of ours, with the boot of the machine that made it
+_MARK = ".scratch"  # file in each run's folder, with the boot id of the machine that made it
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _TRIES = 20
-_LONGEST_BASE = 22  # bytes; the path of a Unix socket has 107, of which Ray takes 68 below the run's folder
+_LONGEST_BASE = 22  # bytes; the path of a Unix socket may have 107, of which Ray uses 68 below the run's folder
 _segments = itertools.count()
 
 
 class Scratch:
-    """``folder`` of a run; ``locks`` are its owner's."""
+    """Temporary ``folder`` of a run, and the ``locks`` of its owner."""
 
     def __init__(self, folder: Path, locks: list[int]):
         self.folder, self._locks, self._owner = folder, locks, os.getpid()
 
     @classmethod
     def create(cls) -> "Scratch":
-        """A new one, owned by this process, after those of dead runs are removed.
+        """Remove those of dead runs, then create one that is owned by this process.
 
         Raises:
-            AtroposError: the file system of the temporary folder has no locks.
+            AtroposError: the file system of the temporary folder does not support locks.
         """
         remove_dead()
         for _ in range(_TRIES):
@@ -61,7 +61,7 @@ class Scratch:
                 locks.append(_lock(mark))
             if None not in locks:
                 return cls(folder, locks)
-            for lock in locks:  # another process, which starts too, took an entry for a dead run's
+            for lock in locks:  # another starting process took an entry for a dead run's
                 if lock is not None:
                     os.close(lock)
             _remove(folder.parent, folder.name)
@@ -71,16 +71,16 @@ class Scratch:
         )
 
     def variables(self) -> dict[str, str]:
-        """The environment of the run's processes. What torch compiles is for later runs too, and stays."""
+        """Return the environment of the run's processes. torch's compile cache is kept for later runs."""
         compiled = os.environ.get("TORCHINDUCTOR_CACHE_DIR", f"{_base()}/torchinductor_{os.getuid()}")
         return {"TMPDIR": str(self.folder), SCRATCH: str(self.folder), "TORCHINDUCTOR_CACHE_DIR": compiled}
 
     def shared_memory(self) -> Path:
-        """A new path for shared memory of this run."""
+        """Return a new path for shared memory of this run."""
         return _SHARED_MEMORY / f"{self.folder.name}-{os.getpid()}-{next(_segments)}"
 
     def remove(self) -> None:
-        """Of the owner, once the run's processes have ended."""
+        """Remove all of it, in the owner only; the run's processes must have ended."""
         if self._locks and self._owner == os.getpid():
             for base in (self.folder.parent, _SHARED_MEMORY):
                 _remove(base, self.folder.name)
@@ -90,7 +90,7 @@ class Scratch:
 
 @functools.cache
 def current() -> Scratch:
-    """That of the run; where no launcher made one, one of this process, which goes with it."""
+    """Return the run's scratch; if no launcher made one, one that is removed when this process exits."""
     folder = Path(os.environ.get(SCRATCH, ""))
     if folder.is_absolute() and folder.is_dir():
         return Scratch(folder, [])
@@ -100,7 +100,7 @@ def current() -> Scratch:
 
 
 def remove_dead() -> None:
-    """Remove what runs of this user left behind whose owner is gone."""
+    """Remove what dead runs of this user left behind."""
     for base in (_base(), _SHARED_MEMORY):
         for name in {name for name, _ in _found(base)}:
             lock = _lock(base / name)
@@ -111,7 +111,7 @@ def remove_dead() -> None:
 
 
 def _found(base: Path) -> Iterator[tuple[str, Path]]:
-    """(run, path) of what is this user's, and any run's of this machine."""
+    """Yield (run, path) for everything of this user that belongs to a run of this machine."""
     with contextlib.suppress(OSError):
         for entry in os.scandir(base):
             match = (_SEGMENT if base == _SHARED_MEMORY else _FOLDER).fullmatch(entry.name)
@@ -129,7 +129,7 @@ def _made_here(mark: Path) -> bool:
 
 
 def _machine() -> str:
-    """The boot of this machine, which its containers share; its name, where the system does not tell."""
+    """Return the boot id of this machine, which its containers share, or its name if there is no boot id."""
     try:
         return _BOOT.read_text()
     except OSError:
@@ -137,7 +137,7 @@ def _machine() -> str:
 
 
 def _remove(base: Path, name: str) -> None:
-    """The entry that is locked comes last: without it the others are a dead run's."""
+    """Remove a run's entries, the locked one last: without it the others count as a dead run's."""
     for path in sorted((path for run, path in _found(base) if run == name), key=lambda path: path.name == name):
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
@@ -146,7 +146,7 @@ def _remove(base: Path, name: str) -> None:
 
 
 def _lock(path: Path) -> int | None:
-    """A descriptor that holds the lock of ``path``; None where another process has it, or has removed the path."""
+    """Return a descriptor that holds the lock of ``path``; None if another process has it, or removed the path."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     except OSError:
@@ -162,7 +162,7 @@ def _lock(path: Path) -> int | None:
 
 
 def _base() -> Path:
-    """The system's temporary folder; of a process of a run, the one that the run's folder lies in."""
+    """Return the system's temporary folder; in a process of a run, the folder that contains the run's folder."""
     base = Path(tempfile.gettempdir())
     if (base / _MARK).is_file():
         base = base.parent

@@ -1,8 +1,8 @@
-"""Which settings are secrets, and what is written of them.
+"""Secret settings: which they are, and how they are kept out of files and command lines.
 
-A secret is a setting with the name of one, or anything but a boolean inside of such a setting. It reaches a service in
+A secret is a setting with the name of one, or anything but a boolean inside such a setting. It reaches a service in
 its environment, or in a file of mode 0600: other users of the machine can read command lines. Configurations that are
-kept, and those that trackers get, hold none. A reference to another place, ``${oc.env:NAME}``, is no secret.
+saved or sent to trackers contain none. A reference to another place, ``${oc.env:NAME}``, is not a secret.
 """
 
 import json
@@ -29,29 +29,29 @@ _REFERENCE = re.compile(r"\$\{(oc\.env:\w+(,\s*null)?|[\w.]+)\}")
 
 
 def is_secret(name: str) -> bool:
-    """Whether a setting of this name holds a secret: ``api_key``, ``openai.api_key``, ``hf_token``, ..."""
+    """Return whether a setting of this name holds a secret: ``api_key``, ``openai.api_key``, ``hf_token``, ..."""
     return _NAME.search(name.replace("-", "_")) is not None
 
 
 def without_secrets(settings: Any) -> Any:
-    """A copy of nested mappings and lists with ``***`` for every secret that is set."""
+    """Return a copy of nested mappings and lists with ``***`` for every secret that is set."""
     return _with_secrets_as(lambda *_: HIDDEN, settings)
 
 
 def hidden_settings(settings: Any) -> list[list[Any]]:
-    """What ``without_secrets`` hides, each as [its keys and indices, its value]; ``restore`` puts it back."""
+    """Return what ``without_secrets`` hides, as [keys and indices, value] each; ``restore`` puts it back."""
     found: list[list[Any]] = []
     _with_secrets_as(lambda *place_and_value: found.append(list(place_and_value)), settings)
     return found
 
 
 def holds_secret(settings: Any) -> bool:
-    """Whether ``without_secrets`` hides anything of it."""
+    """Return whether ``without_secrets`` hides anything in it."""
     return bool(hidden_settings(settings))
 
 
 def check_not_hidden(settings: Any) -> None:
-    """Raises ConfigurationError: a file without secrets was read, and what stands in the place of one is none."""
+    """Raise ConfigurationError if a secret is the placeholder of a file that was written without secrets."""
     for place, value in hidden_settings(settings):
         if value == HIDDEN:
             raise ConfigurationError(
@@ -66,7 +66,7 @@ def _with_secrets_as(
     secret: bool = False,
     place: tuple[str | int, ...] = (),
 ) -> Any:
-    """A copy with what ``change`` makes of each secret, given its keys and indices; ``secret``: all are."""
+    """Return a copy in which ``change``, given keys and indices, replaces each secret; ``secret``: all are."""
     if isinstance(settings, Mapping):
         return {
             key: _with_secrets_as(change, value, secret or is_secret(str(key)), (*place, key))
@@ -82,14 +82,14 @@ def _is_set(value: Any) -> bool:
 
 
 def public_config(config: DictConfig) -> dict[str, Any]:
-    """The resolved configuration without secrets, for a tracker."""
+    """Return the resolved configuration without secrets, for a tracker."""
     return without_secrets(OmegaConf.to_container(config, resolve=True))
 
 
 def config_yaml(config: DictConfig, by_launcher: bool = False) -> bytes:
-    """The complete configuration without secrets; loaded again, the run's key comes from $ATROPOS_API_KEY.
+    """Return the complete configuration without secrets; when loaded, the key comes from $ATROPOS_API_KEY.
 
-    ``by_launcher``: where its services are is the launcher's, and of no use to another run.
+    ``by_launcher``: mark it as a launcher's, whose service addresses are of no use to another run.
     """
     public = public_config(config)
     public["inference"]["api_key"] = f"${{oc.env:{API_KEY_VARIABLE},null}}"
@@ -109,16 +109,16 @@ def restore(settings: Any, hidden: Iterable[Sequence[Any]]) -> None:
 
 
 def read_config_yaml(path: str | Path) -> DictConfig:
-    """What ``config_yaml`` gave; in a moment, where OmegaConf's own reader takes a second."""
+    """Read the result of ``config_yaml``; faster than OmegaConf's own reader, which takes a second."""
     return OmegaConf.create(yaml.load(Path(path).read_bytes(), getattr(yaml, "CSafeLoader", yaml.SafeLoader)))
 
 
 def split_secret_flags(flags: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Those for the command line, and the others."""
+    """Return the flags for the command line, and the secret ones."""
     public = {name: value for name, value in flags.items() if not holds_secret({name: value})}
     return public, {name: value for name, value in flags.items() if name not in public}
 
 
 def secret_variables(flags: list[str]) -> dict[str, str]:
-    """The environment of a process that takes ``flags`` with ``private_process.take_secret_flags``."""
+    """Return the environment of a process that reads ``flags`` with ``private_process.take_secret_flags``."""
     return {SECRET_FLAGS: json.dumps(flags)} if flags else {}

@@ -1,1 +1,1 @@
-"""What attaches to verl: its worker group, engines, platform and registries."""
+"""Integration with verl: its worker group, engines, platform and registries."""

@@ -1,9 +1,9 @@
-"""Which attention the trainer's model computes with: FlashAttention where it is installed, else torch's own.
+"""Attention implementation of the trainer's model: FlashAttention if it is installed, else torch's own.
 
-verl packs the rows of a micro-batch one behind the other. FlashAttention takes their boundaries; torch's scaled dot
-product takes a mask over all pairs of the micro-batch's tokens, so that time and memory grow with its square.
-verl's Ulysses replaces FlashAttention's entry point alone (models/transformers/monkey_patch.py): with any other
-attention each rank would silently see its own part of a sequence only.
+verl packs the rows of a micro-batch into one sequence. FlashAttention takes their boundaries; torch's scaled dot
+product takes a mask over all pairs of the micro-batch's tokens, so time and memory grow quadratically with its length.
+verl's Ulysses replaces only FlashAttention's entry point (models/transformers/monkey_patch.py): with any other
+attention, each rank would silently attend only to its own part of a sequence.
 """
 
 import importlib.util
@@ -16,14 +16,14 @@ from recipe.atropos.utils.gpus import device_of
 
 KEY = "actor_rollout_ref.model.override_config.attn_implementation"
 FLASH = "flash_attention_2"
-_KERNEL = "models--kernels-community--flash-attn2"  # its folder in the hub's cache; transformers' own choice
+_KERNEL = "models--kernels-community--flash-attn2"  # its folder in the hub's cache; the kernel that transformers uses
 
 
 def set_attention(config: DictConfig) -> str | None:
-    """Set ``attn_implementation``, unless it is given; returns what the user should know of it, if anything.
+    """Set ``attn_implementation`` unless it is given; return a warning for the user, or None.
 
     Raises:
-        ConfigurationError: FlashAttention is asked for, by name or by Ulysses, and cannot be had.
+        ConfigurationError: FlashAttention is requested by name, or needed by Ulysses, and is not available.
     """
     actor, given = config.actor_rollout_ref.actor, config.actor_rollout_ref.model.override_config
     on_gpu, installed = device_of(config) == "cuda", _flash_is_installed()
@@ -54,7 +54,7 @@ def set_attention(config: DictConfig) -> str | None:
 
 
 def _flash_is_installed() -> bool:
-    """flash-attn; or kernels, with which transformers takes a compiled kernel of the hub's cache, or fetches it."""
+    """Return whether flash-attn is installed, or kernels, which gets a compiled kernel from the hub or its cache."""
     if importlib.util.find_spec("flash_attn"):
         return True
     if not importlib.util.find_spec("kernels"):
@@ -65,6 +65,6 @@ def _flash_is_installed() -> bool:
 
 
 def sequence_parallel(actor: DictConfig) -> int:
-    """Ranks that share a sequence: verl reads the older of the two keys first (workers/config/actor.py)."""
+    """Return how many ranks share a sequence; verl reads the older of the two keys first (workers/config/actor.py)."""
     older = actor.ulysses_sequence_parallel_size
     return older if older > 1 else actor.fsdp_config.ulysses_sequence_parallel_size

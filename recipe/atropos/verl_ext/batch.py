@@ -1,4 +1,4 @@
-"""Batches of verl's: how rows travel to the ranks, and between them."""
+"""verl's batches, and how they are padded and balanced across ranks."""
 
 from verl import DataProto
 from verl.utils import tensordict_utils

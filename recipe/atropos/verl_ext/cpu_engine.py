@@ -1,7 +1,7 @@
 """verl's FSDP engine for the platform "cpu", registered under device "cpu" on import.
 
-Only the wrapping is a CPU's own: there is nothing to offload to, and FSDP1's ``sync_module_states`` refuses CPU
-parameters, so rank 0's weights are broadcast here. ``PushedWeights`` and ``RowTemperature`` would be the same on any
+Only the wrapping is specific to CPUs: there is nothing to offload to, and FSDP1's ``sync_module_states`` rejects CPU
+parameters, so rank 0's weights are broadcast here. ``PushedWeights`` and ``RowTemperature`` do not depend on the
 platform.
 """
 
@@ -24,7 +24,7 @@ from verl.workers.engine.fsdp.utils import get_sharding_strategy
 
 from recipe.atropos.verl_ext.engines import PushedWeights, RowTemperature
 
-# Without gradient scaling (which lives on accelerators) fp16 underflows; a CPU runs fp32, or bf16 slowly.
+# fp16 underflows without gradient scaling, which needs an accelerator; a CPU runs fp32, or bf16 slowly.
 _DEFAULT_PRECISION = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
 
 
@@ -41,7 +41,7 @@ class CPUFSDPEngine(RowTemperature, PushedWeights, FSDPEngineWithLMHead):
             raise ValueError("mixed_precision.param_dtype=fp16 needs a gradient scaler; on a CPU use fp32 or bf16")
         self._autocast_dtype = param_dtype
         self.scaler = None
-        self._is_offload_param = self._is_offload_optimizer = False  # the weights already are in host memory
+        self._is_offload_param = self._is_offload_optimizer = False  # the weights are already in host memory
 
         if self.engine_config.strategy == "fsdp2":
             full_state = module.state_dict()
@@ -73,7 +73,7 @@ class CPUFSDPEngine(RowTemperature, PushedWeights, FSDPEngineWithLMHead):
             device_mesh=self.device_mesh,
             use_orig_params=self.engine_config.use_orig_params,
         )
-        # As verl sets them: its checkpoint manager and weight export read the state dict in these forms.
+        # The same types as in verl, whose checkpoint manager and weight export expect them.
         if dist.get_world_size() == 1:
             FSDP.set_state_dict_type(wrapped, StateDictType.FULL_STATE_DICT, FullStateDictConfig())
         else:

@@ -1,14 +1,14 @@
-"""verl on machines without an accelerator.
+"""verl's platform for machines without an accelerator.
 
 Loaded through the ``verl.plugins`` entry point in every process that imports verl. It registers the platform "cpu" with
-verl's own registry, and promises:
+verl's own registry. Guarantees:
 
-- where any accelerator is visible, verl chooses that one and nothing changes: ``is_platform_available`` says no; so it
-  does in a process of a Ray cluster, whose other machines may have one, and where an NVIDIA driver is loaded;
-- where none is, verl detects "cpu" by itself; ``VERL_PLATFORM`` overrides both, and is what the trainer sets.
+- If an accelerator is visible, verl chooses it and nothing changes: ``is_platform_available`` returns False. It also
+  does so in a process of a Ray cluster, whose other machines may have one, and if an NVIDIA driver is loaded.
+- Otherwise verl detects "cpu" by itself. ``VERL_PLATFORM`` overrides both, and is what the trainer sets.
 
-The matching FSDP engine is in ``cpu_engine``; it is imported by the workers, because verl's engines cannot be imported
-while verl itself is still being imported.
+The matching FSDP engine is in ``cpu_engine``; the workers import it, because verl's engines cannot be imported while
+verl itself is still being imported.
 """
 
 import os
@@ -24,7 +24,7 @@ from verl.plugin.platform.platform_manager import PlatformRegistry
 
 from recipe.atropos.utils.gpus import driver_gpus
 
-_RAY_VARIABLES = ("RAY_ADDRESS", "RAY_RAYLET_PID")  # of a driver that joins a cluster; of a worker
+_RAY_VARIABLES = ("RAY_ADDRESS", "RAY_RAYLET_PID")  # set in a driver that joins a cluster; set in a worker
 
 
 def _in_a_cluster() -> bool:
@@ -53,7 +53,7 @@ def _device_module() -> ModuleType:
     def nothing(*_: Any, **__: Any) -> None:
         return None
 
-    module.is_available = lambda: False  # "is there an accelerator": verl then skips its device memory management
+    module.is_available = lambda: False  # no accelerator: verl then skips its device memory management
     module.mem_get_info = host_memory
     for name in ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"):
         setattr(module, name, resident_bytes)
@@ -102,7 +102,7 @@ class PlatformCPU(PlatformBase):
         torch.manual_seed(seed)
 
     def _nothing(self, *_: Any) -> None:
-        """What only an accelerator needs."""
+        """Do nothing: only accelerators need this."""
 
     manual_seed_all = manual_seed
     set_device = synchronize = set_allocator_settings = empty_cache = profiler_start = profiler_stop = _nothing

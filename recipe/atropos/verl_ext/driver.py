@@ -1,4 +1,4 @@
-"""What verl has for a driver: configuration, trackers, timers."""
+"""verl's utilities for the driver: configuration, trackers, timers."""
 
 from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
 from verl.utils.checkpoint.checkpoint_manager import should_save_ckpt_esi

@@ -1,27 +1,26 @@
-"""What this recipe has otherwise than verl's FSDP engines; with it, the engines for NVIDIA GPUs.
+"""Mixins that change verl's FSDP engines for this recipe, and the engines for NVIDIA GPUs built with them.
 
-``ConfiguredOffload``: the reference policy stays on its device unless ``ref.fsdp_config.param_offload`` says otherwise.
-verl 0.9.1 offloads every forward-only model, whatever its configuration says, which makes its forward pass 40 to 70
-times slower.
+``ConfiguredOffload``: the reference policy stays on its device unless ``ref.fsdp_config`` sets ``param_offload`` (or
+``offload_policy``). verl 0.9.1 offloads every forward-only model regardless of its configuration, which makes its
+forward pass 40 to 70 times slower.
 
-``PushedWeights``: what leaves a model. verl renames packed experts of MoE models as Qwen's checkpoints name them,
-whatever the model; here every tensor has the name and the shape that it has in the model's own checkpoint.
+``PushedWeights``: the weights that are pushed. verl gives packed experts of any MoE model the names of Qwen's
+checkpoints; here every tensor has the name and the shape that it has in the model's own checkpoint.
 
-With a LoRA adapter and ``model.lora.merge`` the servers get whole weights, base + scaling * B @ A, under the base
-model's names; without it A and scaling * B of each adapted layer, under PEFT's names.
-verl merges the adapter into the model, reads the model, rounds what it reads to bf16, and puts copies of the base
-weights back (``merged_lora_context``). Here nothing is put into the model: the sum is made beside it, one tensor at a
-time. So
+With a LoRA adapter and ``model.lora.merge``, servers get merged weights, base + scaling * B @ A, under the base model's
+names; without it, A and scaling * B of each adapted layer, under PEFT's names.
+verl merges the adapter into the model, reads the model, rounds the result to bf16, and restores the base weights from
+copies (``merged_lora_context``). Here the model is not modified: sums are computed outside it, a tensor at a time. So:
 
 - what is pushed is what the trainer computes with, in the trainer's precision;
-- a push only reads: base weights, adapter and optimizer are bit for bit what they were, also where FSDP holds gathered
-  copies of them (``reshard_after_forward=false``), and a push that fails half-way leaves nothing to restore;
-- every rank makes every tensor: gathering is a collective.
+- a push only reads: base weights, adapter and optimizer stay bit for bit the same, even where FSDP holds gathered
+  copies of them (``reshard_after_forward=false``), and a push that fails midway leaves nothing to restore;
+- every rank builds every tensor, because gathering is a collective.
 
-``RowTemperature``: each row at a temperature of its own. verl's engine takes a temperature for each row, but its
-trainer writes one for the whole batch over it.
+``RowTemperature``: a separate temperature per row. verl's engine supports this, but verl's trainer overwrites the
+temperatures with one value for the whole batch.
 
-A new adapter depends on the engine's ``seed`` alone, not on the strategy or the number of ranks.
+A new adapter depends only on the engine's ``seed``, not on the strategy or the number of ranks.
 """
 
 from collections.abc import Iterable, Iterator
@@ -47,10 +46,10 @@ from recipe.atropos.utils.files import write_json
 
 
 class ConfiguredOffload:
-    """Goes before one of verl's FSDP engines: ``class Engine(ConfiguredOffload, FSDPEngineWithLMHead)``."""
+    """Mixin; must precede one of verl's FSDP engines in the MRO."""
 
     def _build_fsdp_module(self, module: torch.nn.Module) -> torch.nn.Module:
-        """verl asks ``forward_only`` here for one thing alone, whether to offload."""
+        """Wrap the module; verl reads ``forward_only`` here only to decide whether to offload."""
         config = self.engine_config
         stays = config.forward_only and not (config.param_offload or config.offload_policy)
         if not stays:
@@ -65,8 +64,8 @@ class ConfiguredOffload:
 class RowTemperature:
     """Mixin; must precede one of verl's FSDP engines in the MRO.
 
-    ``row_temperature``, (B,) float32, where a batch has it, takes the place of the batch's ``temperature`` in logprobs,
-    entropies and the logits that losses see.
+    If a batch has ``row_temperature``, (B,) float32, it replaces the batch's ``temperature`` in logprobs, entropies
+    and the logits that losses see.
     """
 
     def prepare_model_inputs(self, micro_batch: TensorDict) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -76,9 +75,9 @@ class RowTemperature:
 
 
 class PushedWeights:
-    """Mixin for one of verl's FSDP engines: ``class Engine(PushedWeights, FSDPEngineWithLMHead)``.
+    """Mixin; must precede one of verl's FSDP engines in the MRO.
 
-    ``checkpoint_format`` is that of the model, from the moment on when it is built.
+    ``checkpoint_format`` is the model's, and is set when the model is built.
     """
 
     checkpoint_format: CheckpointFormat
@@ -94,11 +93,11 @@ class PushedWeights:
         return module
 
     def _build_lora_module(self, module: torch.nn.Module) -> torch.nn.Module:
-        """``module`` with its adapter.
+        """Add the adapter to ``module``.
 
         Raises:
-            ValueError: the adapter cannot be pushed: it is more than A and B of linear layers, or, where it is not to
-                be merged, of layers outside the decoder or of several ranks.
+            ValueError: the adapter cannot be pushed: it has more than A and B of linear layers or, if it is not
+                merged, layers outside the decoder or several ranks.
         """
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(self.engine_config.seed)
@@ -109,9 +108,8 @@ class PushedWeights:
         return module
 
     def save_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
-        """As verl, and beside it the names that the weights have in the model's checkpoint, and PEFT's configuration of
-        an adapter: what ``export`` needs, and what is known only where the model is loaded.
-        """
+        """Save verl's checkpoint, the weights' names in the model's checkpoint, and an adapter's PEFT configuration."""
+        # ``export`` needs the latter two, which are known only while the model is loaded.
         super().save_checkpoint(local_path, *args, **kwargs)
         if torch.distributed.get_rank() == 0:
             write_json(Path(local_path) / TENSOR_NAMES, list(self.checkpoint_format.shapes))
@@ -120,8 +118,8 @@ class PushedWeights:
                 adapter.save_pretrained(local_path)
 
     def get_per_tensor_param(self, *args: Any, **kwargs: Any) -> tuple[Iterator[tuple[str, torch.Tensor]], None]:
-        """Name and full tensor of all that is pushed, in the dtype that is trained; every rank iterates to the end."""
-        # FSDP2 gathers from where the shards are; only an adapter is computed with.
+        """Return (name, full tensor) pairs to push, in the trained dtype; every rank must iterate to the end."""
+        # FSDP2 gathers shards from any device; only the arithmetic of an adapter needs them on the accelerator.
         adapted = self.model_config.lora_rank > 0
         staged = (adapted or fsdp_version(self.module) == 1) and not self._uses_fsdp2_cpu_offload_policy
         if staged:
@@ -136,9 +134,9 @@ class PushedWeights:
         return self.checkpoint_format.stream((name, _full(tensor)) for name, tensor in state.items()), None
 
     def _adapter_per_tensor_param(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """PEFT's name and the full tensor of A, (r, in), and of scaling * B, (out, r), of every adapted layer.
+        """Yield PEFT's name and the full tensor of A, (r, in), and of scaling * B, (out, r), of every adapted layer.
 
-        A layer that is not adapted, but that SGLang computes as one with an adapted one, has zeros.
+        Yields zeros for a layer without an adapter that SGLang fuses with an adapted layer.
         """
         try:
             layers, state = adapted_layers(self.module), self.module.state_dict()
@@ -165,9 +163,9 @@ class PushedWeights:
 
 
 def _missing_parts(name: str, layers: Iterable[str]) -> list[str]:
-    """The layers without an adapter that are computed as one with ``name``; none if another of them has named them.
+    """Return the layers without an adapter that SGLang fuses with ``name``, if it is the first adapted one among them.
 
-    SGLang refuses an adapter with a part of ``qkv_proj``, and dies of a part of ``gate_up_proj``.
+    SGLang rejects an adapter for only part of ``qkv_proj``, and crashes on one for only part of ``gate_up_proj``.
     """
     parent, _, own = name.rpartition(".")
     group = next((group for group in FUSED.values() if own in group), (own,))
@@ -177,12 +175,12 @@ def _missing_parts(name: str, layers: Iterable[str]) -> list[str]:
 
 
 def _full(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole tensor on the current device; a collective where it is sharded."""
+    """Return the full tensor; if it is sharded, gather it on the current device, which is a collective."""
     return tensor.to(get_device_id()).full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _check_mergeable(module: torch.nn.Module) -> None:
-    """Only A and B of linear layers are trained, and no such layer shares its weight with the embedding."""
+    """Raise ValueError unless only A and B of linear layers are trained, none of them tied to the embedding."""
     factors = tuple(f".lora_{factor}.{ADAPTER}.weight" for factor in "AB")
     others = [name for name, p in module.named_parameters() if p.requires_grad and not name.endswith(factors)]
     embedding = module.get_input_embeddings().weight
@@ -200,7 +198,7 @@ def _check_mergeable(module: torch.nn.Module) -> None:
 
 
 def _check_servable(module: torch.nn.Module) -> None:
-    """Every adapted layer is one of a decoder layer, and all have the same rank: SGLang has room for no other."""
+    """Raise ValueError unless all adapted layers are in the decoder and have the same rank, as SGLang requires."""
     layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, LoraLayer)}
     outside = [name for name in layers if ".layers." not in name]
     ranks = {layer.r[ADAPTER] for layer in layers.values()}
@@ -211,7 +209,7 @@ def _check_servable(module: torch.nn.Module) -> None:
         )
 
 
-# verl looks for the vendor's engine before its own, which is registered for the device alone.
+# verl looks for an engine of the vendor before its own, which is registered by device only.
 @EngineRegistry.register(model_type="language_model", backend=["fsdp", "fsdp2"], device="cuda", vendor="nvidia")
 class AtroposFSDPEngine(ConfiguredOffload, RowTemperature, PushedWeights, FSDPEngineWithLMHead):
     """FSDP1 ("fsdp") and FSDP2 ("fsdp2") on NVIDIA GPUs."""

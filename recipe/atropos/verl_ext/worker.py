@@ -1,4 +1,4 @@
-"""verl's workers, and how their methods are called from the driver."""
+"""verl's workers, and the decorators with which the driver calls their methods."""
 
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils.distributed import initialize_global_process_group_ray

@@ -1,12 +1,12 @@
-"""From FSDP weights to every SGLang server. Importing this package registers the checkpoint engine "atropos" with verl.
+"""Pushes of FSDP weights to all SGLang servers. Importing this package registers verl's checkpoint engine "atropos".
 
-- ``engine``: verl's seam; on each rank.
-- ``push``: the protocol that every push keeps; on rank 0.
-- ``names``: whether a push holds every tensor of the served checkpoint.
+- ``engine``: the interface to verl; runs on each rank.
+- ``push``: the protocol of every push; runs on rank 0.
+- ``names``: checks that a push holds every tensor of the served checkpoint.
 - ``disk``, ``distributed``, ``tensor``: the transports. ``bucket``: what the last two send.
-- ``adapter``: a LoRA adapter by itself.
-- ``manager``: the trainer's side; the active version.
-- ``fleet``: the servers, which come and go; who of them the gateway admits.
+- ``lora_adapter``: adapter-only LoRA sync.
+- ``manager``: the trainer's side; tracks the active version.
+- ``fleet``: which servers answer, and which of them the gateway admits.
 """
 
 from recipe.atropos.weight_sync.engine import AtroposCheckpointEngine

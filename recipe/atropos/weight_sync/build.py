@@ -1,4 +1,4 @@
-"""The manager that a configuration asks for."""
+"""Construction of the weight-sync manager from the configuration."""
 
 from collections.abc import Callable
 from functools import partial
@@ -22,7 +22,7 @@ def build_manager(
     vocab_size: int,
     log_probs_of: Callable[[list[Row]], torch.Tensor],
 ) -> WeightSyncManager:
-    """From the whole configuration; ``log_probs_of`` gives the policy's logprobs, (B, R), of the rows' responses."""
+    """Build from the whole configuration; ``log_probs_of``: the policy's logprobs, (B, R), of the rows' responses."""
     inference, settings = config.inference, config.trainer.atropos.weight_sync
     key, timeout = inference.api_key, settings.timeout
     fleet = ServerFleet(inference.urls, GatewayClient(inference.gateway, key), key, timeout)
@@ -38,7 +38,7 @@ def build_manager(
         actor_wg,
         fleet,
         adapter_only=model.lora_rank > 0 and not model.lora.merge,
-        timeout=2 * timeout,  # gathering and staging come before the requests that the time-out is for
+        timeout=2 * timeout,  # gathering and staging precede the requests that the timeout is for
         verify=verify,
         memory=memory,
     )

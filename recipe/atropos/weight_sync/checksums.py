@@ -1,8 +1,8 @@
-"""Whether every tensor of a server is the one that was sent, by SGLang's own checksums of what it computes with.
+"""Comparison of every tensor on a server with what was sent, by SGLang's checksums of its loaded weights.
 
-SGLang fuses tensors as it loads them (q, k and v; gate and up) and fills the vocabulary up to a multiple of 64 rows, so
-the checksums are made of the same bytes: those of the parts one after the other, and zeros behind the vocabulary. On a
-CPU a checksum is the first 8 bytes of a SHA-256 (``tensor_hash`` in sglang/srt/managers/mm_utils.py).
+SGLang fuses tensors as it loads them (q, k and v; gate and up) and pads the vocabulary to a multiple of 64 rows, so the
+checksums here cover the same bytes: the parts concatenated, and zeros after the vocabulary. On a CPU a checksum is the
+first 8 bytes of a SHA-256 (``tensor_hash`` in sglang/srt/managers/mm_utils.py).
 """
 
 import hashlib
@@ -26,7 +26,7 @@ _MEND = "set trainer.atropos.weight_sync.verify=probe"
 
 @dataclass
 class _Sum:
-    """Of one tensor of the server, and how many of its parts have been added."""
+    """Running hash of one tensor of the server, and the number of parts added so far."""
 
     sha256: Any = field(default_factory=hashlib.sha256)
     parts: int = 0
@@ -35,7 +35,7 @@ class _Sum:
 
 
 class WeightChecksums:
-    """What a server's checksums must be after the tensors that ``over`` let pass."""
+    """Expected checksums of a server, computed from the tensors that pass through ``over``."""
 
     def __init__(self) -> None:
         self._sums: dict[str, _Sum] = {}
@@ -46,7 +46,7 @@ class WeightChecksums:
             yield name, tensor
 
     def _add(self, name: str, tensor: torch.Tensor) -> None:
-        """Raises WeightPushError: the parts of a fused tensor come in another order than SGLang puts them in."""
+        """Add one tensor. Raises WeightPushError if parts of a fused tensor come in another order than SGLang's."""
         layer, _, kind = name.rpartition(".")
         parent, _, module = layer.rpartition(".")
         fused, part = _PART_OF.get(module, (module, 0))
@@ -59,7 +59,7 @@ class WeightChecksums:
         target.row_bytes = tensor.nbytes // max(1, len(tensor)) if tensor.dim() else 0
 
     async def check(self, client: SGLangClient) -> None:
-        """Raises WeightPushError: names the tensors that differ, or says why the server's cannot be compared."""
+        """Raise WeightPushError if tensors differ (names them) or the server's cannot be compared (says why)."""
         try:
             reply = await client.post("/weights_checker", {"action": "checksum"})
         except InferenceError as error:
@@ -79,7 +79,7 @@ class WeightChecksums:
         wrong = [name for name, digest in found.items() if name in sent and digest not in sent[name]]
         if missing := sorted(found.keys() - sent.keys()):
             raise WeightPushError(f"{client.url} has tensors that were not sent: {some(missing)}; is it another model?")
-        # Tied to a tensor that is there, such a name is none of the server's.
+        # A tied tensor may be absent from the server: its digest is that of a tensor that is there.
         known = set().union(*(sent[name] for name in found))
         if surplus := [name for name in sorted(sent.keys() - found.keys()) if not sent[name] & known]:
             raise WeightPushError(f"{client.url} has no tensors {some(surplus)}, which were sent; is it another model?")
@@ -88,7 +88,7 @@ class WeightChecksums:
 
 
 def _digests(name: str, total: _Sum) -> set[str]:
-    """Of the tensor as sent and, for a vocabulary, as SGLang fills it up with rows of zeros."""
+    """Return the digest of the tensor as sent and, for a vocabulary, as SGLang pads it with rows of zeros."""
     digests = {total.sha256.hexdigest()[:16]}
     if name.endswith(_VOCABULARY):
         filled = total.sha256.copy()

@@ -1,15 +1,15 @@
-"""One GPU for both: while the policy is trained, the servers give their memory back.
+"""Trainer and servers on the same GPUs: while the policy is trained, the servers release their memory.
 
     batch -> pause, release -> train -> resume the weights -> push (see ``push``) -> resume the caches, resume
 
-The KV cache is the larger part, and a push needs none: it comes back when the trainer's buckets are gone. A server that
-is paused by "retract" keeps its requests, and those that arrive, and answers them after the push: they wait, and do not
-fail. By "abort", which is all that SGLang before 0.5.21 can do, those that run end.
-What a server held is lost with the memory, so between release and push nothing may resume it; hence a push after every
+The KV cache is the larger part, and a push does not need it: it is resumed after the trainer's buckets are freed. A
+server paused with "retract" keeps its requests, and those that arrive, and answers them after the push: they wait, and
+do not fail. With "abort", the only mode that works before SGLang 0.5.21, running requests end.
+The memory's contents are lost, so nothing may resume a server between release and push; hence a push after every
 update.
 
-Meanwhile nothing may be started in that memory: a mark, a file, says so to whoever starts servers again. The launcher
-waits until it is gone.
+Meanwhile nothing may be started in that memory: a marker file says so, and the launcher restarts no server until it is
+gone.
 """
 
 import logging
@@ -26,21 +26,21 @@ _WEIGHTS, _CACHE = ("weights",), ("kv_cache",)
 
 
 class SharedMemory:
-    """The memory of the servers of ``fleet``, which stand on the trainer's GPUs.
+    """Memory of the servers of ``fleet``, which run on the trainer's GPUs.
 
-    ``mark`` is there from before the first server gives its memory until all that live were asked to take it back.
+    ``mark``, a marker file, exists from before the first release until all live servers were asked to resume.
     """
 
     def __init__(self, fleet: ServerFleet, pause_mode: PauseMode, mark: Path):
         self.fleet = fleet
         self.pause_mode = pause_mode
         self.mark = mark
-        mark.unlink(missing_ok=True)  # a trainer that was killed leaves it
-        self.released: dict[str, str] = {}  # URL: the version that the server had when it gave its memory
-        self.without_cache: dict[str, str] = {}  # the same, of those that have taken back what their weights need
+        mark.unlink(missing_ok=True)  # left by a trainer that was killed
+        self.released: dict[str, str] = {}  # by URL: the server's version when it released its memory
+        self.without_cache: dict[str, str] = {}  # the same, for servers that resumed only their weights
 
     def release(self, urls: Sequence[str]) -> None:
-        """Pause the servers and take their memory; one that cannot be reached has none.
+        """Pause the servers and release their memory; a server that cannot be reached has none.
 
         Raises:
             InferenceError: a server refuses.
@@ -49,7 +49,7 @@ class SharedMemory:
         async def release_one(client: SGLangClient) -> None:
             version = await client.weight_version()
             await client.pause(self.pause_mode)
-            self.released[client.url] = version  # before: a release without an answer may have happened
+            self.released[client.url] = version  # before the call, which may succeed even if no answer arrives
             await client.release_memory((*_CACHE, *_WEIGHTS))
 
         self.mark.parent.mkdir(parents=True, exist_ok=True)
@@ -57,34 +57,34 @@ class SharedMemory:
         self._on_each(urls, release_one)
 
     def resume_weights(self) -> None:
-        """Give back what a push needs, without what was in it. A server that was started again since has its own.
+        """Resume the memory that a push needs, without its contents. A server restarted since then has its own.
 
         Raises:
-            InferenceError: a server refuses, or finds no room.
+            InferenceError: a server refuses, or has no room.
         """
 
         async def resume_one(client: SGLangClient) -> None:
-            version = self.released.pop(client.url)  # before: SGLang dies of a second one
+            version = self.released.pop(client.url)  # before the call: a second one crashes SGLang
             if await client.weight_version() == version:
-                self.without_cache[client.url] = version  # before, too: an answer that is lost may have happened
+                self.without_cache[client.url] = version  # likewise: it may succeed even if no answer arrives
                 await client.resume_memory(_WEIGHTS)
 
         try:
             self._on_each(list(self.released), resume_one)
         finally:
-            self.released.clear()  # who could not be reached is gone
+            self.released.clear()  # servers that could not be reached are gone
             self.forget(())
 
     def resume_caches(self, version: int | None = None) -> None:
-        """Give back the rest; ``version``: what was pushed since, where something was.
+        """Resume the KV caches; ``version``: the one pushed since the release, if any.
 
         Raises:
-            InferenceError: a server refuses, or finds no room.
+            InferenceError: a server refuses, or has no room.
         """
 
         async def resume_one(client: SGLangClient) -> None:
             before = self.without_cache.pop(client.url)
-            if await client.weight_version() in (before, str(version)):  # else it was started again
+            if await client.weight_version() in (before, str(version)):  # else it was restarted
                 await client.resume_memory(_CACHE)
 
         try:
@@ -93,17 +93,17 @@ class SharedMemory:
             self.forget(self.without_cache)
 
     def forget(self, urls: Iterable[str]) -> None:
-        """These servers have died, and hold nothing any more. Without any left, who died may be started again."""
+        """Drop these servers, which died. If no other still lacks its cache, remove the marker: they can restart."""
         for url in list(urls):
             self.without_cache.pop(url, None)
         if not self.without_cache:
             self.mark.unlink(missing_ok=True)
 
     def resume(self) -> None:
-        """The servers generate again: what a push leaves to be done where their caches come after it.
+        """Resume generation, which a push leaves to be done after colocated servers have their caches back.
 
         Raises:
-            WeightPushError: one does not; names it.
+            WeightPushError: a server does not resume; names it.
         """
 
         check_phase("resume", self.fleet.ask(lambda client: client.resume(), self.fleet.targets))

@@ -1,7 +1,7 @@
-"""verl's checkpoint-engine seam: chosen by ``actor_rollout_ref.rollout.checkpoint_engine.backend=atropos`` alone.
+"""verl checkpoint engine, selected by ``actor_rollout_ref.rollout.checkpoint_engine.backend=atropos`` alone.
 
-verl gives each rank the stream of full tensors. Gathering them is a collective, so every rank iterates to the end, also
-when rank 0 fails; rank 0 alone talks to the servers, over HTTP.
+verl gives each rank the stream of full tensors. Gathering them is a collective, so every rank iterates to the end, even
+when rank 0 fails. Only rank 0 talks to the servers, over HTTP.
 """
 
 import logging
@@ -35,14 +35,14 @@ TRANSPORTS = ("auto", "disk", "distributed", "tensor")
 
 @CheckpointEngineRegistry.register("atropos")
 class AtroposCheckpointEngine(CheckpointEngine):
-    """Pushes to SGLang servers that were started by themselves.
+    """Pushes weights to standalone SGLang servers.
 
     ``urls``: the servers; they must serve the model of ``model_path`` (None: not compared), whose configuration may be
-    code of its own if ``trust_remote_code``. ``dtype``: what they serve in; floating-point tensors are cast to it
-    before they travel, but for those that servers hold in float32. ``transport`` and ``colocated``: see
+    custom code if ``trust_remote_code``. ``dtype``: that of the served weights; floating-point tensors are cast to it
+    before sending, except those that servers hold in float32. ``transport`` and ``colocated``: see
     ``choose_transport``; ``directory``: for "disk"; ``bucket_size`` in bytes. ``timeout``: seconds for one request of a
     push to one server. ``verify="checksum"`` compares every tensor; see ``checksums``. With ``lora_rank`` and without
-    ``lora_merge`` the weights are an adapter, pushed by itself under the name ``adapter``; see ``adapter``.
+    ``lora_merge`` only the adapter is pushed, under the name ``adapter``; see ``lora_adapter``.
     """
 
     def __init__(
@@ -75,10 +75,10 @@ class AtroposCheckpointEngine(CheckpointEngine):
         self.pause_mode = pause_mode
         self.verify = verify
         self._client_options = {"api_key": api_key, "timeout": timeout}
-        self._capabilities: dict[str, Capabilities] = {}  # by URL; what is asked once need not be asked in a pause
+        self._capabilities: dict[str, Capabilities] = {}  # by URL; cached, so that a pause need not wait for them
         self._pushed: str | None = None  # the version that every server had after the last push
         self._names: PushedNames | None = None  # None: not compared
-        self.adapter: str | None = None  # the name of the next
+        self.adapter: str | None = None  # name of the next adapter to push
         self._transport: Transport
         if lora_rank and not lora_merge:
             self._transport = AdapterTransport(model_path, proven=verify == "probe")
@@ -86,7 +86,7 @@ class AtroposCheckpointEngine(CheckpointEngine):
             self._transport = self._make_transport(choose_transport(transport, urls, colocated), directory, timeout)
 
     def expect(self, streamed: Streamed) -> None:
-        """The weights of every push will be ``streamed``: compared with the model's checkpoint now, on rank 0.
+        """Declare that every push will send ``streamed``, and compare it with the model's checkpoint now, on rank 0.
 
         Raises:
             WeightNamesError, CheckpointError: they differ, or the checkpoint cannot be read.
@@ -98,7 +98,7 @@ class AtroposCheckpointEngine(CheckpointEngine):
     async def send_weights(
         self, weights: Generator[tuple[str, torch.Tensor], None, None], global_steps: int | None = None
     ) -> dict[str, float]:
-        """Push all weights as version ``global_steps``; metrics on rank 0, an empty dict elsewhere.
+        """Push all weights as version ``global_steps``; return metrics on rank 0, an empty dict elsewhere.
 
         Raises:
             WeightPushError: see ``push``, the transport and ``names``.
@@ -134,7 +134,7 @@ class AtroposCheckpointEngine(CheckpointEngine):
             _exhaust(weights)
 
     async def _check(self, client: SGLangClient) -> None:
-        """A server that is new, or was started again, serves the model that is trained, and can be paused."""
+        """Check that a new or restarted server serves the model that is trained, and can be paused."""
         if client.url in self._capabilities and await client.weight_version() == self._pushed:
             return
         client.forget_capabilities()
@@ -153,7 +153,7 @@ class AtroposCheckpointEngine(CheckpointEngine):
         self._capabilities[client.url] = capabilities
 
     async def _check_names(self, client: SGLangClient) -> None:
-        """A server that loaded the checkpoint of another path has the tensors of the trainer's."""
+        """Check that a server that loaded its checkpoint from another path has the same tensors as the trainer's."""
         path = served_path(await client.model_info())
         if self._names is None or path is None or realpath(path) == realpath(self.model_path):
             return
@@ -177,7 +177,7 @@ class AtroposCheckpointEngine(CheckpointEngine):
         return TensorTransport(self.bucket_size)
 
     def _served(self, weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """In the dtype that servers hold; what they hold in float32, a few small tensors, comes last, in one bucket."""
+        """Cast to the servers' dtypes; the few small tensors that they hold in float32 come last, in one bucket."""
         late = []
         for name, tensor in weights if self._names is None else self._names.checked(weights):
             if name in self._fp32:
@@ -187,18 +187,18 @@ class AtroposCheckpointEngine(CheckpointEngine):
         yield from late
 
     def _of_engines_inside(self, *args: Any, **kwargs: Any) -> Any:
-        """The rest of the interface is for engines that run inside the inference processes."""
+        """Reject the rest of the interface, which is for engines that run inside the inference processes."""
         raise NotImplementedError("the servers are reached over HTTP, and receive the weights themselves")
 
     prepare = build_topology = init_process_group = finalize = receive_weights = _of_engines_inside
 
 
 def choose_transport(wanted: str, urls: Sequence[str], colocated: bool = False) -> str:
-    """``wanted``, or for "auto" the fastest that can work: "tensor" where trainer and servers share memory, which is on
-    one machine without GPUs and where they are ``colocated`` on them; else "distributed".
+    """Return ``wanted``, or for "auto" the fastest that can work: "tensor" if trainer and servers share memory, that is
+    on one machine, either without GPUs or ``colocated`` on them; else "distributed".
 
     Raises:
-        ValueError: no such transport.
+        ValueError: ``wanted`` is not a known transport.
     """
     if wanted not in TRANSPORTS:
         raise ValueError(f"trainer.atropos.weight_sync.transport={wanted!r}; choose one of {', '.join(TRANSPORTS)}")

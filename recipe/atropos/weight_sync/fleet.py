@@ -1,10 +1,10 @@
-"""The SGLang servers of a trainer, which may come and go: who is there, and who holds the active version.
+"""The trainer's SGLang servers, which may come and go: which ones answer, and which hold the active version.
 
-The gateway before them keeps requests from those that lack it.
+The gateway in front of them sends no requests to servers that lack it.
 
-- A server that does not answer is removed: named once, counted (``weight_sync/servers_removed``), not pushed to.
-- Without any server the trainer waits for one, at most the push's time-out; then the error names them all.
-- The gateway admits the servers that hold the active version, and no others, also after it was started anew.
+- A server that does not answer is removed: logged once, counted (``weight_sync/servers_removed``), not pushed to.
+- If no server answers, the trainer waits for one, at most for the push timeout; then the error names them all.
+- The gateway admits exactly the servers that hold the active version, also after the gateway restarts.
 """
 
 import logging
@@ -20,23 +20,23 @@ from recipe.atropos.weight_sync.servers import ask_each
 
 logger = logging.getLogger(__name__)
 
-_LONGEST_ANSWER = 60.0  # seconds that a busy server may take to say its version
-_ANSWER_OF_ONE_OUT = 2.0  # the whole step waits for it
+_LONGEST_ANSWER = 60.0  # seconds that a busy server may take to report its version
+_ANSWER_OF_ONE_OUT = 2.0  # for a server that is out of rotation; the whole step waits for it
 _DYING_SECONDS = 5.0  # from the death of an engine's process to the end of its HTTP server
-_LOOK_SECONDS = 1.0  # between looks for the first server that answers
+_LOOK_SECONDS = 1.0  # between polls of the servers
 
 
 class ServersGone(AtroposError, RuntimeError):
-    """No SGLang server is left, or, on the trainer's own GPUs, not all are; names who is out and what each said."""
+    """No SGLang server answers, or, colocated with the trainer, not all do; reports each missing server's error."""
 
 
 @dataclass
 class ServerFleet:
-    """Who of ``urls`` is there. ``holding`` are those that hold the active version.
+    """State of the servers of ``urls``. ``holding``: those that hold the active version.
 
-    ``targets`` are the servers of the push that is going on.
-    ``adapter`` is the name of the active one, ``coming`` of that of the push; None where all weights are pushed.
-    ``timeout``: seconds to wait for the first of them, if all are gone.
+    ``targets``: the servers of the current push.
+    ``adapter``: name of the active adapter; ``coming``: of the one being pushed; None if all weights are pushed.
+    ``timeout``: seconds for one request by ``ask``, and to wait until enough servers answer.
     """
 
     urls: Sequence[str]
@@ -54,11 +54,11 @@ class ServerFleet:
         self.targets = list(self.urls)
 
     def ask(self, action: Callable[[SGLangClient], Awaitable[Any]], urls: Iterable[str]) -> dict[str, Any]:
-        """What ``action`` gave of each server, by URL, or its InferenceError."""
+        """Run ``action`` on each server; return its result or InferenceError by URL."""
         return ask_each(dict.fromkeys(urls, self.timeout), self.api_key, action)
 
     def look(self) -> dict[str, str]:
-        """The weight version that each server which answers reports; those that don't are out from now on."""
+        """Return the weight version of each server that answers; remove the others from rotation."""
         longest = min(self.timeout, _LONGEST_ANSWER)
         versions, errors = self._ask({url: _ANSWER_OF_ONE_OUT if url in self._errors else longest for url in self.urls})
         for url in self._errors.keys() & versions.keys():
@@ -68,10 +68,10 @@ class ServerFleet:
         return versions
 
     def wait_for(self, least: int) -> dict[str, str]:
-        """``look`` until ``least`` servers answer.
+        """Poll until ``least`` servers answer; return the weight version of each.
 
         Raises:
-            ServersGone: fewer do, for ``timeout`` seconds.
+            ServersGone: fewer than ``least`` answer within ``timeout`` seconds.
         """
         deadline = time.monotonic() + self.timeout
         if len(versions := self.look()) < least:
@@ -86,7 +86,7 @@ class ServerFleet:
         return versions
 
     def died(self, targets: Sequence[str]) -> bool:
-        """Whether one of the servers of a failed push is gone, or hangs; a dying one is given time to be."""
+        """Return whether a server of a failed push is gone or hangs; a dying one is given time to go down."""
         deadline = time.monotonic() + _DYING_SECONDS
         while True:
             _, errors = self._ask(dict.fromkeys(targets, _DYING_SECONDS))
@@ -96,7 +96,7 @@ class ServerFleet:
             time.sleep(_LOOK_SECONDS)
 
     def _ask(self, timeouts: dict[str, float]) -> tuple[dict[str, str], dict[str, str]]:
-        """(weight version, error), by URL; a wrong key is raised."""
+        """Return weight versions and errors, each by URL; raise the error of a wrong API key."""
         answers = ask_each(timeouts, self.api_key, lambda client: client.weight_version())
         errors = {url: answer for url, answer in answers.items() if isinstance(answer, InferenceError)}
         for error in errors.values():
@@ -112,7 +112,7 @@ class ServerFleet:
         self.holding -= errors.keys()
 
     def admit(self, version: int, urls: Sequence[str]) -> None:
-        """``urls`` hold ``version``, and no others; the gateway is told if it knows it otherwise."""
+        """Record that exactly ``urls`` hold ``version``; tell the gateway unless it already knows."""
         self.holding = set(urls)
         if not self.gateway.knows(version, urls, self.adapter):
             self.gateway.announce(version, sorted(urls), adapter=self.adapter)

@@ -1,11 +1,11 @@
-"""The trainer's side of a push: which version is active, on servers that come and go (see ``fleet``).
+"""The trainer's side of a push: tracks the active version on servers that come and go (see ``fleet``).
 
 - A version is active once every server *that answers* has it.
 - A server that answers again is given the weights before the gateway admits it, whatever version it reports: it may
   have been left paused, or with half of a push.
-- A push that fails because a server died is repeated, as a whole, to the rest. A server that lives and refuses the
-  weights stops the run.
-- Where versions are adapters beside base weights that stay, each has one name on all servers, and the gateway knows it.
+- A push that fails because a server died is repeated, as a whole, to the rest. If a live server refuses the weights,
+  the run stops.
+- In adapter-only sync, each version's adapter has the same name on all servers, and the gateway knows that name.
 """
 
 import logging
@@ -26,12 +26,12 @@ logger = logging.getLogger(__name__)
 
 
 class WeightSyncManager:
-    """Keeps the servers of ``fleet`` on the actor's weights.
+    """Keeps the servers of ``fleet`` in sync with the actor's weights.
 
     ``version`` is the trainer step whose weights they serve, None before the first push. It advances only after a push
-    that succeeded on each of its servers, and that ``verify``, where given, found to be true; ``verify`` returns
-    metrics, or raises. ``memory``, where given, is what the servers leave to the trainer between ``offload_servers``
-    and the next push. ``adapter_only``: what is pushed is an adapter. ``timeout``: seconds for a push.
+    succeeds on each of its servers and passes ``verify``, if given, which returns metrics or raises. ``memory``, if
+    given, is the memory that the servers release to the trainer between ``offload_servers`` and the next push.
+    ``adapter_only``: only a LoRA adapter is pushed. ``timeout``: seconds for one push.
     """
 
     def __init__(
@@ -55,13 +55,13 @@ class WeightSyncManager:
         """Push the actor's weights as version ``global_steps`` to every server that answers; returns metrics.
 
         Raises:
-            ServersGone: none is left; or one died in each of several pushes in a row.
-            GatewayError: the gateway is lost.
-            ray.exceptions.RayTaskError: the push failed (caused by a ``WeightPushError``), and no server has died.
-            WeightPushError: a server does not compute with the weights that it was given.
+            ServersGone: no server is left, or one died in each of several consecutive pushes.
+            GatewayError: the gateway does not answer or refuses.
+            ray.exceptions.RayTaskError: the push failed (caused by a ``WeightPushError``) although no server died.
+            WeightPushError: a server does not compute with the pushed weights.
             ray.exceptions.GetTimeoutError: the ranks did not finish within ``timeout`` seconds.
         """
-        self._make_room()  # first: a server that died may be started again only then
+        self._make_room()  # first, because a server that died can be restarted only then
         attempts, first = len(self.fleet.urls) + 2, self.version is None
         if self.adapter_only:
             self.fleet.coming = adapter_name(global_steps, uuid.uuid4().hex[:8])
@@ -77,7 +77,7 @@ class WeightSyncManager:
         )
 
     def ensure_current(self, global_steps: int) -> dict[str, float]:
-        """Take out who is gone, and give who came back the actor's weights, those of ``global_steps``.
+        """Remove servers that are gone, and push the actor's weights, those of ``global_steps``, to returning ones.
 
         Called before each step and while it waits for its batch. Returns metrics; raises as ``update_weights``.
         """
@@ -89,27 +89,27 @@ class WeightSyncManager:
         others = sorted(versions.keys() - set(current))
         self.fleet.coming = self.fleet.adapter
         if not versions or (others and global_steps != self.version):
-            return self.update_weights(global_steps)  # the active weights are the actor's no more: all get its own
+            return self.update_weights(global_steps)  # the active weights are no longer the actor's: all get its own
         if others and (metrics := self._push(global_steps, others)) is not None:
             return self._admitted(global_steps, [*current, *others], metrics, len(others))
         return self.fleet.metrics()
 
     def offload_servers(self) -> None:
-        """The servers generate no more, and leave their memory to the trainer until the next push.
+        """Pause the servers and release their memory to the trainer until the next push.
 
-        All of them are waited for: one that is out may be starting, in the memory that training is to have.
+        Waits for all of them: a server that does not answer may be starting, in the memory that training needs.
 
         Raises:
-            ServersGone: one did not come back.
+            ServersGone: a server did not come back.
         """
         if self.memory is not None:
             self.fleet.wait_for(len(self.fleet.urls))
             self.memory.release(self.fleet.urls)
 
     def onload_servers(self) -> None:
-        """However training ends, the next trainer finds servers that can take weights; they stay paused.
+        """Give the servers their memory back, so that the next trainer can push to them; they stay paused.
 
-        What stands in the way is logged: it must not take the place of the error that ended the training.
+        Called however training ends. Errors are logged, not raised: they must not mask the one that ended training.
         """
         if self.memory is not None:
             try:
@@ -121,13 +121,13 @@ class WeightSyncManager:
                 logger.exception("start the servers again before the next trainer: they did not take their memory back")
 
     def _make_room(self) -> None:
-        """Servers that lent their memory have as much of it again as they need to take weights into."""
+        """Free the trainer's cached memory, and resume what offloaded servers need to load weights."""
         if self.memory is not None:
             self.actor_wg.empty_cache()
             self.memory.resume_weights()
 
     def _push(self, global_steps: int, targets: list[str]) -> dict[str, float] | None:
-        """The metrics of a push to ``targets`` alone; None if one of them died in it."""
+        """Push to ``targets`` only; return its metrics, or None if one of them died in it."""
         self.fleet.targets = targets
         self.actor_wg.set_inference_urls(targets, self.fleet.coming)
         try:

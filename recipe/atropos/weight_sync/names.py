@@ -1,14 +1,14 @@
-"""Whether every tensor of the served checkpoint is pushed, under its name there and in its shape.
+"""Check that every tensor of the served checkpoint is pushed, under its name and in its shape there.
 
-SGLang skips a name that it doesn't know with a line in its log, or none, and goes on with the tensor that it has; a
-tensor of another shape ends its scheduler. So names and shapes are compared before training, which takes no tensor, and
-each push is compared with them while it is on its way. What may differ:
+SGLang skips an unknown name with a log line at most, and keeps the tensor that it has; a tensor of another shape
+crashes its scheduler. So names and shapes are compared before training, which needs no tensor data, and again during
+each push. Allowed differences:
 
-- **tied embeddings**: where one of two tied tensors is missing on a side, the other one must be there;
-- **derived buffers**: a buffer that the checkpoint doesn't have is not pushed, because a server, which loaded the
-  checkpoint, computes it itself (MiniMax: the decays of its linear attention);
-- **what the model's class leaves out** of its checkpoint: buffers of older checkpoints (``rotary_emb.inv_freq`` of each
-  layer), and parts that it lists in ``_keys_to_ignore_on_load_unexpected`` (layers for multi-token prediction).
+- **tied embeddings**: if one of two tied tensors is missing on a side, the other one must be there;
+- **derived buffers**: a buffer that the checkpoint lacks is not pushed, because a server computes it itself after
+  loading the checkpoint (MiniMax: the decays of its linear attention);
+- **tensors that the model's class ignores**: buffers of older checkpoints (``rotary_emb.inv_freq`` of each layer), and
+  names that match its ``_keys_to_ignore_on_load_unexpected`` (layers for multi-token prediction).
 """
 
 import re
@@ -24,7 +24,7 @@ _LISTED = 5  # names in an error
 
 
 class WeightNamesError(WeightPushError):
-    """What is pushed and the served checkpoint have different tensors; lists them."""
+    """The tensors of a push differ from those of the served checkpoint; lists them."""
 
 
 class Streamed(Protocol):
@@ -38,10 +38,10 @@ class Streamed(Protocol):
 
 
 class PushedNames:
-    """The names and shapes of every push: all that is ``streamed``, without what the servers derive.
+    """Names and shapes of every push: those of ``streamed``, except buffers that the servers derive.
 
     Raises:
-        WeightNamesError: ``checkpoint``, that of ``path``, has other names or shapes.
+        WeightNamesError: ``checkpoint``, read from ``path``, has other names or shapes.
     """
 
     def __init__(self, streamed: Streamed, checkpoint: Shapes, path: str):
@@ -54,7 +54,7 @@ class PushedNames:
         self.compare(checkpoint, path)
 
     def compare(self, checkpoint: Shapes, path: str) -> None:
-        """Raises WeightNamesError: the checkpoint of ``path`` differs from what is pushed, beyond the exceptions."""
+        """Raise WeightNamesError if the checkpoint of ``path`` differs from the push beyond the allowed differences."""
         partner = self._streamed.tied | {source: name for name, source in self._streamed.tied.items()}
         ignored = re.compile("|".join(f"(?:{pattern})" for pattern in self._streamed.ignored) or "(?!)")
         missing = [
@@ -85,10 +85,10 @@ class PushedNames:
             )
 
     def checked(self, weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """``weights`` without what the servers derive.
+        """Yield ``weights``, except buffers that the servers derive.
 
         Raises:
-            WeightNamesError: instead of a tensor that is not expected, and instead of the end if some are missing.
+            WeightNamesError: at an unexpected tensor, or at the end if tensors are missing.
         """
         left = dict(self.shapes)
         for name, tensor in weights:
@@ -111,6 +111,6 @@ class PushedNames:
 
 
 def some(names: Iterable[str]) -> str:
-    """The first of them, sorted, and how many more there are."""
+    """Return the first names in sorted order, and the number of the others."""
     names = sorted(names)
     return ", ".join(names[:_LISTED]) + (f" and {len(names) - _LISTED} more" if len(names) > _LISTED else "")

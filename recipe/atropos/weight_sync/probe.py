@@ -1,8 +1,8 @@
 """Proof that a server computes with the pushed weights: it samples, and the trainer computes the same logprobs.
 
-A version is only a number that the server repeats. It says the same after a push that left out a tensor, and after one
-that left keys of the old weights in the cache. The probe sees both: its prompt is always the same, so that its keys
-stay in the cache from push to push, and the logprobs of what follows must be the trainer's own.
+A version is only a number that the server echoes. It is the same after a push that left out a tensor, and after one
+that left keys of the old weights in the cache. The probe detects both: its prompt is always the same, so keys of it
+that are left in the cache are reused, and the logprobs of the sampled tokens must match the trainer's.
 """
 
 import logging
@@ -26,7 +26,7 @@ TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1}  # nats, mean abs
 
 @dataclass(frozen=True)
 class Probe:
-    """Of the servers of a push, and what they serve: ``dtype`` sets how far apart logprobs may be."""
+    """Probe of a push's servers; ``dtype``, that of the served weights, sets the tolerance on logprobs."""
 
     fleet: ServerFleet
     vocab_size: int
@@ -35,16 +35,16 @@ class Probe:
 
     @property
     def prompt(self) -> list[int]:
-        """The same in every push; from all over the vocabulary, so that many rows of the embedding are looked at."""
+        """Token ids, the same for every push; from the whole vocabulary, so that many embedding rows are checked."""
         return np.random.default_rng(0).integers(0, self.vocab_size, _PROMPT_TOKENS).tolist()
 
     def verify(self, version: int, compute: Callable[[list[Row]], torch.Tensor]) -> dict[str, float]:
-        """Ask every server and compare; ``compute`` gives the trainer's logprobs, (B, R), of the rows' responses.
+        """Probe every server and compare; ``compute`` gives the trainer's logprobs, (B, R), of the rows' responses.
 
-        Returns the largest difference of a server, the mean over its tokens in nats, as a metric.
+        Returns the largest difference of any server, its mean over tokens in nats, as a metric.
 
         Raises:
-            WeightPushError: a server's logprobs are not the trainer's; names it. All servers are left paused.
+            WeightPushError: a server's logprobs differ from the trainer's; names it. All servers are left paused.
             InferenceError: a server does not answer.
         """
         rows = self.ask()
@@ -63,7 +63,7 @@ class Probe:
         return {"weight_sync/probe_gap": max(gaps)}
 
     def ask(self) -> list[Row]:
-        """What each server samples after the prompt, as a row with the engine's logprobs; ``uid`` is the server's URL.
+        """Return what each server samples after the prompt, as a row with the engine's logprobs; ``uid``: its URL.
 
         Raises:
             InferenceError: a server does not answer.

@@ -1,18 +1,18 @@
-"""One push: a weight version reaches every server, or an error says which one it did not reach.
+"""One push: a weight version reaches every server, or an error names the servers that it did not reach.
 
     stage -> pause -> deliver -> flush -> verify -> resume (of colocated servers by the caller, see ``colocated``)
 
-- While the weights are staged, generation goes on with the old version: transport "disk" gathers and writes them then;
-  the others gather them in buckets as they deliver, and stage the first.
-- Nothing is generated between the first and the last changed tensor of a server: it is paused.
-- The KV cache is flushed after the last tensor and before anything is generated, so no new token attends to keys of old
-  weights; a flush that fails fails the push.
-- No server reports the version before it has taken the last tensor, and generation continues only after *every* server
+- While the weights are staged, generation continues with the old version. Transport "disk" gathers and writes them all
+  then; "distributed" and "tensor" stage the first buckets, and gather the rest as they deliver.
+- A server generates nothing between its first and its last changed tensor: it is paused.
+- The KV cache is flushed after the last tensor and before generation resumes, so no new token attends to keys of old
+  weights; if the flush fails, so does the push.
+- No server reports the version before it has loaded the last tensor, and generation resumes only after *every* server
   has reported it.
-- Before that, where it is asked for, the checksum of each of its tensors is compared with what was sent.
-- An adapter by itself takes nothing away that is in use, and is delivered without a pause and a flush; see ``adapter``.
-- On an error after the pause the servers are left paused: one that may have taken half of the weights never goes on.
-  (Before it they go on with the old version.) A retry is a whole push; the caller's version stays what it was.
+- Before that, if requested, the checksum of each of its tensors is compared with what was sent.
+- Adapter-only LoRA sync replaces nothing that is in use, so it needs no pause and no flush; see ``lora_adapter``.
+- After an error from the pause on, the servers stay paused: one that may hold half of the weights must not generate.
+  (After an earlier error they continue with the old version.) A retry is a whole push; the caller keeps its version.
 """
 
 import time
@@ -28,21 +28,21 @@ from recipe.atropos.weight_sync.transports.bucket import NamedTensors
 
 
 class Transport(Protocol):
-    """How the bytes of a version come to the servers; ``pauses``: generation stands still while they are delivered."""
+    """How the tensors of a version reach the servers; ``pauses``: generation is paused while they are delivered."""
 
     pauses: bool
 
     async def stage(self, clients: Sequence[SGLangClient], weights: NamedTensors, version: int) -> None:
-        """Whatever can be done before generation is paused; ``weights`` are read here or in ``deliver``."""
+        """Do what can be done before generation is paused; ``weights`` are read here or in ``deliver``."""
 
     async def deliver(self, clients: Sequence[SGLangClient], version: int) -> None:
-        """Let every server, all paused if ``pauses``, load the weights and then carry the version's number.
+        """Make every server, all paused if ``pauses``, load the weights and then report the version.
 
         Raises WeightPushError, naming the server.
         """
 
     def release(self, version: int) -> None:
-        """The version is active everywhere: what was staged before it may go."""
+        """Clean up once the version is active on every server: earlier staged data may be deleted."""
 
 
 async def push(
@@ -54,14 +54,14 @@ async def push(
     checksums: WeightChecksums | None = None,
     resume: bool = True,
 ) -> dict[str, float]:
-    """Bring ``weights`` (name, full tensor) to all servers as ``version``.
+    """Push ``weights`` (name, full tensor) to all servers as ``version``.
 
-    ``pause_mode`` says what running requests meet: "abort" ends them, "retract" computes their prefix anew with the new
-    weights and goes on. "in_place" keeps their old keys, so that the flush, and with it the push, fails while one runs.
-    ``checksums``, new ones, have every tensor of every server compared with what was sent. ``resume``: false leaves the
-    servers paused.
+    ``pause_mode`` decides what happens to running requests: "abort" ends them; "retract" recomputes their prefix with
+    the new weights and continues; "in_place" keeps their old keys, so the flush, and with it the push, fails while one
+    is running. ``checksums``, a new instance, compares every tensor of every server with what was sent. ``resume``:
+    False leaves the servers paused.
 
-    Returns seconds by phase and the size, as metrics under ``weight_sync/``.
+    Returns seconds per phase and the size in bytes, as metrics under ``weight_sync/``.
 
     Raises:
         WeightPushError: a phase failed on a server; from the pause on, the servers are left paused.
@@ -96,7 +96,7 @@ async def push(
 
 
 class _Counted:
-    """``weights``, with their bytes added up as they pass."""
+    """Iterator over ``weights`` that counts their bytes."""
 
     def __init__(self, weights: NamedTensors):
         self._weights = weights

@@ -1,5 +1,5 @@
-"""Whether a server serves the model that is trained. A tensor of another shape kills SGLang's scheduler, and one of
-another name is passed over in silence, so this is asked before anything is sent."""
+"""Check, before anything is sent, that a server serves the trained model: a tensor of another shape crashes SGLang's
+scheduler, and a tensor of an unknown name is silently skipped."""
 
 import logging
 from typing import Any
@@ -12,7 +12,7 @@ from recipe.atropos.weight_sync.servers import WeightPushError
 
 logger = logging.getLogger(__name__)
 
-# What the names and shapes of the tensors follow from.
+# Configuration fields that determine the tensors' names and shapes.
 _KEYS = (
     "vocab_size",
     "hidden_size",
@@ -28,16 +28,16 @@ _KEYS = (
 
 
 async def check_model(client: SGLangClient, trained: PretrainedConfig, dtype: str) -> None:
-    """``dtype`` is the one that weights are cast to before they travel, e.g. "bfloat16".
+    """Check that a server serves ``trained``; ``dtype``: what weights are cast to before sending, e.g. "bfloat16".
 
     Raises:
-        WeightPushError: the server has another architecture, size or dtype, or is quantized; names it, and the values.
+        WeightPushError: the server has another architecture, size or dtype, or is quantized; names it and the values.
         InferenceError: the server does not answer.
     """
     model, arguments = await client.model_info(), (await client.capabilities()).arguments
     path = served_path(model)
     served = _configuration(client.url, path, trained)
-    # SGLang reports the flag alone; where it is not given, the checkpoint's own configuration decides.
+    # SGLang reports only the flag; without it, the checkpoint's own configuration decides.
     found = {f"--{flag.replace('_', '-')} {arguments[flag]}" for flag in QUANTIZATION_FLAGS if arguments.get(flag)}
     if found or (method := quantization_method(served)):
         how = " and ".join(sorted(found)) if found else f"{path}, a checkpoint with quantization_config {method}"
@@ -60,22 +60,22 @@ async def check_model(client: SGLangClient, trained: PretrainedConfig, dtype: st
 
 
 def served_path(model_info: dict[str, Any]) -> str | None:
-    """Where a server's checkpoint is, by its /model_info.
+    """Return the path of a server's checkpoint, given its /model_info.
 
-    ``model_path`` changes with every update from disk; the tokenizer's stays where the model was.
+    ``model_path`` changes with every update from disk; ``tokenizer_path`` stays the original path.
     """
     return model_info.get("tokenizer_path") or model_info.get("model_path")
 
 
 def quantization_method(config: PretrainedConfig | None) -> str | None:
-    """How the checkpoint of this configuration is quantized, e.g. "fp8"; None if it is not."""
+    """Return the checkpoint's quantization method, e.g. "fp8"; None if it is not quantized."""
     settings = getattr(config, "quantization_config", None)
     return str(settings.get("quant_method", settings)) if settings else None
 
 
 def _configuration(url: str, path: str | None, trained: PretrainedConfig) -> PretrainedConfig | None:
     try:
-        # By the trained model's own class: no code that stands at a server's path is run here.
+        # Loaded by the trained model's own class, so that no code from the server's path runs here.
         return type(trained).from_pretrained(path, local_files_only=True)
     except (OSError, ValueError):
         logger.warning("%s: the configuration of its model, %s, cannot be read from here to compare", url, path)

@@ -1,4 +1,4 @@
-"""One action on several servers at once, with every failure named."""
+"""Actions on several servers at once, with every failure reported."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
@@ -8,17 +8,17 @@ from typing import Any
 from recipe.atropos.errors import AtroposError
 from recipe.atropos.inference.client import InferenceError, SGLangClient
 
-_TIDY_SECONDS = 5.0  # that a server may take after a failure; a hanging one must not hold up what names it
+_TIDY_SECONDS = 5.0  # for a server's cleanup after a failure; a hung one must not delay the error that names it
 
 
 class WeightPushError(AtroposError, RuntimeError):
-    """A push that did not reach a server; names the server and the phase."""
+    """A weight push failed on a server; names the server and the phase."""
 
 
 def ask_each(
     timeouts: Mapping[str, float], api_key: str | None, action: Callable[[SGLangClient], Awaitable[Any]]
 ) -> dict[str, Any]:
-    """What ``action`` gave of each server, by URL, or its InferenceError; a call to one may take its timeout, in s."""
+    """Run ``action`` on each server; return its result or InferenceError by URL. ``timeouts``: seconds per call."""
 
     async def ask(url: str) -> Any:
         async with SGLangClient(url, api_key, timeout=timeouts[url]) as client:
@@ -43,7 +43,7 @@ async def on_all(
 
 
 def check_phase(phase: str, results: Mapping[str, Any]) -> None:
-    """Raises WeightPushError: results, by URL, are exceptions; names them."""
+    """Raise WeightPushError if any of ``results``, by URL, is an exception; name them all."""
     failures = {url: error for url, error in results.items() if isinstance(error, BaseException)}
     if failures:
         details = "; ".join(f"{url}: {error}" for url, error in failures.items())
@@ -51,7 +51,7 @@ def check_phase(phase: str, results: Mapping[str, Any]) -> None:
 
 
 async def ranks_of(client: SGLangClient, why: str) -> int:
-    """Of tensor parallelism. Raises WeightPushError: there is data parallelism too; ``why``: such a server ..."""
+    """Return the tensor-parallel size. Raises WeightPushError under data parallelism: "such a server {why}"."""
     arguments = (await client.capabilities()).arguments
     if arguments.get("dp_size", 1) != 1:
         raise WeightPushError(
@@ -62,7 +62,7 @@ async def ranks_of(client: SGLangClient, why: str) -> int:
 
 
 async def tidied(calls: Iterable[Awaitable[object]]) -> None:
-    """What is put in order after a failure, as far as the servers answer; the failure is what is told."""
+    """Await cleanup calls after a failure; ignore InferenceErrors and timeouts: the failure itself is reported."""
     limited = (asyncio.wait_for(call, _TIDY_SECONDS) for call in calls)
     for result in await asyncio.gather(*limited, return_exceptions=True):
         if isinstance(result, BaseException) and not isinstance(result, InferenceError | TimeoutError):
@@ -71,9 +71,9 @@ async def tidied(calls: Iterable[Awaitable[object]]) -> None:
 
 @asynccontextmanager
 async def update_session(clients: Sequence[SGLangClient]) -> AsyncIterator[None]:
-    """What tensor and distributed updates must stand in on SGLang from 0.5.21 on; nothing where servers know none.
+    """Open the session that tensor and distributed updates need since SGLang 0.5.21; no-op on servers without sessions.
 
-    It is closed after a failure too: else the next push could not open one.
+    It is closed after a failure too, as far as the servers answer.
     """
     await on_all(clients, "begin", lambda client: client.begin_weight_update())
     try:

@@ -1,1 +1,1 @@
-"""The trainer's ranks under Ray, as the driver calls them."""
+"""Worker groups through which the driver calls the trainer's ranks under Ray."""

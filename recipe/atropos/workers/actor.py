@@ -1,10 +1,10 @@
-"""The actor's FSDP ranks under Ray, as the trainer calls them.
+"""Worker group through which the trainer calls the actor's FSDP ranks under Ray.
 
 Guarantees:
 
-- Each call has a limit, after which ``RankTimeout`` names the ranks that have not answered; verl waits for ever.
-- A rank that ends, or raises, ends the call at once with its own error.
-- The reference policy lives in the same ranks: as the actor without its adapter, or as a second model.
+- Each call has a timeout, after which ``RankTimeout`` names the ranks that did not respond; verl waits forever.
+- If a rank exits or raises, the call fails at once with that rank's error.
+- The reference policy runs in the same ranks: as the actor without its adapter, or as a second model.
 """
 
 import math
@@ -27,20 +27,20 @@ from recipe.atropos.verl_ext.device import get_device_name
 from recipe.atropos.verl_ext.ranks import RayClassWithInitArgs, RayWorkerGroup, need_reference_policy
 from recipe.atropos.workers.resource_pool import DevicePool
 
-# What the ranks need of a batch; the rest stays with the driver.
+# The parts of a batch that the ranks need; the rest stays on the driver.
 _FORWARD_KEYS = ["prompts", "responses", "input_ids", "attention_mask", "position_ids", "response_mask"]
-_FORWARD_KEYS += ["row_temperature"]  # where rows were sampled at different ones
+_FORWARD_KEYS += ["row_temperature"]  # if rows were sampled at different temperatures
 _UPDATE_KEYS = ["old_log_probs", "advantages", "ref_log_prob", "rollout_is_weights", "teacher_ids", "teacher_logprobs"]
 
 
 class RankTimeout(AtroposError, RuntimeError):
-    """Ranks have not answered within the limit."""
+    """Ranks did not respond within the timeout."""
 
 
 class LimitedWorkerGroup(RayWorkerGroup):
-    """verl's worker group, each of whose calls takes ``limit`` seconds at most, and ends by ``deadline``.
+    """verl's worker group, with each call limited to ``limit`` seconds and to ``deadline``.
 
-    ``deadline`` is of ``time.monotonic``.
+    ``deadline`` is a ``time.monotonic`` value.
     """
 
     def __init__(self, *args: Any, limit: float, **kwargs: Any):
@@ -78,10 +78,10 @@ class LimitedWorkerGroup(RayWorkerGroup):
 
 
 class ActorGroup(LimitedWorkerGroup):
-    """The ranks that ``config`` asks for, with the model loaded; ``distillation`` is the loss's.
+    """The ranks that ``config`` requests, with the model loaded; ``distillation`` configures the loss.
 
     Raises:
-        ConfigurationError: Ray has no room for them.
+        ConfigurationError: Ray lacks the resources for them.
         RankTimeout: the model was not loaded in time.
     """
 
@@ -95,7 +95,7 @@ class ActorGroup(LimitedWorkerGroup):
         trainer = config.trainer
         self.pool = DevicePool(
             [trainer.n_gpus_per_node] * trainer.nnodes,
-            # Ray names placement groups after it, across all its jobs.
+            # Placement group names are shared by all jobs of a Ray cluster.
             name=f"{config.run.name}_{uuid.uuid4().hex[:8]}_",
             timeout=trainer.ray_wait_register_center_timeout,
         )
@@ -114,26 +114,26 @@ class ActorGroup(LimitedWorkerGroup):
         self.init_model()
 
     def data_parallel_size(self, mesh: str = "actor") -> int:
-        """Ranks of one sequence-parallel group are one. ``mesh``: "actor", or "ref" of a second model."""
+        """Return the data-parallel size (each sequence-parallel group is 1) of "actor", or of a second model, "ref"."""
         if mesh not in self._dispatch_info:
             self._dispatch_info[mesh] = self._query_dispatch_info(mesh)
         return max(self._dispatch_info[mesh]) + 1
 
     @property
     def reference_ranks(self) -> int:
-        """Those of a second model, which may be divided otherwise."""
+        """Data-parallel ranks of the reference policy; a second model may be sharded differently."""
         return self.data_parallel_size("ref") if self._has_second_model else self.data_parallel_size()
 
     @property
     def rows_multiple(self) -> int:
-        """What the number of a rank's rows must be a multiple of; the reference policy may have more ranks."""
+        """Number that must divide each rank's row count; the reference policy may have more data-parallel ranks."""
         multiple, ranks = micro_batch_size(self.settings), self.data_parallel_size()
         return math.lcm(ranks * multiple, self.reference_ranks * multiple) // ranks
 
     def log_probs(self, batch: DataProto) -> tuple[dict[str, torch.Tensor], float]:
-        """The policy's ``old_log_probs`` and ``entropys`` of the responses, (B, R) float32, and MFU.
+        """Return the policy's ``old_log_probs`` and ``entropys`` of the responses, (B, R) float32, and the MFU.
 
-        With ``actor.calculate_sum_pi_squared`` also ``sum_pi_squared``, which some estimators need.
+        With ``actor.calculate_sum_pi_squared``, also return ``sum_pi_squared``, which some estimators need.
         """
         names = {"old_log_probs": "log_probs", "entropys": "entropy"}
         if squared := bool(self.settings.actor.get("calculate_sum_pi_squared", False)):
@@ -144,7 +144,7 @@ class ActorGroup(LimitedWorkerGroup):
         return found, tu.get(output, "metrics")["mfu"]
 
     def reference_log_probs(self, batch: DataProto) -> torch.Tensor:
-        """The reference policy's logprobs of the responses, (B, R) float32."""
+        """Return the reference policy's logprobs of the responses, (B, R) float32."""
         data = _without_padding(batch, calculate_entropy=False)
         if self.reference_is_base:
             tu.assign_non_tensor(data, no_lora_adapter=True)
@@ -152,7 +152,7 @@ class ActorGroup(LimitedWorkerGroup):
         return _padded(self.compute_ref_log_prob(data), "log_probs", data)
 
     def update(self, batch: DataProto) -> dict[str, Any]:
-        """The optimizer steps of one batch; metrics as verl's ``reduce_metrics`` takes them. See ``mini_batches``."""
+        """Run the optimizer steps of one batch; return metrics for verl's ``reduce_metrics``. See ``mini_batches``."""
         mini_batches = batch.meta_info.get("mini_batches", 1)
         chosen = _select(batch, _FORWARD_KEYS + _UPDATE_KEYS)
         return update_actor(self, chosen, self.settings.actor, mini_batches, self.data_parallel_size())

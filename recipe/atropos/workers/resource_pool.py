@@ -1,4 +1,4 @@
-"""What the trainer's ranks take of Ray's resources."""
+"""Ray resources of the trainer's ranks."""
 
 import ray
 from ray._private.state import available_resources_per_node
@@ -9,12 +9,12 @@ from recipe.atropos.verl_ext.ranks import RayResourcePool, get_platform, sort_pl
 
 
 class DevicePool(RayResourcePool):
-    """A CPU and, where the platform has one, an accelerator for each rank; ``ranks`` of each node.
+    """A CPU and, if the platform has one, an accelerator per rank; ``ranks`` lists the number of ranks on each node.
 
-    verl asks for three CPUs a rank, for worker groups that this trainer does not have, and waits without a limit.
+    verl requests three CPUs per rank, for worker groups that this trainer does not have, and waits without a timeout.
 
     Raises:
-        ConfigurationError: Ray has no room for the ranks within ``timeout`` seconds.
+        ConfigurationError: Ray cannot place the ranks within ``timeout`` seconds.
     """
 
     def __init__(self, ranks: list[int], name: str, timeout: float):

@@ -154,7 +154,7 @@ def test_environment_given_up_leaves_the_run_to_the_others(tmp_path, capsys):
         end(a)
         run.check()
         said = capsys.readouterr().out
-        assert "environment-a ended once more after 0 restarts (environments.x.max_restarts), given up" in said
+        assert "environment-a ended once more after 0 restarts (environments.x.max_restarts), abandoned" in said
         assert "its last words" in said and run.services == [b] and run.abandoned == {"environment-a"}
         end(b)
         with pytest.raises(ServiceFailed, match="environment-b: ended once more after 0 restarts"):

@@ -148,7 +148,7 @@ def test_run_service_waits_until_it_may_start(run, tmp_path, capsys):
     for _ in range(3):
         run.check()
     assert run.services == [service] and not service.members()
-    assert capsys.readouterr().out == "sglang ended (-9); it starts again when the trainer gives its memory back\n"
+    assert capsys.readouterr().out == "sglang ended (-9); it starts again when the trainer releases its memory\n"
     lent.unlink()
     run.check()
     assert run.services[0].poll() is None and "1 of 1 restarts" in capsys.readouterr().out

@@ -1,13 +1,13 @@
 """Lets SGLang start on a CPU from the released wheels. Python runs this file at the start of every process of SGLang.
 
-SGLang spawns its scheduler and detokenizer as new processes, so the repairs must happen in each of them: this
-folder, and nothing else of the project, stands first on that environment's PYTHONPATH. The file promises
+SGLang spawns its scheduler and detokenizer as new processes, so each of them needs these workarounds: this folder, and
+nothing else of the project, is first on that environment's PYTHONPATH. Guarantees:
 
-* to do nothing unless ``SGLANG_USE_CPU_ENGINE=1``: a GPU server never sees a stub;
-* to import nothing (no torch) at start: a process that never asks for these packages pays for three finders only;
-* to give way to real packages: the stub is the last finder asked, the schemas are declared only if torchvision's own
-  library cannot be loaded, and of SGLang's modules only those are changed that ask for pinned memory unconditionally;
-* to run the ``sitecustomize`` that it shadows, in every case.
+* it does nothing unless ``SGLANG_USE_CPU_ENGINE=1``: a GPU server never sees a stub;
+* it imports nothing (no torch) at start: a process that never imports these packages pays only for three finders;
+* real packages take precedence: the stub is the last finder asked, the schemas are declared only if torchvision's own
+  library cannot be loaded, and only those SGLang modules are changed that ask for pinned memory unconditionally;
+* it always runs the ``sitecustomize`` that it shadows.
 """
 
 import importlib.machinery
@@ -20,7 +20,7 @@ _HERE = os.path.dirname(os.path.abspath(__file__))
 
 
 class _Missing:
-    """A name of the stub: imports, has attributes, can be subclassed or compared; calling it says what is missing.
+    """A name in the stub: imports, has attributes, can be subclassed or compared; calling it says what is missing.
 
     Attributes, because SGLang reads some at import time (``scalar_types.uint4b8``).
     """
@@ -84,7 +84,7 @@ class _TorchvisionSchemas:
         try:
             torch.ops.load_library(os.path.join(spec.submodule_search_locations[0], "_C.so"))
         except OSError:
-            self._library = torch.library.Library("torchvision", "FRAGMENT")  # kept: a freed Library is undeclared
+            self._library = torch.library.Library("torchvision", "FRAGMENT")  # kept: freeing it undeclares them
             for operator in ("nms", "qnms"):
                 self._library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
         return None  # the ordinary finders import torchvision itself
@@ -105,14 +105,14 @@ class _PageableSource(importlib.machinery.SourceFileLoader):
 
 
 class _NoPinnedMemory:
-    """Finder of SGLang's modules that pin host memory without asking whether there is a device to pin it for.
+    """Finder of SGLang's modules that pin host memory without checking that there is a device to pin it for.
 
     torch refuses that on a machine without an accelerator. In SGLang 0.5.12 `layers/logits_processor.py` does it for
-    each request with `logprob_start_len`, and the scheduler dies; 0.5.23 asks there. Both do it in `lora/` for every
+    each request with `logprob_start_len`, and the scheduler dies; 0.5.23 checks first. Both do it in `lora/` for every
     batch. Pinning only makes copies to a device faster: without it the results are the same.
 
-    SGLang's modules are changed rather than torch's functions: where a wrapper of `torch.tensor` comes into the cached
-    set of `torch.utils._device`, ``with torch.device(...)`` no longer reaches the real one, without a word.
+    SGLang's modules are changed rather than torch's functions: once a wrapper of `torch.tensor` is in the cached set of
+    `torch.utils._device`, ``with torch.device(...)`` silently no longer reaches the real function.
     """
 
     def find_spec(self, fullname, path=None, target=None):
@@ -132,7 +132,7 @@ class _NoPinnedMemory:
 
 
 def _run_shadowed_sitecustomize():
-    """Run the next `sitecustomize` on the path, which Python would have run if this file were not before it."""
+    """Run the next `sitecustomize` on the path, which Python would have run without this file."""
     elsewhere = [entry for entry in sys.path if os.path.abspath(entry) != _HERE]
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", elsewhere)
     if spec is not None and spec.loader is not None:

@@ -1,1 +1,1 @@
-"""How a weight version travels: by files, a process group, shared memory, or as a LoRA adapter alone."""
+"""Transports for weight versions: files, a process group, shared memory, and adapter-only LoRA sync."""

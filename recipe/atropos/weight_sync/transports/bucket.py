@@ -1,9 +1,9 @@
-"""Weights in buckets: a few large sends instead of hundreds of small ones, from buffers that are used again.
+"""Weights in buckets: a few large sends instead of hundreds of small ones, from reused buffers.
 
-While one bucket travels the next is filled, so two buffers are all the memory that a push takes, however large the
-model is; beside the tensors of one layer's attention, which are in one bucket: SGLang makes one tensor of several of
-them (``q_a_proj`` and ``kv_a_proj_with_mqa``), and of those that come in two requests it loads neither, without a word
-(read in 0.5.23, deepseek_weight_loader.py, glm4_moe_lite.py). A buffer grows to what must be together.
+The next bucket is filled while one is sent, so a push needs no memory beyond two buffers, however large the model is,
+and the tensors of one layer's attention. These must be in the same bucket: SGLang fuses some of them (``q_a_proj`` and
+``kv_a_proj_with_mqa``), and if they arrive in two requests it silently loads neither (read in 0.5.23,
+deepseek_weight_loader.py, glm4_moe_lite.py). A buffer grows to hold tensors that must stay together.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ _TOGETHER = re.compile(r".*\.layers\.\d+\.self_attn(?=\.)")
 
 @dataclass
 class Bucket:
-    """Tensors of one dtype, one after the other in ``flat``, (n,); ``last`` of its push."""
+    """Tensors of one dtype, concatenated in ``flat``, (n,); ``last``: whether it is the last bucket of its push."""
 
     flat: torch.Tensor
     names: list[str] = field(default_factory=list)
@@ -34,11 +34,11 @@ class Bucket:
 
     @property
     def dtype(self) -> str:
-        """As torch calls it, without "torch."."""
+        """Name of the dtype in torch, without "torch."."""
         return str(self.flat.dtype).removeprefix("torch.")
 
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
-        """Name and tensor, each a view of ``flat``."""
+        """Return names and tensors, each tensor a view of ``flat``."""
         parts = self.flat.split([shape.numel() for shape in self.shapes])
         return [(name, part.view(shape)) for name, shape, part in zip(self.names, self.shapes, parts, strict=True)]
 
@@ -46,19 +46,19 @@ class Bucket:
 class Buckets:
     """Two buffers of ``size`` bytes, made by ``allocate`` (bytes -> uint8 tensor) when they are first needed.
 
-    No larger than all weights together, once these have been through.
+    After the first push they are no larger than all weights together.
     """
 
     def __init__(self, size: int, allocate: Callable[[int], torch.Tensor]):
         self.size = size
         self._allocate = allocate
         self.reused = True
-        """False: each bucket has memory of its own, for readers that may be late."""
+        """False: each bucket gets its own memory, for readers that may lag."""
         self._total: int | None = None
         self.drop()
 
     def of(self, weights: NamedTensors) -> Iterator[Bucket]:
-        """The weights in buckets; a bucket's memory is its own until the second after it is asked for."""
+        """Yield the weights in buckets; a bucket stays valid until the second bucket after it is requested."""
         units, total = _units(weights), 0
         following = next(units, None)
         for index in cycle(range(_BUFFERS)):
@@ -81,7 +81,7 @@ class Buckets:
             yield bucket
 
     def drop(self) -> None:
-        """Give the buffers back; the next bucket has new ones."""
+        """Release the buffers; the next bucket gets a new one."""
         self._buffers = [torch.empty(0, dtype=torch.uint8)] * _BUFFERS
 
     def _buffer(self, index: int, size: int) -> torch.Tensor:
@@ -92,7 +92,7 @@ class Buckets:
 
 
 def _units(weights: NamedTensors) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """Tensors of one dtype that must be in one bucket: those of a layer's attention, else each by itself."""
+    """Group tensors of one dtype that must share a bucket: those of a layer's attention; others stay alone."""
     unit: list[tuple[str, torch.Tensor]] = []
     kept: tuple[str, torch.dtype] | None = None
     for name, tensor in weights:
@@ -115,7 +115,7 @@ def _nbytes(unit: list[tuple[str, torch.Tensor]]) -> int:
 
 
 async def filled_ahead(buckets: Iterator[Bucket]) -> Iterator[Bucket]:
-    """The same buckets, as many of them filled already as there are buffers, while generation goes on."""
+    """Fill as many buckets as there are buffers, while generation continues; return an iterator over all buckets."""
     filled = await in_thread(lambda: list(islice(buckets, _BUFFERS)))
     return chain(filled, buckets)
 
@@ -137,7 +137,7 @@ async def send_in_buckets(buckets: Iterator[Bucket], send: Callable[[Bucket], Aw
 
 
 async def in_thread(action: Callable[[], Result]) -> Result:
-    """Run ``action`` beside the event loop, on this thread's device and without gradients: torch has both by thread."""
+    """Run ``action`` in a thread, on this thread's device and without gradients: torch sets both per thread."""
     device = get_device_id()
 
     def run() -> Result:

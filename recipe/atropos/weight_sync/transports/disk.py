@@ -1,7 +1,6 @@
-"""Weights through a folder that the trainer's rank 0 and every server can read.
+"""Weight transport through a folder that the trainer's rank 0 and every server can read.
 
-A version appears whole or not at all. Only the active version
-is kept, for servers that come back; a failed write leaves nothing behind.
+A version appears completely or not at all. Only the active version is kept; a failed write leaves nothing behind.
 """
 
 import shutil
@@ -19,7 +18,7 @@ from recipe.atropos.weight_sync.transports.bucket import NamedTensors
 
 
 class DiskTransport:
-    """safetensors files of at most ``bucket_size`` bytes each (a larger tensor has a file of its own)."""
+    """Writes safetensors files, each closed once it holds ``bucket_size`` bytes or more."""
 
     pauses = True
 
@@ -31,8 +30,8 @@ class DiskTransport:
         return self.directory / f"version_{version}"
 
     async def stage(self, clients: Sequence[SGLangClient], weights: NamedTensors, version: int) -> None:
-        """Raises WeightPushError (no space, no permission) with nothing half-written left behind."""
-        for left in self.directory.glob(f".version_*{PARTIAL}"):  # by a process that was killed while it wrote
+        """Write the version. Raises WeightPushError (no space, no permission), and leaves nothing half-written."""
+        for left in self.directory.glob(f".version_*{PARTIAL}"):  # left by a process that was killed while writing
             remove_partial(left)
         try:
             with replace_folder(self.path(version)) as folder:
@@ -56,7 +55,7 @@ class DiskTransport:
             ) from error
 
     async def deliver(self, clients: Sequence[SGLangClient], version: int) -> None:
-        """Raises WeightPushError: a server does not see the folder, or does not load it."""
+        """Load the version on all servers. Raises WeightPushError if one cannot see or load the folder."""
         folder = self.path(version)
 
         async def load(client: SGLangClient) -> None:

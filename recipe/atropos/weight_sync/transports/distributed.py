@@ -1,7 +1,7 @@
-"""Weights through a process group of the trainer's rank 0 and every rank of every server: NCCL on GPUs, gloo on CPUs.
+"""Weight broadcasts in a process group of the trainer's rank 0 and all server ranks: NCCL on GPUs, gloo on CPUs.
 
-The servers are told over HTTP what comes, and take part in a broadcast of each bucket. The group is made at the first
-push and kept; it is made anew, under a new name, after a push that failed and for a server that was started again.
+HTTP requests tell the servers what to expect, and they join a broadcast of each bucket. The group is formed at the
+first push and reused; a new one, with a new name, is formed after a failed push and when servers change or restart.
 """
 
 import asyncio
@@ -29,12 +29,12 @@ from recipe.atropos.weight_sync.transports.bucket import (
 )
 
 _count = itertools.count()
-_JOIN_SECONDS = 30.0  # for all servers to come to the meeting point, where they wait for each other
-_BROKEN_OFF_SECONDS = 5.0  # for a broadcast, or a meeting, to notice that it was broken off
+_JOIN_SECONDS = 30.0  # for all servers to reach the rendezvous, where they wait for each other
+_BROKEN_OFF_SECONDS = 5.0  # for a broadcast or rendezvous to notice that it was aborted
 
 
 class DistributedTransport:
-    """Buckets of ``bucket_size`` bytes, broadcast; ``timeout``: seconds that a server may take for one of them."""
+    """Broadcasts buckets of ``bucket_size`` bytes; ``timeout``: seconds that a server may take for one of them."""
 
     pauses = True
 
@@ -44,16 +44,16 @@ class DistributedTransport:
         self.timeout = timeout
         self._filled: Iterator[Bucket] = iter(())
         self._group: _Group | None = None
-        self._left: list[tuple[str, str]] = []  # (URL, group): servers that may still hold a group that was given up
+        self._left: list[tuple[str, str]] = []  # (URL, group): servers that may still hold an abandoned group
 
     async def stage(self, clients: Sequence[SGLangClient], weights: NamedTensors, version: int) -> None:
-        """Raises WeightPushError: a server did not join the group."""
+        """Form the group and fill the first buckets. Raises WeightPushError if a server did not join."""
         self._group = await self._joined(clients)
         self._filled = await filled_ahead(self._buckets.of(weights))
 
     async def deliver(self, clients: Sequence[SGLangClient], version: int) -> None:
-        """Raises WeightPushError: a server did not load a bucket."""
-        group, self._group = self._group, None  # until all has gone well
+        """Broadcast every bucket. Raises WeightPushError if a server did not load one."""
+        group, self._group = self._group, None  # until the push succeeds
 
         async def send(bucket: Bucket) -> None:
             body = {
@@ -64,7 +64,7 @@ class DistributedTransport:
                 "load_format": "flattened_bucket",
                 "flush_cache": False,
             }
-            if bucket.last:  # only now: a server that took half of the weights must not report their version
+            if bucket.last:  # only now: a server with half of the weights must not report their version
                 body["weight_version"] = str(version)
             await _both(
                 on_all(clients, "deliver", lambda client: client.post("/update_weights_from_distributed", body)),
@@ -82,7 +82,7 @@ class DistributedTransport:
         self._group = group
 
     async def _joined(self, clients: Sequence[SGLangClient]) -> "_Group":
-        """The group of exactly these servers, none of which was started again since its last push."""
+        """Return a group of exactly these servers, none restarted since its last push; form one if needed."""
         if self._group is not None:
             versions = await asyncio.gather(*(client.weight_version() for client in clients))
             urls = [client.url for client in clients]
@@ -93,7 +93,7 @@ class DistributedTransport:
         return await _Group.form(clients, self.timeout)
 
     async def _leave(self, group: "_Group", clients: Sequence[SGLangClient]) -> None:
-        """Give the group up, here and on its servers; on those that are not among ``clients`` when they are again."""
+        """Destroy the group, here and on its servers; on those not in ``clients``, at a later call that has them."""
         self._left += [(url, group.name) for url in group.urls]
         by_url = {client.url: client for client in clients}
         reachable = [(url, name) for url, name in self._left if url in by_url]
@@ -102,11 +102,11 @@ class DistributedTransport:
         await in_thread(group.destroy)
 
     def release(self, version: int) -> None:
-        """Buffers and group stay, for the next version."""
+        """Do nothing: buffers and group are kept for the next version."""
 
 
 class _Group:
-    """A process group with rank 0 here; ``version`` is the last that its servers were given through it."""
+    """Process group with rank 0 in this process; ``version`` is the last one pushed through it."""
 
     def __init__(self, name: str, urls: list[str], process_group: dist.ProcessGroup, store: dist.TCPStore):
         self.name, self.urls, self.version = name, urls, ""
@@ -115,9 +115,9 @@ class _Group:
 
     @classmethod
     async def form(cls, clients: Sequence[SGLangClient], timeout: float) -> "_Group":
-        """``timeout``: seconds that a server may take for a request.
+        """Form a group with all servers; ``timeout``: seconds that a server may take for a request.
 
-        Servers that joined wait for the others and generate nothing, so all are let go as soon as one fails.
+        Servers that joined wait for the others and generate nothing, so all are released as soon as one fails.
 
         Raises:
             WeightPushError: a server did not join; names it.
@@ -125,22 +125,22 @@ class _Group:
         sizes = [await ranks_of(client, "joins no group") for client in clients]
         world_size = 1 + sum(sizes)
         offsets = dict(zip(clients, itertools.accumulate([1, *sizes[:-1]]), strict=True))
-        # NCCL's time-out ends the process, so that a server's, which names it, must come first; gloo's delays closing.
+        # NCCL's timeout kills the process, so the request's, naming the server, must come first; gloo's delays closing.
         backend, limit = ("gloo", timeout) if get_device_name() == "cpu" else ("nccl", 2 * timeout)
         name = f"atropos_{os.getpid()}_{next(_count)}"
         try:
-            # A server elsewhere cannot reach this machine's loopback address.
+            # A server on another machine cannot reach this one's loopback address.
             address = max((address_towards(client.url) for client in clients), key=lambda a: not a.startswith("127."))
         except OSError as error:
             raise WeightPushError(f"no route to {[client.url for client in clients]}: {error}") from error
         listener = socket.create_server((address, 0))
         port = listener.getsockname()[1]
-        # The meeting point. Nobody here uses it as a store, so that who waits in it goes when it is closed.
+        # The rendezvous server. Nothing here uses this object as a store, so deleting it releases all who wait there.
         meeting = dist.TCPStore(
             address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
 
-        # As SGLang does it on its side (init_custom_process_group): the processes have no default group in common.
+        # As in SGLang's own init_custom_process_group: the processes share no default group.
         def join() -> dist.ProcessGroup:
             store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=_JOIN_SECONDS))
             process_group, _ = _new_process_group_helper(
@@ -170,13 +170,13 @@ class _Group:
 
         joining = asyncio.ensure_future(in_thread(join))
         invited = {asyncio.ensure_future(invite(client)): client for client in clients}
-        join_timeout = min(timeout / 2, _JOIN_SECONDS)  # below that of the requests, which would all end together
+        join_timeout = min(timeout / 2, _JOIN_SECONDS)  # shorter than the requests', which would all expire together
         done, late = await asyncio.wait([joining, *invited], timeout=join_timeout, return_when=asyncio.FIRST_EXCEPTION)
         failed = [task for task in (joining, *invited) if task in done and task.exception()]
         if not failed and not late:
             return cls(name, [client.url for client in clients], joining.result(), meeting)
         del meeting
-        if late:  # those who waited for the others have an answer now
+        if late:  # servers that waited for the others get an answer now
             _, late = await asyncio.wait(late, timeout=_BROKEN_OFF_SECONDS)
         await _broken_off(joining, invited, name)
         names = {joining: "the trainer's rank 0"} | {task: client.url for task, client in invited.items()}
@@ -186,17 +186,17 @@ class _Group:
         raise WeightPushError(f"weight push failed in phase 'join' on {details}")
 
     def broadcast(self, flat: torch.Tensor) -> None:
-        """From this rank to all; blocks."""
+        """Broadcast from this rank to all; blocks."""
         options = dist.BroadcastOptions()
         options.rootRank = 0
         self._process_group.broadcast([flat.view(torch.uint8)], options).wait()
 
     def abort(self) -> None:
-        """End a broadcast that a server does not take part in."""
+        """Abort a broadcast that a server does not take part in."""
         self._process_group.abort()
 
     def destroy(self) -> None:
-        """Close its connections, which gloo does when nobody holds the group any more."""
+        """Destroy the group; gloo closes the connections once nothing refers to it."""
         dist.destroy_process_group(self._process_group)
         self._process_group = self._store = None
 
@@ -204,7 +204,7 @@ class _Group:
 async def _broken_off(
     joining: asyncio.Task[dist.ProcessGroup], invited: dict[asyncio.Task[object], SGLangClient], name: str
 ) -> None:
-    """Nobody keeps a part of a group that did not form."""
+    """Clean up a group that did not form, here and on the servers."""
     for task in invited:
         task.cancel()
         task.add_done_callback(_seen)
@@ -213,13 +213,13 @@ async def _broken_off(
 
 
 def _seen(task: asyncio.Task[object]) -> object:
-    """What the task raised, if it did; asyncio then does not complain that nobody looked."""
+    """Retrieve the task's exception, if any, so that asyncio does not warn that it was never retrieved."""
     return task.cancelled() or task.exception()
 
 
 async def _both(posts: Awaitable[None], broadcast: Awaitable[None], group: _Group) -> None:
-    """Wait for servers and broadcast. Where a server refuses, the broadcast waits for it in vain, to its own time-out:
-    gloo knows no abort. Nobody waits for that."""
+    """Wait for the servers and the broadcast. If a server refuses, do not wait for the broadcast to end: gloo cannot
+    abort it, and it blocks until its own timeout."""
     tasks = [asyncio.ensure_future(posts), asyncio.ensure_future(broadcast)]
     try:
         await asyncio.gather(*tasks)

@@ -1,17 +1,17 @@
-"""A LoRA adapter by itself, beside the base weights that every server started with.
+"""Adapter-only LoRA sync: every server keeps the base weights that it started with.
 
     stage -> deliver -> verify -> resume        (``push``, without its pause and flush)
 
-- A push adds an adapter under a name of its own. Nothing that runs is changed by it: a request goes on with the adapter
-  that it began with, and the keys of one adapter are never another's (SGLang keeps them apart by an id that it makes
-  for each load). So there is nothing to pause and no cache to flush.
-- No server reports the version before all hold the adapter. Requests meet it from the moment on when the gateway names
-  it to the servers, which is after the push; one that failed has changed nothing for anybody.
-- A server keeps as many adapters as it was started for, and drops the one that was asked for the longest ago. It waits
-  for the requests of that one, and the push with it.
+- Each push adds an adapter under a new name and changes no running request: a request continues with the adapter that
+  it began with, and adapters never share cached keys (SGLang separates them by an id that it creates for each load). So
+  there is nothing to pause and no cache to flush.
+- No server reports the version before all hold the adapter. Requests use it once the gateway names it to the servers,
+  which is after the push; a failed push affects no request.
+- A server keeps as many adapters as it was started for, and evicts the least recently used. It waits for the requests
+  of that adapter, and so does the push.
 
-In the place of another, under the same name, an adapter could not be put: SGLang waits for every request that uses the
-old one, also for those that a pause holds back.
+An adapter could not be replaced under the same name: SGLang waits for every request that uses the old one, including
+those that a pause holds back.
 """
 
 import base64
@@ -28,20 +28,20 @@ from recipe.atropos.inference.lora_routing import ADAPTERS_KEPT
 from recipe.atropos.weight_sync.servers import WeightPushError, on_all
 from recipe.atropos.weight_sync.transports.bucket import NamedTensors
 
-_LEAST_KEPT = 3  # the active one, the next, and one with requests that began before
+_LEAST_KEPT = 3  # the active adapter, the next, and one with requests that began earlier
 _PREFIX = "policy-"
 _COMPUTED_AS = {part: fused for fused, parts in FUSED.items() for part in parts}
 
 
 def adapter_name(version: int, push: str) -> str:
-    """``push`` tells it from every other push of that version, also of trainers before this one."""
+    """Return a unique name; ``push`` distinguishes it from other pushes of that version, also by earlier trainers."""
     return f"{_PREFIX}{version}-{push}"
 
 
 class AdapterTransport:
-    """The adapter's tensors inside the request that loads them, so also to servers on other machines.
+    """Sends the adapter's tensors in the request that loads them, and so reaches servers on other machines too.
 
-    ``model_path``: the trainer's base model; ``proven``: that a server computes with the same is found out by a probe.
+    ``model_path``: the trainer's base model; ``proven``: a probe verifies that a server computes with the same.
     """
 
     pauses = False
@@ -53,25 +53,25 @@ class AdapterTransport:
         self._tensors: dict[str, torch.Tensor] = {}
 
     async def stage(self, clients: Sequence[SGLangClient], weights: NamedTensors, version: int) -> None:
-        """``weights`` are A, (r, in), and B, (out, r), under PEFT's names, to be computed with as they are.
+        """Copy A, (r, in), and B, (out, r), scaling included, under PEFT's names, to the CPU; check the servers.
 
         Raises:
-            WeightPushError: a server has no room for it.
+            WeightPushError: a server has no room for the adapter.
         """
         self._tensors = {name: tensor.detach().to("cpu").contiguous() for name, tensor in weights}
         await on_all(clients, "check", self._check)
 
     async def deliver(self, clients: Sequence[SGLangClient], version: int) -> None:
-        """Raises WeightPushError: a server did not load the adapter."""
+        """Load the adapter on all servers. Raises WeightPushError if one did not load it."""
         body = {
             "lora_name": self.name,
             "config_dict": self._config(),
-            # The same for every rank of a server: each takes its own part.
+            # Every rank of a server gets the same and takes its own part.
             "serialized_named_tensors": [base64.b64encode(pickle.dumps(self._tensors)).decode()],
         }
 
         async def load(client: SGLangClient) -> None:
-            if self.name in await client.adapters():  # by an attempt that failed on another server
+            if self.name in await client.adapters():  # loaded by an attempt that failed on another server
                 return
             ranks = (await client.capabilities()).arguments.get("tp_size", 1)
             await client.post(
@@ -89,10 +89,10 @@ class AdapterTransport:
         self._tensors = {}
 
     async def check_server(self, client: SGLangClient) -> None:
-        """A server that is new, or was started again, has the base weights and keeps adapters.
+        """Check that a new or restarted server has the base weights and keeps adapters.
 
         Raises:
-            WeightPushError: names the server, what is wrong, and the fix.
+            WeightPushError: names the server, the problem, and the fix.
         """
         capabilities = await client.capabilities()
         arguments, info = capabilities.arguments, await client.model_info()
@@ -125,7 +125,7 @@ class AdapterTransport:
             )
 
     async def _check(self, client: SGLangClient) -> None:
-        """SGLang dies of an adapter that it has no layers for, so this is asked before."""
+        """Check that the server has layers for the adapter: without them SGLang would crash."""
         arguments, config = (await client.capabilities()).arguments, self._config()
         targets, rank = arguments.get("lora_target_modules") or [], arguments.get("max_lora_rank") or 0
         lacking = _computed(config["target_modules"]) - _computed(targets)
@@ -137,7 +137,7 @@ class AdapterTransport:
             )
 
     def _config(self) -> dict[str, Any]:
-        """PEFT's description of the tensors, whose scaling is in B already."""
+        """Return the PEFT configuration of the tensors; alpha is r, since the scaling is in B already."""
         rank = max(len(tensor) for name, tensor in self._tensors.items() if name.endswith(".lora_A.weight"))
         modules = sorted({name.split(".")[-3] for name in self._tensors})
         return {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": modules}

@@ -1,18 +1,18 @@
-"""Weights through memory that the trainer and a server on the same machine share.
+"""Weight transport through memory that the trainer shares with servers on the same machine.
 
-The trainer copies a bucket into shared memory (a CPU's, or its GPU's by CUDA IPC) and sends handles to it; the server
-loads from there. What travels over HTTP is a pickle of the handles, so both sides must trust each other: one user's
+The trainer copies a bucket into shared memory (of the CPU, or of its GPU by CUDA IPC) and sends handles to it; the
+server loads from there. The handles are sent over HTTP as a pickle, so both sides must trust each other: one user's
 processes on one machine, with an API key.
 
-Shared memory of a CPU is kept from push to push: to take it anew costs more than to fill it. It has a name, and so
-outlives a process that is killed, but the name is the run's: what is left goes with the run (``scratch``). After a push
-that failed a server may still read from it, so the next push takes new memory; what a server that died had not read,
-which torch keeps for it, goes then too. A GPU's memory is given back after each push.
+CPU shared memory is kept from push to push: allocating it costs more than filling it. It has a name, and so outlives a
+killed process, but the name belongs to the run, and leftovers are removed with the run (``scratch``). After a failed
+push a server may still read from it, so the next push allocates new memory; memory that torch kept for a server that
+died before reading it is then removed too. GPU memory is freed after each push.
 
-A buffer is filled again only after the server has answered, and only where a server is one rank: of several, those that
-are not the first may be late (each bucket then has memory of its own, which torch keeps for its readers). On a GPU a
-rank's copies may then still be under way on its stream; torch's own end of an IPC handle waits for that stream before
-it lets go, and SGLang drops the handles before it answers. (Read in torch's sources; not yet run on a GPU.)
+A buffer is refilled only after the server has answered and, on a GPU, only if every server has a single rank: with
+several, ranks other than the first may lag (each bucket then gets its own memory, which torch keeps for its readers).
+A rank's copies may still be running on its stream then, but SGLang drops the handles before it answers, and torch
+waits for that stream before it releases an IPC handle. (Read in torch's sources; not yet run on a GPU.)
 """
 
 import base64
@@ -39,13 +39,13 @@ from recipe.atropos.verl_ext.device import get_device_id, get_device_name, set_e
 from recipe.atropos.weight_sync.servers import WeightPushError, on_all, ranks_of, update_session
 from recipe.atropos.weight_sync.transports.bucket import Bucket, Buckets, NamedTensors, filled_ahead, send_in_buckets
 
-_TORCH_HEADER = 64  # bytes, with its count of readers
-_DEVICE_INDEX = 6  # the place of the device among the arguments of torch's rebuild_cuda_tensor
+_TORCH_HEADER = 64  # bytes; holds torch's count of readers
+_DEVICE_INDEX = 6  # index of the device in the arguments of torch's rebuild_cuda_tensor
 _sharing_lock = threading.Lock()
 
 
 class TensorTransport:
-    """Buckets of ``bucket_size`` bytes, handed over by handles."""
+    """Sends handles to shared buckets of ``bucket_size`` bytes."""
 
     pauses = True
 
@@ -53,10 +53,10 @@ class TensorTransport:
         self._segments: list[tuple[StorageWeakRef, Path]] = []  # on a CPU
         self._buckets = Buckets(bucket_size, self._allocate)
         self._filled: Iterator[Bucket] = iter(())
-        self._ranks: dict[SGLangClient, int] = {}  # of the present push
+        self._ranks: dict[SGLangClient, int] = {}  # by server of the current push
 
     async def stage(self, clients: Sequence[SGLangClient], weights: NamedTensors, version: int) -> None:
-        """Raises WeightPushError: a server is on another machine, or cannot take weights so."""
+        """Fill the first buckets. Raises WeightPushError if a server is on another machine or takes no handles."""
         self._sweep()
         for client in clients:
             if not is_this_host(client.url):
@@ -65,12 +65,12 @@ class TensorTransport:
                     "trainer.atropos.weight_sync.transport=distributed or disk"
                 )
         self._ranks = {client: await ranks_of(client, "takes no handles") for client in clients}
-        # SGLang answers when its rank 0 has let go of a handle; its other ranks may still copy from it, on a GPU.
+        # SGLang answers once its rank 0 has released a handle; on a GPU, other ranks may still be copying from it.
         self._buckets.reused = get_device_name() == "cpu" or max(self._ranks.values(), default=1) == 1
         self._filled = await filled_ahead(self._buckets.of(weights))
 
     async def deliver(self, clients: Sequence[SGLangClient], version: int) -> None:
-        """Raises WeightPushError: a server did not load a bucket."""
+        """Send every bucket. Raises WeightPushError if a server did not load one."""
 
         async def load(client: SGLangClient, bucket: Bucket) -> None:
             # A handle is good for one reader: each rank of each server gets its own.
@@ -79,7 +79,7 @@ class TensorTransport:
                 "load_format": "flattened_bucket",
                 "flush_cache": False,
             }
-            if bucket.last:  # only now: a server that took half of the weights must not report their version
+            if bucket.last:  # only now: a server with half of the weights must not report their version
                 body["weight_version"] = str(version)
             await client.post("/update_weights_from_tensor", body)
 
@@ -97,23 +97,23 @@ class TensorTransport:
                 self._buckets.drop()
 
     def release(self, version: int) -> None:
-        """Shared memory stays, for the next version."""
+        """Do nothing: shared memory is kept for the next version."""
 
     def _allocate(self, size: int) -> torch.Tensor:
-        """uint8, (size,): on a CPU in shared memory, else on the current device, whose memory can be shared."""
+        """Return a uint8 buffer, (size,): on a CPU in shared memory, else in shareable memory of the current device."""
         if get_device_name() != "cpu":
             with _shareable_memory():
                 return torch.empty(size, dtype=torch.uint8, device=get_device_id())
-        path = scratch.current().shared_memory()  # torch's own names do not say whose they are
+        path = scratch.current().shared_memory()  # torch's own names do not identify the run
         with disk_errors(path), open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600), "rb") as file:
-            os.posix_fallocate(file.fileno(), 0, _TORCH_HEADER + size)  # else a full disk kills whoever writes
+            os.posix_fallocate(file.fileno(), 0, _TORCH_HEADER + size)  # else a full disk kills the writer
         with _sharing_by_name():
             storage = torch.UntypedStorage._new_shared_filename_cpu(b"", f"/{path.name}".encode(), size)
         self._segments.append((StorageWeakRef(storage), path))
         return torch.empty(0, dtype=torch.uint8).set_(storage)
 
     def _sweep(self) -> None:
-        """Take away what earlier pushes left behind. Not a buffer of ours: torch takes that away itself."""
+        """Remove segments that earlier pushes left behind, but not buffers in use: torch removes those itself."""
         for storage, path in self._segments:
             if storage.expired():
                 path.unlink(missing_ok=True)
@@ -122,10 +122,10 @@ class TensorTransport:
 
 @contextlib.contextmanager
 def _shareable_memory() -> Iterator[None]:
-    """Where the user has torch allocate expandable segments: none of them meanwhile.
+    """Disable expandable segments of torch's allocator meanwhile, if the user has enabled them.
 
-    The handle of one is a file descriptor, which a kernel that restricts ptrace gives to no process but a parent
-    (torch's CUDACachingAllocator; not yet run on a GPU).
+    The handle of such a segment is a file descriptor, which a kernel that restricts ptrace gives only to a parent
+    process (torch's CUDACachingAllocator; not yet run on a GPU).
     """
     if not without_expandable_segments(os.environ):
         yield
@@ -138,10 +138,10 @@ def _shareable_memory() -> Iterator[None]:
 
 
 def _handles(bucket: Bucket) -> str:
-    """One handle for a whole bucket, and where each tensor is in it, as SGLang reads its own "flattened_bucket".
+    """Return a handle to a whole bucket, and each tensor's place in it, in SGLang's "flattened_bucket" format.
 
-    SGLang unpickles what it knows alone, and of an entry takes these attributes (read in 0.5.23, utils/common.py and
-    weight_updater.py). Places are counted in the bucket's own elements: it holds one dtype.
+    SGLang unpickles only types that it knows, and reads these attributes of an entry (read in 0.5.23, utils/common.py
+    and weight_updater.py). Offsets count elements of the bucket, which holds a single dtype.
     """
     entries, place = [], 0
     for name, shape in zip(bucket.names, bucket.shapes, strict=True):
@@ -156,9 +156,9 @@ def _handles(bucket: Bucket) -> str:
 
 
 class _HandlePickler(ForkingPickler):
-    """Of a GPU it tells the UUID, as SGLang itself does: each process counts those that it sees from 0.
+    """Identifies a GPU by its UUID, as SGLang itself does: each process numbers its visible GPUs from 0.
 
-    SGLang reads either (read in 0.5.23, srt/utils/patch_torch.py).
+    SGLang accepts both (read in 0.5.23, srt/utils/patch_torch.py).
     """
 
     def reducer_override(self, value: Any) -> Any:
@@ -172,9 +172,9 @@ class _HandlePickler(ForkingPickler):
 
 @contextlib.contextmanager
 def _sharing_by_name() -> Iterator[None]:
-    """Handles by name: torch's default passes file descriptors, and a server that gets such a handle dies of it.
+    """Make handles by name: torch's default passes file descriptors, and a server that gets such a handle crashes.
 
-    The setting is the process's, and buckets are allocated in one thread while another makes handles.
+    The setting is process-wide, hence the lock: one thread allocates buckets while another makes handles.
     """
     with _sharing_lock:
         before = multiprocessing.get_sharing_strategy()
