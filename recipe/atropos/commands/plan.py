@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 from rich.table import Table
@@ -135,10 +135,12 @@ def _adapt(config: DictConfig, model: PreTrainedModel) -> int:
     from peft import LoraConfig, get_peft_model  # imported here: it takes seconds
 
     settings = config.actor_rollout_ref.model
-    targets = settings.target_modules
-    targets = targets if isinstance(targets, str) else list(targets)
+    modules = {
+        name: OmegaConf.to_object(value) if OmegaConf.is_config(value := settings[name]) else value
+        for name in ("target_modules", "exclude_modules")
+    }
     with torch.device("meta"):
-        get_peft_model(model, LoraConfig(r=settings.lora_rank, target_modules=targets), autocast_adapter_dtype=False)
+        get_peft_model(model, LoraConfig(r=settings.lora_rank, **modules), autocast_adapter_dtype=False)
     return sum(parameter.numel() for name, parameter in model.named_parameters() if "lora_" in name)
 
 

@@ -32,8 +32,10 @@ class ReasoningEnvConfig(SingleTurnEnvConfig):
 
     task: str = Field("chain_sum", description="Name of the task in reasoning-gym")
     task_config: str = Field("{}", description="The task's own settings, as JSON or YAML: {min_terms: 2}")
-    train_size: int = Field(10_000, description="Number of training problems in an epoch")
-    eval_size: int = Field(256, description="Number of held-out problems; fewer where a task has fewer different ones")
+    train_size: int = Field(10_000, ge=1, description="Number of training problems in an epoch")
+    eval_size: int = Field(
+        256, ge=1, description="Number of held-out problems; fewer where a task has fewer different ones"
+    )
     system_prompt: str = Field(SYSTEM_PROMPT, description="Empty for none")
 
 

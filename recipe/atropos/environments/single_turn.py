@@ -37,8 +37,8 @@ Messages = list[dict[str, str]]
 class SingleTurnEnvConfig(BaseEnvConfig):
     """BaseEnv's options and those of all single-turn environments."""
 
-    train_size: int | None = Field(None, description="Use only the first problems of the train split")
-    eval_size: int = Field(256, description="Number of held-out problems, the first of the test split")
+    train_size: int | None = Field(None, ge=1, description="Use only the first problems of the train split")
+    eval_size: int = Field(256, ge=1, description="Number of held-out problems, the first of the test split")
     seed: int = Field(0, description="Order of the training problems; of generated ones also their choice")
     system_prompt: str = Field("", description="Empty for none")
     temperature: float = Field(

@@ -1,4 +1,4 @@
-"""One address for several SGLang servers: ``python -m recipe.atropos.inference.gateway --servers URL,URL``
+"""One address for several SGLang servers: ``python -m recipe.atropos.inference.gateway --port N --servers URL,..``
 
 Environments know one base URL and nothing of servers that come and go; the gateway sits between them. Guarantees:
 

@@ -110,6 +110,8 @@ def test_plan_says_what_does_not_fit_and_what_to_change(qwen):
     lora = ["actor_rollout_ref.model.lora_rank=32", "actor_rollout_ref.model.target_modules=all-linear"]
     adapted = planned(big, *lora)
     assert not adapted.problems and adapted.trainer.optimizer < GIB
+    without = planned(big, *lora, "actor_rollout_ref.model.exclude_modules=[gate_proj,up_proj,down_proj]")
+    assert without.trainer.optimizer < 0.7 * adapted.trainer.optimizer
     [problem] = planned(qwen("1.5b"), "actor_rollout_ref.model.enable_gradient_checkpointing=false", memory=60).problems
     assert "most of it activations" in problem and "enable_gradient_checkpointing=true" in problem
     [problem] = planned(small, memory=16).problems

@@ -5,10 +5,12 @@ import importlib
 
 import pytest
 from atroposlib.envs.base import BaseEnv
+from pydantic import ValidationError
 
 from recipe.atropos.adapter.cli import adapt
 from recipe.atropos.adapter.loading import load_environment
 from recipe.atropos.environments.reasoning import ReasoningEnv, ReasoningEnvConfig, dataset
+from recipe.atropos.environments.single_turn import SingleTurnEnvConfig
 
 ENVIRONMENTS = "recipe.atropos.environments"
 NAMES = ("gsm8k", "gsm8k_advantages", "calculator", "calculator_advantages", "code", "reasoning", "even_tokens")
@@ -23,6 +25,13 @@ def test_an_environment_has_nothing_of_the_adapter_in_its_bases(name):
     # A reward bridge, as other tests have it, puts another class under the name ScoredDataGroup.
     classes = [value for name, value in names if isinstance(value, type) and name != "ScoredDataGroup"]
     assert not [cls for cls in classes if cls.__module__.startswith("recipe.atropos.adapter")]
+
+
+@pytest.mark.parametrize("option", ["train_size", "eval_size"])
+@pytest.mark.parametrize("options", [SingleTurnEnvConfig, ReasoningEnvConfig])
+def test_single_turn_needs_a_problem_in_each_split(options, option):
+    with pytest.raises(ValidationError, match=f"{option}\n  Input should be greater than or equal to 1"):
+        options(**{option: 0})
 
 
 class Logged(BaseEnv):
