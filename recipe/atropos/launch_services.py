@@ -129,7 +129,8 @@ def load_run_config(overrides: list[str]) -> tuple[DictConfig, DictConfig, Path,
 
 
 def choose_run_dir(config: DictConfig, explicit: bool) -> Path:
-    """Return the folder of the run: the configured one, or the first numbered one that holds no finished run.
+    """Return the folder of the run: the configured one or, if it holds a finished run, the first of NAME-2, NAME-3, ...
+    that does not.
 
     Raises:
         ConfigurationError: the folder was given explicitly and holds a finished run.

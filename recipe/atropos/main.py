@@ -71,7 +71,8 @@ def run(config: DictConfig) -> None:
 def set_device(config: DictConfig, device: str) -> None:
     """Set the trainer's device to ``device``, "cuda" or "cpu", and fill in settings that are still null."""
     with open_dict(config):
-        config.inference.colocated = bool(config.inference.colocated)  # null: only the launcher can decide
+        # null is for the launcher to resolve; without it: not colocated
+        config.inference.colocated = bool(config.inference.colocated)
         config.trainer.device = device
         pushes = config.actor_rollout_ref.rollout.checkpoint_engine
         if pushes.update_weights_bucket_megabytes is None:

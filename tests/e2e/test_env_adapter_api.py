@@ -49,7 +49,7 @@ def test_what_is_not_sent_is_counted_by_its_reason(api, make, caplog):
         "too_long": made(0, tokens=[[1] * 100] * SIZE, masks=[[1] * 100] * SIZE),
         "wrong_size": made(0, tokens=[[1, 2]], masks=[[1, 2]], scores=[1.0]),
         "no_group": None,
-        "nan_score": made(0, scores=[float("nan"), 1.0]),
+        "nonfinite_scores": made(0, scores=[float("nan"), 1.0]),
         "http_422": made(0, masks=[["no number"] * 3] * SIZE),
     }
     for number, (reason, fault) in enumerate(faults.items()):

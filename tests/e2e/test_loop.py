@@ -25,9 +25,9 @@ from recipe.atropos.inference.client import SGLangClient
 from recipe.atropos.ray_trainer import RayGRPOAtroposTrainer
 from recipe.atropos.run_record import read_metrics
 from recipe.atropos.utils.process import start_service
+from recipe.atropos.verl_ext import worker_group
 from recipe.atropos.weight_sync.probe import Probe
 from recipe.atropos.weight_sync.servers import WeightPushError
-from recipe.atropos.workers import actor
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("cluster")]
 
@@ -287,7 +287,7 @@ def a_day_passes_at_each_batch(patch):
 
     patch.setattr(RayGRPOAtroposTrainer, "_next_batch", late)
     patch.setattr(ray_trainer, "time", clock)
-    patch.setattr(actor, "time", clock)
+    patch.setattr(worker_group, "time", clock)
 
 
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(model_path, server, tmp_path, monkeypatch):

@@ -18,7 +18,7 @@ from recipe.atropos.data.data_proto import groups_to_data_proto, rows_to_data_pr
 from recipe.atropos.data.reading import read_groups
 from recipe.atropos.data.sampling import SamplingCheck
 from recipe.atropos.errors import ConfigurationError
-from recipe.atropos.workers.actor import RankTimeout
+from recipe.atropos.verl_ext.worker_group import RankTimeout
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.usefixtures("cluster")]
 

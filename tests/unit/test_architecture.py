@@ -8,6 +8,7 @@ import pytest
 
 from helpers import ROOT
 from recipe.atropos.config.reference import reference
+from recipe.atropos.data.reasons import Reason
 
 RECIPE = ROOT / "recipe/atropos"
 _UNNAMED = ("__init__", "__pycache__")
@@ -52,3 +53,8 @@ def test_each_error_is_in_the_troubleshooting_page():
     while more := {name for name, bases in classes.items() if bases & known} - known:
         known |= more
     assert [name for name in known - {"AtroposError"} if f"`{name}`" not in page and name[0] != "_"] == []
+
+
+def test_each_reason_is_in_the_data_format_page():
+    [_, table] = (ROOT / "docs/data-format.md").read_text().split("## Reasons")
+    assert {reason.value for reason in Reason} <= set(re.findall(r"`(\w+)`", table))

@@ -83,3 +83,13 @@ def test_the_folder_works_among_other_recipes(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == str(tmp_path / "recipe/atropos/ray_trainer.py")
+
+
+def test_layout_has_short_files_and_functions():
+    """At most 400 lines, but for the schema, a table; functions at most 70."""
+    for path in RECIPE.rglob("*.py"):
+        source = path.read_text()
+        assert path.name == "schema.py" or source.count("\n") <= 400, path
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                assert node.end_lineno - node.lineno < 70, f"{path}: {node.name}"

@@ -27,7 +27,8 @@ from recipe.atropos.adapter.sampled_calls import record_all_calls, sglang_server
 from recipe.atropos.adapter.settings import AdapterSettings
 from recipe.atropos.adapter.shaping import check_literals, dropped_by_environment, record_groups, recorded, shape
 from recipe.atropos.adapter.teacher import TeacherFixes
-from recipe.atropos.adapter.validate import Refused, as_groups, check_limits, validated
+from recipe.atropos.adapter.validate import as_groups, check_limits, validated
+from recipe.atropos.data.reasons import RefusedGroup
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +99,7 @@ class AdaptedEnv(CommandLine, Lifecycle, Evaluating):
                 await self._shape(group)
                 self._restore(group)
                 check_limits(group, self.config, self.max_token_len if abort_on_any_max_length_exceeded else 0)
-            except Refused as refused:
+            except RefusedGroup as refused:
                 self.report.refuse(refused.reason, str(refused))
             else:
                 ready.append(group)
@@ -115,7 +116,7 @@ class AdaptedEnv(CommandLine, Lifecycle, Evaluating):
         drop_equal = self.config.ensure_scores_are_not_same
         try:
             await shape(self.reward_bridge, group, self.tokenizer, self.curr_step, drop_equal, self.report)
-        except Refused:
+        except RefusedGroup:
             raise
         except Exception as error:
             self._failure = error
@@ -152,7 +153,8 @@ class PostingEnv(Paced):
 def adapt(
     environment: type[BaseEnv], bridge: RewardBridge | None = None, settings: AdapterSettings | None = None
 ) -> type[BaseEnv]:
-    """Return a subclass of ``environment``, of the same name, with all adapter features; unchanged if already adapted.
+    """Return a subclass of ``environment``, of the same name, with all adapter features; an already adapted class is
+    returned unchanged unless ``bridge`` or ``settings`` is given.
 
     ``bridge`` shapes its scores before they are sent. ``settings`` are for use in code, instead of flags.
     """

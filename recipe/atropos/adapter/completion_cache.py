@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from recipe.atropos.data.rows import IGNORED
 from recipe.atropos.data.sampling import SamplingParams
 
-IGNORED = -100  # the mask of a token that is not trained on
 NOT_PUSHED = -1  # a version older than all others: the trainer drops what such weights sampled
 TRAINING = 16_000_000  # capacity in tokens, prompts included; about 20 bytes each
 EVALUATION = 1_000_000

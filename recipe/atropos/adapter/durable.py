@@ -39,6 +39,7 @@ from recipe.atropos.adapter.reporting import EnvReport
 from recipe.atropos.adapter.sampled_calls import sglang_servers
 from recipe.atropos.adapter.settings import AdapterSettings
 from recipe.atropos.adapter.validate import to_json
+from recipe.atropos.data.reasons import Reason
 from recipe.atropos.errors import EnvironmentFailure
 
 logger = logging.getLogger(__name__)
@@ -244,7 +245,7 @@ class Durable(BaseEnv):
                 groups = None
             else:
                 if not groups and not backlog:
-                    self.report.refuse("no_group", f"{stage}() gave none for item {str(item)[:200]}")
+                    self.report.refuse(Reason.NO_GROUP, f"{stage}() gave none for item {str(item)[:200]}")
             self.backlog.extend(backlog)
             return groups or None
 

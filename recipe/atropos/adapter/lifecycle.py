@@ -111,7 +111,9 @@ class Lifecycle:
         await self.__to_the_end(self.__process)
 
     async def __process(self) -> None:
-        """Run BaseEnv's ``process_manager``, which would retry forever if the environment returns no group."""
+        """Run BaseEnv's ``process_manager``, but fail after ``_FRUITLESS`` items in a row without a group written;
+        BaseEnv's would retry forever.
+        """
         get_next_item, report, in_a_row, written = self.get_next_item, self.report, 0, 0
 
         async def counted() -> Any:

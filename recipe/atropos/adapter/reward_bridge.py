@@ -26,7 +26,7 @@ of its trained tokens, including special tokens. The steps, in order:
 4. The sum of these is clipped to ``clip``.
 5. ``fade``: it is multiplied by 1 up to the trainer's step ``from_step``, by 0 from ``to_step`` on, linearly in
    between. The step is BaseEnv's ``curr_step``, from the Trajectory API, which counts the batches that it has cut.
-6. The environment's score is added; unshaped, it is kept in ``group_overrides["raw_scores"]``, a list.
+6. The environment's score is added; this raw score is kept in ``group_overrides["raw_scores"]``, a list.
 
 Guarantees:
 

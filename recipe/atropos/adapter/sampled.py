@@ -10,8 +10,8 @@ All of an environment's calls to its SGLang servers use token ids and are cached
   over; with other per-token values, the text stays, and is not trained on (``not_aligned``).
 - A reply that the environment put into another context (``other_context``), such as another prompt or none, gets its
   own prompt back if it is the first of its sequence, since its logprobs do not hold in another. A later one stays.
-- What nobody sampled, or came from a server or a route without token ids, is not trained on (``not_sampled``). A group
-  with nothing left to train on is refused, as ``not_sampled``.
+- Tokens that nobody sampled, or that came from a server or route without token ids, are not trained on
+  (``not_sampled``). A group with nothing left to train on is refused, as ``not_sampled``.
 
 These names, and ``retokenized``, are counts of spans in ``env.report``.
 
@@ -32,9 +32,10 @@ from typing import Any
 from atroposlib.envs.base import ScoredDataGroup
 from transformers import PreTrainedTokenizerBase
 
-from recipe.atropos.adapter.completion_cache import IGNORED, Completion, CompletionCache, trained_spans
+from recipe.atropos.adapter.completion_cache import Completion, CompletionCache, trained_spans
 from recipe.atropos.adapter.reporting import EnvReport
-from recipe.atropos.adapter.validate import Refused
+from recipe.atropos.data.reasons import Reason, RefusedGroup
+from recipe.atropos.data.rows import IGNORED
 
 _OTHER = 1e-3  # from this difference on, a logprob counts as different from the reply's
 _NOT_SAMPLED = 1.0  # the logprob that atroposlib writes where there is none
@@ -168,7 +169,7 @@ def restore_group(
     What the environment sets there itself stays. ``count`` is called with event names.
 
     Raises:
-        Refused: nothing of it can be trained on.
+        RefusedGroup: nothing of it can be trained on.
     """
     rows = []
     for i, sequence in enumerate(group["tokens"]):
@@ -177,7 +178,7 @@ def restore_group(
         values = {name: column for name, column in over.items() if column is not None}
         rows.append(restore(cache, sequence, group["masks"][i], logprobs, values, count))
     if not any(row.replies for row in rows):
-        raise Refused("not_sampled", f"no reply is known for any token of {len(rows)} sequences")
+        raise RefusedGroup(Reason.NOT_SAMPLED, f"no reply is known for any token of {len(rows)} sequences")
     group["tokens"] = [row.tokens for row in rows]
     group["masks"] = [row.masks for row in rows]
     group["inference_logprobs"] = [row.logprobs for row in rows]
@@ -215,7 +216,7 @@ async def collect_each(
         if len(found) == group_size:
             return group_of(found), backlog
         report.count("trajectories_missing", group_size - len(found))
-    report.refuse("missing_trajectories", f"{len(found)} of {group_size} after {_ROUNDS} tries")
+    report.refuse(Reason.MISSING_TRAJECTORIES, f"{len(found)} of {group_size} after {_ROUNDS} tries")
     return None, backlog
 
 
@@ -223,7 +224,8 @@ def group_of(trajectories: Sequence[dict[str, Any]]) -> ScoredDataGroup:
     """Return one group of single trajectories, with all their fields.
 
     Raises:
-        ValueError: some of them have a field that others lack, and the field has no default.
+        ValueError: some trajectories lack a field that others have, and it is not ``inference_logprobs`` or
+            ``overrides``, which are filled in.
     """
     group = ScoredDataGroup(group_overrides={})
     for name in ("tokens", "masks", "scores", "messages", "overrides", "images", "inference_logprobs", *_PER_TOKEN):

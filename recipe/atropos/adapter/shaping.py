@@ -16,7 +16,7 @@ from atroposlib.envs import base
 from recipe.atropos.adapter.completion_cache import trained_spans
 from recipe.atropos.adapter.reporting import EnvReport
 from recipe.atropos.adapter.reward_bridge import KEY, RewardBridge, RewardBridgeError
-from recipe.atropos.adapter.validate import Refused
+from recipe.atropos.data.reasons import Reason, RefusedGroup
 
 _GROUPS: ContextVar[list["_RecordedGroup"] | None] = ContextVar("groups", default=None)  # of the current item
 _ORIGINAL = base.ScoredDataGroup
@@ -53,7 +53,9 @@ def recorded() -> Iterator[list[_RecordedGroup]]:
 
 
 def dropped_by_environment(made: list[_RecordedGroup], size: int) -> _RecordedGroup | None:
-    """Return the last complete group of equal scores that an environment made, if it returned no group."""
+    """Return the last complete group of equal scores in ``made``, or None; only for an environment that returned no
+    group.
+    """
     dropped = [g for g in made if set(_sizes(g).values()) == {size} and len(set(g["scores"])) == 1]
     return dropped[-1] if dropped else None
 
@@ -72,19 +74,19 @@ async def shape(
     ``shaping/equal_raw`` (groups in which only the shaping makes a difference) and ``shaping/rank_inversions``.
 
     Raises:
-        Refused: the raw scores are equal and such groups are not sent (``drop_equal``), or a pattern takes too long.
+        RefusedGroup: the raw scores are equal and ``drop_equal`` drops such groups, or a pattern takes too long.
         RewardBridgeError: the environment sends its own advantages.
     """
     check_no_advantages(group, report.name)
     raw = group["scores"]
     equal = len(set(raw)) == 1
     if equal and drop_equal and not bridge.send_equal_raw:
-        raise Refused("equal_scores", f"all {raw[0]:g}, and {KEY}.send_equal_raw is false")
+        raise RefusedGroup(Reason.EQUAL_SCORES, f"all {raw[0]:g}, and {KEY}.send_equal_raw is false")
     texts = judged(tokenizer, group)
     try:
         terms = await asyncio.to_thread(lambda: [bridge.terms(*each) for each in texts])
     except TimeoutError as error:
-        raise Refused("marker_timeout", str(error)) from error
+        raise RefusedGroup(Reason.MARKER_TIMEOUT, str(error)) from error
     scores = [bridge.shaped(score, each, step) for score, each in zip(raw, terms, strict=True)]
     observed = [("score/raw", raw), ("score/shaped", scores), ("shaping/weight", [bridge.weight(step)])]
     observed += [(f"shaping/{name}", [value]) for each in terms for name, value in each.items()]

@@ -212,7 +212,8 @@ def atropos_loss(
     if student_logits is not None:
         kl, mass = forward_kl_top_k(student_logits[0], data["teacher_ids"].values(), data["teacher_logprobs"].values())
         return {"distillation_losses": kl[None], "teacher_mass": mass[None]}
-    tu.assign_non_tensor(data, batch_num_tokens=max(1, data["batch_num_tokens"]))  # rejection can leave 0 tokens
+    # rejection can leave 0 tokens, and the mean would be 0 / 0
+    tu.assign_non_tensor(data, batch_num_tokens=max(1, data["batch_num_tokens"]))
     if not distillation.use_policy_loss:
         loss, metrics = 0.0, {}
     elif config.policy_loss.loss_mode == "bypass_mode" and not data["response_mask"].any():
@@ -291,7 +292,8 @@ def finished_metrics(metrics: dict[str, Any]) -> dict[str, Any]:
 def _bypass_loss_of_nothing(
     config: ActorConfig, model_output: dict[str, torch.Tensor], data: TensorDict, dp_group: Any
 ) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Return 0, in the graph, and every metric for a micro-batch without a trained token, where verl's loss raises.
+    """Return a loss of 0 that is connected to the autograd graph, and every metric, for a micro-batch without a trained
+    token, where verl's loss raises.
 
     Other ranks have tokens, and wait for this rank's backward pass and metrics.
     """

@@ -35,7 +35,7 @@ from recipe.atropos.verl_ext.ranks import RayWorkerGroup
 
 @dataclass(frozen=True)
 class Layout:
-    """``rows`` in the order in which verl's ranks split them into ``mini_batches`` equal parts; None is padding."""
+    """``rows`` ordered by rank, then by mini-batch; ``mini_batches`` of equal size; None is a padding row."""
 
     rows: list[Row | None]
     mini_batches: int

@@ -67,7 +67,9 @@ def correct_rollout(rows: DataProto, config: DictConfig) -> dict[str, float]:
 
 
 def _rewards_on(rewards: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
-    """Return (B, R) rewards with each row's sum moved onto its kept tokens; rows without any are unchanged."""
+    """Return (B, R) rewards in which those of rejected tokens are added to the row's last kept token; row sums stay,
+    and rows without a kept token are unchanged.
+    """
     lost = torch.where(kept, 0.0, rewards).sum(-1)
     positions = torch.arange(kept.shape[1]).expand(kept.shape)
     last = torch.where(kept, positions, -1).amax(-1)

@@ -1,6 +1,7 @@
 """``--resume-from RUN[@STEP]``: start a new run from the weights that another run trained.
 
-The new run has a new optimizer, starts at step 0, and needs the other run only once, to copy to its own ``start/``:
+The new run has a new optimizer, starts at step 0, and needs the other run only once, to copy its weights to its own
+``start/``:
 
 - if either run has no LoRA adapter: the full model, with any adapter merged, as the model to train (and the reference
   policy);

@@ -3,11 +3,11 @@
 Guarantees:
 
 - a checkpoint is complete once ``complete.json``, written last, lists its files and their sizes; a run resumes only
-  from the most recently completed checkpoint, whatever verl's tracker says;
+  from the most recently completed one, unless ``trainer.resume_from_path`` names another, whatever verl's tracker says;
 - partial checkpoints left by a kill or a full disk are removed at the next start; other folders are never touched;
 - ``keep`` applies to all complete checkpoints in the folder, including those of earlier processes; the one with the
   best held-out score is kept in addition;
-- a checkpoint records which model was trained.
+- a checkpoint records which model it was trained from.
 """
 
 import contextlib
@@ -90,7 +90,8 @@ class Checkpoints:
         model: dict[str, Any] | None = None,
         scores: Mapping[int, float] | None = None,
     ) -> Iterator[Path]:
-        """Yield the folder to write into; keep ``keep`` complete checkpoints (None: all), and one while saving.
+        """Yield the folder to write into. ``keep`` complete checkpoints stay (None: all); at least one existing one
+        stays until the new one is complete.
 
         ``model``: ``resumption.model_identity`` of the trained model. ``scores``: held-out scores by step.
 
@@ -185,7 +186,7 @@ def resume_folder(path: str | Path) -> Path:
 
 
 def model_of(folder: Path) -> dict[str, Any] | None:
-    """Return the identity of a checkpoint's model; None if the checkpoint does not record it."""
+    """Return the identity of the model that the checkpoint was trained from; None if it is not recorded."""
     try:
         return read_json(folder / _COMPLETE, {}).get("model")
     except RunDirError:  # truncated; resumed from only if trainer.resume_from_path names it

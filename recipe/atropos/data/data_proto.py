@@ -160,8 +160,8 @@ def groups_to_data_proto(
 ) -> tuple[DataProto | None, ConversionReport]:
     """Convert one batch of the Trajectory API to a DataProto, and report what happened to its sequences.
 
-    ``versions``, if given, drops rows whose weights were too old or too new. The DataProto is None if no row is left to
-    train on. That is not an error; the report counts the reasons.
+    ``versions``, if given, drops rows that ``VersionLimits.refuses``. The DataProto is None if no row is left to train
+    on. That is not an error; the report counts the reasons.
     """
     rows, report = read_groups(groups, limits, versions)
     if not rows:

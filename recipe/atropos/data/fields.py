@@ -1,4 +1,6 @@
-"""Parse a scored group's fields into arrays; a malformed field refuses the group by name, sequence and position."""
+"""Parse a scored group's fields into arrays; if one is malformed, the group is refused, and the error names field,
+sequence and position.
+"""
 
 import math
 from array import array
@@ -7,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from recipe.atropos.data.rows import NO_TEACHER, Group, RefusedGroup
+from recipe.atropos.data.reasons import Reason, RefusedGroup
+from recipe.atropos.data.rows import NO_TEACHER, Group
 
 
 def _flat(values: Any, integers: bool) -> np.ndarray:
@@ -30,10 +33,10 @@ def array_of(group: Group, key: str, row: int, where: str, dtype: type, length: 
         flat = _flat(values, integers)
     except (TypeError, ValueError, OverflowError) as error:
         what = "whole numbers" if integers else "numbers"
-        raise RefusedGroup("malformed", f"{where}: {key}[{row}] is not a flat list of {what} ({error})") from error
+        raise RefusedGroup(Reason.MALFORMED, f"{where}: {key}[{row}] is not a flat list of {what} ({error})") from error
     if len(flat) != length:
         raise RefusedGroup(
-            "unequal_lengths", f"{where}: {key}[{row}] has length {len(flat)}, tokens[{row}] has {length}"
+            Reason.UNEQUAL_LENGTHS, f"{where}: {key}[{row}] has length {len(flat)}, tokens[{row}] has {length}"
         )
     return flat.astype(dtype, copy=False)
 
@@ -42,7 +45,8 @@ def require_finite(values: np.ndarray, key: str, row: int, where: str) -> None:
     bad = np.flatnonzero(~np.isfinite(values))
     if bad.size:
         raise RefusedGroup(
-            f"nonfinite_{key}", f"{where}: {key}[{row}] is {values[bad[0]]} at position {bad[0]}; it must be finite"
+            Reason(f"nonfinite_{key}"),
+            f"{where}: {key}[{row}] is {values[bad[0]]} at position {bad[0]}; it must be finite",
         )
 
 
@@ -59,10 +63,10 @@ def teacher_top_k(
     for key in ("distill_token_ids", "distill_logprobs"):
         values = group[key][row] or ()
         if not isinstance(values, Sequence) or any(not isinstance(at, Sequence | None) for at in values):
-            raise RefusedGroup("malformed", f"{where}: {key}[{row}] is not a list of lists, one for each token")
+            raise RefusedGroup(Reason.MALFORMED, f"{where}: {key}[{row}] is not a list of lists, one for each token")
         if len(values) != length:
             raise RefusedGroup(
-                "unequal_lengths", f"{where}: {key}[{row}] has {len(values)} positions, tokens[{row}] has {length}"
+                Reason.UNEQUAL_LENGTHS, f"{where}: {key}[{row}] has {len(values)} positions, tokens[{row}] has {length}"
             )
         sizes.append(np.array([len(at or ()) for at in values]))
     ids_at, log_probs_at = sizes
@@ -71,7 +75,7 @@ def teacher_top_k(
     if bad.size or top_k == 0:
         at = bad[0] if bad.size else positions[0]
         raise RefusedGroup(
-            "ragged_distillation",
+            Reason.RAGGED_DISTILLATION,
             f"{where}: sequence {row} has {ids_at[at]} distill_token_ids and {log_probs_at[at]} distill_logprobs at "
             f"position {at}, and {top_k} at its first trained one; give the same top-k at every trained position",
         )
@@ -81,13 +85,13 @@ def teacher_top_k(
         try:
             flat = _flat([value for t in positions for value in group[key][row][t]], out is ids)
         except (TypeError, ValueError, OverflowError) as error:
-            raise RefusedGroup("malformed", f"{where}: {key}[{row}] holds what is no number ({error})") from error
+            raise RefusedGroup(Reason.MALFORMED, f"{where}: {key}[{row}] holds what is no number ({error})") from error
         out[positions] = flat.reshape(-1, top_k)
     outside = np.argwhere((ids < 0) | (ids >= vocab_size)) if vocab_size else np.empty((0, 2), int)
     if outside.size:
         at, k = outside[0]
         raise RefusedGroup(
-            "foreign_tokens",
+            Reason.FOREIGN_TOKENS,
             f"{where}: distill_token_ids[{row}] is {ids[at, k]} at position {at}, outside the policy's vocabulary of "
             f"{vocab_size}; the teacher must share the policy's tokenizer",
         )
@@ -95,14 +99,14 @@ def teacher_top_k(
     if twice.size:
         at = twice[0]
         raise RefusedGroup(
-            "repeated_distill_token",
+            Reason.REPEATED_DISTILL_TOKEN,
             f"{where}: distill_token_ids[{row}] is {ids[at].tolist()} at position {at}; name each token once",
         )
     mass = np.exp(log_probs.astype(np.float64)).sum(axis=1)
     bad = np.flatnonzero(~np.isfinite(log_probs).all(axis=1) | (mass > 1.01))
     if bad.size:
         raise RefusedGroup(
-            "invalid_distill_logprobs",
+            Reason.INVALID_DISTILL_LOGPROBS,
             f"{where}: distill_logprobs[{row}] is {log_probs[bad[0]].tolist()} at position {bad[0]}; they must be "
             "finite logarithms of probabilities that sum to at most 1",
         )

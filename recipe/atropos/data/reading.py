@@ -23,12 +23,12 @@ from typing import Any
 import numpy as np
 
 from recipe.atropos.data.fields import array_of, require_finite, teacher_top_k
+from recipe.atropos.data.reasons import Reason, RefusedGroup
 from recipe.atropos.data.rows import (
     IGNORED,
     ConversionReport,
     DroppedRow,
     Group,
-    RefusedGroup,
     Row,
     RowLimits,
     VersionLimits,
@@ -94,62 +94,68 @@ def read_group(
 def _check_lists(group: Group, where: str, limits: RowLimits) -> _Checked:
     """Return the checked group; raise RefusedGroup if its fields are not parallel lists over sequences."""
     if not isinstance(group, Mapping):
-        raise RefusedGroup("malformed", f"{where}: it is {str(group)[:80]!r}, not a mapping of lists over sequences")
+        raise RefusedGroup(
+            Reason.MALFORMED, f"{where}: it is {str(group)[:80]!r}, not a mapping of lists over sequences"
+        )
     overrides = group.get("group_overrides") or {}
     if not isinstance(overrides, Mapping):
-        raise RefusedGroup("malformed", f"{where}: group_overrides is {overrides!r}, not a mapping")
+        raise RefusedGroup(Reason.MALFORMED, f"{where}: group_overrides is {overrides!r}, not a mapping")
     tokens, scores = group.get("tokens") or [], group.get("scores")
     if not isinstance(tokens, Sequence):
-        raise RefusedGroup("malformed", f"{where}: tokens is {tokens!r}, not a list over sequences")
+        raise RefusedGroup(Reason.MALFORMED, f"{where}: tokens is {tokens!r}, not a list over sequences")
     if not tokens:
-        raise RefusedGroup("empty_group", f"{where}: no sequences")
+        raise RefusedGroup(Reason.EMPTY_GROUP, f"{where}: no sequences")
     for i, sequence in enumerate(tokens):
         if not isinstance(sequence, Sequence):
-            raise RefusedGroup("malformed", f"{where}: tokens[{i}] is {sequence!r}, not a list of token ids")
+            raise RefusedGroup(Reason.MALFORMED, f"{where}: tokens[{i}] is {sequence!r}, not a list of token ids")
     if not isinstance(scores, Sequence) or len(scores) != len(tokens):
         found = len(scores) if isinstance(scores, Sequence) else scores
-        raise RefusedGroup("unequal_lengths", f"{where}: {found} scores for {len(tokens)} sequences")
+        raise RefusedGroup(Reason.UNEQUAL_LENGTHS, f"{where}: {found} scores for {len(tokens)} sequences")
     teacher = _TEACHER if limits.read_teacher else ()
     present = set()
     for key in (*_PER_SEQUENCE, *teacher):
         values = group.get(key)
         if values and not isinstance(values, Sequence):
-            raise RefusedGroup("malformed", f"{where}: {key} is a {type(values).__name__}, not a list over sequences")
+            raise RefusedGroup(
+                Reason.MALFORMED, f"{where}: {key} is a {type(values).__name__}, not a list over sequences"
+            )
         if values and len(values) != len(tokens):
-            raise RefusedGroup("unequal_lengths", f"{where}: {len(values)} {key} for {len(tokens)} sequences")
+            raise RefusedGroup(Reason.UNEQUAL_LENGTHS, f"{where}: {len(values)} {key} for {len(tokens)} sequences")
         if values:
             present.add(key)
     if "masks" not in present:
-        raise RefusedGroup("unequal_lengths", f"{where}: no masks for {len(tokens)} sequences")
+        raise RefusedGroup(Reason.UNEQUAL_LENGTHS, f"{where}: no masks for {len(tokens)} sequences")
     if len(present & {*teacher}) == 1:
-        raise RefusedGroup("unequal_lengths", f"{where}: one of distill_token_ids and distill_logprobs is missing")
+        raise RefusedGroup(Reason.UNEQUAL_LENGTHS, f"{where}: one of distill_token_ids and distill_logprobs is missing")
     return _Checked(group, where, overrides, limits, frozenset(present))
 
 
 def _read_row(
     group: _Checked, i: int, uid: str, versions: VersionLimits | None, events: Counter[str]
 ) -> Row | DroppedRow:
-    """Return sequence ``i`` as a row or a dropped row; count truncations and its optional fields in ``events``."""
+    """Return sequence ``i`` as a row or a dropped row; count truncations, missing logprobs, and advantages, teacher and
+    zero advantage where given, in ``events``.
+    """
     where, limits, overrides = group.where, group.limits, group.overrides
     score, ids, trained = _sequence(group, i)
     arrays = {key: _numbers(group, key, i, len(ids)) for key in ("inference_logprobs", "advantages", "ref_logprobs")}
     if arrays["advantages"] is not None:
         require_finite(arrays["advantages"], "advantages", i, where)
 
-    def dropped(reason: str) -> DroppedRow:
-        return DroppedRow(float(score), int(trained.sum()), reason)
+    def dropped(reason: Reason) -> DroppedRow:
+        return DroppedRow(float(score), int(trained.sum()), reason.value)
 
     if not trained.any():
-        return dropped("no_trained_token")
+        return dropped(Reason.NO_TRAINED_TOKEN)
     first = int(trained.argmax())
     if first == 0:  # its first token has no context to be predicted from
-        return dropped("no_prompt")
+        return dropped(Reason.NO_PROMPT)
     oldest, newest = _versions(overrides, i, where)
     if versions is not None and (reason := versions.refuses(oldest, newest)):
         return dropped(reason)
     end = _end(group, i, first, len(ids))
     if end is None:
-        return dropped("overlong_response")
+        return dropped(Reason.OVERLONG_RESPONSE)
     events["response_truncated"] += end < len(ids)
     events["prompt_truncated"] += first > limits.max_prompt_length
 
@@ -191,12 +197,12 @@ def _sequence(group: _Checked, i: int) -> tuple[float, np.ndarray, np.ndarray]:
     values, where, vocab_size = group.values, group.where, group.limits.vocab_size
     score, length = values["scores"][i], len(values["tokens"][i])
     if not isinstance(score, int | float) or not abs(score) <= _FLOAT32_MAX:
-        raise RefusedGroup("nonfinite_scores", f"{where}: score {i} is {score}; it must be a finite number")
+        raise RefusedGroup(Reason.NONFINITE_SCORES, f"{where}: score {i} is {score}; it must be a finite number")
     ids = array_of(values, "tokens", i, where, np.int64, length)
     outside = np.flatnonzero((ids < 0) | (ids >= vocab_size)) if vocab_size else np.empty(0, int)
     if outside.size:
         raise RefusedGroup(
-            "foreign_tokens",
+            Reason.FOREIGN_TOKENS,
             f"{where}: token {ids[outside[0]]} at position {outside[0]} of sequence {i} is outside the policy's "
             f"vocabulary of {vocab_size}; start the environment with the policy's tokenizer",
         )
@@ -242,11 +248,11 @@ def _zero_advantage(group: _Checked, i: int) -> bool:
     zero = False
     for name, given in (("group_overrides", group.overrides), (f"overrides[{i}]", of_row)):
         if not isinstance(given, Mapping | None):
-            raise RefusedGroup("malformed", f"{group.where}: {name} is {given!r}, not a mapping")
+            raise RefusedGroup(Reason.MALFORMED, f"{group.where}: {name} is {given!r}, not a mapping")
         value = (given or {}).get("set_advantage_to_zero", False)
         if value not in (True, False, None):
             raise RefusedGroup(
-                "malformed", f"{group.where}: {name} has set_advantage_to_zero {value!r}; give true or false"
+                Reason.MALFORMED, f"{group.where}: {name} has set_advantage_to_zero {value!r}; give true or false"
             )
         zero = zero or bool(value)
     return zero
@@ -263,9 +269,11 @@ def _raw_score(overrides: Mapping[str, Any], row: int, rows: int, where: str) ->
     if values is None:
         return None
     if not isinstance(values, Sequence) or len(values) != rows:
-        raise RefusedGroup("malformed", f"{where}: raw_scores is {values!r}, not a list over {rows} sequences")
+        raise RefusedGroup(Reason.MALFORMED, f"{where}: raw_scores is {values!r}, not a list over {rows} sequences")
     if not isinstance(values[row], int | float) or not abs(values[row]) <= _FLOAT32_MAX:
-        raise RefusedGroup("malformed", f"{where}: raw_scores[{row}] is {values[row]!r}; it must be a finite number")
+        raise RefusedGroup(
+            Reason.MALFORMED, f"{where}: raw_scores[{row}] is {values[row]!r}; it must be a finite number"
+        )
     return float(values[row])
 
 
@@ -276,13 +284,13 @@ def _versions(overrides: Mapping[str, Any], row: int, where: str) -> tuple[int |
         values = overrides.get(key)
         value = values[row] if isinstance(values, Sequence) and len(values) > row else None
         if value is not None and type(value) is not int:
-            raise RefusedGroup("malformed", f"{where}: {key}[{row}] is {value!r}, not a weight version")
+            raise RefusedGroup(Reason.MALFORMED, f"{where}: {key}[{row}] is {value!r}, not a weight version")
         return value
 
     oldest, newest = version("policy_version_min"), version("policy_version_max")
     if oldest is not None and newest is not None and oldest > newest:
         raise RefusedGroup(
-            "malformed", f"{where}: policy_version_min[{row}] is {oldest}, policy_version_max[{row}] only {newest}"
+            Reason.MALFORMED, f"{where}: policy_version_min[{row}] is {oldest}, policy_version_max[{row}] only {newest}"
         )
     return oldest, newest
 
@@ -292,7 +300,8 @@ def _sampling(group: Group, overrides: Mapping[str, Any], row: int, where: str) 
     values = overrides.get("sampling_params")
     if values is not None and (not isinstance(values, Sequence) or len(values) != len(group["tokens"])):
         raise RefusedGroup(
-            "malformed", f"{where}: sampling_params is {values!r}, not a list over {len(group['tokens'])} sequences"
+            Reason.MALFORMED,
+            f"{where}: sampling_params is {values!r}, not a list over {len(group['tokens'])} sequences",
         )
     given = None if values is None else values[row]
     try:
@@ -305,7 +314,7 @@ def _sampling(group: Group, overrides: Mapping[str, Any], row: int, where: str) 
             return (SamplingParams.from_declaration(declared),)
     except (TypeError, ValueError) as error:
         key = "generation_params" if given is None else f"sampling_params[{row}]"
-        raise RefusedGroup("malformed", f"{where}: {key}: {error}") from error
+        raise RefusedGroup(Reason.MALFORMED, f"{where}: {key}: {error}") from error
     return None
 
 

@@ -10,21 +10,13 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from recipe.atropos.data.reasons import Reason
 from recipe.atropos.data.sampling import Sampled
-from recipe.atropos.errors import AtroposError
 
 IGNORED = -100  # the mask of a token that is not trained on (atroposlib, as in torch's cross-entropy)
 NO_TEACHER = np.float32(-1e4)  # logprob of a missing teacher token: its probability is exactly 0 in float32
 
 Group = Mapping[str, Any]  # one ScoredData of the API: parallel lists over sequences
-
-
-class RefusedGroup(AtroposError, ValueError):
-    """A group violates the format; ``reason`` is the name under which it is counted."""
-
-    def __init__(self, reason: str, message: str):
-        super().__init__(message)
-        self.reason = reason
 
 
 @dataclass(frozen=True)
@@ -78,7 +70,7 @@ class VersionLimits:
         if bound is not None and (not isinstance(bound, int) or isinstance(bound, bool) or bound < 0):
             raise ValueError(f"trainer.atropos.max_staleness={bound!r}: give a whole number of updates >= 0, or null")
 
-    def refuses(self, oldest: int | None, newest: int | None) -> str | None:
+    def refuses(self, oldest: int | None, newest: int | None) -> Reason | None:
         """Return the counted reason why a row with these versions cannot be trained on, or None if it can.
 
         - ``future_version``: newer than the policy, so from an abandoned branch of the training; for any
@@ -88,14 +80,14 @@ class VersionLimits:
         - ``unknown_version``: ``max_staleness`` is set, and the row cannot be shown to meet it.
         """
         if any(version is not None and version > self.policy_version for version in (oldest, newest)):
-            return "future_version"
+            return Reason.FUTURE_VERSION
         if oldest is not None and oldest < 0:
-            return "not_pushed"
+            return Reason.NOT_PUSHED
         if self.max_staleness is None:
             return None
         if oldest is None:
-            return "unknown_version"
-        return "stale" if self.policy_version - oldest > self.max_staleness else None
+            return Reason.UNKNOWN_VERSION
+        return Reason.STALE if self.policy_version - oldest > self.max_staleness else None
 
 
 @dataclass

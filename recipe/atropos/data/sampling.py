@@ -9,7 +9,8 @@ and min-p truncation. The trainer's are of the distribution after temperature on
 
 - a different temperature raises ``SamplingMismatch``, is used for that row (``per_row``), or is counted (``warn``);
 - logprobs are too low under truncated sampling, and those of another policy under penalized sampling. The trainer
-  can compute neither: both are counted, and in mode ``error`` they raise unless ``allow_truncated`` is set.
+  can compute neither: both are counted, and in mode ``error`` they raise unless
+  ``trainer.atropos.allow_truncated_sampling`` is set.
 """
 
 import math

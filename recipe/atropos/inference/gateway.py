@@ -3,7 +3,7 @@
 Environments know one base URL and nothing of servers that come and go; the gateway sits between them. Guarantees:
 
 - Everything but its own two endpoints is proxied unchanged: method, path, query, body, status, headers, streams; except
-  that, if the policy is an adapter, requests name it and replies carry its version. See `lora_routing`.
+  that, if the policy is an adapter, requests that sample name it and replies carry its version. See `lora_routing`.
 - The API key ($ATROPOS_API_KEY) is checked, 401 otherwise, and passed on.
 - Only *admitted* servers get requests, and only the trainer admits: ``PUT /gateway/weights {"version": 7, "servers":
   [URL, ...]}``, with ``"pushing": true`` before a push to servers that are admitted already, and the ``"adapter"`` if

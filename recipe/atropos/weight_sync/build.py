@@ -9,7 +9,7 @@ from omegaconf import DictConfig
 from recipe.atropos.data.rows import Row
 from recipe.atropos.inference.gateway_client import GatewayClient
 from recipe.atropos.run_dir import RunDir
-from recipe.atropos.verl_ext.ranks import RayWorkerGroup
+from recipe.atropos.verl_ext.worker_group import LimitedWorkerGroup
 from recipe.atropos.weight_sync.colocated import SharedMemory
 from recipe.atropos.weight_sync.fleet import ServerFleet
 from recipe.atropos.weight_sync.manager import WeightSyncManager
@@ -18,7 +18,7 @@ from recipe.atropos.weight_sync.probe import Probe
 
 def build_manager(
     config: DictConfig,
-    actor_wg: RayWorkerGroup,
+    actor_wg: LimitedWorkerGroup,
     vocab_size: int,
     log_probs_of: Callable[[list[Row]], torch.Tensor],
 ) -> WeightSyncManager:

@@ -100,7 +100,7 @@ class SharedMemory:
             self.mark.unlink(missing_ok=True)
 
     def resume(self) -> None:
-        """Resume generation, which a push leaves to be done after colocated servers have their caches back.
+        """Resume generation; for colocated servers the push leaves this to the caller, once their caches are back.
 
         Raises:
             WeightPushError: a server does not resume; names it.

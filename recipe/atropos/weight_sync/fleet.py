@@ -3,7 +3,8 @@
 The gateway in front of them sends no requests to servers that lack it.
 
 - A server that does not answer is removed: logged once, counted (``weight_sync/servers_removed``), not pushed to.
-- If no server answers, the trainer waits for one, at most for the push timeout; then the error names them all.
+- If no server answers, the trainer waits for one, at most ``trainer.atropos.weight_sync.timeout`` seconds; then the
+  error names them all.
 - The gateway admits exactly the servers that hold the active version, also after the gateway restarts.
 """
 
@@ -27,7 +28,9 @@ _LOOK_SECONDS = 1.0  # between polls of the servers
 
 
 class ServersGone(AtroposError, RuntimeError):
-    """No SGLang server answers, or, colocated with the trainer, not all do; reports each missing server's error."""
+    """No SGLang server answers, or, colocated with the trainer, not all do; reports each missing server's error; or a
+    server died in each of several consecutive pushes.
+    """
 
 
 @dataclass

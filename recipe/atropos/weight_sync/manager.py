@@ -12,11 +12,10 @@ import logging
 import uuid
 from collections.abc import Callable
 
-import ray
-from ray.exceptions import GetTimeoutError, RayTaskError
+from ray.exceptions import RayTaskError
 
 from recipe.atropos.inference.client import InferenceError
-from recipe.atropos.verl_ext.ranks import RayWorkerGroup
+from recipe.atropos.verl_ext.worker_group import LimitedWorkerGroup, RankTimeout
 from recipe.atropos.weight_sync.colocated import SharedMemory
 from recipe.atropos.weight_sync.fleet import ServerFleet, ServersGone
 from recipe.atropos.weight_sync.servers import WeightPushError
@@ -36,7 +35,7 @@ class WeightSyncManager:
 
     def __init__(
         self,
-        actor_wg: RayWorkerGroup,
+        actor_wg: LimitedWorkerGroup,
         fleet: ServerFleet,
         adapter_only: bool = False,
         timeout: float = 600.0,
@@ -59,7 +58,7 @@ class WeightSyncManager:
             GatewayError: the gateway does not answer or refuses.
             ray.exceptions.RayTaskError: the push failed (caused by a ``WeightPushError``) although no server died.
             WeightPushError: a server does not compute with the pushed weights.
-            ray.exceptions.GetTimeoutError: the ranks did not finish within ``timeout`` seconds.
+            RankTimeout: ranks did not finish within ``timeout`` seconds; names them.
         """
         self._make_room()  # first, because a server that died can be restarted only then
         attempts, first = len(self.fleet.urls) + 2, self.version is None
@@ -132,7 +131,7 @@ class WeightSyncManager:
         self.actor_wg.set_inference_urls(targets, self.fleet.coming)
         try:
             return self._push_once(global_steps)
-        except (GetTimeoutError, RayTaskError, WeightPushError, InferenceError) as error:
+        except (RankTimeout, RayTaskError, WeightPushError, InferenceError) as error:
             if not self.fleet.died(targets):
                 raise
             logger.error("the push of version %d to %s failed, a server died in it: %s", global_steps, targets, error)
@@ -142,7 +141,8 @@ class WeightSyncManager:
 
     def _push_once(self, global_steps: int) -> dict[str, float]:
         self._make_room()
-        results = ray.get(self.actor_wg.update_weights(global_steps=global_steps, mode="atropos"), timeout=self.timeout)
+        pushed = self.actor_wg.update_weights(global_steps=global_steps, mode="atropos")
+        results = self.actor_wg.wait("update_weights", pushed, self.timeout)
         metrics = {key: value for metrics in results for key, value in (metrics or {}).items()}
         if self.memory is not None:
             self.actor_wg.empty_cache()

@@ -51,7 +51,9 @@ def check_phase(phase: str, results: Mapping[str, Any]) -> None:
 
 
 async def ranks_of(client: SGLangClient, why: str) -> int:
-    """Return the tensor-parallel size. Raises WeightPushError under data parallelism: "such a server {why}"."""
+    """Return the tensor-parallel size. Raises WeightPushError under data parallelism; ``why`` completes its message:
+    "such a server ...".
+    """
     arguments = (await client.capabilities()).arguments
     if arguments.get("dp_size", 1) != 1:
         raise WeightPushError(

@@ -8,9 +8,7 @@ Guarantees:
 """
 
 import math
-import time
 import uuid
-from collections.abc import Callable
 from typing import Any
 
 import ray
@@ -19,62 +17,18 @@ from omegaconf import DictConfig
 
 from recipe.atropos.algorithm.losses import DistillationConfig
 from recipe.atropos.algorithm.mini_batches import micro_batch_size, update_actor
-from recipe.atropos.errors import AtroposError
 from recipe.atropos.fsdp_workers import AtroposActorWorker
 from recipe.atropos.verl_ext.batch import DataProto, left_right_2_no_padding, no_padding_2_padding
 from recipe.atropos.verl_ext.batch import tensordict_utils as tu
 from recipe.atropos.verl_ext.device import get_device_name
-from recipe.atropos.verl_ext.ranks import RayClassWithInitArgs, RayWorkerGroup, need_reference_policy
+from recipe.atropos.verl_ext.ranks import RayClassWithInitArgs, need_reference_policy
+from recipe.atropos.verl_ext.worker_group import LimitedWorkerGroup
 from recipe.atropos.workers.resource_pool import DevicePool
 
 # The parts of a batch that the ranks need; the rest stays on the driver.
 _FORWARD_KEYS = ["prompts", "responses", "input_ids", "attention_mask", "position_ids", "response_mask"]
 _FORWARD_KEYS += ["row_temperature"]  # if rows were sampled at different temperatures
 _UPDATE_KEYS = ["old_log_probs", "advantages", "ref_log_prob", "rollout_is_weights", "teacher_ids", "teacher_logprobs"]
-
-
-class RankTimeout(AtroposError, RuntimeError):
-    """Ranks did not respond within the timeout."""
-
-
-class LimitedWorkerGroup(RayWorkerGroup):
-    """verl's worker group, with each call limited to ``limit`` seconds and to ``deadline``.
-
-    ``deadline`` is a ``time.monotonic`` value.
-    """
-
-    def __init__(self, *args: Any, limit: float, **kwargs: Any):
-        self.limit, self.deadline = limit, math.inf
-        super().__init__(*args, **kwargs)
-
-    def _bind_worker_method(self, user_defined_cls: type, func_generator: Callable[..., Any]) -> list[str]:
-        def limited(
-            group: "LimitedWorkerGroup",
-            method_name: str,
-            dispatch_fn: Callable[..., Any],
-            collect_fn: Callable[..., Any],
-            execute_fn: Callable[..., Any],
-            blocking: bool,
-        ) -> Any:
-            def collect(group: "LimitedWorkerGroup", output: Any) -> Any:
-                return collect_fn(group, group._results(method_name, output) if blocking else output)
-
-            return func_generator(group, method_name, dispatch_fn, collect, execute_fn, blocking=False)
-
-        return super()._bind_worker_method(user_defined_cls, limited)
-
-    def _results(self, method: str, references: Any) -> Any:
-        limit = max(0.0, min(self.limit, self.deadline - time.monotonic()))
-        try:
-            return ray.get(references, timeout=limit)
-        except ray.exceptions.GetTimeoutError:
-            references = references if isinstance(references, list) else [references]
-            _, missing = ray.wait(references, num_returns=len(references), timeout=0, fetch_local=False)
-            ranks = [rank for rank, reference in enumerate(references) if reference in missing]
-            raise RankTimeout(
-                f"{method}: no answer of rank {', '.join(map(str, ranks))} of {len(references)} within "
-                f"{limit:.0f} s; logs/ray has their output; raise trainer.atropos.step_timeout if they were at work"
-            ) from None
 
 
 class ActorGroup(LimitedWorkerGroup):

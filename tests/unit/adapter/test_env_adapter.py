@@ -18,7 +18,8 @@ from recipe.atropos.adapter.compatibility import check_sizes
 from recipe.atropos.adapter.flags import UsageError, check_flags, join_negative_values, take_flag
 from recipe.atropos.adapter.loading import EnvironmentTargetError, load_environment
 from recipe.atropos.adapter.reporting import EnvReport
-from recipe.atropos.adapter.validate import Refused, check_limits, validated
+from recipe.atropos.adapter.validate import check_limits, validated
+from recipe.atropos.data.reasons import RefusedGroup
 from recipe.atropos.errors import EnvironmentFailure
 
 SAID = "helpers.environments.said_env:SaidEnv"
@@ -307,34 +308,34 @@ def test_numbers_of_every_library_become_plain_ones():
 @pytest.mark.parametrize(
     ("fields", "reason", "detail"),
     [
-        ({"scores": [1.0, float("nan")]}, "nan_score", r"\[1.0, nan\]"),
-        ({"scores": [np.float32("inf"), 1.0]}, "nan_score", "inf"),
-        ({"scores": [None, 1.0]}, "nan_score", "None"),
+        ({"scores": [1.0, float("nan")]}, "nonfinite_scores", r"\[1.0, nan\]"),
+        ({"scores": [np.float32("inf"), 1.0]}, "nonfinite_scores", "inf"),
+        ({"scores": [None, 1.0]}, "nonfinite_scores", "None"),
         ({"scores": None}, "unequal_lengths", "2 sequences, scores None"),
         ({"scores": [1.0]}, "unequal_lengths", "2 sequences, scores"),
-        ({"scores": ["good", 1.0]}, "bad_value", "good"),
-        ({"tokens": []}, "no_tokens", "0 sequences"),
-        ({"tokens": [[], [1]]}, "no_tokens", "2 sequences, some or all without tokens"),
+        ({"scores": ["good", 1.0]}, "malformed", "good"),
+        ({"tokens": []}, "empty_group", "0 sequences"),
+        ({"tokens": [[], [1]]}, "empty_group", "2 sequences, some or all without tokens"),
         ({"masks": [[-100, 2, 3]]}, "unequal_lengths", "2 sequences, masks 1"),
         ({"masks": [[-100, 2, 3], [4]]}, "unequal_lengths", "sequence 1: 2 tokens, 1 masks"),
-        ({"masks": [[-100] * 3, [-100] * 2]}, "nothing_trained", "all masks of 2 sequences"),
+        ({"masks": [[-100] * 3, [-100] * 2]}, "no_trained_token", "all masks of 2 sequences"),
         ({"inference_logprobs": [[1.0] * 3, [1.0] * 3]}, "unequal_lengths", "2 tokens, 3 inference_logprobs"),
-        ({"inference_logprobs": [[1.0] * 3, [1.0, float("nan")]]}, "bad_value", "of sequence 1 has no number at 1"),
-        ({"advantages": [1.0, -1.0]}, "bad_value", "advantages of sequence 0 is 1.0: one value a token"),
-        ({"images": [object(), None]}, "bad_value", "not JSON serializable: object"),
+        ({"inference_logprobs": [[1.0] * 3, [1.0, float("nan")]]}, "malformed", "of sequence 1 has no number at 1"),
+        ({"advantages": [1.0, -1.0]}, "malformed", "advantages of sequence 0 is 1.0: one value a token"),
+        ({"images": [object(), None]}, "malformed", "not JSON serializable: object"),
     ],
 )
 def test_a_group_that_cannot_be_sent_is_refused_by_name(fields, reason, detail):
-    with pytest.raises(Refused, match=detail) as refused:
+    with pytest.raises(RefusedGroup, match=detail) as refused:
         check_limits(validated(group(**fields)), BaseEnvConfig(group_size=2, ensure_scores_are_not_same=False), 0)
     assert refused.value.reason == reason
 
 
 def test_what_is_no_group_is_refused_by_name():
     for made in ((group(), []), "text", 3):
-        with pytest.raises(Refused, match="a group is a dict") as refused:
+        with pytest.raises(RefusedGroup, match="a group is a dict") as refused:
             validated(made)
-        assert refused.value.reason == "bad_value"
+        assert refused.value.reason == "malformed"
 
 
 def test_sizes_that_cannot_be_packed_name_flag_and_fix():

@@ -44,7 +44,7 @@ def test_restore_refuses_a_group_that_nobody_sampled(drifting_model, caplog):
         asyncio.run(env.handle_send_to_api(env.group(rows)))
         assert env.sent is None and env.report.counts["not_sent/unequal_lengths"] == number
     asyncio.run(env.handle_send_to_api(ScoredDataGroup(tokens=[], masks=[], scores=[])))
-    assert env.report.counts["not_sent/no_tokens"] == 1
+    assert env.report.counts["not_sent/empty_group"] == 1
 
 
 class Single(Scripted):

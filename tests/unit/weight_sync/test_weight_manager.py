@@ -23,11 +23,12 @@ pytestmark = pytest.mark.timeout(60)
 class Group:
     """A worker group whose push gives the stubs that it was told its version, or fails with ``error``.
 
-    ``pushes``: (version, URLs) of each; ``during`` is called in the midst of one.
+    ``pushes``: (version, URLs) of each; ``during`` is called in the midst of one. ``limits``: (method, seconds) of each
+    wait.
     """
 
     def __init__(self, stubs):
-        self.stubs, self.pushes, self.urls = stubs, [], []
+        self.stubs, self.pushes, self.urls, self.limits = stubs, [], [], []
         self.error, self.during = None, lambda: None
 
     def set_inference_urls(self, urls, adapter):
@@ -42,29 +43,25 @@ class Group:
             stub.version = str(global_steps) if stub.url in self.urls else stub.version
         return [{"weight_sync/bytes": 8.0}, None, {}]
 
-    def empty_cache(self): ...
-
-
-@pytest.fixture
-def waited(monkeypatch):
-    """Time-outs of each ``ray.get``, which gives what it is given or raises it; a dying server has no time to die."""
-    timeouts = []
-
-    def get(results, timeout):
-        timeouts.append(timeout)
+    def wait(self, method, results, limit):
+        self.limits.append((method, limit))
         for result in results:
             if isinstance(result, Exception):
                 raise result
         return results
 
-    monkeypatch.setattr("recipe.atropos.weight_sync.manager.ray.get", get)
-    monkeypatch.setattr(fleet_module, "_DYING_SECONDS", 0.2)
-    monkeypatch.setattr(fleet_module, "_LOOK_SECONDS", 0.05)
-    return timeouts
+    def empty_cache(self): ...
 
 
 @pytest.fixture
-def served(waited):
+def quick(monkeypatch):
+    """A dying server has no time to die."""
+    monkeypatch.setattr(fleet_module, "_DYING_SECONDS", 0.2)
+    monkeypatch.setattr(fleet_module, "_LOOK_SECONDS", 0.05)
+
+
+@pytest.fixture
+def served(quick):
     """Two servers behind a gateway, their fleet, the ranks, and a way to run a coroutine where the servers are."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
@@ -92,7 +89,7 @@ def die(served, number):
     served.run(served.stubs[number].runner.cleanup())
 
 
-def test_manager_advances_its_version_only_after_verification(served, waited):
+def test_manager_advances_its_version_only_after_verification(served):
     def verify(step):
         assert step == 4 and manager.version is None, "not before it is verified"
         assert served.word.serves() == (None, set()), "nor does any request meet it"
@@ -108,7 +105,11 @@ def test_manager_advances_its_version_only_after_verification(served, waited):
     metrics = {"weight_sync/bytes": 8.0, "weight_sync/probe_gap": 0.5, "weight_sync/servers_removed": 0}
     assert manager.update_weights(4) == metrics and manager.version == 4
     urls = sorted(served.fleet.urls)
-    assert served.group.pushes == [(4, urls)] * 2 and waited == [12.5] * 2 and served.word.serves() == (4, set(urls))
+    assert (
+        served.group.pushes == [(4, urls)] * 2
+        and served.group.limits == [("update_weights", 12.5)] * 2
+        and served.word.serves() == (4, set(urls))
+    )
 
 
 def test_manager_keeps_its_version_when_a_push_fails(served):

@@ -1,7 +1,7 @@
 """Weights in buckets: a few large sends instead of hundreds of small ones, from reused buffers.
 
-The next bucket is filled while one is sent, so a push needs no memory beyond two buffers, however large the model is,
-and the tensors of one layer's attention. These must be in the same bucket: SGLang fuses some of them (``q_a_proj`` and
+The next bucket is filled while one is sent, so however large the model is, a push needs memory only for two buffers and
+for the tensors of one layer's attention. These must be in the same bucket: SGLang fuses some of them (``q_a_proj`` and
 ``kv_a_proj_with_mqa``), and if they arrive in two requests it silently loads neither (read in 0.5.23,
 deepseek_weight_loader.py, glm4_moe_lite.py). A buffer grows to hold tensors that must stay together.
 """

@@ -41,7 +41,8 @@ def adapter_name(version: int, push: str) -> str:
 class AdapterTransport:
     """Sends the adapter's tensors in the request that loads them, and so reaches servers on other machines too.
 
-    ``model_path``: the trainer's base model; ``proven``: a probe verifies that a server computes with the same.
+    ``model_path``: the trainer's base model; ``proven``: a probe checks each server's logprobs, so its base model may
+    have another path.
     """
 
     pauses = False
@@ -53,7 +54,8 @@ class AdapterTransport:
         self._tensors: dict[str, torch.Tensor] = {}
 
     async def stage(self, clients: Sequence[SGLangClient], weights: NamedTensors, version: int) -> None:
-        """Copy A, (r, in), and B, (out, r), scaling included, under PEFT's names, to the CPU; check the servers.
+        """Copy A, (r, in), and B, (out, r), which includes the scaling, under PEFT's names, to the CPU; check that the
+        servers have room.
 
         Raises:
             WeightPushError: a server has no room for the adapter.
@@ -125,7 +127,7 @@ class AdapterTransport:
             )
 
     async def _check(self, client: SGLangClient) -> None:
-        """Check that the server has layers for the adapter: without them SGLang would crash."""
+        """Check that the server's LoRA rank and target modules can hold the adapter: else SGLang would crash."""
         arguments, config = (await client.capabilities()).arguments, self._config()
         targets, rank = arguments.get("lora_target_modules") or [], arguments.get("max_lora_rank") or 0
         lacking = _computed(config["target_modules"]) - _computed(targets)

@@ -122,7 +122,7 @@ class TensorTransport:
 
 @contextlib.contextmanager
 def _shareable_memory() -> Iterator[None]:
-    """Disable expandable segments of torch's allocator meanwhile, if the user has enabled them.
+    """Within this context, disable expandable segments of torch's allocator if the user has enabled them.
 
     The handle of such a segment is a file descriptor, which a kernel that restricts ptrace gives only to a parent
     process (torch's CUDACachingAllocator; not yet run on a GPU).

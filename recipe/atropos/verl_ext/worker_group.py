@@ -1,0 +1,62 @@
+"""verl's worker group with a timeout for each call; verl itself waits forever for a rank that hangs."""
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import ray
+
+from recipe.atropos.errors import AtroposError
+from recipe.atropos.verl_ext.ranks import RayWorkerGroup
+
+
+class RankTimeout(AtroposError, RuntimeError):
+    """Ranks did not respond within the timeout."""
+
+
+class LimitedWorkerGroup(RayWorkerGroup):
+    """verl's worker group, with each call limited to ``limit`` seconds and to ``deadline``.
+
+    ``deadline`` is a ``time.monotonic`` value.
+    """
+
+    def __init__(self, *args: Any, limit: float, **kwargs: Any):
+        self.limit, self.deadline = limit, math.inf
+        super().__init__(*args, **kwargs)
+
+    def _bind_worker_method(self, user_defined_cls: type, func_generator: Callable[..., Any]) -> list[str]:
+        def limited(
+            group: "LimitedWorkerGroup",
+            method_name: str,
+            dispatch_fn: Callable[..., Any],
+            collect_fn: Callable[..., Any],
+            execute_fn: Callable[..., Any],
+            blocking: bool,
+        ) -> Any:
+            def collect(group: "LimitedWorkerGroup", output: Any) -> Any:
+                return collect_fn(group, group.wait(method_name, output) if blocking else output)
+
+            return func_generator(group, method_name, dispatch_fn, collect, execute_fn, blocking=False)
+
+        return super()._bind_worker_method(user_defined_cls, limited)
+
+    def wait(self, method: str, references: Any, limit: float | None = None) -> Any:
+        """Return the results of ``method``'s calls, within ``limit`` seconds instead of the group's limits, if given.
+
+        Raises:
+            RankTimeout: names the ranks that did not answer in time.
+            ray.exceptions.RayError: a call failed.
+        """
+        key = "step_timeout" if limit is None else "weight_sync.timeout"
+        limit = max(0.0, min(self.limit, self.deadline - time.monotonic())) if limit is None else limit
+        try:
+            return ray.get(references, timeout=limit)
+        except ray.exceptions.GetTimeoutError:
+            references = references if isinstance(references, list) else [references]
+            _, missing = ray.wait(references, num_returns=len(references), timeout=0, fetch_local=False)
+            ranks = [rank for rank, reference in enumerate(references) if reference in missing]
+            raise RankTimeout(
+                f"{method}: no answer of rank {', '.join(map(str, ranks))} of {len(references)} within "
+                f"{limit:.0f} s; logs/ray has their output; raise trainer.atropos.{key} if they were at work"
+            ) from None
