@@ -75,7 +75,7 @@ def test_adapted_items_that_fail_are_tried_again_and_counted(api, make, caplog):
     assert asyncio.run(roll_out(env, 2)) is None
     counts = env.report.counts
     assert (counts["failed/ValueError"], counts["failed/OSError"]) == (1, 0)
-    assert (counts["tried_again/ValueError"], counts["tried_again/OSError"]) == (4, 2)
+    assert (counts["retried/ValueError"], counts["retried/OSError"]) == (4, 2)
     assert len(env.faults[2]) == 5 and counts["items"] == 2
     assert caplog.text.count("ValueError: bad luck") == 1 and "Traceback" in caplog.text, "once a kind"
 

@@ -32,7 +32,7 @@ def test_own_gateway_ends_with_the_trainer(tmp_path, capsys, monkeypatch, key):
         status = GatewayClient(config.inference.gateway, key).status()
         assert [server["url"] for server in status["servers"]] == SERVERS and status["version"] is None
         told = capsys.readouterr().out
-        assert f"gateway {config.inference.gateway}, before {', '.join(SERVERS)}" in told
+        assert f"gateway {config.inference.gateway}, in front of {', '.join(SERVERS)}" in told
         assert f"--openai.base_url={config.inference.gateway}/v1" in told and "the-key" not in told
         assert ("ATROPOS_API_KEY=none" in told) == (key is None), "of servers without a key none is asked for"
     assert service.poll() is not None and not started()

@@ -103,7 +103,7 @@ def test_bfloat16_and_tied_embeddings_arrive_bit_for_bit(tied_server, models, tm
 def test_transport_checksums_catch_a_corrupted_bucket(server, models, tmp_path, version, transport):
     """Nobody generates with it."""
     if not can_checksum(server):
-        pytest.skip("this server makes no checksums")
+        pytest.skip("this server computes no checksums")
     pusher = engine([server], transport, tmp_path)
     damage(pusher._transport, "model.layers.1.mlp.up_proj.weight")
     with pytest.raises(WeightPushError, match=r"other values than were sent in model\.layers\.1\.mlp\.gate_up_proj"):
@@ -214,7 +214,7 @@ def test_transport_names_a_folder_that_a_server_does_not_see(server, models, tmp
 @pytest.mark.slow
 def test_transport_names_a_server_that_hangs_or_dies_in_a_push(server, models, tmp_path, version, monkeypatch):
     """By the transport in which all must take part in every bucket; the server joins again when it is back."""
-    monkeypatch.setattr(servers, "_TIDY_SECONDS", 1.0)
+    monkeypatch.setattr(servers, "_CLEANUP_SECONDS", 1.0)
     monkeypatch.setattr(distributed, "_BROKEN_OFF_SECONDS", 1.0)
     launch = {"max_total_tokens": 2048, "log_path": tmp_path / "second.log"}
     with running_sglang(models["old"], **launch) as (service, second):

@@ -56,7 +56,7 @@ def complete(
         _say("nobody has logged in to wandb here (--env.use_wandb=false)")
         env = env.model_copy(update={"use_wandb": False})
     if serves and "total_steps" not in env_given:
-        _say(f"it serves until it is ended (--env.total_steps={_UNTIL_ENDED})")
+        _say(f"it serves until it is stopped (--env.total_steps={_UNTIL_ENDED})")
         env = env.model_copy(update={"total_steps": _UNTIL_ENDED})
     completed = [_complete(server, given) for server in servers]
     first = completed[0].model_copy(update=dict(given))
@@ -81,7 +81,7 @@ def _complete(server: APIServerConfig, given: Mapping[str, Any]) -> APIServerCon
     url = given.get("base_url", server.base_url) or ""
     changes: dict[str, Any] = {}
     if _is_plain(url) and "server_type" not in given and server.server_type == "openai":
-        _say(f"{url} is taken for an SGLang server (--openai.server_type=sglang)")
+        _say(f"{url} is assumed to be an SGLang server (--openai.server_type=sglang)")
         changes["server_type"] = "sglang"
     key = os.environ.get(API_KEY_VARIABLE)
     if key and _is_plain(url) and "api_key" not in given and server.api_key in (None, "", "x"):

@@ -238,7 +238,7 @@ class Durable(BaseEnv):
             except Exception as error:
                 if pause is not None:
                     self.__say_once(stage, error)
-                    self.report.count(f"tried_again/{type(_cause(error)).__name__}")
+                    self.report.count(f"retried/{type(_cause(error)).__name__}")
                     await asyncio.sleep(pause)
                     continue
                 self._count_failure(stage, error)

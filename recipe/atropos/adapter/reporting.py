@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 _SECONDS = 5.0  # between two lines, if there is something new
 _SILENCE = 60.0  # s in which items end but nothing is sent, until it is logged
-_REASONS = ("not_sent/", "failed/", "tried_again/")
+_REASONS = ("not_sent/", "failed/", "retried/")
 
 
 class EnvReport:

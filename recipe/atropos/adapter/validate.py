@@ -101,7 +101,9 @@ def _check(name: str, rows: Any, tokens: list[list[int]]) -> None:
         raise RefusedGroup(Reason.UNEQUAL_LENGTHS, f"{len(tokens)} sequences, {name} {found}")
     for i, (row, ids) in enumerate(zip(rows, tokens, strict=True)):
         if not isinstance(row, list):
-            raise RefusedGroup(Reason.MALFORMED, f"{name} of sequence {i} is {str(row)[:100]}: one value a token")
+            raise RefusedGroup(
+                Reason.MALFORMED, f"{name} of sequence {i} is {str(row)[:100]}: one value per token expected"
+            )
         if len(row) != len(ids):
             raise RefusedGroup(Reason.UNEQUAL_LENGTHS, f"sequence {i}: {len(ids)} tokens, {len(row)} {name}")
         if None in row:

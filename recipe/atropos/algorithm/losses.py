@@ -35,14 +35,14 @@ _TOKEN_MEANS = {
     f"rollout_corr/{name}"
     for name in ("chi2_token", "k3_kl", "kl", "rollout_is_mean", "rollout_is_oob_ratio", "rollout_rs_masked_fraction")
 }
-_KEPT, _TAUGHT = "actor/kept_fraction", "actor/taught_fraction"
+_KEPT, _DISTILLED = "actor/kept_fraction", "actor/distilled_fraction"
 # Metrics over a subset of a mini-batch's tokens, each with the metric that is the subset's share of all its tokens.
 _OVER_A_PART = {
     "actor/pg_clipfrac": _KEPT,
     "actor/pg_clipfrac_lower": _KEPT,
     "actor/ppo_kl": _KEPT,
-    "actor/distillation_kl": _TAUGHT,
-    "actor/teacher_mass": _TAUGHT,
+    "actor/distillation_kl": _DISTILLED,
+    "actor/teacher_mass": _DISTILLED,
 }
 _CHUNK = 1024  # positions whose float32 distributions over the vocabulary are in memory at a time
 

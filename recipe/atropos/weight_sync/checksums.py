@@ -21,7 +21,7 @@ from recipe.atropos.weight_sync.transports.bucket import NamedTensors
 _PART_OF = {part: (fused, i) for fused, parts in FUSED.items() for i, part in enumerate(parts)}
 _VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
 _VOCABULARY_MULTIPLE = 64
-_MEND = "set trainer.atropos.weight_sync.verify=probe"
+_ALTERNATIVE = "set trainer.atropos.weight_sync.verify=probe"
 
 
 @dataclass
@@ -52,7 +52,7 @@ class WeightChecksums:
         fused, part = _PART_OF.get(module, (module, 0))
         target = self._sums.setdefault(".".join(filter(None, (parent, fused, kind))), _Sum())
         if target.parts != part:
-            raise WeightPushError(f"no checksum can be made with {name} out of its order: {_MEND}")
+            raise WeightPushError(f"no checksum can be computed with {name} out of its order: {_ALTERNATIVE}")
         raw = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
         target.sha256.update(memoryview(raw.numpy()))
         target.parts, target.shape = part + 1, tensor.shape
@@ -65,14 +65,16 @@ class WeightChecksums:
         except InferenceError as error:
             if error.status is None:
                 raise
-            raise WeightPushError(f"{error}: {client.url} makes no checksums of its weights; {_MEND}") from error
+            raise WeightPushError(
+                f"{error}: {client.url} cannot compute checksums of its weights; {_ALTERNATIVE}"
+            ) from error
         if "ranks" not in reply:
-            raise WeightPushError(f"{client.url} makes no checksums of its weights; {_MEND}")
+            raise WeightPushError(f"{client.url} cannot compute checksums of its weights; {_ALTERNATIVE}")
         device = (await client.capabilities()).arguments.get("device")
         if len(reply["ranks"]) != 1 or device != "cpu":
             raise WeightPushError(
                 f"{client.url} runs on {len(reply['ranks'])} ranks of device {device}; checksums are compared with one "
-                f"on a CPU: {_MEND}"
+                f"on a CPU: {_ALTERNATIVE}"
             )
         found = reply["ranks"][0]["checksums"]
         sent = {name: _digests(name, total) for name, total in self._sums.items()}

@@ -8,7 +8,7 @@ from typing import Any
 from recipe.atropos.errors import AtroposError
 from recipe.atropos.inference.client import InferenceError, SGLangClient
 
-_TIDY_SECONDS = 5.0  # for a server's cleanup after a failure; a hung one must not delay the error that names it
+_CLEANUP_SECONDS = 5.0  # for a server's cleanup after a failure; a hung one must not delay the error that names it
 
 
 class WeightPushError(AtroposError, RuntimeError):
@@ -63,9 +63,9 @@ async def ranks_of(client: SGLangClient, why: str) -> int:
     return arguments.get("tp_size", 1)
 
 
-async def tidied(calls: Iterable[Awaitable[object]]) -> None:
+async def clean_up(calls: Iterable[Awaitable[object]]) -> None:
     """Await cleanup calls after a failure; ignore InferenceErrors and timeouts: the failure itself is reported."""
-    limited = (asyncio.wait_for(call, _TIDY_SECONDS) for call in calls)
+    limited = (asyncio.wait_for(call, _CLEANUP_SECONDS) for call in calls)
     for result in await asyncio.gather(*limited, return_exceptions=True):
         if isinstance(result, BaseException) and not isinstance(result, InferenceError | TimeoutError):
             raise result
@@ -81,6 +81,6 @@ async def update_session(clients: Sequence[SGLangClient]) -> AsyncIterator[None]
     try:
         yield
     except BaseException:
-        await tidied(client.end_weight_update() for client in clients)
+        await clean_up(client.end_weight_update() for client in clients)
         raise
     await on_all(clients, "end", lambda client: client.end_weight_update())

@@ -174,7 +174,7 @@ def test_promises_adapter_completes_what_the_command_line_leaves(tmp_path, model
     command = ["serve", "--env", SAID, f"--openai.base_url={url}"]
     status, output = run_adapter(tmp_path, *command, MODEL=model, ATROPOS_API_KEY="the-key-of-the-run")
     assert status == 0 and '"kind": "SGLangServer"' in output and "the-key" not in output, output
-    assert f"adapter: {url} is taken for an SGLang server (--openai.server_type=sglang)" in output
+    assert f"adapter: {url} is assumed to be an SGLang server (--openai.server_type=sglang)" in output
     assert '"api_key": "***"' in output, "the run's, hidden"
     assert said(output)["config"]["total_steps"] == 10**9, "BaseEnv would end after 1,000"
     status, output = run_adapter(tmp_path, *command, "--env.total_steps=7", MODEL=model)
@@ -321,7 +321,7 @@ def test_numbers_of_every_library_become_plain_ones():
         ({"masks": [[-100] * 3, [-100] * 2]}, "no_trained_token", "all masks of 2 sequences"),
         ({"inference_logprobs": [[1.0] * 3, [1.0] * 3]}, "unequal_lengths", "2 tokens, 3 inference_logprobs"),
         ({"inference_logprobs": [[1.0] * 3, [1.0, float("nan")]]}, "malformed", "of sequence 1 has no number at 1"),
-        ({"advantages": [1.0, -1.0]}, "malformed", "advantages of sequence 0 is 1.0: one value a token"),
+        ({"advantages": [1.0, -1.0]}, "malformed", "advantages of sequence 0 is 1.0: one value per token expected"),
         ({"images": [object(), None]}, "malformed", "not JSON serializable: object"),
     ],
 )

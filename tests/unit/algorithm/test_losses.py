@@ -245,7 +245,7 @@ def test_metrics_are_over_the_tokens_of_the_mini_batches(a_mini_batch, mode, spl
         kl.append(values[at])
         mass.append(masses[at])
     kl, mass = torch.cat(kl), torch.cat(mass)
-    assert metrics.pop("actor/taught_fraction") == pytest.approx(len(kl) / len(new), rel=1e-5)
+    assert metrics.pop("actor/distilled_fraction") == pytest.approx(len(kl) / len(new), rel=1e-5)
     assert metrics.pop("actor/distillation_kl") == pytest.approx(kl.mean().item(), rel=1e-4)
     assert metrics.pop("actor/teacher_mass") == pytest.approx(mass.mean().item(), rel=1e-4)
     assert metrics.pop("actor/distillation_loss") == pytest.approx(kl.sum().item() / len(new), rel=1e-4)
@@ -264,10 +264,10 @@ def test_metrics_that_are_no_means_stay_what_they_are():
 
 def test_metrics_of_no_token_have_no_value():
     """Of mini-batches' steps, one without a taught token says nothing of the teacher."""
-    metrics = {"actor/teacher_mass": [0.2, 0.0], "actor/taught_fraction": [0.5, 0.0], "actor/lr": [1.0]}
+    metrics = {"actor/teacher_mass": [0.2, 0.0], "actor/distilled_fraction": [0.5, 0.0], "actor/lr": [1.0]}
     assert finished_metrics(metrics) == metrics | {"actor/teacher_mass": [0.4]}
-    nothing = {"actor/teacher_mass": [0.0], "actor/taught_fraction": [0.0]}
-    assert finished_metrics(nothing) == {"actor/taught_fraction": [0.0]}
+    nothing = {"actor/teacher_mass": [0.0], "actor/distilled_fraction": [0.0]}
+    assert finished_metrics(nothing) == {"actor/distilled_fraction": [0.0]}
 
 
 def a_micro_batch(rng, mask):

@@ -18,7 +18,7 @@ from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_proces
 from recipe.atropos.inference.client import SGLangClient
 from recipe.atropos.utils.hosts import address_towards
 from recipe.atropos.verl_ext.device import get_device_id, get_device_name
-from recipe.atropos.weight_sync.servers import WeightPushError, on_all, ranks_of, tidied, update_session
+from recipe.atropos.weight_sync.servers import WeightPushError, clean_up, on_all, ranks_of, update_session
 from recipe.atropos.weight_sync.transports.bucket import (
     Bucket,
     Buckets,
@@ -98,7 +98,9 @@ class DistributedTransport:
         by_url = {client.url: client for client in clients}
         reachable = [(url, name) for url, name in self._left if url in by_url]
         self._left = [left for left in self._left if left not in reachable]
-        await tidied(by_url[url].post("/destroy_weights_update_group", {"group_name": name}) for url, name in reachable)
+        await clean_up(
+            by_url[url].post("/destroy_weights_update_group", {"group_name": name}) for url, name in reachable
+        )
         await in_thread(group.destroy)
 
     def release(self, version: int) -> None:
@@ -180,9 +182,9 @@ class _Group:
             _, late = await asyncio.wait(late, timeout=_BROKEN_OFF_SECONDS)
         await _broken_off(joining, invited, name)
         names = {joining: "the trainer's rank 0"} | {task: client.url for task, client in invited.items()}
-        guilty = failed or [task for task in invited if task in late] or list(invited)
+        blamed = failed or [task for task in invited if task in late] or list(invited)
         silence = f"did not come within {join_timeout:g} s"
-        details = "; ".join(f"{names[task]}: {task.exception() if task in failed else silence}" for task in guilty)
+        details = "; ".join(f"{names[task]}: {task.exception() if task in failed else silence}" for task in blamed)
         raise WeightPushError(f"weight push failed in phase 'join' on {details}")
 
     def broadcast(self, flat: torch.Tensor) -> None:
@@ -208,7 +210,7 @@ async def _broken_off(
     for task in invited:
         task.cancel()
         task.add_done_callback(_seen)
-    await tidied(client.post("/destroy_weights_update_group", {"group_name": name}) for client in invited.values())
+    await clean_up(client.post("/destroy_weights_update_group", {"group_name": name}) for client in invited.values())
     joining.add_done_callback(lambda task: _seen(task) or dist.destroy_process_group(task.result()))
 
 
