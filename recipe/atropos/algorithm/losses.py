@@ -236,10 +236,14 @@ def atropos_loss(
         global_batch_size=data["global_batch_size"],
         loss_scale_factor=config.loss_scale_factor,
     )
-    taught = mask & (mass > 0)
+    distilled = mask & (mass > 0)
     metrics["actor/distillation_loss"] = Metric(value=distillation_loss, aggregation=AggregationType.SUM)
-    for name, values in (("distillation_kl", kl.detach()), ("teacher_mass", mass), ("taught_fraction", taught.float())):
-        share = torch.where(taught, values, 0.0).sum() / data["batch_num_tokens"] * data["dp_size"]
+    for name, values in (
+        ("distillation_kl", kl.detach()),
+        ("teacher_mass", mass),
+        ("distilled_fraction", distilled.float()),
+    ):
+        share = torch.where(distilled, values, 0.0).sum() / data["batch_num_tokens"] * data["dp_size"]
         metrics[f"actor/{name}"] = Metric(value=share, aggregation=AggregationType.SUM)
     return loss + distillation.loss_coef * distillation_loss, metrics
 
