@@ -37,10 +37,10 @@ from recipe.atropos.config.compose import (
     resolved,
     with_values,
 )
+from recipe.atropos.config.derived_timeouts import set_waits
 from recipe.atropos.config.env_specs import EnvironmentSpec, environment_specs
 from recipe.atropos.config.models import KEY as MODEL_KEY
 from recipe.atropos.config.models import SMALL_POLICIES, check_model, set_model_path
-from recipe.atropos.config.waits import set_waits
 from recipe.atropos.errors import ConfigurationError, expected_failure
 from recipe.atropos.inference.server import check_launch
 from recipe.atropos.launcher.environment_processes import check_environments, check_target

@@ -15,7 +15,7 @@ from helpers.trainer import compose_config
 from recipe.atropos.checkpoint.export import add_arguments, export_checkpoint
 from recipe.atropos.checkpoint.store import Checkpoints
 from recipe.atropos.config.compose import resolved
-from recipe.atropos.config.waits import set_waits
+from recipe.atropos.config.derived_timeouts import set_waits
 from recipe.atropos.inference.client import SGLangClient
 from recipe.atropos.launch_services import compose_overrides, load_run_config, parse_arguments
 from recipe.atropos.run_dir import RunDir

@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 from transformers import AutoConfig, AutoTokenizer
 
 from recipe.atropos.config import compose
-from recipe.atropos.config.waits import set_waits
+from recipe.atropos.config.derived_timeouts import set_waits
 from recipe.atropos.launcher.own_gateway import gateway_before
 
 CPU_OVERRIDES = [

@@ -20,10 +20,10 @@ from recipe.atropos.adapter.evaluate_metrics import Evaluating
 from recipe.atropos.adapter.flags import CommandLine
 from recipe.atropos.adapter.lifecycle import Lifecycle
 from recipe.atropos.adapter.pacing import Paced
+from recipe.atropos.adapter.recorded_calls import record_all_calls, sglang_servers
 from recipe.atropos.adapter.reporting import EnvReport
+from recipe.atropos.adapter.restore import chat_templates_give_lists, collect_each, restore_group
 from recipe.atropos.adapter.reward_bridge import RewardBridge
-from recipe.atropos.adapter.sampled import chat_templates_give_lists, collect_each, restore_group
-from recipe.atropos.adapter.sampled_calls import record_all_calls, sglang_servers
 from recipe.atropos.adapter.settings import AdapterSettings
 from recipe.atropos.adapter.shaping import check_literals, dropped_by_environment, record_groups, recorded, shape
 from recipe.atropos.adapter.teacher import TeacherFixes

@@ -35,8 +35,8 @@ from tenacity import RetryError
 
 from recipe.atropos.adapter.api_client import ApiRefused, Deadline, ask, compressed, refuses_connections
 from recipe.atropos.adapter.compatibility import check_sizes
+from recipe.atropos.adapter.recorded_calls import sglang_servers
 from recipe.atropos.adapter.reporting import EnvReport
-from recipe.atropos.adapter.sampled_calls import sglang_servers
 from recipe.atropos.adapter.settings import AdapterSettings
 from recipe.atropos.adapter.validate import to_json
 from recipe.atropos.data.reasons import Reason

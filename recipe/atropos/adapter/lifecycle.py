@@ -23,7 +23,7 @@ import wandb
 from atroposlib.envs.server_handling.sglang_server import SGLangServer
 
 from recipe.atropos.adapter.compatibility import Inconclusive, check_tokenizer
-from recipe.atropos.adapter.sampled_calls import sglang_servers
+from recipe.atropos.adapter.recorded_calls import sglang_servers
 from recipe.atropos.errors import EnvironmentFailure
 
 logger = logging.getLogger(__name__)

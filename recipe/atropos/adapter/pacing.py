@@ -46,7 +46,7 @@ from atroposlib.envs.base import EvalHandlingEnum
 
 from recipe.atropos.adapter.durable import Durable
 from recipe.atropos.adapter.pace import Pace, PacingError, Ticket
-from recipe.atropos.adapter.sampled_calls import sglang_servers
+from recipe.atropos.adapter.recorded_calls import sglang_servers
 from recipe.atropos.inference.client import InferenceError, SGLangClient
 
 logger = logging.getLogger(__name__)

@@ -34,10 +34,10 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from recipe.atropos.config.derived_timeouts import set_waits
 from recipe.atropos.config.renamed import check_renamed, prefixes
 from recipe.atropos.config.schema import check_schema, documented
 from recipe.atropos.config.unsupported import UNSUPPORTED
-from recipe.atropos.config.waits import set_waits
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.utils.secret import COMPLETE, check_not_hidden, read_config_yaml, restore
 

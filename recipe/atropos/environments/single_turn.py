@@ -25,7 +25,7 @@ from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, Scored
 from pydantic import Field
 
 from recipe.atropos.adapter.completion_cache import trained_spans
-from recipe.atropos.adapter.sampled import group_of_nodes
+from recipe.atropos.adapter.restore import group_of_nodes
 from recipe.atropos.data.sampling import default_temperature
 
 logger = logging.getLogger(__name__)

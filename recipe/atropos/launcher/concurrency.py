@@ -8,8 +8,8 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from recipe.atropos.config.derived_timeouts import answer_seconds
 from recipe.atropos.config.env_specs import EnvironmentSpec, environment_specs
-from recipe.atropos.config.waits import answer_seconds
 
 _LEAST_GROUPS = 8  # BaseEnv's default
 _AHEAD = 1  # batches sampled ahead where max_staleness sets no limit

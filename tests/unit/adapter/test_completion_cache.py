@@ -9,7 +9,7 @@ import pytest
 
 from helpers.sampled import END, I, Scripted, chat, ids_of, make, sampled, with_bos
 from recipe.atropos.adapter.completion_cache import ITEM, CompletionCache, Item, Piece, key_of, keys_of
-from recipe.atropos.adapter.sampled import restore
+from recipe.atropos.adapter.restore import restore
 
 
 def test_cache_keeps_earlier_turns_tokens_in_later_prompts(cache, tokenizer):

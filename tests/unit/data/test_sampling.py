@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 
 from helpers.sglang import make_tiny_model
 from recipe.atropos.adapter.completion_cache import CompletionCache
-from recipe.atropos.adapter.sampled import restore_group
+from recipe.atropos.adapter.restore import restore_group
 from recipe.atropos.algorithm import alarms
 from recipe.atropos.algorithm.off_policy import compare_with_engine
 from recipe.atropos.config.compose import load_config

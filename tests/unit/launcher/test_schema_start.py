@@ -11,8 +11,8 @@ import orjson
 import pytest
 
 from recipe.atropos.config.compose import load_config, resolved
+from recipe.atropos.config.derived_timeouts import set_waits
 from recipe.atropos.config.models import SMALL_POLICIES, check_model, resolve_model
-from recipe.atropos.config.waits import set_waits
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.inference.server import LaunchError, SGLangLaunch, check_launch
 from recipe.atropos.launch_services import check_start, environments_of, load_run_config, make_folder, prepare_model

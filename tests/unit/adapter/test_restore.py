@@ -11,8 +11,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from helpers.sampled import END, I, Scripted, chat, make, sampled
 from recipe.atropos.adapter.adapted_env import adapt
-from recipe.atropos.adapter.sampled import group_of
-from recipe.atropos.adapter.sampled_calls import sampling_params
+from recipe.atropos.adapter.recorded_calls import sampling_params
+from recipe.atropos.adapter.restore import group_of
 from recipe.atropos.inference.client import InferenceError
 
 

@@ -1,6 +1,6 @@
 """Restore a group as the policy sampled it: each trained token with its logprob, weight version and parameters.
 
-All of an environment's calls to its SGLang servers use token ids and are cached (``sampled_calls``,
+All of an environment's calls to its SGLang servers use token ids and are cached (``recorded_calls``,
 ``completion_cache``). Before a group is sent, each trained span is looked up:
 
 - A reply that appears there token for token stays, with the logprobs that it was sampled with; if the environment gives

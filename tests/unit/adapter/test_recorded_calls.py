@@ -8,7 +8,7 @@ from atroposlib.envs.server_handling.managed_server import ManagedServer
 
 from helpers.sampled import END, I, Scripted, chat, ids_of, make, with_bos
 from helpers.stub_sglang import reply, stub_servers
-from recipe.atropos.adapter.sampled_calls import ATTEMPTS, RecordingManagedServer, _one_bos, sampling_params
+from recipe.atropos.adapter.recorded_calls import ATTEMPTS, RecordingManagedServer, _one_bos, sampling_params
 from recipe.atropos.data.sampling import SamplingParams
 from recipe.atropos.inference.client import InferenceError
 
@@ -44,7 +44,7 @@ def two(tokenizer):
     return [reply(a, "ab"), reply(b, "ab", "length", first=-0.9, version="default")]
 
 
-def test_sampled_calls_for_tokens_give_what_was_sampled(ask, tokenizer):
+def test_recorded_calls_for_tokens_give_what_was_sampled(ask, tokenizer):
     def call(env):
         return env.server.tokens_and_logprobs_completion(prompt="Q:", n=2, max_tokens=5, top_p=0.5)
 
@@ -63,7 +63,7 @@ def test_sampled_calls_for_tokens_give_what_was_sampled(ask, tokenizer):
     assert first.logprobs.tolist() == logprobs[0] and first.sampling == SamplingParams(temperature=0.7, top_p=0.5)
 
 
-def test_sampled_calls_keep_what_stands_before_a_bos(tokenizer):
+def test_recorded_calls_keep_what_stands_before_a_bos(tokenizer):
     bos = with_bos(tokenizer).bos_token_id
     known = SimpleNamespace(bos_token_id=bos)
     for ids in ([], [bos], [5, bos, 6], [bos, 5], [bos, 5, bos]):
@@ -71,7 +71,7 @@ def test_sampled_calls_keep_what_stands_before_a_bos(tokenizer):
     assert _one_bos(known, [bos, bos, 6]) == [bos, 6]
 
 
-def test_sampled_calls_send_one_bos_whoever_writes_it(ask, tokenizer):
+def test_recorded_calls_send_one_bos_whoever_writes_it(ask, tokenizer):
     """The tokenizer does before a text; a chat template is told to, so nothing comes before what it gives."""
     bos = with_bos(tokenizer)
 
@@ -92,7 +92,7 @@ def test_sampled_calls_send_one_bos_whoever_writes_it(ask, tokenizer):
     assert sent("chat", messages=GO) == chat(tokenizer, "go")
 
 
-def test_sampled_calls_leave_servers_alone_that_are_not_sglang(drifting_model):
+def test_recorded_calls_leave_servers_alone_that_are_not_sglang(drifting_model):
     async def class_of(server_type):
         env = make(Scripted, drifting_model, server_type=server_type)
         async with env.server.managed_server(tokenizer=env.tokenizer) as managed:
@@ -102,7 +102,7 @@ def test_sampled_calls_leave_servers_alone_that_are_not_sglang(drifting_model):
     assert asyncio.run(class_of("sglang")) is RecordingManagedServer
 
 
-def test_sampled_calls_of_evaluation_keep_to_their_own_book(ask, tokenizer):
+def test_recorded_calls_of_evaluation_keep_to_their_own_book(ask, tokenizer):
     async def call(env):
         await env.server.completion(prompt="Q:", max_tokens=5, split="eval")
         assert (len(env._calls.caches["train"]), len(env._calls.caches["eval"])) == (0, 1)
@@ -113,7 +113,7 @@ def test_sampled_calls_of_evaluation_keep_to_their_own_book(ask, tokenizer):
     assert [body["sampling_params"]["temperature"] for body in ask.bodies] == [1.0, 0.7]
 
 
-def test_sampled_calls_for_text_answer_as_openai_does(ask, tokenizer):
+def test_recorded_calls_for_text_answer_as_openai_does(ask, tokenizer):
     answer = ask(two(tokenizer), lambda env: env.server.completion(prompt="Q:", n=2, stop=["x"]))
     assert [(c.index, c.text, c.finish_reason) for c in answer.choices] == [(0, "ab", "stop"), (1, "ab", "length")]
     usage = answer.usage
@@ -124,7 +124,7 @@ def test_sampled_calls_for_text_answer_as_openai_does(ask, tokenizer):
     assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (6, 4, 10)
 
 
-def test_sampled_calls_for_chat_have_earlier_replies_as_sampled(ask, tokenizer):
+def test_recorded_calls_for_chat_have_earlier_replies_as_sampled(ask, tokenizer):
     async def call(env):
         first = await env.server.chat_completion(messages=GO, max_tokens=5)
         said = {"role": "assistant", "content": first.choices[0].message.content}
@@ -140,7 +140,7 @@ def test_sampled_calls_for_chat_have_earlier_replies_as_sampled(ask, tokenizer):
     assert asked == [5, None] and not ask.others
 
 
-def test_sampled_calls_take_a_last_message_for_the_users(ask, tokenizer):
+def test_recorded_calls_take_a_last_message_for_the_users(ask, tokenizer):
     """As SGLang does; the messages of the environment stay as they are."""
     messages = [*GO, {"role": "assistant", "content": "ab"}]
     ask(two(tokenizer)[:1], lambda env: env.server.chat_completion(messages=messages, max_tokens=5))
@@ -161,7 +161,7 @@ def test_sampled_calls_take_a_last_message_for_the_users(ask, tokenizer):
     ],
     ids=range(5),
 )
-def test_sampled_calls_that_generate_cannot_answer_are_counted(ask, arguments, why, monkeypatch):
+def test_recorded_calls_that_generate_cannot_answer_are_counted(ask, arguments, why, monkeypatch):
     """They take the server's OpenAI route, which this stub does not have, and are not remembered."""
     kind = "chat" if "messages" in arguments else "text"
 
@@ -177,7 +177,7 @@ def test_sampled_calls_that_generate_cannot_answer_are_counted(ask, arguments, w
     assert ask.env.report.counts == {f"plain_route/{why}": n} and not len(ask.env._calls.caches["train"])
 
 
-def test_sampled_calls_ask_again_for_what_is_missing_alone(ask, tokenizer):
+def test_recorded_calls_ask_again_for_what_is_missing_alone(ask, tokenizer):
     good, cut = two(tokenizer)
     replies = [good, reply([], "", "abort"), reply([5], "x", "abort"), reply([], ""), cut, reply([], "", "abort"), good]
     replies += [good, good]  # the last is not asked for
@@ -191,7 +191,7 @@ def test_sampled_calls_ask_again_for_what_is_missing_alone(ask, tokenizer):
     assert ask.env.report.counts["aborted_samples"] == 2 and len(ask.env._calls.caches["train"]) == 2
 
 
-def test_sampled_calls_give_up_and_name_the_server(ask, tokenizer):
+def test_recorded_calls_give_up_and_name_the_server(ask, tokenizer):
     aborted = [reply([], "", "abort")] * 2 * ATTEMPTS
 
     async def call(env):
@@ -207,7 +207,7 @@ def test_sampled_calls_give_up_and_name_the_server(ask, tokenizer):
 
 @pytest.mark.parametrize("how", ["chat", "text"])
 @pytest.mark.parametrize(("second", "lasts"), [(("ab",), "dc"), (("a", "b"), "cd")], ids=["one_text", "same_tokens"])
-def test_sampled_calls_of_a_managed_server_extend_its_nodes(ask, tokenizer, how, second, lasts):
+def test_recorded_calls_of_a_managed_server_extend_its_nodes(ask, tokenizer, how, second, lasts):
     """The longest node that a prompt goes on from, as it was sampled; of two with one text, each once."""
     way_1, way_2 = ids_of(tokenizer, "a", "b", END), ids_of(tokenizer, *second, END)
     replies = [reply(way_1, "ab", first=-0.1), reply(way_2, "ab", first=-0.2)]
@@ -251,7 +251,7 @@ def test_sampled_calls_of_a_managed_server_extend_its_nodes(ask, tokenizer, how,
         assert len(node.tokens) == len(node.masked_tokens) == len(node.logprobs)
 
 
-def test_sampled_calls_know_every_argument_of_a_template(ask, tokenizer):
+def test_recorded_calls_know_every_argument_of_a_template(ask, tokenizer):
     def asked(**arguments):
         seen = []
 
