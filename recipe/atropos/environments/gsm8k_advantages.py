@@ -22,6 +22,7 @@ from fractions import Fraction
 from typing import Any
 
 import numpy as np
+import regex
 from atroposlib.envs.base import ScoredDataGroup
 
 from recipe.atropos.adapter.cli import adapt
@@ -36,12 +37,12 @@ WEIGHTS = {ELSEWHERE: 0.05, STEP: 0.5, ANSWER: 1.0}
 
 GradedSpan = tuple[int, int, float]  # characters [start, end) of a text, and their worth
 
-# Possessive quantifiers keep the time linear in the text, whatever a policy writes.
+# Possessive quantifiers keep the time linear in the text; those of `re` match wrongly before Python 3.11.5 (gh-106052).
 _NUMBER = r"-?\$?\d++(?:,\d{3})*+(?:\.\d++)?+"
-_EXPRESSION = re.compile(rf"(?:(?<!\()\(++|(?<![\d.,])){_NUMBER}(?:\)*+\s*+[-+*/x×÷]\s*+\(*+{_NUMBER})++\)*+")
-_RESULT = re.compile(rf"\s*=\s*({_NUMBER})")  # in 2 + 3 = 5 * 4 = 20 the first result begins the next expression
+_EXPRESSION = regex.compile(rf"(?:(?<!\()\(++|(?<![\d.,])){_NUMBER}(?:\)*+\s*+[-+*/x×÷]\s*+\(*+{_NUMBER})++\)*+")
+_RESULT = regex.compile(rf"\s*=\s*({_NUMBER})")  # in 2 + 3 = 5 * 4 = 20 the first result begins the next expression
 _OPERATORS = str.maketrans({"x": "*", "×": "*", "÷": "/", "$": None})
-_BOXED = re.compile(r"\\boxed\s*+(?:\{(?:[^{}\n]|\{[^{}\n]*+\})*+\}?|\S*)")  # if truncated, what there is
+_BOXED = regex.compile(r"\\boxed\s*+(?:\{(?:[^{}\n]|\{[^{}\n]*+\})*+\}?|\S*)")  # if truncated, what there is
 
 
 def arithmetic_steps(text: str, results: Collection[Fraction]) -> Iterator[GradedSpan]:
