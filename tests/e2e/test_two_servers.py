@@ -11,8 +11,9 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
+from helpers.checksums import assert_serves
 from helpers.services import get, post, running_api
-from helpers.sglang import call, can_checksum, make_tiny_model, running_sglang
+from helpers.sglang import call, make_tiny_model, running_sglang
 from helpers.trainer import close, compose_config, model_vocab, random_group, started
 from recipe.atropos.inference.client import SGLangClient
 from recipe.atropos.inference.gateway_client import GatewayClient
@@ -204,7 +205,6 @@ def test_ranks_on_two_nodes_train_and_push_to_two_servers(two_nodes, model_path,
             "trainer.nnodes=2",
             "trainer.n_gpus_per_node=1",
             "trainer.atropos.weight_sync.transport=distributed",
-            f"trainer.atropos.weight_sync.verify={'checksum' if can_checksum(first) else 'version'}",
             "data.train_batch_size=2",
             "actor_rollout_ref.rollout.n=4",
             "actor_rollout_ref.actor.optim.lr=1e-2",
@@ -217,6 +217,8 @@ def test_ranks_on_two_nodes_train_and_push_to_two_servers(two_nodes, model_path,
             nodes = ray.get([worker.__ray_call__.remote(node_of) for worker in trainer.actor.workers])
             assert len(nodes) == len(set(nodes)) == 2
             trainer.checkpoint_manager.update_weights(0)
+            for url in urls:
+                assert_serves(url, model_path)
             before = greedy(first)
             poster = threading.Thread(target=post_when_registered, args=(api.url, model_vocab(model_path)), daemon=True)
             poster.start()

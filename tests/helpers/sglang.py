@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from recipe.atropos.demo.random_models import make_random_model
-from recipe.atropos.inference.client import InferenceError, SGLangClient
+from recipe.atropos.inference.client import SGLangClient
 from recipe.atropos.inference.server import SGLangLaunch, start_sglang, wait_until_serving
 from recipe.atropos.utils.process import Service
 
@@ -58,13 +57,3 @@ async def wait_healthy(client: SGLangClient, seconds: float = 240) -> None:
     async with asyncio.timeout(seconds):
         while not await client.health():
             await asyncio.sleep(0.2)
-
-
-@cache
-def can_checksum(url):
-    """SGLang 0.5.12 cannot, on a CPU."""
-    try:
-        call(url, lambda client: client.post("/weights_checker", {"action": "checksum"}))
-    except InferenceError:
-        return False
-    return True

@@ -27,7 +27,6 @@ class StubSGLang:
     reported: str | None = None
     paused: bool = False
     updating: bool = False
-    checksums: dict[str, str] = field(default_factory=dict)
     delays: dict[str, float] = field(default_factory=dict)
     failures: dict[str, int] = field(default_factory=dict)
     replies: list[dict[str, Any]] = field(default_factory=list)
@@ -102,9 +101,6 @@ class StubSGLang:
     async def _update_weight_version(self, body: dict[str, Any]) -> web.Response:
         self.version = body["new_version"]
         return web.json_response({"success": True, "message": ""})
-
-    async def _weights_checker(self, body: dict[str, Any]) -> web.Response:
-        return web.json_response({"success": True, "ranks": [{"checksums": self.checksums}]})
 
 
 def reply(

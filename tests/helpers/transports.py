@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from helpers.sglang import can_checksum
+from helpers.checksums import can_checksum, differing_tensors
 from recipe.atropos.utils import scratch
 from recipe.atropos.weight_sync.engine import AtroposCheckpointEngine
 
@@ -21,12 +21,17 @@ def engine(urls, transport, tmp_path, bucket_size=200_000, dtype="float32", **op
         transport=transport,
         directory=tmp_path / "weights",
         dtype=dtype,
-        **{"verify": "checksum" if urls and can_checksum(urls[0]) else "version", "timeout": LIMIT} | options,
+        **{"timeout": LIMIT} | options,
     )
 
 
 def send(engine, model, version):
-    return asyncio.run(engine.send_weights(weights_of(model), version))
+    """Push a model's weights, and compare every tensor of every server that can."""
+    metrics = asyncio.run(engine.send_weights(weights_of(model), version))
+    for url in filter(can_checksum, engine.urls):
+        sent = ((name, tensor.to(engine.dtype)) for name, tensor in weights_of(model))
+        assert differing_tensors(url, sent) == [], url
+    return metrics
 
 
 def weights_of(model):

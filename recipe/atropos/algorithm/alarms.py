@@ -15,7 +15,7 @@ _TOLERANCE = {"float32": 1e-4, "bfloat16": 0.0104, "float16": 0.0104}
 _TEXTS = {
     "logprob_difference": "SGLang's logprobs of fresh samples differ from the trainer's by {value:.2g} nats in the "
     "mean, above trainer.atropos.logprob_tolerance={tolerance:g}; likely causes, in this order: sampling parameters, "
-    "tensors missing on the servers (weight_sync.verify=probe or checksum finds them), dtype, kernels",
+    "tensors missing on the servers (weight_sync.verify=probe finds them), dtype, kernels",
     "gradient_not_finite": "the gradient of an optimizer step was not finite, so verl left the step out: the policy is "
     "what it was before; look at actor/pg_loss, the learning rate and the dtype",
     "unknown_sampling": "{value:.0f} rows of a step came without sampling parameters, and are taken to be sampled at "

@@ -247,11 +247,6 @@ def _adapter_only(config: DictConfig) -> Rules:
             "an adapter travels inside the request that loads it; set it to auto",
         ),
         (
-            settings.verify == "checksum",
-            "trainer.atropos.weight_sync.verify=checksum",
-            "SGLang's checksums are of the base weights alone; set it to probe",
-        ),
-        (
             config.inference.colocated,
             "inference.colocated=true",
             "the base weights would be lost with the memory that servers release, and are not pushed; set it to false",

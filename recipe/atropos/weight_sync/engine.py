@@ -18,7 +18,6 @@ from recipe.atropos.inference.client import Capabilities, SGLangClient
 from recipe.atropos.utils.hosts import is_this_host
 from recipe.atropos.verl_ext.device import PrecisionType, get_device_name
 from recipe.atropos.verl_ext.ranks import CheckpointEngine, CheckpointEngineRegistry
-from recipe.atropos.weight_sync.checksums import WeightChecksums
 from recipe.atropos.weight_sync.names import PushedNames, Streamed
 from recipe.atropos.weight_sync.push import Transport, push
 from recipe.atropos.weight_sync.served_model import check_model, served_path
@@ -41,8 +40,8 @@ class AtroposCheckpointEngine(CheckpointEngine):
     custom code if ``trust_remote_code``. ``dtype``: that of the served weights; floating-point tensors are cast to it
     before sending, except those that servers hold in float32. ``transport`` and ``colocated``: see
     ``choose_transport``; ``directory``: for "disk"; ``bucket_size`` in bytes. ``timeout``: seconds for one request of a
-    push to one server. ``verify="checksum"`` compares every tensor; see ``checksums``. With ``lora_rank`` and without
-    ``lora_merge`` only the adapter is pushed, under the name ``adapter``; see ``lora_adapter``.
+    push to one server. With ``lora_rank`` and without ``lora_merge`` only the adapter is pushed, under the name
+    ``adapter``; see ``lora_adapter``.
     """
 
     def __init__(
@@ -73,7 +72,6 @@ class AtroposCheckpointEngine(CheckpointEngine):
         self._fp32: frozenset[str] = frozenset()
         self.dtype = PrecisionType.to_dtype(dtype)
         self.pause_mode = pause_mode
-        self.verify = verify
         self._client_options = {"api_key": api_key, "timeout": timeout}
         self._capabilities: dict[str, Capabilities] = {}  # by URL; cached, so that a pause need not wait for them
         self._pushed: str | None = None  # the version that every server had after the last push
@@ -117,17 +115,8 @@ class AtroposCheckpointEngine(CheckpointEngine):
                 await on_all(clients, "check", self._check)
                 if isinstance(self._transport, AdapterTransport):
                     self._transport.name = self.adapter
-                checksums = WeightChecksums() if self.verify == "checksum" else None
-                served = self._served(weights)
-                metrics = await push(
-                    clients,
-                    self._transport,
-                    served,
-                    global_steps,
-                    self.pause_mode,
-                    checksums,
-                    resume=not self.colocated,
-                )
+                served, resume = self._served(weights), not self.colocated
+                metrics = await push(clients, self._transport, served, global_steps, self.pause_mode, resume)
                 self._pushed = str(global_steps)
                 return metrics
         finally:

@@ -9,7 +9,6 @@
   weights; if the flush fails, so does the push.
 - No server reports the version before it has loaded the last tensor, and generation resumes only after *every* server
   has reported it.
-- Before that, if requested, the checksum of each of its tensors is compared with what was sent.
 - Adapter-only LoRA sync replaces nothing that is in use, so it needs no pause and no flush; see ``lora_adapter``.
 - After an error from the pause on, the servers stay paused: one that may hold half of the weights must not generate.
   (After an earlier error they continue with the old version.) A retry is a whole push; the caller keeps its version.
@@ -22,7 +21,6 @@ from typing import Protocol
 import torch
 
 from recipe.atropos.inference.client import SGLangClient
-from recipe.atropos.weight_sync.checksums import WeightChecksums
 from recipe.atropos.weight_sync.servers import WeightPushError, on_all
 from recipe.atropos.weight_sync.transports.bucket import NamedTensors
 
@@ -51,15 +49,13 @@ async def push(
     weights: NamedTensors,
     version: int,
     pause_mode: str,
-    checksums: WeightChecksums | None = None,
     resume: bool = True,
 ) -> dict[str, float]:
     """Push ``weights`` (name, full tensor) to all servers as ``version``.
 
     ``pause_mode`` decides what happens to running requests: "abort" ends them; "retract" recomputes their prefix with
     the new weights and continues; "in_place" keeps their old keys, so the flush, and with it the push, fails while one
-    is running. ``checksums``, a new instance, compares every tensor of every server with what was sent. ``resume``:
-    False leaves the servers paused.
+    is running. ``resume``: False leaves the servers paused.
 
     Returns seconds per phase and the size in bytes, as metrics under ``weight_sync/``.
 
@@ -67,7 +63,7 @@ async def push(
         WeightPushError: a phase failed on a server; from the pause on, the servers are left paused.
     """
     started = time.perf_counter()
-    counted = _Counted(weights if checksums is None else checksums.over(weights))
+    counted = _Counted(weights)
     await transport.stage(clients, counted, version)
     staged = time.perf_counter()
 
@@ -78,8 +74,6 @@ async def push(
     if transport.pauses:
         await on_all(clients, "flush", lambda client: client.flush_cache())
     await on_all(clients, "verify", lambda client: _verify(client, version))
-    if checksums is not None:
-        await on_all(clients, "compare", checksums.check)
     if resume:
         await on_all(clients, "resume", lambda client: client.resume())
     resumed = time.perf_counter()

@@ -44,7 +44,6 @@ CASES = {
     f"{CORRECTION}.rollout_rs=nonsense {CORRECTION}.rollout_rs_threshold=2": "nonsense is none of token_k1",
     f"{CORRECTION}.loss_type=foo": "choose one of ppo_clip, reinforce",
     f"{ADAPTER_ONLY} {ATROPOS}.weight_sync.transport=disk": "transport=disk: an adapter travels inside the request",
-    f"{ADAPTER_ONLY} {ATROPOS}.weight_sync.verify=checksum": "base weights alone; set it to probe",
     f"{ADAPTER_ONLY} inference.colocated=true": "lost with the memory that servers release",
     "actor_rollout_ref.model.lora_adapter_path=/some/adapter": "lora_rank=0 would train without an adapter",
     f"{ATROPOS}.distillation.loss_coef=-1": "loss_coef=-1",
