@@ -96,7 +96,7 @@ class Result:
     fault: tuple[str, str, str]
     outcome: str
     seconds: float
-    told: str = ""
+    message: str = ""
     left: list[str] = field(default_factory=list)
     shm: set[str] = field(default_factory=set)
     once: bool | None = None  # whether every step is recorded once, after the next start
@@ -109,11 +109,11 @@ class Result:
 
     def row(self) -> str:
         checks = ["no" if self.left else "yes", "no" if self.shm else "yes", "yes" if self.once else "no"]
-        cells = [*self.fault, self.outcome, f"{self.seconds:.0f}", *checks, self.told.replace("|", "/")]
+        cells = [*self.fault, self.outcome, f"{self.seconds:.0f}", *checks, self.message.replace("|", "/")]
         return "| " + " | ".join(cells) + " |"
 
 
-HEADER = "| process | signal | moment | outcome | seconds | no process | no shared memory | steps once | told |"
+HEADER = "| process | signal | moment | outcome | seconds | no process | no shared memory | steps once | message |"
 
 
 class Launched:
@@ -179,7 +179,7 @@ class Launched:
         rank = None
         while time.monotonic() < deadline:
             if self.process.poll() is not None:
-                raise RuntimeError(f"the run ended before the fault: {self.told()}")
+                raise RuntimeError(f"the run ended before the fault: {self.last_message()}")
             if moment == "start":
                 if (found := self.find(name)) and (name != "launcher" or self.find("gcs")):
                     return found
@@ -197,9 +197,9 @@ class Launched:
                 if METHODS[moment] in method if moment in METHODS else not any(m in method for m in METHODS.values()):
                     return target
                 time.sleep(0.001)
-        raise RuntimeError(f"no {name} at the moment {moment} within {READY_SECONDS} s: {self.told()}")
+        raise RuntimeError(f"no {name} at the moment {moment} within {READY_SECONDS} s: {self.last_message()}")
 
-    def told(self) -> str:
+    def last_message(self) -> str:
         """Return the launcher's last message."""
         lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
         marked = [line for line in lines if line.startswith(("error", "stopped", "Traceback"))]
@@ -294,14 +294,14 @@ def inflict(launched: Launched, fault: tuple[str, str, str], shm_before: set[str
         time.sleep(0.25)
     result = Result(fault, outcome, time.monotonic() - begun)
     if outcome == "recovered":
-        result.told = "-"
+        result.message = "-"
         return result
     if outcome == "neither":
         launched.end()
         return result
     killed = fault[:2] == ("launcher", "KILL")
-    result.told = "-" if killed else launched.told()
-    if not killed and (launched.process.returncode == 0 or not result.told.startswith(("error", "stopped"))):
+    result.message = "-" if killed else launched.last_message()
+    if not killed and (launched.process.returncode == 0 or not result.message.startswith(("error", "stopped"))):
         result.outcome = "unnamed"
     wait_until(lambda: not launched.left(), GONE_SECONDS)
     result.left = [f"{p.pid} {title(p)}" for p in launched.left()]
@@ -347,7 +347,11 @@ def campaign(folder: Path, faults: list[tuple[str, str, str]]) -> Iterator[Resul
             before.shm &= unused_shm()
             yield before
         end = Result(("none", "-", "last step"), "recovered" if whole else "unnamed", time.monotonic() - begun)
-        end.told, end.once, end.left = "-" if whole else launched.told(), once, [str(p.pid) for p in launched.left()]
+        end.message, end.once, end.left = (
+            "-" if whole else launched.last_message(),
+            once,
+            [str(p.pid) for p in launched.left()],
+        )
         yield end
     finally:
         if launched is not None:

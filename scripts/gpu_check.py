@@ -157,7 +157,8 @@ def installed(python: str, on_gpu: bool) -> dict[str, dict[str, Any]]:
         return {}
     findings = examine(load_config([_ANY_MODEL, "trainer.device=cuda", f"inference.python={python}"]))
     return {
-        name: {"ok": finding.ok, "told" if finding.ok else "error": finding.told} for name, finding in findings.items()
+        name: {"ok": finding.ok, "message" if finding.ok else "error": finding.message}
+        for name, finding in findings.items()
     }
 
 
@@ -212,7 +213,7 @@ def print_table(results: dict[str, dict[str, Any]]) -> None:
         cells = (f"{format(result[key], form) if key in result else '':>{width}}" for _, key, width, form in columns)
         print(f"{name:<15} {state:<6}{''.join(cells)}".rstrip())
     for name, result in results.items():
-        if reason := result.get("impossible") or result.get("error") or result.get("told"):
+        if reason := result.get("impossible") or result.get("error") or result.get("message"):
             print(f"{name}: {reason}")
 
 

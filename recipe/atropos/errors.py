@@ -69,7 +69,7 @@ def one_line_errors(*others: type[Exception]) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        told = str(error) if isinstance(error, others) else expected_failure(error)
-        if told is None:
+        message = str(error) if isinstance(error, others) else expected_failure(error)
+        if message is None:
             raise
-        sys.exit(f"error: {told}")
+        sys.exit(f"error: {message}")

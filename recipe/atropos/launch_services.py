@@ -249,9 +249,9 @@ def main(argv: list[str] | None = None) -> int:
         console.print("[bold]stopped[/] the same command resumes the run")
         return 130
     except Exception as error:
-        if (told := expected_failure(error)) is None:
+        if (message := expected_failure(error)) is None:
             raise
-        console.print(f"[bold red]error[/]   {escape(told)}", soft_wrap=True)
+        console.print(f"[bold red]error[/]   {escape(message)}", soft_wrap=True)
         return 1
     files = RunDir(directory)
     console.print(f"[bold]done[/]    {os.path.relpath(files.summary)}, {files.reward_picture.name}")

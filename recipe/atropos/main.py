@@ -50,8 +50,8 @@ def run(config: DictConfig) -> None:
     from recipe.atropos.verl_ext.ranks import need_reference_policy
 
     set_device(config, get_device_name())
-    if told := set_attention(config):
-        print(told, flush=True)
+    if warning := set_attention(config):
+        print(warning, flush=True)
     OmegaConf.resolve(config)
     folder = RunDir(config.run.dir)
     os.environ.setdefault("TENSORBOARD_DIR", str(folder.tensorboard))
@@ -135,10 +135,10 @@ def export_model(folder: RunDir) -> None:
     except DiskFull:
         raise
     except Exception as error:  # also transformers', such as a model type that it no longer knows
-        if (told := expected_failure(error)) is None:
+        if (message := expected_failure(error)) is None:
             logging.getLogger(__name__).exception("the export of the trained model failed")
-            told = f"{type(error).__name__}: {error}"
-        print(f"model not exported: {' '.join(told.split())}", flush=True)
+            message = f"{type(error).__name__}: {error}"
+        print(f"model not exported: {' '.join(message.split())}", flush=True)
 
 
 def _in_background(work: Callable[[], None]) -> Future[None]:

@@ -150,7 +150,7 @@ class RunDir:
         return descriptor if same else None
 
     def _acquire(self, descriptor: int, say: Callable[[str], object]) -> None:
-        deadline, told = time.monotonic() + _LOCK_SECONDS, False
+        deadline, logged = time.monotonic() + _LOCK_SECONDS, False
         while True:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -164,9 +164,9 @@ class RunDir:
                         f"run.dir={self.path} is in use by {whose}{holder or 'a process that did not say its number'}: "
                         "wait for its end, end it, or give another folder (--run-dir)"
                     ) from None
-                if holder is not None and not told:
+                if holder is not None and not logged:
                     say(f"waiting for what was started by {holder}, which is gone")
-                    told = True
+                    logged = True
             time.sleep(_LOCK_POLL_SECONDS)
         with disk_errors(self.lock_file):
             os.ftruncate(descriptor, 0)

@@ -214,7 +214,7 @@ def test_transport_names_a_folder_that_a_server_does_not_see(server, models, tmp
 def test_transport_names_a_server_that_hangs_or_dies_in_a_push(server, models, tmp_path, version, monkeypatch):
     """By the transport in which all must take part in every bucket; the server joins again when it is back."""
     monkeypatch.setattr(servers, "_CLEANUP_SECONDS", 1.0)
-    monkeypatch.setattr(distributed, "_BROKEN_OFF_SECONDS", 1.0)
+    monkeypatch.setattr(distributed, "_ABANDON_SECONDS", 1.0)
     launch = {"max_total_tokens": 2048, "log_path": tmp_path / "second.log"}
     with running_sglang(models["old"], **launch) as (service, second):
         pusher = engine([server, second], "distributed", tmp_path, timeout=15)

@@ -65,8 +65,8 @@ def test_what_is_installed_is_looked_at_before_anything_starts(script, monkeypat
     assert script.installed(sys.executable, on_gpu=False) == {}
     monkeypatch.setattr(doctor, "check_gpu_environment", lambda config: ["an old driver"])
     found = script.installed(sys.executable, on_gpu=True)
-    assert found["environments"] == {"ok": True, "told": "an old driver"}
-    assert found["attention"]["ok"] and "attention by sdpa" in found["attention"]["told"]
+    assert found["environments"] == {"ok": True, "message": "an old driver"}
+    assert found["attention"]["ok"] and "attention by sdpa" in found["attention"]["message"]
     assert not found["memory_saver"]["ok"] and "torch_memory_saver" in found["memory_saver"]["error"]
 
 

@@ -31,16 +31,16 @@ class Deadline:
     def __init__(self, limit: float):
         self.limit = limit
         self._begun = time.monotonic()
-        self._said = float("-inf")
+        self._logged = float("-inf")
 
     async def pause(self, what: str, seconds: float = 1.0) -> None:
         """Sleep. Raise EnvironmentFailure, with ``what``, once ``limit`` seconds have passed in total."""
         now = time.monotonic()
         if now - self._begun > self.limit:
             raise EnvironmentFailure(f"after {now - self._begun:.0f} s: {what}")
-        if now - self._said >= _SAY_AGAIN:
+        if now - self._logged >= _SAY_AGAIN:
             logger.warning("%s; %.0f s so far, of at most %.0f", what, now - self._begun, self.limit)
-            self._said = now
+            self._logged = now
         await asyncio.sleep(seconds)
 
 

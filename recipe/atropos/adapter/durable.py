@@ -63,7 +63,7 @@ class Durable(BaseEnv):
         super().__init__(*args, **kwargs)
         self.__in_contact = asyncio.Event()  # if cleared, register again before anything else
         self.__in_contact.set()
-        self.__said: set[tuple[str, ...]] = set()  # kinds of failures whose traceback was logged
+        self.__logged: set[tuple[str, ...]] = set()  # kinds of failures whose traceback was logged
         for server in sglang_servers(self.server):
             server.config.health_check = False
 
@@ -82,7 +82,9 @@ class Durable(BaseEnv):
                 ) from error
             except (aiohttp.ClientError, TimeoutError) as error:
                 self.__note_refused_connection(error)
-                await deadline.pause(f"the Trajectory API at {url} does not answer ({_said(error)}); is run-api up?")
+                await deadline.pause(
+                    f"the Trajectory API at {url} does not answer ({_describe(error)}); is run-api up?"
+                )
 
     def __note_refused_connection(self, error: Exception) -> None:
         if refuses_connections(error) and hasattr(self, "env_id"):
@@ -237,7 +239,7 @@ class Durable(BaseEnv):
                     groups = await _not_cancelled(self.postprocess_histories(groups))
             except Exception as error:
                 if pause is not None:
-                    self.__say_once(stage, error)
+                    self.__log_once(stage, error)
                     self.report.count(f"retried/{type(_cause(error)).__name__}")
                     await asyncio.sleep(pause)
                     continue
@@ -250,16 +252,16 @@ class Durable(BaseEnv):
             return groups or None
 
     def _count_failure(self, stage: str, error: Exception) -> None:
-        self.__say_once(stage, error)
+        self.__log_once(stage, error)
         self.report.count(f"failed/{type(_cause(error)).__name__}")
 
-    def __say_once(self, stage: str, error: Exception) -> None:
+    def __log_once(self, stage: str, error: Exception) -> None:
         """Log the first failure of a kind with its traceback; a kind is an exception, and the line that raised it."""
         cause = _cause(error)
         frames = traceback.extract_tb(cause.__traceback__)
         kind = (stage, type(cause).__name__, str(frames[-1]) if frames else "")
-        if kind not in self.__said:
-            self.__said.add(kind)
+        if kind not in self.__logged:
+            self.__logged.add(kind)
             logger.error("%s: %s failed: %r", self.report.name, stage, cause, exc_info=cause)
 
     async def env_step_checks(self) -> None:
@@ -297,7 +299,7 @@ class Durable(BaseEnv):
                     status, text = reply.status, await reply.text()
             except (aiohttp.ClientError, TimeoutError) as error:
                 self.__note_refused_connection(error)
-                reason, detail = "api_unreachable", _said(error)
+                reason, detail = "api_unreachable", _describe(error)
             else:
                 if status < 400:
                     self.report.count("groups_sent", len(groups))
@@ -322,7 +324,7 @@ class Durable(BaseEnv):
         return False
 
 
-def _said(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 

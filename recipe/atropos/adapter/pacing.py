@@ -85,7 +85,7 @@ class Paced(Durable):
         max_staleness = self.adapter_settings.max_staleness
         self._pace = None if max_staleness is None else Pace(max_staleness)
         self._sequences_an_item = self.config.group_size
-        self._looked = self._said = -float("inf")
+        self._looked = self._warned = -float("inf")
         self._idle_since: float | None = None  # since when nothing is in flight and there is no room
         self._version_since: float | None = None
         self._longest_step = 0.0  # s between two versions
@@ -164,9 +164,9 @@ class Paced(Durable):
                 self._granted += 1
                 pace.grant()
                 return
-        if now - max(since, self._said) > _SAY_AGAIN:
+        if now - max(since, self._warned) > _SAY_AGAIN:
             logger.warning(what)
-            self._said = now
+            self._warned = now
 
     def _fill_in(self, idle: float, queued: int) -> bool:
         """Make room for this environment's part of a batch that another one left incomplete; return whether it did.

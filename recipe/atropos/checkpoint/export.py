@@ -157,8 +157,8 @@ def _on_meta(folder: Path, trust_remote_code: bool) -> PreTrainedModel:
     except ValueError as error:
         if trust_remote_code or not brings_code:
             raise
-        told = "is a model with code of its own, which would be run; give --trust-remote-code if you trust it"
-        raise ConfigurationError(f"{folder} {told}") from error
+        problem = "is a model with code of its own, which would be run; give --trust-remote-code if you trust it"
+        raise ConfigurationError(f"{folder} {problem}") from error
 
 
 def _class_on_meta(folder: Path, trust_remote_code: bool) -> PreTrainedModel:
@@ -353,8 +353,8 @@ def _ask_hub(name: str, request: Callable[[HfApi], Any], written: str = "nothing
             fix = "give ORG/NAME, and a token that may write there (hf auth login, or HF_TOKEN)"
         else:
             fix = "try again when the hub can be reached"
-        told = next(iter(str(error).splitlines()), "") or type(error).__name__
-        raise ExportError(f"--push-to-hub={name}: {told}; {fix}; {written}") from error
+        reason = next(iter(str(error).splitlines()), "") or type(error).__name__
+        raise ExportError(f"--push-to-hub={name}: {reason}; {fix}; {written}") from error
 
 
 def main(argv: Sequence[str] | None = None) -> int:

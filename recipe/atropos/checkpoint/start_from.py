@@ -140,9 +140,9 @@ class Start:
         Raises:
             NotExported: the export failed.
         """
-        told = {"run": str(self.source.path), "step": self.step}
+        origin = {"run": str(self.source.path), "step": self.step}
         began = read_json(self.folder.summary, {}).get("resumed_from", {})
-        if not self.folder.start.exists() or began.items() & told.items() != told.items():
+        if not self.folder.start.exists() or began.items() & origin.items() != origin.items():
             base = base_model(read_config_yaml(self.source.config), read_json(self.source.summary, {}))
             # In a separate process: torch and transformers cost time and memory that the launcher should not spend.
             command = [
@@ -159,4 +159,4 @@ class Start:
             if status != 0:
                 raise NotExported(f"run.resume_from={self.source.path}@{self.step}: {printed.strip()[-2000:]}")
             self.folder.mark_format()  # else the summary alone looks like a run from before there was a format
-            update_summary(self.folder.path, {"resumed_from": {**told, "base": base}})
+            update_summary(self.folder.path, {"resumed_from": {**origin, "base": base}})

@@ -37,10 +37,10 @@ _LEAST_MEMORY = 6  # GiB that the demonstration needs
 
 @dataclass(frozen=True)
 class Finding:
-    """Result of one check. ``told``: what was found or, if not ``ok``, what is wrong and the fix."""
+    """Result of one check. ``message``: what was found or, if not ``ok``, what is wrong and the fix."""
 
     ok: bool
-    told: str
+    message: str
 
 
 def examine(config: DictConfig) -> dict[str, Finding]:
@@ -137,5 +137,5 @@ def main(argv: Sequence[str] | None = None) -> int:
         findings = examine(load_config(overrides))
     for name, finding in findings.items():
         state = "[green]ok[/]    " if finding.ok else "[bold red]FAILED[/]"
-        console.print(f"{state} {name:<13}{escape(finding.told)}", soft_wrap=True)
+        console.print(f"{state} {name:<13}{escape(finding.message)}", soft_wrap=True)
     return 0 if all(finding.ok for finding in findings.values()) else 1

@@ -129,32 +129,32 @@ def work(limits: dict[str, Any], null: int, isolation: str) -> None:
             finally:
                 os._exit(1)
         os.close(send)
-        said, ended = _said(receive, deadline)
+        output, ended = _output(receive, deadline)
         os.close(receive)
         end_job(child, limits, isolation)
-        if said is None:
+        if output is None:
             return
-        if not said.startswith(_READ):
+        if not output.startswith(_READ):
             sys.exit("a job was not read")  # the position in standard input is unknown
         lost = {"passed": False, "why": "ended" if ended else "timeout", "detail": ""}
-        found = said[len(_READ) :] or json.dumps(lost).encode()
+        found = output[len(_READ) :] or json.dumps(lost).encode()
         os.write(1, found + b"\n")
 
 
-def _said(receive: int, deadline: float) -> tuple[bytes | None, bool]:
+def _output(receive: int, deadline: float) -> tuple[bytes | None, bool]:
     """Return what the tests' process writes until it ends, and whether it ends before ``deadline``; None if the
     sandbox has closed standard input."""
     poll = select.poll()
     poll.register(receive, select.POLLIN)
     poll.register(0, 0)  # no events: a hang-up is always reported
-    said = b""
+    output = b""
     while found := dict(poll.poll(max(0.0, 1000 * (deadline - time.monotonic())))):
         if 0 in found:
             return None, False
         if not (chunk := os.read(receive, 1 << 12)):
-            return said, True
-        said += chunk
-    return said, False
+            return output, True
+        output += chunk
+    return output, False
 
 
 def end_job(child: int, limits: dict[str, Any], isolation: str) -> None:
@@ -185,12 +185,12 @@ def main() -> None:
             importlib.import_module(name)
     try:
         isolate(isolation)
-        said = {"isolation": isolation}
+        output = {"isolation": isolation}
     except OSError as error:
-        said = {"error": str(error)}
-    os.write(1, json.dumps(said).encode() + b"\n")
+        output = {"error": str(error)}
+    os.write(1, json.dumps(output).encode() + b"\n")
     gc.freeze()  # so that job processes keep sharing this one's memory
-    if "error" not in said:
+    if "error" not in output:
         work(limits, null, isolation)
 
 

@@ -195,8 +195,8 @@ class AtroposEnv(gem.Env):
         reward, info = score(event, made)
         if self._bridge is not None:
             reward, info = self._shaped(reward, info)
-        told = ("scores", "raw_scores", "dropped", "unscored")
-        self._last = {"reward": reward, "truncated": cut} | {key: info[key] for key in told}
+        reported = ("scores", "raw_scores", "dropped", "unscored")
+        self._last = {"reward": reward, "truncated": cut} | {key: info[key] for key in reported}
         self._count(info["unscored"])
         return TERMINAL_STATE, reward, not cut, cut, info | {"cut": cut, "use_tool": False}
 

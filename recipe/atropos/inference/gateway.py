@@ -105,9 +105,9 @@ class Gateway:
 
     async def put_weights(self, request: web.Request) -> web.Response:
         try:
-            word = orjson.loads(await request.read())
-            version, urls, pushing = word["version"], word["servers"], word.get("pushing", False)
-            adapter = word.get("adapter")
+            state = orjson.loads(await request.read())
+            version, urls, pushing = state["version"], state["servers"], state.get("pushing", False)
+            adapter = state.get("adapter")
             if type(version) is not int or version < 0 or type(pushing) is not bool:
                 raise ValueError(
                     f"version={version!r}, pushing={pushing!r}: a whole number from 0 on, and a truth value"

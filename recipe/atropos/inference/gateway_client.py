@@ -46,8 +46,8 @@ class GatewayClient:
         Raises:
             GatewayError: it does not answer within ``timeout`` seconds, or does not know one of the servers.
         """
-        word = {"version": version, "servers": list(servers), "pushing": pushing, "adapter": adapter}
-        asyncio.run(self._call("PUT", "/gateway/weights", orjson.dumps(word)))
+        state = {"version": version, "servers": list(servers), "pushing": pushing, "adapter": adapter}
+        asyncio.run(self._call("PUT", "/gateway/weights", orjson.dumps(state)))
 
     async def fetch_status(self) -> dict[str, Any]:
         """Return ``version`` (None: none announced), ``adapter``, ``servers`` (``url``, ``state``, counts), ``held``.

@@ -94,8 +94,8 @@ def _flag_problem(run: Run, spec: EnvironmentSpec) -> str | None:
     if status == 0:
         return None
     lines = [line for line in printed.splitlines() if line.strip()] or [f"exit status {status}"]
-    told = [line.removeprefix("error: ") for line in lines if line.startswith(("error: ", "--env "))] or lines[-1:]
-    return "\n".join(_as_key(line, spec.key) for line in told)
+    errors = [line.removeprefix("error: ") for line in lines if line.startswith(("error: ", "--env "))] or lines[-1:]
+    return "\n".join(_as_key(line, spec.key) for line in errors)
 
 
 def _as_key(line: str, key: str) -> str:
@@ -171,9 +171,9 @@ def why_nothing_is_sent(counts: Mapping[str, int]) -> str:
     """Describe, from an environment's counts, what its items raised and why groups were not sent."""
     failed = {k.removeprefix("failed/"): n for k, n in counts.items() if k.startswith("failed/")}
     not_sent = {k.removeprefix("not_sent/"): n for k, n in counts.items() if k.startswith("not_sent/")}
-    told = [f"{n} items raised {name}" for name, n in failed.items()]
-    told += [f"{n} groups were not sent: {name}" for name, n in not_sent.items()]
-    return ", ".join(told) or "no item was finished"
+    parts = [f"{n} items raised {name}" for name, n in failed.items()]
+    parts += [f"{n} groups were not sent: {name}" for name, n in not_sent.items()]
+    return ", ".join(parts) or "no item was finished"
 
 
 @dataclass

@@ -90,13 +90,13 @@ class Evaluations:
         self._say(NONE_YET)
 
     @property
-    def word(self) -> Path:
+    def marker(self) -> Path:
         """File from which the trainer reads the latest evaluated version."""
         return self._run.files.evaluated
 
     def _say(self, version: int) -> None:
         self._settled = version
-        say_evaluated(self.word, version)
+        say_evaluated(self.marker, version)
 
     # ---------------------------------------------------------------- when
 

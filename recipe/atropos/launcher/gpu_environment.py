@@ -35,9 +35,9 @@ def check_gpu_environment(config: DictConfig) -> list[str]:
         found = list(_misfits(config))
     except LaunchError as error:  # the interpreter does not run
         raise ConfigurationError(f"inference.python={error}: name another interpreter") from error
-    if wrong := [told for told, fatal in found if fatal]:
+    if wrong := [message for message, fatal in found if fatal]:
         raise ConfigurationError("; ".join(wrong))
-    return [told for told, _ in found]
+    return [message for message, _ in found]
 
 
 def _misfits(config: DictConfig) -> Iterator[tuple[str, bool]]:

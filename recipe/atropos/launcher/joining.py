@@ -33,7 +33,7 @@ from recipe.atropos.utils.secret import API_KEY_VARIABLE
 
 _EXAMPLE = "environments/gsm8k_server.py"  # in a checkout of Atropos
 _FIRST_LOOK, _LONGEST_LOOK = 2.0, 30.0  # s between polls; one that finds nobody new logs a traceback in the API
-_FIRST_WORD, _LONGEST_SILENCE = 60.0, 600.0  # s without a batch before the reason is printed
+_FIRST_REPORT, _LONGEST_SILENCE = 60.0, 600.0  # s without a batch before the reason is printed
 _FOREVER = 10**9  # steps; in effect, no limit
 
 
@@ -101,18 +101,18 @@ def how_to_join(config: DictConfig, api_url: str, gateway: str, key: str | None)
     """
     env, openai = join_settings(config, api_url, gateway)
     shell_key = f'"${API_KEY_VARIABLE}"' if key is None else shlex.quote(key)
-    told = [
+    lines = [
         "any environment of Atropos, through this recipe's adapter (weight versions, exact tokens, pacing):",
         adapted_command(config, env, openai, shell_key),
     ]
     if config.trainer.atropos.max_staleness is not None:
         return "\n".join(
-            [*told, f"(max_staleness={config.trainer.atropos.max_staleness} refuses what comes without the adapter)"]
+            [*lines, f"(max_staleness={config.trainer.atropos.max_staleness} refuses what comes without the adapter)"]
         )
     stock = stock_command(env, openai, "KEY" if key is None else key)
     if key is None:  # the shell expands no variable inside single quotes
         stock = stock.replace('"KEY"', f"\"'{shell_key}'\"")
-    return "\n".join([*told, "or by itself, from a checkout of Atropos:", stock])
+    return "\n".join([*lines, "or by itself, from a checkout of Atropos:", stock])
 
 
 class Joining:
@@ -125,8 +125,8 @@ class Joining:
         self._before: int = read_json(run.files.summary, {}).get("environments_joined", 0)  # in earlier starts
         self._look, self._next_look = _FIRST_LOOK, 0.0
         self._step: int | None = None  # the API's: the number of batches it has formed
-        self._since = self._said = time.monotonic()
-        self._silence = _FIRST_WORD
+        self._since = self._reported = time.monotonic()
+        self._silence = _FIRST_REPORT
 
     def start(self) -> None:
         config, given = self._run.config, bool(self._run.config.inference.api_key)
@@ -157,12 +157,12 @@ class Joining:
             return  # the launcher detects an API that has ended
         self._next_look, self._look = now + self._look, min(1.5 * self._look, _LONGEST_LOOK)
         if status["current_step"] != self._step or not self._waiting.is_fresh():
-            self._step, self._since, self._said, self._silence = status["current_step"], now, now, _FIRST_WORD
-        elif now - self._said >= self._silence:
-            self._said, self._silence = now, min(2 * self._silence, _LONGEST_SILENCE)
-            await self._say_why()
+            self._step, self._since, self._reported, self._silence = status["current_step"], now, now, _FIRST_REPORT
+        elif now - self._reported >= self._silence:
+            self._reported, self._silence = now, min(2 * self._silence, _LONGEST_SILENCE)
+            await self._report_why()
 
-    async def _say_why(self) -> None:
+    async def _report_why(self) -> None:
         config = self._run.config
         size = config.data.train_batch_size * config.actor_rollout_ref.rollout.n
         why = await diagnose(self._api_url, size)

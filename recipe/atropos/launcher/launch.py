@@ -63,11 +63,11 @@ async def launch(
         )
         # The trainer waits for the servers as it starts. Colocated servers must measure the free GPU memory first.
         beside = not any(launch.releases_memory for launch in inference.servers.values())
-        trainer = start_trainer(run, api, inference, evaluations.word) if beside else None
+        trainer = start_trainer(run, api, inference, evaluations.marker) if beside else None
         what = "the SGLang servers start" + (", and beside them the trainer" if beside else "")
         with progress(what, run.log(next(iter(inference.servers)))):
             await servers_healthy(run, api, inference)
-        trainer = trainer or start_trainer(run, api, inference, evaluations.word)
+        trainer = trainer or start_trainer(run, api, inference, evaluations.marker)
         with progress("the trainer loads the model and pushes its weights", trainer.log_path):
             version = await first_version(run, trainer, inference)
         await evaluations.begin(version)
@@ -132,8 +132,8 @@ async def _end(
         # No group is sent or fetched any more, and the trainer has recorded those that it did not train on.
         queued = await groups_in_queue(api_url) if api_url else 0
         summary = read_json(run.files.summary, {})
-        told = {"environments": environments.summary(), QUEUED: queued + summary.get(QUEUED, 0)}
-        update_summary(run.directory, told | {"groups": account_of_groups(summary | told)})
+        outcome = {"environments": environments.summary(), QUEUED: queued + summary.get(QUEUED, 0)}
+        update_summary(run.directory, outcome | {"groups": account_of_groups(summary | outcome)})
 
     with _undisturbed():
         if evaluations is not None:

@@ -39,8 +39,11 @@ def gateway_before(config: DictConfig) -> Iterator[None]:
     try:
         key = inference.api_key if sys.stdout.isatty() else None
         address = for_others(inference.gateway, inference.host)
-        told = how_to_join(config, atropos.api_url, address, key if inference.api_key else "none")
-        print(f"gateway {inference.gateway}, in front of {', '.join(inference.urls)}; see {log}\n{told}", flush=True)
+        instructions = how_to_join(config, atropos.api_url, address, key if inference.api_key else "none")
+        print(
+            f"gateway {inference.gateway}, in front of {', '.join(inference.urls)}; see {log}\n{instructions}",
+            flush=True,
+        )
         yield
     finally:
         service.stop()

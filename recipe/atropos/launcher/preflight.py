@@ -28,29 +28,29 @@ def check_config(config: DictConfig) -> None:
         ConfigurationError: naming the key.
     """
     check_schema(OmegaConf.to_container(config, resolve=True))
-    _hold(_quantization(config))
-    _hold(_algorithm(config))
-    _hold(_loss(config))
+    _check(_quantization(config))
+    _check(_algorithm(config))
+    _check(_loss(config))
     check_correction(config.algorithm.rollout_correction)
-    _hold(_lora(config))
-    _hold(_distillation(config))
+    _check(_lora(config))
+    _check(_distillation(config))
     specs = [*environment_specs(config).values()]
     check_specs(specs, config.data.train_batch_size * config.actor_rollout_ref.rollout.n)
     for spec in specs:
         _check_bridge(spec)
     if not specs:
-        _hold(_joined(config))
-    _hold(_training(config))
-    _hold(_weight_sync(config))
-    _hold(_nccl(config))
+        _check(_joined(config))
+    _check(_training(config))
+    _check(_weight_sync(config))
+    _check(_nccl(config))
     if config.trainer.resume_from_path is not None:
         resume_folder(config.trainer.resume_from_path)
 
 
-def _hold(rules: Rules) -> None:
-    for wrong, told in rules:
+def _check(rules: Rules) -> None:
+    for wrong, message in rules:
         if wrong:
-            raise ConfigurationError(told)
+            raise ConfigurationError(message)
 
 
 def _training(config: DictConfig) -> Rules:
@@ -294,7 +294,7 @@ REJECTION_STATISTICS = (*_STATISTICS, "seq_max_k2", "seq_max_k3")
 
 def check_correction(correction: DictConfig) -> None:
     """Reject what verl would refuse only after the first batch; a test compares the two."""
-    _hold(_correction(correction))
+    _check(_correction(correction))
 
 
 def _correction(correction: DictConfig) -> Rules:

@@ -163,8 +163,8 @@ class Run:
         service.stop()
         if not policy.may_start():
             if not policy.waiting:
-                told = "it starts again when the trainer releases its memory"
-                console.print(f"[bold]{service.name}[/] ended ({service.poll()}); {told}", soft_wrap=True)
+                note = "it starts again when the trainer releases its memory"
+                console.print(f"[bold]{service.name}[/] ended ({service.poll()}); {note}", soft_wrap=True)
             policy.waiting = True
             return
         policy.waiting = False

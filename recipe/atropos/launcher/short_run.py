@@ -105,13 +105,13 @@ def short_run(
     if status is None:
         result.error = f"not done in {limit:g} s; {log} has how far it came"
     elif status:
-        result.error = _said(log.read_text(errors="replace")) or f"the launcher ended with status {status}: {log}"
+        result.error = _error_in(log.read_text(errors="replace")) or f"the launcher ended with status {status}: {log}"
     else:
         result.error = _difference(result, steps, TOLERANCE[dtype])
     return result
 
 
-def _said(log: str) -> str:
+def _error_in(log: str) -> str:
     """Return the launcher's error and, if a service's log follows it, the last exception there."""
     _, found, text = log.partition("\nerror")
     first, *more = text.lstrip(": ").splitlines() or [""]

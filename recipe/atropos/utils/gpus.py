@@ -64,10 +64,10 @@ def _gpus_of_the_machine() -> int:
             "CUDA_VISIBLE_DEVICES= (empty) to run on the CPU"
         ) from error
     if listed.returncode != 0 and driver_gpus():
-        told = " ".join((listed.stdout + listed.stderr).split()) or f"exit status {listed.returncode}"
+        output = " ".join((listed.stdout + listed.stderr).split()) or f"exit status {listed.returncode}"
         raise ConfigurationError(
-            f"this machine has GPUs, and nvidia-smi -L fails ({told}): repair the driver, or set CUDA_VISIBLE_DEVICES= "
-            "(empty) to run on the CPU"
+            f"this machine has GPUs, and nvidia-smi -L fails ({output}): repair the driver, or set "
+            "CUDA_VISIBLE_DEVICES= (empty) to run on the CPU"
         )
     return sum(line.startswith("GPU ") for line in listed.stdout.splitlines()) if listed.returncode == 0 else 0
 

@@ -28,7 +28,7 @@ _END_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _GRACE = 5.0  # seconds for the leader if no grace period was given: the launcher is gone
 _LINGER = 1.0  # seconds for processes that outlive their leader: first to end by themselves, then after SIGTERM
 # Cleanup processes: they unlink shared memory that others left, and end when those have ended.
-_TIDYING = (b"multiprocessing.resource_tracker", b"torch_shm_manager")
+_CLEANERS = (b"multiprocessing.resource_tracker", b"torch_shm_manager")
 
 
 def _receive(control: int, size: int) -> bytes:
@@ -99,7 +99,7 @@ def _tidies(pid: int) -> bool:
             command = file.read()
     except OSError:
         return False
-    return any(word in command for word in _TIDYING)
+    return any(name in command for name in _CLEANERS)
 
 
 def _signal(pids: list[int], *numbers: int) -> None:

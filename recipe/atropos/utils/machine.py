@@ -60,5 +60,5 @@ def run_python(python: str, *arguments: str, timeout: float = 120.0, **variables
     except subprocess.TimeoutExpired as error:
         raise LaunchError(f"{python} does not start within {timeout:g} s") from error
     except (OSError, subprocess.SubprocessError) as error:
-        told = " ".join((getattr(error, "stderr", None) or str(error)).split())
-        raise LaunchError(f"{python} does not run ({told})") from error
+        output = " ".join((getattr(error, "stderr", None) or str(error)).split())
+        raise LaunchError(f"{python} does not run ({output})") from error

@@ -148,8 +148,8 @@ class Service:
         else:
             state = f"it ended with exit code {status}"
         lines = self._last_lines()
-        if status and (told := [line for line in lines[-_TAIL_LINES:] if line.startswith("error: ")]):
-            return ServiceFailed(f"{self.name}: {what}; {told[-1].removeprefix('error: ')}; see {self.log_path}")
+        if status and (errors := [line for line in lines[-_TAIL_LINES:] if line.startswith("error: ")]):
+            return ServiceFailed(f"{self.name}: {what}; {errors[-1].removeprefix('error: ')}; see {self.log_path}")
         tail = self.tail() or "(it wrote nothing)"
         return ServiceFailed(f"{self.name}: {what}; {state}. Last lines of {self.log_path}:\n{tail}")
 

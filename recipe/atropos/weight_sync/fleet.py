@@ -38,7 +38,7 @@ class ServerFleet:
     """State of the servers of ``urls``. ``holding``: those that hold the active version.
 
     ``targets``: the servers of the current push.
-    ``adapter``: name of the active adapter; ``coming``: of the one being pushed; None if all weights are pushed.
+    ``adapter``: name of the active adapter; ``next_adapter``: of the one being pushed; None if all weights are pushed.
     ``timeout``: seconds for one request by ``ask``, and to wait until enough servers answer.
     """
 
@@ -49,7 +49,7 @@ class ServerFleet:
     holding: set[str] = field(default_factory=set)
     targets: list[str] = field(default_factory=list)
     adapter: str | None = None
-    coming: str | None = None
+    next_adapter: str | None = None
     _errors: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -82,8 +82,8 @@ class ServerFleet:
         while len(versions) < least:
             if time.monotonic() > deadline:
                 who = f"only {len(versions)} of {len(self.urls)} SGLang servers" if versions else "no SGLang server"
-                told = "; ".join(self._errors.values())
-                raise ServersGone(f"{who} answered for {self.timeout:g} s; see their logs: {told}")
+                reasons = "; ".join(self._errors.values())
+                raise ServersGone(f"{who} answered for {self.timeout:g} s; see their logs: {reasons}")
             time.sleep(_LOOK_SECONDS)
             versions = self.look()
         return versions
@@ -121,7 +121,7 @@ class ServerFleet:
             self.gateway.announce(version, sorted(urls), adapter=self.adapter)
 
     @property
-    def out(self) -> set[str]:
+    def removed(self) -> set[str]:
         """URLs of the servers that do not answer."""
         return set(self._errors)
 

@@ -63,7 +63,7 @@ class WeightSyncManager:
         self._make_room()  # first, because a server that died can be restarted only then
         attempts, first = len(self.fleet.urls) + 2, self.version is None
         if self.adapter_only:
-            self.fleet.coming = adapter_name(global_steps, uuid.uuid4().hex[:8])
+            self.fleet.next_adapter = adapter_name(global_steps, uuid.uuid4().hex[:8])
         for _ in range(attempts):
             targets = sorted(self.fleet.wait_for(1))
             self.fleet.gateway.announce(global_steps, targets, pushing=True)
@@ -86,7 +86,7 @@ class WeightSyncManager:
         current = [url for url in self.fleet.holding if versions[url] == str(self.version)]
         self.fleet.admit(self.version, current)
         others = sorted(versions.keys() - set(current))
-        self.fleet.coming = self.fleet.adapter
+        self.fleet.next_adapter = self.fleet.adapter
         if not versions or (others and global_steps != self.version):
             return self.update_weights(global_steps)  # the active weights are no longer the actor's: all get its own
         if others and (metrics := self._push(global_steps, others)) is not None:
@@ -128,7 +128,7 @@ class WeightSyncManager:
     def _push(self, global_steps: int, targets: list[str]) -> dict[str, float] | None:
         """Push to ``targets`` only; return its metrics, or None if one of them died in it."""
         self.fleet.targets = targets
-        self.actor_wg.set_inference_urls(targets, self.fleet.coming)
+        self.actor_wg.set_inference_urls(targets, self.fleet.next_adapter)
         try:
             return self._push_once(global_steps)
         except (RankTimeout, RayTaskError, WeightPushError, InferenceError) as error:
@@ -136,7 +136,7 @@ class WeightSyncManager:
                 raise
             logger.error("the push of version %d to %s failed, a server died in it: %s", global_steps, targets, error)
             if self.memory is not None:
-                self.memory.forget(self.fleet.out)
+                self.memory.forget(self.fleet.removed)
             return None
 
     def _push_once(self, global_steps: int) -> dict[str, float]:
@@ -156,7 +156,7 @@ class WeightSyncManager:
     def _admitted(
         self, global_steps: int, urls: list[str], metrics: dict[str, float], returned: int
     ) -> dict[str, float]:
-        self.fleet.adapter = self.fleet.coming
+        self.fleet.adapter = self.fleet.next_adapter
         self.fleet.admit(global_steps, urls)
         if returned:
             logger.warning("%d SGLang servers are readmitted with version %d", returned, global_steps)

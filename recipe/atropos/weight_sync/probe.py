@@ -76,7 +76,9 @@ class Probe:
 
     async def _sample(self, client: SGLangClient) -> Row:
         parameters = {"temperature": self.temperature, "max_new_tokens": _NEW_TOKENS, "ignore_eos": True}
-        reply = await client.generate(input_ids=self.prompt, sampling_params=parameters, lora_path=self.fleet.coming)
+        reply = await client.generate(
+            input_ids=self.prompt, sampling_params=parameters, lora_path=self.fleet.next_adapter
+        )
         sampled = reply["meta_info"]["output_token_logprobs"]
         return Row(
             prompt=np.array(self.prompt),

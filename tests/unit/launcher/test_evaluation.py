@@ -51,7 +51,7 @@ def test_evaluation_of_a_resumed_run_repeats_the_unfinished(tmp_path):
         (2, "a"),
         (4, "a"),
     ]
-    assert kept.word.read_text() == "5", "the trainer goes on"
+    assert kept.marker.read_text() == "5", "the trainer goes on"
     assert [spec.name for spec in kept.due(2)] == ["b"] and [spec.name for spec in kept.due(6)] == ["a", "b"]
 
 

@@ -72,9 +72,9 @@ def served(quick):
 
     context = gateway()
     client = run(context.__aenter__())
-    word = GatewayClient(client.url, KEY)
-    fleet = ServerFleet([stub.url for stub in client.stubs], word, KEY, timeout=2)
-    yield SimpleNamespace(fleet=fleet, stubs=client.stubs, word=word, group=Group(client.stubs), run=run)
+    gateway_client = GatewayClient(client.url, KEY)
+    fleet = ServerFleet([stub.url for stub in client.stubs], gateway_client, KEY, timeout=2)
+    yield SimpleNamespace(fleet=fleet, stubs=client.stubs, gateway=gateway_client, group=Group(client.stubs), run=run)
     run(context.__aexit__(None, None, None))
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
@@ -92,7 +92,7 @@ def die(served, number):
 def test_manager_advances_its_version_only_after_verification(served):
     def verify(step):
         assert step == 4 and manager.version is None, "not before it is verified"
-        assert served.word.serves() == (None, set()), "nor does any request meet it"
+        assert served.gateway.serves() == (None, set()), "nor does any request meet it"
         if refusing:
             raise WeightPushError("other weights")
         return {"weight_sync/probe_gap": 0.5}
@@ -108,7 +108,7 @@ def test_manager_advances_its_version_only_after_verification(served):
     assert (
         served.group.pushes == [(4, urls)] * 2
         and served.group.limits == [("update_weights", 12.5)] * 2
-        and served.word.serves() == (4, set(urls))
+        and served.gateway.serves() == (4, set(urls))
     )
 
 
@@ -118,7 +118,7 @@ def test_manager_keeps_its_version_when_a_push_fails(served):
     manager.verify, served.group.error = lambda step: pytest.fail("no push"), WeightPushError("rank 1")
     with pytest.raises(WeightPushError, match="rank 1"):
         manager.update_weights(4)
-    assert manager.version == 3 and served.word.status()["version"] == 3
+    assert manager.version == 3 and served.gateway.status()["version"] == 3
     assert [step for step, _ in served.group.pushes] == [3, 4], "servers that live and refuse are not asked again"
 
 
@@ -131,12 +131,12 @@ def test_manager_pushes_to_servers_before_admitting_them(served):
     assert manager.ensure_current(5) == in_order and len(served.group.pushes) == 1
 
     served.stubs[0].version = "default"  # restarted
-    served.group.during = lambda: seen.append(served.word.serves())
+    served.group.during = lambda: seen.append(served.gateway.serves())
     seen = []
     metrics = manager.ensure_current(5)
     assert served.group.pushes[1:] == [(5, [first])] and seen == [(5, {second})]
     assert metrics == in_order | {"weight_sync/bytes": 8.0, "weight_sync/servers_readmitted": 1}
-    assert served.word.serves() == (5, {first, second})
+    assert served.gateway.serves() == (5, {first, second})
 
     served.stubs[0].version = "default"
     manager.ensure_current(6)  # the actor has gone on since the last push
@@ -151,11 +151,11 @@ def test_manager_goes_on_without_a_server_that_is_gone(served, caplog):
     for _ in range(3):
         assert manager.ensure_current(1) == {"weight_sync/servers_removed": 1}
     assert caplog.text.count(f"{second} is removed from rotation until it answers again") == 1
-    assert served.word.serves() == (1, {first}) and len(served.group.pushes) == 1
+    assert served.gateway.serves() == (1, {first}) and len(served.group.pushes) == 1
     served.run(served.stubs[1].start())
     served.stubs[1].version = "1"  # whatever it says
     assert manager.ensure_current(1)["weight_sync/servers_readmitted"] == 1
-    assert served.group.pushes[1:] == [(1, [second])] and served.word.serves() == (1, {first, second})
+    assert served.group.pushes[1:] == [(1, [second])] and served.gateway.serves() == (1, {first, second})
 
 
 def test_manager_repeats_a_push_in_which_a_server_died(served):
@@ -170,7 +170,7 @@ def test_manager_repeats_a_push_in_which_a_server_died(served):
     served.group.during = once
     metrics = manager.update_weights(2)
     assert served.group.pushes[1:] == [(2, sorted([first, second])), (2, [first])]
-    assert metrics["weight_sync/servers_removed"] == 1 and served.word.serves() == (2, {first})
+    assert metrics["weight_sync/servers_removed"] == 1 and served.gateway.serves() == (2, {first})
 
 
 def test_manager_without_any_server_ends_with_what_each_said(served):
@@ -181,7 +181,7 @@ def test_manager_without_any_server_ends_with_what_each_said(served):
     with pytest.raises(ServersGone, match="no SGLang server answered for 2 s") as error:
         manager.ensure_current(1)
     assert all(url in str(error.value) for url in served.fleet.urls) and manager.version == 1
-    assert served.word.serves() == (1, set())
+    assert served.gateway.serves() == (1, set())
 
 
 def test_manager_gives_servers_their_memory_back_before_a_push(served, monkeypatch):
@@ -242,12 +242,12 @@ def test_a_trainer_that_begins_has_no_memory_of_anybody(tmp_path):
 @pytest.mark.parametrize("nobody", [True, False])
 def test_a_fleet_names_who_is_silent_and_raises_a_wrong_key(served, nobody):
     url = f"http://127.0.0.1:{free_port()}"
-    fleet = ServerFleet([url, *served.fleet.urls][: 1 if nobody else None], served.word, KEY, timeout=0.3)
+    fleet = ServerFleet([url, *served.fleet.urls][: 1 if nobody else None], served.gateway, KEY, timeout=0.3)
     if nobody:
         with pytest.raises(ServersGone, match=f"no SGLang server answered for 0.3 s.*{url}/model_info: cannot connect"):
             fleet.wait_for(1)
     else:
-        assert fleet.wait_for(1) == dict.fromkeys(served.fleet.urls, "1") and fleet.out == {url}
-        closed = ServerFleet([served.word.url], served.word, "another", timeout=0.3)
+        assert fleet.wait_for(1) == dict.fromkeys(served.fleet.urls, "1") and fleet.removed == {url}
+        closed = ServerFleet([served.gateway.url], served.gateway, "another", timeout=0.3)
         with pytest.raises(Exception, match="the API key is wrong or missing"):
             closed.look()

@@ -30,7 +30,7 @@ from recipe.atropos.weight_sync.transports.bucket import (
 
 _count = itertools.count()
 _JOIN_SECONDS = 30.0  # for all servers to reach the rendezvous, where they wait for each other
-_BROKEN_OFF_SECONDS = 5.0  # for a broadcast or rendezvous to notice that it was aborted
+_ABANDON_SECONDS = 5.0  # for a broadcast or rendezvous to notice that it was aborted
 
 
 class DistributedTransport:
@@ -179,8 +179,8 @@ class _Group:
             return cls(name, [client.url for client in clients], joining.result(), meeting)
         del meeting
         if late:  # servers that waited for the others get an answer now
-            _, late = await asyncio.wait(late, timeout=_BROKEN_OFF_SECONDS)
-        await _broken_off(joining, invited, name)
+            _, late = await asyncio.wait(late, timeout=_ABANDON_SECONDS)
+        await _abandon(joining, invited, name)
         names = {joining: "the trainer's rank 0"} | {task: client.url for task, client in invited.items()}
         blamed = failed or [task for task in invited if task in late] or list(invited)
         silence = f"did not come within {join_timeout:g} s"
@@ -203,18 +203,18 @@ class _Group:
         self._process_group = self._store = None
 
 
-async def _broken_off(
+async def _abandon(
     joining: asyncio.Task[dist.ProcessGroup], invited: dict[asyncio.Task[object], SGLangClient], name: str
 ) -> None:
     """Clean up a group that did not form, here and on the servers."""
     for task in invited:
         task.cancel()
-        task.add_done_callback(_seen)
+        task.add_done_callback(_retrieve_exception)
     await clean_up(client.post("/destroy_weights_update_group", {"group_name": name}) for client in invited.values())
-    joining.add_done_callback(lambda task: _seen(task) or dist.destroy_process_group(task.result()))
+    joining.add_done_callback(lambda task: _retrieve_exception(task) or dist.destroy_process_group(task.result()))
 
 
-def _seen(task: asyncio.Task[object]) -> object:
+def _retrieve_exception(task: asyncio.Task[object]) -> object:
     """Retrieve the task's exception, if any, so that asyncio does not warn that it was never retrieved."""
     return task.cancelled() or task.exception()
 
@@ -227,9 +227,9 @@ async def _both(posts: Awaitable[None], broadcast: Awaitable[None], group: _Grou
         await asyncio.gather(*tasks)
     except BaseException as error:
         group.abort()
-        await asyncio.wait(tasks, timeout=_BROKEN_OFF_SECONDS)
+        await asyncio.wait(tasks, timeout=_ABANDON_SECONDS)
         tasks[0].cancel()
-        tasks[1].add_done_callback(_seen)
+        tasks[1].add_done_callback(_retrieve_exception)
         if tasks[0].done() and not tasks[0].cancelled() and (named := tasks[0].exception()):
             raise named from None  # gloo's error names no server
         if isinstance(error, RuntimeError) and not isinstance(error, WeightPushError):
