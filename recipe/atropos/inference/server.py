@@ -31,6 +31,7 @@ CPU_SHIM = Path(__file__).resolve().parent / "cpu_shim"
 # KV cache on a CPU, in tokens: by default SGLang takes a share of the machine's memory, which other services need.
 _CPU_MAX_TOTAL_TOKENS = 32768
 _CPU_MEM_FRACTION = 0.3
+_KEPT_BYTES = 4 << 30  # freed memory that a server on a CPU keeps, at most
 # Otherwise SGLang first waits for its requests: forever on 0.5.12, which never drops those that had n > 1, so it would
 # outlive a killed launcher.
 _END_ON_SIGTERM = {"SGL_FORCE_SHUTDOWN": "1"}
@@ -180,7 +181,10 @@ def sglang_command(launch: SGLangLaunch) -> tuple[list[str], dict[str, str]]:
             "PYTHONPATH": str(CPU_SHIM),
             "SGLANG_USE_CPU_ENGINE": "1",
             "OMP_NUM_THREADS": "1",  # ten times the speed of the default, for small models on shared cores
-            "THP_MEM_ALLOC_ENABLE": "1",  # torch asks for huge pages: incoming weights are not faulted in by 4 KiB
+            # Incoming weights fill memory of huge pages, which glibc keeps for the next bucket instead of unmapping it.
+            "THP_MEM_ALLOC_ENABLE": "1",
+            "MALLOC_MMAP_THRESHOLD_": str(_KEPT_BYTES),
+            "MALLOC_TRIM_THRESHOLD_": str(_KEPT_BYTES),
             **without_gpus(),
             **_END_ON_SIGTERM,
         }

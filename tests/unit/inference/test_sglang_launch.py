@@ -50,6 +50,8 @@ def test_the_command_on_a_cpu_and_on_a_gpu():
         "SGLANG_USE_CPU_ENGINE": "1",
         "OMP_NUM_THREADS": "1",
         "THP_MEM_ALLOC_ENABLE": "1",
+        "MALLOC_MMAP_THRESHOLD_": "4294967296",
+        "MALLOC_TRIM_THRESHOLD_": "4294967296",
         "CUDA_VISIBLE_DEVICES": "",
         "SGL_FORCE_SHUTDOWN": "1",
     }
