@@ -34,7 +34,7 @@ def can_checksum(url):
 
 
 def differing_tensors(url, weights):
-    """Names of the server's tensors that are not those of ``weights``, pairs of name and tensor in SGLang's order."""
+    """Names of the server's tensors that are not those of ``weights``, pairs of name and tensor."""
     [rank] = _ranks(url)
     found, sent = rank["checksums"], _digests(weights)
     # A tied tensor may be absent from the server: its digest is that of a tensor that is there.
@@ -50,10 +50,10 @@ def _digests(weights):
         layer, _, kind = name.rpartition(".")
         parent, _, module = layer.rpartition(".")
         fused, part = _PART_OF.get(module, (module, 0))
-        place = parts.setdefault(".".join(filter(None, (parent, fused, kind))), [])
-        assert len(place) == part, f"{name} is out of order"
-        place.append(tensor.detach().to("cpu").contiguous())
-    for name, tensors in parts.items():
+        place = ".".join(filter(None, (parent, fused, kind)))
+        parts.setdefault(place, {})[part] = tensor.detach().to("cpu").contiguous()
+    for name, found in parts.items():
+        tensors = [found[part] for part in sorted(found)]
         sum_ = hashlib.sha256(b"".join(t.reshape(-1).view(torch.uint8).numpy().tobytes() for t in tensors))
         digests[name] = {sum_.hexdigest()[:16]}
         if name.endswith(_VOCABULARY):
@@ -67,4 +67,5 @@ def assert_serves(url, folder, dtype=torch.float32):
     """The server computes with the weights of a model's folder."""
     if can_checksum(url):
         tensors = load_file(folder / "model.safetensors")
-        assert differing_tensors(url, ((name, tensor.to(dtype)) for name, tensor in tensors.items())) == []
+        different = differing_tensors(url, ((name, tensor.to(dtype)) for name, tensor in tensors.items()))
+        assert not different, f"{url} has other values in {different}"

@@ -30,7 +30,8 @@ def send(engine, model, version):
     metrics = asyncio.run(engine.send_weights(weights_of(model), version))
     for url in filter(can_checksum, engine.urls):
         sent = ((name, tensor.to(engine.dtype)) for name, tensor in weights_of(model))
-        assert differing_tensors(url, sent) == [], url
+        different = differing_tensors(url, sent)
+        assert not different, f"{url} has other values in {different}"
     return metrics
 
 
