@@ -95,6 +95,16 @@ def load(connection: sqlite3.Connection) -> Loaded:
     )
 
 
+def holds_groups(connection: sqlite3.Connection) -> bool:
+    return bool(connection.execute("SELECT EXISTS (SELECT 1 FROM groups)").fetchone()[0])
+
+
+def clear(connection: sqlite3.Connection) -> None:
+    """Delete everything but groups, of which there must be none."""
+    for table in ("run", "environments", "tickets", "posts", "unanswered", "counts"):
+        connection.execute(f"DELETE FROM {table}")
+
+
 def queued(connection: sqlite3.Connection) -> list[Group]:
     """Return the groups that are in no batch, in order."""
     found = connection.execute(

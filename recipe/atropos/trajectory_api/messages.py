@@ -4,13 +4,11 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from recipe.atropos.errors import AtroposError
-
 T = TypeVar("T")
 
 
-class Refused(AtroposError, RuntimeError):
-    """Error for a request that cannot be served; ``status`` is the HTTP status, ``extra`` goes into the answer."""
+class Refused(Exception):  # noqa: N818  (the server answers it)
+    """A request that cannot be served; ``status`` is the HTTP status, ``extra`` goes into the answer."""
 
     def __init__(self, status: int, message: str, **extra: Any):
         super().__init__(message)

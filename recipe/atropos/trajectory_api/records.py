@@ -14,7 +14,7 @@ import orjson
 
 from recipe.atropos.trajectory_api import database, wire
 from recipe.atropos.trajectory_api.parsing import parse_json
-from recipe.atropos.trajectory_api.store import DATABASE, Store, StoreError
+from recipe.atropos.trajectory_api.trajectory_store import DATABASE, Store, TrajectoryStoreError
 from recipe.atropos.utils.files import disk_errors
 
 
@@ -23,12 +23,14 @@ def _opened(data_dir: Path) -> Iterator[sqlite3.Connection]:
     """Open a folder's database, or an archived one that is given itself, for reading."""
     path = data_dir / DATABASE if data_dir.is_dir() else data_dir
     if not path.is_file():
-        raise StoreError(f"data-dir={data_dir}: it has no {DATABASE}; give the folder of a server, or a database")
+        raise TrajectoryStoreError(
+            f"data-dir={data_dir}: it has no {DATABASE}; give the folder of a server, or a database"
+        )
     with contextlib.closing(database.connect_to_read(path)) as connection:
         try:
             database.read_run(connection)
         except sqlite3.DatabaseError as error:
-            raise StoreError(f"{path} is not a store of the Trajectory API: {error}") from error
+            raise TrajectoryStoreError(f"{path} is not a store of the Trajectory API: {error}") from error
         yield connection
 
 
@@ -53,7 +55,7 @@ def show(data_dir: Path, number: int) -> None:
         if not records:
             kept = database.list_batches(connection)
             there = f"it has batches {kept[0]['number']} to {kept[-1]['number']}" if kept else "it has none"
-            raise StoreError(f"number={number}: {data_dir} has no such batch; {there}")
+            raise TrajectoryStoreError(f"number={number}: {data_dir} has no such batch; {there}")
         for record in records:
             print(wire.to_json(record).decode())
 
@@ -74,7 +76,7 @@ def import_(data_dir: Path, file: Path) -> None:
     try:
         connection = store.connection
         if database.list_batches(connection) or database.queued(connection):
-            raise StoreError(f"data-dir={data_dir}: it has groups already; give a new folder")
+            raise TrajectoryStoreError(f"data-dir={data_dir}: it has groups already; give a new folder")
         id = batches = 0
         connection.execute("BEGIN IMMEDIATE")
         with open(file, "rb") as lines:
@@ -84,7 +86,9 @@ def import_(data_dir: Path, file: Path) -> None:
                     groups = parse_json(orjson.dumps(batch["batch"]), several=True)
                     number = int(batch["number"])
                 except (ValueError, KeyError, TypeError) as error:  # RefusedGroup is a ValueError
-                    raise StoreError(f"{file}, line {place}: it is not an exported batch ({error})") from error
+                    raise TrajectoryStoreError(
+                        f"{file}, line {place}: it is not an exported batch ({error})"
+                    ) from error
                 rows = []
                 for group in groups:
                     id += 1

@@ -23,7 +23,7 @@ from recipe.atropos.trajectory_api.batching import Queue
 from recipe.atropos.trajectory_api.environments import Environment, Environments
 from recipe.atropos.trajectory_api.lanes import Entry
 from recipe.atropos.trajectory_api.messages import EnvRegistration, Registration
-from recipe.atropos.trajectory_api.store import Store
+from recipe.atropos.trajectory_api.trajectory_store import Store
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,6 @@ little-endian. A message of several records is ``ATB1``, their number (uint32), 
 """
 
 import struct
-from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -256,13 +255,15 @@ def from_group(group: Mapping[str, Any]) -> Columns:
 
 def _flat(rows: Sequence[Any], dtype: type) -> np.ndarray:
     """Return rows of numbers as one flat array; raise TypeError or ValueError for anything else."""
-    code = "q" if dtype is np.int64 else "d"
-    flat = array(code)
+    code, parts = "q" if dtype is np.int64 else "d", []
     for row in rows:
         if isinstance(row, np.ndarray):
-            if row.ndim != 1 or (code == "q" and row.dtype.kind not in "iub"):
+            if row.ndim != 1 or row.dtype.kind not in ("iub" if code == "q" else "iubf"):
                 raise ValueError(f"an array of {row.dtype} with shape {row.shape}")
-            flat.frombytes(np.ascontiguousarray(row, dtype).tobytes())
+            parts.append(np.ascontiguousarray(row, dtype).tobytes())
         else:
-            flat.extend(row)
-    return np.frombuffer(flat, dtype)
+            try:
+                parts.append(struct.pack(f"{len(row)}{code}", *row))  # the fastest way from a list
+            except (struct.error, OverflowError) as error:
+                raise ValueError(str(error)) from error
+    return np.frombuffer(b"".join(parts), dtype)

@@ -33,7 +33,7 @@ T = TypeVar("T")
 _Write = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], asyncio.Future | None]
 
 
-class StoreError(AtroposError, RuntimeError):
+class TrajectoryStoreError(AtroposError, RuntimeError):
     """Error for a data folder that another process uses, or whose content is of another format."""
 
 
@@ -59,7 +59,7 @@ class Store:
             self.connection = self._open()
         except BlockingIOError:
             os.close(self._lock)
-            raise StoreError(
+            raise TrajectoryStoreError(
                 f"data-dir={folder}: another server uses it; end that one, or give another folder"
             ) from None
         self._reader: sqlite3.Connection | None = None
@@ -71,7 +71,7 @@ class Store:
         connection = database.connect(self.path, self._durability)
         found = database.read_run(connection).get("format", database.FORMAT)
         if found != database.FORMAT:
-            raise StoreError(
+            raise TrajectoryStoreError(
                 f"{self.path} has format {found}, and this server reads {database.FORMAT}; give another folder"
             )
         database.write_run(connection, format=database.FORMAT)
@@ -174,13 +174,16 @@ class Store:
         return results
 
     def _move(self) -> None:
+        if not database.holds_groups(self.connection):
+            database.clear(self.connection)
+            return
         closed, moved = threading.Event(), threading.Event()
         self._reading.submit(lambda: (self._close_reader(), closed.set(), moved.wait()))
         closed.wait()
         archive = self.folder / "archive"
-        number = 1 + max((int(path.stem) for path in archive.glob("*.db") if path.stem.isdigit()), default=0)
         try:
             archive.mkdir(exist_ok=True)
+            number = 1 + max((int(path.stem) for path in archive.glob("*.db") if path.stem.isdigit()), default=0)
             self.connection.close()  # the last one: it merges the write-ahead log
             self.path.rename(archive / f"{number:04d}.db")
         finally:
