@@ -1,0 +1,328 @@
+"""The Trajectory API over HTTP: access, bodies, and the answers that atroposlib's clients expect.
+
+Guarantees:
+
+- With a secret, nothing is answered without it: in ``Authorization: Bearer``, or as the first part of the path, for
+  environments that know nothing but an address.
+- Without one, and at all times for web pages of other origins, a browser can make this server do nothing: there are
+  no CORS headers, and cross-site requests and foreign host names are refused.
+- Bodies are limited, as sent and inflated. A request that cannot be served gets a 4xx that says why.
+"""
+
+import hmac
+import ipaddress
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+from urllib.parse import urlsplit
+
+import orjson
+from aiohttp import web
+from isal import isal_zlib
+
+from recipe.atropos.trajectory_api import database, delivery, ingest, status, wire
+from recipe.atropos.trajectory_api import messages as m
+from recipe.atropos.trajectory_api.service import Service
+
+logger = logging.getLogger(__name__)
+
+MAX_BODY = 128 << 20  # bytes, as sent and inflated
+_CHUNK = 1 << 20
+_JSON = {"Content-Type": "application/json"}
+_CONTENT_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
+_NO_EXAMPLE = dict.fromkeys([key for key in wire.KEYS if key not in ("overrides", "group_overrides", "env_id")], [])
+_BROKEN = (ConnectionError, web.RequestPayloadError)
+
+Handler = Callable[["Api", web.Request, str], Awaitable[web.StreamResponse]]
+
+
+class Api:
+    """Serves a ``Service``; ``secret`` guards all of it."""
+
+    def __init__(self, service: Service, secret: str | None = None):
+        self.service = service
+        self._secret = secret.encode() if secret else None
+
+    def application(self) -> web.Application:
+        application = web.Application(client_max_size=MAX_BODY)
+        application.router.add_route("*", "/{path:.*}", self.handle)
+        return application
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        try:
+            path = self._authorized(request)
+            handler = ROUTES.get((request.method, path))
+            if handler is None:
+                methods = [method for method, other in ROUTES if other == path]
+                raise m.Refused(
+                    405 if methods else 404, f"{request.method} {path}: {methods or 'there is no such path'}"
+                )
+            return await handler(self, request, path)
+        except m.Refused as error:
+            return _answer({"detail": str(error), **error.extra}, error.status)
+        except _BROKEN as error:
+            return _answer({"detail": f"the request broke off: {error!r}"}, 400)
+
+    def _authorized(self, request: web.Request) -> str:
+        """Return the path without a secret; raise Refused if access is denied."""
+        path = request.path
+        site, origin = request.headers.get("Sec-Fetch-Site", "none"), request.headers.get("Origin")
+        if site not in ("none", "same-origin") or (origin is not None and urlsplit(origin).netloc != request.host):
+            raise m.Refused(403, "requests of other sites' pages are refused")
+        if self._secret is None:
+            if not _is_local(request.host):
+                raise m.Refused(403, f"host {request.host!r}: a server without a secret is reached as localhost only")
+            return path
+        given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
+        first, slash, rest = path[1:].partition("/")
+        in_path = hmac.compare_digest(first.encode(errors="surrogateescape"), self._secret)
+        if not in_path and not hmac.compare_digest(given, b"Bearer " + self._secret):
+            raise m.Refused(401, "send Authorization: Bearer SECRET, or use the address http://HOST:PORT/SECRET")
+        return slash + rest if in_path else path
+
+
+def _is_local(host: str) -> bool:
+    name = urlsplit(f"//{host}").hostname or ""
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return name == "localhost"
+
+
+# ---------------------------------------------------------------------- bodies and answers
+
+
+async def _body(request: web.Request) -> bytes:
+    """Return a request's body, inflated.
+
+    Raises:
+        Refused: 413, too large; 400, no valid gzip; 415, another encoding.
+    """
+    encoding = request.headers.get("Content-Encoding", "").lower()
+    if encoding not in ("", "identity", "gzip"):
+        raise m.Refused(415, f"Content-Encoding={encoding}: send gzip, or none")
+    if (request.content_length or 0) > MAX_BODY:
+        raise m.Refused(413, f"a body of {request.content_length} bytes: send at most {MAX_BODY}")
+    parts, size = [], 0
+    async for part in request.content.iter_any():
+        parts.append(part)
+        size += len(part)
+        if size > MAX_BODY:
+            raise m.Refused(413, f"a body of more than {MAX_BODY} bytes: send less")
+    body = b"".join(parts)
+    return _inflated(body) if encoding == "gzip" and body else body
+
+
+def _inflated(body: bytes) -> bytes:
+    parts, size = [], 0
+    try:
+        while body:
+            inflater = isal_zlib.decompressobj(31)
+            while not inflater.eof:
+                part = inflater.decompress(body, _CHUNK)
+                body = inflater.unconsumed_tail
+                parts.append(part)
+                size += len(part)
+                if size > MAX_BODY:
+                    raise m.Refused(413, f"a body that inflates to more than {MAX_BODY} bytes: send less")
+                if not part and not body and not inflater.eof:
+                    raise m.Refused(400, "Invalid gzip payload: it is incomplete")
+            body = inflater.unused_data
+    except isal_zlib.error as error:
+        raise m.Refused(400, f"Invalid gzip payload: {error}") from error
+    return b"".join(parts)
+
+
+def _answer(value: Any, status_code: int = 200) -> web.Response:
+    return web.Response(body=orjson.dumps(value), status=status_code, headers=_JSON)
+
+
+async def _written(request: web.Request, response: web.Response) -> bool:
+    """Write an answer; return whether all of it left for a client that was still there."""
+    if _gone(request):
+        return False
+    try:
+        await response.prepare(request)
+        await response.write_eof()
+    except ConnectionError:
+        return False
+    return not _gone(request)
+
+
+def _gone(request: web.Request) -> bool:
+    return request.transport is None or request.transport.is_closing()
+
+
+def _number(text: str | None, name: str, kind: type = int) -> Any:
+    """Return a number of a header or of the query, None if it is not given; raise Refused (422) if it is none."""
+    if text is None:
+        return None
+    try:
+        value = kind(text)
+        if not -(2**63) < value < 2**63:
+            raise ValueError
+        return value
+    except (ValueError, OverflowError) as error:
+        raise m.Refused(422, f"{name}={text[:40]}: give a number") from error
+
+
+def _epoch(request: web.Request) -> int | None:
+    return _number(request.headers.get(wire.EPOCH_HEADER), wire.EPOCH_HEADER)
+
+
+# ---------------------------------------------------------------------- environments
+
+
+async def _scored_data(api: Api, request: web.Request, path: str) -> web.StreamResponse:
+    """Store groups; the answer is written last, after any delay."""
+    service, several = api.service, path == "/scored_data_list"
+    ticket = _number(request.headers.get(wire.TICKET_HEADER), wire.TICKET_HEADER)
+    key = request.headers.get(wire.KEY_HEADER)
+    if key is not None and not 1 <= len(key) <= 200:
+        raise m.Refused(422, f"{wire.KEY_HEADER}: give 1 to 200 characters")
+    body = await _body(request)
+    digest = ingest.digest_of(body) if key is None else None
+    count = ingest.repeats(service, digest) if digest is not None else None
+    if count is None:
+        groups = ingest.parse(service, body, request.content_type == wire.PACKED, several, ticket)
+        count = len(groups)
+        del body
+        if groups:
+            await ingest.post(service, groups, ticket, key, digest)
+        if ticket is None:
+            await ingest.hold(service, lambda: _gone(request))
+    else:
+        service.count("repeated", count)
+    response = _answer({"status": "received", **({"groups_processed": count} if several else {})})
+    written = await _written(request, response)
+    if digest is not None and count:
+        if written:
+            service.answered(digest)
+        else:
+            service.broken[digest] = count
+    return response
+
+
+async def _begin(api: Api, request: web.Request, path: str) -> web.StreamResponse:
+    answer = await ingest.begin(api.service, m.read(await _body(request), m.Begin), lambda: _gone(request))
+    response = _answer(answer)
+    if not await _written(request, response) and answer["ticket"] is not None:
+        api.service.release(answer["ticket"], "ticket_lost")
+    return response
+
+
+async def _status_env(api: Api, request: web.Request, path: str) -> web.StreamResponse:
+    message = m.read(await _body(request), m.EnvIdentifier)
+    found = api.service.environments.status(message.env_id, api.service.queue)
+    return _answer({"current_step": api.service.step(), **found})
+
+
+# ---------------------------------------------------------------------- trainers
+
+
+async def _batch(api: Api, request: web.Request, path: str) -> web.StreamResponse:
+    """Send a batch: packed if the client accepts that, else as JSON."""
+    service, query = api.service, request.query
+    after = _number(query.get("after"), "after")
+    if after is None:
+        if service.trainer is None:
+            text = "Trainer not registered. Call /register first."
+            return _answer({"status": "error", "message": text, "batch": []})
+        number = await delivery.stock_batch(service)
+    else:
+        wait = _number(query.get("wait"), "wait", float) or 0.0
+        number = await delivery.numbered_batch(service, after, wait, _epoch(request))
+    if number is None:
+        return _answer({"batch": None})
+    packed = wire.PACKED in request.headers.get("Accept", "")
+    body = await service.store.read(_packed if packed else _json_batch, number, after is not None)
+    headers = {"Content-Type": wire.PACKED, wire.BATCH_HEADER: str(number)} if packed else _JSON
+    response = web.Response(body=body, headers=headers)
+    epoch = service.epoch
+    written = await _written(request, response)
+    if after is None and (service.epoch, service.served) == (epoch, number):
+        service.delivered = written
+    return response
+
+
+def _packed(connection: Any, number: int, _: bool) -> bytes:
+    return wire.join(database.read_batch(connection, number))
+
+
+def _json_batch(connection: Any, number: int, numbered: bool) -> bytes:
+    groups = b",".join(map(wire.to_json, database.read_batch(connection, number)))
+    return b"".join((b'{"batch":[', groups, b'],"number":%d}' % number if numbered else b"]}"))
+
+
+async def _info(api: Api, request: web.Request, path: str) -> web.StreamResponse:
+    trainer = api.service.trainer
+    registration = trainer.registration if trainer else None
+    if path == "/info":
+        sizes = (registration.batch_size, registration.max_token_len) if registration else (-1, -1)
+        return _answer({"batch_size": sizes[0], "max_token_len": sizes[1]})
+    if path == "/wandb_info":
+        names = (registration.wandb_group, registration.wandb_project) if registration else (None, None)
+        return _answer({"group": names[0], "project": names[1]})
+    return _answer({"current_step": api.service.step(), "queue_size": api.service.queue.groups})
+
+
+async def _latest(api: Api, request: web.Request, path: str) -> web.StreamResponse:
+    id = api.service.latest
+    record = await api.service.store.read(database.read_record, id) if id is not None else None
+    body = wire.to_json(record) if record is not None else orjson.dumps(_NO_EXAMPLE)
+    return web.Response(body=body, headers=_JSON)
+
+
+async def _reset(api: Api, request: web.Request, path: str) -> web.StreamResponse:
+    await delivery.reset(api.service)
+    return web.Response(text="Reset successful")
+
+
+async def _root(api: Api, request: web.Request, path: str) -> web.StreamResponse:
+    if "text/html" not in request.headers.get("Accept", ""):
+        return _answer({"message": "AtroposLib API"})
+    return web.Response(
+        text=status.PAGE, content_type="text/html", headers={"Content-Security-Policy": _CONTENT_POLICY}
+    )
+
+
+async def _diagnose(api: Api, request: web.Request, path: str) -> web.StreamResponse:
+    return _answer(status.diagnose(api.service))
+
+
+async def _metrics(api: Api, request: web.Request, path: str) -> web.StreamResponse:
+    return web.Response(text=status.metrics(api.service))
+
+
+def _control(kind: type, function: Callable[..., Awaitable[Any]], epoch: bool = False) -> Handler:
+    """Return a handler that reads a message of ``kind`` and answers what ``function`` returns."""
+
+    async def handler(api: Api, request: web.Request, path: str) -> web.StreamResponse:
+        message = m.read(await _body(request), kind)
+        return _answer(await function(api.service, message, *((_epoch(request),) if epoch else ())))
+
+    return handler
+
+
+ROUTES: dict[tuple[str, str], Handler] = {
+    ("GET", "/"): _root,
+    ("GET", ""): _root,
+    ("POST", "/register"): _control(m.Registration, delivery.register),
+    ("GET", "/batch"): _batch,
+    ("POST", "/commit"): _control(m.Through, delivery.commit, epoch=True),
+    ("POST", "/weights"): _control(m.Through, delivery.weights_pushed, epoch=True),
+    ("GET", "/info"): _info,
+    ("GET", "/wandb_info"): _info,
+    ("GET", "/status"): _info,
+    ("POST", "/register-env"): _control(m.EnvRegistration, ingest.register_env),
+    ("POST", "/disconnect-env"): _control(m.EnvIdentifier, ingest.disconnect_env),
+    ("GET", "/status-env"): _status_env,
+    ("POST", "/begin"): _begin,
+    ("POST", "/release"): _control(m.Release, ingest.release),
+    ("POST", "/scored_data"): _scored_data,
+    ("POST", "/scored_data_list"): _scored_data,
+    ("GET", "/latest_example"): _latest,
+    ("GET", "/reset_data"): _reset,
+    ("GET", "/diagnose"): _diagnose,
+    ("GET", "/metrics"): _metrics,
+}

@@ -1,0 +1,226 @@
+"""The tables of a run's trajectories in SQLite, and what is done to them, each step on a connection that is given.
+
+The functions that change something are steps of a transaction that the caller commits. Records are in a table of their
+own, so that reading the index reads no record.
+"""
+
+import sqlite3
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import orjson
+
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS run (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS environments (id INTEGER PRIMARY KEY, registration TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS groups (
+    id INTEGER PRIMARY KEY, number INTEGER NOT NULL, env INTEGER, sequences INTEGER NOT NULL, tokens INTEGER NOT NULL,
+    time REAL NOT NULL, batch INTEGER, place INTEGER
+);
+CREATE INDEX IF NOT EXISTS groups_by_batch ON groups (batch, place);
+CREATE TABLE IF NOT EXISTS records (id INTEGER PRIMARY KEY, data BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS tickets (
+    number INTEGER PRIMARY KEY, env INTEGER, sequences INTEGER NOT NULL, version INTEGER
+);
+CREATE TABLE IF NOT EXISTS posts (key TEXT PRIMARY KEY, groups INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS unanswered (digest TEXT PRIMARY KEY, groups INTEGER NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS counts (name TEXT PRIMARY KEY, n INTEGER NOT NULL) WITHOUT ROWID;
+"""
+FORMAT = 1
+SYNCHRONOUS = {"none": "OFF", "normal": "NORMAL", "full": "FULL"}
+_KEPT_POSTS = 1 << 16  # idempotency keys; a post is repeated within minutes
+_WAL_PAGES = 32_000  # 4 KiB each: rare checkpoints, each of which stops the writer for a moment
+
+
+class Group(NamedTuple):
+    """A row of the index."""
+
+    id: int
+    number: int
+    env: int | None
+    sequences: int
+    tokens: int
+    time: float
+
+
+@dataclass
+class Loaded:
+    """What a server starts from."""
+
+    run: dict[str, Any]
+    environments: dict[int, dict[str, Any]]
+    queued: list[Group]
+    tickets: list[tuple[int, int | None, int]]  # (number, environment, sequences)
+    last_id: int
+    oldest: int  # number of the oldest batch that is kept; 0 if there is none
+    posts: dict[str, int]
+    unanswered: dict[str, int]
+    counts: dict[str, int]
+
+
+def connect(path: str | Path, durability: str = "normal") -> sqlite3.Connection:
+    """Open a database for reading and writing, creating it if needed."""
+    connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=30)
+    connection.execute("PRAGMA journal_mode = WAL")
+    connection.execute(f"PRAGMA synchronous = {SYNCHRONOUS[durability]}")
+    connection.execute(f"PRAGMA wal_autocheckpoint = {_WAL_PAGES}")
+    connection.executescript(SCHEMA)
+    return connection
+
+
+def connect_to_read(path: str | Path) -> sqlite3.Connection:
+    connection = sqlite3.connect(
+        f"{Path(path).resolve().as_uri()}?mode=ro", uri=True, check_same_thread=False, timeout=30
+    )
+    connection.execute("PRAGMA mmap_size = 1073741824")
+    return connection
+
+
+def load(connection: sqlite3.Connection) -> Loaded:
+    """Return all that a server needs to go on; no record is read."""
+    rows = connection.execute
+    connection.execute("DELETE FROM posts WHERE rowid <= (SELECT MAX(rowid) FROM posts) - ?", (_KEPT_POSTS,))
+    return Loaded(
+        read_run(connection),
+        {number: orjson.loads(text) for number, text in rows("SELECT id, registration FROM environments")},
+        queued(connection),
+        rows("SELECT number, env, sequences FROM tickets ORDER BY number").fetchall(),
+        rows("SELECT COALESCE(MAX(id), 0) FROM groups").fetchone()[0],
+        oldest_batch(connection),
+        dict(rows("SELECT key, groups FROM posts").fetchall()),
+        dict(rows("SELECT digest, groups FROM unanswered").fetchall()),
+        dict(rows("SELECT name, n FROM counts").fetchall()),
+    )
+
+
+def holds_groups(connection: sqlite3.Connection) -> bool:
+    return bool(connection.execute("SELECT EXISTS (SELECT 1 FROM groups)").fetchone()[0])
+
+
+def clear(connection: sqlite3.Connection) -> None:
+    """Delete everything but groups, of which there must be none."""
+    for table in ("run", "environments", "tickets", "posts", "unanswered", "counts"):
+        connection.execute(f"DELETE FROM {table}")
+
+
+def queued(connection: sqlite3.Connection) -> list[Group]:
+    """Return the groups that are in no batch, in order."""
+    found = connection.execute(
+        "SELECT id, number, env, sequences, tokens, time FROM groups WHERE batch IS NULL ORDER BY number, id"
+    )
+    return [Group(*row) for row in found]
+
+
+def read_run(connection: sqlite3.Connection) -> dict[str, Any]:
+    return {key: orjson.loads(value) for key, value in connection.execute("SELECT key, value FROM run")}
+
+
+def write_run(connection: sqlite3.Connection, **values: Any) -> None:
+    connection.executemany(
+        "INSERT OR REPLACE INTO run VALUES (?, ?)",
+        [(key, orjson.dumps(value).decode()) for key, value in values.items()],
+    )
+
+
+def oldest_batch(connection: sqlite3.Connection) -> int:
+    return connection.execute("SELECT COALESCE(MIN(batch), 0) FROM groups WHERE batch IS NOT NULL").fetchone()[0]
+
+
+def write_environment(connection: sqlite3.Connection, number: int, registration: dict[str, Any]) -> None:
+    connection.execute(
+        "INSERT OR REPLACE INTO environments VALUES (?, ?)", (number, orjson.dumps(registration).decode())
+    )
+
+
+def append(
+    connection: sqlite3.Connection,
+    groups: Sequence[tuple[Group, bytes]],
+    key: str | None,
+    digest: str | None,
+    ticket: int | None,
+) -> None:
+    """Store a post's groups, its idempotency key or the digest of its content, and the end of its ticket."""
+    connection.executemany(
+        "INSERT INTO groups (id, number, env, sequences, tokens, time) VALUES (?, ?, ?, ?, ?, ?)",
+        [group for group, _ in groups],
+    )
+    connection.executemany("INSERT INTO records VALUES (?, ?)", [(group.id, record) for group, record in groups])
+    if key is not None:
+        connection.execute("INSERT OR REPLACE INTO posts VALUES (?, ?)", (key, len(groups)))
+    if digest is not None:
+        connection.execute("INSERT OR REPLACE INTO unanswered VALUES (?, ?)", (digest, len(groups)))
+    if ticket is not None:
+        end_tickets(connection, [ticket])
+
+
+def answered(connection: sqlite3.Connection, digests: Iterable[str]) -> None:
+    """Forget digests of posts whose answers were written."""
+    connection.executemany("DELETE FROM unanswered WHERE digest = ?", [(digest,) for digest in digests])
+
+
+def begin_ticket(connection: sqlite3.Connection, number: int, env: int | None, sequences: int, version: int) -> None:
+    connection.execute("INSERT INTO tickets VALUES (?, ?, ?, ?)", (number, env, sequences, version))
+
+
+def end_tickets(connection: sqlite3.Connection, numbers: Iterable[int]) -> None:
+    connection.executemany("DELETE FROM tickets WHERE number = ?", [(number,) for number in numbers])
+
+
+def cut(connection: sqlite3.Connection, number: int, ids: Sequence[int]) -> None:
+    """Make groups the batch ``number``, in this order."""
+    connection.executemany(
+        "UPDATE groups SET batch = ?, place = ? WHERE id = ?", [(number, place, id) for place, id in enumerate(ids)]
+    )
+    write_run(connection, last=number)
+
+
+def dissolve(connection: sqlite3.Connection, after: int) -> list[Group]:
+    """Return the groups of the batches after ``after`` to the queue; they keep their numbers, and so their order."""
+    rows = connection.execute(
+        "UPDATE groups SET batch = NULL, place = NULL WHERE batch > ? "
+        "RETURNING id, number, env, sequences, tokens, time",
+        (after,),
+    ).fetchall()
+    write_run(connection, last=after)
+    return sorted((Group(*row) for row in rows), key=lambda group: (group.number, group.id))
+
+
+def delete_batches(connection: sqlite3.Connection, through: int, limit: int = 4096) -> bool:
+    """Delete groups of batches through a number, at most ``limit``; return whether more are left."""
+    ids = connection.execute(
+        "SELECT id FROM groups WHERE batch <= ? ORDER BY batch LIMIT ?", (through, limit)
+    ).fetchall()
+    connection.executemany("DELETE FROM records WHERE id = ?", ids)
+    connection.executemany("DELETE FROM groups WHERE id = ?", ids)
+    return len(ids) == limit
+
+
+def count(connection: sqlite3.Connection, counts: dict[str, int]) -> None:
+    connection.executemany(
+        "INSERT INTO counts VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET n = n + excluded.n", counts.items()
+    )
+
+
+def read_batch(connection: sqlite3.Connection, number: int) -> list[bytes]:
+    """Return the records of a batch in its order; [] if there is no such batch."""
+    rows = connection.execute(
+        "SELECT data FROM groups JOIN records USING (id) WHERE batch = ? ORDER BY place", (number,)
+    )
+    return [data for (data,) in rows]
+
+
+def read_record(connection: sqlite3.Connection, id: int) -> bytes | None:
+    row = connection.execute("SELECT data FROM records WHERE id = ?", (id,)).fetchone()
+    return row and row[0]
+
+
+def list_batches(connection: sqlite3.Connection) -> list[dict[str, Any]]:
+    """Return number, groups, sequences, tokens, environments and time of the newest group of every batch kept."""
+    rows = connection.execute(
+        "SELECT batch, COUNT(*), SUM(sequences), SUM(tokens), COUNT(DISTINCT env), MAX(time) FROM groups "
+        "WHERE batch IS NOT NULL GROUP BY batch ORDER BY batch"
+    )
+    names = ("number", "groups", "sequences", "tokens", "environments", "newest")
+    return [dict(zip(names, row, strict=True)) for row in rows]

@@ -1,0 +1,235 @@
+"""What trainers ask of a Trajectory API: registrations, numbered batches, commits. Guarantees:
+
+- Batch N is cut and stored before it is sent; asked for again, it has the same groups in the same order, after a
+  restart of the server too.
+- One trainer at a time: each registration gets an epoch, and requests of an older one are refused.
+- A committed batch is never dissolved; whatever is, returns to its place in the queue.
+- A stock trainer's next ``GET /batch`` acknowledges the batch before, unless that one's answer was not written whole.
+"""
+
+import asyncio
+import logging
+import time
+import uuid
+from typing import Any
+
+import msgspec
+
+from recipe.atropos.trajectory_api import database
+from recipe.atropos.trajectory_api.messages import Refused, Registration, Through
+from recipe.atropos.trajectory_api.service import Service, Trainer
+
+logger = logging.getLogger(__name__)
+
+_LONGEST_WAIT = 60.0  # s, of a long poll
+
+
+async def register(service: Service, message: Registration) -> dict[str, Any]:
+    """Register a trainer; the former one is refused from now on.
+
+    Raises:
+        Refused: 409, a trainer that numbers batches is live, and this one does not number; or the batch size differs
+            from that of committed batches. 410, batches after ``after`` were deleted.
+    """
+    former, after = service.trainer, message.after
+    if message.batch_size < 1:
+        raise Refused(422, f"batch_size={message.batch_size}: give a positive number of sequences")
+    if message.max_staleness is not None and message.max_staleness < 0:
+        raise Refused(422, f"max_staleness={message.max_staleness}: give 0 or more batches, or null")
+    if after is None:
+        _refuse_while_live(service, "register with after=N, the number of the last batch in the weights")
+        base = service.cursor
+    else:
+        base = after
+        _check_available(service, after)
+    last = service.last
+    if former is not None and former.registration.batch_size != message.batch_size and base < last:
+        if base < service.committed:
+            raise Refused(
+                409,
+                f"batch_size={message.batch_size}: batches through {service.committed} are committed with "
+                f"{former.registration.batch_size}; register after={service.committed} or later, or with their size",
+            )
+        await _dissolve(service, base)
+    elif base > last:
+        if last:
+            logger.warning("the trainer has batches through %d, this store only through %d; counting on", base, last)
+        service.last = base
+    service.epoch += 1
+    service.served, service.delivered = base, True
+    service.trainer = Trainer(message, base, base, time.monotonic())
+    service.queue.set_batch_size(message.batch_size)
+    await service.store.write(
+        database.write_run,
+        registration=msgspec.to_builtins(message),
+        epoch=service.epoch,
+        base=base,
+        weights=base,
+        last=service.last,
+    )
+    service.changed()
+    return {"uuid": uuid.uuid4().int >> 65, "epoch": service.epoch, "last": service.last}
+
+
+def _refuse_while_live(service: Service, instead: str) -> None:
+    trainer = service.trainer
+    if trainer is not None and trainer.numbers and trainer.live:
+        seen = time.monotonic() - trainer.seen
+        raise Refused(409, f"a trainer, last seen {seen:.0f} s ago, trains on this server's batches; {instead}")
+
+
+def _check_available(service: Service, after: int) -> None:
+    if after < 0:
+        raise Refused(422, f"after={after}: give the number of the last batch in the weights, 0 for none")
+    if after < service.deleted:
+        raise Refused(
+            410,
+            f"after={after}: batches through {service.deleted} were deleted; the oldest available is "
+            f"{service.deleted + 1}",
+            oldest=service.deleted + 1,
+        )
+
+
+async def _dissolve(service: Service, after: int) -> None:
+    groups = await service.store.write(database.dissolve, after)
+    logger.info("batches %d to %d are dissolved: %d groups are queued again", after + 1, service.last, len(groups))
+    service.last, service.served = after, min(service.served, after)
+    for group in groups:
+        service.queue.add(service.entry(group))
+    service.count("dissolved", len(groups))
+
+
+# ---------------------------------------------------------------------- batches
+
+
+def see_trainer(service: Service, epoch: int | None) -> Trainer:
+    """Return the registered trainer, and note that it lives.
+
+    Raises:
+        Refused: 409, another trainer has registered since, or none has.
+    """
+    trainer = service.trainer
+    if trainer is None:
+        raise Refused(409, "no trainer has registered; call /register")
+    if epoch is not None and epoch != service.epoch:
+        raise Refused(
+            409, f"epoch={epoch}: a trainer registered later, with epoch {service.epoch}", epoch=service.epoch
+        )
+    trainer.seen = time.monotonic()
+    return trainer
+
+
+async def numbered_batch(service: Service, after: int, wait: float, epoch: int | None) -> int | None:
+    """Return ``after`` + 1 once that batch is stored, or None if there is none within ``wait`` seconds.
+
+    Raises:
+        Refused: 409, of an older epoch. 410, it was deleted. 422, batches before it are missing.
+    """
+    trainer = see_trainer(service, epoch)
+    _check_available(service, after)
+    if after > service.last:
+        raise Refused(422, f"after={after}: the last batch is {service.last}; register with after={after} first")
+    deadline = time.monotonic() + min(max(wait, 0.0), _LONGEST_WAIT)
+    trainer.waiting += 1
+    try:
+        while service.trainer is trainer:
+            if after < service.last or (after == service.last and _cut(service)):
+                if service.cutting is not None:
+                    await asyncio.shield(service.cutting)
+                trainer.waiting_since = None
+                service.served = max(service.served, after + 1)
+                return after + 1
+            trainer.waiting_since = trainer.waiting_since or time.monotonic()
+            if (remaining := deadline - time.monotonic()) <= 0:
+                return None
+            await service.wait_for_change(remaining)
+            trainer.seen = time.monotonic()
+        see_trainer(service, epoch)
+        return None
+    finally:
+        trainer.waiting -= 1
+
+
+def _cut(service: Service) -> bool:
+    """Cut the next batch if it is complete; return whether it was."""
+    alive, queue = service.environments.alive(), service.queue
+    if queue.batch_size is None or queue.sequences < queue.batch_size:
+        return False
+    plan = queue.plan(alive)
+    if not plan.complete:
+        return False
+    aside = queue.cut(plan, alive)
+    for entry in aside:
+        logger.warning("group %d of %d sequences fitted into no batch and is set aside", entry.id, entry.size)
+    service.last += 1
+    service.cutting = service.store.write(database.cut, service.last, [entry.id for entry in plan.entries])
+    service.count("cut_groups", len(plan.entries))
+    service.changed()
+    return True
+
+
+async def stock_batch(service: Service) -> int | None:
+    """Return the number of the batch for a trainer that does not number: the next, or again one that was not written.
+
+    Raises:
+        Refused: 409, a trainer that numbers batches is live.
+    """
+    _refuse_while_live(service, "ask for batches by number, with its epoch")
+    trainer = see_trainer(service, None)
+    if service.delivered and service.served > service.cursor:
+        service.cursor = service.served
+        service.store.write(database.write_run, cursor=service.cursor)
+        await _delete(service, service.cursor)
+    if service.cursor >= service.last and not _cut(service):
+        trainer.waiting_since = trainer.waiting_since or time.monotonic()
+        return None
+    if service.cutting is not None:
+        await asyncio.shield(service.cutting)
+    trainer.waiting_since = None
+    service.served, service.delivered = service.cursor + 1, False
+    return service.served
+
+
+async def commit(service: Service, message: Through, epoch: int | None) -> dict[str, Any]:
+    """Note that a durable checkpoint contains the batches through a number, so that none before is asked for again."""
+    see_trainer(service, epoch)
+    _check_cut(service, message.through)
+    if message.through > service.committed:
+        service.committed = message.through
+        await service.store.write(database.write_run, committed=message.through)
+    await _delete(service, service.committed)
+    return {"status": "committed", "through": service.committed}
+
+
+async def _delete(service: Service, through: int) -> None:
+    if service.settings.retention != "committed" or through <= service.deleted:
+        return
+    service.deleted = through
+    await service.store.write(database.write_run, deleted=through)
+    while await service.store.write(database.delete_batches, through):
+        pass
+
+
+async def weights_pushed(service: Service, message: Through, epoch: int | None) -> dict[str, Any]:
+    """Note that the servers hold weights that contain the batches through a number; tickets follow it."""
+    trainer = see_trainer(service, epoch)
+    _check_cut(service, message.through)
+    trainer.weights = message.through
+    await service.store.write(database.write_run, weights=message.through)
+    service.changed()
+    return {"status": "noted", "through": message.through}
+
+
+def _check_cut(service: Service, through: int) -> None:
+    if not 0 <= through <= service.last:
+        raise Refused(422, f"through={through}: the last batch is {service.last}")
+
+
+async def reset(service: Service) -> None:
+    """Archive everything.
+
+    Raises:
+        Refused: 409, a trainer that numbers batches is live.
+    """
+    _refuse_while_live(service, "stop it first")
+    await service.reset()

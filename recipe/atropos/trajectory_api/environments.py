@@ -1,0 +1,101 @@
+"""The environments that have registered: their shares, when they were last seen, and what was counted of them."""
+
+import math
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from recipe.atropos.trajectory_api.batching import Queue
+from recipe.atropos.trajectory_api.messages import EnvRegistration, Refused
+
+ALIVE_SECONDS = 60.0  # since an environment was last seen, until its share and its tickets are released
+ASKING_SECONDS = 5.0  # since an environment asked for a ticket, until others may use its part
+_LEAST_WEIGHT = 0.01  # as in atroposlib: no environment starves
+
+
+@dataclass
+class Environment:
+    """One registration. ``counts`` has ``received``, ``refused/REASON`` and ``released/REASON``, in groups."""
+
+    id: int
+    name: str
+    registration: EnvRegistration
+    connected: bool = True
+    seen: float = field(default_factory=time.monotonic)
+    asked: float = -math.inf
+    counts: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def weight(self) -> float:
+        given = self.registration.weight
+        return 1.0 if given is None else max(0.0, given)
+
+    @property
+    def minimum(self) -> float:
+        return min(1.0, max(0.0, self.registration.min_batch_allocation or 0.0))
+
+    @property
+    def alive(self) -> bool:
+        return self.connected and time.monotonic() - self.seen < ALIVE_SECONDS
+
+
+class Environments:
+    """All registrations by number. Numbers are not used again, so that late groups keep their environment."""
+
+    def __init__(self) -> None:
+        self.by_id: dict[int, Environment] = {}
+
+    def __iter__(self) -> Any:
+        return iter(self.by_id.values())
+
+    def get(self, number: int) -> Environment:
+        """Return an environment; raise Refused (404) if it is unknown."""
+        if number not in self.by_id:
+            raise Refused(404, f"env_id={number}: no environment has registered under it; call /register-env")
+        return self.by_id[number]
+
+    def see(self, number: int | None) -> Environment | None:
+        """Note that an environment lives, and return it; None if it is unknown."""
+        environment = self.by_id.get(number) if number is not None else None
+        if environment is not None:
+            environment.seen = time.monotonic()
+        return environment
+
+    def add(self, registration: EnvRegistration) -> Environment:
+        number = max(self.by_id, default=-1) + 1
+        same = sum(other.registration.desired_name == registration.desired_name for other in self)
+        self.by_id[number] = Environment(number, f"{registration.desired_name}_{same}", registration)
+        return self.by_id[number]
+
+    def alive(self) -> set[int | None]:
+        return {environment.id for environment in self if environment.alive}
+
+    def asking(self) -> set[int | None]:
+        now = time.monotonic()
+        return {environment.id for environment in self if now - environment.asked < ASKING_SECONDS}
+
+    def status(self, number: int, queue: Queue) -> dict[str, Any]:
+        """Return what ``/status-env`` says but for the step: sizes of the queue as atroposlib counts them."""
+        own = self.get(number)
+        self.see(number)
+        own.connected = True
+        connected = [other for other in self if other.alive]
+        total = sum(other.registration.max_token_length * other.weight for other in connected)
+        weight = own.registration.max_token_length * own.weight / total if total > 0 else 1.0
+        largest = max(queue.sizes, default=1)
+        group_size = max(1, own.registration.group_size)
+        queued, others = 0, 0
+        for env, lane in queue.lanes.items():
+            if env == number:
+                queued = lane.queued
+            else:
+                minimum = int((queue.batch_size or 0) * lane.minimum) if env in queue.lanes else 0
+                others += max(0, math.ceil(lane.queued / largest) * largest - minimum)
+        return {
+            "queue_size": (queued + others) // group_size,
+            "unallocated_fraction": 1.0 - min(1.0, sum(other.minimum for other in connected)),
+            "self_queue_size": queued // group_size,
+            "max_group_size": largest,
+            "env_weight": max(_LEAST_WEIGHT, weight),
+        }

@@ -1,0 +1,79 @@
+"""What clients send besides groups, and the errors that they get. Field names are those of atroposlib's API."""
+
+from typing import Any, TypeVar
+
+import msgspec
+
+T = TypeVar("T")
+
+
+class Refused(Exception):  # noqa: N818  (the server answers it)
+    """A request that cannot be served; ``status`` is the HTTP status, ``extra`` goes into the answer."""
+
+    def __init__(self, status: int, message: str, **extra: Any):
+        super().__init__(message)
+        self.status = status
+        self.extra = extra
+
+
+class Registration(msgspec.Struct):
+    """``POST /register``. ``after`` (number of the last batch that is in the weights) marks a trainer that numbers."""
+
+    wandb_group: str | None
+    wandb_project: str | None
+    batch_size: int
+    max_token_len: int
+    checkpoint_dir: str | None
+    save_checkpoint_interval: int
+    starting_step: int
+    num_steps: int
+    after: int | None = None
+    max_staleness: int | None = None
+
+
+class EnvRegistration(msgspec.Struct):
+    """``POST /register-env``."""
+
+    max_token_length: int
+    desired_name: str | None
+    weight: float | None
+    group_size: int
+    min_batch_allocation: float | None = None
+
+
+class EnvIdentifier(msgspec.Struct):
+    env_id: int
+
+
+class Begin(msgspec.Struct):
+    """``POST /begin``. ``held``: all tickets that the environment knows of; others of it are released."""
+
+    env_id: int
+    sequences: int | None = None
+    held: list[int] | None = None
+    wait: float = 0.0
+
+
+class Release(msgspec.Struct):
+    """``POST /release``."""
+
+    ticket: int
+    reason: str = "unknown"
+
+
+class Through(msgspec.Struct):
+    """``POST /commit`` and ``POST /weights``."""
+
+    through: int
+
+
+def read(body: bytes, kind: type[T]) -> T:
+    """Return a message; numbers may be strings, as pydantic allows.
+
+    Raises:
+        Refused: 422, naming the field.
+    """
+    try:
+        return msgspec.json.decode(body, type=kind, strict=False)
+    except (ValueError, RecursionError) as error:
+        raise Refused(422, f"{kind.__name__}: {error}") from error

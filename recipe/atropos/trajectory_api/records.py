@@ -1,0 +1,104 @@
+"""A data folder outside of its server: list, show and export its batches, and import batches into a new one.
+
+An export has one line of JSON for each batch, ``{"number": N, "batch": [groups]}``, in order; an import of it serves
+the same batches under the same numbers.
+"""
+
+import contextlib
+import sqlite3
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import orjson
+
+from recipe.atropos.trajectory_api import database, wire
+from recipe.atropos.trajectory_api.parsing import parse_json
+from recipe.atropos.trajectory_api.trajectory_store import DATABASE, Store, TrajectoryStoreError
+from recipe.atropos.utils.files import disk_errors
+
+
+@contextlib.contextmanager
+def _opened(data_dir: Path) -> Iterator[sqlite3.Connection]:
+    """Open a folder's database, or an archived one that is given itself, for reading."""
+    path = data_dir / DATABASE if data_dir.is_dir() else data_dir
+    if not path.is_file():
+        raise TrajectoryStoreError(
+            f"data-dir={data_dir}: it has no {DATABASE}; give the folder of a server, or a database"
+        )
+    with contextlib.closing(database.connect_to_read(path)) as connection:
+        try:
+            database.read_run(connection)
+        except sqlite3.DatabaseError as error:
+            raise TrajectoryStoreError(f"{path} is not a store of the Trajectory API: {error}") from error
+        yield connection
+
+
+def list_all(data_dir: Path) -> None:
+    """Print a line for each batch that is kept, and what is queued."""
+    with _opened(data_dir) as connection:
+        print(f"{'batch':>8} {'groups':>8} {'sequences':>10} {'tokens':>12} {'envs':>5}  newest group")
+        for batch in database.list_batches(connection):
+            newest = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(batch["newest"]))
+            print(
+                f"{batch['number']:8} {batch['groups']:8} {batch['sequences']:10} {batch['tokens']:12} "
+                f"{batch['environments']:5}  {newest}"
+            )
+        queued = database.queued(connection)
+        print(f"{'queued':>8} {len(queued):8} {sum(group.sequences for group in queued):10}")
+
+
+def show(data_dir: Path, number: int) -> None:
+    """Print a batch as JSON, one group a line."""
+    with _opened(data_dir) as connection:
+        records = database.read_batch(connection, number)
+        if not records:
+            kept = database.list_batches(connection)
+            there = f"it has batches {kept[0]['number']} to {kept[-1]['number']}" if kept else "it has none"
+            raise TrajectoryStoreError(f"number={number}: {data_dir} has no such batch; {there}")
+        for record in records:
+            print(wire.to_json(record).decode())
+
+
+def export(data_dir: Path, file: Path) -> None:
+    """Write all batches that are kept to a file of JSON lines."""
+    with _opened(data_dir) as connection, disk_errors(file), open(file, "wb") as lines:
+        batches = database.list_batches(connection)
+        for batch in batches:
+            groups = b",".join(map(wire.to_json, database.read_batch(connection, batch["number"])))
+            lines.write(b'{"number":%d,"batch":[%b]}\n' % (batch["number"], groups))
+    print(f"{len(batches)} batches exported to {file}")
+
+
+def import_(data_dir: Path, file: Path) -> None:
+    """Write the batches of an export into a folder that has none yet."""
+    store = Store(data_dir)  # takes the folder's lock; its writer is not started
+    try:
+        connection = store.connection
+        if database.list_batches(connection) or database.queued(connection):
+            raise TrajectoryStoreError(f"data-dir={data_dir}: it has groups already; give a new folder")
+        id = batches = 0
+        connection.execute("BEGIN IMMEDIATE")
+        with open(file, "rb") as lines:
+            for place, line in enumerate(lines, start=1):
+                try:
+                    batch = orjson.loads(line)
+                    groups = parse_json(orjson.dumps(batch["batch"]), several=True)
+                    number = int(batch["number"])
+                except (ValueError, KeyError, TypeError) as error:  # RefusedGroup is a ValueError
+                    raise TrajectoryStoreError(
+                        f"{file}, line {place}: it is not an exported batch ({error})"
+                    ) from error
+                rows = []
+                for group in groups:
+                    id += 1
+                    row = database.Group(id, id, group.env_id, group.sequences, group.tokens, time.time())
+                    rows.append((row, group.record))
+                database.append(connection, rows, None, None, None)
+                database.cut(connection, number, [row.id for row, _ in rows])
+                batches += 1
+        database.write_run(connection, numbers=id + 1)
+        connection.execute("COMMIT")
+    finally:
+        store.close()
+    print(f"{batches} batches imported into {data_dir}")

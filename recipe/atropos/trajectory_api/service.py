@@ -1,0 +1,239 @@
+"""The state of a Trajectory API, shared by ``ingest`` (environments) and ``delivery`` (trainers).
+
+Guarantees:
+
+- What was acknowledged is in the store; the index in memory is loaded from it, and changes only after it.
+- Numbers, of batches, tickets and groups, are never used again, also not after a kill.
+"""
+
+import asyncio
+import contextlib
+import logging
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from recipe.atropos.trajectory_api import database
+from recipe.atropos.trajectory_api.batching import Queue
+from recipe.atropos.trajectory_api.environments import Environment, Environments
+from recipe.atropos.trajectory_api.lanes import Entry
+from recipe.atropos.trajectory_api.messages import EnvRegistration, Registration
+from recipe.atropos.trajectory_api.trajectory_store import Store
+
+logger = logging.getLogger(__name__)
+
+TRAINER_SECONDS = 600.0  # since a trainer's last request, until others may reset its run
+_RESERVED = 1 << 20  # ticket numbers are reserved in blocks, so that none is used again after a kill
+_TICK = 1.0  # s
+_QUIET = 10.0  # s that a trainer waits, until the log says for what; then every minute
+_SAY_AGAIN = 60.0  # s
+
+
+@dataclass(frozen=True)
+class Settings:
+    """``queue_tokens``: answers to posts are delayed while more are queued. ``retention``: "all" keeps every batch,
+    "committed" deletes those that are committed. ``warn_bytes``: of the store, from which it warns.
+    """
+
+    data_dir: Path
+    durability: str = "normal"
+    retention: str = "all"
+    queue_tokens: int = 64_000_000
+    warn_bytes: int = 100 << 30
+
+
+@dataclass
+class Trainer:
+    """The trainer that registered last. ``weights``: the batches through it are in the weights that servers hold."""
+
+    registration: Registration
+    base: int  # number of the last batch before its first
+    weights: int
+    seen: float = 0.0
+    waiting: int = 0  # its long polls
+    waiting_since: float | None = None  # since when there is no batch for it
+
+    @property
+    def numbers(self) -> bool:
+        """Whether it asks for batches by number."""
+        return self.registration.after is not None
+
+    @property
+    def live(self) -> bool:
+        return self.waiting > 0 or time.monotonic() - self.seen < TRAINER_SECONDS
+
+
+class Service:
+    """See the module docstring. ``last`` is the number of the last batch that was cut, ``served`` of the last sent,
+    ``cursor`` of the last that a stock trainer acknowledged.
+    """
+
+    def __init__(self, settings: Settings):
+        self.settings = settings
+        self.store = Store(settings.data_dir, settings.durability)
+        self._changed = asyncio.Event()
+        self.cutting: asyncio.Future[None] | None = None
+        self.broken: dict[str, int] = {}  # digests of posts whose connection broke, and their numbers of groups
+        self.posting: dict[str, asyncio.Future[None]] = {}  # by idempotency key
+        self.begun_at = time.time()
+        self._take(self.store.load())
+
+    def _take(self, loaded: database.Loaded) -> None:
+        run = loaded.run
+        self.epoch: int = run.get("epoch", 0)
+        self.last: int = run.get("last", 0)
+        self.cursor: int = run.get("cursor", 0)
+        self.committed: int = run.get("committed", 0)
+        self.deleted: int = run.get("deleted", 0)
+        self.served = self.cursor
+        self.delivered = True  # whether the answer with batch ``served`` was written completely
+        self.posts, self.counts = loaded.posts, Counter(loaded.counts)
+        self._unsaved: Counter[str] = Counter()
+        self.broken = loaded.unanswered
+        self._answered: list[str] = []
+        self.latest: int | None = loaded.last_id or None
+        self.next_id = loaded.last_id + 1
+        self._number = self._reserved = run.get("numbers", 1)
+        self.queue, self.environments, self.trainer = Queue(), Environments(), None
+        for number, values in loaded.environments.items():
+            registration = msgspec.convert(values["registration"], EnvRegistration)
+            self.environments.by_id[number] = Environment(number, values["name"], registration, values["connected"])
+            self.apply_share(self.environments.by_id[number])
+        if (values := run.get("registration")) is not None:
+            registration = msgspec.convert(values, Registration)
+            base = run.get("base", 0)
+            self.trainer = Trainer(registration, base, run.get("weights", base), time.monotonic())
+            self.queue.set_batch_size(registration.batch_size)
+        for group in loaded.queued:
+            self.queue.add(self.entry(group))
+        for ticket, env, sequences in loaded.tickets:
+            self.queue.add(Entry(ticket, self.lane_of(env), sequences))
+
+    # ------------------------------------------------------------------ the index
+
+    def entry(self, group: database.Group) -> Entry:
+        return Entry(group.number, self.lane_of(group.env), group.sequences, group.tokens, group.id)
+
+    def lane_of(self, env: int | None) -> int | None:
+        """Return the environment under which a group is queued; None for all that have not registered."""
+        return env if env in self.environments.by_id else None
+
+    def apply_share(self, environment: Environment) -> None:
+        self.queue.set_environment(environment.id, environment.weight, environment.minimum)
+
+    def take_number(self) -> int:
+        """Return the next ticket number. Whatever has it is written after its reservation."""
+        if self._number >= self._reserved:
+            self._reserved = self._number + _RESERVED
+            self.store.write(database.write_run, numbers=self._reserved)
+        self._number += 1
+        return self._number - 1
+
+    def knows_number(self, number: int) -> bool:
+        return 0 < number < self._number
+
+    def step(self) -> int:
+        """Return the trainer's step as atroposlib counts it: the batches that it was sent."""
+        if self.trainer is None:
+            return 0
+        return self.trainer.registration.starting_step + max(0, self.served - self.trainer.base)
+
+    def batches_ahead(self) -> int | None:
+        """Return how many batches may be cut before the staleness bound; None: any number."""
+        trainer = self.trainer
+        if trainer is None or trainer.registration.max_staleness is None:
+            return None
+        return trainer.weights + 1 + trainer.registration.max_staleness - self.last
+
+    # ------------------------------------------------------------------ counts and changes
+
+    def count(self, name: str, n: int = 1, environment: Environment | None = None) -> None:
+        self._unsaved[name] += n
+        self.counts[name] += n
+        if environment is not None:
+            environment.counts[name] += n
+
+    def answered(self, digest: str) -> None:
+        """Note that a post's answer was written, so that an equal post is another one."""
+        self._answered.append(digest)
+
+    def changed(self) -> None:
+        """Wake all that wait for a batch, a ticket or room in the queue."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def wait_for_change(self, seconds: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._changed.wait(), min(seconds, _TICK))
+
+    # ------------------------------------------------------------------ from start to end
+
+    async def run(self) -> None:
+        """Release what dead environments hold, and say why nothing goes on; until cancelled."""
+        said = 0.0
+        sys.setswitchinterval(0.001)  # s; the thread that writes JSON must not make others wait
+        while True:
+            await asyncio.sleep(_TICK)
+            self.release_dead()
+            self.save()
+            trainer, now = self.trainer, time.monotonic()
+            if trainer is None or trainer.waiting_since is None or now - trainer.waiting_since < _QUIET:
+                said = 0.0
+            elif now - said > _SAY_AGAIN:
+                said = now
+                plan = self.queue.plan(self.environments.alive())
+                logger.warning("no batch %d for %.0f s: %s", self.last + 1, now - trainer.waiting_since, plan.why)
+
+    def release_dead(self) -> None:
+        """Release the tickets of environments that are gone."""
+        alive = self.environments.alive()
+        dead = [entry for entry in self.queue.tickets.values() if entry.env is None or entry.env not in alive]
+        for entry in dead:
+            self.release(entry.number, "environment_gone")
+
+    def release(self, ticket: int, reason: str) -> "asyncio.Future[None] | None":
+        """Release a ticket, and return the future of its durable end; None if it is not open."""
+        entry = self.queue.release(ticket)
+        if entry is None:
+            return None
+        environment = self.environments.by_id.get(entry.env) if entry.env is not None else None
+        self.count(f"released/{reason}", 1, environment)
+        self.changed()
+        return self.store.write(database.end_tickets, [ticket])
+
+    def save(self) -> None:
+        """Write counts, and which posts were answered, in one of the next transactions."""
+        if self._unsaved:
+            counts, self._unsaved = self._unsaved, Counter()
+            self.store.write(database.count, dict(counts))
+        if self._answered:
+            digests, self._answered = self._answered, []
+            self.store.write(database.answered, digests)
+
+    async def reset(self) -> None:
+        """Move all groups and registrations to the archive, and begin anew."""
+        self.save()
+        epoch, numbers = self.epoch, self._reserved
+        await self.store.archive()
+        self.store.write(database.write_run, epoch=epoch, numbers=numbers)
+        self._take(await self.store.write(database.load))
+        self.changed()
+
+    def close(self) -> None:
+        self.save()
+        self.store.close()
+
+    def size(self) -> int:
+        return self.store.size()
+
+    def warns(self) -> dict[str, Any]:
+        """Return what is wrong with the store, by name."""
+        found = {"store": self.store.trouble} if self.store.trouble else {}
+        if self.size() > self.settings.warn_bytes:
+            found["size"] = f"{self.store.path} has {self.size() / 2**30:.1f} GiB; see retention"
+        return found

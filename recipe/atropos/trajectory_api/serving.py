@@ -1,0 +1,90 @@
+"""Starts a Trajectory API in this process and serves until SIGTERM or SIGINT; then all that was accepted is stored."""
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import os
+import signal
+from pathlib import Path
+
+import uvloop
+from aiohttp import web
+
+from recipe.atropos.errors import ConfigurationError
+from recipe.atropos.trajectory_api.app import Api
+from recipe.atropos.trajectory_api.service import Service, Settings
+from recipe.atropos.utils.secret import API_KEY_VARIABLE
+
+logger = logging.getLogger(__name__)
+
+_END_SECONDS = 2.0  # for requests in flight when the server ends
+
+
+def read_secret(path: str | None) -> str | None:
+    """Return the secret of a file, else of $ATROPOS_API_KEY; None if there is neither.
+
+    Raises:
+        ConfigurationError: the file cannot be read, is empty, or other users may read it.
+    """
+    if path is None:
+        return os.environ.get(API_KEY_VARIABLE) or None
+    try:
+        mode = Path(path).stat().st_mode
+        secret = Path(path).read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"secret-file={path}: {error}; give a file of mode 0600 with the secret") from error
+    if mode & 0o077:
+        raise ConfigurationError(f"secret-file={path}: other users may read it (mode {mode & 0o777:o}); chmod 600")
+    if not secret or "/" in secret:
+        raise ConfigurationError(f"secret-file={path}: the secret is empty or has a slash; write letters and digits")
+    return secret
+
+
+def check_host(host: str, secret: str | None) -> None:
+    """Raise ConfigurationError if a server without a secret would be reached from other machines."""
+    try:
+        loopback = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        loopback = host == "localhost"
+    if secret is None and not loopback:
+        raise ConfigurationError(
+            f"host={host}: without a secret, the server listens on loopback only; give --secret-file, or set "
+            f"${API_KEY_VARIABLE}"
+        )
+
+
+def serve(settings: Settings, host: str, port: int, secret: str | None) -> None:
+    """Serve until a signal ends it."""
+    check_host(host, secret)
+    uvloop.run(_serve(settings, host, port, secret))
+
+
+async def _serve(settings: Settings, host: str, port: int, secret: str | None) -> None:
+    service = Service(settings)
+    runner = web.AppRunner(
+        Api(service, secret).application(), auto_decompress=False, access_log=None, shutdown_timeout=_END_SECONDS
+    )
+    ended = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, ended.set)
+    watch = asyncio.create_task(service.run())
+    watch.add_done_callback(lambda _: ended.set())
+    try:
+        await runner.setup()
+        await web.TCPSite(runner, host, port, backlog=1024).start()
+        address = runner.addresses[0]
+        if secret is None:
+            logger.warning("no secret: any user of this machine can read and change this server's data")
+        logger.info("the Trajectory API listens on http://%s:%s, data in %s", *address[:2], settings.data_dir)
+        await ended.wait()
+        if watch.done():
+            watch.result()
+    except OSError as error:
+        raise ConfigurationError(f"host={host}, port={port}: {error.strerror or error}; give others") from error
+    finally:
+        watch.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.gather(watch, return_exceptions=True)
+        await runner.cleanup()
+        service.close()

@@ -1,0 +1,178 @@
+"""What a Trajectory API says about itself: ``/diagnose``, ``/metrics`` and the page at ``/``."""
+
+import time
+from typing import Any
+
+from recipe.atropos.trajectory_api.service import Service
+
+
+def diagnose(service: Service) -> dict[str, Any]:
+    """Return the state, with ``why`` in one sentence: why there is no batch, or that there is one."""
+    queue, trainer, now = service.queue, service.trainer, time.monotonic()
+    return {
+        "why": why(service),
+        "warnings": service.warns(),
+        "batch_size": queue.batch_size,
+        "batches": {
+            "last": service.last,
+            "served": service.served,
+            "committed": service.committed,
+            "deleted": service.deleted,
+        },
+        "queue": {
+            "groups": queue.groups,
+            "sequences": queue.sequences,
+            "tokens": queue.tokens,
+            "tokens_limit": service.settings.queue_tokens,
+            "sizes": {str(size): n for size, n in sorted(queue.sizes.items()) if n},
+            "open_tickets": len(queue.tickets),
+        },
+        "set_aside": [
+            {"group": entry.id, "env_id": entry.env, "sequences": entry.size} for entry in queue.aside.values()
+        ],
+        "trainer": None
+        if trainer is None
+        else {
+            "epoch": service.epoch,
+            "numbers_batches": trainer.numbers,
+            "live": trainer.live,
+            "seen_seconds_ago": round(now - trainer.seen, 1),
+            "waiting_seconds": None if trainer.waiting_since is None else round(now - trainer.waiting_since, 1),
+            "weights_through": trainer.weights,
+            "max_staleness": trainer.registration.max_staleness,
+            "batches_ahead_of_weights": service.last - trainer.weights,
+        },
+        "environments": environments(service),
+        "counts": dict(sorted(service.counts.items())),
+    }
+
+
+def why(service: Service) -> str:
+    """Return why there is no batch, and what would make one."""
+    if service.store.trouble:
+        return f"nothing can be stored: {service.store.trouble}"
+    plan = service.queue.plan(service.environments.alive())
+    if plan.complete:
+        return f"batch {service.last + 1} is complete and waits for the trainer to ask"
+    if not service.environments.by_id and service.trainer is not None:
+        return f"no environment has registered, and {plan.why}"
+    gone = [environment.name for environment in service.environments if not environment.alive]
+    return f"no batch {service.last + 1}: {plan.why}" + (f"; gone: {', '.join(gone[:8])}" if gone else "")
+
+
+def environments(service: Service) -> list[dict[str, Any]]:
+    """Return a line for each environment, and one for groups of none that is known, if there are any."""
+    queue, now, found = service.queue, time.monotonic(), []
+    open_tickets: dict[int | None, int] = {}
+    for entry in queue.tickets.values():
+        open_tickets[entry.env] = open_tickets.get(entry.env, 0) + 1
+    for env, lane in queue.lanes.items():
+        environment = service.environments.by_id.get(env) if env is not None else None
+        line: dict[str, Any] = {
+            "env_id": env,
+            "name": environment.name if environment else "unknown",
+            "queued_sequences": lane.queued,
+            "open_tickets": open_tickets.get(env, 0),
+            "weight": lane.weight,
+            "min_batch_allocation": lane.minimum,
+        }
+        if environment is not None:
+            line |= {
+                "alive": environment.alive,
+                "seen_seconds_ago": round(now - environment.seen, 1),
+                "group_size": environment.registration.group_size,
+                "counts": dict(sorted(environment.counts.items())),
+            }
+        found.append(line)
+    return found
+
+
+def metrics(service: Service) -> str:
+    """Return the state in the text format of Prometheus."""
+    queue, trainer, now = service.queue, service.trainer, time.monotonic()
+    gauges: dict[str, float] = {
+        "queue_groups": queue.groups,
+        "queue_sequences": queue.sequences,
+        "queue_tokens": queue.tokens,
+        "open_tickets": len(queue.tickets),
+        "set_aside_groups": len(queue.aside),
+        "last_batch": service.last,
+        "served_batch": service.served,
+        "committed_batch": service.committed,
+        "weights_through_batch": trainer.weights if trainer else 0,
+        "trainer_waiting_seconds": now - trainer.waiting_since if trainer and trainer.waiting_since else 0,
+        "store_bytes": service.size(),
+        "store_trouble": int(bool(service.store.trouble)),
+        "uptime_seconds": time.time() - service.begun_at,
+    }
+    lines = []
+    for name, value in gauges.items():
+        lines += [f"# TYPE atropos_api_{name} gauge", f"atropos_api_{name} {value:.17g}"]
+    lines.append("# TYPE atropos_api_events_total counter")
+    for event, n in sorted(service.counts.items()):
+        lines.append(f'atropos_api_events_total{{event="{_label(event)}"}} {n}')
+    lines.append("# TYPE atropos_api_environment_queued_sequences gauge")
+    lines.append("# TYPE atropos_api_environment_seen_seconds gauge")
+    for line in environments(service):
+        label = f'environment="{_label(line["name"])}"'
+        lines.append(f"atropos_api_environment_queued_sequences{{{label}}} {line['queued_sequences']}")
+        if "alive" in line:
+            lines.append(f"atropos_api_environment_seen_seconds{{{label}}} {line['seen_seconds_ago']}")
+    return "\n".join(lines) + "\n"
+
+
+def _label(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+
+
+PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>Trajectory API</title>
+<style>
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 60rem; padding: 0 1rem; color: #222 }
+h1 { font-size: 1.3rem } #why { padding: .6rem 1rem; background: #eef3fa; border-left: 4px solid #4a7ebb }
+table { border-collapse: collapse; margin: 1rem 0; width: 100% } th, td { text-align: right; padding: .2rem .6rem }
+th:first-child, td:first-child { text-align: left } tr { border-bottom: 1px solid #ddd } .gone { color: #b00 }
+</style></head><body>
+<h1>Trajectory API</h1><p id="why">loading</p><table id="totals"></table><table id="environments"></table>
+<script>
+let before = null;
+const rate = (now, name) => before === null ? "" :
+  ((now.counts[name] || 0) - (before.state.counts[name] || 0)) / ((Date.now() - before.at) / 1000);
+function row(table, cells, tag) {
+  const line = table.insertRow();
+  for (const cell of cells) {
+    const place = document.createElement(tag || "td");
+    place.textContent = typeof cell === "number" ? cell.toLocaleString("en", {maximumFractionDigits: 1}) : cell;
+    line.append(place);
+  }
+  return line;
+}
+async function update() {
+  const now = await (await fetch("diagnose")).json();
+  const problems = Object.values(now.warnings);
+  document.getElementById("why").textContent = [now.why, ...problems].join(". ");
+  const totals = document.getElementById("totals"), list = document.getElementById("environments");
+  totals.textContent = list.textContent = "";
+  row(totals, ["queued groups", now.queue.groups]);
+  row(totals, ["queued sequences, of a batch of " + now.batch_size, now.queue.sequences]);
+  row(totals, ["queued tokens", now.queue.tokens]);
+  row(totals, ["open tickets", now.queue.open_tickets]);
+  row(totals, ["groups received per second", rate(now, "received")]);
+  row(totals, ["groups delivered per second", rate(now, "cut_groups")]);
+  row(totals, ["last batch", now.batches.last]);
+  row(totals, ["last batch served", now.batches.served]);
+  row(totals, ["last batch committed", now.batches.committed]);
+  row(totals, ["groups set aside", now.set_aside.length]);
+  if (now.trainer) row(totals, ["batches ahead of the weights", now.trainer.batches_ahead_of_weights]);
+  row(list, ["environment", "queued sequences", "open tickets", "received", "seen, seconds ago"], "th");
+  for (const one of now.environments) {
+    const line = row(list, [one.name, one.queued_sequences, one.open_tickets, (one.counts || {}).received || 0,
+      one.seen_seconds_ago === undefined ? "" : one.seen_seconds_ago]);
+    if (one.alive === false) line.className = "gone";
+  }
+  before = {state: now, at: Date.now()};
+}
+const again = () => update().catch(error => document.getElementById("why").textContent = String(error));
+again(); setInterval(again, 2000);
+</script></body></html>
+"""

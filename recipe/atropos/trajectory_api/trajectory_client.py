@@ -1,0 +1,232 @@
+"""Client of our Trajectory API, for the trainer's data source and the environments' adapter. Guarantees:
+
+- A request that got no answer is sent again, until ``patience`` seconds have passed: none takes effect twice. Posts
+  carry an idempotency key, batches a number, and a ticket whose answer was lost is released by the next ``begin``.
+- Groups travel packed; a batch's per-token fields are arrays that share its bytes.
+"""
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import aiohttp
+import orjson
+
+from recipe.atropos.errors import AtroposError
+from recipe.atropos.trajectory_api import wire
+
+logger = logging.getLogger(__name__)
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0  # s, between attempts
+_ANSWER = 90.0  # s for one attempt; the server delays answers by at most 60
+
+
+class TrajectoryApiError(AtroposError, RuntimeError):
+    """The API refused a request, or could not be reached; ``status`` is the HTTP status, None without an answer.
+
+    ``reason`` is that of a refused group, else ``http_STATUS`` or ``api_unreachable``; ``answer`` is what the API said.
+    """
+
+    def __init__(self, message: str, status: int | None = None, answer: Mapping[str, Any] | None = None):
+        super().__init__(message)
+        self.status = status
+        self.answer = dict(answer or {})
+        self.reason: str = self.answer.get("reason") or ("api_unreachable" if status is None else f"http_{status}")
+
+
+class NumberedBatch(NamedTuple):
+    """A batch: its groups have the keys of ``ScoredData``, with lists of arrays for per-token fields."""
+
+    number: int
+    groups: list[dict[str, Any]]
+
+
+class TrajectoryApiClient:
+    """Use as an asynchronous context manager. ``secret`` is sent as a bearer token. Times are in seconds."""
+
+    def __init__(self, url: str, secret: str | None = None, patience: float = 300.0):
+        self.url = url.rstrip("/")
+        self.epoch: int | None = None
+        self.again = 0  # requests that were sent again
+        self._patience = patience
+        self._headers = {"Authorization": f"Bearer {secret}"} if secret else {}
+        self._begins: dict[int, asyncio.Lock] = {}  # by environment
+        self._held: dict[int, set[int]] = {}  # open tickets, by environment
+
+    async def __aenter__(self) -> "TrajectoryApiClient":
+        # No compression: it costs more time than it saves on the loopback or a cluster's network.
+        self._session = aiohttp.ClientSession(headers={"Accept-Encoding": "identity", **self._headers})
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._session.close()
+
+    # ------------------------------------------------------------------ trainers
+
+    async def register(
+        self, registration: Mapping[str, Any], after: int, max_staleness: int | None = None
+    ) -> dict[str, Any]:
+        """Register a trainer whose weights contain the batches through ``after``; return ``uuid``, ``epoch``, ``last``.
+
+        ``registration`` has the fields of ``POST /register``. The former trainer is refused from now on. A trainer that
+        registers with another batch size gets the later batches in that size.
+
+        Raises:
+            TrajectoryApiError: with status 410, batches after ``after`` were deleted; ``answer["oldest"]`` is the
+                oldest available.
+        """
+        self.epoch = None
+        answer = await self._json("POST", "/register", {**registration, "after": after, "max_staleness": max_staleness})
+        self.epoch = answer["epoch"]
+        return answer
+
+    async def batch(self, after: int, wait: float = 30.0) -> NumberedBatch | None:
+        """Return batch ``after`` + 1, or None if there is none within ``wait`` seconds.
+
+        Raises:
+            TrajectoryApiError: with status 409, another trainer has registered; 410, the batch was deleted.
+        """
+        query = {"after": str(after), "wait": f"{wait:g}"}
+        headers, body = await self._request("GET", "/batch", {"Accept": wire.PACKED}, query=query, limit=wait + _ANSWER)
+        if headers.get("Content-Type") != wire.PACKED:
+            return None
+        return NumberedBatch(int(headers[wire.BATCH_HEADER]), [wire.to_group(record) for record in wire.split(body)])
+
+    async def commit(self, through: int) -> None:
+        """Tell that a durable checkpoint has the batches through ``through``: no earlier one is asked for again."""
+        await self._json("POST", "/commit", {"through": through})
+
+    async def weights_pushed(self, through: int) -> None:
+        """Tell that the servers hold weights that contain the batches through ``through``: tickets follow it."""
+        await self._json("POST", "/weights", {"through": through})
+
+    # ------------------------------------------------------------------ environments
+
+    async def register_env(self, registration: Mapping[str, Any]) -> dict[str, Any]:
+        """Register an environment by the fields of ``POST /register-env``; ``status`` of the answer may say to wait."""
+        return await self._json("POST", "/register-env", registration)
+
+    async def disconnect_env(self, env_id: int) -> None:
+        await self._json("POST", "/disconnect-env", {"env_id": env_id})
+
+    async def begin(self, env_id: int, sequences: int | None = None, wait: float = 0.0) -> int | None:
+        """Return a ticket for a group of ``sequences``, None if none may begin within ``wait`` seconds.
+
+        Close it by ``post_groups`` or ``release``. Tickets of an environment come from one client, one at a time.
+        """
+        async with self._begins.setdefault(env_id, asyncio.Lock()):
+            held = self._held.setdefault(env_id, set())
+            message = {"env_id": env_id, "sequences": sequences, "held": sorted(held), "wait": wait}
+            answer = await self._json("POST", "/begin", message, limit=wait + _ANSWER)
+            if answer["ticket"] is not None:
+                held.add(answer["ticket"])
+            return answer["ticket"]
+
+    async def post_groups(
+        self, groups: Sequence[Mapping[str, Any]], ticket: int | None = None, key: str | None = None
+    ) -> None:
+        """Post groups, which close ``ticket``; they are stored once, however often this is tried with one ``key``.
+
+        Raises:
+            RefusedGroup: a group is malformed. The ticket is still open.
+            TrajectoryApiError: with status 422 and ``reason``, the API refused a group, and released the ticket.
+        """
+        body = wire.join([wire.pack(wire.from_group(group)) for group in groups])
+        headers = {"Content-Type": wire.PACKED, wire.KEY_HEADER: key or uuid.uuid4().hex}
+        if ticket is not None:
+            headers[wire.TICKET_HEADER] = str(ticket)
+        try:
+            await self._request("POST", "/scored_data_list", headers, body)
+        except TrajectoryApiError as error:
+            if error.status == 422:
+                self._forget(ticket)
+            raise
+        self._forget(ticket)
+
+    async def release(self, ticket: int, reason: str) -> None:
+        """End a ticket without a group; the reason is counted."""
+        await self._json("POST", "/release", {"ticket": ticket, "reason": reason})
+        self._forget(ticket)
+
+    def _forget(self, ticket: int | None) -> None:
+        for held in self._held.values():
+            held.discard(ticket)
+
+    # ------------------------------------------------------------------ both
+
+    async def status(self, env_id: int | None = None) -> dict[str, Any]:
+        """Return ``/status``, or an environment's ``/status-env``."""
+        if env_id is None:
+            return await self._json("GET", "/status")
+        return await self._json("GET", "/status-env", {"env_id": env_id})
+
+    async def info(self) -> dict[str, Any]:
+        """Return ``batch_size`` and ``max_token_len``, -1 without a trainer."""
+        return await self._json("GET", "/info")
+
+    async def diagnose(self) -> dict[str, Any]:
+        """Return ``/diagnose``; its ``why`` says in a sentence what a batch lacks."""
+        return await self._json("GET", "/diagnose")
+
+    async def _json(self, method: str, path: str, message: Any = None, limit: float = _ANSWER) -> Any:
+        body = None if message is None else orjson.dumps(message)
+        _, answer = await self._request(method, path, {"Content-Type": "application/json"}, body, limit=limit)
+        return orjson.loads(answer)
+
+    async def _request(
+        self,
+        method: str,
+        path: str,
+        headers: Mapping[str, str],
+        body: bytes | None = None,
+        query: Mapping[str, str] | None = None,
+        limit: float = _ANSWER,
+    ) -> tuple[Mapping[str, str], bytes]:
+        """Send a request until it is answered; return headers and body.
+
+        Raises:
+            TrajectoryApiError: the answer is an error, or there is none within ``patience``.
+        """
+        if self.epoch is not None:
+            headers = {**headers, wire.EPOCH_HEADER: str(self.epoch)}
+        deadline, pause = time.monotonic() + self._patience, _FIRST_PAUSE
+        what = f"{method} {self.url}{path}"
+        while True:
+            try:
+                async with self._session.request(
+                    method,
+                    self.url + path,
+                    data=body,
+                    params=query,
+                    headers=headers,
+                    timeout=aiohttp.ClientTimeout(limit),
+                ) as reply:
+                    content = await reply.read()
+                    if reply.status < 400:
+                        return reply.headers, content
+                    problem = f"{what} answered HTTP {reply.status}: {_detail(content)}"
+                    if reply.status < 500:
+                        raise TrajectoryApiError(problem, reply.status, _mapping(content))
+            except (aiohttp.ClientError, OSError) as error:  # TimeoutError is an OSError
+                problem = f"{what} got no answer ({error!r})"
+            if time.monotonic() + pause > deadline:
+                raise TrajectoryApiError(f"{problem}, for {self._patience:g} s; is the Trajectory API up?")
+            logger.warning("%s; trying again", problem)
+            self.again += 1
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+
+def _mapping(content: bytes) -> dict[str, Any]:
+    try:
+        found = orjson.loads(content)
+    except orjson.JSONDecodeError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _detail(content: bytes) -> str:
+    return str(_mapping(content).get("detail") or content[:300].decode(errors="replace"))
