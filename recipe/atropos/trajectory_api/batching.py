@@ -5,11 +5,12 @@
   ones, and ``WINDOW`` more, that leaves out the fewest early ones does: one is found wherever one exists there.
 - Within an environment, entries are taken in order, except for those that do not fit. An open ticket in a batch's
   place is waited for, so that its groups do not depend on how long they take.
-- Environments with an allocation come first, as long as they live. Sharing the rest, an environment with queued groups
-  is never more than one group away from the part that its weight gives it (earliest eligible virtual deadline first).
+- What is due first comes first. Of what is due alike, or not at all, environments with an allocation come first, as
+  long as they live. Sharing the rest, an environment with queued groups is never more than one group away from the
+  part that its weight gives it (earliest eligible virtual deadline first).
 - A group that is larger than a batch, or was skipped ``SKIPS`` times, is set aside, and never waited for.
-- ``refuses`` lets a ticket begin only if all that is queued or begun fits into the batches up to the bound, so that
-  nobody's bound can be broken by a ticket that is begun later and comes before.
+- ``refuses`` lets a ticket begin only if all that is queued or begun fits into the batches up to its bound. As what is
+  due first is taken first, no ticket that is begun later can break its bound.
 - The cost of a batch depends on its own size and on the number of environments, not on the length of the queue.
 """
 
@@ -42,6 +43,7 @@ class Queue:
 
     def __init__(self) -> None:
         self.batch_size: int | None = None
+        self.bounded = False
         self.lanes: dict[int | None, Lane] = {}
         self.aside: dict[int, Entry] = {}  # by id
         self.tickets: dict[int, Entry] = {}  # open, by number
@@ -56,12 +58,17 @@ class Queue:
         lane = self._lane(env)
         lane.weight, lane.minimum = max(weight, _EPSILON), minimum
 
-    def set_batch_size(self, batch_size: int | None) -> None:
-        """Set the size of a batch in sequences; what was set aside for the former is queued again."""
-        self.batch_size = batch_size
+    def set_batch_size(self, batch_size: int | None, bounded: bool = False) -> None:
+        """Set the size of a batch in sequences; what was set aside for the former is queued again.
+
+        ``bounded``: whether there is a staleness bound; if not, nothing is due.
+        """
+        self.batch_size, self.bounded = batch_size, bounded
+        for entry in [entry for lane in self.lanes.values() for entry in lane if not bounded]:
+            entry.due = 0
         aside, self.aside = self.aside, {}
         for entry in aside.values():
-            self.add(Entry(entry.number, entry.env, entry.size, entry.tokens, entry.id))
+            self.add(Entry(entry.number, entry.env, entry.size, entry.tokens, entry.id, entry.due))
         for lane in self.lanes.values():
             for entry in [entry for entry in lane if self._never_fits(entry)]:
                 self._set_aside(entry)
@@ -142,7 +149,7 @@ class Queue:
             total += entry.size
             if total == self.batch_size and not beyond or beyond == WINDOW:
                 break
-        if lacking := self._lacking(minima):
+        if not self.bounded and (lacking := self._lacking(minima)):  # if bounded, tickets begin by shares
             return Plan(why=lacking)
         if total < self.batch_size:
             waiting = sum(entry.is_open for entry in window)
@@ -188,32 +195,29 @@ class Queue:
         return ""
 
     def _in_order(self, minima: dict[int | None, float]) -> Iterator[Entry]:
-        """Yield entries in the order in which a batch takes them: allocations, then by virtual time."""
+        """Yield entries in the order in which a batch takes them: by what is due, allocations, and virtual time."""
         rests = {env: iter(lane) for env, lane in self.lanes.items() if lane.size}
-        virtual = {env: self.lanes[env].virtual for env in rests}
-        for env, minimum in minima.items():
-            taken = 0
-            for entry in rests.get(env, ()):
-                yield entry
-                taken += entry.size
-                if taken >= int(minimum):
-                    break
-            if env in virtual:
-                virtual[env] += max(0.0, taken - minimum) / self.lanes[env].weight
         heads = {env: entry for env, rest in rests.items() if (entry := next(rest, None)) is not None}
+        virtual, taken = {env: self.lanes[env].virtual for env in heads}, dict.fromkeys(heads, 0)
         while heads:
-            weights = {env: self.lanes[env].weight for env in heads}
+            due = min(entry.due for entry in heads.values())
+            weights = {env: self.lanes[env].weight for env, entry in heads.items() if entry.due == due}
             mean = sum(virtual[env] * weight for env, weight in weights.items()) / sum(weights.values())
-            env = min(
-                (env for env in heads if virtual[env] <= mean + _EPSILON),
-                key=lambda env: (virtual[env] + heads[env].size / weights[env], heads[env].key),
-            )
-            yield heads[env]
-            virtual[env] += heads[env].size / weights[env]
-            if (entry := next(rests[env], None)) is None:
+            env = next((env for env in minima if env in weights and taken[env] < int(minima[env])), None)
+            if env is None:
+                env = min(
+                    (env for env in weights if virtual[env] <= mean + _EPSILON),
+                    key=lambda env: (virtual[env] + heads[env].size / weights[env], heads[env].key),
+                )
+            entry, minimum = heads[env], minima.get(env, 0.0)
+            yield entry
+            beyond = max(0.0, taken[env] + entry.size - minimum) - max(0.0, taken[env] - minimum)
+            virtual[env] += beyond / self.lanes[env].weight
+            taken[env] += entry.size
+            if (following := next(rests[env], None)) is None:
                 del heads[env]
             else:
-                heads[env] = entry
+                heads[env] = following
 
     # ------------------------------------------------------------------ pacing
 

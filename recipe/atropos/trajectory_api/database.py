@@ -17,12 +17,12 @@ CREATE TABLE IF NOT EXISTS run (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHO
 CREATE TABLE IF NOT EXISTS environments (id INTEGER PRIMARY KEY, registration TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS groups (
     id INTEGER PRIMARY KEY, number INTEGER NOT NULL, env INTEGER, sequences INTEGER NOT NULL, tokens INTEGER NOT NULL,
-    time REAL NOT NULL, batch INTEGER, place INTEGER
+    due INTEGER NOT NULL, time REAL NOT NULL, batch INTEGER, place INTEGER
 );
 CREATE INDEX IF NOT EXISTS groups_by_batch ON groups (batch, place);
 CREATE TABLE IF NOT EXISTS records (id INTEGER PRIMARY KEY, data BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS tickets (
-    number INTEGER PRIMARY KEY, env INTEGER, sequences INTEGER NOT NULL, version INTEGER
+    number INTEGER PRIMARY KEY, env INTEGER, sequences INTEGER NOT NULL, due INTEGER NOT NULL
 );
 CREATE TABLE IF NOT EXISTS posts (key TEXT PRIMARY KEY, groups INTEGER NOT NULL);
 CREATE TABLE IF NOT EXISTS unanswered (digest TEXT PRIMARY KEY, groups INTEGER NOT NULL) WITHOUT ROWID;
@@ -42,6 +42,7 @@ class Group(NamedTuple):
     env: int | None
     sequences: int
     tokens: int
+    due: int  # number of the last batch that may have it; 0 for any
     time: float
 
 
@@ -52,7 +53,7 @@ class Loaded:
     run: dict[str, Any]
     environments: dict[int, dict[str, Any]]
     queued: list[Group]
-    tickets: list[tuple[int, int | None, int]]  # (number, environment, sequences)
+    tickets: list[tuple[int, int | None, int, int]]  # (number, environment, sequences, due)
     last_id: int
     oldest: int  # number of the oldest batch that is kept; 0 if there is none
     posts: dict[str, int]
@@ -86,7 +87,7 @@ def load(connection: sqlite3.Connection) -> Loaded:
         read_run(connection),
         {number: orjson.loads(text) for number, text in rows("SELECT id, registration FROM environments")},
         queued(connection),
-        rows("SELECT number, env, sequences FROM tickets ORDER BY number").fetchall(),
+        rows("SELECT number, env, sequences, due FROM tickets ORDER BY number").fetchall(),
         rows("SELECT COALESCE(MAX(id), 0) FROM groups").fetchone()[0],
         oldest_batch(connection),
         dict(rows("SELECT key, groups FROM posts").fetchall()),
@@ -108,7 +109,7 @@ def clear(connection: sqlite3.Connection) -> None:
 def queued(connection: sqlite3.Connection) -> list[Group]:
     """Return the groups that are in no batch, in order."""
     found = connection.execute(
-        "SELECT id, number, env, sequences, tokens, time FROM groups WHERE batch IS NULL ORDER BY number, id"
+        "SELECT id, number, env, sequences, tokens, due, time FROM groups WHERE batch IS NULL ORDER BY number, id"
     )
     return [Group(*row) for row in found]
 
@@ -143,7 +144,7 @@ def append(
 ) -> None:
     """Store a post's groups, its idempotency key or the digest of its content, and the end of its ticket."""
     connection.executemany(
-        "INSERT INTO groups (id, number, env, sequences, tokens, time) VALUES (?, ?, ?, ?, ?, ?)",
+        "INSERT INTO groups (id, number, env, sequences, tokens, due, time) VALUES (?, ?, ?, ?, ?, ?, ?)",
         [group for group, _ in groups],
     )
     connection.executemany("INSERT INTO records VALUES (?, ?)", [(group.id, record) for group, record in groups])
@@ -160,8 +161,8 @@ def answered(connection: sqlite3.Connection, digests: Iterable[str]) -> None:
     connection.executemany("DELETE FROM unanswered WHERE digest = ?", [(digest,) for digest in digests])
 
 
-def begin_ticket(connection: sqlite3.Connection, number: int, env: int | None, sequences: int, version: int) -> None:
-    connection.execute("INSERT INTO tickets VALUES (?, ?, ?, ?)", (number, env, sequences, version))
+def begin_ticket(connection: sqlite3.Connection, number: int, env: int | None, sequences: int, due: int) -> None:
+    connection.execute("INSERT INTO tickets VALUES (?, ?, ?, ?)", (number, env, sequences, due))
 
 
 def end_tickets(connection: sqlite3.Connection, numbers: Iterable[int]) -> None:
@@ -180,7 +181,7 @@ def dissolve(connection: sqlite3.Connection, after: int) -> list[Group]:
     """Return the groups of the batches after ``after`` to the queue; they keep their numbers, and so their order."""
     rows = connection.execute(
         "UPDATE groups SET batch = NULL, place = NULL WHERE batch > ? "
-        "RETURNING id, number, env, sequences, tokens, time",
+        "RETURNING id, number, env, sequences, tokens, due, time",
         (after,),
     ).fetchall()
     write_run(connection, last=after)

@@ -58,7 +58,7 @@ async def register(service: Service, message: Registration) -> dict[str, Any]:
     service.epoch += 1
     service.served, service.delivered = base, True
     service.trainer = Trainer(message, base, base, time.monotonic())
-    service.queue.set_batch_size(message.batch_size)
+    service.queue.set_batch_size(message.batch_size, message.max_staleness is not None)
     await service.store.write(
         database.write_run,
         registration=msgspec.to_builtins(message),

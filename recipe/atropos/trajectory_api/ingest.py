@@ -95,11 +95,9 @@ async def begin(service: Service, message: Begin, gone: Any) -> dict[str, Any]:
         environment.asked = time.monotonic()
         why = _refuses(service, environment.id, size)
         if not why and not gone():
-            number = service.take_number()
-            service.queue.add(Entry(number, environment.id, size))
-            await service.store.write(
-                database.begin_ticket, number, environment.id, size, service.trainer.weights if service.trainer else 0
-            )
+            number, due = service.take_number(), service.due()
+            service.queue.add(Entry(number, environment.id, size, due=due))
+            await service.store.write(database.begin_ticket, number, environment.id, size, due)
             return {"ticket": number}
         if (remaining := deadline - time.monotonic()) <= 0 or gone():
             return {"ticket": None, "retry_after": _RETRY_AFTER, "reason": why}
@@ -180,11 +178,16 @@ async def post(
             await asyncio.shield(service.posting[key])
         return
     number = service.take_number() if ticket is None else ticket
+    begun = service.queue.tickets.get(number)
+    due = service.due() if begun is None else begun.due
     now = time.time()
     rows = []
     for group in groups:
         rows.append(
-            (database.Group(service.next_id, number, group.env_id, group.sequences, group.tokens, now), group.record)
+            (
+                database.Group(service.next_id, number, group.env_id, group.sequences, group.tokens, due, now),
+                group.record,
+            )
         )
         service.next_id += 1
     stored = service.store.write(database.append, rows, key, digest, ticket)

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 class Entry:
     """A queued group, or an open ticket for one (``id`` 0), whose ``size`` in sequences is then a prediction.
 
-    ``number`` is the place in its environment's order: the ticket's, or that of its arrival.
+    ``number`` is the place in its environment's order: the ticket's, or that of its arrival. ``due`` is the number of
+    the last batch that may have it within the staleness bound; 0 without one.
     """
 
     number: int
@@ -17,6 +18,7 @@ class Entry:
     size: int
     tokens: int = 0
     id: int = 0
+    due: int = 0
     skipped: int = 0  # batches cut past it, since it did not fit
     gone: bool = False
 

@@ -92,7 +92,7 @@ def import_(data_dir: Path, file: Path) -> None:
                 rows = []
                 for group in groups:
                     id += 1
-                    row = database.Group(id, id, group.env_id, group.sequences, group.tokens, time.time())
+                    row = database.Group(id, id, group.env_id, group.sequences, group.tokens, 0, time.time())
                     rows.append((row, group.record))
                 database.append(connection, rows, None, None, None)
                 database.cut(connection, number, [row.id for row, _ in rows])

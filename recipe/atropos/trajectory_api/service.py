@@ -108,16 +108,16 @@ class Service:
             registration = msgspec.convert(values, Registration)
             base = run.get("base", 0)
             self.trainer = Trainer(registration, base, run.get("weights", base), time.monotonic())
-            self.queue.set_batch_size(registration.batch_size)
+            self.queue.set_batch_size(registration.batch_size, registration.max_staleness is not None)
         for group in loaded.queued:
             self.queue.add(self.entry(group))
-        for ticket, env, sequences in loaded.tickets:
-            self.queue.add(Entry(ticket, self.lane_of(env), sequences))
+        for ticket, env, sequences, due in loaded.tickets:
+            self.queue.add(Entry(ticket, self.lane_of(env), sequences, due=due))
 
     # ------------------------------------------------------------------ the index
 
     def entry(self, group: database.Group) -> Entry:
-        return Entry(group.number, self.lane_of(group.env), group.sequences, group.tokens, group.id)
+        return Entry(group.number, self.lane_of(group.env), group.sequences, group.tokens, group.id, group.due)
 
     def lane_of(self, env: int | None) -> int | None:
         """Return the environment under which a group is queued; None for all that have not registered."""
@@ -143,12 +143,17 @@ class Service:
             return 0
         return self.trainer.registration.starting_step + max(0, self.served - self.trainer.base)
 
-    def batches_ahead(self) -> int | None:
-        """Return how many batches may be cut before the staleness bound; None: any number."""
+    def due(self) -> int:
+        """Return the number of the last batch that may have what is begun now; 0 for any."""
         trainer = self.trainer
         if trainer is None or trainer.registration.max_staleness is None:
-            return None
-        return trainer.weights + 1 + trainer.registration.max_staleness - self.last
+            return 0
+        return trainer.weights + 1 + trainer.registration.max_staleness
+
+    def batches_ahead(self) -> int | None:
+        """Return how many batches may be cut before the staleness bound; None: any number."""
+        due = self.due()
+        return due - self.last if due else None
 
     # ------------------------------------------------------------------ counts and changes
 
