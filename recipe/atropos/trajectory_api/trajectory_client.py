@@ -51,6 +51,7 @@ class TrajectoryApiClient:
         self.url = url.rstrip("/")
         self.epoch: int | None = None
         self.again = 0  # requests that were sent again
+        self.lacking = ""  # why the latest ``begin`` got no ticket
         self._patience = patience
         self._headers = {"Authorization": f"Bearer {secret}"} if secret else {}
         self._begins: dict[int, asyncio.Lock] = {}  # by environment
@@ -121,6 +122,7 @@ class TrajectoryApiClient:
             held = self._held.setdefault(env_id, set())
             message = {"env_id": env_id, "sequences": sequences, "held": sorted(held), "wait": wait}
             answer = await self._json("POST", "/begin", message, limit=wait + _ANSWER)
+            self.lacking = answer.get("reason", "")
             if answer["ticket"] is not None:
                 held.add(answer["ticket"])
             return answer["ticket"]
@@ -166,6 +168,10 @@ class TrajectoryApiClient:
     async def info(self) -> dict[str, Any]:
         """Return ``batch_size`` and ``max_token_len``, -1 without a trainer."""
         return await self._json("GET", "/info")
+
+    async def wandb_info(self) -> dict[str, Any]:
+        """Return the ``group`` and ``project`` of the trainer's wandb run, None without a trainer."""
+        return await self._json("GET", "/wandb_info")
 
     async def diagnose(self) -> dict[str, Any]:
         """Return ``/diagnose``; its ``why`` says in a sentence what a batch lacks."""
