@@ -15,12 +15,13 @@ from helpers.numbered_env import (  # noqa: F401
     SIZE,
     NumberEnv,
     api,
-    batch,
     made,
     make,
     registered,
     roll_out,
+    run,
 )
+from helpers.scripted_trainer import ScriptedTrainer
 from helpers.services import get
 from recipe.atropos.adapter import lifecycle
 from recipe.atropos.errors import EnvironmentFailure
@@ -35,8 +36,8 @@ def test_adapted_numpy_scores_arrive_and_are_counted(api, make):
     """Numpy scores and no overrides arrive and what arrived is counted."""
     env = registered(make(api))
     for number in range(BATCH // SIZE):
-        asyncio.run(roll_out(env, number))
-    assert batch(api) == [0, 1, 2]
+        run(roll_out(env, number))
+    assert ScriptedTrainer(api, BATCH).batch() == [0, 1, 2]
     assert env.report.counts["groups_sent"] == env.report.counts["items"] == 3
     assert env.report.metrics()["env/score"] == 0.0, "the mean over 0, 1, 2 and three times -1"
     assert not env.server.servers[0].config.health_check, "no health completions"
@@ -50,15 +51,15 @@ def test_what_is_not_sent_is_counted_by_its_reason(api, make, caplog):
         "wrong_size": made(0, tokens=[[1, 2]], masks=[[1, 2]], scores=[1.0]),
         "no_group": None,
         "nonfinite_scores": made(0, scores=[float("nan"), 1.0]),
-        "http_422": made(0, masks=[["no number"] * 3] * SIZE),
+        "malformed": made(0, messages=[[{"role": "user"}]] * SIZE),  # which the API finds
     }
     for number, (reason, fault) in enumerate(faults.items()):
         env.faults[number] = [fault]
         assert env.report.counts[f"not_sent/{reason}"] == 0
-        asyncio.run(roll_out(env, number))
+        run(roll_out(env, number))
         assert env.report.counts[f"not_sent/{reason}"] == 1 and f"not sent, {reason}" in caplog.text
     env.faults[9] = [[made(0, scores=[1.0, 1.0]), None, made(7)]]
-    asyncio.run(roll_out(env, 9))
+    run(roll_out(env, 9))
     counts = env.report.counts
     assert (counts["not_sent/equal_scores"], counts["not_sent/no_group"], counts["groups_sent"]) == (2, 2, 1)
     assert counts["items"] == len(faults) + 1
@@ -70,9 +71,9 @@ def test_adapted_items_that_fail_are_tried_again_and_counted(api, make, caplog):
     env = registered(make(api))
     env.faults[1] = [OSError("server away"), ValueError("bad luck"), OSError("server away")]
     env.faults[2] = [ValueError("bad luck") for _ in range(9)]
-    asyncio.run(roll_out(env, 1))
+    run(roll_out(env, 1))
     assert get(f"{api}/latest_example")["scores"][0] == 1.0 and env.report.counts["groups_sent"] == 1
-    assert asyncio.run(roll_out(env, 2)) is None
+    assert run(roll_out(env, 2)) is None
     counts = env.report.counts
     assert (counts["failed/ValueError"], counts["failed/OSError"]) == (1, 0)
     assert (counts["retried/ValueError"], counts["retried/OSError"]) == (4, 2)
@@ -93,10 +94,10 @@ def test_adapted_cancelled_task_is_a_failure(api, make):
             return group, None
 
     env = registered(make(api, environment=Careless))
-    assert asyncio.run(roll_out(env, 1)) is None
+    assert run(roll_out(env, 1)) is None
     counts = env.report.counts
     assert (counts["failed/RuntimeError"], counts["items"]) == (1, 1) and not env.running_items
-    asyncio.run(roll_out(env, 2))
+    run(roll_out(env, 2))
     assert counts["groups_sent"] == 1 and not env.running_items
 
 
@@ -115,7 +116,7 @@ def test_adapted_slow_worker_is_counted_and_keeps_its_item(api, make):
             await asyncio.gather(work, return_exceptions=True)
             assert env.report.counts["failed/TimeoutError"] == expected
 
-    asyncio.run(scene())
+    run(scene())
 
 
 def test_adapted_failures_beside_a_group_do_not_cost_it(api, make):
@@ -129,7 +130,7 @@ def test_adapted_failures_beside_a_group_do_not_cost_it(api, make):
             raise IndexError("no third answer")
 
     env = registered(make(api, environment=Careless))
-    asyncio.run(roll_out(env, 1))
+    run(roll_out(env, 1))
     assert env.cleaned and env.report.counts["groups_sent"] == 1
     assert [name for name in env.report.counts if name.startswith("failed/")] == ["failed/IndexError"]
 
@@ -147,7 +148,7 @@ def test_adapted_process_ends_where_no_item_gives_a_group(make, monkeypatch, tmp
         url = f"http://127.0.0.1:{free_port()}"
         env = make(url, environment=Seldom, data_path_to_save_groups=str(tmp_path / "groups.jsonl"))
         env.n_groups_to_process, env.group_size_to_process = groups, env.config.group_size
-        asyncio.run(env.process_manager())
+        run(env.process_manager())
         return env.report.counts
 
     monkeypatch.setattr(lifecycle, "_FRUITLESS", 5)
@@ -165,7 +166,7 @@ def test_an_environment_without_items_says_so_once_and_counts(api, make, caplog)
 
     env = make(api, environment=Empty)
     for _ in range(3):
-        assert asyncio.run(env.get_next_item()) is None
+        assert run(env.get_next_item()) is None
     assert env.report.counts["no_item"] == 3 and caplog.text.count("no more items") == 1
 
 
@@ -182,7 +183,7 @@ def test_an_evaluation_that_fails_is_counted(api, make, caplog):
         await asyncio.sleep(0.01)
         assert env.report.counts["failed/KeyError"] == 1 and "evaluate failed" in caplog.text
 
-    asyncio.run(scene())
+    run(scene())
 
 
 @pytest.mark.parametrize(
@@ -195,4 +196,4 @@ def test_an_evaluation_that_fails_is_counted(api, make, caplog):
 def test_adapted_sizes_that_cannot_be_packed_name_the_flag(api, make, config, expected):
     """An environment that the trainer cannot pack ends with the flag that is wrong."""
     with pytest.raises(EnvironmentFailure, match=expected):
-        asyncio.run(make(api, **config).env_manager())
+        run(make(api, **config).env_manager())

@@ -4,15 +4,10 @@
 
 import asyncio
 import contextlib
-import inspect
-import json
-import math
 import os
 import signal
 import sys
 import time
-import urllib.error
-import urllib.request
 
 import psutil
 import pytest
@@ -21,36 +16,179 @@ from aiohttp import web
 from helpers.numbered_env import (  # noqa: F401
     BATCH,
     SIZE,
+    NumberEnv,
     api,
     make,
-    next_batch,
-    register_trainer,
+    managed,
     registered,
     roll_out,
+    run,
+    until,
 )
-from helpers.services import get, post, running_api
-from recipe.atropos.adapter import durable, lifecycle, reporting
+from helpers.scripted_trainer import ScriptedTrainer
+from helpers.services import get, post, running_api, running_trajectory_api
+from recipe.atropos.adapter import lifecycle, reporting
 from recipe.atropos.errors import EnvironmentFailure
+from recipe.atropos.trajectory_api.trajectory_client import TrajectoryApiError
 from recipe.atropos.utils.files import read_lines
 from recipe.atropos.utils.process import free_port, start_service
 
 pytestmark = pytest.mark.timeout(120)
 
-# ---------------------------------------------------------------------- an API that fails
+# ---------------------------------------------------------------------- our API
+
+
+def test_adapted_env_outlives_the_api(make, tmp_path, caplog):
+    """The API comes late, and is killed when it has item 0 of the first batch; its store stays."""
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+
+    async def scene():
+        env = make(url)
+        async with managed(env) as manager, contextlib.AsyncExitStack() as later:
+            env.gates[1] = asyncio.Event()
+            await asyncio.sleep(1)
+            assert not manager.done(), "the API has not come yet"
+            with running_trajectory_api(tmp_path, port) as service:
+                trainer = ScriptedTrainer(url, BATCH, max_staleness=0)
+                await until(lambda: env.report.counts["groups_sent"] == 2 and len(env.begun) == 3, manager)
+                service.process.kill()
+            number = env.env_id
+            env.gates[1].set()
+            await asyncio.sleep(1)
+            assert env.report.counts["groups_sent"] == 2 and not manager.done(), "kept"
+            later.enter_context(running_trajectory_api(tmp_path, port))
+            assert await trainer.next_batch(manager) == [0, 1, 2]
+            assert env.begun == [0, 1, 2] and env.env_id == number, "pacing holds"
+            counts = env.report.counts
+            assert counts["sent_again"] and counts["groups_sent"] == 3 and not counts["registered_again"]
+            assert not any(name.startswith(("not_sent", "failed")) for name in counts), counts
+            manager.cancel()
+            await asyncio.gather(manager, return_exceptions=True)
+            [line] = get(f"{url}/diagnose")["environments"]
+            assert not line["alive"] and line["open_tickets"] == 0, "it has left"
+
+    run(scene())
+    assert "trying again" in caplog.text
+
+
+def test_an_api_with_other_data_knows_the_environment_again(make, tmp_path):
+    """What ran has no ticket there, so it starts again."""
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+
+    async def scene():
+        env = make(url)
+        async with managed(env) as manager:
+            env.gates[0] = asyncio.Event()
+            with running_trajectory_api(tmp_path / "first", port):
+                ScriptedTrainer(url, BATCH, max_staleness=0)
+                await until(lambda: env.report.counts["groups_sent"] == 2, manager)
+            with running_trajectory_api(tmp_path / "second", port):
+                trainer = ScriptedTrainer(url, BATCH, max_staleness=0)
+                env.gates[0].set()
+                assert sorted(await trainer.next_batch(manager)) == [0, 3, 4]
+                assert env.report.counts["registered_again"] == 1 and sorted(env.begun) == [0, 0, 1, 2, 3, 4]
+
+    run(scene())
+
+
+@pytest.mark.parametrize(("variable", "key", "fits"), [("secret", "x", True), ("", "secret", True), ("", "x", False)])
+def test_an_environment_shows_the_api_its_secret(make, tmp_path, monkeypatch, variable, key, fits):
+    """That of the run, else of its SGLang server."""
+    monkeypatch.setenv("ATROPOS_API_KEY", variable)
+    with running_trajectory_api(tmp_path, secret="secret") as service:
+        env = make(service.url, api_key=key)
+        env.trainer_timeout = 0
+        expected = "which says 'wait for trainer to start'" if fits else "401: .* set .ATROPOS_API_KEY to its secret"
+        with pytest.raises(EnvironmentFailure, match=expected):
+            run(env.env_manager())
+
+
+def test_adapted_env_names_an_api_or_trainer_that_never_comes(make, tmp_path):
+    """An api that never comes and a trainer that never comes end the environment with their names."""
+    env = make(f"http://127.0.0.1:{free_port()}")
+    env.api_timeout = 0.5
+    with pytest.raises(TrajectoryApiError, match="got no answer .* for 0.5 s; is the Trajectory API up"):
+        run(env.env_manager())
+    with pytest.raises(EnvironmentFailure, match="--env.rollout_server_url=localhost:8000: no address; give http"):
+        run(make("localhost:8000").env_manager())
+    with running_trajectory_api(tmp_path) as service:
+        for config, expected in (
+            ({}, "registration at .* which says 'wait for trainer to start'"),
+            ({"use_wandb": True}, "waits for a trainer to name the wandb project"),
+        ):
+            env = make(service.url, **config)
+            env.trainer_timeout = 0.5
+            with pytest.raises(EnvironmentFailure, match=expected):
+                run(env.env_manager())
+
+
+def test_a_group_that_an_api_never_takes_is_counted(make, tmp_path):
+    with running_trajectory_api(tmp_path) as service:
+        ScriptedTrainer(service.url, BATCH)
+        env = make(service.url)
+        env.api_timeout = 0.5
+        registered(env)
+    run(roll_out(env, 5))
+    assert env.report.counts["not_sent/api_unreachable"] == 1 and not env.report.counts["groups_sent"]
+
+
+# ---------------------------------------------------------------------- atroposlib's API
+
+
+def test_a_stock_api_is_named_and_its_losses_are_counted(make, tmp_path, caplog):
+    """It dies with item 0 in its queue, and comes back empty: item 1, done meanwhile, arrives; item 0 is counted."""
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    registration = {"wandb_group": "", "wandb_project": "", "batch_size": BATCH, "max_token_len": 100}
+    registration |= {"checkpoint_dir": "", "save_checkpoint_interval": -1, "starting_step": 0, "num_steps": 9}
+
+    def batch():
+        groups = get(f"{url}/batch")["batch"]
+        return groups and [int(group["scores"][0]) for group in groups]
+
+    async def scene():
+        env = make(url, max_num_workers=2)
+        async with managed(env) as manager:
+            env.gates = {number: asyncio.Event() for number in range(1, 9)}
+            with running_api(tmp_path, port):
+                post(f"{url}/register", registration)
+                assert batch() is None, "now it lets environments in"
+                await until(lambda: getattr(env, "status_dict", {}).get("self_queue_size") == 1, manager)
+            env.gates[1].set()
+            await asyncio.sleep(1.5)
+            assert not manager.done() and env.report.counts["groups_sent"] == 1, "kept"
+            with running_api(tmp_path, port):
+                await asyncio.sleep(1.5)
+                assert get(f"{url}/status")["queue_size"] == 0, "nothing before the trainer: it could not register"
+                post(f"{url}/register", registration)
+                assert batch() is None
+                env.gates[2].set()
+                env.gates[3].set()
+                await until(lambda: env.report.counts["groups_sent"] == 4, manager)
+                assert sorted(batch()) == [1, 2, 3]
+                counts = env.report.counts
+                assert (counts["registered_again"], counts["api_lost"], counts["lost_with_api"]) == (1, 1, 1)
+                assert not any(name.startswith(("not_sent", "failed")) for name in counts), counts
+
+    run(scene())
+    assert "is atroposlib's run-api: what it has is lost with it" in caplog.text
+
+
+# ---------------------------------------------------------------------- servers
 
 
 @contextlib.asynccontextmanager
 async def stand_in(port, **answers):
-    """A server whose endpoints say what cannot be had of the real one: values, or functions of the request."""
+    """A server whose endpoints say what cannot be had of the real one."""
     app = web.Application()
     for name, answer in answers.items():
 
-        async def handle(request, answer=answer):
-            answer = answer(await request.read()) if callable(answer) else answer
-            answer = await answer if inspect.isawaitable(answer) else answer
-            return answer if isinstance(answer, web.Response) else web.json_response(answer)
+        async def handle(_, answer=answer):
+            return web.json_response(answer)
 
-        app.router.add_route("*", f"/{name.replace('__', '-')}", handle)
+        app.router.add_route("*", f"/{name}", handle)
     runner = web.AppRunner(app)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", port).start()
@@ -58,100 +196,6 @@ async def stand_in(port, **answers):
         yield f"http://127.0.0.1:{port}"
     finally:
         await runner.cleanup()
-
-
-def test_adapted_post_is_sent_again_and_given_up_with_a_count(make, monkeypatch):
-    """A post that fails is sent again and given up with a count."""
-    monkeypatch.setattr(durable, "_LONGEST_PAUSE", 0.01)
-
-    async def scene(statuses, expected):
-        answers, posts = list(statuses), []
-
-        def take(body):
-            posts.append(body)
-            return web.json_response({}, status=answers.pop(0) if len(answers) > 1 else answers[0])
-
-        async with stand_in(free_port(), scored_data=take) as url:
-            env = make(url)
-            await env.setup()
-            await roll_out(env, 5)
-        assert {name: n for name, n in env.report.counts.items() if name in expected} == expected
-        return len(posts)
-
-    assert asyncio.run(scene([500, 503, 200], {"posted_again": 2, "groups_sent": 1})) == 3
-    assert asyncio.run(scene([500], {"posted_again": 4, "not_sent/http_500": 1})) == 5
-    assert asyncio.run(scene([413], {"not_sent/http_413": 1})) == 1
-
-    async def nobody_there():
-        env = make(f"http://127.0.0.1:{free_port()}")
-        env.api_timeout = 0.1
-        await env.setup()
-        await roll_out(env, 5)
-        assert env.report.counts["not_sent/api_unreachable"] == 1
-
-    asyncio.run(nobody_there())
-
-
-def test_a_post_without_an_answer_is_sent_again(make, monkeypatch):
-    monkeypatch.setattr(durable, "_LONGEST_POST", 0.5)
-    monkeypatch.setattr(durable, "_LONGEST_PAUSE", 0.01)
-
-    async def scene():
-        posts = []
-
-        async def take(body):
-            posts.append(body)
-            await asyncio.sleep(5 if len(posts) == 1 else 0)
-            return {"status": "received"}
-
-        async with stand_in(free_port(), scored_data=take) as url:
-            env = make(url)
-            await env.setup()
-            await roll_out(env, 5)
-        assert len(posts) == 2 and env.report.counts["posted_again"] == env.report.counts["groups_sent"] == 1
-
-    asyncio.run(scene())
-
-
-def test_adapted_env_registers_again_after_refused_connections(make):
-    """An api that refused connections has forgotten though it knows somebody by the same number."""
-    port = free_port()
-    taken = {
-        "status": "success",
-        "wandb_name": "n",
-        "starting_step": 0,
-        "checkpoint_dir": "",
-        "checkpoint_interval": -1,
-    }
-    status = {"current_step": 0, "queue_size": 0, "env_weight": 1.0}
-    always = {"status__env": status, "info": {"batch_size": BATCH, "max_token_len": 100}}
-
-    async def scene():
-        async with stand_in(port, register__env=taken | {"env_id": 0}, **always) as url:
-            env = make(url)
-            await env.setup()
-            await env.register_env()
-            await env.get_status()
-        asked = asyncio.create_task(env.get_status())
-        await asyncio.sleep(0.2)
-        async with stand_in(port, register__env=taken | {"env_id": 1}, **always):
-            await asyncio.wait_for(asked, 10)
-        assert env.env_id == 1 and env.report.counts["registered_again"] == 1
-
-    asyncio.run(scene())
-
-
-def test_an_api_that_was_reset_knows_the_environment_again(make, tmp_path):
-    with running_api(tmp_path) as service:
-        register_trainer(service.url)
-        env = registered(make(service.url))
-        with urllib.request.urlopen(f"{service.url}/reset_data", timeout=10):
-            pass
-        register_trainer(service.url)
-        with pytest.raises(urllib.error.HTTPError):
-            get_status(service.url, env.env_id)
-        asyncio.run(env.get_status())
-        assert env.report.counts["registered_again"] == 1 and get_status(service.url, env.env_id)
 
 
 def test_adapted_env_says_silence_and_compares_tokenizers_late(api, make, monkeypatch):
@@ -175,86 +219,7 @@ def test_adapted_env_says_silence_and_compares_tokenizers_late(api, make, monkey
             with pytest.raises(EnvironmentFailure, match="is not the tokenizer .* which is the/policys: .* give --env"):
                 await asyncio.wait_for(manager, 10)
 
-    asyncio.run(scene())
-
-
-def test_adapted_env_names_an_api_or_trainer_that_never_comes(make, tmp_path):
-    """An api that never comes and a trainer that never comes end the environment with their names."""
-    env = make(f"http://127.0.0.1:{free_port()}")
-    env.api_timeout = 0.5
-    with pytest.raises(
-        EnvironmentFailure, match="the Trajectory API at .*register-env does not answer .* is run-api up"
-    ):
-        asyncio.run(env.env_manager())
-    with running_api(tmp_path) as service:
-        for config, expected in (
-            ({}, "registration at .* which says 'wait for trainer to start'"),
-            ({"use_wandb": True}, "waits for a trainer to name the wandb project"),
-        ):
-            env = make(service.url, **config)
-            env.trainer_timeout = 0.5
-            with pytest.raises(EnvironmentFailure, match=expected):
-                asyncio.run(env.env_manager())
-
-
-def test_adapted_env_outlives_the_api(make, tmp_path, caplog):
-    """Paced at staleness 0: items 0 to 2 belong to version 0, and the API dies when it has item 0 of them."""
-    version, port, server_port = ["0"], free_port(), free_port()
-    url = f"http://127.0.0.1:{port}"
-
-    async def scene():
-        env = make(url, server_url=f"http://127.0.0.1:{server_port}/v1", max_staleness=0)
-        await env.setup()
-        env.setup = lambda: asyncio.sleep(0)  # it has been: the gate stands
-        env.gates[1] = asyncio.Event()
-        manager = asyncio.create_task(env.env_manager())
-        await asyncio.sleep(1.5)
-        assert not manager.done(), "the API has not come yet"
-        with contextlib.ExitStack() as first:
-            first.enter_context(running_api(tmp_path, port))
-            await asyncio.sleep(1)
-            assert register_trainer(url) is None
-            async with asyncio.timeout(30):
-                while len(env.begun) < 3 or env.status_dict["self_queue_size"] < 1:
-                    await asyncio.sleep(0.05)
-        env.gates[1].set()
-        await asyncio.sleep(1.5)
-        assert not manager.done() and env.report.counts["groups_sent"] == 1, "kept"
-        assert [item["start_time"] for item in env.running_items.values()] == [math.inf] * 2, "no time-out ends them"
-        with running_api(tmp_path, port):
-            await asyncio.sleep(1.5)
-            assert get(f"{url}/status")["queue_size"] == 0, "nothing before the trainer: it could not register"
-            post(f"{url}/register-env", {"max_token_length": 9, "desired_name": "o", "weight": 1.0, "group_size": 2})
-            assert register_trainer(url) is None
-            async with asyncio.timeout(30):
-                while env.report.counts["groups_sent"] < 3:
-                    assert not manager.done(), manager.exception()
-                    await asyncio.sleep(0.05)
-            assert env.begun == [0, 1, 2], "pacing holds"
-            version[0] = "1"
-            assert await next_batch(url, manager) == [1, 2, 3]
-            counts = env.report.counts
-            assert (counts["registered_again"], counts["api_lost"], counts["lost_with_api"]) == (1, 1, 1)
-            assert not any(name.startswith(("not_sent", "failed")) for name in counts), counts
-            assert get_status(url, env.env_id)
-            manager.cancel()
-            await asyncio.gather(manager, return_exceptions=True)
-            with pytest.raises(urllib.error.HTTPError):  # the API divides by the weight of those connected
-                get_status(url, env.env_id)
-
-    async def with_server():
-        async with stand_in(server_port, model_info=lambda _: {"weight_version": version[0]}):
-            await scene()
-
-    asyncio.run(with_server())
-    assert "does not answer" in caplog.text and "wait for trainer to start" in caplog.text
-
-
-def get_status(url, env_id):
-    request = urllib.request.Request(f"{url}/status-env", json.dumps({"env_id": env_id}).encode(), method="GET")
-    request.add_header("Content-Type", "application/json")
-    with urllib.request.urlopen(request, timeout=10) as reply:
-        return json.loads(reply.read())
+    run(scene())
 
 
 # ---------------------------------------------------------------------- the end
@@ -280,8 +245,20 @@ class Stubborn(BaseEnv):
 """
 
 
-def test_adapted_env_ends_on_sigterm_without_children(api, make, model_path, tmp_path):
+@pytest.fixture
+def own_api(tmp_path):
+    with running_trajectory_api(tmp_path / "api") as service:
+        ScriptedTrainer(service.url, BATCH)
+        yield service.url
+
+
+def get_status(url, env_id):
+    return get(f"{url}/status-env", {"env_id": env_id})
+
+
+def test_adapted_env_ends_on_sigterm_without_children(own_api, make, model_path, tmp_path):
     """Sigterm ends it with a goodbye and without children though a thread hangs."""
+    api = own_api
     registered(make(api))  # another one, of which the API tells its part
     (tmp_path / "stubborn.py").write_text(STUBBORN)
     flags = {"env.tokenizer_name": model_path, "env.group_size": SIZE, "env.use_wandb": "false"}

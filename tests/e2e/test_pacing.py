@@ -1,180 +1,199 @@
-"""A paced BaseEnv and the real API, without a trainer: what it does where versions or batches do not come.
+"""An adapted environment and our Trajectory API: what starts, what an item's end does to its place, what is awaited.
 
-Only the server is a stand-in, one that says the version that a test wants and never samples.
+Without a server: groups are made, and a script takes the batches. What the API guarantees for any environments is in
+tests/unit/trajectory_api.
 """
 
+# ruff: noqa: F811  (fixtures that are imported)
+
 import asyncio
-import contextlib
 
 import pytest
-from aiohttp import web
-from atroposlib.envs.base import APIServerConfig
+from atroposlib.envs.base import EvalHandlingEnum
 
-from helpers.environments.length_env import LengthEnv, LengthEnvConfig
-from helpers.services import get, post, running_api
-from recipe.atropos.adapter.adapted_env import adapt
-from recipe.atropos.adapter.pace import PacingError
-from recipe.atropos.adapter.settings import AdapterSettings
-from recipe.atropos.utils.process import free_port
+from helpers.numbered_env import BATCH, SIZE, NumberEnv, made, make, managed, run, until  # noqa: F401
+from helpers.scripted_trainer import ScriptedTrainer
+from helpers.services import post, running_trajectory_api
+from recipe.atropos.errors import EnvironmentFailure
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 
-GROUPS, SIZE = 3, 2
+
+@pytest.fixture
+def api(tmp_path):
+    with running_trajectory_api(tmp_path) as service:
+        yield service.url
 
 
-class InstantEnv(LengthEnv):
-    """Item n is ready at once; the API refuses the first groups that are ``broken``."""
+def play(env, scene, *arguments):
+    """Run ``scene`` with an environment, its manager and ``arguments``."""
 
-    broken, hangs = 0, None
+    async def inner():
+        async with asyncio.timeout(90), managed(env) as manager:
+            await scene(env, manager, *arguments)
 
-    async def collect_trajectories(self, item):
-        number = item["number"]
-        if number == self.hangs:
-            await asyncio.sleep(1000)
-        tokens = [[1, 2, 3 + number]] * SIZE
-        masks = [["no number"] * 3] * SIZE if number < self.broken else tokens
-        return {"tokens": tokens, "masks": masks, "scores": [float(number), -1.0], "group_overrides": {}}, []
+    run(inner())
 
 
-class Stage:
-    """The API with a trainer registered, a server that says ``version``, and the environment between them."""
+def test_items_start_as_far_as_the_bound_allows(api, make):
+    """Also for a trainer that goes back to a checkpoint: it gets the same batches again."""
 
-    def __init__(self, api, env):
-        self.api, self.env, self.version = api, env, "0"
+    async def scene(env, manager):
+        trainer = ScriptedTrainer(api, BATCH, max_staleness=1)
+        assert await trainer.next_batch(manager) == [0, 1, 2]
+        assert await trainer.next_batch(manager) == [3, 4, 5]
+        await asyncio.sleep(1)
+        assert await asyncio.to_thread(trainer.batch) is None and len(env.begun) == 6, "two batches for version 0"
+        trainer.push()
+        assert await trainer.next_batch(manager) == [6, 7, 8]
+        again = ScriptedTrainer(api, BATCH, max_staleness=1, after=1)
+        assert [await again.next_batch(manager) for _ in range(2)] == [[3, 4, 5], [6, 7, 8]]
+        again.push()
+        assert await again.next_batch(manager) == [9, 10, 11]
 
-    def batch(self):
-        """The numbers of the items of the next batch, None if there is none."""
-        groups = get(f"{self.api}/batch")["batch"]
-        return groups and [int(group["scores"][0]) for group in groups]
-
-    async def next_batch(self, within):
-        async with asyncio.timeout(within):
-            while (numbers := await asyncio.to_thread(self.batch)) is None:
-                assert not self.manager.done(), self.manager.exception()
-                await asyncio.sleep(0.05)
-        return numbers
-
-
-@contextlib.asynccontextmanager
-async def on_stage(api, model_path, max_staleness, stall_timeout=60.0, **attributes):
-    port = free_port()
-    config = LengthEnvConfig(
-        tokenizer_name=str(model_path),
-        group_size=SIZE,
-        use_wandb=False,
-        wandb_name="length",
-        rollout_server_url=api,
-        total_steps=10**6,
-        max_token_length=100,
-    )
-    server = APIServerConfig(
-        model_name=str(model_path),
-        base_url=f"http://127.0.0.1:{port}/v1",
-        server_type="sglang",
-        api_key="x",
-        health_check=False,
-    )
-    settings = AdapterSettings(max_staleness=max_staleness, stall_timeout=stall_timeout)
-    env = adapt(InstantEnv, settings=settings)(config, [server])
-    env._restore = lambda group: None  # no server sampled these groups
-    for name, value in attributes.items():
-        setattr(env, name, value)
-    stage = Stage(api, env)
-
-    async def model_info(_):
-        return web.json_response({"weight_version": stage.version})
-
-    app = web.Application()
-    app.router.add_get("/model_info", model_info)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", port).start()
-    registration = {"wandb_group": "", "wandb_project": "", "batch_size": GROUPS * SIZE, "max_token_len": 100}
-    steps = {"checkpoint_dir": "", "save_checkpoint_interval": -1, "starting_step": 0, "num_steps": 9}
-    post(f"{api}/register", registration | steps)
-    assert stage.batch() is None  # now the API lets environments in
-    stage.manager = asyncio.create_task(env.env_manager())
-    try:
-        yield stage
-    finally:
-        stage.manager.cancel()
-        await asyncio.gather(stage.manager, return_exceptions=True)
-        await runner.cleanup()
+    play(make(api), scene)
 
 
-def play(tmp_path, model_path, scene, max_staleness=0, **attributes):
-    async def run(api):
-        async with asyncio.timeout(90), on_stage(api, model_path, max_staleness, **attributes) as stage:
-            await scene(stage)
+def test_batches_have_the_items_that_started_first(api, make):
+    async def scene(env, manager):
+        trainer = ScriptedTrainer(api, BATCH, max_staleness=2)
+        env.gates[1] = asyncio.Event()
+        await until(lambda: env.report.counts["groups_sent"] == 8, manager)
+        assert await asyncio.to_thread(trainer.batch) is None, "item 1 is waited for"
+        env.gates[1].set()
+        assert [sorted(await trainer.next_batch(manager)) for _ in range(3)] == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
 
-    with running_api(tmp_path) as api:
-        asyncio.run(run(api.url))
-
-
-def test_paced_begins_a_batch_per_version_and_a_lost_one_again(tmp_path, model_path):
-    """A batch comes for each version and one that was lost is begun again."""
-
-    async def scene(stage):
-        assert await stage.next_batch(30) == [0, 1, 2]
-        with pytest.raises(TimeoutError):
-            await stage.next_batch(1)
-        stage.version = "1"
-        assert await stage.next_batch(5) == [3, 4, 5], "taken, and lost with the trainer that took it"
-        assert await stage.next_batch(20) == [6, 7, 8], "after the environment's stall timeout"
-        stage.version = "2"
-        assert await stage.next_batch(5) == [9, 10, 11]
-        stage.version = "0"
-        assert await stage.next_batch(5) == [12, 13, 14], "the trainer went back"
-
-    play(tmp_path, model_path, scene, stall_timeout=3.0)
+    play(make(api), scene)
 
 
-def test_what_the_api_refuses_gives_its_place_back(tmp_path, model_path):
-    async def scene(stage):
-        assert await stage.next_batch(30) == [2, 3, 4]
-        assert await stage.next_batch(5) == [5, 6, 7]
-        with pytest.raises(TimeoutError):
-            await stage.next_batch(1)
+def test_what_is_not_posted_releases_its_place_by_reason(api, make):
+    """The API counts each place once, under the reason that the adapter counts."""
 
-    play(tmp_path, model_path, scene, max_staleness=1, broken=2)
+    async def scene(env, manager):
+        trainer = ScriptedTrainer(api, BATCH, max_staleness=0)
+        env.faults |= {
+            0: [made(0, scores=[1.0, 1.0])],
+            1: [ValueError("bad luck") for _ in range(4)],
+            2: [None],
+            3: [made(3, masks=[["no number"] * 3] * SIZE)],  # found by the client
+            4: [made(4, messages=[[{"role": "user"}]] * SIZE)],  # found by the API
+            5: [[made(5, scores=[1.0, 1.0]), None]],
+        }
+        env.gates[6], env.config.worker_timeout = asyncio.Event(), 1.0
+        assert await trainer.next_batch(manager) == [7, 8, 9]
+        released = {"equal_scores": 1, "failed_ValueError": 1, "malformed": 2, "no_group": 2, "failed_TimeoutError": 1}
+        assert await asyncio.to_thread(trainer.counts, "released") == released
+        counts = env.report.counts
+        assert (counts["not_sent/equal_scores"], counts["not_sent/no_group"], counts["not_sent/malformed"]) == (2, 2, 2)
+        assert counts["failed/ValueError"] == counts["failed/TimeoutError"] == 1
+        await asyncio.sleep(0.5)
+        assert await asyncio.to_thread(trainer.batch) is None and len(env.begun) == 13, "10 items, one of them 4 times"
+
+    play(make(api), scene)
 
 
-def test_paced_begins_what_an_environment_left_undone(tmp_path, model_path):
-    """What a batch lacks of an environment that left is begun by the others."""
+def test_an_item_of_several_groups_has_as_many_places(api, make):
+    async def scene(env, manager):
+        trainer = ScriptedTrainer(api, BATCH, max_staleness=0)
+        env.faults = {number: [[made(number), made(number)]] for number in range(99)}
+        env.faults[1] = [[made(1), made(1), made(1)]]
+        batches = []
+        for _ in range(4):
+            batches += await trainer.next_batch(manager)
+            trainer.push()
+        assert batches == [0, 0, 1, 1, 1, 2, 2, 3, 3, 4, 4, 5], "each posted at once, all trained on"
 
-    async def scene(stage):
+    play(make(api, max_num_workers=1), scene)
+
+
+def test_an_evaluation_that_stops_training_restarts_items(api, make):
+    """What it cancels starts again with a ticket of its own."""
+
+    class Evaluated(NumberEnv):
+        async def evaluate(self, *args, **kwargs):
+            self.evaluations = getattr(self, "evaluations", 0) + 1
+            await self.evaluated.wait()
+
+    async def scene(env, manager):
+        trainer = ScriptedTrainer(api, BATCH, max_staleness=1)
+        env.evaluated, env.gates[7] = asyncio.Event(), asyncio.Event()
+        assert await trainer.next_batch(manager) == [0, 1, 2]
+        trainer.push()
+        await until(lambda: len(env.begun) == 9 and env.curr_step == 1, manager)
+        assert await trainer.next_batch(manager) == [3, 4, 5]
+        await until(lambda: getattr(env, "evaluations", 0) and not env.workers, manager)
+        await asyncio.sleep(0.5)
+        assert len(env.begun) == 9, "nothing starts while it evaluates"
+        assert {*await asyncio.to_thread(trainer.counts, "released")} == {"cancelled"}
+        env.gates[7].set()
+        env.evaluated.set()
+        assert await trainer.next_batch(manager) == [6, 8, 7] and env.begun.count(7) == 2
+
+    play(make(api, Evaluated, steps_per_eval=2, eval_handling=EvalHandlingEnum.STOP_TRAIN), scene)
+
+
+def test_evaluation_goes_on_while_a_ticket_is_awaited(api, make):
+    class Evaluated(NumberEnv):
+        async def evaluate(self, *args, **kwargs):
+            self.evaluated.set()
+
+    async def scene(env, manager):
+        trainer = ScriptedTrainer(api, BATCH, max_staleness=0)
+        env.evaluated = asyncio.Event()
+        assert await trainer.next_batch(manager) == [0, 1, 2]
+        await until(lambda: env.curr_step == 1, manager)
+        trainer.push()
+        assert await trainer.next_batch(manager) == [3, 4, 5]
+        assert not env.workers, "the next ticket is awaited"
+        async with asyncio.timeout(5):
+            await env.evaluated.wait()
+
+    play(make(api, Evaluated, steps_per_eval=2), scene)
+
+
+def test_nothing_starts_beyond_the_batches_that_may_queue(api, make):
+    """Without a bound, ``max_batches_offpolicy`` limits what is queued; nothing that runs is cancelled."""
+
+    async def scene(env, manager):
+        trainer = ScriptedTrainer(api, BATCH)
+        env.gates[0] = asyncio.Event()
+        await until(lambda: env.report.counts["groups_sent"] >= 6, manager)
+        await asyncio.sleep(1)
+        begun = len(env.begun)
+        assert 7 <= begun < 6 + 20 and len(env.workers) == 1, "two batches are queued, and item 0 runs"
+        env.gates[0].set()
+        assert await trainer.next_batch(manager) == [0, 1, 2]
+        await until(lambda: trainer.batch() and len(env.begun) > begun, manager)
+
+    play(make(api, max_batches_offpolicy=2, max_num_workers=4), scene)
+
+
+def test_an_environment_that_left_is_not_waited_for(api, make):
+    async def scene(env, manager):
+        trainer = ScriptedTrainer(api, BATCH, max_staleness=0)
         other = {"max_token_length": 100, "desired_name": "other", "weight": 0.5, "group_size": SIZE}
-        number = post(f"{stage.api}/register-env", other)["env_id"]
+        number = post(f"{api}/register-env", other)["env_id"]
+        assert post(f"{api}/begin", {"env_id": number})["ticket"]
         with pytest.raises(TimeoutError):
-            await stage.next_batch(15)
-        assert stage.env._pace.begun == 2 * SIZE, "its own two thirds of a batch"
-        post(f"{stage.api}/disconnect-env", {"env_id": number})
-        assert await stage.next_batch(15) == [0, 1, 2]
-        stage.version = "1"
-        assert await stage.next_batch(5) == [3, 4, 5], "from now on a batch is its own"
+            await trainer.next_batch(manager, within=8)
+        assert len(env.begun) == 2, "its own two thirds of a batch"
+        post(f"{api}/disconnect-env", {"env_id": number})
+        assert await trainer.next_batch(manager) == [0, 1, 2]
 
-    play(tmp_path, model_path, scene, left_timeout=1.0)
+    play(make(api), scene)
 
 
-def test_paced_ends_where_a_rollout_never_ends(tmp_path, model_path):
-    """A rollout that never ends and all wait for ends the environment and says so."""
+@pytest.mark.parametrize("hangs", [True, False], ids=["a_rollout", "the_trainer"])
+def test_an_environment_that_gets_no_ticket_ends(api, make, hangs):
+    """Whether an item never ends or no weights come: it ends with what the API says."""
 
-    async def scene(stage):
-        stage.env.config.worker_timeout = -1
-        with pytest.raises(PacingError, match="2 groups are done and wait for one that began [2-9] s ago"):
-            await stage.manager
-        assert stage.batch() is None
+    async def scene(env, manager):
+        trainer = ScriptedTrainer(api, BATCH, max_staleness=0)
+        env.longest_wait = 2.0
+        if hangs:
+            env.gates[0] = asyncio.Event()
+        with pytest.raises(EnvironmentFailure, match=r"after \d+ s: number waits for a ticket: 6 of 6 .*; [01] items"):
+            await asyncio.wait_for(manager, 30)
+        assert (await asyncio.to_thread(trainer.batch) is None) == hangs
 
-    play(tmp_path, model_path, scene, longest_wait=2.0, hangs=0)
-
-
-def test_paced_ends_where_the_server_never_gets_weights(tmp_path, model_path):
-    """An environment whose server never gets weights ends and says so."""
-
-    async def scene(stage):
-        stage.version = "default"
-        with pytest.raises(PacingError, match="weight version 'default': the trainer has pushed nothing to it"):
-            await stage.manager
-        assert stage.batch() is None, "nothing began"
-
-    play(tmp_path, model_path, scene, longest_wait=2.0)
+    play(make(api, worker_timeout=-1), scene)

@@ -1,15 +1,17 @@
-"""An environment that makes numbered groups without a server, adapted, and the trainer's side of a real API."""
+"""An environment that makes numbered groups without a server, adapted, on a real Trajectory API."""
 
 import asyncio
+import contextlib
 import time
 
 import numpy as np
 import pytest
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
 
-from helpers.services import get, post, running_api
+from helpers.scripted_trainer import ScriptedTrainer
+from helpers.services import running_trajectory_api
 from recipe.atropos.adapter.adapted_env import AdaptedEnv, adapt
-from recipe.atropos.adapter.settings import AdapterSettings
+from recipe.atropos.trajectory_api.trajectory_client import TrajectoryApiError
 
 BATCH, SIZE = 6, 2
 
@@ -49,52 +51,40 @@ def made(number, **fields):
     return group | {"group_overrides": None} | fields
 
 
-def register_trainer(api):
-    registration = {"wandb_group": "", "wandb_project": "", "batch_size": BATCH, "max_token_len": 100}
-    steps = {"checkpoint_dir": "", "save_checkpoint_interval": -1, "starting_step": 0, "num_steps": 9}
-    post(f"{api}/register", registration | steps)
-    return batch(api)  # now the API lets environments in
-
-
-def batch(api):
-    """The numbers of the items of the next batch, None if there is none."""
-    groups = get(f"{api}/batch")["batch"]
-    return groups and [int(group["scores"][0]) for group in groups]
-
-
-async def next_batch(api, manager, within=30):
-    async with asyncio.timeout(within):
-        while (numbers := await asyncio.to_thread(batch, api)) is None:
-            assert not manager.done(), manager.exception()
-            await asyncio.sleep(0.05)
-    return numbers
+_runner = asyncio.Runner()
+run = _runner.run  # an environment's connection belongs to one event loop
 
 
 @pytest.fixture(scope="module")
 def api(tmp_path_factory):
-    with running_api(tmp_path_factory.mktemp("api")) as service:
-        assert register_trainer(service.url) is None
+    with running_trajectory_api(tmp_path_factory.mktemp("api")) as service:
+        ScriptedTrainer(service.url, BATCH)
         yield service.url
 
 
 @pytest.fixture
 def make(model_path, monkeypatch):
     monkeypatch.setattr(AdaptedEnv, "_restore", lambda self, group: None)
+    made_here = []
 
-    def made_env(url, environment=NumberEnv, server_url="http://127.0.0.1:1/v1", max_staleness=None, **config):
+    def made_env(url, environment=NumberEnv, server_url="http://127.0.0.1:1/v1", api_key="x", **config):
         server = APIServerConfig(
-            model_name=str(model_path), base_url=server_url, server_type="sglang", api_key="x", health_check=True
+            model_name=str(model_path), base_url=server_url, server_type="sglang", api_key=api_key, health_check=True
         )
         fields = {"tokenizer_name": str(model_path), "group_size": SIZE, "use_wandb": False, "max_token_length": 100}
         fields |= {"rollout_server_url": url, "total_steps": 10**6, "batch_size": BATCH}
-        settings = AdapterSettings(max_staleness=max_staleness)
-        return adapt(environment, settings=settings)(BaseEnvConfig(**(fields | config)), [server])
+        made_here.append(adapt(environment)(BaseEnvConfig(**(fields | config)), [server]))
+        return made_here[-1]
 
-    return made_env
+    yield made_env
+    for env in made_here:
+        env.api_timeout = 0
+        with contextlib.suppress(TrajectoryApiError):
+            run(env._disconnect())
 
 
 async def roll_out(env, number):
-    """One item through ``handle_env``, as the manager would do it."""
+    """One item through ``handle_env``, as the manager would do it, but without a ticket."""
     env.running_items["uuid"] = {"item": {"number": number}, "worker": None, "start_time": time.time()}
     return await env.handle_env("uuid")
 
@@ -105,5 +95,25 @@ def registered(env):
         await env.register_env()
         await env.get_server_info()
 
-    asyncio.run(inner())
+    run(inner())
     return env
+
+
+@contextlib.asynccontextmanager
+async def managed(env):
+    """The task of a set-up environment's manager, which is cancelled at the end; later setups leave it as it is."""
+    await env.setup()
+    env.setup = lambda: asyncio.sleep(0)
+    manager = asyncio.create_task(env.env_manager())
+    try:
+        yield manager
+    finally:
+        manager.cancel()
+        await asyncio.gather(manager, return_exceptions=True)
+
+
+async def until(condition, manager=None, within=30):
+    async with asyncio.timeout(within):
+        while not condition():
+            assert manager is None or not manager.done(), manager.exception()
+            await asyncio.sleep(0.02)

@@ -2,7 +2,7 @@
 
 ``handle_send_to_api`` and ``_send_scored_data_to_api`` take a scored group through these steps:
 
-    validate -> shape -> restore and stamp -> check -> the environment's own -> wait for its turn -> post
+    validate -> shape -> restore and stamp -> check -> the environment's own -> post
 
 - ``AdaptedEnv`` handles what the environment produces.
 - ``PostingEnv`` is a fixed ``BaseEnv``: the environment's own overrides, and their ``super()``, still apply.
@@ -19,7 +19,7 @@ from recipe.atropos.adapter.completion_cache import ITEM, Item
 from recipe.atropos.adapter.evaluate_metrics import Evaluating
 from recipe.atropos.adapter.flags import CommandLine
 from recipe.atropos.adapter.lifecycle import Lifecycle
-from recipe.atropos.adapter.pacing import Paced
+from recipe.atropos.adapter.posting import PostingEnv
 from recipe.atropos.adapter.recorded_calls import record_all_calls, sglang_servers
 from recipe.atropos.adapter.reporting import EnvReport
 from recipe.atropos.adapter.restore import chat_templates_give_lists, collect_each, restore_group
@@ -135,19 +135,6 @@ class AdaptedEnv(CommandLine, Lifecycle, Evaluating):
 
     async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
         await super().wandb_log({**(wandb_metrics or {}), **self.report.metrics()})
-
-
-class PostingEnv(Paced):
-    """Replacement for ``BaseEnv`` as the environment's base class: the last two steps for a group."""
-
-    async def _send_scored_data_to_api(self, scored_data: Any) -> None:
-        """Wait for the item's turn, then post its groups."""
-        try:
-            groups = await self._wait_for_turn(as_groups(scored_data))
-            if groups and await self._post(groups, several=isinstance(scored_data, list)):
-                self._take_places(groups)
-        except Exception as error:  # BaseEnv would only log it
-            self._count_failure("handle_send_to_api", error)
 
 
 def adapt(

@@ -30,7 +30,7 @@ usage: python -m recipe.atropos.utils.env_adapter serve|evaluate|process --env T
 TARGET is MODULE, MODULE:Class, FILE.py or FILE.py:Class, any subclass of atroposlib's BaseEnv; the class is needed
 only where there are several. The flags are BaseEnv's (--env.KEY, --openai.KEY, --config FILE); --help after a target
 lists them. Here --openai.KEY always counts, a negative number may follow a space, an unknown flag is an error.
---adapter.max_staleness=N paces its generation, --adapter.report=FILE adds lines of counts to a file;
+--adapter.report=FILE adds lines of counts to a file;
 --reward-bridge FILE.yaml shapes its scores; --check ends before the environment is built, with its flags checked.
 What else differs from running the environment itself: docs/environments.md.
 """

@@ -14,6 +14,8 @@
 import logging
 import time
 from collections import Counter, defaultdict
+from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,18 @@ logger = logging.getLogger(__name__)
 _SECONDS = 5.0  # between two lines, if there is something new
 _SILENCE = 60.0  # s in which items end but nothing is sent, until it is logged
 _REASONS = ("not_sent/", "failed/", "retried/")
+
+
+@dataclass
+class Place:
+    """An item's place in the API's order, by its ticket: taken by a post, or released for ``reason``, the last one."""
+
+    ticket: int
+    taken: bool = False
+    reason: str = ""
+
+
+PLACE: ContextVar[Place | None] = ContextVar("place", default=None)  # of the current worker's item
 
 
 class EnvReport:
@@ -54,11 +68,21 @@ class EnvReport:
     def observe(self, name: str, value: float) -> None:
         self._observed[name].append(float(value))
 
+    def fail(self, exception: str) -> None:
+        """Count a failed item as ``failed/EXCEPTION``."""
+        self.count(f"failed/{exception}")
+        self._note(f"failed/{exception}")
+
     def refuse(self, reason: str, detail: str) -> None:
         """Count a group that is not sent as ``not_sent/REASON``; warn about the first one of each reason."""
+        self._note(reason)
         first = not self.counts[f"not_sent/{reason}"]
         self.count(f"not_sent/{reason}")
         logger.log(logging.WARNING if first else logging.DEBUG, "%s: group not sent, %s: %s", self.name, reason, detail)
+
+    def _note(self, reason: str) -> None:
+        if (place := PLACE.get()) is not None:
+            place.reason = reason
 
     def look(self, step: int) -> None:
         """Write a line if one is due, and log when nothing is sent; to be called about once per second."""

@@ -44,7 +44,7 @@ _PER_SEQUENCE = ("masks", "inference_logprobs", "advantages", "ref_logprobs", "o
 _TEACHER = ("distill_token_ids", "distill_logprobs")
 
 _FIXES = {
-    "stale": "an environment keeps to it by --adapter.max_staleness, through the adapter",
+    "stale": "an environment keeps to it through the adapter",
     "unknown_version": "run the environment through the adapter, or set it to null to train on samples of any age",
     "not_pushed": "a server was restarted, or never got weights; put the servers behind inference.gateway",
     "future_version": "an abandoned policy sampled them: the trainer went back to a checkpoint",

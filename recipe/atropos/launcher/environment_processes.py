@@ -24,7 +24,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from recipe.atropos.adapter.settings import STALL_TIMEOUT, AdapterSettings
+from recipe.atropos.adapter.settings import AdapterSettings
 from recipe.atropos.config.env_specs import EnvironmentSpec
 from recipe.atropos.data.sampling import TEMPERATURE_VARIABLE
 from recipe.atropos.data_source import DataSourceError, TrajectoryApi
@@ -231,8 +231,6 @@ class Environments:
         report.parent.mkdir(parents=True, exist_ok=True)
         append_line(report, {"time": time.time(), "env": spec.name, "started": True})
         settings = AdapterSettings(
-            max_staleness=config.trainer.atropos.max_staleness,
-            stall_timeout=STALL_TIMEOUT + (config.evaluation.timeout if config.evaluation.every else 0.0),
             groups_in_flight=groups_in_flight(config, spec),
             report=str(report),
         )

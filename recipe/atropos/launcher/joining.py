@@ -19,7 +19,6 @@ from typing import Any
 from omegaconf import DictConfig
 from rich.markup import escape
 
-from recipe.atropos.adapter.settings import AdapterSettings
 from recipe.atropos.data.sampling import TEMPERATURE_VARIABLE
 from recipe.atropos.data_source import DataSourceError, TrajectoryApi, diagnose
 from recipe.atropos.errors import ConfigurationError
@@ -76,7 +75,6 @@ def _yaml(values: dict[str, Any]) -> str:
 def adapted_command(config: DictConfig, env: dict[str, Any], openai: dict[str, Any], key: str) -> str:
     """Return a shell command for an environment through this recipe's adapter; ``key`` is quoted for the shell."""
     temperature = config.actor_rollout_ref.rollout.temperature
-    settings = AdapterSettings(max_staleness=config.trainer.atropos.max_staleness)
     variables = [f"{API_KEY_VARIABLE}={key}"]
     variables += [] if temperature == 1 else [f"{TEMPERATURE_VARIABLE}={temperature:g}"]
     flags = {f"env.{name}": value for name, value in env.items()}
@@ -89,7 +87,6 @@ def adapted_command(config: DictConfig, env: dict[str, Any], openai: dict[str, A
         "--env",
         _EXAMPLE,
         *options(flags),
-        *settings.flags(),
     ]
     return " ".join([*variables, shlex.join(command)])
 

@@ -4,14 +4,14 @@ import inspect
 
 from atroposlib.envs.base import BaseEnv
 
-from recipe.atropos.adapter.adapted_env import AdaptedEnv, PostingEnv, adapt
-from recipe.atropos.adapter.durable import Durable
+from recipe.atropos.adapter.adapted_env import AdaptedEnv, adapt
 from recipe.atropos.adapter.evaluate_metrics import Evaluating
 from recipe.atropos.adapter.flags import CommandLine
+from recipe.atropos.adapter.item_rollouts import Rollouts
 from recipe.atropos.adapter.lifecycle import Lifecycle
-from recipe.atropos.adapter.pacing import Paced
+from recipe.atropos.adapter.posting import PostingEnv
 
-FRONT, BEHIND = (AdaptedEnv, CommandLine, Lifecycle, Evaluating), (PostingEnv, Paced, Durable)
+FRONT, BEHIND = (AdaptedEnv, CommandLine, Lifecycle, Evaluating), (PostingEnv, Rollouts)
 
 
 def test_adapted_env_overrides_each_method_once_on_a_side():
@@ -25,7 +25,7 @@ def test_adapted_env_overrides_each_method_once_on_a_side():
 def test_adapted_env_takes_no_public_name():
     """But for the documented ``report``, and what the adapter is configured by."""
     known = {"adapter_settings", "reward_bridge", "report", "owns_process", "only_checked"}
-    known |= {"api_timeout", "trainer_timeout", "retry_seconds", "left_timeout", "longest_wait", "part_of_a_batch"}
+    known |= {"api_timeout", "trainer_timeout", "retry_seconds", "longest_wait"}
     own = {name for cls in (*FRONT, *BEHIND) for name in vars(cls) if not name.startswith("_")}
     assert own - known <= set(dir(BaseEnv)), own - known - set(dir(BaseEnv))
 

@@ -15,7 +15,7 @@ from helpers.adapter_cli import run_adapter
 from recipe.atropos.adapter import reporting
 from recipe.atropos.adapter.cli import adapt
 from recipe.atropos.adapter.compatibility import check_sizes
-from recipe.atropos.adapter.flags import UsageError, check_flags, join_negative_values, take_flag
+from recipe.atropos.adapter.flags import UsageError, check_flags, join_negative_values, take_flag, take_settings
 from recipe.atropos.adapter.loading import EnvironmentTargetError, load_environment
 from recipe.atropos.adapter.reporting import EnvReport
 from recipe.atropos.adapter.validate import check_limits, validated
@@ -256,6 +256,20 @@ def test_a_negative_number_may_follow_its_flag_after_a_space(tmp_path, model):
 def test_a_flag_that_cannot_be_meant_is_an_error_that_names_it(tmp_path, model, flag, expected):
     status, output = run_adapter(tmp_path, "serve", "--env", SAID, flag, MODEL=model)
     assert status == 2 and expected in output and "Traceback" not in output, output
+
+
+@pytest.mark.parametrize("flag", ["--adapter.groups_in_flight=3", "--adapter.report=f"])
+def test_settings_of_the_adapter_are_flags(flag):
+    arguments = ["serve", flag, "--env.group_size=2"]
+    settings = take_settings(arguments)
+    assert settings.flags() == [flag] and arguments == ["serve", "--env.group_size=2"]
+    assert take_settings(arguments) is None
+
+
+@pytest.mark.parametrize("value", ["0", "2.5", "none"])
+def test_a_setting_that_cannot_be_is_refused_by_name(value):
+    with pytest.raises(UsageError, match=f"--adapter.groups_in_flight={value}: Input should be"):
+        take_settings([f"--adapter.groups_in_flight={value}"])
 
 
 def test_usage_and_help(tmp_path, model):

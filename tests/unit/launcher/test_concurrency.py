@@ -1,11 +1,9 @@
 """Enough is in flight for the servers: what the launcher asks environments for, and what these make of it."""
 
-import asyncio
-
 import pytest
 from atroposlib.envs.base import APIServerConfig, BaseEnvConfig
 
-from recipe.atropos.adapter.durable import Durable
+from recipe.atropos.adapter.posting import PostingEnv
 from recipe.atropos.adapter.settings import AdapterSettings
 from recipe.atropos.config.compose import load_config
 from recipe.atropos.config.env_specs import environment_specs
@@ -71,19 +69,12 @@ def test_groups_in_flight_of_an_environment_may_be_its_own(own, expected):
     """Groups in flight of an environment are its own where it says so."""
     env = Plain.__new__(Plain)
     env.adapter_settings = AdapterSettings(groups_in_flight=256)
-    env.config, env.env_id, env.server = BaseEnvConfig(**own), 0, Servers()
-
-    async def answer(*_):
-        return {"env_weight": 1.0}
-
-    env._Durable__in_contact = asyncio.Event()
-    env._Durable__in_contact.set()
-    env._Durable__ask = answer
-    asyncio.run(env._fetch_status())
+    env.config, env.server = BaseEnvConfig(**own), Servers()
+    env._set_max_num_workers()
     assert env.max_num_workers == expected
 
 
-class Plain(Durable):
+class Plain(PostingEnv):
     async def get_next_item(self): ...
 
     async def evaluate(self, *args, **kwargs): ...
@@ -91,5 +82,3 @@ class Plain(Durable):
 
 class Servers:
     servers = [APIServerConfig()]
-
-    async def update_weight(self, weight): ...

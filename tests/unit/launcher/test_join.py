@@ -45,7 +45,7 @@ def test_join_commands_say_everything_to_a_shell(shown):
 
 def test_join_with_a_bound_on_staleness_needs_the_adapter():
     told = how_to_join(config("trainer.atropos.max_staleness=3"), "http://api:1", "http://server:2", "key")
-    assert "--adapter.max_staleness=3" in told and "gsm8k_server.py serve" not in told
+    assert "(max_staleness=3 refuses what comes without the adapter)" in told and "serve --config" not in told
     assert "max_staleness" not in how_to_join(config(), "http://api:1", "http://server:2", "key")
 
 

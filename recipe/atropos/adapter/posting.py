@@ -1,0 +1,320 @@
+"""Replacement for ``BaseEnv`` as an environment's base class: how it speaks to the Trajectory API, and starts items.
+
+It follows the environment in the MRO, so the environment's own overrides still apply.
+
+- An item starts only with a ticket. Its post closes the ticket; otherwise the ticket is released with the reason that
+  ``report`` counts, "cancelled" where the item starts again, or "nothing_posted". The API cuts batches in the order of
+  the tickets and issues none beyond the staleness bound: see ``trajectory_api.batching`` for what it guarantees.
+- Nothing that runs is cancelled because a queue is full. ``max_num_workers`` limits what runs at once, and nothing
+  starts while ``max_batches_offpolicy`` batches of the environment's own groups are queued.
+- Waiting for a ticket holds up neither evaluation nor reports. What the API says it waits for is logged every minute;
+  after ``longest_wait`` (and ``worker_timeout``) the environment ends with that message.
+- Every request is sent again for ``api_timeout``; then the environment ends. It waits ``trainer_timeout`` for a
+  trainer, without which the API registers no environment. An API that does not know the environment (its data are
+  others) gets a new registration; what runs then starts again.
+- Groups that the API refuses are counted as ``not_sent/REASON``, those that it did not take in time as
+  ``not_sent/api_unreachable``.
+- ``stock_api`` replaces tickets and the client if the API is atroposlib's own.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+import uuid
+from functools import partial
+from typing import Any
+from urllib.parse import urlsplit
+
+import wandb
+from atroposlib.envs.base import BaseEnvConfig, EvalHandlingEnum
+
+from recipe.atropos.adapter.compatibility import check_sizes
+from recipe.atropos.adapter.item_rollouts import Rollouts
+from recipe.atropos.adapter.recorded_calls import sglang_servers
+from recipe.atropos.adapter.reporting import PLACE, Place
+from recipe.atropos.adapter.stock_api import StockApi
+from recipe.atropos.adapter.validate import as_groups
+from recipe.atropos.data.reasons import RefusedGroup
+from recipe.atropos.errors import EnvironmentFailure
+from recipe.atropos.trajectory_api.trajectory_client import TrajectoryApiClient, TrajectoryApiError
+from recipe.atropos.utils.secret import API_KEY_VARIABLE
+
+logger = logging.getLogger(__name__)
+
+_LONG_POLL, _SAY_AGAIN = 10.0, 60.0  # s
+
+
+class Deadline:
+    """A wait of at most ``limit`` seconds, which logs every minute, from ``quiet`` seconds on, what it waits for."""
+
+    def __init__(self, limit: float, quiet: float = 0.0):
+        self.limit = limit
+        self._begun = time.monotonic()
+        self._next_log = self._begun + quiet
+
+    def check(self, what: str) -> None:
+        """Raise EnvironmentFailure, with ``what``, once ``limit`` seconds have passed in total."""
+        now = time.monotonic()
+        waited = now - self._begun
+        if waited > self.limit:
+            raise EnvironmentFailure(f"after {waited:.0f} s: {what}")
+        if now >= self._next_log:
+            logger.warning("%s; %.0f s so far, of at most %.0f", what, waited, self.limit)
+            self._next_log = now + _SAY_AGAIN
+
+    async def pause(self, what: str) -> None:
+        self.check(what)
+        await asyncio.sleep(1.0)
+
+
+class PostingEnv(Rollouts):
+    """``BaseEnv`` on a Trajectory API with tickets; see the module docstring."""
+
+    api_timeout = 300.0  # s without an answer from the API, until the environment ends
+    trainer_timeout = 3600.0  # s without a trainer
+    longest_wait = 3600.0  # s without a ticket
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.__client: TrajectoryApiClient | StockApi | None = None
+        self.__starting: asyncio.Task | None = None  # starts items while there is room for workers
+        self.__releases: set[asyncio.Task] = set()
+        self.__sequences = self.config.group_size  # of the latest item, as a prediction for the next
+
+    # ------------------------------------------------------------------ registration
+
+    async def _api(self) -> TrajectoryApiClient | StockApi:
+        """Return the client, which is connected at the first call."""
+        if self.__client is None:
+            self.__client = await self.__connect()
+        return self.__client
+
+    async def __connect(self) -> TrajectoryApiClient | StockApi:
+        url = self.config.rollout_server_url
+        if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
+            raise EnvironmentFailure(f"--env.rollout_server_url={url}: no address; give http://HOST:PORT")
+        keys = [os.environ.get(API_KEY_VARIABLE), *(server.config.api_key for server in sglang_servers(self.server))]
+        secret = next((key for key in keys if key), None)
+        client = TrajectoryApiClient(url, None if secret in ("x", "none") else secret, self.api_timeout)
+        await client.__aenter__()
+        try:
+            await client.diagnose()
+            return client
+        except TrajectoryApiError as error:
+            await client.__aexit__()
+            if error.status == 401:
+                raise EnvironmentFailure(f"{error}; set ${API_KEY_VARIABLE} to its secret") from error
+            if error.status not in (404, 405):
+                raise
+        logger.warning("%s: %s is atroposlib's run-api: %s", self.report.name, url, StockApi.LOSSES)
+        return StockApi(url, self.api_timeout, self.report.count)
+
+    async def _register_env(self) -> dict[str, Any]:
+        """Register with the API, waiting until it accepts, and return its response."""
+        registration = {
+            "max_token_length": self.config.max_token_length,
+            "desired_name": self.config.wandb_name or self.report.name,
+            "weight": self.config.inference_weight,
+            "min_batch_allocation": self.config.min_batch_allocation,
+            "group_size": self.config.group_size,
+        }
+        deadline = Deadline(self.trainer_timeout)
+        while True:
+            try:
+                answer = await (await self._api()).register_env(registration)
+            except TrajectoryApiError as error:
+                if error.status is None:
+                    raise
+                raise EnvironmentFailure(f"{self.report.name} registers as {registration}: {error}") from error
+            if answer["status"] == "success":
+                return answer
+            await deadline.pause(
+                f"{self.report.name} waits for a registration at the Trajectory API, which says {answer['status']!r}"
+            )
+
+    async def __register_again(self) -> None:
+        """Register under a new number, without loading a checkpoint: the state is newer. What runs starts again."""
+        self.env_id = (await self._register_env())["env_id"]
+        self.report.count("registered_again")
+        logger.warning("%s: registered again, as number %d", self.report.name, self.env_id)
+        await self.get_server_info()
+        if not isinstance(self.__client, StockApi):  # its tickets are unknown
+            self.backlog.extend(running["item"] for running in self.running_items.values())
+            for worker in self.workers:
+                worker.cancel()
+            self.running_items, self.workers = {}, set()
+
+    async def setup_wandb(self) -> None:
+        """Join the trainer's wandb group; BaseEnv's would ask the API without a secret."""
+        if not self.config.use_wandb:
+            return
+        deadline = Deadline(self.trainer_timeout)
+        while (info := await (await self._api()).wandb_info())["project"] is None:
+            await deadline.pause(f"{self.report.name} waits for a trainer to name the wandb project")
+        self.wandb_group, self.wandb_project = info["group"], info["project"]
+        name = self.config.wandb_name and f"{self.config.wandb_name}-{time.strftime('%Y-%m-%d')}-{uuid.uuid4().hex[:6]}"
+        wandb.init(name=name, project=info["project"], group=info["group"], config=self.config.model_dump())
+
+    async def get_server_info(self) -> None:
+        """Adopt the trainer's batch size and maximum length.
+
+        Raises:
+            EnvironmentFailure: the environment's own sizes do not fit them.
+        """
+        info = await (await self._api()).info()
+        if info["batch_size"] != -1:
+            self.config.batch_size = info["batch_size"]
+        if info["max_token_len"] != -1:
+            self.max_token_len = info["max_token_len"]
+        check_sizes(
+            self.config.group_size,
+            self.config.max_token_length,
+            self.config.batch_size,
+            self.max_token_len,
+            self.config.rollout_server_url,
+        )
+
+    async def get_status(self) -> None:
+        """Get the API's status, and set how many items may be in flight."""
+        api = await self._api()
+        try:
+            status = await api.status(self.env_id)
+        except TrajectoryApiError as error:
+            if error.status != 404:
+                raise
+            await self.__register_again()
+            status = await api.status(self.env_id)
+        self.report.counts["sent_again"] = api.again
+        self._set_max_num_workers()
+        await self.server.update_weight(status["env_weight"])
+        if not isinstance(api, StockApi):
+            status["queue_size"] = 0  # or BaseEnv's backpressure would cancel workers
+        self.status_dict = status
+
+    def _set_max_num_workers(self) -> None:
+        self.max_num_workers = self.config.max_num_workers
+        if self.max_num_workers == -1:
+            self.max_num_workers = self.config.max_num_workers_per_node * len(self.server.servers)
+            if self.config.max_num_workers_per_node == BaseEnvConfig().max_num_workers_per_node:
+                self.max_num_workers = self.adapter_settings.groups_in_flight or self.max_num_workers
+
+    async def _disconnect(self) -> None:
+        """Leave the API, which then releases all tickets that are open."""
+        client, self.__client = self.__client, None
+        if self.__starting is not None:
+            self.__starting.cancel()
+        if client is not None:
+            try:
+                if hasattr(self, "env_id"):
+                    await client.disconnect_env(self.env_id)
+            finally:
+                await client.__aexit__()
+
+    # ------------------------------------------------------------------ items and their tickets
+
+    async def add_train_workers(self) -> None:
+        """Let items start in a task of their own, since waiting for a ticket must not hold up the manager."""
+        api = await self._api()
+        if isinstance(api, StockApi):
+            return await super().add_train_workers()
+        if self.__starting is None or self.__starting.done():
+            if self.__starting is not None:
+                self.__starting.result()
+            self.__starting = asyncio.create_task(self.__start_items(api))
+
+    def __has_room(self) -> bool:
+        limit, config = self.max_num_workers, self.config
+        if self.eval_runner is not None and not self.eval_runner.done():
+            if config.eval_handling == EvalHandlingEnum.STOP_TRAIN:
+                return False
+            if config.eval_handling == EvalHandlingEnum.LIMIT_TRAIN:
+                limit = int(limit * config.eval_limit_ratio)
+        queued = self.status_dict["self_queue_size"] * config.group_size
+        return len(self.workers) < limit and not 0 < config.max_batches_offpolicy * config.batch_size <= queued
+
+    async def __start_items(self, api: TrajectoryApiClient) -> None:
+        while self.__has_room():
+            item = self.backlog.pop() if self.backlog else await self.get_next_item()
+            if item is None:
+                return
+            ticket = await self.__ticket(api)
+            if ticket is None:
+                self.backlog.insert(0, item)  # what was interrupted comes before it
+                return
+            item_uuid, place = str(uuid.uuid4()), Place(ticket)
+            worker = asyncio.create_task(self.__work(item_uuid, place))
+            self.running_items[item_uuid] = {"item": item, "worker": worker, "start_time": time.time()}
+            self.workers.add(worker)
+            # A callback, since a worker that is cancelled before its first step never runs.
+            worker.add_done_callback(partial(self.__worker_ended, item, place))
+
+    async def __ticket(self, api: TrajectoryApiClient) -> int | None:
+        """Return a ticket; None if there is no longer room, or the API no longer knows the environment.
+
+        Raises:
+            EnvironmentFailure: there was none for too long.
+        """
+        limit = max(self.longest_wait, self.config.worker_timeout)
+        deadline = Deadline(limit, quiet=_SAY_AGAIN)
+        sequences = min(self.__sequences, self.config.batch_size)
+        while self.__has_room():
+            try:
+                ticket = await api.begin(self.env_id, sequences, min(_LONG_POLL, limit))
+            except TrajectoryApiError as error:
+                if error.status != 404:
+                    raise
+                return None
+            if ticket is not None and self.__has_room():
+                return ticket
+            if ticket is not None:  # an evaluation has started meanwhile
+                await api.release(ticket, "cancelled")
+                return None
+            deadline.check(
+                f"{self.report.name} waits for a ticket: {api.lacking}; {len(self.workers)} items run here; if no "
+                "environment's do, look into the trainer's log"
+            )
+        return None
+
+    async def __work(self, item_uuid: str, place: Place) -> Any:
+        PLACE.set(place)
+        return await self.handle_env(item_uuid)
+
+    def __worker_ended(self, item: Any, place: Place, worker: asyncio.Task) -> None:
+        self.workers.discard(worker)
+        if not worker.cancelled():
+            if error := worker.exception():
+                logger.error("a worker failed: %r", error)
+            elif worker.result():
+                self.last_completed_item = item
+        if not place.taken and self.__client is not None:
+            reason = place.reason or ("cancelled" if worker.cancelled() else "nothing_posted")
+            release = asyncio.create_task(self.__release(place.ticket, reason))
+            self.__releases.add(release)
+            release.add_done_callback(self.__releases.discard)
+
+    async def __release(self, ticket: int, reason: str) -> None:
+        with contextlib.suppress(TrajectoryApiError):  # the manager's own requests end the environment
+            await self.__client.release(ticket, reason)
+
+    # ------------------------------------------------------------------ groups
+
+    async def _send_scored_data_to_api(self, scored_data: Any) -> None:
+        """Post an item's groups, under its ticket if it has one."""
+        groups, place = as_groups(scored_data), PLACE.get()
+        try:
+            api = await self._api()
+            for group in groups:
+                group["env_id"] = self.env_id
+            await api.post_groups(groups, None if place is None else place.ticket)
+        except (RefusedGroup, TrajectoryApiError) as error:
+            for _ in groups:
+                self.report.refuse(error.reason, str(error))
+        except Exception as error:  # BaseEnv would only log it
+            self._count_failure("handle_send_to_api", error)
+        else:
+            self.report.count("groups_sent", len(groups))
+            self.__sequences = sum(len(group["tokens"]) for group in groups)
+            if place is not None:
+                place.taken = True

@@ -1,0 +1,70 @@
+"""The trainer's side of the staleness bound: which rows are dropped, and which bounds are refused."""
+
+import pytest
+
+from helpers.services import group
+from helpers.trainer import compose_config
+from recipe.atropos.adapter.completion_cache import NOT_PUSHED
+from recipe.atropos.data.data_proto import groups_to_data_proto
+from recipe.atropos.data.rows import RowLimits, VersionLimits
+from recipe.atropos.launcher.preflight import ConfigurationError, check_config
+
+
+def versioned(number, oldest, newest):
+    return group(number) | {
+        "group_overrides": {"policy_version_min": oldest, "policy_version_max": newest, "env_name": "math"}
+    }
+
+
+def test_staleness_rows_out_of_bounds_are_dropped_and_counted():
+    """Rows that are too old or from the future are dropped and counted for their environment."""
+    groups = [versioned(0, [5, 3, 2, None], [5, 6, 5, None]), versioned(1, [6, 7, 4, 4], [6, 7, 7, 6])]
+    expected = {
+        None: ({"future_version": 2}, [5, 3, 2, None, 6, 4]),
+        2: ({"future_version": 2, "stale": 2, "unknown_version": 1}, [5, 6, 4]),
+        0: ({"future_version": 2, "stale": 4, "unknown_version": 1}, [6]),
+    }
+    for max_staleness, (dropped, kept) in expected.items():
+        rows, report = groups_to_data_proto(groups, RowLimits(10, 10, 0), 4, VersionLimits(6, max_staleness))
+        assert report.dropped == dropped and report.rows == len(kept)
+        real = ~rows.non_tensor_batch["is_padding"]
+        assert rows.non_tensor_batch["policy_version_min"][real].tolist() == kept
+        for reason, count in dropped.items():
+            assert report.metrics()[f"atropos/math/dropped/{reason}"] == count
+
+
+@pytest.mark.parametrize("max_staleness", [None, 0, 9])
+def test_staleness_rows_of_unpushed_weights_are_never_trained_on(max_staleness):
+    """What weights sampled that nobody pushed is never trained on."""
+    groups = [versioned(0, [6, NOT_PUSHED, NOT_PUSHED, 6], [6, NOT_PUSHED, 6, 6])]
+    _, report = groups_to_data_proto(groups, RowLimits(10, 10, 0), 1, VersionLimits(6, max_staleness))
+    assert report.dropped == {"not_pushed": 2} and report.rows == 2
+
+
+def test_a_batch_of_which_nothing_is_fresh_is_empty():
+    rows, report = groups_to_data_proto([versioned(0, [1] * 4, [1] * 4)], RowLimits(10, 10, 0), 1, VersionLimits(9, 2))
+    assert rows is None and report.dropped == {"stale": 4}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ("max_staleness=-1", "max_staleness=-1: give 0 or more"),
+        ("max_staleness=1.5", "max_staleness=1.5: give a whole number"),
+        ("max_staleness=true", "max_staleness=true: give a whole number"),
+        ("max_staleness=2 trainer.atropos.weight_sync.every=4", "max_staleness=2 with weight_sync.every=4: .*for ever"),
+        ("max_staleness=3 trainer.atropos.weight_sync.every=4", None),
+        ("max_staleness=0", None),
+    ],
+)
+def test_staleness_bound_that_would_deadlock_is_refused(overrides, expected):
+    """A bound under which training would wait for ever is refused."""
+    options = [
+        "actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B",
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096",
+    ]
+    config = compose_config(*options, *f"trainer.atropos.{overrides}".split())
+    if expected is None:
+        return check_config(config)
+    with pytest.raises(ConfigurationError, match=expected):
+        check_config(config)
