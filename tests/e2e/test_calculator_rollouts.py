@@ -16,7 +16,7 @@ import torch
 from aiohttp import web
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from helpers.services import running_api
+from helpers.services import running_trajectory_api
 from helpers.sglang import running_sglang
 from helpers.trainer import close, compose_config, model_vocab
 from recipe.atropos.adapter.completion_cache import trained_spans, versions_of
@@ -130,7 +130,7 @@ def trained(tmp_path_factory):
     ray.init(num_cpus=4, include_dashboard=False)
     with (
         running_sglang(policy) as (_, server),
-        running_api(folder) as api,
+        running_trajectory_api(folder) as api,
         on_the_wire(server, until_the_next_version(server)) as (wire, replies),
     ):
         config = compose_config(
@@ -161,7 +161,6 @@ def trained(tmp_path_factory):
             "openai.base_url": f"{wire}/v1",
             "openai.model_name": policy,
             "slurm": "false",
-            "adapter.max_staleness": 1,
         }
         environment = start_service(
             "environment",

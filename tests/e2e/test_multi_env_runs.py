@@ -13,7 +13,6 @@ import pytest
 from helpers.environments import item_env
 from helpers.services import get, group, post, running_api
 from helpers.trainer import compose_config
-from recipe.atropos.adapter.pacing import Paced
 from recipe.atropos.config.env_specs import environment_specs
 from recipe.atropos.launcher.environment_processes import Environments
 from recipe.atropos.launcher.services import Run
@@ -59,11 +58,11 @@ class Stage:
         ]
 
     def shares(self, *numbers):
-        """Of a batch, as pacing counts them."""
+        """Of a batch: what is allocated, and of the rest what the weight gives."""
         found = []
         for number in numbers:
             status = get(f"{self.api}/status-env", {"env_id": number})
-            found.append(Paced.part_of_a_batch(0.5, status))
+            found.append(0.5 + status["unallocated_fraction"] * status["env_weight"])
         return found
 
 

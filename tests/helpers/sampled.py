@@ -92,11 +92,10 @@ def with_bos(tokenizer):
 def make(script, model_path, url="http://127.0.0.1:1", group_size=4, server_type="sglang"):
     """``script``, adapted."""
 
-    async def _post(self, groups, several):
-        self.keep(groups if several else groups[0])
-        return True
+    async def _send_scored_data_to_api(self, scored_data):
+        self.keep(scored_data)
 
-    environment = type(script.__name__, (adapt(script),), {"_post": _post})
+    environment = type(script.__name__, (adapt(script),), {"_send_scored_data_to_api": _send_scored_data_to_api})
     server = APIServerConfig(
         model_name=str(model_path), base_url=f"{url}/v1", api_key="x", server_type=server_type, health_check=False
     )

@@ -26,7 +26,7 @@ from recipe.atropos.data.reasons import Reason
 logger = logging.getLogger(__name__)
 
 
-class Rollouts(BaseEnv):
+class ItemRollouts(BaseEnv):
     """``BaseEnv`` whose items fail with a count; see the module docstring. SGLang servers get no health completions:
     a call's own retries handle a server that is down.
     """

@@ -31,7 +31,7 @@ import wandb
 from atroposlib.envs.base import BaseEnvConfig, EvalHandlingEnum
 
 from recipe.atropos.adapter.compatibility import check_sizes
-from recipe.atropos.adapter.item_rollouts import Rollouts
+from recipe.atropos.adapter.item_rollouts import ItemRollouts
 from recipe.atropos.adapter.recorded_calls import sglang_servers
 from recipe.atropos.adapter.reporting import PLACE, Place
 from recipe.atropos.adapter.stock_api import StockApi
@@ -69,7 +69,7 @@ class Deadline:
         await asyncio.sleep(1.0)
 
 
-class PostingEnv(Rollouts):
+class PostingEnv(ItemRollouts):
     """``BaseEnv`` on a Trajectory API with tickets; see the module docstring."""
 
     api_timeout = 300.0  # s without an answer from the API, until the environment ends

@@ -124,7 +124,7 @@ def test_adapting_twice_is_adapting_once():
     adapted = adapt(Env)
     assert adapt(adapted) is adapted and issubclass(adapted, Env) and adapted.__name__ == "Env"
     order = [cls.__name__ for cls in adapted.__mro__]
-    assert order.index("AdaptedEnv") < order.index("Env", 1) < order.index("Paced") < order.index("BaseEnv")
+    assert order.index("AdaptedEnv") < order.index("Env", 1) < order.index("PostingEnv") < order.index("BaseEnv")
 
 
 @pytest.mark.parametrize(
