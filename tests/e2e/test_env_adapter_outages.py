@@ -88,6 +88,7 @@ def test_an_api_with_other_data_knows_the_environment_again(make, tmp_path):
                 trainer = ScriptedTrainer(url, BATCH, max_staleness=0)
                 env.gates[0].set()
                 assert sorted(await trainer.next_batch(manager)) == [0, 3, 4]
+                assert await asyncio.to_thread(trainer.counts, "released") == {}, "tickets of the other store"
                 assert env.report.counts["registered_again"] == 1 and sorted(env.begun) == [0, 0, 1, 2, 3, 4]
 
     run(scene())

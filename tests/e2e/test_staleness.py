@@ -82,6 +82,12 @@ def train(model_path, server, folder, max_staleness):
     return read_metrics(folder / "run"), items
 
 
+def item_of(tokenizer, group):
+    """The number in a group's prompt."""
+    prompt = [token for token, mask in zip(group["tokens"][0], group["masks"][0], strict=True) if mask == -100]
+    return int(re.search(r"item (\d+)", tokenizer.decode(prompt))[1])
+
+
 @pytest.mark.parametrize("max_staleness", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_staleness_is_bounded_and_long_answers_are_trained_on(model_path, server, tmp_path, max_staleness):
     """What started first is trained on first, whatever its length, by a trainer that only pushes."""
@@ -98,7 +104,7 @@ def test_staleness_is_bounded_and_long_answers_are_trained_on(model_path, server
             while (groups := trainer.groups()) is None:
                 assert time.monotonic() < deadline, get(f"{api.url}/diagnose")["why"]
                 time.sleep(0.05)
-            items = [int(re.search(r"item (\d+)", tokenizer.decode(group["tokens"][0]))[1]) for group in groups]
+            items = [item_of(tokenizer, group) for group in groups]
             assert sorted(items) == [*range((step - 1) * GROUPS, step * GROUPS)], f"step {step}"
             for item, group in zip(items, groups, strict=True):
                 sampled = [sum(mask != -100 for mask in masks) for masks in group["masks"]]

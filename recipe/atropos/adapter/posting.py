@@ -186,7 +186,8 @@ class PostingEnv(ItemRollouts):
                 raise
             await self.__register_again()
             status = await api.status(self.env_id)
-        self.report.counts["sent_again"] = api.again
+        if api.again:
+            self.report.counts["sent_again"] = api.again
         self._set_max_num_workers()
         await self.server.update_weight(status["env_weight"])
         if not isinstance(api, StockApi):
@@ -243,7 +244,7 @@ class PostingEnv(ItemRollouts):
             if ticket is None:
                 self.backlog.insert(0, item)  # what was interrupted comes before it
                 return
-            item_uuid, place = str(uuid.uuid4()), Place(ticket)
+            item_uuid, place = str(uuid.uuid4()), Place(self.env_id, ticket)
             worker = asyncio.create_task(self.__work(item_uuid, place))
             self.running_items[item_uuid] = {"item": item, "worker": worker, "start_time": time.time()}
             self.workers.add(worker)
@@ -288,15 +289,16 @@ class PostingEnv(ItemRollouts):
                 logger.error("a worker failed: %r", error)
             elif worker.result():
                 self.last_completed_item = item
-        if not place.taken and self.__client is not None:
+        if not place.taken and place.env_id == self.env_id:  # not of an earlier registration
             reason = place.reason or ("cancelled" if worker.cancelled() else "nothing_posted")
             release = asyncio.create_task(self.__release(place.ticket, reason))
             self.__releases.add(release)
             release.add_done_callback(self.__releases.discard)
 
     async def __release(self, ticket: int, reason: str) -> None:
-        with contextlib.suppress(TrajectoryApiError):  # the manager's own requests end the environment
-            await self.__client.release(ticket, reason)
+        if self.__client is not None:  # else it has left, which releases all
+            with contextlib.suppress(TrajectoryApiError):  # the manager's own requests end the environment
+                await self.__client.release(ticket, reason)
 
     # ------------------------------------------------------------------ groups
 

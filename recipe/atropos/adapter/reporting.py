@@ -32,6 +32,7 @@ _REASONS = ("not_sent/", "failed/", "retried/")
 class Place:
     """An item's place in the API's order, by its ticket: taken by a post, or released for ``reason``, the last one."""
 
+    env_id: int
     ticket: int
     taken: bool = False
     reason: str = ""
