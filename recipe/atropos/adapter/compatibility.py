@@ -4,6 +4,7 @@ import contextlib
 from itertools import count
 from typing import Any
 
+from atroposlib.envs.base import BaseEnvConfig
 from atroposlib.envs.server_handling.sglang_server import SGLangServer
 
 from recipe.atropos.errors import EnvironmentFailure
@@ -21,23 +22,23 @@ class Inconclusive(Exception):
         self.permanent = permanent
 
 
-def check_sizes(group_size: int, max_token_length: int, batch_size: int, max_token_len: int, api_url: str) -> None:
-    """Check the environment's group size and length (tokens) against what the trainer told the Trajectory API.
-
-    -1 means unknown, and passes.
+def check_sizes(config: BaseEnvConfig, max_token_len: int) -> None:
+    """Check an environment's group size and length (tokens) against what the trainer told the Trajectory API, its
+    ``config.batch_size`` and ``max_token_len``; -1 means unknown, and passes.
 
     Raises:
         EnvironmentFailure: groups never fill a batch exactly, or sequences may be longer than the trainer accepts.
     """
+    group_size, batch_size, api_url = config.group_size, config.batch_size, config.rollout_server_url
     if batch_size > 0 and batch_size % group_size:
         fitting = ", ".join(str(n) for n in range(2, min(batch_size, 64) + 1) if batch_size % n == 0)
         raise EnvironmentFailure(
             f"--env.group_size={group_size}: groups of {group_size} never fill the trainer's batch of {batch_size} "
             f"sequences exactly (from {api_url}); give one of {fitting}, or change the trainer's batch"
         )
-    if 0 < max_token_len < max_token_length:
+    if 0 < max_token_len < config.max_token_length:
         raise EnvironmentFailure(
-            f"--env.max_token_length={max_token_length} is more than the {max_token_len} tokens that the trainer takes "
+            f"--env.max_token_length={config.max_token_length} is more than the {max_token_len} tokens that the trainer takes "
             f"(from {api_url}): longer sequences would be dropped; give --env.max_token_length={max_token_len}, or "
             "raise the trainer's prompt and response lengths"
         )

@@ -168,13 +168,7 @@ class PostingEnv(ItemRollouts):
             self.config.batch_size = info["batch_size"]
         if info["max_token_len"] != -1:
             self.max_token_len = info["max_token_len"]
-        check_sizes(
-            self.config.group_size,
-            self.config.max_token_length,
-            self.config.batch_size,
-            self.max_token_len,
-            self.config.rollout_server_url,
-        )
+        check_sizes(self.config, self.max_token_len)
 
     async def get_status(self) -> None:
         """Get the API's status, and set how many items may be in flight."""

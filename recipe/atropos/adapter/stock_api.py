@@ -12,7 +12,6 @@ There are no tickets: BaseEnv's own backpressure applies, which cancels running 
 """
 
 import asyncio
-import gzip
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +28,6 @@ logger = logging.getLogger(__name__)
 _ANSWER = 60.0  # s; while it assembles batches, it answers no request for many seconds
 _LONGEST_PAUSE = 10.0  # s, at most, between two attempts
 _SERVER_ERRORS = 5  # 5xx responses to one post before giving up
-_COMPRESSED_FROM = 1024  # bytes
 
 
 class StockApi:
@@ -46,7 +44,8 @@ class StockApi:
         self._registered = asyncio.Event()
         self._env_id: int | None = None
         self._queued = 0  # groups of this environment
-        self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(_ANSWER))
+        headers = {"Content-Type": "application/json"}
+        self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(_ANSWER), headers=headers)
 
     async def __aexit__(self, *_: object) -> None:
         await self._session.close()
@@ -98,11 +97,8 @@ class StockApi:
                 for group in payload:
                     group["env_id"] = self._env_id
             body, begun = to_json(payload), time.monotonic()
-            headers = {"Content-Type": "application/json"}
-            if len(body) >= _COMPRESSED_FROM:
-                body, headers["Content-Encoding"] = gzip.compress(body, compresslevel=1), "gzip"
             try:
-                async with self._session.request(method, self._url + path, data=body, headers=headers) as reply:
+                async with self._session.request(method, self._url + path, data=body) as reply:
                     text = await reply.read()
                 if reply.status < 400:
                     return orjson.loads(text)

@@ -353,14 +353,18 @@ def test_what_is_no_group_is_refused_by_name():
 
 
 def test_sizes_that_cannot_be_packed_name_flag_and_fix():
-    check_sizes(4, 100, 8, 100, "http://api")
-    check_sizes(3, 100, -1, -1, "http://api")
+    def check(group_size, max_token_length, batch_size, max_token_len):
+        sizes = {"group_size": group_size, "max_token_length": max_token_length, "batch_size": batch_size}
+        check_sizes(BaseEnvConfig(**sizes), max_token_len)
+
+    check(4, 100, 8, 100)
+    check(3, 100, -1, -1)
     with pytest.raises(EnvironmentFailure, match="--env.group_size=3: .* batch of 8 sequences .* give one of 2, 4, 8"):
-        check_sizes(3, 100, 8, 100, "http://api")
+        check(3, 100, 8, 100)
     with pytest.raises(EnvironmentFailure, match="--env.group_size=16: "):
-        check_sizes(16, 100, 8, 100, "http://api")
+        check(16, 100, 8, 100)
     with pytest.raises(EnvironmentFailure, match="--env.max_token_length=101 .* give --env.max_token_length=100"):
-        check_sizes(4, 101, 8, 100, "http://api")
+        check(4, 101, 8, 100)
 
 
 def test_environment_that_sends_nothing_says_so_each_minute(monkeypatch, tmp_path, caplog):
