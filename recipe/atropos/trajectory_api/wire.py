@@ -91,7 +91,7 @@ def pack(columns: Columns) -> bytes:
             len(columns.tokens),
             columns.env_id,
             {name: dtype for name, (dtype, _) in buffers.items()},
-            {name: msgspec.Raw(columns.raw[name]) for name in RAW if name in columns.raw},
+            {name: msgspec.Raw(columns.raw[name]) for name in (*FLOATS, *RAW) if name in columns.raw},
         )
     )
     parts = [_PREFIX.pack(_GROUP, len(header)), header, _PADDING[-len(header) % 8]]

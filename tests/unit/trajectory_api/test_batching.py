@@ -82,7 +82,7 @@ def test_shares_are_within_one_group_of_the_ideal(environments, data):
     batch_size = data.draw(st.integers(8, 64))
     queue = Queue()
     queue.set_batch_size(batch_size)
-    for env, (weight, size) in enumerate(environments):
+    for env, (weight, _) in enumerate(environments):
         queue.set_environment(env, weight, 0.0)
     numbers = itertools.count(1)
 
@@ -98,7 +98,7 @@ def test_shares_are_within_one_group_of_the_ideal(environments, data):
     for entry in itertools.islice(queue._in_order({}), 3 * batch_size // max(size for _, size in environments)):
         served[entry.env] += entry.size
         order.append(entry)
-        for env, (weight, size) in enumerate(environments):
+        for env, (weight, _) in enumerate(environments):
             assert abs(served[env] - sum(served) * weight / weights) <= max(size for _, size in environments) + 1e-6
 
 
