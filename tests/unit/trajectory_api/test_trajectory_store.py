@@ -15,9 +15,9 @@ def row(id, number=None, env=None):
     return Group(id, number or id, env, 2, 20, 0, float(id))
 
 
-async def append(store, *ids, **names):
+async def append(store, *ids, padding=b"", **names):
     arguments = {"key": None, "digest": None, "ticket": None} | names
-    await store.write(database.append, [(row(id), b"record %d" % id) for id in ids], **arguments)
+    await store.write(database.append, [(row(id), b"record %d" % id + padding) for id in ids], **arguments)
 
 
 def in_store(folder, test, durability="normal"):
@@ -99,7 +99,7 @@ def test_a_full_disk_holds_writes_until_there_is_room(tmp_path):
         await append(store, 1)
         pages = store.connection.execute("PRAGMA page_count").fetchone()[0]
         store.connection.execute(f"PRAGMA max_page_count = {pages}")
-        held = [asyncio.ensure_future(append(store, id)) for id in range(2, 200)]
+        held = [asyncio.ensure_future(append(store, id, padding=bytes(1000))) for id in range(2, 200)]
         while not store.trouble:
             await asyncio.sleep(0.01)
         assert "full" in store.trouble and str(tmp_path) in store.trouble
