@@ -252,6 +252,10 @@ class _Poster(BaseEnv):
         self.config = SimpleNamespace(rollout_server_url=url)
         self.env_id = None
 
+    async def evaluate(self, *args: Any, **kwargs: Any) -> None: ...
+
+    async def get_next_item(self) -> None: ...
+
 
 def environment_cpu(server: Server, group: dict[str, Any], ours: bool, groups: int) -> float:
     """Return the CPU seconds of this process for each group that it posts."""

@@ -189,10 +189,10 @@ async def _scored_data(api: Api, request: web.Request, path: str) -> web.StreamR
         del body
         if groups:
             await ingest.post(service, groups, ticket, key, digest)
-        if ticket is None:
-            await ingest.hold(service, lambda: _gone(request))
     else:
         service.count("repeated", count)
+    if ticket is None:
+        await ingest.hold(service, lambda: _gone(request))
     response = _answer({"status": "received", **({"groups_processed": count} if several else {})})
     written = await _written(request, response)
     if digest is not None and count:
