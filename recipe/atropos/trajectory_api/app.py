@@ -9,10 +9,11 @@ Guarantees:
 - Bodies are limited, as sent and inflated. A request that cannot be served gets a 4xx that says why.
 """
 
+import asyncio
 import hmac
 import ipaddress
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -28,12 +29,13 @@ logger = logging.getLogger(__name__)
 
 MAX_BODY = 128 << 20  # bytes, as sent and inflated
 _CHUNK = 1 << 20
+_SLICE = 8  # records of a batch that are read at a time
 _JSON = {"Content-Type": "application/json"}
 _CONTENT_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
 _NO_EXAMPLE = dict.fromkeys([key for key in wire.KEYS if key not in ("overrides", "group_overrides", "env_id")], [])
 _BROKEN = (ConnectionError, web.RequestPayloadError)
 
-Handler = Callable[["Api", web.Request, str], Awaitable[web.StreamResponse]]
+Handler = Callable[["Api", web.BaseRequest, str], Awaitable[web.StreamResponse]]
 
 
 class Api:
@@ -43,12 +45,7 @@ class Api:
         self.service = service
         self._secret = secret.encode() if secret else None
 
-    def application(self) -> web.Application:
-        application = web.Application(client_max_size=MAX_BODY)
-        application.router.add_route("*", "/{path:.*}", self.handle)
-        return application
-
-    async def handle(self, request: web.Request) -> web.StreamResponse:
+    async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         try:
             path = self._authorized(request)
             handler = ROUTES.get((request.method, path))
@@ -62,12 +59,17 @@ class Api:
             return _answer({"detail": str(error), **error.extra}, error.status)
         except _BROKEN as error:
             return _answer({"detail": f"the request broke off: {error!r}"}, 400)
+        except Exception:
+            logger.exception(
+                "%s %s failed", request.method, request.path[:100] if self._secret is None else "a request"
+            )
+            return _answer({"detail": "an error of the server; its log has it"}, 500)
 
-    def _authorized(self, request: web.Request) -> str:
+    def _authorized(self, request: web.BaseRequest) -> str:
         """Return the path without a secret; raise Refused if access is denied."""
         path = request.path
         site, origin = request.headers.get("Sec-Fetch-Site", "none"), request.headers.get("Origin")
-        if site not in ("none", "same-origin") or (origin is not None and urlsplit(origin).netloc != request.host):
+        if site not in ("none", "same-origin") or (origin is not None and origin.partition("://")[2] != request.host):
             raise m.Refused(403, "requests of other sites' pages are refused")
         if self._secret is None:
             if not _is_local(request.host):
@@ -82,17 +84,17 @@ class Api:
 
 
 def _is_local(host: str) -> bool:
-    name = urlsplit(f"//{host}").hostname or ""
     try:
-        return ipaddress.ip_address(name).is_loopback
+        name = urlsplit(f"//{host}").hostname or ""
+        return name == "localhost" or ipaddress.ip_address(name).is_loopback
     except ValueError:
-        return name == "localhost"
+        return False
 
 
 # ---------------------------------------------------------------------- bodies and answers
 
 
-async def _body(request: web.Request) -> bytes:
+async def _body(request: web.BaseRequest) -> bytes:
     """Return a request's body, inflated.
 
     Raises:
@@ -137,19 +139,27 @@ def _answer(value: Any, status_code: int = 200) -> web.Response:
     return web.Response(body=orjson.dumps(value), status=status_code, headers=_JSON)
 
 
-async def _written(request: web.Request, response: web.Response) -> bool:
-    """Write an answer; return whether all of it left for a client that was still there."""
+async def _written(
+    request: web.BaseRequest, response: web.StreamResponse, parts: AsyncIterator[bytes] | None = None
+) -> bool:
+    """Write an answer, a large one in ``parts``; return whether all of it left for a client that was still there.
+
+    Parts are made one at a time, when there is room for them, and others are served in between.
+    """
     if _gone(request):
         return False
     try:
         await response.prepare(request)
+        if parts is not None:
+            async for part in parts:
+                await response.write(part)
         await response.write_eof()
     except ConnectionError:
         return False
     return not _gone(request)
 
 
-def _gone(request: web.Request) -> bool:
+def _gone(request: web.BaseRequest) -> bool:
     return request.transport is None or request.transport.is_closing()
 
 
@@ -166,14 +176,14 @@ def _number(text: str | None, name: str, kind: type = int) -> Any:
         raise m.Refused(422, f"{name}={text[:40]}: give a number") from error
 
 
-def _epoch(request: web.Request) -> int | None:
+def _epoch(request: web.BaseRequest) -> int | None:
     return _number(request.headers.get(wire.EPOCH_HEADER), wire.EPOCH_HEADER)
 
 
 # ---------------------------------------------------------------------- environments
 
 
-async def _scored_data(api: Api, request: web.Request, path: str) -> web.StreamResponse:
+async def _scored_data(api: Api, request: web.BaseRequest, path: str) -> web.StreamResponse:
     """Store groups; the answer is written last, after any delay."""
     service, several = api.service, path == "/scored_data_list"
     ticket = _number(request.headers.get(wire.TICKET_HEADER), wire.TICKET_HEADER)
@@ -203,7 +213,7 @@ async def _scored_data(api: Api, request: web.Request, path: str) -> web.StreamR
     return response
 
 
-async def _begin(api: Api, request: web.Request, path: str) -> web.StreamResponse:
+async def _begin(api: Api, request: web.BaseRequest, path: str) -> web.StreamResponse:
     answer = await ingest.begin(api.service, m.read(await _body(request), m.Begin), lambda: _gone(request))
     response = _answer(answer)
     if not await _written(request, response) and answer["ticket"] is not None:
@@ -211,7 +221,7 @@ async def _begin(api: Api, request: web.Request, path: str) -> web.StreamRespons
     return response
 
 
-async def _status_env(api: Api, request: web.Request, path: str) -> web.StreamResponse:
+async def _status_env(api: Api, request: web.BaseRequest, path: str) -> web.StreamResponse:
     message = m.read(await _body(request), m.EnvIdentifier)
     found = api.service.environments.status(message.env_id, api.service.queue)
     return _answer({"current_step": api.service.step(), **found})
@@ -220,7 +230,7 @@ async def _status_env(api: Api, request: web.Request, path: str) -> web.StreamRe
 # ---------------------------------------------------------------------- trainers
 
 
-async def _batch(api: Api, request: web.Request, path: str) -> web.StreamResponse:
+async def _batch(api: Api, request: web.BaseRequest, path: str) -> web.StreamResponse:
     """Send a batch: packed if the client accepts that, else as JSON."""
     service, query = api.service, request.query
     after = _number(query.get("after"), "after")
@@ -234,27 +244,46 @@ async def _batch(api: Api, request: web.Request, path: str) -> web.StreamRespons
         number = await delivery.numbered_batch(service, after, wait, _epoch(request))
     if number is None:
         return _answer({"batch": None})
-    packed = wire.PACKED in request.headers.get("Accept", "")
-    body = await service.store.read(_packed if packed else _json_batch, number, after is not None)
-    headers = {"Content-Type": wire.PACKED, wire.BATCH_HEADER: str(number)} if packed else _JSON
-    response = web.Response(body=body, headers=headers)
-    epoch = service.epoch
-    written = await _written(request, response)
+    sizes = await service.store.read(database.record_sizes, number)
+    response, epoch, parts = web.StreamResponse(headers=_JSON), service.epoch, _json_parts
+    if wire.PACKED in request.headers.get("Accept", ""):
+        response = web.StreamResponse(headers={"Content-Type": wire.PACKED, wire.BATCH_HEADER: str(number)})
+        response.content_length = len(wire.prefix(sizes)) + sum(sizes)
+        parts = _packed_parts
+    written = await _written(request, response, parts(service, number, sizes, after is not None))
     if after is None and (service.epoch, service.served) == (epoch, number):
         service.delivered = written
     return response
 
 
-def _packed(connection: Any, number: int, _: bool) -> bytes:
-    return wire.join(database.read_batch(connection, number))
+async def _records(service: Service, number: int, count: int) -> AsyncIterator[bytes]:
+    """Yield a batch's records, and read the next ones meanwhile."""
+    ahead = asyncio.ensure_future(service.store.read(database.read_batch, number, 0, _SLICE))
+    for start in range(0, count, _SLICE):
+        records = await ahead
+        if start + _SLICE < count:
+            read = service.store.read(database.read_batch, number, start + _SLICE, start + 2 * _SLICE)
+            ahead = asyncio.ensure_future(read)
+        for record in records:
+            yield record
 
 
-def _json_batch(connection: Any, number: int, numbered: bool) -> bytes:
-    groups = b",".join(map(wire.to_json, database.read_batch(connection, number)))
-    return b"".join((b'{"batch":[', groups, b'],"number":%d}' % number if numbered else b"]}"))
+async def _packed_parts(service: Service, number: int, sizes: Sequence[int], _: bool) -> AsyncIterator[bytes]:
+    yield wire.prefix(sizes)
+    async for record in _records(service, number, len(sizes)):
+        yield record
 
 
-async def _info(api: Api, request: web.Request, path: str) -> web.StreamResponse:
+async def _json_parts(service: Service, number: int, sizes: Sequence[int], numbered: bool) -> AsyncIterator[bytes]:
+    before = b'{"batch":['
+    async for record in _records(service, number, len(sizes)):
+        yield before
+        yield wire.to_json(record)
+        before = b","
+    yield b'],"number":%d}' % number if numbered else b"]}"
+
+
+async def _info(api: Api, request: web.BaseRequest, path: str) -> web.StreamResponse:
     trainer = api.service.trainer
     registration = trainer.registration if trainer else None
     if path == "/info":
@@ -266,19 +295,19 @@ async def _info(api: Api, request: web.Request, path: str) -> web.StreamResponse
     return _answer({"current_step": api.service.step(), "queue_size": api.service.queue.groups})
 
 
-async def _latest(api: Api, request: web.Request, path: str) -> web.StreamResponse:
+async def _latest(api: Api, request: web.BaseRequest, path: str) -> web.StreamResponse:
     id = api.service.latest
     record = await api.service.store.read(database.read_record, id) if id is not None else None
     body = wire.to_json(record) if record is not None else orjson.dumps(_NO_EXAMPLE)
     return web.Response(body=body, headers=_JSON)
 
 
-async def _reset(api: Api, request: web.Request, path: str) -> web.StreamResponse:
+async def _reset(api: Api, request: web.BaseRequest, path: str) -> web.StreamResponse:
     await delivery.reset(api.service)
     return web.Response(text="Reset successful")
 
 
-async def _root(api: Api, request: web.Request, path: str) -> web.StreamResponse:
+async def _root(api: Api, request: web.BaseRequest, path: str) -> web.StreamResponse:
     if "text/html" not in request.headers.get("Accept", ""):
         return _answer({"message": "AtroposLib API"})
     return web.Response(
@@ -286,18 +315,18 @@ async def _root(api: Api, request: web.Request, path: str) -> web.StreamResponse
     )
 
 
-async def _diagnose(api: Api, request: web.Request, path: str) -> web.StreamResponse:
+async def _diagnose(api: Api, request: web.BaseRequest, path: str) -> web.StreamResponse:
     return _answer(status.diagnose(api.service))
 
 
-async def _metrics(api: Api, request: web.Request, path: str) -> web.StreamResponse:
+async def _metrics(api: Api, request: web.BaseRequest, path: str) -> web.StreamResponse:
     return web.Response(text=status.metrics(api.service))
 
 
 def _control(kind: type, function: Callable[..., Awaitable[Any]], epoch: bool = False) -> Handler:
     """Return a handler that reads a message of ``kind`` and answers what ``function`` returns."""
 
-    async def handler(api: Api, request: web.Request, path: str) -> web.StreamResponse:
+    async def handler(api: Api, request: web.BaseRequest, path: str) -> web.StreamResponse:
         message = m.read(await _body(request), kind)
         return _answer(await function(api.service, message, *((_epoch(request),) if epoch else ())))
 

@@ -31,7 +31,8 @@ CREATE TABLE IF NOT EXISTS counts (name TEXT PRIMARY KEY, n INTEGER NOT NULL) WI
 FORMAT = 1
 SYNCHRONOUS = {"none": "OFF", "normal": "NORMAL", "full": "FULL"}
 _KEPT_POSTS = 1 << 16  # idempotency keys; a post is repeated within minutes
-_WAL_PAGES = 32_000  # 4 KiB each: rare checkpoints, each of which stops the writer for a moment
+_PAGE = 16_384  # bytes; a record takes many pages, and fewer large ones are written and read faster
+_WAL_PAGES = 8_000  # 128 MiB: rare checkpoints, each of which stops the writer for a moment
 
 
 class Group(NamedTuple):
@@ -64,6 +65,7 @@ class Loaded:
 def connect(path: str | Path, durability: str = "normal") -> sqlite3.Connection:
     """Open a database for reading and writing, creating it if needed."""
     connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=30)
+    connection.execute(f"PRAGMA page_size = {_PAGE}")
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute(f"PRAGMA synchronous = {SYNCHRONOUS[durability]}")
     connection.execute(f"PRAGMA wal_autocheckpoint = {_WAL_PAGES}")
@@ -204,12 +206,21 @@ def count(connection: sqlite3.Connection, counts: dict[str, int]) -> None:
     )
 
 
-def read_batch(connection: sqlite3.Connection, number: int) -> list[bytes]:
-    """Return the records of a batch in its order; [] if there is no such batch."""
+def read_batch(connection: sqlite3.Connection, number: int, start: int = 0, end: int = 1 << 60) -> list[bytes]:
+    """Return the records of a batch in its order, or those from ``start`` to ``end``; [] if there is no such batch."""
     rows = connection.execute(
-        "SELECT data FROM groups JOIN records USING (id) WHERE batch = ? ORDER BY place", (number,)
+        "SELECT data FROM groups JOIN records USING (id) WHERE batch = ? AND place >= ? AND place < ? ORDER BY place",
+        (number, start, end),
     )
     return [data for (data,) in rows]
+
+
+def record_sizes(connection: sqlite3.Connection, number: int) -> list[int]:
+    """Return the bytes of each record of a batch in its order, without reading the records."""
+    rows = connection.execute(
+        "SELECT length(data) FROM groups JOIN records USING (id) WHERE batch = ? ORDER BY place", (number,)
+    )
+    return [size for (size,) in rows]
 
 
 def read_record(connection: sqlite3.Connection, id: int) -> bytes | None:

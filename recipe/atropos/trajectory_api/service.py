@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 TRAINER_SECONDS = 600.0  # since a trainer's last request, until others may reset its run
 _RESERVED = 1 << 20  # ticket numbers are reserved in blocks, so that none is used again after a kill
 _TICK = 1.0  # s
-_QUIET = 10.0  # s that a trainer waits, until the log says for what; then every minute
+QUIET_SECONDS = 10.0  # s that a trainer waits, until the log says for what; then every minute
 _SAY_AGAIN = 60.0  # s
 
 
@@ -187,7 +187,7 @@ class Service:
             self.release_dead()
             self.save()
             trainer, now = self.trainer, time.monotonic()
-            if trainer is None or trainer.waiting_since is None or now - trainer.waiting_since < _QUIET:
+            if trainer is None or trainer.waiting_since is None or now - trainer.waiting_since < QUIET_SECONDS:
                 said = 0.0
             elif now - said > _SAY_AGAIN:
                 said = now
