@@ -59,6 +59,7 @@ TARGETS = {
     "restart_seconds": "<= 2",
     "environment_cpu_ratio": ">= 60",
 }
+_RESOLUTION = 1 << 20  # bytes
 _PROBER = """
 import http.client, sys, time
 connection = http.client.HTTPConnection("127.0.0.1", int(sys.argv[1]))
@@ -223,13 +224,13 @@ def first_batch(server: Server, batch_size: int) -> float:
 
 
 def memory(server: Server, body: bytes, groups: int) -> float:
-    """Return the bytes of memory that a queued sequence takes."""
+    """Return the bytes of memory of a queued sequence; at least what a process's own changes leave uncertain."""
     for _ in range(32):
         server.post("/scored_data", body)
     before = server.memory()
     for _ in range(groups):
         server.post("/scored_data", body)
-    return max(1.0, (server.memory() - before) / groups / SIZE)
+    return max(_RESOLUTION, server.memory() - before) / groups / SIZE
 
 
 def status_p99(server: Server, body: bytes, seconds: float) -> float:

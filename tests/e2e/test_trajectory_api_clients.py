@@ -113,6 +113,7 @@ def test_the_client_gives_up_with_a_reason(tmp_path):
 
 # ---------------------------------------------------------------------- what exists
 
+
 class StockEnv(NumberEnv):
     """``BaseEnv`` itself posts plain values only."""
 

@@ -51,11 +51,11 @@ class Api:
             handler = ROUTES.get((request.method, path))
             if handler is None:
                 methods = [method for method, other in ROUTES if other == path]
-                raise m.Refused(
+                raise m.RequestRefused(
                     405 if methods else 404, f"{request.method} {path}: {methods or 'there is no such path'}"
                 )
             return await handler(self, request, path)
-        except m.Refused as error:
+        except m.RequestRefused as error:
             return _answer({"detail": str(error), **error.extra}, error.status)
         except _BROKEN as error:
             return _answer({"detail": f"the request broke off: {error!r}"}, 400)
@@ -66,20 +66,20 @@ class Api:
             return _answer({"detail": "an error of the server; its log has it"}, 500)
 
     def _authorized(self, request: web.BaseRequest) -> str:
-        """Return the path without a secret; raise Refused if access is denied."""
+        """Return the path without a secret; raise RequestRefused if access is denied."""
         path = request.path
         site, origin = request.headers.get("Sec-Fetch-Site", "none"), request.headers.get("Origin")
         if site not in ("none", "same-origin") or (origin is not None and origin.partition("://")[2] != request.host):
-            raise m.Refused(403, "requests of other sites' pages are refused")
+            raise m.RequestRefused(403, "requests of other sites' pages are refused")
         if self._secret is None:
             if not _is_local(request.host):
-                raise m.Refused(403, f"host {request.host!r}: a server without a secret is reached as localhost only")
+                raise m.RequestRefused(403, f"host={request.host[:100]}: without a secret, use http://localhost:PORT")
             return path
         given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
         first, slash, rest = path[1:].partition("/")
         in_path = hmac.compare_digest(first.encode(errors="surrogateescape"), self._secret)
         if not in_path and not hmac.compare_digest(given, b"Bearer " + self._secret):
-            raise m.Refused(401, "send Authorization: Bearer SECRET, or use the address http://HOST:PORT/SECRET")
+            raise m.RequestRefused(401, "send Authorization: Bearer SECRET, or use the address http://HOST:PORT/SECRET")
         return slash + rest if in_path else path
 
 
@@ -98,19 +98,19 @@ async def _body(request: web.BaseRequest) -> bytes:
     """Return a request's body, inflated.
 
     Raises:
-        Refused: 413, too large; 400, no valid gzip; 415, another encoding.
+        RequestRefused: 413, too large; 400, no valid gzip; 415, another encoding.
     """
     encoding = request.headers.get("Content-Encoding", "").lower()
     if encoding not in ("", "identity", "gzip"):
-        raise m.Refused(415, f"Content-Encoding={encoding}: send gzip, or none")
+        raise m.RequestRefused(415, f"Content-Encoding={encoding}: send gzip, or none")
     if (request.content_length or 0) > MAX_BODY:
-        raise m.Refused(413, f"a body of {request.content_length} bytes: send at most {MAX_BODY}")
+        raise m.RequestRefused(413, f"a body of {request.content_length} bytes: send at most {MAX_BODY}")
     parts, size = [], 0
     async for part in request.content.iter_any():
         parts.append(part)
         size += len(part)
         if size > MAX_BODY:
-            raise m.Refused(413, f"a body of more than {MAX_BODY} bytes: send less")
+            raise m.RequestRefused(413, f"a body of more than {MAX_BODY} bytes: send less")
     body = b"".join(parts)
     return _inflated(body) if encoding == "gzip" and body else body
 
@@ -126,12 +126,12 @@ def _inflated(body: bytes) -> bytes:
                 parts.append(part)
                 size += len(part)
                 if size > MAX_BODY:
-                    raise m.Refused(413, f"a body that inflates to more than {MAX_BODY} bytes: send less")
+                    raise m.RequestRefused(413, f"a body that inflates to more than {MAX_BODY} bytes: send less")
                 if not part and not body and not inflater.eof:
-                    raise m.Refused(400, "Invalid gzip payload: it is incomplete")
+                    raise m.RequestRefused(400, "Invalid gzip payload: it is incomplete")
             body = inflater.unused_data
     except isal_zlib.error as error:
-        raise m.Refused(400, f"Invalid gzip payload: {error}") from error
+        raise m.RequestRefused(400, f"Invalid gzip payload: {error}") from error
     return b"".join(parts)
 
 
@@ -164,7 +164,7 @@ def _gone(request: web.BaseRequest) -> bool:
 
 
 def _number(text: str | None, name: str, kind: type = int) -> Any:
-    """Return a number of a header or of the query, None if it is not given; raise Refused (422) if it is none."""
+    """Return a number of a header or of the query, None if it is not given; raise RequestRefused if it is none."""
     if text is None:
         return None
     try:
@@ -173,7 +173,7 @@ def _number(text: str | None, name: str, kind: type = int) -> Any:
             raise ValueError
         return value
     except (ValueError, OverflowError) as error:
-        raise m.Refused(422, f"{name}={text[:40]}: give a number") from error
+        raise m.RequestRefused(422, f"{name}={text[:40]}: give a number") from error
 
 
 def _epoch(request: web.BaseRequest) -> int | None:
@@ -189,7 +189,7 @@ async def _scored_data(api: Api, request: web.BaseRequest, path: str) -> web.Str
     ticket = _number(request.headers.get(wire.TICKET_HEADER), wire.TICKET_HEADER)
     key = request.headers.get(wire.KEY_HEADER)
     if key is not None and not 1 <= len(key) <= 200:
-        raise m.Refused(422, f"{wire.KEY_HEADER}: give 1 to 200 characters")
+        raise m.RequestRefused(422, f"{wire.KEY_HEADER}: give 1 to 200 characters")
     body = await _body(request)
     digest = ingest.digest_of(body) if key is None else None
     count = ingest.repeats(service, digest) if digest is not None else None

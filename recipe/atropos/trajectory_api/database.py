@@ -30,7 +30,7 @@ CREATE TABLE IF NOT EXISTS counts (name TEXT PRIMARY KEY, n INTEGER NOT NULL) WI
 """
 FORMAT = 1
 SYNCHRONOUS = {"none": "OFF", "normal": "NORMAL", "full": "FULL"}
-_KEPT_POSTS = 1 << 16  # idempotency keys; a post is repeated within minutes
+KEPT_POSTS = 1 << 16  # idempotency keys; a post is repeated within minutes
 _PAGE = 16_384  # bytes; a record takes many pages, and fewer large ones are written and read faster
 _WAL_PAGES = 8_000  # 128 MiB: rare checkpoints, each of which stops the writer for a moment
 
@@ -84,7 +84,7 @@ def connect_to_read(path: str | Path) -> sqlite3.Connection:
 def load(connection: sqlite3.Connection) -> Loaded:
     """Return all that a server needs to go on; no record is read."""
     rows = connection.execute
-    connection.execute("DELETE FROM posts WHERE rowid <= (SELECT MAX(rowid) FROM posts) - ?", (_KEPT_POSTS,))
+    forget_posts(connection)
     return Loaded(
         read_run(connection),
         {number: orjson.loads(text) for number, text in rows("SELECT id, registration FROM environments")},
@@ -96,6 +96,11 @@ def load(connection: sqlite3.Connection) -> Loaded:
         dict(rows("SELECT digest, groups FROM unanswered").fetchall()),
         dict(rows("SELECT name, n FROM counts").fetchall()),
     )
+
+
+def forget_posts(connection: sqlite3.Connection) -> None:
+    """Forget all but the last idempotency keys."""
+    connection.execute("DELETE FROM posts WHERE rowid <= (SELECT MAX(rowid) FROM posts) - ?", (KEPT_POSTS,))
 
 
 def holds_groups(connection: sqlite3.Connection) -> bool:

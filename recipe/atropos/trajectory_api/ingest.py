@@ -18,7 +18,7 @@ from recipe.atropos.data.reasons import RefusedGroup
 from recipe.atropos.trajectory_api import database
 from recipe.atropos.trajectory_api.environments import Environment
 from recipe.atropos.trajectory_api.lanes import Entry
-from recipe.atropos.trajectory_api.messages import Begin, EnvIdentifier, EnvRegistration, Refused, Release
+from recipe.atropos.trajectory_api.messages import Begin, EnvIdentifier, EnvRegistration, Release, RequestRefused
 from recipe.atropos.trajectory_api.parsing import Parsed, parse_json, parse_packed
 from recipe.atropos.trajectory_api.service import Service
 
@@ -82,7 +82,7 @@ async def begin(service: Service, message: Begin, gone: Any) -> dict[str, Any]:
     environment.connected = True
     size = environment.registration.group_size if message.sequences is None else message.sequences
     if size < 1 or (service.queue.batch_size and size > service.queue.batch_size):
-        raise Refused(422, f"sequences={size}: give 1 to {service.queue.batch_size}, the batch size")
+        raise RequestRefused(422, f"sequences={size}: give 1 to {service.queue.batch_size}, the batch size")
     if message.held is not None:
         held = {*message.held}
         lost = [entry for entry in service.queue.tickets.values() if entry.env == environment.id]
@@ -135,22 +135,23 @@ def parse(service: Service, body: bytes, packed: bool, several: bool, ticket: in
     """Return a post's groups.
 
     Raises:
-        Refused: 422, with the reason; the groups are counted, and the ticket is released.
+        RequestRefused: 422, with the reason; the groups are counted, and the ticket is released.
     """
     try:
         groups = parse_packed(body) if packed else parse_json(body, several)
         if ticket is not None and not service.knows_number(ticket):
-            raise Refused(422, f"ticket={ticket}: /begin never issued it")
+            raise RequestRefused(422, f"ticket={ticket}: /begin never issued it")
         if not several and len(groups) != 1:
-            raise Refused(422, f"{len(groups)} packed groups: post one here, or any number to /scored_data_list")
+            raise RequestRefused(422, f"{len(groups)} packed groups: post one here, or any number to /scored_data_list")
         return groups
     except RefusedGroup as error:
         entry = service.queue.tickets.get(ticket) if ticket is not None else None
         environment = service.environments.see(entry.env) if entry is not None else None
         service.count(f"refused/{error.reason}", 1, environment)
+        service.save()
         if ticket is not None:
             service.release(ticket, error.reason)
-        raise Refused(422, str(error), reason=error.reason) from error
+        raise RequestRefused(422, str(error), reason=error.reason) from error
 
 
 def digest_of(body: bytes) -> str:
@@ -169,11 +170,11 @@ async def post(
     """Store groups, in the ticket's place or in the order of arrival.
 
     Raises:
-        Refused: 409, another post with the key is of other groups.
+        RequestRefused: 409, another post with the key is of other groups.
     """
     if key is not None and (earlier := service.posts.get(key)) is not None:
         if earlier != len(groups):
-            raise Refused(409, f"key={key}: a post of {earlier} groups had this key; give each post its own")
+            raise RequestRefused(409, f"key={key}: a post of {earlier} groups had this key; give each post its own")
         if key in service.posting:
             await asyncio.shield(service.posting[key])
         return

@@ -208,17 +208,21 @@ class Service:
             return None
         environment = self.environments.by_id.get(entry.env) if entry.env is not None else None
         self.count(f"released/{reason}", 1, environment)
+        self.save()
         self.changed()
         return self.store.write(database.end_tickets, [ticket])
 
     def save(self) -> None:
-        """Write counts, and which posts were answered, in one of the next transactions."""
+        """Write counts, and which posts were answered, in one of the next transactions; forget old posts."""
         if self._unsaved:
             counts, self._unsaved = self._unsaved, Counter()
             self.store.write(database.count, dict(counts))
         if self._answered:
             digests, self._answered = self._answered, []
             self.store.write(database.answered, digests)
+        if len(self.posts) > 2 * database.KEPT_POSTS:
+            self.posts = dict(list(self.posts.items())[-database.KEPT_POSTS :])
+            self.store.write(database.forget_posts)
 
     async def reset(self) -> None:
         """Move all groups and registrations to the archive, and begin anew."""
