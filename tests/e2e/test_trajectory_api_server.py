@@ -1,6 +1,7 @@
 """The server as trainers and environments meet it: numbered batches, epochs, restarts, tickets, access, tools."""
 
 import concurrent.futures
+import itertools
 import json
 import random
 import subprocess
@@ -11,6 +12,7 @@ import time
 import pytest
 import requests
 
+from helpers.disk import fill
 from helpers.services import group
 from helpers.trajectory_api import ENVIRONMENT, REGISTRATION, numbers, running_trajectory_api
 from recipe.atropos.trajectory_api import wire
@@ -152,7 +154,6 @@ def test_only_a_post_whose_answer_was_lost_is_a_repetition(tmp_path):
         for _ in range(2):
             with pytest.raises(requests.ReadTimeout):  # the queue is full: the answer waits
                 requests.post(f"{api.url}/scored_data", json=group(1), timeout=0.5)
-            time.sleep(1.2)  # the server notices within a second
         assert api.get("/status")["queue_size"] == 1, "the second was the repetition of the first"
         api.kill()
         api.start()
@@ -277,6 +278,50 @@ def test_a_lost_ticket_is_released_by_the_next_begin(api):
     api.post("/begin", {"env_id": env_id, "held": [held]})  # its answer is lost
     assert api.post("/begin", {"env_id": env_id, "held": [held]})["ticket"] is not None
     assert api.get("/diagnose")["counts"]["released/ticket_lost"] == 1
+
+
+def test_posts_and_polls_during_a_reset_or_registration_are_safe(api):
+    """Whatever the order, each group is in at most one batch, and no batch lacks a record."""
+    ended, counter = threading.Event(), itertools.count()
+
+    def post():
+        while not ended.is_set():
+            api_post(f"{api.url}/scored_data", group(next(counter)))
+
+    def api_post(url, message):
+        assert requests.post(url, json=message, timeout=30).status_code < 500
+
+    threads = [threading.Thread(target=post) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for round in range(12):
+        time.sleep(0.05)
+        assert requests.get(f"{api.url}/reset_data", timeout=30).status_code == 200
+        api_post(f"{api.url}/register", REGISTRATION | {"batch_size": 8 + 4 * (round % 2)})
+        for _ in range(3):
+            batch = numbers(api.get("/batch")["batch"]) or []
+            assert len(batch) in (0, 2, 3) and len(set(batch)) == len(batch)
+    ended.set()
+    for thread in threads:
+        thread.join(10)
+
+
+def test_a_full_disk_holds_answers_and_is_named(full_disk, tmp_path):
+    with running_trajectory_api(tmp_path, "--data-dir", str(full_disk / "data")) as api:
+        api.register()
+        api.post("/scored_data", group(1))
+        fill(full_disk)
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            held = pool.submit(api.post, "/scored_data", group(2) | {"images": "x" * 100_000})
+            deadline = time.monotonic() + 10
+            while "store" not in (told := requests.get(f"{api.url}/diagnose").json())["warnings"]:
+                assert time.monotonic() < deadline and not held.done(), told
+                time.sleep(0.05)
+            assert "full" in told["why"] and str(full_disk) in told["why"]
+            (full_disk / "ballast").unlink()
+            assert held.result(10) == {"status": "received"}
+        assert api.batch() == [1, 2]
+        assert "answers wait until there is room" in api.log()
 
 
 def test_export_and_import_give_the_same_batches(api, tmp_path):

@@ -192,24 +192,18 @@ async def _scored_data(api: Api, request: web.BaseRequest, path: str) -> web.Str
         raise m.RequestRefused(422, f"{wire.KEY_HEADER}: give 1 to 200 characters")
     body = await _body(request)
     digest = ingest.digest_of(body) if key is None else None
-    count = ingest.repeats(service, digest) if digest is not None else None
-    if count is None:
+    own = ingest.repetition(service, digest, lambda: _gone(request))
+    if own is None:
         groups = ingest.parse(service, body, request.content_type == wire.PACKED, several, ticket)
-        count = len(groups)
-        del body
-        if groups:
-            await ingest.post(service, groups, ticket, key, digest)
-    else:
-        service.count("repeated", count)
-    if ticket is None:
-        await ingest.hold(service, lambda: _gone(request))
-    response = _answer({"status": "received", **({"groups_processed": count} if several else {})})
-    written = await _written(request, response)
-    if digest is not None and count:
-        if written:
-            service.answered(digest)
-        else:
-            service.broken[digest] = count
+        storing = asyncio.ensure_future(ingest.post(service, groups, ticket, key, digest))
+        own = ingest.Unanswered(len(groups), storing, lambda: _gone(request))
+    del body
+    response = _answer({"status": "received", **({"groups_processed": own.groups} if several else {})})
+    with ingest.unanswered(service, digest, own):
+        await asyncio.shield(own.storing)
+        if ticket is None:
+            await ingest.hold(service, own.gone)
+        own.answered = await _written(request, response)
     return response
 
 

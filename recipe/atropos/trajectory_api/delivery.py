@@ -38,18 +38,20 @@ async def register(service: Service, message: Registration) -> dict[str, Any]:
         raise RequestRefused(422, f"max_staleness={message.max_staleness}: give 0 or more batches, or null")
     if after is None:
         _refuse_while_live(service, "register with after=N, the number of the last batch in the weights")
-        base = service.cursor
+        base = max(service.cursor, service.committed, service.served if former and former.numbers else 0)
     else:
         base = after
         _check_available(service, after)
     last = service.last
-    if former is not None and former.registration.batch_size != message.batch_size and base < last:
-        if base < service.committed:
-            raise RequestRefused(
-                409,
-                f"batch_size={message.batch_size}: batches through {service.committed} are committed with "
-                f"{former.registration.batch_size}; register after={service.committed} or later, or with their size",
-            )
+    other_size = former is not None and former.registration.batch_size != message.batch_size
+    if former is not None and other_size and base < min(last, service.committed):
+        raise RequestRefused(
+            409,
+            f"batch_size={message.batch_size}: batches through {service.committed} are committed with "
+            f"{former.registration.batch_size}; register after={service.committed} or later, or with their size",
+        )
+    service.trainer = None  # nobody is given a batch meanwhile
+    if other_size and base < last:
         await _dissolve(service, base)
     elif base > last:
         if last:
@@ -57,6 +59,7 @@ async def register(service: Service, message: Registration) -> dict[str, Any]:
         service.last = base
     service.epoch += 1
     service.served, service.delivered = base, True
+    service.cursor = base if after is None else service.cursor
     service.trainer = Trainer(message, base, base, time.monotonic())
     service.queue.set_batch_size(message.batch_size, message.max_staleness is not None)
     await service.store.write(
@@ -64,6 +67,7 @@ async def register(service: Service, message: Registration) -> dict[str, Any]:
         registration=msgspec.to_builtins(message),
         epoch=service.epoch,
         base=base,
+        cursor=service.cursor,
         weights=base,
         last=service.last,
     )

@@ -7,8 +7,10 @@
 """
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -105,6 +107,8 @@ async def begin(service: Service, message: Begin, gone: Any) -> dict[str, Any]:
 
 
 def _refuses(service: Service, env: int, size: int) -> str:
+    if service.trainer is None:
+        return "no trainer has registered"
     if service.queue.tokens > service.settings.queue_tokens:
         return f"{service.queue.tokens} tokens are queued, more than queue-tokens={service.settings.queue_tokens}"
     alive = service.environments.alive()
@@ -159,9 +163,50 @@ def digest_of(body: bytes) -> str:
     return f"{len(body)}.{isal_zlib.crc32(body)}.{isal_zlib.adler32(body)}"
 
 
-def repeats(service: Service, digest: str) -> int | None:
-    """Return the number of groups of the equal post whose connection broke, once; None if there is none."""
-    return service.broken.pop(digest, None)
+@dataclass
+class Unanswered:
+    """A post without a key, until its answer is written; ``gone()`` says whether its client has left."""
+
+    groups: int
+    storing: asyncio.Future[None]
+    gone: Callable[[], bool]
+    answered: bool = False
+
+
+def repetition(service: Service, digest: str | None, gone: Callable[[], bool]) -> Unanswered | None:
+    """Return what was stored of an equal post whose connection broke, once; None if there is none."""
+    if digest is None:
+        return None
+    earlier = service.unanswered.get(digest)
+    if earlier is not None and earlier.gone():
+        groups, storing = earlier.groups, earlier.storing
+    elif digest in service.broken:
+        groups, storing = service.broken.pop(digest), asyncio.get_running_loop().create_future()
+        storing.set_result(None)
+    else:
+        return None
+    service.count("repeated", groups)
+    return Unanswered(groups, storing, gone)
+
+
+@contextlib.contextmanager
+def unanswered(service: Service, digest: str | None, own: Unanswered) -> Iterator[None]:
+    """Let equal posts know of this one; if it is not answered in the end, the next one is its repetition."""
+    if digest is None or not own.groups:
+        yield
+        return
+    service.unanswered[digest] = own
+    stored = False
+    try:
+        yield
+        stored = True
+    finally:
+        if service.unanswered.get(digest) is own:  # no repetition has taken its place
+            del service.unanswered[digest]
+            if own.answered:
+                service.answered(digest)
+            elif stored:
+                service.broken[digest] = own.groups
 
 
 async def post(
@@ -172,6 +217,8 @@ async def post(
     Raises:
         RequestRefused: 409, another post with the key is of other groups.
     """
+    if not groups:
+        return
     if key is not None and (earlier := service.posts.get(key)) is not None:
         if earlier != len(groups):
             raise RequestRefused(409, f"key={key}: a post of {earlier} groups had this key; give each post its own")

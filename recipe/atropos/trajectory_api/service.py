@@ -80,6 +80,8 @@ class Service:
         self.cutting: asyncio.Future[None] | None = None
         self.broken: dict[str, int] = {}  # digests of posts whose connection broke, and their numbers of groups
         self.posting: dict[str, asyncio.Future[None]] = {}  # by idempotency key
+        self.unanswered: dict[str, Any] = {}  # posts in progress by digest, of ``ingest.Unanswered``
+        self.next_id = 1  # of a group; also after a reset, since a post may be on its way
         self.begun_at = time.time()
         self._take(self.store.load())
 
@@ -97,7 +99,7 @@ class Service:
         self.broken = loaded.unanswered
         self._answered: list[str] = []
         self.latest: int | None = loaded.last_id or None
-        self.next_id = loaded.last_id + 1
+        self.next_id = max(self.next_id, loaded.last_id + 1)
         self._number = self._reserved = run.get("numbers", 1)
         self.queue, self.environments, self.trainer = Queue(), Environments(), None
         for number, values in loaded.environments.items():

@@ -289,3 +289,10 @@ def test_pacing_is_not_stuck_by_sizes_that_do_not_fit():
     assert queue.refuses(None, 4, 1, NOBODY, NOBODY) == ""
     queue.add(Entry(9, None, 4))
     assert queue.refuses(None, 4, 1, NOBODY, NOBODY) != ""
+
+
+def test_pacing_is_not_stuck_by_full_places_without_a_batch():
+    queue = queue_of(8, [6, 6, 4])
+    assert not queue.plan(NOBODY).complete
+    assert queue.refuses(None, 2, 2, NOBODY, NOBODY) == ""
+    assert queue.refuses(None, 2, 0, NOBODY, NOBODY) != "", "the weights are too old"
