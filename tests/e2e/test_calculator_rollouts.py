@@ -16,9 +16,9 @@ import torch
 from aiohttp import web
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from helpers.services import running_trajectory_api
 from helpers.sglang import running_sglang
 from helpers.trainer import close, compose_config, model_vocab
+from helpers.trajectory_api import running_trajectory_api
 from recipe.atropos.adapter.completion_cache import trained_spans, versions_of
 from recipe.atropos.data.recording import read_batch
 from recipe.atropos.demo.calculator_policy import CalculatorRecipe, demonstration

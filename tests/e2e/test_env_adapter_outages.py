@@ -5,6 +5,7 @@
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import sys
 import time
@@ -26,7 +27,8 @@ from helpers.numbered_env import (  # noqa: F401
     until,
 )
 from helpers.scripted_trainer import ScriptedTrainer
-from helpers.services import get, post, running_api, running_trajectory_api
+from helpers.services import get, post, running_api
+from helpers.trajectory_api import Api, running_trajectory_api
 from recipe.atropos.adapter import lifecycle, reporting
 from recipe.atropos.errors import EnvironmentFailure
 from recipe.atropos.trajectory_api.trajectory_client import TrajectoryApiError
@@ -40,24 +42,22 @@ pytestmark = pytest.mark.timeout(120)
 
 def test_adapted_env_outlives_the_api(make, tmp_path, caplog):
     """The API comes late, and is killed when it has item 0 of the first batch; its store stays."""
-    port = free_port()
-    url = f"http://127.0.0.1:{port}"
+    api = Api(tmp_path)
 
     async def scene():
-        env = make(url)
-        async with managed(env) as manager, contextlib.AsyncExitStack() as later:
+        env = make(api.url)
+        async with managed(env) as manager:
             env.gates[1] = asyncio.Event()
             await asyncio.sleep(1)
             assert not manager.done(), "the API has not come yet"
-            with running_trajectory_api(tmp_path, port) as service:
-                trainer = ScriptedTrainer(url, BATCH, max_staleness=0)
-                await until(lambda: env.report.counts["groups_sent"] == 2 and len(env.begun) == 3, manager)
-                service.process.kill()
+            trainer = ScriptedTrainer(api.start().url, BATCH, max_staleness=0)
+            await until(lambda: env.report.counts["groups_sent"] == 2 and len(env.begun) == 3, manager)
+            api.kill()
             number = env.env_id
             env.gates[1].set()
             await asyncio.sleep(1)
             assert env.report.counts["groups_sent"] == 2 and not manager.done(), "kept"
-            later.enter_context(running_trajectory_api(tmp_path, port))
+            api.start()
             assert await trainer.next_batch(manager) == [0, 1, 2]
             assert env.begun == [0, 1, 2] and env.env_id == number, "pacing holds"
             counts = env.report.counts
@@ -65,33 +65,35 @@ def test_adapted_env_outlives_the_api(make, tmp_path, caplog):
             assert not any(name.startswith(("not_sent", "failed")) for name in counts), counts
             manager.cancel()
             await asyncio.gather(manager, return_exceptions=True)
-            [line] = get(f"{url}/diagnose")["environments"]
+            [line] = api.get("/diagnose")["environments"]
             assert not line["alive"] and line["open_tickets"] == 0, "it has left"
 
-    run(scene())
+    try:
+        run(scene())
+    finally:
+        api.kill()
     assert "trying again" in caplog.text
 
 
 def test_an_api_with_other_data_knows_the_environment_again(make, tmp_path):
     """What ran has no ticket there, so it starts again."""
-    port = free_port()
-    url = f"http://127.0.0.1:{port}"
 
-    async def scene():
-        env = make(url)
+    async def scene(api):
+        env = make(api.url)
         async with managed(env) as manager:
             env.gates[0] = asyncio.Event()
-            with running_trajectory_api(tmp_path / "first", port):
-                ScriptedTrainer(url, BATCH, max_staleness=0)
-                await until(lambda: env.report.counts["groups_sent"] == 2, manager)
-            with running_trajectory_api(tmp_path / "second", port):
-                trainer = ScriptedTrainer(url, BATCH, max_staleness=0)
-                env.gates[0].set()
-                assert sorted(await trainer.next_batch(manager)) == [0, 3, 4]
-                assert await asyncio.to_thread(trainer.counts, "released") == {}, "tickets of the other store"
-                assert env.report.counts["registered_again"] == 1 and sorted(env.begun) == [0, 0, 1, 2, 3, 4]
+            ScriptedTrainer(api.url, BATCH, max_staleness=0)
+            await until(lambda: env.report.counts["groups_sent"] == 2, manager)
+            api.kill()
+            shutil.rmtree(tmp_path / "data")
+            trainer = ScriptedTrainer(api.start().url, BATCH, max_staleness=0)
+            env.gates[0].set()
+            assert sorted(await trainer.next_batch(manager)) == [0, 3, 4]
+            assert await asyncio.to_thread(trainer.counts, "released") == {}, "tickets of the other store"
+            assert env.report.counts["registered_again"] == 1 and sorted(env.begun) == [0, 0, 1, 2, 3, 4]
 
-    run(scene())
+    with running_trajectory_api(tmp_path) as api:
+        run(scene(api))
 
 
 @pytest.mark.parametrize(("variable", "key", "fits"), [("secret", "x", True), ("", "secret", True), ("", "x", False)])
@@ -248,7 +250,7 @@ class Stubborn(BaseEnv):
 
 @pytest.fixture
 def own_api(tmp_path):
-    with running_trajectory_api(tmp_path / "api") as service:
+    with running_trajectory_api(tmp_path) as service:
         ScriptedTrainer(service.url, BATCH)
         yield service.url
 

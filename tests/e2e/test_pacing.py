@@ -13,7 +13,8 @@ from atroposlib.envs.base import EvalHandlingEnum
 
 from helpers.numbered_env import BATCH, SIZE, NumberEnv, made, make, managed, run, until  # noqa: F401
 from helpers.scripted_trainer import ScriptedTrainer
-from helpers.services import post, running_trajectory_api
+from helpers.services import post
+from helpers.trajectory_api import running_trajectory_api
 from recipe.atropos.errors import EnvironmentFailure
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]

@@ -14,9 +14,10 @@ from helpers import ROOT
 from helpers.environments import length_env
 from helpers.environments.length_env import LONG, SHORT, answer_length
 from helpers.scripted_trainer import ScriptedTrainer
-from helpers.services import get, running_api, running_trajectory_api
+from helpers.services import get, running_api
 from helpers.sglang import call
 from helpers.trainer import close, compose_config, started
+from helpers.trajectory_api import running_trajectory_api
 from recipe.atropos.run_record import read_metrics
 from recipe.atropos.utils.process import start_service
 

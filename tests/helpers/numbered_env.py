@@ -9,7 +9,7 @@ import pytest
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
 
 from helpers.scripted_trainer import ScriptedTrainer
-from helpers.services import running_trajectory_api
+from helpers.trajectory_api import running_trajectory_api
 from recipe.atropos.adapter.adapted_env import AdaptedEnv, adapt
 from recipe.atropos.trajectory_api.trajectory_client import TrajectoryApiError
 

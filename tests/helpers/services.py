@@ -1,10 +1,9 @@
-"""The real Trajectory APIs, ours and atroposlib's, as fixture-like contexts, and a way to post to them."""
+"""The real Trajectory API as a fixture-like context, and a way to post to it."""
 
 import contextlib
 import json
 import sys
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,32 +26,18 @@ def post(url: str, payload: Any) -> Any:
         return json.loads(reply.read())
 
 
-def running_api(folder: Path, port: int | None = None) -> contextlib.AbstractContextManager[Service]:
-    """atroposlib's own run-api, answering."""
-    return _answering(folder, port, "atroposlib.cli.run_api", "--host", "127.0.0.1")
-
-
-def running_trajectory_api(
-    folder: Path, port: int | None = None, secret: str = ""
-) -> contextlib.AbstractContextManager[Service]:
-    """Our own, answering, with its store in ``folder``."""
-    module = "recipe.atropos.trajectory_api"
-    return _answering(folder, port, module, "--data-dir", str(folder / "store"), ATROPOS_API_KEY=secret)
-
-
 @contextlib.contextmanager
-def _answering(folder: Path, port: int | None, module: str, *arguments: str, **variables: str) -> Iterator[Service]:
+def running_api(folder: Path, port: int | None = None) -> Iterator[Service]:
+    """atroposlib's own run-api, answering."""
     port = port or free_port()
     url = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-m", module, *arguments, "--port", str(port)]
-    service = start_service("api", command, log_path=folder / "api.log", cwd=folder, url=url, env=variables)
+    command = [sys.executable, "-m", "atroposlib.cli.run_api", "--host", "127.0.0.1", "--port", str(port)]
+    service = start_service("api", command, log_path=folder / "api.log", cwd=folder, url=url)
     try:
         deadline = time.monotonic() + 60
         while True:
             try:
                 get(f"{url}/status")
-                break
-            except urllib.error.HTTPError:  # it asks for its secret
                 break
             except OSError:
                 assert service.poll() is None and time.monotonic() < deadline, service.tail()

@@ -9,10 +9,11 @@ Guarantees:
 - Bodies are limited, as sent and inflated. A request that cannot be served gets a 4xx that says why.
 """
 
+import asyncio
 import hmac
 import ipaddress
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -28,12 +29,13 @@ logger = logging.getLogger(__name__)
 
 MAX_BODY = 128 << 20  # bytes, as sent and inflated
 _CHUNK = 1 << 20
+_SLICE = 8  # records of a batch that are read at a time
 _JSON = {"Content-Type": "application/json"}
 _CONTENT_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
 _NO_EXAMPLE = dict.fromkeys([key for key in wire.KEYS if key not in ("overrides", "group_overrides", "env_id")], [])
 _BROKEN = (ConnectionError, web.RequestPayloadError)
 
-Handler = Callable[["Api", web.Request, str], Awaitable[web.StreamResponse]]
+Handler = Callable[["Api", web.BaseRequest, str], Awaitable[web.StreamResponse]]
 
 
 class Api:
@@ -43,72 +45,72 @@ class Api:
         self.service = service
         self._secret = secret.encode() if secret else None
 
-    def application(self) -> web.Application:
-        application = web.Application(client_max_size=MAX_BODY)
-        application.router.add_route("*", "/{path:.*}", self.handle)
-        return application
-
-    async def handle(self, request: web.Request) -> web.StreamResponse:
+    async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         try:
             path = self._authorized(request)
             handler = ROUTES.get((request.method, path))
             if handler is None:
                 methods = [method for method, other in ROUTES if other == path]
-                raise m.Refused(
+                raise m.RequestRefused(
                     405 if methods else 404, f"{request.method} {path}: {methods or 'there is no such path'}"
                 )
             return await handler(self, request, path)
-        except m.Refused as error:
+        except m.RequestRefused as error:
             return _answer({"detail": str(error), **error.extra}, error.status)
         except _BROKEN as error:
             return _answer({"detail": f"the request broke off: {error!r}"}, 400)
+        except Exception:
+            logger.exception(
+                "%s %s failed", request.method, request.path[:100] if self._secret is None else "a request"
+            )
+            return _answer({"detail": "an error of the server; its log has it"}, 500)
 
-    def _authorized(self, request: web.Request) -> str:
-        """Return the path without a secret; raise Refused if access is denied."""
+    def _authorized(self, request: web.BaseRequest) -> str:
+        """Return the path without a secret; raise RequestRefused if access is denied."""
         path = request.path
         site, origin = request.headers.get("Sec-Fetch-Site", "none"), request.headers.get("Origin")
-        if site not in ("none", "same-origin") or (origin is not None and urlsplit(origin).netloc != request.host):
-            raise m.Refused(403, "requests of other sites' pages are refused")
+        if site not in ("none", "same-origin") or (origin is not None and origin.partition("://")[2] != request.host):
+            raise m.RequestRefused(403, "requests of other sites' pages are refused")
         if self._secret is None:
             if not _is_local(request.host):
-                raise m.Refused(403, f"host {request.host!r}: a server without a secret is reached as localhost only")
+                raise m.RequestRefused(403, f"host={request.host[:100]}: without a secret, use http://localhost:PORT")
             return path
         given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
         first, slash, rest = path[1:].partition("/")
         in_path = hmac.compare_digest(first.encode(errors="surrogateescape"), self._secret)
         if not in_path and not hmac.compare_digest(given, b"Bearer " + self._secret):
-            raise m.Refused(401, "send Authorization: Bearer SECRET, or use the address http://HOST:PORT/SECRET")
+            raise m.RequestRefused(401, "send Authorization: Bearer SECRET, or use the address http://HOST:PORT/SECRET")
         return slash + rest if in_path else path
 
 
 def _is_local(host: str) -> bool:
-    name = urlsplit(f"//{host}").hostname or ""
     try:
-        return ipaddress.ip_address(name).is_loopback
+        name = urlsplit(f"//{host}").hostname or ""
+        return name == "localhost" or ipaddress.ip_address(name).is_loopback
     except ValueError:
-        return name == "localhost"
+        return False
 
 
 # ---------------------------------------------------------------------- bodies and answers
 
 
-async def _body(request: web.Request) -> bytes:
+async def _body(request: web.BaseRequest) -> bytes:
     """Return a request's body, inflated.
 
     Raises:
-        Refused: 413, too large; 400, no valid gzip; 415, another encoding.
+        RequestRefused: 413, too large; 400, no valid gzip; 415, another encoding.
     """
     encoding = request.headers.get("Content-Encoding", "").lower()
     if encoding not in ("", "identity", "gzip"):
-        raise m.Refused(415, f"Content-Encoding={encoding}: send gzip, or none")
+        raise m.RequestRefused(415, f"Content-Encoding={encoding}: send gzip, or none")
     if (request.content_length or 0) > MAX_BODY:
-        raise m.Refused(413, f"a body of {request.content_length} bytes: send at most {MAX_BODY}")
+        raise m.RequestRefused(413, f"a body of {request.content_length} bytes: send at most {MAX_BODY}")
     parts, size = [], 0
     async for part in request.content.iter_any():
         parts.append(part)
         size += len(part)
         if size > MAX_BODY:
-            raise m.Refused(413, f"a body of more than {MAX_BODY} bytes: send less")
+            raise m.RequestRefused(413, f"a body of more than {MAX_BODY} bytes: send less")
     body = b"".join(parts)
     return _inflated(body) if encoding == "gzip" and body else body
 
@@ -124,12 +126,12 @@ def _inflated(body: bytes) -> bytes:
                 parts.append(part)
                 size += len(part)
                 if size > MAX_BODY:
-                    raise m.Refused(413, f"a body that inflates to more than {MAX_BODY} bytes: send less")
+                    raise m.RequestRefused(413, f"a body that inflates to more than {MAX_BODY} bytes: send less")
                 if not part and not body and not inflater.eof:
-                    raise m.Refused(400, "Invalid gzip payload: it is incomplete")
+                    raise m.RequestRefused(400, "Invalid gzip payload: it is incomplete")
             body = inflater.unused_data
     except isal_zlib.error as error:
-        raise m.Refused(400, f"Invalid gzip payload: {error}") from error
+        raise m.RequestRefused(400, f"Invalid gzip payload: {error}") from error
     return b"".join(parts)
 
 
@@ -137,24 +139,32 @@ def _answer(value: Any, status_code: int = 200) -> web.Response:
     return web.Response(body=orjson.dumps(value), status=status_code, headers=_JSON)
 
 
-async def _written(request: web.Request, response: web.Response) -> bool:
-    """Write an answer; return whether all of it left for a client that was still there."""
+async def _written(
+    request: web.BaseRequest, response: web.StreamResponse, parts: AsyncIterator[bytes] | None = None
+) -> bool:
+    """Write an answer, a large one in ``parts``; return whether all of it left for a client that was still there.
+
+    Parts are made one at a time, when there is room for them, and others are served in between.
+    """
     if _gone(request):
         return False
     try:
         await response.prepare(request)
+        if parts is not None:
+            async for part in parts:
+                await response.write(part)
         await response.write_eof()
     except ConnectionError:
         return False
     return not _gone(request)
 
 
-def _gone(request: web.Request) -> bool:
+def _gone(request: web.BaseRequest) -> bool:
     return request.transport is None or request.transport.is_closing()
 
 
 def _number(text: str | None, name: str, kind: type = int) -> Any:
-    """Return a number of a header or of the query, None if it is not given; raise Refused (422) if it is none."""
+    """Return a number of a header or of the query, None if it is not given; raise RequestRefused if it is none."""
     if text is None:
         return None
     try:
@@ -163,47 +173,41 @@ def _number(text: str | None, name: str, kind: type = int) -> Any:
             raise ValueError
         return value
     except (ValueError, OverflowError) as error:
-        raise m.Refused(422, f"{name}={text[:40]}: give a number") from error
+        raise m.RequestRefused(422, f"{name}={text[:40]}: give a number") from error
 
 
-def _epoch(request: web.Request) -> int | None:
+def _epoch(request: web.BaseRequest) -> int | None:
     return _number(request.headers.get(wire.EPOCH_HEADER), wire.EPOCH_HEADER)
 
 
 # ---------------------------------------------------------------------- environments
 
 
-async def _scored_data(api: Api, request: web.Request, path: str) -> web.StreamResponse:
+async def _scored_data(api: Api, request: web.BaseRequest, path: str) -> web.StreamResponse:
     """Store groups; the answer is written last, after any delay."""
     service, several = api.service, path == "/scored_data_list"
     ticket = _number(request.headers.get(wire.TICKET_HEADER), wire.TICKET_HEADER)
     key = request.headers.get(wire.KEY_HEADER)
     if key is not None and not 1 <= len(key) <= 200:
-        raise m.Refused(422, f"{wire.KEY_HEADER}: give 1 to 200 characters")
+        raise m.RequestRefused(422, f"{wire.KEY_HEADER}: give 1 to 200 characters")
     body = await _body(request)
     digest = ingest.digest_of(body) if key is None else None
-    count = ingest.repeats(service, digest) if digest is not None else None
-    if count is None:
+    own = ingest.repetition(service, digest, lambda: _gone(request))
+    if own is None:
         groups = ingest.parse(service, body, request.content_type == wire.PACKED, several, ticket)
-        count = len(groups)
-        del body
-        if groups:
-            await ingest.post(service, groups, ticket, key, digest)
+        storing = asyncio.ensure_future(ingest.post(service, groups, ticket, key, digest))
+        own = ingest.Unanswered(len(groups), storing, lambda: _gone(request))
+    del body
+    response = _answer({"status": "received", **({"groups_processed": own.groups} if several else {})})
+    with ingest.unanswered(service, digest, own):
+        await asyncio.shield(own.storing)
         if ticket is None:
-            await ingest.hold(service, lambda: _gone(request))
-    else:
-        service.count("repeated", count)
-    response = _answer({"status": "received", **({"groups_processed": count} if several else {})})
-    written = await _written(request, response)
-    if digest is not None and count:
-        if written:
-            service.answered(digest)
-        else:
-            service.broken[digest] = count
+            await ingest.hold(service, own.gone)
+        own.answered = await _written(request, response)
     return response
 
 
-async def _begin(api: Api, request: web.Request, path: str) -> web.StreamResponse:
+async def _begin(api: Api, request: web.BaseRequest, path: str) -> web.StreamResponse:
     answer = await ingest.begin(api.service, m.read(await _body(request), m.Begin), lambda: _gone(request))
     response = _answer(answer)
     if not await _written(request, response) and answer["ticket"] is not None:
@@ -211,7 +215,7 @@ async def _begin(api: Api, request: web.Request, path: str) -> web.StreamRespons
     return response
 
 
-async def _status_env(api: Api, request: web.Request, path: str) -> web.StreamResponse:
+async def _status_env(api: Api, request: web.BaseRequest, path: str) -> web.StreamResponse:
     message = m.read(await _body(request), m.EnvIdentifier)
     found = api.service.environments.status(message.env_id, api.service.queue)
     return _answer({"current_step": api.service.step(), **found})
@@ -220,7 +224,7 @@ async def _status_env(api: Api, request: web.Request, path: str) -> web.StreamRe
 # ---------------------------------------------------------------------- trainers
 
 
-async def _batch(api: Api, request: web.Request, path: str) -> web.StreamResponse:
+async def _batch(api: Api, request: web.BaseRequest, path: str) -> web.StreamResponse:
     """Send a batch: packed if the client accepts that, else as JSON."""
     service, query = api.service, request.query
     after = _number(query.get("after"), "after")
@@ -234,27 +238,46 @@ async def _batch(api: Api, request: web.Request, path: str) -> web.StreamRespons
         number = await delivery.numbered_batch(service, after, wait, _epoch(request))
     if number is None:
         return _answer({"batch": None})
-    packed = wire.PACKED in request.headers.get("Accept", "")
-    body = await service.store.read(_packed if packed else _json_batch, number, after is not None)
-    headers = {"Content-Type": wire.PACKED, wire.BATCH_HEADER: str(number)} if packed else _JSON
-    response = web.Response(body=body, headers=headers)
-    epoch = service.epoch
-    written = await _written(request, response)
+    sizes = await service.store.read(database.record_sizes, number)
+    response, epoch, parts = web.StreamResponse(headers=_JSON), service.epoch, _json_parts
+    if wire.PACKED in request.headers.get("Accept", ""):
+        response = web.StreamResponse(headers={"Content-Type": wire.PACKED, wire.BATCH_HEADER: str(number)})
+        response.content_length = len(wire.prefix(sizes)) + sum(sizes)
+        parts = _packed_parts
+    written = await _written(request, response, parts(service, number, sizes, after is not None))
     if after is None and (service.epoch, service.served) == (epoch, number):
         service.delivered = written
     return response
 
 
-def _packed(connection: Any, number: int, _: bool) -> bytes:
-    return wire.join(database.read_batch(connection, number))
+async def _records(service: Service, number: int, count: int) -> AsyncIterator[bytes]:
+    """Yield a batch's records, and read the next ones meanwhile."""
+    ahead = asyncio.ensure_future(service.store.read(database.read_batch, number, 0, _SLICE))
+    for start in range(0, count, _SLICE):
+        records = await ahead
+        if start + _SLICE < count:
+            read = service.store.read(database.read_batch, number, start + _SLICE, start + 2 * _SLICE)
+            ahead = asyncio.ensure_future(read)
+        for record in records:
+            yield record
 
 
-def _json_batch(connection: Any, number: int, numbered: bool) -> bytes:
-    groups = b",".join(map(wire.to_json, database.read_batch(connection, number)))
-    return b"".join((b'{"batch":[', groups, b'],"number":%d}' % number if numbered else b"]}"))
+async def _packed_parts(service: Service, number: int, sizes: Sequence[int], _: bool) -> AsyncIterator[bytes]:
+    yield wire.prefix(sizes)
+    async for record in _records(service, number, len(sizes)):
+        yield record
 
 
-async def _info(api: Api, request: web.Request, path: str) -> web.StreamResponse:
+async def _json_parts(service: Service, number: int, sizes: Sequence[int], numbered: bool) -> AsyncIterator[bytes]:
+    before = b'{"batch":['
+    async for record in _records(service, number, len(sizes)):
+        yield before
+        yield wire.to_json(record)
+        before = b","
+    yield b'],"number":%d}' % number if numbered else b"]}"
+
+
+async def _info(api: Api, request: web.BaseRequest, path: str) -> web.StreamResponse:
     trainer = api.service.trainer
     registration = trainer.registration if trainer else None
     if path == "/info":
@@ -266,19 +289,19 @@ async def _info(api: Api, request: web.Request, path: str) -> web.StreamResponse
     return _answer({"current_step": api.service.step(), "queue_size": api.service.queue.groups})
 
 
-async def _latest(api: Api, request: web.Request, path: str) -> web.StreamResponse:
+async def _latest(api: Api, request: web.BaseRequest, path: str) -> web.StreamResponse:
     id = api.service.latest
     record = await api.service.store.read(database.read_record, id) if id is not None else None
     body = wire.to_json(record) if record is not None else orjson.dumps(_NO_EXAMPLE)
     return web.Response(body=body, headers=_JSON)
 
 
-async def _reset(api: Api, request: web.Request, path: str) -> web.StreamResponse:
+async def _reset(api: Api, request: web.BaseRequest, path: str) -> web.StreamResponse:
     await delivery.reset(api.service)
     return web.Response(text="Reset successful")
 
 
-async def _root(api: Api, request: web.Request, path: str) -> web.StreamResponse:
+async def _root(api: Api, request: web.BaseRequest, path: str) -> web.StreamResponse:
     if "text/html" not in request.headers.get("Accept", ""):
         return _answer({"message": "AtroposLib API"})
     return web.Response(
@@ -286,18 +309,18 @@ async def _root(api: Api, request: web.Request, path: str) -> web.StreamResponse
     )
 
 
-async def _diagnose(api: Api, request: web.Request, path: str) -> web.StreamResponse:
+async def _diagnose(api: Api, request: web.BaseRequest, path: str) -> web.StreamResponse:
     return _answer(status.diagnose(api.service))
 
 
-async def _metrics(api: Api, request: web.Request, path: str) -> web.StreamResponse:
+async def _metrics(api: Api, request: web.BaseRequest, path: str) -> web.StreamResponse:
     return web.Response(text=status.metrics(api.service))
 
 
 def _control(kind: type, function: Callable[..., Awaitable[Any]], epoch: bool = False) -> Handler:
     """Return a handler that reads a message of ``kind`` and answers what ``function`` returns."""
 
-    async def handler(api: Api, request: web.Request, path: str) -> web.StreamResponse:
+    async def handler(api: Api, request: web.BaseRequest, path: str) -> web.StreamResponse:
         message = m.read(await _body(request), kind)
         return _answer(await function(api.service, message, *((_epoch(request),) if epoch else ())))
 

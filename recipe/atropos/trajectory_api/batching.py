@@ -241,7 +241,7 @@ class Queue:
         places = batches * self.batch_size
         begun = sum(lane.size for lane in self.lanes.values())
         if begun + size > places:
-            stuck = begun < places and not self.tickets and not self.plan(alive).complete
+            stuck = places > 0 and not self.tickets and not self.plan(alive).complete  # by sizes that do not fit
             return "" if stuck else f"{begun} of {places} sequences that may begin have"
         self._lane(env)
         others = {*asking, env, *(other for other in alive if other in self.lanes and self.lanes[other].minimum > 0)}

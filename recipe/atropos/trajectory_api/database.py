@@ -30,8 +30,9 @@ CREATE TABLE IF NOT EXISTS counts (name TEXT PRIMARY KEY, n INTEGER NOT NULL) WI
 """
 FORMAT = 1
 SYNCHRONOUS = {"none": "OFF", "normal": "NORMAL", "full": "FULL"}
-_KEPT_POSTS = 1 << 16  # idempotency keys; a post is repeated within minutes
-_WAL_PAGES = 32_000  # 4 KiB each: rare checkpoints, each of which stops the writer for a moment
+KEPT_POSTS = 1 << 16  # idempotency keys; a post is repeated within minutes
+_PAGE = 16_384  # bytes; a record takes many pages, and fewer large ones are written and read faster
+_WAL_PAGES = 8_000  # 128 MiB: rare checkpoints, each of which stops the writer for a moment
 
 
 class Group(NamedTuple):
@@ -64,6 +65,7 @@ class Loaded:
 def connect(path: str | Path, durability: str = "normal") -> sqlite3.Connection:
     """Open a database for reading and writing, creating it if needed."""
     connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=30)
+    connection.execute(f"PRAGMA page_size = {_PAGE}")
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute(f"PRAGMA synchronous = {SYNCHRONOUS[durability]}")
     connection.execute(f"PRAGMA wal_autocheckpoint = {_WAL_PAGES}")
@@ -82,7 +84,7 @@ def connect_to_read(path: str | Path) -> sqlite3.Connection:
 def load(connection: sqlite3.Connection) -> Loaded:
     """Return all that a server needs to go on; no record is read."""
     rows = connection.execute
-    connection.execute("DELETE FROM posts WHERE rowid <= (SELECT MAX(rowid) FROM posts) - ?", (_KEPT_POSTS,))
+    forget_posts(connection)
     return Loaded(
         read_run(connection),
         {number: orjson.loads(text) for number, text in rows("SELECT id, registration FROM environments")},
@@ -94,6 +96,11 @@ def load(connection: sqlite3.Connection) -> Loaded:
         dict(rows("SELECT digest, groups FROM unanswered").fetchall()),
         dict(rows("SELECT name, n FROM counts").fetchall()),
     )
+
+
+def forget_posts(connection: sqlite3.Connection) -> None:
+    """Forget all but the last idempotency keys."""
+    connection.execute("DELETE FROM posts WHERE rowid <= (SELECT MAX(rowid) FROM posts) - ?", (KEPT_POSTS,))
 
 
 def holds_groups(connection: sqlite3.Connection) -> bool:
@@ -204,12 +211,21 @@ def count(connection: sqlite3.Connection, counts: dict[str, int]) -> None:
     )
 
 
-def read_batch(connection: sqlite3.Connection, number: int) -> list[bytes]:
-    """Return the records of a batch in its order; [] if there is no such batch."""
+def read_batch(connection: sqlite3.Connection, number: int, start: int = 0, end: int = 1 << 60) -> list[bytes]:
+    """Return the records of a batch in its order, or those from ``start`` to ``end``; [] if there is no such batch."""
     rows = connection.execute(
-        "SELECT data FROM groups JOIN records USING (id) WHERE batch = ? ORDER BY place", (number,)
+        "SELECT data FROM groups JOIN records USING (id) WHERE batch = ? AND place >= ? AND place < ? ORDER BY place",
+        (number, start, end),
     )
     return [data for (data,) in rows]
+
+
+def record_sizes(connection: sqlite3.Connection, number: int) -> list[int]:
+    """Return the bytes of each record of a batch in its order, without reading the records."""
+    rows = connection.execute(
+        "SELECT length(data) FROM groups JOIN records USING (id) WHERE batch = ? ORDER BY place", (number,)
+    )
+    return [size for (size,) in rows]
 
 
 def read_record(connection: sqlite3.Connection, id: int) -> bytes | None:

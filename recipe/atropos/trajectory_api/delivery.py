@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from recipe.atropos.trajectory_api import database
-from recipe.atropos.trajectory_api.messages import Refused, Registration, Through
+from recipe.atropos.trajectory_api.messages import Registration, RequestRefused, Through
 from recipe.atropos.trajectory_api.service import Service, Trainer
 
 logger = logging.getLogger(__name__)
@@ -28,28 +28,30 @@ async def register(service: Service, message: Registration) -> dict[str, Any]:
     """Register a trainer; the former one is refused from now on.
 
     Raises:
-        Refused: 409, a trainer that numbers batches is live, and this one does not number; or the batch size differs
-            from that of committed batches. 410, batches after ``after`` were deleted.
+        RequestRefused: 409, a trainer that numbers batches is live, and this one does not number; or the batch
+            size differs from that of committed batches. 410, batches after ``after`` were deleted.
     """
     former, after = service.trainer, message.after
     if message.batch_size < 1:
-        raise Refused(422, f"batch_size={message.batch_size}: give a positive number of sequences")
+        raise RequestRefused(422, f"batch_size={message.batch_size}: give a positive number of sequences")
     if message.max_staleness is not None and message.max_staleness < 0:
-        raise Refused(422, f"max_staleness={message.max_staleness}: give 0 or more batches, or null")
+        raise RequestRefused(422, f"max_staleness={message.max_staleness}: give 0 or more batches, or null")
     if after is None:
         _refuse_while_live(service, "register with after=N, the number of the last batch in the weights")
-        base = service.cursor
+        base = max(service.cursor, service.committed, service.served if former and former.numbers else 0)
     else:
         base = after
         _check_available(service, after)
     last = service.last
-    if former is not None and former.registration.batch_size != message.batch_size and base < last:
-        if base < service.committed:
-            raise Refused(
-                409,
-                f"batch_size={message.batch_size}: batches through {service.committed} are committed with "
-                f"{former.registration.batch_size}; register after={service.committed} or later, or with their size",
-            )
+    other_size = former is not None and former.registration.batch_size != message.batch_size
+    if former is not None and other_size and base < min(last, service.committed):
+        raise RequestRefused(
+            409,
+            f"batch_size={message.batch_size}: batches through {service.committed} are committed with "
+            f"{former.registration.batch_size}; register after={service.committed} or later, or with their size",
+        )
+    service.trainer = None  # nobody is given a batch meanwhile
+    if other_size and base < last:
         await _dissolve(service, base)
     elif base > last:
         if last:
@@ -57,6 +59,7 @@ async def register(service: Service, message: Registration) -> dict[str, Any]:
         service.last = base
     service.epoch += 1
     service.served, service.delivered = base, True
+    service.cursor = base if after is None else service.cursor
     service.trainer = Trainer(message, base, base, time.monotonic())
     service.queue.set_batch_size(message.batch_size, message.max_staleness is not None)
     await service.store.write(
@@ -64,6 +67,7 @@ async def register(service: Service, message: Registration) -> dict[str, Any]:
         registration=msgspec.to_builtins(message),
         epoch=service.epoch,
         base=base,
+        cursor=service.cursor,
         weights=base,
         last=service.last,
     )
@@ -75,14 +79,14 @@ def _refuse_while_live(service: Service, instead: str) -> None:
     trainer = service.trainer
     if trainer is not None and trainer.numbers and trainer.live:
         seen = time.monotonic() - trainer.seen
-        raise Refused(409, f"a trainer, last seen {seen:.0f} s ago, trains on this server's batches; {instead}")
+        raise RequestRefused(409, f"a trainer, last seen {seen:.0f} s ago, trains on this server's batches; {instead}")
 
 
 def _check_available(service: Service, after: int) -> None:
     if after < 0:
-        raise Refused(422, f"after={after}: give the number of the last batch in the weights, 0 for none")
+        raise RequestRefused(422, f"after={after}: give the number of the last batch in the weights, 0 for none")
     if after < service.deleted:
-        raise Refused(
+        raise RequestRefused(
             410,
             f"after={after}: batches through {service.deleted} were deleted; the oldest available is "
             f"{service.deleted + 1}",
@@ -106,13 +110,13 @@ def see_trainer(service: Service, epoch: int | None) -> Trainer:
     """Return the registered trainer, and note that it lives.
 
     Raises:
-        Refused: 409, another trainer has registered since, or none has.
+        RequestRefused: 409, another trainer has registered since, or none has.
     """
     trainer = service.trainer
     if trainer is None:
-        raise Refused(409, "no trainer has registered; call /register")
+        raise RequestRefused(409, "no trainer has registered; call /register")
     if epoch is not None and epoch != service.epoch:
-        raise Refused(
+        raise RequestRefused(
             409, f"epoch={epoch}: a trainer registered later, with epoch {service.epoch}", epoch=service.epoch
         )
     trainer.seen = time.monotonic()
@@ -123,12 +127,12 @@ async def numbered_batch(service: Service, after: int, wait: float, epoch: int |
     """Return ``after`` + 1 once that batch is stored, or None if there is none within ``wait`` seconds.
 
     Raises:
-        Refused: 409, of an older epoch. 410, it was deleted. 422, batches before it are missing.
+        RequestRefused: 409, of an older epoch. 410, it was deleted. 422, batches before it are missing.
     """
     trainer = see_trainer(service, epoch)
     _check_available(service, after)
     if after > service.last:
-        raise Refused(422, f"after={after}: the last batch is {service.last}; register with after={after} first")
+        raise RequestRefused(422, f"after={after}: the last batch is {service.last}; register with after={after} first")
     deadline = time.monotonic() + min(max(wait, 0.0), _LONGEST_WAIT)
     trainer.waiting += 1
     try:
@@ -172,7 +176,7 @@ async def stock_batch(service: Service) -> int | None:
     """Return the number of the batch for a trainer that does not number: the next, or again one that was not written.
 
     Raises:
-        Refused: 409, a trainer that numbers batches is live.
+        RequestRefused: 409, a trainer that numbers batches is live.
     """
     _refuse_while_live(service, "ask for batches by number, with its epoch")
     trainer = see_trainer(service, None)
@@ -222,14 +226,14 @@ async def weights_pushed(service: Service, message: Through, epoch: int | None) 
 
 def _check_cut(service: Service, through: int) -> None:
     if not 0 <= through <= service.last:
-        raise Refused(422, f"through={through}: the last batch is {service.last}")
+        raise RequestRefused(422, f"through={through}: the last batch is {service.last}")
 
 
 async def reset(service: Service) -> None:
     """Archive everything.
 
     Raises:
-        Refused: 409, a trainer that numbers batches is live.
+        RequestRefused: 409, a trainer that numbers batches is live.
     """
     _refuse_while_live(service, "stop it first")
     await service.reset()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from recipe.atropos.trajectory_api.batching import Queue
-from recipe.atropos.trajectory_api.messages import EnvRegistration, Refused
+from recipe.atropos.trajectory_api.messages import EnvRegistration, RequestRefused
 
 ALIVE_SECONDS = 60.0  # since an environment was last seen, until its share and its tickets are released
 ASKING_SECONDS = 5.0  # since an environment asked for a ticket, until others may use its part
@@ -29,7 +29,7 @@ class Environment:
     @property
     def weight(self) -> float:
         given = self.registration.weight
-        return 1.0 if given is None else max(0.0, given)
+        return 1.0 if given is None else min(1e6, max(0.0, given))
 
     @property
     def minimum(self) -> float:
@@ -50,9 +50,9 @@ class Environments:
         return iter(self.by_id.values())
 
     def get(self, number: int) -> Environment:
-        """Return an environment; raise Refused (404) if it is unknown."""
+        """Return an environment; raise RequestRefused (404) if it is unknown."""
         if number not in self.by_id:
-            raise Refused(404, f"env_id={number}: no environment has registered under it; call /register-env")
+            raise RequestRefused(404, f"env_id={number}: no environment has registered under it; call /register-env")
         return self.by_id[number]
 
     def see(self, number: int | None) -> Environment | None:

@@ -7,8 +7,10 @@
 """
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -18,7 +20,7 @@ from recipe.atropos.data.reasons import RefusedGroup
 from recipe.atropos.trajectory_api import database
 from recipe.atropos.trajectory_api.environments import Environment
 from recipe.atropos.trajectory_api.lanes import Entry
-from recipe.atropos.trajectory_api.messages import Begin, EnvIdentifier, EnvRegistration, Refused, Release
+from recipe.atropos.trajectory_api.messages import Begin, EnvIdentifier, EnvRegistration, Release, RequestRefused
 from recipe.atropos.trajectory_api.parsing import Parsed, parse_json, parse_packed
 from recipe.atropos.trajectory_api.service import Service
 
@@ -82,7 +84,7 @@ async def begin(service: Service, message: Begin, gone: Any) -> dict[str, Any]:
     environment.connected = True
     size = environment.registration.group_size if message.sequences is None else message.sequences
     if size < 1 or (service.queue.batch_size and size > service.queue.batch_size):
-        raise Refused(422, f"sequences={size}: give 1 to {service.queue.batch_size}, the batch size")
+        raise RequestRefused(422, f"sequences={size}: give 1 to {service.queue.batch_size}, the batch size")
     if message.held is not None:
         held = {*message.held}
         lost = [entry for entry in service.queue.tickets.values() if entry.env == environment.id]
@@ -105,6 +107,8 @@ async def begin(service: Service, message: Begin, gone: Any) -> dict[str, Any]:
 
 
 def _refuses(service: Service, env: int, size: int) -> str:
+    if service.trainer is None:
+        return "no trainer has registered"
     if service.queue.tokens > service.settings.queue_tokens:
         return f"{service.queue.tokens} tokens are queued, more than queue-tokens={service.settings.queue_tokens}"
     alive = service.environments.alive()
@@ -135,22 +139,23 @@ def parse(service: Service, body: bytes, packed: bool, several: bool, ticket: in
     """Return a post's groups.
 
     Raises:
-        Refused: 422, with the reason; the groups are counted, and the ticket is released.
+        RequestRefused: 422, with the reason; the groups are counted, and the ticket is released.
     """
     try:
         groups = parse_packed(body) if packed else parse_json(body, several)
         if ticket is not None and not service.knows_number(ticket):
-            raise Refused(422, f"ticket={ticket}: /begin never issued it")
+            raise RequestRefused(422, f"ticket={ticket}: /begin never issued it")
         if not several and len(groups) != 1:
-            raise Refused(422, f"{len(groups)} packed groups: post one here, or any number to /scored_data_list")
+            raise RequestRefused(422, f"{len(groups)} packed groups: post one here, or any number to /scored_data_list")
         return groups
     except RefusedGroup as error:
         entry = service.queue.tickets.get(ticket) if ticket is not None else None
         environment = service.environments.see(entry.env) if entry is not None else None
         service.count(f"refused/{error.reason}", 1, environment)
+        service.save()
         if ticket is not None:
             service.release(ticket, error.reason)
-        raise Refused(422, str(error), reason=error.reason) from error
+        raise RequestRefused(422, str(error), reason=error.reason) from error
 
 
 def digest_of(body: bytes) -> str:
@@ -158,9 +163,50 @@ def digest_of(body: bytes) -> str:
     return f"{len(body)}.{isal_zlib.crc32(body)}.{isal_zlib.adler32(body)}"
 
 
-def repeats(service: Service, digest: str) -> int | None:
-    """Return the number of groups of the equal post whose connection broke, once; None if there is none."""
-    return service.broken.pop(digest, None)
+@dataclass
+class Unanswered:
+    """A post without a key, until its answer is written; ``gone()`` says whether its client has left."""
+
+    groups: int
+    storing: asyncio.Future[None]
+    gone: Callable[[], bool]
+    answered: bool = False
+
+
+def repetition(service: Service, digest: str | None, gone: Callable[[], bool]) -> Unanswered | None:
+    """Return what was stored of an equal post whose connection broke, once; None if there is none."""
+    if digest is None:
+        return None
+    earlier = service.unanswered.get(digest)
+    if earlier is not None and earlier.gone():
+        groups, storing = earlier.groups, earlier.storing
+    elif digest in service.broken:
+        groups, storing = service.broken.pop(digest), asyncio.get_running_loop().create_future()
+        storing.set_result(None)
+    else:
+        return None
+    service.count("repeated", groups)
+    return Unanswered(groups, storing, gone)
+
+
+@contextlib.contextmanager
+def unanswered(service: Service, digest: str | None, own: Unanswered) -> Iterator[None]:
+    """Let equal posts know of this one; if it is not answered in the end, the next one is its repetition."""
+    if digest is None or not own.groups:
+        yield
+        return
+    service.unanswered[digest] = own
+    stored = False
+    try:
+        yield
+        stored = True
+    finally:
+        if service.unanswered.get(digest) is own:  # no repetition has taken its place
+            del service.unanswered[digest]
+            if own.answered:
+                service.answered(digest)
+            elif stored:
+                service.broken[digest] = own.groups
 
 
 async def post(
@@ -169,11 +215,13 @@ async def post(
     """Store groups, in the ticket's place or in the order of arrival.
 
     Raises:
-        Refused: 409, another post with the key is of other groups.
+        RequestRefused: 409, another post with the key is of other groups.
     """
+    if not groups:
+        return
     if key is not None and (earlier := service.posts.get(key)) is not None:
         if earlier != len(groups):
-            raise Refused(409, f"key={key}: a post of {earlier} groups had this key; give each post its own")
+            raise RequestRefused(409, f"key={key}: a post of {earlier} groups had this key; give each post its own")
         if key in service.posting:
             await asyncio.shield(service.posting[key])
         return

@@ -1,13 +1,14 @@
 """What clients send besides groups, and the errors that they get. Field names are those of atroposlib's API."""
 
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
 T = TypeVar("T")
+Int = Annotated[int, msgspec.Meta(ge=-(2**53), le=2**53)]  # what every JSON reader has exactly
 
 
-class Refused(Exception):  # noqa: N818  (the server answers it)
+class RequestRefused(Exception):  # noqa: N818  (the server answers it)
     """A request that cannot be served; ``status`` is the HTTP status, ``extra`` goes into the answer."""
 
     def __init__(self, status: int, message: str, **extra: Any):
@@ -21,59 +22,59 @@ class Registration(msgspec.Struct):
 
     wandb_group: str | None
     wandb_project: str | None
-    batch_size: int
-    max_token_len: int
+    batch_size: Int
+    max_token_len: Int
     checkpoint_dir: str | None
-    save_checkpoint_interval: int
-    starting_step: int
-    num_steps: int
-    after: int | None = None
-    max_staleness: int | None = None
+    save_checkpoint_interval: Int
+    starting_step: Int
+    num_steps: Int
+    after: Int | None = None
+    max_staleness: Int | None = None
 
 
 class EnvRegistration(msgspec.Struct):
     """``POST /register-env``."""
 
-    max_token_length: int
+    max_token_length: Int
     desired_name: str | None
     weight: float | None
-    group_size: int
+    group_size: Int
     min_batch_allocation: float | None = None
 
 
 class EnvIdentifier(msgspec.Struct):
-    env_id: int
+    env_id: Int
 
 
 class Begin(msgspec.Struct):
     """``POST /begin``. ``held``: all tickets that the environment knows of; others of it are released."""
 
-    env_id: int
-    sequences: int | None = None
-    held: list[int] | None = None
+    env_id: Int
+    sequences: Int | None = None
+    held: list[Int] | None = None
     wait: float = 0.0
 
 
 class Release(msgspec.Struct):
     """``POST /release``."""
 
-    ticket: int
+    ticket: Int
     reason: str = "unknown"
 
 
 class Through(msgspec.Struct):
     """``POST /commit`` and ``POST /weights``."""
 
-    through: int
+    through: Int
 
 
 def read(body: bytes, kind: type[T]) -> T:
     """Return a message; numbers may be strings, as pydantic allows.
 
     Raises:
-        Refused: 422, naming the field.
+        RequestRefused: 422, naming the field.
     """
     try:
         return msgspec.json.decode(body, type=kind, strict=False)
     except (ValueError, RecursionError) as error:
-        raise Refused(422, f"{kind.__name__}: {error}") from error
+        raise RequestRefused(422, f"{kind.__name__}: {error}") from error

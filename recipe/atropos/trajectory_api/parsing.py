@@ -2,7 +2,7 @@
 
 - What is accepted can be handed out: no value of a record breaks its JSON form or another group's batch.
 - Nothing is repaired by guessing: a group is stored as it came, or refused as a whole with a ``Reason``.
-- The fast path and the exact one accept the same groups, into the same records.
+- The fast path and the exact one accept the same groups, with the same values.
 
 ``masks`` and ``inference_logprobs`` must have the lengths of ``tokens``. ``advantages`` and ``ref_logprobs`` of another
 shape, and rows without logprobs, are stored as JSON and named in ``odd``: stock environments send them, and the
@@ -241,7 +241,7 @@ def _floats(columns: Columns, name: str, rows: Any) -> bytes | None:
 
 def _json(name: str, value: Any) -> bytes:
     try:
-        text = json.dumps(value, allow_nan=False).encode()
+        text = json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
         orjson.loads(text)  # as strict as who reads the batch: no half surrogates, no number beyond double
         return text
     except (ValueError, RecursionError) as error:

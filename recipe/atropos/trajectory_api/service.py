@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 TRAINER_SECONDS = 600.0  # since a trainer's last request, until others may reset its run
 _RESERVED = 1 << 20  # ticket numbers are reserved in blocks, so that none is used again after a kill
 _TICK = 1.0  # s
-_QUIET = 10.0  # s that a trainer waits, until the log says for what; then every minute
+QUIET_SECONDS = 10.0  # s that a trainer waits, until the log says for what; then every minute
 _SAY_AGAIN = 60.0  # s
 
 
@@ -80,6 +80,8 @@ class Service:
         self.cutting: asyncio.Future[None] | None = None
         self.broken: dict[str, int] = {}  # digests of posts whose connection broke, and their numbers of groups
         self.posting: dict[str, asyncio.Future[None]] = {}  # by idempotency key
+        self.unanswered: dict[str, Any] = {}  # posts in progress by digest, of ``ingest.Unanswered``
+        self.next_id = 1  # of a group; also after a reset, since a post may be on its way
         self.begun_at = time.time()
         self._take(self.store.load())
 
@@ -97,7 +99,7 @@ class Service:
         self.broken = loaded.unanswered
         self._answered: list[str] = []
         self.latest: int | None = loaded.last_id or None
-        self.next_id = loaded.last_id + 1
+        self.next_id = max(self.next_id, loaded.last_id + 1)
         self._number = self._reserved = run.get("numbers", 1)
         self.queue, self.environments, self.trainer = Queue(), Environments(), None
         for number, values in loaded.environments.items():
@@ -187,7 +189,7 @@ class Service:
             self.release_dead()
             self.save()
             trainer, now = self.trainer, time.monotonic()
-            if trainer is None or trainer.waiting_since is None or now - trainer.waiting_since < _QUIET:
+            if trainer is None or trainer.waiting_since is None or now - trainer.waiting_since < QUIET_SECONDS:
                 said = 0.0
             elif now - said > _SAY_AGAIN:
                 said = now
@@ -208,17 +210,21 @@ class Service:
             return None
         environment = self.environments.by_id.get(entry.env) if entry.env is not None else None
         self.count(f"released/{reason}", 1, environment)
+        self.save()
         self.changed()
         return self.store.write(database.end_tickets, [ticket])
 
     def save(self) -> None:
-        """Write counts, and which posts were answered, in one of the next transactions."""
+        """Write counts, and which posts were answered, in one of the next transactions; forget old posts."""
         if self._unsaved:
             counts, self._unsaved = self._unsaved, Counter()
             self.store.write(database.count, dict(counts))
         if self._answered:
             digests, self._answered = self._answered, []
             self.store.write(database.answered, digests)
+        if len(self.posts) > 2 * database.KEPT_POSTS:
+            self.posts = dict(list(self.posts.items())[-database.KEPT_POSTS :])
+            self.store.write(database.forget_posts)
 
     async def reset(self) -> None:
         """Move all groups and registrations to the archive, and begin anew."""

@@ -57,14 +57,14 @@ def check_host(host: str, secret: str | None) -> None:
 def serve(settings: Settings, host: str, port: int, secret: str | None) -> None:
     """Serve until a signal ends it."""
     check_host(host, secret)
+    logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)  # it logs what is not HTTP, with a traceback
     uvloop.run(_serve(settings, host, port, secret))
 
 
 async def _serve(settings: Settings, host: str, port: int, secret: str | None) -> None:
     service = Service(settings)
-    runner = web.AppRunner(
-        Api(service, secret).application(), auto_decompress=False, access_log=None, shutdown_timeout=_END_SECONDS
-    )
+    server = web.Server(Api(service, secret).handle, auto_decompress=False, access_log=None)
+    runner = web.ServerRunner(server, shutdown_timeout=_END_SECONDS)
     ended = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, ended.set)

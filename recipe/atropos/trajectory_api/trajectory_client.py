@@ -21,6 +21,7 @@ from recipe.atropos.trajectory_api import wire
 logger = logging.getLogger(__name__)
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0  # s, between attempts
+_READ_BUFFER = 4 << 20  # bytes; a batch has several MB
 _ANSWER = 90.0  # s for one attempt; the server delays answers by at most 60
 
 
@@ -59,7 +60,8 @@ class TrajectoryApiClient:
 
     async def __aenter__(self) -> "TrajectoryApiClient":
         # No compression: it costs more time than it saves on the loopback or a cluster's network.
-        self._session = aiohttp.ClientSession(headers={"Accept-Encoding": "identity", **self._headers})
+        headers = {"Accept-Encoding": "identity", **self._headers}
+        self._session = aiohttp.ClientSession(headers=headers, read_bufsize=_READ_BUFFER)
         return self
 
     async def __aexit__(self, *_: object) -> None:

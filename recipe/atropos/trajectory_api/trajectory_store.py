@@ -48,7 +48,7 @@ class Store:
         self.trouble = ""
         self._durability = durability
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
             raise ConfigurationError(
@@ -62,6 +62,9 @@ class Store:
             raise TrajectoryStoreError(
                 f"data-dir={folder}: another server uses it; end that one, or give another folder"
             ) from None
+        except sqlite3.Error as error:
+            os.close(self._lock)
+            raise TrajectoryStoreError(f"{self.path}: {error}; make room, or give another --data-dir") from error
         self._reader: sqlite3.Connection | None = None
         self._reading = ThreadPoolExecutor(1, thread_name_prefix="trajectory-reader")
         self._writes: queue.SimpleQueue[_Write | None] = queue.SimpleQueue()

@@ -42,7 +42,6 @@ KEYS = (
 _DTYPES = {"i1": np.int8, "i4": np.int32, "i8": np.int64, "f4": np.float32, "f8": np.float64}
 _GROUP, _MESSAGE = b"ATG1", b"ATB1"
 _PREFIX = struct.Struct("<4sI")
-_LENGTH = struct.Struct("<Q")
 _PADDING = tuple(bytes(n) for n in range(8))
 MAX_GROUPS = 1 << 16  # in one message
 
@@ -91,7 +90,7 @@ def pack(columns: Columns) -> bytes:
             len(columns.tokens),
             columns.env_id,
             {name: dtype for name, (dtype, _) in buffers.items()},
-            {name: msgspec.Raw(columns.raw[name]) for name in RAW if name in columns.raw},
+            {name: msgspec.Raw(columns.raw[name]) for name in (*FLOATS, *RAW) if name in columns.raw},
         )
     )
     parts = [_PREFIX.pack(_GROUP, len(header)), header, _PADDING[-len(header) % 8]]
@@ -186,8 +185,12 @@ def to_json(record: bytes | memoryview) -> bytes:
 
 def join(records: Sequence[bytes | memoryview]) -> bytes:
     """Return a message of records."""
-    lengths = b"".join(_LENGTH.pack(len(record)) for record in records)
-    return b"".join((_PREFIX.pack(_MESSAGE, len(records)), lengths, *records))
+    return b"".join((prefix([len(record) for record in records]), *records))
+
+
+def prefix(sizes: Sequence[int]) -> bytes:
+    """Return what precedes records of these sizes, in bytes, in their message."""
+    return _PREFIX.pack(_MESSAGE, len(sizes)) + struct.pack(f"<{len(sizes)}Q", *sizes)
 
 
 def split(message: bytes | memoryview) -> list[memoryview]:
@@ -199,7 +202,7 @@ def split(message: bytes | memoryview) -> list[memoryview]:
     view = memoryview(message)
     try:
         magic, count = _PREFIX.unpack_from(view)
-        start = _PREFIX.size + count * _LENGTH.size
+        start = _PREFIX.size + count * 8
         if magic != _MESSAGE or count > MAX_GROUPS or start > len(view):
             raise ValueError(f"it begins with {bytes(view[:8])!r}")
         lengths = struct.unpack_from(f"<{count}Q", view, _PREFIX.size)

@@ -82,7 +82,7 @@ def test_shares_are_within_one_group_of_the_ideal(environments, data):
     batch_size = data.draw(st.integers(8, 64))
     queue = Queue()
     queue.set_batch_size(batch_size)
-    for env, (weight, size) in enumerate(environments):
+    for env, (weight, _) in enumerate(environments):
         queue.set_environment(env, weight, 0.0)
     numbers = itertools.count(1)
 
@@ -98,7 +98,7 @@ def test_shares_are_within_one_group_of_the_ideal(environments, data):
     for entry in itertools.islice(queue._in_order({}), 3 * batch_size // max(size for _, size in environments)):
         served[entry.env] += entry.size
         order.append(entry)
-        for env, (weight, size) in enumerate(environments):
+        for env, (weight, _) in enumerate(environments):
             assert abs(served[env] - sum(served) * weight / weights) <= max(size for _, size in environments) + 1e-6
 
 
@@ -289,3 +289,10 @@ def test_pacing_is_not_stuck_by_sizes_that_do_not_fit():
     assert queue.refuses(None, 4, 1, NOBODY, NOBODY) == ""
     queue.add(Entry(9, None, 4))
     assert queue.refuses(None, 4, 1, NOBODY, NOBODY) != ""
+
+
+def test_pacing_is_not_stuck_by_full_places_without_a_batch():
+    queue = queue_of(8, [6, 6, 4])
+    assert not queue.plan(NOBODY).complete
+    assert queue.refuses(None, 2, 2, NOBODY, NOBODY) == ""
+    assert queue.refuses(None, 2, 0, NOBODY, NOBODY) != "", "the weights are too old"

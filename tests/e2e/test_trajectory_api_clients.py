@@ -1,0 +1,192 @@
+"""Our client, and the clients that exist: BaseEnv, the example trainer and the API tests of atroposlib, unchanged."""
+
+import asyncio
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import atroposlib
+import numpy as np
+import pytest
+from atroposlib.envs.base import APIServerConfig, BaseEnvConfig
+
+from helpers.numbered_env import NumberEnv
+from helpers.services import group
+from helpers.trajectory_api import ENVIRONMENT, REGISTRATION, numbers, running_trajectory_api
+from recipe.atropos.data.reasons import RefusedGroup
+from recipe.atropos.trajectory_api.trajectory_client import TrajectoryApiClient, TrajectoryApiError
+from recipe.atropos.utils.process import port_is_free
+
+
+@pytest.fixture
+def api(tmp_path):
+    with running_trajectory_api(tmp_path, secret="s3cret") as api:
+        yield api
+
+
+def with_client(api, test, **options):
+    async def run():
+        async with TrajectoryApiClient(api.url, "s3cret", **options) as client:
+            await asyncio.wait_for(test(client), 60)
+
+    asyncio.run(run())
+
+
+def test_the_client_goes_through_a_run(api):
+    async def test(client):
+        answer = await client.register_env(ENVIRONMENT)
+        assert answer["status"] == "wait for trainer to start"
+        assert (await client.register(REGISTRATION, after=0, max_staleness=0))["epoch"] == 1
+        env_id = (await client.register_env(ENVIRONMENT))["env_id"]
+        assert (await client.info())["batch_size"] == 8
+        assert await client.batch(after=0, wait=0.1) is None
+        tickets = [await client.begin(env_id, 4) for _ in range(3)]
+        assert tickets[2] is None
+        waiting = asyncio.create_task(client.batch(after=0, wait=20))
+        await client.post_groups([group(2) | {"env_id": env_id}], tickets[1])
+        await client.release(tickets[0], "equal_scores")
+        last = await client.begin(env_id, 4, wait=5)
+        await client.post_groups([group(3) | {"env_id": env_id}], last)
+        number, groups = await waiting
+        assert (number, numbers(groups)) == (1, [2, 3])
+        for one in groups:
+            assert isinstance(one["tokens"][0], np.ndarray) and one["tokens"][0].tolist() == [1, 2, 3]
+            assert one["masks"][0].tolist() == [-100, -100, 3] and one["env_id"] == env_id
+            assert one["inference_logprobs"][0].dtype == np.float32 and one["messages"] is None
+        assert numbers((await client.batch(after=0)).groups) == [2, 3]
+        await client.commit(1)
+        await client.weights_pushed(1)
+        assert await client.begin(env_id) is not None
+        assert (await client.status())["current_step"] == 1
+        assert (await client.status(env_id))["env_weight"] == 1.0
+        await client.disconnect_env(env_id)
+        assert (await client.diagnose())["queue"]["open_tickets"] == 0
+
+    with_client(api, test)
+
+
+def test_the_client_tells_why_it_was_refused(api):
+    async def test(client):
+        await client.register(REGISTRATION, after=0)
+        with pytest.raises(TrajectoryApiError, match="nan") as refused:
+            await client.post_groups([group(1) | {"scores": [float("nan")] * 4}])
+        assert (refused.value.status, refused.value.reason) == (422, "nonfinite_scores")
+        with pytest.raises(RefusedGroup):
+            await client.post_groups([group(1) | {"masks": None}])
+        async with TrajectoryApiClient(api.url, "s3cret") as newer:
+            await newer.register(REGISTRATION, after=0)
+            with pytest.raises(TrajectoryApiError, match="registered later") as older:
+                await client.batch(after=0)
+            assert (older.value.status, older.value.answer["epoch"]) == (409, 2)
+        async with TrajectoryApiClient(api.url, "wrong") as stranger:
+            with pytest.raises(TrajectoryApiError, match="401"):
+                await stranger.status()
+
+    with_client(api, test)
+
+
+def test_the_client_outlives_a_restart(api):
+    async def test(client):
+        await client.register(REGISTRATION, after=0)
+        api.kill()
+        posting = asyncio.create_task(client.post_groups([group(1)]))
+        await asyncio.sleep(0.3)
+        await asyncio.to_thread(api.start)
+        await posting
+        await client.post_groups([group(2), group(3)])
+        assert client.again > 0
+        assert numbers((await client.batch(after=0)).groups) == [1, 2]
+
+    with_client(api, test)
+
+
+def test_the_client_gives_up_with_a_reason(tmp_path):
+    async def test():
+        async with TrajectoryApiClient("http://127.0.0.1:9", patience=0.3) as client:
+            with pytest.raises(TrajectoryApiError, match="is the Trajectory API up") as error:
+                await client.status()
+            assert (error.value.status, error.value.reason) == (None, "api_unreachable")
+
+    asyncio.run(test())
+
+
+# ---------------------------------------------------------------------- what exists
+
+
+class StockEnv(NumberEnv):
+    """``BaseEnv`` itself posts plain values only."""
+
+    async def collect_trajectories(self, item):
+        numbered = group(item["number"], size=2)
+        return numbered | {"scores": [float(item["number"]), -1.0], "group_overrides": {}, "overrides": None}, []
+
+
+TRAINER = """
+import sys
+from example_trainer.api import register_trainer
+from example_trainer.config import TrainingConfig
+from example_trainer.data import get_data
+url = sys.argv[1]
+config = TrainingConfig(model_name="x", batch_size=2, gradient_accumulation_steps=2, seq_len=64, training_steps=2,
+                        atropos_url=url, save_path=sys.argv[2])
+register_trainer(config)
+print("registered", flush=True)
+seen = []
+while len(seen) < 3:
+    batches, _ = get_data(2, 64, url)
+    seen += batches
+print("batches", len(seen), [tokens.shape for tokens, *_ in [(batch[0][0],) for batch in seen]], flush=True)
+"""
+
+
+def test_a_stock_environment_and_the_example_trainer_run(api, model_path, tmp_path):
+    """With the secret in the address, which is all that they are told."""
+    url = f"{api.url}/s3cret"
+    server = APIServerConfig(
+        model_name=str(model_path), base_url="http://127.0.0.1:1/v1", server_type="sglang", api_key="x"
+    )
+    server.health_check = False
+    config = BaseEnvConfig(
+        **{"tokenizer_name": str(model_path), "group_size": 2, "use_wandb": False, "max_token_length": 64},
+        **{"rollout_server_url": url, "total_steps": 1000, "batch_size": 4, "max_num_workers": 2},
+    )
+
+    async def run():
+        environment = StockEnv(config, [server], slurm=False)
+        manager = asyncio.create_task(environment.env_manager())
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", TRAINER, url, str(tmp_path)), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+        try:
+            output, _ = await asyncio.wait_for(process.communicate(), 100)
+        finally:
+            if process.returncode is None:
+                process.kill()
+            manager.cancel()
+            await asyncio.gather(manager, return_exceptions=True)
+        return process.returncode, output.decode()
+
+    status, output = asyncio.run(run())
+    assert status == 0 and "batches" in output, output
+
+
+def test_the_api_tests_of_atroposlib_pass(tmp_path):
+    """They want port 8000: in a network of their own, where that can be had."""
+    tests = Path(atroposlib.__file__).parent / "tests"
+    files = [str(tests / f"test_api_{name}.py") for name in ("legacy", "compression", "messages_handling")]
+    serve = f"{sys.executable} -m recipe.atropos.trajectory_api --port 8000 --data-dir {tmp_path}/data"
+    script = (
+        f"{serve} > {tmp_path}/log 2>&1 & server=$!; trap 'kill $server; wait $server' EXIT; "
+        "for i in $(seq 200); do (echo > /dev/tcp/127.0.0.1/8000) 2> /dev/null && break; sleep 0.1; done; "
+        f"{sys.executable} -m pytest -q -p no:cacheprovider -c /dev/null --rootdir {tmp_path} {' '.join(files)}"
+    )
+    command = ["bash", "-c", script]
+    own_network = ["unshare", "-rn", "bash", "-c", "ip link set lo up; " + script]
+    if subprocess.run(["unshare", "-rn", "ip", "link", "set", "lo", "up"], capture_output=True).returncode == 0:
+        command = own_network
+    elif not port_is_free(8000):
+        pytest.skip("port 8000 is taken, and this machine allows no network namespace")
+    environment = {**os.environ, "ATROPOS_API_KEY": "", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, env=environment)
+    assert "36 passed" in done.stdout, done.stdout[-3000:] + done.stderr[-2000:]

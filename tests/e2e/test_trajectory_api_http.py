@@ -1,0 +1,244 @@
+"""What HTTP clients may send: nothing makes the server fail, and nothing is answered without access."""
+
+import gzip
+import http.client
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from urllib.parse import urlencode
+
+import psutil
+import pytest
+import requests
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from helpers.services import group
+from helpers.trajectory_api import ENVIRONMENT, REGISTRATION, running_trajectory_api
+from recipe.atropos.trajectory_api import wire
+from recipe.atropos.trajectory_api.app import MAX_BODY, ROUTES
+
+
+@pytest.fixture(scope="module")
+def api(tmp_path_factory):
+    with running_trajectory_api(tmp_path_factory.mktemp("api")) as api:
+        yield api
+        assert api.process.poll() is None
+        assert "Traceback" not in api.log()
+
+
+# ---------------------------------------------------------------------- any request
+
+MESSAGES = [
+    *(REGISTRATION, REGISTRATION | {"after": 0, "max_staleness": 1}, ENVIRONMENT, {"env_id": 0}, group(1)),
+    *([group(1), group(2)], {"through": 0}, {"ticket": 1, "reason": "x"}, {"env_id": 0, "sequences": 4, "held": [1]}),
+]
+VALUES = st.recursive(
+    st.sampled_from([None, True, 0, -1, 1, 2**63, -(2**70), 0.5, float("nan"), 1e308, "", "1", "é", "\x00", "x" * 300]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@st.composite
+def mutated(draw):
+    """A message of the protocol with some of its fields changed or missing."""
+    message = json.loads(json.dumps(draw(st.sampled_from(MESSAGES))))
+    of = message[0] if isinstance(message, list) else message
+    for key in draw(st.lists(st.sampled_from(sorted(of)), max_size=2, unique=True)):
+        if draw(st.booleans()):
+            of[key] = draw(VALUES)
+        else:
+            del of[key]
+    return json.dumps(message).encode()
+
+
+BODIES = st.one_of(
+    mutated(),
+    VALUES.map(lambda value: json.dumps(value).encode()),
+    st.binary(max_size=60),
+    st.just(wire.join([wire.pack(wire.from_group(group(1)))])),
+    st.just(b"[" * 3000),
+)
+NUMBERS = st.sampled_from(["0", "1", "-1", "x", "", "nan", "inf", "1e3", str(2**64), "0.01", "٣"])
+HEADERS = st.fixed_dictionaries(
+    {},
+    optional={
+        "Content-Type": st.sampled_from(["application/json", wire.PACKED, "text/plain", "x;"]),
+        "Content-Encoding": st.sampled_from(["gzip", "identity", "br", ""]),
+        "Accept": st.sampled_from([wire.PACKED, "text/html", "*/*"]),
+        wire.EPOCH_HEADER: NUMBERS.map(lambda text: text.encode()),
+        wire.TICKET_HEADER: NUMBERS.map(lambda text: text.encode()),
+        wire.KEY_HEADER: st.sampled_from(["a", "b", "", "x" * 300]),
+        "Origin": st.sampled_from(["null", "http://x", "http://[", "http://127.0.0.1"]),
+        "Host": st.sampled_from(["localhost", "[::1]:80", "[", "evil.example"]),
+    },
+)
+QUERIES = st.dictionaries(st.sampled_from(["after", "wait", "x"]), NUMBERS, max_size=2)
+PATHS = st.sampled_from([path for _, path in ROUTES]) | st.sampled_from(["/x", "//", "/%00", "/%ff/status", "/batch/"])
+METHODS = st.sampled_from(["GET", "POST", "PUT", "HEAD", "OPTIONS", "DELETE"])
+
+
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(METHODS, PATHS, QUERIES, HEADERS, BODIES, st.booleans())
+def test_no_request_makes_the_server_fail(api, method, path, query, headers, body, known):
+    if known:  # mostly requests that get beyond the router
+        method = next((method for method, other in ROUTES if other == path), method)
+    query = urlencode(query)
+    connection = http.client.HTTPConnection("127.0.0.1", api.port, timeout=30)
+    try:
+        connection.request(method, f"{path}?{query}", body, headers)
+        assert connection.getresponse().status < 500
+    finally:
+        connection.close()
+
+
+# ---------------------------------------------------------------------- bodies
+
+
+def post(api, body, path="/scored_data", **headers):
+    headers = {"Content-Type": "application/json"} | {name.replace("_", "-"): value for name, value in headers.items()}
+    return requests.post(api.url + path, data=body, headers=headers, timeout=60)
+
+
+def test_gzip_is_read_in_one_part_or_several(api):
+    body = json.dumps(group(1)).encode()
+    assert post(api, gzip.compress(body), Content_Encoding="gzip").json() == {"status": "received"}
+    parts = gzip.compress(body[:40]) + gzip.compress(body[40:])
+    assert post(api, parts, Content_Encoding="gzip").json() == {"status": "received"}
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda body: body[: len(body) // 2], lambda body: b"x" + body, lambda body: b"\x1f"]
+)
+def test_half_a_gzip_body_is_refused(api, damage):
+    reply = post(api, damage(gzip.compress(json.dumps(group(1)).encode())), Content_Encoding="gzip")
+    assert reply.status_code == 400 and "gzip" in reply.json()["detail"]
+
+
+def test_a_zip_bomb_is_refused_without_being_inflated(api):
+    bomb = gzip.compress(bytes(64 << 20), compresslevel=9) * 200  # 12.8 GB
+    before = psutil.Process(api.process.pid).memory_info().rss
+    reply = post(api, bomb, Content_Encoding="gzip")
+    assert reply.status_code == 413 and str(MAX_BODY) in reply.json()["detail"]
+    assert psutil.Process(api.process.pid).memory_info().rss - before < 3 * MAX_BODY
+
+
+def test_64_mib_are_read_and_what_is_larger_is_refused(api):
+    large = json.dumps(group(1) | {"images": "x" * (64 << 20)}).encode()
+    assert post(api, large).json() == {"status": "received"}
+    connection = http.client.HTTPConnection("127.0.0.1", api.port, timeout=30)
+    connection.putrequest("POST", "/scored_data")
+    connection.putheader("Content-Length", str(MAX_BODY + 1))
+    connection.endheaders()
+    assert connection.getresponse().status == 413
+    connection.close()
+
+
+def test_a_client_that_sends_half_a_body_harms_nobody(api):
+    with socket.create_connection(("127.0.0.1", api.port)) as connection:
+        connection.sendall(b"POST /scored_data HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n{")
+    assert api.get("/info")
+
+
+def test_a_client_that_leaves_its_long_poll_harms_nobody(tmp_path):
+    with running_trajectory_api(tmp_path) as api:
+        api.register(after=0)
+        with socket.create_connection(("127.0.0.1", api.port)) as connection:
+            connection.sendall(b"GET /batch?after=0&wait=20 HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            time.sleep(0.2)
+        for number in (1, 2):
+            api.post("/scored_data", group(number))
+        assert api.batch("?after=0&wait=5") == [1, 2]
+
+
+# ---------------------------------------------------------------------- access
+
+
+def test_a_secret_is_asked_for_in_header_or_path(tmp_path):
+    with running_trajectory_api(tmp_path, secret="s3cret") as api:
+        for _, path in ROUTES:
+            assert requests.get(api.url + path).status_code == 401
+        for wrong in ("/wrong/status", "//status", "/s3cre/status", "/s3crets/status"):
+            assert requests.get(api.url + wrong).status_code == 401
+        assert requests.get(f"{api.url}/s3cret/status").json() == {"current_step": 0, "queue_size": 0}
+        assert requests.get(f"{api.url}/s3cret").json() == {"message": "AtroposLib API"}
+        bearer = {"Authorization": "Bearer s3cret"}
+        assert requests.get(f"{api.url}/status", headers=bearer).json()["queue_size"] == 0
+        assert requests.get(f"{api.url}/status", headers={"Authorization": "Bearer \xff"}).status_code == 401
+        assert requests.post(f"{api.url}/s3cret/scored_data", json=group(1)).json() == {"status": "received"}
+        assert "s3cret" not in api.log()
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [{"Origin": "http://evil.example"}, {"Origin": "null"}, {"Sec-Fetch-Site": "same-site"}, {"Host": "evil.example"}],
+    ids=str,
+)
+def test_other_sites_pages_are_refused(api, headers):
+    reply = requests.get(f"{api.url}/status", headers=headers)
+    assert reply.status_code == 403
+    assert not [name for name in reply.headers if name.startswith("Access-Control")]
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (["--host", "0.0.0.0"], "error: host=0.0.0.0: without a secret"),
+        (["--secret-file", "/missing"], "error: secret-file=/missing"),
+        (["--port", "1"], None),
+    ],
+)
+def test_a_start_that_cannot_work_says_why(tmp_path, flags, text):
+    command = [sys.executable, "-m", "recipe.atropos.trajectory_api", "--data-dir", str(tmp_path), *flags]
+    environment = {**os.environ, "ATROPOS_API_KEY": ""}
+    if text is None:
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            command[-1] = str(taken.getsockname()[1])
+            ended = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+        text = f"error: host=127.0.0.1, port={command[-1]}"
+    else:
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    assert ended.returncode == 1 and ended.stderr.splitlines()[-1].startswith(text)
+
+
+def test_a_secret_file_must_be_private(tmp_path):
+    secret = tmp_path / "secret"
+    secret.write_text("abc\n")
+    secret.chmod(0o644)
+    command = [sys.executable, "-m", "recipe.atropos.trajectory_api", "--data-dir", str(tmp_path / "data")]
+    ended = subprocess.run([*command, "--secret-file", str(secret)], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1 and "chmod 600" in ended.stderr
+    secret.chmod(0o600)
+    with running_trajectory_api(tmp_path, "--secret-file", str(secret), "--host", "0.0.0.0") as api:
+        assert requests.get(f"{api.url}/abc/status").ok and requests.get(f"{api.url}/status").status_code == 401
+
+
+# ---------------------------------------------------------------------- what it says
+
+
+def test_metrics_are_in_the_format_of_prometheus(api):
+    api.session.post(f"{api.url}/scored_data", json={"tokens": []})
+    lines = requests.get(f"{api.url}/metrics").text.splitlines()
+    values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    assert all(float(value) >= 0 for value in values.values())
+    assert float(values['atropos_api_events_total{event="refused/malformed"}']) >= 1
+    assert {line.split()[2] for line in lines if line.startswith("# TYPE")} >= {name.split("{")[0] for name in values}
+
+
+def test_the_root_is_a_page_for_browsers_only(api):
+    assert requests.get(api.url).json() == {"message": "AtroposLib API"}
+    page = requests.get(api.url, headers={"Accept": "text/html,*/*"})
+    assert page.headers["Content-Type"].startswith("text/html") and "<title>Trajectory API</title>" in page.text
+
+
+def test_the_log_says_what_a_waiting_trainer_waits_for(tmp_path):
+    with running_trajectory_api(tmp_path, impatient=True) as api:
+        api.register(after=0)
+        api.post("/scored_data", group(1, size=3))
+        assert "3 of 8 sequences" in api.get("/diagnose")["why"]
+        assert api.batch("?after=0&wait=2.5") is None
+        assert "no batch 1 for" in api.log() and "3 of 8 sequences are queued or begun" in api.log()

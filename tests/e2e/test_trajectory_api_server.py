@@ -1,0 +1,344 @@
+"""The server as trainers and environments meet it: numbered batches, epochs, restarts, tickets, access, tools."""
+
+import concurrent.futures
+import itertools
+import json
+import random
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import requests
+
+from helpers.disk import fill
+from helpers.services import group
+from helpers.trajectory_api import ENVIRONMENT, REGISTRATION, numbers, running_trajectory_api
+from recipe.atropos.trajectory_api import wire
+
+PROGRAM = [sys.executable, "-m", "recipe.atropos.trajectory_api"]
+
+
+@pytest.fixture
+def api(tmp_path):
+    with running_trajectory_api(tmp_path) as api:
+        yield api
+
+
+def test_a_batch_is_the_same_when_asked_again(api):
+    api.register(after=0)
+    for number in range(1, 7):
+        api.post("/scored_data", group(number))
+    first = api.session.get(f"{api.url}/batch?after=0").content
+    packed = api.session.get(f"{api.url}/batch?after=0", headers={"Accept": wire.PACKED})
+    assert json.loads(first)["number"] == 1 and packed.headers[wire.BATCH_HEADER] == "1"
+    assert [api.batch(f"?after={after}") for after in (1, 2, 0)] == [[3, 4], [5, 6], [1, 2]]
+    api.kill()
+    api.start()
+    assert api.session.get(f"{api.url}/batch?after=0").content == first
+    assert api.session.get(f"{api.url}/batch?after=0", headers={"Accept": wire.PACKED}).content == packed.content
+    assert [wire.to_group(record)["scores"][0] for record in wire.split(packed.content)] == [1.0, 2.0]
+
+
+def test_a_resumed_trainer_gets_the_same_batches_again(api):
+    api.register(after=0)
+    for number in range(1, 9):
+        api.post("/scored_data", group(number))
+    assert [api.batch(f"?after={after}") for after in range(3)] == [[1, 2], [3, 4], [5, 6]]
+    api.register(after=1)
+    assert [api.batch(f"?after={after}") for after in range(1, 4)] == [[3, 4], [5, 6], [7, 8]]
+
+
+def test_another_batch_size_dissolves_later_batches(api):
+    api.register(after=0)
+    for number in range(1, 9):
+        api.post("/scored_data", group(number))
+    assert [api.batch(f"?after={after}") for after in range(3)] == [[1, 2], [3, 4], [5, 6]]
+    api.post("/commit", {"through": 1})
+    api.post("/register", REGISTRATION | {"batch_size": 12, "after": 0}, status=409)
+    api.register(batch_size=12, after=1)
+    assert api.batch("?after=1") == [3, 4, 5]
+    assert api.batch("?after=2") == [6, 7, 8]
+
+
+def test_an_older_trainer_is_refused(api):
+    old = api.register(after=0)["epoch"]
+    new = api.register(after=0)["epoch"]
+    for path in ("/commit", "/weights"):
+        api.post(path, {"through": 0}, status=409, Atropos_Epoch=str(old))
+        api.post(path, {"through": 0}, Atropos_Epoch=str(new))
+    assert requests.get(f"{api.url}/batch?after=0", headers={"Atropos-Epoch": str(old)}).status_code == 409
+
+
+def test_a_long_poll_of_an_older_trainer_ends(api):
+    old = api.register(after=0)["epoch"]
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        waiting = pool.submit(
+            requests.get, f"{api.url}/batch?after=0&wait=20", headers={"Atropos-Epoch": str(old)}, timeout=30
+        )
+        time.sleep(0.3)
+        api.register(after=0)
+        assert waiting.result(5).status_code == 409
+
+
+def test_a_long_poll_returns_as_soon_as_there_is_a_batch(api):
+    api.register(after=0)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        waiting = pool.submit(requests.get, f"{api.url}/batch?after=0&wait=20", timeout=30)
+        time.sleep(0.3)
+        for number in (1, 2):
+            api.post("/scored_data", group(number))
+        assert numbers(waiting.result(2).json()["batch"]) == [1, 2]
+
+
+def test_committed_batches_are_deleted_if_told(tmp_path):
+    with running_trajectory_api(tmp_path, "--retention", "committed") as api:
+        api.register(after=0)
+        for number in range(1, 7):
+            api.post("/scored_data", group(number))
+        assert [api.batch(f"?after={after}") for after in range(3)] == [[1, 2], [3, 4], [5, 6]]
+        api.post("/commit", {"through": 2})
+        gone = requests.get(f"{api.url}/batch?after=1")
+        assert gone.status_code == 410 and gone.json()["oldest"] == 3
+        assert api.batch("?after=2") == [5, 6]
+        assert api.post("/register", REGISTRATION | {"after": 1}, status=410)["oldest"] == 3
+        api.kill()
+        api.start()
+        assert api.post("/register", REGISTRATION | {"after": 0}, status=410)["oldest"] == 3
+
+
+def test_a_live_run_is_not_reset_and_an_archive_is_kept(api):
+    api.register(after=0)
+    for number in (1, 2, 3):
+        api.post("/scored_data", group(number))
+    assert api.batch("?after=0") == [1, 2]
+    assert requests.get(f"{api.url}/reset_data").status_code == 409
+    api.post("/register", REGISTRATION | {"batch_size": 1}, status=409)
+    assert requests.get(f"{api.url}/batch").status_code == 409
+    api.kill()
+    api.start()
+    assert requests.get(f"{api.url}/reset_data").status_code == 409
+    assert api.batch("?after=0") == [1, 2]
+
+
+def test_what_a_stock_trainer_resets_is_archived(api):
+    api.register()
+    for number in (1, 2, 3):
+        api.post("/scored_data", group(number))
+    assert api.batch() == [1, 2]
+    assert api.session.get(f"{api.url}/reset_data").text == "Reset successful"
+    assert api.get("/status") == {"current_step": 0, "queue_size": 0}
+    [archived] = (api.folder / "data/archive").iterdir()
+    listed = subprocess.run([*PROGRAM, "list", str(archived)], capture_output=True, text=True, check=True).stdout
+    assert listed.splitlines()[1].split()[:3] == ["1", "2", "8"]
+    assert listed.splitlines()[2].split() == ["queued", "1", "4"]
+
+
+def test_a_key_is_stored_once(api):
+    api.register()
+    for _ in range(3):
+        api.post("/scored_data_list", [group(1), group(1)], Atropos_Key="one")
+    api.kill()
+    api.start()
+    api.post("/scored_data_list", [group(1), group(1)], Atropos_Key="one")
+    api.post("/scored_data", group(1), status=409, Atropos_Key="one")
+    assert api.get("/status")["queue_size"] == 2
+
+
+def test_only_a_post_whose_answer_was_lost_is_a_repetition(tmp_path):
+    """Equal posts are all stored, unless the connection of one broke before its answer."""
+    with running_trajectory_api(tmp_path, "--queue-tokens", "1") as api:
+        api.register()
+        api.post("/scored_data_list", [])
+        for _ in range(2):
+            with pytest.raises(requests.ReadTimeout):  # the queue is full: the answer waits
+                requests.post(f"{api.url}/scored_data", json=group(1), timeout=0.5)
+        assert api.get("/status")["queue_size"] == 1, "the second was the repetition of the first"
+        api.kill()
+        api.start()
+        with pytest.raises(requests.ReadTimeout):
+            requests.post(f"{api.url}/scored_data", json=group(2), timeout=0.5)
+        assert api.get("/status")["queue_size"] == 2
+        api.kill()  # before any answer: the environment sends it again to the next process
+        api.start()
+        with pytest.raises(requests.ReadTimeout):
+            requests.post(f"{api.url}/scored_data", json=group(2), timeout=0.5)
+        assert api.get("/status")["queue_size"] == 2
+
+
+@pytest.mark.parametrize("kills", [3, pytest.param(40, marks=pytest.mark.slow)])
+def test_what_is_acknowledged_survives_kills_once(tmp_path, kills):
+    """Three environments post, one trainer fetches, and the server is killed at random moments."""
+    posted, counter, ended = set(), iter(range(10**6)), threading.Event()
+    received: dict[int, list[int]] = {}
+    moments = random.Random(kills)
+    with running_trajectory_api(tmp_path) as api:
+        api.register(after=0)
+
+        def environment():
+            while not ended.is_set():
+                number = next(counter)
+                while not ended.is_set():
+                    try:
+                        headers = {"Atropos-Key": str(number)}
+                        requests.post(f"{api.url}/scored_data", json=group(number), headers=headers, timeout=10)
+                        posted.add(number)
+                        break
+                    except requests.RequestException:
+                        time.sleep(0.02)
+
+        def trainer():
+            after = 0
+            while not ended.is_set():
+                try:
+                    reply = requests.get(f"{api.url}/batch?after={after}&wait=1", timeout=10).json()
+                except (requests.RequestException, ValueError):
+                    time.sleep(0.02)
+                    continue
+                if reply["batch"] is not None:
+                    after += 1
+                    assert received.setdefault(after, numbers(reply["batch"])) == numbers(reply["batch"])
+                    after = max(0, after - 3) if moments.random() < 0.05 else after  # ask again for earlier ones
+
+        threads = [threading.Thread(target=target) for target in (environment, environment, environment, trainer)]
+        for thread in threads:
+            thread.start()
+        for _ in range(kills):
+            time.sleep(moments.uniform(0.2, 1))
+            api.kill()
+            api.start()
+        time.sleep(0.5)
+        ended.set()
+        for thread in threads:
+            thread.join(20)
+        after, found = 0, []
+        while (batch := api.batch(f"?after={after}")) is not None:
+            after += 1
+            assert received.get(after, batch) == batch
+            found += batch
+        left = api.get("/status")["queue_size"]
+        assert len(found) == len(set(found)) and len(received) > kills
+        assert left <= 1
+        everything = len(found) + left
+        assert posted - set(found) == set() or len(posted - set(found)) <= left
+        assert everything <= len(posted) + 3  # each environment has one post without an answer
+
+
+def test_tickets_survive_a_restart_and_order_the_batches(api):
+    api.register(after=0, max_staleness=0)
+    env_id = api.post("/register-env", ENVIRONMENT)["env_id"]
+    first, second = (api.post("/begin", {"env_id": env_id})["ticket"] for _ in range(2))
+    refused = api.post("/begin", {"env_id": env_id})
+    assert refused["ticket"] is None and refused["retry_after"] > 0 and "8 of 8" in refused["reason"]
+    api.kill()
+    api.start()
+    assert api.post("/begin", {"env_id": env_id})["ticket"] is None
+    api.post("/scored_data", group(2) | {"env_id": env_id}, Atropos_Ticket=str(second))
+    assert api.batch("?after=0&wait=0.2") is None
+    assert api.post("/release", {"ticket": first, "reason": "equal_scores"}) == {"status": "released"}
+    assert api.post("/release", {"ticket": first}) == {"status": "not open"}
+    third = api.post("/begin", {"env_id": env_id})["ticket"]
+    assert third > second
+    api.post("/scored_data", group(3) | {"env_id": env_id}, Atropos_Ticket=str(third))
+    assert api.batch("?after=0") == [2, 3]
+    assert api.post("/begin", {"env_id": env_id})["ticket"] is None, "the weights are older"
+    api.post("/weights", {"through": 1})
+    assert api.post("/begin", {"env_id": env_id})["ticket"] > third
+    assert api.get("/diagnose")["counts"]["released/equal_scores"] == 1
+
+
+def test_a_refused_group_releases_its_ticket_and_is_counted(api):
+    api.register(after=0, max_staleness=0)
+    env_id = api.post("/register-env", ENVIRONMENT)["env_id"]
+    ticket = api.post("/begin", {"env_id": env_id})["ticket"]
+    refused = api.post("/scored_data", group(1) | {"masks": []}, status=422, Atropos_Ticket=str(ticket))
+    assert refused["reason"] == "unequal_lengths"
+    told = api.get("/diagnose")
+    assert told["queue"]["open_tickets"] == 0
+    [environment] = [line for line in told["environments"] if line["env_id"] == env_id]
+    assert environment["counts"] == {"refused/unequal_lengths": 1, "released/unequal_lengths": 1}
+
+
+def test_tickets_of_a_gone_environment_are_released(tmp_path):
+    with running_trajectory_api(tmp_path, impatient=True) as api:
+        api.register(after=0, max_staleness=0)
+        gone, alive = (api.post("/register-env", ENVIRONMENT)["env_id"] for _ in range(2))
+        assert api.post("/begin", {"env_id": gone})["ticket"]
+        for number in (1, 2):
+            api.post("/scored_data", group(number) | {"env_id": alive})
+        assert api.batch("?after=0&wait=5") == [1, 2]
+        assert api.get("/diagnose")["counts"]["released/environment_gone"] == 1
+
+
+def test_a_lost_ticket_is_released_by_the_next_begin(api):
+    api.register(after=0, max_staleness=0)
+    env_id = api.post("/register-env", ENVIRONMENT)["env_id"]
+    held = api.post("/begin", {"env_id": env_id, "held": []})["ticket"]
+    api.post("/begin", {"env_id": env_id, "held": [held]})  # its answer is lost
+    assert api.post("/begin", {"env_id": env_id, "held": [held]})["ticket"] is not None
+    assert api.get("/diagnose")["counts"]["released/ticket_lost"] == 1
+
+
+def test_posts_and_polls_during_a_reset_or_registration_are_safe(api):
+    """Whatever the order, each group is in at most one batch, and no batch lacks a record."""
+    ended, counter = threading.Event(), itertools.count()
+
+    def post():
+        while not ended.is_set():
+            api_post(f"{api.url}/scored_data", group(next(counter)))
+
+    def api_post(url, message):
+        assert requests.post(url, json=message, timeout=30).status_code < 500
+
+    threads = [threading.Thread(target=post) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for round in range(12):
+        time.sleep(0.05)
+        assert requests.get(f"{api.url}/reset_data", timeout=30).status_code == 200
+        api_post(f"{api.url}/register", REGISTRATION | {"batch_size": 8 + 4 * (round % 2)})
+        for _ in range(3):
+            batch = numbers(api.get("/batch")["batch"]) or []
+            assert len(batch) in (0, 2, 3) and len(set(batch)) == len(batch)
+    ended.set()
+    for thread in threads:
+        thread.join(10)
+
+
+def test_a_full_disk_holds_answers_and_is_named(full_disk, tmp_path):
+    with running_trajectory_api(tmp_path, "--data-dir", str(full_disk / "data")) as api:
+        api.register()
+        api.post("/scored_data", group(1))
+        fill(full_disk)
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            held = pool.submit(api.post, "/scored_data", group(2) | {"images": "x" * 100_000})
+            deadline = time.monotonic() + 10
+            while "store" not in (told := requests.get(f"{api.url}/diagnose").json())["warnings"]:
+                assert time.monotonic() < deadline and not held.done(), told
+                time.sleep(0.05)
+            assert "full" in told["why"] and str(full_disk) in told["why"]
+            (full_disk / "ballast").unlink()
+            assert held.result(10) == {"status": "received"}
+        assert api.batch() == [1, 2]
+        assert "answers wait until there is room" in api.log()
+
+
+def test_export_and_import_give_the_same_batches(api, tmp_path):
+    api.register(after=0)
+    for number in range(1, 6):
+        api.post("/scored_data", group(number) | {"messages": [[{"role": "user", "content": "é"}]]})
+    bodies = [api.session.get(f"{api.url}/batch?after={after}").content for after in (0, 1)]
+    run = {"check": True, "capture_output": True, "text": True}
+    subprocess.run([*PROGRAM, "export", str(tmp_path / "data"), str(tmp_path / "log.jsonl")], **run)
+    (tmp_path / "copy").mkdir()
+    subprocess.run([*PROGRAM, "import", str(tmp_path / "copy/data"), str(tmp_path / "log.jsonl")], **run)
+    shown = subprocess.run([*PROGRAM, "show", str(tmp_path / "copy/data"), "2"], **run).stdout
+    assert numbers(map(json.loads, shown.splitlines())) == [3, 4]
+    with running_trajectory_api(tmp_path / "copy") as copy:
+        copy.register(after=0)
+        assert [copy.session.get(f"{copy.url}/batch?after={after}").content for after in (0, 1)] == bodies
+    again = subprocess.run(
+        [*PROGRAM, "import", str(tmp_path / "copy/data"), str(tmp_path / "log.jsonl")], capture_output=True, text=True
+    )
+    assert again.returncode == 1 and again.stderr.startswith("error: data-dir=")

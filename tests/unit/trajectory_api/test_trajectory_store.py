@@ -1,0 +1,168 @@
+"""The store keeps what it has answered, through full disks, restarts and archives; one process at a time."""
+
+import asyncio
+import sqlite3
+
+import pytest
+
+from recipe.atropos.errors import ConfigurationError
+from recipe.atropos.trajectory_api import database
+from recipe.atropos.trajectory_api.database import Group
+from recipe.atropos.trajectory_api.trajectory_store import Store, TrajectoryStoreError
+
+
+def row(id, number=None, env=None):
+    return Group(id, number or id, env, 2, 20, 0, float(id))
+
+
+async def append(store, *ids, padding=b"", **names):
+    arguments = {"key": None, "digest": None, "ticket": None} | names
+    await store.write(database.append, [(row(id), b"record %d" % id + padding) for id in ids], **arguments)
+
+
+def in_store(folder, test, durability="normal"):
+    """Run ``test(store, what it loaded)`` on an open store."""
+
+    async def run():
+        store = Store(folder, durability)
+        try:
+            return await test(store, store.load())
+        finally:
+            store.close()
+
+    return asyncio.run(asyncio.wait_for(run(), 60))
+
+
+@pytest.mark.parametrize("durability", ["none", "normal", "full"])
+def test_what_was_written_is_loaded(tmp_path, durability):
+    async def fill(store, _):
+        await store.write(database.write_environment, 0, {"name": "one"})
+        await store.write(database.begin_ticket, 7, 0, 4, 3)
+        await store.write(database.begin_ticket, 8, 0, 4, 3)
+        await append(store, 1, 2, key="post")
+        await append(store, 3, digest="12.3", ticket=7)
+        await store.write(database.cut, 1, [2])
+        await store.write(database.count, {"received": 2})
+        await store.write(database.count, {"received": 1})
+        await store.write(database.write_run, epoch=4)
+
+    async def look(store, loaded):
+        assert [group.id for group in loaded.queued] == [1, 3] and loaded.last_id == 3
+        assert loaded.run | {"epoch": 4, "last": 1} == loaded.run
+        assert loaded.tickets == [(8, 0, 4, 3)]
+        assert (loaded.posts, loaded.unanswered) == ({"post": 2}, {"12.3": 1})
+        assert (loaded.counts, loaded.environments) == ({"received": 3}, {0: {"name": "one"}})
+        assert await store.read(database.read_batch, 1) == [b"record 2"]
+
+    in_store(tmp_path, fill, durability)
+    in_store(tmp_path, look, durability)
+
+
+def test_batches_keep_the_order_that_they_were_cut_in(tmp_path):
+    async def test(store, _):
+        await append(store, 1, 2, 3, 4)
+        await store.write(database.cut, 1, [3, 1])
+        assert await store.read(database.read_batch, 1) == [b"record 3", b"record 1"]
+        assert await store.read(database.read_batch, 2) == []
+
+    in_store(tmp_path, test)
+
+
+def test_dissolved_batches_return_in_order(tmp_path):
+    async def test(store, _):
+        await append(store, 1, 2, 3, 4, 5)
+        for number, ids in enumerate(([2], [4, 1], [3]), start=1):
+            await store.write(database.cut, number, ids)
+        assert [group.id for group in await store.write(database.dissolve, 1)] == [1, 3, 4]
+        assert [group.id for group in await store.read(database.queued)] == [1, 3, 4, 5]
+        assert (await store.read(database.read_run))["last"] == 1
+
+    in_store(tmp_path, test)
+
+
+def test_deleted_batches_leave_the_others(tmp_path):
+    async def test(store, _):
+        await append(store, 1, 2, 3)
+        for number in (1, 2, 3):
+            await store.write(database.cut, number, [number])
+        assert await store.write(database.delete_batches, 2, 1)
+        while await store.write(database.delete_batches, 2):
+            pass
+        assert [batch["number"] for batch in await store.read(database.list_batches)] == [3]
+        assert await store.read(database.read_record, 1) is None
+
+    in_store(tmp_path, test)
+
+
+def test_a_full_disk_holds_writes_until_there_is_room(tmp_path):
+    async def test(store, _):
+        await append(store, 1)
+        pages = store.connection.execute("PRAGMA page_count").fetchone()[0]
+        store.connection.execute(f"PRAGMA max_page_count = {pages}")
+        held = [asyncio.ensure_future(append(store, id, padding=bytes(1000))) for id in range(2, 200)]
+        while not store.trouble:
+            await asyncio.sleep(0.01)
+        assert "full" in store.trouble and str(tmp_path) in store.trouble
+        assert len(await store.read(database.queued)) == 1, "reading goes on"
+        store.connection.execute("PRAGMA max_page_count = 100000")
+        await asyncio.gather(*held)
+        assert not store.trouble
+        assert len(await store.read(database.queued)) == 199
+
+    in_store(tmp_path, test)
+
+
+def test_one_bad_write_does_not_harm_the_others(tmp_path):
+    async def test(store, _):
+        writes = [append(store, 1), append(store, 1), append(store, 2)]  # 1 is there already
+        results = await asyncio.gather(*writes, return_exceptions=True)
+        assert [type(result) for result in results] == [type(None), sqlite3.IntegrityError, type(None)]
+        assert [group.id for group in await store.read(database.queued)] == [1, 2]
+
+    in_store(tmp_path, test)
+
+
+def test_an_archive_keeps_everything_and_begins_anew(tmp_path):
+    async def test(store, _):
+        await append(store, 1)
+        await store.write(database.cut, 1, [1])
+        assert await store.read(database.read_batch, 1)
+        await store.archive()
+        await append(store, 1)
+        assert await store.read(database.read_batch, 1) == []
+        assert len(await store.read(database.queued)) == 1
+        await store.archive()
+        await store.archive()  # there is nothing to keep
+
+    in_store(tmp_path, test)
+    archived = [database.connect_to_read(path) for path in sorted((tmp_path / "archive").iterdir())]
+    assert [database.read_batch(connection, 1) for connection in archived] == [[b"record 1"], []]
+
+
+def test_a_folder_is_used_by_one_server(tmp_path):
+    async def test(store, _):
+        with pytest.raises(TrajectoryStoreError, match="another server"):
+            Store(tmp_path)
+
+    in_store(tmp_path, test)
+    in_store(tmp_path, lambda store, _: append(store, 1))
+
+
+def test_folders_that_cannot_be_used_are_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigurationError, match="data-dir"):
+        Store(tmp_path / "file" / "x")
+    with pytest.raises(ConfigurationError, match="durability=fast"):
+        Store(tmp_path, "fast")
+
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text/trajectories.db").write_text("x" * 10_000)
+    with pytest.raises(TrajectoryStoreError, match="not a database"):
+        Store(tmp_path / "text")
+
+    async def other_format(store, _):
+        await store.write(database.write_run, format=99)
+
+    in_store(tmp_path / "other", other_format)
+    with pytest.raises(TrajectoryStoreError, match="format 99"):
+        Store(tmp_path / "other")

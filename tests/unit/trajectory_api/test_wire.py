@@ -1,0 +1,154 @@
+"""The packed format: nothing is lost between a group as it was posted, its record, and what is handed out."""
+
+import json
+import math
+import struct
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recipe.atropos.data.reasons import RefusedGroup
+from recipe.atropos.trajectory_api import wire
+from recipe.atropos.trajectory_api.parsing import parse_json, parse_packed
+
+INT64 = st.integers(-(2**63), 2**63 - 1)
+FLOAT64 = st.floats(allow_nan=False, allow_infinity=False)
+FLOAT32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | FLOAT64 | TEXT,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
+    max_leaves=6,
+)
+MESSAGE = st.fixed_dictionaries({"role": TEXT, "content": JSON}, optional={"reward": JSON})
+MAPPING = st.dictionaries(TEXT, JSON, max_size=3)
+
+
+@st.composite
+def groups(draw):
+    """A group with any of the fields of ``ScoredData``."""
+    lengths = draw(st.lists(st.integers(1, 5), min_size=1, max_size=4))
+
+    def rows(values):
+        return [draw(st.lists(values, min_size=length, max_size=length)) for length in lengths]
+
+    tokens = rows(st.integers(0, 200_000) if draw(st.booleans()) else INT64)
+    masks = [[draw(st.sampled_from([token, -100])) for token in row] for row in tokens]
+    group = {
+        "tokens": tokens,
+        "masks": masks if draw(st.booleans()) else rows(st.integers(-3, 3) | INT64),
+        "scores": draw(st.lists(FLOAT64, min_size=len(lengths), max_size=len(lengths))),
+    }
+    for name in wire.FLOATS:
+        if draw(st.booleans()):
+            group[name] = rows(draw(st.sampled_from([FLOAT32, FLOAT64])))
+    optional = {
+        "messages": st.lists(st.lists(MESSAGE, max_size=2), max_size=2),
+        "generation_params": MAPPING,
+        "overrides": st.lists(MAPPING, max_size=3),
+        "group_overrides": MAPPING,
+        "images": JSON,
+        "env_id": INT64,
+        "distill_token_ids": st.just([[[1, 2], []]]),
+        "distill_logprobs": st.just([[[-0.1, -2.5], []]]),
+    }
+    return group | {name: draw(values) for name, values in optional.items() if draw(st.booleans())}
+
+
+def same(one, other):
+    """Equal as JSON values, and floats bit for bit."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, float) and isinstance(other, float):
+        return struct.pack("d", one) == struct.pack("d", other)
+    return one == other and isinstance(one, bool) == isinstance(other, bool)
+
+
+@given(groups())
+def test_what_was_posted_is_handed_out(group):
+    [parsed] = parse_json(json.dumps(group).encode(), several=False)
+    handed = json.loads(wire.to_json(parsed.record))
+    assert list(handed) == list(wire.KEYS)
+    assert same(
+        {key: value for key, value in handed.items() if value is not None},
+        {key: value for key, value in group.items() if value is not None},
+    )
+    assert (parsed.sequences, parsed.tokens) == (len(group["tokens"]), sum(map(len, group["tokens"])))
+
+
+@given(groups())
+def test_packed_posts_are_the_same_records(group):
+    record = wire.pack(wire.from_group(group))
+    assert parse_packed(wire.join([record]))[0].record == record
+    [posted] = parse_json(json.dumps(group).encode(), several=False)
+    assert same(json.loads(wire.to_json(record)), json.loads(wire.to_json(posted.record)))
+
+
+@given(st.lists(groups(), max_size=3))
+def test_arrays_have_the_values_of_the_json(several):
+    message = wire.join([wire.pack(wire.from_group(group)) for group in several])
+    for record in wire.split(message):
+        arrays, plain = wire.to_group(record), json.loads(wire.to_json(record))
+        for name in ("tokens", "masks", *wire.FLOATS):
+            assert arrays[name] is None or [row.tolist() for row in arrays[name]] == plain[name]
+        assert arrays["scores"].tolist() == plain["scores"]
+        assert arrays["messages"] == plain["messages"]
+
+
+@given(groups(), st.data())
+def test_a_damaged_record_is_refused_or_whole(group, data):
+    """Any bytes may come: what is accepted can be handed out, everything else is refused by name."""
+    message = bytearray(wire.join([wire.pack(wire.from_group(group))]))
+    for _ in range(data.draw(st.integers(1, 4))):
+        message[data.draw(st.integers(0, len(message) - 1))] = data.draw(st.integers(0, 255))
+    cut = bytes(message[: data.draw(st.integers(0, len(message)) | st.just(len(message)))])
+    try:
+        accepted = parse_packed(cut)
+    except RefusedGroup:
+        return
+    for parsed in accepted:
+        json.loads(wire.to_json(parsed.record))
+
+
+@given(st.binary(max_size=200))
+def test_arbitrary_bytes_are_refused(content):
+    with pytest.raises(RefusedGroup):
+        parse_packed(content + b"x")
+
+
+def test_arrays_and_lists_give_one_record():
+    tokens = [[5, 6, 7], [8, 9]]
+    lists = {"tokens": tokens, "masks": tokens, "scores": [1.0, 0.0], "inference_logprobs": [[-0.5] * 3, [-0.25] * 2]}
+    arrays = {
+        "tokens": [np.array(row, np.int32) for row in tokens],
+        "masks": [np.array(row) for row in tokens],
+        "scores": np.array([1, 0], np.float32),
+        "inference_logprobs": [np.array(row, np.float32) for row in lists["inference_logprobs"]],
+    }
+    assert wire.pack(wire.from_group(arrays)) == wire.pack(wire.from_group(lists))
+
+
+def test_the_usual_group_takes_eight_bytes_a_token():
+    tokens = [[100_000 + i for i in range(1000)]]
+    masks = [[-100] * 200 + tokens[0][200:]]
+    group = {"tokens": tokens, "masks": masks, "scores": [1.0], "inference_logprobs": [[-0.5] * 1000]}
+    assert len(wire.pack(wire.from_group(group))) < 8.5 * 1000
+
+
+def test_a_float_that_float32_would_change_is_kept():
+    group = {"tokens": [[1, 2]], "masks": [[1, 2]], "scores": [0.1], "inference_logprobs": [[-0.1, -0.0]]}
+    [back] = json.loads(wire.to_json(wire.pack(wire.from_group(group))))["inference_logprobs"]
+    assert back[0] == -0.1 and math.copysign(1, back[1]) == -1
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"tokens": None}, {"masks": [[1]]}, {"scores": ["x"]}, {"tokens": [[1.5, 2]]}, {"scores": [1, 2]}, {"masks": 3}],
+)
+def test_the_client_refuses_what_has_no_form(fields):
+    with pytest.raises(RefusedGroup):
+        wire.from_group({"tokens": [[1, 2]], "masks": [[1, 2]], "scores": [1.0]} | fields)
