@@ -17,7 +17,7 @@ from aiohttp import web
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from helpers.sglang import running_sglang
-from helpers.trainer import close, compose_config, model_vocab
+from helpers.trainer import close, compose_config, started
 from helpers.trajectory_api import running_trajectory_api
 from recipe.atropos.adapter.completion_cache import trained_spans, versions_of
 from recipe.atropos.data.recording import read_batch
@@ -25,7 +25,6 @@ from recipe.atropos.demo.calculator_policy import CalculatorRecipe, demonstratio
 from recipe.atropos.demo.small_policy import make_small_policy
 from recipe.atropos.environments.calculator_tool import answer
 from recipe.atropos.environments.word_problems import SYNTHETIC_STEPS, generate
-from recipe.atropos.ray_trainer import RayGRPOAtroposTrainer
 from recipe.atropos.run_record import read_metrics
 from recipe.atropos.utils.process import free_port, start_service
 
@@ -171,11 +170,8 @@ def trained(tmp_path_factory):
             log_path=folder / "environment.log",
             env={"PYTHONUNBUFFERED": "1"},
         )
-        trainer = RayGRPOAtroposTrainer(
-            config=config, tokenizer=AutoTokenizer.from_pretrained(policy), vocab_size=model_vocab(policy)
-        )
+        trainer = started(config)
         try:
-            trainer.init_workers()
             trainer.fit()
         except Exception as error:
             raise AssertionError(environment.tail(60)) from error
