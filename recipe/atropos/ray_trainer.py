@@ -35,6 +35,7 @@ from recipe.atropos.errors import NothingToTrain, secondary_errors
 from recipe.atropos.evaluated import wait_until_evaluated
 from recipe.atropos.run_dir import RunDir
 from recipe.atropos.run_record import RunRecord, heldout_scores
+from recipe.atropos.stock_source import StockSource, is_stock
 from recipe.atropos.utils.files import write_atomic
 from recipe.atropos.utils.secret import public_config
 from recipe.atropos.verl_ext.algorithm import (
@@ -122,8 +123,6 @@ class RayGRPOAtroposTrainer:
                     self.fit_step()
             finally:
                 with secondary_errors():
-                    self.record.end(self.data_source.groups_fetched)
-                with secondary_errors():
                     self.checkpoint_manager.onload_servers()
         self.record.write_summary()
 
@@ -168,7 +167,7 @@ class RayGRPOAtroposTrainer:
         attempts = 1 if self.config.trainer.atropos.replay else _MAX_EMPTY_BATCHES
         for _ in range(attempts):
             with marked_timer("wait", self.timing_raw), self.record.waiting():
-                groups = self.data_source.next_batch(self._look_after_servers)
+                number, groups = self.data_source.next_batch(self._look_after_servers)
                 fetched += len(groups)
             with marked_timer("convert", self.timing_raw):
                 batch, report = self._batch_of(groups, versions)
@@ -181,6 +180,7 @@ class RayGRPOAtroposTrainer:
 
         if self.config.trainer.atropos.record_batches:
             write_batch(RunDir(self.config.run.dir).batches, self.global_steps, groups)
+        self.record.totals.batches = number
         self.record.totals.dropped = dict(Counter(self.record.totals.dropped) + dropped)
         self.metrics, self._groups_fetched = self.metrics | counts, fetched
         self.metrics["atropos/batches_ahead"] = len(self.data_source)
@@ -304,6 +304,7 @@ class RayGRPOAtroposTrainer:
         if self._pushes:
             with marked_timer("update_weights", self.timing_raw):
                 self.metrics |= self.checkpoint_manager.update_weights(self.global_steps) or {}
+                self.data_source.weights_pushed(self.record.totals.batches)
         self.metrics["atropos/policy_version"] = self.checkpoint_manager.version
 
     @property
@@ -354,7 +355,8 @@ class RayGRPOAtroposTrainer:
     def _register(self, done: int) -> DataSource | RecordedSource:
         if replay := self.config.trainer.atropos.replay:
             return RecordedSource(replay, first_step=done + 1)
-        return DataSource(self.source_config, Registration.from_config(self.config, done))
+        source = StockSource if is_stock(self.source_config) else DataSource
+        return source(self.source_config, Registration.from_config(self.config, done), self.record.totals.batches)
 
     def _log_probs_of(self, rows: list[Row]) -> torch.Tensor:
         """Return the policy's logprobs of the rows' responses, (B, R) float32."""
@@ -381,11 +383,13 @@ class RayGRPOAtroposTrainer:
     def _save_checkpoint(self) -> None:
         """Save a checkpoint; on DiskFull, nothing is left of it, but older ones may have been removed to make room."""
         keep, scores = self.config.trainer.max_actor_ckpt_to_keep, heldout_scores(self.config.run.dir)
-        with self.checkpoints.saving(self.global_steps, keep, self._model_identity, scores) as folder:
+        batch = self.record.totals.batches
+        with self.checkpoints.saving(self.global_steps, keep, self._model_identity, scores, batch) as folder:
             self.actor.save_checkpoint(str(folder / "actor"), None, self.global_steps)
             state = io.BytesIO()
             torch.save(self.record.state_dict(), state)
             write_atomic(folder / "data.pt", state.getvalue())
+        self.data_source.commit(self.checkpoints.oldest_batch())
 
     def _save_if_due(self) -> None:
         """Save every ``save_freq`` steps, after the last, and before the machine's announced end (verl's ESI)."""

@@ -34,6 +34,7 @@ class RunTotals:
     """Totals over all trained steps of a run, across restarts. Seconds are the trainer's, without its startup."""
 
     steps: int = 0
+    batches: int = 0  # number of the last batch in the weights; batches with nothing to train on count
     groups_trained: int = 0
     groups_dropped: int = 0  # groups with no sequence that was trained on
     sequences_trained: int = 0
@@ -55,12 +56,6 @@ class RunTotals:
         self.sequences_trained += sequences
         self.tokens_trained += tokens
         self.policy_version = version
-
-
-# In summary.json, over all processes of the run: groups of steps that no checkpoint held when the run was resumed, and
-# groups that were fetched but not trained on when the trainer exited.
-ROLLED_BACK, PREFETCHED = "groups_rolled_back", "groups_prefetched"
-QUEUED = "groups_queued"  # left in the Trajectory API's queue; written by the launcher
 
 
 class Stateful(Protocol):
@@ -98,16 +93,7 @@ class RunRecord:
         lines = read_lines(self.directory.metrics)
         rewrite_lines(self.directory.metrics, [line for line in lines if line["step"] <= self.totals.steps])
 
-        summary = read_json(self.directory.summary, {})
-        self._groups_before = self.totals.groups_trained + self.totals.groups_dropped
-        again = max(0, _groups_used(summary) - self._groups_before)
-        update_summary(self.directory.path, asdict(self.totals) | {ROLLED_BACK: again + summary.get(ROLLED_BACK, 0)})
-
-    def end(self, groups_fetched: int) -> None:
-        """Record how many of the groups that this process fetched were not used; call however the training ends."""
-        summary = read_json(self.directory.summary, {})
-        left = groups_fetched - (_groups_used(summary) - self._groups_before)
-        update_summary(self.directory.path, {PREFETCHED: left + summary.get(PREFETCHED, 0)})
+        self.write_summary()
 
     def add_step(self, step: int, metrics: Mapping[str, float], timing: Mapping[str, float]) -> None:
         """Write one line with metrics and seconds by phase."""
@@ -141,25 +127,13 @@ class RunRecord:
         update_summary(self.directory.path, asdict(self.totals))
 
 
-def _groups_used(summary: Mapping[str, Any]) -> int:
-    return summary.get("groups_trained", 0) + summary.get("groups_dropped", 0)
+def account_of_groups(summary: Mapping[str, Any], received: int) -> dict[str, int]:
+    """Return what happened to the groups that the Trajectory API has ``received`` in a run.
 
-
-def account_of_groups(summary: Mapping[str, Any]) -> dict[str, int]:
-    """Return what happened to the groups that the environments sent, over all processes of a run.
-
-    ``sent`` is the sum of the others. ``unknown`` groups were lost with a killed trainer, or in the Trajectory API,
-    which does not report losses; a negative number counts groups that it accepted from an environment that never got
-    its reply, or from one that joined. If the run starts no environment, neither is known, and both are left out.
+    Each was trained on once, or dropped by the trainer, or is left: in a batch that was not trained on, or in no batch.
     """
-    environments = summary.get("environments", {})
-    sent = sum(counts.get("groups_sent", 0) for counts in environments.values())
-    account = {
-        name: summary.get(f"groups_{name}", 0) for name in ("trained", "dropped", "rolled_back", "prefetched", "queued")
-    }
-    if not environments:
-        return account
-    return {"sent": sent, **account, "unknown": sent - sum(account.values())}
+    account = {name: summary.get(f"groups_{name}", 0) for name in ("trained", "dropped")}
+    return {"received": received, **account, "left": received - sum(account.values())}
 
 
 class WaitingMark:

@@ -1,213 +1,91 @@
-"""Client of the Atropos Trajectory API: register, prefetch batches, return the oldest first, and diagnose stalls.
+"""Source of batches from atroposlib's own ``run-api``, which loses data: it hands over each batch at most once.
 
 Guarantees:
 
-- ``next_batch`` returns batches in the order in which their groups were posted, although the API cuts its whole queue
-  into batches at once and serves the newest first. Such a cut shows in the API's step counter, so it is fetched as a
-  whole and reversed.
-- At most ``prefetch`` batches (or one whole cut) are fetched ahead of training. The environments' backpressure counts
-  only the API's queue, so prefetching lets them generate further ahead.
-- ``GET /batch`` is never cancelled and has no short timeout: the API discards a batch when it starts to send it.
-- Every wait has a limit: ``retry_attempts`` for registration, ``longest_wait`` for a batch. The error names the
-  component that does not respond.
+- Batches are returned in the order in which their groups were posted, although ``run-api`` cuts its whole queue into
+  batches at once and serves the newest first. Such a cut shows in its step counter, so it is fetched as a whole and
+  reversed.
+- ``GET /batch`` is never cancelled and has no short timeout: ``run-api`` discards a batch when it starts to send it. A
+  batch whose connection breaks is lost, and counted.
 
-This module does not handle tensors; ``data_proto`` does.
+Nothing is served again to a trainer that resumes, and no staleness bound holds but by dropping.
 """
 
 import asyncio
 import logging
-import threading
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import aiohttp
 import orjson
 from tenacity import AsyncRetrying, before_sleep_log, retry_if_exception_type, stop_after_attempt, wait_exponential
 
-from recipe.atropos.errors import AtroposError
+from recipe.atropos.data_source import (
+    LONGEST_DELAY,
+    Batch,
+    DataSource,
+    DataSourceConfig,
+    DataSourceError,
+    Registration,
+)
+from recipe.atropos.trajectory_api.trajectory_client import NumberedBatch, TrajectoryApiClient, TrajectoryApiError
 
 logger = logging.getLogger(__name__)
 
-Batch = list[dict[str, Any]]  # groups: ScoredData of the API
-
 _FIRST_POLL, _LONGEST_POLL = 0.05, 1.0  # seconds between polls while there is no batch
-_LONGEST_DELAY = 5.0  # seconds between attempts to reach the API
 _UNREACHABLE = (aiohttp.ClientError, OSError)
-_END_SECONDS = 5.0  # for a request in flight when the source is closed
-_MEANWHILE_SECONDS = 2.0  # of waiting for a batch before the trainer checks its servers
 
 
-class DataSourceError(AtroposError, RuntimeError):
-    """The Trajectory API cannot be used, or no batch arrived in time; the message says what was waited for."""
+def is_stock(config: DataSourceConfig) -> bool:
+    """Return whether the server is atroposlib's; log what that means.
 
-
-@dataclass(frozen=True)
-class DataSourceConfig:
-    """Where the Trajectory API is and how long to wait for it. Times are in seconds.
-
-    ``timeout``: for one request (not ``/batch``, see the module). ``retry_attempts`` and ``retry_delay``: an
-    unreachable API is retried after ``retry_delay``, doubling up to 5 s. ``max_wait_time``: the longest wait for a
-    batch, replaced by ``join_timeout`` if the run starts no environments and others join (``joined``).
+    Raises:
+        DataSourceError: it does not answer.
     """
 
-    api_url: str
-    timeout: float = 30.0
-    retry_attempts: int = 10
-    retry_delay: float = 0.5
-    max_wait_time: float = 600.0
-    join_timeout: float = 86400.0
-    joined: bool = False
-    prefetch: int = 1
+    async def ask() -> bool:
+        async with config.client() as client:
+            try:
+                await client.diagnose()
+            except TrajectoryApiError as error:
+                if error.status == 404:
+                    return True
+                raise DataSourceError(str(error)) from error
+            return False
 
-    @classmethod
-    def from_config(cls, config: Any) -> "DataSourceConfig":
-        """Build from the full configuration."""
-        values = config.trainer.atropos
-        own = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
-        return cls(**own, joined=config.environment.target is None and not config.environments)
-
-    @property
-    def longest_wait(self) -> tuple[str, float]:
-        """Name and value, in seconds, of the option that limits the wait for a batch."""
-        name = "join_timeout" if self.joined else "max_wait_time"
-        return name, getattr(self, name)
-
-
-@dataclass(frozen=True)
-class Registration:
-    """What a trainer sends to ``POST /register``. ``batch_size`` is in sequences, ``max_token_len`` in tokens."""
-
-    batch_size: int
-    max_token_len: int
-    starting_step: int
-    num_steps: int
-    checkpoint_dir: str = ""
-    save_checkpoint_interval: int = -1
-    wandb_group: str = ""
-    wandb_project: str = ""
-
-    @classmethod
-    def from_config(cls, config: Any, starting_step: int) -> "Registration":
-        """Build from the full configuration; ``starting_step`` is the number of updates so far."""
-        data, trainer = config.data, config.trainer
-        return cls(
-            batch_size=data.train_batch_size * config.actor_rollout_ref.rollout.n,
-            max_token_len=data.max_prompt_length + data.max_response_length,
-            starting_step=starting_step,
-            num_steps=trainer.total_training_steps,
-            checkpoint_dir=str(Path(trainer.default_local_dir).resolve()),
-            save_checkpoint_interval=trainer.save_freq,
-            wandb_group=trainer.experiment_name,
-            wandb_project=trainer.project_name,
+    if stock := asyncio.run(ask()):
+        logger.warning(
+            "%s is atroposlib's run-api: what it holds is lost with it or with the trainer, a batch whose connection "
+            "breaks too, and max_staleness only drops; python -m recipe.atropos.trajectory_api loses nothing",
+            config.api_url,
         )
+    return stock
 
 
-@dataclass
-class DataSource:
-    """Source of batches that fetches in its own thread; the trainer's thread calls ``next_batch``.
+class StockSource(DataSource):
+    """``DataSource`` for ``run-api``; ``events`` counts api_unreachable, batch_lost and registered_again."""
 
-    Use as a context manager: entering registers and starts fetching, leaving stops the thread. The API admits
-    environments at the first fetch, so enter only once the servers hold the weights of ``starting_step``.
+    def weights_pushed(self, through: int) -> None:
+        """Do nothing: ``run-api`` issues no tickets."""
 
-    ``events`` counts recovered failures: api_unreachable, batch_lost, registered_again. ``fetch_seconds`` is the time
-    spent receiving batches, in parallel to training; ``groups_fetched`` is the number of groups received.
-    """
+    def commit(self, through: int) -> None:
+        """Do nothing: ``run-api`` keeps nothing."""
 
-    config: DataSourceConfig
-    registration: Registration
-    events: Counter[str] = field(default_factory=Counter)
-    fetch_seconds: float = 0.0
-    groups_fetched: int = 0
-
-    def __post_init__(self) -> None:
-        self._ready: deque[Batch] = deque()
-        self._changed = threading.Condition()
-        self._error: BaseException | None = None
-        self._stopping = False
-        self._registered = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="atropos-data-source", daemon=True)
-        self._api_step = self.registration.starting_step
-        self._left_of_cut = 0  # batches of a cut that the API has not served yet
-
-    def __enter__(self) -> "DataSource":
-        self._thread.start()
-        self._registered.wait()
-        if self._error is not None:
-            raise self._error
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with self._changed:
-            self._stopping = True
-            self._changed.notify_all()
-        self._thread.join(timeout=_END_SECONDS)
-
-    def __len__(self) -> int:
-        """Return the number of batches fetched but not yet returned."""
-        return len(self._ready)
-
-    def next_batch(self, meanwhile: Callable[[], object] | None = None) -> Batch:
-        """Return the oldest batch as soon as there is one.
-
-        ``meanwhile`` is called every few seconds of the wait; its own duration does not count as waiting.
-
-        Raises:
-            DataSourceError: none arrived within ``longest_wait``, or the API failed; names what does not respond.
-        """
-        option, limit = self.config.longest_wait
-        deadline = time.monotonic() + limit
-        while (remaining := deadline - time.monotonic()) > 0:
-            if (batch := self._take(min(remaining, _MEANWHILE_SECONDS))) is not None:
-                return batch
-            if meanwhile is not None:
-                begun = time.monotonic()
-                meanwhile()
-                deadline += time.monotonic() - begun
-        raise DataSourceError(
-            f"no batch of {self.registration.batch_size} sequences within trainer.atropos.{option}={limit:g} s: "
-            f"{asyncio.run(diagnose(self.config.api_url, self.registration.batch_size))}"
-        )
-
-    def _take(self, seconds: float) -> Batch | None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._ready or self._error is not None, timeout=seconds)
-            if not self._ready:
-                if self._error is not None:
-                    raise self._error
-                return None
-            batch = self._ready.popleft()
-            self._changed.notify_all()
-            return batch
-
-    def _run(self) -> None:
-        try:
-            asyncio.run(self._fetch_forever())
-        except BaseException as error:  # passed to the trainer's thread, which raises it
-            with self._changed:
-                self._error = error
-                self._changed.notify_all()
-        finally:
-            self._registered.set()
+    async def diagnosis(self) -> str:
+        return await diagnose(self.config.api_url, self.registration.batch_size)
 
     async def _fetch_forever(self) -> None:
+        number = self.after
+        self._left_of_cut = 0  # batches of a cut that the API has not served yet
         async with TrajectoryApi(self.config, self.events) as api:
             self._api_step = await register(api, self.registration)
             self._registered.set()
             while await asyncio.to_thread(self._wait_for_room):
-                if cut := await self._next_cut(api):
-                    with self._changed:
-                        self._ready.extend(cut)
-                        self._changed.notify_all()
-
-    def _wait_for_room(self) -> bool:
-        """Block while ``prefetch`` batches are ready; return False if the source is being closed."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._stopping or len(self._ready) < self.config.prefetch)
-            return not self._stopping
+                cut = await self._next_cut(api)
+                self._add([NumberedBatch(number + i, batch) for i, batch in enumerate(cut, 1)])
+                number += len(cut)
 
     async def _next_cut(self, api: "TrajectoryApi") -> list[Batch]:
         """Wait for a cut; return all batches that the API cut from its queue together, oldest first."""
@@ -248,7 +126,6 @@ class DataSource:
         if reply["batch"] is None:
             return False, None
         self.fetch_seconds += time.perf_counter() - started
-        self.groups_fetched += len(reply["batch"])
         return True, reply["batch"]
 
 
@@ -317,7 +194,7 @@ class TrajectoryApi:
         retrying = AsyncRetrying(
             retry=retry_if_exception_type(_UNREACHABLE),
             stop=stop_after_attempt(config.retry_attempts),
-            wait=wait_exponential(config.retry_delay, max=_LONGEST_DELAY),
+            wait=wait_exponential(config.retry_delay, max=LONGEST_DELAY),
             before_sleep=before_sleep_log(logger, logging.WARNING),
             after=lambda _: self._events.update(api_unreachable=1),
             reraise=True,

@@ -89,11 +89,13 @@ class Checkpoints:
         keep: int | None,
         model: dict[str, Any] | None = None,
         scores: Mapping[int, float] | None = None,
+        batch: int = 0,
     ) -> Iterator[Path]:
         """Yield the folder to write into. ``keep`` complete checkpoints stay (None: all); at least one existing one
         stays until the new one is complete.
 
-        ``model``: ``resumption.model_identity`` of the trained model. ``scores``: held-out scores by step.
+        ``model``: ``resumption.model_identity`` of the trained model. ``scores``: held-out scores by step. ``batch``:
+        number of the last batch in the weights.
 
         Raises:
             DiskFull: nothing is left of the new checkpoint.
@@ -108,7 +110,7 @@ class Checkpoints:
                 yield folder
                 files = {path.relative_to(folder).as_posix(): path.stat().st_size for path in _files(folder)}
                 sequence = 1 + max((self._sequence(other) or 0 for other in self._folders()), default=0)
-                complete = {"step": step, "sequence": sequence, "model": model, "files": files}
+                complete = {"step": step, "sequence": sequence, "model": model, "batch": batch, "files": files}
                 write_json(folder / _COMPLETE, complete)
                 (folder / _INCOMPLETE).unlink()
         except BaseException as error:
@@ -120,6 +122,10 @@ class Checkpoints:
             raise
         write_atomic(self.directory / _TRACKER, str(step).encode())
         self._prune(keep, scores or {})
+
+    def oldest_batch(self) -> int:
+        """Return the number of the last batch that every complete checkpoint contains."""
+        return min((read_json(folder / _COMPLETE).get("batch", 0) for folder in self.whole()), default=0)
 
     def _prune(self, keep: int | None, scores: Mapping[int, float]) -> None:
         best = self.best(scores)

@@ -14,7 +14,13 @@ from recipe.atropos.data.rows import NO_TEACHER, Group
 
 
 def _flat(values: Any, integers: bool) -> np.ndarray:
-    """Return a flat list as int64 or float64, using ``array``'s strict, fast conversion; None in floats becomes NaN."""
+    """Return a flat list or array as int64 or float64, using ``array``'s strict, fast conversion of lists; None in
+    floats becomes NaN.
+    """
+    if isinstance(values, np.ndarray):
+        if values.ndim != 1 or values.dtype.kind not in ("iu" if integers else "iuf"):
+            raise TypeError(f"an array of {values.dtype} with shape {values.shape}")
+        return values.astype(np.int64 if integers else np.float64)
     try:
         return np.frombuffer(array("q" if integers else "d", values), dtype=np.int64 if integers else np.float64)
     except TypeError:

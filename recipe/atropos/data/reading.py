@@ -106,7 +106,7 @@ def _check_lists(group: Group, where: str, limits: RowLimits) -> _Checked:
     if not tokens:
         raise RefusedGroup(Reason.EMPTY_GROUP, f"{where}: no sequences")
     for i, sequence in enumerate(tokens):
-        if not isinstance(sequence, Sequence):
+        if not isinstance(sequence, Sequence | np.ndarray):
             raise RefusedGroup(Reason.MALFORMED, f"{where}: tokens[{i}] is {sequence!r}, not a list of token ids")
     if not isinstance(scores, Sequence) or len(scores) != len(tokens):
         found = len(scores) if isinstance(scores, Sequence) else scores
@@ -211,7 +211,7 @@ def _sequence(group: _Checked, i: int) -> tuple[float, np.ndarray, np.ndarray]:
 
 def _numbers(group: _Checked, key: str, i: int, length: int) -> np.ndarray | None:
     """Return an optional field of sequence ``i``, (length,) float32, or None if it has none."""
-    if key not in group.present or group.values[key][i] is None or group.values[key][i] == []:
+    if key not in group.present or group.values[key][i] is None or len(group.values[key][i]) == 0:
         return None
     return array_of(group.values, key, i, group.where, np.float32, length)
 

@@ -13,6 +13,7 @@ from typing import Any
 import orjson
 
 from recipe.atropos.data_source import Batch, DataSourceError
+from recipe.atropos.trajectory_api.trajectory_client import NumberedBatch
 from recipe.atropos.utils.files import write_atomic
 
 
@@ -33,7 +34,7 @@ def write_batch(directory: str | Path, step: int, batch: Batch) -> None:
     """
     path = batch_path(directory, step)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, orjson.dumps(batch))
+    write_atomic(path, orjson.dumps(batch, option=orjson.OPT_SERIALIZE_NUMPY))
 
 
 def read_batch(directory: str | Path, step: int) -> Batch:
@@ -58,7 +59,6 @@ class RecordedSource:
         self.step = first_step
         self.events: Counter[str] = Counter()
         self.fetch_seconds = 0.0
-        self.groups_fetched = 0
 
     def __enter__(self) -> "RecordedSource":
         return self
@@ -69,12 +69,17 @@ class RecordedSource:
     def __len__(self) -> int:
         return sum(step >= self.step for step in recorded_steps(self.directory))
 
-    def next_batch(self, meanwhile: Callable[[], object] | None = None) -> Batch:
-        """Return the next recorded batch; raise DataSourceError if there is none."""
-        batch = read_batch(self.directory, self.step)
+    def next_batch(self, meanwhile: Callable[[], object] | None = None) -> NumberedBatch:
+        """Return the next recorded batch, numbered by its step; raise DataSourceError if there is none."""
+        batch = NumberedBatch(self.step, read_batch(self.directory, self.step))
         self.step += 1
-        self.groups_fetched += len(batch)
         return batch
+
+    def weights_pushed(self, through: int) -> None:
+        pass
+
+    def commit(self, through: int) -> None:
+        pass
 
 
 class NoServers:

@@ -48,12 +48,12 @@ class NumberedBatch(NamedTuple):
 class TrajectoryApiClient:
     """Use as an asynchronous context manager. ``secret`` is sent as a bearer token. Times are in seconds."""
 
-    def __init__(self, url: str, secret: str | None = None, patience: float = 300.0):
+    def __init__(self, url: str, secret: str | None = None, patience: float = 300.0, timeout: float = _ANSWER):
         self.url = url.rstrip("/")
         self.epoch: int | None = None
         self.again = 0  # requests that were sent again
         self.lacking = ""  # why the latest ``begin`` got no ticket
-        self._patience = patience
+        self._patience, self._timeout = patience, timeout
         self._headers = {"Authorization": f"Bearer {secret}"} if secret else {}
         self._begins: dict[int, asyncio.Lock] = {}  # by environment
         self._held: dict[int, set[int]] = {}  # open tickets, by environment
@@ -93,7 +93,7 @@ class TrajectoryApiClient:
             TrajectoryApiError: with status 409, another trainer has registered; 410, the batch was deleted.
         """
         query = {"after": str(after), "wait": f"{wait:g}"}
-        headers, body = await self._request("GET", "/batch", {"Accept": wire.PACKED}, query=query, limit=wait + _ANSWER)
+        headers, body = await self._request("GET", "/batch", {"Accept": wire.PACKED}, query=query, limit=wait + self._timeout)
         if headers.get("Content-Type") != wire.PACKED:
             return None
         return NumberedBatch(int(headers[wire.BATCH_HEADER]), [wire.to_group(record) for record in wire.split(body)])
@@ -123,7 +123,7 @@ class TrajectoryApiClient:
         async with self._begins.setdefault(env_id, asyncio.Lock()):
             held = self._held.setdefault(env_id, set())
             message = {"env_id": env_id, "sequences": sequences, "held": sorted(held), "wait": wait}
-            answer = await self._json("POST", "/begin", message, limit=wait + _ANSWER)
+            answer = await self._json("POST", "/begin", message, limit=wait + self._timeout)
             self.lacking = answer.get("reason", "")
             if answer["ticket"] is not None:
                 held.add(answer["ticket"])
@@ -179,7 +179,7 @@ class TrajectoryApiClient:
         """Return ``/diagnose``; its ``why`` says in a sentence what a batch lacks."""
         return await self._json("GET", "/diagnose")
 
-    async def _json(self, method: str, path: str, message: Any = None, limit: float = _ANSWER) -> Any:
+    async def _json(self, method: str, path: str, message: Any = None, limit: float | None = None) -> Any:
         body = None if message is None else orjson.dumps(message)
         _, answer = await self._request(method, path, {"Content-Type": "application/json"}, body, limit=limit)
         return orjson.loads(answer)
@@ -191,7 +191,7 @@ class TrajectoryApiClient:
         headers: Mapping[str, str],
         body: bytes | None = None,
         query: Mapping[str, str] | None = None,
-        limit: float = _ANSWER,
+        limit: float | None = None,
     ) -> tuple[Mapping[str, str], bytes]:
         """Send a request until it is answered; return headers and body.
 
@@ -210,7 +210,7 @@ class TrajectoryApiClient:
                     data=body,
                     params=query,
                     headers=headers,
-                    timeout=aiohttp.ClientTimeout(limit),
+                    timeout=aiohttp.ClientTimeout(limit or self._timeout),
                 ) as reply:
                     content = await reply.read()
                     if reply.status < 400:

@@ -164,7 +164,7 @@ def to_group(record: bytes | memoryview) -> dict[str, Any]:
     group |= {name: orjson.loads(value) for name, value in columns.raw.items()}
     for name, values in {"tokens": columns.tokens, "masks": columns.masks, **columns.floats}.items():
         group[name] = [values[start:end] for start, end in bounds]
-    group["scores"], group["env_id"] = columns.scores, columns.env_id
+    group["scores"], group["env_id"] = columns.scores.tolist(), columns.env_id
     return group
 
 
