@@ -56,13 +56,15 @@ def test_posts_amid_a_reset_are_kept_once(tmp_path):
         await post(service, 0)
         posting = [asyncio.ensure_future(post(service, number)) for number in range(1, 10)]
         resetting = asyncio.ensure_future(delivery.reset(service))
-        for number in range(10, 40):
+        number = 10
+        while not resetting.done():
             posting.append(asyncio.ensure_future(post(service, number)))
-            await asyncio.sleep(0)
+            number += 1
+            await asyncio.sleep(0.0001)
         await asyncio.gather(resetting, *posting)
         stored = [group.id for group in await service.store.read(database.queued)]
         assert sorted(entry.id for lane in service.queue.lanes.values() for entry in lane) == stored
-        await post(service, 40)
+        await post(service, number)
         await delivery.register(service, registration(4, after=0))
         found = []
         while (number := await delivery.numbered_batch(service, len(found), 0, None)) is not None:
