@@ -306,6 +306,33 @@ def test_posts_and_polls_during_a_reset_or_registration_are_safe(api):
         thread.join(10)
 
 
+def test_registrations_amid_polls_leave_batches_whole(api):
+    """Trainers with other batch sizes take over while others poll: sizes are exact, and no group is in two batches."""
+    api.register(after=0)
+    ended = threading.Event()
+
+    def poll():
+        while not ended.is_set():
+            after = random.randint(0, 30)
+            assert requests.get(f"{api.url}/batch?after={after}&wait=0.01", timeout=30).status_code < 500
+
+    threads = [threading.Thread(target=poll) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for round in range(30):
+        for number in range(6 * round, 6 * round + 6):
+            api.post("/scored_data", group(number))
+        api.register(batch_size=4 * (2 + round % 3), after=0)
+    ended.set()
+    for thread in threads:
+        thread.join(10)
+    batches = []
+    while (batch := api.batch(f"?after={len(batches)}")) is not None:
+        batches.append(batch)
+    assert all(len(batch) == 4 for batch in batches)
+    assert [number for batch in batches for number in batch] == list(range(180))
+
+
 def test_a_full_disk_holds_answers_and_is_named(full_disk, tmp_path):
     with running_trajectory_api(tmp_path, "--data-dir", str(full_disk / "data")) as api:
         api.register()

@@ -22,6 +22,7 @@ from recipe.atropos.trajectory_api.lanes import Entry, Lane, exact_fill
 
 WINDOW = 64  # entries beyond those that would fill a batch
 SKIPS = 16  # batches
+LEAST_WEIGHT = 0.01  # as in atroposlib: no environment starves
 _EPSILON = 1e-6  # sequences
 
 
@@ -56,7 +57,7 @@ class Queue:
     def set_environment(self, env: int | None, weight: float, minimum: float) -> None:
         """Set an environment's weight, relative to others', and the part of each batch that is allocated to it."""
         lane = self._lane(env)
-        lane.weight, lane.minimum = max(weight, _EPSILON), minimum
+        lane.weight, lane.minimum = max(weight, LEAST_WEIGHT), minimum
 
     def set_batch_size(self, batch_size: int | None, bounded: bool = False) -> None:
         """Set the size of a batch in sequences; what was set aside for the former is queued again.
@@ -203,10 +204,11 @@ class Queue:
             due = min(entry.due for entry in heads.values())
             weights = {env: self.lanes[env].weight for env, entry in heads.items() if entry.due == due}
             mean = sum(virtual[env] * weight for env, weight in weights.items()) / sum(weights.values())
+            mean = max(mean + _EPSILON, min(virtual[env] for env in weights))  # floats of long runs are coarse
             env = next((env for env in minima if env in weights and taken[env] < int(minima[env])), None)
             if env is None:
                 env = min(
-                    (env for env in weights if virtual[env] <= mean + _EPSILON),
+                    (env for env in weights if virtual[env] <= mean),
                     key=lambda env: (virtual[env] + heads[env].size / weights[env], heads[env].key),
                 )
             entry, minimum = heads[env], minima.get(env, 0.0)

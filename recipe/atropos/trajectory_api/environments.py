@@ -6,12 +6,11 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from recipe.atropos.trajectory_api.batching import Queue
+from recipe.atropos.trajectory_api.batching import LEAST_WEIGHT, Queue
 from recipe.atropos.trajectory_api.messages import EnvRegistration, RequestRefused
 
 ALIVE_SECONDS = 60.0  # since an environment was last seen, until its share and its tickets are released
 ASKING_SECONDS = 5.0  # since an environment asked for a ticket, until others may use its part
-_LEAST_WEIGHT = 0.01  # as in atroposlib: no environment starves
 
 
 @dataclass
@@ -97,5 +96,5 @@ class Environments:
             "unallocated_fraction": 1.0 - min(1.0, sum(other.minimum for other in connected)),
             "self_queue_size": queued // group_size,
             "max_group_size": largest,
-            "env_weight": max(_LEAST_WEIGHT, weight),
+            "env_weight": max(LEAST_WEIGHT, weight),
         }

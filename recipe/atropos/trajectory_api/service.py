@@ -182,12 +182,14 @@ class Service:
 
     async def run(self) -> None:
         """Release what dead environments hold, and say why nothing goes on; until cancelled."""
-        said = 0.0
+        said, large = 0.0, False
         sys.setswitchinterval(0.001)  # s; the thread that writes JSON must not make others wait
         while True:
             await asyncio.sleep(_TICK)
             self.release_dead()
             self.save()
+            if not large and (large := self.size() > self.settings.warn_bytes):
+                logger.warning("%s", self.warns()["size"])
             trainer, now = self.trainer, time.monotonic()
             if trainer is None or trainer.waiting_since is None or now - trainer.waiting_since < QUIET_SECONDS:
                 said = 0.0

@@ -122,6 +122,21 @@ def test_unequal_weights_over_many_batches():
             assert abs(served[env] - sum(served.values()) * weight / 8) <= 4
 
 
+def test_a_long_run_with_extreme_weights_goes_on():
+    queue, numbers = Queue(), itertools.count(1)
+    queue.set_batch_size(16)
+    weights = {0: 0.0, 1: 1 / 3, 2: 1e6}
+    for env, weight in weights.items():
+        queue.set_environment(env, weight, 0.0)
+        queue.lanes[env].virtual = 1e15 / 3  # as after a very long run: floats are coarse there
+    for _ in range(300):
+        for env in weights:
+            while queue.lanes[env].size < 32:
+                number = next(numbers)
+                queue.add(Entry(number, env, 4, id=number))
+        assert len(cut_all(queue)) > 0
+
+
 def test_an_allocation_comes_first_while_its_environment_lives():
     queue = queue_of(8, [2] * 12, [0] * 12)
     queue.set_environment(1, 1.0, 0.5)
