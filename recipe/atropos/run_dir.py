@@ -54,6 +54,7 @@ class RunDir:
         self.reward_picture = path / "reward.png"
         self.logs = path / "logs"
         self.rollouts = path / "rollouts"
+        self.trajectories = path / "trajectories"  # the Trajectory API's store
         self.batches = path / "batches"
         self.checkpoints = path / "checkpoints"
         self.weights = path / "weights"

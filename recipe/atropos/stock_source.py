@@ -30,7 +30,7 @@ from recipe.atropos.data_source import (
     DataSourceError,
     Registration,
 )
-from recipe.atropos.trajectory_api.trajectory_client import NumberedBatch, TrajectoryApiClient, TrajectoryApiError
+from recipe.atropos.trajectory_api.trajectory_client import NumberedBatch, TrajectoryApiError
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ LAYERS = (
     ("verl_ext",),
     ("data",),
     ("trajectory_api",),
-    ("data_source", "data.recording"),
+    ("data_source", "data.recording", "stock_source"),
     ("algorithm",),
     ("inference",),
     ("adapter",),

@@ -127,6 +127,10 @@ class API(Section):
     host: Text = about("Address that the launcher binds the Trajectory API to")
     port: Port | None = about("Its port; null: 8000, or a free one where that is taken")
     start_timeout: Seconds = about("Seconds until it must answer")
+    max_restarts: Limit = about("Restarts before the run ends")
+    retention: Literal["all", "committed"] = about(
+        "Which batches run.dir/trajectories keeps: all, or those that some checkpoint does not contain"
+    )
 
 
 class Inference(Section):

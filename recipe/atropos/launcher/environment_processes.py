@@ -27,11 +27,11 @@ from omegaconf import OmegaConf
 from recipe.atropos.adapter.settings import AdapterSettings
 from recipe.atropos.config.env_specs import EnvironmentSpec
 from recipe.atropos.data.sampling import TEMPERATURE_VARIABLE
-from recipe.atropos.data_source import DataSourceError, TrajectoryApi
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.launcher.concurrency import groups_in_flight, request_limits
 from recipe.atropos.launcher.progress import progress
 from recipe.atropos.launcher.services import Run, console
+from recipe.atropos.trajectory_api.trajectory_client import TrajectoryApiError
 from recipe.atropos.utils.files import LineReader, append_line, write_atomic
 from recipe.atropos.utils.process import Service, ServiceFailed, run_command, unstopped
 from recipe.atropos.utils.secret import secret_variables, split_secret_flags
@@ -283,9 +283,9 @@ class Environments:
             if pid == state.service.pid and state.service.poll() is None:
                 continue
             try:
-                async with TrajectoryApi.once(self._api_url) as api:
-                    await api.post("/disconnect-env", {"env_id": number})
-            except DataSourceError as error:
+                async with self._run.api_client() as api:
+                    await api.disconnect_env(number)
+            except TrajectoryApiError as error:
                 console.print(f"[bold]{state.spec.service}[/] not taken off the Trajectory API yet: {error}")
                 return  # the next call tries again
             state.registrations.remove((pid, number))

@@ -20,12 +20,12 @@ from omegaconf import DictConfig
 from rich.markup import escape
 
 from recipe.atropos.data.sampling import TEMPERATURE_VARIABLE
-from recipe.atropos.data_source import DataSourceError, TrajectoryApi, diagnose
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.launcher.concurrency import groups_in_flight, request_limits
 from recipe.atropos.launcher.environment_processes import options
 from recipe.atropos.launcher.services import Run, console
 from recipe.atropos.run_record import WaitingMark, update_summary
+from recipe.atropos.trajectory_api.trajectory_client import TrajectoryApiError
 from recipe.atropos.utils.files import read_json
 from recipe.atropos.utils.hosts import reachable, reachable_from_others
 from recipe.atropos.utils.secret import API_KEY_VARIABLE
@@ -106,9 +106,12 @@ def how_to_join(config: DictConfig, api_url: str, gateway: str, key: str | None)
         return "\n".join(
             [*lines, f"(max_staleness={config.trainer.atropos.max_staleness} refuses what comes without the adapter)"]
         )
-    stock = stock_command(env, openai, "KEY" if key is None else key)
+    secret = "KEY" if key is None else key
+    if key != "none":
+        env = {**env, "rollout_server_url": f"{api_url}/{secret}"}
+    stock = stock_command(env, openai, secret)
     if key is None:  # the shell expands no variable inside single quotes
-        stock = stock.replace('"KEY"', f"\"'{shell_key}'\"")
+        stock = stock.replace("KEY", f"'{shell_key}'")
     return "\n".join([*lines, "or by itself, from a checkout of Atropos:", stock])
 
 
@@ -145,25 +148,23 @@ class Joining:
         if now < self._next_look:
             return
         try:
-            async with TrajectoryApi.once(self._api_url) as api:
-                while await api.knows_environment(self.number):
-                    console.print(f"[bold]join[/]    an environment has joined, as number {self.number}")
-                    self.number, self._look = self.number + 1, _FIRST_LOOK
-                status = await api.get("/status")
-        except DataSourceError:
-            return  # the launcher detects an API that has ended
+            async with self._run.api_client() as api:
+                state = await api.diagnose()
+        except TrajectoryApiError:
+            return  # the launcher restarts an API that has ended
+        for number in sorted(line["env_id"] for line in state["environments"] if line["env_id"] is not None):
+            if number >= self.number:
+                console.print(f"[bold]join[/]    an environment has joined, as number {number}")
+                self.number, self._look = number + 1, _FIRST_LOOK
         self._next_look, self._look = now + self._look, min(1.5 * self._look, _LONGEST_LOOK)
-        if status["current_step"] != self._step or not self._waiting.is_fresh():
-            self._step, self._since, self._reported, self._silence = status["current_step"], now, now, _FIRST_REPORT
+        if state["batches"]["last"] != self._step or not self._waiting.is_fresh():
+            self._step, self._since, self._reported, self._silence = state["batches"]["last"], now, now, _FIRST_REPORT
         elif now - self._reported >= self._silence:
             self._reported, self._silence = now, min(2 * self._silence, _LONGEST_SILENCE)
-            await self._report_why()
+            self._report_why(state["why"])
 
-    async def _report_why(self) -> None:
-        config = self._run.config
-        size = config.data.train_batch_size * config.actor_rollout_ref.rollout.n
-        why = await diagnose(self._api_url, size)
-        limit = config.trainer.atropos.join_timeout
+    def _report_why(self, why: str) -> None:
+        limit = self._run.config.trainer.atropos.join_timeout
         waited = time.monotonic() - self._since
         console.print(
             f"[bold yellow]join[/]    no batch for {waited:.0f} s: {escape(why)} (trainer.atropos.join_timeout="

@@ -16,7 +16,6 @@ from rich.markup import escape
 
 from recipe.atropos.checkpoint.model_card import EXPORTED, write_card
 from recipe.atropos.config.env_specs import EnvironmentSpec
-from recipe.atropos.data_source import DataSourceError, TrajectoryApi
 from recipe.atropos.launcher.environment_processes import Environments
 from recipe.atropos.launcher.evaluation import Evaluations
 from recipe.atropos.launcher.joining import Joining
@@ -25,10 +24,8 @@ from recipe.atropos.launcher.services import Run, console
 from recipe.atropos.launcher.sglang import start_inference
 from recipe.atropos.launcher.startup import first_version, servers_healthy, start_api, start_trainer
 from recipe.atropos.launcher.supervision import watch
-from recipe.atropos.run_record import QUEUED, account_of_groups, update_summary
+from recipe.atropos.run_record import account_of_groups, update_summary
 from recipe.atropos.utils.files import DiskFull, disk_is_full, read_json
-
-_QUEUE_SECONDS = 5.0
 
 
 async def launch(
@@ -50,10 +47,9 @@ async def launch(
         asyncio.get_running_loop().add_signal_handler(number, asyncio.current_task().cancel)
     run = Run(config, composed, directory, lock=lock)
     started = time.monotonic()
-    environments = evaluations = failure = api_url = None
+    environments = evaluations = failure = None
     try:
         api = start_api(run)
-        api_url = api.url
         inference = start_inference(run)
         evaluations = Evaluations(run, specs, inference)
         console.print(
@@ -89,7 +85,7 @@ async def launch(
         # A service's log is on the same disk and may lack the error.
         if disk_is_full(directory) and not isinstance(error, DiskFull):
             error.add_note(f"no space left on device: {directory}")
-    later = await _end(run, api_url, environments, evaluations)
+    later = await _end(run, environments, evaluations)
     if failure := failure or next(iter(later), None):
         for error in later:
             if error is not failure:
@@ -116,7 +112,7 @@ def tell_model(run: Run) -> None:
 
 
 async def _end(
-    run: Run, api_url: str | None, environments: Environments | Joining | None, evaluations: Evaluations | None
+    run: Run, environments: Environments | Joining | None, evaluations: Evaluations | None
 ) -> list[Exception]:
     """Stop everything despite failures, account for the groups, and return the failures."""
     failures: list[Exception] = []
@@ -129,11 +125,12 @@ async def _end(
             failures.append(error)
 
     async def account() -> None:
-        # No group is sent or fetched any more, and the trainer has recorded those that it did not train on.
-        queued = await groups_in_queue(api_url) if api_url else 0
+        # No group is sent any more, and the trainer has recorded those that it trained on.
         summary = read_json(run.files.summary, {})
-        outcome = {"environments": environments.summary(), QUEUED: queued + summary.get(QUEUED, 0)}
-        update_summary(run.directory, outcome | {"groups": account_of_groups(summary | outcome)})
+        async with run.api_client() as api:
+            received = (await api.diagnose())["received"]
+        outcome = {"environments": environments.summary(), "groups": account_of_groups(summary, received)}
+        update_summary(run.directory, outcome)
 
     with _undisturbed():
         if evaluations is not None:
@@ -145,15 +142,6 @@ async def _end(
             await attempt(account)
         await attempt(run.stop)
     return failures
-
-
-async def groups_in_queue(api_url: str) -> int:
-    """Return the number of groups that the Trajectory API has in no batch yet; 0 if it is gone with its queue."""
-    try:
-        async with TrajectoryApi.once(api_url, _QUEUE_SECONDS) as api:
-            return (await api.get("/status"))["queue_size"]
-    except DataSourceError:
-        return 0
 
 
 @contextlib.contextmanager

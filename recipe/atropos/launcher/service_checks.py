@@ -8,14 +8,15 @@ from functools import partial
 from omegaconf import DictConfig
 from tenacity import AsyncRetrying, retry_if_exception, stop_after_delay, wait_fixed
 
-from recipe.atropos.data_source import DataSourceError, TrajectoryApi
+from recipe.atropos.data_source import DataSourceConfig
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.inference.client import InferenceError, SGLangClient
 from recipe.atropos.inference.gateway_client import GatewayClient
+from recipe.atropos.trajectory_api.trajectory_client import TrajectoryApiClient, TrajectoryApiError
 
 logger = logging.getLogger(__name__)
 
-_SILENT = (DataSourceError, InferenceError)
+_SILENT = (TrajectoryApiError, InferenceError)
 
 
 def check_services(config: DictConfig, timeout: float = 30.0) -> None:
@@ -37,9 +38,11 @@ def check_services(config: DictConfig, timeout: float = 30.0) -> None:
 
 
 async def _check_services(config: DictConfig, timeout: float) -> None:
+    api = DataSourceConfig.from_config(config)
+
     async def trajectory_api() -> None:
-        async with TrajectoryApi.once(config.trainer.atropos.api_url, timeout=5) as api:
-            await api.get("/status")
+        async with TrajectoryApiClient(api.api_url, api.secret, patience=0, timeout=5) as client:
+            await client.status()
 
     wanted = config.trainer.atropos.weight_sync.pause_mode
 

@@ -17,12 +17,14 @@ from rich.console import Console
 from rich.markup import escape
 
 from recipe.atropos.run_dir import LOCK_VARIABLE, RunDir
+from recipe.atropos.trajectory_api.trajectory_client import TrajectoryApiClient
 from recipe.atropos.utils.files import write_json
 from recipe.atropos.utils.hosts import is_this_host, joins_cluster, loopback_variables
 from recipe.atropos.utils.process import Service, ServiceFailed, start_service
 from recipe.atropos.utils.scratch import Scratch
 
 console = Console(highlight=False)
+_API_SECONDS = 10.0  # for one request to the Trajectory API
 
 
 @dataclass
@@ -100,6 +102,11 @@ class Run:
     def remove(self, service: Service) -> None:
         self.services.remove(service)
         self._write_listing()
+
+    def api_client(self) -> TrajectoryApiClient:
+        """Return a client of the run's Trajectory API that makes a single attempt."""
+        url = next(service.url for service in self.services if service.name == "api")
+        return TrajectoryApiClient(url, self.api_key, patience=0, timeout=_API_SECONDS)
 
     def set_restart_policy(
         self, service: Service, start: Callable[[], Service], limit: int, kind: str, **options: Any

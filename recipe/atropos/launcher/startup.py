@@ -9,11 +9,11 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from recipe.atropos.config.compose import complete_config
-from recipe.atropos.data_source import DataSourceError, TrajectoryApi
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.launcher.services import Run, console
 from recipe.atropos.launcher.sglang import Inference, given_ports, inference_healthy
 from recipe.atropos.launcher.supervision import WATCH_SECONDS
+from recipe.atropos.trajectory_api.trajectory_client import TrajectoryApiError
 from recipe.atropos.utils.files import write_atomic
 from recipe.atropos.utils.hosts import reachable
 from recipe.atropos.utils.process import (
@@ -30,21 +30,31 @@ _VERSION_SECONDS = 120.0
 
 
 def start_api(run: Run) -> Service:
-    """Start the Trajectory API, without waiting for it to be healthy."""
-    config = run.config.api
+    """Start the Trajectory API on the run's store, without waiting for it to be healthy; it is restarted if it ends."""
+    config, store = run.config.api, run.files.trajectories
+    if run.config.trainer.resume_mode == "disable" and store.exists():
+        store.rename(store.with_name(f"{store.name}.{time.time():.0f}"))  # of a run that this one does not continue
     check_port(config.port, config.host, "api.port")
     port = config.port or default_port(API_PORT, config.host, given_ports(run.config).values())
-    command = [sys.executable, "-m", "atroposlib.cli.run_api", "--host", config.host, "--port", str(port)]
-    return run.start("api", command, url=f"http://{reachable(config.host)}:{port}")
+    command = [sys.executable, "-m", "recipe.atropos.trajectory_api", "--host", config.host, "--port", str(port)]
+    command += ["--data-dir", str(store), "--retention", config.retention]
+    url = f"http://{reachable(config.host)}:{port}"
+
+    def start() -> Service:
+        return run.start("api", command, url=url, **{API_KEY_VARIABLE: run.api_key})
+
+    service = start()
+    run.set_restart_policy(service, start, config.max_restarts, kind="api", key="api.max_restarts")
+    return service
 
 
 async def servers_healthy(run: Run, api: Service, inference: Inference) -> None:
     async def answers() -> bool:
         run.check()
         try:
-            async with TrajectoryApi.once(api.url) as client:
-                return bool(await client.get("/status"))
-        except DataSourceError:
+            async with run.api_client() as client:
+                return bool(await client.status())
+        except TrajectoryApiError:
             return False
 
     await wait_until_healthy(api, answers, run.config.api.start_timeout)

@@ -13,6 +13,7 @@ def diagnose(service: Service) -> dict[str, Any]:
         "why": why(service),
         "warnings": service.warns(),
         "batch_size": queue.batch_size,
+        "received": service.next_id - 1,
         "batches": {
             "last": service.last,
             "served": service.served,

@@ -93,7 +93,9 @@ class TrajectoryApiClient:
             TrajectoryApiError: with status 409, another trainer has registered; 410, the batch was deleted.
         """
         query = {"after": str(after), "wait": f"{wait:g}"}
-        headers, body = await self._request("GET", "/batch", {"Accept": wire.PACKED}, query=query, limit=wait + self._timeout)
+        headers, body = await self._request(
+            "GET", "/batch", {"Accept": wire.PACKED}, query=query, limit=wait + self._timeout
+        )
         if headers.get("Content-Type") != wire.PACKED:
             return None
         return NumberedBatch(int(headers[wire.BATCH_HEADER]), [wire.to_group(record) for record in wire.split(body)])
