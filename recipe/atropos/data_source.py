@@ -175,6 +175,11 @@ class DataSource:
             f"{asyncio.run(self.diagnosis())}"
         )
 
+    def metrics(self) -> dict[str, float]:
+        """Return the number of batches fetched ahead, the seconds spent receiving, and the recovered failures."""
+        events = {f"atropos/api/{event}": n for event, n in self.events.items() if n}
+        return {"atropos/batches_ahead": len(self), "atropos/fetch_s_so_far": self.fetch_seconds, **events}
+
     def weights_pushed(self, through: int) -> None:
         """Tell the API that the servers hold weights that contain the batches through ``through``."""
         self._call(lambda client: client.weights_pushed(through))

@@ -10,9 +10,13 @@ import errno
 import sys
 from collections.abc import Iterator
 
+RECOVERABLE = 75  # exit status of a failure after which the same command can continue: BSD's EX_TEMPFAIL
+
 
 class AtroposError(Exception):
-    """An expected failure: its message is all that a user needs."""
+    """An expected failure: its message is all that a user needs. ``recoverable``: the same command can continue."""
+
+    recoverable = False
 
 
 class ConfigurationError(AtroposError, ValueError):
@@ -51,6 +55,14 @@ def expected_failure(error: BaseException) -> str | None:
     return None
 
 
+def _recoverable(error: BaseException) -> bool:
+    """Return whether the failure is the loss of a process, as opposed to one that would repeat itself."""
+    ray = sys.modules.get("ray.exceptions")
+    if ray is not None and isinstance(error, ray.RayError):
+        return _recoverable(error.cause) if isinstance(error, ray.RayTaskError) else True
+    return isinstance(error, AtroposError) and error.recoverable
+
+
 @contextlib.contextmanager
 def secondary_errors() -> Iterator[None]:
     """Wrap one step of a ``finally``: if an error is already propagating, the step's error is added to it as a note."""
@@ -65,11 +77,16 @@ def secondary_errors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def one_line_errors(*others: type[Exception]) -> Iterator[None]:
-    """Wrap an entry point: exit with ``error: ...`` and status 1 on an expected failure or one of ``others``."""
+    """Wrap an entry point: exit with ``error: ...`` on an expected failure or one of ``others``, with status 1, or
+    ``RECOVERABLE``.
+    """
     try:
         yield
     except Exception as error:
         message = str(error) if isinstance(error, others) else expected_failure(error)
         if message is None:
             raise
-        sys.exit(f"error: {message}")
+        if not _recoverable(error):
+            sys.exit(f"error: {message}")
+        print(f"error: {message}", file=sys.stderr, flush=True)
+        sys.exit(RECOVERABLE)

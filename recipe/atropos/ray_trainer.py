@@ -30,12 +30,12 @@ from recipe.atropos.data.recording import NoServers, RecordedSource, write_batch
 from recipe.atropos.data.rollouts import write_rollouts
 from recipe.atropos.data.rows import ConversionReport, Group, Row, RowLimits, VersionLimits, environment_name
 from recipe.atropos.data.sampling import SamplingCheck
-from recipe.atropos.data_source import DataSource, DataSourceConfig, Registration
+from recipe.atropos.data_source import DataSource
 from recipe.atropos.errors import NothingToTrain, secondary_errors
 from recipe.atropos.evaluated import wait_until_evaluated
 from recipe.atropos.run_dir import RunDir
 from recipe.atropos.run_record import RunRecord, heldout_scores
-from recipe.atropos.stock_source import StockSource, is_stock
+from recipe.atropos.stock_source import open_source
 from recipe.atropos.utils.files import write_atomic
 from recipe.atropos.utils.secret import public_config
 from recipe.atropos.verl_ext.algorithm import (
@@ -78,7 +78,6 @@ class RayGRPOAtroposTrainer:
         self.mini_batch_size = actor_rollout_ref.actor.ppo_mini_batch_size * actor_rollout_ref.rollout.n  # sequences
         pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
         self.limits = RowLimits.from_config(config, pad, vocab_size)
-        self.source_config = DataSourceConfig.from_config(config)
         self.sampling_check = SamplingCheck.from_config(config)
         self.logprob_tolerance = alarms.logprob_tolerance(atropos.logprob_tolerance, config.inference.dtype)
         self.checkpoints = Checkpoints(config.trainer.default_local_dir)
@@ -183,9 +182,7 @@ class RayGRPOAtroposTrainer:
         self.record.totals.batches = number
         self.record.totals.dropped = dict(Counter(self.record.totals.dropped) + dropped)
         self.metrics, self._groups_fetched = self.metrics | counts, fetched
-        self.metrics["atropos/batches_ahead"] = len(self.data_source)
-        self.metrics["atropos/fetch_s_so_far"] = self.data_source.fetch_seconds
-        self.metrics |= {f"atropos/api/{event}": n for event, n in self.data_source.events.items()}
+        self.metrics |= self.data_source.metrics()
         self._check_sampling(batch)
         batch.meta_info["temperature"] = self.config.actor_rollout_ref.rollout.temperature
         batch.meta_info["global_token_num"] = batch.batch["attention_mask"].sum(dim=-1).tolist()
@@ -355,8 +352,7 @@ class RayGRPOAtroposTrainer:
     def _register(self, done: int) -> DataSource | RecordedSource:
         if replay := self.config.trainer.atropos.replay:
             return RecordedSource(replay, first_step=done + 1)
-        source = StockSource if is_stock(self.source_config) else DataSource
-        return source(self.source_config, Registration.from_config(self.config, done), self.record.totals.batches)
+        return open_source(self.config, done, self.record.totals.batches)
 
     def _log_probs_of(self, rows: list[Row]) -> torch.Tensor:
         """Return the policy's logprobs of the rows' responses, (B, R) float32."""
@@ -383,8 +379,8 @@ class RayGRPOAtroposTrainer:
     def _save_checkpoint(self) -> None:
         """Save a checkpoint; on DiskFull, nothing is left of it, but older ones may have been removed to make room."""
         keep, scores = self.config.trainer.max_actor_ckpt_to_keep, heldout_scores(self.config.run.dir)
-        batch = self.record.totals.batches
-        with self.checkpoints.saving(self.global_steps, keep, self._model_identity, scores, batch) as folder:
+        about = self._model_identity, scores, self.record.totals.batches
+        with self.checkpoints.saving(self.global_steps, keep, *about) as folder:
             self.actor.save_checkpoint(str(folder / "actor"), None, self.global_steps)
             state = io.BytesIO()
             torch.save(self.record.state_dict(), state)

@@ -38,7 +38,21 @@ _FIRST_POLL, _LONGEST_POLL = 0.05, 1.0  # seconds between polls while there is n
 _UNREACHABLE = (aiohttp.ClientError, OSError)
 
 
-def is_stock(config: DataSourceConfig) -> bool:
+def open_source(config: Any, starting_step: int, after: int) -> DataSource:
+    """Return the source for the server at ``trainer.atropos.api_url``: ours, or atroposlib's own.
+
+    ``config`` is the full configuration; ``starting_step`` and ``after`` are the numbers of updates, and of the last
+    batch, in the weights.
+
+    Raises:
+        DataSourceError: it does not answer.
+    """
+    own = DataSourceConfig.from_config(config)
+    source = StockSource if _is_stock(own) else DataSource
+    return source(own, Registration.from_config(config, starting_step), after)
+
+
+def _is_stock(config: DataSourceConfig) -> bool:
     """Return whether the server is atroposlib's; log what that means.
 
     Raises:

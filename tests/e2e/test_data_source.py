@@ -1,180 +1,124 @@
-"""The client against atroposlib's own Trajectory API."""
+"""The trainer's source against our own Trajectory API: nothing is lost, however often either side starts again."""
 
-import contextlib
-import socket
-import threading
 import time
 
-import orjson
 import pytest
 
-from helpers.services import get, group, post, running_api
+from helpers.trajectory_api import Api
 from recipe.atropos.data_source import DataSource, DataSourceConfig, DataSourceError, Registration
+from recipe.atropos.stock_source import _is_stock
 from recipe.atropos.utils.process import free_port
 
 pytestmark = pytest.mark.timeout(120)
 
-REGISTRATION = Registration(batch_size=8, max_token_len=64, starting_step=3, num_steps=10)
-
-
-def config(url, **changes):
-    values = {"max_wait_time": 30, "retry_attempts": 4, "retry_delay": 0.1, "timeout": 5} | changes
-    return DataSourceConfig(api_url=url, **values)
+REGISTRATION = Registration(batch_size=8, max_token_len=64, starting_step=0, num_steps=10)
+SECRET = "s3cret"
 
 
 @pytest.fixture
 def api(tmp_path):
-    with running_api(tmp_path) as service:
-        yield service
+    server = Api(tmp_path, secret=SECRET).start()
+    server.session.headers["Authorization"] = f"Bearer {SECRET}"
+    yield server
+    server.kill()
 
 
-def numbers(batch):
-    return [g["scores"][0] for g in batch]
+def config(url, **changes):
+    values = {"max_wait_time": 30, "retry_attempts": 8, "retry_delay": 0.1, "timeout": 5, "secret": SECRET} | changes
+    return DataSourceConfig(api_url=url, **values)
 
 
-def test_data_source_gives_the_oldest_batch_first(api):
-    """The API serves the newest first."""
-    with DataSource(config(api.url, prefetch=1), REGISTRATION) as source:
-        time.sleep(1.5)  # it polls while the queue fills, so that cuts of several sizes happen
-        received = []
-        for start in (1, 7, 21):
-            for number in range(start, start + {1: 6, 7: 14, 21: 2}[start]):
-                post(f"{api.url}/scored_data", group(number))
-            if start == 7:
-                received += numbers(source.next_batch())
-        while len(received) < 22:
-            received += numbers(source.next_batch())
-    assert received == [float(n) for n in range(1, 23)], "every group once, in the order of posting"
+def source(api, after=0, **changes):
+    return DataSource(config(api.url, **changes), REGISTRATION, after)
 
 
-def test_data_source_cuts_a_queue_that_waited_in_order(api):
-    """All batches of a queue that waited are cut at once."""
-    post(f"{api.url}/register", vars(REGISTRATION) | {"wandb_group": "", "wandb_project": ""})
-    for number in range(1, 13):
-        post(f"{api.url}/scored_data", group(number))
-    with DataSource(config(api.url), REGISTRATION) as source:
-        received = [numbers(source.next_batch()) for _ in range(6)]
-    assert received == [[n, n + 1.0] for n in range(1, 13, 2)]
+def post(api, *numbers):
+    for number in numbers:
+        tokens = [[1, 2, 3]] * 4
+        group = {"tokens": tokens, "masks": [[-100, -100, 3]] * 4, "scores": [float(number)] * 4}
+        api.post("/scored_data", group | {"inference_logprobs": [[1.0, 1.0, -0.5]] * 4})
 
 
-def test_it_fetches_ahead_no_more_than_it_was_told(api):
-    with DataSource(config(api.url, prefetch=1), REGISTRATION) as source:
-        for round_number in range(3):
-            for number in (2 * round_number, 2 * round_number + 1):
-                post(f"{api.url}/scored_data", group(number))
-            time.sleep(1.5)
-        assert len(source) == 1, "one batch waits here"
-        assert get(f"{api.url}/status")["queue_size"] == 4, "the others in the API, where backpressure sees them"
-        assert [numbers(source.next_batch()) for _ in range(3)] == [[0, 1], [2, 3], [4, 5]]
+def taken(batch):
+    return batch.number, [group["scores"][0] for group in batch.groups]
 
 
-def test_data_posted_before_the_trainer_does_not_wedge_the_api(api):
-    post(f"{api.url}/scored_data", group(1))  # now the API ignores any registration
-    with DataSource(config(api.url), REGISTRATION) as source:
-        assert get(f"{api.url}/info") == {"batch_size": 8, "max_token_len": 64}
-        assert get(f"{api.url}/status")["current_step"] == 3
-        for number in (5, 6):
-            post(f"{api.url}/scored_data", group(number))
-        assert numbers(source.next_batch()) == [5, 6]
+def test_data_source_numbers_batches_in_the_order_of_posting(api):
+    with source(api) as first:
+        post(api, *range(1, 7))
+        assert [taken(first.next_batch()) for _ in range(3)] == [(1, [1, 2]), (2, [3, 4]), (3, [5, 6])]
 
 
-def test_an_api_that_keeps_another_batch_size_is_an_error(api):
-    post(f"{api.url}/register", vars(REGISTRATION) | {"batch_size": 32})
-    with pytest.raises(DataSourceError, match="registered with batch_size=32, this trainer wants 8.*restart it"):
-        with DataSource(config(api.url), REGISTRATION):
-            pass
+def test_data_source_fetches_ahead_no_more_than_it_was_told(api):
+    with source(api, prefetch=1) as ahead:
+        post(api, *range(1, 7))
+        deadline = time.monotonic() + 20
+        while len(ahead) < 1:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        time.sleep(0.5)
+        assert len(ahead) == 1 and api.get("/status")["queue_size"] == 4
+
+
+def test_what_was_fetched_and_not_trained_is_served_again(api):
+    """A trainer that is gone with a batch in its hands, and one ahead; the next resumes after batch 1."""
+    post_after = range(1, 9)
+    with source(api, prefetch=2) as killed:
+        post(api, *post_after)
+        before = [taken(killed.next_batch()) for _ in range(3)]
+    with source(api, after=1) as resumed:
+        assert [taken(resumed.next_batch()) for _ in range(3)] == [*before[1:], (4, [7, 8])]
+
+
+def test_an_older_trainer_is_refused_once_another_registers(api):
+    with source(api) as old:
+        with source(api) as new:
+            post(api, 1, 2)
+            assert taken(new.next_batch()) == (1, [1, 2])
+            with pytest.raises(DataSourceError, match="a trainer registered later"):
+                old.next_batch()
+
+
+def test_an_api_that_is_killed_and_started_again_loses_nothing(api):
+    with source(api, retry_attempts=20, retry_delay=0.5) as survivor:
+        post(api, 1, 2, 3)
+        assert taken(survivor.next_batch()) == (1, [1, 2])
+        api.kill()
+        api.start()
+        survivor.weights_pushed(1)
+        survivor.commit(1)
+        post(api, 4)
+        assert taken(survivor.next_batch()) == (2, [3, 4])
+        assert survivor.metrics()["atropos/api/api_unreachable"] >= 1
+        assert api.get("/diagnose")["batches"]["committed"] == 1
 
 
 def test_an_api_that_is_not_there_is_named_within_its_attempts():
-    url = f"http://127.0.0.1:{free_port()}"
-    begin = time.monotonic()
-    with pytest.raises(DataSourceError, match=f"{url} did not answer POST /register in 4 attempts"):
+    url, begin = f"http://127.0.0.1:{free_port()}", time.monotonic()
+    with pytest.raises(DataSourceError, match=f"POST {url}/register got no answer.*is the Trajectory API up"):
         with DataSource(config(url), REGISTRATION):
             pass
     assert time.monotonic() - begin < 30
 
 
-@pytest.mark.parametrize("situation", ["no environment", "silent environment", "groups that do not fit"])
-def test_a_wait_ends_and_says_who_is_silent(api, situation):
-    source = DataSource(config(api.url, max_wait_time=3), REGISTRATION)
-    with source:
+def test_a_wrong_secret_is_an_error_that_says_so(api):
+    with pytest.raises(DataSourceError, match="HTTP 401.*Authorization"):
+        with source(api, secret="wrong"):
+            pass
+
+
+@pytest.mark.parametrize("situation", ["no environment", "too few groups"])
+def test_a_wait_ends_and_says_what_is_lacking(api, situation):
+    with source(api, max_wait_time=3) as waiting:
         expected = "no environment has registered"
-        if situation != "no environment":
-            deadline = time.monotonic() + 10
-            env = {"max_token_length": 64, "desired_name": "e", "weight": 1.0, "group_size": 3}
-            while post(f"{api.url}/register-env", env)["status"] != "success":
-                assert time.monotonic() < deadline
-                time.sleep(0.2)
-            expected = "an environment has registered.*posted nothing"
-        if situation == "groups that do not fit":
-            for number in range(5):
-                post(f"{api.url}/scored_data", group(number, size=3))
-            expected = "groups wait, the last of 3 sequences, which cannot fill a batch of 8"
+        if situation == "too few groups":
+            environment = {"max_token_length": 64, "desired_name": "e", "weight": 1.0, "group_size": 4}
+            assert api.post("/register-env", environment)["status"] == "success"
+            post(api, 1)
+            expected = "no batch 1: .*4"
         limit = "within trainer.atropos.max_wait_time=3 s"
-        with pytest.raises(DataSourceError, match=f"no batch of 8 sequences {limit}: .*{expected}"):
-            source.next_batch()
-
-
-def test_an_api_that_dies_ends_the_wait_with_its_name(tmp_path):
-    with running_api(tmp_path) as api:
-        with DataSource(config(api.url, max_wait_time=60), REGISTRATION) as source:
-            threading.Timer(1.0, api.stop, kwargs={"grace": 0}).start()
-            begin = time.monotonic()
-            with pytest.raises(DataSourceError, match=f"the Trajectory API at {api.url} did not answer GET /batch"):
-                source.next_batch()
-            assert time.monotonic() - begin < 30
-            assert source.events["api_unreachable"] >= 4
-
-
-def test_an_api_that_restarts_is_registered_with_again(tmp_path):
-    port = free_port()
-    with running_api(tmp_path, port) as api:
-        with DataSource(config(api.url, retry_attempts=10, retry_delay=0.5), REGISTRATION) as source:
-            time.sleep(0.5)
-            api.stop(grace=0)
-            with running_api(tmp_path, port) as again:
-                deadline = time.monotonic() + 30
-                while get(f"{again.url}/info")["batch_size"] != 8:
-                    assert time.monotonic() < deadline, "not registered again"
-                    time.sleep(0.2)
-                for number in (1, 2):
-                    post(f"{again.url}/scored_data", group(number))
-                assert numbers(source.next_batch()) == [1, 2]
-                assert source.events["registered_again"] == 1
-
-
-@pytest.mark.parametrize("broken", [3, 2, 1])
-def test_data_source_counts_a_batch_that_breaks_off(broken):
-    """The others come in their order.
-
-    The real API cannot be made to break off in the middle of a body; as it does, this one cuts its queue whole."""
-    queues, cut, step = [[1, 2, 3], [4, 5, 6], [7, 8]], [], 3
-    server = socket.create_server(("127.0.0.1", 0))
-
-    def reply(path):
-        nonlocal step
-        if path != "/batch":
-            return {"uuid": 1, "batch_size": 8, "max_token_len": 64, "current_step": step, "queue_size": 0}
-        if not cut and queues:
-            cut.extend(queues.pop(0))
-            step += len(cut)
-        return {"batch": [{"scores": [float(cut.pop())]}] if cut else None}
-
-    def serve():
-        with contextlib.suppress(OSError):  # closed
-            while True:
-                connection, _ = server.accept()
-                with connection:
-                    body = orjson.dumps(reply(connection.recv(65536).split(b" ")[1].decode()))
-                    length = len(body) + 1000 * (b"%d.0" % broken in body)
-                    head = f"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: {length}\r\n\r\n"
-                    connection.sendall(head.encode() + body)
-
-    threading.Thread(target=serve, daemon=True).start()
-    with server, DataSource(config(f"http://127.0.0.1:{server.getsockname()[1]}"), REGISTRATION) as source:
-        came = [source.next_batch()[0]["scores"][0] for _ in range(7)]
-        assert came == [number for number in range(1, 9) if number != broken]
-        assert source.events["batch_lost"] == 1
+        with pytest.raises(DataSourceError, match=f"no batch of 8 sequences {limit}: {expected}"):
+            waiting.next_batch()
 
 
 def test_data_source_wait_excludes_what_is_done_meanwhile(api):
@@ -185,10 +129,13 @@ def test_data_source_wait_excludes_what_is_done_meanwhile(api):
         calls.append(time.monotonic())
         time.sleep(3)
         if len(calls) == 2:
-            for number in (1, 2):
-                post(f"{api.url}/scored_data", group(number))
+            post(api, 1, 2)
 
-    with DataSource(config(api.url, max_wait_time=6), REGISTRATION) as source:
+    with source(api, max_wait_time=6) as patient:
         begun = time.monotonic()
-        assert numbers(source.next_batch(meanwhile)) == [1.0, 2.0]
+        assert taken(patient.next_batch(meanwhile)) == (1, [1, 2])
         assert len(calls) == 2 and time.monotonic() - begun > 8, "4 s of waiting, 6 s of something else"
+
+
+def test_our_server_is_told_from_atroposlibs(api):
+    assert _is_stock(config(api.url)) is False

@@ -355,6 +355,7 @@ class Atropos(Section):
     startup_timeout: Seconds = about("Seconds for the API and the servers to answer when the trainer starts")
     max_wait_time: Seconds | None = about("Seconds, the longest wait for a batch; null: 600, or more for long answers")
     join_timeout: Seconds = about("The same where environment.target=null: for environments to join, or to return")
+    max_restarts: Limit = about("Restarts of a trainer that was killed or lost a rank, before the run ends")
     step_timeout: Seconds = about(
         "Seconds without a trained step, after which the launcher ends the run; waits for a batch do not count"
     )

@@ -211,7 +211,8 @@ def _sequence(group: _Checked, i: int) -> tuple[float, np.ndarray, np.ndarray]:
 
 def _numbers(group: _Checked, key: str, i: int, length: int) -> np.ndarray | None:
     """Return an optional field of sequence ``i``, (length,) float32, or None if it has none."""
-    if key not in group.present or group.values[key][i] is None or len(group.values[key][i]) == 0:
+    values = group.values[key][i] if key in group.present else None
+    if values is None or (isinstance(values, Sequence | np.ndarray) and len(values) == 0):
         return None
     return array_of(group.values, key, i, group.where, np.float32, length)
 

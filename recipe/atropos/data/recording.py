@@ -5,7 +5,6 @@ its configuration reproduces its weights: bit for bit on a CPU, but GPU kernels 
 ``actor.fsdp_config.full_determinism`` is set.
 """
 
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -57,8 +56,6 @@ class RecordedSource:
     def __init__(self, directory: str | Path, first_step: int):
         self.directory = Path(directory)
         self.step = first_step
-        self.events: Counter[str] = Counter()
-        self.fetch_seconds = 0.0
 
     def __enter__(self) -> "RecordedSource":
         return self
@@ -74,6 +71,9 @@ class RecordedSource:
         batch = NumberedBatch(self.step, read_batch(self.directory, self.step))
         self.step += 1
         return batch
+
+    def metrics(self) -> dict[str, float]:
+        return {"atropos/batches_ahead": len(self)}
 
     def weights_pushed(self, through: int) -> None:
         pass

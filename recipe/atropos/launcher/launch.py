@@ -22,7 +22,7 @@ from recipe.atropos.launcher.joining import Joining
 from recipe.atropos.launcher.progress import progress
 from recipe.atropos.launcher.services import Run, console
 from recipe.atropos.launcher.sglang import start_inference
-from recipe.atropos.launcher.startup import first_version, servers_healthy, start_api, start_trainer
+from recipe.atropos.launcher.startup import first_version, restart_trainer, servers_healthy, start_api, start_trainer
 from recipe.atropos.launcher.supervision import watch
 from recipe.atropos.run_record import account_of_groups, update_summary
 from recipe.atropos.utils.files import DiskFull, disk_is_full, read_json
@@ -66,6 +66,8 @@ async def launch(
         trainer = trainer or start_trainer(run, api, inference, evaluations.marker)
         with progress("the trainer loads the model and pushes its weights", trainer.log_path):
             version = await first_version(run, trainer, inference)
+        if beside:  # else its servers hold the memory that a new trainer would need
+            restart_trainer(run)
         await evaluations.begin(version)
         if specs:
             environments = Environments(run, specs, api.url, inference.gateway)
@@ -76,7 +78,7 @@ async def launch(
             if specs:
                 what = "the first step: the environments sample, the trainer compiles and trains"
                 first.enter_context(progress(what, trainer.log_path))
-            await watch(run, trainer, version, environments, evaluations, on_step=first.close)
+            await watch(run, version, environments, evaluations, on_step=first.close)
         environments.stop()
         await evaluations.end()
         tell_model(run)

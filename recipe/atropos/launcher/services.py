@@ -7,7 +7,7 @@ ends, except a trainer that is done, ends the run. ``services.json`` lists the l
 
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,13 +33,14 @@ class RestartPolicy:
 
     ``kind`` names a set of services of which any one suffices once training is done or, if they are ``optional``, also
     before. While ``may_start`` returns False, the trainer holds the memory that the service needs, and the restart
-    waits; ``waiting``: this has been printed.
+    waits; ``waiting``: this has been printed. ``recovers``: whether a restart can help after an exit status.
     """
 
     start: Callable[[], Service]
     limit: int
     kind: str
     may_start: Callable[[], bool] = lambda: True
+    recovers: Callable[[int], bool] = lambda status: True
     key: str = "inference.max_restarts"
     optional: bool = False
     count: int = 0
@@ -63,6 +64,7 @@ class Run:
     lock: int | None = None
     """Descriptor of the run folder's lock, which every started service inherits."""
     scratch: Scratch | None = None
+    trainer_variables: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         self.files = RunDir(self.directory)
@@ -105,8 +107,10 @@ class Run:
 
     def api_client(self) -> TrajectoryApiClient:
         """Return a client of the run's Trajectory API that makes a single attempt."""
-        url = next(service.url for service in self.services if service.name == "api")
-        return TrajectoryApiClient(url, self.api_key, patience=0, timeout=_API_SECONDS)
+        return TrajectoryApiClient(self.service("api").url, self.api_key, patience=0, timeout=_API_SECONDS)
+
+    def service(self, name: str) -> Service:
+        return next(service for service in self.services if service.name == name)
 
     def set_restart_policy(
         self, service: Service, start: Callable[[], Service], limit: int, kind: str, **options: Any
@@ -156,7 +160,7 @@ class Run:
 
     def _restart(self, service: Service) -> None:
         policy = self.restart_policies.get(service.name)
-        if policy is None:
+        if policy is None or not policy.recovers(service.poll()):
             raise service.failure("ended while the run needs it")
         if policy.count >= policy.limit:
             what = f"ended once more after {policy.count} restarts ({policy.key})"

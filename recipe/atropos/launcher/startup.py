@@ -4,12 +4,13 @@ import asyncio
 import json
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from omegaconf import OmegaConf
 
 from recipe.atropos.config.compose import complete_config
-from recipe.atropos.errors import ConfigurationError
+from recipe.atropos.errors import RECOVERABLE, ConfigurationError
 from recipe.atropos.launcher.services import Run, console
 from recipe.atropos.launcher.sglang import Inference, given_ports, inference_healthy
 from recipe.atropos.launcher.supervision import WATCH_SECONDS
@@ -84,7 +85,25 @@ def start_trainer(run: Run, api: Service, inference: Inference, evaluated: Path 
         "TENSORBOARD_DIR": str(run.files.tensorboard),
         "WANDB_DIR": str(run.directory),
     }
-    return run.start("trainer", [sys.executable, "-m", "recipe.atropos.main", "--run", str(run.directory)], **variables)
+    return _start_trainer(run, variables)
+
+
+def _start_trainer(run: Run, variables: Mapping[str, str]) -> Service:
+    command = [sys.executable, "-m", "recipe.atropos.main", "--run", str(run.directory)]
+    run.trainer_variables = variables
+    return run.start("trainer", command, **variables)
+
+
+def restart_trainer(run: Run) -> None:
+    """From now on, start a trainer that was killed, or lost a rank, again; it resumes from its newest checkpoint."""
+    run.set_restart_policy(
+        run.service("trainer"),
+        lambda: _start_trainer(run, run.trainer_variables),
+        run.config.trainer.atropos.max_restarts,
+        kind="trainer",
+        key="trainer.atropos.max_restarts",
+        recovers=lambda status: status < 0 or status == RECOVERABLE,
+    )
 
 
 async def first_version(run: Run, trainer: Service, inference: Inference) -> int:

@@ -15,16 +15,12 @@ from recipe.atropos.launcher.joining import Joining
 from recipe.atropos.launcher.services import Run, console
 from recipe.atropos.run_record import WaitingMark
 from recipe.atropos.utils.files import LineReader
-from recipe.atropos.utils.process import (
-    Service,
-)
 
 WATCH_SECONDS = 0.5
 
 
 async def watch(
     run: Run,
-    trainer: Service,
     version: int,
     environments: Environments | Joining,
     evaluations: Evaluations,
@@ -33,8 +29,8 @@ async def watch(
     """Supervise the run until the trainer exits successfully; call ``on_step`` and print a line for every trained step.
 
     Raises:
-        ServiceFailed: a service that the run needs ended, the trainer ended before the last step, or it hangs: apart
-            from announced waits, no step was trained for ``trainer.atropos.step_timeout`` seconds.
+        ServiceFailed: a service that the run needs ended for good, the trainer ended before the last step, or it hangs:
+            apart from announced waits, no step was trained for ``trainer.atropos.step_timeout`` seconds.
     """
     total, limit = run.config.trainer.total_training_steps, run.config.trainer.atropos.step_timeout
     _, wait = DataSourceConfig.from_config(run.config).longest_wait
@@ -44,11 +40,12 @@ async def watch(
     reported: set[str] = set()
     waiting = WaitingMark(run.files)
     while True:
-        ended = trainer.poll() is not None
+        trainer = run.service("trainer")
+        ended = trainer.poll() == 0
         for line in reader.new_lines():
+            last_step = trained = time.monotonic()
             if line["step"] > seen:
                 seen = line["step"]
-                last_step = trained = time.monotonic()
                 on_step()
                 console.print(
                     f"[bold]step {seen:>4}/{total}[/] score {scores_of(line)}  "
@@ -61,6 +58,8 @@ async def watch(
         if waiting.is_fresh():  # a wait bounded by max_wait_time, join_timeout or evaluation.timeout
             last_step = time.monotonic()
         run.check()
+        if run.service("trainer") is not trainer:  # it was started again
+            last_step = trained = time.monotonic()
         await evaluations.look_after()
         now = time.monotonic()
         if not ended and (now - last_step > limit or now - trained > longest):

@@ -186,11 +186,13 @@ def rewrite_lines(path: str | Path, lines: list[dict[str, Any]]) -> None:
 
 
 class LineReader:
-    """Reader that follows a growing file of JSON objects, one per line, from its beginning; whole lines only."""
+    """Reader that follows a growing file of JSON objects, one per line, from its beginning; whole lines only. A file
+    that was replaced is read from its beginning again.
+    """
 
     def __init__(self, path: str | Path):
         self._path = Path(path)
-        self._offset = self._number = 0
+        self._offset = self._number = self._inode = 0
 
     def new_lines(self) -> list[dict[str, Any]]:
         """Return the lines that were added since the last call.
@@ -200,6 +202,8 @@ class LineReader:
         """
         try:
             with self._path.open("rb") as file:
+                if (inode := os.fstat(file.fileno()).st_ino) != self._inode:
+                    self._offset, self._number, self._inode = 0, 0, inode
                 file.seek(self._offset)
                 whole, newline, _ = file.read().rpartition(b"\n")
         except FileNotFoundError:

@@ -14,6 +14,8 @@ from recipe.atropos.verl_ext.ranks import RayWorkerGroup
 class RankTimeout(AtroposError, RuntimeError):
     """Ranks did not respond within the timeout."""
 
+    recoverable = True
+
 
 class LimitedWorkerGroup(RayWorkerGroup):
     """verl's worker group, with each call limited to ``limit`` seconds and to ``deadline``.

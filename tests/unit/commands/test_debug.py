@@ -23,6 +23,6 @@ def test_a_recording_that_ends_says_where(tmp_path):
         write_batch(tmp_path, step, [{"tokens": [[step]]}])
     assert recorded_steps(tmp_path) == [3, 4]
     with RecordedSource(tmp_path, first_step=4) as source:
-        assert len(source) == 1 and source.next_batch() == [{"tokens": [[4]]}]
+        assert len(source) == 1 and source.next_batch() == (4, [{"tokens": [[4]]}])
         with pytest.raises(DataSourceError, match="no batch of step 5 in .*: it holds steps 3 to 4"):
             source.next_batch()
