@@ -7,7 +7,7 @@ import pickle
 import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayTaskError
 
-from recipe.atropos.errors import AtroposError, ConfigurationError, expected_failure, one_line_errors
+from recipe.atropos.errors import RECOVERABLE, AtroposError, ConfigurationError, expected_failure, one_line_errors
 from recipe.atropos.utils.files import DiskFull
 from recipe.atropos.utils.local_ray import keep_logs, start_ray
 from recipe.atropos.utils.scratch import Scratch
@@ -41,7 +41,11 @@ def test_expected_failures_are_one_line(error, told, capsys):
     assert told in expected_failure(error) and "\n" not in expected_failure(error)
     with pytest.raises(SystemExit) as exit_, one_line_errors():
         raise error
-    assert exit_.value.code == f"error: {expected_failure(error)}"
+    message = f"error: {expected_failure(error)}"
+    if type(error) in (ActorDiedError, ActorUnavailableError, GetTimeoutError):  # the same command can continue
+        assert exit_.value.code == RECOVERABLE and capsys.readouterr().err == f"{message}\n"
+    else:
+        assert exit_.value.code == message
 
 
 @pytest.mark.parametrize(
