@@ -26,14 +26,13 @@ from recipe.atropos.checkpoint.resumption import model_identity
 from recipe.atropos.checkpoint.store import Checkpoints, step_of
 from recipe.atropos.data.data_proto import real_rows, rows_to_data_proto
 from recipe.atropos.data.reading import read_groups
-from recipe.atropos.data.recording import NoServers, RecordedSource, write_batch
+from recipe.atropos.data.recording import NoServers, RecordedSource
 from recipe.atropos.data.rollouts import write_rollouts
 from recipe.atropos.data.rows import ConversionReport, Group, Row, RowLimits, VersionLimits, environment_name
 from recipe.atropos.data.sampling import SamplingCheck
 from recipe.atropos.data_source import DataSource
 from recipe.atropos.errors import NothingToTrain, secondary_errors
 from recipe.atropos.evaluated import wait_until_evaluated
-from recipe.atropos.run_dir import RunDir
 from recipe.atropos.run_record import RunRecord, heldout_scores
 from recipe.atropos.stock_source import open_source
 from recipe.atropos.utils.files import write_atomic
@@ -162,9 +161,7 @@ class RayGRPOAtroposTrainer:
         """
         dropped, counts, fetched = Counter(), Counter(), 0
         versions = VersionLimits(self.global_steps - 1, self.config.trainer.atropos.max_staleness)
-        # In a replay, each batch belongs to its step.
-        attempts = 1 if self.config.trainer.atropos.replay else _MAX_EMPTY_BATCHES
-        for _ in range(attempts):
+        for _ in range(_MAX_EMPTY_BATCHES):
             with marked_timer("wait", self.timing_raw), self.record.waiting():
                 number, groups = self.data_source.next_batch(self._look_after_servers)
                 fetched += len(groups)
@@ -175,11 +172,10 @@ class RayGRPOAtroposTrainer:
             if batch is not None:
                 break
         else:
-            raise NothingToTrain(f"{attempts} batches in a row held nothing to train on; dropped: {dict(dropped)}")
+            what = f"{_MAX_EMPTY_BATCHES} batches in a row held nothing to train on"
+            raise NothingToTrain(f"{what}; dropped: {dict(dropped)}")
 
-        if self.config.trainer.atropos.record_batches:
-            write_batch(RunDir(self.config.run.dir).batches, self.global_steps, groups)
-        self.record.totals.batches = number
+        self.record.totals.batches = self.metrics["atropos/batch"] = number
         self.record.totals.dropped = dict(Counter(self.record.totals.dropped) + dropped)
         self.metrics, self._groups_fetched = self.metrics | counts, fetched
         self.metrics |= self.data_source.metrics()
@@ -351,7 +347,7 @@ class RayGRPOAtroposTrainer:
 
     def _register(self, done: int) -> DataSource | RecordedSource:
         if replay := self.config.trainer.atropos.replay:
-            return RecordedSource(replay, first_step=done + 1)
+            return RecordedSource(replay, self.record.totals.batches)
         return open_source(self.config, done, self.record.totals.batches)
 
     def _log_probs_of(self, rows: list[Row]) -> torch.Tensor:

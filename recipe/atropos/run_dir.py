@@ -55,7 +55,6 @@ class RunDir:
         self.logs = path / "logs"
         self.rollouts = path / "rollouts"
         self.trajectories = path / "trajectories"  # the Trajectory API's store
-        self.batches = path / "batches"
         self.checkpoints = path / "checkpoints"
         self.weights = path / "weights"
         self.model = path / "model"  # the trained model in Hugging Face format

@@ -143,7 +143,6 @@ def trained(tmp_path_factory):
             f"trainer.total_training_steps={STEPS}",
             "trainer.atropos.max_wait_time=120",
             "trainer.atropos.max_staleness=1",
-            "trainer.atropos.record_batches=true",
             f"trainer.atropos.api_url={api.url}",
         )
         flags = {
@@ -179,7 +178,8 @@ def trained(tmp_path_factory):
             environment.stop()
             close(trainer)
             ray.shutdown()
-        batches = [read_batch(folder / "run/batches", step) for step in range(1, STEPS + 1)]
+        stored = [read_batch(folder / "data", step).groups for step in range(1, STEPS + 1)]
+        batches = orjson.loads(orjson.dumps(stored, option=orjson.OPT_SERIALIZE_NUMPY))
         yield (
             policy,
             batches,

@@ -1,16 +1,18 @@
 """A recorded run: its batches train to the same weights without servers, and can be looked at token by token."""
 
+import json
 import shutil
 import sys
 
 import pytest
 from rich.console import Console
 
-from recipe.atropos.commands.inspect import find_row, rows_of_step, show, tokens_of_row
+from recipe.atropos.commands.inspect import batch_of_step, find_row, rows_of_step, show, tokens_of_row
 from recipe.atropos.config.compose import load_complete
-from recipe.atropos.data.recording import read_batch, write_batch
 from recipe.atropos.data_source import DataSourceError
 from recipe.atropos.errors import ConfigurationError
+from recipe.atropos.run_dir import RunDir
+from recipe.atropos.trajectory_api import records
 from recipe.atropos.utils.process import start_service
 
 
@@ -30,10 +32,10 @@ def ended(service, timeout):
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
-    """A demo run of two steps that kept its batches."""
+    """A demo run of two steps."""
     folder = tmp_path_factory.mktemp("recorded")
     options = ["--preset", "demo", "--steps", "2", f"run.dir={folder / 'run'}", "environment.evaluate=false"]
-    options += ["trainer.atropos.record_batches=true", "trainer.save_freq=2"]
+    options += ["trainer.save_freq=2"]
     status, output = ended(begun(folder, "launch", "recipe.atropos.launch_services", *options), timeout=240)
     assert status == 0, output
     return folder / "run"
@@ -43,9 +45,14 @@ def recorded(tmp_path_factory):
 @pytest.mark.timeout(400)
 def test_replay_ends_with_the_runs_weights_bit_for_bit(recorded):
     """It is the batches and their order that the weights depend on: replayed in another order, they differ."""
-    swapped = shutil.copytree(recorded, recorded.with_name("swapped"))
-    for step, other in ((1, 2), (2, 1)):
-        write_batch(swapped / "batches", step, read_batch(recorded / "batches", other))
+    swapped = shutil.copytree(recorded, recorded.with_name("swapped"), ignore=shutil.ignore_patterns("trajectories"))
+    exported, other = recorded.parent / "batches.jsonl", recorded.parent / "swapped.jsonl"
+    records.export(recorded / "trajectories", exported)
+    lines = [json.loads(line) for line in exported.read_text().splitlines()]
+    assert [line["number"] for line in lines[:2]] == [1, 2]
+    lines[0]["batch"], lines[1]["batch"] = lines[1]["batch"], lines[0]["batch"]
+    other.write_text("\n".join(map(json.dumps, lines)))
+    records.import_(swapped / "trajectories", other)
     module, runs = "recipe.atropos.utils.debug", (recorded, swapped)
     replays = [begun(recorded.parent, f"replay-{run.name}", module, "replay", str(run)) for run in runs]
     try:
@@ -60,7 +67,7 @@ def test_replay_ends_with_the_runs_weights_bit_for_bit(recorded):
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_inspect_shows_mask_logprob_and_advantage_of_each_token(recorded):
-    batch = read_batch(recorded / "batches", 2)
+    batch = batch_of_step(RunDir(recorded), 2)
     config = load_complete(recorded / "config.yaml")
     rows = rows_of_step(config, 2)
     row = find_row(rows, 3, 1)
@@ -71,7 +78,7 @@ def test_inspect_shows_mask_logprob_and_advantage_of_each_token(recorded):
 
     tokens = list(tokens_of_row(rows, row, Names()))
     group = batch[3]
-    assert [token["id"] for token in tokens] == group["tokens"][1]
+    assert [token["id"] for token in tokens] == group["tokens"][1].tolist()
     assert [token["trained"] for token in tokens] == [mask != -100 for mask in group["masks"][1]]
     for token, mask, logprob in zip(tokens, group["masks"][1], group["inference_logprobs"][1], strict=True):
         assert token["text"] == f"<{token['id']}>"
@@ -89,5 +96,7 @@ def test_inspect_shows_mask_logprob_and_advantage_of_each_token(recorded):
 def test_what_is_no_run_or_no_such_sequence_is_said(tmp_path, recorded):
     with pytest.raises(ConfigurationError, match="give the folder of a run"):
         show(tmp_path, 1, 0, 0, table=False, console=Console())
+    with pytest.raises(DataSourceError, match="step 3: .* has trained no such step; it has steps 1 to 2"):
+        batch_of_step(RunDir(recorded), 3)
     with pytest.raises(DataSourceError, match="no sequence 8 in group 0, which has 8 trained ones; groups are"):
         find_row(rows_of_step(load_complete(recorded / "config.yaml"), 1), 0, 8)

@@ -1,7 +1,7 @@
 """Show one trajectory that a run trained on, token by token: ``verl-atropos inspect runs/NAME --step 3 --group 0``
 
-Each token is styled by mask, logprob and advantage. The run must have been started with
-``trainer.atropos.record_batches=true``.
+Each token is styled by mask, logprob and advantage. The run must have kept its batches (``api.retention=all``, the
+default).
 """
 
 import argparse
@@ -22,16 +22,17 @@ from recipe.atropos.config.compose import load_complete
 from recipe.atropos.data.data_proto import groups_to_data_proto
 from recipe.atropos.data.recording import read_batch
 from recipe.atropos.data.rows import RowLimits, environment_name
-from recipe.atropos.data_source import DataSourceError
+from recipe.atropos.data_source import Batch, DataSourceError
 from recipe.atropos.errors import one_line_errors
 from recipe.atropos.run_dir import RunDir
+from recipe.atropos.run_record import read_metrics
 from recipe.atropos.verl_ext.batch import DataProto
 
 _UNLIKELY = -3.0  # nats, a probability of 5%; a less likely token is underlined
 
 
 def rows_of_step(config: DictConfig, step: int) -> DataProto:
-    """Return the recorded batch of ``step`` as rows, with advantages computed from these rows alone.
+    """Return the batch of ``step`` as rows, with advantages computed from these rows alone.
 
     A KL penalty in the reward, rejection, and statistics over the whole run are left out, since they need the model and
     the run.
@@ -47,13 +48,22 @@ def rows_of_step(config: DictConfig, step: int) -> DataProto:
     model = config.actor_rollout_ref.model
     model_config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     limits = RowLimits.from_config(config, 0, model_config.get_text_config().vocab_size)
-    rows, report = groups_to_data_proto(read_batch(RunDir(config.run.dir).batches, step), limits)
+    rows, report = groups_to_data_proto(batch_of_step(RunDir(config.run.dir), step), limits)
     if rows is None:
         raise DataSourceError(f"step {step} holds no row to train on; dropped: {dict(report.dropped)}")
     rows.batch["token_level_rewards"] = rows.batch["token_level_scores"]
     settings = AdvantageConfig.from_config(atropos)
     compute_advantages(rows, config.algorithm, settings, RunningMoments())
     return rows
+
+
+def batch_of_step(run: RunDir, step: int) -> Batch:
+    """Return the groups that ``step`` was trained on; raise DataSourceError if the run has no such step or batch."""
+    numbers = {line["step"]: line.get("atropos/batch") for line in read_metrics(run.path)}
+    if numbers.get(step) is None:
+        there = f"it has steps {min(numbers)} to {max(numbers)}" if numbers else "it has none"
+        raise DataSourceError(f"step {step}: {run.path} has trained no such step; {there}")
+    return read_batch(run.trajectories, int(numbers[step])).groups
 
 
 def find_row(rows: DataProto, group: int, sequence: int) -> int:
@@ -102,7 +112,7 @@ def style_of(token: dict[str, Any], largest: float) -> Style:
 
 
 def show(run: Path, step: int, group: int, sequence: int, table: bool, console: Console) -> None:
-    """Print one trajectory of a recorded step."""
+    """Print one trajectory of a step."""
     config = load_complete(RunDir(run).config)
     config.run.dir = str(run)
     rows = rows_of_step(config, step)
@@ -134,9 +144,7 @@ def show(run: Path, step: int, group: int, sequence: int, table: bool, console: 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="verl-atropos inspect", description="Print one trajectory of a recorded step."
-    )
+    parser = argparse.ArgumentParser(prog="verl-atropos inspect", description="Print one trajectory of a step.")
     parser.add_argument("run", type=Path, help="folder of the run")
     parser.add_argument("--step", type=int, default=1)
     parser.add_argument("--group", type=int, default=0, help="its place in the batch")

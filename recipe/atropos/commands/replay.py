@@ -1,8 +1,8 @@
-"""Train again on the recorded batches of a run, without any server: ``verl-atropos replay runs/NAME [key=value ...]``
+"""Train again on the batches of a run, without any server: ``verl-atropos replay runs/NAME [key=value ...]``
 
 It uses the run's configuration, writes to ``runs/NAME-replay``, and reports whether the final weights are the same. On
 a CPU they are; on GPUs, set ``actor_rollout_ref.actor.fsdp_config.full_determinism=true`` for both. The run must have
-been started with ``trainer.atropos.record_batches=true``.
+kept its batches (``api.retention=all``, the default).
 """
 
 import argparse
@@ -20,7 +20,7 @@ from recipe.atropos.run_dir import RunDir
 
 
 def replay(run: Path, overrides: Sequence[str], console: Console) -> bool:
-    """Train on the recorded batches of ``run``; return True if the weights of the last step equal the run's.
+    """Train on the batches of ``run``; return True if the weights of the last step equal the run's.
 
     Raises:
         ConfigurationError, FileNotFoundError, DataSourceError: there is nothing to replay.
@@ -35,8 +35,7 @@ def replay(run: Path, overrides: Sequence[str], console: Console) -> bool:
         "trainer.default_local_dir": str(RunDir(replayed).checkpoints),
         "trainer.rollout_data_dir": str(RunDir(replayed).rollouts),
         "trainer.resume_mode": "disable",
-        "trainer.atropos.record_batches": False,
-        "trainer.atropos.replay": str(RunDir(run).batches),
+        "trainer.atropos.replay": str(RunDir(run).trajectories),
         "inference.urls": [],
         "inference.gateway": None,
         "evaluation.evaluated_file": None,

@@ -376,8 +376,7 @@ class Atropos(Section):
         "[low, high], after normalizing"
     )
     distillation: Distillation
-    record_batches: bool = about("Keep what each step is trained on, as run.dir/batches/STEP.json")
-    replay: Text | None = about("A folder of such batches: train on them, without API and servers")
+    replay: Text | None = about("The folder trajectories/ of a run: train on its batches, without API and servers")
     weight_sync: WeightSync
 
 

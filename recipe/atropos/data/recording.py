@@ -1,61 +1,24 @@
-"""Record a run's training batches on disk, step by step, to replay the training without any server.
+"""A run's batches, as its Trajectory API stored them, to train on them again without any server.
 
-Each batch is a file, ``STEP.json``, with the groups as the Trajectory API served them. Replaying a run's files with
-its configuration reproduces its weights: bit for bit on a CPU, but GPU kernels add in varying order unless
-``actor.fsdp_config.full_determinism`` is set.
+Replaying a run's batches with its configuration reproduces its weights: bit for bit on a CPU, but GPU kernels add in
+varying order unless ``actor.fsdp_config.full_determinism`` is set.
 """
 
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import orjson
-
-from recipe.atropos.data_source import Batch, DataSourceError
+from recipe.atropos.data_source import DataSourceError
+from recipe.atropos.trajectory_api import records
 from recipe.atropos.trajectory_api.trajectory_client import NumberedBatch
-from recipe.atropos.utils.files import write_atomic
-
-
-def batch_path(directory: str | Path, step: int) -> Path:
-    return Path(directory) / f"{step:06d}.json"
-
-
-def recorded_steps(directory: str | Path) -> list[int]:
-    """Return the recorded steps, in order."""
-    return sorted(int(path.stem) for path in Path(directory).glob("*.json") if path.stem.isdigit())
-
-
-def write_batch(directory: str | Path, step: int, batch: Batch) -> None:
-    """Record a step's groups; readers see either the complete file or none.
-
-    Raises:
-        DiskFull: nothing is written.
-    """
-    path = batch_path(directory, step)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, orjson.dumps(batch, option=orjson.OPT_SERIALIZE_NUMPY))
-
-
-def read_batch(directory: str | Path, step: int) -> Batch:
-    """Return the groups of a step.
-
-    Raises:
-        DataSourceError: the step is not recorded; the message says which steps are.
-    """
-    path = batch_path(directory, step)
-    if not path.is_file():
-        steps = recorded_steps(directory)
-        there = f"it holds steps {steps[0]} to {steps[-1]}" if steps else "it holds none"
-        raise DataSourceError(f"no batch of step {step} in {directory}: {there}")
-    return orjson.loads(path.read_bytes())
 
 
 class RecordedSource:
-    """Drop-in replacement for ``DataSource`` that returns the recorded batches from ``first_step`` on."""
+    """Drop-in replacement for ``DataSource`` that returns the batches of a store that follow number ``after``."""
 
-    def __init__(self, directory: str | Path, first_step: int):
+    def __init__(self, directory: str | Path, after: int):
         self.directory = Path(directory)
-        self.step = first_step
+        self.after = after
 
     def __enter__(self) -> "RecordedSource":
         return self
@@ -63,23 +26,28 @@ class RecordedSource:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def __len__(self) -> int:
-        return sum(step >= self.step for step in recorded_steps(self.directory))
-
     def next_batch(self, meanwhile: Callable[[], object] | None = None) -> NumberedBatch:
-        """Return the next recorded batch, numbered by its step; raise DataSourceError if there is none."""
-        batch = NumberedBatch(self.step, read_batch(self.directory, self.step))
-        self.step += 1
+        """Return the next batch; raise DataSourceError if it is not in the store."""
+        batch = read_batch(self.directory, self.after + 1)
+        self.after += 1
         return batch
 
     def metrics(self) -> dict[str, float]:
-        return {"atropos/batches_ahead": len(self)}
+        return {}
 
     def weights_pushed(self, through: int) -> None:
         pass
 
     def commit(self, through: int) -> None:
         pass
+
+
+def read_batch(directory: str | Path, number: int) -> NumberedBatch:
+    """Return a batch of a store; raise DataSourceError if it is not there."""
+    try:
+        return NumberedBatch(number, records.read(Path(directory), number))
+    except records.TrajectoryStoreError as error:
+        raise DataSourceError(str(error)) from error
 
 
 class NoServers:

@@ -14,6 +14,7 @@ from recipe.atropos.config.schema import check_schema
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.inference.server import QUANTIZATION_FLAGS
 from recipe.atropos.launcher.placement import goes_over_nccl
+from recipe.atropos.trajectory_api.trajectory_store import DATABASE
 from recipe.atropos.utils.gpus import NCCL_FLAGS, device_of, nccl_variables
 from recipe.atropos.verl_ext.attention import sequence_parallel
 
@@ -67,9 +68,8 @@ def _training(config: DictConfig) -> Rules:
         "their arrival; set it to false",
     )
     yield (
-        replay and not list(Path(replay).glob("*.json")),
-        f"trainer.atropos.replay={replay}: no recorded batches there; give the folder batches/ of a run that was "
-        "started with trainer.atropos.record_batches=true",
+        replay and not Path(replay, DATABASE).is_file(),
+        f"trainer.atropos.replay={replay}: no batches there; give the folder trajectories/ of a run",
     )
     yield (
         trainer.atropos.sampling_mismatch == "per_row" and config.actor_rollout_ref.model.use_fused_kernels,

@@ -9,6 +9,7 @@ import sqlite3
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import orjson
 
@@ -50,14 +51,27 @@ def list_all(data_dir: Path) -> None:
 
 def show(data_dir: Path, number: int) -> None:
     """Print a batch as JSON, one group a line."""
+    for record in _records(data_dir, number):
+        print(wire.to_json(record).decode())
+
+
+def read(data_dir: Path, number: int) -> list[dict[str, Any]]:
+    """Return a batch's groups, with the keys of ``ScoredData`` and lists of arrays for per-token fields.
+
+    Raises:
+        TrajectoryStoreError: there is no such batch, or no store; the message says which batches there are.
+    """
+    return [wire.to_group(record) for record in _records(data_dir, number)]
+
+
+def _records(data_dir: Path, number: int) -> list[bytes]:
     with _opened(data_dir) as connection:
         records = database.read_batch(connection, number)
         if not records:
             kept = database.list_batches(connection)
             there = f"it has batches {kept[0]['number']} to {kept[-1]['number']}" if kept else "it has none"
             raise TrajectoryStoreError(f"number={number}: {data_dir} has no such batch; {there}")
-        for record in records:
-            print(wire.to_json(record).decode())
+        return records
 
 
 def export(data_dir: Path, file: Path) -> None:

@@ -1,10 +1,13 @@
 """Batches that were recorded: where they end, and the colors of their tokens."""
 
+import json
+
 import pytest
 
 from recipe.atropos.commands.inspect import style_of
-from recipe.atropos.data.recording import RecordedSource, recorded_steps, write_batch
+from recipe.atropos.data.recording import RecordedSource
 from recipe.atropos.data_source import DataSourceError
+from recipe.atropos.trajectory_api import records
 
 
 def test_colors_tell_mask_sign_size_and_unlikely_tokens_apart():
@@ -19,10 +22,15 @@ def test_colors_tell_mask_sign_size_and_unlikely_tokens_apart():
 
 
 def test_a_recording_that_ends_says_where(tmp_path):
-    for step in (3, 4):
-        write_batch(tmp_path, step, [{"tokens": [[step]]}])
-    assert recorded_steps(tmp_path) == [3, 4]
-    with RecordedSource(tmp_path, first_step=4) as source:
-        assert len(source) == 1 and source.next_batch() == (4, [{"tokens": [[4]]}])
-        with pytest.raises(DataSourceError, match="no batch of step 5 in .*: it holds steps 3 to 4"):
+    group = {"tokens": [[1, 2]], "masks": [[-100, 2]], "scores": [1.0]}
+    lines = [{"number": number, "batch": [group | {"scores": [float(number)]}]} for number in (3, 4)]
+    exported = tmp_path / "batches.jsonl"
+    exported.write_text("\n".join(map(json.dumps, lines)))
+    records.import_(tmp_path / "store", exported)
+    with RecordedSource(tmp_path / "store", after=3) as source:
+        number, [read] = source.next_batch()
+        assert number == 4 and read["scores"] == [4.0] and read["tokens"][0].tolist() == [1, 2]
+        with pytest.raises(DataSourceError, match="has no such batch; it has batches 3 to 4"):
             source.next_batch()
+    with pytest.raises(DataSourceError, match="give the folder of a server"):
+        RecordedSource(tmp_path, after=0).next_batch()

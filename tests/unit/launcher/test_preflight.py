@@ -59,7 +59,7 @@ CASES = {
     "actor_rollout_ref.model.lora_rank=8 actor_rollout_ref.actor.checkpoint.save_contents=[model,hf_model]": (
         "give save_contents=[model], of which model holds base and adapter"
     ),
-    f"{ATROPOS}.replay=/no/such/folder": "no recorded batches there",
+    f"{ATROPOS}.replay=/no/such/folder": "no batches there; give the folder trajectories",
 }
 
 
