@@ -10,8 +10,9 @@ import sys
 import orjson
 import pytest
 
-from helpers.services import get, group, post, running_api
+from helpers.services import group, post
 from helpers.terminal import LIMIT, STOCK, told_command
+from helpers.trajectory_api import running_trajectory_api
 from recipe.atropos import run_record
 from recipe.atropos.config.compose import load_config
 from recipe.atropos.launcher import joining
@@ -64,7 +65,8 @@ def test_join_trains_on_stock_environments_that_come_and_go(terminal, model_path
     assert [line["step"] for line in lines] == list(range(1, steps + 1))
     assert all(line["atropos/rows_with/unknown_version"] == line["atropos/rows"] == 4 for line in lines)
     assert summary["environments_joined"] in (2, 3) and summary["alarms"]["unknown_sampling"]["steps"] == steps
-    assert summary["groups"]["trained"] == 2 * steps and "sent" not in summary["groups"]
+    groups = summary["groups"]
+    assert groups["trained"] == 2 * steps and groups["dropped"] == 0 <= groups["left"]
     holders = [path for path in tmp_path.rglob("*") if path.is_file() and key.encode() in path.read_bytes()]
     assert not holders, "the key is in a file"
 
@@ -72,10 +74,8 @@ def test_join_trains_on_stock_environments_that_come_and_go(terminal, model_path
 @pytest.fixture
 def api(tmp_path):
     """With a trainer's registration, of batches of two groups of two."""
-    trainer = {"wandb_group": "", "wandb_project": "", "batch_size": 4, "max_token_len": 128, "checkpoint_dir": ""}
-    with running_api(tmp_path) as service:
-        post(f"{service.url}/register", trainer | {"save_checkpoint_interval": -1, "starting_step": 0, "num_steps": 9})
-        get(f"{service.url}/batch")
+    with running_trajectory_api(tmp_path) as service:
+        service.register(batch_size=4, max_token_len=128, after=0)
         yield service
 
 
@@ -88,7 +88,8 @@ def small_batches(*overrides):
 
 @pytest.fixture
 def impatient(monkeypatch):
-    for name, value in {"_FIRST_WORD": 0.2, "_LONGEST_SILENCE": 0.2, "_FIRST_LOOK": 0.1, "_LONGEST_LOOK": 0.1}.items():
+    seconds = {"_FIRST_REPORT": 0.2, "_LONGEST_SILENCE": 0.2, "_FIRST_LOOK": 0.1, "_LONGEST_LOOK": 0.1}
+    for name, value in seconds.items():
         monkeypatch.setattr(joining, name, value)
 
 
@@ -114,13 +115,13 @@ def test_join_announces_who_comes_and_says_why_no_batch_does(tmp_path, impatient
     shown = asyncio.run(looks(join, 1))
     assert "has joined, as number 0" in shown and "has joined, as number 1" in shown
     post(f"{api.url}/scored_data", group(0, 3))
-    assert "1 groups wait, the last of 3 sequences, which cannot fill a batch of 4" in asyncio.run(looks(join, 4))
+    assert "3 of 4 sequences" in asyncio.run(looks(join, 4))
     post(f"{api.url}/scored_data", group(1, 2))
     shown = asyncio.run(looks(join, 4))
-    assert "2 groups wait, the last of 2 sequences, and the API makes no batch of 4 of them" in shown
+    assert "no choice of the first 2 groups, of sizes [2, 3], has 4 sequences" in shown
     run.files.waiting.unlink()
     assert "no batch" not in asyncio.run(looks(join, 4)), "a batch is there: the trainer is slow"
-    api.stop(grace=3)
+    api.kill()
     asyncio.run(looks(join, 1))  # an API that has ended is no error here
     join.stop()
     assert join.number == orjson.loads((tmp_path / "summary.json").read_bytes())["environments_joined"] == 2
@@ -129,13 +130,13 @@ def test_join_announces_who_comes_and_says_why_no_batch_does(tmp_path, impatient
 def test_join_ends_a_run_that_hangs_but_not_one_that_waits(tmp_path, impatient, api, monkeypatch):
     """No step in ``step_timeout`` is an error only where the trainer does not wait for data."""
     run = Run(small_batches("trainer.atropos.step_timeout=2"), [], tmp_path)
-    trainer = run.start("trainer", ["sleep", "1000"])
+    run.start("trainer", ["sleep", "1000"])
     join = joining.Joining(run, api.url, "http://127.0.0.1:9")
 
     async def watched(seconds):
         evaluations = Evaluations(run, {}, Inference({}, "http://127.0.0.1:9", "the-key"))
         async with asyncio.timeout(seconds):
-            await watch(run, trainer, 0, join, evaluations)
+            await watch(run, 0, join, evaluations)
 
     try:
         run.files.waiting.touch()

@@ -11,8 +11,9 @@ import psutil
 import pytest
 
 from helpers.environments import item_env
-from helpers.services import get, group, post, running_api
+from helpers.services import get, group, post
 from helpers.trainer import compose_config
+from helpers.trajectory_api import running_trajectory_api
 from recipe.atropos.config.env_specs import environment_specs
 from recipe.atropos.launcher.environment_processes import Environments
 from recipe.atropos.launcher.services import Run
@@ -102,7 +103,7 @@ def test_of_an_environment_that_is_killed_nothing_is_waited_for(tmp_path, model_
         with pytest.raises(ServiceFailed, match="environment-a: ended once more after 0 restarts"):
             await stage.until(lambda: False, 10)
 
-    with running_api(tmp_path) as api:
+    with running_trajectory_api(tmp_path) as api:
         stage = Stage(tmp_path, model_path, api.url, "environments.a.max_restarts=0", "environments.b.max_restarts=1")
         try:
             asyncio.run(scene(stage))

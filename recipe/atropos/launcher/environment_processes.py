@@ -283,7 +283,7 @@ class Environments:
             if pid == state.service.pid and state.service.poll() is None:
                 continue
             try:
-                async with self._run.api_client() as api:
+                async with self._run.api_client(self._api_url) as api:
                     await api.disconnect_env(number)
             except TrajectoryApiError as error:
                 console.print(f"[bold]{state.spec.service}[/] not taken off the Trajectory API yet: {error}")

@@ -148,7 +148,7 @@ class Joining:
         if now < self._next_look:
             return
         try:
-            async with self._run.api_client() as api:
+            async with self._run.api_client(self._api_url) as api:
                 state = await api.diagnose()
         except TrajectoryApiError:
             return  # the launcher restarts an API that has ended

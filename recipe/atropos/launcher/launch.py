@@ -129,7 +129,7 @@ async def _end(
     async def account() -> None:
         # No group is sent any more, and the trainer has recorded those that it trained on.
         summary = read_json(run.files.summary, {})
-        async with run.api_client() as api:
+        async with run.api_client(run.service("api").url) as api:
             received = (await api.diagnose())["received"]
         outcome = {"environments": environments.summary(), "groups": account_of_groups(summary, received)}
         update_summary(run.directory, outcome)

@@ -105,9 +105,9 @@ class Run:
         self.services.remove(service)
         self._write_listing()
 
-    def api_client(self) -> TrajectoryApiClient:
+    def api_client(self, url: str) -> TrajectoryApiClient:
         """Return a client of the run's Trajectory API that makes a single attempt."""
-        return TrajectoryApiClient(self.service("api").url, self.api_key, patience=0, timeout=_API_SECONDS)
+        return TrajectoryApiClient(url, self.api_key, patience=0, timeout=_API_SECONDS)
 
     def service(self, name: str) -> Service:
         return next(service for service in self.services if service.name == name)

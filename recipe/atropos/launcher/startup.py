@@ -53,7 +53,7 @@ async def servers_healthy(run: Run, api: Service, inference: Inference) -> None:
     async def answers() -> bool:
         run.check()
         try:
-            async with run.api_client() as client:
+            async with run.api_client(api.url) as client:
                 return bool(await client.status())
         except TrajectoryApiError:
             return False
