@@ -1,0 +1,148 @@
+"""Kill the processes of a run at random moments: ``python benchmarks/chaos.py [--quick] [--seed N]``
+
+A run of the demonstration is trained while its Trajectory API, trainer, gateway, SGLang server and environment are
+killed (SIGKILL), one after the other in random order, whatever they do: also while they start, push or save. Then it is
+stopped, and resumed for its last steps. What must hold:
+
+- every group that the API stored is in exactly one batch, or in none yet; batches have no gaps;
+- the metrics have every step, and every batch, once;
+- training on the stored batches again, undisturbed and without servers, gives the same weights, bit for bit.
+
+``--quick`` kills each of them twice and takes about 8 minutes; all, 8 times each, takes about 40.
+"""
+
+import argparse
+import contextlib
+import json
+import random
+import signal
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+import psutil
+from rich.console import Console
+
+from recipe.atropos.commands.replay import replay
+from recipe.atropos.run_dir import RunDir
+from recipe.atropos.run_record import read_metrics
+from recipe.atropos.trajectory_api.trajectory_store import DATABASE
+from recipe.atropos.utils.files import RunDirError, read_json
+
+SERVICES = ("api", "trainer", "gateway", "sglang", "environment")  # prefixes of names in services.json
+LONGEST_PAUSE = 20.0  # s between two kills; a trainer or server takes about as long to start
+READY_SECONDS = 300  # until a killed service is there again, or a run's first step
+LAST_STEPS = 3  # after the last kill
+END_SECONDS = 600
+OPTIONS = [
+    "--preset=demo",
+    "environment.evaluate=false",
+    "trainer.save_freq=3",
+    "trainer.max_actor_ckpt_to_keep=3",
+    "trainer.logger=[console]",
+    *(f"{key}.max_restarts=1000" for key in ("api", "inference", "environment", "trainer.atropos")),
+]
+
+
+def launch(run: Path, steps: int) -> subprocess.Popen:
+    command = [sys.executable, "-m", "recipe.atropos.launch_services", *OPTIONS, f"--steps={steps}"]
+    with open(run.parent / "launcher.log", "ab") as log:
+        return subprocess.Popen([*command, f"--run-dir={run}"], stdout=log, stderr=log, start_new_session=True)
+
+
+def service_pid(run: Path, prefix: str) -> int | None:
+    with contextlib.suppress(RunDirError):
+        for name, service in read_json(RunDir(run).services, {}).items():
+            if name.startswith(prefix) and psutil.pid_exists(service["pid"]):
+                return service["pid"]
+    return None
+
+
+def wait_for(condition: object, launcher: subprocess.Popen, what: str) -> None:
+    """Wait until ``condition()`` is true; raise RuntimeError if the launcher ends first, or it takes too long."""
+    deadline = time.monotonic() + READY_SECONDS
+    while not condition():  # type: ignore[operator]
+        if launcher.poll() is not None or time.monotonic() > deadline:
+            raise RuntimeError(f"waited for {what}; the launcher's status is {launcher.poll()}")
+        time.sleep(0.1)
+
+
+def kill_all(run: Path, launcher: subprocess.Popen, kills: list[str], rng: random.Random) -> Counter[str]:
+    """Kill one process of each name in ``kills``, with random pauses between; return what was killed."""
+    killed: Counter[str] = Counter()
+    for number, prefix in enumerate(kills, 1):
+        time.sleep(rng.uniform(0, LONGEST_PAUSE))
+        wait_for(lambda prefix=prefix: service_pid(run, prefix), launcher, f"a process of {prefix}")
+        with contextlib.suppress(psutil.NoSuchProcess):  # it is being started again
+            psutil.Process(service_pid(run, prefix)).kill()
+            killed[prefix] += 1
+        step = max((line["step"] for line in read_metrics(run)), default=0)
+        print(f"{number:3} of {len(kills)}: {prefix} killed at step {step}", flush=True)
+    return killed
+
+
+def ledger(run: Path) -> dict[str, int]:
+    """Return the numbers that say whether anything was lost or doubled; each but the first two must be 0."""
+    with contextlib.closing(sqlite3.connect(RunDir(run).trajectories / DATABASE)) as store:
+        ids = [id for (id,) in store.execute("SELECT id FROM groups ORDER BY id")]
+        batches = [number for (number,) in store.execute("SELECT DISTINCT batch FROM groups WHERE batch > 0")]
+    lines = read_metrics(run)
+    steps, trained = [line["step"] for line in lines], [int(line["atropos/batch"]) for line in lines]
+    groups = read_json(RunDir(run).summary)["groups"]
+    return {
+        "groups": len(ids),
+        "steps": len(steps),
+        "group_numbers_missing": max(ids) - len(ids),
+        "batches_missing": max(batches) - len(batches),
+        "steps_not_once": len(steps) - len(set(steps)) + max(steps) - len(steps),
+        "batches_trained_twice": len(trained) - len(set(trained)),
+        "batches_passed_over": max(trained) - len(set(trained)) if not groups["dropped"] else 0,
+        "groups_unaccounted": abs(groups["received"] - len(ids)) + max(0, -groups["left"]),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="two kills of each process instead of eight")
+    parser.add_argument("--seed", type=int, default=0, help="of the order and the pauses")
+    arguments = parser.parse_args()
+    rng = random.Random(arguments.seed)
+    kills = list(SERVICES) * (2 if arguments.quick else 8)
+    rng.shuffle(kills)
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory() as name:
+        run = Path(name, "run")
+        launcher = launch(run, 100_000)
+        try:
+            wait_for(lambda: read_metrics(run), launcher, "the first step")
+            killed = kill_all(run, launcher, kills, rng)
+            trained = max(line["step"] for line in read_metrics(run))
+            wait_for(lambda: read_metrics(run)[-1]["step"] > trained, launcher, f"a step after step {trained}")
+            launcher.send_signal(signal.SIGINT)
+            launcher.wait(END_SECONDS)
+            launcher = launch(run, max(line["step"] for line in read_metrics(run)) + LAST_STEPS)
+            status = launcher.wait(END_SECONDS)
+        except BaseException:
+            print(Path(name, "launcher.log").read_text()[-5000:])
+            raise
+        finally:
+            launcher.kill()
+        figures: dict[str, float] = {f"killed_{prefix}": killed[prefix] for prefix in SERVICES} | ledger(run)
+        figures["exit_status"] = status
+        figures["weights_differ"] = int(not replay(run, [], Console(highlight=False)))
+    figures["seconds"] = time.monotonic() - started
+    zero = [key for key in figures if key not in ("groups", "steps", "seconds") and not key.startswith("killed_")]
+    print(f"\n{'':<24} found  must be")
+    for key, value in figures.items():
+        print(f"{key:<24} {value:5.0f}  {'0' if key in zero else ''}".rstrip())
+    ok = not any(figures[key] for key in zero)
+    print(json.dumps({"name": "chaos", "figures": figures, "targets": dict.fromkeys(zero, 0), "ok": ok}))
+    return 0 if ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
