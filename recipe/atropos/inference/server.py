@@ -188,10 +188,18 @@ def sglang_command(launch: SGLangLaunch) -> tuple[list[str], dict[str, str]]:
             **without_gpus(),
             **_END_ON_SIGTERM,
         }
+        if launch.gpus > 1:  # else SGLang refuses more ranks than this machine has NUMA nodes
+            environment |= {"SGLANG_CPU_OMP_THREADS_BIND": _cores_of_ranks(launch.gpus)}
     flags |= {name.replace("_", "-"): value for name, value in launch.extra_args.items()}
     public, secret = map(_arguments, split_secret_flags(flags))
     command = [python, private_process.__file__, "sglang.launch_server", *public]
     return command, environment | secret_variables(secret)
+
+
+def _cores_of_ranks(ranks: int) -> str:
+    """Return a core for each rank, round-robin, as SGLang reads them."""
+    cores = sorted(os.sched_getaffinity(0))
+    return "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))
 
 
 def _arguments(flags: Mapping[str, Any]) -> list[str]:
