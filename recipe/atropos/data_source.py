@@ -17,6 +17,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
+from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -194,10 +195,16 @@ class DataSource:
         async def call() -> None:
             await action(self._client)
 
+        limit = self.config.patience + 2 * self.config.timeout
         try:
-            asyncio.run_coroutine_threadsafe(call(), self._loop).result(self.config.patience + 2 * self.config.timeout)
-        except (TrajectoryApiError, TimeoutError) as error:
-            raise DataSourceError(str(error) or f"the Trajectory API at {self.config.api_url} is silent") from error
+            if self._error is None:
+                return asyncio.run_coroutine_threadsafe(call(), self._loop).result(limit)
+        except TrajectoryApiError as error:
+            raise DataSourceError(str(error)) from error
+        except (TimeoutError, CancelledError, RuntimeError) as error:  # the last two: fetching has ended meanwhile
+            if self._error is None:
+                raise DataSourceError(f"the Trajectory API at {self.config.api_url} is silent: {error!r}") from error
+        raise self._error
 
     async def diagnosis(self) -> str:
         """Return a sentence on why no batch arrives."""

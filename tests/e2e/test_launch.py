@@ -353,8 +353,8 @@ def test_secret_ports_of_a_run_are_on_loopback(training):
     assert raylet.environ()["RAY_AUTH_MODE"] == "token" and len(raylet.environ()["RAY_AUTH_TOKEN"]) == 64
 
 
-def test_launch_restarts_a_killed_server_and_gateway(training, tmp_path):
-    """An interrupt afterwards leaves nothing."""
+def test_launch_restarts_what_is_killed(training, tmp_path):
+    """Each step and each batch is trained on once all the same. An interrupt afterwards leaves nothing."""
     service, folder, options = training
     before = listed(folder)
     temporary = Path(psutil.Process(before["gateway"]["pid"]).environ()["TMPDIR"])
@@ -372,6 +372,14 @@ def test_launch_restarts_a_killed_server_and_gateway(training, tmp_path):
     reached = len(read_metrics(folder))
     until(service, lambda: len(read_metrics(folder)) >= reached + 4)  # more than were ahead
     assert listed(folder)["sglang"]["url"] == before["sglang"]["url"]
+    for name in ("api", "trainer"):
+        before, reached = listed(folder), len(read_metrics(folder))
+        psutil.Process(before[name]["pid"]).kill()
+        until(service, lambda: listed(folder).get(name, before[name])["pid"] != before[name]["pid"])  # noqa: B023
+        until(service, lambda: len(read_metrics(folder)) >= reached + 2)  # noqa: B023
+    lines = read_metrics(folder)
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+    assert [line["atropos/batch"] for line in lines] == list(range(1, len(lines) + 1))
     (tmp_path / "second").mkdir()
     status, output, _ = wait(run(tmp_path / "second", LAUNCH, *options, "--steps", "1000"), 600)
     assert status == 1 and f"is in use by process {listed(folder)['launcher']['pid']} (launch_services" in words(output)

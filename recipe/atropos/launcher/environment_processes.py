@@ -34,7 +34,7 @@ from recipe.atropos.launcher.services import Run, console
 from recipe.atropos.trajectory_api.trajectory_client import TrajectoryApiError
 from recipe.atropos.utils.files import LineReader, append_line, write_atomic
 from recipe.atropos.utils.process import Service, ServiceFailed, run_command, unstopped
-from recipe.atropos.utils.secret import secret_variables, split_secret_flags
+from recipe.atropos.utils.secret import API_KEY_VARIABLE, secret_variables, split_secret_flags
 
 _ADAPTER = "recipe.atropos.utils.env_adapter"
 _CHECK = "check-"  # name prefix of the processes that check flags
@@ -147,8 +147,9 @@ def environment_command(
 
 
 def environment_secrets(run: Run, spec: EnvironmentSpec) -> dict[str, str]:
-    """Return environment variables that pass secret flags to the adapter, among them the run's API key."""
-    return secret_variables(options(split_secret_flags({"openai.api_key": run.api_key, **_own_flags(spec)})[1]))
+    """Return environment variables with the run's key, and with the flags that are secret, for the adapter."""
+    key = {API_KEY_VARIABLE: run.api_key}
+    return key | secret_variables(options(split_secret_flags({"openai.api_key": run.api_key, **_own_flags(spec)})[1]))
 
 
 def _own_flags(spec: EnvironmentSpec) -> dict[str, Any]:
@@ -216,7 +217,9 @@ class Environments:
         self._run, self._api_url, self._server_url = run, api_url, server_url
         self._states = [_State(spec, LineReader(self._report(spec))) for spec in specs.values()]
         for state in self._states:
-            state.read()  # of an interrupted run; its registrations were at another API
+            for line in state.read():  # of an interrupted run, whose registrations the API keeps
+                if "registered" in line:
+                    state.registrations.append((line["pid"], line["registered"]))
 
     def _report(self, spec: EnvironmentSpec) -> Path:
         return self._run.files.environment_report(spec.name)
@@ -283,11 +286,13 @@ class Environments:
             if pid == state.service.pid and state.service.poll() is None:
                 continue
             try:
-                async with self._run.api_client(self._api_url) as api:
-                    await api.disconnect_env(number)
+                if (state.service.pid, number) not in state.registrations:  # else another API gave the number again
+                    async with self._run.api_client(self._api_url) as api:
+                        await api.disconnect_env(number)
             except TrajectoryApiError as error:
-                console.print(f"[bold]{state.spec.service}[/] not taken off the Trajectory API yet: {error}")
-                return  # the next call tries again
+                if error.status != 404:
+                    console.print(f"[bold]{state.spec.service}[/] not taken off the Trajectory API yet: {error}")
+                    return  # the next call tries again
             state.registrations.remove((pid, number))
 
     def _check_start(self, state: _State) -> None:

@@ -129,6 +129,11 @@ class Evaluations:
             if version is not None and version > self._settled and self._between(version):
                 self._task = asyncio.create_task(self._meanwhile(version))
 
+    async def trainer_restarted(self) -> None:
+        """Cancel an evaluation in progress, since its weights are about to be replaced; it is due again later."""
+        await self.stop()
+        self._task = None
+
     async def _meanwhile(self, version: int) -> None:
         try:
             await self._all(version)

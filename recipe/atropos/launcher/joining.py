@@ -121,8 +121,8 @@ class Joining:
     def __init__(self, run: Run, api_url: str, gateway: str):
         self._run, self._api_url, self._gateway = run, api_url, gateway
         self._waiting = WaitingMark(run.files)
-        self.number = 0  # of environments that have registered
-        self._before: int = read_json(run.files.summary, {}).get("environments_joined", 0)  # in earlier starts
+        # Registrations, in earlier starts too: the API keeps them with its store.
+        self.number: int = read_json(run.files.summary, {}).get("environments_joined", 0)
         self._look, self._next_look = _FIRST_LOOK, 0.0
         self._step: int | None = None  # the API's: the number of batches it has formed
         self._since = self._reported = time.monotonic()
@@ -174,7 +174,7 @@ class Joining:
 
     def stop(self) -> None:
         """Record how many joined. None is stopped: without the Trajectory API, they end or wait for another run."""
-        update_summary(self._run.directory, {"environments_joined": self._before + self.number})
+        update_summary(self._run.directory, {"environments_joined": self.number})
 
     def summary(self) -> dict[str, dict[str, Any]]:
         """Return an empty summary: their counts are unknown."""

@@ -22,9 +22,10 @@ from recipe.atropos.launcher.joining import Joining
 from recipe.atropos.launcher.progress import progress
 from recipe.atropos.launcher.services import Run, console
 from recipe.atropos.launcher.sglang import start_inference
-from recipe.atropos.launcher.startup import first_version, restart_trainer, servers_healthy, start_api, start_trainer
+from recipe.atropos.launcher.startup import first_version, restart_services, servers_healthy, start_api, start_trainer
 from recipe.atropos.launcher.supervision import watch
 from recipe.atropos.run_record import account_of_groups, update_summary
+from recipe.atropos.trajectory_api.trajectory_client import TrajectoryApiError
 from recipe.atropos.utils.files import DiskFull, disk_is_full, read_json
 
 
@@ -66,8 +67,7 @@ async def launch(
         trainer = trainer or start_trainer(run, api, inference, evaluations.marker)
         with progress("the trainer loads the model and pushes its weights", trainer.log_path):
             version = await first_version(run, trainer, inference)
-        if beside:  # else its servers hold the memory that a new trainer would need
-            restart_trainer(run)
+        restart_services(run)
         await evaluations.begin(version)
         if specs:
             environments = Environments(run, specs, api.url, inference.gateway)
@@ -128,11 +128,15 @@ async def _end(
 
     async def account() -> None:
         # No group is sent any more, and the trainer has recorded those that it trained on.
-        summary = read_json(run.files.summary, {})
-        async with run.api_client(run.service("api").url) as api:
-            received = (await api.diagnose())["received"]
-        outcome = {"environments": environments.summary(), "groups": account_of_groups(summary, received)}
-        update_summary(run.directory, outcome)
+        update_summary(run.directory, {"environments": environments.summary()}, remove=["groups"])
+        try:
+            async with run.api_client(run.service("api").url) as api:
+                received = (await api.diagnose())["received"]
+        except TrajectoryApiError as error:
+            console.print(f"[bold]api[/]     does not account for the groups: {escape(str(error))}", soft_wrap=True)
+        else:
+            summary = read_json(run.files.summary, {})
+            update_summary(run.directory, {"groups": account_of_groups(summary, received)})
 
     with _undisturbed():
         if evaluations is not None:

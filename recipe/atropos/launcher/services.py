@@ -7,7 +7,8 @@ ends, except a trainer that is done, ends the run. ``services.json`` lists the l
 
 import os
 import secrets
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,9 @@ class Run:
     lock: int | None = None
     """Descriptor of the run folder's lock, which every started service inherits."""
     scratch: Scratch | None = None
-    trainer_variables: Mapping[str, str] = field(default_factory=dict, repr=False)
+    complete: DictConfig | None = field(default=None, repr=False)
+    """The trainer's configuration, with the addresses of all services."""
+    started: float = field(default_factory=time.time)
 
     def __post_init__(self) -> None:
         self.files = RunDir(self.directory)
@@ -153,7 +156,7 @@ class Run:
             status = service.poll()
             if status is None or (service.name == "trainer" and status == 0):
                 continue
-            if self._trained():
+            if self._trained() and service.name != "api":  # which accounts for the groups at the end
                 self._do_without(service)
             else:
                 self._restart(service)

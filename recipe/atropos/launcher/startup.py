@@ -4,11 +4,12 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 from omegaconf import OmegaConf
 
+from recipe.atropos.checkpoint.store import Checkpoints
 from recipe.atropos.config.compose import complete_config
 from recipe.atropos.errors import RECOVERABLE, ConfigurationError
 from recipe.atropos.launcher.services import Run, console
@@ -31,7 +32,7 @@ _VERSION_SECONDS = 120.0
 
 
 def start_api(run: Run) -> Service:
-    """Start the Trajectory API on the run's store, without waiting for it to be healthy; it is restarted if it ends."""
+    """Start the Trajectory API on the run's store, without waiting for it to be healthy."""
     config, store = run.config.api, run.files.trajectories
     if run.config.trainer.resume_mode == "disable" and store.exists():
         store.rename(store.with_name(f"{store.name}.{time.time():.0f}"))  # of a run that this one does not continue
@@ -39,14 +40,51 @@ def start_api(run: Run) -> Service:
     port = config.port or default_port(API_PORT, config.host, given_ports(run.config).values())
     command = [sys.executable, "-m", "recipe.atropos.trajectory_api", "--host", config.host, "--port", str(port)]
     command += ["--data-dir", str(store), "--retention", config.retention]
-    url = f"http://{reachable(config.host)}:{port}"
+    return _start_api(run, command, f"http://{reachable(config.host)}:{port}")
 
-    def start() -> Service:
-        return run.start("api", command, url=url, **{API_KEY_VARIABLE: run.api_key})
 
-    service = start()
-    run.set_restart_policy(service, start, config.max_restarts, kind="api", key="api.max_restarts")
-    return service
+def _start_api(run: Run, command: list[str], url: str) -> Service:
+    return run.start("api", command, url=url, **{API_KEY_VARIABLE: run.api_key})
+
+
+def restart_services(run: Run) -> None:
+    """From now on, start again an API that ended, and a trainer that was killed or lost a rank.
+
+    The API continues with its store, and the trainer from this start's newest checkpoint. No trainer is started on GPUs
+    that servers share: they hold the memory that it would need.
+    """
+    api, trainer, config = run.service("api"), run.service("trainer"), run.config
+    again = partial(_start_api, run, api.command, api.url)
+    run.set_restart_policy(api, again, config.api.max_restarts, kind="api", key="api.max_restarts")
+    if run.files.servers_offloaded.exists() or config.inference.colocated:
+        return
+    run.set_restart_policy(
+        trainer,
+        partial(_restart_trainer, run),
+        config.trainer.atropos.max_restarts,
+        kind="trainer",
+        key="trainer.atropos.max_restarts",
+        recovers=lambda status: status < 0 or status == RECOVERABLE,
+    )
+
+
+def _restart_trainer(run: Run) -> Service:
+    """Start the trainer from its newest checkpoint, or as it was started if it has saved none in this start."""
+    checkpoints = Checkpoints(run.config.trainer.default_local_dir).whole()
+    if any(folder.stat().st_mtime > run.started for folder in checkpoints):
+        run.complete.trainer.resume_mode, run.complete.trainer.resume_from_path = "auto", None
+    return _start_trainer(run)
+
+
+def _start_trainer(run: Run) -> Service:
+    write_atomic(run.files.config, config_yaml(run.complete, by_launcher=True))
+    variables = {
+        **secret_variables([json.dumps(each) for each in hidden_settings(OmegaConf.to_container(run.complete))]),
+        API_KEY_VARIABLE: run.api_key,
+        "TENSORBOARD_DIR": str(run.files.tensorboard),
+        "WANDB_DIR": str(run.directory),
+    }
+    return run.start("trainer", [sys.executable, "-m", "recipe.atropos.main", "--run", str(run.directory)], **variables)
 
 
 async def servers_healthy(run: Run, api: Service, inference: Inference) -> None:
@@ -77,33 +115,8 @@ def start_trainer(run: Run, api: Service, inference: Inference, evaluated: Path 
         "trainer.atropos.startup_timeout": float(run.config.inference.start_timeout),
         "evaluation.evaluated_file": evaluated and str(evaluated),
     }
-    complete = complete_config(run.composed, run.config, run.directory, addresses)
-    write_atomic(run.files.config, config_yaml(complete, by_launcher=True))
-    variables = {
-        **secret_variables([json.dumps(each) for each in hidden_settings(OmegaConf.to_container(complete))]),
-        API_KEY_VARIABLE: run.api_key,
-        "TENSORBOARD_DIR": str(run.files.tensorboard),
-        "WANDB_DIR": str(run.directory),
-    }
-    return _start_trainer(run, variables)
-
-
-def _start_trainer(run: Run, variables: Mapping[str, str]) -> Service:
-    command = [sys.executable, "-m", "recipe.atropos.main", "--run", str(run.directory)]
-    run.trainer_variables = variables
-    return run.start("trainer", command, **variables)
-
-
-def restart_trainer(run: Run) -> None:
-    """From now on, start a trainer that was killed, or lost a rank, again; it resumes from its newest checkpoint."""
-    run.set_restart_policy(
-        run.service("trainer"),
-        lambda: _start_trainer(run, run.trainer_variables),
-        run.config.trainer.atropos.max_restarts,
-        kind="trainer",
-        key="trainer.atropos.max_restarts",
-        recovers=lambda status: status < 0 or status == RECOVERABLE,
-    )
+    run.complete = complete_config(run.composed, run.config, run.directory, addresses)
+    return _start_trainer(run)
 
 
 async def first_version(run: Run, trainer: Service, inference: Inference) -> int:

@@ -60,6 +60,7 @@ async def watch(
         run.check()
         if run.service("trainer") is not trainer:  # it was started again
             last_step = trained = time.monotonic()
+            await evaluations.trainer_restarted()
         await evaluations.look_after()
         now = time.monotonic()
         if not ended and (now - last_step > limit or now - trained > longest):

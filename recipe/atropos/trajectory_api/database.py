@@ -90,12 +90,17 @@ def load(connection: sqlite3.Connection) -> Loaded:
         {number: orjson.loads(text) for number, text in rows("SELECT id, registration FROM environments")},
         queued(connection),
         rows("SELECT number, env, sequences, due FROM tickets ORDER BY number").fetchall(),
-        rows("SELECT COALESCE(MAX(id), 0) FROM groups").fetchone()[0],
+        _last_id(connection),
         oldest_batch(connection),
         dict(rows("SELECT key, groups FROM posts").fetchall()),
         dict(rows("SELECT digest, groups FROM unanswered").fetchall()),
         dict(rows("SELECT name, n FROM counts").fetchall()),
     )
+
+
+def _last_id(connection: sqlite3.Connection) -> int:
+    [kept] = connection.execute("SELECT COALESCE(MAX(id), 0) FROM groups").fetchone()
+    return max(kept, read_run(connection).get("last_id", 0))
 
 
 def forget_posts(connection: sqlite3.Connection) -> None:
@@ -197,6 +202,7 @@ def dissolve(connection: sqlite3.Connection, after: int) -> list[Group]:
 
 def delete_batches(connection: sqlite3.Connection, through: int, limit: int = 4096) -> bool:
     """Delete groups of batches through a number, at most ``limit``; return whether more are left."""
+    write_run(connection, last_id=_last_id(connection))  # no number is used again
     ids = connection.execute(
         "SELECT id FROM groups WHERE batch <= ? ORDER BY batch LIMIT ?", (through, limit)
     ).fetchall()

@@ -34,6 +34,15 @@ def steps(directory):
     return [int(folder.name.removeprefix("global_step_")) for folder in Checkpoints(directory).whole()]
 
 
+def test_checkpoints_need_the_batches_after_the_oldest(tmp_path):
+    """The best one is kept beside the newest, and a run may go on from it."""
+    assert Checkpoints(tmp_path).oldest_batch() == 0, "nothing is committed before the first"
+    for step in (2, 4, 6, 8):
+        with Checkpoints(tmp_path).saving(step, 2, scores={2: 1.0, 4: 0.5}, batch=10 * step):
+            pass
+    assert steps(tmp_path) == [2, 6, 8] and Checkpoints(tmp_path).oldest_batch() == 20
+
+
 @pytest.mark.parametrize("tracker", [b"", b"seven", b"4", b"999", None])
 def test_run_dir_resumes_whatever_the_tracker_says(tmp_path, tracker):
     save(tmp_path, 2, 4)

@@ -197,6 +197,35 @@ def test_run_restarts_no_server_once_training_is_done(run, capsys):
         run.check()
 
 
+@pytest.mark.parametrize(("ending", "restarted"), [("kill -9 $$", True), ("exit 75", True), ("exit 1", False)])
+def test_run_restarts_a_trainer_that_lost_a_process(run, ending, restarted):
+    """Not one that ended with an error that it would end with again."""
+    trainer = run.start("trainer", ["bash", "-c", ending])
+    run.set_restart_policy(
+        trainer, lambda: run.start("trainer", SLEEP), 3, "trainer", recovers=lambda status: status in (-9, 75)
+    )
+    trainer.process.wait(20)
+    if restarted:
+        run.check()
+        assert run.service("trainer").poll() is None
+    else:
+        with pytest.raises(ServiceFailed, match="trainer: ended while the run needs it"):
+            run.check()
+
+
+def test_run_restarts_the_api_also_once_training_is_done(run):
+    """The evaluation of the last version is still to come, and the account of the groups."""
+    trainer, api = run.start("trainer", ["true"]), run.start("api", SLEEP)
+    run.set_restart_policy(api, lambda: run.start("api", SLEEP), 1, "api", key="api.max_restarts")
+    trainer.process.wait(20)
+    end(api)
+    run.check()
+    assert run.service("api").poll() is None
+    end(run.service("api"))
+    with pytest.raises(ServiceFailed, match="api: ended once more after 1 restarts .api.max_restarts"):
+        run.check()
+
+
 def test_run_ends_what_a_dead_service_left_before_a_restart(run):
     """Half a server keeps its memory, and maybe its port."""
     orphan = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(100)'])"
