@@ -1,7 +1,9 @@
 """verl's real FSDP workers under Ray on a CPU: every trained token's logprob, and the loss without its padding."""
 
+import math
 import os
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -18,7 +20,7 @@ from recipe.atropos.data.data_proto import groups_to_data_proto, rows_to_data_pr
 from recipe.atropos.data.reading import read_groups
 from recipe.atropos.data.sampling import SamplingCheck
 from recipe.atropos.errors import ConfigurationError
-from recipe.atropos.verl_ext.worker_group import RankTimeout
+from recipe.atropos.verl_ext.worker_group import LimitedWorkerGroup, RankTimeout
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.usefixtures("cluster")]
 
@@ -233,3 +235,21 @@ def test_placement_of_ranks_is_not_waited_for_without_a_limit(cluster, monkeypat
     [group] = DevicePool([1], "narrow", timeout=60.0).get_placement_groups()
     assert group.bundle_specs == [{"CPU": 1.0}]
     remove_placement_group(group)
+
+
+def test_loss_of_a_rank_is_told_instead_of_what_its_peers_report():
+    """It decides whether the trainer is started again."""
+
+    @ray.remote(num_cpus=0)
+    class Rank:
+        def breaks(self):
+            raise RuntimeError("connection closed by peer")
+
+        def dies(self):
+            os._exit(1)
+
+    group = SimpleNamespace(limit=60.0, deadline=math.inf)
+    with pytest.raises(ray.exceptions.RayActorError):
+        LimitedWorkerGroup.wait(group, "update", [Rank.remote().breaks.remote(), Rank.remote().dies.remote()])
+    with pytest.raises(RuntimeError, match="connection closed by peer"):
+        LimitedWorkerGroup.wait(group, "update", [Rank.remote().breaks.remote() for _ in range(2)])

@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 DATABASE = "trajectories.db"
 _MOST = 256  # writes in a transaction
 _FULL_RETRY = 0.5  # s
+_CLOSE_SECONDS = 10.0  # for the writes that are left
 T = TypeVar("T")
 _Write = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], asyncio.Future | None]
 
@@ -103,10 +104,13 @@ class Store:
         await future
 
     def close(self) -> None:
-        """Finish all writes and release the folder."""
+        """Finish all writes and release the folder; what a full disk still holds up was never answered."""
         if self._writer.is_alive():
             self._writes.put(None)
-            self._writer.join()
+            self._writer.join(_CLOSE_SECONDS)
+            if self._writer.is_alive():
+                logger.error("%s: closed with unfinished writes: %s", self.path, self.trouble)
+                return
         self._reading.submit(self._close_reader).result()
         self._reading.shutdown()
         self.connection.close()

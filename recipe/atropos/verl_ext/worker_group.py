@@ -17,6 +17,9 @@ class RankTimeout(AtroposError, RuntimeError):
     recoverable = True
 
 
+_DEATH_SECONDS = 5.0  # until Ray knows that a process died whose peers report a broken connection
+
+
 class LimitedWorkerGroup(RayWorkerGroup):
     """verl's worker group, with each call limited to ``limit`` seconds and to ``deadline``.
 
@@ -48,12 +51,17 @@ class LimitedWorkerGroup(RayWorkerGroup):
 
         Raises:
             RankTimeout: names the ranks that did not answer in time.
-            ray.exceptions.RayError: a call failed.
+            ray.exceptions.RayError: a call failed; the loss of a rank, if there is one, rather than what its peers
+                report.
         """
         key = "step_timeout" if limit is None else "weight_sync.timeout"
         limit = max(0.0, min(self.limit, self.deadline - time.monotonic())) if limit is None else limit
         try:
             return ray.get(references, timeout=limit)
+        except ray.exceptions.RayTaskError as error:
+            if (lost := _lost_rank(references)) is not None:
+                raise lost from error
+            raise
         except ray.exceptions.GetTimeoutError:
             references = references if isinstance(references, list) else [references]
             _, missing = ray.wait(references, num_returns=len(references), timeout=0, fetch_local=False)
@@ -62,3 +70,18 @@ class LimitedWorkerGroup(RayWorkerGroup):
                 f"{method}: no answer of rank {', '.join(map(str, ranks))} of {len(references)} within "
                 f"{limit:.0f} s; logs/ray has their output; raise trainer.atropos.{key} if they were at work"
             ) from None
+
+
+def _lost_rank(references: Any) -> ray.exceptions.RayActorError | None:
+    """Return the error of a rank whose process died, if that is why a call failed."""
+    if not isinstance(references, list):
+        return None
+    ray.wait(references, num_returns=len(references), timeout=_DEATH_SECONDS, fetch_local=False)
+    for reference in references:
+        try:
+            ray.get(reference, timeout=0)
+        except ray.exceptions.RayActorError as error:
+            return error
+        except Exception:  # noqa: S112  (of a peer, or no answer yet)
+            continue
+    return None
