@@ -7,8 +7,8 @@ Guarantees:
 - while no batch arrives, a line says why, after one minute and then at intervals of up to ten minutes; the trainer
   waits ``trainer.atropos.join_timeout`` seconds in total.
 
-atroposlib's Trajectory API keeps the registration of an environment that has left, and gives a new number to one that
-returns. The remaining environments fill each batch, unless the one that left had a ``min_batch_allocation``.
+The Trajectory API keeps the registration of an environment that has left, and gives a new number to one that returns.
+The remaining environments fill each batch; a ``min_batch_allocation`` of one that left is waited for a minute.
 """
 
 import json
@@ -91,10 +91,11 @@ def adapted_command(config: DictConfig, env: dict[str, Any], openai: dict[str, A
     return " ".join([*variables, shlex.join(command)])
 
 
-def how_to_join(config: DictConfig, api_url: str, gateway: str, key: str | None) -> str:
+def how_to_join(config: DictConfig, api_url: str, gateway: str, key: str | None, guarded: bool = True) -> str:
     """Return the commands for another terminal, also on another machine if the services listen on all interfaces.
 
-    ``key``: None if it must not be shown; the commands then read it from the shell's environment.
+    ``key``: None if it must not be shown; the commands then read it from the shell's environment. ``guarded``: whether
+    the Trajectory API asks for it too.
     """
     env, openai = join_settings(config, api_url, gateway)
     shell_key = f'"${API_KEY_VARIABLE}"' if key is None else shlex.quote(key)
@@ -107,7 +108,7 @@ def how_to_join(config: DictConfig, api_url: str, gateway: str, key: str | None)
             [*lines, f"(max_staleness={config.trainer.atropos.max_staleness} refuses what comes without the adapter)"]
         )
     secret = "KEY" if key is None else key
-    if key != "none":
+    if guarded:
         env = {**env, "rollout_server_url": f"{api_url}/{secret}"}
     stock = stock_command(env, openai, secret)
     if key is None:  # the shell expands no variable inside single quotes

@@ -39,7 +39,9 @@ def gateway_before(config: DictConfig) -> Iterator[None]:
     try:
         key = inference.api_key if sys.stdout.isatty() else None
         address = for_others(inference.gateway, inference.host)
-        instructions = how_to_join(config, atropos.api_url, address, key if inference.api_key else "none")
+        instructions = how_to_join(
+            config, atropos.api_url, address, key if inference.api_key else "none", guarded=False
+        )
         print(
             f"gateway {inference.gateway}, in front of {', '.join(inference.urls)}; see {log}\n{instructions}",
             flush=True,
