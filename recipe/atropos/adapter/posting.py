@@ -300,10 +300,7 @@ class PostingEnv(ItemRollouts):
         """Post an item's groups, under its ticket if it has one."""
         groups, place = as_groups(scored_data), PLACE.get()
         try:
-            api = await self._api()
-            for group in groups:
-                group["env_id"] = self.env_id
-            await api.post_groups(groups, None if place is None else place.ticket)
+            await self._post(groups, None if place is None else place.ticket)
         except (RefusedGroup, TrajectoryApiError) as error:
             for _ in groups:
                 self.report.refuse(error.reason, str(error))
@@ -314,3 +311,10 @@ class PostingEnv(ItemRollouts):
             self.__sequences = sum(len(group["tokens"]) for group in groups)
             if place is not None:
                 place.taken = True
+
+    async def _post(self, groups: list[Any], ticket: int | None) -> None:
+        """Post groups; raise RefusedGroup or TrajectoryApiError if the API does not take them."""
+        api = await self._api()
+        for group in groups:
+            group["env_id"] = self.env_id
+        await api.post_groups(groups, ticket)

@@ -105,9 +105,8 @@ class _Recorded:
         super().__init__(*args, **kwargs)
         self.posted: list[dict[str, Any]] = []
 
-    async def _post(self, groups: list[Any], several: bool) -> bool:
+    async def _post(self, groups: list[Any], ticket: int | None) -> None:
         self.posted += [orjson.loads(orjson.dumps(group, option=orjson.OPT_SERIALIZE_NUMPY)) for group in groups]
-        return True
 
 
 class _Warnings(logging.Handler):
