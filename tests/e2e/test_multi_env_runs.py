@@ -95,7 +95,7 @@ def test_of_an_environment_that_is_killed_nothing_is_waited_for(tmp_path, model_
         await stage.until(lambda: stage.shares(a) == [1.0])
         for number in range(2):
             post(f"{stage.api}/scored_data", group(number, size=2) | {"env_id": a})
-        assert get(f"{stage.api}/batch")["batch"] is not None
+        await stage.until(lambda: get(f"{stage.api}/batch")["batch"] is not None)  # after a's own tickets
         assert [service.name for service in stage.run.services] == ["environment-a"]
         summary = stage.environments.summary()
         assert (summary["b"]["restarts"], summary["b"]["abandoned"], summary["a"]["abandoned"]) == (1, True, False)

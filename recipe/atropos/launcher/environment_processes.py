@@ -286,7 +286,8 @@ class Environments:
             if pid == state.service.pid and state.service.poll() is None:
                 continue
             try:
-                if (state.service.pid, number) not in state.registrations:  # else another API gave the number again
+                # A process that lives may have the number again, from an API with another store.
+                if state.service.poll() is not None or (state.service.pid, number) not in state.registrations:
                     async with self._run.api_client(self._api_url) as api:
                         await api.disconnect_env(number)
             except TrajectoryApiError as error:
