@@ -15,7 +15,6 @@ import argparse
 import contextlib
 import json
 import random
-import signal
 import sqlite3
 import subprocess
 import sys
@@ -122,7 +121,7 @@ def main() -> int:
             killed = kill_all(run, launcher, kills, rng)
             trained = max(line["step"] for line in read_metrics(run))
             wait_for(lambda: read_metrics(run)[-1]["step"] > trained, launcher, f"a step after step {trained}")
-            launcher.send_signal(signal.SIGINT)
+            launcher.terminate()
             launcher.wait(END_SECONDS)
             launcher = launch(run, max(line["step"] for line in read_metrics(run)) + LAST_STEPS)
             status = launcher.wait(END_SECONDS)
