@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+import json
 import re
 from fractions import Fraction
 
@@ -15,7 +16,6 @@ from rich.console import Console
 from helpers.trainer import compose_config
 from recipe.atropos.commands.inspect import show
 from recipe.atropos.data.data_proto import groups_to_data_proto
-from recipe.atropos.data.recording import write_batch
 from recipe.atropos.data.rows import RowLimits
 from recipe.atropos.demo.small_policy import Recipe, make_small_policy
 from recipe.atropos.environments.calculator_advantages import CalculatorAdvantagesEnv
@@ -29,6 +29,7 @@ from recipe.atropos.environments.gsm8k_advantages import (
     token_span,
 )
 from recipe.atropos.run_dir import RunDir
+from recipe.atropos.trajectory_api import records
 
 ROW = {"question": "?", "answer": "first 12 + 7 = <<12+7=19>>19\nthen <<19-4=15>>15\n#### 15"}
 IGNORED = -100
@@ -209,8 +210,11 @@ def test_promises_debug_shows_the_advantage_of_each_token(make, tmp_path):
     ]
     group = asyncio.run(env.score(ROW, nodes))
     config = compose_config(f"actor_rollout_ref.model.path={env.tokenizer.name_or_path}", f"run.dir={tmp_path}")
-    OmegaConf.save(config, RunDir(tmp_path).config)
-    write_batch(RunDir(tmp_path).batches, 1, [group])
+    run, exported = RunDir(tmp_path), tmp_path / "batches.jsonl"
+    OmegaConf.save(config, run.config)
+    exported.write_text(json.dumps({"number": 1, "batch": [group]}))
+    records.import_(run.trajectories, exported)
+    run.metrics.write_text(json.dumps({"step": 1, "atropos/batch": 1}) + "\n")
     console = Console(record=True, width=200, color_system="truecolor", force_terminal=True, file=io.StringIO())
     show(tmp_path, 1, 0, 1, table=True, console=console)
     lines = [line for line in console.export_text(clear=False).splitlines() if " yes " in line]
