@@ -1,6 +1,7 @@
 """Our client, and the clients that exist: BaseEnv, the example trainer and the API tests of atroposlib, unchanged."""
 
 import asyncio
+import json
 import os
 import subprocess
 import sys
@@ -140,7 +141,18 @@ print("batches", len(seen), [tokens.shape for tokens, *_ in [(batch[0][0],) for 
 """
 
 
-def test_a_stock_environment_and_the_example_trainer_run(api, model_path, tmp_path):
+def example_trainer(url, folder, _):
+    return ["-c", TRAINER, url, str(folder)]
+
+
+def sft_generator(url, folder, tokenizer):
+    """``atropos-sft-gen``, which asks as the viewer (``view-run``) does."""
+    options = ["--group-size", "2", "--tasks-per-step", "2", "--num-seqs-to-save", "6", "--tokenizer", str(tokenizer)]
+    return ["-m", "atroposlib.cli.sft", str(folder / "saved.jsonl"), "--api-url", url, *options]
+
+
+@pytest.mark.parametrize("client", [example_trainer, sft_generator])
+def test_a_stock_environment_and_stock_clients_run(client, api, model_path, tmp_path):
     """With the secret in the address, which is all that they are told."""
     url = f"{api.url}/s3cret"
     server = APIServerConfig(
@@ -156,7 +168,7 @@ def test_a_stock_environment_and_the_example_trainer_run(api, model_path, tmp_pa
         environment = StockEnv(config, [server], slurm=False)
         manager = asyncio.create_task(environment.env_manager())
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-c", TRAINER, url, str(tmp_path)), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            *(sys.executable, *client(url, tmp_path, model_path)), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )
         try:
             output, _ = await asyncio.wait_for(process.communicate(), 100)
@@ -168,7 +180,12 @@ def test_a_stock_environment_and_the_example_trainer_run(api, model_path, tmp_pa
         return process.returncode, output.decode()
 
     status, output = asyncio.run(run())
-    assert status == 0 and "batches" in output, output
+    assert status == 0, output
+    if client is sft_generator:
+        saved = [json.loads(line) for line in (tmp_path / "saved.jsonl").read_text().splitlines()]
+        assert len(saved) >= 6, output
+    else:
+        assert "batches 3" in output or "batches 4" in output, output
 
 
 def test_the_api_tests_of_atroposlib_pass(tmp_path):
