@@ -5,7 +5,7 @@ killed (SIGKILL), one after the other in random order, whatever they do: also wh
 stopped, and resumed for its last steps. What must hold:
 
 - every group that the API stored is in exactly one batch, or in none yet; batches have no gaps;
-- the metrics have every step, and every batch, once;
+- the metrics have every step, and every batch, once; no row is of a version that was given up;
 - training on the stored batches again, undisturbed and without servers, gives the same weights, bit for bit.
 
 ``--quick`` kills each of them twice and takes about 8 minutes; all, 8 times each, takes about 40.
@@ -100,6 +100,7 @@ def ledger(run: Path) -> dict[str, int]:
         "steps_not_once": len(steps) - len(set(steps)) + max(steps) - len(steps),
         "batches_trained_twice": len(trained) - len(set(trained)),
         "batches_passed_over": max(trained) - len(set(trained)) if not groups["dropped"] else 0,
+        "rows_of_a_future_version": int(sum(line.get("atropos/dropped/future_version", 0) for line in lines)),
         "groups_unaccounted": abs(groups["received"] - len(ids)) + max(0, -groups["left"]),
     }
 

@@ -371,6 +371,8 @@ class RayGRPOAtroposTrainer:
         logger.warning("resuming from %s", folder)
         self.actor.load_checkpoint(str(folder / "actor"), del_local_after_load=trainer.del_local_ckpt_after_load)
         self.record.load_state_dict(torch.load(folder / "data.pt", weights_only=False))
+        if not self.checkpoints.continues(trainer):
+            self.record.forget_counts()
 
     def _save_checkpoint(self) -> None:
         """Save a checkpoint; on DiskFull, nothing is left of it, but older ones may have been removed to make room."""

@@ -87,12 +87,16 @@ class RunRecord:
             if name in state:
                 part.load_state_dict(state[name])
 
+    def forget_counts(self) -> None:
+        """Count from zero, since the checkpoint is another run's; only where that run stood is kept."""
+        known = self.totals
+        self.totals = RunTotals(steps=known.steps, batches=known.batches, policy_version=known.policy_version)
+
     def begin(self) -> None:
         """Drop and count the records of steps that are not in the checkpoint; call once the checkpoint is loaded."""
         self.directory.waiting.unlink(missing_ok=True)  # left by a killed trainer
         lines = read_lines(self.directory.metrics)
         rewrite_lines(self.directory.metrics, [line for line in lines if line["step"] <= self.totals.steps])
-
         self.write_summary()
 
     def add_step(self, step: int, metrics: Mapping[str, float], timing: Mapping[str, float]) -> None:

@@ -76,6 +76,14 @@ class Checkpoints:
             return resume_folder(trainer.resume_from_path)
         return self.newest() if trainer.resume_mode == "auto" else None
 
+    def continues(self, trainer: DictConfig) -> bool:
+        """Return whether a run with this configuration continues the folder's own, or begins in an empty folder.
+
+        It does not if it starts from scratch (``resume_mode=disable``) or from another run's checkpoint.
+        """
+        resumed = self.to_resume(trainer)
+        return trainer.resume_mode == "auto" or (resumed is not None and resumed.parent == self.directory)
+
     def remove_incomplete(self) -> None:
         """Remove checkpoints that an earlier process began to save and did not complete."""
         for folder in self._folders():

@@ -7,7 +7,7 @@ import time
 from functools import partial
 from pathlib import Path
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from recipe.atropos.checkpoint.store import Checkpoints
 from recipe.atropos.config.compose import complete_config
@@ -15,6 +15,7 @@ from recipe.atropos.errors import RECOVERABLE, ConfigurationError
 from recipe.atropos.launcher.services import Run, console
 from recipe.atropos.launcher.sglang import Inference, given_ports, inference_healthy
 from recipe.atropos.launcher.supervision import WATCH_SECONDS
+from recipe.atropos.run_dir import RunDir
 from recipe.atropos.trajectory_api.trajectory_client import TrajectoryApiError
 from recipe.atropos.utils.files import write_atomic
 from recipe.atropos.utils.hosts import reachable
@@ -34,13 +35,18 @@ _VERSION_SECONDS = 120.0
 def start_api(run: Run) -> Service:
     """Start the Trajectory API on the run's store, without waiting for it to be healthy."""
     config, store = run.config.api, run.files.trajectories
-    if run.config.trainer.resume_mode == "disable" and store.exists():
-        store.rename(store.with_name(f"{store.name}.{time.time():.0f}"))  # of a run that this one does not continue
+    set_aside_store(run.files, run.config.trainer)
     check_port(config.port, config.host, "api.port")
     port = config.port or default_port(API_PORT, config.host, given_ports(run.config).values())
     command = [sys.executable, "-m", "recipe.atropos.trajectory_api", "--host", config.host, "--port", str(port)]
     command += ["--data-dir", str(store), "--retention", config.retention]
     return _start_api(run, command, f"http://{reachable(config.host)}:{port}")
+
+
+def set_aside_store(files: RunDir, trainer: DictConfig) -> None:
+    """Rename the store of a run that ``trainer`` does not continue: its batches are not those of the new weights."""
+    if files.trajectories.exists() and not Checkpoints(trainer.default_local_dir).continues(trainer):
+        files.trajectories.rename(files.trajectories.with_name(f"{files.trajectories.name}.{time.time():.0f}"))
 
 
 def _start_api(run: Run, command: list[str], url: str) -> Service:

@@ -14,6 +14,7 @@ from helpers.trainer import compose_config
 from recipe.atropos.checkpoint.resumption import model_identity, prepare_folder
 from recipe.atropos.checkpoint.store import Checkpoints, resume_folder
 from recipe.atropos.errors import ConfigurationError
+from recipe.atropos.launcher.startup import set_aside_store
 from recipe.atropos.run_dir import RunDir
 from recipe.atropos.run_record import RunRecord, account_of_groups, heldout_scores, update_summary
 from recipe.atropos.utils.files import DiskFull, append_line, read_json
@@ -260,3 +261,33 @@ def test_run_dir_accounts_for_every_group(tmp_path):
     train(second, 2, 4)
     summary = read_json(RunDir(tmp_path).summary)
     assert account_of_groups(summary, 21) == {"received": 21, "trained": 13, "dropped": 3, "left": 5}
+
+
+def test_a_checkpoint_of_another_run_brings_no_counts(tmp_path):
+    other = RunRecord(tmp_path / "other")
+    other.totals.steps, other.totals.batches, other.totals.groups_trained = 7, 9, 28
+    record = RunRecord(tmp_path / "run")
+    record.load_state_dict(other.state_dict())
+    record.forget_counts()
+    record.begin()
+    summary = read_json(RunDir(tmp_path / "run").summary)
+    assert (summary["steps"], summary["batches"], summary["policy_version"]) == (7, 9, None)
+    assert account_of_groups(summary, 5) == {"received": 5, "trained": 0, "dropped": 0, "left": 5}
+
+
+def test_only_a_run_that_goes_on_keeps_its_store(tmp_path):
+    files = RunDir(tmp_path / "run")
+    save(files.checkpoints, 3)
+    save(tmp_path / "other/checkpoints", 3)
+
+    def keeps_its_store(mode, folder=None):
+        files.trajectories.mkdir()
+        config = {"resume_mode": mode, "resume_from_path": folder and str(folder / "global_step_3")}
+        set_aside_store(files, OmegaConf.create(config | {"default_local_dir": str(files.checkpoints)}))
+        kept = files.trajectories.exists()
+        for folder in files.path.glob("trajectories*"):
+            folder.rmdir()
+        return kept
+
+    assert keeps_its_store("auto") and keeps_its_store("resume_path", files.checkpoints)
+    assert not keeps_its_store("disable") and not keeps_its_store("resume_path", tmp_path / "other/checkpoints")
