@@ -1,14 +1,14 @@
 """Kill the processes of a run at random moments: ``python benchmarks/chaos.py [--quick] [--seed N]``
 
 A run of the demonstration is trained while its Trajectory API, trainer, gateway, SGLang server and environment are
-killed (SIGKILL), one after the other in random order, whatever they do: also while they start, push or save. Then it is
-stopped, and resumed for its last steps. What must hold:
+killed (SIGKILL), in random order: each of them while something starts, in the middle of steps, of pushes and of saves.
+Then it is stopped, and resumed for its last steps. What must hold:
 
 - every group that the API stored is in exactly one batch, or in none yet; batches have no gaps;
 - the metrics have every step, and every batch, once; no row is of a version that was given up;
 - training on the stored batches again, undisturbed and without servers, gives the same weights, bit for bit.
 
-``--quick`` kills each of them twice and takes about 8 minutes; all, 8 times each, takes about 40.
+``--quick`` kills each of them at two of these moments and takes about 8 minutes; all, twice at each, about 40.
 """
 
 import argparse
@@ -33,7 +33,10 @@ from recipe.atropos.trajectory_api.trajectory_store import DATABASE
 from recipe.atropos.utils.files import RunDirError, read_json
 
 SERVICES = ("api", "trainer", "gateway", "sglang", "environment")  # prefixes of names in services.json
-LONGEST_PAUSE = 20.0  # s between two kills; a trainer or server takes about as long to start
+METHODS = {"push": "update_weights", "checkpoint": "save_checkpoint"}  # of the trainer's rank
+MOMENTS = ("start", "step", *METHODS)
+LONGEST_START = 20.0  # s after the last kill; a trainer or server takes about as long to start
+LONGEST_PAUSE = 4.0  # s after a step; the next ones take about as long
 READY_SECONDS = 300  # until a killed service is there again, or a run's first step
 LAST_STEPS = 3  # after the last kill
 END_SECONDS = 600
@@ -70,17 +73,51 @@ def wait_for(condition: object, launcher: subprocess.Popen, what: str) -> None:
         time.sleep(0.1)
 
 
-def kill_all(run: Path, launcher: subprocess.Popen, kills: list[str], rng: random.Random) -> Counter[str]:
-    """Kill one process of each name in ``kills``, with random pauses between; return what was killed."""
+def trained_since(run: Path, moment: float) -> bool:
+    lines = read_metrics(run)
+    return bool(lines) and lines[-1]["time"] > moment
+
+
+def find_rank(launcher: subprocess.Popen) -> psutil.Process | None:
+    for process in psutil.Process(launcher.pid).children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if " ".join(process.cmdline()).startswith("ray::AtroposActorWorker"):
+                return process
+    return None
+
+
+def wait_for_method(launcher: subprocess.Popen, method: str) -> None:
+    """Return while the trainer's rank executes ``method``, which Ray writes into its command line."""
+    deadline = time.monotonic() + READY_SECONDS
+    while launcher.poll() is None and time.monotonic() < deadline:
+        rank, until = find_rank(launcher), time.monotonic() + 5
+        with contextlib.suppress(psutil.Error):
+            while rank is not None and time.monotonic() < until:
+                if method in " ".join(rank.cmdline()):
+                    return
+                time.sleep(0.001)
+    raise RuntimeError(f"waited for {method}; the launcher's status is {launcher.poll()}")
+
+
+def kill_all(run: Path, launcher: subprocess.Popen, kills: list[tuple[str, str]], rng: random.Random) -> Counter[str]:
+    """Kill one process of each (name, moment) in ``kills``; return how many were killed, by name and by moment."""
     killed: Counter[str] = Counter()
-    for number, prefix in enumerate(kills, 1):
-        time.sleep(rng.uniform(0, LONGEST_PAUSE))
+    last = time.time()
+    for number, (prefix, moment) in enumerate(kills, 1):
+        if moment == "start":  # of what was killed before, or of the trainer that follows it
+            time.sleep(rng.uniform(0, LONGEST_START))
+        else:
+            wait_for(lambda last=last: trained_since(run, last), launcher, "a step after the last kill")
+            time.sleep(rng.uniform(0, LONGEST_PAUSE))
+            if moment in METHODS:
+                wait_for_method(launcher, METHODS[moment])
         wait_for(lambda prefix=prefix: service_pid(run, prefix), launcher, f"a process of {prefix}")
         with contextlib.suppress(psutil.NoSuchProcess):  # it is being started again
             psutil.Process(service_pid(run, prefix)).kill()
-            killed[prefix] += 1
+            killed.update((prefix, moment))
+        last = time.time()
         step = max((line["step"] for line in read_metrics(run)), default=0)
-        print(f"{number:3} of {len(kills)}: {prefix} killed at step {step}", flush=True)
+        print(f"{number:3} of {len(kills)}: {prefix:<11} {moment:<10} after step {step}", flush=True)
     return killed
 
 
@@ -111,7 +148,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the order and the pauses")
     arguments = parser.parse_args()
     rng = random.Random(arguments.seed)
-    kills = list(SERVICES) * (2 if arguments.quick else 8)
+    moments = [rng.sample(MOMENTS, 2) if arguments.quick else [*MOMENTS, *MOMENTS] for _ in SERVICES]
+    kills = [(prefix, moment) for prefix, each in zip(SERVICES, moments, strict=True) for moment in each]
     rng.shuffle(kills)
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
@@ -131,7 +169,7 @@ def main() -> int:
             raise
         finally:
             launcher.kill()
-        figures: dict[str, float] = {f"killed_{prefix}": killed[prefix] for prefix in SERVICES} | ledger(run)
+        figures: dict[str, float] = {f"killed_{key}": killed[key] for key in (*SERVICES, *MOMENTS)} | ledger(run)
         figures["exit_status"] = status
         figures["weights_differ"] = int(not replay(run, [], Console(highlight=False)))
     figures["seconds"] = time.monotonic() - started
