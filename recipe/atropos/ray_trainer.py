@@ -4,6 +4,7 @@ Where verl's trainers generate rollouts, this trainer waits: the environments qu
 the replies and post them to the Trajectory API. ``fit_step`` is the algorithm; its steps follow below it, in order.
 """
 
+import contextlib
 import io
 import logging
 import math
@@ -35,8 +36,8 @@ from recipe.atropos.errors import NothingToTrain, secondary_errors
 from recipe.atropos.evaluated import wait_until_evaluated
 from recipe.atropos.run_record import RunRecord, heldout_scores
 from recipe.atropos.stock_source import open_source
+from recipe.atropos.tracking import Trackers
 from recipe.atropos.utils.files import write_atomic
-from recipe.atropos.utils.secret import public_config
 from recipe.atropos.verl_ext.algorithm import (
     compute_data_metrics,
     compute_throughout_metrics,
@@ -46,7 +47,7 @@ from recipe.atropos.verl_ext.algorithm import (
     reduce_metrics,
 )
 from recipe.atropos.verl_ext.batch import DataProto
-from recipe.atropos.verl_ext.driver import Tracking, marked_timer, should_save_ckpt_esi
+from recipe.atropos.verl_ext.driver import marked_timer, should_save_ckpt_esi
 from recipe.atropos.weight_sync.build import build_manager
 from recipe.atropos.workers.actor import ActorGroup
 
@@ -106,16 +107,14 @@ class RayGRPOAtroposTrainer:
 
     def fit(self) -> None:
         """Train until ``total_training_steps``, from the newest checkpoint of the run folder if there is one."""
-        trainer = self.config.trainer
-        self.logger = Tracking(
-            trainer.project_name, trainer.experiment_name, trainer.logger, config=public_config(self.config)
-        )
         self._load_checkpoint()
         self.record.begin()
-        self.checkpoint_manager.update_weights(self.global_steps)
-
         done, total = self.global_steps, self.total_training_steps
-        with self._register(done) as self.data_source, tqdm(total=total, initial=done) as self.progress_bar:
+        with contextlib.ExitStack() as stack:
+            self.trackers = stack.enter_context(Trackers(self.config, resumed=done > 0))
+            self.checkpoint_manager.update_weights(done)
+            self.data_source = stack.enter_context(self._register(done))
+            self.progress_bar = stack.enter_context(tqdm(total=total, initial=done))
             try:
                 for self.global_steps in range(done + 1, total + 1):
                     self.fit_step()
@@ -307,10 +306,11 @@ class RayGRPOAtroposTrainer:
 
     def _write_rollouts(self, batch: DataProto) -> None:
         """Write sampled text, scores and versions of every row to ``rollouts/STEP.jsonl``."""
+        self._rollouts = []
         if folder := self.config.trainer.rollout_data_dir:
             path = Path(folder, f"{self.global_steps}.jsonl")
             with marked_timer("dump", self.timing_raw):
-                write_rollouts(path, self.global_steps, real_rows(batch), self.tokenizer)
+                self._rollouts = write_rollouts(path, self.global_steps, real_rows(batch), self.tokenizer)
 
     def _collect_metrics(self, batch: DataProto) -> None:
         rows = real_rows(batch)
@@ -338,7 +338,7 @@ class RayGRPOAtroposTrainer:
         self.metrics |= {f"{alarms.PREFIX}{name}": value for name, value in raised.items()}
 
     def _log_step(self) -> None:
-        self.logger.log(data=self.metrics, step=self.global_steps)
+        self.trackers.log(self.metrics, self.global_steps, heldout_scores(self.config.run.dir), self._rollouts)
         self.record.add_step(self.global_steps, self.metrics, self.timing_raw)
         self.progress_bar.set_postfix(score=f"{self.metrics['atropos/mean_score']:.3f}")
         self.progress_bar.update(1)

@@ -64,6 +64,7 @@ class RunDir:
         self.evaluation = path / "evaluation"
         self.evaluated = self.evaluation / "evaluated"  # the newest evaluated version
         self.tensorboard = path / "tensorboard"
+        self.wandb_run = path / "wandb_run"  # the number of the run's W&B run
         self.servers_offloaded = path / "servers_offloaded"  # present while servers on the trainer's GPUs are offloaded
         self.waiting = path / "waiting"  # present while the trainer waits for a batch or an evaluation
         self.lock_file = path / "lock"

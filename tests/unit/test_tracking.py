@@ -1,0 +1,116 @@
+"""Trackers: what they are sent, and that none of them can end or delay a run."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from helpers.trainer import compose_config
+from recipe.atropos import tracking
+from recipe.atropos.tracking import Trackers, overview
+
+ROLLOUTS = [
+    {
+        **{"env_name": "sums", "input": "1 + 1 = ?", "output": f"2\nanswer {number}", "score": 1.0},
+        **{"policy_version_min": 0, "policy_version_max": None},
+    }
+    for number in range(20)
+]
+
+
+@pytest.fixture
+def config(tmp_path, monkeypatch):
+    for name in ("WANDB_API_KEY", "WANDB_BASE_URL", "WANDB_MODE", "WANDB_RUN_ID", "WANDB_RESUME"):
+        monkeypatch.setenv(name, "")  # so that what is set here is taken back
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))  # no login
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    monkeypatch.setenv("TENSORBOARD_DIR", str(tmp_path / "tensorboard"))
+
+    def make(*names):
+        model = "actor_rollout_ref.model.path=/nowhere"
+        return compose_config(f"run.dir={tmp_path / 'run'}", model, f"trainer.logger=[{','.join(names)}]")
+
+    (tmp_path / "run").mkdir()
+    return make
+
+
+def tracked(tmp_path):
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    return events
+
+
+def log(trackers, *steps):
+    for step in steps:
+        trackers.log({"atropos/mean_score": step / 10, "actor/entropy": 1.0}, step, {0: 0.25, step: 0.5}, ROLLOUTS)
+
+
+def test_the_overview_has_the_newest_held_out_score():
+    metrics = {"atropos/mean_score": 0.5, "actor/lr": 1e-6, "critic/score/mean": 0.5}
+    expected = {"a_overview/score": 0.5, "a_overview/learning_rate": 1e-6, "a_overview/held_out_score": 0.75}
+    assert overview(metrics, {4: 0.75, 2: 0.9}) == expected
+
+
+def test_overview_metrics_and_samples_are_tracked(config, tmp_path):
+    with Trackers(config("tensorboard"), resumed=False) as trackers:
+        log(trackers, 1, 2)
+    events = tracked(tmp_path)
+    assert [event.value for event in events.Scalars("a_overview/score")] == pytest.approx([0.1, 0.2])
+    assert [event.step for event in events.Scalars("actor/entropy")] == [1, 2]
+    (text,) = events.Tensors("a_overview/samples/text_summary")[0].tensor_proto.string_val
+    assert text.decode().count("1 + 1 = ?") == 7 and "answer 18" in text.decode(), "evenly spread over the batch"
+
+
+def test_a_tracker_that_cannot_start_is_left_out(config, tmp_path, caplog):
+    with Trackers(config("swanlab", "tensorboard"), resumed=False) as trackers:
+        log(trackers, 1, 2, 3)
+    assert "trainer.logger=swanlab is left out from now on: ModuleNotFoundError" in caplog.text
+    assert len(tracked(tmp_path).Scalars("atropos/mean_score")) == 3
+
+
+RUN = """
+import logging, pathlib, sys, time
+sys.path[:0] = sys.argv[2:]
+from helpers.trainer import compose_config
+from recipe.atropos import tracking
+from test_tracking import log
+folder = pathlib.Path(sys.argv[1])
+tracking._FINISH_SECONDS = 20.0
+options = f"run.dir={folder / 'run'}", "actor_rollout_ref.model.path=/nowhere", "trainer.logger=[wandb,tensorboard]"
+with tracking.Trackers(compose_config(*options), resumed=False) as trackers:
+    log(trackers, 1, 2)
+    deadline = time.monotonic() + 60
+    while not list(folder.glob("wandb/offline-run-*/files/media/table/a_overview/samples_2_*")):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    tracking._end_wandb_process()
+    log(trackers, 3, 4)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(150)
+def test_wandb_without_login_is_offline_and_may_die(config, tmp_path):
+    """Its process is killed in the middle of the run, which goes on, and ends soon."""
+    command = [sys.executable, "-c", RUN, str(tmp_path), *sys.path, str(Path(__file__).parent)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    assert "W&B tracks offline (No API key configured" in run.stderr
+    assert "trainer.logger=wandb is left out from now on" in run.stderr
+    assert len(tracked(tmp_path).Scalars("atropos/mean_score")) == 4
+    (folder,) = tmp_path.glob("wandb/offline-run-*")
+    assert folder.name.endswith((tmp_path / "run/wandb_run").read_text()), "the number that the next start continues"
+
+
+def test_a_resumed_run_keeps_its_wandb_run(config, tmp_path, monkeypatch):
+    path = tmp_path / "run/wandb_run"
+    tracking._name_wandb_run(tracking.RunDir(path.parent), resumed=False)
+    first = path.read_text()
+    tracking._name_wandb_run(tracking.RunDir(path.parent), resumed=True)
+    assert path.read_text() == first
+    tracking._name_wandb_run(tracking.RunDir(path.parent), resumed=False)
+    assert path.read_text() != first, "a run that starts from scratch"
