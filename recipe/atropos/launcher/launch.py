@@ -22,7 +22,7 @@ from recipe.atropos.launcher.joining import Joining
 from recipe.atropos.launcher.progress import progress
 from recipe.atropos.launcher.services import Run, console
 from recipe.atropos.launcher.sglang import start_inference
-from recipe.atropos.launcher.startup import first_version, restart_services, servers_healthy, start_api, start_trainer
+from recipe.atropos.launcher.startup import first_version, servers_healthy, start_api, start_trainer
 from recipe.atropos.launcher.supervision import watch
 from recipe.atropos.run_record import account_of_groups, update_summary
 from recipe.atropos.trajectory_api.trajectory_client import TrajectoryApiError
@@ -66,8 +66,7 @@ async def launch(
             await servers_healthy(run, api, inference)
         trainer = trainer or start_trainer(run, api, inference, evaluations.marker)
         with progress("the trainer loads the model and pushes its weights", trainer.log_path):
-            version = await first_version(run, trainer, inference)
-        restart_services(run)
+            version = await first_version(run, inference)
         await evaluations.begin(version)
         if specs:
             environments = Environments(run, specs, api.url, inference.gateway)

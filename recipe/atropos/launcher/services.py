@@ -26,6 +26,8 @@ from recipe.atropos.utils.scratch import Scratch
 
 console = Console(highlight=False)
 _API_SECONDS = 10.0  # for one request to the Trajectory API
+_SOON_SECONDS, _LONGEST_DELAY = 60.0, 30.0  # a service that ends so soon is restarted later each time
+_STABLE_SECONDS = 1800.0  # after which a restart is forgotten
 
 
 @dataclass
@@ -34,7 +36,7 @@ class RestartPolicy:
 
     ``kind`` names a set of services of which any one suffices once training is done or, if they are ``optional``, also
     before. While ``may_start`` returns False, the trainer holds the memory that the service needs, and the restart
-    waits; ``waiting``: this has been printed. ``recovers``: whether a restart can help after an exit status.
+    waits; ``waiting``: a wait has been printed. ``recovers``: whether a restart can help after an exit status.
     """
 
     start: Callable[[], Service]
@@ -46,6 +48,22 @@ class RestartPolicy:
     optional: bool = False
     count: int = 0
     waiting: bool = False
+    soon: int = 0  # how often in a row it ended soon after a restart
+    since: float = field(default_factory=time.monotonic)  # of the last start
+    delayed_until: float | None = None  # while a restart waits
+
+    def delay(self) -> float:
+        """Return the seconds until the restart is due; each time that a service ends soon again, they double.
+
+        A restart that held for ``_STABLE_SECONDS`` no longer counts toward the limit.
+        """
+        now = time.monotonic()
+        if self.delayed_until is None:
+            lived = now - self.since
+            self.soon = self.soon + 1 if self.count and lived < _SOON_SECONDS else 0
+            self.count = 0 if lived > _STABLE_SECONDS else self.count
+            self.delayed_until = now + min(_LONGEST_DELAY, 2.0 ** (self.soon - 1) if self.soon else 0.0)
+        return self.delayed_until - now
 
 
 @dataclass
@@ -165,6 +183,7 @@ class Run:
         policy = self.restart_policies.get(service.name)
         if policy is None or not policy.recovers(service.poll()):
             raise service.failure("ended while the run needs it")
+        delay = policy.delay()
         if policy.count >= policy.limit:
             what = f"ended once more after {policy.count} restarts ({policy.key})"
             if not (policy.optional and self._others(service)):
@@ -181,9 +200,15 @@ class Run:
                 console.print(f"[bold]{service.name}[/] ended ({service.poll()}); {note}", soft_wrap=True)
             policy.waiting = True
             return
-        policy.waiting = False
+        if delay > 0:
+            if not policy.waiting:
+                console.print(f"[bold]{service.name}[/] ended ({service.poll()}); it starts again in {delay:.0f} s")
+            policy.waiting = True
+            return
+        policy.waiting, policy.delayed_until = False, None
         policy.count += 1
         self.add(policy.start())
+        policy.since = time.monotonic()
         where = f" at {service.url}" if service.url else ""
         console.print(
             f"[bold]{service.name}[/] ended ({service.poll()}), started again{where}: "

@@ -21,7 +21,6 @@ from recipe.atropos.utils.files import write_atomic
 from recipe.atropos.utils.hosts import reachable
 from recipe.atropos.utils.process import (
     Service,
-    ServiceFailed,
     default_port,
     port_is_free,
     wait_until_healthy,
@@ -40,7 +39,17 @@ def start_api(run: Run) -> Service:
     port = config.port or default_port(API_PORT, config.host, given_ports(run.config).values())
     command = [sys.executable, "-m", "recipe.atropos.trajectory_api", "--host", config.host, "--port", str(port)]
     command += ["--data-dir", str(store), "--retention", config.retention]
-    return _start_api(run, command, f"http://{reachable(config.host)}:{port}")
+    url = f"http://{reachable(config.host)}:{port}"
+    api = _start_api(run, command, url)
+    run.set_restart_policy(
+        api,
+        partial(_start_api, run, command, url),
+        config.max_restarts,
+        kind="api",
+        key="api.max_restarts",
+        recovers=lambda status: status < 0,  # until it was healthy, an error of its own would repeat
+    )
+    return api
 
 
 def set_aside_store(files: RunDir, trainer: DictConfig) -> None:
@@ -51,27 +60,6 @@ def set_aside_store(files: RunDir, trainer: DictConfig) -> None:
 
 def _start_api(run: Run, command: list[str], url: str) -> Service:
     return run.start("api", command, url=url, **{API_KEY_VARIABLE: run.api_key})
-
-
-def restart_services(run: Run) -> None:
-    """From now on, start again an API that ended, and a trainer that was killed or lost a rank.
-
-    The API continues with its store, and the trainer from this start's newest checkpoint. No trainer is started on GPUs
-    that servers share: they hold the memory that it would need.
-    """
-    api, trainer, config = run.service("api"), run.service("trainer"), run.config
-    again = partial(_start_api, run, api.command, api.url)
-    run.set_restart_policy(api, again, config.api.max_restarts, kind="api", key="api.max_restarts")
-    if run.files.servers_offloaded.exists() or config.inference.colocated:
-        return
-    run.set_restart_policy(
-        trainer,
-        partial(_restart_trainer, run),
-        config.trainer.atropos.max_restarts,
-        kind="trainer",
-        key="trainer.atropos.max_restarts",
-        recovers=lambda status: status < 0 or status == RECOVERABLE,
-    )
 
 
 def _restart_trainer(run: Run) -> Service:
@@ -93,6 +81,12 @@ def _start_trainer(run: Run) -> Service:
     return run.start("trainer", [sys.executable, "-m", "recipe.atropos.main", "--run", str(run.directory)], **variables)
 
 
+def _may_restart_trainer(run: Run, status: int) -> bool:
+    """Whether the trainer was killed or lost a rank, and no server has taken the memory of its GPUs."""
+    shared = run.config.inference.colocated or run.files.servers_offloaded.exists()
+    return (status < 0 or status == RECOVERABLE) and not shared
+
+
 async def servers_healthy(run: Run, api: Service, inference: Inference) -> None:
     async def answers() -> bool:
         run.check()
@@ -102,7 +96,8 @@ async def servers_healthy(run: Run, api: Service, inference: Inference) -> None:
         except TrajectoryApiError:
             return False
 
-    await wait_until_healthy(api, answers, run.config.api.start_timeout)
+    await wait_until_healthy(partial(run.service, "api"), answers, run.config.api.start_timeout)
+    run.restart_policies["api"].recovers = lambda status: True
     seconds = await inference_healthy(run, inference)
     many = f"{len(inference.urls)} servers " if len(inference.urls) > 1 else ""
     console.print(f"[bold]sglang[/]  {many}up after {seconds:.0f} s; api at {api.url}")
@@ -122,23 +117,29 @@ def start_trainer(run: Run, api: Service, inference: Inference, evaluated: Path 
         "evaluation.evaluated_file": evaluated and str(evaluated),
     }
     run.complete = complete_config(run.composed, run.config, run.directory, addresses)
-    return _start_trainer(run)
+    trainer = _start_trainer(run)
+    run.set_restart_policy(
+        trainer,
+        partial(_restart_trainer, run),
+        run.config.trainer.atropos.max_restarts,
+        kind="trainer",
+        key="trainer.atropos.max_restarts",
+        recovers=partial(_may_restart_trainer, run),
+    )
+    return trainer
 
 
-async def first_version(run: Run, trainer: Service, inference: Inference) -> int:
+async def first_version(run: Run, inference: Inference) -> int:
     """Wait for the trainer's first push and return its version; no environment may start before it."""
 
     async def pushed() -> bool:
         run.check()
-        return await inference.version() is not None
+        nothing_to_train = run.service("trainer").poll() == 0
+        return nothing_to_train or await inference.version() is not None
 
     timeout = run.config.trainer.ray_wait_register_center_timeout + run.config.trainer.atropos.weight_sync.timeout
-    try:
-        seconds = await wait_until_healthy(trainer, pushed, timeout, what="done with its first push of weights")
-    except ServiceFailed:
-        if trainer.poll() != 0:
-            raise
-        seconds = 0.0  # it had nothing left to train
+    trainer = partial(run.service, "trainer")
+    seconds = await wait_until_healthy(trainer, pushed, timeout, what="done with its first push of weights")
     version = await served_version(run, inference)
     console.print(f"[bold]trainer[/] pushed version {version} after {seconds:.0f} s")
     return version

@@ -311,7 +311,7 @@ def run_command(
 
 
 async def wait_until_healthy(
-    service: Service,
+    service: Service | Callable[[], Service],
     check: Callable[[], bool | Awaitable[bool]],
     timeout: float,
     *,
@@ -320,21 +320,23 @@ async def wait_until_healthy(
 ) -> float:
     """Wait until `check()` is true and return the seconds that it took.
 
-    `check` may be a coroutine function. False, an OSError or a TimeoutError mean "not yet"; any other exception
+    `service` may be a function that returns it, if it may be restarted meanwhile. `check` may be a coroutine function.
+    False, an OSError or a TimeoutError mean "not yet"; any other exception
     propagates. The service is not stopped: the caller decides.
 
     Raises:
         ServiceFailed: the process ended, or `timeout` seconds went by.
     """
     begin = time.monotonic()
-    target = f"{what} at {service.url}" if service.url else what
     reason = ""
     while True:
-        if service.poll() is not None:
-            raise service.failure(f"not {target} after {time.monotonic() - begin:.1f} s")
+        current = service() if callable(service) else service
+        target = f"{what} at {current.url}" if current.url else what
+        if current is service and current.poll() is not None:
+            raise current.failure(f"not {target} after {time.monotonic() - begin:.1f} s")
         remaining = begin + timeout - time.monotonic()
         if remaining <= 0:
-            raise service.failure(f"not {target} within {timeout:g} s{reason}")
+            raise current.failure(f"not {target} within {timeout:g} s{reason}")
         try:
             result = check()
             if inspect.isawaitable(result):

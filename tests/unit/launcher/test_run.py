@@ -17,7 +17,7 @@ from recipe.atropos.config.env_specs import environment_specs
 from recipe.atropos.inference.server import SGLangLaunch, sglang_command
 from recipe.atropos.launcher.environment_processes import Environments
 from recipe.atropos.launcher.launch import launch
-from recipe.atropos.launcher.services import Run
+from recipe.atropos.launcher.services import RestartPolicy, Run
 from recipe.atropos.launcher.sglang import Inference, _start_again_from_now_on, plan_servers
 from recipe.atropos.run_dir import RunDir
 from recipe.atropos.utils.files import DiskFull
@@ -63,14 +63,30 @@ def test_a_service_is_started_again_so_many_times_and_then_named(run, capsys):
     for count in (1, 2):
         dead = run.services[0]
         end(dead)
+        deadline = time.monotonic() + 20
         run.check()
+        assert (run.services[0] is dead) is (count == 2), "the second restart waits"
+        while run.services[0] is dead:
+            assert time.monotonic() < deadline
+            run.check()
         assert len(run.services) == 1 and run.services[0].pid != dead.pid
         assert listed(run) == {"sglang": run.services[0].pid}
-        said = capsys.readouterr().out
-        assert said.count("\n") == 1 and f"sglang ended (-9), started again at http://somewhere: {count} of 2" in said
+        *delayed, restarted = capsys.readouterr().out.splitlines()
+        assert delayed == ["sglang ended (-9); it starts again in 1 s"] * (count - 1)
+        assert f"sglang ended (-9), started again at http://somewhere: {count} of 2" in restarted
     end(run.services[0])
     with pytest.raises(ServiceFailed, match="sglang: ended once more after 2 restarts .inference.max_restarts"):
         run.check()
+
+
+def test_a_restart_that_held_is_forgotten(run, monkeypatch):
+    """The delays double only while a service keeps ending soon."""
+    policy, delays = RestartPolicy(lambda: None, 3, "api"), []
+    for lived in (5, 5, 5, 100, 5, 2000):
+        policy.since, policy.delayed_until = time.monotonic() - lived, None
+        delays.append(round(policy.delay()))
+        policy.count += 1
+    assert delays == [0, 1, 2, 0, 1, 0] and policy.count == 1
 
 
 def test_run_dir_full_disk_ends_the_launcher_with_one_error(full_disk, monkeypatch):
