@@ -1,9 +1,5 @@
 """Trackers: what they are sent, and that none of them can end or delay a run."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -70,40 +66,6 @@ def test_a_tracker_that_cannot_start_is_left_out(config, tmp_path, caplog):
         log(trackers, 1, 2, 3)
     assert "trainer.logger=swanlab is left out from now on: ModuleNotFoundError" in caplog.text
     assert len(tracked(tmp_path).Scalars("atropos/mean_score")) == 3
-
-
-RUN = """
-import logging, pathlib, sys, time
-sys.path[:0] = sys.argv[2:]
-from helpers.trainer import compose_config
-from recipe.atropos import tracking
-from test_tracking import log
-folder = pathlib.Path(sys.argv[1])
-tracking._FINISH_SECONDS = 20.0
-options = f"run.dir={folder / 'run'}", "actor_rollout_ref.model.path=/nowhere", "trainer.logger=[wandb,tensorboard]"
-with tracking.Trackers(compose_config(*options), resumed=False) as trackers:
-    log(trackers, 1, 2)
-    deadline = time.monotonic() + 60
-    while not list(folder.glob("wandb/offline-run-*/files/media/table/a_overview/samples_2_*")):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    tracking._end_wandb_process()
-    log(trackers, 3, 4)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(150)
-def test_wandb_without_login_is_offline_and_may_die(config, tmp_path):
-    """Its process is killed in the middle of the run, which goes on, and ends soon."""
-    command = [sys.executable, "-c", RUN, str(tmp_path), *sys.path, str(Path(__file__).parent)]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert run.returncode == 0, run.stderr
-    assert "W&B tracks offline (No API key configured" in run.stderr
-    assert "trainer.logger=wandb is left out from now on" in run.stderr
-    assert len(tracked(tmp_path).Scalars("atropos/mean_score")) == 4
-    (folder,) = tmp_path.glob("wandb/offline-run-*")
-    assert folder.name.endswith((tmp_path / "run/wandb_run").read_text()), "the number that the next start continues"
 
 
 def test_a_resumed_run_keeps_its_wandb_run(config, tmp_path, monkeypatch):

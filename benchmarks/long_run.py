@@ -1,0 +1,148 @@
+"""Does anything grow in a long run? ``python benchmarks/long_run.py [--quick]``
+
+500 steps (``--quick``: 250) of the demonstration, whose rewards are made noisy, so that groups keep a signal after the
+policy has learned the task: one answer in eight gets the opposite score. On the way the trainer, the SGLang server and
+the environment are killed once each, and restarted by the launcher. All processes of the run are measured every few
+seconds. What was measured between steps 100 and 150 is the reference for the last 50 steps:
+
+- memory (proportional set size) grows by less than 5%;
+- open files, threads, and files in shared memory do not grow;
+- the seconds of a step stay as they were (15% are allowed for other work on the machine).
+
+The whole takes about 25 minutes on two idle cores, ``--quick`` half of that.
+"""
+
+import argparse
+import contextlib
+import json
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from recipe.atropos.environments.gsm8k import GSM8kEnv
+from recipe.atropos.run_dir import RunDir
+from recipe.atropos.run_record import read_metrics
+from recipe.atropos.utils.files import RunDirError, read_json
+
+NOISE = 1 / 8  # of the answers get the opposite score
+EVERY = 3.0  # s between two measurements
+FIRST, WIDTH = 100, 50  # steps: the reference begins at FIRST, and both windows have WIDTH
+STEP_SECONDS = 60.0  # the longest that a step, or a restart, may take here
+TARGETS = {"memory": 1.05, "files": 1.0, "threads": 1.0, "shared_memory": 1.0, "step_seconds": 1.15}
+
+
+class NoisyGSM8kEnv(GSM8kEnv):
+    """Word problems of which some answers get the opposite score."""
+
+    name = "noisy"
+
+    async def scores(self, problem: Any, answers: list[str], nodes: list[Any]) -> list[float]:
+        scores = await super().scores(problem, answers, nodes)
+        return [-score if random.random() < NOISE else score for score in scores]
+
+
+def measure(launcher: psutil.Process) -> dict[str, float]:
+    """Return totals over all processes of the run."""
+    totals: dict[str, float] = defaultdict(float)
+    for process in [launcher, *launcher.children(recursive=True)]:
+        with contextlib.suppress(psutil.Error):
+            memory = process.memory_full_info().pss / 2**20
+            files, threads = process.num_fds(), process.num_threads()
+            totals["memory"] += memory
+            totals["files"] += files
+            totals["threads"] += threads
+            totals["processes"] += 1
+    totals["shared_memory"] = sum(1 for _ in Path("/dev/shm").iterdir())
+    return totals
+
+
+def kill(run: Path, prefix: str) -> None:
+    services = read_json(RunDir(run).services, {})
+    for name, service in services.items():
+        if name.startswith(prefix):
+            psutil.Process(service["pid"]).kill()
+            print(f"{name} killed", flush=True)
+            return
+    raise RuntimeError(f"no {prefix} among {list(services)}")
+
+
+def train(run: Path, steps: int) -> list[tuple[int, dict[str, float]]]:
+    """Train; return (step, totals) of each measurement."""
+    options = [
+        *("--preset=demo", f"--steps={steps}", f"--run-dir={run}", f"environment.target={__file__}:NoisyGSM8kEnv"),
+        *("trainer.logger=[console,tensorboard]", "environment.evaluate=false", "trainer.save_freq=25"),
+        "trainer.max_actor_ckpt_to_keep=2",
+    ]
+    kills = {FIRST + WIDTH + 10 * i: prefix for i, prefix in enumerate(("trainer", "sglang", "environment"), 1)}
+    measured = []
+    with open(run.parent / "launcher.log", "ab") as log:
+        launcher = subprocess.Popen(
+            [sys.executable, "-m", "recipe.atropos.launch_services", *options], stdout=log, stderr=log
+        )
+    try:
+        last, changed = 0, time.monotonic() + 240  # the start takes longer
+        while launcher.poll() is None:
+            with contextlib.suppress(RunDirError, psutil.NoSuchProcess):
+                step = max((line["step"] for line in read_metrics(run)), default=0)
+                if step != last:
+                    last, changed = step, max(changed, time.monotonic())
+                if time.monotonic() - changed > STEP_SECONDS:
+                    raise RuntimeError(f"no step after step {last} for {STEP_SECONDS:g} s")
+                for at in [at for at in kills if at <= step]:
+                    kill(run, kills.pop(at))
+                measured.append((step, measure(psutil.Process(launcher.pid))))
+            time.sleep(EVERY)
+        if launcher.returncode:
+            raise RuntimeError(f"the launcher's status is {launcher.returncode}")
+    except BaseException:
+        launcher.terminate()
+        launcher.wait(60)
+        print((run.parent / "launcher.log").read_text()[-5000:])
+        raise
+    return measured
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="half of the steps")
+    steps = 250 if parser.parse_args().quick else 500
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as name:
+        run = Path(name, "run")
+        measured = train(run, steps)
+        lines = read_metrics(run)
+    if [line["step"] for line in lines] != list(range(1, steps + 1)):
+        raise RuntimeError(f"{len(lines)} lines of metrics for {steps} steps")
+
+    def window(first: int) -> dict[str, float]:
+        inside = [totals for step, totals in measured if first <= step < first + WIDTH]
+        values = {key: statistics.median(totals[key] for totals in inside) for key in inside[0]}
+        seconds = [line["timing_s/step"] for line in lines[first - 1 : first - 1 + WIDTH]]
+        return values | {"step_seconds": statistics.median(seconds)}
+
+    reference, end = window(FIRST), window(steps + 1 - WIDTH)
+    signal = statistics.mean(line["atropos/groups"] for line in lines[-WIDTH:])
+    print(f"{'':<16}{f'steps {FIRST} on':>16}{f'last {WIDTH} steps':>16}{'ratio':>8}{'target':>10}")
+    ratios = {}
+    for key, before in reference.items():
+        ratios[key] = end[key] / before if before else 1.0
+        target = f"<= {TARGETS[key]:g}" if key in TARGETS else ""
+        print(f"{key:<16}{before:>16.2f}{end[key]:>16.2f}{ratios[key]:>8.3f}{target:>10}")
+    minutes = (time.monotonic() - began) / 60
+    print(f"{signal:.1f} groups a step at the end; {minutes:.0f} minutes; MiB, numbers, seconds")
+    ok = all(ratios[key] <= target for key, target in TARGETS.items())
+    figures = {f"{key}_ratio": round(ratios[key], 4) for key in TARGETS} | {"memory_mib": round(end["memory"])}
+    print(json.dumps({"name": "long_run", "figures": figures, "targets": TARGETS, "ok": ok}))
+    return 0 if ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
