@@ -20,6 +20,7 @@ LAYERS = (
     ("config",),
     ("checkpoint",),
     ("verl_ext",),
+    ("tracking",),
     ("data",),
     ("trajectory_api",),
     ("data_source", "data.recording", "stock_source"),
