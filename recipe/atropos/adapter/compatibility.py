@@ -7,8 +7,9 @@ from typing import Any
 from atroposlib.envs.base import BaseEnvConfig
 from atroposlib.envs.server_handling.sglang_server import SGLangServer
 
+from recipe.atropos.adapter.recorded_calls import client_of
 from recipe.atropos.errors import EnvironmentFailure
-from recipe.atropos.inference.client import InferenceError, SGLangClient
+from recipe.atropos.inference.client import InferenceError
 
 _ANSWER = 10.0  # s for the server to answer
 _PROBE = "Solve 12 + 7 = 19 \\boxed{19}, naïvely.\n\tdef f(x): return [x] # 日本 🙂"
@@ -52,28 +53,24 @@ async def check_tokenizer(server: SGLangServer, tokenizer: Any, name: str) -> No
         EnvironmentFailure: one of them encodes a probe text differently from the server.
         Inconclusive: the server does not answer, or does not support the request.
     """
-    url = server.config.base_url.removesuffix("/").removesuffix("/v1")
     text = _PROBE
     if getattr(tokenizer, "chat_template", None):
         with contextlib.suppress(Exception):  # some templates need more than one user message
             text = tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False)
     try:
-        async with SGLangClient(url, server.config.api_key or None, timeout=_ANSWER) as client:
+        async with client_of(server, _ANSWER) as client:
             theirs = await client.tokenize(text)
             info = await client.model_info()
     except InferenceError as error:
         raise Inconclusive(str(error), permanent=error.status in (400, 404, 405, 422, 501)) from error
     policy = info.get("tokenizer_path") or info.get("model_path")
-    config = server.config
-    if config.tokenizer_name == "none":
-        handle = ("--openai.model_name", config.model_name)
-    else:
-        handle = ("--openai.tokenizer_name", config.tokenizer_name)
-    for (flag, named), used in ((("--env.tokenizer_name", name), tokenizer), (handle, server.tokenizer)):
+    key = "model_name" if server.config.tokenizer_name == "none" else "tokenizer_name"
+    handle = (f"--openai.{key}", getattr(server.config, key), server.tokenizer)
+    for flag, named, used in (("--env.tokenizer_name", name, tokenizer), handle):
         ours = used.encode(text, add_special_tokens=False)
         if ours != theirs:
             i = next(i for i in count() if ours[i : i + 1] != theirs[i : i + 1])
             raise EnvironmentFailure(
-                f"{flag}={named} is not the tokenizer of the policy at {url}, which is {policy}: they encode a text as "
+                f"{flag}={named} is not the tokenizer of the policy at {client.url}, which is {policy}: they encode a text as "
                 f"{ours[i : i + 5]} and {theirs[i : i + 5]}, from token {i} on; give {flag}={policy}"
             )

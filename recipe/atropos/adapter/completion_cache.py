@@ -46,10 +46,7 @@ def versions_of(meta_info: dict[str, Any]) -> tuple[int, int] | None:
     return min(versions), max(versions)
 
 
-class Item(list["Completion"]):
-    """The completions that were sampled for one item of an environment, by any of its tasks."""
-
-
+Item = list["Completion"]  # those that were sampled for one item of an environment, by any of its tasks
 ITEM: ContextVar[Item | None] = ContextVar("item", default=None)  # of the current task
 
 
@@ -73,6 +70,7 @@ class Completion:
 
     def __post_init__(self) -> None:
         assert len(self.tokens) == len(self.logprobs) >= 1, "a completion has tokens, and a logprob for each"
+        self.stripped = {text.strip() for text in self.texts}
 
 
 class Piece(NamedTuple):
@@ -103,9 +101,9 @@ class _Fit(NamedTuple):
 class _Sought:
     """Further criteria for matching traced tokens; see ``CompletionCache.trace``."""
 
-    logprobs: Sequence[float] | None = None
+    logprobs: Sequence[float] | None = None  # from the considered position on
     prefer: Collection[int] = ()
-    prompt: bool = False  # whether the tokens are a prompt, which may end within a turn
+    prompt: bool = False
 
 
 @dataclass
@@ -115,7 +113,6 @@ class CompletionCache:
     tokenizer: Any
     capacity: int = TRAINING
     _by_prompt: dict[int, deque[Completion]] = field(default_factory=dict)
-    _by_text: dict[str, deque[Completion]] = field(default_factory=dict)
     _order: deque[tuple[Completion, int]] = field(default_factory=deque)
     _size: int = 0
 
@@ -141,8 +138,6 @@ class CompletionCache:
         )
         key = int(keys_of(prompt)[-1])
         self._by_prompt.setdefault(key, deque()).append(completion)
-        for text in _stripped(completion):
-            self._by_text.setdefault(text, deque()).append(completion)
         self._order.append((completion, key))
         self._size += len(prompt) + len(tokens)
         if item is not None:
@@ -154,11 +149,9 @@ class CompletionCache:
     def _forget_oldest(self) -> None:
         oldest, key = self._order.popleft()
         self._size -= len(oldest.prompt) + len(oldest.tokens)
-        places = [(self._by_prompt, key), *((self._by_text, text) for text in _stripped(oldest))]
-        for index, place in places:
-            index[place].popleft()  # each deque is in insertion order
-            if not index[place]:
-                del index[place]
+        self._by_prompt[key].popleft()  # each deque is in insertion order
+        if not self._by_prompt[key]:
+            del self._by_prompt[key]
 
     def __len__(self) -> int:
         return len(self._order)
@@ -189,20 +182,25 @@ class CompletionCache:
 
         ``prefer`` are keys (``key_of``) of sequences; replies that complete one of these are preferred.
         """
-        pieces = self._trace(ids, _Sought(prefer=prefer, prompt=True))
+        pieces = self.trace(ids, None, prefer, prompt=True)
         for piece in pieces:
             if piece.completion is not None:
                 piece.completion.continued = True
         return [token for piece in pieces for token in piece.tokens]
 
-    def trace(self, ids: Sequence[int], logprobs: Sequence[float] | None = None) -> list[Piece]:
+    def trace(
+        self,
+        ids: Sequence[int],
+        logprobs: Sequence[float] | None = None,
+        prefer: Collection[int] = (),
+        prompt: bool = False,
+    ) -> list[Piece]:
         """Split ``ids``, in order, into pieces that were sampled and pieces that were not.
 
         Given ``logprobs`` for ``ids``, choose among replies with the same tokens the one that has the same logprobs.
+        ``prefer``: see ``restore_sampled``; ``prompt``: ``ids`` are a prompt, which may end within a turn.
         """
-        return self._trace(ids, _Sought(logprobs))
-
-    def _trace(self, ids: Sequence[int], sought: _Sought) -> list[Piece]:
+        sought = _Sought(logprobs, prefer, prompt)
         work, origin = [int(token) for token in ids], list(range(len(ids) + 1))  # origin: positions in ids
         pieces: list[Piece] = []
         before: list[int] = []  # all tokens so far, as they were sampled
@@ -253,28 +251,23 @@ class CompletionCache:
         end = next((i for i in range(start, len(work)) if work[i] in self._special), len(work))
         text = self._decode(work[start:end]) if candidates else ""
         for own in (True, False):
-            best = None
+            found = []
             for order, completion in enumerate(candidates):
-                if (completion.item is item) != own:
-                    continue
                 fit = self._fit(completion, work, start, end, text, sought.prompt)
-                if fit is None or fit.end <= start:
+                if (completion.item is item) != own or fit is None or fit.end <= start:
                     continue
                 whole, size, same_tokens = fit.rank
                 if not own and (not whole or fit.rest):
                     continue  # likely a coincidence
-                kept_tokens = completion.tokens[: fit.kept]
+                kept_tokens, kept_logprobs = completion.tokens[: fit.kept], completion.logprobs[: fit.kept].tolist()
                 preferred = bool(sought.prefer) and key_of([*completion.prompt, *kept_tokens]) in sought.prefer
-                given, own_logprobs = sought.logprobs, completion.logprobs[: fit.kept].tolist()
-                same_logprobs = given is not None and list(given[: fit.kept]) == own_logprobs
+                same_logprobs = sought.logprobs is not None and list(sought.logprobs[: fit.kept]) == kept_logprobs
                 # A completion that later prompts contain must be found in what is posted. Use each of the others once.
                 first = -order if own and item is not None else order
                 rank = (whole, size, preferred, same_tokens, same_logprobs)
-                rank += (completion.continued, -completion.posted, first)
-                if best is None or rank > best[0].rank:
-                    best = fit._replace(rank=rank), completion
-            if best is not None:
-                return best
+                found.append((fit._replace(rank=(*rank, completion.continued, -completion.posted, first)), completion))
+            if found:
+                return max(found, key=lambda one: one[0].rank)
         return None
 
     def _fit(
@@ -286,18 +279,18 @@ class CompletionCache:
         cut short, the length of its text, whether its exact tokens follow).
         """
         tokens = completion.tokens.tolist()
-        size = max(map(len, _stripped(completion)))
+        size = max(map(len, completion.stripped))
         if work[start : start + len(tokens)] == tokens:
             return _Fit(start + len(tokens), len(tokens), "", (True, size, True))
         kept = self.unended(tokens)
-        same = text.strip() in _stripped(completion)
-        if same or _same_but_for_spaces(text, completion):
+        same, dense = text.strip() in completion.stripped, "".join(text.split())
+        if same or (dense and any(dense == "".join(known.split()) for known in completion.texts)):
             rank = (True, size if same else 0, False)
             if prompt and end == len(work):
                 return _Fit(end, kept, "", rank) if kept else None
             return _Fit(end + (work[end : end + 1] == tokens[-1:]), len(tokens), "", rank)
         turn = text.lstrip()
-        for known in sorted(_stripped(completion) | {t.lstrip() for t in completion.texts}, key=len, reverse=True):
+        for known in sorted(completion.stripped | {t.lstrip() for t in completion.texts}, key=len, reverse=True):
             if kept and known.strip() and turn.startswith(known):
                 return _Fit(end, kept, turn[len(known) :], (True, len(known.strip()), False))
         if start < end and work[start:end] == tokens[: end - start]:
@@ -318,7 +311,8 @@ class CompletionCache:
         """
         work = [int(token) for token in ids[:end]]
         span = self._decode(work[start:]).strip()
-        same = [c for c in self._by_text.get(span, ()) if c.item is ITEM.get()] if span else []
+        own = ITEM.get() or ()
+        same = [completion for completion in own if span in completion.stripped] if span else []
         best = self._best(same, work, start, _Sought(None if logprobs is None else logprobs[start:]))
         if best is not None and best[0].rank[0] and not best[0].rest:
             fit, completion = best
@@ -327,8 +321,8 @@ class CompletionCache:
         text = self._decode(work[start:turn]).strip()
         parts = [
             (len(part), part, completion)
-            for completion in ITEM.get() or ()
-            for part in _stripped(completion)
+            for completion in own
+            for part in completion.stripped
             if part and len(text) <= 2 * len(part) and (text.endswith(part) or text.startswith(part))
         ]
         if not parts:
@@ -375,15 +369,6 @@ def trained_spans(masks: Sequence[int]) -> Iterator[tuple[int, int]]:
 def key_of(ids: Sequence[int]) -> int:
     """Return a hash of a sequence of tokens."""
     return int(keys_of(ids)[-1])
-
-
-def _stripped(completion: Completion) -> set[str]:
-    return {text.strip() for text in completion.texts}
-
-
-def _same_but_for_spaces(text: str, completion: Completion) -> bool:
-    dense = "".join(text.split())
-    return bool(dense) and any(dense == "".join(known.split()) for known in completion.texts)
 
 
 _powers = np.ones(1, np.uint64)  # powers of _FACTOR, as many as needed so far
