@@ -94,8 +94,7 @@ class AdaptedEnv(CommandLine, Lifecycle, Evaluating):
         for group in as_groups(scored_data):
             try:
                 group = validated(group)
-                for score in group["scores"]:
-                    self.report.observe("score", score)
+                self.report.observe("score", *group["scores"])
                 await self._shape(group)
                 self._restore(group)
                 check_limits(group, self.config, self.max_token_len if abort_on_any_max_length_exceeded else 0)

@@ -1,6 +1,7 @@
 """Check an environment against the trainer and the policy: group size and length, and one tokenizer on both sides."""
 
 import contextlib
+import logging
 from itertools import count
 from typing import Any
 
@@ -11,16 +12,10 @@ from recipe.atropos.adapter.recorded_calls import client_of
 from recipe.atropos.errors import EnvironmentFailure
 from recipe.atropos.inference.client import InferenceError
 
+logger = logging.getLogger(__name__)
+
 _ANSWER = 10.0  # s for the server to answer
 _PROBE = "Solve 12 + 7 = 19 \\boxed{19}, naïvely.\n\tdef f(x): return [x] # 日本 🙂"
-
-
-class Inconclusive(Exception):
-    """The tokenizers cannot be compared yet or, if ``permanent``, not with this server at all."""
-
-    def __init__(self, message: str, permanent: bool):
-        super().__init__(message)
-        self.permanent = permanent
 
 
 def check_sizes(config: BaseEnvConfig, max_token_len: int) -> None:
@@ -46,12 +41,13 @@ def check_sizes(config: BaseEnvConfig, max_token_len: int) -> None:
         )
 
 
-async def check_tokenizer(server: SGLangServer, tokenizer: Any, name: str) -> None:
+async def check_tokenizer(server: SGLangServer, tokenizer: Any, name: str) -> bool:
     """Check the environment's tokenizer, called ``name``, and the server handle's against the policy's.
+
+    Returns False while the server does not answer; with one that does not support the request, only warns.
 
     Raises:
         EnvironmentFailure: one of them encodes a probe text differently from the server.
-        Inconclusive: the server does not answer, or does not support the request.
     """
     text = _PROBE
     if getattr(tokenizer, "chat_template", None):
@@ -62,7 +58,10 @@ async def check_tokenizer(server: SGLangServer, tokenizer: Any, name: str) -> No
             theirs = await client.tokenize(text)
             info = await client.model_info()
     except InferenceError as error:
-        raise Inconclusive(str(error), permanent=error.status in (400, 404, 405, 422, 501)) from error
+        if error.status not in (400, 404, 405, 422, 501):
+            return False
+        logger.warning("tokenizers are not compared: %s", error)
+        return True
     policy = info.get("tokenizer_path") or info.get("model_path")
     key = "model_name" if server.config.tokenizer_name == "none" else "tokenizer_name"
     handle = (f"--openai.{key}", getattr(server.config, key), server.tokenizer)
@@ -71,6 +70,7 @@ async def check_tokenizer(server: SGLangServer, tokenizer: Any, name: str) -> No
         if ours != theirs:
             i = next(i for i in count() if ours[i : i + 1] != theirs[i : i + 1])
             raise EnvironmentFailure(
-                f"{flag}={named} is not the tokenizer of the policy at {client.url}, which is {policy}: they encode a text as "
-                f"{ours[i : i + 5]} and {theirs[i : i + 5]}, from token {i} on; give {flag}={policy}"
+                f"{flag}={named} is not the tokenizer of the policy at {client.url}, which is {policy}: they encode a "
+                f"text as {ours[i : i + 5]} and {theirs[i : i + 5]}, from token {i} on; give {flag}={policy}"
             )
+    return True

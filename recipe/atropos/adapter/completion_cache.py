@@ -18,7 +18,8 @@ A lookup is by a hash of all preceding tokens, computed for every position at on
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,6 +30,8 @@ from recipe.atropos.data.sampling import SamplingParams
 NOT_PUSHED = -1  # a version older than all others: the trainer drops what such weights sampled
 TRAINING = 16_000_000  # capacity in tokens, prompts included; about 20 bytes each
 EVALUATION = 1_000_000
+
+Logprobs = Sequence[float] | None
 
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)  # any odd number that is not small
 
@@ -97,15 +100,6 @@ class _Fit(NamedTuple):
     rank: tuple
 
 
-@dataclass(frozen=True)
-class _Sought:
-    """Further criteria for matching traced tokens; see ``CompletionCache.trace``."""
-
-    logprobs: Sequence[float] | None = None  # from the considered position on
-    prefer: Collection[int] = ()
-    prompt: bool = False
-
-
 @dataclass
 class CompletionCache:
     """The newest completions, up to ``capacity`` tokens with their prompts. ``tokenizer`` is the policy's."""
@@ -158,20 +152,16 @@ class CompletionCache:
 
     # ------------------------------------------------------------------ lookup
 
-    def pieces(
-        self, ids: Sequence[int], masks: Sequence[int], logprobs: Sequence[float] | None = None
-    ) -> Iterator[Piece]:
+    def pieces(self, ids: Sequence[int], masks: Sequence[int], logprobs: Logprobs = None) -> Iterator[Piece]:
         """Yield a posted sequence's pieces by ``trace`` or, for missed trained spans, ``find_in_other_context``."""
         for piece in self.trace(ids, logprobs):
             at = piece.start
-            if piece.completion is None:
-                for start, end in trained_spans(masks[piece.start : piece.end]):
-                    found = self.find_in_other_context(ids, piece.start + start, piece.start + end, logprobs)
-                    if found:
-                        if found[0].start > at:
-                            yield Piece(at, found[0].start, list(ids[at : found[0].start]))
-                        yield from found
-                        at = found[-1].end
+            for start, end in trained_spans(masks[piece.start : piece.end]) if piece.completion is None else ():
+                if found := self.find_in_other_context(ids, piece.start + start, piece.start + end, logprobs):
+                    if found[0].start > at:
+                        yield Piece(at, found[0].start, list(ids[at : found[0].start]))
+                    yield from found
+                    at = found[-1].end
             if at == piece.start:
                 yield piece
             elif at < piece.end:
@@ -189,23 +179,30 @@ class CompletionCache:
         return [token for piece in pieces for token in piece.tokens]
 
     def trace(
-        self,
-        ids: Sequence[int],
-        logprobs: Sequence[float] | None = None,
-        prefer: Collection[int] = (),
-        prompt: bool = False,
+        self, ids: Sequence[int], logprobs: Logprobs = None, prefer: Collection[int] = (), prompt: bool = False
     ) -> list[Piece]:
         """Split ``ids``, in order, into pieces that were sampled and pieces that were not.
 
         Given ``logprobs`` for ``ids``, choose among replies with the same tokens the one that has the same logprobs.
         ``prefer``: see ``restore_sampled``; ``prompt``: ``ids`` are a prompt, which may end within a turn.
         """
-        sought = _Sought(logprobs, prefer, prompt)
         work, origin = [int(token) for token in ids], list(range(len(ids) + 1))  # origin: positions in ids
         pieces: list[Piece] = []
         before: list[int] = []  # all tokens so far, as they were sampled
+
+        def next_from(at: int) -> tuple[int, _Fit, Completion] | None:
+            """Return the first position where a completion fits, and the best one; None if there is none."""
+            for start, key in enumerate(keys_of(work[at:], before).tolist()[:-1], at):
+                if candidates := self._by_prompt.get(key):
+                    context = np.array(before + work[at:start], np.int32)
+                    there = [c for c in candidates if np.array_equal(c.prompt, context)]
+                    given = None if logprobs is None else logprobs[origin[start] :]
+                    if (best := self._best(there, work, start, given, prefer, prompt)) is not None:
+                        return start, *best
+            return None
+
         at = 0
-        while (found := self._next(before, work, at, origin, sought)) is not None:
+        while (found := next_from(at)) is not None:
             start, fit, completion = found
             pieces += _unsampled(work, origin, at, start)
             sampled = completion.tokens[: fit.kept].tolist()
@@ -223,27 +220,16 @@ class CompletionCache:
                     at = 0
         return pieces + _unsampled(work, origin, at, len(work))
 
-    def _next(
-        self, before: list[int], work: list[int], at: int, origin: list[int], sought: _Sought
-    ) -> tuple[int, _Fit, Completion] | None:
-        """Return the first position from ``at`` on where a completion fits, and the best one; None if there is none."""
-        for offset, key in enumerate(keys_of(work[at:], before).tolist()[:-1]):
-            candidates = self._by_prompt.get(key)
-            if candidates is None:
-                continue
-            start = at + offset
-            context = np.array(before + work[at:start], np.int32)
-            there = [c for c in candidates if np.array_equal(c.prompt, context)]
-            given = None if sought.logprobs is None else sought.logprobs[origin[start] :]
-            fit = self._best(there, work, start, replace(sought, logprobs=given))
-            if fit is not None:
-                return start, *fit
-        return None
-
     def _best(
-        self, candidates: Sequence[Completion], work: list[int], start: int, sought: _Sought
+        self,
+        candidates: Sequence[Completion],
+        work: list[int],
+        start: int,
+        given: Logprobs,
+        prefer: Collection[int] = (),
+        prompt: bool = False,
     ) -> tuple[_Fit, Completion] | None:
-        """Return the candidate that fits best from ``start`` on, where the given logprobs begin; None if none fits.
+        """Return the candidate that fits best from ``start`` on, where ``given`` begins; None if none fits.
 
         Those of another item, as when a group is posted later, must fit whole.
         """
@@ -253,15 +239,15 @@ class CompletionCache:
         for own in (True, False):
             found = []
             for order, completion in enumerate(candidates):
-                fit = self._fit(completion, work, start, end, text, sought.prompt)
+                fit = self._fit(completion, work, start, end, text, prompt)
                 if (completion.item is item) != own or fit is None or fit.end <= start:
                     continue
                 whole, size, same_tokens = fit.rank
                 if not own and (not whole or fit.rest):
                     continue  # likely a coincidence
                 kept_tokens, kept_logprobs = completion.tokens[: fit.kept], completion.logprobs[: fit.kept].tolist()
-                preferred = bool(sought.prefer) and key_of([*completion.prompt, *kept_tokens]) in sought.prefer
-                same_logprobs = sought.logprobs is not None and list(sought.logprobs[: fit.kept]) == kept_logprobs
+                preferred = bool(prefer) and key_of([*completion.prompt, *kept_tokens]) in prefer
+                same_logprobs = given is not None and list(given[: fit.kept]) == kept_logprobs
                 # A completion that later prompts contain must be found in what is posted. Use each of the others once.
                 first = -order if own and item is not None else order
                 rank = (whole, size, preferred, same_tokens, same_logprobs)
@@ -301,9 +287,7 @@ class CompletionCache:
         """Return the number of tokens before the end-of-turn token."""
         return len(tokens) - (tokens[-1] in self._special)
 
-    def find_in_other_context(
-        self, ids: Sequence[int], start: int, end: int, logprobs: Sequence[float] | None = None
-    ) -> list[Piece]:
+    def find_in_other_context(self, ids: Sequence[int], start: int, end: int, logprobs: Logprobs = None) -> list[Piece]:
         """Return a span's pieces by a reply that was sampled in another context; [] if there is none.
 
         The reply must be of the same item and have the span's text, or else a text that the span begins or ends with
@@ -313,7 +297,7 @@ class CompletionCache:
         span = self._decode(work[start:]).strip()
         own = ITEM.get() or ()
         same = [completion for completion in own if span in completion.stripped] if span else []
-        best = self._best(same, work, start, _Sought(None if logprobs is None else logprobs[start:]))
+        best = self._best(same, work, start, None if logprobs is None else logprobs[start:])
         if best is not None and best[0].rank[0] and not best[0].rest:
             fit, completion = best
             return [Piece(start, fit.end, completion.tokens[: fit.kept].tolist(), completion, context=False)]
@@ -357,13 +341,11 @@ def _unsampled(work: list[int], origin: list[int], start: int, end: int) -> list
 
 def trained_spans(masks: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Yield (start, end) of each run of positions that are trained on."""
-    start = None
-    for position, mask in enumerate([*masks, IGNORED]):
-        if mask != IGNORED and start is None:
-            start = position
-        elif mask == IGNORED and start is not None:
-            yield start, position
-            start = None
+    end = 0
+    for trained, run in groupby(masks, lambda mask: mask != IGNORED):
+        start, end = end, end + len(list(run))
+        if trained:
+            yield start, end
 
 
 def key_of(ids: Sequence[int]) -> int:

@@ -131,7 +131,6 @@ def server_configs(
 class CommandLine:
     """Mixin of ``AdaptedEnv``; see the module docstring."""
 
-    owns_process = False  # whether its command line runs
     _umask: int | None = None  # the process's own, while a stricter one is set
     only_checked = False  # exit where the environment would be built, with target, class and flags checked
     __openai_flags: dict[str, Any] = {}  # flags that BaseEnv must not see

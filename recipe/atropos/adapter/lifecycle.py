@@ -15,14 +15,14 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, NoReturn
 
 import psutil
 import wandb
 from atroposlib.envs.server_handling.sglang_server import SGLangServer
 
-from recipe.atropos.adapter.compatibility import Inconclusive, check_tokenizer
+from recipe.atropos.adapter.compatibility import check_tokenizer
 from recipe.atropos.adapter.recorded_calls import sglang_servers
 from recipe.atropos.errors import EnvironmentFailure
 
@@ -87,10 +87,7 @@ class Lifecycle:
     """Mixin of ``AdaptedEnv``; see the module docstring."""
 
     owns_process = False  # set by ``cli``: the environment then handles signals and children
-
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        self.__uncompared: list[SGLangServer] = []
+    __uncompared: Sequence[SGLangServer] = ()  # servers whose tokenizer is not known yet
 
     async def setup(self) -> None:
         try:
@@ -171,15 +168,8 @@ class Lifecycle:
                 asked = loop.time()
 
     async def __compare_tokenizers(self) -> None:
-        for server in list(self.__uncompared):
-            try:
-                await check_tokenizer(server, self.tokenizer, self.config.tokenizer_name)
-            except Inconclusive as unknown:
-                if unknown.permanent:
-                    logger.warning("%s: tokenizers are not compared: %s", self.report.name, unknown)
-                    self.__uncompared.remove(server)
-            else:
-                self.__uncompared.remove(server)
+        own = self.tokenizer, self.config.tokenizer_name
+        self.__uncompared = [server for server in self.__uncompared if not await check_tokenizer(server, *own)]
 
     async def __leave(self, code: int) -> None:
         for worker in [*self.workers, *self.eval_workers]:

@@ -253,12 +253,7 @@ def group_of_nodes(nodes: Sequence[Any], scores: Sequence[float]) -> ScoredDataG
         masks=[list(node.masked_tokens) for node in nodes],
         scores=list(scores),
         inference_logprobs=[list(node.logprobs) for node in nodes],
-        advantages=None,
-        ref_logprobs=None,
-        messages=None,
-        overrides=None,
         group_overrides={},  # BaseEnv reads it before it sets its default
-        images=None,
     )
 
 

@@ -26,6 +26,8 @@ from atroposlib.envs.server_handling.server_baseline import APIServer
 from openai.types.chat.chat_completion import ChatCompletion, ChatCompletionMessage, Choice
 from openai.types.completion import Completion, CompletionChoice, CompletionUsage
 
+from recipe.atropos.adapter.shaping import recorded
+
 Messages = list[dict[str, Any]]
 
 _NO_LOGPROB = 1.0
@@ -97,7 +99,7 @@ class Episode:
     """Channel between one rollout, in the event loop's thread, and the code that answers its calls, in any other."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
-        self.made: list[dict[str, Any]] = []  # every ScoredDataGroup, also if the environment then drops it
+        self.made: list[dict[str, Any]] = []  # every ScoredDataGroup, also those that the environment then drops
         self._loop = loop
         self._calls = 0
         self._events: SimpleQueue[Ask | Future[Any]] = SimpleQueue()
@@ -117,7 +119,8 @@ class Episode:
     async def _run(self, rollout: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
         _EPISODE.set(self)
         try:
-            return await rollout()
+            with recorded() as self.made:
+                return await rollout()
         except (SystemExit, KeyboardInterrupt) as error:  # would end the loop, and with it every other episode
             raise RuntimeError(f"the environment ended its process: {error!r}") from error
 
@@ -184,13 +187,8 @@ class Episode:
         return self._ended.wait(timeout)
 
 
-_EPISODE: ContextVar[Episode | None] = ContextVar("episode", default=None)
+_EPISODE: ContextVar[Episode | None] = ContextVar("episode", default=None)  # whose rollout, or task of it, is calling
 _MESSAGES: ContextVar[Messages | None] = ContextVar("messages", default=None)
-
-
-def current_episode() -> Episode | None:
-    """Return the episode whose rollout, or a task of it, is calling; None outside any."""
-    return _EPISODE.get()
 
 
 def watch_managed_calls(manager: Any, watch: Callable[..., Awaitable[Any]]) -> None:
@@ -300,7 +298,7 @@ class OuterPolicyServer(APIServer):
     async def _ask(
         self, call: Mapping[str, Any], messages: Messages | None, prompt: str, prompt_ids: list[int]
     ) -> list[Answer]:
-        episode = current_episode()
+        episode = _EPISODE.get()
         if episode is None:
             raise RuntimeError("the environment called its server outside a rollout, where no policy can answer")
         max_tokens = next((call[key] for key in _LIMITS if call.get(key) is not None), None)
