@@ -30,7 +30,6 @@ from urllib.parse import urlsplit
 import wandb
 from atroposlib.envs.base import BaseEnvConfig, EvalHandlingEnum
 
-from recipe.atropos.adapter.compatibility import check_sizes
 from recipe.atropos.adapter.item_rollouts import ItemRollouts
 from recipe.atropos.adapter.recorded_calls import sglang_servers
 from recipe.atropos.adapter.reporting import PLACE, Place
@@ -66,6 +65,29 @@ class Deadline:
     async def pause(self, what: str) -> None:
         self.check(what)
         await asyncio.sleep(1.0)
+
+
+def check_sizes(config: BaseEnvConfig, max_token_len: int) -> None:
+    """Check an environment's group size and length (tokens) against what the trainer told the Trajectory API, its
+    ``config.batch_size`` and ``max_token_len``; -1 means unknown, and passes.
+
+    Raises:
+        EnvironmentFailure: groups never fill a batch exactly, or sequences may be longer than the trainer accepts.
+    """
+    group_size, batch_size, api_url = config.group_size, config.batch_size, config.rollout_server_url
+    length = config.max_token_length
+    if batch_size > 0 and batch_size % group_size:
+        fitting = ", ".join(str(n) for n in range(2, min(batch_size, 64) + 1) if batch_size % n == 0)
+        raise EnvironmentFailure(
+            f"--env.group_size={group_size}: groups of {group_size} never fill the trainer's batch of {batch_size} "
+            f"sequences exactly (from {api_url}); give one of {fitting}, or change the trainer's batch"
+        )
+    if 0 < max_token_len < length:
+        raise EnvironmentFailure(
+            f"--env.max_token_length={length} is more than the {max_token_len} tokens that the trainer takes "
+            f"(from {api_url}): longer sequences would be dropped; give --env.max_token_length={max_token_len}, or "
+            "raise the trainer's prompt and response lengths"
+        )
 
 
 class PostingEnv(ItemRollouts):

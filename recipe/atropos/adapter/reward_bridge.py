@@ -283,17 +283,6 @@ def read_bridge(path: str | Path) -> RewardBridge:
         raise RewardBridgeError(f"{path}: {error}") from error
 
 
-def as_bridge(given: RewardBridge | Mapping[str, Any] | str | Path) -> RewardBridge:
-    """Return the bridge for a bridge, a block as a mapping, or the path of a YAML file.
-
-    Raises:
-        RewardBridgeError: ``read_bridge`` or ``parse_bridge`` rejects it.
-    """
-    if isinstance(given, RewardBridge):
-        return given
-    return read_bridge(given) if isinstance(given, str | Path) else parse_bridge(given)
-
-
 def _explain(error: Mapping[str, Any], name: str) -> str:
     place, kind = error["loc"], error["type"]
     key = name + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place)
