@@ -137,15 +137,12 @@ class CompletionCache:
         if item is not None:
             item.append(completion)
         while self._size > self.capacity and len(self._order) > 1:
-            self._forget_oldest()
+            oldest, key = self._order.popleft()
+            self._size -= len(oldest.prompt) + len(oldest.tokens)
+            self._by_prompt[key].popleft()  # each deque is in insertion order
+            if not self._by_prompt[key]:
+                del self._by_prompt[key]
         return completion
-
-    def _forget_oldest(self) -> None:
-        oldest, key = self._order.popleft()
-        self._size -= len(oldest.prompt) + len(oldest.tokens)
-        self._by_prompt[key].popleft()  # each deque is in insertion order
-        if not self._by_prompt[key]:
-            del self._by_prompt[key]
 
     def __len__(self) -> int:
         return len(self._order)

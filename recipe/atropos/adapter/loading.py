@@ -70,7 +70,8 @@ def _import_file(path: Path) -> ModuleType:
         if name != "__main__" and getattr(module, "__file__", None) == str(path):
             return module
     _first_on_path(path.parent)
-    levels = _levels_of_relative_imports(path)
+    imports = [node for node in ast.walk(ast.parse(path.read_bytes(), str(path))) if isinstance(node, ast.ImportFrom)]
+    levels = max((node.level for node in imports), default=0)  # dots before a name, 0 if all imports are absolute
     while True:
         try:
             return _import_in_package(path, levels) if levels else _import_script(path)
@@ -99,12 +100,6 @@ def _found_in_checkout(path: Path, name: str) -> bool:
 def _first_on_path(folder: Path) -> None:
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
-
-
-def _levels_of_relative_imports(path: Path) -> int:
-    """Return the largest number of dots in a ``from ...x import y`` of the file; 0 if all imports are absolute."""
-    tree = ast.parse(path.read_bytes(), filename=str(path))
-    return max((node.level for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)), default=0)
 
 
 def _import_script(path: Path) -> ModuleType:

@@ -75,16 +75,15 @@ def check_sizes(config: BaseEnvConfig, max_token_len: int) -> None:
         EnvironmentFailure: groups never fill a batch exactly, or sequences may be longer than the trainer accepts.
     """
     group_size, batch_size, api_url = config.group_size, config.batch_size, config.rollout_server_url
-    length = config.max_token_length
     if batch_size > 0 and batch_size % group_size:
         fitting = ", ".join(str(n) for n in range(2, min(batch_size, 64) + 1) if batch_size % n == 0)
         raise EnvironmentFailure(
             f"--env.group_size={group_size}: groups of {group_size} never fill the trainer's batch of {batch_size} "
             f"sequences exactly (from {api_url}); give one of {fitting}, or change the trainer's batch"
         )
-    if 0 < max_token_len < length:
+    if 0 < max_token_len < config.max_token_length:
         raise EnvironmentFailure(
-            f"--env.max_token_length={length} is more than the {max_token_len} tokens that the trainer takes "
+            f"--env.max_token_length={config.max_token_length} is more than the {max_token_len} tokens that the trainer takes "
             f"(from {api_url}): longer sequences would be dropped; give --env.max_token_length={max_token_len}, or "
             "raise the trainer's prompt and response lengths"
         )

@@ -277,17 +277,13 @@ class RecordingManagedServer(ManagedServer):
         super().reset()
         self._ever.clear()
 
-    def _restored(self, text: str) -> list[int]:
+    def _find_extending_node(self, input_text: str) -> SequenceNode | None:
+        return self._extended(self._compute_input_ids(input_text), self.current_nodes)[0]
+
+    def _compute_input_ids(self, input_text: str, extending_node: SequenceNode | None = None) -> list[int]:
         current = {id(node) for node in self.current_nodes}
         extensible = {key for key, nodes in self._ever.items() if any(id(node) in current for node, _ in nodes)}
-        return self._calls.restore_sampled(self.tokenizer, text, True, extensible)
-
-    def _find_extending_node(self, input_text: str) -> SequenceNode | None:
-        node, _ = self._extended(self._restored(input_text), self.current_nodes)
-        return node
-
-    def _compute_input_ids(self, input_text: str, extending_node: SequenceNode | None) -> list[int]:
-        return self._restored(input_text)
+        return self._calls.restore_sampled(self.tokenizer, input_text, True, extensible)
 
     def _extended(
         self, ids: list[int], among: list[SequenceNode] | None = None

@@ -132,7 +132,8 @@ def restore(
                 count("retokenized")
         own = completion.logprobs.tolist()
         found = list(zip(flags, given or own, own, strict=False))  # a reply that was cut short has more logprobs
-        if any(flag and _valid(other) and abs(other - value) > _OTHER for flag, other, value in found):
+        valid = [(a, b) for flag, a, b in found if flag and isinstance(a, int | float) and -math.inf < a <= 0]
+        if any(abs(a - b) > _OTHER for a, b in valid):
             count("other_logprobs")
         logprobs_here = [value if flag else _NOT_SAMPLED for flag, _, value in found]
         row.add(piece.tokens, flags, logprobs_here, columns)
@@ -157,10 +158,6 @@ def _moved(
     return moved, {"advantages": [*advantages] * len(tokens)}
 
 
-def _valid(logprob: Any) -> bool:
-    return isinstance(logprob, int | float) and -math.inf < logprob <= 0
-
-
 def restore_group(
     cache: CompletionCache, group: dict[str, Any], count: Callable[[str], None], env_name: str | None
 ) -> None:
@@ -173,9 +170,8 @@ def restore_group(
     """
     rows = []
     for i, sequence in enumerate(group["tokens"]):
-        over = {name: _over(group, name, i) for name in ("inference_logprobs", *_PER_TOKEN)}
-        logprobs = over.pop("inference_logprobs")
-        values = {name: column for name, column in over.items() if column is not None}
+        values = {name: column for name in _PER_TOKEN if (column := _over(group, name, i)) is not None}
+        logprobs = _over(group, "inference_logprobs", i)
         rows.append(restore(cache, sequence, group["masks"][i], logprobs, values, count))
     if not any(row.replies for row in rows):
         raise RefusedGroup(Reason.NOT_SAMPLED, f"no reply is known for any token of {len(rows)} sequences")
@@ -259,8 +255,7 @@ def group_of_nodes(nodes: Sequence[Any], scores: Sequence[float]) -> ScoredDataG
 
 def _over(group: ScoredDataGroup, name: str, row: int) -> Sequence | None:
     """Return a per-token field of one sequence; None if it is not given, or not for all of its tokens."""
-    values = group.get(name)
-    column = values[row] if values and len(values) > row else None
+    [column] = (group.get(name) or ())[row : row + 1] or [None]
     return column if hasattr(column, "__len__") and len(column) == len(group["tokens"][row]) else None
 
 

@@ -104,7 +104,8 @@ async def shape(
 
 def check_literals(bridge: RewardBridge, tokenizer: Any) -> None:
     """Raise RewardBridgeError for a literal pattern that can never match because it contains a special token."""
-    for pattern in bridge.literals():
+    parts = [*bridge.format_markers, *filter(None, [bridge.answer_present])]
+    for pattern in [part.pattern for part in parts if not part.regex]:
         if special := [token for token in tokenizer.all_special_tokens if token in pattern]:
             raise RewardBridgeError(
                 f"{KEY}: pattern {pattern!r} can never match: {special[0]!r} is a special token of "
