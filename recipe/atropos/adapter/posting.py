@@ -52,8 +52,8 @@ class Deadline:
         self.limit, self._begun = limit, time.monotonic()
         self._next_log = self._begun + quiet
 
-    def check(self, what: str) -> None:
-        """Raise EnvironmentFailure, with ``what``, once ``limit`` seconds have passed in total."""
+    async def pause(self, what: str, seconds: float = 1.0) -> None:
+        """Sleep; raise EnvironmentFailure, with ``what``, once ``limit`` seconds have passed in total."""
         now = time.monotonic()
         waited = now - self._begun
         if waited > self.limit:
@@ -61,10 +61,7 @@ class Deadline:
         if now >= self._next_log:
             logger.warning("%s; %.0f s so far, of at most %.0f", what, waited, self.limit)
             self._next_log = now + _SAY_AGAIN
-
-    async def pause(self, what: str) -> None:
-        self.check(what)
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(seconds)
 
 
 def check_sizes(config: BaseEnvConfig, max_token_len: int) -> None:
@@ -83,9 +80,9 @@ def check_sizes(config: BaseEnvConfig, max_token_len: int) -> None:
         )
     if 0 < max_token_len < config.max_token_length:
         raise EnvironmentFailure(
-            f"--env.max_token_length={config.max_token_length} is more than the {max_token_len} tokens that the trainer takes "
-            f"(from {api_url}): longer sequences would be dropped; give --env.max_token_length={max_token_len}, or "
-            "raise the trainer's prompt and response lengths"
+            f"--env.max_token_length={config.max_token_length} is more than the {max_token_len} tokens that the trainer "
+            f"takes (from {api_url}): longer sequences would be dropped; give --env.max_token_length={max_token_len}, "
+            "or raise the trainer's prompt and response lengths"
         )
 
 
@@ -284,10 +281,8 @@ class PostingEnv(ItemRollouts):
                 if self.__has_room():
                     return ticket
                 return await api.release(ticket, "cancelled")  # an evaluation has started meanwhile
-            deadline.check(
-                f"{self.report.name} waits for a ticket: {api.lacking}; {len(self.workers)} items run here; if no "
-                "environment's do, look into the trainer's log"
-            )
+            waiting = f"{self.report.name} waits for a ticket: {api.lacking}; {len(self.workers)} items run here"
+            await deadline.pause(f"{waiting}; if no environment's do, look into the trainer's log", 0)
         return None
 
     def __worker_ended(self, item: Any, place: Place, worker: asyncio.Task) -> None:

@@ -18,7 +18,7 @@ training samples use the trainer's.
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, NamedTuple
@@ -82,6 +82,10 @@ class Reply(NamedTuple):
     logprobs: list[float]
     finish: dict[str, Any]
     versions: tuple[int, int] | None  # see ``versions_of``
+
+    @property
+    def brief(self) -> tuple[str, int, str]:
+        return self.text, len(self.tokens), self.finish.get("type", "")
 
 
 class Calls:
@@ -168,8 +172,7 @@ class Calls:
         text = server.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **template)
         ids = self.restore_sampled(server.tokenizer, text, False)
         replies = await self.sample(server, ids, {"max_new_tokens": None, **params}, arguments.get("timeout"))
-        choices = [{"message": {"role": "assistant", "content": reply.text}} for reply in replies]
-        return ChatCompletion.model_validate(_answer(server, "chat.completion", ids, replies, choices))
+        return openai_response(True, server.config.model_name, len(ids), [reply.brief for reply in replies])
 
     async def text(self, server: SGLangServer, plain: Callable, **kwargs: Any) -> TextCompletion:
         arguments = dict(kwargs)
@@ -179,8 +182,7 @@ class Calls:
             return await self._plain(server, plain, [*unknown, "prompt"][0], kwargs)
         ids = self.restore_sampled(server.tokenizer, prompt, True)
         replies = await self.sample(server, ids, {"max_new_tokens": 16, **params}, arguments.get("timeout"))
-        choices = [{"text": reply.text} for reply in replies]
-        return TextCompletion.model_validate(_answer(server, "text_completion", ids, replies, choices))
+        return openai_response(False, server.config.model_name, len(ids), [reply.brief for reply in replies])
 
     async def _plain(self, server: SGLangServer, plain: Callable, why: str, kwargs: dict[str, Any]) -> Any:
         answer, n = None, kwargs.get("n") or 1
@@ -343,17 +345,19 @@ def _template_arguments(kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[st
     return template | (others.pop("chat_template_kwargs", None) or {}), others
 
 
-def _answer(server: SGLangServer, kind: str, ids: list[int], replies: list[Reply], choices: list[dict]) -> dict:
-    """Return an OpenAI response, not yet validated."""
-    count = sum(len(reply.tokens) for reply in replies)
-    return {
+def openai_response(chat: bool, model: str, prompt_tokens: int, replies: Sequence[tuple[str, int, str]]) -> Any:
+    """Return a ChatCompletion, or a Completion, of replies: their text, number of tokens, and finish reason."""
+    tokens = sum(size for _, size, _ in replies)
+    said = [{"message": {"role": "assistant", "content": text}} if chat else {"text": text} for text, _, _ in replies]
+    answer = {
         "id": uuid.uuid4().hex,
         "created": int(time.time()),
-        "model": server.config.model_name,
-        "object": kind,
+        "model": model,
+        "object": "chat.completion" if chat else "text_completion",
         "choices": [
-            {"index": index, "finish_reason": reply.finish.get("type", ""), "logprobs": None, **choice}
-            for index, (reply, choice) in enumerate(zip(replies, choices, strict=True))
+            {"index": index, "finish_reason": reason, "logprobs": None, **said[index]}
+            for index, (_, _, reason) in enumerate(replies)
         ],
-        "usage": {"prompt_tokens": len(ids), "completion_tokens": count, "total_tokens": len(ids) + count},
+        "usage": {"prompt_tokens": prompt_tokens, "completion_tokens": tokens, "total_tokens": prompt_tokens + tokens},
     }
+    return (ChatCompletion if chat else TextCompletion).model_validate(answer)

@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import functools
 import time
-import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextvars import ContextVar
@@ -23,9 +22,10 @@ from threading import Event
 from typing import Any
 
 from atroposlib.envs.server_handling.server_baseline import APIServer
-from openai.types.chat.chat_completion import ChatCompletion, ChatCompletionMessage, Choice
-from openai.types.completion import Completion, CompletionChoice, CompletionUsage
+from openai.types.chat import ChatCompletion
+from openai.types.completion import Completion
 
+from recipe.atropos.adapter.recorded_calls import openai_response
 from recipe.atropos.adapter.shaping import recorded
 
 Messages = list[dict[str, Any]]
@@ -250,24 +250,14 @@ class OuterPolicyServer(APIServer):
         )
         prompt_ids = self.tokenizer.encode(prompt, add_special_tokens=False)
         answers = await self._ask(kwargs, messages, prompt, prompt_ids)
-        choices = [
-            Choice(
-                index=i,
-                finish_reason=answer.finish_reason,
-                message=ChatCompletionMessage(role="assistant", content=answer.text),
-            )
-            for i, answer in enumerate(answers)
-        ]
-        return ChatCompletion(object="chat.completion", choices=choices, **self._envelope(prompt_ids, answers))
+        found = [(answer.text, len(answer.token_ids), answer.finish_reason) for answer in answers]
+        return openai_response(True, self.config.model_name, len(prompt_ids), found)
 
     async def _completion_wrapper(self, **kwargs: Any) -> Completion:
         prompt, prompt_ids = self._prompt(kwargs)
         answers = await self._ask(kwargs, None, prompt, prompt_ids)
-        choices = [
-            CompletionChoice(index=i, finish_reason=answer.finish_reason, text=answer.text)
-            for i, answer in enumerate(answers)
-        ]
-        return Completion(object="text_completion", choices=choices, **self._envelope(prompt_ids, answers))
+        found = [(answer.text, len(answer.token_ids), answer.finish_reason) for answer in answers]
+        return openai_response(False, self.config.model_name, len(prompt_ids), found)
 
     async def _tokens_and_logprobs_completion_wrapper(self, **kwargs: Any) -> tuple[list, list, list, list]:
         prompt, prompt_ids = self._prompt(kwargs)
@@ -313,10 +303,3 @@ class OuterPolicyServer(APIServer):
             stop=self._stop(call.get("stop")),
             sampling={key: value for key, value in call.items() if key not in _NOT_SAMPLING},
         )
-
-    def _envelope(self, prompt_ids: list[int], answers: Sequence[Answer]) -> dict[str, Any]:
-        tokens = sum(len(answer.token_ids) for answer in answers)
-        usage = CompletionUsage(
-            prompt_tokens=len(prompt_ids), completion_tokens=tokens, total_tokens=len(prompt_ids) + tokens
-        )
-        return {"id": str(uuid.uuid4()), "created": int(time.time()), "model": self.config.model_name, "usage": usage}
