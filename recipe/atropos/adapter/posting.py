@@ -80,9 +80,9 @@ def check_sizes(config: BaseEnvConfig, max_token_len: int) -> None:
         )
     if 0 < max_token_len < config.max_token_length:
         raise EnvironmentFailure(
-            f"--env.max_token_length={config.max_token_length} is more than the {max_token_len} tokens that the trainer "
-            f"takes (from {api_url}): longer sequences would be dropped; give --env.max_token_length={max_token_len}, "
-            "or raise the trainer's prompt and response lengths"
+            f"--env.max_token_length={config.max_token_length} is more than the {max_token_len} tokens that the "
+            f"trainer takes (from {api_url}): longer sequences would be dropped; give --env.max_token_length="
+            f"{max_token_len}, or raise the trainer's prompt and response lengths"
         )
 
 

@@ -208,8 +208,7 @@ def record_all_calls(manager: Any, tokenizer: Any, count: Callable[[str, int], N
         server._chat_completion_wrapper = partial(calls.chat, server, server._chat_completion_wrapper)
         server._completion_wrapper = partial(calls.text, server, server._completion_wrapper)
     for target in (manager, *servers):
-        for name in ("chat_completion", "completion", "tokens_and_logprobs_completion"):
-            setattr(target, name, partial(_called, getattr(target, name)))
+        _unwrap_errors(target, "chat_completion", "completion", "tokens_and_logprobs_completion")
     manager.managed_server = partial(_managed_server, manager.managed_server, calls)
     return calls
 
@@ -234,6 +233,11 @@ def cause_of(error: BaseException) -> BaseException:
             error = error.exceptions[0]
         else:
             return error
+
+
+def _unwrap_errors(target: Any, *names: str) -> None:
+    for name in names:
+        setattr(target, name, partial(_called, getattr(target, name)))
 
 
 async def _called(call: Callable[..., Awaitable[Any]], **kwargs: Any) -> Any:
@@ -268,12 +272,7 @@ class RecordingManagedServer(ManagedServer):
     def begin(self, calls: Calls) -> None:
         self._calls = calls
         self._ever: dict[int, list[tuple[SequenceNode, int]]] = {}  # nodes and prefix lengths, by the prefix's hash
-
-    async def chat_completion(self, **kwargs: Any) -> ChatCompletion:
-        return await _called(super().chat_completion, **kwargs)
-
-    async def completion(self, **kwargs: Any) -> TextCompletion:
-        return await _called(super().completion, **kwargs)
+        _unwrap_errors(self, "chat_completion", "completion")
 
     def reset(self) -> None:
         super().reset()
