@@ -83,10 +83,6 @@ class Reply(NamedTuple):
     finish: dict[str, Any]
     versions: tuple[int, int] | None  # see ``versions_of``
 
-    @property
-    def brief(self) -> tuple[str, int, str]:
-        return self.text, len(self.tokens), self.finish.get("type", "")
-
 
 class Calls:
     """The calls of one environment. ``count`` takes the name of an event and a number."""
@@ -170,9 +166,8 @@ class Calls:
         if messages[-1].get("role") == "assistant":
             messages[-1]["role"] = "user"
         text = server.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **template)
-        ids = self.restore_sampled(server.tokenizer, text, False)
-        replies = await self.sample(server, ids, {"max_new_tokens": None, **params}, arguments.get("timeout"))
-        return openai_response(True, server.config.model_name, len(ids), [reply.brief for reply in replies])
+        params = {"max_new_tokens": None, **params}
+        return await self._respond(True, server, text, params, arguments.get("timeout"))
 
     async def text(self, server: SGLangServer, plain: Callable, **kwargs: Any) -> TextCompletion:
         arguments = dict(kwargs)
@@ -180,9 +175,15 @@ class Calls:
         params, unknown = sampling_params(arguments)
         if unknown or not isinstance(prompt, str):
             return await self._plain(server, plain, [*unknown, "prompt"][0], kwargs)
-        ids = self.restore_sampled(server.tokenizer, prompt, True)
-        replies = await self.sample(server, ids, {"max_new_tokens": 16, **params}, arguments.get("timeout"))
-        return openai_response(False, server.config.model_name, len(ids), [reply.brief for reply in replies])
+        return await self._respond(False, server, prompt, {"max_new_tokens": 16, **params}, arguments.get("timeout"))
+
+    async def _respond(
+        self, chat: bool, server: SGLangServer, text: str, params: dict[str, Any], timeout: float | None
+    ) -> Any:
+        ids = self.restore_sampled(server.tokenizer, text, special=not chat)
+        replies = await self.sample(server, ids, params, timeout)
+        brief = [(reply.text, len(reply.tokens), reply.finish.get("type", "")) for reply in replies]
+        return openai_response(chat, server.config.model_name, len(ids), brief)
 
     async def _plain(self, server: SGLangServer, plain: Callable, why: str, kwargs: dict[str, Any]) -> Any:
         answer, n = None, kwargs.get("n") or 1
