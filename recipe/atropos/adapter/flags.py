@@ -56,15 +56,14 @@ def take_flag(arguments: list[str], flag: str) -> str | None:
         UsageError: the flag is there without a value.
     """
     for i, argument in enumerate(arguments):
-        if argument == flag:
-            if i + 1 == len(arguments) or arguments[i + 1].startswith("--"):
-                raise UsageError(f"{flag} needs a value")
-            value = arguments[i + 1]
-            del arguments[i : i + 2]
+        name, joined, value = argument.partition("=")
+        if name == flag:
+            if not joined:
+                [value] = arguments[i + 1 : i + 2] or ["--"]
+                if value.startswith("--"):
+                    raise UsageError(f"{flag} needs a value")
+            del arguments[i : i + (1 if joined else 2)]
             return value
-        if argument.startswith(f"{flag}="):
-            del arguments[i]
-            return argument.partition("=")[2]
     return None
 
 
@@ -112,20 +111,18 @@ def server_configs(
     The second value: the flags are already applied, and BaseEnv must not see them, since it rejects them for several.
     """
     in_file = isinstance(yaml_servers, dict) or len(yaml_servers or []) == 1
-    if isinstance(default, list):
-        several = default
-    elif isinstance(default, APIServerConfig):
+    if isinstance(default, APIServerConfig):
         return [default], False
-    elif not flags and not yaml_servers:
-        return default, False
-    else:
+    if isinstance(default, ServerBaseline):
+        if not flags and not yaml_servers:
+            return default, False
         url, rest = "http://localhost:{}/v1", default.model_dump()
-        several = [APIServerConfig(**rest, base_url=url.format(port), api_key="x") for port in _BASELINE_PORTS]
-    if len(several) < 2 or in_file or "base_url" in flags:
-        return several[:1], False
+        default = [APIServerConfig(**rest, base_url=url.format(port), api_key="x") for port in _BASELINE_PORTS]
+    if len(default) < 2 or in_file or "base_url" in flags:
+        return default[:1], False
     if not flags or yaml_servers:
-        return several, False
-    return [type(config)(**(config.model_dump() | flags)) for config in several], True
+        return default, False
+    return [type(config)(**(config.model_dump() | flags)) for config in default], True
 
 
 class CommandLine:

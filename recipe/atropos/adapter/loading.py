@@ -39,12 +39,8 @@ def load_environment(target: str) -> type[BaseEnv]:
             lacking = ", ".join(sorted(found.__abstractmethods__))
             raise EnvironmentTargetError(f"{target}: {name} is no whole environment: it lacks {lacking}")
         return found
-    own = [
-        value
-        for value in vars(module).values()
-        if isinstance(value, type) and issubclass(value, BaseEnv) and value.__module__ == module.__name__
-    ]
-    whole = [environment for environment in own if not inspect.isabstract(environment)]
+    classes = [value for value in vars(module).values() if isinstance(value, type) and issubclass(value, BaseEnv)]
+    whole = [cls for cls in classes if cls.__module__ == module.__name__ and not inspect.isabstract(cls)]
     if len(whole) != 1:
         names = ", ".join(dict.fromkeys(environment.__name__ for environment in whole)) or "none"
         raise EnvironmentTargetError(f"{target}: give {place}:CLASS; environments that it defines: {names}")
