@@ -15,6 +15,7 @@ from typing import Literal
 
 import orjson
 
+from recipe.atropos.config.models import looks_local
 from recipe.atropos.errors import AtroposError
 
 Row = dict[str, str]
@@ -144,7 +145,7 @@ def load_problems(
     if dataset in GENERATED:
         return generate(split, size or 4096, seed, dataset)
     path = Path(dataset).expanduser()
-    if path.exists() or _only_a_path(dataset):
+    if looks_local(dataset) or dataset.endswith(".jsonl"):
         return _read_jsonl(_local_file(path, split, config))[:size]
     import datasets
 
@@ -157,10 +158,6 @@ def load_problems(
             f"problems, dataset_name={SYNTHETIC}"
         ) from error
     return [_checked(row, f"{dataset} row {i}") for i, row in enumerate(rows)]
-
-
-def _only_a_path(dataset: str) -> bool:
-    return dataset.startswith((".", "/", "~")) or dataset.endswith(".jsonl") or dataset.count("/") > 1
 
 
 def _local_file(path: Path, split: str, config: str | None) -> Path:

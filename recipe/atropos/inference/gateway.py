@@ -290,12 +290,6 @@ def _error(status: int, message: str) -> web.Response:
     return _json({"error": {"message": f"gateway: {message}", "code": status}}, status)
 
 
-def _allow_many_connections() -> None:
-    """Raise the limit on open files: each request holds two, and at the limit every server would look dead."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m recipe.atropos.inference.gateway",
@@ -307,7 +301,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--max-wait", type=float, default=600.0, help="seconds that a request may wait for a server")
     options = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    _allow_many_connections()
+    # Each request holds two open files, and at their limit every server would look dead.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
     async def app() -> web.Application:
         urls = [url for url in options.servers.split(",") if url]

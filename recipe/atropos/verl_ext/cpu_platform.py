@@ -27,10 +27,6 @@ from recipe.atropos.utils.gpus import driver_gpus
 _RAY_VARIABLES = ("RAY_ADDRESS", "RAY_RAYLET_PID")  # set in a driver that joins a cluster; set in a worker
 
 
-def _in_a_cluster() -> bool:
-    return any(os.environ.get(name) for name in _RAY_VARIABLES)
-
-
 class _DeviceId(str):
     """The current device. verl passes it to ``Tensor.to`` and also formats it into ``f"{device_name}:{id}"``."""
 
@@ -87,7 +83,7 @@ class PlatformCPU(PlatformBase):
     cudart = _always(None)
 
     def is_platform_available(self, use_smi_check: bool = False) -> bool:
-        if driver_gpus() or _in_a_cluster():
+        if driver_gpus() or any(os.environ.get(name) for name in _RAY_VARIABLES):
             return False
         others = (name for name in PlatformRegistry.registered_names() if name != "cpu")
         return not any(PlatformRegistry.get(name)().is_platform_available(use_smi_check) for name in others)
