@@ -112,7 +112,7 @@ class CompletionCache:
 
     def __post_init__(self) -> None:
         added = getattr(self.tokenizer, "added_tokens_decoder", {})
-        self._special = frozenset(self.tokenizer.all_special_ids) | {i for i, token in added.items() if token.special}
+        self.special = frozenset(self.tokenizer.all_special_ids) | {i for i, token in added.items() if token.special}
 
     # ------------------------------------------------------------------ storage
 
@@ -231,7 +231,7 @@ class CompletionCache:
         Those of another item, as when a group is posted later, must fit whole.
         """
         item = ITEM.get()
-        end = next((i for i in range(start, len(work)) if work[i] in self._special), len(work))
+        end = next((i for i in range(start, len(work)) if work[i] in self.special), len(work))
         text = self._decode(work[start:end]) if candidates else ""
         for own in (True, False):
             found = []
@@ -282,7 +282,7 @@ class CompletionCache:
 
     def unended(self, tokens: list[int]) -> int:
         """Return the number of tokens before the end-of-turn token."""
-        return len(tokens) - (tokens[-1] in self._special)
+        return len(tokens) - (tokens[-1] in self.special)
 
     def find_in_other_context(self, ids: Sequence[int], start: int, end: int, logprobs: Logprobs = None) -> list[Piece]:
         """Return a span's pieces by a reply that was sampled in another context; [] if there is none.
@@ -298,7 +298,7 @@ class CompletionCache:
         if best is not None and best[0].rank[0] and not best[0].rest:
             fit, completion = best
             return [Piece(start, fit.end, completion.tokens[: fit.kept].tolist(), completion, context=False)]
-        turn = next((i for i in range(start, end) if work[i] in self._special), end)
+        turn = next((i for i in range(start, end) if work[i] in self.special), end)
         text = self._decode(work[start:turn]).strip()
         parts = [
             (len(part), part, completion)
@@ -321,9 +321,6 @@ class CompletionCache:
     def is_template(self, tokens: Sequence[int]) -> bool:
         """Return whether ``tokens`` are only what templates add around text: special tokens and whitespace."""
         return not self._decode(tokens).strip()
-
-    def is_special(self, token: int) -> bool:
-        return token in self._special
 
     def _decode(self, tokens: Sequence[int]) -> str:
         return self.tokenizer.decode(list(tokens), skip_special_tokens=True)

@@ -257,7 +257,8 @@ async def _managed_server(original: Callable, calls: Calls, *args: Any, **kwargs
     async with original(*args, **kwargs) as managed:
         if type(managed) is ManagedServer and isinstance(managed.server, SGLangServer):
             managed.__class__ = RecordingManagedServer
-            managed.begin(calls)
+            managed._calls, managed._ever = calls, {}
+            _unwrap_errors(managed, "chat_completion", "completion")
         yield managed
 
 
@@ -270,10 +271,8 @@ class RecordingManagedServer(ManagedServer):
     Tree mode is not fixed: no environment's manager provides it.
     """
 
-    def begin(self, calls: Calls) -> None:
-        self._calls = calls
-        self._ever: dict[int, list[tuple[SequenceNode, int]]] = {}  # nodes and prefix lengths, by the prefix's hash
-        _unwrap_errors(self, "chat_completion", "completion")
+    _calls: Calls
+    _ever: dict[int, list[tuple[SequenceNode, int]]]  # nodes and prefix lengths, by the prefix's hash
 
     def reset(self) -> None:
         super().reset()

@@ -144,11 +144,11 @@ def _moved(
     cache: CompletionCache, tokens: list[int], posted: list[int], flags: list[bool], columns: dict[str, list]
 ) -> tuple[list[bool], dict[str, list]] | None:
     """Return flags and values for sampled ``tokens`` that replace ``posted``; None if they cannot be carried over."""
-    content = {flag for token, flag in zip(posted, flags, strict=False) if not cache.is_special(token)} or set(flags)
+    content = {flag for token, flag in zip(posted, flags, strict=False) if token not in cache.special} or set(flags)
     if len(content) > 1:
         return None
     moved = [*content] * len(tokens)
-    if posted and cache.is_special(tokens[-1]) and cache.is_special(posted[-1]):
+    if posted and tokens[-1] in cache.special and posted[-1] in cache.special:
         moved[-1] = flags[-1]
     if not any(moved) or not columns:
         return moved, {}

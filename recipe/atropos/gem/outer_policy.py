@@ -249,15 +249,11 @@ class OuterPolicyServer(APIServer):
             add_generation_prompt=not messages or messages[-1]["role"] != "assistant",
         )
         prompt_ids = self.tokenizer.encode(prompt, add_special_tokens=False)
-        answers = await self._ask(kwargs, messages, prompt, prompt_ids)
-        found = [(answer.text, len(answer.token_ids), answer.finish_reason) for answer in answers]
-        return openai_response(True, self.config.model_name, len(prompt_ids), found)
+        return self._response(True, prompt_ids, await self._ask(kwargs, messages, prompt, prompt_ids))
 
     async def _completion_wrapper(self, **kwargs: Any) -> Completion:
         prompt, prompt_ids = self._prompt(kwargs)
-        answers = await self._ask(kwargs, None, prompt, prompt_ids)
-        found = [(answer.text, len(answer.token_ids), answer.finish_reason) for answer in answers]
-        return openai_response(False, self.config.model_name, len(prompt_ids), found)
+        return self._response(False, prompt_ids, await self._ask(kwargs, None, prompt, prompt_ids))
 
     async def _tokens_and_logprobs_completion_wrapper(self, **kwargs: Any) -> tuple[list, list, list, list]:
         prompt, prompt_ids = self._prompt(kwargs)
@@ -268,6 +264,10 @@ class OuterPolicyServer(APIServer):
             [[_NO_LOGPROB] * len(answer.token_ids) for answer in answers],
             [{"type": answer.finish_reason} for answer in answers],
         )
+
+    def _response(self, chat: bool, prompt_ids: list[int], answers: Sequence[Answer]) -> Any:
+        found = [(answer.text, len(answer.token_ids), answer.finish_reason) for answer in answers]
+        return openai_response(chat, self.config.model_name, len(prompt_ids), found)
 
     def _prompt(self, call: Mapping[str, Any]) -> tuple[str, list[int]]:
         """Return text and ids, from whichever the call has; if it has both, the ids are those of the text.

@@ -171,7 +171,7 @@ class Gateway:
                     return web.Response(status=upstream.status, reason=upstream.reason, headers=headers, body=content)
                 response = web.StreamResponse(status=upstream.status, reason=upstream.reason, headers=headers)
                 await _to_client(response.prepare(request))
-                pieces = _pieces(upstream)
+                pieces = upstream.content.iter_any()
                 async for piece in policy.stamped_lines(pieces) if policy else pieces:
                     await _to_client(response.write(piece))
                 await _to_client(response.write_eof())
@@ -262,11 +262,6 @@ def _is_stream(reply: aiohttp.ClientResponse) -> bool:
     if reply.content_type == "text/event-stream":
         return True
     return reply.content_length is None and reply.content_type != "application/json"
-
-
-async def _pieces(reply: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    while piece := await reply.content.readany():
-        yield piece
 
 
 async def _to_client(action: Awaitable[object]) -> None:

@@ -12,8 +12,8 @@ verl itself is still being imported.
 """
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -73,6 +73,8 @@ class PlatformCPU(PlatformBase):
     device_module = property(lambda self: self._module)
     is_available = _always(True)
     device_count = _always(1)
+    current_device = _always(_DeviceId("cpu"))
+    manual_seed = manual_seed_all = staticmethod(torch.manual_seed)
     get_device_capability = _always((None, None))
     communication_backend_name = _always("gloo")
     visible_devices_envvar = _always("CUDA_VISIBLE_DEVICES")
@@ -81,24 +83,13 @@ class PlatformCPU(PlatformBase):
     # Only accelerators need these.
     set_device = synchronize = set_allocator_settings = empty_cache = profiler_start = profiler_stop = _always(None)
     cudart = _always(None)
+    nvtx_range = _always(nullcontext())
 
     def is_platform_available(self, use_smi_check: bool = False) -> bool:
         if driver_gpus() or any(os.environ.get(name) for name in _RAY_VARIABLES):
             return False
         others = (name for name in PlatformRegistry.registered_names() if name != "cpu")
         return not any(PlatformRegistry.get(name)().is_platform_available(use_smi_check) for name in others)
-
-    def current_device(self) -> str:
-        return _DeviceId("cpu")
-
-    def manual_seed(self, seed: int) -> None:
-        torch.manual_seed(seed)
-
-    manual_seed_all = manual_seed
-
-    @contextmanager
-    def nvtx_range(self, msg: str) -> Iterator[None]:
-        yield
 
     def ray_noset_envvars(self) -> list[str]:
         return []
