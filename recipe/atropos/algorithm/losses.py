@@ -124,14 +124,18 @@ def compute_advantage_weighted_sft_loss(
 
 @dataclass(frozen=True)
 class DistillationConfig:
-    """``trainer.atropos.distillation``, which ``config.schema`` has validated: the weight of KL(teacher || policy), and
-    whether the policy loss is kept.
-    """
+    """``trainer.atropos.distillation``: the weight of KL(teacher || policy), and whether the policy loss is kept."""
 
     loss_coef: float = 0.0
     use_policy_loss: bool = True
 
     def __post_init__(self) -> None:
+        if not isinstance(self.loss_coef, int | float) or not 0 <= self.loss_coef < float("inf"):
+            raise ValueError(f"trainer.atropos.distillation.loss_coef={self.loss_coef!r}: give a number from 0 upwards")
+        if not isinstance(self.use_policy_loss, bool):
+            raise ValueError(
+                f"trainer.atropos.distillation.use_policy_loss={self.use_policy_loss!r}: give true or false"
+            )
         if not (self.enabled or self.use_policy_loss):
             raise ValueError(
                 "trainer.atropos.distillation.use_policy_loss=false leaves no loss at loss_coef=0; give a loss_coef"
@@ -143,7 +147,7 @@ class DistillationConfig:
 
     @classmethod
     def from_config(cls, values: Mapping[str, Any]) -> "DistillationConfig":
-        """Build from ``values``; raise ValueError that names the key if no loss is left."""
+        """Build from ``values``; raise ValueError or TypeError that names the key."""
         return cls(**values)
 
 
