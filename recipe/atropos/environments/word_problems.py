@@ -162,14 +162,12 @@ def load_problems(
 
 def _local_file(path: Path, split: str, config: str | None) -> Path:
     candidates = [path] if path.is_file() else [path / f"{split}.jsonl", path / (config or "") / f"{split}.jsonl"]
-    for candidate in candidates:
-        if candidate.is_file():
-            return candidate
-    wanted = " or ".join(str(candidate) for candidate in candidates)
-    raise FileNotFoundError(
-        f"dataset {str(path)!r}: no {wanted}; give a GSM8K .jsonl file or folder, a name on the hub, or "
-        f"one of {', '.join(GENERATED)}"
-    )
+    if (found := next(filter(Path.is_file, candidates), None)) is None:
+        raise FileNotFoundError(
+            f"dataset {str(path)!r}: no {' or '.join(map(str, candidates))}; give a GSM8K .jsonl file or folder, a "
+            f"name on the hub, or one of {', '.join(GENERATED)}"
+        )
+    return found
 
 
 def _read_jsonl(file: Path) -> list[Row]:
