@@ -8,6 +8,7 @@ import contextlib
 import sys
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -34,10 +35,10 @@ class _RecordedGroup(dict):
             groups.append(self)
 
 
-def record_groups() -> None:
-    """Replace ``ScoredDataGroup`` in every module that has imported it."""
+def record_groups(*others: ModuleType) -> None:
+    """Replace ``ScoredDataGroup`` in every module that has imported it, but in ``others``."""
     for module in list(sys.modules.values()):
-        if getattr(module, "__dict__", {}).get("ScoredDataGroup") is _ORIGINAL:
+        if module not in others and getattr(module, "__dict__", {}).get("ScoredDataGroup") is _ORIGINAL:
             module.ScoredDataGroup = _RecordedGroup
 
 
