@@ -169,9 +169,11 @@ class RunDir:
                     say(f"waiting for what was started by {holder}, which is gone")
                     logged = True
             time.sleep(_LOCK_POLL_SECONDS)
+        command = Path(sys.argv[0]).stem or "python"
+        holder = _Holder(os.getpid(), socket.gethostname(), command, psutil.Process().create_time())
         with disk_errors(self.lock_file):
             os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, orjson.dumps(_Holder.this_process()), 0)
+            os.pwrite(descriptor, orjson.dumps(holder), 0)
 
 
 @dataclass(frozen=True)
@@ -182,11 +184,6 @@ class _Holder:
     host: str
     command: str
     started: float
-
-    @classmethod
-    def this_process(cls) -> "_Holder":
-        command = Path(sys.argv[0]).stem or "python"
-        return cls(os.getpid(), socket.gethostname(), command, psutil.Process().create_time())
 
     @classmethod
     def read(cls, descriptor: int) -> "_Holder | None":

@@ -158,11 +158,6 @@ class TrajectoryApi:
         self._config = config
         self._events = Counter() if events is None else events
 
-    @classmethod
-    def once(cls, url: str, timeout: float = 10.0) -> "TrajectoryApi":
-        """Return a client that makes a single attempt of ``timeout`` seconds."""
-        return cls(DataSourceConfig(url, timeout=timeout, retry_attempts=1))
-
     async def __aenter__(self) -> "TrajectoryApi":
         # No compression: it costs the API more time than it saves on the loopback or a cluster's network.
         self._session = aiohttp.ClientSession(headers={"Accept-Encoding": "identity"})
@@ -258,7 +253,7 @@ async def _reset(api: TrajectoryApi) -> None:
 async def diagnose(api_url: str, batch_size: int) -> str:
     """Return one sentence on why no batch arrives: whether API or environments do not respond, or what mismatches."""
     try:
-        async with TrajectoryApi.once(api_url) as api:
+        async with TrajectoryApi(DataSourceConfig(api_url, timeout=10.0, retry_attempts=1)) as api:
             status = await api.get("/status")
             latest = await api.get("/latest_example")
             environments = await api.knows_environment(0)

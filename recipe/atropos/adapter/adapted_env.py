@@ -16,7 +16,6 @@ from typing import Any
 from atroposlib.envs.base import BaseEnv
 
 from recipe.atropos.adapter.completion_cache import ITEM, Item
-from recipe.atropos.adapter.evaluate_metrics import Evaluating
 from recipe.atropos.adapter.flags import CommandLine
 from recipe.atropos.adapter.lifecycle import Lifecycle
 from recipe.atropos.adapter.posting import PostingEnv
@@ -33,7 +32,7 @@ from recipe.atropos.data.reasons import RefusedGroup
 logger = logging.getLogger(__name__)
 
 
-class AdaptedEnv(CommandLine, Lifecycle, Evaluating):
+class AdaptedEnv(CommandLine, Lifecycle):
     """Mixin; must precede a ``BaseEnv`` in the MRO, and be followed by ``PostingEnv``: see ``adapt``."""
 
     reward_bridge: RewardBridge | None = None
@@ -94,8 +93,7 @@ class AdaptedEnv(CommandLine, Lifecycle, Evaluating):
         for group in as_groups(scored_data):
             try:
                 group = validated(group)
-                for score in group["scores"]:
-                    self.report.observe("score", score)
+                self.report.observe("score", *group["scores"])
                 await self._shape(group)
                 self._restore(group)
                 check_limits(group, self.config, self.max_token_len if abort_on_any_max_length_exceeded else 0)

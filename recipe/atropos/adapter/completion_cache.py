@@ -18,7 +18,8 @@ A lookup is by a hash of all preceding tokens, computed for every position at on
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,6 +30,8 @@ from recipe.atropos.data.sampling import SamplingParams
 NOT_PUSHED = -1  # a version older than all others: the trainer drops what such weights sampled
 TRAINING = 16_000_000  # capacity in tokens, prompts included; about 20 bytes each
 EVALUATION = 1_000_000
+
+Logprobs = Sequence[float] | None
 
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)  # any odd number that is not small
 
@@ -46,10 +49,7 @@ def versions_of(meta_info: dict[str, Any]) -> tuple[int, int] | None:
     return min(versions), max(versions)
 
 
-class Item(list["Completion"]):
-    """The completions that were sampled for one item of an environment, by any of its tasks."""
-
-
+Item = list["Completion"]  # those that were sampled for one item of an environment, by any of its tasks
 ITEM: ContextVar[Item | None] = ContextVar("item", default=None)  # of the current task
 
 
@@ -73,6 +73,7 @@ class Completion:
 
     def __post_init__(self) -> None:
         assert len(self.tokens) == len(self.logprobs) >= 1, "a completion has tokens, and a logprob for each"
+        self.stripped = {text.strip() for text in self.texts}
 
 
 class Piece(NamedTuple):
@@ -99,15 +100,6 @@ class _Fit(NamedTuple):
     rank: tuple
 
 
-@dataclass(frozen=True)
-class _Sought:
-    """Further criteria for matching traced tokens; see ``CompletionCache.trace``."""
-
-    logprobs: Sequence[float] | None = None
-    prefer: Collection[int] = ()
-    prompt: bool = False  # whether the tokens are a prompt, which may end within a turn
-
-
 @dataclass
 class CompletionCache:
     """The newest completions, up to ``capacity`` tokens with their prompts. ``tokenizer`` is the policy's."""
@@ -115,13 +107,12 @@ class CompletionCache:
     tokenizer: Any
     capacity: int = TRAINING
     _by_prompt: dict[int, deque[Completion]] = field(default_factory=dict)
-    _by_text: dict[str, deque[Completion]] = field(default_factory=dict)
     _order: deque[tuple[Completion, int]] = field(default_factory=deque)
     _size: int = 0
 
     def __post_init__(self) -> None:
         added = getattr(self.tokenizer, "added_tokens_decoder", {})
-        self._special = frozenset(self.tokenizer.all_special_ids) | {i for i, token in added.items() if token.special}
+        self.special = frozenset(self.tokenizer.all_special_ids) | {i for i, token in added.items() if token.special}
 
     # ------------------------------------------------------------------ storage
 
@@ -141,44 +132,33 @@ class CompletionCache:
         )
         key = int(keys_of(prompt)[-1])
         self._by_prompt.setdefault(key, deque()).append(completion)
-        for text in _stripped(completion):
-            self._by_text.setdefault(text, deque()).append(completion)
         self._order.append((completion, key))
         self._size += len(prompt) + len(tokens)
         if item is not None:
             item.append(completion)
         while self._size > self.capacity and len(self._order) > 1:
-            self._forget_oldest()
+            oldest, key = self._order.popleft()
+            self._size -= len(oldest.prompt) + len(oldest.tokens)
+            self._by_prompt[key].popleft()  # each deque is in insertion order
+            if not self._by_prompt[key]:
+                del self._by_prompt[key]
         return completion
-
-    def _forget_oldest(self) -> None:
-        oldest, key = self._order.popleft()
-        self._size -= len(oldest.prompt) + len(oldest.tokens)
-        places = [(self._by_prompt, key), *((self._by_text, text) for text in _stripped(oldest))]
-        for index, place in places:
-            index[place].popleft()  # each deque is in insertion order
-            if not index[place]:
-                del index[place]
 
     def __len__(self) -> int:
         return len(self._order)
 
     # ------------------------------------------------------------------ lookup
 
-    def pieces(
-        self, ids: Sequence[int], masks: Sequence[int], logprobs: Sequence[float] | None = None
-    ) -> Iterator[Piece]:
+    def pieces(self, ids: Sequence[int], masks: Sequence[int], logprobs: Logprobs = None) -> Iterator[Piece]:
         """Yield a posted sequence's pieces by ``trace`` or, for missed trained spans, ``find_in_other_context``."""
         for piece in self.trace(ids, logprobs):
             at = piece.start
-            if piece.completion is None:
-                for start, end in trained_spans(masks[piece.start : piece.end]):
-                    found = self.find_in_other_context(ids, piece.start + start, piece.start + end, logprobs)
-                    if found:
-                        if found[0].start > at:
-                            yield Piece(at, found[0].start, list(ids[at : found[0].start]))
-                        yield from found
-                        at = found[-1].end
+            for start, end in trained_spans(masks[piece.start : piece.end]) if piece.completion is None else ():
+                if found := self.find_in_other_context(ids, piece.start + start, piece.start + end, logprobs):
+                    if found[0].start > at:
+                        yield Piece(at, found[0].start, list(ids[at : found[0].start]))
+                    yield from found
+                    at = found[-1].end
             if at == piece.start:
                 yield piece
             elif at < piece.end:
@@ -189,25 +169,37 @@ class CompletionCache:
 
         ``prefer`` are keys (``key_of``) of sequences; replies that complete one of these are preferred.
         """
-        pieces = self._trace(ids, _Sought(prefer=prefer, prompt=True))
+        pieces = self.trace(ids, None, prefer, prompt=True)
         for piece in pieces:
             if piece.completion is not None:
                 piece.completion.continued = True
         return [token for piece in pieces for token in piece.tokens]
 
-    def trace(self, ids: Sequence[int], logprobs: Sequence[float] | None = None) -> list[Piece]:
+    def trace(
+        self, ids: Sequence[int], logprobs: Logprobs = None, prefer: Collection[int] = (), prompt: bool = False
+    ) -> list[Piece]:
         """Split ``ids``, in order, into pieces that were sampled and pieces that were not.
 
         Given ``logprobs`` for ``ids``, choose among replies with the same tokens the one that has the same logprobs.
+        ``prefer``: see ``restore_sampled``; ``prompt``: ``ids`` are a prompt, which may end within a turn.
         """
-        return self._trace(ids, _Sought(logprobs))
-
-    def _trace(self, ids: Sequence[int], sought: _Sought) -> list[Piece]:
         work, origin = [int(token) for token in ids], list(range(len(ids) + 1))  # origin: positions in ids
         pieces: list[Piece] = []
         before: list[int] = []  # all tokens so far, as they were sampled
+
+        def next_from(at: int) -> tuple[int, _Fit, Completion] | None:
+            """Return the first position where a completion fits, and the best one; None if there is none."""
+            for start, key in enumerate(keys_of(work[at:], before).tolist()[:-1], at):
+                if candidates := self._by_prompt.get(key):
+                    context = np.array(before + work[at:start], np.int32)
+                    there = [c for c in candidates if np.array_equal(c.prompt, context)]
+                    given = None if logprobs is None else logprobs[origin[start] :]
+                    if (best := self._best(there, work, start, given, prefer, prompt)) is not None:
+                        return start, *best
+            return None
+
         at = 0
-        while (found := self._next(before, work, at, origin, sought)) is not None:
+        while (found := next_from(at)) is not None:
             start, fit, completion = found
             pieces += _unsampled(work, origin, at, start)
             sampled = completion.tokens[: fit.kept].tolist()
@@ -225,56 +217,40 @@ class CompletionCache:
                     at = 0
         return pieces + _unsampled(work, origin, at, len(work))
 
-    def _next(
-        self, before: list[int], work: list[int], at: int, origin: list[int], sought: _Sought
-    ) -> tuple[int, _Fit, Completion] | None:
-        """Return the first position from ``at`` on where a completion fits, and the best one; None if there is none."""
-        for offset, key in enumerate(keys_of(work[at:], before).tolist()[:-1]):
-            candidates = self._by_prompt.get(key)
-            if candidates is None:
-                continue
-            start = at + offset
-            context = np.array(before + work[at:start], np.int32)
-            there = [c for c in candidates if np.array_equal(c.prompt, context)]
-            given = None if sought.logprobs is None else sought.logprobs[origin[start] :]
-            fit = self._best(there, work, start, replace(sought, logprobs=given))
-            if fit is not None:
-                return start, *fit
-        return None
-
     def _best(
-        self, candidates: Sequence[Completion], work: list[int], start: int, sought: _Sought
+        self,
+        candidates: Sequence[Completion],
+        work: list[int],
+        start: int,
+        given: Logprobs,
+        prefer: Collection[int] = (),
+        prompt: bool = False,
     ) -> tuple[_Fit, Completion] | None:
-        """Return the candidate that fits best from ``start`` on, where the given logprobs begin; None if none fits.
+        """Return the candidate that fits best from ``start`` on, where ``given`` begins; None if none fits.
 
         Those of another item, as when a group is posted later, must fit whole.
         """
         item = ITEM.get()
-        end = next((i for i in range(start, len(work)) if work[i] in self._special), len(work))
+        end = next((i for i in range(start, len(work)) if work[i] in self.special), len(work))
         text = self._decode(work[start:end]) if candidates else ""
         for own in (True, False):
-            best = None
+            found = []
             for order, completion in enumerate(candidates):
-                if (completion.item is item) != own:
-                    continue
-                fit = self._fit(completion, work, start, end, text, sought.prompt)
-                if fit is None or fit.end <= start:
+                fit = self._fit(completion, work, start, end, text, prompt)
+                if (completion.item is item) != own or fit is None or fit.end <= start:
                     continue
                 whole, size, same_tokens = fit.rank
                 if not own and (not whole or fit.rest):
                     continue  # likely a coincidence
-                kept_tokens = completion.tokens[: fit.kept]
-                preferred = bool(sought.prefer) and key_of([*completion.prompt, *kept_tokens]) in sought.prefer
-                given, own_logprobs = sought.logprobs, completion.logprobs[: fit.kept].tolist()
-                same_logprobs = given is not None and list(given[: fit.kept]) == own_logprobs
+                kept_tokens, kept_logprobs = completion.tokens[: fit.kept], completion.logprobs[: fit.kept].tolist()
+                preferred = bool(prefer) and key_of([*completion.prompt, *kept_tokens]) in prefer
+                same_logprobs = given is not None and list(given[: fit.kept]) == kept_logprobs
                 # A completion that later prompts contain must be found in what is posted. Use each of the others once.
                 first = -order if own and item is not None else order
                 rank = (whole, size, preferred, same_tokens, same_logprobs)
-                rank += (completion.continued, -completion.posted, first)
-                if best is None or rank > best[0].rank:
-                    best = fit._replace(rank=rank), completion
-            if best is not None:
-                return best
+                found.append((fit._replace(rank=(*rank, completion.continued, -completion.posted, first)), completion))
+            if found:
+                return max(found, key=lambda one: one[0].rank)
         return None
 
     def _fit(
@@ -286,18 +262,18 @@ class CompletionCache:
         cut short, the length of its text, whether its exact tokens follow).
         """
         tokens = completion.tokens.tolist()
-        size = max(map(len, _stripped(completion)))
+        size = max(map(len, completion.stripped))
         if work[start : start + len(tokens)] == tokens:
             return _Fit(start + len(tokens), len(tokens), "", (True, size, True))
         kept = self.unended(tokens)
-        same = text.strip() in _stripped(completion)
-        if same or _same_but_for_spaces(text, completion):
+        same, dense = text.strip() in completion.stripped, "".join(text.split())
+        if same or (dense and any(dense == "".join(known.split()) for known in completion.texts)):
             rank = (True, size if same else 0, False)
             if prompt and end == len(work):
                 return _Fit(end, kept, "", rank) if kept else None
             return _Fit(end + (work[end : end + 1] == tokens[-1:]), len(tokens), "", rank)
         turn = text.lstrip()
-        for known in sorted(_stripped(completion) | {t.lstrip() for t in completion.texts}, key=len, reverse=True):
+        for known in sorted(completion.stripped | {t.lstrip() for t in completion.texts}, key=len, reverse=True):
             if kept and known.strip() and turn.startswith(known):
                 return _Fit(end, kept, turn[len(known) :], (True, len(known.strip()), False))
         if start < end and work[start:end] == tokens[: end - start]:
@@ -306,11 +282,9 @@ class CompletionCache:
 
     def unended(self, tokens: list[int]) -> int:
         """Return the number of tokens before the end-of-turn token."""
-        return len(tokens) - (tokens[-1] in self._special)
+        return len(tokens) - (tokens[-1] in self.special)
 
-    def find_in_other_context(
-        self, ids: Sequence[int], start: int, end: int, logprobs: Sequence[float] | None = None
-    ) -> list[Piece]:
+    def find_in_other_context(self, ids: Sequence[int], start: int, end: int, logprobs: Logprobs = None) -> list[Piece]:
         """Return a span's pieces by a reply that was sampled in another context; [] if there is none.
 
         The reply must be of the same item and have the span's text, or else a text that the span begins or ends with
@@ -318,17 +292,18 @@ class CompletionCache:
         """
         work = [int(token) for token in ids[:end]]
         span = self._decode(work[start:]).strip()
-        same = [c for c in self._by_text.get(span, ()) if c.item is ITEM.get()] if span else []
-        best = self._best(same, work, start, _Sought(None if logprobs is None else logprobs[start:]))
+        own = ITEM.get() or ()
+        same = [completion for completion in own if span in completion.stripped] if span else []
+        best = self._best(same, work, start, None if logprobs is None else logprobs[start:])
         if best is not None and best[0].rank[0] and not best[0].rest:
             fit, completion = best
             return [Piece(start, fit.end, completion.tokens[: fit.kept].tolist(), completion, context=False)]
-        turn = next((i for i in range(start, end) if work[i] in self._special), end)
+        turn = next((i for i in range(start, end) if work[i] in self.special), end)
         text = self._decode(work[start:turn]).strip()
         parts = [
             (len(part), part, completion)
-            for completion in ITEM.get() or ()
-            for part in _stripped(completion)
+            for completion in own
+            for part in completion.stripped
             if part and len(text) <= 2 * len(part) and (text.endswith(part) or text.startswith(part))
         ]
         if not parts:
@@ -347,9 +322,6 @@ class CompletionCache:
         """Return whether ``tokens`` are only what templates add around text: special tokens and whitespace."""
         return not self._decode(tokens).strip()
 
-    def is_special(self, token: int) -> bool:
-        return token in self._special
-
     def _decode(self, tokens: Sequence[int]) -> str:
         return self.tokenizer.decode(list(tokens), skip_special_tokens=True)
 
@@ -363,27 +335,16 @@ def _unsampled(work: list[int], origin: list[int], start: int, end: int) -> list
 
 def trained_spans(masks: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Yield (start, end) of each run of positions that are trained on."""
-    start = None
-    for position, mask in enumerate([*masks, IGNORED]):
-        if mask != IGNORED and start is None:
-            start = position
-        elif mask == IGNORED and start is not None:
-            yield start, position
-            start = None
+    end = 0
+    for trained, run in groupby(masks, lambda mask: mask != IGNORED):
+        start, end = end, end + len(list(run))
+        if trained:
+            yield start, end
 
 
 def key_of(ids: Sequence[int]) -> int:
     """Return a hash of a sequence of tokens."""
     return int(keys_of(ids)[-1])
-
-
-def _stripped(completion: Completion) -> set[str]:
-    return {text.strip() for text in completion.texts}
-
-
-def _same_but_for_spaces(text: str, completion: Completion) -> bool:
-    dense = "".join(text.split())
-    return bool(dense) and any(dense == "".join(known.split()) for known in completion.texts)
 
 
 _powers = np.ones(1, np.uint64)  # powers of _FACTOR, as many as needed so far

@@ -124,7 +124,7 @@ def served_model(base_url: str, api_key: str | None) -> tuple[str, str] | None:
                     f"{url} answers HTTP {error.code}: give the run's key as {API_KEY_VARIABLE}, or as "
                     f"--openai.api_key. A launcher that is given none makes its own: set {API_KEY_VARIABLE} before "
                     "both starts, or start the launcher with environment.target=null, and it shows how to join"
-                ) from error
+                ) from None
             return None
         if model := info.get("model_path"):
             return model, info.get("tokenizer_path") or model

@@ -17,9 +17,11 @@ Where they disagree, BaseEnv silently loses values. With the adapter:
 import asyncio
 import difflib
 import os
+import re
 import signal
 import sys
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ import yaml
 from atroposlib.envs.base import APIServerConfig, BaseEnvConfig, ServerBaseline
 from atroposlib.envs.constants import ENV_NAMESPACE, NAMESPACE_SEP, OPENAI_NAMESPACE
 from atroposlib.utils.cli import extract_namespace, get_double_dash_flags
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from recipe.atropos.adapter.defaults import WrongKey, complete
 from recipe.atropos.adapter.lifecycle import TERMINATED, end_on_sigterm, end_process
@@ -40,6 +42,7 @@ _OPENAI = f"{OPENAI_NAMESPACE}{NAMESPACE_SEP}"
 _BASELINE_PORTS = range(9004, 9008)  # where BaseEnv looks for servers if none are configured
 _SETTINGS = tuple(f"{PREFIX}{name}" for name in AdapterSettings.model_fields)
 _SUBCOMMANDS = ("serve", "evaluate", "process")
+_NEGATIVE = re.compile(r"-(\d[\d_]*\.?\d*|\.\d+)(e[+-]?\d+)?|-inf|-nan", re.IGNORECASE)
 
 
 class UsageError(AtroposError, ValueError):
@@ -53,15 +56,14 @@ def take_flag(arguments: list[str], flag: str) -> str | None:
         UsageError: the flag is there without a value.
     """
     for i, argument in enumerate(arguments):
-        if argument == flag:
-            if i + 1 == len(arguments) or arguments[i + 1].startswith("--"):
-                raise UsageError(f"{flag} needs a value")
-            value = arguments[i + 1]
-            del arguments[i : i + 2]
+        name, joined, value = argument.partition("=")
+        if name == flag:
+            if not joined:
+                [value] = arguments[i + 1 : i + 2] or ["--"]
+                if value.startswith("--"):
+                    raise UsageError(f"{flag} needs a value")
+            del arguments[i : i + (1 if joined else 2)]
             return value
-        if argument.startswith(f"{flag}="):
-            del arguments[i]
-            return argument.partition("=")[2]
     return None
 
 
@@ -85,18 +87,11 @@ def join_negative_values(arguments: list[str]) -> list[str]:
     """Turn ``--flag -1`` into ``--flag=-1``, which every parser of the command line understands."""
     joined: list[str] = []
     for argument in arguments:
-        if joined and joined[-1].startswith("--") and "=" not in joined[-1] and _is_negative_number(argument):
+        if joined and re.fullmatch("--[^=]+", joined[-1]) and _NEGATIVE.fullmatch(argument):
             joined[-1] += f"={argument}"
         else:
             joined.append(argument)
     return joined
-
-
-def _is_negative_number(text: str) -> bool:
-    try:
-        return text.startswith("-") and float(text) is not None
-    except ValueError:
-        return False
 
 
 def check_flags(arguments: list[str], known: set[str]) -> None:
@@ -116,26 +111,23 @@ def server_configs(
     The second value: the flags are already applied, and BaseEnv must not see them, since it rejects them for several.
     """
     in_file = isinstance(yaml_servers, dict) or len(yaml_servers or []) == 1
-    if isinstance(default, list):
-        several = default
-    elif isinstance(default, APIServerConfig):
+    if isinstance(default, APIServerConfig):
         return [default], False
-    elif not flags and not yaml_servers:
-        return default, False
-    else:
+    if isinstance(default, ServerBaseline):
+        if not flags and not yaml_servers:
+            return default, False
         url, rest = "http://localhost:{}/v1", default.model_dump()
-        several = [APIServerConfig(**rest, base_url=url.format(port), api_key="x") for port in _BASELINE_PORTS]
-    if len(several) < 2 or in_file or "base_url" in flags:
-        return several[:1], False
+        default = [APIServerConfig(**rest, base_url=url.format(port), api_key="x") for port in _BASELINE_PORTS]
+    if len(default) < 2 or in_file or "base_url" in flags:
+        return default[:1], False
     if not flags or yaml_servers:
-        return several, False
-    return [type(config)(**(config.model_dump() | flags)) for config in several], True
+        return default, False
+    return [type(config)(**(config.model_dump() | flags)) for config in default], True
 
 
 class CommandLine:
     """Mixin of ``AdaptedEnv``; see the module docstring."""
 
-    owns_process = False  # whether its command line runs
     _umask: int | None = None  # the process's own, while a stricter one is set
     only_checked = False  # exit where the environment would be built, with target, class and flags checked
     __openai_flags: dict[str, Any] = {}  # flags that BaseEnv must not see
@@ -152,14 +144,14 @@ class CommandLine:
         env_config, default = super().config_init()
         flags = get_double_dash_flags()
         openai = cls.__openai_flags or extract_namespace(flags, _OPENAI)
-        in_file = _yaml_servers(flags.get("config"))
+        file = _yaml(flags.get("config"))
+        in_file = file.get(OPENAI_NAMESPACE)
         in_file = in_file[0] if isinstance(in_file, list) and len(in_file) == 1 else in_file
         servers = server_configs(default, openai, in_file)[0]
         in_code = not cls.owns_process  # a caller in code gets the environment's own defaults
         if in_code or cls.only_checked or not isinstance(servers, list) or isinstance(in_file, list):
             return env_config, servers
-        env_given = extract_namespace(flags, f"{ENV_NAMESPACE}{NAMESPACE_SEP}")
-        env_given |= _yaml(flags.get("config")).get(ENV_NAMESPACE) or {}
+        env_given = extract_namespace(flags, f"{ENV_NAMESPACE}{NAMESPACE_SEP}") | (file.get(ENV_NAMESPACE) or {})
         return complete(env_config, servers, {**(in_file or {}), **openai}, env_given, serves="serve" in sys.argv)
 
     @classmethod
@@ -179,9 +171,6 @@ class CommandLine:
             code = error.code if isinstance(error.code, int) else int(error.code is not None)
             if isinstance(error.code, str):
                 print(error.code, file=sys.stderr)
-        except (UsageError, WrongKey) as error:
-            print(f"error: {error}", file=sys.stderr)
-            code = 2
         except ValidationError as error:
             if not error.title.startswith("Cli"):  # raised by the environment, not by its flags
                 traceback.print_exc()
@@ -193,12 +182,11 @@ class CommandLine:
             code = 128 + signal.SIGINT
         except asyncio.CancelledError:
             code = TERMINATED
-        except EnvironmentFailure as error:
-            if error.__cause__ is not None:
+        except AtroposError as error:
+            if isinstance(error, EnvironmentFailure) and error.__cause__ is not None:
                 traceback.print_exception(error.__cause__)
             print(f"error: {error}", file=sys.stderr)
-        except AtroposError as error:
-            print(f"error: {error}", file=sys.stderr)
+            code = 2 if isinstance(error, UsageError | WrongKey) else 1
         except Exception as error:
             traceback.print_exc()
             notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
@@ -218,48 +206,38 @@ class CommandLine:
             raise UsageError(f"--config={path}: no such file")
         _, default = super().config_init()
         openai = extract_namespace(flags, _OPENAI)
-        check_flags(
-            [f"--{_OPENAI}{name}" for name in openai], {f"--{_OPENAI}{n}" for n in APIServerConfig.model_fields}
-        )
-        _check_file(path, cls.env_config_cls)
-        if server_configs(default, openai, _yaml_servers(path))[1]:
+        _check_names(OPENAI_NAMESPACE, openai, APIServerConfig)
+        in_file = _yaml(path)
+        servers = in_file.get(OPENAI_NAMESPACE)
+        try:
+            _check_names(ENV_NAMESPACE, in_file.get(ENV_NAMESPACE), cls.env_config_cls)
+            for one in servers if isinstance(servers, list) else [servers]:
+                _check_names(OPENAI_NAMESPACE, one, APIServerConfig)
+        except UsageError as error:
+            raise UsageError(f"--config={path}: {error}") from error
+        if server_configs(default, openai, servers)[1]:
             cls.__openai_flags = openai
             for name in openai:
                 take_flag(sys.argv, f"--{_OPENAI}{name}")
-        commands = {
-            "serve": cls.get_cli_serve_config_cls,
-            "evaluate": cls.get_cli_evaluate_config_cls,
-            "process": cls.get_cli_process_config_cls,
-        }
-        for subcommand in commands.keys() & set(arguments):
-            known = {f"--{name}" for name in commands[subcommand]().model_fields} | {"--help", *_SETTINGS}
+        for subcommand in set(_SUBCOMMANDS) & set(arguments):
+            known = cls.__flags_of(subcommand) | {"--help", *_SETTINGS}
             if subcommand == "evaluate":  # teacher flags are only serve's; a launcher gives both the same flags
-                for flag in {f"--{name}" for name in commands["serve"]().model_fields} - known:
+                for flag in cls.__flags_of("serve") - known:
                     take_flag(sys.argv, flag)
             check_flags(sys.argv[1:], known)
 
+    @classmethod
+    def __flags_of(cls, subcommand: str) -> set[str]:
+        return {f"--{name}" for name in getattr(cls, f"get_cli_{subcommand}_config_cls")().model_fields}
 
-def _check_file(path: Any, env_config: type[BaseEnvConfig]) -> None:
-    """Raise UsageError for a key of a configuration file that BaseEnv would ignore."""
-    given = yaml.safe_load(Path(path).read_text()) if path else None
-    servers = _yaml_servers(path)
-    blocks = [(ENV_NAMESPACE, (given or {}).get(ENV_NAMESPACE), env_config)]
-    blocks += [
-        (OPENAI_NAMESPACE, one, APIServerConfig) for one in (servers if isinstance(servers, list) else [servers])
-    ]
-    for namespace, block, model in blocks:
-        known = {f"--{namespace}{NAMESPACE_SEP}{name}" for name in model.model_fields}
-        try:
-            check_flags([f"--{namespace}{NAMESPACE_SEP}{name}" for name in block or {}], known)
-        except UsageError as error:
-            raise UsageError(f"--config={path}: {error}") from error
+
+def _check_names(namespace: str, given: Iterable[str] | None, model: type[BaseModel]) -> None:
+    """Raise UsageError for a key that BaseEnv would ignore."""
+    prefix = f"--{namespace}{NAMESPACE_SEP}"
+    check_flags([prefix + name for name in given or ()], {prefix + name for name in model.model_fields})
 
 
 def _yaml(path: Any) -> dict:
     if not isinstance(path, str | os.PathLike) or not Path(path).is_file():
         return {}
     return yaml.safe_load(Path(path).read_text()) or {}
-
-
-def _yaml_servers(path: Any) -> dict | list | None:
-    return _yaml(path).get(OPENAI_NAMESPACE)

@@ -16,9 +16,8 @@ from collections.abc import Awaitable, Sequence
 from typing import Any
 
 from atroposlib.envs.base import BaseEnv
-from tenacity import RetryError
 
-from recipe.atropos.adapter.recorded_calls import sglang_servers
+from recipe.atropos.adapter.recorded_calls import cause_of, sglang_servers
 from recipe.atropos.adapter.reporting import EnvReport
 from recipe.atropos.adapter.settings import AdapterSettings
 from recipe.atropos.data.reasons import Reason
@@ -88,7 +87,7 @@ class ItemRollouts(BaseEnv):
             except Exception as error:
                 if pause is not None:
                     self.__log_once(stage, error)
-                    self.report.count(f"retried/{type(_cause(error)).__name__}")
+                    self.report.count(f"retried/{type(cause_of(error)).__name__}")
                     await asyncio.sleep(pause)
                     continue
                 self._count_failure(stage, error)
@@ -101,11 +100,11 @@ class ItemRollouts(BaseEnv):
 
     def _count_failure(self, stage: str, error: Exception) -> None:
         self.__log_once(stage, error)
-        self.report.fail(type(_cause(error)).__name__)
+        self.report.fail(type(cause_of(error)).__name__)
 
     def __log_once(self, stage: str, error: Exception) -> None:
         """Log the first failure of a kind with its traceback; a kind is an exception, and the line that raised it."""
-        cause = _cause(error)
+        cause = cause_of(error)
         frames = traceback.extract_tb(cause.__traceback__)
         kind = (stage, type(cause).__name__, str(frames[-1]) if frames else "")
         if kind not in self.__logged:
@@ -131,14 +130,3 @@ async def _not_cancelled(work: Awaitable[Any]) -> Any:
         if asyncio.current_task().cancelling():
             raise
         raise RuntimeError("it waited for a task of its own that was cancelled") from error
-
-
-def _cause(error: BaseException) -> BaseException:
-    """Return the error inside tenacity's and asyncio's wrappers."""
-    while True:
-        if isinstance(error, RetryError) and error.last_attempt.exception() is not None:
-            error = error.last_attempt.exception()
-        elif isinstance(error, BaseExceptionGroup):
-            error = error.exceptions[0]
-        else:
-            return error

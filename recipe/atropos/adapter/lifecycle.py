@@ -1,7 +1,10 @@
 """Startup and shutdown of an environment, for serve, evaluate and process alike.
 
 - If ``setup()`` fails, the environment ends, with an error that names ``setup()``.
-- A tokenizer other than the policy's ends it; checked at startup, or once the server answers (``compatibility``).
+- What ``evaluate`` reports is written to ``metrics.json`` in ``data_dir_to_save_evals``, whether it calls
+  ``evaluate_log``, stores it for wandb in ``self.eval_metrics``, or returns it. If it reports nothing, there is no such
+  file, and the log says so. Secrets are removed from the ``evaluate_config.yaml`` that ``BaseEnv`` writes there.
+- A tokenizer other than the policy's ends it; checked at startup, or once the server answers.
 - However it ends, it disconnects from the Trajectory API, closes the files that it wrote, finishes wandb's run and
   writes the last line of its report, with the items still in flight; every wait has a timeout.
 - In a process of its own (``cli``): SIGTERM ends it just as the end of its work does. No child process remains, and a
@@ -11,20 +14,28 @@
 import asyncio
 import contextlib
 import logging
+import numbers
 import os
 import signal
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
+import time
+import traceback
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
 import psutil
 import wandb
+import yaml
 from atroposlib.envs.server_handling.sglang_server import SGLangServer
 
-from recipe.atropos.adapter.compatibility import Inconclusive, check_tokenizer
-from recipe.atropos.adapter.recorded_calls import sglang_servers
+from recipe.atropos.adapter.recorded_calls import client_of, sglang_servers
 from recipe.atropos.errors import EnvironmentFailure
+from recipe.atropos.inference.client import InferenceError
+from recipe.atropos.utils.files import write_atomic
+from recipe.atropos.utils.secret import without_secrets
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +47,8 @@ _WANDB, _EXIT = {True: 3.0, False: 30.0}, {True: 9.0, False: 40.0}
 _FRUITLESS = 200  # items in a row without a group written, after which ``process`` fails
 _LOOK = 1.0  # s between two checks of the report
 _ASK_SERVER = 10.0  # s between two attempts to compare tokenizers
+_ANSWER = 10.0  # s for the server to answer
+_PROBE = "Solve 12 + 7 = 19 \\boxed{19}, naïvely.\n\tdef f(x): return [x] # 日本 🙂"
 
 
 def end_children() -> None:
@@ -87,10 +100,8 @@ class Lifecycle:
     """Mixin of ``AdaptedEnv``; see the module docstring."""
 
     owns_process = False  # set by ``cli``: the environment then handles signals and children
-
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        self.__uncompared: list[SGLangServer] = []
+    _logged = False  # evaluate has called evaluate_log
+    __uncompared: Sequence[SGLangServer] = ()  # servers whose tokenizer is not known yet
 
     async def setup(self) -> None:
         try:
@@ -132,6 +143,40 @@ class Lifecycle:
         if (written := report.counts["groups_written"]) < self.n_groups_to_process:
             logger.warning("%s: %d of %d groups written: %s", report.name, written, self.n_groups_to_process, report)
 
+    async def evaluate_log(self, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Log ``metrics`` as ``BaseEnv`` does; NumPy scalars are accepted too."""
+        self._logged = True
+        plain = {name: value.item() if isinstance(value, np.generic) else value for name, value in metrics.items()}
+        await super().evaluate_log(plain, *args, **kwargs)
+
+    async def _run_evaluation(self) -> None:
+        """Do what ``BaseEnv._run_evaluate`` does, and write the metrics to a file."""
+        self._remove_secrets()
+        await self.setup()
+        started = time.time()
+        try:
+            returned = await self.evaluate()
+        except NotImplementedError as error:
+            if traceback.extract_tb(error.__traceback__)[-1].name != "evaluate":
+                raise  # raised by something that evaluate calls
+            logger.warning("%s: evaluate is not implemented", type(self).__name__)
+            return
+        if self._logged:
+            return
+        if found := _numbers(getattr(self, "eval_metrics", None)) or _numbers(returned):
+            await self.evaluate_log(found, start_time=started, end_time=time.time())
+        else:
+            logger.warning("%s: evaluate reports nothing", type(self).__name__)
+
+    def _remove_secrets(self) -> None:
+        if self._umask is None:
+            return
+        os.umask(self._umask)
+        folder = self.config.data_dir_to_save_evals
+        if folder is not None and (written := Path(folder) / "evaluate_config.yaml").exists():
+            public = without_secrets(yaml.safe_load(written.read_text()))
+            write_atomic(written, yaml.safe_dump(public, sort_keys=False).encode())
+
     async def _run_evaluate(self) -> None:
         await self.__to_the_end(self._run_evaluation)
 
@@ -171,15 +216,8 @@ class Lifecycle:
                 asked = loop.time()
 
     async def __compare_tokenizers(self) -> None:
-        for server in list(self.__uncompared):
-            try:
-                await check_tokenizer(server, self.tokenizer, self.config.tokenizer_name)
-            except Inconclusive as unknown:
-                if unknown.permanent:
-                    logger.warning("%s: tokenizers are not compared: %s", self.report.name, unknown)
-                    self.__uncompared.remove(server)
-            else:
-                self.__uncompared.remove(server)
+        own = self.tokenizer, self.config.tokenizer_name
+        self.__uncompared = [server for server in self.__uncompared if not await check_tokenizer(server, *own)]
 
     async def __leave(self, code: int) -> None:
         for worker in [*self.workers, *self.eval_workers]:
@@ -198,3 +236,45 @@ async def _within(seconds: float, what: Coroutine[Any, Any, None]) -> None:
         await asyncio.wait_for(what, seconds)
     except Exception as error:
         logger.warning("at the end: %r", error)
+
+
+def _numbers(metrics: Any) -> dict[str, Any]:
+    """Return the numeric entries of a mapping, or of a list of (name, value) pairs."""
+    pairs = metrics.items() if isinstance(metrics, Mapping) else metrics if isinstance(metrics, list | tuple) else ()
+    pairs = [pair for pair in pairs if isinstance(pair, list | tuple) and len(pair) == 2]
+    return {str(name): value for name, value in pairs if isinstance(value, numbers.Number)}
+
+
+async def check_tokenizer(server: SGLangServer, tokenizer: Any, name: str) -> bool:
+    """Check the environment's tokenizer, called ``name``, and the server handle's against the policy's.
+
+    Returns False while the server does not answer; with one that does not support the request, only warns.
+
+    Raises:
+        EnvironmentFailure: one of them encodes a probe text differently from the server.
+    """
+    text = _PROBE
+    if getattr(tokenizer, "chat_template", None):
+        with contextlib.suppress(Exception):  # some templates need more than one user message
+            text = tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False)
+    try:
+        async with client_of(server, _ANSWER) as client:
+            theirs = await client.tokenize(text)
+            info = await client.model_info()
+    except InferenceError as error:
+        if error.status not in (400, 404, 405, 422, 501):
+            return False
+        logger.warning("tokenizers are not compared: %s", error)
+        return True
+    policy = info.get("tokenizer_path") or info.get("model_path")
+    key = "model_name" if server.config.tokenizer_name == "none" else "tokenizer_name"
+    handle = (f"--openai.{key}", getattr(server.config, key), server.tokenizer)
+    for flag, named, used in (("--env.tokenizer_name", name, tokenizer), handle):
+        ours = used.encode(text, add_special_tokens=False)
+        if ours != theirs:
+            i = len(os.path.commonprefix([ours, theirs]))
+            raise EnvironmentFailure(
+                f"{flag}={named} is not the tokenizer of the policy at {client.url}, which is {policy}: they encode a "
+                f"text as {ours[i : i + 5]} and {theirs[i : i + 5]}, from token {i} on; give {flag}={policy}"
+            )
+    return True

@@ -39,12 +39,8 @@ def load_environment(target: str) -> type[BaseEnv]:
             lacking = ", ".join(sorted(found.__abstractmethods__))
             raise EnvironmentTargetError(f"{target}: {name} is no whole environment: it lacks {lacking}")
         return found
-    own = [
-        value
-        for value in vars(module).values()
-        if isinstance(value, type) and issubclass(value, BaseEnv) and value.__module__ == module.__name__
-    ]
-    whole = [environment for environment in own if not inspect.isabstract(environment)]
+    classes = [value for value in vars(module).values() if isinstance(value, type) and issubclass(value, BaseEnv)]
+    whole = [cls for cls in classes if cls.__module__ == module.__name__ and not inspect.isabstract(cls)]
     if len(whole) != 1:
         names = ", ".join(dict.fromkeys(environment.__name__ for environment in whole)) or "none"
         raise EnvironmentTargetError(f"{target}: give {place}:CLASS; environments that it defines: {names}")
@@ -70,7 +66,8 @@ def _import_file(path: Path) -> ModuleType:
         if name != "__main__" and getattr(module, "__file__", None) == str(path):
             return module
     _first_on_path(path.parent)
-    levels = _levels_of_relative_imports(path)
+    imports = [node for node in ast.walk(ast.parse(path.read_bytes(), str(path))) if isinstance(node, ast.ImportFrom)]
+    levels = max((node.level for node in imports), default=0)  # dots before a name, 0 if all imports are absolute
     while True:
         try:
             return _import_in_package(path, levels) if levels else _import_script(path)
@@ -99,12 +96,6 @@ def _found_in_checkout(path: Path, name: str) -> bool:
 def _first_on_path(folder: Path) -> None:
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
-
-
-def _levels_of_relative_imports(path: Path) -> int:
-    """Return the largest number of dots in a ``from ...x import y`` of the file; 0 if all imports are absolute."""
-    tree = ast.parse(path.read_bytes(), filename=str(path))
-    return max((node.level for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)), default=0)
 
 
 def _import_script(path: Path) -> ModuleType:

@@ -30,7 +30,6 @@ from urllib.parse import urlsplit
 import wandb
 from atroposlib.envs.base import BaseEnvConfig, EvalHandlingEnum
 
-from recipe.atropos.adapter.compatibility import check_sizes
 from recipe.atropos.adapter.item_rollouts import ItemRollouts
 from recipe.atropos.adapter.recorded_calls import sglang_servers
 from recipe.atropos.adapter.reporting import PLACE, Place
@@ -50,12 +49,11 @@ class Deadline:
     """A wait of at most ``limit`` seconds, which logs every minute, from ``quiet`` seconds on, what it waits for."""
 
     def __init__(self, limit: float, quiet: float = 0.0):
-        self.limit = limit
-        self._begun = time.monotonic()
+        self.limit, self._begun = limit, time.monotonic()
         self._next_log = self._begun + quiet
 
-    def check(self, what: str) -> None:
-        """Raise EnvironmentFailure, with ``what``, once ``limit`` seconds have passed in total."""
+    async def pause(self, what: str, seconds: float = 1.0) -> None:
+        """Sleep; raise EnvironmentFailure, with ``what``, once ``limit`` seconds have passed in total."""
         now = time.monotonic()
         waited = now - self._begun
         if waited > self.limit:
@@ -63,10 +61,29 @@ class Deadline:
         if now >= self._next_log:
             logger.warning("%s; %.0f s so far, of at most %.0f", what, waited, self.limit)
             self._next_log = now + _SAY_AGAIN
+        await asyncio.sleep(seconds)
 
-    async def pause(self, what: str) -> None:
-        self.check(what)
-        await asyncio.sleep(1.0)
+
+def check_sizes(config: BaseEnvConfig, max_token_len: int) -> None:
+    """Check an environment's group size and length (tokens) against what the trainer told the Trajectory API, its
+    ``config.batch_size`` and ``max_token_len``; -1 means unknown, and passes.
+
+    Raises:
+        EnvironmentFailure: groups never fill a batch exactly, or sequences may be longer than the trainer accepts.
+    """
+    group_size, batch_size, api_url = config.group_size, config.batch_size, config.rollout_server_url
+    if batch_size > 0 and batch_size % group_size:
+        fitting = ", ".join(str(n) for n in range(2, min(batch_size, 64) + 1) if batch_size % n == 0)
+        raise EnvironmentFailure(
+            f"--env.group_size={group_size}: groups of {group_size} never fill the trainer's batch of {batch_size} "
+            f"sequences exactly (from {api_url}); give one of {fitting}, or change the trainer's batch"
+        )
+    if 0 < max_token_len < config.max_token_length:
+        raise EnvironmentFailure(
+            f"--env.max_token_length={config.max_token_length} is more than the {max_token_len} tokens that the "
+            f"trainer takes (from {api_url}): longer sequences would be dropped; give --env.max_token_length="
+            f"{max_token_len}, or raise the trainer's prompt and response lengths"
+        )
 
 
 class PostingEnv(ItemRollouts):
@@ -78,38 +95,35 @@ class PostingEnv(ItemRollouts):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self.__client: TrajectoryApiClient | StockApi | None = None
+        self.__client: TrajectoryApiClient | None = None
         self.__starting: asyncio.Task | None = None  # starts items while there is room for workers
         self.__releases: set[asyncio.Task] = set()
         self.__sequences = self.config.group_size  # of the latest item, as a prediction for the next
 
     # ------------------------------------------------------------------ registration
 
-    async def _api(self) -> TrajectoryApiClient | StockApi:
+    async def _api(self) -> TrajectoryApiClient:
         """Return the client, which is connected at the first call."""
-        if self.__client is None:
-            self.__client = await self.__connect()
-        return self.__client
-
-    async def __connect(self) -> TrajectoryApiClient | StockApi:
+        if self.__client is not None:
+            return self.__client
         url = self.config.rollout_server_url
         if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
             raise EnvironmentFailure(f"--env.rollout_server_url={url}: no address; give http://HOST:PORT")
         keys = [os.environ.get(API_KEY_VARIABLE), *(server.config.api_key for server in sglang_servers(self.server))]
         secret = next((key for key in keys if key), None)
         client = TrajectoryApiClient(url, None if secret in ("x", "none") else secret, self.api_timeout)
-        await client.__aenter__()
         try:
-            await client.diagnose()
-            return client
+            await (await client.__aenter__()).diagnose()
         except TrajectoryApiError as error:
             await client.__aexit__()
             if error.status == 401:
                 raise EnvironmentFailure(f"{error}; set ${API_KEY_VARIABLE} to its secret") from error
             if error.status not in (404, 405):
                 raise
-        logger.warning("%s: %s is atroposlib's run-api: %s", self.report.name, url, StockApi.LOSSES)
-        return StockApi(url, self.api_timeout, self.report.count)
+            logger.warning("%s: %s is atroposlib's run-api: %s", self.report.name, url, StockApi.LOSSES)
+            client = await StockApi(url, self.api_timeout, self.report.count).__aenter__()
+        self.__client = client
+        return client
 
     async def _register_env(self) -> dict[str, Any]:
         """Register with the API, waiting until it accepts, and return its response."""
@@ -239,7 +253,9 @@ class PostingEnv(ItemRollouts):
                 self.backlog.insert(0, item)  # what was interrupted comes before it
                 return
             item_uuid, place = str(uuid.uuid4()), Place(self.env_id, ticket)
-            worker = asyncio.create_task(self.__work(item_uuid, place))
+            token = PLACE.set(place)  # of the context that the task copies
+            worker = asyncio.create_task(self.handle_env(item_uuid))
+            PLACE.reset(token)
             self.running_items[item_uuid] = {"item": item, "worker": worker, "start_time": time.time()}
             self.workers.add(worker)
             # A callback, since a worker that is cancelled before its first step never runs.
@@ -261,20 +277,13 @@ class PostingEnv(ItemRollouts):
                 if error.status != 404:
                     raise
                 return None
-            if ticket is not None and self.__has_room():
-                return ticket
-            if ticket is not None:  # an evaluation has started meanwhile
-                await api.release(ticket, "cancelled")
-                return None
-            deadline.check(
-                f"{self.report.name} waits for a ticket: {api.lacking}; {len(self.workers)} items run here; if no "
-                "environment's do, look into the trainer's log"
-            )
+            if ticket is not None:
+                if self.__has_room():
+                    return ticket
+                return await api.release(ticket, "cancelled")  # an evaluation has started meanwhile
+            waiting = f"{self.report.name} waits for a ticket: {api.lacking}; {len(self.workers)} items run here"
+            await deadline.pause(f"{waiting}; if no environment's do, look into the trainer's log", 0)
         return None
-
-    async def __work(self, item_uuid: str, place: Place) -> Any:
-        PLACE.set(place)
-        return await self.handle_env(item_uuid)
 
     def __worker_ended(self, item: Any, place: Place, worker: asyncio.Task) -> None:
         self.workers.discard(worker)

@@ -16,13 +16,12 @@ training samples use the trainer's.
 """
 
 import contextlib
-import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextvars import ContextVar
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import orjson
@@ -36,23 +35,21 @@ from recipe.atropos.adapter.completion_cache import EVALUATION, CompletionCache,
 from recipe.atropos.data.sampling import SamplingParams, default_temperature
 from recipe.atropos.inference.client import InferenceError, SGLangClient
 
-logger = logging.getLogger(__name__)
-
 ATTEMPTS = 5
 
 _SPLIT: ContextVar[str] = ContextVar("split", default="train")
-_RENAMED = {
+_SAME = (
+    "n temperature top_p top_k min_p frequency_penalty presence_penalty repetition_penalty stop stop_token_ids"
+    " stop_regex max_new_tokens min_new_tokens json_schema regex ebnf structural_tag ignore_eos skip_special_tokens"
+    " no_stop_trim logit_bias custom_params sampling_seed"
+)
+_PARAMS = {  # SGLang's names by OpenAI's
     "max_tokens": "max_new_tokens",
     "max_completion_tokens": "max_new_tokens",
     "min_tokens": "min_new_tokens",
     "seed": "sampling_seed",
-}
-_SAME = frozenset(
-    "n temperature top_p top_k min_p frequency_penalty presence_penalty repetition_penalty stop stop_token_ids"
-    " stop_regex max_new_tokens min_new_tokens json_schema regex ebnf structural_tag ignore_eos skip_special_tokens"
-    " no_stop_trim logit_bias custom_params sampling_seed".split()
-)
-_WITHOUT_EFFECT = frozenset(("model", "user", "tool_choice", "parallel_tool_calls", "timeout", "metadata"))
+} | {name: name for name in _SAME.split()}
+_WITHOUT_EFFECT = {"extra_body", "model", "user", "tool_choice", "parallel_tool_calls", "timeout", "metadata"}
 
 
 def sampling_params(arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -60,10 +57,10 @@ def sampling_params(arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str
     arguments = {**arguments, **(arguments.get("extra_body") or {})}
     params, unknown = {}, {}
     for name, value in arguments.items():
-        if value is None or name in _WITHOUT_EFFECT or name == "extra_body":
+        if value is None or name in _WITHOUT_EFFECT:
             continue
-        if name in _RENAMED or name in _SAME:
-            params[_RENAMED.get(name, name)] = value
+        if name in _PARAMS:
+            params[_PARAMS[name]] = value
         elif name == "response_format" and value.get("type") in ("text", "json_object", "json_schema"):
             schema = value.get("json_schema", {}).get("schema", {"type": "object"})
             if value["type"] != "text":
@@ -75,6 +72,16 @@ def sampling_params(arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str
         params["stop"] = [one for one in stop if isinstance(one, str)]
         params["stop_token_ids"] = [one for one in stop if isinstance(one, int)] + params.get("stop_token_ids", [])
     return params, unknown
+
+
+class Reply(NamedTuple):
+    """A whole reply of /generate; ``finish`` is SGLang's finish_reason."""
+
+    text: str
+    tokens: list[int]
+    logprobs: list[float]
+    finish: dict[str, Any]
+    versions: tuple[int, int] | None  # see ``versions_of``
 
 
 class Calls:
@@ -100,40 +107,35 @@ class Calls:
 
     async def sample(
         self, server: SGLangServer, ids: list[int], params: dict[str, Any], timeout: float | None
-    ) -> list[dict]:
-        """Return and cache ``n`` whole replies of /generate to a prompt; ``timeout`` in s, None for the server's.
+    ) -> list[Reply]:
+        """Return and cache ``n`` whole replies to a prompt; ``timeout`` in s, None for the server's.
 
         Raises:
             InferenceError: the request failed; names the server. atroposlib retries such a call.
         """
-        url = _address(server)
+        client = client_of(server, timeout)
         cache, prompt = self.cache, np.array(ids, np.int32)
         if cache is self.caches["train"]:
             params = {"temperature": self._temperature, **params}
         sampling = SamplingParams.from_request(params)
         params = {**params, **sampling.request()}
 
-        async def request(n: int) -> list[dict]:
-            async with SGLangClient(url, server.config.api_key or None, timeout or server.config.timeout) as client:
-                replies = await client.generate(input_ids=ids, sampling_params={**params, "n": n})
-            return replies if isinstance(replies, list) else [replies]
+        async def request(n: int) -> list[Reply]:
+            async with client:
+                answers = await client.generate(input_ids=ids, sampling_params={**params, "n": n})
+            found = map(_read, answers if isinstance(answers, list) else [answers])
+            return [reply for reply in found if reply is not None]
 
-        def aborted(reply: dict) -> bool:
-            return _finish(reply) == "abort" or not reply["meta_info"].get("output_token_logprobs")
-
-        replies = await self._whole(request, params.get("n", 1), aborted, url, "/generate")
+        replies = await self._whole(request, params.get("n", 1), client.url, "/generate")
         for reply in replies:
-            values, tokens = zip(*((value, token) for value, token, *_ in _logprobs(reply)), strict=True)
-            text, versions = reply.get("text"), versions_of(reply["meta_info"])
-            cache.add(prompt, tokens, values, text, versions, sampling)
+            cache.add(prompt, reply.tokens, reply.logprobs, reply.text, reply.versions, sampling)
         return replies
 
-    async def _whole(
-        self, request: Callable[[int], Awaitable[list]], n: int, aborted: Callable[[Any], bool], url: str, endpoint: str
-    ) -> list:
+    async def _whole(self, request: Callable[[int], Awaitable[list]], n: int, url: str, endpoint: str) -> list:
+        """Return ``n`` whole replies; ``request`` returns those of so many samples that were not aborted."""
         whole: list = []
         for _ in range(ATTEMPTS):
-            whole += [reply for reply in await request(n - len(whole)) if not aborted(reply)]
+            whole += await request(n - len(whole))
             if len(whole) >= n:
                 return whole
             self.count("aborted_samples", n - len(whole))
@@ -149,12 +151,8 @@ class Calls:
         ids = self.restore_sampled(server.tokenizer, prompt, True) if ids is None else _one_bos(server.tokenizer, ids)
         params, unknown = sampling_params(kwargs)
         replies = await self.sample(server, ids, params | unknown, kwargs.get("timeout"))
-        return (
-            ids,
-            [[token for _, token, *_ in _logprobs(reply)] for reply in replies],
-            [[value for value, *_ in _logprobs(reply)] for reply in replies],
-            [reply["meta_info"]["finish_reason"] for reply in replies],
-        )
+        _, tokens, logprobs, reasons, _ = map(list, zip(*replies, strict=True))
+        return ids, tokens, logprobs, reasons
 
     async def chat(self, server: SGLangServer, plain: Callable, **kwargs: Any) -> ChatCompletion:
         """Answer as the server would; like SGLang, treat a final message of the assistant as the user's."""
@@ -168,10 +166,8 @@ class Calls:
         if messages[-1].get("role") == "assistant":
             messages[-1]["role"] = "user"
         text = server.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **template)
-        ids = self.restore_sampled(server.tokenizer, text, False)
-        replies = await self.sample(server, ids, {"max_new_tokens": None, **params}, arguments.get("timeout"))
-        choices = [{"message": {"role": "assistant", "content": reply["text"]}} for reply in replies]
-        return ChatCompletion.model_validate(_answer(server, "chat.completion", ids, replies, choices))
+        params = {"max_new_tokens": None, **params}
+        return await self._respond(True, server, text, params, arguments.get("timeout"))
 
     async def text(self, server: SGLangServer, plain: Callable, **kwargs: Any) -> TextCompletion:
         arguments = dict(kwargs)
@@ -179,10 +175,15 @@ class Calls:
         params, unknown = sampling_params(arguments)
         if unknown or not isinstance(prompt, str):
             return await self._plain(server, plain, [*unknown, "prompt"][0], kwargs)
-        ids = self.restore_sampled(server.tokenizer, prompt, True)
-        replies = await self.sample(server, ids, {"max_new_tokens": 16, **params}, arguments.get("timeout"))
-        choices = [{"text": reply["text"]} for reply in replies]
-        return TextCompletion.model_validate(_answer(server, "text_completion", ids, replies, choices))
+        return await self._respond(False, server, prompt, {"max_new_tokens": 16, **params}, arguments.get("timeout"))
+
+    async def _respond(
+        self, chat: bool, server: SGLangServer, text: str, params: dict[str, Any], timeout: float | None
+    ) -> Any:
+        ids = self.restore_sampled(server.tokenizer, text, special=not chat)
+        replies = await self.sample(server, ids, params, timeout)
+        brief = [(reply.text, len(reply.tokens), reply.finish.get("type", "")) for reply in replies]
+        return openai_response(chat, server.config.model_name, len(ids), brief)
 
     async def _plain(self, server: SGLangServer, plain: Callable, why: str, kwargs: dict[str, Any]) -> Any:
         answer, n = None, kwargs.get("n") or 1
@@ -191,10 +192,9 @@ class Calls:
         async def request(missing: int) -> list:
             nonlocal answer
             answer = await plain(**{**kwargs, "n": missing})
-            return answer.choices
+            return [choice for choice in answer.choices if choice.finish_reason != "abort"]
 
-        answer_of = partial(self._whole, url=_address(server), endpoint=f"/v1 with {why}")
-        answer.choices = await answer_of(request, n, lambda choice: choice.finish_reason == "abort")
+        answer.choices = await self._whole(request, n, client_of(server).url, f"/v1 with {why}")
         for index, choice in enumerate(answer.choices):
             choice.index = index
         return answer
@@ -209,8 +209,7 @@ def record_all_calls(manager: Any, tokenizer: Any, count: Callable[[str, int], N
         server._chat_completion_wrapper = partial(calls.chat, server, server._chat_completion_wrapper)
         server._completion_wrapper = partial(calls.text, server, server._completion_wrapper)
     for target in (manager, *servers):
-        for name in ("chat_completion", "completion", "tokens_and_logprobs_completion"):
-            setattr(target, name, partial(_called, getattr(target, name)))
+        _unwrap_errors(target, "chat_completion", "completion", "tokens_and_logprobs_completion")
     manager.managed_server = partial(_managed_server, manager.managed_server, calls)
     return calls
 
@@ -220,19 +219,37 @@ def sglang_servers(manager: Any) -> list[SGLangServer]:
     return [server for server in manager.servers if isinstance(server, SGLangServer)]
 
 
+def client_of(server: SGLangServer, timeout: float | None = None) -> SGLangClient:
+    """Return a client of the server; ``timeout`` of a call in s, None for the server's."""
+    url = server.config.base_url.removesuffix("/").removesuffix("/v1")
+    return SGLangClient(url, server.config.api_key or None, timeout or server.config.timeout)
+
+
+def cause_of(error: BaseException) -> BaseException:
+    """Return the error inside tenacity's and asyncio's wrappers."""
+    while True:
+        if isinstance(error, RetryError) and error.last_attempt.exception() is not None:
+            error = error.last_attempt.exception()
+        elif isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        else:
+            return error
+
+
+def _unwrap_errors(target: Any, *names: str) -> None:
+    for name in names:
+        setattr(target, name, partial(_called, getattr(target, name)))
+
+
 async def _called(call: Callable[..., Awaitable[Any]], **kwargs: Any) -> Any:
     """Call with the split stored, since atroposlib's manager removes it; raise the cause instead of a RetryError."""
-    token = _SPLIT.set(kwargs["split"]) if "split" in kwargs else None
+    token = _SPLIT.set(kwargs.get("split", _SPLIT.get()))
     try:
         return await call(**kwargs)
     except RetryError as error:
-        cause: BaseException | None = error
-        while isinstance(cause, RetryError):
-            cause = cause.last_attempt.exception()
-        raise cause from None
+        raise cause_of(error) from None
     finally:
-        if token is not None:
-            _SPLIT.reset(token)
+        _SPLIT.reset(token)
 
 
 @contextlib.asynccontextmanager
@@ -240,7 +257,8 @@ async def _managed_server(original: Callable, calls: Calls, *args: Any, **kwargs
     async with original(*args, **kwargs) as managed:
         if type(managed) is ManagedServer and isinstance(managed.server, SGLangServer):
             managed.__class__ = RecordingManagedServer
-            managed.begin(calls)
+            managed._calls, managed._ever = calls, {}
+            _unwrap_errors(managed, "chat_completion", "completion")
         yield managed
 
 
@@ -253,31 +271,20 @@ class RecordingManagedServer(ManagedServer):
     Tree mode is not fixed: no environment's manager provides it.
     """
 
-    def begin(self, calls: Calls) -> None:
-        self._calls = calls
-        self._ever: dict[int, list[tuple[SequenceNode, int]]] = {}  # nodes and prefix lengths, by the prefix's hash
-
-    async def chat_completion(self, **kwargs: Any) -> ChatCompletion:
-        return await _called(super().chat_completion, **kwargs)
-
-    async def completion(self, **kwargs: Any) -> TextCompletion:
-        return await _called(super().completion, **kwargs)
+    _calls: Calls
+    _ever: dict[int, list[tuple[SequenceNode, int]]]  # nodes and prefix lengths, by the prefix's hash
 
     def reset(self) -> None:
         super().reset()
         self._ever.clear()
 
-    def _restored(self, text: str) -> list[int]:
+    def _find_extending_node(self, input_text: str) -> SequenceNode | None:
+        return self._extended(self._compute_input_ids(input_text), self.current_nodes)[0]
+
+    def _compute_input_ids(self, input_text: str, extending_node: SequenceNode | None = None) -> list[int]:
         current = {id(node) for node in self.current_nodes}
         extensible = {key for key, nodes in self._ever.items() if any(id(node) in current for node, _ in nodes)}
-        return self._calls.restore_sampled(self.tokenizer, text, True, extensible)
-
-    def _find_extending_node(self, input_text: str) -> SequenceNode | None:
-        node, _ = self._extended(self._restored(input_text), self.current_nodes)
-        return node
-
-    def _compute_input_ids(self, input_text: str, extending_node: SequenceNode | None) -> list[int]:
-        return self._restored(input_text)
+        return self._calls.restore_sampled(self.tokenizer, input_text, True, extensible)
 
     def _extended(
         self, ids: list[int], among: list[SequenceNode] | None = None
@@ -308,21 +315,19 @@ class RecordingManagedServer(ManagedServer):
 # ---------------------------------------------------------------------- helpers
 
 
-def _address(server: SGLangServer) -> str:
-    return server.config.base_url.removesuffix("/").removesuffix("/v1")
-
-
 def _one_bos(tokenizer: Any, ids: list[int]) -> list[int]:
     """Return the ids with a single BOS token if both chat template and tokenizer added one."""
     return ids[1:] if len(ids) >= 2 and ids[0] == tokenizer.bos_token_id == ids[1] else list(ids)
 
 
-def _logprobs(reply: dict) -> list[list]:
-    return reply["meta_info"].get("output_token_logprobs") or []
-
-
-def _finish(reply: dict) -> str:
-    return (reply["meta_info"].get("finish_reason") or {}).get("type", "")
+def _read(answer: dict[str, Any]) -> Reply | None:
+    """Return a sample of /generate; None if it was aborted, or has no tokens."""
+    info = answer["meta_info"]
+    sampled, finish = info.get("output_token_logprobs"), info.get("finish_reason") or {}
+    if not sampled or finish.get("type") == "abort":
+        return None
+    tokens, logprobs = [token for _, token, *_ in sampled], [value for value, *_ in sampled]
+    return Reply(answer.get("text"), tokens, logprobs, finish, versions_of(info))
 
 
 def _template_arguments(kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -339,17 +344,19 @@ def _template_arguments(kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[st
     return template | (others.pop("chat_template_kwargs", None) or {}), others
 
 
-def _answer(server: SGLangServer, kind: str, ids: list[int], replies: list[dict], choices: list[dict]) -> dict:
-    """Return an OpenAI response, not yet validated."""
-    count = sum(len(_logprobs(reply)) for reply in replies)
-    return {
+def openai_response(chat: bool, model: str, prompt_tokens: int, replies: Sequence[tuple[str, int, str]]) -> Any:
+    """Return a ChatCompletion, or a Completion, of replies: their text, number of tokens, and finish reason."""
+    tokens = sum(size for _, size, _ in replies)
+    said = [{"message": {"role": "assistant", "content": text}} if chat else {"text": text} for text, _, _ in replies]
+    answer = {
         "id": uuid.uuid4().hex,
         "created": int(time.time()),
-        "model": server.config.model_name,
-        "object": kind,
+        "model": model,
+        "object": "chat.completion" if chat else "text_completion",
         "choices": [
-            {"index": index, "finish_reason": _finish(reply), "logprobs": None, **choice}
-            for index, (reply, choice) in enumerate(zip(replies, choices, strict=True))
+            {"index": index, "finish_reason": reason, "logprobs": None, **said[index]}
+            for index, (_, _, reason) in enumerate(replies)
         ],
-        "usage": {"prompt_tokens": len(ids), "completion_tokens": count, "total_tokens": len(ids) + count},
+        "usage": {"prompt_tokens": prompt_tokens, "completion_tokens": tokens, "total_tokens": prompt_tokens + tokens},
     }
+    return (ChatCompletion if chat else TextCompletion).model_validate(answer)

@@ -66,22 +66,21 @@ class EnvReport:
         found = [f"{name} {n}" for name, n in self.counts.most_common() if name.startswith(_REASONS)]
         return ", ".join(found) or "no reason known"
 
-    def observe(self, name: str, value: float) -> None:
-        self._observed[name].append(float(value))
+    def observe(self, name: str, *values: float) -> None:
+        self._observed[name] += map(float, values)
 
     def fail(self, exception: str) -> None:
         """Count a failed item as ``failed/EXCEPTION``."""
-        self.count(f"failed/{exception}")
-        self._note(f"failed/{exception}")
+        self._count_as(f"failed/{exception}", f"failed/{exception}")
 
     def refuse(self, reason: str, detail: str) -> None:
         """Count a group that is not sent as ``not_sent/REASON``; warn about the first one of each reason."""
-        self._note(reason)
         first = not self.counts[f"not_sent/{reason}"]
-        self.count(f"not_sent/{reason}")
+        self._count_as(f"not_sent/{reason}", reason)
         logger.log(logging.WARNING if first else logging.DEBUG, "%s: group not sent, %s: %s", self.name, reason, detail)
 
-    def _note(self, reason: str) -> None:
+    def _count_as(self, name: str, reason: str) -> None:
+        self.count(name)
         if (place := PLACE.get()) is not None:
             place.reason = reason
 

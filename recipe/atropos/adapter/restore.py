@@ -132,7 +132,8 @@ def restore(
                 count("retokenized")
         own = completion.logprobs.tolist()
         found = list(zip(flags, given or own, own, strict=False))  # a reply that was cut short has more logprobs
-        if any(flag and _valid(other) and abs(other - value) > _OTHER for flag, other, value in found):
+        valid = [(a, b) for flag, a, b in found if flag and isinstance(a, int | float) and -math.inf < a <= 0]
+        if any(abs(a - b) > _OTHER for a, b in valid):
             count("other_logprobs")
         logprobs_here = [value if flag else _NOT_SAMPLED for flag, _, value in found]
         row.add(piece.tokens, flags, logprobs_here, columns)
@@ -143,11 +144,11 @@ def _moved(
     cache: CompletionCache, tokens: list[int], posted: list[int], flags: list[bool], columns: dict[str, list]
 ) -> tuple[list[bool], dict[str, list]] | None:
     """Return flags and values for sampled ``tokens`` that replace ``posted``; None if they cannot be carried over."""
-    content = {flag for token, flag in zip(posted, flags, strict=False) if not cache.is_special(token)} or set(flags)
+    content = {flag for token, flag in zip(posted, flags, strict=False) if token not in cache.special} or set(flags)
     if len(content) > 1:
         return None
     moved = [*content] * len(tokens)
-    if posted and cache.is_special(tokens[-1]) and cache.is_special(posted[-1]):
+    if posted and tokens[-1] in cache.special and posted[-1] in cache.special:
         moved[-1] = flags[-1]
     if not any(moved) or not columns:
         return moved, {}
@@ -155,10 +156,6 @@ def _moved(
     if len(advantages) != 1 or columns.keys() != {"advantages"}:
         return None
     return moved, {"advantages": [*advantages] * len(tokens)}
-
-
-def _valid(logprob: Any) -> bool:
-    return isinstance(logprob, int | float) and -math.inf < logprob <= 0
 
 
 def restore_group(
@@ -173,9 +170,8 @@ def restore_group(
     """
     rows = []
     for i, sequence in enumerate(group["tokens"]):
-        over = {name: _over(group, name, i) for name in ("inference_logprobs", *_PER_TOKEN)}
-        logprobs = over.pop("inference_logprobs")
-        values = {name: column for name, column in over.items() if column is not None}
+        values = {name: column for name in _PER_TOKEN if (column := _over(group, name, i)) is not None}
+        logprobs = _over(group, "inference_logprobs", i)
         rows.append(restore(cache, sequence, group["masks"][i], logprobs, values, count))
     if not any(row.replies for row in rows):
         raise RefusedGroup(Reason.NOT_SAMPLED, f"no reply is known for any token of {len(rows)} sequences")
@@ -253,19 +249,13 @@ def group_of_nodes(nodes: Sequence[Any], scores: Sequence[float]) -> ScoredDataG
         masks=[list(node.masked_tokens) for node in nodes],
         scores=list(scores),
         inference_logprobs=[list(node.logprobs) for node in nodes],
-        advantages=None,
-        ref_logprobs=None,
-        messages=None,
-        overrides=None,
         group_overrides={},  # BaseEnv reads it before it sets its default
-        images=None,
     )
 
 
 def _over(group: ScoredDataGroup, name: str, row: int) -> Sequence | None:
     """Return a per-token field of one sequence; None if it is not given, or not for all of its tokens."""
-    values = group.get(name)
-    column = values[row] if values and len(values) > row else None
+    [column] = (group.get(name) or ())[row : row + 1] or [None]
     return column if hasattr(column, "__len__") and len(column) == len(group["tokens"][row]) else None
 
 

@@ -97,9 +97,8 @@ class Marker:
         return signed * occurrences if self.count == "each" else signed
 
     @property
-    def bounds(self) -> tuple[float, float]:
-        most = self.earned(1) if self.count != "each" else math.copysign(math.inf, self.earned(1))
-        return min(0.0, most), max(0.0, most)
+    def bounds(self) -> list[float]:
+        return sorted([0.0, self.earned(1) if self.count != "each" else math.copysign(math.inf, self.earned(1))])
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -120,8 +119,8 @@ class AnswerPresent:
         return self.weight if any(answer and answer.strip() for answer in answers) else 0.0
 
     @property
-    def bounds(self) -> tuple[float, float]:
-        return 0.0, self.weight
+    def bounds(self) -> list[float]:
+        return [0.0, self.weight]
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -140,9 +139,8 @@ class LengthBounty:
         return max(-self.cap, min(self.cap, self.slope * (length - self.target)))
 
     @property
-    def bounds(self) -> tuple[float, float]:
-        shortest, longest = self.earned(0), math.copysign(self.cap, self.slope)
-        return min(shortest, longest), max(shortest, longest)
+    def bounds(self) -> list[float]:
+        return sorted([self.earned(0), math.copysign(self.cap, self.slope)])
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -219,10 +217,6 @@ class RewardBridge:
     def shaped(self, raw: float, terms: Mapping[str, float], step: int) -> float:
         return raw + self.weight(step) * self._clipped(sum(terms.values()))
 
-    def literals(self) -> list[str]:
-        parts = [*self.format_markers, *filter(None, [self.answer_present])]
-        return [part.pattern for part in parts if not part.regex]
-
     def _clipped(self, value: float) -> float:
         return value if self.clip is None else max(self.clip[0], min(self.clip[1], value))
 
@@ -281,17 +275,6 @@ def read_bridge(path: str | Path) -> RewardBridge:
         raise RewardBridgeError(f"{path} is no YAML: {error}") from error
     except RewardBridgeError as error:
         raise RewardBridgeError(f"{path}: {error}") from error
-
-
-def as_bridge(given: RewardBridge | Mapping[str, Any] | str | Path) -> RewardBridge:
-    """Return the bridge for a bridge, a block as a mapping, or the path of a YAML file.
-
-    Raises:
-        RewardBridgeError: ``read_bridge`` or ``parse_bridge`` rejects it.
-    """
-    if isinstance(given, RewardBridge):
-        return given
-    return read_bridge(given) if isinstance(given, str | Path) else parse_bridge(given)
 
 
 def _explain(error: Mapping[str, Any], name: str) -> str:

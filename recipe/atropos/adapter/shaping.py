@@ -6,8 +6,9 @@ It runs right after validation, where raw scores are observed; BaseEnv's check f
 import asyncio
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from recipe.atropos.adapter.reporting import EnvReport
 from recipe.atropos.adapter.reward_bridge import KEY, RewardBridge, RewardBridgeError
 from recipe.atropos.data.reasons import Reason, RefusedGroup
 
-_GROUPS: ContextVar[list["_RecordedGroup"] | None] = ContextVar("groups", default=None)  # of the current item
+_GROUPS: ContextVar[list[dict[str, Any]] | None] = ContextVar("groups", default=None)  # of the current item
 _ORIGINAL = base.ScoredDataGroup
 
 
@@ -34,35 +35,35 @@ class _RecordedGroup(dict):
             groups.append(self)
 
 
-def record_groups() -> None:
-    """Replace ``ScoredDataGroup`` in every module that has imported it."""
+def record_groups(*others: ModuleType) -> None:
+    """Replace ``ScoredDataGroup`` in every module that has imported it, but in ``others``."""
     for module in list(sys.modules.values()):
-        if getattr(module, "__dict__", {}).get("ScoredDataGroup") is _ORIGINAL:
+        if module not in others and getattr(module, "__dict__", {}).get("ScoredDataGroup") is _ORIGINAL:
             module.ScoredDataGroup = _RecordedGroup
 
 
 @contextlib.contextmanager
-def recorded() -> Iterator[list[_RecordedGroup]]:
-    """Collect the groups that are made in this context, after ``record_groups``."""
-    groups: list[_RecordedGroup] = []
-    token = _GROUPS.set(groups)
+def recorded() -> Iterator[list[dict[str, Any]]]:
+    """Collect the groups that are made in this context, after ``record_groups``; may be nested."""
+    groups: list[dict[str, Any]] = []
+    outer, token = _GROUPS.get(), _GROUPS.set(groups)
     try:
         yield groups
     finally:
         _GROUPS.reset(token)
+        if outer is not None:
+            outer += groups
 
 
-def dropped_by_environment(made: list[_RecordedGroup], size: int) -> _RecordedGroup | None:
+def dropped_by_environment(made: list[dict[str, Any]], size: int) -> dict[str, Any] | None:
     """Return the last complete group of equal scores in ``made``, or None; only for an environment that returned no
     group.
     """
-    dropped = [g for g in made if set(_sizes(g).values()) == {size} and len(set(g["scores"])) == 1]
-    return dropped[-1] if dropped else None
-
-
-def _sizes(group: Mapping[str, Any]) -> dict[str, int]:
-    values = {key: group.get(key) for key in ("tokens", "masks", "scores")}
-    return {key: 0 if value is None else len(value) for key, value in values.items()}
+    for group in reversed(made):
+        parts = [group.get(key) for key in ("tokens", "masks", "scores")]
+        if all(part is not None and len(part) == size for part in parts) and len(set(group["scores"])) == 1:
+            return group
+    return None
 
 
 async def shape(
@@ -88,23 +89,24 @@ async def shape(
     except TimeoutError as error:
         raise RefusedGroup(Reason.MARKER_TIMEOUT, str(error)) from error
     scores = [bridge.shaped(score, each, step) for score, each in zip(raw, terms, strict=True)]
-    observed = [("score/raw", raw), ("score/shaped", scores), ("shaping/weight", [bridge.weight(step)])]
-    observed += [(f"shaping/{name}", [value]) for each in terms for name, value in each.items()]
-    for name, values in observed:
-        for value in values:
-            report.observe(name, value)
+    report.observe("score/raw", *raw)
+    report.observe("score/shaped", *scores)
+    report.observe("shaping/weight", bridge.weight(step))
+    for name in terms[0]:
+        report.observe(f"shaping/{name}", *(each[name] for each in terms))
     if equal:
         report.count("shaping/equal_raw")
     pairs = list(zip(raw, scores, strict=True))
     if any(less < more and now >= then for less, now in pairs for more, then in pairs):
         report.count("shaping/rank_inversions")
     group["scores"] = scores
-    group["group_overrides"] = {**(group.get("group_overrides") or {}), "raw_scores": raw}
+    group["group_overrides"] |= {"raw_scores": raw}
 
 
 def check_literals(bridge: RewardBridge, tokenizer: Any) -> None:
     """Raise RewardBridgeError for a literal pattern that can never match because it contains a special token."""
-    for pattern in bridge.literals():
+    parts = [*bridge.format_markers, *filter(None, [bridge.answer_present])]
+    for pattern in [part.pattern for part in parts if not part.regex]:
         if special := [token for token in tokenizer.all_special_tokens if token in pattern]:
             raise RewardBridgeError(
                 f"{KEY}: pattern {pattern!r} can never match: {special[0]!r} is a special token of "
@@ -123,10 +125,9 @@ def check_no_advantages(group: Mapping[str, Any], name: str) -> None:
 
 def judged(tokenizer: Any, group: Mapping[str, Any]) -> list[tuple[str, int]]:
     """Return (text, length in tokens) of what the policy wrote in each sequence of a group; see ``reward_bridge``."""
-
-    def of_sequence(tokens: Sequence[int], masks: Sequence[int]) -> tuple[str, int]:
+    plain = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+    found = []
+    for tokens, masks in zip(group["tokens"], group["masks"], strict=True):
         turns = [list(tokens[start:end]) for start, end in trained_spans(masks)]
-        texts = [tokenizer.decode(turn, skip_special_tokens=True, clean_up_tokenization_spaces=False) for turn in turns]
-        return "\n".join(texts), sum(map(len, turns))
-
-    return [of_sequence(*sequence) for sequence in zip(group["tokens"], group["masks"], strict=True)]
+        found.append(("\n".join(tokenizer.decode(turn, **plain) for turn in turns), sum(map(len, turns))))
+    return found

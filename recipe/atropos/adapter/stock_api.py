@@ -21,16 +21,17 @@ import aiohttp
 import orjson
 
 from recipe.atropos.adapter.validate import to_json
-from recipe.atropos.trajectory_api.trajectory_client import TrajectoryApiError
+from recipe.atropos.trajectory_api.trajectory_client import TrajectoryApiClient, TrajectoryApiError
 
 logger = logging.getLogger(__name__)
 
 _ANSWER = 60.0  # s; while it assembles batches, it answers no request for many seconds
 _LONGEST_PAUSE = 10.0  # s, at most, between two attempts
+_POST = "/scored_data_list"
 _SERVER_ERRORS = 5  # 5xx responses to one post before giving up
 
 
-class StockApi:
+class StockApi(TrajectoryApiClient):
     """See the module docstring. ``count`` counts events; ``patience`` is the time for a request, in seconds."""
 
     LOSSES = (
@@ -39,66 +40,60 @@ class StockApi:
     )
 
     def __init__(self, url: str, patience: float, count: Callable[..., None]):
-        self.again = 0  # requests that were sent again
-        self._url, self._patience, self._count = url.rstrip("/"), patience, count
+        super().__init__(url, patience=patience, timeout=_ANSWER)
+        self._count = count
         self._registered = asyncio.Event()
         self._env_id: int | None = None
         self._queued = 0  # groups of this environment
-        headers = {"Content-Type": "application/json"}
-        self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(_ANSWER), headers=headers)
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._session.close()
 
     async def register_env(self, registration: Mapping[str, Any]) -> dict[str, Any]:
-        answer = await self._request("POST", "/register-env", registration)
+        answer = await super().register_env(registration)
         if answer["status"] == "success":
             self._env_id = answer["env_id"]
             self._registered.set()
         return answer
 
-    async def info(self) -> dict[str, Any]:
-        return await self._request("GET", "/info")
-
-    async def wandb_info(self) -> dict[str, Any]:
-        return await self._request("GET", "/wandb_info")
-
-    async def status(self, env_id: int) -> dict[str, Any]:
+    async def status(self, env_id: int | None = None) -> dict[str, Any]:
         try:
-            status = await self._request("GET", "/status-env", {"env_id": env_id})
+            status = await super().status(env_id)
         except TrajectoryApiError as error:
             if error.status is None:
                 raise
             self._lose(f"does not know environment {env_id} ({error})")
         if not self._registered.is_set():
-            raise TrajectoryApiError(f"{self._url} has lost environment {env_id}; is its weight positive?", 404)
+            raise TrajectoryApiError(f"{self.url} has lost environment {env_id}; is its weight positive?", 404)
         self._queued = status["self_queue_size"]
         return status
 
     async def disconnect_env(self, env_id: int) -> None:
         if self._registered.is_set():
-            await self._request("POST", "/disconnect-env", {"env_id": env_id})
+            await super().disconnect_env(env_id)
 
-    async def post_groups(self, groups: Sequence[dict[str, Any]], ticket: int | None = None) -> None:
+    async def post_groups(
+        self, groups: Sequence[Mapping[str, Any]], ticket: int | None = None, key: str | None = None
+    ) -> None:
         """Post groups.
 
         Raises:
             TrajectoryApiError: they were refused, or not taken in time; ``reason`` names which.
         """
-        answer = await self._request("POST", "/scored_data_list", groups, posts=True)
+        answer = await self._json("POST", _POST, groups)
         if buffered := answer.get("buffered"):
             self._count("buffered", buffered)
 
-    async def _request(self, method: str, path: str, payload: Any = None, posts: bool = False) -> Any:
+    async def _json(self, method: str, path: str, message: Any = None, limit: float | None = None) -> Any:
         server_errors, tries, waited = 0, 0, 0.0  # s, not counting waits for a registration
+        posts, headers = path == _POST, {"Content-Type": "application/json"}
         while True:
             if posts:
                 await self._registered.wait()
-                for group in payload:
+                for group in message:
                     group["env_id"] = self._env_id
-            body, begun = to_json(payload), time.monotonic()
+            body, begun = to_json(message), time.monotonic()
             try:
-                async with self._session.request(method, self._url + path, data=body) as reply:
+                timeout = aiohttp.ClientTimeout(self._timeout)
+                request = self._session.request(method, self.url + path, data=body, headers=headers, timeout=timeout)
+                async with request as reply:
                     text = await reply.read()
                 if reply.status < 400:
                     return orjson.loads(text)
@@ -112,8 +107,8 @@ class StockApi:
             tries, waited = tries + 1, waited + time.monotonic() - begun + pause
             given_up = status is not None and (not posts or status < 500 or server_errors == _SERVER_ERRORS)
             if given_up or waited > self._patience:
-                raise TrajectoryApiError(f"{method} {self._url}{path}: {problem}; is run-api up?", status)
-            logger.warning("%s %s%s: %s; trying again", method, self._url, path, problem)
+                raise TrajectoryApiError(f"{method} {self.url}{path}: {problem}; is run-api up?", status)
+            logger.warning("%s %s%s: %s; trying again", method, self.url, path, problem)
             self.again += 1
             await asyncio.sleep(pause)
 
@@ -122,4 +117,4 @@ class StockApi:
             self._registered.clear()
             self._count("api_lost")
             self._count("lost_with_api", self._queued)
-            logger.warning("run-api at %s %s; about %d groups in its queue are lost", self._url, how, self._queued)
+            logger.warning("run-api at %s %s; about %d groups in its queue are lost", self.url, how, self._queued)

@@ -21,8 +21,8 @@ from atroposlib.envs.base import APIServerConfig, ScoredDataGroup
 from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.envs.server_handling.sglang_server import SGLangServer
 
+from recipe.atropos.adapter.recorded_calls import client_of
 from recipe.atropos.errors import EnvironmentFailure
-from recipe.atropos.inference.client import SGLangClient
 
 TopK = tuple[list[list[int]], list[list[float]]]  # token ids and logprobs, [position][rank]
 
@@ -80,8 +80,7 @@ async def top_logprobs(server: SGLangServer, *, input_ids: list[int], top_k: int
     Raises:
         InferenceError: the request failed; names the server. atroposlib retries such a call.
     """
-    url = server.config.base_url.removesuffix("/").removesuffix("/v1")
-    async with SGLangClient(url, server.config.api_key or None, server.config.timeout) as client:
+    async with client_of(server) as client:
         reply = await client.generate(
             input_ids=list(input_ids),
             sampling_params={"max_new_tokens": 1, "temperature": 1.0},

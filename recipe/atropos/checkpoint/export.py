@@ -151,23 +151,18 @@ class _Checkpoint:
 
 def _on_meta(folder: Path, trust_remote_code: bool) -> PreTrainedModel:
     """Return the model on the meta device; raise ConfigurationError if it has custom code that is not trusted."""
-    brings_code = "auto_map" in read_json(folder / CONFIG_NAME, {})
     try:
-        return _class_on_meta(folder, trust_remote_code)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        # The same class as in verl's training.
+        several = type(config) in AutoModelForImageTextToText._model_mapping.keys()
+        auto_class = AutoModelForImageTextToText if several else AutoModelForCausalLM
+        with torch.device("meta"):
+            return auto_class.from_config(config, trust_remote_code=trust_remote_code)
     except ValueError as error:
-        if trust_remote_code or not brings_code:
+        if trust_remote_code or "auto_map" not in read_json(folder / CONFIG_NAME, {}):
             raise
         problem = "is a model with code of its own, which would be run; give --trust-remote-code if you trust it"
         raise ConfigurationError(f"{folder} {problem}") from error
-
-
-def _class_on_meta(folder: Path, trust_remote_code: bool) -> PreTrainedModel:
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    # The same class as in verl's training.
-    several = type(config) in AutoModelForImageTextToText._model_mapping.keys()
-    auto_class = AutoModelForImageTextToText if several else AutoModelForCausalLM
-    with torch.device("meta"):
-        return auto_class.from_config(config, trust_remote_code=trust_remote_code)
 
 
 def _cast(name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:

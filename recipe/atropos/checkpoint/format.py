@@ -147,7 +147,12 @@ def read_shapes(model: str | Path) -> Shapes:
         if file.suffix == ".json":
             parts, _ = get_checkpoint_shard_files(str(model), str(file), local_files_only=True)
         for part in parts:
-            shapes |= _safetensors_shapes(part) if part.endswith(".safetensors") else _pickled_shapes(part)
+            if part.endswith(".safetensors"):
+                with safe_open(part, framework="pt") as opened:
+                    shapes |= {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+            else:
+                tensors = torch.load(part, map_location="meta", weights_only=True)
+                shapes |= {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     except (OSError, KeyError, ValueError, RuntimeError, SafetensorError, pickle.UnpicklingError) as error:
         raise CheckpointError(f"{file}: the names of its tensors cannot be read: {error}") from error
     return shapes
@@ -160,13 +165,3 @@ def model_file(model: str | Path, name: str) -> Path | None:
     except OSError:  # neither a folder nor a valid hub name, or not in the cache
         return None
     return None if found is None else Path(found)
-
-
-def _safetensors_shapes(file: str) -> Shapes:
-    with safe_open(file, framework="pt") as opened:
-        return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
-
-
-def _pickled_shapes(file: str) -> Shapes:
-    tensors: dict[str, torch.Tensor] = torch.load(file, map_location="meta", weights_only=True)
-    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}

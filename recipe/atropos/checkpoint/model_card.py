@@ -71,7 +71,8 @@ def _figures(config: DictConfig, summary: dict[str, Any], exported: dict[str, An
         how = "the adapter alone" if exported["adapter"] else "merged"
         yield "LoRA", f"rank {model.lora_rank}, alpha {model.lora_alpha}, {how}"
     for spec in environment_specs(config).values():
-        yield "environment", f"{spec.name} ({_target_name(spec.target)}), groups of {spec.group_size}"
+        target = spec.target.rpartition("/")[2]  # without the folders of its file
+        yield "environment", f"{spec.name} ({target}), groups of {spec.group_size}"
     yield "algorithm", config.algorithm.adv_estimator
     yield "learning rate", config.actor_rollout_ref.actor.optim.lr
     yield "groups a step", config.data.train_batch_size
@@ -89,11 +90,6 @@ def _figures(config: DictConfig, summary: dict[str, Any], exported: dict[str, An
         yield "alarms", ", ".join(summary["alarms"])
     yield "seed", config.seed
     yield "packages", ", ".join(_versions())
-
-
-def _target_name(target: str) -> str:
-    """Return the target without the directories of its file."""
-    return target.rpartition("/")[2]
 
 
 def _versions() -> Iterator[str]:

@@ -43,7 +43,8 @@ def prepare_folder(folder: RunDir, config: DictConfig, by_launcher: bool = False
     checkpoints.remove_incomplete()
     resumed = checkpoints.to_resume(config.trainer)
     model, trained = model_identity(config.actor_rollout_ref.model.path), model_of(resumed) if resumed else None
-    if trained is not None and not _same_model(trained, model):
+    by = "digest" if trained and trained["digest"] and model["digest"] else "path"
+    if trained is not None and trained[by] != model[by]:
         raise ConfigurationError(
             f"actor_rollout_ref.model.path={model['path']} is another model than {trained['path']}, which was trained "
             f"to {resumed}: give that model, or another folder (--run-dir)"
@@ -75,11 +76,6 @@ def model_identity(path: str) -> dict[str, Any]:
                 weights.seek(start)
                 digest.update(weights.read(_SAMPLE_BYTES))
     return {"path": path, "digest": digest.hexdigest()}
-
-
-def _same_model(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    key = "digest" if one["digest"] and other["digest"] else "path"
-    return one[key] == other[key]
 
 
 def changed_keys(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:

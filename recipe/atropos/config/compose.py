@@ -23,6 +23,7 @@ import importlib.util
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -178,25 +179,19 @@ def quoted(value: str | Path) -> str:
 
 
 def given_keys(overrides: Sequence[str]) -> set[str]:
-    """Return the keys that overrides set, however spelled: ``+run.dir=a`` and ``run={dir: a}`` both set run.dir."""
-    keys: set[str] = set()
-    for key, value in given_values(overrides):
-        keys |= {key, *(_keys(value, f"{key}.") if isinstance(value, dict) else ())}
-    return keys
-
-
-def given_values(overrides: Sequence[str]) -> list[tuple[str, Any]]:
-    """Return the overrides as (key, value), without the ``+`` before a key; mappings are dicts. A file's come first.
+    """Return the keys that overrides set, however spelled: ``+run.dir=a`` and ``run={dir: a}`` both set run.dir.
 
     Raises:
         ConfigurationError: an override cannot be read, or a file is not a mapping.
     """
-    in_file, given = _given(overrides)
-    return in_file + given
+    keys: set[str] = set()
+    for key, value in chain(*_given(overrides)):
+        keys |= {key, *(_keys(value, f"{key}.") if isinstance(value, dict) else ())}
+    return keys
 
 
 def _given(overrides: Sequence[str]) -> tuple[list[tuple[str, Any]], list[tuple[str, Any]]]:
-    """Return the values of a file, and the others."""
+    """Return the values of a file, and the others, as (key, value) without the ``+`` before a key."""
     given = [(override.key_or_group, override.value()) for override in map(_parse, overrides)]
     files = [value for key, value in given if key == "config"]
     if len(files) > 1:

@@ -35,18 +35,14 @@ def check_model(path: str) -> None:
     Raises:
         ConfigurationError: naming what to give instead.
     """
-    if path in SMALL_POLICIES:
+    if path in SMALL_POLICIES or config_file(path):
         return
     if looks_local(path):
-        if not (Path(path).expanduser() / "config.json").is_file():
-            raise ConfigurationError(
-                f"{KEY}={path}: no model there (no config.json); give a folder in Hugging Face format, or a hub name"
-            )
-        return
+        raise ConfigurationError(
+            f"{KEY}={path}: no model there (no config.json); give a folder in Hugging Face format, or a hub name"
+        )
     if path.startswith(SMALL_POLICIES[0]):
         raise ConfigurationError(f"{KEY}={path}: no such small policy; choose one of {', '.join(SMALL_POLICIES)}")
-    if config_file(path):
-        return
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
     from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, HFValidationError, RepositoryNotFoundError
 

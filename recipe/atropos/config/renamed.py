@@ -49,7 +49,7 @@ def _lines(values: Mapping[str, Any], prefix: str) -> Iterator[str]:
         key = f"{prefix}{name}"
         if isinstance(value, Mapping) and value:
             yield from _lines(value, f"{key}.")
-        elif (old := _renamed(key)) is not None:
+        elif old := next((prefix for prefix in prefixes(key) if prefix in RENAMED), None):
             new = RENAMED[old] + key.removeprefix(old)
             shown = value if isinstance(value, str) else json.dumps(value, default=str)
             complete = "=" in new or "," in new
@@ -57,10 +57,6 @@ def _lines(values: Mapping[str, Any], prefix: str) -> Iterator[str]:
                 "leave it out" if "=" in new and value is False else f"give {new if complete else f'{new}={shown}'}"
             )
             yield f"{key}={shown}: this key has another name here; {instead}"
-
-
-def _renamed(key: str) -> str | None:
-    return next((prefix for prefix in prefixes(key) if prefix in RENAMED), None)
 
 
 def prefixes(key: str) -> list[str]:

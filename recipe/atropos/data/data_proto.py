@@ -12,6 +12,7 @@ Shapes: B rows, P and R the longest prompt and response of the batch, S = P + R,
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -64,8 +65,7 @@ def rows_to_data_proto(rows: Sequence[Row | None], limits: RowLimits, multiple_o
     pad = np.array([limits.pad_token_id])
     empty = np.empty(0)
 
-    def column(name: str, padding: Any) -> list[Any]:
-        return _column(rows, name, padding)
+    column = partial(_column, rows)
 
     def per_token(name: str) -> torch.Tensor:
         values = [empty if value is None else value for value in column(name, empty)]
@@ -132,10 +132,7 @@ def _objects(values: Sequence[Any]) -> np.ndarray:
 
 def _non_tensors(rows: Sequence[Row | None]) -> dict[str, np.ndarray]:
     """Return the per-row values, one (B,) array per name."""
-
-    def column(name: str, padding: Any = None) -> list[Any]:
-        return _column(rows, name, padding)
-
+    column = partial(_column, rows)
     versions = column("versions", (None, None))
     raw_scores = [s if raw is None else raw for s, raw in zip(column("score", 0.0), column("raw_score"), strict=True)]
     return {

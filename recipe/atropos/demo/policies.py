@@ -18,21 +18,16 @@ RECIPES = {
 }
 
 
-def ensure_policy(name: str, seed: int) -> Path:
-    """Return the folder of the policy ``name``, made on first use. Raises KeyError for an unknown name."""
-    return ensure_small_policy(seed=seed, recipe=RECIPES[name])
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="Make a small policy from scratch, and print its folder.")
     parser.add_argument("name", choices=sorted(RECIPES))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, help="make it in this folder, and measure it; default: the cache")
     arguments = parser.parse_args()
-    if arguments.output is None:
-        print(ensure_policy(arguments.name, arguments.seed))
-        return
     recipe = RECIPES[arguments.name]
+    if arguments.output is None:
+        print(ensure_small_policy(seed=arguments.seed, recipe=recipe))
+        return
     report = make_small_policy(arguments.output, arguments.seed, recipe)
     print(
         f"{report['parameters']} parameters, taught in {report['seconds']:.0f} s, last loss {report['last_loss']:.3f}"

@@ -132,7 +132,8 @@ def job(problem: Problem, text: str) -> Job:
     if program is None:
         program = problem["begun"] + blocks[0]
     elif problem["begun"]:
-        program = _before_last_function(problem["begun"]) + program
+        last = problem["begun"].rfind("\ndef ") + 1  # of its functions
+        program = problem["begun"][:last] + program
     return Job(program=program, names=problem["names"], setup=problem["setup"], tests=problem["tests"])
 
 
@@ -141,10 +142,6 @@ def _defines(program: str, names: list[str]) -> bool:
         return set(names) <= _defined(ast.parse(program))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False
-
-
-def _before_last_function(begun: str) -> str:
-    return begun[: max(begun.rfind("\ndef ") + 1, 0)]
 
 
 # ---------------------------------------------------------------------- datasets

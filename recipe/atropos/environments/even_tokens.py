@@ -9,6 +9,8 @@ from typing import Any
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup
 from pydantic import Field
 
+from recipe.atropos.adapter.restore import group_of_nodes
+
 
 class EvenTokensEnvConfig(BaseEnvConfig):
     question_characters: int = Field(12, gt=0, description="Of each question: of a byte tokenizer so many tokens")
@@ -40,13 +42,9 @@ class EvenTokensEnv(BaseEnv):
             else:
                 await managed.completion(prompt=item, **sampling)
             nodes = managed.get_state()["nodes"]
-        group = ScoredDataGroup()
-        group["tokens"] = [node.tokens for node in nodes]
-        group["masks"] = [node.masked_tokens for node in nodes]
-        group["inference_logprobs"] = [node.logprobs for node in nodes]
         answers = [[token for token in node.masked_tokens if token != -100] for node in nodes]
-        group["scores"] = [sum(token % 2 == 0 for token in answer) / len(answer) for answer in answers]
-        return group, []
+        scores = [sum(token % 2 == 0 for token in answer) / len(answer) for answer in answers]
+        return group_of_nodes(nodes, scores), []
 
     async def evaluate(self, *args: Any, **kwargs: Any) -> None:
         pass

@@ -67,11 +67,8 @@ def arithmetic_steps(text: str, results: Collection[Fraction]) -> Iterator[Grade
 def results_of(row: Row) -> set[Fraction]:
     """Return the results in the worked solution (``<<12+7=19>>``), and its answer."""
     shown = [*re.findall(r"=([^=<>]+)>>", row["answer"]), gold_answer(row)]
-    return {Fraction(number) for number in (each.replace(",", "").strip() for each in shown) if _is_number(number)}
-
-
-def _is_number(text: str) -> bool:
-    return re.fullmatch(r"-?(\d+\.?\d*|\.\d+)", text) is not None
+    numbers = (each.replace(",", "").strip() for each in shown)
+    return {Fraction(number) for number in numbers if re.fullmatch(r"-?(\d+\.?\d*|\.\d+)", number)}
 
 
 def token_span(tokenizer: Any, tokens: Sequence[int], start: int, end: int) -> slice:

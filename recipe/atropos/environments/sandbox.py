@@ -26,7 +26,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any, Literal, NamedTuple, TypedDict
+from typing import Any, Literal, NamedTuple, TypedDict
 
 from recipe.atropos.errors import EnvironmentFailure
 
@@ -193,8 +193,8 @@ class _Worker:
     def check(self, job: Job) -> Verdict:
         data = json.dumps(job).encode()
         try:
-            self._stream(self._process.stdin).write(b"%10d%s" % (len(data), data))
-            self._stream(self._process.stdin).flush()
+            self._process.stdin.write(b"%10d%s" % (len(data), data))
+            self._process.stdin.flush()
         except OSError as error:
             raise SandboxError(f"a worker of the sandbox ended: {error}") from error
         return Verdict(**self._line(self._seconds))
@@ -202,20 +202,15 @@ class _Worker:
     def _line(self, seconds: float) -> dict[str, Any]:
         watch = threading.Timer(seconds, self._process.kill)
         watch.start()
-        line = self._stream(self._process.stdout).readline()
+        line = self._process.stdout.readline()
         watch.cancel()
         if not line:
             raise SandboxError(f"a worker of the sandbox ended with status {self._process.wait()}")
         return json.loads(line)
-
-    @staticmethod
-    def _stream(stream: IO[bytes] | None) -> IO[bytes]:
-        assert stream is not None
-        return stream
 
     def close(self) -> None:
         self._process.kill()
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout):
             with contextlib.suppress(OSError):
-                self._stream(stream).close()
+                stream.close()

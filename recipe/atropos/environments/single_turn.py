@@ -17,7 +17,6 @@ import logging
 import random
 import time
 from abc import abstractmethod
-from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -25,6 +24,7 @@ from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, Scored
 from pydantic import Field
 
 from recipe.atropos.adapter.completion_cache import trained_spans
+from recipe.atropos.adapter.reporting import EnvReport
 from recipe.atropos.adapter.restore import group_of_nodes
 from recipe.atropos.data.sampling import default_temperature
 
@@ -59,35 +59,16 @@ class Conversation(NamedTuple):
         return self.messages[-1]["content"]
 
 
-class Counts:
-    """Counters of an environment without the adapter's report: totals, and means since the last log."""
-
-    def __init__(self) -> None:
-        self.counts: Counter[str] = Counter()
-        self.observed: dict[str, list[float]] = defaultdict(list)
-
-    def count(self, name: str, n: int = 1) -> None:
-        self.counts[name] += n
-
-    def observe(self, name: str, value: float) -> None:
-        self.observed[name].append(value)
-
-    def metrics(self) -> dict[str, float]:
-        means = {name: sum(values) / len(values) for name, values in self.observed.items()}
-        self.observed.clear()
-        return {f"env/{name}": value for name, value in {**self.counts, **means}.items()}
-
-
 class SingleTurnEnv(BaseEnv):
     """Environment with one question and one answer per problem; see the module docstring."""
 
     env_config_cls = SingleTurnEnvConfig
-    report: Any  # counts events: the adapter's, or Counts
+    report: EnvReport  # the adapter's, where it is adapted
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         if not hasattr(self, "report"):
-            self.report = Counts()
+            self.report = EnvReport(type(self).__name__)
         self.position = 0  # of the next training problem, counted across epochs
         self.percent_correct_buffer: list[float] = []  # 1 if right, 0 if not; of environments that can tell
         self.eval_metrics: list[tuple[str, float]] = []

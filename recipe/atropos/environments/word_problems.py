@@ -15,6 +15,7 @@ from typing import Literal
 
 import orjson
 
+from recipe.atropos.config.models import looks_local
 from recipe.atropos.errors import AtroposError
 
 Row = dict[str, str]
@@ -144,7 +145,7 @@ def load_problems(
     if dataset in GENERATED:
         return generate(split, size or 4096, seed, dataset)
     path = Path(dataset).expanduser()
-    if path.exists() or _only_a_path(dataset):
+    if looks_local(dataset) or dataset.endswith(".jsonl"):
         return _read_jsonl(_local_file(path, split, config))[:size]
     import datasets
 
@@ -159,20 +160,14 @@ def load_problems(
     return [_checked(row, f"{dataset} row {i}") for i, row in enumerate(rows)]
 
 
-def _only_a_path(dataset: str) -> bool:
-    return dataset.startswith((".", "/", "~")) or dataset.endswith(".jsonl") or dataset.count("/") > 1
-
-
 def _local_file(path: Path, split: str, config: str | None) -> Path:
     candidates = [path] if path.is_file() else [path / f"{split}.jsonl", path / (config or "") / f"{split}.jsonl"]
-    for candidate in candidates:
-        if candidate.is_file():
-            return candidate
-    wanted = " or ".join(str(candidate) for candidate in candidates)
-    raise FileNotFoundError(
-        f"dataset {str(path)!r}: no {wanted}; give a GSM8K .jsonl file or folder, a name on the hub, or "
-        f"one of {', '.join(GENERATED)}"
-    )
+    if (found := next(filter(Path.is_file, candidates), None)) is None:
+        raise FileNotFoundError(
+            f"dataset {str(path)!r}: no {' or '.join(map(str, candidates))}; give a GSM8K .jsonl file or folder, a "
+            f"name on the hub, or one of {', '.join(GENERATED)}"
+        )
+    return found
 
 
 def _read_jsonl(file: Path) -> list[Row]:

@@ -25,7 +25,7 @@ from atroposlib.envs.base import BaseEnv
 from gem.envs.registration import ENV_REGISTRY
 from gem.utils.constants import TERMINAL_STATE
 
-from recipe.atropos.adapter.reward_bridge import KEY, RewardBridge, RewardBridgeError, as_bridge
+from recipe.atropos.adapter.reward_bridge import KEY, RewardBridge, RewardBridgeError, parse_bridge, read_bridge
 from recipe.atropos.adapter.shaping import check_literals, check_no_advantages, judged
 from recipe.atropos.errors import AtroposError
 from recipe.atropos.gem.outer_policy import Ask, Episode, Messages, NothingCame
@@ -118,7 +118,11 @@ class AtroposEnv(gem.Env):
     ):
         if not timeout > 0:
             raise ValueError(f"timeout={timeout!r}: give seconds, more than 0")
-        self._bridge = None if reward_bridge is None else as_bridge(reward_bridge)
+        if isinstance(reward_bridge, str | Path):
+            reward_bridge = read_bridge(reward_bridge)
+        elif isinstance(reward_bridge, Mapping):
+            reward_bridge = parse_bridge(reward_bridge)
+        self._bridge = reward_bridge
         self._arguments = {
             **{"target": target, "config": config, "tokenizer": tokenizer, "seed": seed, "timeout": timeout},
             "reward_bridge": self._bridge,

@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import functools
 import time
-import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextvars import ContextVar
@@ -23,8 +22,11 @@ from threading import Event
 from typing import Any
 
 from atroposlib.envs.server_handling.server_baseline import APIServer
-from openai.types.chat.chat_completion import ChatCompletion, ChatCompletionMessage, Choice
-from openai.types.completion import Completion, CompletionChoice, CompletionUsage
+from openai.types.chat import ChatCompletion
+from openai.types.completion import Completion
+
+from recipe.atropos.adapter.recorded_calls import openai_response
+from recipe.atropos.adapter.shaping import recorded
 
 Messages = list[dict[str, Any]]
 
@@ -97,7 +99,7 @@ class Episode:
     """Channel between one rollout, in the event loop's thread, and the code that answers its calls, in any other."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
-        self.made: list[dict[str, Any]] = []  # every ScoredDataGroup, also if the environment then drops it
+        self.made: list[dict[str, Any]] = []  # every ScoredDataGroup, also those that the environment then drops
         self._loop = loop
         self._calls = 0
         self._events: SimpleQueue[Ask | Future[Any]] = SimpleQueue()
@@ -117,7 +119,8 @@ class Episode:
     async def _run(self, rollout: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
         _EPISODE.set(self)
         try:
-            return await rollout()
+            with recorded() as self.made:
+                return await rollout()
         except (SystemExit, KeyboardInterrupt) as error:  # would end the loop, and with it every other episode
             raise RuntimeError(f"the environment ended its process: {error!r}") from error
 
@@ -184,13 +187,8 @@ class Episode:
         return self._ended.wait(timeout)
 
 
-_EPISODE: ContextVar[Episode | None] = ContextVar("episode", default=None)
+_EPISODE: ContextVar[Episode | None] = ContextVar("episode", default=None)  # whose rollout, or task of it, is calling
 _MESSAGES: ContextVar[Messages | None] = ContextVar("messages", default=None)
-
-
-def current_episode() -> Episode | None:
-    """Return the episode whose rollout, or a task of it, is calling; None outside any."""
-    return _EPISODE.get()
 
 
 def watch_managed_calls(manager: Any, watch: Callable[..., Awaitable[Any]]) -> None:
@@ -251,25 +249,11 @@ class OuterPolicyServer(APIServer):
             add_generation_prompt=not messages or messages[-1]["role"] != "assistant",
         )
         prompt_ids = self.tokenizer.encode(prompt, add_special_tokens=False)
-        answers = await self._ask(kwargs, messages, prompt, prompt_ids)
-        choices = [
-            Choice(
-                index=i,
-                finish_reason=answer.finish_reason,
-                message=ChatCompletionMessage(role="assistant", content=answer.text),
-            )
-            for i, answer in enumerate(answers)
-        ]
-        return ChatCompletion(object="chat.completion", choices=choices, **self._envelope(prompt_ids, answers))
+        return self._response(True, prompt_ids, await self._ask(kwargs, messages, prompt, prompt_ids))
 
     async def _completion_wrapper(self, **kwargs: Any) -> Completion:
         prompt, prompt_ids = self._prompt(kwargs)
-        answers = await self._ask(kwargs, None, prompt, prompt_ids)
-        choices = [
-            CompletionChoice(index=i, finish_reason=answer.finish_reason, text=answer.text)
-            for i, answer in enumerate(answers)
-        ]
-        return Completion(object="text_completion", choices=choices, **self._envelope(prompt_ids, answers))
+        return self._response(False, prompt_ids, await self._ask(kwargs, None, prompt, prompt_ids))
 
     async def _tokens_and_logprobs_completion_wrapper(self, **kwargs: Any) -> tuple[list, list, list, list]:
         prompt, prompt_ids = self._prompt(kwargs)
@@ -280,6 +264,10 @@ class OuterPolicyServer(APIServer):
             [[_NO_LOGPROB] * len(answer.token_ids) for answer in answers],
             [{"type": answer.finish_reason} for answer in answers],
         )
+
+    def _response(self, chat: bool, prompt_ids: list[int], answers: Sequence[Answer]) -> Any:
+        found = [(answer.text, len(answer.token_ids), answer.finish_reason) for answer in answers]
+        return openai_response(chat, self.config.model_name, len(prompt_ids), found)
 
     def _prompt(self, call: Mapping[str, Any]) -> tuple[str, list[int]]:
         """Return text and ids, from whichever the call has; if it has both, the ids are those of the text.
@@ -300,7 +288,7 @@ class OuterPolicyServer(APIServer):
     async def _ask(
         self, call: Mapping[str, Any], messages: Messages | None, prompt: str, prompt_ids: list[int]
     ) -> list[Answer]:
-        episode = current_episode()
+        episode = _EPISODE.get()
         if episode is None:
             raise RuntimeError("the environment called its server outside a rollout, where no policy can answer")
         max_tokens = next((call[key] for key in _LIMITS if call.get(key) is not None), None)
@@ -315,10 +303,3 @@ class OuterPolicyServer(APIServer):
             stop=self._stop(call.get("stop")),
             sampling={key: value for key, value in call.items() if key not in _NOT_SAMPLING},
         )
-
-    def _envelope(self, prompt_ids: list[int], answers: Sequence[Answer]) -> dict[str, Any]:
-        tokens = sum(len(answer.token_ids) for answer in answers)
-        usage = CompletionUsage(
-            prompt_tokens=len(prompt_ids), completion_tokens=tokens, total_tokens=len(prompt_ids) + tokens
-        )
-        return {"id": str(uuid.uuid4()), "created": int(time.time()), "model": self.config.model_name, "usage": usage}

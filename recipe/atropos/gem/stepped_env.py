@@ -12,7 +12,6 @@ import functools
 import inspect
 import json
 import logging
-import sys
 import threading
 import weakref
 from collections.abc import Mapping
@@ -23,13 +22,8 @@ from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
 
 from recipe.atropos.adapter.cli import adapt
 from recipe.atropos.adapter.loading import load_environment
-from recipe.atropos.gem.outer_policy import (
-    Episode,
-    OuterPolicyServer,
-    current_episode,
-    remember_messages,
-    watch_managed_calls,
-)
+from recipe.atropos.adapter.shaping import record_groups
+from recipe.atropos.gem.outer_policy import Episode, OuterPolicyServer, remember_messages, watch_managed_calls
 from recipe.atropos.gem.thread_limits import limit_math_verify_in_threads
 
 logger = logging.getLogger(__name__)
@@ -42,26 +36,15 @@ def stepped_class(target: str | type[BaseEnv]) -> type[BaseEnv]:
     """Return the adapted environment over `OuterPolicyServer`; the episode records its groups as they are made.
 
     Many environments score a group and then return None because its scores are equal, as those of one sequence always
-    are. Their scores are known only if they are recorded on the way. No hook exists for that, so in their modules
-    ``ScoredDataGroup`` is replaced by a function that makes the same group.
+    are. Their scores are known only if they are recorded on the way.
 
     Raises:
         EnvironmentTargetError: ``target`` names no environment.
     """
     environment = load_environment(target) if isinstance(target, str) else target
-    for name in {parent.__module__ for parent in environment.__mro__} - {base.__name__}:
-        names = vars(sys.modules[name])
-        if names.get("ScoredDataGroup") is base.ScoredDataGroup:
-            names["ScoredDataGroup"] = _noted_group
+    record_groups(base)  # what the environment makes itself
     body = {"__doc__": environment.__doc__, "__module__": environment.__module__, "server_cls": OuterPolicyServer}
     return type(environment.__name__, (adapt(environment),), body)
-
-
-def _noted_group(*args: Any, **kwargs: Any) -> dict[str, Any]:
-    group = base.ScoredDataGroup(*args, **kwargs)
-    if (episode := current_episode()) is not None:
-        episode.made.append(group)
-    return group
 
 
 def configured(environment: type[BaseEnv], config: Mapping[str, Any]) -> BaseEnvConfig:

@@ -9,11 +9,11 @@ same reason.)
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 
 import numpy as np
 import orjson
+from cachetools import LRUCache
 
 from recipe.atropos.inference.pool import Server
 
@@ -27,7 +27,7 @@ class PrefixAffinity:
     """Remembers which server last got each prompt; evicts the least recently used."""
 
     def __init__(self) -> None:
-        self._servers: OrderedDict[int, str] = OrderedDict()
+        self._servers: LRUCache[int, str] = LRUCache(_KNOWN)
 
     def choose(self, body: bytes, servers: Sequence[Server]) -> Server:
         """Return which of ``servers``, at least one, a request with this ``body`` should go to."""
@@ -36,9 +36,6 @@ class PrefixAffinity:
             return least
         chosen = self._holder(blocks, servers) or least
         self._servers[blocks[-1]] = chosen.url
-        self._servers.move_to_end(blocks[-1])
-        if len(self._servers) > _KNOWN:
-            self._servers.popitem(last=False)
         return chosen
 
     def _holder(self, blocks: list[int], servers: Sequence[Server]) -> Server | None:

@@ -171,7 +171,7 @@ class Gateway:
                     return web.Response(status=upstream.status, reason=upstream.reason, headers=headers, body=content)
                 response = web.StreamResponse(status=upstream.status, reason=upstream.reason, headers=headers)
                 await _to_client(response.prepare(request))
-                pieces = _pieces(upstream)
+                pieces = upstream.content.iter_any()
                 async for piece in policy.stamped_lines(pieces) if policy else pieces:
                     await _to_client(response.write(piece))
                 await _to_client(response.write_eof())
@@ -264,11 +264,6 @@ def _is_stream(reply: aiohttp.ClientResponse) -> bool:
     return reply.content_length is None and reply.content_type != "application/json"
 
 
-async def _pieces(reply: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    while piece := await reply.content.readany():
-        yield piece
-
-
 async def _to_client(action: Awaitable[object]) -> None:
     """Await ``action``; if the client has disconnected, cancel the request without blaming the server."""
     try:
@@ -290,12 +285,6 @@ def _error(status: int, message: str) -> web.Response:
     return _json({"error": {"message": f"gateway: {message}", "code": status}}, status)
 
 
-def _allow_many_connections() -> None:
-    """Raise the limit on open files: each request holds two, and at the limit every server would look dead."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m recipe.atropos.inference.gateway",
@@ -307,7 +296,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--max-wait", type=float, default=600.0, help="seconds that a request may wait for a server")
     options = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    _allow_many_connections()
+    # Each request holds two open files, and at their limit every server would look dead.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
     async def app() -> web.Application:
         urls = [url for url in options.servers.split(",") if url]

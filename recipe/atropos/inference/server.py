@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from recipe.atropos.config.models import looks_local
 from recipe.atropos.errors import LaunchError
 from recipe.atropos.inference.client import SGLangClient
 from recipe.atropos.inference.memory_saver import check_saver, saver_variables
@@ -220,8 +221,7 @@ def check_launch(launch: SGLangLaunch) -> None:
     if launch.releases_memory:
         check_saver(python)
     path = Path(launch.model_path).expanduser()
-    looks_local = launch.model_path.startswith(("/", ".", "~")) or launch.model_path.count("/") > 1
-    if looks_local and not path.is_dir():
+    if looks_local(launch.model_path) and not path.is_dir():
         raise LaunchError(
             f"model folder {launch.model_path!r} does not exist: correct actor_rollout_ref.model.path (--model)"
         )

@@ -12,8 +12,8 @@ verl itself is still being imported.
 """
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -27,15 +27,16 @@ from recipe.atropos.utils.gpus import driver_gpus
 _RAY_VARIABLES = ("RAY_ADDRESS", "RAY_RAYLET_PID")  # set in a driver that joins a cluster; set in a worker
 
 
-def _in_a_cluster() -> bool:
-    return any(os.environ.get(name) for name in _RAY_VARIABLES)
-
-
 class _DeviceId(str):
     """The current device. verl passes it to ``Tensor.to`` and also formats it into ``f"{device_name}:{id}"``."""
 
     def __format__(self, spec: str) -> str:
         return format(0, spec)
+
+
+def _always(value: Any) -> Callable[..., Any]:
+    """Return a function, or method, of any arguments that returns ``value``."""
+    return lambda *_, **__: value
 
 
 def _device_module() -> ModuleType:
@@ -50,16 +51,13 @@ def _device_module() -> ModuleType:
     def resident_bytes(*_: Any, **__: Any) -> int:
         return psutil.Process().memory_info().rss
 
-    def nothing(*_: Any, **__: Any) -> None:
-        return None
-
-    module.is_available = lambda: False  # no accelerator: verl then skips its device memory management
+    module.is_available = _always(False)  # no accelerator: verl then skips its device memory management
     module.mem_get_info = host_memory
     for name in ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"):
         setattr(module, name, resident_bytes)
     for name in ("empty_cache", "ipc_collect", "reset_peak_memory_stats", "manual_seed", "manual_seed_all"):
-        setattr(module, name, nothing)
-    module.get_device_name = lambda *_: "cpu"
+        setattr(module, name, _always(None))
+    module.get_device_name = _always("cpu")
     module.get_rng_state = torch.get_rng_state
     module.set_rng_state = torch.set_rng_state
     return module
@@ -71,66 +69,30 @@ class PlatformCPU(PlatformBase):
 
     _module = _device_module()
 
-    @property
-    def device_name(self) -> str:
-        return "cpu"
-
-    @property
-    def vendor_name(self) -> str:
-        return "cpu"
-
-    @property
-    def device_module(self) -> ModuleType:
-        return self._module
-
-    def is_available(self) -> bool:
-        return True
+    device_name = vendor_name = property(lambda self: "cpu")
+    device_module = property(lambda self: self._module)
+    is_available = _always(True)
+    device_count = _always(1)
+    current_device = _always(_DeviceId("cpu"))
+    manual_seed = manual_seed_all = staticmethod(torch.manual_seed)
+    get_device_capability = _always((None, None))
+    communication_backend_name = _always("gloo")
+    visible_devices_envvar = _always("CUDA_VISIBLE_DEVICES")
+    ray_resource_name = _always("CPU")
+    is_ipc_supported = _always(False)
+    # Only accelerators need these.
+    set_device = synchronize = set_allocator_settings = empty_cache = profiler_start = profiler_stop = _always(None)
+    cudart = _always(None)
+    nvtx_range = _always(nullcontext())
 
     def is_platform_available(self, use_smi_check: bool = False) -> bool:
-        if driver_gpus() or _in_a_cluster():
+        if driver_gpus() or any(os.environ.get(name) for name in _RAY_VARIABLES):
             return False
         others = (name for name in PlatformRegistry.registered_names() if name != "cpu")
         return not any(PlatformRegistry.get(name)().is_platform_available(use_smi_check) for name in others)
-
-    def current_device(self) -> str:
-        return _DeviceId("cpu")
-
-    def device_count(self) -> int:
-        return 1
-
-    def manual_seed(self, seed: int) -> None:
-        torch.manual_seed(seed)
-
-    def _nothing(self, *_: Any) -> None:
-        """Do nothing: only accelerators need this."""
-
-    manual_seed_all = manual_seed
-    set_device = synchronize = set_allocator_settings = empty_cache = profiler_start = profiler_stop = _nothing
-
-    def get_device_capability(self, device_index: int = 0) -> tuple[int | None, int | None]:
-        return None, None
-
-    def communication_backend_name(self) -> str:
-        return "gloo"
-
-    def visible_devices_envvar(self) -> str:
-        return "CUDA_VISIBLE_DEVICES"
-
-    @contextmanager
-    def nvtx_range(self, msg: str) -> Iterator[None]:
-        yield
-
-    def ray_resource_name(self) -> str:
-        return "CPU"
 
     def ray_noset_envvars(self) -> list[str]:
         return []
 
     def ray_resource_options(self, num_gpus: float) -> dict[str, Any]:
         return {"num_cpus": num_gpus}
-
-    def is_ipc_supported(self) -> bool:
-        return False
-
-    def cudart(self) -> Any:
-        return None

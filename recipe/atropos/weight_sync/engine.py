@@ -5,6 +5,7 @@ when rank 0 fails. Only rank 0 talks to the servers, over HTTP.
 """
 
 import logging
+from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import AsyncExitStack
 from os.path import realpath
@@ -102,7 +103,7 @@ class AtroposCheckpointEngine(CheckpointEngine):
             WeightPushError: see ``push``, the transport and ``names``.
         """
         if not self.is_master:
-            _exhaust(weights)
+            deque(weights, maxlen=0)  # to the end
             return {}
         try:
             async with AsyncExitStack() as stack:
@@ -120,7 +121,7 @@ class AtroposCheckpointEngine(CheckpointEngine):
                 self._pushed = str(global_steps)
                 return metrics
         finally:
-            _exhaust(weights)
+            deque(weights, maxlen=0)
 
     async def _check(self, client: SGLangClient) -> None:
         """Check that a new or restarted server serves the model that is trained, and can be paused."""
@@ -195,8 +196,3 @@ def choose_transport(wanted: str, urls: Sequence[str], colocated: bool = False) 
         return wanted
     shared = colocated or get_device_name() == "cpu"
     return "tensor" if shared and all(map(is_this_host, urls)) else "distributed"
-
-
-def _exhaust(weights: Iterator[Any]) -> None:
-    for _ in weights:
-        pass
