@@ -26,10 +26,13 @@ def _serve(arguments: list[str]) -> None:
     parser.add_argument("--secret-file", help="file of mode 0600 with the secret; default: $ATROPOS_API_KEY")
     parser.add_argument("--durability", choices=[*SYNCHRONOUS], default=default.durability, help="normal: as docs say")
     parser.add_argument("--retention", choices=["all", "committed"], default=default.retention)
-    parser.add_argument("--queue-tokens", type=int, default=default.queue_tokens)
+    parser.add_argument("--queue-tokens", type=int, default=default.queue_tokens, help="from which posts are slowed")
+    parser.add_argument("--hold-seconds", type=float, default=default.hold_seconds, help="by at most so much each")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    settings = Settings(options.data_dir, options.durability, options.retention, options.queue_tokens)
+    settings = Settings(
+        options.data_dir, options.durability, options.retention, options.queue_tokens, options.hold_seconds
+    )
     serve(settings, options.host, options.port, read_secret(options.secret_file))
 
 

@@ -1,267 +1,355 @@
-"""Which groups make the next batch: order, fairness, exact fill and pacing, without any input or output. Guarantees:
+"""Which groups make the next batch: order, fairness and exact fill, without any input or output. Guarantees:
 
-- Each entry leaves the queue once: in a batch, released, or set aside and then named.
-- A batch has exactly ``batch_size`` sequences. If the groups in order do not add up to it, the choice among the first
-  ones, and ``WINDOW`` more, that leaves out the fewest early ones does: one is found wherever one exists there.
-- Within an environment, entries are taken in order, except for those that do not fit. An open ticket in a batch's
-  place is waited for, so that its groups do not depend on how long they take.
-- What is due first comes first. Of what is due alike, or not at all, environments with an allocation come first, as
-  long as they live. Sharing the rest, an environment with queued groups is never more than one group away from the
-  part that its weight gives it (earliest eligible virtual deadline first).
-- A group that is larger than a batch, or was skipped ``SKIPS`` times, is set aside, and never waited for.
-- ``refuses`` lets a ticket begin only if all that is queued or begun fits into the batches up to its bound. As what is
-  due first is taken first, no ticket that is begun later can break its bound.
-- The cost of a batch depends on its own size and on the number of environments, not on the length of the queue.
+- Each group is in the queue until it is in a batch, and in one batch only.
+- **Order.** All entries, groups and open tickets, are in one order. A batch is the choice of exactly ``batch_size``
+  sequences in the shortest beginning of that order that has such a choice; of several, the one with the earliest
+  entries. It is cut only when no ticket in that beginning is open. So it depends on the groups alone, never on the
+  sequence in which tickets end.
+- **Nothing blocks.** If no ticket is open in the queue, no environment with an allocation is waited for, and any choice
+  of the groups queued has ``batch_size`` sequences, there is a batch. Groups that fit into none stay in the order and
+  are taken as soon as they fit.
+- **With a staleness bound**, the tickets of all environments are one stream in the order of their numbers; ``pacing``
+  shares them. Groups without a ticket are beside it, by weight. A batch begins with what of the stream must be in it
+  for the rest to be in time. So a ticket's group is in a batch within its bound, if groups have the sizes that their
+  tickets were begun with and nothing is left out for its size.
+- **Without a bound**, each environment's entries are in their own order. First come, while they live, environments with
+  an allocation, up to it; then always the environment that was served least for its weight: it is never more than one
+  group ahead of what another with queued groups was served for its.
+- **Sizes set aside** are those of more than a batch, those that ``SKIPS`` batches in a row passed over, and those that
+  ``make_room`` finds. Their groups do not count as queued or begun until one of them is in a batch, or the batch size
+  changes, so no environment stops for them. Their tokens count.
+- The cost of a batch depends on its own size, on the number of environments and of sizes, and on the staleness bound,
+  not on the length of the queue: at most ``batch_size`` / s groups of each size s are looked at.
 """
 
+import math
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 
-from recipe.atropos.trajectory_api.lanes import Entry, Lane, exact_fill
+from recipe.atropos.trajectory_api.lanes import Entry, Lane, Line, exact_fill, sequences
 
-WINDOW = 64  # entries beyond those that would fill a batch
 SKIPS = 16  # batches
 LEAST_WEIGHT = 0.01  # as in atroposlib: no environment starves
-_EPSILON = 1e-6  # sequences
+EPSILON = 1e-6  # sequences
+
+Envs = Collection[int | None]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The next batch: ``entries`` if it is ``complete``; else ``why`` says what it lacks."""
+    """The next batch: ``entries`` if it is ``complete``; else ``why`` says what it lacks.
+
+    ``stuck``: more than a batch is queued and no ticket is open, but the sizes do not fit.
+    """
 
     entries: tuple[Entry, ...] = ()
-    passed: tuple[Entry, ...] = ()  # came before the last of ``entries``, but did not fit
+    sizes: frozenset[int] = frozenset()  # of the groups that were looked at
     complete: bool = False
     why: str = ""
+    stuck: bool = False
+
+
+@dataclass
+class _Source:
+    """Entries from which a batch takes: the stream, or those of one environment. None is a ticket yet to begin."""
+
+    rest: Iterator[Entry | None]
+    virtual: float
+    weight: float
+    minimum: float
+    first: int  # sequences that come before anything of other sources
+    taken: int = 0
+    head: Entry | None = None
+
+    @property
+    def key(self) -> tuple[float, int]:
+        return (math.inf, 0) if self.head is None else self.head.key
+
+    def advance(self) -> bool:
+        try:
+            self.head = next(self.rest)
+        except StopIteration:
+            return False
+        return True
+
+    def take(self, size: int) -> None:
+        beyond = max(0.0, self.taken + size - self.minimum) - max(0.0, self.taken - self.minimum)
+        self.virtual += beyond / self.weight
+        self.taken += size
 
 
 class Queue:
     """What waits for a batch. ``batch_size`` is None until a trainer registers.
 
-    ``sequences``, ``tokens`` and ``groups`` count what is queued, without open tickets or what is set aside.
+    ``groups``, ``sequences`` and ``sizes`` count what is queued, without open tickets or what is set aside; ``tokens``
+    counts all groups.
     """
 
     def __init__(self) -> None:
         self.batch_size: int | None = None
         self.bounded = False
         self.lanes: dict[int | None, Lane] = {}
-        self.aside: dict[int, Entry] = {}  # by id
+        self.stream = Line()  # what was begun with a ticket, if there is a staleness bound
         self.tickets: dict[int, Entry] = {}  # open, by number
-        self.sequences = self.tokens = self.groups = 0
-        self.sizes: Counter[int] = Counter()  # of queued groups, in sequences
-        self._virtual = 0.0
+        self.tokens = 0
+        self._groups: Counter[int] = Counter()  # by size
+        self._passed: Counter[int] = Counter()  # by size: batches in a row that had none, though one came before others
+        self._unfit: set[int] = set()  # sizes that are set aside though no larger than a batch
+        self._planned: tuple[object, Plan] | None = None
+
+    def __iter__(self) -> Iterator[Entry]:
+        return chain(self.stream, *(lane.line for lane in self.lanes.values()))
 
     # ------------------------------------------------------------------ what comes and goes
 
     def set_environment(self, env: int | None, weight: float, minimum: float) -> None:
         """Set an environment's weight, relative to others', and the part of each batch that is allocated to it."""
-        lane = self._lane(env)
+        lane = self.lane(env)
         lane.weight, lane.minimum = max(weight, LEAST_WEIGHT), minimum
+        self._planned = None
 
     def set_batch_size(self, batch_size: int | None, bounded: bool = False) -> None:
-        """Set the size of a batch in sequences; what was set aside for the former is queued again.
+        """Set the size of a batch in sequences; what was set aside counts as queued again.
 
-        ``bounded``: whether there is a staleness bound; if not, nothing is due.
+        ``bounded``: whether there is a staleness bound.
         """
+        entries = sorted(self, key=lambda entry: entry.key)
+        for entry in entries:
+            self._remove(entry)
+            entry.gone = False
         self.batch_size, self.bounded = batch_size, bounded
-        for entry in [entry for lane in self.lanes.values() for entry in lane if not bounded]:
-            entry.due = 0
-        aside, self.aside = self.aside, {}
-        for entry in aside.values():
-            self.add(Entry(entry.number, entry.env, entry.size, entry.tokens, entry.id, entry.due))
-        for lane in self.lanes.values():
-            for entry in [entry for entry in lane if self._never_fits(entry)]:
-                self._set_aside(entry)
+        self._passed.clear()
+        self._unfit.clear()
+        for entry in entries:
+            self.add(entry)
+        self._planned = None
 
     def add(self, entry: Entry) -> None:
         """Queue a group, or an open ticket."""
-        if self._never_fits(entry):
-            self.aside[entry.id] = entry
-            return
-        lane = self._lane(entry.env)
-        if not lane.size:  # an idle environment keeps at most a batch's worth of arrears
-            lane.virtual = max(lane.virtual, self.virtual() - (self.batch_size or 0) / self._weights())
-        lane.add(entry)
+        self._line(entry).add(entry)
+        lane = self.lanes[entry.env]
         if entry.is_open:
             self.tickets[entry.number] = entry
+            lane.begun += entry.size
+            lane.paced = True
         else:
             self._count(entry, 1)
+        self._planned = None
 
     def release(self, number: int) -> Entry | None:
         """Remove an open ticket; return it, or None if it is not open."""
-        entry = self.tickets.pop(number, None)
+        entry = self.tickets.get(number)
         if entry is not None:
-            self.lanes[entry.env].remove(entry)
+            self._remove(entry)
         return entry
 
-    def _take(self, entry: Entry) -> None:
-        self.lanes[entry.env].remove(entry)
-        self._count(entry, -1)
-
-    def _set_aside(self, entry: Entry) -> None:
-        self._take(entry)
-        self.aside[entry.id] = entry
+    def _remove(self, entry: Entry) -> None:
+        self._line(entry).remove(entry)
+        if entry.is_open:
+            del self.tickets[entry.number]
+            self.lanes[entry.env].begun -= entry.size
+        else:
+            self._count(entry, -1)
+        self._planned = None
 
     def _count(self, entry: Entry, sign: int) -> None:
-        self.groups += sign
-        self.sequences += sign * entry.size
         self.tokens += sign * entry.tokens
-        self.sizes[entry.size] += sign
-        self.lanes[entry.env].queued += sign * entry.size
+        lane = self.lanes[entry.env]
+        for groups in (self._groups, lane.groups, *((lane.ticketed,) if self._is_in_stream(entry) else ())):
+            groups[entry.size] += sign
+            if not groups[entry.size]:
+                del groups[entry.size]
 
-    def _never_fits(self, entry: Entry) -> bool:
-        return not entry.is_open and self.batch_size is not None and entry.size > self.batch_size
+    def _is_in_stream(self, entry: Entry) -> bool:
+        return self.bounded and entry.due > 0
 
-    def _lane(self, env: int | None) -> Lane:
+    def _line(self, entry: Entry) -> Line:
+        lane = self.lane(entry.env)
+        return self.stream if self._is_in_stream(entry) else lane.line
+
+    def lane(self, env: int | None) -> Lane:
+        """Return what is known of an environment, from now on if it is new."""
         if env not in self.lanes:
-            self.lanes[env] = Lane(self.virtual())
+            self.lanes[env] = Lane()
         return self.lanes[env]
+
+    # ------------------------------------------------------------------ what is queued
+
+    @property
+    def sizes(self) -> Counter[int]:
+        """Queued groups by size in sequences."""
+        return self.fitting(self._groups)
+
+    @property
+    def aside(self) -> dict[int, int]:
+        """Groups that are set aside, by size."""
+        return {size: n for size, n in sorted(self._groups.items()) if self.is_aside(size)}
+
+    @property
+    def groups(self) -> int:
+        return self.sizes.total()
+
+    @property
+    def sequences(self) -> int:
+        return sequences(self.sizes)
+
+    def queued(self, env: int | None) -> int:
+        """Return the sequences of an environment's queued groups."""
+        return sequences(self.fitting(self.lanes[env].groups))
+
+    def is_aside(self, size: int) -> bool:
+        return size in self._unfit or (self.batch_size is not None and size > self.batch_size)
+
+    def fitting(self, groups: Counter[int]) -> Counter[int]:
+        """Return numbers of groups by size, without the sizes that are set aside."""
+        return Counter({size: n for size, n in groups.items() if not self.is_aside(size)})
+
+    def _set_aside(self, sizes: Iterable[int]) -> dict[int, int]:
+        found = {size: self._groups[size] for size in sizes if not self.is_aside(size)}
+        self._unfit.update(found)
+        self._planned = None
+        return found
+
+    # ------------------------------------------------------------------ the next batch
+
+    def plan(self, alive: Envs, number: int, asking: Envs = ()) -> Plan:
+        """Return the next batch, of this number, or why there is none.
+
+        ``alive``: the environments whose allocation is waited for; ``asking``: those that want to begin tickets, whose
+        part is waited for if there is a staleness bound.
+        """
+        asked = (number, frozenset(alive), frozenset(asking))
+        if self._planned is None or self._planned[0] != asked:
+            self._planned = asked, self._plan(alive, number, asking)
+        return self._planned[1]
+
+    def _plan(self, alive: Envs, number: int, asking: Envs) -> Plan:
+        target = self.batch_size
+        if target is None:
+            return Plan(why="no trainer has registered")
+        if not self.bounded and (lacking := self._lacking(alive)):  # if bounded, tickets begin by shares
+            return Plan(why=lacking)
+        closed = sum(size * n for size, n in self._groups.items() if size <= target)
+        begun = closed + sum(lane.begun for lane in self.lanes.values())
+        if begun < target:
+            return Plan(why=f"{begun} of {target} sequences are queued or begun, {len(self.tickets)} groups not posted")
+        full = {size for size in self._groups if size > target}  # sizes of which more would be of no use
+        walked: list[Entry] = []
+        counts: Counter[int] = Counter()
+        sums, mask = 1, (1 << (target + 1)) - 1  # bits: the numbers of sequences that choices of ``walked`` have
+        for entry in self._in_order(alive, number, asking, full):
+            if entry is None:
+                return Plan(why="environments that ask for tickets have begun less than their part")
+            if entry.is_open:
+                first = f"first {entry.number} of environment {entry.env}"
+                return Plan(why=f"waiting for groups of {len(self.tickets)} tickets, {first}")
+            walked.append(entry)
+            counts[entry.size] += 1
+            if (counts[entry.size] + 1) * entry.size > target:
+                full.add(entry.size)
+            sums |= (sums << entry.size) & mask
+            if sums >> target:
+                chosen = exact_fill([entry.size for entry in walked], target)
+                return Plan(tuple(walked[i] for i in chosen or ()), frozenset(counts), complete=True)
+        why = f"no choice of the queued groups, of sizes {sorted(counts)}, has {target} sequences"
+        return Plan(why=why, stuck=True)
+
+    def _in_order(self, alive: Envs, number: int, asking: Envs, full: Collection[int]) -> Iterator[Entry | None]:
+        """Yield entries in the order in which a batch takes them, without groups of the sizes in ``full``; None where
+        a ticket would be next that has not begun.
+        """
+        minima = self._minima(alive)
+        sources = []
+        for env, lane in self.lanes.items():
+            if lane.line:
+                part = minima.get(env, 0.0)
+                sources.append(_Source(lane.line.without(full), lane.virtual, lane.weight, part, int(part)))
+        members = {env: lane for env, lane in self.lanes.items() if lane.begun or lane.ticketed or env in asking}
+        if self.bounded and members:
+            part = sum(minima.get(env, 0.0) for env in members)
+            first = max(int(part), self._needed(number) if sources else 0)
+            weight = sum(lane.weight for lane in members.values())
+            rest = chain(self.stream.without(full), [None] if asking else [])
+            sources.insert(0, _Source(rest, self.mean_served(members), weight, part, first))
+        sources = [source for source in sources if source.advance()]
+        while sources:
+            source = next((source for source in sources if source.taken < source.first), None)
+            source = source or min(sources, key=lambda source: (source.virtual, source.key))
+            if source.head is None and len(sources) > 1:
+                yield None
+            elif source.head is not None and (source.head.is_open or source.head.size not in full):
+                yield source.head
+                source.take(source.head.size)
+            if not source.advance():
+                sources.remove(source)
+
+    def _needed(self, number: int) -> int:
+        """Return how many sequences of the stream batch ``number`` must have, so that the rest can be in time."""
+        total = needed = 0
+        batch_size = self.batch_size or 0
+        for entry in self.stream.without({size for size in self._groups if self.is_aside(size)}):
+            total += entry.size
+            needed = max(needed, total - (entry.due - number) * batch_size)
+            if needed >= batch_size:
+                break
+        return needed
+
+    def cut(self, plan: Plan, alive: Envs) -> dict[int, int]:
+        """Take a complete plan's entries; return the groups that are set aside from now on, by size."""
+        minima, taken = self._minima(alive), Counter[int | None]()
+        for entry in plan.entries:
+            taken[entry.env] += entry.size
+            self._remove(entry)
+        for env, size in taken.items():
+            self.lanes[env].virtual += max(0.0, size - minima.get(env, 0.0)) / self.lanes[env].weight
+        # Relative to the environments served, so that floats stay exact; arrears of at most a batch are kept.
+        mean, weights = self.mean_served(taken), sum(lane.weight for lane in self.lanes.values())
+        for lane in self.lanes.values():
+            lane.virtual = max(lane.virtual - mean, -(self.batch_size or 0) / weights)
+        chosen = {entry.size for entry in plan.entries}
+        for size in chosen:
+            del self._passed[size]
+            self._unfit.discard(size)
+        self._passed.update(plan.sizes - chosen)
+        return self._set_aside(size for size in plan.sizes - chosen if self._passed[size] >= SKIPS)
+
+    def make_room(self, alive: Envs, number: int) -> dict[int, int]:
+        """If sizes that do not fit are all that is queued, set aside those with the most sequences, until less than a
+        batch counts as queued: environments that stopped because of it go on. Return the groups by size.
+        """
+        found: dict[int, int] = {}
+        if self.plan(alive, number).stuck:
+            while self.sequences >= (self.batch_size or 0):
+                found |= self._set_aside([max(self.sizes, key=lambda size: (size * self._groups[size], size))])
+        return found
 
     # ------------------------------------------------------------------ shares
 
-    def virtual(self) -> float:
-        """Return the weighted mean of what the environments with queued groups have been served."""
-        lanes = [lane for lane in self.lanes.values() if lane.size]
-        if lanes:
-            self._virtual = sum(lane.virtual * lane.weight for lane in lanes) / sum(lane.weight for lane in lanes)
-        return self._virtual
-
-    def _weights(self) -> float:
-        return sum(lane.weight for lane in self.lanes.values()) or 1.0
-
-    def _minima(self, alive: Collection[int | None]) -> dict[int | None, float]:
+    def _minima(self, alive: Envs) -> dict[int | None, float]:
         """Return the allocated sequences of each living environment, scaled down if they exceed a batch."""
         minima = {env: lane.minimum for env, lane in self.lanes.items() if lane.minimum > 0 and env in alive}
         scale = (self.batch_size or 0) / max(1.0, sum(minima.values()))
         return {env: minimum * scale for env, minimum in minima.items()}
 
-    # ------------------------------------------------------------------ the next batch
-
-    def plan(self, alive: Collection[int | None]) -> Plan:
-        """Return the next batch, or why there is none. ``alive``: the environments whose allocation is waited for."""
-        if self.batch_size is None:
-            return Plan(why="no trainer has registered")
-        window, total, beyond = [], 0, 0
-        minima = self._minima(alive)
-        for entry in self._in_order(minima):
-            window.append(entry)
-            beyond += total >= self.batch_size
-            total += entry.size
-            if total == self.batch_size and not beyond or beyond == WINDOW:
-                break
-        if not self.bounded and (lacking := self._lacking(minima)):  # if bounded, tickets begin by shares
-            return Plan(why=lacking)
-        if total < self.batch_size:
-            waiting = sum(entry.is_open for entry in window)
-            return Plan(why=f"{total} of {self.batch_size} sequences are queued or begun, {waiting} groups not posted")
-        chosen = exact_fill([entry.size for entry in window], self.batch_size)
-        if chosen is None:
-            sizes = sorted({entry.size for entry in window})
-            return Plan(
-                why=f"no choice of the first {len(window)} groups, of sizes {sizes}, has {self.batch_size} sequences"
-            )
-        entries = tuple(window[i] for i in chosen)
-        if begun := [entry for entry in entries if entry.is_open]:
-            return Plan(why=f"waiting for {len(begun)} tickets, first {begun[0].number} of environment {begun[0].env}")
-        passed = tuple(entry for entry in window[: chosen[-1]] if entry not in entries)
-        return Plan(entries, passed, True)
-
-    def cut(self, plan: Plan, alive: Collection[int | None]) -> list[Entry]:
-        """Take a complete plan's entries; return what was set aside for having been skipped too often."""
-        minima, taken = self._minima(alive), dict.fromkeys(self.lanes, 0)
-        for entry in plan.entries:
-            taken[entry.env] += entry.size
-        for env, size in taken.items():
-            self.lanes[env].virtual += max(0.0, size - minima.get(env, 0.0)) / self.lanes[env].weight
-        self.virtual()
-        for entry in plan.entries:
-            self._take(entry)
-        aside = []
-        for entry in plan.passed:
-            entry.skipped += 1
-            if entry.skipped >= SKIPS and not entry.is_open:
-                self._set_aside(entry)
-                aside.append(entry)
-        return aside
-
-    def _lacking(self, minima: dict[int | None, float]) -> str:
+    def _lacking(self, alive: Envs) -> str:
         """Return which environment has too little for its allocation, or ""."""
-        for env, minimum in minima.items():
-            if self.lanes[env].size < int(minimum):
+        for env, minimum in self._minima(alive).items():
+            if (size := self.lanes[env].size) < int(minimum):
                 return (
-                    f"environment {env} lives and has {self.lanes[env].size} of the {int(minimum)} sequences that are "
-                    "allocated to it"
+                    f"environment {env} lives and has {size} of the {int(minimum)} sequences that are allocated to it"
                 )
         return ""
 
-    def _in_order(self, minima: dict[int | None, float]) -> Iterator[Entry]:
-        """Yield entries in the order in which a batch takes them: by what is due, allocations, and virtual time."""
-        rests = {env: iter(lane) for env, lane in self.lanes.items() if lane.size}
-        heads = {env: entry for env, rest in rests.items() if (entry := next(rest, None)) is not None}
-        virtual, taken = {env: self.lanes[env].virtual for env in heads}, dict.fromkeys(heads, 0)
-        while heads:
-            due = min(entry.due for entry in heads.values())
-            weights = {env: self.lanes[env].weight for env, entry in heads.items() if entry.due == due}
-            mean = sum(virtual[env] * weight for env, weight in weights.items()) / sum(weights.values())
-            mean = max(mean + _EPSILON, min(virtual[env] for env in weights))  # floats of long runs are coarse
-            env = next((env for env in minima if env in weights and taken[env] < int(minima[env])), None)
-            if env is None:
-                env = min(
-                    (env for env in weights if virtual[env] <= mean),
-                    key=lambda env: (virtual[env] + heads[env].size / weights[env], heads[env].key),
-                )
-            entry, minimum = heads[env], minima.get(env, 0.0)
-            yield entry
-            beyond = max(0.0, taken[env] + entry.size - minimum) - max(0.0, taken[env] - minimum)
-            virtual[env] += beyond / self.lanes[env].weight
-            taken[env] += entry.size
-            if (following := next(rests[env], None)) is None:
-                del heads[env]
-            else:
-                heads[env] = following
+    def mean_served(self, envs: Envs) -> float:
+        """Return the weighted mean of what environments have been served."""
+        lanes = [self.lanes[env] for env in envs]
+        return sum(lane.virtual * lane.weight for lane in lanes) / sum(lane.weight for lane in lanes)
 
-    # ------------------------------------------------------------------ pacing
-
-    def refuses(
-        self,
-        env: int | None,
-        size: int,
-        batches: int | None,
-        alive: Collection[int | None],
-        asking: Collection[int | None],
-    ) -> str:
-        """Return why a ticket for ``size`` sequences may not begin now, or "".
-
-        ``batches``: how many batches may still be cut before the bound, None for any number; ``asking``: the
-        environments that want to begin groups too.
-        """
-        if self.batch_size is None:
-            return "no trainer has registered"
-        if batches is None:
-            return ""
-        places = batches * self.batch_size
-        begun = sum(lane.size for lane in self.lanes.values())
-        if begun + size > places:
-            stuck = places > 0 and not self.tickets and not self.plan(alive).complete  # by sizes that do not fit
-            return "" if stuck else f"{begun} of {places} sequences that may begin have"
-        self._lane(env)
-        others = {*asking, env, *(other for other in alive if other in self.lanes and self.lanes[other].minimum > 0)}
-        shares = self._shares(others & self.lanes.keys() | {other for other, lane in self.lanes.items() if lane.size})
-        mean = self.virtual()
-
-        def position(other: int | None) -> float:
-            lane = self.lanes[other]
-            return ((lane.virtual - mean) * lane.weight + lane.size) / shares[other]
-
-        own = position(env)
-        if own + size / 2 / shares[env] < places or own <= min(map(position, shares)) + _EPSILON:
-            return ""
-        return f"its share of the {places} sequences that may begin is {shares[env]:.0%}"
-
-    def _shares(self, envs: Collection[int | None]) -> dict[int | None, float]:
+    def shares(self, envs: Envs) -> dict[int | None, float]:
         """Return the part of a batch that each environment gets."""
         whole = max(1, self.batch_size or 1)
         allocated = {env: minimum / whole for env, minimum in self._minima(envs).items()}
         rest = max(0.0, 1 - sum(allocated.values())) / sum(self.lanes[env].weight for env in envs)
-        return {env: max(_EPSILON, allocated.get(env, 0.0) + rest * self.lanes[env].weight) for env in envs}
+        return {env: max(EPSILON, allocated.get(env, 0.0) + rest * self.lanes[env].weight) for env in envs}

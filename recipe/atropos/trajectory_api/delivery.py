@@ -62,6 +62,8 @@ async def register(service: Service, message: Registration) -> dict[str, Any]:
     service.cursor = base if after is None else service.cursor
     service.trainer = Trainer(message, base, base, time.monotonic())
     service.queue.set_batch_size(message.batch_size, message.max_staleness is not None)
+    if former is None or other_size:
+        service.note_aside(service.queue.aside)
     await service.store.write(
         database.write_run,
         registration=msgspec.to_builtins(message),
@@ -156,15 +158,10 @@ async def numbered_batch(service: Service, after: int, wait: float, epoch: int |
 
 def _cut(service: Service) -> bool:
     """Cut the next batch if it is complete; return whether it was."""
-    alive, queue = service.environments.alive(), service.queue
-    if queue.batch_size is None or queue.sequences < queue.batch_size:
-        return False
-    plan = queue.plan(alive)
+    plan = service.plan()
     if not plan.complete:
         return False
-    aside = queue.cut(plan, alive)
-    for entry in aside:
-        logger.warning("group %d of %d sequences fitted into no batch and is set aside", entry.id, entry.size)
+    service.note_aside(service.queue.cut(plan, service.environments.alive()))
     service.last += 1
     service.cutting = service.store.write(database.cut, service.last, [entry.id for entry in plan.entries])
     service.count("cut_groups", len(plan.entries))

@@ -87,10 +87,10 @@ class Environments:
         queued, others = 0, 0
         for env, lane in queue.lanes.items():
             if env == number:
-                queued = lane.queued
+                queued = queue.queued(env)
             else:
                 minimum = int((queue.batch_size or 0) * lane.minimum) if env in queue.lanes else 0
-                others += max(0, math.ceil(lane.queued / largest) * largest - minimum)
+                others += max(0, math.ceil(queue.queued(env) / largest) * largest - minimum)
         return {
             "queue_size": (queued + others) // group_size,
             "unallocated_fraction": 1.0 - min(1.0, sum(other.minimum for other in connected)),

@@ -3,7 +3,8 @@
 - A group is answered 200 once it is stored; a refused one is counted by its reason and changes nothing else.
 - A post with an idempotency key is stored once, however often it is sent. Without a key, a post is taken for a
   repetition only if an equal one's connection broke before its answer was written.
-- A queue beyond its limit delays the answers to posts, after storing them; it refuses none.
+- A queue beyond its limit, from which a complete batch can be taken, delays the answers to posts, after storing them;
+  it refuses none.
 """
 
 import asyncio
@@ -17,14 +18,13 @@ import msgspec
 from isal import isal_zlib
 
 from recipe.atropos.data.reasons import RefusedGroup
-from recipe.atropos.trajectory_api import database
+from recipe.atropos.trajectory_api import database, pacing
 from recipe.atropos.trajectory_api.environments import Environment
 from recipe.atropos.trajectory_api.lanes import Entry
 from recipe.atropos.trajectory_api.messages import Begin, EnvIdentifier, EnvRegistration, Release, RequestRefused
 from recipe.atropos.trajectory_api.parsing import Parsed, parse_json, parse_packed
 from recipe.atropos.trajectory_api.service import Service
 
-HOLD_SECONDS = 60.0  # that an answer is delayed at most; stock environments wait 300 s
 _LONGEST_WAIT = 60.0  # s, of a long poll
 _RETRY_AFTER = 0.2  # s
 
@@ -109,10 +109,12 @@ async def begin(service: Service, message: Begin, gone: Any) -> dict[str, Any]:
 def _refuses(service: Service, env: int, size: int) -> str:
     if service.trainer is None:
         return "no trainer has registered"
-    if service.queue.tokens > service.settings.queue_tokens:
-        return f"{service.queue.tokens} tokens are queued, more than queue-tokens={service.settings.queue_tokens}"
-    alive = service.environments.alive()
-    return service.queue.refuses(env, size, service.batches_ahead(), alive, service.environments.asking())
+    if full := service.full():
+        return full
+    if not (due := service.due()):
+        return ""
+    alive, asking = service.environments.alive(), service.environments.asking()
+    return pacing.refuses(service.queue, env, size, range(service.last + 1, due + 1), alive, asking)
 
 
 async def release(service: Service, message: Release) -> dict[str, Any]:
@@ -212,7 +214,7 @@ def unanswered(service: Service, digest: str | None, own: Unanswered) -> Iterato
 async def post(
     service: Service, groups: Sequence[Parsed], ticket: int | None, key: str | None, digest: str | None
 ) -> None:
-    """Store groups, in the ticket's place or in the order of arrival.
+    """Store groups, in the ticket's place, or in the order of arrival if it has none or has ended.
 
     Raises:
         RequestRefused: 409, another post with the key is of other groups.
@@ -225,9 +227,8 @@ async def post(
         if key in service.posting:
             await asyncio.shield(service.posting[key])
         return
-    number = service.take_number() if ticket is None else ticket
-    begun = service.queue.tickets.get(number)
-    due = service.due() if begun is None else begun.due
+    begun = None if ticket is None else service.queue.tickets.get(ticket)
+    number, due = (service.take_number(), 0) if begun is None else (begun.number, begun.due)
     now = time.time()
     rows = []
     for group in groups:
@@ -266,6 +267,8 @@ async def _index(
         service.queue.release(ticket)
     for group, row in zip(groups, rows, strict=True):
         service.queue.add(service.entry(row))
+        if service.queue.is_aside(group.sequences):
+            service.note_aside({group.sequences: 1})
         service.latest = row.id
         environment = service.environments.see(group.env_id)
         service.count("received", 1, environment)
@@ -275,9 +278,9 @@ async def _index(
 
 
 async def hold(service: Service, gone: Any) -> None:
-    """Wait while the queue is beyond its limit, at most ``HOLD_SECONDS``, or until the client is gone."""
-    deadline = time.monotonic() + HOLD_SECONDS
-    while service.queue.tokens > service.settings.queue_tokens and not gone():
+    """Wait while the queue is full, at most ``hold_seconds``, or until the client is gone."""
+    deadline = time.monotonic() + service.settings.hold_seconds
+    while service.full() and not gone():
         if (remaining := deadline - time.monotonic()) <= 0:
             return
         await service.wait_for_change(remaining)

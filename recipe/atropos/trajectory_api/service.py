@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from recipe.atropos.trajectory_api import database
-from recipe.atropos.trajectory_api.batching import Queue
+from recipe.atropos.trajectory_api.batching import Plan, Queue
 from recipe.atropos.trajectory_api.environments import Environment, Environments
 from recipe.atropos.trajectory_api.lanes import Entry
 from recipe.atropos.trajectory_api.messages import EnvRegistration, Registration
@@ -36,14 +36,16 @@ _SAY_AGAIN = 60.0  # s
 
 @dataclass(frozen=True)
 class Settings:
-    """``queue_tokens``: answers to posts are delayed while more are queued. ``retention``: "all" keeps every batch,
-    "committed" deletes those that are committed. ``warn_bytes``: of the store, from which it warns.
+    """``queue_tokens``: while more are queued and a batch is complete, no tickets are issued, and answers to posts are
+    delayed, by at most ``hold_seconds``. ``retention``: "all" keeps every batch, "committed" deletes those that are
+    committed. ``warn_bytes``: of the store, from which it warns.
     """
 
     data_dir: Path
     durability: str = "normal"
     retention: str = "all"
     queue_tokens: int = 64_000_000
+    hold_seconds: float = 60.0  # stock environments wait 300 s for an answer
     warn_bytes: int = 100 << 30
 
 
@@ -77,6 +79,7 @@ class Service:
         self.settings = settings
         self.store = Store(settings.data_dir, settings.durability)
         self._changed = asyncio.Event()
+        self._named_aside: set[int] = set()  # sizes, in the log
         self.cutting: asyncio.Future[None] | None = None
         self.broken: dict[str, int] = {}  # digests of posts whose connection broke, and their numbers of groups
         self.posting: dict[str, asyncio.Future[None]] = {}  # by idempotency key
@@ -152,10 +155,16 @@ class Service:
             return 0
         return trainer.weights + 1 + trainer.registration.max_staleness
 
-    def batches_ahead(self) -> int | None:
-        """Return how many batches may be cut before the staleness bound; None: any number."""
-        due = self.due()
-        return due - self.last if due else None
+    def plan(self) -> Plan:
+        """Return the next batch, or why there is none."""
+        return self.queue.plan(self.environments.alive(), self.last + 1, self.environments.asking())
+
+    def full(self) -> str:
+        """Return why no more should be queued, or "". While a batch lacks groups, all that come are welcome."""
+        tokens, limit = self.queue.tokens, self.settings.queue_tokens
+        if tokens <= limit or not self.plan().complete:
+            return ""
+        return f"batch {self.last + 1} is complete, and {tokens} tokens are queued, more than queue-tokens={limit}"
 
     # ------------------------------------------------------------------ counts and changes
 
@@ -164,6 +173,16 @@ class Service:
         self.counts[name] += n
         if environment is not None:
             environment.counts[name] += n
+
+    def note_aside(self, groups: dict[int, int]) -> None:
+        """Count groups, by size, that are set aside, and log each size once."""
+        for size, n in groups.items():
+            too_large = size > (self.queue.batch_size or size)
+            self.count(f"set_aside/{'larger_than_a_batch' if too_large else 'fits_no_batch'}", n)
+            if size not in self._named_aside:
+                self._named_aside.add(size)
+                why = "are larger than a batch" if too_large else "fit into no batch, and wait until they do"
+                logger.warning("groups of %d sequences %s: set aside, see /diagnose", size, why)
 
     def answered(self, digest: str) -> None:
         """Note that a post's answer was written, so that an equal post is another one."""
@@ -193,10 +212,13 @@ class Service:
             trainer, now = self.trainer, time.monotonic()
             if trainer is None or trainer.waiting_since is None or now - trainer.waiting_since < QUIET_SECONDS:
                 said = 0.0
-            elif now - said > _SAY_AGAIN:
-                said = now
-                plan = self.queue.plan(self.environments.alive())
-                logger.warning("no batch %d for %.0f s: %s", self.last + 1, now - trainer.waiting_since, plan.why)
+                continue
+            if now - said > _SAY_AGAIN:
+                said, waited = now, now - trainer.waiting_since
+                logger.warning("no batch %d for %.0f s: %s", self.last + 1, waited, self.plan().why)
+            if aside := self.queue.make_room(self.environments.alive(), self.last + 1):
+                self.note_aside(aside)
+                self.changed()
 
     def release_dead(self) -> None:
         """Release the tickets of environments that are gone."""

@@ -25,12 +25,10 @@ def diagnose(service: Service) -> dict[str, Any]:
             "sequences": queue.sequences,
             "tokens": queue.tokens,
             "tokens_limit": service.settings.queue_tokens,
-            "sizes": {str(size): n for size, n in sorted(queue.sizes.items()) if n},
+            "sizes": _by_size(queue.sizes),
             "open_tickets": len(queue.tickets),
         },
-        "set_aside": [
-            {"group": entry.id, "env_id": entry.env, "sequences": entry.size} for entry in queue.aside.values()
-        ],
+        "set_aside": _by_size(queue.aside),
         "trainer": None
         if trainer is None
         else {
@@ -52,13 +50,20 @@ def why(service: Service) -> str:
     """Return why there is no batch, and what would make one."""
     if service.store.trouble:
         return f"nothing can be stored: {service.store.trouble}"
-    plan = service.queue.plan(service.environments.alive())
+    plan, aside = service.plan(), service.queue.aside
     if plan.complete:
         return f"batch {service.last + 1} is complete and waits for the trainer to ask"
     if not service.environments.by_id and service.trainer is not None:
         return f"no environment has registered, and {plan.why}"
     gone = [environment.name for environment in service.environments if not environment.alive]
-    return f"no batch {service.last + 1}: {plan.why}" + (f"; gone: {', '.join(gone[:8])}" if gone else "")
+    found = f"no batch {service.last + 1}: {plan.why}" + (f"; gone: {', '.join(gone[:8])}" if gone else "")
+    return found + (
+        f"; set aside, since they do not fit: {sum(aside.values())} groups, of sizes {[*aside]}" if aside else ""
+    )
+
+
+def _by_size(groups: dict[int, int]) -> dict[str, int]:
+    return {str(size): n for size, n in sorted(groups.items())}
 
 
 def environments(service: Service) -> list[dict[str, Any]]:
@@ -72,7 +77,8 @@ def environments(service: Service) -> list[dict[str, Any]]:
         line: dict[str, Any] = {
             "env_id": env,
             "name": environment.name if environment else "unknown",
-            "queued_sequences": lane.queued,
+            "queued_sequences": queue.queued(env),
+            "sizes": _by_size(lane.groups),
             "open_tickets": open_tickets.get(env, 0),
             "weight": lane.weight,
             "min_batch_allocation": lane.minimum,
@@ -96,7 +102,7 @@ def metrics(service: Service) -> str:
         "queue_sequences": queue.sequences,
         "queue_tokens": queue.tokens,
         "open_tickets": len(queue.tickets),
-        "set_aside_groups": len(queue.aside),
+        "set_aside_groups": sum(queue.aside.values()),
         "last_batch": service.last,
         "served_batch": service.served,
         "committed_batch": service.committed,
@@ -163,7 +169,7 @@ async function update() {
   row(totals, ["last batch", now.batches.last]);
   row(totals, ["last batch served", now.batches.served]);
   row(totals, ["last batch committed", now.batches.committed]);
-  row(totals, ["groups set aside", now.set_aside.length]);
+  row(totals, ["groups set aside", Object.values(now.set_aside).reduce((sum, n) => sum + n, 0)]);
   if (now.trainer) row(totals, ["batches ahead of the weights", now.trainer.batches_ahead_of_weights]);
   row(list, ["environment", "queued sequences", "open tickets", "received", "seen, seconds ago"], "th");
   for (const one of now.environments) {

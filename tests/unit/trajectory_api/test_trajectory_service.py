@@ -63,7 +63,7 @@ def test_posts_amid_a_reset_are_kept_once(tmp_path):
             await asyncio.sleep(0.0001)
         await asyncio.gather(resetting, *posting)
         stored = [group.id for group in await service.store.read(database.queued)]
-        assert sorted(entry.id for lane in service.queue.lanes.values() for entry in lane) == stored
+        assert sorted(entry.id for entry in service.queue) == stored
         await post(service, number)
         await delivery.register(service, registration(4, after=0))
         found = []
