@@ -185,7 +185,7 @@ def score(demo, line, value):
 
 def reward_flat(demo):
     """Its scores are those of the first 25 steps, in another order."""
-    demo.lengthen(120)
+    demo.lengthen(240)
     rng = np.random.default_rng(0)
     values = [line["atropos/mean_score"] for line in demo.steps[:14]]
     for line in demo.steps[14:]:
