@@ -28,7 +28,7 @@ def fed(scores, limits=LIMITS, begin=0):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_watchdog_raises_nothing_where_noisy_scores_rise(seed):
-    """By 20 points within 500 steps, soon or late, or in waves of 20 steps."""
+    """By 20 points within 500 steps, soon or late, or in waves of some steps."""
     rng, t = np.random.default_rng(seed), np.arange(500)
     noise = rng.normal(0, NOISE, t.size)
     soon, late = 0.4 + 0.2 * (1 - np.exp(-t / 20)), 0.4 + 0.2 * t / t.size
