@@ -35,9 +35,9 @@ def environment_findings(history: History, now: float) -> Iterator[Finding]:
 
 def _environment(history: History, environment: EnvironmentHistory, now: float) -> Iterator[Finding]:
     if environment.abandoned:
+        since, step, _ = environment.at_last_group or (now, history.step, None)
         text = f"{environment.abandoned}{_see(environment)}"
-        yield Finding("environment_silent", text, environment.pulse.last if environment.pulse else now, None,
-                      environment.name)  # fmt: skip
+        yield Finding("environment_silent", text, since, step, environment.name)
         return
     found = next(_dry(environment), None) or next(_mostly(environment), None)
     found = found or next(_silent(history, environment, now), None)

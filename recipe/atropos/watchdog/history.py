@@ -18,7 +18,7 @@ from recipe.atropos.alarms import PREFIX, logprob_tolerance
 from recipe.atropos.data.reasons import Reason
 
 FIRST_STEPS = 20
-_LAST_STEPS = 1000
+_LAST_STEPS, _REPORTS = 1000, 2000
 RECENT_ITEMS = 64  # of an environment, over which shares are computed
 _RATE_SECONDS = 60.0  # over which a server's finished requests are counted
 
@@ -95,7 +95,7 @@ class EnvironmentHistory:
     pulse: Pulse | None = None
     score: float | None = None  # mean over everything scored since the report before
     at_last_group: tuple[float, int | None, Counter[str]] | None = None  # time, step and counts
-    recent: deque[tuple[float, int | None, Counter[str]]] = field(default_factory=deque)
+    recent: deque[tuple[float, int | None, Counter[str]]] = field(default_factory=lambda: deque(maxlen=_REPORTS))
     _of_process: Counter[str] = field(default_factory=Counter)
 
     def add(self, line: Mapping[str, Any], step: int | None) -> None:
