@@ -53,7 +53,7 @@ def test_alarms_name_what_environments_do(tmp_path, model_path, server):
             run.stop()
     lines = {line["environment"]: line for line in read_lines(run.files.alarms)}
     assert len(lines) == 3 and {line["state"] for line in lines.values()} == {"raised"}
-    assert "raised ValueError (" in lines["raises"]["seen"] and "mean score 1;" in lines["equal"]["seen"]
+    assert "items raised: ValueError (" in lines["raises"]["seen"] and "mean score 1;" in lines["equal"]["seen"]
     assert "items has ended for" in lines["silent"]["seen"]
     shown = captured.get()
     for name in ALARMS:
@@ -76,7 +76,7 @@ def test_alarms_of_stop_on_end_the_run(tmp_path, model_path):
         launcher.stop(grace=0)
     output = launcher.log_path.read_text()
     assert "error   watchdog.stop_on=environment_raises: environment_raises (" in output, output
-    assert "raised ValueError (" in output and "left running" not in output
+    assert "items raised: ValueError (" in output and "left running" not in output
     [line] = read_lines(folder / "alarms.jsonl")
     summary = read_json(folder / "summary.json")
     assert line["alarm"] == "environment_raises" and summary["alarms"]["environment_raises"]["now"]

@@ -103,8 +103,8 @@ class EnvironmentHistory:
         now = line["time"]
         if "registered" in line:
             self.number = line["registered"]
-        if "started" in line:  # a new process counts from 0
-            self._of_process, self.in_flight = Counter(), 0
+        if "started" in line:  # a new process counts from 0, and registers again
+            self._of_process, self.in_flight, self.number = Counter(), 0, None
         if self.pulse is None or self.at_last_group is None:
             self.pulse, self.at_last_group = Pulse(now), (now, step, Counter())
             self.recent.append(self.at_last_group)
