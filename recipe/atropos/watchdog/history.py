@@ -24,14 +24,20 @@ _RATE_SECONDS = 60.0  # over which a server's finished requests are counted
 
 _KEYS = frozenset(
     {
-        *("actor/lr", "actor/entropy", "actor/grad_norm", "response_length/min", "response_length/max"),
+        *("step", "time", "actor/lr", "actor/entropy", "actor/grad_norm", "response_length/min", "response_length/max"),
         *("critic/score/min", "critic/score/max"),
         *(f"atropos/{key}" for key in ("received", "rows", "groups", "policy_version", "zero_signal_share")),
         *(f"atropos/{key}" for key in ("mean_score", "mean_raw_score", "rows_with/response_truncated")),
         *("atropos/logprob_diff/mean", "atropos/logprob_diff/fresh_mean", "atropos/staleness/mean"),
     }
 )
+_PREFIXES = (PREFIX, "atropos/dropped/")
 _OF_AN_ENVIRONMENT = ("/mean_raw_score", "/zero_signal_share", "/groups")
+
+
+def _is_read(key: str) -> bool:
+    """Whether a rule reads this metric."""
+    return key in _KEYS or key.startswith(_PREFIXES) or key.endswith(_OF_AN_ENVIRONMENT)
 
 
 @dataclass(frozen=True)
@@ -207,12 +213,7 @@ class History:
 
     def add_step(self, line: Mapping[str, Any]) -> None:
         """Add a line of ``metrics.jsonl``."""
-        kept = {
-            key: value
-            for key, value in line.items()
-            if key in _KEYS or key in ("step", "time") or key.startswith((PREFIX, "atropos/dropped/"))
-            or key.endswith(_OF_AN_ENVIRONMENT)
-        }  # fmt: skip
+        kept = {key: value for key, value in line.items() if _is_read(key)}
         while self.steps and self.steps[-1]["step"] >= kept["step"]:
             self.steps.pop()
         self.first = [step for step in self.first if step["step"] < kept["step"]]
