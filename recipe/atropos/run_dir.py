@@ -51,7 +51,9 @@ class RunDir:
         self.metrics = path / "metrics.jsonl"
         self.evaluations = path / "evaluations.jsonl"
         self.summary = path / "summary.json"
+        self.alarms = path / "alarms.jsonl"
         self.reward_picture = path / "reward.png"
+        self.report = path / "report.html"
         self.logs = path / "logs"
         self.rollouts = path / "rollouts"
         self.trajectories = path / "trajectories"  # the Trajectory API's store
