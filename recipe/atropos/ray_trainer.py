@@ -16,7 +16,7 @@ import torch
 from omegaconf import open_dict
 from tqdm import tqdm
 
-from recipe.atropos.algorithm import alarms
+from recipe.atropos import alarms
 from recipe.atropos.algorithm.advantages import AdvantageConfig, KLCoefficient, RunningMoments, add_advantages
 from recipe.atropos.algorithm.losses import DistillationConfig
 from recipe.atropos.algorithm.metrics import batch_metrics, mean_entropy, staleness_metrics
@@ -79,6 +79,7 @@ class RayGRPOAtroposTrainer:
         self.limits = RowLimits.from_config(config, pad, vocab_size)
         self.sampling_check = SamplingCheck.from_config(config)
         self.logprob_tolerance = alarms.logprob_tolerance(atropos.logprob_tolerance, config.inference.dtype)
+        self._alarms_logged: set[str] = set()
         self.checkpoints = Checkpoints(config.trainer.default_local_dir)
         self._model_identity = model_identity(config.actor_rollout_ref.model.path)
         self.total_training_steps = config.trainer.total_training_steps
@@ -333,8 +334,10 @@ class RayGRPOAtroposTrainer:
     def _raise_alarms(self) -> None:
         """Add the step's alarms to the metrics; log each alarm the first time it is raised."""
         raised = alarms.raised_by(self.metrics, self.logprob_tolerance, self.sampling_check.mode)
-        for name in alarms.remember(self.record.totals.alarms, self.global_steps, raised, self.logprob_tolerance):
-            logger.error("step %d: %s", self.global_steps, self.record.totals.alarms[name]["what"])
+        for name in raised.keys() - self._alarms_logged:
+            text = alarms.describe(name, raised[name], self.logprob_tolerance)
+            logger.error("step %d: %s: %s", self.global_steps, name, text)
+        self._alarms_logged |= raised.keys()
         self.metrics |= {f"{alarms.PREFIX}{name}": value for name, value in raised.items()}
 
     def _log_step(self) -> None:

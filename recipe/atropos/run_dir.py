@@ -50,6 +50,7 @@ class RunDir:
         self.services = path / "services.json"
         self.metrics = path / "metrics.jsonl"
         self.evaluations = path / "evaluations.jsonl"
+        self.alarms = path / "alarms.jsonl"  # one line for each alarm that is raised or cleared
         self.summary = path / "summary.json"
         self.alarms = path / "alarms.jsonl"
         self.reward_picture = path / "reward.png"

@@ -1,7 +1,7 @@
 """Run outputs that the trainer writes: ``metrics.jsonl``, with one line per step, and ``summary.json``.
 
 Both depend only on the trained steps: a resumed run continues the counts from its checkpoint and drops the lines of
-steps that the checkpoint does not include, because they are trained again.
+steps that the checkpoint does not include, because they are trained again. The launcher adds the rest of the summary.
 """
 
 import contextlib
@@ -45,7 +45,6 @@ class RunTotals:
     seconds: float = 0.0
     seconds_per_phase: dict[str, float] = field(default_factory=dict)
     dropped: dict[str, int] = field(default_factory=dict)
-    alarms: dict[str, dict[str, Any]] = field(default_factory=dict)  # by name, see algorithm/alarms.py
 
     def add_batch(self, score: float, groups: int, dropped: int, sequences: int, tokens: int, version: int) -> None:
         """Add what a step trained on, its mean score and the policy version after it; ``dropped`` counts groups."""
@@ -82,7 +81,8 @@ class RunRecord:
         return {"totals": asdict(self.totals), **{name: part.state_dict() for name, part in self.parts.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.totals = RunTotals(**state["totals"])
+        known = RunTotals.__dataclass_fields__.keys()  # earlier checkpoints have "alarms" too
+        self.totals = RunTotals(**{name: value for name, value in state["totals"].items() if name in known})
         for name, part in self.parts.items():
             if name in state:
                 part.load_state_dict(state[name])

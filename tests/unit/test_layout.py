@@ -14,7 +14,7 @@ import recipe.atropos
 RECIPE = Path(recipe.atropos.__file__).parent
 # From the bottom to the top; a module may import from its own layer and those before it.
 LAYERS = (
-    ("errors",),
+    ("errors", "alarms"),
     ("utils",),
     ("run_dir", "run_record", "evaluated"),
     ("config",),
@@ -31,6 +31,7 @@ LAYERS = (
     ("demo",),
     ("weight_sync",),
     ("fsdp_workers", "workers"),
+    ("watchdog",),
     ("launcher",),
     ("ray_trainer", "main", "launch_services", "commands"),
     ("__main__",),

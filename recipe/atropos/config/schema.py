@@ -2,7 +2,7 @@
 
 Defaults are only in ``trainer.yaml``. Rules across several keys are in ``preflight``. Guarantees:
 
-- imports only pydantic, so that a wrong value is reported quickly;
+- imports pydantic alone, so that a wrong value is reported quickly;
 - strict: ``"8"`` is not a number, ``true`` is not a number, NaN and infinity are rejected;
 - this recipe's sections accept no other keys; verl's do, and ``config.compose`` checks those against verl's own tree.
 """
@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic.fields import FieldInfo
 
+from recipe.atropos.alarms import Name as AlarmName
 from recipe.atropos.errors import ConfigurationError
 
 # verl's names are repeated here, so that verl need not be imported; a test compares them with verl's registries.
@@ -186,6 +187,11 @@ class Evaluation(Section):
     every: Count | None = about("Also evaluate after every so many updates; null: before the first and after the last")
     timeout: Seconds | None = about("Seconds, of one evaluation; null: 300, or more where answers are long")
     evaluated_file: Text | None = about("Marker file by which the launcher tells the trainer; it sets it")
+
+
+class Watchdog(Section):
+    stop_on: list[AlarmName] = about("Alarms that end the run, see alarms.md; the others are reported")
+    silent_after: Seconds = about("Seconds in which nothing ends, before an environment or server may count as silent")
 
 
 class Data(VerlSection):
@@ -409,6 +415,7 @@ class Configuration(VerlSection):
     environment: Environment
     environments: dict[EnvironmentName, OneOfSeveral] = about("Several, NAME: {target: ..., args: ...}")
     evaluation: Evaluation
+    watchdog: Watchdog
     data: Data
     algorithm: Algorithm
     actor_rollout_ref: ActorRolloutRef
@@ -474,7 +481,8 @@ def _line(values: Mapping[str, Any], problem: Mapping[str, Any]) -> tuple[str, s
     null = field is not None and type(None) in get_args(field.annotation) and not index
     shown = value if isinstance(value, str) else json.dumps(value, default=str)
     if problem["type"] == "literal_error":
-        return key, f"{key}={shown}; choose one of {choices}{', null' if null else ''}"
+        near = nearest(shown, choices.split(", "))
+        return key, f"{key}={shown}; choose one of {choices}{', null' if null else ''}{near}"
     template = _WANTED.get(problem["type"])
     wanted = template.format(**problem.get("ctx", {})) if template else problem["msg"]
     return key, f"{key}={shown}: give {wanted}{', or null' if null else ''}"

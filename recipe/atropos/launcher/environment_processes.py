@@ -168,15 +168,6 @@ def _text(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def why_nothing_is_sent(counts: Mapping[str, int]) -> str:
-    """Describe, from an environment's counts, what its items raised and why groups were not sent."""
-    failed = {k.removeprefix("failed/"): n for k, n in counts.items() if k.startswith("failed/")}
-    not_sent = {k.removeprefix("not_sent/"): n for k, n in counts.items() if k.startswith("not_sent/")}
-    parts = [f"{n} items raised {name}" for name, n in failed.items()]
-    parts += [f"{n} groups were not sent: {name}" for name, n in not_sent.items()]
-    return ", ".join(parts) or "no item was finished"
-
-
 @dataclass
 class _State:
     """State of one environment: its current process, and the counts of all its processes."""
@@ -253,18 +244,11 @@ class Environments:
             ServiceFailed: an environment has not registered within ``start_timeout`` at its first start.
         """
         for state in self._states:
-            silent = state.totals["nothing_sent"]
             for line in state.read():
                 if "registered" in line:
                     state.registrations.append((line["pid"], line["registered"]))
                     if line["pid"] == state.service.pid:
                         self._is_registered(state)
-            if state.totals["nothing_sent"] > silent:
-                console.print(
-                    f"[bold yellow]{state.spec.service}[/] sends nothing: {why_nothing_is_sent(state.totals)}; "
-                    f"see {state.service.log_path}",
-                    soft_wrap=True,
-                )
             await self._take_back(state)
             self._check_start(state)
 

@@ -16,6 +16,7 @@ from rich.markup import escape
 
 from recipe.atropos.checkpoint.model_card import EXPORTED, write_card
 from recipe.atropos.config.env_specs import EnvironmentSpec
+from recipe.atropos.launcher.alarm_watch import AlarmWatch
 from recipe.atropos.launcher.environment_processes import Environments
 from recipe.atropos.launcher.evaluation import Evaluations
 from recipe.atropos.launcher.joining import Joining
@@ -78,7 +79,8 @@ async def launch(
             if specs:
                 what = "the first step: the environments sample, the trainer compiles and trains"
                 first.enter_context(progress(what, trainer.log_path))
-            await watch(run, version, environments, evaluations, on_step=first.close)
+            async with contextlib.aclosing(AlarmWatch(run, version, specs, api.url, inference)) as alarm_watch:
+                await watch(run, version, environments, evaluations, alarm_watch, on_step=first.close)
         environments.stop()
         await evaluations.end()
         tell_model(run)

@@ -19,13 +19,14 @@ from rich.markup import escape
 
 from recipe.atropos.run_dir import LOCK_VARIABLE, RunDir
 from recipe.atropos.trajectory_api.trajectory_client import TrajectoryApiClient
-from recipe.atropos.utils.files import write_json
+from recipe.atropos.utils.files import bound_log, write_json
 from recipe.atropos.utils.hosts import is_this_host, joins_cluster, loopback_variables
 from recipe.atropos.utils.process import Service, ServiceFailed, start_service
 from recipe.atropos.utils.scratch import Scratch
 
 console = Console(highlight=False)
 _API_SECONDS = 10.0  # for one request to the Trajectory API
+LOG_BYTES = 64 << 20  # of a service's log, and as much before it in NAME.log.1
 
 
 @dataclass
@@ -123,6 +124,11 @@ class Run:
 
     def log(self, name: str) -> Path:
         return self.files.log(name)
+
+    def bound_logs(self) -> None:
+        """Move the older part of each log that is longer than ``LOG_BYTES`` to NAME.log.1."""
+        for path in self.files.logs.glob("*.log"):
+            bound_log(path, LOG_BYTES)
 
     def stop(self, *services: Service) -> None:
         """Stop the given services, or all of them and remove the run's temporary files; the last started goes first.

@@ -1,14 +1,12 @@
-"""Supervision of a training run: print each step and its alarms, and detect a hang."""
+"""Supervision of a training run: print each step, look for alarms, bound the logs, and detect a hang."""
 
 import asyncio
 import time
 from collections.abc import Callable
 
-from omegaconf import DictConfig
-from rich.markup import escape
-
-from recipe.atropos.algorithm import alarms
+from recipe.atropos import alarms
 from recipe.atropos.data_source import DataSourceConfig
+from recipe.atropos.launcher.alarm_watch import AlarmWatch
 from recipe.atropos.launcher.environment_processes import Environments
 from recipe.atropos.launcher.evaluation import Evaluations
 from recipe.atropos.launcher.joining import Joining
@@ -24,6 +22,7 @@ async def watch(
     version: int,
     environments: Environments | Joining,
     evaluations: Evaluations,
+    alarm_watch: AlarmWatch,
     on_step: Callable[[], None] = lambda: None,
 ) -> None:
     """Supervise the run until the trainer exits successfully; call ``on_step`` and print a line for every trained step.
@@ -31,18 +30,19 @@ async def watch(
     Raises:
         ServiceFailed: a service that the run needs ended for good, the trainer ended before the last step, or it hangs:
             apart from announced waits, no step was trained for ``trainer.atropos.step_timeout`` seconds.
+        AlarmRaised: an alarm of ``watchdog.stop_on``.
     """
     total, limit = run.config.trainer.total_training_steps, run.config.trainer.atropos.step_timeout
     _, wait = DataSourceConfig.from_config(run.config).longest_wait
     longest = limit + wait + run.config.evaluation.timeout
     last_step = trained = time.monotonic()
     seen, reader = version, LineReader(run.files.metrics)
-    reported: set[str] = set()
     waiting = WaitingMark(run.files)
     while True:
         trainer = run.service("trainer")
         ended = trainer.poll() == 0
-        for line in reader.new_lines():
+        lines = reader.new_lines()
+        for line in lines:
             last_step = trained = time.monotonic()
             if line["step"] > seen:
                 seen = line["step"]
@@ -53,8 +53,9 @@ async def watch(
                     f"(wait {line['phase_s/wait']:.1f} s)  version {line['atropos/policy_version']}{_alarms(line)}",
                     soft_wrap=True,
                 )
-                _report_new_alarms(run.config, line, reported)
         await environments.look_after()
+        await alarm_watch.look(lines)
+        run.bound_logs()
         if waiting.is_fresh():  # a wait bounded by max_wait_time, join_timeout or evaluation.timeout
             last_step = time.monotonic()
         run.check()
@@ -83,12 +84,3 @@ def scores_of(line: dict[str, float]) -> str:
 def _alarms(line: dict[str, float]) -> str:
     names = ", ".join(alarms.of_line(line))
     return f"  [bold yellow]{names}[/]" if names else ""
-
-
-def _report_new_alarms(config: DictConfig, line: dict[str, float], reported: set[str]) -> None:
-    """Print a full description of each alarm the first time it is raised."""
-    tolerance = alarms.logprob_tolerance(config.trainer.atropos.logprob_tolerance, config.inference.dtype)
-    for name, value in alarms.of_line(line).items():
-        if name not in reported:
-            reported.add(name)
-            console.print(f"[bold yellow]{name}[/] {escape(alarms.describe(name, value, tolerance))}", soft_wrap=True)

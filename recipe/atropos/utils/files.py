@@ -4,6 +4,7 @@
 - ``replace_folder`` makes a folder appear complete or not at all.
 - ``append_line`` adds a whole line: a partial line left by a kill is cut before the next, and no reader ever gets it.
 - A full disk raises ``DiskFull``, which names the path.
+- ``bound_log`` bounds a file that other processes hold open for appending.
 """
 
 import contextlib
@@ -22,6 +23,7 @@ from recipe.atropos.errors import AtroposError
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 PARTIAL = ".partial"  # suffix of files that are being written; their names begin with "."
 _NO_ROOM = 1 << 16  # bytes
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
 
 
 class RunDirError(AtroposError, RuntimeError):
@@ -178,6 +180,27 @@ def _end_of_last_line(file: Any, block: int = 1 << 16) -> int:
             return start + newline + 1
         position = start
     return 0
+
+
+def bound_log(path: Path, limit: int) -> None:
+    """Move what a log holds to ``PATH.1`` if that is more than ``limit`` bytes: with it, the newest part is kept.
+
+    Its writers must hold it open for appending: they go on at its beginning. A reader that follows it finds it smaller
+    than before, and begins again; so does ``tail -F``. A line that is written in the moment between the end of the
+    copying and the truncation is lost. Where there is no room for the copy, the log stays as it is.
+    """
+    partial = path.with_name(f".{path.name}.{os.getpid()}{PARTIAL}")
+    with contextlib.suppress(OSError):
+        if path.stat().st_size <= limit:
+            return
+        try:
+            with open(path, "r+b", buffering=0) as log, open(os.open(partial, _NEW, 0o600), "wb", buffering=0) as copy:
+                shutil.copyfileobj(log, copy, 1 << 20)
+                os.replace(partial, path.with_name(f"{path.name}.1"))
+                shutil.copyfileobj(log, copy, 1 << 20)
+                log.truncate(0)
+        finally:
+            partial.unlink(missing_ok=True)
 
 
 def rewrite_lines(path: str | Path, lines: list[dict[str, Any]]) -> None:

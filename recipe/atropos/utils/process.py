@@ -127,7 +127,8 @@ class Service:
     def _last_lines(self) -> list[str]:
         with open(self.log_path, "rb") as log:
             end = log.seek(0, os.SEEK_END)
-            log.seek(max(self.log_start, end - 65536))
+            start = self.log_start if self.log_start <= end else 0  # bound_log has emptied it since
+            log.seek(max(start, end - 65536))
             return log.read().decode(errors="replace").splitlines()
 
     def tail(self, lines: int = _TAIL_LINES) -> str:

@@ -1,0 +1,203 @@
+"""Alarms: problems that a run reveals while it goes on. One list of names, meanings and advice for all of the recipe.
+
+The trainer adds ``atropos/alarms/NAME``, with the value that raised it, to the metrics of a step that shows one of
+``OF_A_STEP``. The launcher's watchdog (``watchdog/``) raises and clears all alarms: it prints both, appends them to
+``alarms.jsonl``, and records them in ``summary.json``. ``docs/alarms.md`` has the table, which ``table`` makes.
+"""
+
+import sys
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
+
+PREFIX = "atropos/alarms/"
+# Mean absolute difference in nats, by SGLang's dtype: on fresh samples only kernels and rounding contribute to it.
+_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.0104, "float16": 0.0104}
+
+Name = Literal[
+    "equal_scores",
+    "environment_raises",
+    "too_long",
+    "wrong_group_size",
+    "groups_refused",
+    "environment_silent",
+    "server_unhealthy",
+    "server_out_of_sync",
+    "queue_full",
+    "stale_samples",
+    "unknown_sampling",
+    "other_temperature",
+    "truncated_sampling",
+    "penalized_sampling",
+    "logprob_difference",
+    "gradient_not_finite",
+    "learning_rate_zero",
+    "all_rows_clipped",
+    "reward_flat",
+    "reward_collapsed",
+    "entropy_collapsed",
+]
+
+
+class Alarm(NamedTuple):
+    """What an alarm means, and what to try."""
+
+    means: str
+    advice: str
+
+
+ALARMS: dict[Name, Alarm] = {
+    "equal_scores": Alarm(
+        "all answers of every group have the same score, so no group has an advantage: nothing is learned",
+        "look at scores in rollouts/ and in the environment's log: if all are lowest, use easier problems, a better "
+        "policy or a score with partial credit; if all are highest, the task is solved: use harder problems",
+    ),
+    "environment_raises": Alarm(
+        "at least half of an environment's items fail with an exception",
+        "see the traceback in the environment's log; python -m recipe.atropos verify-env runs the environment alone",
+    ),
+    "too_long": Alarm(
+        "at least half of an environment's groups, or of the trainer's rows, are dropped because they are too long",
+        "raise data.max_response_length or data.max_prompt_length, or let the environment ask for shorter answers "
+        "(its max_tokens)",
+    ),
+    "wrong_group_size": Alarm(
+        "at least half of an environment's groups do not have the size that it was configured for",
+        "let collect_trajectories return config.group_size answers for each item, or set environment.group_size to "
+        "what it returns",
+    ),
+    "groups_refused": Alarm(
+        "an environment's items end, but no group is sent, for a reason other than those above or for several",
+        "docs/data-format.md says what each reason means; the environment's log has the first group of each",
+    ),
+    "environment_silent": Alarm(
+        "an environment is dead or hangs: it was abandoned, or no longer calls the API, or none of its items ends",
+        "see the environment's log; set environment.args.worker_timeout to end items that hang; if items only take "
+        "long, raise watchdog.silent_after",
+    ),
+    "server_unhealthy": Alarm(
+        "an SGLang server or the gateway is down, paused (finishes no request) or far slower than the others",
+        "see the log of the server that is named: often out of memory, or still paused by a push of weights; if "
+        "answers only take long, raise watchdog.silent_after",
+    ),
+    "server_out_of_sync": Alarm(
+        "an SGLang server does not have the trainer's newest weights, so it gets no requests",
+        "see the trainer's log for the push that failed; try another trainer.atropos.weight_sync.transport, and "
+        "weight_sync.verify=probe",
+    ),
+    "queue_full": Alarm(
+        "the Trajectory API holds more tokens than its queue is for, and delays all posts: training is the bottleneck",
+        "set trainer.atropos.max_staleness, which paces the environments, or fewer groups in flight "
+        "(environment.args.max_num_workers)",
+    ),
+    "stale_samples": Alarm(
+        "most samples are dropped because of the weights that sampled them, or the samples are many updates old",
+        "run environments through the adapter and set trainer.atropos.max_staleness, so that they are paced; "
+        "docs/staleness.md has the reasons of drops",
+    ),
+    "unknown_sampling": Alarm(
+        "rows came without sampling parameters, and are taken to be sampled at actor_rollout_ref.rollout.temperature",
+        "run their environment through recipe.atropos.utils.env_adapter, or let it send "
+        "group_overrides.sampling_params",
+    ),
+    "other_temperature": Alarm(
+        "rows were sampled at another temperature than actor_rollout_ref.rollout.temperature, and "
+        "trainer.atropos.sampling_mismatch=warn trains on them with wrong logprobs",
+        "set it to per_row, or let the environment sample at the trainer's; atropos/ENV/rows_with/other_temperature "
+        "says which does not",
+    ),
+    "truncated_sampling": Alarm(
+        "rows were sampled with top_p, top_k or min_p, or greedily: neither SGLang nor the trainer has their logprobs",
+        "let the environment sample without",
+    ),
+    "penalized_sampling": Alarm(
+        "rows were sampled with penalties, logit bias, min_new_tokens or a grammar: the trainer does not compute that "
+        "distribution",
+        "let the environment sample without",
+    ),
+    "logprob_difference": Alarm(
+        "SGLang's logprobs differ from the trainer's, on fresh samples by more than trainer.atropos.logprob_tolerance "
+        "in the mean, or on all samples by more than age explains",
+        "likely causes, in this order: sampling parameters, tensors missing on the servers "
+        "(trainer.atropos.weight_sync.verify=probe finds them), dtype, kernels",
+    ),
+    "gradient_not_finite": Alarm(
+        "the gradient of an optimizer step was not finite, so verl left the step out: the policy is what it was before",
+        "look at actor/pg_loss, the learning rate and the dtype",
+    ),
+    "learning_rate_zero": Alarm(
+        "the learning rate is 0: the policy does not change",
+        "set actor_rollout_ref.actor.optim.lr; check lr_warmup_steps, and min_lr_ratio of the cosine schedule",
+    ),
+    "all_rows_clipped": Alarm(
+        "nearly every response is cut off at its maximum length, so that scores are of unfinished answers",
+        "raise data.max_response_length and the environment's max_tokens, or check that the policy ends its answers "
+        "(chat template, end-of-sequence token)",
+    ),
+    "reward_flat": Alarm(
+        "the mean score has not risen since the first steps by more than its noise",
+        "raise actor_rollout_ref.actor.optim.lr; look at atropos/zero_signal_share, actor/grad_norm and the scores in "
+        "rollouts/; a policy that never scores needs easier problems",
+    ),
+    "reward_collapsed": Alarm(
+        "the mean score has lost most of what it had gained",
+        "resume from the best checkpoint with a lower actor_rollout_ref.actor.optim.lr or a KL term "
+        "(actor_rollout_ref.actor.use_kl_loss); look at actor/entropy, the logprob difference and rollouts/",
+    ),
+    "entropy_collapsed": Alarm(
+        "the policy's entropy has fallen to a tenth of what it was, and the score is not near its highest: all answers "
+        "to a problem become the same",
+        "resume from an earlier checkpoint with a lower learning rate, a higher "
+        "actor_rollout_ref.actor.clip_ratio_high, or actor_rollout_ref.actor.entropy_coeff above 0",
+    ),
+}
+
+# What the trainer sees in a single step, and the words for its value.
+OF_A_STEP: dict[Name, str] = {
+    "logprob_difference": "{value:.2g} nats in the mean over fresh samples, above "
+    "trainer.atropos.logprob_tolerance={tolerance:g}",
+    "gradient_not_finite": "actor/grad_norm={value:g}",
+    "unknown_sampling": "{value:.0f} rows of a step",
+    "other_temperature": "{value:.0f} rows of a step",
+    "truncated_sampling": "{value:.0f} rows of a step",
+    "penalized_sampling": "{value:.0f} rows of a step",
+}
+
+
+def logprob_tolerance(given: float | None, dtype: str) -> float:
+    """Return ``trainer.atropos.logprob_tolerance`` or, if it is null, the default for the served dtype."""
+    return _TOLERANCE.get(dtype, _TOLERANCE["bfloat16"]) if given is None else given
+
+
+def raised_by(metrics: Mapping[str, float], tolerance: float, mode: str) -> dict[Name, float]:
+    """Return the alarms of a step as {name: value}; ``mode`` is ``trainer.atropos.sampling_mismatch``."""
+    limits: dict[Name, tuple[str, float]] = {
+        "logprob_difference": ("atropos/logprob_diff/fresh_mean", tolerance),
+        "gradient_not_finite": ("actor/grad_norm", sys.float_info.max),
+        "unknown_sampling": ("atropos/rows_with/unknown_sampling", 0),
+        "truncated_sampling": ("atropos/rows_with/truncated_sampling", 0),
+        "penalized_sampling": ("atropos/rows_with/penalized_sampling", 0),
+    }
+    if mode == "warn":
+        limits["other_temperature"] = ("atropos/rows_with/other_temperature", 0)
+    return {name: metrics[key] for name, (key, limit) in limits.items() if not metrics.get(key, 0) <= limit}
+
+
+def of_line(line: Mapping[str, float]) -> dict[str, float]:
+    """Return the alarms in a line of ``metrics.jsonl`` as {name: value}."""
+    return {key.removeprefix(PREFIX): value for key, value in line.items() if key.startswith(PREFIX)}
+
+
+def seen_in_step(name: Name, value: float | None, tolerance: float) -> str:
+    """Return what a step showed; ``value`` is None where it is not finite, which JSON cannot hold."""
+    return OF_A_STEP[name].format(value=float("nan") if value is None else value, tolerance=tolerance)
+
+
+def describe(name: Name, value: float, tolerance: float) -> str:
+    """Return a line of text for an alarm of a step: what it means, what was seen, and what to try."""
+    return f"{ALARMS[name].means} ({seen_in_step(name, value, tolerance)}); {ALARMS[name].advice}"
+
+
+def table() -> str:
+    """Return the table of ``docs/alarms.md``."""
+    rows = [f"| `{name}` | {alarm.means} | {alarm.advice} |\n" for name, alarm in ALARMS.items()]
+    return "| alarm | meaning | what to try |\n|---|---|---|\n" + "".join(rows)

@@ -1,0 +1,140 @@
+"""The watchdog in the launcher: it reads the run's files and asks its services, prints alarms and records them.
+
+Guarantees:
+
+- asking a service never delays the launcher: it happens in a task of its own, one at a time;
+- an alarm is printed when it is raised and when it is cleared, appended to ``alarms.jsonl`` before, and counted in
+  ``summary.json`` over all starts of the run;
+- an alarm in ``watchdog.stop_on`` ends the run, with that alarm as the error;
+- alarms that an earlier start left raised are cleared: what still shows is found again.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from rich.markup import escape
+
+from recipe.atropos.alarms import ALARMS
+from recipe.atropos.config.env_specs import EnvironmentSpec
+from recipe.atropos.errors import AtroposError
+from recipe.atropos.launcher.services import Run, console
+from recipe.atropos.launcher.sglang import Inference
+from recipe.atropos.run_record import update_summary
+from recipe.atropos.trajectory_api.trajectory_client import TrajectoryApiError
+from recipe.atropos.utils.files import LineReader, append_line, read_lines
+from recipe.atropos.watchdog.history import History, Limits
+from recipe.atropos.watchdog.watchdog import Watchdog, account, left_open
+
+_LOOK_SECONDS = 5.0  # between two looks at the services
+
+
+class AlarmRaised(AtroposError, RuntimeError):
+    """An alarm of ``watchdog.stop_on`` was raised; the message has what was seen, and what to try."""
+
+
+class AlarmWatch:
+    """See the module. Call ``look`` often, and ``aclose`` at the end. ``inference``: None if none is watched."""
+
+    def __init__(
+        self, run: Run, version: int, specs: Mapping[str, EnvironmentSpec], api_url: str, inference: Inference | None
+    ):
+        self._run, self._specs, self._api_url, self._inference = run, specs, api_url, inference
+        self._stop_on = list(run.config.watchdog.stop_on)
+        history = History(Limits.from_config(run.config), begin=version, joined=not specs)
+        self.watchdog = Watchdog(history)
+        self._readers = {name: LineReader(run.files.environment_report(name)) for name in specs}
+        for name, spec in specs.items():
+            history.environment(name).log = str(run.log(spec.service))
+        self._looking: asyncio.Task[None] | None = None
+        self._next_look = 0.0
+        self._lines = read_lines(run.files.alarms)
+        for line in left_open(self._lines):
+            self._record({**line, "state": "cleared", "time": time.time(), "step": version})
+        self._account()
+
+    async def look(self, lines: Iterable[Mapping[str, Any]] = ()) -> None:
+        """Take in the new ``lines`` of ``metrics.jsonl`` and what else is new; print and record what changed.
+
+        Raises:
+            AlarmRaised: an alarm of ``watchdog.stop_on``.
+        """
+        history, stepped = self.watchdog.history, False
+        for line in lines:
+            history.add_step(line)
+            stepped = True
+        for name, reader in self._readers.items():
+            for line in reader.new_lines():
+                if line["time"] >= self._run.started or "registered" in line:  # counts of an earlier start say nothing
+                    history.add_report(name, line)
+        if not stepped and time.monotonic() < self._next_look:
+            return
+        self._ask()
+        for name, spec in self._specs.items():
+            if spec.service in self._run.abandoned:
+                history.environment(name).abandoned = f"it was abandoned after {spec.max_restarts} restarts"
+        changed = self.watchdog.changes(time.time())
+        for change in changed:
+            self._record(change)
+            _print(change)
+        if changed or (stepped and self._lines):
+            self._account()
+        for change in changed:
+            if change["state"] == "raised" and change["alarm"] in self._stop_on:
+                raise AlarmRaised(f"watchdog.stop_on={change['alarm']}: {described(change)}")
+
+    def _ask(self) -> None:
+        """Ask the services in a task, if one is due, and take in what the last one was told."""
+        if self._looking is not None and self._looking.done():
+            self._looking.result()
+            self._looking = None
+        if self._looking is None and time.monotonic() >= self._next_look:
+            self._next_look = time.monotonic() + _LOOK_SECONDS
+            self._looking = asyncio.create_task(self._services())
+
+    async def _services(self) -> None:
+        history = self.watchdog.history
+        with contextlib.suppress(TrajectoryApiError):  # the launcher restarts an API that has ended
+            async with self._run.api_client(self._api_url) as api:
+                history.add_api(await api.diagnose(), time.time())
+        if self._inference is not None:
+            status = await self._inference.status()
+            if self._run.files.servers_offloaded.exists():
+                history.servers_rest(time.time())
+            else:
+                history.add_gateway(status, time.time())
+
+    def _record(self, line: dict[str, Any]) -> None:
+        append_line(self._run.files.alarms, line)
+        self._lines.append(line)
+
+    def _account(self) -> None:
+        step = self.watchdog.history.step
+        found = account(self._lines, step)
+        for (name, _), raised in self.watchdog.raised.items():
+            found[name]["seen"] = raised.finding.seen
+        update_summary(self._run.directory, {"alarms": found})
+
+    async def aclose(self) -> None:
+        """End what is being asked."""
+        if self._looking is not None:
+            self._looking.cancel()
+            await asyncio.gather(self._looking, return_exceptions=True)
+
+
+def described(line: Mapping[str, Any]) -> str:
+    """Return an alarm as a sentence: whose, since when, what was seen, and what to try."""
+    whose = f" ({line['environment']})" if line["environment"] else ""
+    since = f"since step {line['since_step']}" if line["since_step"] else "since the start"
+    return f"{line['alarm']}{whose}, {since}: {line['seen']}. {ALARMS[line['alarm']].means}. To try: {line['advice']}"
+
+
+def _print(line: Mapping[str, Any]) -> None:
+    if line["state"] == "raised":
+        console.print(f"[bold yellow]alarm[/]   {escape(described(line))}", soft_wrap=True)
+        return
+    whose = f" ({line['environment']})" if line["environment"] else ""
+    minutes = (line["time"] - line["since"]) / 60
+    console.print(f"[bold]alarm[/]   {line['alarm']}{whose} is over, after {minutes:.1f} min", soft_wrap=True)

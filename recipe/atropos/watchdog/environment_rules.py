@@ -1,0 +1,138 @@
+"""Rules about environments: they produce nothing, or are silent. Each threshold stands beside its reason."""
+
+from collections import Counter
+from collections.abc import Iterator
+
+from recipe.atropos.alarms import Name
+from recipe.atropos.watchdog.findings import Finding
+from recipe.atropos.watchdog.history import RECENT_ITEMS, EnvironmentHistory, History
+
+# Groups in a row, none of them sent. Exceptions, lengths and sizes are no matter of chance, but equal scores are: of a
+# task on which 95% of the groups are equal, which still learns, 128 in a row are all equal once in 700 times.
+_DRY, _DRY_EQUAL = 16, 128
+_MOST = 0.5  # of the recent items: a run whose environment loses half of them has a biased rest
+# Items that failed after all retries, beside _DRY attempts: a failure of the servers is over after a retry.
+_FAILED = 3
+_ALL_EQUAL_STEPS, _ALL_EQUAL_GROUPS = 3, 64  # trained on, in a row; with 95% equal groups once in 27 times
+_OF_COUNT: dict[str, Name] = {
+    "raised": "environment_raises",
+    "too_long": "too_long",
+    "wrong_size": "wrong_group_size",
+    "equal_scores": "equal_scores",
+}
+
+
+def environment_findings(history: History, now: float) -> Iterator[Finding]:
+    """Yield at most one finding of each environment, and one of the groups that were trained on."""
+    for environment in history.environments.values():
+        yield from _environment(history, environment, now)
+    if history.joined:
+        yield from _all_gone(history, now)
+    yield from _equal_groups(history)
+
+
+def _environment(history: History, environment: EnvironmentHistory, now: float) -> Iterator[Finding]:
+    if environment.abandoned:
+        text = f"{environment.abandoned}{_see(environment)}"
+        yield Finding("environment_silent", text, environment.pulse.last if environment.pulse else now, None,
+                      environment.name)  # fmt: skip
+        return
+    found = next(_dry(environment), None) or next(_mostly(environment), None)
+    found = found or next(_silent(history, environment, now), None)
+    if found is not None and not (found.alarm == "equal_scores" and history.limits.distills):
+        yield found
+
+
+def _dry(environment: EnvironmentHistory) -> Iterator[Finding]:
+    """Nothing was sent since some time: the reason of most of what ended."""
+    if environment.at_last_group is None:
+        return
+    since, step, counts = environment.at_last_group
+    new = environment.counts - counts
+    ended = new["items"]
+    if new["raised"] >= _FAILED and new["raised"] + new["retried"] >= _DRY and 2 * new["raised"] >= ended:
+        text = f"no group for {ended} items, of which {new['raised']} raised {_names(new, 'failed:')}"
+        yield Finding("environment_raises", text + _see(environment), since, step, environment.name)
+        return
+    reasons = {name: new[name] for name in ("equal_scores", "too_long", "wrong_size")}
+    name, most = max(reasons.items(), key=lambda each: each[1])
+    everything = sum(reasons.values()) + new["refused"] + new["raised"]
+    if everything >= _DRY and 2 * max(most, new["raised"]) < everything:
+        text = f"no group for {ended} items: {_names(new, 'not sent:', 'failed:')}"
+        yield Finding("groups_refused", text + _see(environment), since, step, environment.name)
+    elif most >= (_DRY_EQUAL if name == "equal_scores" else _DRY) and 2 * most >= everything:
+        text = f"no group for {ended} items: {_names(new, 'not sent:', 'failed:')}"
+        if name == "equal_scores" and environment.score is not None:
+            text += f"; mean score {environment.score:.3g}"
+        yield Finding(_OF_COUNT[name], text + _see(environment), since, step, environment.name)
+
+
+def _mostly(environment: EnvironmentHistory) -> Iterator[Finding]:
+    """Groups are sent, but as many items are lost. Not for equal scores, whose share rises as a policy learns."""
+    if not environment.recent:
+        return
+    since, step, counts = environment.recent[0]
+    new = environment.counts - counts
+    if new["items"] < RECENT_ITEMS:
+        return
+    for name in ("raised", "too_long", "wrong_size"):
+        if new[name] >= _MOST * new["items"]:
+            what = _names(new, "failed:") if name == "raised" else _OF_COUNT[name]
+            verb = "raised" if name == "raised" else "were not sent:"
+            text = f"{new[name]} of the last {new['items']} items {verb} {what}"
+            yield Finding(_OF_COUNT[name], text + _see(environment), since, step, environment.name)
+
+
+def _silent(history: History, environment: EnvironmentHistory, now: float) -> Iterator[Finding]:
+    lines = {line["env_id"]: line for line in history.api.get("environments", ())}
+    line = lines.get(environment.number, {}) if environment.number is not None else {}
+    if (unseen := line.get("seen_seconds_ago", 0.0)) > history.limits.silent_after:
+        since = (history.api_time or now) - unseen
+        text = f"it has not called the Trajectory API for {now - since:.0f} s, but its process runs"
+        yield Finding("environment_silent", text + _see(environment), since, history.step, environment.name)
+        return
+    pulse = environment.pulse
+    if pulse is None or environment.in_flight == 0 or not history.sampling(now):
+        return
+    if (quiet := now - pulse.last) > pulse.limit(history.limits):
+        usual = f", the longest such silence before was {pulse.longest:.0f} s" if pulse.moves else ""
+        text = f"none of its {environment.in_flight} items has ended for {quiet:.0f} s{usual}"
+        yield Finding("environment_silent", text + _see(environment), pulse.last, history.step, environment.name)
+
+
+def _all_gone(history: History, now: float) -> Iterator[Finding]:
+    """Of environments that join, any may leave; a run needs one."""
+    unseen = [line["seen_seconds_ago"] for line in history.api.get("environments", ()) if "seen_seconds_ago" in line]
+    if unseen and min(unseen) > history.limits.silent_after:
+        since = (history.api_time or now) - min(unseen)
+        text = f"no environment has called the Trajectory API for {now - since:.0f} s; {len(unseen)} had joined"
+        yield Finding("environment_silent", text, since, history.step)
+
+
+def _equal_groups(history: History) -> Iterator[Finding]:
+    """Groups of equal scores that are sent all the same, and trained on."""
+    if history.limits.distills:
+        return
+    keys = {key for step in history.recent(1) for key in step if key.endswith("/zero_signal_share")}
+    for key in sorted(keys - {"atropos/zero_signal_share"} or keys):
+        name = key.removeprefix("atropos/").removesuffix("/zero_signal_share") if key.count("/") > 1 else None
+        steps: list[dict[str, float]] = []
+        for step in reversed(history.steps):
+            if step.get(key, 1.0) < 1.0 or step["step"] <= history.begin:
+                break
+            steps.append(step)
+        groups = sum(step.get(key.replace("zero_signal_share", "groups"), 0.0) for step in steps)
+        if len(steps) >= _ALL_EQUAL_STEPS and groups >= _ALL_EQUAL_GROUPS:
+            text = f"all {groups:.0f} groups of the last {len(steps)} steps have equal scores (zero_signal_share=1)"
+            first = steps[-1]
+            yield Finding("equal_scores", text, first["time"], int(first["step"]), name, of_steps=True)
+
+
+def _names(counts: Counter[str], *prefixes: str) -> str:
+    """Return the reasons with these prefixes and their numbers, the most frequent first."""
+    found = [(n, name) for name, n in counts.items() if name.startswith(prefixes)]
+    return ", ".join(f"{name.partition(':')[2]} {n}" for n, name in sorted(found, reverse=True)[:4])
+
+
+def _see(environment: EnvironmentHistory) -> str:
+    return f"; see {environment.log}" if environment.log else ""

@@ -1,0 +1,267 @@
+"""The history of a run that the watchdog's rules look at: steps, environments' reports, the API's state, the servers.
+
+Guarantees:
+
+- bounded: it keeps the first steps, the newest ones, and counts; a run of any length fits;
+- times are those that the caller gives (seconds since 1970), so that a recorded run can be played;
+- a line of a step that is there already replaces it and all later ones: a restarted trainer trains them again.
+"""
+
+from collections import Counter, deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import DictConfig
+
+from recipe.atropos.alarms import PREFIX, logprob_tolerance
+from recipe.atropos.data.reasons import Reason
+
+FIRST_STEPS = 20
+_LAST_STEPS = 1000
+RECENT_ITEMS = 64  # of an environment, over which shares are computed
+_RATE_SECONDS = 60.0  # over which a server's finished requests are counted
+
+_KEYS = frozenset(
+    {
+        *("actor/lr", "actor/entropy", "actor/grad_norm", "response_length/min", "response_length/max"),
+        *("critic/score/min", "critic/score/max"),
+        *(f"atropos/{key}" for key in ("received", "rows", "groups", "policy_version", "zero_signal_share")),
+        *(f"atropos/{key}" for key in ("mean_score", "mean_raw_score", "rows_with/response_truncated")),
+        *("atropos/logprob_diff/mean", "atropos/logprob_diff/fresh_mean", "atropos/staleness/mean"),
+    }
+)
+_OF_AN_ENVIRONMENT = ("/mean_raw_score", "/zero_signal_share", "/groups")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the configuration says that rules compare with; times are in seconds."""
+
+    logprob_tolerance: float = 1e-4
+    max_response_length: int = 1536
+    max_staleness: int | None = None
+    push_every: int = 1
+    distills: bool = False  # a teacher's logprobs train groups of equal scores too
+    silent_after: float = 120.0
+    first_answer: float = 300.0  # until the first item or request must have ended, whose usual length is unknown
+
+    @classmethod
+    def from_config(cls, config: DictConfig) -> "Limits":
+        atropos, silent = config.trainer.atropos, config.watchdog.silent_after
+        return cls(
+            logprob_tolerance=logprob_tolerance(atropos.logprob_tolerance, config.inference.dtype),
+            max_response_length=config.data.max_response_length,
+            max_staleness=atropos.max_staleness,
+            push_every=atropos.weight_sync.every,
+            distills=atropos.distillation.loss_coef > 0,
+            silent_after=silent,
+            first_answer=max(silent, (atropos.max_wait_time or 0.0) / 2),
+        )
+
+
+@dataclass
+class Pulse:
+    """When something last moved, and how long it has rested so far while it had work; ``moves`` counts."""
+
+    last: float
+    longest: float = 0.0
+    moves: int = 0
+
+    def move(self, now: float) -> None:
+        if self.moves:
+            self.longest = max(self.longest, now - self.last)
+        self.last, self.moves = now, self.moves + 1
+
+    def rest(self, now: float) -> None:
+        """Note that there is nothing to do, or that nothing can be told: silence begins now at the earliest."""
+        self.last = now
+
+    def limit(self, limits: Limits) -> float:
+        """Return the seconds of silence that are no longer usual: four times the longest so far, and a minimum."""
+        return max(limits.silent_after, 4 * self.longest) if self.moves else limits.first_answer
+
+
+@dataclass
+class EnvironmentHistory:
+    """What an environment reported. ``counts`` are over all its processes: ended items and what became of them."""
+
+    name: str
+    number: int | None = None  # its registration
+    log: str | None = None
+    abandoned: str = ""  # why
+    in_flight: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
+    pulse: Pulse | None = None
+    score: float | None = None  # mean over everything scored since the report before
+    at_last_group: tuple[float, int | None, Counter[str]] | None = None  # time, step and counts
+    recent: deque[tuple[float, int | None, Counter[str]]] = field(default_factory=deque)
+    _of_process: Counter[str] = field(default_factory=Counter)
+
+    def add(self, line: Mapping[str, Any], step: int | None) -> None:
+        """Add a line of its report, at ``step``."""
+        now = line["time"]
+        if "registered" in line:
+            self.number = line["registered"]
+        if "started" in line:  # a new process counts from 0
+            self._of_process, self.in_flight = Counter(), 0
+        if self.pulse is None or self.at_last_group is None:
+            self.pulse, self.at_last_group = Pulse(now), (now, step, Counter())
+            self.recent.append(self.at_last_group)
+        if "counts" not in line:
+            return
+        before, idle = self.counts.copy(), self.in_flight == 0
+        present = _outcomes(line["counts"])
+        self.counts = self.counts + (present - self._of_process)
+        self._of_process, self.in_flight = present, line["in_flight"]
+        self.score = line["means"].get("score", self.score)
+        if idle:
+            self.pulse.rest(now)
+        if self.counts != before:
+            self.pulse.move(now)
+        if self.counts["sent"] > before["sent"]:
+            self.at_last_group = now, step, self.counts.copy()
+        self.recent.append((now, step, self.counts.copy()))
+        while len(self.recent) > 2 and self.counts["items"] - self.recent[1][2]["items"] >= RECENT_ITEMS:
+            self.recent.popleft()
+
+
+def _outcomes(counts: Mapping[str, int]) -> Counter[str]:
+    """Return an environment's counts by what the rules tell apart: items, sent, raised, retried, and reasons."""
+    found: Counter[str] = Counter()
+    for name, n in counts.items():
+        kind, _, reason = name.partition("/")
+        if kind == "items":
+            found["items"] += n
+        elif kind in ("groups_sent", "groups_written"):
+            found["sent"] += n
+        elif kind in ("failed", "retried"):
+            found["raised" if kind == "failed" else "retried"] += n
+            found[f"{kind}:{reason}"] += n
+        elif kind == "not_sent":
+            known = reason in (Reason.EQUAL_SCORES, Reason.TOO_LONG, Reason.WRONG_SIZE)
+            found[reason if known else "refused"] += n
+            found[f"not sent:{reason}"] += n
+    return found
+
+
+@dataclass
+class ServerHistory:
+    """One SGLang server as the gateway sees it; ``finished`` are (time, requests finished, whether it was busy)."""
+
+    url: str
+    state: str
+    since: float
+    pulse: Pulse
+    inflight: int = 0
+    done: int = 0
+    error: str = ""
+    finished: deque[tuple[float, int, bool]] = field(default_factory=deque)
+
+    def add(self, status: Mapping[str, Any], now: float) -> None:
+        if status["state"] != self.state:
+            self.state, self.since = status["state"], now
+            self.pulse.rest(now)
+        done, idle = status["requests"] - status["inflight"], self.inflight == 0
+        if idle:
+            self.pulse.rest(now)
+        if done > self.done:
+            self.pulse.move(now)
+        self.done, self.inflight = done, status["inflight"]
+        self.error = status["last_error"] or ""
+        self.finished.append((now, done, self.inflight > 0))
+        while len(self.finished) > 2 and now - self.finished[1][0] >= _RATE_SECONDS:
+            self.finished.popleft()
+
+
+@dataclass
+class History:
+    """See the module. ``begin``: the step that this start of the run went on from."""
+
+    limits: Limits
+    begin: int = 0
+    first: list[dict[str, Any]] = field(default_factory=list)
+    steps: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_LAST_STEPS))
+    environments: dict[str, EnvironmentHistory] = field(default_factory=dict)
+    servers: dict[str, ServerHistory] = field(default_factory=dict)
+    version: int | None = None  # the gateway's
+    held: int = 0  # requests that wait for a server
+    gateway_silent: float | None = None  # since when it does not answer
+    behind: float | None = None  # since when its version is not the trainer's
+    joined: bool = False  # environments join: nothing but the API tells of them
+    api: Mapping[str, Any] = field(default_factory=dict)  # what /diagnose said last
+    api_time: float | None = None
+    queue_full: tuple[float, int] | None = None  # since when, and how many looks
+
+    @property
+    def step(self) -> int | None:
+        return self.steps[-1]["step"] if self.steps else None
+
+    def recent(self, n: int) -> list[dict[str, Any]]:
+        """Return the newest ``n`` steps; none if this start has trained fewer."""
+        newest = list(self.steps)[-n:]
+        return newest if len(newest) == n and newest[0]["step"] > self.begin else []
+
+    def environment(self, name: str) -> EnvironmentHistory:
+        return self.environments.setdefault(name, EnvironmentHistory(name))
+
+    def add_step(self, line: Mapping[str, Any]) -> None:
+        """Add a line of ``metrics.jsonl``."""
+        kept = {
+            key: value
+            for key, value in line.items()
+            if key in _KEYS or key in ("step", "time") or key.startswith((PREFIX, "atropos/dropped/"))
+            or key.endswith(_OF_AN_ENVIRONMENT)
+        }  # fmt: skip
+        while self.steps and self.steps[-1]["step"] >= kept["step"]:
+            self.steps.pop()
+        self.first = [step for step in self.first if step["step"] < kept["step"]]
+        if len(self.first) < FIRST_STEPS:
+            self.first.append(kept)
+        self.steps.append(kept)
+
+    def add_report(self, name: str, line: Mapping[str, Any]) -> None:
+        """Add a line of ``environments/NAME.jsonl``."""
+        self.environment(name).add(line, self.step)
+
+    def add_api(self, state: Mapping[str, Any], now: float) -> None:
+        """Add what ``/diagnose`` of the Trajectory API says."""
+        self.api, self.api_time = state, now
+        queue = state["queue"]
+        if queue["tokens"] <= queue["tokens_limit"]:
+            self.queue_full = None
+        else:
+            since, looks = self.queue_full or (now, 0)
+            self.queue_full = since, looks + 1
+
+    def add_gateway(self, status: Mapping[str, Any] | None, now: float) -> None:
+        """Add the gateway's status; None: it did not answer."""
+        if status is None:
+            self.gateway_silent = now if self.gateway_silent is None else self.gateway_silent
+            return
+        self.gateway_silent = None
+        self.version, self.held = status["version"], status["held"]
+        trained = self.steps[-1].get("atropos/policy_version") if self.steps else None
+        if trained is not None and (self.version is None or self.version < trained):
+            self.behind = now if self.behind is None else self.behind
+        else:
+            self.behind = None
+        for server in status["servers"]:
+            url = server["url"]
+            if url not in self.servers:
+                self.servers[url] = ServerHistory(url, server["state"], now, Pulse(now))
+            self.servers[url].add(server, now)
+
+    def servers_rest(self, now: float) -> None:
+        """Note that the servers have released their memory to the trainer: nothing can be told from their silence."""
+        self.behind = None
+        for server in self.servers.values():
+            server.since = now
+            server.pulse.rest(now)
+
+    def sampling(self, now: float) -> bool:
+        """Return whether the servers finish the requests that they have: what hangs then is not waiting for them."""
+        waiting = [server for server in self.servers.values() if server.inflight]
+        if self.gateway_silent is not None or self.held:
+            return False
+        return not waiting or any(now - server.pulse.last < server.pulse.limit(self.limits) / 2 for server in waiting)

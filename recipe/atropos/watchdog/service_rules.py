@@ -1,0 +1,80 @@
+"""Rules about the SGLang servers, the gateway, and the Trajectory API's queue, each threshold beside its reason."""
+
+from collections.abc import Iterator
+
+from recipe.atropos.watchdog.findings import Finding
+from recipe.atropos.watchdog.history import History, ServerHistory
+
+_QUEUE_LOOKS, _QUEUE_SECONDS = 3, 15.0  # a queue that is full between two batches empties with the next one
+_SLOW = 0.25  # of the other servers' requests per second: the gateway gives each as many as it finishes
+_SLOW_REQUESTS = 40  # by the others, so that chance does not decide
+_WATCHED = 0.9  # of the minute, for which it must have been busy
+_OTHER_WEIGHTS = "weight version"  # in the gateway's reason for removing a server
+
+
+def service_findings(history: History, now: float) -> Iterator[Finding]:
+    """Yield at most one finding of the servers, and one of the queue."""
+    yield from _first(_servers(history, now))
+    if history.queue_full is not None:
+        since, looks = history.queue_full
+        if looks >= _QUEUE_LOOKS and now - since >= _QUEUE_SECONDS:
+            queue = history.api["queue"]
+            text = f"{queue['tokens']:,} tokens in {queue['groups']:,} groups are queued, of {queue['tokens_limit']:,}"
+            yield Finding("queue_full", text, since, history.step)
+
+
+def _first(findings: Iterator[Finding]) -> Iterator[Finding]:
+    """Yield the first of each alarm, with the number of others."""
+    found: dict[str, list[Finding]] = {}
+    for finding in findings:
+        found.setdefault(finding.alarm, []).append(finding)
+    for first, *others in found.values():
+        yield first if not others else Finding(
+            first.alarm, f"{first.seen}; so for {len(others)} others", first.since, first.since_step
+        )  # fmt: skip
+
+
+def _servers(history: History, now: float) -> Iterator[Finding]:
+    limits, step = history.limits, history.step
+    if history.gateway_silent is not None:
+        if now - history.gateway_silent > limits.silent_after:
+            text = f"the gateway has not answered for {now - history.gateway_silent:.0f} s; see logs/gateway.log"
+            yield Finding("server_unhealthy", text, history.gateway_silent, step)
+        return
+    for server in history.servers.values():
+        out = now - server.since
+        reason = f" ({server.error})" if server.error else ""
+        if server.state == "admitted":
+            quiet = now - server.pulse.last
+            if server.inflight and quiet > server.pulse.limit(limits):
+                text = f"{server.url} has {server.inflight} requests in flight and has finished none for {quiet:.0f} s"
+                yield Finding("server_unhealthy", text, server.pulse.last, step)
+        elif history.version is not None and out > limits.silent_after:
+            if server.state == "waiting" or _OTHER_WEIGHTS in server.error:
+                text = f"{server.url} is without version {history.version} for {out:.0f} s{reason}"
+                yield Finding("server_out_of_sync", text, server.since, step)
+            else:
+                text = f"{server.url} is {server.state} for {out:.0f} s{reason}; {history.held} requests wait"
+                yield Finding("server_unhealthy", text, server.since, step)
+    yield from _slow(history)
+    if history.behind is not None and now - history.behind > limits.silent_after:
+        trained = history.steps[-1]["atropos/policy_version"]
+        text = f"the gateway has version {history.version} for {now - history.behind:.0f} s, the trainer {trained:.0f}"
+        yield Finding("server_out_of_sync", text, history.behind, step)
+
+
+def _slow(history: History) -> Iterator[Finding]:
+    admitted = [server for server in history.servers.values() if server.state == "admitted" and server.finished]
+    for server in admitted:
+        others = [_finished(other) for other in admitted if other is not server]
+        busy = sum(busy for _, _, busy in server.finished)
+        if not others or busy < _WATCHED * len(server.finished) or len(server.finished) < _QUEUE_LOOKS:
+            continue
+        mean = sum(others) / len(others)
+        if mean >= _SLOW_REQUESTS and _finished(server) < _SLOW * mean:
+            text = f"{server.url} finished {_finished(server)} requests in a minute, the others {mean:.0f} each"
+            yield Finding("server_unhealthy", text, server.finished[0][0], history.step)
+
+
+def _finished(server: ServerHistory) -> int:
+    return server.finished[-1][1] - server.finished[0][1]

@@ -1,0 +1,220 @@
+"""Rules about the trained steps: samples, logprobs, gradient, reward, entropy. Each threshold stands beside its reason."""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from recipe.atropos import alarms
+from recipe.atropos.data.reasons import Reason
+from recipe.atropos.watchdog.findings import Finding
+from recipe.atropos.watchdog.history import FIRST_STEPS, History
+
+_VERSIONS = (Reason.STALE, Reason.UNKNOWN_VERSION, Reason.NOT_PUSHED, Reason.FUTURE_VERSION)
+_DROPPED_STEPS, _DROPPED = 3, 0.5  # of the sequences
+_OLD_STEPS, _OLD = 5, 8.0  # updates; with a decoupled loss, training is as good up to about 8 (AReaL, 2505.24298)
+# Nats, on samples of any age: the demonstration's are at 0.002 two updates later; tokens of weights that are not the
+# ones in the trainer, or at another temperature, at 0.3 to 0.7 (docs/algorithms.md).
+_GAP_STEPS, _GAP = 5, 0.25
+_LR_STEPS = 3  # warmup begins, and a cosine ends, with one step at 0
+_CLIPPED_STEPS, _CLIPPED = 3, 0.9  # of the rows
+# Rows that all have one length, without a limit of the trainer's: its max_tokens is the environment's. Answers of a
+# word or two may all have one length by nature.
+_EQUAL_STEPS, _EQUAL_TOKENS = 5, 16
+_ENTROPY_STEPS, _ENTROPY = 5, 0.1  # of its mean over the first steps
+_ENTROPY_FIRST = 5
+_HIGHEST = 0.9  # of the way from the lowest to the highest score: a task that is solved
+_BEFORE_FLAT, _FLAT_STEPS = 100, 50
+# A mean over 50 steps that is not above that of the first 20 by this many standard errors has not risen; it never has,
+# if none of the means in between was above it by more than chance makes the largest of many.
+_FLAT, _EVER = 1.0, 3.0
+_COLLAPSED_STEPS, _BEST_STEPS = 10, 20
+# Of what was gained, what is left; the fall in standard errors, more than noise makes between the best of 1,000 steps
+# and the newest (2 at most, in simulations); and as a share of the scores' range, so that a small wave is none.
+_LEFT, _FALL, _FALL_SHARE = 0.25, 5.0, 0.1
+
+
+def training_findings(history: History) -> Iterator[Finding]:
+    """Yield what the newest steps show; none before this start of the run has trained enough of its own."""
+    if history.recent(1):
+        yield from _of_a_step(history)
+        yield from _gap(history)
+        yield from _samples(history)
+        yield from _clipped(history)
+        yield from _learning_rate(history)
+        yield from _scores(history)
+        yield from _entropy(history)
+
+
+def _finding(name: alarms.Name, seen: str, steps: Sequence[dict[str, Any]], environment: str | None = None) -> Finding:
+    return Finding(name, seen, steps[0]["time"], steps[0]["step"], environment, of_steps=True)
+
+
+def _of_a_step(history: History) -> Iterator[Finding]:
+    """What the trainer saw in a single step; a difference of logprobs lasts until fresh samples show none."""
+    newest = history.steps[-1]
+    for name in alarms.OF_A_STEP:
+        key = alarms.PREFIX + name
+        of = newest
+        if name == "logprob_difference":
+            fresh = [step for step in history.steps if "atropos/logprob_diff/fresh_mean" in step or key in step]
+            of = fresh[-1] if fresh and fresh[-1]["step"] > history.begin else {}
+        if key in of:
+            yield _finding(name, alarms.seen_in_step(name, of[key], history.limits.logprob_tolerance), [of])
+
+
+def _gap(history: History) -> Iterator[Finding]:
+    steps = history.recent(_GAP_STEPS)
+    gaps = _values(steps, "atropos/logprob_diff/mean")
+    if steps and len(gaps) == len(steps) and min(gaps) > _GAP and not _has(steps[-1], "logprob_difference"):
+        ages = _values(steps, "atropos/staleness/mean")
+        age = f", of samples {np.mean(ages):.1f} updates old" if ages else ""
+        text = f"{np.mean(gaps):.2g} nats in the mean over the last {len(steps)} steps{age}, above {_GAP:g}"
+        yield _finding("logprob_difference", text, steps)
+
+
+def _has(step: dict[str, Any], name: str) -> bool:
+    return alarms.PREFIX + name in step
+
+
+def _samples(history: History) -> Iterator[Finding]:
+    limits, steps = history.limits, history.recent(_DROPPED_STEPS)
+    received = sum(_values(steps, "atropos/received"))
+    dropped = {reason: sum(_values(steps, f"atropos/dropped/{reason}")) for reason in _VERSIONS}
+    if (lost := sum(dropped.values())) and lost >= _DROPPED * received:
+        reasons = ", ".join(f"{reason} {n:.0f}" for reason, n in dropped.items() if n)
+        text = f"{lost:.0f} of {received:.0f} sequences of the last {len(steps)} steps were dropped: {reasons}"
+        yield _finding("stale_samples", text, steps)
+        return
+    long = sum(_values(steps, f"atropos/dropped/{Reason.OVERLONG_RESPONSE}"))
+    if long and long >= _DROPPED * received:
+        text = f"{long:.0f} of {received:.0f} sequences of the last {len(steps)} steps were dropped: overlong_response"
+        yield _finding("too_long", text, steps)
+    steps = history.recent(_OLD_STEPS)
+    ages = _values(steps, "atropos/staleness/mean")
+    if limits.max_staleness is None and ages and min(ages) >= _OLD + limits.push_every - 1:
+        text = f"samples are {np.mean(ages):.1f} updates old in the mean over the last {len(steps)} steps"
+        yield _finding("stale_samples", text, steps)
+
+
+def _clipped(history: History) -> Iterator[Finding]:
+    steps, limit = history.recent(_CLIPPED_STEPS), history.limits.max_response_length
+    rows, cut = sum(_values(steps, "atropos/rows")), sum(_values(steps, "atropos/rows_with/response_truncated"))
+    if steps and rows and cut >= _CLIPPED * rows:
+        text = f"{cut:.0f} of {rows:.0f} responses of the last {len(steps)} steps were cut at {limit} tokens"
+        yield _finding("all_rows_clipped", text, steps)
+        return
+    steps = history.recent(_EQUAL_STEPS)
+    lengths = {*_values(steps, "response_length/min"), *_values(steps, "response_length/max")}
+    if len(lengths) == 1 and min(lengths) >= min(_EQUAL_TOKENS, limit):
+        text = f"every response of the last {len(steps)} steps has exactly {lengths.pop():.0f} tokens"
+        yield _finding("all_rows_clipped", text, steps)
+
+
+def _learning_rate(history: History) -> Iterator[Finding]:
+    steps = history.recent(_LR_STEPS)
+    rates = _values(steps, "actor/lr")
+    if rates and len(rates) == len(steps) and max(rates) == 0.0:
+        yield _finding("learning_rate_zero", f"actor/lr=0 in the last {len(steps)} steps", steps)
+
+
+def _scores(history: History) -> Iterator[Finding]:
+    newest = history.steps[-1]
+    keys = [key for key in newest if key.endswith("/mean_raw_score") and key.count("/") == 2]
+    for key in sorted(keys) if len(keys) > 1 else ["atropos/mean_raw_score"]:
+        name = key.split("/")[1] if len(keys) > 1 else None
+        steps = [step for step in history.steps if step.get(key) is not None]
+        first = [step[key] for step in history.first if step.get(key) is not None]
+        if len(first) == FIRST_STEPS and not _near_highest(history, key):
+            yield from _collapsed(history, steps, key, name, float(np.mean(first)))
+            yield from _flat(history, steps, key, name, first)
+
+
+def _collapsed(
+    history: History, steps: list[dict[str, Any]], key: str, name: str | None, start: float
+) -> Iterator[Finding]:
+    newest = steps[-_COLLAPSED_STEPS:]
+    if len(steps) < _BEST_STEPS + _COLLAPSED_STEPS or newest[0]["step"] <= history.begin:
+        return
+    scores = np.array([step[key] for step in steps])
+    means = _rolling(scores[:-_COLLAPSED_STEPS], _BEST_STEPS)
+    at = int(means.argmax())
+    best, now = max(float(means[at]), start), float(scores[-_COLLAPSED_STEPS:].mean())
+    error = _noise(scores) * math.sqrt(1 / _BEST_STEPS + 1 / _COLLAPSED_STEPS)
+    low, high = _range(history)
+    large = best - now > max(_FALL * error, _FALL_SHARE * (high - low))
+    if large and now <= start + _LEFT * (best - start):
+        text = (
+            f"mean score {now:.3g} over the last {len(newest)} steps, after {best:.3g} at its best "
+            f"(step {steps[at + _BEST_STEPS - 1]['step']}) and {start:.3g} at the start"
+        )
+        yield _finding("reward_collapsed", text, newest, name)
+
+
+def _flat(
+    history: History, steps: list[dict[str, Any]], key: str, name: str | None, first: list[float]
+) -> Iterator[Finding]:
+    if len(steps) < _BEFORE_FLAT or steps[-_FLAT_STEPS]["step"] <= history.begin:
+        return
+    scores = np.array([step[key] for step in steps])
+    error = _noise(scores) * math.sqrt(1 / len(first) + 1 / _FLAT_STEPS)
+    means, start = _rolling(scores, _FLAT_STEPS), float(np.mean(first))
+    if (
+        means[-1] - start <= _FLAT * error
+        and means.max() - start <= _EVER * error
+        and start - means[-1] <= _EVER * error
+    ):
+        text = (
+            f"mean score {means[-1]:.3g} over the last {_FLAT_STEPS} steps, {start:.3g} over the first {len(first)} "
+            f"(standard error of the difference {error:.2g})"
+        )
+        yield _finding("reward_flat", text, history.first, name)
+
+
+def _entropy(history: History) -> Iterator[Finding]:
+    steps = history.recent(_ENTROPY_STEPS)
+    before = _values(history.first[:_ENTROPY_FIRST], "actor/entropy")
+    now = _values(steps, "actor/entropy")
+    if len(before) < _ENTROPY_FIRST or len(now) < _ENTROPY_STEPS or history.first[_ENTROPY_FIRST - 1] in steps:
+        return
+    start = float(np.mean(before))
+    if max(now) < _ENTROPY * start and not _near_highest(history, "atropos/mean_raw_score"):
+        text = f"actor/entropy {np.mean(now):.2g} nats over the last {len(now)} steps, {start:.2g} over the first"
+        yield _finding("entropy_collapsed", text, steps)
+
+
+# ---------------------------------------------------------------- numbers
+
+
+def _values(steps: Sequence[dict[str, Any]], key: str) -> list[float]:
+    return [step[key] for step in steps if step.get(key) is not None]
+
+
+def _rolling(values: np.ndarray, n: int) -> np.ndarray:
+    """Return the means of all n neighbors."""
+    return np.convolve(values, np.full(n, 1 / n), "valid")
+
+
+def _noise(scores: np.ndarray) -> float:
+    """Return the standard deviation of a step's score around its trend: of its distance from the mean of 10 steps."""
+    trend = _rolling(scores, 10)
+    return float(np.std(scores[5 : 5 + len(trend)] - trend) / math.sqrt(0.9))
+
+
+def _range(history: History) -> tuple[float, float]:
+    """Return the lowest and highest score of a sequence; (0, 0) where a reward bridge shapes the scores."""
+    steps = [*history.first, *history.steps]
+    if any(step.get("atropos/mean_score") != step.get("atropos/mean_raw_score") for step in steps):
+        return 0.0, 0.0
+    low, high = _values(steps, "critic/score/min"), _values(steps, "critic/score/max")
+    return (min(low), max(high)) if low and high else (0.0, 0.0)
+
+
+def _near_highest(history: History, key: str) -> bool:
+    """Whether the score is near its highest: of what was trained on or, since groups of equal scores are not, of all."""
+    low, high = _range(history)
+    newest = _values(list(history.steps)[-_COLLAPSED_STEPS:], key)
+    own = [e for e in history.environments.values() if key.count("/") == 1 or key.split("/")[1] == e.name]
+    best = max([float(np.mean(newest)) if newest else low, *(e.score for e in own if e.score is not None)])
+    return high > low and best >= low + _HIGHEST * (high - low)
