@@ -22,6 +22,7 @@ from recipe.atropos.errors import one_line_errors
 from recipe.atropos.report.token_view import UNLIKELY, find_row, rows_of_step, tokens_of_row
 from recipe.atropos.run_dir import RunDir
 
+
 def style_of(token: dict[str, Any], largest: float) -> Style:
     """Return gray if not trained on, else green or red by the advantage's sign and size; underlined if unlikely."""
     if not token["trained"]:

@@ -3,7 +3,7 @@
 const DASHES = ["", "6 4", "2 3", "9 3 2 3", "1 5", "12 4"];
 const PADDING = { left: 54, right: 12, top: 14, bottom: 22 };
 const redraws = [];
-new ResizeObserver(() => redraws.forEach((draw) => draw())).observe(document.documentElement);
+for (const event of ["resize", "beforeprint", "afterprint"]) window.addEventListener(event, () => redraws.forEach((draw) => draw()));
 
 function ticks(low, high, wanted = 4) {
   const span = high - low || 1;
@@ -165,11 +165,14 @@ function lineChart(charts, names) {
 }
 
 // Bars over an axis of labels: stacked on each other, or side by side.
-function barChart({ id, title, unit, about, names, bars, stacked = true, colors, format = number, totals, limit, alarmed }) {
+function barChart({ id, title, unit, about, names, bars, stacked = true, clip = false, colors, format = number, totals, limit, alarmed }) {
   const height = 230;
   const color = (place) => (colors && colors[names[place]]) || `var(--c${place % 10})`;
   const sum = (values) => values.reduce((a, b) => a + b, 0);
-  const high = Math.max(1e-9, ...bars.map((bar) => (stacked ? sum(bar.values) : Math.max(...bar.values))));
+  const tops = bars.map((bar) => (stacked ? sum(bar.values) : Math.max(...bar.values))).sort((a, b) => b - a);
+  // One bar that is far above all others is cut, and says how high it is.
+  const cut = clip && tops.length > 2 && tops[0] > 3 * tops[1];
+  const high = Math.max(1e-9, cut ? 1.25 * tops[1] : tops[0]);
   const slot = (width) => (width - PADDING.left - PADDING.right) / bars.length;
   const Y = (y) => PADDING.top + ((high - y) / high) * (height - PADDING.top - PADDING.bottom);
 
@@ -183,8 +186,9 @@ function barChart({ id, title, unit, about, names, bars, stacked = true, colors,
       const x = PADDING.left + at * each;
       if (cursor === at) found.push(svg("rect", { x, y: PADDING.top, width: each, height: height - PADDING.top - PADDING.bottom, fill: "var(--soft)", opacity: 0.2 }));
       let below = 0;
-      bar.values.forEach((value, place) => {
-        if (!value) return;
+      bar.values.forEach((whole, place) => {
+        const value = Math.min(whole, high - (stacked ? below : 0));
+        if (!(value > 0)) return;
         const wide = stacked ? each - gap : (each - gap) / bar.values.length;
         const from = stacked ? below : 0;
         found.push(svg("rect", {
@@ -192,6 +196,9 @@ function barChart({ id, title, unit, about, names, bars, stacked = true, colors,
         }));
         below += value;
       });
+      if (cut && sum(bar.values) > high) {
+        found.push(svg("text", { x: x + each + 3, y: PADDING.top + 8 }, `↑ ${format(sum(bar.values))} ${unit}`));
+      }
     });
     const every = Math.ceil(bars.length / Math.max(1, Math.floor((width - 70) / 90)));
     bars.forEach((bar, at) => {

@@ -7,9 +7,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from recipe.atropos.report.chart_table import CHARTS, SHOWN_BY
 from recipe.atropos.report.decimate import buckets, decimated
 from recipe.atropos.report.history import SENT, History, phases_of
-from recipe.atropos.report.signs import held_out
+from recipe.atropos.report.scores import held_out
 
 BARS = 60  # of a timeline
 _BINS = 24  # of a histogram
@@ -31,33 +32,9 @@ def curves(history: History, alarms: list[dict[str, Any]]) -> list[dict[str, Any
     return charts
 
 
-SHOWN_BY = {  # where on the page to look; ids of charts and sections
-    "environment_raises": "outcomes",
-    "environment_silent": "outcomes",
-    "equal_scores": "outcomes",
-    "wrong_group_size": "outcomes",
-    "too_long": "length",
-    "all_rows_clipped": "clip",
-    "reward_flat": "score",
-    "reward_collapsed": "score",
-    "entropy_collapsed": "entropy",
-    "logprob_difference": "logprobs",
-    "sampling_mismatch": "sampling",
-    "unknown_sampling": "sampling",
-    "other_temperature": "sampling",
-    "truncated_sampling": "sampling",
-    "penalized_sampling": "sampling",
-    "gradient_not_finite": "gradient",
-    "learning_rate_zero": "lr",
-    "stale_samples": "staleness",
-    "server_out_of_sync": "staleness",
-    "server_unhealthy": "servers",
-    "queue_full": "queue",
-}
-
-
-def _chart(id: str, title: str, unit: str, about: str, series: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-    return {"id": id, "title": title, "unit": unit, "about": about, "series": series, "limit": None, "log": False} | more
+def _chart(id: str, title: str, unit: str, about: str, series: list[dict[str, Any]]) -> dict[str, Any]:
+    more = {"limit": None, "log": False, "zero": False}
+    return {"id": id, "title": title, "unit": unit, "about": about, "series": series, **more}
 
 
 def _scores(history: History) -> dict[str, Any]:
@@ -93,98 +70,15 @@ def _held_out(history: History) -> dict[str, Any]:
 
 
 def _of_metrics(history: History) -> Iterator[dict[str, Any]]:
-    config = history.config
-    table = (
-        (
-            "entropy", "Entropy", "nats per token",
-            "How undecided the policy is. Near 0 it always gives the same answer, and can explore no longer.",
-            {"entropy": "actor/entropy"}, {"zero": True},
-        ),
-        (
-            "logprobs", "Logprob difference and KL", "nats",
-            "How much the servers' logprobs of the sampled tokens differ from the trainer's. Fresh samples differ by "
-            "rounding only: more means other weights, sampling parameters or kernels. Older samples differ by the "
-            "updates since.",
-            {
-                "mean difference": "atropos/logprob_diff/mean",
-                "of fresh samples": "atropos/logprob_diff/fresh_mean",
-                "largest difference": "atropos/logprob_diff/max",
-                "KL to the sampling policy": "rollout_corr/kl",
-                "KL of the update": "actor/ppo_kl",
-                "KL to the reference": "actor/kl_loss",
-            }, {"log": True},
-        ),
-        (
-            "gradient", "Gradient norm", "",
-            "Size of the gradient before it is clipped; 0 means that nothing is learned from.",
-            {"gradient norm": "actor/grad_norm"}, {"zero": True, "limit": config.get("actor_rollout_ref.actor.grad_clip")},
-        ),
-        (
-            "lr", "Learning rate", "", "Of the optimizer.", {"learning rate": "actor/lr"}, {"zero": True},
-        ),
-        (
-            "clip", "Clipped tokens", "share",
-            "Tokens whose probability changed more than the clip ratio allows: they give no gradient.",
-            {"clipped": "actor/pg_clipfrac", "clipped below": "actor/pg_clipfrac_lower"}, {"zero": True},
-        ),
-        (
-            "length", "Response length", "tokens",
-            "From the first sampled token on. At the limit, answers are cut off before they end.",
-            {"mean": "response_length/mean", "longest": "response_length/max", "shortest": "response_length/min"},
-            {"zero": True, "limit": config.get("data.max_response_length")},
-        ),
-        (
-            "staleness", "Staleness", "updates",
-            "How many updates older than the policy the weights were that sampled a row. One server that missed a push "
-            "shows as a largest value that grows step by step beside a low smallest one.",
-            {"mean": "atropos/staleness/mean", "largest": "atropos/staleness/max", "smallest": "atropos/staleness/min"},
-            {"zero": True, "limit": config.get("trainer.atropos.max_staleness")},
-        ),
-        (
-            "sampling", "Rows sampled otherwise", "rows per step",
-            "Rows that came without sampling parameters, at another temperature than the trainer computes with, or "
-            "with truncation or penalties: their logprobs are not those of the policy that is trained.",
-            {
-                "another temperature": "atropos/rows_with/other_temperature",
-                "unknown parameters": "atropos/rows_with/unknown_sampling",
-                "truncated": "atropos/rows_with/truncated_sampling",
-                "penalized": "atropos/rows_with/penalized_sampling",
-                "without logprobs": "atropos/rows_with/no_logprobs",
-            }, {"zero": True},
-        ),
-        (
-            "signal", "Trained groups without signal", "share",
-            "Groups whose advantages are all 0: nothing is learned from them.",
-            {"share": "atropos/zero_signal_share"}, {"zero": True},
-        ),
-        (
-            "dropped", "Rows dropped by the trainer", "rows per step", "By reason; see the table of reasons.",
-            {key.removeprefix("atropos/dropped/"): key for key in sorted(_keys(history, "atropos/dropped/"))},
-            {"zero": True},
-        ),
-        (
-            "speed", "Throughput", "tokens/s", "Tokens of prompts and responses that a step trained on, per second.",
-            {"tokens/s": "perf/throughput"}, {"zero": True},
-        ),
-        (
-            "queue", "Batches ahead", "batches", "Batches that were complete when the step began; 0: the trainer waits.",
-            {"batches ahead": "atropos/batches_ahead"}, {"zero": True},
-        ),
-        (
-            "servers", "Servers removed", "servers", "Servers that did not answer when the step began.",
-            {"removed": "weight_sync/servers_removed"}, {"zero": True},
-        ),
-    )  # fmt: skip
-    quiet = {"sampling", "dropped", "servers", "clip", "signal"}  # shown only where there is something to see
-    for id, title, unit, about, keys, more in table:
+    for chart in CHARTS:
+        keys = dict(chart.keys)
+        if chart.prefix:
+            names = sorted({key for line in history.lines for key in line if key.startswith(chart.prefix)})
+            keys |= {name.removeprefix(chart.prefix): name for name in names}
         series = [each for each in _series(history, keys) if any(y is not None for y in each["y"])]
-        if id in quiet and not any(y for each in series for y in each["y"]):
-            continue
-        yield _chart(id, title, unit, about, series, **more)
-
-
-def _keys(history: History, prefix: str) -> set[str]:
-    return {key for line in history.lines for key in line if key.startswith(prefix)}
+        if series and not (chart.quiet and not any(y for each in series for y in each["y"])):
+            more = {"zero": chart.zero, "log": chart.log, "limit": history.config.get(chart.limit)}
+            yield _chart(chart.id, chart.title, chart.unit, chart.about, series) | more
 
 
 def _series(history: History, keys: Mapping[str, str]) -> list[dict[str, Any]]:

@@ -4,7 +4,6 @@ import functools
 import importlib.metadata
 import platform
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,10 @@ from omegaconf import OmegaConf
 
 from recipe.atropos.config.compose import compose_config, leaves
 from recipe.atropos.config.schema import documented
+from recipe.atropos.errors import AtroposError
+from recipe.atropos.inference.server import sglang_python
 from recipe.atropos.report.history import SENT, History
-from recipe.atropos.report.signs import held_out
-from recipe.atropos.report.verdict import score_change
+from recipe.atropos.report.scores import held_out, training_scores
 from recipe.atropos.utils.secret import HIDDEN, is_secret
 
 _PACKAGES = "verl-atropos verl atroposlib torch transformers ray sglang flash-attn liger-kernel numpy omegaconf".split()
@@ -49,12 +49,12 @@ def figures(history: History) -> list[list[str]]:
     rows.append(["state", state(history)])
     rows.append(["steps", f"{history.steps}{of}"])
     if history.lines:
-        before, after, _ = score_change(history)
-        rows.append(["mean training score, first → last fifth", f"{before:.3f} → {after:.3f}"])
+        before, after, _ = training_scores(history)
+        rows.append(["mean training score, first → last fifth", f"{before:.3g} → {after:.3g}"])
     for name, values in held_out(history).items():
         best = max(values, key=lambda value: value[1])
-        rows.append([f"held-out score, {name}", f"{values[0][1]:.3f} → {values[-1][1]:.3f}"])
-        rows.append([f"best held-out score, {name}", f"{best[1]:.3f} at step {best[0]}"])
+        rows.append([f"held-out score, {name}", f"{values[0][1]:.3g} → {values[-1][1]:.3g}"])
+        rows.append([f"best held-out score, {name}", f"{best[1]:.3g} at step {best[0]}"])
     seconds = summary.get("seconds") or sum(history.column("timing_s/step"))
     rows.append(["time in training steps", _duration(seconds)])
     if history.lines:
@@ -64,7 +64,8 @@ def figures(history: History) -> list[list[str]]:
     tokens = summary.get("tokens_trained") or sum(history.column("atropos/trained_tokens"))
     rows.append(["tokens trained on", f"{tokens:,.0f}"])
     rows.append(["trained tokens per second", f"{tokens / max(seconds, 1e-9):,.0f}"])
-    rows.append(["sequences trained on", f"{summary.get('sequences_trained') or sum(history.column('atropos/rows')):,.0f}"])
+    sequences = summary.get("sequences_trained") or sum(history.column("atropos/rows"))
+    rows.append(["sequences trained on", f"{sequences:,.0f}"])
     groups = summary.get("groups", {})
     trained = summary.get("groups_trained", groups.get("trained", 0))
     rows.append(["groups trained on / dropped", f"{trained:,} / {summary.get('groups_dropped', 0):,}"])
@@ -72,7 +73,7 @@ def figures(history: History) -> list[list[str]]:
         rows.append(["restarts of environments", str(restarts)])
     rows.append(["model", str(history.config.get("actor_rollout_ref.model.path", "unknown"))])
     rows.append(["started", time.strftime("%Y-%m-%d %H:%M", time.localtime(history.started))])
-    return rows
+    return [[name, value.replace("-", "−") if "→" in value else value] for name, value in rows]
 
 
 def state(history: History) -> str:
@@ -135,15 +136,19 @@ def versions(history: History) -> list[list[str]]:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    if (interpreter := history.config.get("inference.python")) and "sglang" not in found:
-        found |= {"sglang": version for version in _beside(Path(str(interpreter)))}
+    if "sglang" not in found:
+        found |= _sglang(history.config.get("inference.python"))
     return [[name, version] for name, version in found.items()]
 
 
-def _beside(interpreter: Path) -> Iterable[str]:
-    """Return SGLang's version in an interpreter's environment, without starting it."""
-    for folder in interpreter.parent.parent.glob("lib/python*/site-packages/sglang-*.dist-info"):
-        yield folder.name.removeprefix("sglang-").removesuffix(".dist-info")
+def _sglang(named: str | None) -> dict[str, str]:
+    """Return SGLang's version in the environment that the run's servers use, without starting its interpreter."""
+    try:
+        interpreter = Path(sglang_python(named))
+    except AtroposError:
+        return {}
+    found = next(interpreter.parent.parent.glob("lib/python*/site-packages/sglang-*.dist-info"), None)
+    return {"sglang (servers)": found.name.split("-")[1].removesuffix(".dist")} if found else {}
 
 
 def _duration(seconds: float) -> str:

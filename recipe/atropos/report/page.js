@@ -5,7 +5,7 @@ const RUNS = DATA.runs;
 const NAMES = RUNS.map((run) => run.name);
 const TWO = RUNS.length > 1;
 const OUTCOME_COLORS = { sent: "var(--c0)", "not_sent/equal_scores": "var(--c4)", "not_sent/too_long": "var(--c5)" };
-const LEVELS = { good: "Learned", warn: "Look here", bad: "Something is wrong", neutral: "Nothing to say yet" };
+const LEVELS = { good: "Good", warn: "Look closer", bad: "Something is wrong", neutral: "Nothing to say yet" };
 
 const perRun = (make) => RUNS.flatMap((run) => [TWO && el("h3", { class: "run" }, run.name), make(run)]);
 
@@ -25,7 +25,8 @@ function alarm(each) {
   return el("article", { class: `alarm ${each.state}` },
     el("h3", {}, el("code", {}, each.alarm), " ", el("span", { class: `badge ${raised ? "bad" : ""}` }, each.state), " ",
       [each.environment && `environment ${each.environment}`, since, each.times > 1 && `raised ${each.times} times`].filter(Boolean).join(", ")),
-    el("p", {}, each.seen || "no details were recorded"),
+    each.means && el("p", {}, `${each.means[0].toUpperCase()}${each.means.slice(1)}.`),
+    el("p", {}, el("b", {}, "Seen: "), each.seen || "no details were recorded"),
     each.advice && el("p", {}, el("b", {}, "Try: "), each.advice),
     el("p", { class: "about" }, each.where && document.getElementById(each.where) ? [el("a", { href: `#${each.where}` }, "Where this page shows it"), ". "] : "",
       each.recorded ? "" : "Found by this page in the run's files; the run itself raised no such alarm."));
@@ -48,13 +49,13 @@ function phaseSection() {
     const { names, bars, seconds } = run.timeline;
     const all = Object.values(seconds).reduce((a, b) => a + b, 0) || 1;
     return barChart({
-      id: `phases-${run.name}`, title: TWO ? run.name : "Seconds of a step by phase", unit: "s", names, bars,
+      id: `phases-${run.name}`, title: TWO ? run.name : "Seconds of a step by phase", unit: "s", names, bars, clip: true,
       totals: names.map((name) => percent((seconds[name] || 0) / all)),
       about: "Shares are of the whole run. A long first step is compilation.",
     });
   });
   return section("phases", "Phase timeline", "What a step's time goes to: wait (for a batch), convert (to tensors), evaluate (waiting for an evaluation), log_prob (the trainer's own logprobs), advantage, update (of the weights), push (of the weights to the servers), record.",
-    el("div", { class: "grid" }, charts));
+    charts);
 }
 
 function histogram(run, id, title, about) {
@@ -100,7 +101,7 @@ function sampleSection() {
   const body = el("div", {});
   const show = (run) => body.replaceChildren(...[sampleBrowser(run.samples),
     run.items.length && [el("h3", { id: "items" }, "How the answers to one item changed"),
-      el("p", { class: "about" }, "Held-out items at each evaluated weight version, changed ones first, and prompts that were trained on several times."), itemList(run.items)]].flat(3).filter(Boolean));
+      el("p", { class: "about" }, "Held-out items at each evaluated weight version, changed ones first, and prompts that were trained on several times."), el("div", { class: "cards" }, itemList(run.items))]].flat(3).filter(Boolean));
   show(RUNS[0]);
   const [choice, box] = select("Run", NAMES.map((name, at) => [at, name]), () => show(RUNS[Number(box.value)]));
   return section("samples", "Samples over time", "Answers that the policy was trained on: of each shown step the best, the worst, and others.",

@@ -12,8 +12,9 @@ from typing import Any
 import orjson
 
 from recipe.atropos.report import curves, facts, samples
+from recipe.atropos.report.alarm_list import all_alarms
+from recipe.atropos.report.chart_table import SHOWN_BY
 from recipe.atropos.report.history import History, read_history
-from recipe.atropos.report.signs import all_alarms
 from recipe.atropos.report.verdict import verdict
 from recipe.atropos.utils.files import write_atomic
 
@@ -61,7 +62,7 @@ def describe(history: History) -> dict[str, Any]:
         "state": facts.state(history),
         "steps": history.steps,
         "verdict": verdict(history, alarms).as_dict(),
-        "alarms": [alarm | {"where": curves.SHOWN_BY.get(alarm["alarm"])} for alarm in alarms],
+        "alarms": [alarm | {"where": SHOWN_BY.get(alarm["alarm"])} for alarm in alarms],
         "figures": facts.figures(history),
         "curves": curves.curves(history, alarms),
         "timeline": curves.timeline(history),

@@ -61,8 +61,8 @@ function card(row, prompt, by, largest, query, best) {
   const behind = row.versions[0] === null ? "" : `, ${row.step - 1 - row.versions[0]} updates old`;
   return el("article", { class: "sample" },
     el("div", { class: "facts" }, el("b", {}, `step ${row.step}`), score,
-      row.raw !== null && row.raw !== row.score && `raw score ${number(row.raw)}`,
-      row.environment, `group ${row.group}`, versions(row.versions) + behind, row.length && `${row.length} tokens`),
+      row.raw !== null && row.raw !== row.score && el("span", {}, `raw score ${number(row.raw)}`),
+      [row.environment, `group ${row.group}`, versions(row.versions) + behind, row.length && `${row.length} tokens`].filter(Boolean).map((text) => el("span", {}, text))),
     el("details", { open: prompt.length < 400 }, el("summary", {}, "prompt"), el("pre", { class: "prompt" }, found(prompt, query))),
     answer(row, by, largest, query), row.pieces && tokenTable(row));
 }
@@ -73,7 +73,7 @@ function sampleBrowser({ prompts, rows, note }) {
   const scores = rows.map((row) => row.score);
   const best = Math.min(...scores) === Math.max(...scores) ? -Infinity : (Math.min(...scores) + Math.max(...scores)) / 2;
   const largest = Math.max(0, ...rows.flatMap((row) => (row.advantages || []).map((each) => Math.abs(each || 0))));
-  const list = el("div", {}), count = el("p", { class: "about", role: "status" });
+  const list = el("div", { class: "cards" }), count = el("p", { class: "about", role: "status" });
   const more = el("button", { type: "button", onclick: () => { limit += SHOWN; show(); } }, "Show more");
   let limit = SHOWN;
   const again = () => { limit = SHOWN; show(); };
@@ -90,7 +90,7 @@ function sampleBrowser({ prompts, rows, note }) {
     chosen.sort(by[orderBox.value]);
     list.replaceChildren(...chosen.slice(0, limit).map((row) => card(row, prompts[row.prompt], colorBox.value, largest, query, best)));
     more.hidden = chosen.length <= limit;
-    count.textContent = `${Math.min(limit, chosen.length)} of ${chosen.length} samples; ${rows.length} of ${steps.length} steps are in this page.`;
+    count.textContent = `${Math.min(limit, chosen.length)} of ${chosen.length} samples that match are shown. The page has ${rows.length}, of ${steps.length} steps.`;
   }
   show();
   const legend = "Tokens: green raised, red lowered by their advantage; orange: improbable; blue: trained on; gray italics: not trained on; underlined: logprob under −3.";

@@ -6,7 +6,7 @@ and then rows of groups that are not shown yet.
 
 import itertools
 import logging
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ SCANNED = 64  # steps that are read for histograms and for items that come back
 CHARACTERS = 6_000  # of a text; the middle of a longer one is left out
 TOKENS = 24_000  # in all
 TOKENS_OF_A_ROW = 2_000
-ITEMS = 40
+ITEMS = 24
 _ANSWERS = 12  # of an item
 
 
@@ -36,13 +36,14 @@ def rollouts_of(history: History, limit: int = SCANNED) -> dict[int, list[dict[s
 
 
 def chosen_rows(rows: list[dict[str, Any]], limit: int = ROWS) -> list[dict[str, Any]]:
-    """Return at most ``limit`` rows: the best, the worst, and then one of each group that is not among them."""
-    by_score = sorted(rows, key=lambda row: -row["score"])
+    """Return at most ``limit`` rows, each answer once: the best, the worst, and then of groups not among them."""
+    different = {(row["uid"], row["output"]): row for row in reversed(rows)}.values()
+    by_score = sorted(different, key=lambda row: -row["score"])  # stable: the same page for the same run
     order = [*itertools.chain(*zip(by_score, reversed(by_score), strict=True))][: limit // 2]
-    seen: Counter[str] = Counter(row["uid"] for row in order)
-    for row in rows:  # stable: the same page for the same run
-        if not seen[row["uid"]]:
-            seen[row["uid"]] += 1
+    seen = {row["uid"] for row in order}
+    for row in by_score:
+        if row["uid"] not in seen:
+            seen.add(row["uid"])
             order.append(row)
     order += by_score
     return list({id(row): row for row in order}.values())[:limit]

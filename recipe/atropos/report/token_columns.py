@@ -5,12 +5,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from omegaconf import OmegaConf
 from transformers import AutoTokenizer
 
-from recipe.atropos.config.compose import load_complete
 from recipe.atropos.data_source import DataSourceError
 from recipe.atropos.report.history import History
 from recipe.atropos.report.token_view import rows_of_step, tokens_of_row
+from recipe.atropos.utils.secret import read_config_yaml
 
 
 def token_columns(
@@ -24,7 +25,8 @@ def token_columns(
     Raises:
         DataSourceError: the batches are not there, or the estimator needs the model.
     """
-    config = load_complete(history.run.config)
+    config = read_config_yaml(history.run.config)  # not checked: an earlier version had other keys
+    OmegaConf.resolve(config)
     config.run.dir = str(history.run.path)
     model = config.actor_rollout_ref.model
     if not Path(model.path).exists() and (history.run.model / "config.json").exists():

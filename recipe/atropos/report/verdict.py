@@ -4,10 +4,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-import numpy as np
-
 from recipe.atropos.report.history import History
-from recipe.atropos.report.signs import gains, held_out
+from recipe.atropos.report.scores import gains, held_out, training_scores
 
 _FEW = 4  # steps, before anything is said about learning
 
@@ -26,28 +24,28 @@ class Verdict:
 
 
 def verdict(history: History, alarms: Sequence[dict[str, Any]]) -> Verdict:
-    """Return the sentence; ``alarms`` are those of ``signs.all_alarms``."""
+    """Return the sentence; ``alarms`` are those of ``alarm_list.all_alarms``."""
     raised = [alarm for alarm in alarms if alarm["state"] == "raised"]
+    cause = f" {named(raised[0])}{_others(raised[1:])}." if raised else ""
     if not history.lines:
-        cause = f" {named(raised[0])}." if raised else ""
-        return Verdict("bad" if raised else "neutral", f"No step was trained{_so_far(history)}.{cause}")
-    outcome, learned = _outcome(history)
-    told = f"{outcome}{_figures(history)} {_over(history)}"
-    if learned == "no" and raised:
-        return Verdict("bad", f"{told}. {named(raised[0])}{_others(raised[1:])}.")
+        return Verdict("bad" if raised else "neutral", f"No step was trained{' yet' if history.running else ''}.{cause}")
+    outcome, level = _outcome(history)
+    told = f"{outcome}: {_figures(history)} over {history.steps} steps"
+    if not history.finished and not history.running:
+        stopped = f"Stopped at step {history.steps} of {history.total_steps or 'an unknown number'}."
+        return Verdict("bad" if raised else "warn", f"{stopped}{cause} Until then: {told[0].lower()}{told[1:]}.")
     if raised:
-        return Verdict("bad" if learned == "worse" else "warn", f"{told}. {named(raised[0])}{_others(raised[1:])}.")
-    levels: dict[str, Level] = {"yes": "good", "no": "warn", "worse": "bad", "early": "neutral"}
-    past = [alarm for alarm in alarms if alarm["state"] == "cleared"]
-    clear = f"no alarm now, {len(past)} earlier" if past else "no alarm"
-    return Verdict(levels[learned], f"{told}; {clear}.")
+        return Verdict("warn" if level == "good" else "bad", f"{told}.{cause}")
+    past = sum(alarm["state"] == "cleared" for alarm in alarms)
+    return Verdict(level, f"{told}; {f'no alarm now, {past} earlier' if past else 'no alarm'}.")
 
 
 def named(alarm: dict[str, Any]) -> str:
-    """Return an alarm as part of a sentence: name, environment, since when, what was seen."""
+    """Return an alarm as a sentence without a full stop: name, environment, since when, meaning, what was seen."""
     where = f" in {alarm['environment']}" if alarm["environment"] else ""
     since = f" since step {alarm['since_step']}" if alarm["since_step"] is not None else ""
-    return f"Alarm {alarm['alarm']}{where}{since}: {alarm['seen'].rstrip('.')}"
+    seen = (alarm["seen"] or "").rstrip(".")
+    return f"Alarm {alarm['alarm']}{where}{since}: " + (f"{alarm['means']} ({seen})" if alarm["means"] else seen)
 
 
 def _others(alarms: Sequence[dict[str, Any]]) -> str:
@@ -55,33 +53,21 @@ def _others(alarms: Sequence[dict[str, Any]]) -> str:
     return f"; also {', '.join(names)}" if names else ""
 
 
-def _outcome(history: History) -> tuple[str, Literal["yes", "no", "worse", "early"]]:
+def _outcome(history: History) -> tuple[str, Level]:
     """By the held-out scores where there are two, else by the scores of training."""
-    held = gains(history) if any(len(values) > 1 for values in held_out(history).values()) else []
-    so_far = "So far: " if history.running and not history.finished else ""
+    held = gains(history)
     if any(gain < 0 for gain in held):
-        return f"{so_far}Got worse:", "worse"
+        return "Got worse", "bad"
     if any(gain > 0 for gain in held):
-        return f"{so_far}Learned:", "yes"
-    before, after, noise = score_change(history)
+        return "Learned", "good"
+    before, after, noise = training_scores(history)
     if len(history.lines) < _FEW:
-        return "Too early to tell:", "early"
-    if held and after - before > 2 * noise:
-        return f"{so_far}Learned in training, but not on held-out items:", "no"
-    if after - before > 2 * noise:
-        return f"{so_far}Learned:", "yes"
-    if before - after > 2 * noise:
-        return f"{so_far}Got worse:", "worse"
-    return f"{so_far}Learned nothing:", "no"
-
-
-def score_change(history: History) -> tuple[float, float, float]:
-    """Return the mean raw score of the first and of the last fifth of the steps, and the noise of their difference."""
-    scores = np.array(history.column("atropos/mean_raw_score") or history.column("atropos/mean_score"))
-    part = max(1, len(scores) // 5)
-    first, last = scores[:part], scores[-part:]
-    noise = float(np.sqrt((first.var() + last.var()) / part)) if part > 1 else 0.0
-    return float(first.mean()), float(last.mean()), noise + 0.01
+        return "Too early to tell", "neutral"
+    if after - before > noise:
+        return ("Learned in training, but not on held-out items", "warn") if held else ("Learned", "good")
+    if before - after > noise:
+        return "Got worse", "bad"
+    return "Learned nothing so far" if history.running else "Learned nothing", "warn"
 
 
 def _figures(history: History) -> str:
@@ -89,17 +75,7 @@ def _figures(history: History) -> str:
     for name, values in held_out(history).items():
         if len(values) > 1:
             several = f" {name}" if len(held_out(history)) > 1 else ""
-            parts.append(f"held-out score{several} {values[0][1]:.2f} → {values[-1][1]:.2f}")
-    before, after, _ = score_change(history)
-    parts.append(f"mean training score {before:.2f} → {after:.2f}".replace("-", "−"))
-    return " " + ", ".join(parts)
-
-
-def _over(history: History) -> str:
-    of = f" of {history.total_steps}" if not history.finished and history.total_steps else ""
-    steps = f"over {history.steps}{of} steps"
-    return steps if history.finished or history.running else f"{steps}, then stopped"
-
-
-def _so_far(history: History) -> str:
-    return " yet" if history.running else ""
+            parts.append(f"held-out score{several} {values[0][1]:.3g} → {values[-1][1]:.3g}")
+    before, after, _ = training_scores(history)
+    parts.append(f"mean training score {before:.3g} → {after:.3g}".replace(" -", " −"))
+    return ", ".join(parts)
