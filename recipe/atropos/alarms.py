@@ -156,10 +156,10 @@ OF_A_STEP: dict[Name, str] = {
     "logprob_difference": "{value:.2g} nats in the mean over fresh samples, above "
     "trainer.atropos.logprob_tolerance={tolerance:g}",
     "gradient_not_finite": "actor/grad_norm={value:g}",
-    "unknown_sampling": "{value:.0f} rows of a step",
-    "other_temperature": "{value:.0f} rows of a step",
-    "truncated_sampling": "{value:.0f} rows of a step",
-    "penalized_sampling": "{value:.0f} rows of a step",
+    "unknown_sampling": "{value:.0f} rows",
+    "other_temperature": "{value:.0f} rows",
+    "truncated_sampling": "{value:.0f} rows",
+    "penalized_sampling": "{value:.0f} rows",
 }
 
 

@@ -225,6 +225,28 @@ def test_adapted_env_says_silence_and_compares_tokenizers_late(api, make, monkey
     run(scene())
 
 
+def test_environment_that_sends_nothing_starts_items_slowly(api, make, monkeypatch):
+    """Until a group is sent."""
+    monkeypatch.setattr(reporting, "_SILENCE", 0.5)
+    for name in ("_FIRST_PAUSE", "_LONGEST_PAUSE"):
+        monkeypatch.setattr(reporting, name, 1000.0)
+
+    async def scene():
+        env = make(api)
+        async with managed(env) as manager:
+            env.faults = {number: [None] for number in range(10**5)}
+            await until(lambda: env.report.counts["slowed_down"] and not env.workers, manager)
+            begun = len(env.begun)
+            await asyncio.sleep(2)
+            assert len(env.begun) <= begun + 1, "at most the one that waited for its ticket"
+            env.faults = {}
+            await roll_out(env, 3)
+            await until(lambda: len(env.begun) > begun + 3, manager)
+            assert env.report.counts["slowed_down"] == 1 and env.report.pause == 0
+
+    run(scene())
+
+
 # ---------------------------------------------------------------------- the end
 
 

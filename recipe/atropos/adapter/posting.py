@@ -5,6 +5,7 @@ It follows the environment in the MRO, so the environment's own overrides still 
 - An item starts only with a ticket. Its post closes the ticket; otherwise the ticket is released with the reason that
   ``report`` counts, "cancelled" where the item starts again, or "nothing_posted". The API cuts batches in the order of
   the tickets and issues none beyond the staleness bound: see ``trajectory_api.batching`` for what it guarantees.
+- While it sends nothing, items start more and more slowly: ``EnvReport.pause``.
 - Nothing that runs is cancelled because a queue is full. ``max_num_workers`` limits what runs at once, and nothing
   starts while ``max_batches_offpolicy`` batches of the environment's own groups are queued.
 - Waiting for a ticket holds up neither evaluation nor reports. What the API says it waits for is logged every minute;
@@ -231,6 +232,9 @@ class PostingEnv(ItemRollouts):
 
     async def __start_items(self, api: TrajectoryApiClient) -> None:
         while self.__has_room():
+            begun = time.monotonic()
+            while time.monotonic() - begun < self.report.pause:  # which the first group ends
+                await asyncio.sleep(min(1.0, self.report.pause))
             item = self.backlog.pop() if self.backlog else await self.get_next_item()
             if item is None:
                 return

@@ -2,7 +2,8 @@
 
 - Whatever is not sent, or is sent other than as the environment made it, is counted by name, never only logged.
 - If items end for a minute but no group is sent, the event ``nothing_sent`` is counted, and logged with the reasons so
-  far; again every minute.
+  far; again every minute. ``pause``, which is then taken before each new item, is a second, doubles with each further
+  such minute, up to 30, and ends with the first group: the event ``slowed_down``.
 - ``items`` counts those that ended, with the outcomes ``groups_sent`` (or ``groups_written``), ``not_sent/REASON`` and
   ``failed/EXCEPTION``; ``in_flight`` counts those that have started and not ended when the line is written (for the
   last line: at the end); ``score`` is the mean over everything scored, sent or not, before any shaping.
@@ -25,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 _SECONDS = 5.0  # between two lines, if there is something new
 _SILENCE = 60.0  # s in which items end but nothing is sent, until it is logged
+_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 30.0  # s before each item of an environment that sends nothing
 _REASONS = ("not_sent/", "failed/", "retried/")
 
 
@@ -48,6 +50,7 @@ class EnvReport:
         self.name = name
         self.counts: Counter[str] = Counter()
         self.in_flight = 0
+        self.pause = 0.0  # s
         self._path = Path(path) if path else None
         self._observed: dict[str, list[float]] = defaultdict(list)
         self._means: dict[str, float] = {}  # the latest of each
@@ -90,7 +93,7 @@ class EnvReport:
         counts, now = self.counts, time.monotonic()
         ended, sent = counts["items"], counts["groups_sent"] + counts["groups_written"]
         if sent != self._last[1]:
-            self._last, self._silent_since = (ended, sent), None
+            self._last, self._silent_since, self.pause = (ended, sent), None, 0.0
         elif ended != self._last[0] and self._silent_since is None:
             self._silent_since = now
         elif self._silent_since is not None and now - self._silent_since >= _SILENCE:
@@ -98,6 +101,10 @@ class EnvReport:
             items, seconds = ended - self._last[0], now - self._silent_since
             logger.error(what, self.name, seconds, items, self)
             self.count("nothing_sent")
+            if not self.pause:
+                logger.warning("%s: slowed down until a group is sent", self.name)
+                self.count("slowed_down")
+            self.pause = min(_LONGEST_PAUSE, 2 * self.pause or _FIRST_PAUSE)
             self._last, self._silent_since = (ended, sent), None
         self.write(step)
 

@@ -2,7 +2,7 @@
 
 Defaults are only in ``trainer.yaml``. Rules across several keys are in ``preflight``. Guarantees:
 
-- imports pydantic alone, so that a wrong value is reported quickly;
+- imports no other package than pydantic, so that a wrong value is reported quickly;
 - strict: ``"8"`` is not a number, ``true`` is not a number, NaN and infinity are rejected;
 - this recipe's sections accept no other keys; verl's do, and ``config.compose`` checks those against verl's own tree.
 """

@@ -1,15 +1,17 @@
-"""Rules about environments: they produce nothing, or are silent. Each threshold stands beside its reason."""
+"""Rules about environments that produce nothing, or are silent, each threshold beside its reason."""
 
 from collections import Counter
 from collections.abc import Iterator
 
 from recipe.atropos.alarms import Name
+from recipe.atropos.data.reasons import Reason
 from recipe.atropos.watchdog.findings import Finding
 from recipe.atropos.watchdog.history import RECENT_ITEMS, EnvironmentHistory, History
 
-# Groups in a row, none of them sent. Exceptions, lengths and sizes are no matter of chance, but equal scores are: of a
-# task on which 95% of the groups are equal, which still learns, 128 in a row are all equal once in 700 times.
-_DRY, _DRY_EQUAL = 16, 128
+# Items in a row, none of which gives a group. Exceptions, lengths and sizes are no matter of chance, but equal scores
+# are, and so is no_group: most of Atropos' environments return none where scores are equal. Of a task on which 95% of
+# the groups are equal, which still learns, 128 in a row are all equal once in 700 times.
+_DRY, _DRY_BY_CHANCE = 16, 128
 _MOST = 0.5  # of the recent items: a run whose environment loses half of them has a biased rest
 # Items that failed after all retries, beside _DRY attempts: a failure of the servers is over after a retry.
 _FAILED = 3
@@ -49,22 +51,19 @@ def _dry(environment: EnvironmentHistory) -> Iterator[Finding]:
         return
     since, step, counts = environment.at_last_group
     new = environment.counts - counts
-    ended = new["items"]
-    if new["raised"] >= _FAILED and new["raised"] + new["retried"] >= _DRY and 2 * new["raised"] >= ended:
-        text = f"no group for {ended} items, of which {new['raised']} raised {_names(new, 'failed:')}"
+    if new["raised"] >= _FAILED and new["raised"] + new["retried"] >= _DRY and 2 * new["raised"] >= new["items"]:
+        text = f"no group for {new['items']} items, of which {new['raised']} raised {_names(new, 'failed:')}"
         yield Finding("environment_raises", text + _see(environment), since, step, environment.name)
         return
-    reasons = {name: new[name] for name in ("equal_scores", "too_long", "wrong_size")}
-    name, most = max(reasons.items(), key=lambda each: each[1])
-    everything = sum(reasons.values()) + new["refused"] + new["raised"]
-    if everything >= _DRY and 2 * max(most, new["raised"]) < everything:
-        text = f"no group for {ended} items: {_names(new, 'not sent:', 'failed:')}"
-        yield Finding("groups_refused", text + _see(environment), since, step, environment.name)
-    elif most >= (_DRY_EQUAL if name == "equal_scores" else _DRY) and 2 * most >= everything:
-        text = f"no group for {ended} items: {_names(new, 'not sent:', 'failed:')}"
-        if name == "equal_scores" and environment.score is not None:
+    causes = ("raised", "equal_scores", "too_long", "wrong_size", "refused")
+    lost, name = sum(new[cause] for cause in causes), max(causes, key=lambda cause: new[cause])
+    by_chance = new["equal_scores"] + new[f"not sent:{Reason.NO_GROUP}"]
+    if lost >= _DRY_BY_CHANCE or lost - by_chance >= max(_DRY, lost / 2):
+        alarm = _OF_COUNT.get(name, "groups_refused") if 2 * new[name] >= lost else "groups_refused"
+        text = f"no group for {new['items']} items: {_names(new, 'not sent:', 'failed:')}"
+        if alarm == "equal_scores" and environment.score is not None:
             text += f"; mean score {environment.score:.3g}"
-        yield Finding(_OF_COUNT[name], text + _see(environment), since, step, environment.name)
+        yield Finding(alarm, text + _see(environment), since, step, environment.name)
 
 
 def _mostly(environment: EnvironmentHistory) -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""Rules about the trained steps: samples, logprobs, gradient, reward, entropy. Each threshold stands beside its reason."""
+"""Rules about the trained steps: samples, logprobs, gradient, reward, entropy, each threshold beside its reason."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -26,13 +26,15 @@ _ENTROPY_STEPS, _ENTROPY = 5, 0.1  # of its mean over the first steps
 _ENTROPY_FIRST = 5
 _HIGHEST = 0.9  # of the way from the lowest to the highest score: a task that is solved
 _BEFORE_FLAT, _FLAT_STEPS = 100, 50
-# A mean over 50 steps that is not above that of the first 20 by this many standard errors has not risen; it never has,
-# if none of the means in between was above it by more than chance makes the largest of many.
-_FLAT, _EVER = 1.0, 3.0
+# A mean over 50 steps is flat if it is at most a standard error above that of the first 20, and if two more are at most
+# 5% of the scores' range: with more noise, a slow rise could be there. It never rose if none of the means in between
+# was above the first by more than chance makes the largest of many.
+_FLAT, _FLAT_SHARE, _EVER = 2.0, 0.05, 3.0
 _COLLAPSED_STEPS, _BEST_STEPS = 10, 20
 # Of what was gained, what is left; the fall in standard errors, more than noise makes between the best of 1,000 steps
-# and the newest (2 at most, in simulations); and as a share of the scores' range, so that a small wave is none.
-_LEFT, _FALL, _FALL_SHARE = 0.25, 5.0, 0.1
+# and the newest; and as a share of the scores' range, so that a slow wave is none.
+_LEFT, _FALL, _FALL_SHARE = 0.25, 5.0, 0.2
+_BENDS = 8  # of the means of ten steps: with fewer, one fall or rise is their median
 
 
 def training_findings(history: History) -> Iterator[Finding]:
@@ -61,7 +63,8 @@ def _of_a_step(history: History) -> Iterator[Finding]:
             fresh = [step for step in history.steps if "atropos/logprob_diff/fresh_mean" in step or key in step]
             of = fresh[-1] if fresh and fresh[-1]["step"] > history.begin else {}
         if key in of:
-            yield _finding(name, alarms.seen_in_step(name, of[key], history.limits.logprob_tolerance), [of])
+            text = alarms.seen_in_step(name, of[key], history.limits.logprob_tolerance)
+            yield _finding(name, f"{text}, at step {of['step']}", [of])
 
 
 def _gap(history: History) -> Iterator[Finding]:
@@ -141,7 +144,7 @@ def _collapsed(
     means = _rolling(scores[:-_COLLAPSED_STEPS], _BEST_STEPS)
     at = int(means.argmax())
     best, now = max(float(means[at]), start), float(scores[-_COLLAPSED_STEPS:].mean())
-    error = _noise(scores) * math.sqrt(1 / _BEST_STEPS + 1 / _COLLAPSED_STEPS)
+    error = _error(scores, _BEST_STEPS, _COLLAPSED_STEPS)
     low, high = _range(history)
     large = best - now > max(_FALL * error, _FALL_SHARE * (high - low))
     if large and now <= start + _LEFT * (best - start):
@@ -158,13 +161,12 @@ def _flat(
     if len(steps) < _BEFORE_FLAT or steps[-_FLAT_STEPS]["step"] <= history.begin:
         return
     scores = np.array([step[key] for step in steps])
-    error = _noise(scores) * math.sqrt(1 / len(first) + 1 / _FLAT_STEPS)
+    error = _error(scores, len(first), _FLAT_STEPS)
     means, start = _rolling(scores, _FLAT_STEPS), float(np.mean(first))
-    if (
-        means[-1] - start <= _FLAT * error
-        and means.max() - start <= _EVER * error
-        and start - means[-1] <= _EVER * error
-    ):
+    risen, ever = means[-1] - start, means.max() - start
+    low, high = _range(history)
+    most = min(error, _FLAT_SHARE * (high - low) - _FLAT * error)
+    if -_EVER * error <= risen <= most and ever <= _EVER * error:
         text = (
             f"mean score {means[-1]:.3g} over the last {_FLAT_STEPS} steps, {start:.3g} over the first {len(first)} "
             f"(standard error of the difference {error:.2g})"
@@ -196,23 +198,32 @@ def _rolling(values: np.ndarray, n: int) -> np.ndarray:
     return np.convolve(values, np.full(n, 1 / n), "valid")
 
 
-def _noise(scores: np.ndarray) -> float:
-    """Return the standard deviation of a step's score around its trend: of its distance from the mean of 10 steps."""
+def _error(scores: np.ndarray, n: int, m: int) -> float:
+    """Return the standard error of the difference between the means of n and of m steps.
+
+    Noise is what a step's score is away from the mean of the 10 around it. Where neighbors are alike it is more than
+    that: what the mean of ten steps is away from the line through those before and after, in the median of many.
+    """
     trend = _rolling(scores, 10)
-    return float(np.std(scores[5 : 5 + len(trend)] - trend) / math.sqrt(0.9))
+    single = float(np.std(scores[5 : 5 + len(trend)] - trend) / math.sqrt(0.9))
+    tens = scores[len(scores) % 10 :].reshape(-1, 10).mean(axis=1)
+    bends = np.abs(np.diff(tens, 2))
+    alike = float(np.median(bends) / 0.6745 / math.sqrt(6) * math.sqrt(10)) if len(bends) >= _BENDS else 0.0
+    return max(single, alike) * math.sqrt(1 / n + 1 / m)
 
 
 def _range(history: History) -> tuple[float, float]:
-    """Return the lowest and highest score of a sequence; (0, 0) where a reward bridge shapes the scores."""
+    """Return the lowest and highest score of a sequence; where a bridge shapes the scores, the means of steps."""
     steps = [*history.first, *history.steps]
     if any(step.get("atropos/mean_score") != step.get("atropos/mean_raw_score") for step in steps):
-        return 0.0, 0.0
+        means = _values(steps, "atropos/mean_raw_score")
+        return (min(means), max(means)) if means else (0.0, 0.0)
     low, high = _values(steps, "critic/score/min"), _values(steps, "critic/score/max")
     return (min(low), max(high)) if low and high else (0.0, 0.0)
 
 
 def _near_highest(history: History, key: str) -> bool:
-    """Whether the score is near its highest: of what was trained on or, since groups of equal scores are not, of all."""
+    """Whether the score is near its highest: of what was trained on or, since equal groups are not, of all."""
     low, high = _range(history)
     newest = _values(list(history.steps)[-_COLLAPSED_STEPS:], key)
     own = [e for e in history.environments.values() if key.count("/") == 1 or key.split("/")[1] == e.name]

@@ -368,8 +368,9 @@ def test_sizes_that_cannot_be_packed_name_flag_and_fix():
 
 
 def test_environment_that_sends_nothing_says_so_each_minute(monkeypatch, tmp_path, caplog):
-    """The environment ends its items."""
+    """The environment ends its items. Before each new one it pauses, longer and longer, until a group is sent."""
     monkeypatch.setattr(reporting, "_SILENCE", 0.2)
+    monkeypatch.setattr(reporting, "_LONGEST_PAUSE", 3.0)
     report = EnvReport("e", tmp_path / "report.jsonl")
 
     def pass_time(seconds=0.25):
@@ -384,11 +385,14 @@ def test_environment_that_sends_nothing_says_so_each_minute(monkeypatch, tmp_pat
     report.refuse("equal_scores", "all 1.0")
     report.count("failed/ValueError", 2)
     assert pass_time() == 1
+    assert report.pause == 1
     assert "nothing sent" in caplog.text and "failed/ValueError 2, not_sent/equal_scores 1" in caplog.text
     assert pass_time() == 1, "nothing more has ended"
-    report.count("items")
-    assert pass_time() == 2
+    for number, pause in ((2, 2), (3, 3), (4, 3)):
+        report.count("items")
+        assert pass_time() == number and report.pause == pause
+    assert report.counts["slowed_down"] == caplog.text.count("slowed down until a group is sent") == 1
     report.count("items")
     report.count("groups_sent")
-    assert pass_time() == 2 and report.counts["nothing_sent"] == 2
+    assert pass_time() == 4 and report.counts["nothing_sent"] == 4 and report.pause == 0
     assert json.loads((tmp_path / "report.jsonl").read_text().splitlines()[0])["counts"]["items"] == 3

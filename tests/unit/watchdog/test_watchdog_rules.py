@@ -1,0 +1,271 @@
+"""Each cause, put into a recorded run, raises its alarm and no other; runs as they were raise none."""
+
+import numpy as np
+import pytest
+
+from helpers.demo_history import ENV, Demo, play, server
+from recipe.atropos.alarms import ALARMS, PREFIX
+
+T = 100.0  # when the fault begins, at about step 33
+SEEDS = (0, 1, 2)
+
+
+def late(demo):
+    return [line for line in demo.steps if line["time"] > T]
+
+
+def change(demo, **values):
+    """Set values of all steps from T on, with / for __."""
+    for line in late(demo):
+        line.update({key.replace("__", "/"): value for key, value in values.items()})
+
+
+def ends(demo, **counts):
+    """From T on no group is sent: for a minute, every 5 s so many items end otherwise."""
+    demo.cut(T, 70.0)
+    for second in range(5, 65, 5):
+        demo.report(T + second, **counts)
+
+
+def equal_scores(demo):
+    ends(demo, items=16, not_sent__equal_scores=16)
+
+
+def equal_groups_are_sent(demo):
+    for line in late(demo):
+        line.update({"atropos/zero_signal_share": 1.0, f"atropos/{ENV}/zero_signal_share": 1.0})
+
+
+def environment_raises(demo):
+    ends(demo, items=4, failed__ValueError=4, retried__ValueError=12)
+
+
+def environment_raises_half(demo):
+    """Groups are sent all the same."""
+    demo.cut(T, 70.0)
+    for second in range(5, 65, 5):
+        demo.report(T + second, items=24, groups_sent=8, not_sent__equal_scores=2, failed__KeyError=14)
+
+
+def too_long(demo):
+    ends(demo, items=8, not_sent__too_long=7, not_sent__equal_scores=1)
+
+
+def too_long_for_the_trainer(demo):
+    change(demo, **{"atropos__dropped__overlong_response": 300.0, "atropos__received": 428.0})
+
+
+def wrong_group_size(demo):
+    ends(demo, items=8, not_sent__wrong_size=8)
+
+
+def groups_refused(demo):
+    ends(demo, items=8, not_sent__malformed=8)
+
+
+def groups_refused_by_the_environment(demo):
+    ends(demo, items=16, not_sent__no_group=16)
+
+
+def environment_hangs(demo):
+    """Its items do not end, and ask no server."""
+    demo.cut(T, 200.0)
+    demo.report(T, in_flight=16)
+    demo.gateway = lambda now: {"version": demo.step_at(now), "held": 0, "servers": [server(requests=9)]}
+
+
+def environment_blocks(demo):
+    """Its process runs, and no longer calls the API."""
+    demo.cut(T, 100.0)
+    demo.report(T, in_flight=0)
+    healthy = demo.api
+    demo.gateway = lambda now: {"version": demo.step_at(now), "held": 0, "servers": [server(requests=9)]}
+
+    def api(now):
+        state = healthy(now)
+        for line in state["environments"]:
+            line["seen_seconds_ago"] = max(0.5, now - T)
+        return state
+
+    demo.api = api
+
+
+def servers(demo, *states, held=0, behind=0):
+    """From T on the gateway has these servers; before, healthy ones of the same number."""
+
+    def gateway(now):
+        healthy = [server(requests=20 * int(now + 60), inflight=4, number=i) for i in range(len(states))]
+        found = [{**each, **state(now)} for each, state in zip(healthy, states, strict=True)]
+        version = demo.step_at(min(now, T)) if behind else demo.step_at(now)
+        return {"version": version, "held": held if now > T else 0, "servers": found if now > T else healthy}
+
+    demo.gateway = gateway
+
+
+def server_down(demo):
+    servers(demo, lambda now: {}, lambda now: {"state": "down", "last_error": "connection refused"})
+
+
+def server_paused(demo):
+    """The environment's items wait for it: that is not their fault."""
+    demo.cut(T, 100.0)
+    demo.report(T, in_flight=16)
+    servers(demo, lambda now: {"requests": 20 * int(T + 60) + 8, "inflight": 8})
+
+
+def server_slow(demo):
+    demo.lengthen(60)
+    servers(demo, lambda now: {}, lambda now: {"requests": int(20 * (T + 60) + 2 * (now - T))})
+
+
+def gateway_silent(demo):
+    demo.cut(T, 100.0)
+    demo.report(T, in_flight=16)
+    healthy = demo.gateway
+    demo.gateway = lambda now: healthy(now) if now < T else None
+
+
+def server_left_out(demo):
+    demo.lengthen(30)
+    servers(demo, lambda now: {}, lambda now: {"state": "waiting", "inflight": 0})
+
+
+def server_with_other_weights(demo):
+    demo.lengthen(30)
+    error = "it reports weight version 'default', not 33: it was restarted, or given other weights"
+    servers(demo, lambda now: {"state": "down", "last_error": error}, lambda now: {})
+
+
+def server_behind(demo):
+    servers(demo, lambda now: {}, behind=1)
+
+
+def queue_full(demo):
+    healthy = demo.api
+    full = {"queue": {"groups": 9000, "tokens": 64_000_001, "tokens_limit": 64_000_000}}
+    demo.api = lambda now: healthy(now) | (full if now > T else {})
+
+
+def stale_samples(demo):
+    change(demo, atropos__received=512.0, atropos__dropped__stale=384.0)
+
+
+def step_alarm(name, value, **values):
+    def fault(demo):
+        change(demo, **{PREFIX.replace("/", "__") + name: value}, **values)
+
+    fault.__name__ = name
+    return fault
+
+
+def logprob_difference_of_fresh_samples(demo):
+    demo.steps[0] |= {PREFIX + "logprob_difference": 0.3, "atropos/logprob_diff/fresh_mean": 0.3}
+
+
+def logprob_difference_of_all_samples(demo):
+    change(demo, atropos__logprob_diff__mean=0.4)
+
+
+def learning_rate_zero(demo):
+    change(demo, actor__lr=0.0)
+
+
+def all_rows_clipped(demo):
+    change(demo, atropos__rows_with__response_truncated=126.0)
+
+
+def all_rows_clipped_by_the_environment(demo):
+    change(demo, response_length__min=32, response_length__max=32)
+
+
+def score(demo, line, value):
+    for key in ("atropos/mean_score", "atropos/mean_raw_score", f"atropos/{ENV}/mean_raw_score"):
+        line[key] = value
+
+
+def reward_flat(demo):
+    """Its scores are those of the first 25 steps, in another order."""
+    demo.lengthen(120)
+    rng = np.random.default_rng(0)
+    values = [line["atropos/mean_score"] for line in demo.steps[:14]]
+    for line in demo.steps[14:]:
+        score(demo, line, float(rng.choice(values)))
+    for line in demo.reports:
+        line.get("means", {}).update(score=0.1)
+
+
+def reward_collapsed(demo):
+    for line in demo.steps[45:]:
+        score(demo, line, -0.6 + 0.02 * (line["step"] % 5))
+
+
+def entropy_collapsed(demo):
+    change(demo, actor__entropy=0.002)
+    for line in demo.reports:
+        line.get("means", {}).update(score=0.1)
+
+
+FAULTS = [
+    (equal_scores, "equal_scores"),
+    (equal_groups_are_sent, "equal_scores"),
+    (environment_raises, "environment_raises"),
+    (environment_raises_half, "environment_raises"),
+    (too_long, "too_long"),
+    (too_long_for_the_trainer, "too_long"),
+    (wrong_group_size, "wrong_group_size"),
+    (groups_refused, "groups_refused"),
+    (groups_refused_by_the_environment, "groups_refused"),
+    (environment_hangs, "environment_silent"),
+    (environment_blocks, "environment_silent"),
+    (server_down, "server_unhealthy"),
+    (server_paused, "server_unhealthy"),
+    (server_slow, "server_unhealthy"),
+    (gateway_silent, "server_unhealthy"),
+    (server_left_out, "server_out_of_sync"),
+    (server_with_other_weights, "server_out_of_sync"),
+    (server_behind, "server_out_of_sync"),
+    (queue_full, "queue_full"),
+    (stale_samples, "stale_samples"),
+    *[(step_alarm(f"{kind}_sampling", 3.0), f"{kind}_sampling") for kind in ("unknown", "truncated", "penalized")],
+    (step_alarm("other_temperature", 128.0), "other_temperature"),
+    (step_alarm("gradient_not_finite", None, actor__grad_norm=None), "gradient_not_finite"),
+    (logprob_difference_of_fresh_samples, "logprob_difference"),
+    (logprob_difference_of_all_samples, "logprob_difference"),
+    (learning_rate_zero, "learning_rate_zero"),
+    (all_rows_clipped, "all_rows_clipped"),
+    (all_rows_clipped_by_the_environment, "all_rows_clipped"),
+    (reward_flat, "reward_flat"),
+    (reward_collapsed, "reward_collapsed"),
+    (entropy_collapsed, "entropy_collapsed"),
+]
+
+
+def test_watchdog_has_a_fault_for_every_alarm():
+    assert {name for _, name in FAULTS} == set(ALARMS)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(("fault", "name"), FAULTS, ids=lambda value: getattr(value, "__name__", ""))
+def test_watchdog_raises_for_a_fault_its_alarm_alone(fault, name, seed):
+    demo = Demo(seed)
+    fault(demo)
+    lines = play(demo)
+    assert {line["alarm"] for line in lines} == {name}, lines
+    raised, *others = lines
+    assert raised["state"] == "raised" and not any(line["state"] == "raised" for line in others), "once"
+    assert raised["advice"] == ALARMS[name].advice and any(digit.isdigit() for digit in raised["seen"])
+    assert raised["since"] <= raised["time"]
+    if name not in ("logprob_difference", "reward_flat"):
+        assert raised["since"] >= T - 30.0, "it begins when the fault does, or a few steps before it is certain"
+        assert raised["time"] > T
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("steps", [0, 480])
+def test_watchdog_raises_nothing_in_the_demonstration(seed, steps):
+    """Nor in one that goes on, with scores that stay where they are."""
+    demo = Demo(seed)
+    if steps:
+        demo.lengthen(steps)
+        assert len(demo.steps) == 540
+    assert play(demo) == []
