@@ -17,7 +17,7 @@ class Chart:
     zero: bool = True  # the axis begins at 0
     log: bool = False
     limit: str = ""
-    quiet: bool = False  # shown only if there is something to see
+    quiet: bool = False  # only series that are not 0 throughout are shown
 
 
 CHARTS = (
@@ -101,7 +101,7 @@ CHARTS = (
         "Responses cut at the limit",
         "rows per step",
         "What is cut off is neither trained on nor, mostly, an answer that can be scored.",
-        {"cut": "atropos/rows_with/response_truncated", "all rows": "atropos/rows"},
+        {"cut": "atropos/rows_with/response_truncated"},
         quiet=True,
     ),
     Chart(

@@ -94,7 +94,8 @@ function lineChart(charts, names) {
     .filter((y) => y !== null).map(scale).filter((y) => y !== null);
   const xs = [...new Set(lines.flatMap((line) => line.x))].sort((a, b) => a - b);
   let low = Math.min(...ys), high = Math.max(...ys);
-  if (chart.zero) low = Math.min(0, low);
+  if (chart.zero || chart.share) low = Math.min(0, low);
+  if (chart.share) high = Math.max(1, high);
   if (chart.limit && chart.limit <= 3 * high) high = Math.max(high, chart.limit);
   if (low === high) { high += Math.abs(high) * 0.1 || 1; low -= chart.zero ? 0 : Math.abs(low) * 0.1; }
   const left = xs[0], right = xs[xs.length - 1] > left ? xs[xs.length - 1] : left + 1;
@@ -131,10 +132,10 @@ function lineChart(charts, names) {
       found.push(svg("line", { x1: PADDING.left, x2: width - PADDING.right, y1: Y(chart.limit), y2: Y(chart.limit), stroke: "var(--soft)", "stroke-dasharray": "4 4" }),
         svg("text", { x: width - PADDING.right, y: Y(chart.limit) - 4, "text-anchor": "end" }, `limit ${number(chart.limit)}`));
     }
-    for (const mark of charts.flatMap((each) => (each ? each.marks : []))) {
+    for (const [place, mark] of charts.flatMap((each) => (each ? each.marks : [])).entries()) {
       const x = X(Math.max(left, Math.min(right, mark.x)), width), end = x > width * 0.6;
       found.push(svg("line", { x1: x, x2: x, y1: PADDING.top - 4, y2: height - PADDING.bottom, stroke: "var(--bad)", "stroke-dasharray": "3 3" }),
-        svg("text", { x: x + (end ? -4 : 4), y: PADDING.top - 3, "text-anchor": end ? "end" : "start", style: "fill: var(--bad)" }, mark.alarm));
+        svg("text", { x: x + (end ? -4 : 4), y: PADDING.top - 3 + 12 * place, "text-anchor": end ? "end" : "start", style: "fill: var(--bad)" }, mark.alarm));
     }
     found.push(...lines.flatMap((line) => paths(line, width)));
     if (cursor !== null) {

@@ -46,7 +46,8 @@ def _scores(history: History) -> dict[str, Any]:
         keys |= {name: f"atropos/{name}/mean_score" for name in names}
     series = _series(history, keys)
     for name, outcomes in history.outcomes.items():
-        points = {each.step: each.score for each in outcomes if each.score is not None and each.step}
+        scored = [each for each in outcomes if each.score is not None and each.step]
+        points = {min(each.step, history.steps): each.score for each in scored}
         which = f", {name}" if len(history.outcomes) > 1 else ""
         series.append({"label": f"everything scored{which}"} | decimated(list(points), list(points.values())))
     about = (
@@ -66,7 +67,9 @@ def _held_out(history: History) -> dict[str, Any]:
         xs, ys, items = zip(*values, strict=True)
         which = f" ({items[-1]:.0f} items)" if items[-1] else ""
         series.append({"label": f"{name}{which}", "points": True} | decimated(xs, ys))
-    return _chart("heldout", "Held-out score", "", "Score on items that are never trained on.", series)
+    about = "Score on items that are never trained on."
+    share = all(0 <= y <= 1 for each in series for y in each["y"] if y is not None)
+    return _chart("heldout", "Held-out score", "", about, series) | {"share": share}
 
 
 def _of_metrics(history: History) -> Iterator[dict[str, Any]]:
@@ -75,8 +78,10 @@ def _of_metrics(history: History) -> Iterator[dict[str, Any]]:
         if chart.prefix:
             names = sorted({key for line in history.lines for key in line if key.startswith(chart.prefix)})
             keys |= {name.removeprefix(chart.prefix): name for name in names}
-        series = [each for each in _series(history, keys) if any(y is not None for y in each["y"])]
-        if series and not (chart.quiet and not any(y for each in series for y in each["y"])):
+        series = _series(history, keys)
+        if chart.quiet:
+            series = [each for each in series if any(each["y"])]
+        if any(y is not None for each in series for y in each["y"]):
             more = {"zero": chart.zero, "log": chart.log, "limit": history.config.get(chart.limit)}
             yield _chart(chart.id, chart.title, chart.unit, chart.about, series) | more
 

@@ -52,6 +52,9 @@ def figures(history: History) -> list[list[str]]:
         before, after, _ = training_scores(history)
         rows.append(["mean training score, first → last fifth", f"{before:.3g} → {after:.3g}"])
     for name, values in held_out(history).items():
+        if len(values) == 1:
+            rows.append([f"held-out score, {name}", f"{values[0][1]:.3g} at step {values[0][0]}"])
+            continue
         best = max(values, key=lambda value: value[1])
         rows.append([f"held-out score, {name}", f"{values[0][1]:.3g} → {values[-1][1]:.3g}"])
         rows.append([f"best held-out score, {name}", f"{best[1]:.3g} at step {best[0]}"])
