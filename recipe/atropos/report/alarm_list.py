@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from recipe.atropos.alarms import ALARMS, logprob_tolerance
-from recipe.atropos.report.history import History
+from recipe.atropos.report.run_history import History
 from recipe.atropos.watchdog.history import History as WatchedHistory
 from recipe.atropos.watchdog.history import Limits
 from recipe.atropos.watchdog.watchdog import Watchdog
@@ -31,7 +31,7 @@ CAUSES = (  # before their symptoms: the verdict names the first that is raised
     "stale_samples",
 )
 _BEHIND_STEPS = 5  # in which one weight version comes again and again, at last so many updates older than the others
-_LOOKS = 2_000  # of the watchdog at a recorded run of any length
+_LOOKS = 400  # of the watchdog at a recorded run of any length
 
 
 def all_alarms(history: History) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from recipe.atropos.report.chart_table import CHARTS, SHOWN_BY
 from recipe.atropos.report.decimate import buckets, decimated
-from recipe.atropos.report.history import SENT, History, phases_of
+from recipe.atropos.report.run_history import SENT, History, phases_of
 from recipe.atropos.report.scores import held_out
 
 BARS = 60  # of a timeline

@@ -13,7 +13,7 @@ from recipe.atropos.config.compose import compose_config, leaves
 from recipe.atropos.config.schema import documented
 from recipe.atropos.errors import AtroposError
 from recipe.atropos.inference.server import sglang_python
-from recipe.atropos.report.history import SENT, History
+from recipe.atropos.report.run_history import SENT, History
 from recipe.atropos.report.scores import held_out, training_scores
 from recipe.atropos.utils.secret import HIDDEN, is_secret
 

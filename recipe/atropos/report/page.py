@@ -14,7 +14,7 @@ import orjson
 from recipe.atropos.report import curves, facts, samples
 from recipe.atropos.report.alarm_list import all_alarms
 from recipe.atropos.report.chart_table import SHOWN_BY
-from recipe.atropos.report.history import History, read_history
+from recipe.atropos.report.run_history import History, read_history
 from recipe.atropos.report.verdict import verdict
 from recipe.atropos.utils.files import write_atomic
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from recipe.atropos.report.decimate import spread
-from recipe.atropos.report.history import History
+from recipe.atropos.report.run_history import History
 from recipe.atropos.utils.files import read_lines
 
 logger = logging.getLogger(__name__)
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 STEPS = 16  # whose samples are shown
 ROWS = 10  # of each
 SCANNED = 64  # steps that are read for histograms and for items that come back
-CHARACTERS = 6_000  # of a text; the middle of a longer one is left out
+CHARACTERS = 3_000  # of a text; the middle of a longer one is left out
 TOKENS = 24_000  # in all
 TOKENS_OF_A_ROW = 2_000
 ITEMS = 24

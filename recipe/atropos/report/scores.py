@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from recipe.atropos.report.history import History
+from recipe.atropos.report.run_history import History
 
 Evaluation = tuple[int, float, float | None]  # step, main metric, number of items if it is reported
 _LEAST = 0.02  # change of a held-out score whose number of items is unknown

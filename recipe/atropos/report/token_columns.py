@@ -8,8 +8,9 @@ from typing import Any
 from omegaconf import OmegaConf
 from transformers import AutoTokenizer
 
+from recipe.atropos.data.recording import read_batch
 from recipe.atropos.data_source import DataSourceError
-from recipe.atropos.report.history import History
+from recipe.atropos.report.run_history import History
 from recipe.atropos.report.token_view import rows_of_step, tokens_of_row
 from recipe.atropos.utils.secret import read_config_yaml
 
@@ -34,10 +35,14 @@ def token_columns(
     tokenizer = AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     found: dict[tuple[int, int], dict[str, Any]] = {}
     failed: DataSourceError | None = None
+    numbers = {line["step"]: int(line["atropos/batch"]) for line in history.lines if "atropos/batch" in line}
     left = limit
     for step, rows in chosen.items():
+        if step not in numbers:
+            continue
         try:
-            recorded = rows_of_step(config, step)
+            groups = read_batch(history.run.trajectories, numbers[step]).groups
+            recorded = rows_of_step(config, step, groups)
         except DataSourceError as error:  # some batches may have been removed
             failed = error
             continue

@@ -21,11 +21,11 @@ from recipe.atropos.verl_ext.batch import DataProto
 UNLIKELY = -3.0  # nats, a probability of 5%; a less likely token is underlined
 
 
-def rows_of_step(config: DictConfig, step: int) -> DataProto:
+def rows_of_step(config: DictConfig, step: int, groups: Batch | None = None) -> DataProto:
     """Return the batch of ``step`` as rows, with advantages computed from these rows alone.
 
-    A KL penalty in the reward, rejection, and statistics over the whole run are left out, since they need the model and
-    the run.
+    ``groups`` are those of the step, if they were read already. A KL penalty in the reward, rejection, and statistics
+    over the whole run are left out, since they need the model and the run.
 
     Raises:
         DataSourceError: there is no such batch, or the estimator needs the model.
@@ -38,7 +38,7 @@ def rows_of_step(config: DictConfig, step: int) -> DataProto:
     model = config.actor_rollout_ref.model
     model_config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     limits = RowLimits.from_config(config, 0, model_config.get_text_config().vocab_size)
-    rows, report = groups_to_data_proto(batch_of_step(RunDir(config.run.dir), step), limits)
+    rows, report = groups_to_data_proto(groups or batch_of_step(RunDir(config.run.dir), step), limits)
     if rows is None:
         raise DataSourceError(f"step {step} holds no row to train on; dropped: {dict(report.dropped)}")
     rows.batch["token_level_rewards"] = rows.batch["token_level_scores"]

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from recipe.atropos.report.history import History
+from recipe.atropos.report.run_history import History
 from recipe.atropos.report.scores import gains, held_out, training_scores
 
 _FEW = 4  # steps, before anything is said about learning
