@@ -16,6 +16,7 @@ from helpers.trajectory_api import running_trajectory_api
 from recipe.atropos import run_record
 from recipe.atropos.config.compose import load_config
 from recipe.atropos.launcher import joining
+from recipe.atropos.launcher.alarm_watch import AlarmWatch
 from recipe.atropos.launcher.evaluation import Evaluations
 from recipe.atropos.launcher.services import Run
 from recipe.atropos.launcher.sglang import Inference
@@ -136,7 +137,7 @@ def test_join_ends_a_run_that_hangs_but_not_one_that_waits(tmp_path, impatient, 
     async def watched(seconds):
         evaluations = Evaluations(run, {}, Inference({}, "http://127.0.0.1:9", "the-key"))
         async with asyncio.timeout(seconds):
-            await watch(run, 0, join, evaluations)
+            await watch(run, 0, join, evaluations, AlarmWatch(run, 0, {}, api.url, None))
 
     try:
         run.files.waiting.touch()

@@ -25,6 +25,7 @@ from recipe.atropos.launcher.environment_processes import environment_command
 from recipe.atropos.launcher.services import Run
 from recipe.atropos.run_dir import RunDir
 from recipe.atropos.run_record import read_evaluations, read_metrics
+from recipe.atropos.utils.files import read_lines
 from recipe.atropos.utils.process import RUN_ID_VARIABLE, free_port, start_service
 
 pytestmark = pytest.mark.timeout(1800)
@@ -282,10 +283,16 @@ def test_sampling_at_another_temperature_ends_the_run(tmp_path):
     assert status == 0 and not left, output
     alarms = orjson.loads((folders[2] / "summary.json").read_bytes())["alarms"]
     assert set(alarms) == {"other_temperature", "logprob_difference"}
-    assert alarms["other_temperature"]["largest"] == 128 and alarms["logprob_difference"]["largest"] > 1e-3
+    assert alarms["other_temperature"]["seen"].startswith("128 rows, at step ")
     assert [alarms["other_temperature"][key] for key in ("first_step", "last_step", "steps")] == [1, 2, 2]
+    lines = read_lines(RunDir(folders[2]).alarms)
+    assert {(line["alarm"], line["state"], line["since_step"]) for line in lines} == {
+        ("other_temperature", "raised", 1),
+        ("logprob_difference", "raised", 1),
+    }
     for alarm in alarms.values():
-        assert alarm["what"][-60:] in words(output)
+        assert alarm["raised"] == 1 and alarm["now"] and alarm["means"] in words(output)
+        assert alarm["advice"][-60:] in words(output)
 
 
 def until(service, condition, seconds=600):

@@ -178,8 +178,7 @@ def test_sampling_temperature_of_each_row_is_computed(trainer, plain, model_path
         with torch.no_grad():
             torch.testing.assert_close(ours, token_logprobs(plain, row)[mask], atol=1e-4, rtol=0)
     trainer._raise_alarms()
-    alarm = trainer.record.totals.alarms["logprob_difference"]
-    assert trainer.metrics["atropos/alarms/logprob_difference"] == alarm["largest"] > 0.1
+    assert trainer.metrics["atropos/alarms/logprob_difference"] > 0.1
 
     trainer._compute_advantages(batch)
     trainer._update_actor(batch)

@@ -46,7 +46,7 @@ class Demo:
 
     def gateway(self, now: float) -> dict[str, Any] | None:
         step = self.step_at(now)
-        return {"version": step, "held": 0, "servers": [server(requests=20 * int(now + 60), inflight=8)]}
+        return {"version": step, "held": 0, "servers": [sglang(requests=20 * int(now + 60), inflight=8)]}
 
     def lengthen(self, steps: int) -> None:
         """Let it go on: its second half again and again."""
@@ -78,7 +78,7 @@ class Demo:
         self.reports.append({**last, "time": time, "in_flight": in_flight})
 
 
-def server(state: str = "admitted", requests: int = 0, inflight: int = 0, error: str | None = None, number: int = 0):
+def sglang(state: str = "admitted", requests: int = 0, inflight: int = 0, error: str | None = None, number: int = 0):
     url = f"http://127.0.0.1:{30000 + number}"
     return {
         **{"url": url, "state": state, "inflight": inflight},

@@ -16,6 +16,7 @@ from recipe.atropos.utils.files import (
     DiskFull,
     LineReader,
     append_line,
+    bound_log,
     read_lines,
     replace_folder,
     write_atomic,
@@ -253,3 +254,36 @@ def test_run_dir_first_error_is_the_one_that_is_shown():
     assert shown.value.__notes__ == [f"then, at the end: {DiskFull('/a/file')}"]
     with pytest.raises(DiskFull), secondary_errors():
         raise DiskFull("/a/file")
+
+
+def test_bound_log_keeps_the_newest_part_of_a_log(tmp_path):
+    """The process that writes it goes on; each line is in one of the two files, in order."""
+    path, former = tmp_path / "service.log", tmp_path / "service.log.1"
+    program = """if True:
+        import os, time
+        for number in range(20000):
+            os.write(1, b"%06d\\n" % number)
+            number % 500 or time.sleep(0.01)
+        """
+    with open(path, "ab") as log:
+        writer = subprocess.Popen([sys.executable, "-c", program], stdout=log)
+    moved, seen = set(), []
+    while writer.poll() is None:
+        bound_log(path, 20000)
+        if former.exists() and former.stat().st_mtime_ns not in moved:
+            moved.add(former.stat().st_mtime_ns)
+            assert former.stat().st_size > 20000 and former.stat().st_mode & 0o777 == 0o600
+            seen += former.read_bytes().split()
+    seen += path.read_bytes().split()
+    assert len(moved) > 1 and seen == sorted(seen) and seen[-1] == b"019999"
+    assert 20000 - 10 * len(moved) <= len(seen) <= 20000
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["service.log", "service.log.1"]
+
+
+def test_bound_log_leaves_a_log_for_which_there_is_no_room(full_disk):
+    path = full_disk / "service.log"
+    path.write_bytes(b"x" * 100_000)
+    fill(full_disk)
+    bound_log(path, 1000)
+    assert path.stat().st_size == 100_000
+    bound_log(full_disk / "none.log", 1000)

@@ -126,15 +126,23 @@ class AlarmWatch:
 
 def described(line: Mapping[str, Any]) -> str:
     """Return an alarm as a sentence: whose, since when, what was seen, and what to try."""
-    whose = f" ({line['environment']})" if line["environment"] else ""
+    return f"{_seen(line)}. It means: {ALARMS[line['alarm']].means}. To try: {line['advice']}"
+
+
+def _seen(line: Mapping[str, Any]) -> str:
     since = f"since step {line['since_step']}" if line["since_step"] else "since the start"
-    return f"{line['alarm']}{whose}, {since}: {line['seen']}. {ALARMS[line['alarm']].means}. To try: {line['advice']}"
+    return f"{_name(line)}, {since}: {line['seen']}"
+
+
+def _name(line: Mapping[str, Any]) -> str:
+    return f"{line['alarm']} ({line['environment']})" if line["environment"] else line["alarm"]
 
 
 def _print(line: Mapping[str, Any]) -> None:
     if line["state"] == "raised":
-        console.print(f"[bold yellow]alarm[/]   {escape(described(line))}", soft_wrap=True)
-        return
-    whose = f" ({line['environment']})" if line["environment"] else ""
-    minutes = (line["time"] - line["since"]) / 60
-    console.print(f"[bold]alarm[/]   {line['alarm']}{whose} is over, after {minutes:.1f} min", soft_wrap=True)
+        console.print(f"[bold yellow]alarm[/]   {escape(_seen(line))}", soft_wrap=True)
+        console.print(f"        meaning: {escape(ALARMS[line['alarm']].means)}", soft_wrap=True)
+        console.print(f"        to try:  {escape(line['advice'])}", soft_wrap=True)
+    else:
+        minutes = (line["time"] - line["since"]) / 60
+        console.print(f"[bold]alarm[/]   {escape(_name(line))} is over, after {minutes:.1f} min", soft_wrap=True)

@@ -130,7 +130,7 @@ def _equal_groups(history: History) -> Iterator[Finding]:
 def _names(counts: Counter[str], *prefixes: str) -> str:
     """Return the reasons with these prefixes and their numbers, the most frequent first."""
     found = [(n, name) for name, n in counts.items() if name.startswith(prefixes)]
-    return ", ".join(f"{name.partition(':')[2]} {n}" for n, name in sorted(found, reverse=True)[:4])
+    return ", ".join(f"{name.partition(':')[2]} ({n})" for n, name in sorted(found, reverse=True)[:4])
 
 
 def _see(environment: EnvironmentHistory) -> str:

@@ -25,15 +25,16 @@ _EQUAL_STEPS, _EQUAL_TOKENS = 5, 16
 _ENTROPY_STEPS, _ENTROPY = 5, 0.1  # of its mean over the first steps
 _ENTROPY_FIRST = 5
 _HIGHEST = 0.9  # of the way from the lowest to the highest score: a task that is solved
-_BEFORE_FLAT, _FLAT_STEPS = 100, 50
-# A mean over 50 steps is flat if it is at most a standard error above that of the first 20, and if two more are at most
-# 5% of the scores' range: with more noise, a slow rise could be there. It never rose if none of the means in between
-# was above the first by more than chance makes the largest of many.
+# The mean over 50 steps is flat, from step 150 on, if it is not above that of the first 20, later if it is not by more
+# than a standard error; and if two more are at most 5% of the scores' range: with more noise, a slow rise could be
+# there. It never rose if none of the means in between was above the first by more than chance makes the largest.
+_BEFORE_FLAT, _CERTAIN, _FLAT_STEPS = 150, 250, 50
 _FLAT, _FLAT_SHARE, _EVER = 2.0, 0.05, 3.0
 _COLLAPSED_STEPS, _BEST_STEPS = 10, 20
 # Of what was gained, what is left; the fall in standard errors, more than noise makes between the best of 1,000 steps
-# and the newest; and as a share of the scores' range, so that a slow wave is none.
-_LEFT, _FALL, _FALL_SHARE = 0.25, 5.0, 0.2
+# and the newest; and as a share of the scores' range, so that a slow wave is none: more of it in the first 150 steps,
+# which cannot tell how slow the waves are.
+_LEFT, _FALL, _FALL_SHARE, _EARLY_SHARE, _EARLY = 0.25, 7.0, 0.2, 0.35, 150
 _BENDS = 8  # of the means of ten steps: with fewer, one fall or rise is their median
 
 
@@ -124,29 +125,30 @@ def _learning_rate(history: History) -> Iterator[Finding]:
 
 def _scores(history: History) -> Iterator[Finding]:
     newest = history.steps[-1]
+    low, high = extremes = _extremes(history)
     keys = [key for key in newest if key.endswith("/mean_raw_score") and key.count("/") == 2]
     for key in sorted(keys) if len(keys) > 1 else ["atropos/mean_raw_score"]:
         name = key.split("/")[1] if len(keys) > 1 else None
         steps = [step for step in history.steps if step.get(key) is not None]
         first = [step[key] for step in history.first if step.get(key) is not None]
-        if len(first) == FIRST_STEPS and not _near_highest(history, key):
-            yield from _collapsed(history, steps, key, name, float(np.mean(first)))
-            yield from _flat(history, steps, key, name, first)
+        if len(first) == FIRST_STEPS and not _near_highest(history, key, extremes):
+            scores = np.array([step[key] for step in steps])
+            yield from _collapsed(history, steps, scores, name, float(np.mean(first)), high - low)
+            yield from _flat(history, steps, scores, name, first, high - low)
 
 
 def _collapsed(
-    history: History, steps: list[dict[str, Any]], key: str, name: str | None, start: float
+    history: History, steps: list[dict[str, Any]], scores: np.ndarray, name: str | None, start: float, spread: float
 ) -> Iterator[Finding]:
     newest = steps[-_COLLAPSED_STEPS:]
     if len(steps) < _BEST_STEPS + _COLLAPSED_STEPS or newest[0]["step"] <= history.begin:
         return
-    scores = np.array([step[key] for step in steps])
     means = _rolling(scores[:-_COLLAPSED_STEPS], _BEST_STEPS)
     at = int(means.argmax())
     best, now = max(float(means[at]), start), float(scores[-_COLLAPSED_STEPS:].mean())
     error = _error(scores, _BEST_STEPS, _COLLAPSED_STEPS)
-    low, high = _range(history)
-    large = best - now > max(_FALL * error, _FALL_SHARE * (high - low))
+    share = _FALL_SHARE if len(steps) >= _EARLY else _EARLY_SHARE
+    large = best - now > max(_FALL * error, share * spread)
     if large and now <= start + _LEFT * (best - start):
         text = (
             f"mean score {now:.3g} over the last {len(newest)} steps, after {best:.3g} at its best "
@@ -156,16 +158,20 @@ def _collapsed(
 
 
 def _flat(
-    history: History, steps: list[dict[str, Any]], key: str, name: str | None, first: list[float]
+    history: History,
+    steps: list[dict[str, Any]],
+    scores: np.ndarray,
+    name: str | None,
+    first: list[float],
+    spread: float,
 ) -> Iterator[Finding]:
     if len(steps) < _BEFORE_FLAT or steps[-_FLAT_STEPS]["step"] <= history.begin:
         return
-    scores = np.array([step[key] for step in steps])
     error = _error(scores, len(first), _FLAT_STEPS)
     means, start = _rolling(scores, _FLAT_STEPS), float(np.mean(first))
     risen, ever = means[-1] - start, means.max() - start
-    low, high = _range(history)
-    most = min(error, _FLAT_SHARE * (high - low) - _FLAT * error)
+    certain = min(1.0, (len(steps) - _BEFORE_FLAT) / (_CERTAIN - _BEFORE_FLAT))
+    most = min(certain * error, _FLAT_SHARE * spread - _FLAT * error)
     if -_EVER * error <= risen <= most and ever <= _EVER * error:
         text = (
             f"mean score {means[-1]:.3g} over the last {_FLAT_STEPS} steps, {start:.3g} over the first {len(first)} "
@@ -181,7 +187,7 @@ def _entropy(history: History) -> Iterator[Finding]:
     if len(before) < _ENTROPY_FIRST or len(now) < _ENTROPY_STEPS or history.first[_ENTROPY_FIRST - 1] in steps:
         return
     start = float(np.mean(before))
-    if max(now) < _ENTROPY * start and not _near_highest(history, "atropos/mean_raw_score"):
+    if max(now) < _ENTROPY * start and not _near_highest(history, "atropos/mean_raw_score", _extremes(history)):
         text = f"actor/entropy {np.mean(now):.2g} nats over the last {len(now)} steps, {start:.2g} over the first"
         yield _finding("entropy_collapsed", text, steps)
 
@@ -212,19 +218,19 @@ def _error(scores: np.ndarray, n: int, m: int) -> float:
     return max(single, alike) * math.sqrt(1 / n + 1 / m)
 
 
-def _range(history: History) -> tuple[float, float]:
-    """Return the lowest and highest score of a sequence; where a bridge shapes the scores, the means of steps."""
+def _extremes(history: History) -> tuple[float, float]:
+    """Return the lowest and highest score of a sequence; where a bridge shapes the scores, of the steps' means."""
     steps = [*history.first, *history.steps]
-    if any(step.get("atropos/mean_score") != step.get("atropos/mean_raw_score") for step in steps):
-        means = _values(steps, "atropos/mean_raw_score")
-        return (min(means), max(means)) if means else (0.0, 0.0)
-    low, high = _values(steps, "critic/score/min"), _values(steps, "critic/score/max")
+    if all(step.get("atropos/mean_score") == step.get("atropos/mean_raw_score") for step in steps):
+        low, high = _values(steps, "critic/score/min"), _values(steps, "critic/score/max")
+    else:
+        low = high = _values(steps, "atropos/mean_raw_score")
     return (min(low), max(high)) if low and high else (0.0, 0.0)
 
 
-def _near_highest(history: History, key: str) -> bool:
+def _near_highest(history: History, key: str, extremes: tuple[float, float]) -> bool:
     """Whether the score is near its highest: of what was trained on or, since equal groups are not, of all."""
-    low, high = _range(history)
+    low, high = extremes
     newest = _values(list(history.steps)[-_COLLAPSED_STEPS:], key)
     own = [e for e in history.environments.values() if key.count("/") == 1 or key.split("/")[1] == e.name]
     best = max([float(np.mean(newest)) if newest else low, *(e.score for e in own if e.score is not None)])

@@ -100,6 +100,13 @@ REFUSED = [
     ),
     (f"{ROLLOUT}.temperature", 0, "temperature=0: give more than 0"),
     (f"{ROLLOUT}.name", "vllm", "rollout.name=vllm is not supported: only SGLang serves"),
+    (
+        "watchdog.stop_on",
+        ["reward_flat", "equal_score"],
+        "watchdog.stop_on[1]=equal_score; choose one of equal_scores, environment_raises",
+    ),
+    ("watchdog.stop_on", ["logprob_gap"], "entropy_collapsed; did you mean logprob_difference?"),
+    ("watchdog.silent_after", 0, "silent_after=0: give more than 0"),
     ("algorithm.adv_estimator", "gae", "needs a critic, which this recipe does not train; choose one of gpg, grpo"),
 ]
 

@@ -8,9 +8,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from helpers.sglang import make_tiny_model
+from recipe.atropos import alarms
 from recipe.atropos.adapter.completion_cache import CompletionCache
 from recipe.atropos.adapter.restore import restore_group
-from recipe.atropos.algorithm import alarms
 from recipe.atropos.algorithm.off_policy import compare_with_engine
 from recipe.atropos.config.compose import load_config
 from recipe.atropos.data.data_proto import groups_to_data_proto
@@ -26,7 +26,6 @@ from recipe.atropos.data.sampling import (
 from recipe.atropos.errors import AtroposError
 from recipe.atropos.launcher import supervision
 from recipe.atropos.launcher.preflight import check_config
-from recipe.atropos.launcher.services import console
 
 I = -100  # noqa: E741
 LIMITS = RowLimits(10, 10, 0)
@@ -258,25 +257,14 @@ def test_sampling_alarm_is_on_fresh_rows_beyond_the_tolerance():
     assert alarms.raised_by(metrics, bfloat16, "error") == {}
     raised = alarms.raised_by(metrics, float32, "error")
     assert raised == {"logprob_difference": pytest.approx(0.001, rel=1e-4)}
-    of_run = {}
-    assert alarms.remember(of_run, 3, raised, float32) == ["logprob_difference"]
-    assert alarms.remember(of_run, 7, {"logprob_difference": 0.02}, float32) == []
-    what = of_run["logprob_difference"].pop("what")
-    assert of_run == {"logprob_difference": {"first_step": 3, "last_step": 7, "steps": 2, "largest": 0.02}}
+    what = alarms.describe("logprob_difference", 0.02, float32)
     causes = [
         what.index(cause) for cause in ("0.02 nats", "sampling parameters", "tensors missing", "dtype", "kernels")
     ]
     assert causes == sorted(causes)
 
 
-def test_sampling_alarm_is_printed_in_full_once():
-    config, reported = load_config(["actor_rollout_ref.model.path=m", "inference.dtype=float32"]), set()
+def test_sampling_alarms_of_a_step_are_beside_it():
     line = {"step": 3, "atropos/alarms/logprob_difference": 0.0059, "atropos/alarms/truncated_sampling": 4.0}
-    with console.capture() as captured:
-        for _ in range(2):
-            supervision._report_new_alarms(config, line, reported)
-    text = captured.get()
-    assert text.count("by 0.0059 nats") == text.count("4 rows of a step were sampled with top_p") == 1
-    assert "logprob_tolerance=0.0001" in text
     assert "logprob_difference, truncated_sampling" in supervision._alarms(line)
     assert supervision._alarms({"step": 3}) == ""

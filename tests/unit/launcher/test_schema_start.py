@@ -17,7 +17,7 @@ from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.inference.server import LaunchError, SGLangLaunch, check_launch
 from recipe.atropos.launch_services import check_start, environments_of, load_run_config, make_folder, prepare_model
 from recipe.atropos.launcher import progress as progress_module
-from recipe.atropos.launcher.environment_processes import _as_key, check_environments, why_nothing_is_sent
+from recipe.atropos.launcher.environment_processes import _as_key, check_environments
 from recipe.atropos.launcher.preflight import check_config
 from recipe.atropos.launcher.services import Run
 from recipe.atropos.utils.process import unstopped
@@ -152,13 +152,6 @@ def test_schema_start_speaks_of_flags_as_keys():
     }
     for line, wanted in told.items():
         assert _as_key(line, "environment").startswith(wanted)
-
-
-def test_schema_start_says_what_the_items_raised():
-    assert why_nothing_is_sent({"failed/ValueError": 12, "items": 12, "not_sent/wrong_size": 2}) == (
-        "12 items raised ValueError, 2 groups were not sent: wrong_size"
-    )
-    assert why_nothing_is_sent({"nothing_sent": 1}) == "no item was finished"
 
 
 def test_schema_start_shows_progress_without_a_terminal(tmp_path, monkeypatch, capsys):

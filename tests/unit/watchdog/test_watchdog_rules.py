@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from helpers.demo_history import ENV, Demo, play, server
+from helpers.demo_history import ENV, Demo, play, sglang
 from recipe.atropos.alarms import ALARMS, PREFIX
 
 T = 100.0  # when the fault begins, at about step 33
@@ -71,7 +71,7 @@ def environment_hangs(demo):
     """Its items do not end, and ask no server."""
     demo.cut(T, 200.0)
     demo.report(T, in_flight=16)
-    demo.gateway = lambda now: {"version": demo.step_at(now), "held": 0, "servers": [server(requests=9)]}
+    demo.gateway = lambda now: {"version": demo.step_at(now), "held": 0, "servers": [sglang(requests=9)]}
 
 
 def environment_blocks(demo):
@@ -79,7 +79,7 @@ def environment_blocks(demo):
     demo.cut(T, 100.0)
     demo.report(T, in_flight=0)
     healthy = demo.api
-    demo.gateway = lambda now: {"version": demo.step_at(now), "held": 0, "servers": [server(requests=9)]}
+    demo.gateway = lambda now: {"version": demo.step_at(now), "held": 0, "servers": [sglang(requests=9)]}
 
     def api(now):
         state = healthy(now)
@@ -94,7 +94,7 @@ def servers(demo, *states, held=0, behind=0):
     """From T on the gateway has these servers; before, healthy ones of the same number."""
 
     def gateway(now):
-        healthy = [server(requests=20 * int(now + 60), inflight=4, number=i) for i in range(len(states))]
+        healthy = [sglang(requests=20 * int(now + 60), inflight=4, number=i) for i in range(len(states))]
         found = [{**each, **state(now)} for each, state in zip(healthy, states, strict=True)]
         version = demo.step_at(min(now, T)) if behind else demo.step_at(now)
         return {"version": version, "held": held if now > T else 0, "servers": found if now > T else healthy}
@@ -184,12 +184,13 @@ def score(demo, line, value):
 
 
 def reward_flat(demo):
-    """Its scores are those of the first 25 steps, in another order."""
-    demo.lengthen(120)
+    """Its scores are those of the first 14 steps again and again, in other orders."""
+    demo.lengthen(240)
     rng = np.random.default_rng(0)
     values = [line["atropos/mean_score"] for line in demo.steps[:14]]
-    for line in demo.steps[14:]:
-        score(demo, line, float(rng.choice(values)))
+    again = np.concatenate([rng.permutation(values) for _ in range(len(demo.steps) // 14)])
+    for line, value in zip(demo.steps[14:], again, strict=False):
+        score(demo, line, float(value))
     for line in demo.reports:
         line.get("means", {}).update(score=0.1)
 

@@ -1,0 +1,58 @@
+"""Environments that go wrong without an error, on the real Trajectory API and server: alarms name why."""
+
+import asyncio
+from contextlib import aclosing
+
+import pytest
+
+from helpers.environments import alarm_env
+from helpers.scripted_trainer import ScriptedTrainer
+from helpers.trainer import compose_config
+from helpers.trajectory_api import running_trajectory_api
+from recipe.atropos.config.env_specs import environment_specs
+from recipe.atropos.launcher.alarm_watch import AlarmWatch
+from recipe.atropos.launcher.environment_processes import Environments
+from recipe.atropos.launcher.services import Run, console
+from recipe.atropos.utils.files import read_lines
+
+ALARMS = {"raises": "environment_raises", "equal": "equal_scores", "silent": "environment_silent"}
+
+
+@pytest.mark.timeout(240)
+def test_alarms_name_what_environments_do(tmp_path, model_path, server):
+    """Each environment its own; a healthy one beside them has none."""
+    each = [f"environments.{name}.args.fault={name}" for name in ("none", *ALARMS)]
+    each += [f"environments.{name}.target={alarm_env.__file__}:AlarmEnv" for name in ("none", *ALARMS)]
+    sizes = ["data.train_batch_size=4", "actor_rollout_ref.rollout.n=2", "watchdog.silent_after=8"]
+    sizes += ["data.max_prompt_length=32", "data.max_response_length=32"]
+    config = compose_config(f"actor_rollout_ref.model.path={model_path}", *each, *sizes)
+    specs = environment_specs(config)
+
+    async def scene(run, api):
+        environments = Environments(run, specs, api.url, server)
+        environments.start()
+        async with asyncio.timeout(180), aclosing(AlarmWatch(run, 0, specs, api.url, None)) as alarm_watch:
+            raised, counts = set(), {}
+            while raised != set(ALARMS.items()) or counts.get("groups_sent", 0) < 4:
+                await environments.look_after()
+                run.check()
+                await alarm_watch.look()
+                raised = {(line["environment"], line["alarm"]) for line in read_lines(run.files.alarms)}
+                assert raised <= set(ALARMS.items()), raised
+                counts = environments.summary()["none"]
+                await asyncio.sleep(0.2)
+
+    with running_trajectory_api(tmp_path) as api, console.capture() as captured:
+        ScriptedTrainer(api.url, 8)
+        run = Run(config, [], tmp_path)
+        try:
+            asyncio.run(scene(run, api))
+        finally:
+            run.stop()
+    lines = {line["environment"]: line for line in read_lines(run.files.alarms)}
+    assert len(lines) == 3 and {line["state"] for line in lines.values()} == {"raised"}
+    assert "raised ValueError (" in lines["raises"]["seen"] and "mean score 1;" in lines["equal"]["seen"]
+    assert "items has ended for" in lines["silent"]["seen"]
+    shown = captured.get()
+    for name in ALARMS:
+        assert f"see {run.log(specs[name].service)}" in shown and lines[name]["advice"] in shown

@@ -1,0 +1,114 @@
+"""Alarms in the launcher: what is printed, what the files say, and which of them end the run."""
+
+import asyncio
+import contextlib
+import time
+
+import orjson
+import pytest
+
+from helpers import ROOT
+from helpers.trainer import compose_config
+from recipe.atropos.alarms import ALARMS, OF_A_STEP, PREFIX, describe, table
+from recipe.atropos.config.env_specs import environment_specs
+from recipe.atropos.launcher.alarm_watch import AlarmRaised, AlarmWatch
+from recipe.atropos.launcher.services import Run, console
+from recipe.atropos.utils.files import append_line, read_lines
+from recipe.atropos.watchdog import watchdog
+
+NOWHERE = "http://127.0.0.1:9"  # nothing answers: neither API nor gateway are needed for what steps show
+
+
+def watch(folder, *steps, options=(), version=0):
+    """Look at these steps, one after the other; return what was printed."""
+    config = compose_config("actor_rollout_ref.model.path=m", *options)
+    run = Run(config, [], folder)
+
+    async def look():
+        async with contextlib.aclosing(
+            AlarmWatch(run, version, environment_specs(config), NOWHERE, None)
+        ) as alarm_watch:
+            for step in steps:
+                await alarm_watch.look([step])
+
+    with console.capture() as captured:
+        try:
+            asyncio.run(look())
+        finally:
+            run.stop()
+    return captured.get()
+
+
+def step(number, **alarms):
+    return {"step": number, "time": time.time(), **{PREFIX + name: value for name, value in alarms.items()}}
+
+
+def summary(folder):
+    return orjson.loads((folder / "summary.json").read_bytes())["alarms"]
+
+
+def test_alarm_watch_prints_and_records_an_alarm_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(watchdog, "CLEAR_SECONDS", 0.0)
+    steps = [step(1), *(step(number, truncated_sampling=4.0) for number in (2, 3)), *map(step, range(4, 10))]
+    shown = watch(tmp_path, *steps)
+    assert shown.splitlines()[:3] == [
+        "alarm   truncated_sampling, since step 2: 4 rows, at step 2",
+        f"        meaning: {ALARMS['truncated_sampling'].means}",
+        "        to try:  let the environment sample without",
+    ]
+    assert len(shown.splitlines()) == 4 and "\nalarm   truncated_sampling is over, after 0." in shown
+    raised, cleared = read_lines(tmp_path / "alarms.jsonl")
+    assert (raised["state"], raised["step"], raised["since_step"]) == ("raised", 2, 2)
+    assert (cleared["state"], cleared["step"], cleared["since_step"]) == ("cleared", 8, 2)
+    assert set(raised) == {
+        *("time", "step", "alarm", "environment", "state", "since_step", "since", "seen", "advice"),
+    }
+    entry = summary(tmp_path)["truncated_sampling"]
+    assert (entry["raised"], entry["now"], entry["first_step"], entry["last_step"]) == (1, False, 2, 8)
+
+
+def test_alarm_watch_ends_the_run_with_a_chosen_alarm(tmp_path):
+    options = ["watchdog.stop_on=[gradient_not_finite, queue_full]"]
+    told = "watchdog.stop_on=gradient_not_finite: .*, since step 2: actor/grad_norm=nan, .*learning rate"
+    with pytest.raises(AlarmRaised, match=told):
+        watch(tmp_path, step(1, unknown_sampling=3.0), step(2, gradient_not_finite=None), options=options)
+    assert [line["alarm"] for line in read_lines(tmp_path / "alarms.jsonl")] == [
+        "unknown_sampling",
+        "gradient_not_finite",
+    ]
+    assert set(summary(tmp_path)) == {"unknown_sampling", "gradient_not_finite"}, "which is known of an ended run too"
+
+
+def test_alarm_watch_begins_a_resumed_run_without_alarms(tmp_path):
+    watch(tmp_path, step(1, unknown_sampling=3.0))
+    assert summary(tmp_path)["unknown_sampling"]["now"]
+    assert watch(tmp_path, version=1) == ""
+    assert [line["state"] for line in read_lines(tmp_path / "alarms.jsonl")] == ["raised", "cleared"]
+    entry = summary(tmp_path)["unknown_sampling"]
+    assert not entry["now"] and (entry["first_step"], entry["last_step"], entry["steps"]) == (1, 1, 1)
+    assert watch(tmp_path, step(1, unknown_sampling=3.0), version=1) == "", "a step of the earlier start"
+    assert "since step 2" in watch(tmp_path, step(2, unknown_sampling=3.0), version=1)
+    assert summary(tmp_path)["unknown_sampling"]["raised"] == 2
+
+
+def test_alarm_watch_reads_reports_of_this_start_alone(tmp_path):
+    """The counts of an earlier one were judged in its time."""
+    counts = {"items": 40, "failed/KeyError": 40}
+    report = {"env": "gsm8k", "step": 1, "in_flight": 1, "means": {}, "counts": counts}
+    path = tmp_path / "environments/gsm8k.jsonl"
+    path.parent.mkdir()
+    append_line(path, {"time": time.time() - 9, "env": "gsm8k", "started": True})
+    append_line(path, report | {"time": time.time() - 9})
+    assert watch(tmp_path, step(1)) == "" and summary(tmp_path) == {}
+    append_line(path, {"time": time.time() + 9, "env": "gsm8k", "started": True})
+    append_line(path, report | {"time": time.time() + 9})
+    shown = watch(tmp_path, step(1))
+    assert "environment_raises (gsm8k), since step 1: no group for 40 items, of which 40 raised KeyError (40)" in shown
+    assert f"see {tmp_path}/logs/environment.log" in shown
+
+
+def test_alarms_have_a_text_each_and_a_row_in_the_docs():
+    assert table() in (ROOT / "docs/alarms.md").read_text(), "paste the output of recipe.atropos.alarms.table()"
+    for name in OF_A_STEP:
+        text = describe(name, 3.0, 1e-4)
+        assert ALARMS[name].means in text and ALARMS[name].advice in text and "3" in text

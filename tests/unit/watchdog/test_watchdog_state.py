@@ -1,0 +1,153 @@
+"""What becomes of findings: raised once, cleared once, and counted; and what the history keeps of a run."""
+
+import numpy as np
+import pytest
+
+from helpers.demo_history import ENV, LIMITS, Demo, play
+from recipe.atropos.alarms import ALARMS, PREFIX
+from recipe.atropos.watchdog.history import FIRST_STEPS, History, Limits
+from recipe.atropos.watchdog.watchdog import Watchdog, account, left_open
+
+NOISE = 0.08  # of a step's mean score
+
+
+def step(number, time=None, **values):
+    return {"step": number, "time": 10.0 * number if time is None else time, "actor/lr": 1e-6} | values
+
+
+def fed(scores, limits=LIMITS, begin=0):
+    """The alarms that steps with these mean scores raise, and the history; scores of sequences are between 0 and 1."""
+    watchdog, raised = Watchdog(History(limits, begin)), []
+    for number, score in enumerate(scores, 1):
+        score = float(score)
+        means = {"atropos/mean_score": score, "atropos/mean_raw_score": score}
+        watchdog.history.add_step(step(number, **means, **{"critic/score/min": 0.0, "critic/score/max": 1.0}))
+        raised += [change["alarm"] for change in watchdog.changes(10.0 * number) if change["state"] == "raised"]
+    return raised, watchdog.history
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_watchdog_raises_nothing_where_noisy_scores_rise(seed):
+    """By 20 points within 500 steps, soon or late, or in waves of some steps."""
+    rng, t = np.random.default_rng(seed), np.arange(500)
+    noise = rng.normal(0, NOISE, t.size)
+    soon, late = 0.4 + 0.2 * (1 - np.exp(-t / 20)), 0.4 + 0.2 * t / t.size
+    waves = np.convolve(rng.normal(0, NOISE, t.size + 4), np.ones(5) / 5**0.5, "valid")
+    for scores in (soon + noise, late + noise, soon + waves):
+        assert fed(scores)[0] == []
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_watchdog_tells_flat_from_collapsed(seed):
+    rng, t = np.random.default_rng(seed), np.arange(300)
+    noise = rng.normal(0, 0.03, t.size)
+    rises = 0.4 + 0.3 * (1 - np.exp(-t / 30))
+    assert set(fed(0.4 + noise)[0]) == {"reward_flat"}
+    assert fed(0.97 + np.clip(noise, -0.03, 0.03))[0] == [], "near its highest there is nothing to rise to"
+    assert set(fed(np.where(t < 200, rises, 0.42) + noise)[0]) == {"reward_collapsed"}
+    assert fed(np.where(t < 200, rises, 0.6) + noise)[0] == [], "a third of what was gained is no collapse"
+
+
+def test_watchdog_judges_steps_of_this_start_alone():
+    """The learning rate was 0 in an earlier start: its last step says nothing about this one."""
+    history = History(LIMITS, begin=10)
+    watchdog = Watchdog(history)
+    for number in range(1, 13):
+        history.add_step(step(number, **{"actor/lr": 0.0, PREFIX + "unknown_sampling": 3.0}))
+        names = [change["alarm"] for change in watchdog.changes(10.0 * number)]
+        assert names == (["unknown_sampling"] if number == 11 else []), number
+    history.add_step(step(13, **{"actor/lr": 0.0}))
+    assert [change["alarm"] for change in watchdog.changes(130.0)] == ["learning_rate_zero"]
+
+
+def test_watchdog_history_follows_a_trainer_that_goes_back():
+    history = History(LIMITS)
+    for number in range(1, 31):
+        history.add_step(step(number))
+    for number in range(15, 41):
+        history.add_step(step(number, time=1000.0 + number, **{"actor/lr": 2e-6}))
+    assert [line["step"] for line in history.steps] == list(range(1, 41))
+    assert [line["step"] for line in history.first] == list(range(1, FIRST_STEPS + 1))
+    assert history.first[14]["actor/lr"] == history.steps[14]["actor/lr"] == 2e-6 != history.steps[13]["actor/lr"]
+
+
+def test_watchdog_history_is_bounded():
+    history, counts = History(LIMITS), {}
+    for number in range(1, 3001):
+        history.add_step(step(number, noise=1.0))
+        counts = {"items": 100 * number, "groups_sent": 50 * number}
+        line = {"time": 5.0 * number, "step": number, "in_flight": 8, "counts": counts, "means": {}}
+        history.add_report(ENV, line)
+        status = {"url": "http://a", "state": "admitted", "requests": number, "inflight": 0, "last_error": None}
+        history.add_gateway({"version": 1, "held": 0, "servers": [status]}, 5.0 * number)
+    assert len(history.steps) == 1000 and len(history.first) == FIRST_STEPS
+    assert len(history.environment(ENV).recent) < 5 and len(history.servers["http://a"].finished) < 20
+    assert "noise" not in history.steps[-1]
+
+
+def test_watchdog_counts_all_processes_of_an_environment():
+    history = History(LIMITS)
+    for time, line in enumerate(
+        [
+            {"started": True},
+            {"registered": 4, "pid": 1},
+            {"counts": {"items": 20, "groups_sent": 20}, "in_flight": 3, "means": {"score": 0.5}},
+            {"started": True},
+            {"counts": {"items": 6, "not_sent/too_long": 6}, "in_flight": 3, "means": {}},
+        ]
+    ):
+        history.add_report(ENV, {"time": float(time), "env": ENV, **line})
+    environment = history.environment(ENV)
+    assert environment.number == 4 and environment.score == 0.5
+    assert dict(environment.counts) == {"items": 26, "sent": 20, "too_long": 6, "not sent:too_long": 6}
+
+
+def test_watchdog_clears_an_alarm_when_its_cause_is_gone():
+    """Once; here after the first group, half a minute later."""
+    demo = Demo(0)
+    for line in demo.reports:
+        if 60.0 < line["time"] < 120.0:
+            line["counts"] = demo.reports[12]["counts"] | {"failed/KeyError": 100, "items": 681}
+    raised, cleared = play(demo)
+    assert (raised["alarm"], raised["state"], cleared["state"]) == ("environment_raises", "raised", "cleared")
+    assert 120.0 < cleared["time"] <= 160.0 and cleared["since"] == raised["since"] <= 61.0
+    assert raised["since_step"] <= raised["step"] < cleared["step"]
+
+
+def test_watchdog_gives_slow_items_four_times_their_time():
+    """An item may take an hour, where an item has taken one."""
+    history = History(Limits(silent_after=60.0, first_answer=300.0))
+
+    def report(time, items):
+        line = {"time": time, "in_flight": 2, "counts": {"items": items, "groups_sent": items}, "means": {}}
+        history.add_report(ENV, line)
+
+    def silent(now):
+        return {change["alarm"] for change in Watchdog(history).changes(now)}
+
+    history.add_report(ENV, {"time": 0.0, "started": True})
+    report(10.0, 0)
+    assert silent(300.0) == set() and silent(320.0) == {"environment_silent"}, "the first"
+    for number in range(1, 4):
+        report(10.0 + 100.0 * number, number)
+    assert silent(310.0 + 390.0) == set() and silent(310.0 + 410.0) == {"environment_silent"}
+
+
+def test_watchdog_accounts_for_alarms_over_all_starts():
+    def line(name, state, time, step, since_step, environment=None):
+        about = {"since_step": since_step, "since": 0.0, "seen": f"{step} was seen", "advice": ALARMS[name].advice}
+        return {"time": time, "step": step, "alarm": name, "environment": environment, "state": state, **about}
+
+    lines = [
+        line("too_long", "raised", 1.0, 5, 3, "a"),
+        line("too_long", "raised", 2.0, 6, 6, "b"),
+        line("too_long", "cleared", 3.0, 8, 3, "a"),
+        line("queue_full", "raised", 3.0, None, None),
+        line("queue_full", "cleared", 9.0, 2, None),
+    ]
+    assert [open_["environment"] for open_ in left_open(lines)] == ["b"]
+    found = account(lines, 9)
+    assert {key: found["too_long"][key] for key in ("raised", "first_step", "last_step", "steps", "now")} == {
+        **{"raised": 2, "first_step": 3, "last_step": 9, "steps": 6 + 4, "now": True},
+    }
+    assert found["queue_full"]["now"] is False and found["queue_full"]["seen"] == "2 was seen"
