@@ -3,6 +3,7 @@
 import functools
 import importlib.metadata
 import platform
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from recipe.atropos.report.scores import held_out, training_scores
 from recipe.atropos.utils.secret import HIDDEN, is_secret
 
 _PACKAGES = "verl-atropos verl atroposlib torch transformers ray sglang flash-attn liger-kernel numpy omegaconf".split()
+_ADDRESS = re.compile(r"(https?://)(?:[^/\s@]*@)?([^/\s@'\"]+)/[^\s'\"]+")
 REASONS = {  # of docs/data-format.md, in short
     SENT: "sent to the trainer",
     "equal_scores": "all answers of the group have the same score: there is no advantage",
@@ -69,9 +71,8 @@ def figures(history: History) -> list[list[str]]:
     rows.append(["trained tokens per second", f"{tokens / max(seconds, 1e-9):,.0f}"])
     sequences = summary.get("sequences_trained") or sum(history.column("atropos/rows"))
     rows.append(["sequences trained on", f"{sequences:,.0f}"])
-    groups = summary.get("groups", {})
-    trained = summary.get("groups_trained", groups.get("trained", 0))
-    rows.append(["groups trained on / dropped", f"{trained:,} / {summary.get('groups_dropped', 0):,}"])
+    groups = summary.get("groups_trained") or sum(history.column("atropos/groups"))
+    rows.append(["groups trained on", f"{groups:,.0f}"])
     if restarts := sum(each.get("restarts", 0) for each in summary.get("environments", {}).values()):
         rows.append(["restarts of environments", str(restarts)])
     rows.append(["model", str(history.config.get("actor_rollout_ref.model.path", "unknown"))])
@@ -128,7 +129,9 @@ def _defaults() -> dict[str, Any]:
 
 
 def _text(value: Any) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    """Return a value as the page shows it; a key may be in the path of a Trajectory API's address, or before its @."""
+    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return _ADDRESS.sub(rf"\1\2/{HIDDEN}", text)
 
 
 def versions(history: History) -> list[list[str]]:

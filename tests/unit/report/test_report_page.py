@@ -31,8 +31,9 @@ def test_the_page_has_all_sections_of_a_run(tmp_path):
 def test_the_page_needs_no_network_and_holds_no_secret(tmp_path):
     run = Seeded(tmp_path)
     run.config += "openai:\n  api_key: sk-very-secret\n"
+    run.set("api_url", "http://127.0.0.1:8000/sk-in-the-path")
     text = write_report(run.write(recorded=False)).read_text()
-    assert "sk-very-secret" not in text and "openai.api_key" in text
+    assert "sk-" not in text and "openai.api_key" in text and "http://127.0.0.1:8000/***" in text
     outside = re.sub(r'<script type="application/json".*?</script>', "", text, flags=re.DOTALL)
     assert set(re.findall(r"https?://[^\s\"']+", outside)) == {"http://www.w3.org/2000/svg"}
     assert not re.search(r"<(link|img|iframe)|@import|\bsrc=|fetch\(", outside)
