@@ -78,6 +78,45 @@ def test_two_runs_are_laid_over_each_other(tmp_path, shown):
     assert "trainer.atropos.sampling_mismatch" in differing and "actor_rollout_ref.actor.optim.lr" not in differing
 
 
+# What a user does: read a curve with the keyboard, sort, search, open a row's tokens. The results go into the title.
+USE = r"""
+const find = (what) => document.querySelector(what);
+function change(node, value) {
+  node.value = value;
+  node.dispatchEvent(new Event(node.tagName === "SELECT" ? "change" : "input"));
+}
+setTimeout(() => {
+  for (const key of ["Home", "ArrowRight"]) {
+    find("#entropy svg[role]").dispatchEvent(new KeyboardEvent("keydown", { key }));
+  }
+  const found = [find("#entropy .at").textContent];
+  for (const order of ["worst", "best"]) {
+    change(find("#samples select"), order);
+    found.push(find(".sample .badge").textContent);
+  }
+  change(find("#samples input"), find(".sample pre.prompt").textContent.split(/\s+/)[3]);
+  found.push([...document.querySelectorAll(".sample")].every((each) => each.querySelector("mark")));
+  change(find("#samples input"), "no such text");
+  found.push(document.querySelectorAll(".sample").length);
+  change(find("#samples input"), "");
+  const details = find(".sample > details:last-child");
+  details.open = true;
+  details.addEventListener("toggle", () => {
+    found.push(details.querySelectorAll("tbody tr").length > 5);
+    document.title = found.join("; ");
+  });
+}, 500);
+"""
+
+
+def test_the_page_can_be_used_by_keyboard(tmp_path, shown):
+    page = write_report(healthy_run(tmp_path / "run"))
+    page.write_text(page.read_text().replace("</body>", f"<script>{USE}</script></body>"))
+    document, console = shown(page)
+    assert console == []
+    assert re.search(r"<title>(.*)</title>", document)[1] == "step 2; score −1; score 1; true; 0; true"
+
+
 def test_an_error_of_the_page_would_be_seen(tmp_path, shown):
     page = write_report(healthy_run(tmp_path / "run"))
     page.write_text(page.read_text().replace("content.append(verdictSection()", "content.append(noSuchSection()"))

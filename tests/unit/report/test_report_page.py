@@ -2,11 +2,15 @@
 
 import json
 import re
+import tomllib
 
 import pytest
 
+from helpers import ROOT
 from helpers.seeded_runs import Seeded, healthy_run
 from recipe.atropos.commands import report
+from recipe.atropos.data.reasons import Reason
+from recipe.atropos.report.facts import REASONS
 from recipe.atropos.report.page import describe, page, write_report
 from recipe.atropos.report.run_history import read_history
 from recipe.atropos.utils.files import read_lines, rewrite_lines
@@ -79,3 +83,14 @@ def test_the_command_writes_the_page_of_one_run_or_two(tmp_path, capsys):
 def test_the_command_says_in_a_line_that_there_is_no_run(tmp_path):
     with pytest.raises(SystemExit, match="^error: .*: no run is in this folder; give a run's folder"):
         report.main([str(tmp_path)])
+
+
+def test_every_reason_has_its_meaning_on_the_page():
+    assert {reason.value for reason in Reason} <= REASONS.keys()
+
+
+def test_an_installed_package_has_the_files_of_the_page():
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    recipe = ROOT / "recipe/atropos"
+    shipped = {path for pattern in settings["recipe.atropos"] for path in recipe.glob(pattern)}
+    assert {path for path in (recipe / "report").iterdir() if path.suffix in (".html", ".css", ".js")} <= shipped
