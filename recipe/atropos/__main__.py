@@ -7,6 +7,7 @@ from collections.abc import Sequence
 COMMANDS = {
     "train": ("launch_services", "start all services, train, evaluate, export; resume an unfinished run"),
     "export": ("checkpoint.export", "write a checkpoint's model as a folder in Hugging Face format, or to the hub"),
+    "report": ("commands.report", "write an HTML page about a run: verdict, alarms, curves, samples; or about two"),
     "inspect": ("commands.inspect", "print one trajectory of a recorded step, token by token"),
     "replay": ("commands.replay", "train on recorded batches again, without servers, and compare the weights"),
     "plan": ("commands.plan", "print the memory that a configuration needs of each GPU, and what does not fit"),

@@ -254,7 +254,9 @@ def main(argv: list[str] | None = None) -> int:
         console.print(f"[bold red]error[/]   {escape(message)}", soft_wrap=True)
         return 1
     files = RunDir(directory)
-    console.print(f"[bold]done[/]    {os.path.relpath(files.summary)}, {files.reward_picture.name}")
+    console.print(
+        f"[bold]done[/]    {os.path.relpath(files.summary)}, {files.reward_picture.name}, {files.report.name}"
+    )
     console.print_json(files.summary.read_text())
     return 0
 

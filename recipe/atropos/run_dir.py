@@ -53,6 +53,7 @@ class RunDir:
         self.alarms = path / "alarms.jsonl"  # one line for each alarm that is raised or cleared
         self.summary = path / "summary.json"
         self.reward_picture = path / "reward.png"
+        self.report = path / "report.html"
         self.logs = path / "logs"
         self.rollouts = path / "rollouts"
         self.trajectories = path / "trajectories"  # the Trajectory API's store

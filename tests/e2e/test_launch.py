@@ -447,6 +447,7 @@ def test_launch_goes_on_after_an_interrupt(finished):
         "config.yaml",
         "services.json",
         "reward.png",
+        "report.html",
         f"rollouts/{steps}.jsonl",
         "logs/trainer.log",
         "tensorboard",

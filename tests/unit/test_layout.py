@@ -33,6 +33,7 @@ LAYERS = (
     ("weight_sync",),
     ("fsdp_workers", "workers"),
     ("watchdog",),
+    ("report",),
     ("launcher",),
     ("ray_trainer", "main", "launch_services", "commands"),
     ("__main__",),

@@ -27,6 +27,7 @@ def write_rollouts(path: Path, step: int, rows: DataProto, tokenizer: Any) -> li
         "output": texts(rows.batch["responses"], attended[:, width:]),
         "score": rows.batch["token_level_scores"].sum(-1).tolist(),
         "step": [step] * len(rows),
+        "response_tokens": attended[:, width:].sum(-1).tolist(),
         **{key: rows.non_tensor_batch[key].tolist() for key in _COLUMNS},
     }
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -21,6 +21,7 @@ from recipe.atropos.launcher.environment_processes import Environments
 from recipe.atropos.launcher.evaluation import Evaluations
 from recipe.atropos.launcher.joining import Joining
 from recipe.atropos.launcher.progress import progress
+from recipe.atropos.launcher.report_page import write_pictures
 from recipe.atropos.launcher.services import Run, console
 from recipe.atropos.launcher.sglang import start_inference
 from recipe.atropos.launcher.startup import first_version, servers_healthy, start_api, start_trainer
@@ -96,9 +97,7 @@ async def launch(
         raise failure
     total = config.trainer.total_training_steps
     update_summary(directory, {"seconds_in_all": time.monotonic() - started, "finished_steps": total})
-    from recipe.atropos.launcher.plots import plot_reward  # imported here: matplotlib takes a second
-
-    plot_reward(directory)
+    write_pictures(run.files)
 
 
 def tell_model(run: Run) -> None:

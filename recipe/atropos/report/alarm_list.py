@@ -1,0 +1,122 @@
+"""The alarms of a run: those that it recorded, or else what the watchdog finds in its recorded history.
+
+A run that recorded no alarm, perhaps because an earlier version made it, is played to the watchdog again. What only the
+servers told while the run went on is not in its files; a server that kept old weights still shows in the trained rows.
+"""
+
+import heapq
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from recipe.atropos.alarms import ALARMS, logprob_tolerance
+from recipe.atropos.report.run_history import History
+from recipe.atropos.watchdog.history import History as WatchedHistory
+from recipe.atropos.watchdog.history import Limits
+from recipe.atropos.watchdog.watchdog import Watchdog
+
+CAUSES = (  # before their symptoms: the verdict names the first that is raised
+    "environment_raises",
+    "environment_silent",
+    "wrong_group_size",
+    "too_long",
+    "all_rows_clipped",
+    "server_out_of_sync",
+    "server_unhealthy",
+    "other_temperature",
+    "truncated_sampling",
+    "penalized_sampling",
+    "unknown_sampling",
+    "entropy_collapsed",
+    "equal_scores",
+    "stale_samples",
+)
+_BEHIND_STEPS = 5  # in which one weight version comes again and again, at last so many updates older than the others
+_LOOKS = 400  # of the watchdog at a recorded run of any length
+
+
+def all_alarms(history: History) -> list[dict[str, Any]]:
+    """Return a run's alarms, raised ones first, causes before symptoms.
+
+    Each is ``{"alarm", "environment", "state", "since_step", "until_step", "seen", "means", "advice", "times",
+    "recorded"}``; ``times`` counts how often it was raised, ``recorded`` is false if only the page found it.
+    """
+    recorded = bool(history.alarms)
+    found = _newest(history.alarms if recorded else _played(history), recorded)
+    for alarm in found:
+        same = [each for each in found if each["alarm"] == alarm["alarm"]]
+        known = history.summary.get("alarms", {}).get(alarm["alarm"], {})
+        if recorded and alarm["state"] == "raised" and len(same) == 1:  # the summary has the newest numbers
+            alarm["seen"] = known.get("seen", alarm["seen"])
+    if not any(alarm["alarm"] == "server_out_of_sync" for alarm in found):
+        found += _newest(_server_behind(history), recorded=False)
+    order = {name: place for place, name in enumerate(CAUSES)}
+    return sorted(found, key=lambda alarm: (alarm["state"] != "raised", order.get(alarm["alarm"], len(order))))
+
+
+def _newest(lines: Iterable[dict[str, Any]], recorded: bool) -> list[dict[str, Any]]:
+    """Return the newest state of each alarm of lines of ``alarms.jsonl``."""
+    found: dict[tuple[str, str | None], dict[str, Any]] = {}
+    for line in lines:
+        name, environment = line["alarm"], line.get("environment")
+        means = ALARMS[name].means if name in ALARMS else ""
+        new = {"alarm": name, "environment": environment, "means": means, "times": 0, "recorded": recorded}
+        alarm = found.setdefault((name, environment), new)
+        alarm |= {key: line.get(key) for key in ("state", "since_step", "seen", "advice")}
+        alarm["until_step"] = line.get("step") if line["state"] == "cleared" else None
+        alarm["times"] += line["state"] == "raised"
+    return list(found.values())
+
+
+def _played(history: History) -> Iterator[dict[str, Any]]:
+    """Yield the lines that the watchdog would have written of the recorded steps and reports."""
+    watchdog = Watchdog(WatchedHistory(_limits(history)))
+    watched = watchdog.history
+    sources = [[(line["time"], None, line) for line in history.lines]]
+    sources += [[(line["time"], name, line) for line in lines] for name, lines in history.reports.items()]
+    events = list(heapq.merge(*sources, key=lambda event: event[0]))
+    every = -(-len(events) // _LOOKS)
+    for place, (now, environment, line) in enumerate(events, start=1):
+        if environment is None:
+            watched.add_step(line)
+        else:
+            watched.add_report(environment, line)
+        if place % every == 0 or place == len(events):
+            yield from watchdog.changes(now)
+
+
+def _limits(history: History) -> Limits:
+    config = history.config
+    tolerance = config.get("trainer.atropos.logprob_tolerance")
+    return Limits(
+        logprob_tolerance=logprob_tolerance(tolerance, config.get("inference.dtype", "bfloat16")),
+        max_response_length=config.get("data.max_response_length", Limits.max_response_length),
+        max_staleness=config.get("trainer.atropos.max_staleness"),
+        push_every=config.get("trainer.atropos.weight_sync.every", 1),
+        distills=config.get("trainer.atropos.distillation.loss_coef", 0) > 0,
+        silent_after=config.get("watchdog.silent_after", Limits.silent_after),
+    )
+
+
+def _server_behind(history: History) -> Iterator[dict[str, Any]]:
+    """Yield an alarm if rows of one weight version come at each of the newest steps, beside rows of newer ones."""
+    late: list[dict[str, Any]] = []
+    for line in reversed(history.lines):
+        oldest, newest = line.get("atropos/staleness/max"), line.get("atropos/staleness/min")
+        if oldest is None or oldest == newest or (late and _oldest_version(line) != _oldest_version(late[0])):
+            break
+        late.append(line)
+    if len(late) < _BEHIND_STEPS or late[0]["atropos/staleness/max"] - late[0]["atropos/staleness/min"] < _BEHIND_STEPS:
+        return
+    first, last = late[-1], late[0]
+    yield {
+        "alarm": "server_out_of_sync",
+        "state": "raised",
+        "since_step": first["step"],
+        "seen": f"rows of weight version {_oldest_version(last)} are in every step since, at last "
+        f"{last['atropos/staleness/max']:.0f} updates old, beside rows of {last['atropos/staleness/min']:.0f}",
+        "advice": ALARMS["server_out_of_sync"].advice,
+    }
+
+
+def _oldest_version(line: dict[str, Any]) -> int:
+    return int(line["step"] - 1 - line["atropos/staleness/max"])

@@ -1,0 +1,178 @@
+"""The charts of metrics over steps: which metrics, what they mean, and which alarm shows in which chart."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Chart:
+    """``keys``: metrics by label; ``prefix``: also all metrics that start so; ``limit``: key of the configuration."""
+
+    id: str
+    title: str
+    unit: str
+    about: str
+    keys: Mapping[str, str] = field(default_factory=dict)
+    prefix: str = ""
+    zero: bool = True  # the axis begins at 0
+    log: bool = False
+    limit: str = ""
+    quiet: bool = False  # only series that are not 0 throughout are shown
+
+
+CHARTS = (
+    Chart(
+        "entropy",
+        "Entropy",
+        "nats per token",
+        "How undecided the policy is. Near 0 it always gives the same answer, and can explore no longer.",
+        {"entropy": "actor/entropy"},
+    ),
+    Chart(
+        "logprobs",
+        "Logprob difference",
+        "nats",
+        "How much the servers' logprobs of the sampled tokens differ from the trainer's. Fresh samples differ by "
+        "rounding only: more means other weights, sampling parameters or kernels. Older ones differ by the "
+        "updates since.",
+        {
+            "mean": "atropos/logprob_diff/mean",
+            "mean, fresh samples": "atropos/logprob_diff/fresh_mean",
+            "largest": "atropos/logprob_diff/max",
+        },
+        zero=False,
+        log=True,
+    ),
+    Chart(
+        "sampling",
+        "Rows sampled otherwise",
+        "rows per step",
+        "Rows that came without sampling parameters, at another temperature than the trainer computes with, or with "
+        "truncation or penalties: their logprobs are not those of the policy that is trained.",
+        {
+            "another temperature": "atropos/rows_with/other_temperature",
+            "unknown parameters": "atropos/rows_with/unknown_sampling",
+            "truncated": "atropos/rows_with/truncated_sampling",
+            "penalized": "atropos/rows_with/penalized_sampling",
+            "without logprobs": "atropos/rows_with/no_logprobs",
+        },
+        quiet=True,
+    ),
+    Chart(
+        "kl",
+        "KL",
+        "nats per token",
+        "How far the policy is from the one that sampled, from itself before the update, and from the reference.",
+        {
+            "sampling policy": "rollout_corr/kl",
+            "before the update": "actor/ppo_kl",
+            "reference": "actor/kl_loss",
+            "reference, in the reward": "actor/reward_kl_penalty",
+        },
+        zero=False,
+    ),
+    Chart(
+        "gradient",
+        "Gradient norm",
+        "",
+        "Size of the gradient before it is clipped; 0 means that nothing is learned from.",
+        {"gradient norm": "actor/grad_norm"},
+        limit="actor_rollout_ref.actor.grad_clip",
+    ),
+    Chart("lr", "Learning rate", "", "Of the optimizer.", {"learning rate": "actor/lr"}),
+    Chart(
+        "clip",
+        "Clipped tokens",
+        "share",
+        "Tokens whose probability changed more than the clip ratio allows: they give no gradient.",
+        {"clipped": "actor/pg_clipfrac", "clipped below": "actor/pg_clipfrac_lower"},
+        quiet=True,
+    ),
+    Chart(
+        "length",
+        "Response length",
+        "tokens",
+        "From the first sampled token on. Answers at the limit are cut off before they end.",
+        {"mean": "response_length/mean", "longest": "response_length/max", "shortest": "response_length/min"},
+        limit="data.max_response_length",
+    ),
+    Chart(
+        "cut",
+        "Responses cut at the limit",
+        "rows per step",
+        "What is cut off is neither trained on nor, mostly, an answer that can be scored.",
+        {"cut": "atropos/rows_with/response_truncated"},
+        quiet=True,
+    ),
+    Chart(
+        "staleness",
+        "Staleness",
+        "updates",
+        "How many updates older than the policy the weights were that sampled a row. A server that missed a push shows "
+        "as a largest value that grows step by step, beside a low smallest one.",
+        {"mean": "atropos/staleness/mean", "largest": "atropos/staleness/max", "smallest": "atropos/staleness/min"},
+        limit="trainer.atropos.max_staleness",
+    ),
+    Chart(
+        "signal",
+        "Trained groups without signal",
+        "share",
+        "Groups whose advantages are all 0: nothing is learned from them.",
+        {"share": "atropos/zero_signal_share"},
+        quiet=True,
+    ),
+    Chart(
+        "drops",
+        "Rows dropped by the trainer",
+        "rows per step",
+        "By reason; the table of reasons says what they mean.",
+        prefix="atropos/dropped/",
+        quiet=True,
+    ),
+    Chart(
+        "speed",
+        "Throughput",
+        "tokens/s per GPU or CPU rank",
+        "Tokens of prompts and responses that a step trained on, per second of the whole step.",
+        {"tokens/s": "perf/throughput"},
+    ),
+    Chart(
+        "queue",
+        "Batches ahead",
+        "batches",
+        "Batches that were complete when the step began; 0: the trainer waits for environments.",
+        {"batches ahead": "atropos/batches_ahead"},
+    ),
+    Chart(
+        "servers",
+        "Servers removed",
+        "servers",
+        "Servers that did not answer when the step began.",
+        {"removed": "weight_sync/servers_removed"},
+        quiet=True,
+    ),
+)
+
+SHOWN_BY = {  # where on the page to look; ids of charts and sections
+    "environment_raises": "outcomes",
+    "environment_silent": "outcomes",
+    "equal_scores": "outcomes",
+    "wrong_group_size": "outcomes",
+    "too_long": "length",
+    "groups_refused": "outcomes",
+    "all_rows_clipped": "length",
+    "reward_flat": "score",
+    "reward_collapsed": "score",
+    "entropy_collapsed": "entropy",
+    "logprob_difference": "logprobs",
+    "unknown_sampling": "sampling",
+    "other_temperature": "sampling",
+    "truncated_sampling": "sampling",
+    "penalized_sampling": "sampling",
+    "gradient_not_finite": "gradient",
+    "learning_rate_zero": "lr",
+    "stale_samples": "staleness",
+    "server_out_of_sync": "staleness",
+    "server_unhealthy": "servers",
+    "queue_full": "queue",
+}

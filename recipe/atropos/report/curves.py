@@ -1,0 +1,187 @@
+"""The curves of a run, its phases, histograms and counts, each with a title, a unit and what it means.
+
+Every value here is read from the run's files; ``decimate`` keeps them short.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from recipe.atropos.report.chart_table import CHARTS, SHOWN_BY
+from recipe.atropos.report.decimate import buckets, decimated
+from recipe.atropos.report.run_history import SENT, History, phases_of
+from recipe.atropos.report.scores import held_out
+
+BARS = 60  # of a timeline
+_BINS = 24  # of a histogram
+
+
+def curves(history: History, alarms: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the charts: ``{"id", "title", "unit", "about", "series", "limit", "log", "marks"}``.
+
+    A series is ``{"label", "x", "y"}``, perhaps with ``low`` and ``high``. ``marks`` are alarms that the chart shows.
+    """
+    found = [_scores(history), _held_out(history), *_of_metrics(history)]
+    charts = [chart for chart in found if any(any(y is not None for y in each["y"]) for each in chart["series"])]
+    for chart in charts:
+        chart["marks"] = [
+            {"x": alarm["since_step"], "alarm": alarm["alarm"]}
+            for alarm in alarms
+            if SHOWN_BY.get(alarm["alarm"]) == chart["id"] and alarm["since_step"] is not None
+        ]
+    return charts
+
+
+def _chart(id: str, title: str, unit: str, about: str, series: list[dict[str, Any]]) -> dict[str, Any]:
+    more = {"limit": None, "log": False, "zero": False}
+    return {"id": id, "title": title, "unit": unit, "about": about, "series": series, **more}
+
+
+def _scores(history: History) -> dict[str, Any]:
+    keys = {"all trained rows": "atropos/mean_score", "before shaping": "atropos/mean_raw_score"}
+    if all(line.get("atropos/mean_score") == line.get("atropos/mean_raw_score") for line in history.lines):
+        del keys["before shaping"]
+    names = sorted({key.split("/")[1] for line in history.lines for key in line if _is_of_environment(key)})
+    if len(names) > 1:
+        keys |= {name: f"atropos/{name}/mean_score" for name in names}
+    series = _series(history, keys)
+    for name, outcomes in history.outcomes.items():
+        scored = [each for each in outcomes if each.score is not None and each.step]
+        points = {min(each.step, history.steps): each.score for each in scored}
+        which = f", {name}" if len(history.outcomes) > 1 else ""
+        series.append({"label": f"everything scored{which}"} | decimated(list(points), list(points.values())))
+    about = (
+        "Mean score of the answers that a step was trained on. Groups whose answers all have the same score are left "
+        "out of training, so “everything scored” rises earlier and higher."
+    )
+    return _chart("score", "Score", "", about, series)
+
+
+def _is_of_environment(key: str) -> bool:
+    return key.startswith("atropos/") and key.endswith("/mean_score") and key.count("/") == 2
+
+
+def _held_out(history: History) -> dict[str, Any]:
+    series = []
+    for name, values in held_out(history).items():
+        xs, ys, items = zip(*values, strict=True)
+        which = f" ({items[-1]:.0f} items)" if items[-1] else ""
+        series.append({"label": f"{name}{which}", "points": True} | decimated(xs, ys))
+    about = "Score on items that are never trained on."
+    share = all(0 <= y <= 1 for each in series for y in each["y"] if y is not None)
+    return _chart("heldout", "Held-out score", "", about, series) | {"share": share}
+
+
+def _of_metrics(history: History) -> Iterator[dict[str, Any]]:
+    for chart in CHARTS:
+        keys = dict(chart.keys)
+        if chart.prefix:
+            names = sorted({key for line in history.lines for key in line if key.startswith(chart.prefix)})
+            keys |= {name.removeprefix(chart.prefix): name for name in names}
+        series = _series(history, keys)
+        if chart.quiet:
+            series = [each for each in series if any(each["y"])]
+        if any(y is not None for each in series for y in each["y"]):
+            more = {"zero": chart.zero, "log": chart.log, "limit": history.config.get(chart.limit)}
+            yield _chart(chart.id, chart.title, chart.unit, chart.about, series) | more
+
+
+def _series(history: History, keys: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Counts that a step does not have are 0; other metrics are unknown then."""
+    steps = [line["step"] for line in history.lines]
+    counts = ("atropos/dropped/", "atropos/rows_with/")
+    return [
+        {"label": label}
+        | decimated(steps, [line.get(key, 0 if key.startswith(counts) else None) for line in history.lines])
+        for label, key in keys.items()
+    ]
+
+
+# ---------------------------------------------------------------- phases
+
+
+def timeline(history: History) -> dict[str, Any]:
+    """Return the mean seconds of each phase over the steps of a bar, and each phase's share of the whole time."""
+    bars: list[dict[str, Any]] = []
+    names = list(phases_of({}))
+    for part in buckets(len(history.lines), BARS):
+        lines = history.lines[part]
+        mean = {name: sum(phases_of(line)[name] for line in lines) / len(lines) for name in names}
+        first, last = lines[0]["step"], lines[-1]["step"]
+        label = str(first) if first == last else f"{first} to {last}"
+        bars.append({"label": label, "values": [round(mean[name], 3) for name in names]})
+    seconds = history.summary.get("seconds_per_phase") or {
+        name: sum(phases_of(line)[name] for line in history.lines) for name in names
+    }
+    return {"names": names, "bars": bars, "seconds": {name: round(value, 1) for name, value in seconds.items()}}
+
+
+# ---------------------------------------------------------------- outcomes
+
+
+def outcomes(history: History) -> list[dict[str, Any]]:
+    """Return per environment what became of its items over time: counts by outcome in bars of equal time."""
+    found = []
+    for name, each in history.outcomes.items():
+        if not each:
+            continue
+        names = [outcome for outcome, _ in history.item_totals(name).most_common()]
+        names = [*(n for n in names if n == SENT), *(n for n in names if n != SENT)]
+        begin, end = history.started, max(each[-1].time, history.started + 1)
+        n = min(BARS, len(each))
+        counts = [Counter() for _ in range(n)]
+        steps: list[int | None] = [None] * n
+        for one in each:
+            place = min(n - 1, int((one.time - begin) / (end - begin) * n))
+            counts[place] += one.counts
+            steps[place] = one.step
+        width = (end - begin) / n / 60
+        bars = [
+            {
+                "label": f"{width * (place + 1):.1f} min" + (f", step {steps[place]}" if steps[place] else ""),
+                "values": [count[outcome] for outcome in names],
+            }
+            for place, count in enumerate(counts)
+        ]
+        found.append({"environment": name, "names": names, "bars": bars})
+    return found
+
+
+# ---------------------------------------------------------------- histograms
+
+
+def staleness_histogram(history: History) -> dict[str, Any] | None:
+    """Return the rows by age in updates, for the first, the middle and the last third of the steps."""
+    thirds = [Counter() for _ in range(3)]
+    for place, line in enumerate(history.lines):
+        for key, n in line.items():
+            if key.startswith("atropos/staleness/rows_"):
+                thirds[place * 3 // len(history.lines)][int(key.rpartition("_")[2])] += int(n)
+    return _binned(thirds, "updates")
+
+
+def length_histogram(history: History, rollouts: Mapping[int, list[dict[str, Any]]]) -> dict[str, Any] | None:
+    """Return the rows by response tokens, for the first, the middle and the last third of the steps that were read."""
+    thirds = [Counter() for _ in range(3)]
+    for place, rows in enumerate(rollouts.values()):
+        thirds[place * 3 // len(rollouts)].update(row["response_tokens"] for row in rows if "response_tokens" in row)
+    found = _binned(thirds, "tokens")
+    return found and found | {"limit": history.config.get("data.max_response_length")}
+
+
+def _binned(thirds: list[Counter], unit: str) -> dict[str, Any] | None:
+    values = {value for third in thirds for value in third}
+    if not values:
+        return None
+    low, high = min(values), max(values)
+    width = max(1, -(-(high - low + 1) // _BINS))
+    edges = range(low, high + 1, width)
+    labels = [str(edge) if width == 1 else f"{edge} to {min(high, edge + width - 1)}" for edge in edges]
+    series = []
+    for label, third in zip(("first third of the steps", "middle", "last third"), thirds, strict=True):
+        total = max(1, sum(third.values()))
+        counts = [0.0] * len(edges)
+        for value, n in third.items():
+            counts[(value - low) // width] += n / total
+        series.append({"label": label, "values": [round(count, 4) for count in counts], "rows": sum(third.values())})
+    return {"unit": unit, "labels": labels, "series": [each for each in series if each["rows"]]}

@@ -1,0 +1,180 @@
+"""Tables of the page: the run in figures, what was dropped and why, its configuration, and installed versions."""
+
+import functools
+import importlib.metadata
+import platform
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from recipe.atropos.config.compose import compose_config, leaves
+from recipe.atropos.config.schema import documented
+from recipe.atropos.errors import AtroposError
+from recipe.atropos.inference.server import sglang_python
+from recipe.atropos.report.run_history import SENT, History
+from recipe.atropos.report.scores import held_out, training_scores
+from recipe.atropos.utils.secret import HIDDEN, is_secret
+
+_PACKAGES = "verl-atropos verl atroposlib torch transformers ray sglang flash-attn liger-kernel numpy omegaconf".split()
+_ADDRESS = re.compile(r"(https?://)(?:[^/\s@]*@)?([^/\s@'\"]+)/[^\s'\"]+")
+REASONS = {  # of docs/data-format.md, in short
+    SENT: "sent to the trainer",
+    "equal_scores": "all answers of the group have the same score: there is no advantage",
+    "too_long": "longer than the environment is configured for",
+    "wrong_size": "another number of answers than group_size",
+    "no_group": "the environment made no group",
+    "missing_trajectories": "the environment made no group, or an incomplete one",
+    "malformed": "not a group, or a field of another type",
+    "empty_group": "a group without answers",
+    "unequal_lengths": "fields of different lengths",
+    "foreign_tokens": "tokens of another tokenizer",
+    "no_trained_token": "no token to train on",
+    "no_prompt": "the first token is one to train on",
+    "overlong_response": "longer than data.max_response_length",
+    "stale": "sampled by weights older than trainer.atropos.max_staleness",
+    "future_version": "sampled by weights of an abandoned branch of the training",
+    "not_pushed": "sampled by weights that no trainer pushed",
+    "unknown_version": "sampled by unknown weights, and max_staleness is set",
+    "not_sampled": "no server sampled any of its tokens",
+    "marker_timeout": "a pattern of the reward bridge took too long",
+    "nonfinite_scores": "a score that is missing, NaN or infinite",
+    "nonfinite_advantages": "an advantage that is missing, NaN or infinite",
+    "nonfinite_inference_logprobs": "a logprob that is NaN or infinite: the server's numbers are broken",
+    "nonfinite_ref_logprobs": "a reference logprob that is missing, NaN or infinite",
+    "ragged_distillation": "a teacher's top-k of unequal lengths",
+    "repeated_distill_token": "a teacher's top-k that names a token twice",
+    "invalid_distill_logprobs": "a teacher's logprobs that are no distribution",
+    "response_truncated": "cut at data.max_response_length",
+    "prompt_truncated": "the beginning of the prompt was cut at data.max_prompt_length",
+    "no_logprobs": "without the server's logprobs",
+    "own_advantages": "with the environment's own advantages",
+    "teacher": "with a teacher's logprobs",
+    "zero_advantage": "with advantages set to 0 by the environment",
+    "other_temperature": "sampled at another temperature than the trainer computes with",
+    "unknown_sampling": "sampled with unknown parameters",
+    "truncated_sampling": "sampled with top_p, top_k or min_p, or greedily",
+    "penalized_sampling": "sampled with penalties, a logit bias or a grammar",
+    "api_unreachable": "the Trajectory API did not take the group in time",
+}
+
+
+def figures(history: History) -> list[list[str]]:
+    """Return the run in figures, as [name, value]; the same names for every run, so that two can be compared."""
+    summary, rows = history.summary, []
+    of = f" of {history.total_steps}" if history.total_steps else ""
+    rows.append(["state", state(history)])
+    rows.append(["steps", f"{history.steps}{of}"])
+    if history.lines:
+        before, after, _ = training_scores(history)
+        rows.append(["mean training score, first → last fifth", f"{before:.3g} → {after:.3g}"])
+    for name, values in held_out(history).items():
+        if len(values) == 1:
+            rows.append([f"held-out score, {name}", f"{values[0][1]:.3g} at step {values[0][0]}"])
+            continue
+        best = max(values, key=lambda value: value[1])
+        rows.append([f"held-out score, {name}", f"{values[0][1]:.3g} → {values[-1][1]:.3g}"])
+        rows.append([f"best held-out score, {name}", f"{best[1]:.3g} at step {best[0]}"])
+    seconds = summary.get("seconds") or sum(history.column("timing_s/step"))
+    rows.append(["time in training steps", _duration(seconds)])
+    if history.lines:
+        rows.append(["median step", f"{sorted(history.column('timing_s/step'))[len(history.lines) // 2]:.2f} s"])
+        wait = sum(history.column("phase_s/wait"))
+        rows.append(["share of the time waiting for batches", f"{wait / max(seconds, 1e-9):.0%}"])
+    tokens = summary.get("tokens_trained") or sum(history.column("atropos/trained_tokens"))
+    rows.append(["tokens trained on", f"{tokens:,.0f}"])
+    rows.append(["trained tokens per second", f"{tokens / max(seconds, 1e-9):,.0f}"])
+    sequences = summary.get("sequences_trained") or sum(history.column("atropos/rows"))
+    rows.append(["sequences trained on", f"{sequences:,.0f}"])
+    groups = summary.get("groups_trained") or sum(history.column("atropos/groups"))
+    rows.append(["groups trained on", f"{groups:,.0f}"])
+    if restarts := sum(each.get("restarts", 0) for each in summary.get("environments", {}).values()):
+        rows.append(["restarts of environments", str(restarts)])
+    rows.append(["model", str(history.config.get("actor_rollout_ref.model.path", "unknown"))])
+    rows.append(["started", time.strftime("%Y-%m-%d %H:%M", time.localtime(history.started))])
+    return [[name, value.replace("-", "−") if "→" in value else value] for name, value in rows]
+
+
+def state(history: History) -> str:
+    if history.finished:
+        return "finished"
+    return "running" if history.running else "stopped before its last step"
+
+
+def dropped(history: History) -> list[dict[str, Any]]:
+    """Return what was not trained on: ``{"where", "reason", "meaning", "count", "share"}``, most frequent first."""
+    found = []
+    for name in history.outcomes:
+        totals = history.item_totals(name)
+        all_items = sum(totals.values())
+        found += [
+            _reason(f"environment {name}, groups", outcome, n, n / all_items) for outcome, n in totals.most_common()
+        ]
+    rows = history.totals("atropos/dropped/")
+    received = max(1.0, sum(history.column("atropos/received")))
+    found += [_reason("trainer, rows", name, int(n), n / received) for name, n in rows.most_common()]
+    events = history.totals("atropos/rows_with/")
+    return found + [
+        _reason("trainer, rows trained on with", name, int(n), n / received) for name, n in events.most_common()
+    ]
+
+
+def _reason(where: str, outcome: str, count: int, share: float) -> dict[str, Any]:
+    name = outcome.rpartition("/")[2]
+    meaning = f"the environment's code raised {name}" if outcome.startswith("failed/") else REASONS.get(name, "")
+    return {"where": where, "reason": outcome, "meaning": meaning, "count": count, "share": share}
+
+
+def configuration(history: History) -> list[list[Any]]:
+    """Return [key, value, default if it differs else null, whether the recipe documents it]; secrets are hidden."""
+    defaults, known = _defaults(), documented()
+    found = []
+    for key, value in sorted(history.config.items()):
+        shown = HIDDEN if is_secret(key) and value else value
+        default = defaults.get(key, "not set")
+        found.append([key, _text(shown), None if value == default else _text(default), key in known])
+    return found
+
+
+@functools.cache
+def _defaults() -> dict[str, Any]:
+    config = compose_config([])
+    OmegaConf.resolve(config)
+    return dict(leaves(OmegaConf.to_container(config)))
+
+
+def _text(value: Any) -> str:
+    """Return a value as the page shows it; a key may be in the path of a Trajectory API's address, or before its @."""
+    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return _ADDRESS.sub(rf"\1\2/{HIDDEN}", text)
+
+
+def versions(history: History) -> list[list[str]]:
+    """Return [package, version] where this page is written, and SGLang's from the environment that the run uses."""
+    found = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    if "sglang" not in found:
+        found |= _sglang(history.config.get("inference.python"))
+    return [[name, version] for name, version in found.items()]
+
+
+def _sglang(named: str | None) -> dict[str, str]:
+    """Return SGLang's version in the environment that the run's servers use, without starting its interpreter."""
+    try:
+        interpreter = Path(sglang_python(named))
+    except AtroposError:
+        return {}
+    found = next(interpreter.parent.parent.glob("lib/python*/site-packages/sglang-*.dist-info"), None)
+    return {"sglang (servers)": found.name.split("-")[1].removesuffix(".dist")} if found else {}
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"

@@ -1,0 +1,77 @@
+"""One HTML page about a run, or two side by side, that needs no network: ``runs/NAME/report.html``.
+
+Style, program and data are in the file. Its size is bounded for any run: curves are shortened to ``decimate.POINTS``,
+samples are chosen. It holds no secret: the run's files have none, and settings with a secret's name are hidden.
+"""
+
+import html
+import time
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from recipe.atropos.report import curves, facts, samples
+from recipe.atropos.report.alarm_list import all_alarms
+from recipe.atropos.report.chart_table import SHOWN_BY
+from recipe.atropos.report.run_history import History, read_history
+from recipe.atropos.report.verdict import verdict
+from recipe.atropos.utils.files import write_atomic
+
+FOLDER = Path(__file__).parent
+_SCRIPTS = ("elements.js", "charts.js", "samples.js", "page.js")
+
+
+def write_report(run: str | Path, other: str | Path | None = None, output: str | Path | None = None) -> Path:
+    """Write the page of ``run``, beside ``other`` if given, to ``output`` or the run's folder; return its path.
+
+    Raises:
+        ConfigurationError: a folder has no run.
+        DiskFull: an earlier page is unchanged.
+    """
+    histories = [read_history(folder) for folder in (run, other) if folder is not None]
+    path = Path(output) if output is not None else histories[0].run.report
+    write_atomic(path, page(histories).encode())
+    return path
+
+
+def page(histories: list[History]) -> str:
+    """Return the page as text."""
+    data = {"written": time.strftime("%Y-%m-%d %H:%M:%S"), "runs": [describe(history) for history in histories]}
+    names = " and ".join(history.name for history in histories)
+    values = {
+        "title": html.escape(f"{names}: report"),
+        "style": (FOLDER / "page.css").read_text(),
+        "script": "\n".join((FOLDER / name).read_text() for name in _SCRIPTS),
+        "data": orjson.dumps(data).decode().replace("<", "\\u003c"),  # no text of a sample ends the element
+        "verdict": html.escape(" ".join(run["verdict"]["text"] for run in data["runs"])),
+    }
+    text = (FOLDER / "page.html").read_text()
+    for name, value in values.items():
+        before, _, after = text.partition(f"{{{{{name}}}}}")
+        text = before + value + after
+    return text
+
+
+def describe(history: History) -> dict[str, Any]:
+    """Return all that the page says of one run, as JSON."""
+    alarms = all_alarms(history)
+    rollouts = samples.rollouts_of(history)
+    return {
+        "name": history.name,
+        "state": facts.state(history),
+        "steps": history.steps,
+        "verdict": verdict(history, alarms).as_dict(),
+        "alarms": [alarm | {"where": SHOWN_BY.get(alarm["alarm"])} for alarm in alarms],
+        "figures": facts.figures(history),
+        "curves": curves.curves(history, alarms),
+        "timeline": curves.timeline(history),
+        "outcomes": curves.outcomes(history),
+        "staleness": curves.staleness_histogram(history),
+        "lengths": curves.length_histogram(history, rollouts),
+        "dropped": facts.dropped(history),
+        "samples": samples.samples(history, rollouts),
+        "items": samples.items(history, rollouts),
+        "configuration": facts.configuration(history),
+        "versions": facts.versions(history),
+    }

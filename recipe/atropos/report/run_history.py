@@ -1,0 +1,161 @@
+"""The history of a run, as its folder has it: what the report shows, read once.
+
+Everything is optional: a run that has trained no step yet, was killed, or was made by an earlier version is read too.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from recipe.atropos.config.compose import leaves
+from recipe.atropos.errors import ConfigurationError
+from recipe.atropos.run_dir import RunDir
+from recipe.atropos.run_record import PHASES, read_evaluations, read_metrics
+from recipe.atropos.utils.files import read_json, read_lines
+from recipe.atropos.utils.secret import read_config_yaml, without_secrets
+
+SENT = "sent"
+OUTCOMES = ("not_sent/", "failed/")  # of an item, beside SENT, in an environment's report
+
+
+@dataclass(frozen=True)
+class Outcomes:
+    """What became of an environment's items between two lines of its report: groups by outcome."""
+
+    time: float  # Unix, s, of the later line
+    step: int | None
+    counts: Counter[str]
+    score: float | None  # mean over everything scored in between, sent or not
+
+    @property
+    def total(self) -> int:
+        return sum(self.counts.values())
+
+    def share(self, prefix: str) -> float:
+        """Return the share of the items whose outcome starts with ``prefix``; 0 if none ended."""
+        return sum(n for name, n in self.counts.items() if name.startswith(prefix)) / max(1, self.total)
+
+
+@dataclass
+class History:
+    """A run's files. ``lines`` are those of ``metrics.jsonl``, in order; ``config`` is flat, by dotted key."""
+
+    run: RunDir
+    lines: list[dict[str, Any]] = field(default_factory=list)
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    summary: dict[str, Any] = field(default_factory=dict)
+    alarms: list[dict[str, Any]] = field(default_factory=list)
+    reports: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+    running: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.run.path.name
+
+    @property
+    def steps(self) -> int:
+        """Number of the last trained step."""
+        return int(self.lines[-1]["step"]) if self.lines else 0
+
+    @property
+    def total_steps(self) -> int | None:
+        return self.config.get("trainer.total_training_steps")
+
+    @property
+    def finished(self) -> bool:
+        return bool(self.lines) and self.total_steps is not None and self.steps >= self.total_steps
+
+    @cached_property
+    def started(self) -> float:
+        """Unix time of the earliest line of any file."""
+        first = [lines[0]["time"] for lines in (self.lines, self.evaluations, *self.reports.values()) if lines]
+        return min(first, default=time.time())
+
+    @cached_property
+    def outcomes(self) -> dict[str, list[Outcomes]]:
+        """What became of the items, by environment, in order; lines without a new item are left out."""
+        return {name: list(_differences(lines)) for name, lines in self.reports.items()}
+
+    def column(self, key: str, last: int | None = None) -> list[float]:
+        """Return a metric of all steps, or of the last ones, that have it."""
+        return [line[key] for line in (self.lines[-last:] if last else self.lines) if line.get(key) is not None]
+
+    def totals(self, prefix: str) -> Counter[str]:
+        """Return the sums over all steps of the metrics that start with ``prefix``, by the rest of their names."""
+        found: Counter[str] = Counter()
+        for line in self.lines:
+            for key, value in line.items():
+                if key.startswith(prefix) and isinstance(value, int | float):
+                    found[key.removeprefix(prefix)] += value
+        return found
+
+    def item_totals(self, name: str) -> Counter[str]:
+        """Return what became of an environment's items over all its processes, by outcome."""
+        return sum((each.counts for each in self.outcomes[name]), Counter())
+
+
+def read_history(folder: str | Path) -> History:
+    """Read a run's folder, also while the run goes on.
+
+    Raises:
+        ConfigurationError: there is no run in the folder.
+    """
+    run = RunDir(folder)
+    if not any(path.exists() for path in (run.config, run.metrics, run.summary, run.environments)):
+        raise ConfigurationError(f"{folder}: no run is in this folder; give a run's folder, such as runs/demo")
+    reports = {path.stem: [] for path in sorted(run.environments.glob("*.jsonl"))}
+    for name in reports:
+        reports[name] = read_lines(run.environment_report(name))
+    config = without_secrets(_plain(read_config_yaml(run.config))) if run.config.exists() else {}
+    return History(
+        run,
+        read_metrics(run.path),
+        read_evaluations(run.path),
+        read_json(run.summary, {}),
+        read_lines(run.alarms),
+        {name: lines for name, lines in reports.items() if lines},
+        dict(leaves(config)),
+        _launcher_lives(read_json(run.services, {})),
+    )
+
+
+def phases_of(line: Mapping[str, Any]) -> dict[str, float]:
+    """Return the seconds of a step by phase, in order."""
+    return {phase: line.get(f"phase_s/{phase}", 0.0) for phase in (*PHASES, "other")}
+
+
+def _plain(config: Any) -> dict[str, Any]:
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_container(config, resolve=False)
+
+
+def _launcher_lives(services: Mapping[str, Any]) -> bool:
+    entry = services.get("launcher")
+    return bool(entry) and psutil.pid_exists(entry["pid"])
+
+
+def _differences(lines: Iterable[Mapping[str, Any]]) -> Iterable[Outcomes]:
+    """Yield what each line adds to the one before; counts begin at 0 when a process of the environment starts."""
+    before: Mapping[str, int] = {}
+    for line in lines:
+        if "counts" not in line:
+            before = {} if line.get("started") else before
+            continue
+        counts = line["counts"]
+        if any(counts.get(name, 0) < n for name, n in before.items()):
+            before = {}
+        added = {name: n - before.get(name, 0) for name, n in counts.items()}
+        before = counts
+        named = {name: n for name, n in added.items() if name.startswith(OUTCOMES) and n > 0}
+        if sent := added.get("groups_sent", 0) + added.get("groups_written", 0):
+            named[SENT] = sent
+        if named:
+            yield Outcomes(line["time"], line.get("step"), Counter(named), line.get("means", {}).get("score"))

@@ -1,0 +1,163 @@
+"""The samples of a run that its page shows: rows spread over its steps, and how answers to one item changed.
+
+Bounded for any run: so many steps, rows, characters and tokens. Of a step, the best and the worst rows are taken first,
+and then rows of groups that are not shown yet.
+"""
+
+import itertools
+import logging
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from recipe.atropos.report.decimate import spread
+from recipe.atropos.report.run_history import History
+from recipe.atropos.utils.files import read_lines
+
+logger = logging.getLogger(__name__)
+
+STEPS = 16  # whose samples are shown
+ROWS = 10  # of each
+SCANNED = 64  # steps that are read for histograms and for items that come back
+CHARACTERS = 3_000  # of a text; the middle of a longer one is left out
+TOKENS = 24_000  # in all
+TOKENS_OF_A_ROW = 2_000
+ITEMS = 24
+_ANSWERS = 12  # of an item
+
+
+def rollouts_of(history: History, limit: int = SCANNED) -> dict[int, list[dict[str, Any]]]:
+    """Return the recorded rows of at most ``limit`` steps, evenly spread over those that were recorded."""
+    steps = sorted(int(path.stem) for path in history.run.rollouts.glob("*.jsonl") if path.stem.isdigit())
+    steps = [step for step in steps if step <= history.steps]
+    chosen = [steps[place] for place in spread(len(steps), limit)]
+    return {step: read_lines(history.run.rollouts / f"{step}.jsonl") for step in chosen}
+
+
+def chosen_rows(rows: list[dict[str, Any]], limit: int = ROWS) -> list[dict[str, Any]]:
+    """Return at most ``limit`` rows, each answer once: the best, the worst, and then of groups not among them."""
+    different = {(row["uid"], row["output"]): row for row in reversed(rows)}.values()
+    by_score = sorted(different, key=lambda row: -row["score"])  # stable: the same page for the same run
+    order = [*itertools.chain(*zip(by_score, reversed(by_score), strict=True))][: limit // 2]
+    seen = {row["uid"] for row in order}
+    for row in by_score:
+        if row["uid"] not in seen:
+            seen.add(row["uid"])
+            order.append(row)
+    order += by_score
+    return list({id(row): row for row in order}.values())[:limit]
+
+
+def samples(history: History, rollouts: Mapping[int, list[dict[str, Any]]]) -> dict[str, Any]:
+    """Return ``{"prompts", "rows", "note"}``; a row refers to its prompt by number, and has tokens if there are any."""
+    steps = list(rollouts)
+    steps = [steps[place] for place in spread(len(steps), STEPS)]
+    chosen = {step: chosen_rows(rollouts[step]) for step in steps}
+    tokens, note = _tokens(history, chosen)
+    prompts: dict[str, int] = {}
+    found = []
+    for step, rows in chosen.items():
+        for place, row in enumerate(rows):
+            shown = {
+                "step": step,
+                "group": row["uid"],
+                "environment": row.get("env_name") or "",
+                "prompt": prompts.setdefault(shortened(row["input"]), len(prompts)),
+                "answer": shortened(row["output"]),
+                "score": row["score"],
+                "raw": row.get("raw_score"),
+                "versions": [row.get("policy_version_min"), row.get("policy_version_max")],
+                "length": row.get("response_tokens"),
+            }
+            found.append(shown | tokens.get((step, place), {}))
+    return {"prompts": list(prompts), "rows": found, "note": note}
+
+
+def shortened(text: str, limit: int = CHARACTERS) -> str:
+    """Return a text of at most ``limit`` characters, and in place of its middle how many are left out."""
+    if len(text) <= limit:
+        return text
+    return f"{text[: limit * 2 // 3]} [... {len(text) - limit:,} characters left out ...] {text[-limit // 3 :]}"
+
+
+def _tokens(history: History, chosen: Mapping[int, list[dict[str, Any]]]) -> tuple[dict[tuple[int, int], Any], str]:
+    """Return tokens by (step, place among the chosen rows), and why there are none, or ''.
+
+    Whatever is the matter with a run's store, model or tokenizer, its page is written without tokens.
+    """
+    if not history.run.trajectories.is_dir():
+        return {}, "Tokens are not shown: the run kept no batches (api.retention)."
+    try:
+        # imported here: torch, verl and transformers take seconds
+        from recipe.atropos.report.token_columns import token_columns
+
+        return token_columns(history, chosen, TOKENS, TOKENS_OF_A_ROW), ""
+    except Exception as error:
+        logger.debug("no tokens", exc_info=True)
+        return {}, f"Tokens are not shown: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+
+
+# ---------------------------------------------------------------- items
+
+
+def items(history: History, rollouts: Mapping[int, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Return items that were answered several times: ``{"kind", "environment", "prompt", "answers"}``.
+
+    Held-out items come first, and among them those whose score changed. An answer is ``{"at", "answer", "score"}``.
+    """
+    found = [*_held_out(history), *_trained(rollouts)]
+
+    def key(item: dict[str, Any]) -> tuple[bool, bool]:
+        scores = [answer["score"] for answer in item["answers"] if answer["score"] is not None]
+        return item["kind"] != "held out", not scores or scores[0] == scores[-1]
+
+    by_kind = [list(group) for _, group in itertools.groupby(sorted(found, key=key), key)]
+    return [item for group in by_kind for item in [group[place] for place in spread(len(group), ITEMS // 2)]][:ITEMS]
+
+
+def _held_out(history: History) -> Iterable[dict[str, Any]]:
+    folders = [path for path in history.run.evaluation.glob("*/*/samples.jsonl") if path.parts[-3].isdigit()]
+    answers: dict[tuple[str, str], dict[int, dict[str, Any]]] = defaultdict(dict)
+    versions: dict[str, list[Path]] = defaultdict(list)
+    for path in sorted(folders, key=lambda path: int(path.parts[-3])):
+        versions[path.parts[-2]].append(path)
+    for environment, paths in versions.items():
+        for path in [paths[place] for place in spread(len(paths), _ANSWERS)]:
+            for sample in read_lines(path):
+                if (read := _evaluated(sample)) is not None:
+                    prompt, answer, score = read
+                    at = int(path.parts[-3])
+                    answers[environment, prompt][at] = {"at": at, "answer": shortened(answer), "score": score}
+    return _several(answers, "held out")
+
+
+def _evaluated(sample: Mapping[str, Any]) -> tuple[str, str, float | None] | None:
+    """Read what an environment wrote of an evaluated item: prompt, answer and score; None if it is of another form."""
+    messages = sample.get("messages")
+    if isinstance(messages, list) and len(messages) > 1:
+        *before, last = [str(message.get("content", "")) for message in messages]
+        prompt, answer = "\n".join(before), last
+    elif "question" in sample and ("answer" in sample or "response" in sample):
+        prompt, answer = str(sample["question"]), str(sample.get("response", sample.get("answer")))
+    else:
+        return None
+    score = sample.get("score", sample.get("correct"))
+    return prompt, answer, float(score) if isinstance(score, int | float) else None
+
+
+def _trained(rollouts: Mapping[int, list[dict[str, Any]]]) -> Iterable[dict[str, Any]]:
+    """Prompts that were trained on at several of the steps that were read; of each step, one answer."""
+    answers: dict[tuple[str, str], dict[int, dict[str, Any]]] = defaultdict(dict)
+    for step, rows in rollouts.items():
+        for row in rows:
+            of_item = answers[row.get("env_name") or "", row["input"]]
+            of_item.setdefault(step, {"at": step, "answer": shortened(row["output"]), "score": row["score"]})
+    return _several(answers, "trained on")
+
+
+def _several(answers: Mapping[tuple[str, str], Mapping[int, Any]], kind: str) -> Iterable[dict[str, Any]]:
+    for (environment, prompt), by_step in answers.items():
+        if len(by_step) > 1:
+            kept = [[*by_step.values()][place] for place in spread(len(by_step), _ANSWERS)]
+            yield {"kind": kind, "environment": environment, "prompt": shortened(prompt), "answers": kept}

@@ -1,0 +1,46 @@
+"""What the scores of a run say: held-out and training scores, and whether they changed beyond their noise."""
+
+import numpy as np
+
+from recipe.atropos.report.run_history import History
+
+Evaluation = tuple[int, float, float | None]  # step, main metric, number of items if it is reported
+_LEAST = 0.02  # change of a held-out score whose number of items is unknown
+
+
+def held_out(history: History) -> dict[str, list[Evaluation]]:
+    """Return the evaluations of each environment, in order."""
+    found: dict[str, list[Evaluation]] = {}
+    for line in history.evaluations:
+        if line.get("main") and line["main"] in line.get("metrics", {}):
+            items = line["metrics"].get("eval/total")
+            found.setdefault(line["env"], []).append((line["step"], line["metrics"][line["main"]], items))
+    return found
+
+
+def gains(history: History) -> list[float]:
+    """Return the change of each held-out score from first to last, 0 where so few items make it by chance.
+
+    Two standard errors of the difference of two shares; environments with one evaluation are left out.
+    """
+    found = []
+    for values in held_out(history).values():
+        if len(values) > 1:
+            (_, before, items), (_, after, _) = values[0], values[-1]
+            noise = _LEAST
+            if items and 0 <= min(before, after) and max(before, after) <= 1:
+                noise = 2 * float(np.sqrt((before * (1 - before) + after * (1 - after)) / items))
+            found.append(after - before if abs(after - before) > noise else 0.0)
+    return found
+
+
+def training_scores(history: History) -> tuple[float, float, float]:
+    """Return the mean score of the first and of the last fifth of the steps, and two standard errors of the change.
+
+    Scores are raw: from before a reward bridge shaped them.
+    """
+    scores = np.array(history.column("atropos/mean_raw_score") or history.column("atropos/mean_score"))
+    part = max(1, len(scores) // 5)
+    first, last = scores[:part], scores[-part:]
+    noise = 2 * float(np.sqrt((first.var() + last.var()) / part)) if part > 1 else float("inf")
+    return float(first.mean()), float(last.mean()), noise

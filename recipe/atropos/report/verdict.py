@@ -1,0 +1,83 @@
+"""The verdict on a run in one sentence: whether it learned, by how much, and what is wrong."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from recipe.atropos.report.run_history import History
+from recipe.atropos.report.scores import gains, held_out, training_scores
+
+_FEW = 4  # steps, before anything is said about learning
+
+Level = Literal["good", "warn", "bad", "neutral"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """``level`` says how the page shows it."""
+
+    level: Level
+    text: str
+
+    def as_dict(self) -> dict[str, str]:
+        return asdict(self)
+
+
+def verdict(history: History, alarms: Sequence[dict[str, Any]]) -> Verdict:
+    """Return the sentence; ``alarms`` are those of ``alarm_list.all_alarms``."""
+    raised = [alarm for alarm in alarms if alarm["state"] == "raised"]
+    cause = f" {named(raised[0])}{_others(raised[1:])}." if raised else ""
+    if not history.lines:
+        return Verdict(
+            "bad" if raised else "neutral", f"No step was trained{' yet' if history.running else ''}.{cause}"
+        )
+    outcome, level = _outcome(history)
+    told = f"{outcome}: {_figures(history)} over {history.steps} steps"
+    if not history.finished and not history.running:
+        stopped = f"Stopped at step {history.steps} of {history.total_steps or 'an unknown number'}."
+        return Verdict("bad" if raised else "warn", f"{stopped}{cause} Until then: {told[0].lower()}{told[1:]}.")
+    if raised:
+        return Verdict("warn" if level == "good" else "bad", f"{told}.{cause}")
+    past = sum(alarm["state"] == "cleared" for alarm in alarms)
+    return Verdict(level, f"{told}; {f'no alarm now, {past} earlier' if past else 'no alarm'}.")
+
+
+def named(alarm: dict[str, Any]) -> str:
+    """Return an alarm as a sentence without a full stop: name, environment, since when, meaning, what was seen."""
+    where = f" in {alarm['environment']}" if alarm["environment"] else ""
+    since = f" since step {alarm['since_step']}" if alarm["since_step"] is not None else ""
+    seen = (alarm["seen"] or "").rstrip(".")
+    return f"Alarm {alarm['alarm']}{where}{since}: " + (f"{alarm['means']} ({seen})" if alarm["means"] else seen)
+
+
+def _others(alarms: Sequence[dict[str, Any]]) -> str:
+    names = [*dict.fromkeys(alarm["alarm"] for alarm in alarms)]
+    return f"; also {', '.join(names)}" if names else ""
+
+
+def _outcome(history: History) -> tuple[str, Level]:
+    """By the held-out scores where there are two, else by the scores of training."""
+    held = gains(history)
+    if any(gain < 0 for gain in held):
+        return "Got worse", "bad"
+    if any(gain > 0 for gain in held):
+        return "Learned", "good"
+    before, after, noise = training_scores(history)
+    if len(history.lines) < _FEW:
+        return "Too early to tell", "neutral"
+    if after - before > noise:
+        return ("Learned in training, but not on held-out items", "warn") if held else ("Learned", "good")
+    if before - after > noise:
+        return "Got worse", "bad"
+    return "Learned nothing so far" if history.running else "Learned nothing", "warn"
+
+
+def _figures(history: History) -> str:
+    parts = []
+    for name, values in held_out(history).items():
+        if len(values) > 1:
+            several = f" {name}" if len(held_out(history)) > 1 else ""
+            parts.append(f"held-out score{several} {values[0][1]:.3g} → {values[-1][1]:.3g}")
+    before, after, _ = training_scores(history)
+    parts.append(f"mean training score {before:.3g} → {after:.3g}".replace(" -", " −"))
+    return ", ".join(parts)

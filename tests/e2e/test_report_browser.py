@@ -1,0 +1,123 @@
+"""The page about a run, looked at in a real browser: it runs without an error and names what is wrong."""
+
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from helpers.seeded_runs import FAULTS, healthy_run, seeded_run
+from recipe.atropos.report.page import write_report
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+
+
+@pytest.fixture
+def shown(tmp_path):
+    """A function that returns a page's document once its scripts have run, and what the browser's console says."""
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if browser is None:
+        pytest.skip(f"none of {', '.join(BROWSERS)} is installed")
+
+    def show(page):
+        command = [browser, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/browser"]
+        command += ["--enable-logging=stderr", "--virtual-time-budget=3000", "--dump-dom", f"file://{page}"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        document = re.sub(r"<script.*?</script>", "", done.stdout, flags=re.DOTALL)
+        return document, [line for line in done.stderr.splitlines() if ":CONSOLE" in line]
+
+    return show
+
+
+def text_of(document, section):
+    found = re.search(rf'<section id="{section}".*?</section>', document, re.DOTALL)
+    return re.sub(r"<[^>]+>", "", found[0])
+
+
+# Where else on the page the cause shows, beside verdict and alarms: a chart that is marked, or a table.
+SHOWN = {
+    "sampling_mismatch": ("curves", r'<figure id="sampling" class="alarmed">'),
+    "equal_groups": ("distributions", r'<figure id="outcomes" class="alarmed">'),
+    "raising_environment": ("dropped", r"failed/ZeroDivisionError"),
+    "truncation": ("curves", r'<figure id="length" class="alarmed">'),
+    "flat_reward": ("curves", r'<figure id="score" class="alarmed">'),
+    "stale_samples": ("curves", r'<figure id="staleness" class="alarmed">'),
+    "collapsed_entropy": ("curves", r'<figure id="entropy" class="alarmed">'),
+    "server_out_of_sync": ("curves", r'<figure id="staleness" class="alarmed">'),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_page_names_what_is_wrong_and_shows_it(tmp_path, shown, fault):
+    document, console = shown(write_report(seeded_run(tmp_path / "run", fault)))
+    assert console == []
+    name = FAULTS[fault][1]
+    assert f"Alarm {name}" in text_of(document, "verdict") and "Something is wrong" in text_of(document, "verdict")
+    assert text_of(document, "alarms").index(f"{name} raised") >= 0 and "Try: " in text_of(document, "alarms")
+    section, pattern = SHOWN[fault]
+    whole = re.search(rf'<section id="{section}".*?</section>', document, re.DOTALL)[0]
+    assert re.search(pattern, whole)
+
+
+def test_a_healthy_run_is_drawn_without_an_alarm(tmp_path, shown):
+    document, console = shown(write_report(healthy_run(tmp_path / "run")))
+    assert console == [] and 'class="alarmed"' not in document and "None." in text_of(document, "alarms")
+    assert "Learned: held-out score 0.367 → 0.996" in text_of(document, "verdict")
+    paths = re.findall(r'<path d="M[^"]{20,}"', document)
+    assert len(paths) >= 10 and "NaN" not in document and "undefined" not in document
+    assert len(re.findall(r'<article class="sample">', document)) == 12
+    assert re.search(r'<span class="token" style="background: rgba\(var\(--(up|down)\)', document)
+
+
+def test_two_runs_are_laid_over_each_other(tmp_path, shown):
+    one, two = healthy_run(tmp_path / "first"), seeded_run(tmp_path / "second", "sampling_mismatch")
+    document, console = shown(write_report(one, two))
+    assert console == []
+    assert re.search(r"first: all trained rows.*second: all trained rows", text_of(document, "curves"), re.DOTALL)
+    differing = text_of(document, "configuration")
+    assert "trainer.atropos.sampling_mismatch" in differing and "actor_rollout_ref.actor.optim.lr" not in differing
+
+
+# What a user does: read a curve with the keyboard, sort, search, open a row's tokens. The results go into the title.
+USE = r"""
+const find = (what) => document.querySelector(what);
+function change(node, value) {
+  node.value = value;
+  node.dispatchEvent(new Event(node.tagName === "SELECT" ? "change" : "input"));
+}
+setTimeout(() => {
+  for (const key of ["Home", "ArrowRight"]) {
+    find("#entropy svg[role]").dispatchEvent(new KeyboardEvent("keydown", { key }));
+  }
+  const found = [find("#entropy .at").textContent];
+  for (const order of ["worst", "best"]) {
+    change(find("#samples select"), order);
+    found.push(find(".sample .badge").textContent);
+  }
+  change(find("#samples input"), find(".sample pre.prompt").textContent.split(/\s+/)[3]);
+  found.push([...document.querySelectorAll(".sample")].every((each) => each.querySelector("mark")));
+  change(find("#samples input"), "no such text");
+  found.push(document.querySelectorAll(".sample").length);
+  change(find("#samples input"), "");
+  const details = find(".sample > details:last-child");
+  details.open = true;
+  details.addEventListener("toggle", () => {
+    found.push(details.querySelectorAll("tbody tr").length > 5);
+    document.title = found.join("; ");
+  });
+}, 500);
+"""
+
+
+def test_the_page_can_be_used_by_keyboard(tmp_path, shown):
+    page = write_report(healthy_run(tmp_path / "run"))
+    page.write_text(page.read_text().replace("</body>", f"<script>{USE}</script></body>"))
+    document, console = shown(page)
+    assert console == []
+    assert re.search(r"<title>(.*)</title>", document)[1] == "step 2; score −1; score 1; true; 0; true"
+
+
+def test_an_error_of_the_page_would_be_seen(tmp_path, shown):
+    page = write_report(healthy_run(tmp_path / "run"))
+    page.write_text(page.read_text().replace("content.append(verdictSection()", "content.append(noSuchSection()"))
+    assert "noSuchSection is not defined" in "".join(shown(page)[1])

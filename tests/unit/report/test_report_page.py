@@ -1,0 +1,96 @@
+"""The page as a file: what it holds, what it never holds, and how large it gets."""
+
+import json
+import re
+import tomllib
+
+import pytest
+
+from helpers import ROOT
+from helpers.seeded_runs import Seeded, healthy_run
+from recipe.atropos.commands import report
+from recipe.atropos.data.reasons import Reason
+from recipe.atropos.report.facts import REASONS
+from recipe.atropos.report.page import describe, page, write_report
+from recipe.atropos.report.run_history import read_history
+from recipe.atropos.utils.files import read_lines, rewrite_lines
+
+
+def data_of(text):
+    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)[1])
+
+
+def test_the_page_has_all_sections_of_a_run(tmp_path):
+    [run] = data_of(write_report(healthy_run(tmp_path)).read_text())["runs"]
+    charts = {chart["id"] for chart in run["curves"]}
+    assert {"score", "heldout", "entropy", "logprobs", "kl", "gradient", "lr", "length", "staleness", "speed"} <= charts
+    assert len(run["timeline"]["bars"]) == 60 and run["staleness"]["series"] and run["lengths"]["series"]
+    reasons = {each["reason"]: each["count"] for each in run["dropped"]}
+    assert reasons["sent"] == 1008 and reasons["not_sent/equal_scores"] == 622
+    changed = {key: default for key, _, default, _ in run["configuration"] if default is not None}
+    assert changed["actor_rollout_ref.actor.optim.lr"] == "1e-06" and "trainer.critic_warmup" not in changed
+    assert {"python", "verl", "torch"} <= {name for name, _ in run["versions"]}
+
+
+def test_the_page_needs_no_network_and_holds_no_secret(tmp_path):
+    run = Seeded(tmp_path)
+    run.config += "openai:\n  api_key: sk-very-secret\n"
+    run.set("api_url", "http://127.0.0.1:8000/sk-in-the-path")
+    text = write_report(run.write(recorded=False)).read_text()
+    assert "sk-" not in text and "openai.api_key" in text and "http://127.0.0.1:8000/***" in text
+    outside = re.sub(r'<script type="application/json".*?</script>', "", text, flags=re.DOTALL)
+    assert set(re.findall(r"https?://[^\s\"']+", outside)) == {"http://www.w3.org/2000/svg"}
+    assert not re.search(r"<(link|img|iframe)|@import|\bsrc=|fetch\(", outside)
+
+
+def test_a_sample_cannot_end_the_data_or_run_a_script(tmp_path):
+    run = healthy_run(tmp_path)
+    rows = read_lines(run / "rollouts/60.jsonl")
+    evil = "</script><script>window.evil = 1</script><!--{{script}}"
+    rewrite_lines(run / "rollouts/60.jsonl", [row | {"output": evil} for row in rows])
+    text = write_report(run).read_text()
+    assert "</script><script>window.evil" not in text
+    assert evil in {row["answer"] for row in data_of(text)["runs"][0]["samples"]["rows"]}
+
+
+@pytest.mark.parametrize("times", [1, 40])
+def test_the_page_of_a_long_run_is_hardly_larger(tmp_path, times):
+    run = Seeded(tmp_path)
+    run.lines = [line | {"step": at + 1} for at, line in enumerate(run.lines * times)]
+    for step in range(61, 60 * times, 7):
+        row = read_lines(run.run.rollouts / "60.jsonl")[0] | {"step": step, "output": "word " * 4_000}
+        rewrite_lines(run.run.rollouts / f"{step}.jsonl", [row | {"uid": str(uid)} for uid in range(20)])
+    text = page([read_history(run.write(recorded=False))])
+    assert 100_000 < len(text) < 2_000_000
+
+
+def test_a_folder_with_metrics_alone_is_shown_too(tmp_path):
+    rewrite_lines(
+        tmp_path / "metrics.jsonl", [{"step": 1, "time": 5.0, "atropos/mean_score": 0.5, "timing_s/step": 2.0}]
+    )
+    run = describe(read_history(tmp_path))
+    assert [chart["id"] for chart in run["curves"]] == ["score"] and run["samples"]["rows"] == []
+
+
+def test_the_command_writes_the_page_of_one_run_or_two(tmp_path, capsys):
+    one, two = healthy_run(tmp_path / "one"), healthy_run(tmp_path / "two")
+    assert report.main([str(one)]) == 0
+    assert capsys.readouterr().out.strip().endswith("one/report.html")
+    assert report.main([str(one), str(two), "--output", str(tmp_path / "both.html")]) == 0
+    assert [run["name"] for run in data_of((tmp_path / "both.html").read_text())["runs"]] == ["one", "two"]
+
+
+def test_the_command_says_in_a_line_that_there_is_no_run(tmp_path):
+    with pytest.raises(SystemExit, match="^error: .*: no run is in this folder; give a run's folder"):
+        report.main([str(tmp_path)])
+
+
+def test_every_reason_has_its_meaning_on_the_page():
+    assert {reason.value for reason in Reason} <= REASONS.keys()
+
+
+def test_an_installed_package_has_the_files_of_the_page():
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    recipe = ROOT / "recipe/atropos"
+    shipped = {path for pattern in settings["recipe.atropos"] for path in recipe.glob(pattern)}
+    assert {path for path in (recipe / "report").iterdir() if path.suffix in (".html", ".css", ".js")} <= shipped

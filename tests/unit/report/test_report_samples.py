@@ -1,0 +1,56 @@
+"""Which samples a page shows, and that it stays small."""
+
+import itertools
+
+from helpers.seeded_runs import healthy_run
+from recipe.atropos.report.run_history import read_history
+from recipe.atropos.report.samples import CHARACTERS, chosen_rows, items, rollouts_of, samples, shortened
+
+
+def row(score, uid, output):
+    return {"score": score, "uid": str(uid), "output": output, "input": "?"}
+
+
+def test_best_worst_and_other_groups_are_chosen_each_answer_once():
+    rows = [row(score, uid, f"{score}") for uid, score in itertools.product(range(6), (0.0, 0.5, 1.0))]
+    rows += [row(2.0, 9, "best"), row(2.0, 9, "best"), row(-1.0, 9, "worst")]
+    chosen = chosen_rows(rows, limit=8)
+    assert [each["output"] for each in chosen[:2]] == ["best", "worst"]
+    assert [each["output"] for each in chosen].count("best") == 1
+    assert {each["uid"] for each in chosen} == {"9", "0", "1", "2", "3", "4", "5"} and len(chosen) == 8
+
+
+def test_a_long_text_keeps_its_ends_and_says_what_is_left_out():
+    text = "a" * 9_000 + "b" * 9_000
+    short = shortened(text)
+    assert len(short) < CHARACTERS + 60 and short[0] == "a" and short[-1] == "b"
+    assert f"{18_000 - CHARACTERS:,} characters left out" in short
+
+
+def test_samples_have_tokens_with_mask_logprob_and_advantage(tmp_path):
+    history = read_history(healthy_run(tmp_path))
+    found = samples(history, rollouts_of(history))
+    assert found["note"] == "" and {each["step"] for each in found["rows"]} == {1, 12, 24, 36, 48, 60}
+    for each in found["rows"]:
+        assert "".join(each["pieces"]) == each["answer"]
+        assert len(each["mask"]) == len(each["logprobs"]) == len(each["advantages"]) == len(each["pieces"])
+        assert set(each["mask"]) == {"1"} and max(each["logprobs"]) <= 0
+        assert {advantage > 0 for advantage in each["advantages"]} == {each["score"] > 0}
+
+
+def test_without_batches_the_page_says_why_it_has_no_tokens(tmp_path):
+    run = healthy_run(tmp_path)
+    (run / "trajectories/trajectories.db").unlink()
+    history = read_history(run)
+    found = samples(history, rollouts_of(history))
+    assert found["rows"] and not any("pieces" in each for each in found["rows"])
+    assert found["note"].startswith("Tokens are not shown: ") and "trajectories" in found["note"]
+
+
+def test_items_show_how_held_out_answers_changed(tmp_path):
+    history = read_history(healthy_run(tmp_path))
+    found = items(history, rollouts_of(history))
+    changed = found[0]
+    assert changed["kind"] == "held out" and [answer["at"] for answer in changed["answers"]] == [0, 60]
+    assert changed["answers"][0]["score"] < changed["answers"][1]["score"]
+    assert changed["answers"][0]["answer"] != changed["answers"][1]["answer"]
