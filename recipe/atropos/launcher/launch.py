@@ -138,7 +138,7 @@ async def _end(
             summary = read_json(run.files.summary, {})
             update_summary(run.directory, {"groups": account_of_groups(summary, received)})
 
-    with _undisturbed():
+    with _undisturbed(), progress("stopping the services"):
         if evaluations is not None:
             await attempt(evaluations.stop)
         if environments is not None:

@@ -37,10 +37,16 @@ def start_api(run: Run) -> Service:
     if run.config.trainer.resume_mode == "disable" and store.exists():
         store.rename(store.with_name(f"{store.name}.{time.time():.0f}"))  # of a run that this one does not continue
     check_port(config.port, config.host, "api.port")
+    return _start_api(run, *api_command(run))
+
+
+def api_command(run: Run) -> tuple[list[str], str]:
+    """Return the Trajectory API's command and URL, on the port that is configured, 8000 or a free one."""
+    config = run.config.api
     port = config.port or default_port(API_PORT, config.host, given_ports(run.config).values())
     command = [sys.executable, "-m", "recipe.atropos.trajectory_api", "--host", config.host, "--port", str(port)]
-    command += ["--data-dir", str(store), "--retention", config.retention]
-    return _start_api(run, command, f"http://{reachable(config.host)}:{port}")
+    command += ["--data-dir", str(run.files.trajectories), "--retention", config.retention]
+    return command, f"http://{reachable(config.host)}:{port}"
 
 
 def _start_api(run: Run, command: list[str], url: str) -> Service:
@@ -84,7 +90,11 @@ def _start_trainer(run: Run) -> Service:
         "TENSORBOARD_DIR": str(run.files.tensorboard),
         "WANDB_DIR": str(run.directory),
     }
-    return run.start("trainer", [sys.executable, "-m", "recipe.atropos.main", "--run", str(run.directory)], **variables)
+    return run.start("trainer", trainer_command(run), **variables)
+
+
+def trainer_command(run: Run) -> list[str]:
+    return [sys.executable, "-m", "recipe.atropos.main", "--run", str(run.directory)]
 
 
 async def servers_healthy(run: Run, api: Service, inference: Inference) -> None:
