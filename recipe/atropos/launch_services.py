@@ -249,7 +249,7 @@ def run_all(arguments: argparse.Namespace, detach: Callable[[RunDir], None] | No
             config, composed, directory, start = load_run_config(compose_overrides(arguments))
             specs, run = check_run(config, composed, directory, start, shows_key=detach is None)
             if arguments.dry_run:
-                from recipe.atropos.commands.dry_run import show_dry_run  # imported here: torch takes seconds
+                from recipe.atropos.commands.dry_run import show_dry_run
 
                 show_dry_run(run, specs, console)
                 return 0
