@@ -24,6 +24,7 @@ from recipe.atropos.utils.process import port_is_free
 
 _GIB = 1 << 30
 _LEAST_MEMORY, _LEAST_SHARED, _LEAST_DISK = 6, 0.5, 2  # GiB; memory: what the demo needs
+_LEAST_TOKENS = 32
 _STATE_BYTES = 12  # of a parameter in a checkpoint: float32 weights and two moments
 _WANDB_HOST = "api.wandb.ai"
 
@@ -174,6 +175,11 @@ class _Model:
         if self._is_made:
             return "made with the model"
         tokenizer = self._tokenizer()
+        if len(tokenizer) < _LEAST_TOKENS:  # transformers makes an empty one where the files are missing
+            raise LaunchError(
+                f"the tokenizer has {len(tokenizer)} tokens, as if its files were missing: save it beside the model "
+                "(tokenizer.save_pretrained)"
+            )
         if tokenizer.eos_token_id is None:
             raise LaunchError("the tokenizer has no eos_token, so no answer would end: set it in tokenizer_config.json")
         return f"{type(tokenizer).__name__}, {len(tokenizer):,} tokens, ends with {tokenizer.eos_token!r}"
