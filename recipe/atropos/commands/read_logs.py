@@ -17,6 +17,7 @@ from rich.table import Table
 
 from recipe.atropos.commands.print_status import RUN_HELP
 from recipe.atropos.errors import ConfigurationError, one_line_errors
+from recipe.atropos.launcher.dashboard import last_line
 from recipe.atropos.run_dir import RunDir
 from recipe.atropos.run_status import RunReader, find_run
 
@@ -63,8 +64,9 @@ def show_list(files: RunDir, console: Console) -> None:
     table.add_column("last line", ratio=1, no_wrap=True, overflow="ellipsis")
     for path in sorted((files.log(name) for name in services(files)), key=lambda path: path.stat().st_mtime):
         found = path.stat()
-        last = (tail(path, 1) or b"").decode(errors="replace").strip()
-        table.add_row(path.stem, f"{found.st_size / 1024:.0f}", f"{time.time() - found.st_mtime:.0f}", escape(last))
+        table.add_row(
+            path.stem, f"{found.st_size / 1024:.0f}", f"{time.time() - found.st_mtime:.0f}", escape(last_line(path))
+        )
     console.print(table)
 
 

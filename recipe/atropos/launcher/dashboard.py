@@ -6,6 +6,7 @@ out. Bars and sparklines can be read without color, and a terminal without Unico
 
 import math
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -36,6 +37,8 @@ _PHASES = {  # of a step: color, and a fill that can be told from its neighbors 
     "record": ("blue", "▒r"),
     "other": ("white", "░o"),
 }
+_TAIL_BYTES = 4096
+_CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x1f\x7f]|^.*\r(?=.)")
 _SHOWN_SHARE = 0.05  # of a step, from which on a phase is named
 _HEALTH = {
     "ok": ("green", "●", "+"),
@@ -49,11 +52,11 @@ Rows = Iterator[tuple[str, Text]]
 
 @dataclass(frozen=True)
 class Activity:
-    """What is being done, since when (``time.monotonic``), and where its output is."""
+    """What is being done, since when (``time.monotonic``), and where its output goes."""
 
     text: str
     since: float
-    log: str | None = None
+    log: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,7 @@ class Dashboard:
         """Yield (label, content); ``width``: columns of the content."""
         status, series = self.status, self.status.series
         for activity in self.activities:
-            yield "doing", _activity(activity, ascii_only)
+            yield from _activity(activity, width, ascii_only)
         if status.step:
             yield "step", _steps(status, width, ascii_only)
             yield "score", _curve(series["score"], width, "+.3f", ascii_only)
@@ -100,7 +103,7 @@ class Dashboard:
             yield "", legend
             yield "speed", _speed(status)
             yield "staleness", _staleness(status)
-        if status.diagnosis is not None:
+        if status.diagnosis is not None and status.diagnosis["batch_size"]:
             yield "queue", _queue(status)
         if status.memory is not None:
             yield "memory", _memory(status)
@@ -120,11 +123,26 @@ def state(status: RunStatus) -> str:
     return text + (", the trainer waits" if status.waiting and status.is_alive else "")
 
 
-def _activity(activity: Activity, ascii_only: bool) -> Text:
+def _activity(activity: Activity, width: int, ascii_only: bool) -> Rows:
+    """Yield what is being done for how long, and the last line of its log."""
     elapsed = time.monotonic() - activity.since
     spinner = "|/-\\" if ascii_only else "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
-    text = Text.assemble((f"{spinner[int(elapsed * 8) % len(spinner)]} ", "cyan"), activity.text, f"  {clock(elapsed)}")
-    return text.append(f"  {activity.log}", "dim") if activity.log else text
+    turn, took = spinner[int(elapsed * 4) % len(spinner)], f"  {clock(elapsed)}"
+    text = textwrap.shorten(activity.text, max(10, width - 2 - len(took)), placeholder="...")
+    yield "doing", Text.assemble((f"{turn} ", "cyan"), text, took)
+    if activity.log is not None:
+        yield "", Text(f"  {activity.log.name}: {last_line(activity.log)}", "dim")
+
+
+def last_line(log: Path) -> str:
+    """Return the last line of a log that is not empty, without control characters; "" if there is none."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            lines = file.read().decode(errors="replace").split("\n")
+    except FileNotFoundError:
+        return ""
+    return next((shown for line in reversed(lines) if (shown := _CONTROL.sub("", line).strip())), "")
 
 
 def _steps(status: RunStatus, width: int, ascii_only: bool) -> Text:

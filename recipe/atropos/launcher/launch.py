@@ -68,12 +68,13 @@ async def launch(
         with progress("the trainer loads the model and pushes its weights", trainer.log_path):
             version = await first_version(run, trainer, inference)
         restart_services(run)
-        await evaluations.begin(version)
         if specs:
             environments = Environments(run, specs, api.url, inference.gateway)
         else:
             environments = Joining(run, api.url, inference.gateway)
-        environments.start()
+        environments.start()  # beside the evaluation, which takes as long as their own start
+        with progress(f"evaluating version {version}, and starting the environments"):
+            await evaluations.begin(version, environments.look_after)
         with contextlib.ExitStack() as first:
             if specs:
                 what = "the first step: the environments sample, the trainer compiles and trains"

@@ -68,7 +68,7 @@ class LiveView(RenderHook):
             self._console.show_cursor()
 
     @contextlib.contextmanager
-    def doing(self, text: str, log: str | None) -> Iterator[None]:
+    def doing(self, text: str, log: Path | None) -> Iterator[None]:
         """Show what is being done while the block runs."""
         activity = Activity(text, time.monotonic(), log)
         self._activities = [*self._activities, activity]

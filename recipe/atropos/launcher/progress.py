@@ -39,7 +39,7 @@ def progress(what: str, log: Path | None = None) -> Iterator[None]:
     a line every 15 s."""
     text = what if log is None else f"{what}; log: {shown_path(log)}"
     if _views:
-        with _views[-1].doing(what, log and shown_path(log)):
+        with _views[-1].doing(what, log):
             yield
         return
     if shows_live(console):

@@ -44,7 +44,10 @@ def shown(dashboard, width=80, height=24, **options):
 
 @pytest.mark.parametrize("width", [40, 80, 200])
 def test_dashboard_fits_the_width_and_24_lines(status, width):
-    lines = shown(Dashboard(status, [Activity("the servers start", 0.0, "runs/demo/logs/sglang.log")], "a hint"), width)
+    log = status.directory / "sglang.log"
+    log.write_text("loading\r50%\r\x1b[31m100%\x1b[0m, done " + 50 * "and more " + "\n\n")
+    lines = shown(Dashboard(status, [Activity("the servers start", 0.0, log)], "a hint"), width)
+    assert "sglang.log: 100%" in lines[2]
     assert {len(line) for line in lines} == {width} and len(lines) <= 23
 
 
