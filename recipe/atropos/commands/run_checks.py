@@ -157,7 +157,7 @@ class _Model:
         if self._loaded is None:
             from transformers import AutoTokenizer  # imported here: it takes seconds
 
-            path = self._settings.get("tokenizer_path") or self._settings.path
+            path = self._settings.path
             try:
                 trusted = self._settings.trust_remote_code
                 self._loaded = AutoTokenizer.from_pretrained(

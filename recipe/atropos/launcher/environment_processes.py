@@ -143,6 +143,14 @@ def environment_command(
     return [sys.executable, "-m", _ADAPTER, subcommand, "--env", target, *bridge, *options(given)]
 
 
+def write_bridge(run: Run, spec: EnvironmentSpec) -> None:
+    """Write the reward bridge, if there is one, to the file that ``environment_command`` names."""
+    if spec.reward_bridge is not None:
+        path = run.files.reward_bridge(spec.name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, OmegaConf.to_yaml(OmegaConf.create(dict(spec.reward_bridge))).encode())
+
+
 def serve_command(run: Run, spec: EnvironmentSpec, api_url: str, server_url: str) -> list[str]:
     """Return the command of an environment that serves the run, with the adapter's settings."""
     settings = AdapterSettings(
@@ -238,9 +246,7 @@ class Environments:
         report = self._report(spec)
         report.parent.mkdir(parents=True, exist_ok=True)
         append_line(report, {"time": time.time(), "env": spec.name, "started": True})
-        if spec.reward_bridge is not None:
-            bridge = OmegaConf.to_yaml(OmegaConf.create(dict(spec.reward_bridge)))
-            write_atomic(self._run.files.reward_bridge(spec.name), bridge.encode())
+        write_bridge(self._run, spec)
         command = serve_command(self._run, spec, self._api_url, self._server_url)
         variables = {
             TEMPERATURE_VARIABLE: str(config.actor_rollout_ref.rollout.temperature),
