@@ -155,10 +155,9 @@ def installed(python: str, on_gpu: bool) -> dict[str, dict[str, Any]]:
     """Return results by name, in the form of the cases'; only the interpreters themselves are started."""
     if not on_gpu:
         return {}
-    findings = examine(load_config([_ANY_MODEL, "trainer.device=cuda", f"inference.python={python}"]))
+    results = examine(load_config([_ANY_MODEL, "trainer.device=cuda", f"inference.python={python}"]))
     return {
-        name: {"ok": finding.ok, "message" if finding.ok else "error": finding.message}
-        for name, finding in findings.items()
+        name: {"ok": result.ok, "message" if result.ok else "error": result.message} for name, result in results.items()
     }
 
 

@@ -19,8 +19,12 @@ import argparse
 import asyncio
 import contextlib
 import os
+import signal
 import sys
 import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -43,21 +47,23 @@ from recipe.atropos.config.models import KEY as MODEL_KEY
 from recipe.atropos.config.models import SMALL_POLICIES, check_model, set_model_path
 from recipe.atropos.errors import ConfigurationError, expected_failure
 from recipe.atropos.inference.server import check_launch
+from recipe.atropos.launcher.dashboard import shell_command, shown_path
+from recipe.atropos.launcher.detaching import run_detached
 from recipe.atropos.launcher.environment_processes import check_environments, check_target
 from recipe.atropos.launcher.gpu_environment import check_gpu_environment
 from recipe.atropos.launcher.joining import check_key
 from recipe.atropos.launcher.launch import launch
+from recipe.atropos.launcher.live_view import shows_live
 from recipe.atropos.launcher.placement import place_servers
 from recipe.atropos.launcher.preflight import check_config
-from recipe.atropos.launcher.progress import progress
+from recipe.atropos.launcher.progress import live_view, progress
+from recipe.atropos.launcher.run_summary import show_summary
 from recipe.atropos.launcher.services import Run, console
 from recipe.atropos.launcher.sglang import given_ports, plan_servers
 from recipe.atropos.launcher.startup import check_port
-from recipe.atropos.run_dir import RunDir
+from recipe.atropos.run_dir import LAUNCHER, RunDir
 from recipe.atropos.utils.files import read_json
-from recipe.atropos.utils.process import (
-    free_port,
-)
+from recipe.atropos.utils.process import free_port
 from recipe.atropos.verl_ext.attention import set_attention
 
 _MODEL_TO_COME = "model-of-the-run-to-resume-from"  # placeholder until the run to resume from is known
@@ -79,6 +85,11 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--gpus", type=int, help="ranks of the trainer (trainer.n_gpus_per_node); on a CPU, processes")
     parser.add_argument("--seed", type=int, help="of the data, the sampling and the small policy (seed)")
+    parser.add_argument("--plain", action="store_true", help="print lines instead of the live view")
+    parser.add_argument("--detach", action="store_true", help="leave the run going when the terminal closes")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print configuration, memory plan and commands; start nothing"
+    )
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     return parser.parse_intermixed_args(argv)
 
@@ -215,36 +226,40 @@ def _check_host(host: str, key: str) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Return the exit status: 0 only if every step was trained."""
+    """Return the exit status: 0 only if every step was trained or, with ``--detach``, if the run has begun."""
     arguments = parse_arguments(argv)
+    if not arguments.detach:
+        return run_all(arguments)
+    return run_detached(lambda leave: run_all(arguments, partial(_detach, leave)))
+
+
+def _detach(leave: Callable[[Path], None], files: RunDir) -> None:
+    """Say how to look at the run and end it, and leave the terminal."""
+    _say(f"goes on without this terminal; its output is in {shown_path(files.log(LAUNCHER))}")
+    for command in ("attach", "status", "logs", "stop"):
+        console.print(f"  {escape(shell_command(command, files.path))}", soft_wrap=True)
+    leave(files.log(LAUNCHER))
+    console.__init__(highlight=False)  # for the new output, which is no terminal: without color
+
+
+def run_all(arguments: argparse.Namespace, detach: Callable[[RunDir], None] | None = None) -> int:
+    """Check, start, train, end; return the exit status. ``detach`` is called once all checks have passed."""
     try:
-        config, composed, directory, start = load_run_config(compose_overrides(arguments))
-        remarks = [place_servers(config), set_attention(config.copy())]
-        checked = start.for_checks(config) if start else config
-        check_config(checked)
-        specs = environments_of(config)
-        _say(os.path.relpath(directory))
-        check_model(checked.actor_rollout_ref.model.path)
-        for remark in filter(None, [*remarks, *check_gpu_environment(checked)]):
-            _say(remark)
-        run = Run(checked, composed, directory)
-        check_start(run)
-        if specs:
-            check_environments(run, specs)
-        else:
-            check_key(config)
-        make_folder(directory)
-        with RunDir(directory).lock(_say) as lock:
-            if start:
-                with progress(f"copying the weights of {start.source.path}, step {start.step}", start.log):
-                    start.make()
-            else:
-                forget_start(RunDir(directory))
-            prepare_model(config, RunDir(directory).log("policy"))
-            complete = complete_config(composed, config, directory)
-            for change in prepare_folder(RunDir(directory), complete, by_launcher=True):
-                _say(f"resumed with another {change}")
-            asyncio.run(launch(config, composed, directory, specs, lock))
+        with _ended_by_sigterm():
+            config, composed, directory, start = load_run_config(compose_overrides(arguments))
+            specs, run = check_run(config, composed, directory, start, shows_key=detach is None)
+            if arguments.dry_run:
+                from recipe.atropos.commands.dry_run import show_dry_run
+
+                show_dry_run(run, specs, console)
+                return 0
+            make_folder(directory)
+            with RunDir(directory).lock(_say) as lock:
+                prepare_run(config, composed, directory, start)
+                if detach is not None:
+                    detach(RunDir(directory))
+                with live_view(directory) if shows_live(console) and not arguments.plain else contextlib.nullcontext():
+                    asyncio.run(launch(config, composed, directory, specs, lock))
     except (KeyboardInterrupt, asyncio.CancelledError):
         console.print("[bold]stopped[/] the same command resumes the run")
         return 130
@@ -253,12 +268,62 @@ def main(argv: list[str] | None = None) -> int:
             raise
         console.print(f"[bold red]error[/]   {escape(message)}", soft_wrap=True)
         return 1
-    files = RunDir(directory)
-    console.print(
-        f"[bold]done[/]    {os.path.relpath(files.summary)}, {files.reward_picture.name}, {files.report.name}"
-    )
-    console.print_json(files.summary.read_text())
+    show_summary(RunDir(directory), console)
     return 0
+
+
+def check_run(
+    config: DictConfig, composed: DictConfig, directory: Path, start: Start | None, shows_key: bool = True
+) -> tuple[dict[str, EnvironmentSpec], Run]:
+    """Make all checks that need no service; return the environments, and a ``Run`` of what was checked.
+
+    ``shows_key``: whether what is printed later may still reach a terminal.
+
+    Raises:
+        ConfigurationError, LaunchError: naming the value and the fix.
+    """
+    remarks = [place_servers(config), set_attention(config.copy())]
+    checked = start.for_checks(config) if start else config
+    check_config(checked)
+    specs = environments_of(config)
+    _say(os.path.relpath(directory))
+    check_model(checked.actor_rollout_ref.model.path)
+    for remark in filter(None, [*remarks, *check_gpu_environment(checked)]):
+        _say(remark)
+    run = Run(checked, composed, directory)
+    check_start(run)
+    if specs:
+        check_environments(run, specs)
+    else:
+        check_key(config, shows_key)
+    return specs, run
+
+
+def prepare_run(config: DictConfig, composed: DictConfig, directory: Path, start: Start | None) -> None:
+    """Prepare the folder, which is locked: the weights to start from, the model, and a resumed run's changes."""
+    if start:
+        with progress(f"copying the weights of {start.source.path}, step {start.step}", start.log):
+            start.make()
+    else:
+        forget_start(RunDir(directory))
+    prepare_model(config, RunDir(directory).log("policy"))
+    complete = complete_config(composed, config, directory)
+    for change in prepare_folder(RunDir(directory), complete, by_launcher=True):
+        _say(f"resumed with another {change}")
+
+
+@contextlib.contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """While the block runs, SIGTERM ends it as Ctrl-C does."""
+    before = signal.getsignal(signal.SIGTERM)
+    if threading.current_thread() is not threading.main_thread() or before is signal.SIG_IGN:
+        yield
+        return
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _say(text: str) -> None:

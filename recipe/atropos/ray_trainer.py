@@ -228,8 +228,8 @@ class RayGRPOAtroposTrainer:
             NotEvaluated: the launcher did not report the evaluation in time.
         """
         settings, version = self.config.evaluation, self.checkpoint_manager.version
-        due = settings.evaluated_file and settings.every and version % settings.every == 0
-        if due and self._pushes:
+        due = version == 0 or (settings.every and version % settings.every == 0)
+        if due and settings.evaluated_file and self._pushes:
             with marked_timer("evaluate", self.timing_raw), self.record.waiting():
                 limit = settings.timeout + _EVALUATION_SLACK
                 wait_until_evaluated(settings.evaluated_file, version, limit, self._look_after_servers)

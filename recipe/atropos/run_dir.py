@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import orjson
-import psutil
 
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.utils.files import (
@@ -29,12 +28,16 @@ from recipe.atropos.utils.files import (
     remove_partial,
     write_json,
 )
+from recipe.atropos.utils.process import process_lives, start_time
 
 FORMAT = 1
 """Incremented whenever a folder of an older recipe could not be resumed, or would be misread."""
 
 LOCK_VARIABLE = "ATROPOS_RUN_LOCK"
 """Environment variable with the lock's file descriptor, which a launcher passes to the processes it starts."""
+
+LAUNCHER = "launcher"
+"""Name of the launcher in ``services.json`` and, if it was detached, of its log."""
 
 _LOCK_SECONDS = 30.0  # for the processes of a killed launcher to exit
 _LOCK_POLL_SECONDS = 0.1
@@ -52,6 +55,7 @@ class RunDir:
         self.evaluations = path / "evaluations.jsonl"
         self.alarms = path / "alarms.jsonl"  # one line for each alarm that is raised or cleared
         self.summary = path / "summary.json"
+        self.alarms = path / "alarms.jsonl"
         self.reward_picture = path / "reward.png"
         self.report = path / "report.html"
         self.logs = path / "logs"
@@ -140,6 +144,13 @@ class RunDir:
         finally:
             os.close(descriptor)
 
+    def holder(self) -> "Holder | None":
+        """Return the process that locked the folder last, which may have ended; None if there is none."""
+        try:
+            return Holder.parse(self.lock_file.read_bytes())
+        except FileNotFoundError:
+            return None
+
     def inherits_lock(self) -> bool:
         """Whether a launcher that holds the folder started this process."""
         return self._inherited() is not None
@@ -159,7 +170,7 @@ class RunDir:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                holder = _Holder.read(descriptor)
+                holder = Holder.parse(os.pread(descriptor, 4096, 0))
                 lives = holder is not None and holder.lives()
                 if lives or time.monotonic() > deadline:
                     whose = "" if lives else "what was started by "
@@ -171,15 +182,13 @@ class RunDir:
                     say(f"waiting for what was started by {holder}, which is gone")
                     logged = True
             time.sleep(_LOCK_POLL_SECONDS)
-        command = Path(sys.argv[0]).stem or "python"
-        holder = _Holder(os.getpid(), socket.gethostname(), command, psutil.Process().create_time())
         with disk_errors(self.lock_file):
             os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, orjson.dumps(holder), 0)
+            os.pwrite(descriptor, orjson.dumps(Holder.this_process()), 0)
 
 
 @dataclass(frozen=True)
-class _Holder:
+class Holder:
     """A process that holds a lock, without its arguments, which may contain secrets."""
 
     pid: int
@@ -188,23 +197,26 @@ class _Holder:
     started: float
 
     @classmethod
-    def read(cls, descriptor: int) -> "_Holder | None":
-        """Read the holder from the lock file; return None while it is being written."""
+    def this_process(cls) -> "Holder":
+        command = Path(sys.argv[0]).stem or "python"
+        return cls(os.getpid(), socket.gethostname(), command, start_time(os.getpid()))
+
+    @classmethod
+    def parse(cls, content: bytes) -> "Holder | None":
+        """Return the holder that a lock file names; None while it is being written."""
         try:
-            return cls(**orjson.loads(os.pread(descriptor, 4096, 0)))
+            return cls(**orjson.loads(content))
         except (orjson.JSONDecodeError, TypeError):
             return None
 
+    @property
+    def is_here(self) -> bool:
+        """Whether it is a process of this machine."""
+        return self.host == socket.gethostname()
+
     def lives(self) -> bool:
         """Return whether the process is running; on another machine, it is assumed to be."""
-        if self.host != socket.gethostname():
-            return True
-        try:
-            process = psutil.Process(self.pid)
-            same = abs(process.create_time() - self.started) < 2  # the clock may have been set since
-            return same and process.status() != psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
-            return False
+        return not self.is_here or process_lives(self.pid, self.started)
 
     def __str__(self) -> str:
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.started))

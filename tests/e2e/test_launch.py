@@ -17,14 +17,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from recipe.atropos.commands.dry_run import service_commands
 from recipe.atropos.config.compose import load_config
 from recipe.atropos.config.env_specs import environment_specs
 from recipe.atropos.environments import gsm8k
-from recipe.atropos.launch_services import compose_overrides, parse_arguments
+from recipe.atropos.launch_services import compose_overrides, load_run_config, parse_arguments
 from recipe.atropos.launcher.environment_processes import environment_command
+from recipe.atropos.launcher.placement import place_servers
 from recipe.atropos.launcher.services import Run
 from recipe.atropos.run_dir import RunDir
 from recipe.atropos.run_record import read_evaluations, read_metrics
+from recipe.atropos.run_status import RunReader
 from recipe.atropos.utils.files import read_lines
 from recipe.atropos.utils.process import RUN_ID_VARIABLE, free_port, start_service
 
@@ -325,6 +328,30 @@ def maps_of(process):
 def processes_of(service):
     launcher = psutil.Process(service.pid)
     return [launcher, *launcher.children(recursive=True)]
+
+
+def test_status_of_a_run_that_trains(training):
+    _, folder, _ = training
+    status = RunReader(folder).read()
+    assert status.state == "running" and status.total == 1000 and status.step >= 2
+    assert {service.name: service.health for service in status.services if service.name != "trainer"} == dict.fromkeys(
+        ("api", "sglang", "gateway", "environment"), "ok"
+    ), status.services
+    assert status.diagnosis["trainer"]["live"] and status.heldout_is_share and 0.2 < status.heldout[0] < 0.5
+    assert status.memory.run > 1 << 30 and status.seconds_left > 0
+
+
+def test_dry_run_prints_the_commands_that_a_run_starts(training):
+    _, folder, options = training
+    config, composed, _, _ = load_run_config(compose_overrides(parse_arguments([*options, "--steps", "1000"])))
+    place_servers(config)
+    planned = service_commands(Run(config, composed, folder), environment_specs(config))
+    started = {name: psutil.Process(service["pid"]).cmdline() for name, service in listed(folder).items()}
+    [made] = [word.partition("=")[2] for word in started["environment"] if word.startswith("--openai.model_name=")]
+    port = re.compile(r"127.0.0.1:\d+|(?<=--port=)\d+|^\d{4,5}$")
+    for name in ("api", "gateway", "trainer", "environment"):
+        expected = [word.replace("small-policy", made) for word in planned[name][0]]
+        assert [port.sub("PORT", word) for word in started[name]] == [port.sub("PORT", word) for word in expected], name
 
 
 def test_secret_of_a_run_is_in_no_file_and_no_command_line(training):

@@ -1,14 +1,17 @@
 """A command on a terminal of its own, as a person starts it."""
 
 import contextlib
+import fcntl
 import os
 import pty
 import re
 import secrets
 import shlex
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import threading
 import time
 
@@ -26,21 +29,45 @@ LIMIT = 480  # s of a wait; an order of magnitude above an idle machine's
 class Terminal:
     """A command on a terminal of its own, and what stands there; ``end`` leaves no process of it."""
 
-    def __init__(self, command, cwd, **variables):
+    def __init__(self, command, cwd, size=(24, 80), **variables):
         self.mark = secrets.token_hex(16)
         self._master, slave = pty.openpty()
+        self.resize(*size)
         environment = {**os.environ, **variables, RUN_ID_VARIABLE: self.mark, "TERM": "xterm"}
         self.process = subprocess.Popen(
-            command, cwd=cwd, env=environment, stdin=slave, stdout=slave, stderr=slave, start_new_session=True
+            command,
+            cwd=cwd,
+            env=environment,
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # Ctrl-C and the end of the terminal reach it
         )
         os.close(slave)
         self._read = b""
-        threading.Thread(target=self._keep_reading, daemon=True).start()
+        self._reader = threading.Thread(target=self._keep_reading, daemon=True)
+        self._reader.start()
 
     def _keep_reading(self):
         with contextlib.suppress(OSError):  # at its end
             while piece := os.read(self._master, 65536):
                 self._read += piece
+
+    def resize(self, lines, columns):
+        fcntl.ioctl(self._master, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
+
+    def type(self, text):
+        os.write(self._master, text.encode())
+
+    def close(self):
+        """Close the terminal's window."""
+        os.close(self._master)
+
+    @property
+    def raw(self):
+        """All that was written, with control sequences."""
+        return self._read.decode(errors="replace")
 
     @property
     def text(self):
@@ -52,6 +79,12 @@ class Terminal:
             assert self.process.poll() is None and time.monotonic() < deadline, f"no {pattern} in:\n{self.text[-5000:]}"
             time.sleep(0.2)
         return found
+
+    def wait_for_end(self):
+        """Wait until the command has ended and all that it wrote is read."""
+        self.process.wait(LIMIT)
+        self._reader.join(LIMIT)
+        return self.process.returncode
 
     def end(self):
         if self.process.poll() is None:

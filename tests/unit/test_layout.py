@@ -16,7 +16,7 @@ RECIPE = Path(recipe.atropos.__file__).parent
 LAYERS = (
     ("errors", "alarms"),
     ("utils",),
-    ("run_dir", "run_record", "evaluated"),
+    ("run_dir", "run_record", "evaluated", "run_status"),
     ("config",),
     ("checkpoint",),
     ("verl_ext",),

@@ -1,25 +1,27 @@
 """Check whether this machine can train: ``verl-atropos doctor [--preset NAME] [key=value ...]``
 
 Only Python interpreters are started. Each check reports what it found, or what is wrong and the fix. The checks apply
-to the given configuration; without a model, to any model.
+to the given configuration; without a model in it, those of the model are left out.
 """
 
 import argparse
+import importlib.metadata as metadata
 import os
-import shutil
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
-import psutil
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
+from packaging.requirements import Requirement
 from rich.console import Console
 from rich.markup import escape
 
+from recipe.atropos.commands.check_results import Check, CheckResult, result_of
+from recipe.atropos.commands.run_checks import examine_run
 from recipe.atropos.config.compose import given_keys, load_config
-from recipe.atropos.errors import AtroposError, LaunchError, one_line_errors
+from recipe.atropos.config.models import KEY as MODEL_KEY
+from recipe.atropos.errors import LaunchError, one_line_errors
 from recipe.atropos.inference.memory_saver import check_saver
 from recipe.atropos.inference.server import sglang_python
 from recipe.atropos.launcher.gpu_environment import check_gpu_environment
@@ -28,26 +30,18 @@ from recipe.atropos.utils.gpus import device_of, visible_gpus
 from recipe.atropos.utils.machine import versions_in
 from recipe.atropos.verl_ext.attention import set_attention
 
-_MODEL = "actor_rollout_ref.model.path"
+_PACKAGE = "verl-atropos"
+_OLDEST, _TOO_NEW = (3, 11), (3, 14)
 _TRAINER = ("torch", "verl", "atroposlib", "ray", "transformers")
 _SGLANG = ("torch", "sglang", "transformers")
-_GIB = 1 << 30
-_LEAST_MEMORY = 6  # GiB that the demonstration needs
 
 
-@dataclass(frozen=True)
-class Finding:
-    """Result of one check. ``message``: what was found or, if not ``ok``, what is wrong and the fix."""
-
-    ok: bool
-    message: str
-
-
-def examine(config: DictConfig) -> dict[str, Finding]:
-    """Run every check, and return the findings by name."""
+def examine(config: DictConfig) -> dict[str, CheckResult]:
+    """Check what is installed, and the GPUs; return the results by name."""
     on_gpu, placed = device_of(config) == "cuda", config.copy()
-    checks: dict[str, Callable[[], str]] = {
-        "machine": _machine,
+    checks: dict[str, Check] = {
+        "python": _python,
+        "pins": _pins,
         "trainer": lambda: _installed(sys.executable, _TRAINER),
         "sglang": lambda: _installed(sglang_python(config.inference.python), _SGLANG),
     }
@@ -57,31 +51,42 @@ def examine(config: DictConfig) -> dict[str, Finding]:
             "environments": lambda: "; ".join(check_gpu_environment(placed)) or "driver, CUDA, NCCL and compilers fit",
             "attention": lambda: _attention(config),
         }
-    findings = {name: _finding(check) for name, check in checks.items()}
+    results = {name: result_of(check) for name, check in checks.items()}
     if on_gpu and placed.inference.colocated is not False:
-        findings["memory_saver"] = _finding(lambda: _memory_saver(sglang_python(config.inference.python)))
-    return findings
+        results["memory_saver"] = result_of(lambda: _memory_saver(sglang_python(config.inference.python)))
+    return results
 
 
-def _finding(check: Callable[[], str]) -> Finding:
-    try:
-        return Finding(True, check())
-    except AtroposError as error:
-        return Finding(False, str(error))
-
-
-def _machine() -> str:
-    memory, shared = psutil.virtual_memory(), shutil.disk_usage("/dev/shm")
-    if memory.available < _LEAST_MEMORY * _GIB:
+def _python() -> str:
+    found = sys.version_info[:2]
+    if not _OLDEST <= found < _TOO_NEW:
         raise LaunchError(
-            f"{memory.available / _GIB:.1f} GiB of memory are free, and the demonstration takes {_LEAST_MEMORY}: end "
-            "other programs"
+            f"Python {found[0]}.{found[1]} runs this, and the pinned packages need 3.11, 3.12 or 3.13: build the "
+            "environment with one of them (make env PYTHON=python3.11)"
         )
-    disk = shutil.disk_usage(Path.cwd())
-    return (
-        f"Python {sys.version.split()[0]}, {os.cpu_count()} cores, {memory.available / _GIB:.0f} GiB of memory, "
-        f"{shared.free / _GIB:.0f} of shared memory and {disk.free / _GIB:.0f} of disk free"
-    )
+    return f"{sys.version.split()[0]}, {os.cpu_count()} cores"
+
+
+def _pins() -> str:
+    """Compare the installed packages with what pyproject.toml requires."""
+    try:
+        required = [Requirement(line) for line in metadata.requires(_PACKAGE) or ()]
+    except metadata.PackageNotFoundError:
+        required = [Requirement(Path(__file__).parents[1].joinpath("REQUIRED_VERL.txt").read_text().strip())]
+    wrong, count = [], 0
+    for each in required:
+        if each.marker is not None and not each.marker.evaluate({"extra": ""}):
+            continue
+        count += 1
+        try:
+            found = metadata.version(each.name)
+        except metadata.PackageNotFoundError:
+            found = None
+        if found is None or not each.specifier.contains(found, prereleases=True):
+            wrong.append(f"{each.name} {found or 'is missing'}, needed is {each.name}{each.specifier}")
+    if wrong:
+        raise LaunchError(f"{'; '.join(wrong)}: run `make trainer-env`, or docs/gpu.md for GPUs")
+    return f"{count} required packages fit"
 
 
 def _installed(python: str, packages: Sequence[str]) -> str:
@@ -130,12 +135,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the configuration")
     given = parser.parse_args(argv)
     overrides = [*([f"preset={given.preset}"] if given.preset else []), *given.overrides]
-    if not given.preset and _MODEL not in given_keys(overrides):
-        overrides.append(f"{_MODEL}=model")
+    has_model = given.preset is not None or MODEL_KEY in given_keys(overrides)
+    if not has_model:
+        overrides.append(f"{MODEL_KEY}=model")
     console = Console(highlight=False)
     with one_line_errors(OmegaConfBaseException):
-        findings = examine(load_config(overrides))
-    for name, finding in findings.items():
-        state = "[green]ok[/]    " if finding.ok else "[bold red]FAILED[/]"
-        console.print(f"{state} {name:<13}{escape(finding.message)}", soft_wrap=True)
-    return 0 if all(finding.ok for finding in findings.values()) else 1
+        config = load_config(overrides)
+        results = examine(config) | examine_run(config, has_model)
+    for name, result in results.items():
+        state = "[bold red]FAILED[/]" if not result.ok else "[yellow]note[/]  " if result.note else "[green]ok[/]    "
+        console.print(f"{state} {name:<14}{escape(result.message)}", soft_wrap=True)
+    return 0 if all(result.ok for result in results.values()) else 1

@@ -13,13 +13,9 @@ from tokenizers.models import BPE
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import CONFIG_NAME
 
+from recipe.atropos.demo.chat_format import CHAT_TEMPLATE, SPECIAL_TOKENS
 from recipe.atropos.utils.files import read_json, write_json
 
-SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-CHAT_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _GEMMA = {"hidden_act": "gelu_pytorch_tanh"}  # SGLang reads this key, which the published configurations have too
 _WINDOW = {"sliding_window": 32, "layer_types": ["sliding_attention", "full_attention"]}

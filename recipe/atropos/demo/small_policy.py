@@ -13,6 +13,8 @@ defines the training data; ``terse_policy``, ``two_task_policy``, ``calculator_p
 recipes.
 """
 
+from __future__ import annotations
+
 import hashlib
 import json
 import os
@@ -23,15 +25,13 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from tqdm import tqdm
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
-
-from recipe.atropos.demo.random_models import CHAT_TEMPLATE, SPECIAL_TOKENS
+from recipe.atropos.demo.chat_format import CHAT_TEMPLATE, SPECIAL_TOKENS
 from recipe.atropos.environments.word_problems import generate, gold_answer
+
+if TYPE_CHECKING:  # imported where they are used: finding a policy in the cache must not wait for torch
+    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 Chat = list[dict[str, str]]
 
@@ -94,6 +94,9 @@ def solution(row: dict[str, str], rng: random.Random, wrong_operation: float) ->
 
 def make_tokenizer(texts: list[str], vocabulary: int) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE: lossless on any text, the problems' words one token each."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -119,6 +122,9 @@ def make_small_policy(output: Path, seed: int = 0, recipe: Recipe = Recipe()) ->
 
     Returns (and writes to ``small_policy.json``) seconds, last loss and number of parameters.
     """
+    import torch
+    from transformers import GenerationConfig, Qwen2ForCausalLM
+
     started = time.monotonic()
     rng = random.Random(f"small policy, {seed}")
     chats = recipe.chats(seed, rng)
@@ -151,6 +157,8 @@ def make_small_policy(output: Path, seed: int = 0, recipe: Recipe = Recipe()) ->
 
 
 def _model_config(vocabulary: int, recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> Qwen2Config:
+    from transformers import Qwen2Config
+
     return Qwen2Config(
         vocab_size=-(-vocabulary // 64) * 64,
         hidden_size=recipe.hidden_size,
@@ -185,6 +193,9 @@ def _tokenize(tokenizer: PreTrainedTokenizerFast, chat: Chat) -> tuple[list[int]
 
 def _teach(model: Qwen2ForCausalLM, examples: list, pad: int, rng: random.Random, recipe: Recipe) -> float:
     """Minimize the cross-entropy on the assistant's tokens; AdamW, linear warm-up, cosine decay."""
+    import torch
+    from tqdm import tqdm
+
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, weight_decay=0.01)
     warmup = max(1, recipe.steps // 20)
     decay = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, recipe.steps - warmup), eta_min=1e-4)
@@ -230,16 +241,17 @@ def ensure_small_policy(directory: Path | None = None, seed: int = 0, recipe: Re
     return target
 
 
-@torch.no_grad()
 def greedy_answers(folder: Path, chats: list[Chat]) -> list[str]:
     """Return the policy's next message in each conversation, by transformers alone."""
+    import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(folder)
     texts = tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
     inputs = tokenizer(texts, return_tensors="pt", padding=True)
-    outputs = model.generate(**inputs, max_new_tokens=32, do_sample=False)[:, inputs["input_ids"].shape[1] :]
+    with torch.no_grad():
+        outputs = model.generate(**inputs, max_new_tokens=32, do_sample=False)[:, inputs["input_ids"].shape[1] :]
     return tokenizer.batch_decode(outputs, skip_special_tokens=True)
 
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import ClassVar
 
 from recipe.atropos.demo.small_policy import Chat, Recipe, asked, greedy_answers
-from recipe.atropos.environments.reasoning import dataset, held_out, score
 
 TASK, SETTINGS = "chain_sum", "{min_terms: 2, max_terms: 3, max_digits: 1}"
 HELD_OUT = 256
@@ -33,6 +32,8 @@ class TwoTaskRecipe(Recipe):
     forgotten_term: float = 0.65
 
     def chats(self, seed: int, rng: random.Random) -> list[Chat]:
+        from recipe.atropos.environments.reasoning import dataset, held_out  # imported here: atroposlib takes seconds
+
         kept_back = {problem["question"] for problem in held_out(TASK, SETTINGS, HELD_OUT)}
         sums = [
             [
@@ -64,6 +65,8 @@ def sum_solution(question: str, rng: random.Random, forgotten_term: float) -> st
 
 def greedy_accuracy_of_sums(folder: Path) -> float:
     """Return the greedy accuracy on held-out sums, by transformers alone."""
+    from recipe.atropos.environments.reasoning import dataset, held_out, score
+
     problems, task = held_out(TASK, SETTINGS, HELD_OUT), dataset(TASK, SETTINGS, 1, 0)
     answers = greedy_answers(folder, asked(problems))
     right = [score(task, answer, problem) == 1 for answer, problem in zip(answers, problems, strict=True)]

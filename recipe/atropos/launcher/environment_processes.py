@@ -139,11 +139,24 @@ def environment_command(
         target = str(Path(spec.place).resolve()) + spec.target[len(spec.place) :]
     bridge = []
     if spec.reward_bridge is not None and subcommand == "serve":  # evaluation scores are never shaped
+        bridge = ["--reward-bridge", str(run.files.reward_bridge(spec.name))]
+    return [sys.executable, "-m", _ADAPTER, subcommand, "--env", target, *bridge, *options(given)]
+
+
+def write_bridge(run: Run, spec: EnvironmentSpec) -> None:
+    """Write the reward bridge, if there is one, to the file that ``environment_command`` names."""
+    if spec.reward_bridge is not None:
         path = run.files.reward_bridge(spec.name)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, OmegaConf.to_yaml(OmegaConf.create(dict(spec.reward_bridge))).encode())
-        bridge = ["--reward-bridge", str(path)]
-    return [sys.executable, "-m", _ADAPTER, subcommand, "--env", target, *bridge, *options(given)]
+
+
+def serve_command(run: Run, spec: EnvironmentSpec, api_url: str, server_url: str) -> list[str]:
+    """Return the command of an environment that serves the run, with the adapter's settings."""
+    settings = AdapterSettings(
+        groups_in_flight=groups_in_flight(run.config, spec), report=str(run.files.environment_report(spec.name))
+    )
+    return environment_command(run, spec, "serve", api_url, server_url) + settings.flags()
 
 
 def environment_secrets(run: Run, spec: EnvironmentSpec) -> dict[str, str]:
@@ -224,11 +237,8 @@ class Environments:
         report = self._report(spec)
         report.parent.mkdir(parents=True, exist_ok=True)
         append_line(report, {"time": time.time(), "env": spec.name, "started": True})
-        settings = AdapterSettings(
-            groups_in_flight=groups_in_flight(config, spec),
-            report=str(report),
-        )
-        command = environment_command(self._run, spec, "serve", self._api_url, self._server_url) + settings.flags()
+        write_bridge(self._run, spec)
+        command = serve_command(self._run, spec, self._api_url, self._server_url)
         variables = {
             TEMPERATURE_VARIABLE: str(config.actor_rollout_ref.rollout.temperature),
             **environment_secrets(self._run, spec),

@@ -18,7 +18,7 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,9 @@ from recipe.atropos.utils.process import ServiceFailed
 
 _LOOK_SECONDS = 0.5
 _NO_API = "http://127.0.0.1:1"
+
+
+async def _nothing() -> None: ...
 
 
 @dataclass(frozen=True)
@@ -100,8 +103,10 @@ class Evaluations:
 
     # ---------------------------------------------------------------- when
 
-    async def begin(self, version: int) -> None:
-        """Evaluate ``version``, this start's first push, if it is due. Call it before any environment starts.
+    async def begin(self, version: int, meanwhile: Callable[[], Awaitable[None]] = _nothing) -> None:
+        """Evaluate ``version``, this start's first push, if it is due; environments may sample beside it.
+
+        ``meanwhile`` is called again and again.
 
         Raises:
             ServiceFailed: an evaluation failed, or another service ended.
@@ -113,7 +118,7 @@ class Evaluations:
             if not line["metrics"]:
                 self._specs.pop(line["env"], None)
         if version == 0 or self._between(version):
-            await self._alone(version)
+            await self._alone(version, meanwhile)
         self._say(version)
 
     def _between(self, version: int) -> bool:
@@ -149,10 +154,11 @@ class Evaluations:
         """
         await self._alone(self._last)
 
-    async def _alone(self, version: int) -> None:
+    async def _alone(self, version: int, meanwhile: Callable[[], Awaitable[None]] = _nothing) -> None:
         """Evaluate ``version`` and check the services meanwhile, because ``watch`` is not running."""
         self._task = asyncio.create_task(self._all(version))
         while not self._task.done():
+            await meanwhile()
             self._run.check()
             await asyncio.wait([self._task], timeout=_LOOK_SECONDS)
         task, self._task = self._task, None

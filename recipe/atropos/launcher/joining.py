@@ -36,12 +36,16 @@ _FIRST_REPORT, _LONGEST_SILENCE = 60.0, 600.0  # s without a batch before the re
 _FOREVER = 10**9  # steps; in effect, no limit
 
 
-def check_key(config: DictConfig) -> None:
-    """Raise ConfigurationError if the run would generate its own key and has no terminal on which to show it."""
-    if not config.inference.api_key and not console.file.isatty():
+def check_key(config: DictConfig, shows_key: bool = True) -> None:
+    """Raise ConfigurationError if the run would generate its own key and has no terminal on which to show it.
+
+    ``shows_key``: False if the run leaves its terminal before it could.
+    """
+    if not config.inference.api_key and not (shows_key and console.file.isatty()):
+        why = "this output is no terminal" if shows_key else "--detach leaves the terminal"
         raise ConfigurationError(
-            "inference.api_key is not set and this output is no terminal, where alone the run's own key is shown: no "
-            f"environment could join; set {API_KEY_VARIABLE} before the start"
+            f"inference.api_key is not set and {why}, where alone the run's own key is shown: no environment could "
+            f"join; set {API_KEY_VARIABLE} before the start"
         )
 
 

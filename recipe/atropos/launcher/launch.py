@@ -69,12 +69,13 @@ async def launch(
         trainer = trainer or start_trainer(run, api, inference, evaluations.marker)
         with progress("the trainer loads the model and pushes its weights", trainer.log_path):
             version = await first_version(run, inference)
-        await evaluations.begin(version)
         if specs:
             environments = Environments(run, specs, api.url, inference.gateway)
         else:
             environments = Joining(run, api.url, inference.gateway)
-        environments.start()
+        environments.start()  # beside the evaluation, which takes as long as their own start
+        with progress(f"evaluating version {version}, and starting the environments"):
+            await evaluations.begin(version, environments.look_after)
         with contextlib.ExitStack() as first:
             if specs:
                 what = "the first step: the environments sample, the trainer compiles and trains"
@@ -138,7 +139,7 @@ async def _end(
             summary = read_json(run.files.summary, {})
             update_summary(run.directory, {"groups": account_of_groups(summary, received)})
 
-    with _undisturbed():
+    with _undisturbed(), progress("stopping the services"):
         if evaluations is not None:
             await attempt(evaluations.stop)
         if environments is not None:

@@ -1,7 +1,6 @@
 """Progress display for slow operations: what is running, for how long, and where its log is."""
 
 import contextlib
-import os
 import threading
 import time
 from collections.abc import Iterator
@@ -10,16 +9,40 @@ from pathlib import Path
 from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from recipe.atropos.launcher.dashboard import shown_path
+from recipe.atropos.launcher.live_view import LiveView, shows_live
 from recipe.atropos.launcher.services import console
 
 _EVERY_SECONDS = 15.0
+_views: list[LiveView] = []
+
+
+@contextlib.contextmanager
+def live_view(directory: Path) -> Iterator[None]:
+    """Show the run in ``directory`` while the block runs; what is in progress is part of the view."""
+    with LiveView(console, directory, hint="Ctrl-C stops the run") as view:
+        _views.append(view)
+        try:
+            yield
+        finally:
+            _views.remove(view)
+
+
+def view_is_live() -> bool:
+    """Return whether a live view shows each step, so that no line is needed for it."""
+    return bool(_views)
 
 
 @contextlib.contextmanager
 def progress(what: str, log: Path | None = None) -> Iterator[None]:
-    """While the block runs, show a spinner with elapsed time on a terminal; elsewhere, print a line every 15 s."""
-    text = what if log is None else f"{what}; log: {os.path.relpath(log)}"
-    if console.is_terminal:
+    """While the block runs, show what is done for how long: in the live view, else as a spinner on a terminal, else in
+    a line every 15 s."""
+    text = what if log is None else f"{what}; log: {shown_path(log)}"
+    if _views:
+        with _views[-1].doing(what, log):
+            yield
+        return
+    if shows_live(console):
         with Progress(
             SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console, transient=True
         ) as shown:

@@ -17,11 +17,11 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.markup import escape
 
-from recipe.atropos.run_dir import LOCK_VARIABLE, RunDir
+from recipe.atropos.run_dir import LAUNCHER, LOCK_VARIABLE, RunDir
 from recipe.atropos.trajectory_api.trajectory_client import TrajectoryApiClient
 from recipe.atropos.utils.files import bound_log, write_json
 from recipe.atropos.utils.hosts import is_this_host, joins_cluster, loopback_variables
-from recipe.atropos.utils.process import Service, ServiceFailed, start_service
+from recipe.atropos.utils.process import Service, ServiceFailed, start_service, start_time
 from recipe.atropos.utils.scratch import Scratch
 
 console = Console(highlight=False)
@@ -245,8 +245,18 @@ class Run:
         return any(service.name == "trainer" and service.poll() == 0 for service in self.services)
 
     def _write_listing(self) -> None:
-        running = [service for service in self.services if service.poll() is None]
-        listing: dict[str, Any] = {s.name: {"pid": s.pid, "url": s.url, "log": str(s.log_path)} for s in running}
+        running = [(s.name, s.pid, s.url, str(s.log_path)) for s in self.services if s.poll() is None]
         if running:
-            listing = {"launcher": {"pid": os.getpid(), "url": None, "log": None}, **listing}
+            running.insert(0, (LAUNCHER, os.getpid(), None, _output(self.log(LAUNCHER))))
+        listing = {
+            name: {"pid": pid, "started": start_time(pid), "url": url, "log": log} for name, pid, url, log in running
+        }
         write_json(self.files.services, listing)
+
+
+def _output(log: Path) -> str | None:
+    """Return ``log`` if this process writes there, as a detached launcher does."""
+    try:
+        return str(log) if os.path.samestat(os.fstat(1), log.stat()) else None
+    except OSError:
+        return None

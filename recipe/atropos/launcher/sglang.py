@@ -4,7 +4,7 @@ Guarantees: the environments know only the gateway; a server or gateway keeps it
 that never came up is an error, and only one that was up is restarted.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -79,6 +79,19 @@ def plan_servers(run: Run, lora: bool = True) -> dict[str, SGLangLaunch]:
     return launches
 
 
+def plan_gateway(run: Run, launches: Mapping[str, SGLangLaunch]) -> str:
+    """Return the gateway's URL, on the port that is configured, 9001 or a free one."""
+    config = run.config.inference
+    taken = {*given_ports(run.config).values(), *(launch.port for launch in launches.values())}
+    port = config.gateway_port or default_port(GATEWAY_PORT, config.host, taken)
+    return f"http://{reachable(config.host)}:{port}"
+
+
+def command_of_gateway(run: Run, url: str, servers: Sequence[str]) -> list[str]:
+    longest = run.config.trainer.atropos.weight_sync.timeout
+    return gateway_command(url, run.config.inference.host, servers, longest)
+
+
 def given_ports(config: DictConfig) -> dict[str, int]:
     """Return all ports that the configuration sets, by what they are for."""
     inference = config.inference
@@ -95,10 +108,7 @@ def start_inference(run: Run) -> Inference:
         LaunchError: a server cannot be started as asked.
     """
     launches = plan_servers(run)
-    config = run.config.inference
-    taken = {*given_ports(run.config).values(), *(launch.port for launch in launches.values())}
-    port = config.gateway_port or default_port(GATEWAY_PORT, config.host, taken)
-    gateway = f"http://{reachable(config.host)}:{port}"
+    gateway = plan_gateway(run, launches)
     for name, launch in launches.items():
         run.add(start_sglang(launch, log_path=run.log(name), name=name, env=run.variables))
     start_gateway(run, gateway, [launch.url for launch in launches.values()])
@@ -106,8 +116,7 @@ def start_inference(run: Run) -> Inference:
 
 
 def start_gateway(run: Run, url: str, servers: Sequence[str]) -> Service:
-    command = gateway_command(url, run.config.inference.host, servers, run.config.trainer.atropos.weight_sync.timeout)
-    return run.start("gateway", command, url=url, **{API_KEY_VARIABLE: run.api_key})
+    return run.start("gateway", command_of_gateway(run, url, servers), url=url, **{API_KEY_VARIABLE: run.api_key})
 
 
 async def inference_healthy(run: Run, inference: Inference) -> float:

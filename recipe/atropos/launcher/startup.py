@@ -33,13 +33,10 @@ _VERSION_SECONDS = 120.0
 
 def start_api(run: Run) -> Service:
     """Start the Trajectory API on the run's store, without waiting for it to be healthy."""
-    config, store = run.config.api, run.files.trajectories
+    config = run.config.api
     set_aside_store(run.files, run.config.trainer)
     check_port(config.port, config.host, "api.port")
-    port = config.port or default_port(API_PORT, config.host, given_ports(run.config).values())
-    command = [sys.executable, "-m", "recipe.atropos.trajectory_api", "--host", config.host, "--port", str(port)]
-    command += ["--data-dir", str(store), "--retention", config.retention]
-    url = f"http://{reachable(config.host)}:{port}"
+    command, url = api_command(run)
     api = _start_api(run, command, url)
     run.set_restart_policy(
         api,
@@ -50,6 +47,15 @@ def start_api(run: Run) -> Service:
         recovers=lambda status: status < 0,  # until it was healthy, an error of its own would repeat
     )
     return api
+
+
+def api_command(run: Run) -> tuple[list[str], str]:
+    """Return the Trajectory API's command and URL, on the port that is configured, 8000 or a free one."""
+    config = run.config.api
+    port = config.port or default_port(API_PORT, config.host, given_ports(run.config).values())
+    command = [sys.executable, "-m", "recipe.atropos.trajectory_api", "--host", config.host, "--port", str(port)]
+    command += ["--data-dir", str(run.files.trajectories), "--retention", config.retention]
+    return command, f"http://{reachable(config.host)}:{port}"
 
 
 def set_aside_store(files: RunDir, trainer: DictConfig) -> None:
@@ -78,7 +84,11 @@ def _start_trainer(run: Run) -> Service:
         "TENSORBOARD_DIR": str(run.files.tensorboard),
         "WANDB_DIR": str(run.directory),
     }
-    return run.start("trainer", [sys.executable, "-m", "recipe.atropos.main", "--run", str(run.directory)], **variables)
+    return run.start("trainer", trainer_command(run), **variables)
+
+
+def trainer_command(run: Run) -> list[str]:
+    return [sys.executable, "-m", "recipe.atropos.main", "--run", str(run.directory)]
 
 
 def _may_restart_trainer(run: Run, status: int) -> bool:

@@ -10,6 +10,7 @@ from recipe.atropos.launcher.alarm_watch import AlarmWatch
 from recipe.atropos.launcher.environment_processes import Environments
 from recipe.atropos.launcher.evaluation import Evaluations
 from recipe.atropos.launcher.joining import Joining
+from recipe.atropos.launcher.progress import view_is_live
 from recipe.atropos.launcher.services import Run, console
 from recipe.atropos.run_record import WaitingMark
 from recipe.atropos.utils.files import LineReader
@@ -25,7 +26,8 @@ async def watch(
     alarm_watch: AlarmWatch,
     on_step: Callable[[], None] = lambda: None,
 ) -> None:
-    """Supervise the run until the trainer exits successfully; call ``on_step`` and print a line for every trained step.
+    """Supervise the run until the trainer exits successfully; call ``on_step`` for every trained step, and print a line
+    if no live view shows it.
 
     Raises:
         ServiceFailed: a service that the run needs ended for good, the trainer ended before the last step, or it hangs:
@@ -47,12 +49,8 @@ async def watch(
             if line["step"] > seen:
                 seen = line["step"]
                 on_step()
-                console.print(
-                    f"[bold]step {seen:>4}/{total}[/] score {scores_of(line)}  "
-                    f"rows {line['atropos/rows']:.0f}  {line['timing_s/step']:.1f} s "
-                    f"(wait {line['phase_s/wait']:.1f} s)  version {line['atropos/policy_version']}{_alarms(line)}",
-                    soft_wrap=True,
-                )
+                if not view_is_live():
+                    console.print(f"[bold]step {seen:>4}/{total}[/] {_step(line)}", soft_wrap=True)
         await environments.look_after()
         await alarm_watch.look(lines)
         run.bound_logs()
@@ -72,6 +70,13 @@ async def watch(
                 raise trainer.failure(f"ended after step {seen} of {total}")
             return
         await asyncio.sleep(WATCH_SECONDS)
+
+
+def _step(line: dict[str, float]) -> str:
+    return (
+        f"score {scores_of(line)}  rows {line['atropos/rows']:.0f}  {line['timing_s/step']:.1f} s "
+        f"(wait {line['phase_s/wait']:.1f} s)  version {line['atropos/policy_version']}{_alarms(line)}"
+    )
 
 
 def scores_of(line: dict[str, float]) -> str:

@@ -39,6 +39,7 @@ joined by ":". A service started by a service carries both marks, so stopping th
 
 _POLL_SECONDS = 0.05
 _KILL_SECONDS = 5.0
+_CLOCK_SECONDS = 2.0  # by which a process's start time may differ later: the clock may have been set since
 _TAIL_LINES, _TAIL_COLUMNS = 20, 300
 
 _GUARDIAN = str(Path(__file__).with_name("guardian.py"))
@@ -347,6 +348,21 @@ async def wait_until_healthy(
         except (OSError, TimeoutError) as error:
             reason = f" (the last check said: {error!r})"
         await asyncio.sleep(interval)
+
+
+def start_time(pid: int) -> float | None:
+    """Return when a process started, in seconds since the epoch; None if it has ended."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        if process.status() != psutil.STATUS_ZOMBIE:
+            return process.create_time()
+    return None
+
+
+def process_lives(pid: int, started: float) -> bool:
+    """Return whether ``pid`` is still the process that started then, and no later one."""
+    found = start_time(pid)
+    return found is not None and abs(found - started) < _CLOCK_SECONDS
 
 
 def _alive(process: psutil.Process) -> bool:

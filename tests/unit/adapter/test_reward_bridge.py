@@ -28,7 +28,7 @@ from recipe.atropos.config.env_specs import environment_specs
 from recipe.atropos.data.data_proto import groups_to_data_proto
 from recipe.atropos.data.rows import RowLimits
 from recipe.atropos.launch_services import compose_overrides, parse_arguments
-from recipe.atropos.launcher.environment_processes import environment_command
+from recipe.atropos.launcher.environment_processes import environment_command, write_bridge
 from recipe.atropos.launcher.preflight import check_config
 from recipe.atropos.launcher.services import Run
 
@@ -274,6 +274,7 @@ def test_bridge_is_for_serving_and_not_for_evaluation(tmp_path):
     adapter = ["-m", "recipe.atropos.utils.env_adapter", "serve", "--env", "recipe.atropos.environments.gsm8k"]
     block = tmp_path / "environments/gsm8k.reward_bridge.yaml"
     assert serve[1:8] == [*adapter, "--reward-bridge", str(block)]
+    write_bridge(run, spec)
     assert yaml.safe_load(block.read_text()) == {"length_bounty": {"target": 5, "slope": 0.01, "cap": 1}}
     assert "--reward-bridge" not in environment_command(run, spec, "evaluate", "http://api", "http://server")
     with pytest.raises(RewardBridgeError, match="environment.reward_bridge: can make a difference of 1.05"):

@@ -16,7 +16,7 @@ from recipe.atropos.adapter.reporting import EnvReport
 from recipe.atropos.config.compose import load_config
 from recipe.atropos.config.env_specs import environment_specs
 from recipe.atropos.launch_services import compose_overrides, parse_arguments
-from recipe.atropos.launcher.environment_processes import Environments, environment_command
+from recipe.atropos.launcher.environment_processes import Environments, environment_command, write_bridge
 from recipe.atropos.launcher.preflight import ConfigurationError, check_config
 from recipe.atropos.launcher.services import Run
 from recipe.atropos.launcher.supervision import scores_of
@@ -119,6 +119,7 @@ def test_environments_start_with_own_name_and_part_of_the_batch(tmp_path):
     assert of_a[1:6] == ["-m", "recipe.atropos.utils.env_adapter", "serve", "--env", "m"]
     assert {"--env.wandb_name=a", "--env.inference_weight=2", "--env.seed=3"} <= set(of_a)
     assert "--env.min_batch_allocation=0.0" in of_a, "else one of the environment's own would count"
+    write_bridge(run, b)
     of_b = environment_command(run, b, "serve", "http://api", "http://server")
     assert of_b[5:7] == [ITEM_ENV, "--reward-bridge"] and "--env.min_batch_allocation=0.25" in of_b
     assert open(of_b[7]).read() == "clip: 1\n"

@@ -1,0 +1,69 @@
+"""Show the live view of a run that another process runs: ``verl-atropos attach [RUN]``
+
+Guarantees: the run is only read. Ctrl-C ends this view and leaves the run alone.
+"""
+
+import argparse
+import time
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.markup import escape
+
+from recipe.atropos.commands.print_status import RUN_HELP, how_to_go_on, print_state
+from recipe.atropos.errors import one_line_errors
+from recipe.atropos.launcher.dashboard import shell_command, shown_path
+from recipe.atropos.launcher.live_view import LiveView, shows_live
+from recipe.atropos.launcher.run_summary import show_summary
+from recipe.atropos.run_dir import LAUNCHER, RunDir
+from recipe.atropos.run_status import FINISHED, RunReader, RunStatus, find_run
+
+_POLL_SECONDS = 0.5
+
+
+def watch_run(files: RunDir, console: Console) -> RunStatus:
+    """Show the run until it ends, and return its last state. KeyboardInterrupt passes through."""
+    if not shows_live(console):
+        return _print_steps(files, console)
+    with LiveView(console, files.path, hint="Ctrl-C leaves the run alone") as view:
+        while view.status is None or view.status.is_alive:
+            time.sleep(_POLL_SECONDS)
+        return view.status
+
+
+def _print_steps(files: RunDir, console: Console) -> RunStatus:
+    """Print a line per step: the output is no terminal."""
+    reader, step = RunReader(files.path), -1
+    while (status := reader.read()).is_alive:
+        if status.step != step:
+            step, scores = status.step, status.series["score"]
+            score = f"score {scores[-1]:+.3f}" if scores else status.state
+            console.print(f"step {step}/{status.total or '?'} {score}", soft_wrap=True)
+        time.sleep(_POLL_SECONDS)
+    return status
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Return exit status 0 if the run goes on or has finished, else 1."""
+    parser = argparse.ArgumentParser(
+        prog="verl-atropos attach", description="Show the live view of a running run; Ctrl-C leaves it alone."
+    )
+    parser.add_argument("run", nargs="?", metavar="RUN", help=RUN_HELP)
+    given = parser.parse_args(argv)
+    console = Console(highlight=False)
+    with one_line_errors():
+        files = find_run(given.run)
+        if not RunReader(files.path).read().is_alive:
+            return 0 if print_state(files, console).state == FINISHED else 1
+        try:
+            status = watch_run(files, console)
+        except KeyboardInterrupt:
+            stop = shell_command("stop", files.path)
+            console.print(f"{escape(shown_path(files.path))} goes on; to end it: {escape(stop)}", soft_wrap=True)
+            return 0
+        if status.state == FINISHED:
+            show_summary(files, console)
+            return 0
+        where = f"; see {shown_path(files.log(LAUNCHER))}" if files.log(LAUNCHER).exists() else ""
+        console.print(f"{escape(shown_path(files.path))} {status.state}: {how_to_go_on(status)}{escape(where)}")
+    return 1

@@ -1,0 +1,114 @@
+"""What a run would do, without starting it: ``launch_services --dry-run``.
+
+It prints the resolved configuration, where each value that differs from the default is marked, the memory plan of GPUs,
+and the command of each service with the variables that it gets. Secrets are shown as ``***``. Ports that are not
+configured are chosen at each start.
+"""
+
+import os
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+from rich.text import Text
+
+from recipe.atropos.config.compose import load_config
+from recipe.atropos.config.env_specs import EnvironmentSpec
+from recipe.atropos.config.models import KEY as MODEL_KEY
+from recipe.atropos.config.models import config_file
+from recipe.atropos.errors import AtroposError
+from recipe.atropos.inference.server import sglang_command
+from recipe.atropos.launcher.environment_processes import environment_secrets, serve_command
+from recipe.atropos.launcher.services import Run
+from recipe.atropos.launcher.sglang import command_of_gateway, plan_gateway, plan_servers
+from recipe.atropos.launcher.startup import api_command, trainer_command
+from recipe.atropos.utils.gpus import device_of
+from recipe.atropos.utils.private_process import SECRET_FLAGS
+from recipe.atropos.utils.secret import API_KEY_VARIABLE, HIDDEN, public_config, without_secrets
+
+_NO_MODEL = "none"  # the default configuration names no model
+_ABSENT = object()
+
+
+def show_dry_run(run: Run, specs: Mapping[str, EnvironmentSpec], console: Console) -> None:
+    """Print what ``run``, whose checks have passed, would be, and start nothing."""
+    shown, default = public_config(run.config), without_secrets(_default_config())
+    lines = list(_configuration(shown, default))
+    changed = sum(is_changed for _, is_changed in lines)
+    _title(console, f"configuration ({changed} values differ from the default)")
+    for line, is_changed in lines:
+        console.print(Text(line, "bold green" if is_changed else ""), soft_wrap=True)
+    _title(console, "memory of each GPU")
+    if device_of(run.config) == "cpu":
+        console.print("the trainer runs on a CPU; verl-atropos plan plans GPUs")
+    else:
+        from recipe.atropos.commands.plan import plan_memory, show  # imported here: torch takes seconds
+
+        try:
+            show(plan_memory(run.config), console)
+        except AtroposError as error:
+            console.print(Text(f"no plan: {error}"), soft_wrap=True)
+    for name, (command, variables) in service_commands(run, specs).items():
+        _title(console, name)
+        words = [*(f"{key}={shlex.quote(value)}" for key, value in variables.items()), shlex.join(command)]
+        console.print(Text(" ".join(words)), soft_wrap=True)
+    console.print("\n[bold]nothing was started[/]")
+
+
+def _title(console: Console, text: str) -> None:
+    console.print(Text(f"\n# {text}", "bold cyan"))
+
+
+def _default_config() -> dict[str, Any]:
+    return public_config(load_config([f"{MODEL_KEY}={_NO_MODEL}"]))
+
+
+def _configuration(values: Mapping[str, Any], default: Any, indent: str = "") -> Iterator[tuple[str, bool]]:
+    """Yield each line of the configuration as YAML, with the default of a value that differs, and whether it does."""
+    for key, value in values.items():
+        usual = default.get(key, _ABSENT) if isinstance(default, Mapping) else _ABSENT
+        if isinstance(value, Mapping) and value:
+            yield f"{indent}{key}:", False
+            yield from _configuration(value, usual, f"{indent}  ")
+        elif value == usual:
+            yield f"{indent}{key}: {_inline(value)}", False
+        else:
+            told = "none" if usual in (_ABSENT, _NO_MODEL) else _inline(usual)
+            yield f"{indent}{key}: {_inline(value)}  # default: {told}", True
+
+
+def _inline(value: Any) -> str:
+    return yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("\n...\n").strip()
+
+
+def service_commands(run: Run, specs: Mapping[str, EnvironmentSpec]) -> dict[str, tuple[list[str], dict[str, str]]]:
+    """Return the command of each service, in the order of their start, and the variables that it gets."""
+    key = {API_KEY_VARIABLE: HIDDEN}
+    api, api_url = api_command(run)
+    found: dict[str, tuple[list[str], dict[str, str]]] = {"api": (api, key)}
+    # The flags of an adapter depend on the model's layers.
+    launches = plan_servers(run, lora=config_file(run.config.actor_rollout_ref.model.path) is not None)
+    for name, launch in launches.items():
+        local = Path(launch.model_path).expanduser()
+        command, variables = sglang_command(
+            replace(launch, model_path=str(local.resolve())) if local.is_dir() else launch
+        )
+        found[name] = command, _shown(variables)
+    gateway = plan_gateway(run, launches)
+    found["gateway"] = command_of_gateway(run, gateway, [launch.url for launch in launches.values()]), key
+    found["trainer"] = trainer_command(run), key
+    for spec in specs.values():
+        found[spec.service] = serve_command(run, spec, api_url, gateway), _shown(environment_secrets(run, spec))
+    return found
+
+
+def _shown(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return variables without secrets; what stands in $PATH already is left to it."""
+    shown = {name: HIDDEN if name in (API_KEY_VARIABLE, SECRET_FLAGS) else value for name, value in variables.items()}
+    if "PATH" in shown:
+        shown["PATH"] = shown["PATH"].replace(os.environ.get("PATH", os.defpath), "$PATH")
+    return shown

@@ -1,0 +1,133 @@
+"""Print a service's log, and follow it: ``verl-atropos logs [RUN] [SERVICE] [-f]``
+
+Without a service it lists the logs. A log that is cut or replaced while it is followed is read on from its new content.
+"""
+
+import argparse
+import difflib
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from recipe.atropos.commands.print_status import RUN_HELP
+from recipe.atropos.errors import ConfigurationError, one_line_errors
+from recipe.atropos.launcher.dashboard import last_line
+from recipe.atropos.run_dir import RunDir
+from recipe.atropos.run_status import RunReader, find_run
+
+_LINES, _POLL_SECONDS, _LOOK_SECONDS = 50, 0.2, 5.0
+_BLOCK = 1 << 16
+
+
+def resolve(first: str | None, second: str | None) -> tuple[RunDir, str | None]:
+    """Return the run and the service that one or two words name; a single word may be either.
+
+    Raises:
+        ConfigurationError: there is no such run, or no such log in it.
+    """
+    if first is None or second is not None:
+        files, service = find_run(first), second
+    else:
+        try:
+            files, service = find_run(first), None
+        except ConfigurationError as error:
+            try:
+                files, service = find_run(None), first
+            except ConfigurationError:
+                raise error from None
+            if service not in services(files):
+                raise
+    if service is not None and service not in services(files):
+        near = difflib.get_close_matches(service, services(files), n=1, cutoff=0.5)
+        known = f"did you mean {near[0]}?" if near else f"there are {', '.join(services(files)) or 'none yet'}"
+        raise ConfigurationError(f"{files.logs} has no log of {service}; {known}")
+    return files, service
+
+
+def services(files: RunDir) -> list[str]:
+    """Return the names of the services that have a log."""
+    return sorted(path.stem for path in files.logs.glob("*.log"))
+
+
+def show_list(files: RunDir, console: Console) -> None:
+    """Print the logs with size, age and last line, the newest last."""
+    table = Table(box=None, header_style="bold", expand=True)
+    table.add_column("service", no_wrap=True)
+    for column in ("KiB", "s ago"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("last line", ratio=1, no_wrap=True, overflow="ellipsis")
+    for path in sorted((files.log(name) for name in services(files)), key=lambda path: path.stat().st_mtime):
+        found = path.stat()
+        table.add_row(
+            path.stem, f"{found.st_size / 1024:.0f}", f"{time.time() - found.st_mtime:.0f}", escape(last_line(path))
+        )
+    console.print(table)
+
+
+def tail(path: Path, lines: int) -> bytes:
+    """Return the last ``lines`` lines of a file, read from its end."""
+    with path.open("rb") as file:
+        position, found = file.seek(0, os.SEEK_END), b""
+        while position > 0 and found.count(b"\n") <= lines:
+            step = min(_BLOCK, position)
+            position -= step
+            file.seek(position)
+            found = file.read(step) + found
+    return b"".join(found.splitlines(keepends=True)[-lines:])
+
+
+def follow(files: RunDir, path: Path, lines: int) -> Iterator[bytes]:
+    """Yield the last ``lines`` lines, then what is added, until the run has ended."""
+    found = path.stat()
+    identity, offset = found.st_ino, found.st_size
+    yield tail(path, lines)
+    reader, looked = RunReader(files.path), time.monotonic()
+    while True:
+        found = path.stat()
+        if found.st_ino != identity or found.st_size < offset:  # replaced or cut
+            identity, offset = found.st_ino, 0
+        if found.st_size > offset:
+            with path.open("rb") as file:
+                file.seek(offset)
+                content = file.read(_BLOCK)
+            offset += len(content)
+            yield content
+            continue
+        if time.monotonic() - looked > _LOOK_SECONDS:
+            if not reader.read().is_alive:
+                return
+            looked = time.monotonic()
+        time.sleep(_POLL_SECONDS)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="verl-atropos logs",
+        description="Print the end of a service's log; without a service, list the logs.",
+    )
+    parser.add_argument("run", nargs="?", metavar="RUN", help=RUN_HELP)
+    parser.add_argument("service", nargs="?", metavar="SERVICE", help="api, sglang, gateway, trainer, launcher, ...")
+    parser.add_argument("-f", "--follow", action="store_true", help="print what is added, until the run ends")
+    parser.add_argument("-n", "--lines", type=int, default=_LINES, help="from the end; default: %(default)s")
+    given = parser.parse_args(argv)
+    with one_line_errors():
+        files, service = resolve(given.run, given.service)
+        if service is None:
+            show_list(files, Console(highlight=False))
+            return 0
+        path = files.log(service)
+        try:
+            for content in follow(files, path, given.lines) if given.follow else [tail(path, given.lines)]:
+                sys.stdout.buffer.write(content)
+                sys.stdout.flush()
+        except KeyboardInterrupt:
+            pass
+        except BrokenPipeError:  # `| head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0

@@ -1,0 +1,74 @@
+"""End a run as Ctrl-C does, and wait until it has ended: ``verl-atropos stop [RUN]``
+
+Guarantees:
+
+- only the process that holds the run's folder is signaled, known by pid and start time; nothing is, if that process has
+  ended or belongs to another machine;
+- one signal is sent: the launcher itself ends its services, in their order, and accounts for the groups.
+"""
+
+import argparse
+import os
+import signal
+import time
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.markup import escape
+
+from recipe.atropos.commands.print_status import RUN_HELP, how_to_go_on
+from recipe.atropos.errors import LaunchError, one_line_errors
+from recipe.atropos.launcher.dashboard import shown_path
+from recipe.atropos.launcher.live_view import shows_live
+from recipe.atropos.run_dir import RunDir
+from recipe.atropos.run_status import ELSEWHERE, RunReader, find_run
+
+_WAIT_SECONDS, _POLL_SECONDS = 120.0, 0.2
+
+
+def stop_run(files: RunDir, console: Console, limit: float) -> int:
+    """Stop the run, and return the exit status: 0 if it does not go on.
+
+    Raises:
+        LaunchError: it runs on another machine, or it did not end within ``limit`` seconds.
+    """
+    status, name = RunReader(files.path).read(), escape(shown_path(files.path))
+    if status.state == ELSEWHERE:
+        raise LaunchError(f"{shown_path(files.path)}: nothing was stopped: {how_to_go_on(status)}")
+    if not status.is_alive:
+        console.print(f"{name} does not run ({status.state}); nothing was stopped", soft_wrap=True)
+        return 0
+    holder, begun = status.holder, time.monotonic()
+    try:
+        os.kill(holder.pid, signal.SIGTERM)
+    except ProcessLookupError:
+        pass  # it has ended since
+    except PermissionError as error:
+        raise LaunchError(f"process {holder.pid} is another user's: ask them, or use their account") from error
+    what = f"stopping {name} at step {status.step}, process {holder.pid}"
+    with console.status(what) if shows_live(console) else console:
+        while holder.lives():
+            if time.monotonic() - begun > limit:
+                raise LaunchError(
+                    f"{shown_path(files.path)}: process {holder.pid} has not ended {limit:g} s after SIGTERM; "
+                    f"its services may still be saving; kill -9 {holder.pid} ends them all"
+                )
+            time.sleep(_POLL_SECONDS)
+    after = RunReader(files.path).read()
+    how = "had finished" if after.state == "finished" else "the command that started it resumes it"
+    seconds = time.monotonic() - begun
+    console.print(f"stopped {name} after step {after.step}, in {seconds:.0f} s; {how}", soft_wrap=True)
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="verl-atropos stop", description="End a run as Ctrl-C does, and wait until it has ended."
+    )
+    parser.add_argument("run", nargs="?", metavar="RUN", help=RUN_HELP)
+    parser.add_argument(
+        "--timeout", type=float, default=_WAIT_SECONDS, metavar="S", help="seconds to wait; default: %(default)g"
+    )
+    given = parser.parse_args(argv)
+    with one_line_errors():
+        return stop_run(find_run(given.run), Console(highlight=False), given.timeout)

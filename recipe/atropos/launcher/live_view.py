@@ -1,0 +1,108 @@
+"""The live view of a run on a terminal: its state, redrawn several times a second below what the launcher prints.
+
+Guarantees:
+
+- lines that are printed meanwhile appear above the view, in order, and stay;
+- the terminal is left as it was, however the block ends, with the printed lines on it and without the view;
+- a run is never disturbed: what cannot be read is shown as such.
+"""
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+
+from rich.console import Console, ConsoleRenderable, RenderHook
+from rich.control import Control
+from rich.live import Live
+from rich.segment import ControlType
+from rich.text import Text
+
+from recipe.atropos.launcher.dashboard import Activity, Dashboard
+from recipe.atropos.run_status import RunReader, RunStatus
+
+_READ_SECONDS, _DRAWN_PER_SECOND = 1.0, 4
+_KEPT_LINES = 100  # that are printed again when the terminal's size changes
+
+
+def shows_live(console: Console) -> bool:
+    """Return whether a view can be redrawn there: a terminal that can move the cursor."""
+    return console.file.isatty() and console.is_terminal and not console.is_dumb_terminal
+
+
+class LiveView(RenderHook):
+    """Context manager that shows the run in ``directory`` on ``console``; see the module.
+
+    ``status`` is the newest state; ``hint`` a few words below it.
+    """
+
+    def __init__(self, console: Console, directory: Path, hint: str = ""):
+        self.status: RunStatus | None = None
+        self._console, self._reader, self._hint = console, RunReader(directory), hint
+        self._activities: list[Activity] = []
+        self._problem = ""
+        self._printed: deque[ConsoleRenderable] = deque(maxlen=_KEPT_LINES)
+        self._size = console.size
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._keep_reading, name="live-view", daemon=True)
+        self._live = Live(
+            console=console, get_renderable=self._draw, refresh_per_second=_DRAWN_PER_SECOND, transient=True
+        )
+
+    def __enter__(self) -> "LiveView":
+        self._read()
+        self._console.push_render_hook(self)
+        self._live.__enter__()
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._done.set()
+        try:
+            self._live.__exit__(kind, error, at)
+        finally:
+            self._console.pop_render_hook()
+            self._console.show_cursor()
+
+    @contextlib.contextmanager
+    def doing(self, text: str, log: Path | None) -> Iterator[None]:
+        """Show what is being done while the block runs."""
+        activity = Activity(text, time.monotonic(), log)
+        self._activities = [*self._activities, activity]
+        try:
+            yield
+        finally:
+            self._activities = [other for other in self._activities if other is not activity]
+
+    def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
+        """Keep what is printed; when the terminal's size has changed, print it again on a cleared screen.
+
+        The view is redrawn over itself, by its number of lines, which a terminal changes that wraps them anew.
+        """
+        printed = [each for each in renderables if not isinstance(each, Control)]
+        size = self._console.size
+        if size != self._size:
+            self._size = size
+            self._live._live_render._shape = None  # nothing of the view is left to draw over
+            before = list(self._printed)[-max(1, size.height - 20) :]
+            renderables = [Control(ControlType.CLEAR, ControlType.HOME), *before, *renderables]
+        self._printed.extend(printed)
+        return renderables
+
+    def _keep_reading(self) -> None:
+        while not self._done.wait(_READ_SECONDS):
+            self._read()
+
+    def _read(self) -> None:
+        try:
+            self.status, self._problem = self._reader.read(), ""
+        except Exception as error:  # whatever it is: the run goes on
+            self._problem = f"the run's state cannot be read: {error}"
+
+    def _draw(self) -> ConsoleRenderable:
+        if self.status is None:
+            return Text(self._problem)
+        return Dashboard(self.status, self._activities, self._problem or self._hint)

@@ -1,0 +1,60 @@
+"""The end of a run in a short table: what was learned, from what, in what time, and where the outputs are."""
+
+from collections.abc import Iterator
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from recipe.atropos.launcher.dashboard import clock, shown_path
+from recipe.atropos.run_dir import RunDir
+from recipe.atropos.utils.files import read_json
+
+
+def show_summary(files: RunDir, console: Console) -> None:
+    """Print the table of a run that has ended; ``summary.json`` has all of it and more."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for label, text in _rows(files, read_json(files.summary, {})):
+        table.add_row(label, escape(text))
+    console.print(table)
+
+
+def _rows(files: RunDir, summary: dict) -> Iterator[tuple[str, str]]:
+    if summary.get("mean_score_first") is not None:
+        yield (
+            "score",
+            f"{summary['mean_score_first']:+.3f} -> {summary['mean_score_last']:+.3f} (mean of a step's samples)",
+        )
+    for name, found in (summary.get("heldout") or {}).items():
+        whose = f" {name}" if len(summary["heldout"]) > 1 else ""
+        yield f"held-out{whose}", _heldout(found)
+    restarts = sum(env.get("restarts", 0) for env in summary.get("environments", {}).values())
+    seconds = summary.get("seconds_in_all", summary.get("seconds", 0.0))
+    again = f", {restarts} restarts of environments" if restarts else ""
+    yield "steps", f"{summary.get('steps', 0)} in {clock(seconds)}{again}"
+    yield (
+        "tokens",
+        f"{summary.get('tokens_trained', 0):,} trained on, in {summary.get('sequences_trained', 0):,} sequences",
+    )
+    if groups := summary.get("groups"):
+        yield "groups", ", ".join(f"{groups[key]:,} {key}" for key in ("received", "trained", "dropped", "left"))
+    if dropped := summary.get("dropped"):
+        yield "dropped", ", ".join(f"{count:,} {reason}" for reason, count in dropped.items())
+    alarms = summary.get("alarms") or {}
+    yield "alarms", ", ".join(alarms) or "none"
+    model = next((folder for folder in (files.model, files.adapter) if folder.exists()), None)
+    where = [model, files.report, files.reward_picture, files.metrics, files.summary]
+    for label, path in zip(("model", "report", "plot", "metrics", "summary"), where, strict=True):
+        if path is not None and path.exists():
+            yield label, shown_path(path)
+
+
+def _heldout(found: dict) -> str:
+    """Return the first and the latest value, in percent if it is a share."""
+    metric = found.get("metric") or ""
+    form = ".1%" if metric.endswith(("percent_correct", "accuracy")) else ".4g"
+    values = [found[key] for key in ("before", "after") if found.get(key) is not None]
+    items = f" ({found['items']} items)" if found.get("items") else ""
+    return " -> ".join(f"{value:{form}}" for value in values) + items

@@ -1,0 +1,366 @@
+"""State of a run, read from its folder and, if it runs on this machine, from its services' status endpoints.
+
+Guarantees:
+
+- reading changes nothing in the run: no file is written, no lock is taken, no process is signaled;
+- a process is the run's only if pid and start time are those that the run recorded, so neither a stale
+  ``services.json`` nor a reused pid is mistaken for it;
+- a run of another machine is shown as such: its files can be read, its processes cannot be seen.
+"""
+
+import difflib
+import http.client
+import os
+import time
+import urllib.request
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import orjson
+import psutil
+import yaml
+
+from recipe.atropos.errors import ConfigurationError
+from recipe.atropos.run_dir import LAUNCHER, Holder, RunDir
+from recipe.atropos.run_record import heldout_scores, read_evaluations
+from recipe.atropos.utils.files import LineReader, read_json, read_lines
+from recipe.atropos.utils.machine import nvidia_smi
+from recipe.atropos.utils.process import process_lives
+from recipe.atropos.utils.secret import API_KEY_VARIABLE
+
+RUNS = Path("runs")  # where runs are by default: ``run.dir`` in trainer.yaml
+
+STARTING, RUNNING, ENDING = "starting", "running", "ending"
+FINISHED, STOPPED, KILLED, ELSEWHERE = "finished", "stopped", "killed", "on another machine"
+ALIVE = (STARTING, RUNNING, ENDING)
+"""States in which the run's launcher (or trainer, if it was started alone) is a process of this machine."""
+
+_ENDPOINT_SECONDS = 2.0  # for a status endpoint to answer
+_MEMORY_SECONDS = 5.0  # between two measurements of memory
+_PACE_STEPS = 20  # the latest steps, from which seconds per step are taken
+_GIB = 1 << 30
+
+
+def find_run(given: str | None, runs: Path = RUNS) -> RunDir:
+    """Return the run that ``given`` names: a folder, or a name below ``runs``; None: the run that started last.
+
+    Raises:
+        ConfigurationError: there is none; the message names those that there are.
+    """
+    found = {path.name: path for path in _folders(runs)}
+    if given is None:
+        if not found:
+            raise ConfigurationError(f"{runs.resolve()} holds no run: name the folder of one")
+        return RunDir(max(found.values(), key=_started))
+    for path in (Path(given).expanduser(), runs / given):
+        if _is_run(path):
+            return RunDir(path)
+    near = difflib.get_close_matches(given, found, n=1, cutoff=0.5)
+    known = f"did you mean {near[0]}?" if near else f"{runs}/ holds {', '.join(sorted(found)) or 'no run'}"
+    raise ConfigurationError(f"{given}: no run there (a folder, or a name below {runs}/); {known}")
+
+
+def _folders(runs: Path) -> list[Path]:
+    return [path for path in runs.iterdir() if _is_run(path)] if runs.is_dir() else []
+
+
+def _is_run(path: Path) -> bool:
+    files = RunDir(path)
+    return any(file.is_file() for file in (files.lock_file, files.config, files.metrics))
+
+
+def _started(path: Path) -> float:
+    holder = RunDir(path).holder()
+    return holder.started if holder else path.stat().st_mtime
+
+
+@dataclass(frozen=True)
+class ServiceStatus:
+    """One service. ``health``: "ok", "waits", "down" or "unknown"; ``detail``: a few words about it, or ""."""
+
+    name: str
+    pid: int
+    url: str | None
+    log: str | None
+    health: str
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes: ``run``, private to the run's processes, without what they share; ``free`` and ``total`` of the machine;
+    (used, total) of each GPU."""
+
+    run: int
+    free: int
+    total: int
+    gpus: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """State of a run at one moment. ``series``: values of each step, by name, see ``RunReader``; ``heldout``: mean
+    held-out score by step, ``heldout_metric`` its name; ``last``: the newest line of ``metrics.jsonl``; ``alarms``:
+    lines of ``alarms.jsonl`` that are raised now, newest first; ``diagnosis``: the Trajectory API's /diagnose.
+    """
+
+    directory: Path
+    state: str
+    holder: Holder | None
+    step: int = 0
+    total: int | None = None
+    max_staleness: int | None = None
+    series: dict[str, list[float]] = field(default_factory=dict)
+    heldout: dict[int, float] = field(default_factory=dict)
+    heldout_metric: str = ""
+    last: dict[str, Any] = field(default_factory=dict)
+    seconds_per_step: float | None = None
+    services: tuple[ServiceStatus, ...] = ()
+    diagnosis: dict[str, Any] | None = None
+    waiting: bool = False  # the trainer, for a batch or an evaluation
+    alarms: tuple[dict[str, Any], ...] = ()
+    memory: Memory | None = None
+
+    @property
+    def is_alive(self) -> bool:
+        return self.state in ALIVE
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Seconds until the last step at the pace of the latest ones; None if that is not known."""
+        if self.total is None or self.seconds_per_step is None or not self.is_alive:
+            return None
+        return max(0, self.total - self.step) * self.seconds_per_step
+
+    @property
+    def heldout_is_share(self) -> bool:
+        """Whether the held-out score is a share of correct answers, shown in percent."""
+        return self.heldout_metric.endswith(("percent_correct", "accuracy"))
+
+
+_SERIES = {  # name: keys of a line of metrics.jsonl, of which the first that is there counts
+    "step": ("step",),
+    "time": ("time",),
+    "score": ("atropos/mean_raw_score", "atropos/mean_score"),
+    "seconds": ("timing_s/step",),
+    "tokens": ("perf/total_num_tokens",),
+    "trained_tokens": ("atropos/trained_tokens",),
+}
+
+
+class RunReader:
+    """Reader of one run, to be called again while it goes on: only what is new is read from ``metrics.jsonl``."""
+
+    def __init__(self, directory: str | Path):
+        self.files = RunDir(directory)
+        self._lines = LineReader(self.files.metrics)
+        self._series: dict[str, list[float]] = {name: [] for name in _SERIES}
+        self._last: dict[str, Any] = {}
+        self._config: tuple[int, dict[str, Any]] = 0, {}
+        self._memory: tuple[float, Memory | None] = float("-inf"), None
+
+    def read(self) -> RunStatus:
+        """Return the state now, within a few seconds even if no service answers.
+
+        Raises:
+            RunDirError: a file of the run holds what nothing here writes; names it.
+        """
+        self._read_metrics()
+        config, holder, listing = self._read_config(), self.files.holder(), read_json(self.files.services, {})
+        trainer = config.get("trainer", {})
+        total = trainer.get("total_training_steps")
+        state = self._state(holder, listing, total)
+        services: tuple[ServiceStatus, ...] = ()
+        diagnosis = None
+        if state in ALIVE:
+            services, diagnosis = self._read_services(listing, config)
+        evaluations = read_evaluations(self.files.path)
+        return RunStatus(
+            directory=self.files.path,
+            state=state,
+            holder=holder,
+            step=int(self._last.get("step", 0)),
+            total=total,
+            max_staleness=trainer.get("atropos", {}).get("max_staleness"),
+            series={name: list(values) for name, values in self._series.items()},  # a copy: another thread may show it
+            heldout=heldout_scores(self.files.path),
+            heldout_metric=next((line["main"] for line in reversed(evaluations) if line.get("main")), ""),
+            last=self._last,
+            seconds_per_step=self._pace(),
+            services=services,
+            diagnosis=diagnosis,
+            waiting=self.files.waiting.exists(),
+            alarms=raised_alarms(self.files),
+            memory=self._measured_memory(holder, config) if state in ALIVE else None,
+        )
+
+    def _read_metrics(self) -> None:
+        for line in self._lines.new_lines():
+            steps = self._series["step"]
+            while steps and steps[-1] >= line["step"]:  # trained again, from a checkpoint
+                for values in self._series.values():
+                    values.pop()
+            for name, keys in _SERIES.items():
+                self._series[name].append(next((line[key] for key in keys if key in line), float("nan")))
+            self._last = line
+
+    def _read_config(self) -> dict[str, Any]:
+        """Return the run's configuration, unresolved; {} until the trainer starts."""
+        try:
+            changed = self.files.config.stat().st_mtime_ns
+            if changed != self._config[0]:
+                content = self.files.config.read_bytes()
+                self._config = changed, yaml.load(content, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        except FileNotFoundError:
+            return {}
+        return self._config[1]
+
+    def _state(self, holder: Holder | None, listing: dict[str, Any], total: int | None) -> str:
+        step, finished = self._last.get("step", 0), read_json(self.files.summary, {}).get("finished_steps", 0)
+        if holder is not None and holder.is_here and holder.lives():
+            if total is not None and step >= total:
+                return ENDING
+            return RUNNING if self._last.get("time", 0) > holder.started else STARTING
+        if finished and finished >= (total or 0):
+            return FINISHED
+        if holder is not None and not holder.is_here and listing:
+            return ELSEWHERE
+        return KILLED if listing else STOPPED
+
+    def _pace(self) -> float | None:
+        """Return the median seconds between the latest steps, pauses (a restart, an evaluation) left out."""
+        times = self._series["time"][-_PACE_STEPS - 1 :]
+        gaps = sorted(after - before for before, after in zip(times, times[1:], strict=False))
+        return gaps[len(gaps) // 2] if gaps else None
+
+    # ---------------------------------------------------------------- services
+
+    def _read_services(
+        self, listing: dict[str, Any], config: dict[str, Any]
+    ) -> tuple[tuple[ServiceStatus, ...], dict[str, Any] | None]:
+        living = {name: entry for name, entry in listing.items() if _lives(entry)}
+        key = _api_key(living[name]["pid"] for name in ("api", "gateway") if name in living)
+        api = living.get("api", {}).get("url") or config.get("trainer", {}).get("atropos", {}).get("api_url")
+        gateway = living.get("gateway", {}).get("url") or config.get("inference", {}).get("gateway")
+        diagnosis = _fetch(api, "/diagnose", key)
+        pool = _fetch(gateway, "/gateway/status", key)
+        waiting, found = self.files.waiting.exists(), []
+        for name, entry in listing.items():
+            if name == LAUNCHER:
+                continue
+            if name not in living:
+                health, detail = "down", "ended"
+            elif name == "api":
+                health, detail = _health_of_api(diagnosis)
+            elif name == "gateway":
+                health, detail = ("ok", "") if pool else ("unknown", "does not answer")
+            elif name == "trainer":
+                health, detail = ("waits", "waits") if waiting else ("ok", "")
+            elif server := _server(pool, entry["url"]):
+                health, detail = _health_of_server(server)
+            else:
+                health, detail = "ok", ""
+            found.append(ServiceStatus(name, entry["pid"], entry["url"], entry["log"], health, detail))
+        return tuple(found), diagnosis
+
+    def _measured_memory(self, holder: Holder, config: dict[str, Any]) -> Memory | None:
+        taken, memory = self._memory
+        if time.monotonic() - taken > _MEMORY_SECONDS:
+            on_gpu = config.get("trainer", {}).get("device") == "cuda"
+            memory = measure_memory(holder.pid, on_gpu)
+            self._memory = time.monotonic(), memory
+        return memory
+
+
+def _lives(entry: dict[str, Any]) -> bool:
+    started = entry.get("started")
+    return started is not None and process_lives(entry["pid"], started)
+
+
+def _health_of_api(diagnosis: dict[str, Any] | None) -> tuple[str, str]:
+    if diagnosis is None:
+        return "unknown", "does not answer"
+    warnings = diagnosis.get("warnings") or {}
+    return ("waits", str(next(iter(warnings.values())))) if warnings else ("ok", "")
+
+
+def _server(pool: dict[str, Any] | None, url: str | None) -> dict[str, Any] | None:
+    return next((server for server in (pool or {}).get("servers", ()) if server["url"] == url), None)
+
+
+def _health_of_server(server: dict[str, Any]) -> tuple[str, str]:
+    if server["state"] == "admitted":
+        return "ok", f"{server['inflight']} requests"
+    if server["state"] == "waiting":
+        return "waits", "waits for weights"
+    return "down", "removed from rotation"
+
+
+def _api_key(pids: Iterable[int]) -> str | None:
+    """Return the run's key: it is in no file, but the user who started the run may read its services' environment."""
+    for pid in pids:
+        try:
+            if key := psutil.Process(pid).environ().get(API_KEY_VARIABLE):
+                return key
+        except (psutil.Error, OSError):
+            continue
+    return os.environ.get(API_KEY_VARIABLE)
+
+
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+def _fetch(base: str | None, path: str, key: str | None) -> dict[str, Any] | None:
+    """Return the JSON object that an endpoint answers with, or None."""
+    if not base:
+        return None
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    try:
+        request = urllib.request.Request(base.rstrip("/") + path, headers=headers)
+        with _DIRECT.open(request, timeout=_ENDPOINT_SECONDS) as reply:
+            return orjson.loads(reply.read())
+    except (OSError, ValueError, http.client.HTTPException):
+        return None
+
+
+def measure_memory(pid: int, on_gpu: bool) -> Memory:
+    """Measure the memory of a process with all its descendants, of this machine and, if ``on_gpu``, of its GPUs."""
+    run = 0
+    try:
+        parent = psutil.Process(pid)
+        processes = [parent, *parent.children(recursive=True)]
+    except psutil.Error:
+        processes = []
+    for process in processes:
+        try:
+            info = process.memory_info()
+        except psutil.Error:
+            continue  # ended meanwhile
+        run += max(0, info.rss - info.shared)
+    gpus = nvidia_smi("gpu", "memory.used,memory.total") if on_gpu else []
+    sizes = [(int(used) << 20, int(total) << 20) for used, total in gpus if used.isdigit() and total.isdigit()]
+    machine = psutil.virtual_memory()
+    return Memory(run, machine.available, machine.total, tuple(sizes))
+
+
+def raised_alarms(files: RunDir) -> tuple[dict[str, Any], ...]:
+    """Return the alarms that are raised, newest first, as lines of ``alarms.jsonl``.
+
+    A run without that file recorded its alarms in ``summary.json`` only.
+    """
+    if not files.alarms.exists():
+        recorded = read_json(files.summary, {}).get("alarms") or {}
+        found = [
+            {"alarm": name, "since_step": alarm.get("first_step"), "seen": alarm.get("what", ""), "advice": ""}
+            for name, alarm in recorded.items()
+        ]
+        return tuple(sorted(found, key=lambda alarm: alarm["since_step"] or 0, reverse=True))
+    latest: dict[tuple[str, str | None], dict[str, Any]] = {}
+    for line in read_lines(files.alarms):
+        key = line["alarm"], line.get("environment")
+        latest.pop(key, None)
+        if line.get("state") == "raised":
+            latest[key] = line
+    return tuple(reversed(latest.values()))

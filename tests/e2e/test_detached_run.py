@@ -1,0 +1,119 @@
+"""A real run that has left its terminal: looked at, followed and ended from others."""
+
+import os
+import subprocess
+import sys
+import time
+
+import orjson
+import psutil
+import pytest
+
+from helpers.terminal import terminals
+from recipe.atropos.run_dir import RunDir
+from recipe.atropos.utils.process import RUN_ID_VARIABLE
+
+pytestmark = pytest.mark.timeout(900)
+
+LAUNCH = [sys.executable, "-m", "recipe.atropos", "train", "--detach", "--preset", "demo"]
+
+
+def command(name, *arguments):
+    return [sys.executable, "-m", "recipe.atropos", name, *map(str, arguments)]
+
+
+def output_of(name, *arguments):
+    done = subprocess.run(command(name, *arguments), capture_output=True, text=True, timeout=300)
+    return done.returncode, done.stdout + done.stderr
+
+
+def services(files):
+    return orjson.loads(files.services.read_bytes())
+
+
+def lives(pid):
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+@pytest.fixture(scope="module")
+def detached(tmp_path_factory, model_path):
+    """(files, mark of its processes) of a run whose terminal is closed; its services start."""
+    folder = tmp_path_factory.mktemp("detached")
+    files = RunDir(folder / "run")
+    options = [f"--model={model_path}", "--steps=1000", f"--run-dir={files.path}", "environment.evaluate=false"]
+    with terminals() as open_one:
+        terminal = open_one([*LAUNCH, *options], folder)
+        assert terminal.wait_for_end() == 0, terminal.text
+        assert "goes on without this terminal" in terminal.text and "attach" in terminal.text
+        terminal.close()
+        deadline = time.monotonic() + 300
+        while not files.services.exists() or "trainer" not in services(files):
+            assert time.monotonic() < deadline, files.log("launcher").read_text()
+            time.sleep(0.2)
+        yield files, terminal.mark
+
+
+def test_detached_run_goes_on_without_its_terminal(detached):
+    files, _ = detached
+    listed = services(files)
+    assert all(lives(service["pid"]) for service in listed.values())
+    assert {"launcher", "api", "gateway", "sglang", "trainer"} <= listed.keys()
+    assert listed["launcher"]["log"] == str(files.log("launcher"))
+    assert files.holder().pid == listed["launcher"]["pid"]
+    log = files.log("launcher").read_text()
+    assert "sglang  starting" in log and "\x1b" not in log, "its output is no terminal"
+
+
+def test_detached_run_has_a_status(detached):
+    files, _ = detached
+    status, text = output_of("status", files.path)
+    assert status == 0 and "run  starting" in text, text
+    for service in ("api", "gateway", "sglang", "trainer"):
+        assert f" {service}" in text, text
+    assert f"process {services(files)['launcher']['pid']}; look on:" in text
+    status, text = output_of("logs", files.path)
+    assert status == 0 and "launcher" in text and "sglang" in text
+
+
+def test_attach_leaves_a_detached_run_alone(detached, terminal, tmp_path):
+    files, _ = detached
+    view = terminal(command("attach", files.path), tmp_path)
+    view.wait_for(r"╭─ run  starting")
+    view.wait_for(r"Ctrl-C leaves the run alone")
+    view.type("\x03")
+    assert view.wait_for_end() == 0
+    assert "run goes on; to end it:" in " ".join(view.text.split()) and "Traceback" not in view.text
+    assert lives(services(files)["launcher"]["pid"])
+
+
+def test_stop_ends_a_detached_run_and_who_follows_it(detached, terminal, tmp_path):
+    files, mark = detached
+    pids = [service["pid"] for service in services(files).values()]
+    view = terminal(command("attach", files.path), tmp_path)
+    view.wait_for(r"╭─ run")
+    follower = subprocess.Popen(command("logs", files.path, "launcher", "-f"), stdout=subprocess.PIPE)
+    status, text = output_of("stop", files.path)
+    assert status == 0 and "run after step 0, in" in text and "resumes it" in text, text
+    assert not [pid for pid in pids if lives(pid)] and services(files) == {}
+    assert view.wait_for_end() == 1 and "ended before its last step" in view.text
+    assert b"the same command resumes the run" in follower.communicate(timeout=60)[0] and follower.returncode == 0
+    assert output_of("status", files.path)[0] == 1 and output_of("stop", files.path)[0] == 0
+    left = [process for process in psutil.process_iter() if mark in _marks(process)]
+    assert not left
+
+
+def _marks(process):
+    try:
+        return process.environ().get(RUN_ID_VARIABLE, "").split(":")
+    except (psutil.Error, OSError):
+        return []
+
+
+def test_detach_says_on_the_terminal_what_is_wrong(terminal, tmp_path):
+    wrong = terminal([*LAUNCH, "--model=/no/such/model", f"--run-dir={tmp_path / 'run'}"], tmp_path)
+    assert wrong.wait_for_end() == 1 and "no model there" in wrong.text
+    joined = terminal(
+        [*LAUNCH, "environment.target=null", f"--run-dir={tmp_path / 'run'}"], tmp_path, ATROPOS_API_KEY=""
+    )
+    assert joined.wait_for_end() == 1 and "--detach leaves the terminal" in " ".join(joined.text.split())
+    assert not os.listdir(tmp_path)

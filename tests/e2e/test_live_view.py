@@ -1,0 +1,123 @@
+"""The live view on a real terminal, over a run's folder."""
+
+import re
+import sys
+
+import pytest
+
+from helpers.runs import make_run, metrics_line, write_lines
+from helpers.terminal import terminals
+
+PROGRAM = """
+import sys, time
+from recipe.atropos.launcher.progress import console, live_view, progress
+from recipe.atropos.run_dir import RunDir
+
+with live_view(RunDir(sys.argv[1]).path), progress("the servers start"):
+    for number in range(10**6):
+        console.print(f"line {number}")
+        time.sleep(0.25)
+        if number == int(sys.argv[2]):
+            raise RuntimeError("on purpose")
+"""
+HIDE, SHOW, CLEAR = "\x1b[?25l", "\x1b[?25h", "\x1b[2J"
+COLOR = re.compile(r"\x1b\[[0-9;]*(3[0-7]|9[0-7])[0-9;]*m")
+
+
+@pytest.fixture
+def view(tmp_path):
+    """A function that shows the view of a run on a terminal of its own."""
+    files = make_run(tmp_path / "demo")
+    with terminals() as open_one:
+
+        def open_view(last=-1, **options):
+            return open_one([sys.executable, "-c", PROGRAM, str(files.path), str(last)], tmp_path, **options)
+
+        open_view.files = files
+        yield open_view
+
+
+def drawn(text):
+    """The views that were drawn, as lists of lines."""
+    found, lines = [], None
+    for line in text.split("\n"):
+        if "╭─ demo" in line:
+            lines = []
+        if lines is not None:
+            line = line[max(0, line.find("╭")) :]
+            lines.append("".join(line.partition("╯")[:2]))
+            if line.startswith("╰"):
+                found.append(lines)
+                lines = None
+    return found
+
+
+def test_live_view_shows_steps_below_what_is_printed(view):
+    terminal = view()
+    terminal.wait_for(r"line 3\n")
+    assert re.search(r"10 of 20", terminal.text) and "the servers start" in terminal.text
+    write_lines(view.files.metrics, [metrics_line(step) for step in range(1, 13)])
+    terminal.wait_for(r"12 of 20")
+    text = terminal.text
+    numbers = [int(number) for number in re.findall(r"line (\d+)", text)]
+    assert numbers == list(range(len(numbers))), "each line once, in order"
+    assert re.search(r"line \d+\s*\n╭─ demo", text), "the view is below them"
+    assert all({*map(len, lines)} == {80} and len(lines) <= 22 for lines in drawn(text))
+
+
+@pytest.mark.parametrize("end", ["ctrl-c", "error"])
+def test_live_view_leaves_the_terminal_as_it_was(view, end):
+    terminal = view(last=2 if end == "error" else -1)
+    terminal.wait_for(r"line 2\n")
+    if end == "ctrl-c":
+        terminal.type("\x03")
+    assert terminal.process.wait(30) != 0
+    terminal.wait_for_end()
+    raw = terminal.raw
+    assert ("KeyboardInterrupt" if end == "ctrl-c" else "RuntimeError: on purpose") in raw
+    assert HIDE in raw and raw.rindex(SHOW) > raw.rindex(HIDE)
+    assert raw.rindex("Traceback") > raw.rindex("╰"), "nothing is drawn over the error"
+
+
+def test_live_view_follows_the_size_of_its_terminal(view):
+    terminal = view()
+    terminal.wait_for(r"line 4\n")
+    for lines, columns in ((24, 60), (40, 150)):
+        seen = len(terminal.text)
+        terminal.resize(lines, columns)
+        terminal.wait_for(rf"(?s)^.{{{seen}}}.*╭─ demo[^\n]{{{columns - 9},}}\n.*╰[^\n]+\n.*line")
+        fresh = drawn(terminal.text[seen:])[-1]
+        assert {*map(len, fresh)} == {columns}
+    assert terminal.raw.count(CLEAR) == 2, "once for each size"
+    kept = terminal.raw.rpartition(CLEAR)[2]
+    assert "line 1\n" in kept.replace("\r", ""), "what was printed stands there again"
+
+
+def test_live_view_respects_no_color(view):
+    terminal = view(NO_COLOR="1")
+    terminal.wait_for(r"line 3\n")
+    assert "10 of 20" in terminal.text and not COLOR.search(terminal.raw)
+    colored = view()
+    colored.wait_for(r"line 3\n")
+    assert COLOR.search(colored.raw)
+
+
+def test_live_view_goes_on_beside_a_file_that_is_no_json(view):
+    terminal = view()
+    terminal.wait_for(r"line 1\n")
+    view.files.metrics.with_name("new").write_text("what?\n")
+    view.files.metrics.with_name("new").rename(view.files.metrics)
+    terminal.wait_for(r"cannot be read")
+    write_lines(view.files.metrics.with_name("new"), [metrics_line(step) for step in range(1, 15)])
+    view.files.metrics.with_name("new").rename(view.files.metrics)
+    terminal.wait_for(r"14 of 20")
+
+
+@pytest.mark.parametrize("variables", [{"TERM": "dumb"}, {}], ids=["dumb", "pipe"])
+def test_live_view_is_for_terminals_that_move_the_cursor(variables, monkeypatch):
+    from rich.console import Console
+
+    from recipe.atropos.launcher.live_view import shows_live
+
+    monkeypatch.setenv("FORCE_COLOR", "1")  # which makes rich call a pipe a terminal
+    assert not shows_live(Console(_environ={**variables, "FORCE_COLOR": "1"}))

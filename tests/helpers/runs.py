@@ -1,0 +1,39 @@
+"""Run folders as a run leaves them, without a run."""
+
+import os
+import socket
+import time
+
+import orjson
+
+from recipe.atropos.run_dir import RunDir
+from recipe.atropos.run_record import PHASES
+from recipe.atropos.utils.process import start_time
+
+CONFIG = "trainer: {total_training_steps: %d, device: cpu, atropos: {max_staleness: 2, api_url: null}}\n"
+
+
+def metrics_line(step, score=0.5, seconds=2.0, **more):
+    """A line of ``metrics.jsonl``, as far as a run's state is read from it."""
+    phases = {f"phase_s/{phase}": 0.0 for phase in PHASES} | {"phase_s/log_prob": 0.5, "phase_s/update": 1.5}
+    line = {"step": step, "time": 1e9 + step * seconds, "atropos/mean_score": score, "timing_s/step": seconds}
+    line |= {"perf/total_num_tokens": 4000, "atropos/trained_tokens": 1000.0, "phase_s/other": 0.0, **phases}
+    return line | {"atropos/staleness/mean": 1.0, "atropos/staleness/max": 2.0, **more}
+
+
+def write_lines(path, lines):
+    path.write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines))
+
+
+def make_run(folder, steps=10, total=20, pid=None, host=None, started=None, **services):
+    """A run's folder. ``pid``: of the process that holds it, this one if None; ``services``: in ``services.json``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    files, pid = RunDir(folder), os.getpid() if pid is None else pid
+    started = started if started is not None else start_time(pid) or time.time()
+    holder = {"pid": pid, "host": host or socket.gethostname(), "command": "launch_services", "started": started}
+    files.lock_file.write_bytes(orjson.dumps(holder))
+    files.config.write_text(CONFIG % total)
+    write_lines(files.metrics, [metrics_line(step, step / 10) for step in range(1, steps + 1)])
+    entries = {name: {"url": None, "log": None, **entry} for name, entry in services.items()}
+    files.services.write_bytes(orjson.dumps(entries))
+    return files

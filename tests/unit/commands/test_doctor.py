@@ -1,0 +1,135 @@
+"""What the doctor says of a machine and a run, with the fix of each fault."""
+
+import json
+import shutil
+import socket
+
+import pytest
+
+from recipe.atropos.commands import doctor, run_checks
+from recipe.atropos.commands.run_checks import examine_run
+from recipe.atropos.config.compose import load_config
+from recipe.atropos.utils.process import free_port
+
+
+@pytest.fixture
+def results(tmp_path, model_path):
+    """A function that returns the results for a copy of the tiny model, and for further settings."""
+    model = tmp_path / "model"
+    shutil.copytree(model_path, model)
+
+    def examine(*overrides):
+        sizes = ["data.max_prompt_length=8", "data.max_response_length=8"]
+        return examine_run(load_config([f"actor_rollout_ref.model.path={model}", *sizes, *overrides]), has_model=True)
+
+    examine.model = model
+    return examine
+
+
+def change(path, **values):
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def test_doctor_finds_nothing_wrong_with_a_model_that_fits(results):
+    found = results()
+    names = ["ports", "memory", "shared_memory", "disk", "wandb", "model", "tokenizer", "chat_template", "sizes"]
+    assert list(found) == names and all(result.ok for result in found.values()), found
+    assert found["wandb"].message.startswith("not used")
+
+
+def test_doctor_without_a_model_leaves_its_checks_out():
+    assert "model" not in examine_run(load_config(["actor_rollout_ref.model.path=model"]), has_model=False)
+
+
+def test_doctor_names_ports_that_are_taken(results, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        given = results(f"api.port={port}")["ports"]
+        assert not given.ok and f"api.port={port} taken" in given.message and "null" in given.message
+        monkeypatch.setattr(run_checks, "API_PORT", port)
+        monkeypatch.setattr(run_checks, "GATEWAY_PORT", free_port())
+        usual = results()["ports"]
+    assert usual.ok and usual.note and f"{port} taken" in usual.message
+
+
+@pytest.mark.parametrize(
+    ("limit", "name", "fix"),
+    [
+        ("_LEAST_MEMORY", "memory", "end other"),
+        ("_LEAST_SHARED", "shared_memory", "--shm-size"),
+        ("_LEAST_DISK", "disk", "--run-dir"),
+    ],
+)
+def test_doctor_says_what_there_is_too_little_of(results, monkeypatch, limit, name, fix):
+    monkeypatch.setattr(run_checks, limit, 10**6)
+    found = results()[name]
+    assert not found.ok and fix in found.message
+
+
+def test_doctor_counts_the_checkpoints_that_the_disk_must_hold(results):
+    before, after = (results(f"trainer.max_actor_ckpt_to_keep={kept}")["disk"].message for kept in (1, 4))
+    assert "3 checkpoints" in before and "6 checkpoints" in after
+    assert "logs and trajectories" in results("trainer.save_freq=-1")["disk"].message
+
+
+def test_doctor_looks_for_a_login_to_wandb(results, tmp_path, monkeypatch):
+    for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    used = "trainer.logger=[console,wandb]"
+    found = results(used)["wandb"]
+    assert not found.ok and "wandb login" in found.message and "WANDB_MODE=offline" in found.message
+    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password s3cret\n")
+    found = results(used)["wandb"]
+    assert found.ok and found.message == "logged in to api.wandb.ai"
+    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.org")
+    assert not results(used)["wandb"].ok
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert results(used)["wandb"].ok
+
+
+def test_doctor_names_a_tokenizer_that_is_missing(results):
+    for file in results.model.glob("*token*"):
+        file.unlink()
+    found = results()
+    assert not found["tokenizer"].ok and "save_pretrained" in found["tokenizer"].message
+
+
+def test_doctor_notes_a_tokenizer_without_a_chat_template(results):
+    for file in results.model.glob("chat_template*"):
+        file.unlink()
+    change(results.model / "tokenizer_config.json", chat_template=None)
+    found = results()["chat_template"]
+    assert found.ok and found.note and "instruct model" in found.message
+
+
+@pytest.mark.parametrize(
+    ("settings", "overrides", "fix"),
+    [
+        ({"vocab_size": 7}, [], "resize_token_embeddings"),
+        ({"max_position_embeddings": 15}, [], "lower the lengths"),
+        ({}, ["inference.args.max_total_tokens=15"], "raise it"),
+    ],
+    ids=["vocabulary", "positions", "server"],
+)
+def test_doctor_compares_the_sizes_of_model_and_tokenizer(results, settings, overrides, fix):
+    change(results.model / "config.json", **settings)
+    found = results(*overrides)["sizes"]
+    assert not found.ok and fix in found.message
+
+
+def test_doctor_names_packages_of_other_versions(monkeypatch):
+    assert doctor._pins()
+    monkeypatch.setattr(
+        doctor.metadata, "requires", lambda name: ["torch==1.0", "gone>=2", "psutil", "x; extra == 'gem'"]
+    )
+    found = doctor.result_of(doctor._pins)
+    assert not found.ok and "gone is missing" in found.message and "needed is torch==1.0" in found.message
+    assert "psutil" not in found.message and "make trainer-env" in found.message
+
+
+def test_doctor_names_a_python_that_the_pins_exclude(monkeypatch):
+    assert doctor.result_of(doctor._python).ok
+    monkeypatch.setattr(doctor, "_TOO_NEW", (3, 11))
+    found = doctor.result_of(doctor._python)
+    assert not found.ok and "make env PYTHON=python3.11" in found.message

@@ -1,0 +1,160 @@
+"""status, stop, logs and attach, on folders of runs; tests/e2e/test_detached_run.py has them on a real run."""
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import orjson
+import pytest
+
+from helpers.runs import make_run, metrics_line, write_lines
+from recipe.atropos.commands import attach, print_status, read_logs, stop_run
+from recipe.atropos.utils.process import start_time
+
+HOLDER = """
+import signal, sys, time
+from recipe.atropos.run_dir import RunDir
+
+if sys.argv[2] == "deaf":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+with RunDir(sys.argv[1]).lock():
+    print("locked", flush=True)
+    time.sleep(120)
+"""
+
+
+@pytest.fixture
+def held(tmp_path):
+    """A function that starts a process that holds a run's folder; it returns both."""
+    processes = []
+
+    def hold(kind="hears"):
+        files = make_run(tmp_path / "run")
+        command = [sys.executable, "-c", HOLDER, str(files.path), kind]
+        processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True))
+        assert processes[-1].stdout.readline() == b"locked\n"
+        threading.Thread(target=processes[-1].wait, daemon=True).start()  # a zombie would count as ended too
+        return files, processes[-1]
+
+    yield hold
+    for process in processes:
+        process.kill()
+
+
+def told(capsys):
+    captured = capsys.readouterr()
+    return " ".join((captured.out + captured.err).split())
+
+
+def test_stop_ends_the_process_that_holds_the_run(held, capsys):
+    files, process = held()
+    assert stop_run.main([str(files.path)]) == 0
+    assert process.wait(10) == -15
+    assert "after step 10, in 0 s; the command that started it resumes it" in told(capsys)
+    assert stop_run.main([str(files.path)]) == 0 and "does not run (stopped)" in told(capsys)
+
+
+def test_stop_waits_no_longer_than_its_timeout(held, capsys):
+    files, process = held("deaf")
+    with pytest.raises(SystemExit, match=f"process {process.pid} has not ended 0.5 s after SIGTERM"):
+        stop_run.main([str(files.path), "--timeout", "0.5"])
+    assert process.poll() is None
+
+
+@pytest.mark.parametrize("host", [None, "elsewhere"])
+def test_stop_signals_no_process_of_another_run(tmp_path, host, capsys):
+    """The pid belongs to another process by now, or to another machine; here, it is this test's."""
+    this = {"pid": os.getpid(), "started": start_time(os.getpid())}
+    started = None if host else 1e9
+    files = make_run(tmp_path / "run", host=host, started=started, trainer=this)
+    if host:
+        with pytest.raises(SystemExit, match=f"nothing was stopped: process {os.getpid()} of elsewhere runs it"):
+            stop_run.main([str(files.path)])
+    else:
+        assert stop_run.main([str(files.path)]) == 0
+        assert "does not run (killed); nothing was stopped" in told(capsys)
+
+
+def test_status_exits_with_0_if_the_run_goes_on_or_has_finished(held, capsys):
+    files, process = held()
+    assert print_status.main([str(files.path)]) == 0
+    text = told(capsys)
+    assert "run starting" in text and f"process {process.pid}; look on:" in text
+    process.kill()
+    process.wait(10)
+    assert print_status.main([str(files.path)]) == 1 and "resumes it" in told(capsys)
+    files.summary.write_bytes(orjson.dumps({"finished_steps": 20, "steps": 20}))
+    assert print_status.main([str(files.path)]) == 0 and "run finished" in told(capsys)
+
+
+def test_attach_follows_a_run_to_its_end(held, capsys):
+    """Where its output is no terminal, by a line for each step."""
+    files, process = held()
+
+    def end():
+        write_lines(files.metrics.with_name("new"), [metrics_line(step) for step in range(1, 12)])
+        files.metrics.with_name("new").rename(files.metrics)
+        time.sleep(1.5)
+        process.kill()
+
+    threading.Thread(target=end).start()
+    assert attach.main([str(files.path)]) == 1
+    text = told(capsys)
+    assert "step 11/20 score +0.500" in text and "ended before its last step" in text
+
+
+@pytest.fixture
+def logged(tmp_path, monkeypatch):
+    files = make_run(tmp_path / "runs/demo")
+    files.logs.mkdir()
+    files.log("trainer").write_text("".join(f"line {number}\n" for number in range(10_000)))
+    files.log("api").write_text("no newline at the end")
+    monkeypatch.chdir(tmp_path)
+    return files
+
+
+@pytest.mark.parametrize("arguments", [["demo", "trainer"], ["trainer"], ["runs/demo", "trainer"]])
+def test_logs_print_the_end_of_a_log(logged, arguments, capfdbinary):
+    assert read_logs.main([*arguments, "-n", "3"]) == 0
+    assert capfdbinary.readouterr().out == b"line 9997\nline 9998\nline 9999\n"
+
+
+def test_logs_name_what_there_is(logged, capsys):
+    assert read_logs.main([]) == 0
+    text = told(capsys)
+    assert "trainer" in text and "line 9999" in text and "no newline at the end" in text
+    with pytest.raises(SystemExit, match="no log of traner; did you mean trainer"):
+        read_logs.main(["demo", "traner"])
+    with pytest.raises(SystemExit, match="nothing: no run there .* holds demo"):
+        read_logs.main(["nothing"])
+
+
+def test_logs_follow_what_is_added_until_the_run_ends(held, monkeypatch):
+    files, process = held()
+    monkeypatch.setattr(read_logs, "_LOOK_SECONDS", 0.1)
+    log = files.log("trainer")
+    log.parent.mkdir()
+    log.write_bytes(b"first\n")
+    pieces = []
+    for piece in read_logs.follow(files, log, 10):
+        pieces.append(piece)
+        if len(pieces) == 1:
+            with log.open("ab") as file:
+                file.write(b"second\n")
+        elif len(pieces) == 2:
+            log.write_bytes(b"cut\n")
+        elif len(pieces) == 3:
+            log.with_name("other").write_bytes(b"replaced by a longer one\n")
+            log.with_name("other").rename(log)
+        else:
+            process.kill()
+    assert pieces == [b"first\n", b"second\n", b"cut\n", b"replaced by a longer one\n"]
+
+
+def test_run_of_this_machine_is_held_under_its_name(tmp_path):
+    """What the tests above write is what a run writes."""
+    files = make_run(tmp_path / "run")
+    assert files.holder().host == socket.gethostname() and files.holder().lives()

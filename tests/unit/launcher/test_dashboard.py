@@ -1,0 +1,151 @@
+"""What a terminal shows of a run's state."""
+
+import re
+from dataclasses import replace
+
+import orjson
+import pytest
+from rich.console import Console
+
+from helpers.runs import make_run
+from recipe.atropos.launcher.dashboard import Activity, Dashboard, clock, phases, sparkline
+from recipe.atropos.launcher.run_summary import show_summary
+from recipe.atropos.run_status import Memory, RunReader, ServiceStatus
+
+
+@pytest.fixture
+def status(tmp_path):
+    """Of a run in the middle, with an alarm and a service that is down."""
+    found = RunReader(make_run(tmp_path / "demo").path).read()
+    return replace(
+        found,
+        state="running",
+        heldout={0: 0.25, 10: 0.75},
+        heldout_metric="eval/percent_correct",
+        services=(
+            ServiceStatus("api", 1, None, None, "ok"),
+            ServiceStatus("sglang", 2, None, None, "ok", "12 requests"),
+            ServiceStatus("environment", 3, None, None, "down", "ended"),
+        ),
+        diagnosis={"queue": {"groups": 3, "sequences": 24, "open_tickets": 13}, "batch_size": 128, "why": "no batch 2"},
+        memory=Memory(5 << 30, 12 << 30, 23 << 30, ((40 << 30, 80 << 30),)),
+        alarms=(
+            {"alarm": "equal_scores", "environment": "gsm8k", "since_step": 7, "seen": "all alike", "advice": "wait"},
+        ),
+    )
+
+
+def shown(dashboard, width=80, height=24, **options):
+    console = Console(width=width, height=height, highlight=False, force_terminal=True, color_system=None, **options)
+    with console.capture() as capture:
+        console.print(dashboard)
+    return capture.get().splitlines()
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_dashboard_fits_the_width_and_24_lines(status, width):
+    log = status.directory / "sglang.log"
+    log.write_text("loading\r50%\r\x1b[31m100%\x1b[0m, done " + 50 * "and more " + "\n\n")
+    lines = shown(Dashboard(status, [Activity("the servers start", 0.0, log)], "a hint"), width)
+    assert "sglang.log: 100%" in lines[2]
+    assert {len(line) for line in lines} == {width} and len(lines) <= 23
+
+
+def test_dashboard_of_80_columns_shows_all_of_a_run(status):
+    text = "\n".join(shown(Dashboard(status, hint="Ctrl-C stops the run")))
+    for words in (
+        "demo  running",
+        "10 of 20",
+        "50%",
+        "0:20 left",
+        "+1.000",
+        "first +0.100, best +1.000",
+        "75.0%",
+        "first 25.0%",
+        "▓ log_prob 0.5",
+        "█ update 1.5",
+        "2,000 tokens/s, 500 of them trained on",
+        "mean 1.0, most 2 updates  bound 2",
+        "3 groups, 24 of 128 sequences",
+        "13 in flight",
+        "5.0 GiB in this run's processes  12 of 23 free  GPU 0: 40 of 80",
+        "● sglang (12 requests)",
+        "✗ environment (ended)",
+        "equal_scores (gsm8k) since step 7: all alike; try: wait",
+        "Ctrl-C stops the run",
+    ):
+        assert words in text, words
+
+
+def test_dashboard_of_few_lines_keeps_the_first(status):
+    lines = shown(Dashboard(status), height=9)
+    assert len(lines) <= 8 and "10 of 20" in lines[1] and "equal_scores" in "".join(lines)
+
+
+def test_dashboard_without_unicode_is_ascii(status):
+    class Ascii:
+        encoding = "ascii"
+
+        def __init__(self):
+            self.text = ""
+
+        def write(self, text):
+            self.text += text
+
+        def flush(self): ...
+
+    file = Ascii()
+    Console(file=file, width=80, height=24, color_system=None).print(Dashboard(status))
+    assert file.text.isascii() and "+ sglang" in file.text and "#" in file.text
+
+
+def test_dashboard_of_a_run_that_begins(tmp_path):
+    """There is no step yet, and nothing to divide by."""
+    found = RunReader(make_run(tmp_path / "demo", steps=0).path).read()
+    text = "\n".join(shown(Dashboard(found, [Activity("the servers start", 0.0)])))
+    assert "demo  starting" in text and "the servers start" in text and "score" not in text
+
+
+def test_sparkline_runs_from_the_lowest_to_the_highest_value():
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█"
+    assert sparkline(list(range(16)), 8) == "▁▂▃▄▅▆▇█" == sparkline([*range(8)], 20)
+    assert sparkline([3.0, 3.0], 5) == "▁▁" and sparkline([], 5) == ""
+
+
+def test_phases_share_the_bar_by_their_seconds():
+    bar, legend = phases({"phase_s/wait": 1.0, "phase_s/update": 3.0}, 49)
+    assert bar.plain.startswith("4.0 s") and bar.plain.count("░") == 10 and bar.plain.count("█") == 30
+    assert legend.plain.split() == ["░", "wait", "1.0", "█", "update", "3.0"]
+
+
+def test_clock_shows_hours_only_where_there_are_any():
+    assert [clock(seconds) for seconds in (5, 65.9, 3600)] == ["0:05", "1:05", "1:00:00"]
+
+
+def test_summary_table_of_a_run(tmp_path):
+    files = make_run(tmp_path / "demo")
+    summary = {
+        "mean_score_first": -0.25,
+        "mean_score_last": 0.5,
+        "heldout": {"gsm8k": {"metric": "eval/percent_correct", "items": 256, "before": 0.25, "after": 0.996}},
+        "steps": 20,
+        "seconds_in_all": 125,
+        "tokens_trained": 12345,
+        "sequences_trained": 678,
+        "groups": {"received": 9, "trained": 5, "dropped": 1, "left": 3},
+        "dropped": {"too_long": 8},
+        "alarms": {"too_long": {}},
+    }
+    files.summary.write_bytes(orjson.dumps(summary))
+    files.model.mkdir()
+    console = Console(width=200, color_system=None)
+    with console.capture() as capture:
+        show_summary(files, console)
+    rows = dict(re.split(r"\s{2,}", line.strip(), maxsplit=1) for line in capture.get().splitlines() if "  " in line)
+    assert rows["score"] == "-0.250 -> +0.500 (mean of a step's samples)"
+    assert rows["held-out"] == "25.0% -> 99.6% (256 items)"
+    assert rows["steps"] == "20 in 2:05"
+    assert rows["tokens"] == "12,345 trained on, in 678 sequences"
+    assert rows["groups"] == "9 received, 5 trained, 1 dropped, 3 left"
+    assert rows["dropped"] == "8 too_long" and rows["alarms"] == "too_long"
+    assert {"model", "metrics", "summary"} < rows.keys() and "plot" not in rows and "report" not in rows

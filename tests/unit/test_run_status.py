@@ -1,0 +1,217 @@
+"""The state of a run as its folder and its services tell it."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import orjson
+import pytest
+
+from helpers.runs import make_run, metrics_line, write_lines
+from recipe.atropos.errors import ConfigurationError
+from recipe.atropos.run_status import RunReader, find_run, measure_memory
+from recipe.atropos.utils.process import start_time
+
+
+def read(files):
+    return RunReader(files.path).read()
+
+
+def this(**more):
+    return {"pid": os.getpid(), "started": start_time(os.getpid()), **more}
+
+
+@pytest.fixture
+def ended():
+    """The pid of a process that has ended."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait(30)
+    return process.pid
+
+
+def test_a_run_is_found_by_folder_by_name_and_as_the_newest(tmp_path):
+    make_run(tmp_path / "runs/new", started=2e9)
+    make_run(tmp_path / "runs/old", started=1e9)
+    (tmp_path / "runs/figures").mkdir()
+    runs = tmp_path / "runs"
+    assert find_run(None, runs).path == runs / "new"
+    assert find_run("old", runs).path == find_run(str(runs / "old"), runs).path == runs / "old"
+    with pytest.raises(ConfigurationError, match="odl: no run there .* did you mean old"):
+        find_run("odl", runs)
+    with pytest.raises(ConfigurationError, match="figures: no run there.*holds new, old"):
+        find_run("figures", runs)
+    with pytest.raises(ConfigurationError, match="holds no run"):
+        find_run(None, tmp_path / "nothing")
+
+
+def test_state_of_a_run_whose_launcher_lives(tmp_path):
+    files = make_run(tmp_path / "run", steps=0)
+    assert read(files).state == "starting"
+    write_lines(files.metrics, [metrics_line(1, time=time.time() + 1)])
+    status = read(files)
+    assert (status.state, status.step, status.total, status.max_staleness) == ("running", 1, 20, 2)
+    write_lines(files.metrics, [metrics_line(20, time=time.time() + 1)])
+    assert read(files).state == "ending", "it evaluates and exports"
+
+
+def test_state_of_a_resumed_run_before_its_next_step(tmp_path):
+    assert read(make_run(tmp_path / "run")).state == "starting", "its lines are of an earlier start"
+
+
+def test_state_of_a_run_that_ended(tmp_path, ended):
+    files = make_run(tmp_path / "run", pid=ended)
+    assert read(files).state == "stopped"
+    files.summary.write_bytes(orjson.dumps({"finished_steps": 20}))
+    assert read(files).state == "finished"
+    files.config.write_text(files.config.read_text().replace("20", "30"))
+    assert read(files).state == "stopped", "more steps are to be trained"
+
+
+def test_state_of_a_killed_launcher_whose_pid_was_reused(tmp_path):
+    files = make_run(tmp_path / "run", started=1e9, trainer=this(started=1e9))
+    status = read(files)
+    assert status.state == "killed" and not status.is_alive and status.services == ()
+
+
+def test_state_of_a_run_on_another_machine(tmp_path):
+    files = make_run(tmp_path / "run", host="elsewhere", trainer=this())
+    status = read(files)
+    assert status.state == "on another machine" and not status.is_alive and status.services == ()
+    files.services.write_bytes(b"{}")
+    assert read(files).state == "stopped", "nothing of it runs there either"
+
+
+def test_status_of_a_service_whose_pid_was_reused_is_down(tmp_path):
+    files = make_run(tmp_path / "run", trainer=this(), environment=this(started=1e9), api={"pid": os.getpid()})
+    assert {each.name: each.health for each in read(files).services} == {
+        "trainer": "ok",
+        "environment": "down",
+        "api": "down",
+    }
+    files.waiting.touch()
+    assert read(files).services[0].health == "waits" and read(files).waiting
+
+
+class _Endpoints(BaseHTTPRequestHandler):
+    """What the Trajectory API and the gateway answer to who has the run's key."""
+
+    answers = {
+        "/diagnose": {"why": "no batch 3", "warnings": {"disk": "the disk is full"}, "batch_size": 8, "queue": {}},
+        "/gateway/status": {
+            "version": 3,
+            "servers": [
+                {"url": "http://s0", "state": "admitted", "inflight": 7},
+                {"url": "http://s1", "state": "waiting", "inflight": 0},
+                {"url": "http://s2", "state": "down", "inflight": 0},
+            ],
+        },
+    }
+
+    def do_GET(self):
+        allowed = self.headers.get("Authorization") == "Bearer the-key"
+        body = orjson.dumps(self.answers[self.path]) if allowed else b"{}"
+        self.send_response(200 if allowed else 401)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_): ...
+
+
+@pytest.fixture
+def endpoints():
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Endpoints) as server:
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_status_asks_the_endpoints_with_the_key_of_the_services(tmp_path, endpoints, monkeypatch):
+    """The key is in no file: a service's environment has it."""
+    monkeypatch.delenv("ATROPOS_API_KEY", raising=False)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")  # not for addresses of this machine
+    program = [sys.executable, "-c", "import time; print(1, flush=True); time.sleep(60)"]
+    environment = {**os.environ, "ATROPOS_API_KEY": "the-key"}
+    with subprocess.Popen(program, env=environment, stdout=subprocess.PIPE) as service:
+        service.stdout.readline()  # it has its environment
+        entry = {"pid": service.pid, "started": start_time(service.pid)}
+        files = make_run(
+            tmp_path / "run",
+            api=entry | {"url": endpoints},
+            gateway=entry | {"url": endpoints},
+            **{f"sglang-{i}": entry | {"url": f"http://s{i}"} for i in range(3)},
+        )
+        status = read(files)
+        service.kill()
+    assert status.diagnosis["why"] == "no batch 3"
+    assert [(each.name, each.health, each.detail) for each in status.services] == [
+        ("api", "waits", "the disk is full"),
+        ("gateway", "ok", ""),
+        ("sglang-0", "ok", "7 requests"),
+        ("sglang-1", "waits", "waits for weights"),
+        ("sglang-2", "down", "removed from rotation"),
+    ]
+
+
+def test_status_without_the_key_says_that_nothing_answers(tmp_path, endpoints, monkeypatch):
+    monkeypatch.delenv("ATROPOS_API_KEY", raising=False)
+    files = make_run(tmp_path / "run", api=this(url=endpoints), gateway=this(url=endpoints))
+    status = read(files)
+    assert status.diagnosis is None
+    assert [(each.health, each.detail) for each in status.services] == [("unknown", "does not answer")] * 2
+
+
+def test_status_follows_a_run_back_to_a_checkpoint(tmp_path):
+    files = make_run(tmp_path / "run", steps=10)
+    reader = RunReader(files.path)
+    assert reader.read().series["score"][-1] == 1.0
+    write_lines(files.metrics.with_name("new"), [metrics_line(step, -1.0) for step in range(1, 5)])
+    files.metrics.with_name("new").rename(files.metrics)
+    status = reader.read()
+    assert status.series["step"] == [1, 2, 3, 4] and set(status.series["score"]) == {-1.0}
+    assert status.seconds_left == 16 * 2.0 == 16 * status.seconds_per_step
+
+
+def test_status_takes_the_raw_score_and_a_pace_without_pauses(tmp_path):
+    files = make_run(tmp_path / "run")
+    lines = [metrics_line(step, 5.0, **{"atropos/mean_raw_score": 0.25}) for step in range(1, 10)]
+    lines[-1]["time"] += 1000  # a restart
+    write_lines(files.metrics, lines)
+    status = read(files)
+    assert status.series["score"] == [0.25] * 9 and status.seconds_per_step == 2.0
+
+
+def test_status_shows_the_alarms_that_are_raised_newest_first(tmp_path):
+    files = make_run(tmp_path / "run")
+    lines = [
+        {"alarm": "queue_full", "environment": None, "state": "raised"},
+        {"alarm": "too_long", "environment": "a", "state": "raised"},
+        {"alarm": "too_long", "environment": "b", "state": "raised"},
+        {"alarm": "too_long", "environment": "a", "state": "cleared"},
+    ]
+    write_lines(files.alarms, lines)
+    assert [(each["alarm"], each["environment"]) for each in read(files).alarms] == [
+        ("too_long", "b"),
+        ("queue_full", None),
+    ]
+
+
+def test_status_takes_older_alarms_from_the_summary(tmp_path):
+    files = make_run(tmp_path / "run")
+    alarm = {"first_step": 3, "last_step": 4, "steps": 2, "largest": 1.0, "what": "far apart"}
+    files.summary.write_bytes(orjson.dumps({"alarms": {"logprob_difference": alarm}}))
+    [found] = read(files).alarms
+    assert (found["alarm"], found["since_step"], found["seen"]) == ("logprob_difference", 3, "far apart")
+
+
+def test_status_measures_the_memory_of_all_descendants():
+    program = "import os, time; held = bytearray(os.urandom(1)) * (64 << 20); print(1, flush=True); time.sleep(60)"
+    before = measure_memory(os.getpid(), on_gpu=False)
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as child:
+        child.stdout.readline()
+        after = measure_memory(os.getpid(), on_gpu=False)
+        child.kill()
+    assert 60 << 20 < after.run - before.run < 90 << 20 and after.total > after.free > 0
