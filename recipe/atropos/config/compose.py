@@ -37,7 +37,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from recipe.atropos.config.derived_timeouts import set_waits
 from recipe.atropos.config.renamed import check_renamed, prefixes
-from recipe.atropos.config.schema import check_schema, documented
+from recipe.atropos.config.schema import documented
+from recipe.atropos.config.schema_errors import check_schema
 from recipe.atropos.config.unsupported import UNSUPPORTED
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.utils.secret import COMPLETE, check_not_hidden, read_config_yaml, restore

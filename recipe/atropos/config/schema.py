@@ -7,115 +7,39 @@ Defaults are only in ``trainer.yaml``. Rules across several keys are in ``prefli
 - this recipe's sections accept no other keys; verl's do, and ``config.compose`` checks those against verl's own tree.
 """
 
-import difflib
 import functools
-import json
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Annotated, Any, Literal, get_args
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic import BaseModel, Field, create_model
 from pydantic.fields import FieldInfo
 
 from recipe.atropos.alarms import Name as AlarmName
-from recipe.atropos.errors import ConfigurationError
-
-# verl's names are repeated here, so that verl need not be imported; a test compares them with verl's registries.
-Estimator = Literal[
-    "gpg",
-    "grpo",
-    "grpo_atropos",
-    "grpo_passk",
-    "grpo_vectorized",
-    "opo",
-    "optimal_token_baseline",
-    "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline",
-    "rloo",
-    "rloo_vectorized",
-    "tir_optimal_token_baseline",
-]
-PolicyLoss = Literal[
-    "advantage_weighted_sft",
-    "bypass_mode",
-    "cispo",
-    "clip_cov",
-    "dppo_kl",
-    "dppo_tv",
-    "dro",
-    "gpg",
-    "gspo",
-    "kl_cov",
-    "sapo",
-    "vanilla",
-]
-KL = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"]
-KLLoss = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "low_var_kl+", "k3+"]
-LossAggregation = Literal[
-    "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
-]
-Tracker = Literal[
-    "wandb",
-    "mlflow",
-    "swanlab",
-    "vemlp_wandb",
-    "tensorboard",
-    "console",
-    "clearml",
-    "trackio",
-    "file",
-    "rl_insight",
-]
-
-# verl's other choices, and why they are not available here; by key.
-EXCLUDED = {
-    "algorithm.adv_estimator": {
-        "gae": "needs a critic, which this recipe does not train",
-        "remax": "needs a greedy rollout for each prompt, which environments do not send",
-        "gdpo": "needs several named rewards for each sequence, of which the Trajectory API carries one",
-    },
-    "actor_rollout_ref.actor.policy_loss.loss_mode": {
-        "geo_mean": "is averaged by verl over each micro-batch, padding rows included, and these are added up, so it "
-        "grows with their number; gspo is the nearest",
-    },
-    "actor_rollout_ref.actor.strategy": {
-        "megatron": "is not supported: weights are pushed from the FSDP engines only",
-    },
-    "actor_rollout_ref.rollout.name": {
-        "vllm": "is not supported: only SGLang serves token ids, logprobs and weight versions as needed here",
-    },
-}
-
-Text = Annotated[str, Field(min_length=1)]
-Name = Text | int | float  # a name like 2024 is parsed as a number
-Count = Annotated[int, Field(ge=1)]
-Limit = Annotated[int, Field(ge=0)]
-Port = Annotated[int, Field(ge=1, le=65535)]
-Seconds = Annotated[float, Field(gt=0)]
-Positive = Annotated[float, Field(gt=0)]
-NotNegative = Annotated[float, Field(ge=0)]
-Share = Annotated[float, Field(gt=0, le=1)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
-URL = Annotated[str, Field(pattern=r"^https?://.+")]
-Device = Literal["auto", "cuda", "cpu"]
-Dtype = Literal["bfloat16", "float16", "float32"]
-TorchDtype = Literal["fp32", "float32", "fp16", "float16", "bf16", "bfloat16"]
-
-
-class Section(BaseModel):
-    """A mapping of this recipe's own keys."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
-
-
-class VerlSection(Section):
-    """A mapping of verl's keys; only those named here are checked."""
-
-    model_config = ConfigDict(extra="ignore")
-
-
-def about(text: str) -> Any:
-    """Return the field of a key with its meaning. Its default is in ``trainer.yaml``."""
-    return Field(description=text)
+from recipe.atropos.config.values import (
+    KL,
+    URL,
+    Count,
+    Device,
+    Dtype,
+    Estimator,
+    Fraction,
+    KLLoss,
+    Limit,
+    LossAggregation,
+    Name,
+    NotNegative,
+    PolicyLoss,
+    Port,
+    Positive,
+    Seconds,
+    Section,
+    Share,
+    Text,
+    TorchDtype,
+    Tracker,
+    VerlSection,
+    about,
+)
 
 
 class Run(Section):
@@ -434,77 +358,3 @@ def documented() -> dict[str, FieldInfo]:
                 yield from walk(inner, f"{prefix}{name}.{'NAME.' if name == 'environments' else ''}")
 
     return dict(walk(Configuration, ""))
-
-
-def check_schema(values: Mapping[str, Any]) -> None:
-    """Raise ConfigurationError with a line for each invalid value: the key, the value, and what to give."""
-    try:
-        Configuration.model_validate(values)
-    except ValidationError as error:
-        lines: dict[str, str] = {}
-        for problem in error.errors():
-            key, line = _line(values, problem)
-            lines.setdefault(key, line)  # a union reports each of its branches
-        raise ConfigurationError("\n".join(lines.values())) from error
-
-
-def nearest(key: str, known: Iterable[str]) -> str:
-    """Return ``; did you mean KEY?``, or "" if no key in ``known`` is similar."""
-    found = difflib.get_close_matches(key, list(known), n=1, cutoff=0.5)
-    return f"; did you mean {found[0]}?" if found else ""
-
-
-def _line(values: Mapping[str, Any], problem: Mapping[str, Any]) -> tuple[str, str]:
-    keys: list[str] = []
-    index, value = "", values
-    for part in problem["loc"]:  # a union adds the name of its branch
-        if isinstance(value, Mapping) and (part in value or problem["type"] == "missing"):
-            keys.append(str(part))
-            value = value.get(part)
-        elif isinstance(value, list) and isinstance(part, int):
-            index, value = f"[{part}]", value[part]
-        else:
-            break
-    key = ".".join(keys) + index
-    fields = documented()
-    name = ".".join([keys[0], "NAME", *keys[2:]] if keys[0] == "environments" else keys)
-    field = fields.get(name)
-    if problem["type"] == "extra_forbidden":
-        return key, f"{key}: no such key{nearest(name, fields).replace('.NAME.', f'.{keys[1]}.')}"
-    if key == "actor_rollout_ref.model.path" and value in (None, ""):
-        return key, f"{key} is not set: give --model, a folder in Hugging Face format or a hub name"
-    if problem["type"] == "missing":
-        return key, f"{key} is missing"
-    choices = problem.get("ctx", {}).get("expected", "").replace("'", "").replace(" or ", ", ")
-    if isinstance(value, str) and value in EXCLUDED.get(key, {}):
-        return key, f"{key}={value} {EXCLUDED[key][value]}; choose one of {choices}"
-    null = field is not None and type(None) in get_args(field.annotation) and not index
-    shown = value if isinstance(value, str) else json.dumps(value, default=str)
-    if problem["type"] == "literal_error":
-        near = nearest(shown, choices.split(", "))
-        return key, f"{key}={shown}; choose one of {choices}{', null' if null else ''}{near}"
-    template = _WANTED.get(problem["type"])
-    wanted = template.format(**problem.get("ctx", {})) if template else problem["msg"]
-    return key, f"{key}={shown}: give {wanted}{', or null' if null else ''}"
-
-
-_WANTED = {
-    "int_type": "a whole number",
-    "int_from_float": "a whole number",
-    "float_type": "a number",
-    "finite_number": "a finite number",
-    "bool_type": "true or false",
-    "string_type": "a string",
-    "string_too_short": "a string that is not empty",
-    "string_pattern_mismatch": "a string that matches {pattern}",
-    "dict_type": "a mapping",
-    "model_type": "a mapping",
-    "model_attributes_type": "a mapping",
-    "list_type": "a list, [A, B]",
-    "too_short": "{min_length} of them",
-    "too_long": "{max_length} of them",
-    "greater_than_equal": "{ge:g} or more",
-    "greater_than": "more than {gt:g}",
-    "less_than_equal": "{le:g} or less",
-    "less_than": "less than {lt:g}",
-}

@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from recipe.atropos.checkpoint.store import resume_folder
 from recipe.atropos.config.env_specs import EnvironmentSpec, check_specs, environment_specs
 from recipe.atropos.config.models import config_file
-from recipe.atropos.config.schema import check_schema
+from recipe.atropos.config.schema_errors import check_schema
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.inference.server import QUANTIZATION_FLAGS
 from recipe.atropos.launcher.placement import goes_over_nccl

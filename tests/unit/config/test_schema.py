@@ -8,9 +8,11 @@ from typing import get_args
 import pytest
 from omegaconf import OmegaConf
 
-from recipe.atropos.config import schema
+from recipe.atropos.config import schema_errors
+from recipe.atropos.config import values as choices
 from recipe.atropos.config.compose import compose_config, load_config, presets
-from recipe.atropos.config.schema import check_schema, documented
+from recipe.atropos.config.schema import documented
+from recipe.atropos.config.schema_errors import check_schema
 from recipe.atropos.config.unsupported import UNSUPPORTED
 from recipe.atropos.errors import ConfigurationError
 
@@ -152,12 +154,12 @@ def test_schema_choices_are_those_that_verl_registers():
     import recipe.atropos.algorithm.advantages
     import recipe.atropos.algorithm.losses  # noqa: F401
 
-    estimators = schema.EXCLUDED["algorithm.adv_estimator"]
-    losses = schema.EXCLUDED[f"{ACTOR}.policy_loss.loss_mode"]
-    assert {*get_args(schema.Estimator), *estimators} == set(ADV_ESTIMATOR_REGISTRY)
-    assert {*get_args(schema.PolicyLoss), *losses} == set(POLICY_LOSS_REGISTRY)
-    assert set(get_args(schema.Tracker)) == set(Tracking.supported_backend)
-    for name in {*get_args(schema.KL), *get_args(schema.KLLoss)}:
+    estimators = schema_errors.EXCLUDED["algorithm.adv_estimator"]
+    losses = schema_errors.EXCLUDED[f"{ACTOR}.policy_loss.loss_mode"]
+    assert {*get_args(choices.Estimator), *estimators} == set(ADV_ESTIMATOR_REGISTRY)
+    assert {*get_args(choices.PolicyLoss), *losses} == set(POLICY_LOSS_REGISTRY)
+    assert set(get_args(choices.Tracker)) == set(Tracking.supported_backend)
+    for name in {*get_args(choices.KL), *get_args(choices.KLLoss)}:
         assert kl_penalty(torch.zeros(1, 1), torch.zeros(1, 1), name).shape == (1, 1)
 
 
