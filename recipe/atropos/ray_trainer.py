@@ -177,8 +177,8 @@ class RayGRPOAtroposTrainer:
 
         self.record.totals.batches = self.metrics["atropos/batch"] = number
         self.record.totals.dropped = dict(Counter(self.record.totals.dropped) + dropped)
-        self.metrics, self._groups_fetched = self.metrics | counts, fetched
-        self.metrics |= self.data_source.metrics()
+        self.metrics |= {**counts, **self.data_source.metrics()}
+        self._groups_fetched = fetched
         self._check_sampling(batch)
         batch.meta_info["temperature"] = self.config.actor_rollout_ref.rollout.temperature
         batch.meta_info["global_token_num"] = batch.batch["attention_mask"].sum(dim=-1).tolist()
@@ -309,9 +309,8 @@ class RayGRPOAtroposTrainer:
         """Write sampled text, scores and versions of every row to ``rollouts/STEP.jsonl``."""
         self._rollouts = []
         if folder := self.config.trainer.rollout_data_dir:
-            path = Path(folder, f"{self.global_steps}.jsonl")
             with marked_timer("dump", self.timing_raw):
-                self._rollouts = write_rollouts(path, self.global_steps, real_rows(batch), self.tokenizer)
+                self._rollouts = write_rollouts(Path(folder), self.global_steps, real_rows(batch), self.tokenizer)
 
     def _collect_metrics(self, batch: DataProto) -> None:
         rows = real_rows(batch)

@@ -11,8 +11,8 @@ from recipe.atropos.verl_ext.batch import DataProto
 _COLUMNS = ("raw_score", "uid", "env_id", "env_name", "policy_version_min", "policy_version_max")
 
 
-def write_rollouts(path: Path, step: int, rows: DataProto, tokenizer: Any) -> list[dict[str, Any]]:
-    """Write sampled text, scores and versions of the rows, one line per row; return the lines.
+def write_rollouts(folder: Path, step: int, rows: DataProto, tokenizer: Any) -> list[dict[str, Any]]:
+    """Write sampled text, scores and versions of the rows to ``folder/STEP.jsonl``, a line each; return the lines.
 
     Raises:
         DiskFull: nothing is changed.
@@ -30,7 +30,7 @@ def write_rollouts(path: Path, step: int, rows: DataProto, tokenizer: Any) -> li
         "response_tokens": attended[:, width:].sum(-1).tolist(),
         **{key: rows.non_tensor_batch[key].tolist() for key in _COLUMNS},
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     lines = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-    rewrite_lines(path, lines)
+    rewrite_lines(folder / f"{step}.jsonl", lines)
     return lines
