@@ -48,8 +48,8 @@ class Alarm(NamedTuple):
 ALARMS: dict[Name, Alarm] = {
     "equal_scores": Alarm(
         "all answers of every group have the same score, so no group has an advantage: nothing is learned",
-        "look at scores in rollouts/ and in the environment's log: if all are lowest, use easier problems, a better "
-        "policy or a score with partial credit; if all are highest, the task is solved: use harder problems",
+        "if the mean score is the lowest, use easier problems, a better policy or a score with partial credit; if it "
+        "is the highest, the task is solved: use harder problems; in between, problems are either too easy or too hard",
     ),
     "environment_raises": Alarm(
         "at least half of an environment's items fail with an exception",

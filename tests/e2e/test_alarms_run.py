@@ -1,6 +1,7 @@
 """Environments that go wrong without an error, on the real Trajectory API and server: alarms name why."""
 
 import asyncio
+import sys
 from contextlib import aclosing
 
 import pytest
@@ -13,7 +14,8 @@ from recipe.atropos.config.env_specs import environment_specs
 from recipe.atropos.launcher.alarm_watch import AlarmWatch
 from recipe.atropos.launcher.environment_processes import Environments
 from recipe.atropos.launcher.services import Run, console
-from recipe.atropos.utils.files import read_lines
+from recipe.atropos.utils.files import read_json, read_lines
+from recipe.atropos.utils.process import start_service
 
 ALARMS = {"raises": "environment_raises", "equal": "equal_scores", "silent": "environment_silent"}
 
@@ -23,7 +25,7 @@ def test_alarms_name_what_environments_do(tmp_path, model_path, server):
     """Each environment its own; a healthy one beside them has none."""
     each = [f"environments.{name}.args.fault={name}" for name in ("none", *ALARMS)]
     each += [f"environments.{name}.target={alarm_env.__file__}:AlarmEnv" for name in ("none", *ALARMS)]
-    sizes = ["data.train_batch_size=4", "actor_rollout_ref.rollout.n=2", "watchdog.silent_after=8"]
+    sizes = ["data.train_batch_size=4", "actor_rollout_ref.rollout.n=2", "watchdog.silent_after=20"]
     sizes += ["data.max_prompt_length=32", "data.max_response_length=32"]
     config = compose_config(f"actor_rollout_ref.model.path={model_path}", *each, *sizes)
     specs = environment_specs(config)
@@ -51,8 +53,30 @@ def test_alarms_name_what_environments_do(tmp_path, model_path, server):
             run.stop()
     lines = {line["environment"]: line for line in read_lines(run.files.alarms)}
     assert len(lines) == 3 and {line["state"] for line in lines.values()} == {"raised"}
-    assert "raised ValueError (" in lines["raises"]["seen"] and "mean score 1;" in lines["equal"]["seen"]
+    assert "items raised: ValueError (" in lines["raises"]["seen"] and "mean score 1;" in lines["equal"]["seen"]
     assert "items has ended for" in lines["silent"]["seen"]
     shown = captured.get()
     for name in ALARMS:
         assert f"see {run.log(specs[name].service)}" in shown and lines[name]["advice"] in shown
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_alarms_of_stop_on_end_the_run(tmp_path, model_path):
+    """With the alarm as its error; the same command would resume it."""
+    folder = tmp_path / "run"
+    target = [f"environment.target={alarm_env.__file__}:AlarmEnv", "environment.args.fault=raises"]
+    options = [*target, "environment.evaluate=false", "watchdog.stop_on=[environment_raises]"]
+    command = [sys.executable, "-m", "recipe.atropos.launch_services", "--preset=demo", f"--model={model_path}"]
+    command += [*options, "--steps=2", f"--run-dir={folder}"]
+    launcher = start_service("launcher", command, log_path=tmp_path / "log")
+    try:
+        assert launcher.process.wait(300) == 1, launcher.tail(40)
+    finally:
+        launcher.stop(grace=0)
+    output = launcher.log_path.read_text()
+    assert "error   watchdog.stop_on=environment_raises: environment_raises (" in output, output
+    assert "items raised: ValueError (" in output and "left running" not in output
+    [line] = read_lines(folder / "alarms.jsonl")
+    summary = read_json(folder / "summary.json")
+    assert line["alarm"] == "environment_raises" and summary["alarms"]["environment_raises"]["now"]

@@ -35,9 +35,9 @@ def environment_findings(history: History, now: float) -> Iterator[Finding]:
 
 def _environment(history: History, environment: EnvironmentHistory, now: float) -> Iterator[Finding]:
     if environment.abandoned:
+        since, step, _ = environment.at_last_group or (now, history.step, None)
         text = f"{environment.abandoned}{_see(environment)}"
-        yield Finding("environment_silent", text, environment.pulse.last if environment.pulse else now, None,
-                      environment.name)  # fmt: skip
+        yield Finding("environment_silent", text, since, step, environment.name)
         return
     found = next(_dry(environment), None) or next(_mostly(environment), None)
     found = found or next(_silent(history, environment, now), None)
@@ -52,7 +52,7 @@ def _dry(environment: EnvironmentHistory) -> Iterator[Finding]:
     since, step, counts = environment.at_last_group
     new = environment.counts - counts
     if new["raised"] >= _FAILED and new["raised"] + new["retried"] >= _DRY and 2 * new["raised"] >= new["items"]:
-        text = f"no group for {new['items']} items, of which {new['raised']} raised {_names(new, 'failed:')}"
+        text = f"no group; {new['raised']} of {new['items']} items raised: {_names(new, 'failed:')}"
         yield Finding("environment_raises", text + _see(environment), since, step, environment.name)
         return
     causes = ("raised", "equal_scores", "too_long", "wrong_size", "refused")
@@ -77,7 +77,7 @@ def _mostly(environment: EnvironmentHistory) -> Iterator[Finding]:
     for name in ("raised", "too_long", "wrong_size"):
         if new[name] >= _MOST * new["items"]:
             what = _names(new, "failed:") if name == "raised" else _OF_COUNT[name]
-            verb = "raised" if name == "raised" else "were not sent:"
+            verb = "raised:" if name == "raised" else "were not sent:"
             text = f"{new[name]} of the last {new['items']} items {verb} {what}"
             yield Finding(_OF_COUNT[name], text + _see(environment), since, step, environment.name)
 

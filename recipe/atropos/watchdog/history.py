@@ -18,20 +18,26 @@ from recipe.atropos.alarms import PREFIX, logprob_tolerance
 from recipe.atropos.data.reasons import Reason
 
 FIRST_STEPS = 20
-_LAST_STEPS = 1000
+_LAST_STEPS, _REPORTS = 1000, 2000
 RECENT_ITEMS = 64  # of an environment, over which shares are computed
 _RATE_SECONDS = 60.0  # over which a server's finished requests are counted
 
 _KEYS = frozenset(
     {
-        *("actor/lr", "actor/entropy", "actor/grad_norm", "response_length/min", "response_length/max"),
+        *("step", "time", "actor/lr", "actor/entropy", "actor/grad_norm", "response_length/min", "response_length/max"),
         *("critic/score/min", "critic/score/max"),
         *(f"atropos/{key}" for key in ("received", "rows", "groups", "policy_version", "zero_signal_share")),
         *(f"atropos/{key}" for key in ("mean_score", "mean_raw_score", "rows_with/response_truncated")),
         *("atropos/logprob_diff/mean", "atropos/logprob_diff/fresh_mean", "atropos/staleness/mean"),
     }
 )
+_PREFIXES = (PREFIX, "atropos/dropped/")
 _OF_AN_ENVIRONMENT = ("/mean_raw_score", "/zero_signal_share", "/groups")
+
+
+def _is_read(key: str) -> bool:
+    """Whether a rule reads this metric."""
+    return key in _KEYS or key.startswith(_PREFIXES) or key.endswith(_OF_AN_ENVIRONMENT)
 
 
 @dataclass(frozen=True)
@@ -95,7 +101,7 @@ class EnvironmentHistory:
     pulse: Pulse | None = None
     score: float | None = None  # mean over everything scored since the report before
     at_last_group: tuple[float, int | None, Counter[str]] | None = None  # time, step and counts
-    recent: deque[tuple[float, int | None, Counter[str]]] = field(default_factory=deque)
+    recent: deque[tuple[float, int | None, Counter[str]]] = field(default_factory=lambda: deque(maxlen=_REPORTS))
     _of_process: Counter[str] = field(default_factory=Counter)
 
     def add(self, line: Mapping[str, Any], step: int | None) -> None:
@@ -103,8 +109,8 @@ class EnvironmentHistory:
         now = line["time"]
         if "registered" in line:
             self.number = line["registered"]
-        if "started" in line:  # a new process counts from 0
-            self._of_process, self.in_flight = Counter(), 0
+        if "started" in line:  # a new process counts from 0, and registers again
+            self._of_process, self.in_flight, self.number = Counter(), 0, None
         if self.pulse is None or self.at_last_group is None:
             self.pulse, self.at_last_group = Pulse(now), (now, step, Counter())
             self.recent.append(self.at_last_group)
@@ -207,12 +213,7 @@ class History:
 
     def add_step(self, line: Mapping[str, Any]) -> None:
         """Add a line of ``metrics.jsonl``."""
-        kept = {
-            key: value
-            for key, value in line.items()
-            if key in _KEYS or key in ("step", "time") or key.startswith((PREFIX, "atropos/dropped/"))
-            or key.endswith(_OF_AN_ENVIRONMENT)
-        }  # fmt: skip
+        kept = {key: value for key, value in line.items() if _is_read(key)}
         while self.steps and self.steps[-1]["step"] >= kept["step"]:
             self.steps.pop()
         self.first = [step for step in self.first if step["step"] < kept["step"]]

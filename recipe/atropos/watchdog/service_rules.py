@@ -1,6 +1,7 @@
 """Rules about the SGLang servers, the gateway, and the Trajectory API's queue, each threshold beside its reason."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from recipe.atropos.watchdog.findings import Finding
 from recipe.atropos.watchdog.history import History, ServerHistory
@@ -13,7 +14,7 @@ _OTHER_WEIGHTS = "weight version"  # in the gateway's reason for removing a serv
 
 
 def service_findings(history: History, now: float) -> Iterator[Finding]:
-    """Yield at most one finding of the servers, and one of the queue."""
+    """Yield at most one finding of each alarm about the servers, and one of the queue."""
     yield from _first(_servers(history, now))
     if history.queue_full is not None:
         since, looks = history.queue_full
@@ -29,9 +30,7 @@ def _first(findings: Iterator[Finding]) -> Iterator[Finding]:
     for finding in findings:
         found.setdefault(finding.alarm, []).append(finding)
     for first, *others in found.values():
-        yield first if not others else Finding(
-            first.alarm, f"{first.seen}; so for {len(others)} others", first.since, first.since_step
-        )  # fmt: skip
+        yield replace(first, seen=f"{first.seen}; so for {len(others)} others") if others else first
 
 
 def _servers(history: History, now: float) -> Iterator[Finding]:

@@ -8,7 +8,7 @@ Guarantees:
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from recipe.atropos.alarms import ALARMS
@@ -43,10 +43,8 @@ class Watchdog:
         for key, finding in found.items():
             if key in self.raised:
                 known = self.raised[key]
-                known.finding = Finding(
-                    *(finding.alarm, finding.seen, known.finding.since, known.finding.since_step),
-                    *(finding.environment, finding.of_steps),
-                )
+                first = known.finding
+                known.finding = replace(finding, since=first.since, since_step=first.since_step)
                 known.seen_at, known.seen_step = now, step
             else:
                 self.raised[key] = _Raised(finding, now, step)

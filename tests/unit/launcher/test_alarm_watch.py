@@ -103,7 +103,7 @@ def test_alarm_watch_reads_reports_of_this_start_alone(tmp_path):
     append_line(path, {"time": time.time() + 9, "env": "gsm8k", "started": True})
     append_line(path, report | {"time": time.time() + 9})
     shown = watch(tmp_path, step(1))
-    assert "environment_raises (gsm8k), since step 1: no group for 40 items, of which 40 raised KeyError (40)" in shown
+    assert "environment_raises (gsm8k), since step 1: no group; 40 of 40 items raised: KeyError (40)" in shown
     assert f"see {tmp_path}/logs/environment.log" in shown
 
 

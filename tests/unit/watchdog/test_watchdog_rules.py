@@ -1,10 +1,14 @@
 """Each cause, put into a recorded run, raises its alarm and no other; runs as they were raise none."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from helpers.demo_history import ENV, Demo, play, sglang
+from helpers.demo_history import ENV, LIMITS, Demo, play, sglang
 from recipe.atropos.alarms import ALARMS, PREFIX
+from recipe.atropos.watchdog.history import History
+from recipe.atropos.watchdog.watchdog import findings
 
 T = 100.0  # when the fault begins, at about step 33
 SEEDS = (0, 1, 2)
@@ -270,3 +274,63 @@ def test_watchdog_raises_nothing_in_the_demonstration(seed, steps):
         demo.lengthen(steps)
         assert len(demo.steps) == 540
     assert play(demo) == []
+
+
+def test_watchdog_names_an_abandoned_environment():
+    demo, history = Demo(0), History(LIMITS)
+    for line in demo.steps[:30]:
+        history.add_step(line)
+    for line in [line for line in demo.reports if line["time"] < T]:
+        history.add_report(ENV, line)
+    assert findings(history, T) == []
+    history.environment(ENV).abandoned = "it was abandoned after 3 restarts"
+    [found] = findings(history, T)
+    assert (found.alarm, found.environment) == ("environment_silent", ENV) and "3 restarts" in found.seen
+
+
+def test_watchdog_knows_joined_environments_by_the_api_alone():
+    """One that has left is no alarm while another is there."""
+    demo = Demo(0)
+    demo.cut(T, 100.0)
+    lines = [{"env_id": number, "name": f"e_{number}", "alive": False} for number in range(2)]
+
+    def api(now, other=0.5):
+        seen = {0: max(0.5, now - 20.0), 1: other}
+        present = [line | {"seen_seconds_ago": seen[line["env_id"]]} for line in lines]
+        return {**Demo.api(demo, now), "environments": present}
+
+    demo.api = api
+    assert play(demo, joined=True) == []
+    demo.api = lambda now: api(now, max(0.5, now - T))
+    [raised] = play(demo, joined=True)
+    assert raised["alarm"] == "environment_silent" and raised["environment"] is None
+    assert "2 had joined" in raised["seen"]
+
+
+def test_watchdog_rests_while_servers_are_offloaded():
+    """Their requests wait for the trainer, however long it takes."""
+    demo = Demo(0)
+    server_paused(demo)
+    history = History(LIMITS)
+    for now in range(0, 190, 5):
+        history.add_gateway(demo.gateway(float(now)), float(now))
+        history.servers_rest(float(now))
+        assert findings(history, float(now)) == []
+    assert [found.alarm for found in findings(history, 190.0 + LIMITS.silent_after)] == ["server_unhealthy"]
+
+
+def test_watchdog_with_a_teacher_expects_equal_scores():
+    """Its logprobs train groups of equal scores as well."""
+    for fault in (equal_scores, equal_groups_are_sent):
+        demo = Demo(0)
+        fault(demo)
+        assert play(demo, replace(LIMITS, distills=True)) == []
+
+
+def test_watchdog_takes_old_samples_for_stale_without_a_bound():
+    demo = Demo(0)
+    change(demo, atropos__staleness__mean=12.0)
+    assert play(demo) == [], "of max_staleness it is the user's choice"
+    [raised] = play(demo, replace(LIMITS, max_staleness=None))
+    assert raised["alarm"] == "stale_samples" and "12.0 updates old" in raised["seen"]
+    assert play(demo, replace(LIMITS, max_staleness=None, push_every=8)) == []

@@ -93,12 +93,14 @@ def test_watchdog_counts_all_processes_of_an_environment():
             {"registered": 4, "pid": 1},
             {"counts": {"items": 20, "groups_sent": 20}, "in_flight": 3, "means": {"score": 0.5}},
             {"started": True},
+            {"registered": 5, "pid": 2},
             {"counts": {"items": 6, "not_sent/too_long": 6}, "in_flight": 3, "means": {}},
+            {"started": True},
         ]
     ):
         history.add_report(ENV, {"time": float(time), "env": ENV, **line})
     environment = history.environment(ENV)
-    assert environment.number == 4 and environment.score == 0.5
+    assert environment.number is None and environment.in_flight == 0 and environment.score == 0.5
     assert dict(environment.counts) == {"items": 26, "sent": 20, "too_long": 6, "not sent:too_long": 6}
 
 
