@@ -485,6 +485,7 @@ def test_launch_goes_on_after_an_interrupt(finished):
     assert all(0 <= line["atropos/staleness/mean"] <= line["atropos/staleness/max"] < line["step"] for line in lines)
     row = orjson.loads((folder / "rollouts/1.jsonl").read_bytes().splitlines()[0])
     assert row["policy_version_min"] == row["policy_version_max"] == 0 and row["env_name"] == "gsm8k"
+    assert 4 <= row["response_tokens"] <= 64
     assert row["score"] in (1.0, -1.0) and "boxed" in row["output"] and row["input"].startswith("<|im_start|>user")
 
 

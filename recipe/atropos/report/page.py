@@ -37,8 +37,12 @@ def write_report(run: str | Path, other: str | Path | None = None, output: str |
 
 def page(histories: list[History]) -> str:
     """Return the page as text."""
-    data = {"written": time.strftime("%Y-%m-%d %H:%M:%S"), "runs": [describe(history) for history in histories]}
-    names = " and ".join(history.name for history in histories)
+    runs = [describe(history) for history in histories]
+    if len({run["name"] for run in runs}) < len(runs):
+        for run, history, number in zip(runs, histories, (1, 2), strict=False):
+            run["name"] = f"{history.run.path.parent.name}/{history.name} ({number})"
+    data = {"written": time.strftime("%Y-%m-%d %H:%M:%S"), "runs": runs}
+    names = " and ".join(run["name"] for run in runs)
     values = {
         "title": html.escape(f"{names}: report"),
         "style": (FOLDER / "page.css").read_text(),

@@ -40,6 +40,8 @@ def training_scores(history: History) -> tuple[float, float, float]:
     Scores are raw: from before a reward bridge shaped them.
     """
     scores = np.array(history.column("atropos/mean_raw_score") or history.column("atropos/mean_score"))
+    if not len(scores):
+        return 0.0, 0.0, float("inf")
     part = max(1, len(scores) // 5)
     first, last = scores[:part], scores[-part:]
     noise = 2 * float(np.sqrt((first.var() + last.var()) / part)) if part > 1 else float("inf")

@@ -80,6 +80,12 @@ def test_the_command_writes_the_page_of_one_run_or_two(tmp_path, capsys):
     assert [run["name"] for run in data_of((tmp_path / "both.html").read_text())["runs"]] == ["one", "two"]
 
 
+def test_two_runs_of_one_name_are_told_apart(tmp_path):
+    one, two = healthy_run(tmp_path / "a/demo"), healthy_run(tmp_path / "b/demo")
+    runs = data_of(page([read_history(one), read_history(two)]))["runs"]
+    assert [run["name"] for run in runs] == ["a/demo (1)", "b/demo (2)"]
+
+
 def test_the_command_says_in_a_line_that_there_is_no_run(tmp_path):
     with pytest.raises(SystemExit, match="^error: .*: no run is in this folder; give a run's folder"):
         report.main([str(tmp_path)])

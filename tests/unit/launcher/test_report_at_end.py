@@ -1,0 +1,24 @@
+"""What the launcher leaves of a run to look at."""
+
+import shutil
+
+from helpers.seeded_runs import healthy_run
+from recipe.atropos.launcher.report_page import write_pictures
+from recipe.atropos.run_dir import RunDir
+
+
+def test_the_launcher_leaves_a_plot_and_a_page(tmp_path, capsys):
+    run = RunDir(healthy_run(tmp_path))
+    shutil.rmtree(run.trajectories)  # without tokens, torch need not be imported
+    write_pictures(run)
+    assert run.reward_picture.stat().st_size > 10_000 and "Learned: " in run.report.read_text()
+    assert capsys.readouterr().out == ""
+
+
+def test_a_page_that_cannot_be_written_ends_no_run(tmp_path, capsys):
+    run = RunDir(healthy_run(tmp_path))
+    run.summary.write_text("{")
+    write_pictures(run)
+    told = capsys.readouterr().out
+    assert "summary.json is no JSON" in told and f"python -m recipe.atropos report {tmp_path} writes it" in told
+    assert not run.report.exists()
