@@ -149,10 +149,10 @@ def test_a_key_is_stored_once(api):
 def test_only_a_post_whose_answer_was_lost_is_a_repetition(tmp_path):
     """Equal posts are all stored, unless the connection of one broke before its answer."""
     with running_trajectory_api(tmp_path, "--queue-tokens", "1") as api:
-        api.register()
+        api.register(batch_size=4)
         api.post("/scored_data_list", [])
         for _ in range(2):
-            with pytest.raises(requests.ReadTimeout):  # the queue is full: the answer waits
+            with pytest.raises(requests.ReadTimeout):  # a batch is complete, and the queue is full: the answer waits
                 requests.post(f"{api.url}/scored_data", json=group(1), timeout=0.5)
         assert api.get("/status")["queue_size"] == 1, "the second was the repetition of the first"
         api.kill()

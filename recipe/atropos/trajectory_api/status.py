@@ -54,12 +54,14 @@ def why(service: Service) -> str:
     if plan.complete:
         return f"batch {service.last + 1} is complete and waits for the trainer to ask"
     if not service.environments.by_id and service.trainer is not None:
-        return f"no environment has registered, and {plan.why}"
-    gone = [environment.name for environment in service.environments if not environment.alive]
-    found = f"no batch {service.last + 1}: {plan.why}" + (f"; gone: {', '.join(gone[:8])}" if gone else "")
-    return found + (
-        f"; set aside, since they do not fit: {sum(aside.values())} groups, of sizes {[*aside]}" if aside else ""
-    )
+        found = f"no environment has registered, and {plan.why}"
+    else:
+        found = f"no batch {service.last + 1}: {plan.why}"
+    if gone := [environment.name for environment in service.environments if not environment.alive]:
+        found += f"; gone: {', '.join(gone[:8])}"
+    if aside:
+        found += f"; set aside, since they do not fit: {sum(aside.values())} groups, of sizes {[*aside]}"
+    return found
 
 
 def _by_size(groups: dict[int, int]) -> dict[str, int]:
