@@ -56,8 +56,9 @@ sglang-env: $(SGLANG_STAMP)
 # Two environments, because the pins of verl and of SGLang exclude each other. Each is built from nothing whenever its
 # pins change, so that no package of an older set stays behind.
 $(TRAINER_STAMP): requirements/trainer-cpu.txt pyproject.toml
-	rm -rf $(VENV)
-	$(PYTHON) -m venv $(VENV)
+	@echo "$(VENV): installing the trainer's $$(grep -c == $<) packages (torch, verl, ray), once: some minutes"
+	@rm -rf $(VENV)
+	@$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python $(PIP_INSTALL) -r requirements/trainer-cpu.txt
 	$(VENV)/bin/python $(PIP_INSTALL) --no-deps --no-build-isolation --editable .
 	touch $@
@@ -75,8 +76,9 @@ $(MUTATION_STAMP): requirements/mutation.txt
 $(SGLANG_STAMP): requirements/sglang-cpu.txt requirements/sglang.txt
 $(SGLANG_0_5_12_STAMP): requirements/sglang-0.5.12-cpu.txt requirements/sglang-0.5.12.txt
 $(SGLANG_STAMP) $(SGLANG_0_5_12_STAMP): %/.installed:
-	rm -rf $*
-	$(PYTHON) -m venv $*
+	@echo "$*: installing SGLang's $$(cat $^ | grep -c ==) packages, once: some minutes"
+	@rm -rf $*
+	@$(PYTHON) -m venv $*
 	$*/bin/python $(PIP_INSTALL) -r $(filter %-cpu.txt,$^)
 	$*/bin/python $(PIP_INSTALL) --no-deps -r $(filter-out %-cpu.txt,$^)
 	touch $@

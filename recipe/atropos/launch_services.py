@@ -316,7 +316,7 @@ def prepare_run(config: DictConfig, composed: DictConfig, directory: Path, start
 def _ended_by_sigterm() -> Iterator[None]:
     """While the block runs, SIGTERM ends it as Ctrl-C does."""
     before = signal.getsignal(signal.SIGTERM)
-    if threading.current_thread() is not threading.main_thread() or before is signal.SIG_IGN:
+    if threading.current_thread() is not threading.main_thread() or before in (signal.SIG_IGN, None):
         yield
         return
     signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -33,7 +33,7 @@ from recipe.atropos.data.rows import ConversionReport, Group, Row, RowLimits, Ve
 from recipe.atropos.data.sampling import SamplingCheck
 from recipe.atropos.data_source import DataSource
 from recipe.atropos.errors import NothingToTrain, secondary_errors
-from recipe.atropos.evaluated import wait_until_evaluated
+from recipe.atropos.evaluated import is_held, wait_until_evaluated
 from recipe.atropos.run_record import RunRecord, heldout_scores
 from recipe.atropos.stock_source import open_source
 from recipe.atropos.tracking import Trackers
@@ -228,8 +228,7 @@ class RayGRPOAtroposTrainer:
             NotEvaluated: the launcher did not report the evaluation in time.
         """
         settings, version = self.config.evaluation, self.checkpoint_manager.version
-        due = version == 0 or (settings.every and version % settings.every == 0)
-        if due and settings.evaluated_file and self._pushes:
+        if settings.evaluated_file and is_held(version, settings.every) and self._pushes:
             with marked_timer("evaluate", self.timing_raw), self.record.waiting():
                 limit = settings.timeout + _EVALUATION_SLACK
                 wait_until_evaluated(settings.evaluated_file, version, limit, self._look_after_servers)

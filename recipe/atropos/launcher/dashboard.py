@@ -75,7 +75,7 @@ class Dashboard:
         rows = list(self._rows(max(20, options.max_width - 17), ascii_only))
         for label, content in rows[: max(3, options.size.height - 3)]:
             grid.add_row(label, content)
-        title = f"[bold]{escape(self.status.directory.name)}[/]  {state(self.status)}"
+        title = f"[bold not dim]{escape(self.status.directory.name)}[/]  {state(self.status)}"
         yield Panel(
             grid,
             title=title,
@@ -117,7 +117,7 @@ def state(status: RunStatus) -> str:
     style = {KILLED: "red", ELSEWHERE: "yellow", STARTING: "cyan"}.get(
         status.state, "green" if status.is_alive else "cyan"
     )
-    text = f"[{style}]{status.state}[/]"
+    text = f"[not dim {style}]{status.state}[/]"
     if status.state == ELSEWHERE:
         text = f"[{style}]on {escape(status.holder.host)}[/]"
     return text + (", the trainer waits" if status.waiting and status.is_alive else "")
@@ -127,7 +127,7 @@ def _activity(activity: Activity, width: int, ascii_only: bool) -> Rows:
     """Yield what is being done for how long, and the last line of its log."""
     elapsed = time.monotonic() - activity.since
     spinner = "|/-\\" if ascii_only else "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
-    turn, took = spinner[int(elapsed * 4) % len(spinner)], f"  {clock(elapsed)}"
+    turn, took = spinner[int(elapsed * 2) % len(spinner)], f"  {clock(elapsed)}"
     text = textwrap.shorten(activity.text, max(10, width - 2 - len(took)), placeholder="...")
     yield "doing", Text.assemble((f"{turn} ", "cyan"), text, took)
     if activity.log is not None:

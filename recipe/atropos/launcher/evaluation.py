@@ -3,7 +3,8 @@
 Guarantees:
 
 - before the first update, after every ``evaluation.every`` updates and after the last update, every environment with
-  ``evaluate`` enabled evaluates, each in a separate process that posts nothing and does not affect pacing;
+  ``evaluate`` enabled evaluates, each in a separate process that posts nothing and does not affect pacing; the
+  environments sample meanwhile, but not during the last one;
 - each evaluation uses a single weight version: the trainer replaces weights that are due for evaluation only once this
   module reports them as evaluated (``evaluated``), and the served version is checked before and after;
 - each evaluation writes ``evaluation/VERSION/NAME/`` and one line of ``evaluations.jsonl``: ``{"step", "version",
@@ -26,7 +27,7 @@ from typing import Any
 from rich.markup import escape
 
 from recipe.atropos.config.env_specs import EnvironmentSpec
-from recipe.atropos.evaluated import NONE_YET, say_evaluated
+from recipe.atropos.evaluated import NONE_YET, is_held, say_evaluated
 from recipe.atropos.launcher.environment_processes import environment_command, environment_secrets
 from recipe.atropos.launcher.services import Run, console
 from recipe.atropos.launcher.sglang import Inference
@@ -122,7 +123,7 @@ class Evaluations:
         self._say(version)
 
     def _between(self, version: int) -> bool:
-        return bool(self._settings.every) and version % self._settings.every == 0 and version < self._last
+        return 0 < version < self._last and is_held(version, self._settings.every)
 
     async def look_after(self) -> None:
         """Start an evaluation that is due, concurrently with training, and collect one that is done."""

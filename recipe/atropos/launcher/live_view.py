@@ -24,7 +24,7 @@ from rich.text import Text
 from recipe.atropos.launcher.dashboard import Activity, Dashboard
 from recipe.atropos.run_status import RunReader, RunStatus
 
-_READ_SECONDS, _DRAWN_PER_SECOND = 1.0, 4
+_READ_SECONDS, _DRAWN_PER_SECOND = 1.0, 2
 _KEPT_LINES = 100  # that are printed again when the terminal's size changes
 
 

@@ -12,7 +12,7 @@ from helpers.environments.item_env import ItemEnv, ItemEnvConfig
 from helpers.trainer import compose_config
 from recipe.atropos.adapter.cli import adapt
 from recipe.atropos.config.env_specs import environment_specs
-from recipe.atropos.evaluated import NotEvaluated, say_evaluated, wait_until_evaluated
+from recipe.atropos.evaluated import NotEvaluated, is_held, say_evaluated, wait_until_evaluated
 from recipe.atropos.launcher.evaluation import Evaluation, Evaluations, heldout_summary
 from recipe.atropos.launcher.plots import reward_figure
 from recipe.atropos.launcher.services import Run
@@ -68,6 +68,12 @@ def test_environments_whose_evaluation_is_off_are_never_due(tmp_path):
 
 
 # ---------------------------------------------------------------- the hold
+
+
+def test_evaluation_of_the_first_weights_holds_the_trainer():
+    """Environments sample while they are evaluated."""
+    assert [version for version in range(7) if is_held(version, None)] == [0]
+    assert [version for version in range(7) if is_held(version, 3)] == [0, 3, 6]
 
 
 def test_evaluation_holds_the_trainer_until_the_launchers_word(tmp_path):
