@@ -1,4 +1,5 @@
-# `make demo` and `make test` need Python 3.11 (with venv and pip), make and git; they build the rest once.
+# `make demo` and `make test` need Python 3.11, or 3.12 (PYTHON=python3.12), with venv and pip, make and git; they build
+# the rest once.
 PYTHON ?= python3.11
 VENV ?= .venv
 SGLANG_VENV ?= .venv-sglang
@@ -64,7 +65,7 @@ $(TRAINER_STAMP): requirements/trainer-cpu.txt pyproject.toml
 	touch $@
 
 $(GEM_STAMP): $(TRAINER_STAMP) requirements/gem.txt  # a C compiler compiles one of them
-	$(VENV)/bin/python $(PIP_INSTALL) --no-deps -r requirements/gem.txt
+	$(VENV)/bin/python $(PIP_INSTALL) --no-deps --ignore-requires-python -r requirements/gem.txt
 	touch $@
 
 $(MUTATION_STAMP): requirements/mutation.txt

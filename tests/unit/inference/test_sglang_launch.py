@@ -55,7 +55,7 @@ def test_the_command_on_a_cpu_and_on_a_gpu():
         "CUDA_VISIBLE_DEVICES": "",
         "SGL_FORCE_SHUTDOWN": "1",
     }
-    _, ranks_env = sglang_command(SGLangLaunch("m", device="cpu", extra_args={"tp": 3}))
+    _, ranks_env = sglang_command(SGLangLaunch("m", python="py", device="cpu", extra_args={"tp": 3}))
     assert [core.isdecimal() for core in ranks_env["SGLANG_CPU_OMP_THREADS_BIND"].split("|")] == [True] * 3
     extra = {"log_level": "warning", "trust-remote-code": True, "enable-metrics": False, "cuda-graph-bs": [1, 2]}
     gpu, gpu_env = sglang_command(SGLangLaunch("m", python="py", port=5, device="cuda", extra_args=extra))

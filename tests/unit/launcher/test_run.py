@@ -285,8 +285,8 @@ def test_run_servers_have_own_ports_seeds_and_devices(tmp_path, device, gpus):
 
 def test_run_starts_servers_that_take_an_adapter_by_itself(model_path, tmp_path):
     def flags(*overrides):
-        path = f"actor_rollout_ref.model.path={model_path}"
-        launches = plan_servers(Run(compose_config(path, "inference.device=cpu", *overrides), [], tmp_path))
+        given = (f"actor_rollout_ref.model.path={model_path}", "inference.device=cpu", "inference.python=py")
+        launches = plan_servers(Run(compose_config(*given, *overrides), [], tmp_path))
         return " ".join(sglang_command(launches["sglang"])[0])
 
     lora = ("actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.target_modules=[q_proj,down_proj]")

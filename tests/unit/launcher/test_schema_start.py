@@ -66,8 +66,13 @@ def test_schema_start_names_what_cannot_start(override, told, tmp_path):
 
 def test_schema_start_asks_for_no_adapter_that_is_made_later(tmp_path):
     """A policy that is made on first use, and another run's adapter, are there only once the run's folder is."""
+    (tmp_path / "sglang-0.5.23.dist-info").mkdir()
+    (tmp_path / "sglang-0.5.23.dist-info/METADATA").write_text("Name: sglang\nVersion: 0.5.23\n")
+    (tmp_path / "python").write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path} exec {sys.executable} "$@"\n')
+    (tmp_path / "python").chmod(0o700)
     adapter = ["lora_rank=8", "lora.merge=false", f"lora_adapter_path={tmp_path / 'start'}"]
-    config = load_config(["preset=demo", *(f"actor_rollout_ref.model.{option}" for option in adapter)])
+    model = (f"actor_rollout_ref.model.{option}" for option in adapter)
+    config = load_config(["preset=demo", f"inference.python={tmp_path}/python", *model])
     check_start(Run(config, config, tmp_path))
 
 
