@@ -1,7 +1,5 @@
 """The memory that is planned, against what torch and FSDP really hold."""
 
-import json
-
 import pytest
 import torch
 from rich.console import Console
@@ -10,6 +8,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
 from helpers.export import alone  # noqa: F401
+from helpers.qwen import PARAMETERS, write_qwen_config
 from helpers.sglang import make_tiny_model
 from recipe.atropos.commands.plan import GIB, activations, decoder_layers, plan_memory, show
 from recipe.atropos.config.compose import load_config
@@ -17,25 +16,13 @@ from recipe.atropos.config.compose import presets as all_presets
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.utils import debug
 
-SIZES = {
-    "0.5b": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14},
-    "1.5b": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12},
-    "7b": {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28},
-}
-HEADS = {"0.5b": 2, "1.5b": 2, "7b": 4}
-PARAMETERS = {"0.5b": 494_032_768, "1.5b": 1_543_714_304, "7b": 7_615_616_512}  # of Qwen2.5, by its model cards
-
 
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory):
     """Folders with Qwen2.5's configurations alone."""
 
     def folder(size):
-        path = tmp_path_factory.mktemp(f"qwen{size}")
-        settings = {"model_type": "qwen2", "num_key_value_heads": HEADS[size], "tie_word_embeddings": size != "7b"}
-        settings |= {"vocab_size": 152064 if size == "7b" else 151936, **SIZES[size]}
-        (path / "config.json").write_text(json.dumps(settings))
-        return path
+        return write_qwen_config(tmp_path_factory.mktemp(f"qwen{size}"), size)
 
     return folder
 
