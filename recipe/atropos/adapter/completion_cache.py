@@ -235,9 +235,9 @@ class CompletionCache:
         text = self._decode(work[start:end]) if candidates else ""
         for own in (True, False):
             found = []
-            for order, completion in enumerate(candidates):
+            for order, completion in [(i, c) for i, c in enumerate(candidates) if (c.item is item) == own]:
                 fit = self._fit(completion, work, start, end, text, prompt)
-                if (completion.item is item) != own or fit is None or fit.end <= start:
+                if fit is None or fit.end <= start:
                     continue
                 whole, size, same_tokens = fit.rank
                 if not own and (not whole or fit.rest):
