@@ -94,7 +94,7 @@ def _silent(history: History, environment: EnvironmentHistory, now: float) -> It
     if pulse is None or environment.in_flight == 0 or not history.sampling(now):
         return
     if (quiet := now - pulse.last) > pulse.limit(history.limits):
-        usual = f", the longest such silence before was {pulse.longest:.0f} s" if pulse.moves else ""
+        usual = f", the longest such silence before was {pulse.longest:.0f} s" if pulse.longest >= 1 else ""
         text = f"none of its {environment.in_flight} items has ended for {quiet:.0f} s{usual}"
         yield Finding("environment_silent", text + _see(environment), pulse.last, history.step, environment.name)
 
