@@ -22,8 +22,12 @@ FOLDER = Path(__file__).parent
 _SCRIPTS = ("elements.js", "charts.js", "samples.js", "page.js")
 
 
-def write_report(run: str | Path, other: str | Path | None = None, output: str | Path | None = None) -> Path:
+def write_report(
+    run: str | Path, other: str | Path | None = None, output: str | Path | None = None, tokens: bool = True
+) -> Path:
     """Write the page of ``run``, beside ``other`` if given, to ``output`` or the run's folder; return its path.
+
+    ``tokens``: samples have tokens with mask, logprob and advantage, for which torch and verl are imported.
 
     Raises:
         ConfigurationError: a folder has no run.
@@ -31,13 +35,13 @@ def write_report(run: str | Path, other: str | Path | None = None, output: str |
     """
     histories = [read_history(folder) for folder in (run, other) if folder is not None]
     path = Path(output) if output is not None else histories[0].run.report
-    write_atomic(path, page(histories).encode())
+    write_atomic(path, page(histories, tokens).encode())
     return path
 
 
-def page(histories: list[History]) -> str:
+def page(histories: list[History], tokens: bool = True) -> str:
     """Return the page as text."""
-    runs = [describe(history) for history in histories]
+    runs = [describe(history, tokens) for history in histories]
     if len({run["name"] for run in runs}) < len(runs):
         for run, history, number in zip(runs, histories, (1, 2), strict=False):
             run["name"] = f"{history.run.path.parent.name}/{history.name} ({number})"
@@ -57,7 +61,7 @@ def page(histories: list[History]) -> str:
     return text
 
 
-def describe(history: History) -> dict[str, Any]:
+def describe(history: History, tokens: bool = True) -> dict[str, Any]:
     """Return all that the page says of one run, as JSON."""
     alarms = all_alarms(history)
     rollouts = samples.rollouts_of(history)
@@ -74,7 +78,7 @@ def describe(history: History) -> dict[str, Any]:
         "staleness": curves.staleness_histogram(history),
         "lengths": curves.length_histogram(history, rollouts),
         "dropped": facts.dropped(history),
-        "samples": samples.samples(history, rollouts),
+        "samples": samples.samples(history, rollouts, tokens),
         "items": samples.items(history, rollouts),
         "configuration": facts.configuration(history),
         "versions": facts.versions(history),

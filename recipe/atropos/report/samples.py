@@ -25,6 +25,7 @@ TOKENS = 24_000  # in all
 TOKENS_OF_A_ROW = 2_000
 ITEMS = 24
 _ANSWERS = 12  # of an item
+_LATER = "Tokens with mask, logprob and advantage: python -m recipe.atropos report RUN writes this page with them."
 
 
 def rollouts_of(history: History, limit: int = SCANNED) -> dict[int, list[dict[str, Any]]]:
@@ -49,12 +50,12 @@ def chosen_rows(rows: list[dict[str, Any]], limit: int = ROWS) -> list[dict[str,
     return list({id(row): row for row in order}.values())[:limit]
 
 
-def samples(history: History, rollouts: Mapping[int, list[dict[str, Any]]]) -> dict[str, Any]:
+def samples(history: History, rollouts: Mapping[int, list[dict[str, Any]]], with_tokens: bool = True) -> dict[str, Any]:
     """Return ``{"prompts", "rows", "note"}``; a row refers to its prompt by number, and has tokens if there are any."""
     steps = list(rollouts)
     steps = [steps[place] for place in spread(len(steps), STEPS)]
     chosen = {step: chosen_rows(rollouts[step]) for step in steps}
-    tokens, note = _tokens(history, chosen)
+    tokens, note = _tokens(history, chosen) if with_tokens else ({}, _LATER)
     prompts: dict[str, int] = {}
     found = []
     for step, rows in chosen.items():
