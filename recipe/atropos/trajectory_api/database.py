@@ -25,7 +25,9 @@ CREATE TABLE IF NOT EXISTS tickets (
     number INTEGER PRIMARY KEY, env INTEGER, sequences INTEGER NOT NULL, due INTEGER NOT NULL
 );
 CREATE TABLE IF NOT EXISTS posts (key TEXT PRIMARY KEY, groups INTEGER NOT NULL);
-CREATE TABLE IF NOT EXISTS unanswered (digest TEXT PRIMARY KEY, groups INTEGER NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS unanswered_posts (
+    id INTEGER PRIMARY KEY, digest TEXT NOT NULL, groups INTEGER NOT NULL, time REAL NOT NULL
+);
 CREATE TABLE IF NOT EXISTS counts (name TEXT PRIMARY KEY, n INTEGER NOT NULL) WITHOUT ROWID;
 """
 FORMAT = 1
@@ -58,18 +60,22 @@ class Loaded:
     last_id: int
     oldest: int  # number of the oldest batch that is kept; 0 if there is none
     posts: dict[str, int]
-    unanswered: dict[str, int]
+    unanswered: list[tuple[int, str, int, float]]  # (id, digest, groups, time)
     counts: dict[str, int]
 
 
 def connect(path: str | Path, durability: str = "normal") -> sqlite3.Connection:
     """Open a database for reading and writing, creating it if needed."""
     connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=30)
-    connection.execute(f"PRAGMA page_size = {_PAGE}")
-    connection.execute("PRAGMA journal_mode = WAL")
-    connection.execute(f"PRAGMA synchronous = {SYNCHRONOUS[durability]}")
-    connection.execute(f"PRAGMA wal_autocheckpoint = {_WAL_PAGES}")
-    connection.executescript(SCHEMA)
+    try:
+        connection.execute(f"PRAGMA page_size = {_PAGE}")
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute(f"PRAGMA synchronous = {SYNCHRONOUS[durability]}")
+        connection.execute(f"PRAGMA wal_autocheckpoint = {_WAL_PAGES}")
+        connection.executescript(SCHEMA)
+    except BaseException:
+        connection.close()  # later, it would delete the log of another that has the path then
+        raise
     return connection
 
 
@@ -93,7 +99,7 @@ def load(connection: sqlite3.Connection) -> Loaded:
         _last_id(connection),
         oldest_batch(connection),
         dict(rows("SELECT key, groups FROM posts").fetchall()),
-        dict(rows("SELECT digest, groups FROM unanswered").fetchall()),
+        rows("SELECT id, digest, groups, time FROM unanswered_posts ORDER BY id").fetchall(),
         dict(rows("SELECT name, n FROM counts").fetchall()),
     )
 
@@ -114,7 +120,7 @@ def holds_groups(connection: sqlite3.Connection) -> bool:
 
 def clear(connection: sqlite3.Connection) -> None:
     """Delete everything but groups, of which there must be none."""
-    for table in ("run", "environments", "tickets", "posts", "unanswered", "counts"):
+    for table in ("run", "environments", "tickets", "posts", "unanswered_posts", "counts"):
         connection.execute(f"DELETE FROM {table}")
 
 
@@ -153,8 +159,11 @@ def append(
     key: str | None,
     digest: str | None,
     ticket: int | None,
-) -> None:
-    """Store a post's groups, its idempotency key or the digest of its content, and the end of its ticket."""
+) -> int | None:
+    """Store a post's groups, its idempotency key or the digest of its content, and the end of its ticket.
+
+    Return the number of its row in ``unanswered_posts``, where it is until ``answered``; None without a digest.
+    """
     connection.executemany(
         "INSERT INTO groups (id, number, env, sequences, tokens, due, time) VALUES (?, ?, ?, ?, ?, ?, ?)",
         [group for group, _ in groups],
@@ -162,15 +171,17 @@ def append(
     connection.executemany("INSERT INTO records VALUES (?, ?)", [(group.id, record) for group, record in groups])
     if key is not None:
         connection.execute("INSERT OR REPLACE INTO posts VALUES (?, ?)", (key, len(groups)))
-    if digest is not None:
-        connection.execute("INSERT OR REPLACE INTO unanswered VALUES (?, ?)", (digest, len(groups)))
     if ticket is not None:
         end_tickets(connection, [ticket])
+    if digest is None:
+        return None
+    values = (digest, len(groups), groups[0][0].time)
+    return connection.execute("INSERT INTO unanswered_posts (digest, groups, time) VALUES (?, ?, ?)", values).lastrowid
 
 
-def answered(connection: sqlite3.Connection, digests: Iterable[str]) -> None:
-    """Forget digests of posts whose answers were written."""
-    connection.executemany("DELETE FROM unanswered WHERE digest = ?", [(digest,) for digest in digests])
+def answered(connection: sqlite3.Connection, ids: Iterable[int]) -> None:
+    """Forget posts whose answers were written, or which nobody repeats any more."""
+    connection.executemany("DELETE FROM unanswered_posts WHERE id = ?", [(id,) for id in ids])
 
 
 def begin_ticket(connection: sqlite3.Connection, number: int, env: int | None, sequences: int, due: int) -> None:
@@ -187,6 +198,13 @@ def cut(connection: sqlite3.Connection, number: int, ids: Sequence[int]) -> None
         "UPDATE groups SET batch = ?, place = ? WHERE id = ?", [(number, place, id) for place, id in enumerate(ids)]
     )
     write_run(connection, last=number)
+
+
+def register(connection: sqlite3.Connection, dissolve_after: int | None, **values: Any) -> list[Group]:
+    """Write a trainer's registration, and return the groups of the batches that it dissolves, if any."""
+    groups = [] if dissolve_after is None else dissolve(connection, dissolve_after)
+    write_run(connection, **values)
+    return groups
 
 
 def dissolve(connection: sqlite3.Connection, after: int) -> list[Group]:
