@@ -271,11 +271,14 @@ def test_other_sites_pages_are_refused(api, headers):
         (["--host", "0.0.0.0"], "error: host=0.0.0.0: without a secret"),
         (["--secret-file", "/missing"], "error: secret-file=/missing"),
         (["--port", "1"], None),
+        (["with/slash"], "error: $ATROPOS_API_KEY: the secret has a slash; write letters and digits"),
     ],
 )
 def test_a_start_that_cannot_work_says_why(tmp_path, flags, text):
     command = [sys.executable, "-m", "recipe.atropos.trajectory_api", "--data-dir", str(tmp_path), *flags]
     environment = {**os.environ, "ATROPOS_API_KEY": ""}
+    if flags == ["with/slash"]:
+        environment["ATROPOS_API_KEY"] = command.pop()
     if text is None:
         with socket.create_server(("127.0.0.1", 0)) as taken:
             command[-1] = str(taken.getsockname()[1])
@@ -303,7 +306,12 @@ def test_a_secret_file_must_be_private(tmp_path):
 
 def test_metrics_are_in_the_format_of_prometheus(api):
     api.session.post(f"{api.url}/scored_data", json={"tokens": []})
+    for _ in range(2):
+        api.post("/register-env", ENVIRONMENT)
     lines = requests.get(f"{api.url}/metrics").text.splitlines()
+    families = [line.partition("{")[0].split()[0] for line in lines if not line.startswith("#")]
+    each = [family for family, before in zip(families, ["", *families], strict=False) if family != before]
+    assert len(each) == len(set(each)), "the lines of a family stand together"
     values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
     assert all(float(value) >= 0 for value in values.values())
     assert float(values['atropos_api_events_total{event="refused/malformed"}']) >= 1

@@ -258,7 +258,7 @@ class TrajectoryApiClient:
     async def _trouble(self) -> str:
         """Return why the API holds its answers, "" if it does not or is silent."""
         try:
-            timeout = aiohttp.ClientTimeout(_ASK)
+            timeout = aiohttp.ClientTimeout(min(_ASK, self._timeout))
             async with self._session.get(f"{self.url}/diagnose", timeout=timeout) as reply:
                 return str(_mapping(await reply.read()).get("warnings", {}).get("store", ""))
         except (aiohttp.ClientError, OSError):
