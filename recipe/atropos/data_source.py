@@ -5,13 +5,16 @@ Guarantees:
 - ``next_batch`` returns batches in the order of their numbers, each once; what is fetched ahead, or lost with this
   process, is served again to the next that registers with the number of its last batch.
 - At most ``prefetch`` batches are held here.
-- Every wait has a limit: ``retry_attempts`` for a request, ``longest_wait`` for a batch. The error names the component
-  that does not respond, and what the API lacks for a batch.
+- Every wait has a limit: ``retry_attempts`` for an API that has not answered yet, ``max_wait_time`` for one that has
+  and is silent, ``longest_wait`` for a batch, and for an API that says that it cannot store. The error names the
+  component that does not respond, and what the API lacks for a batch.
+- While this process lives, the API knows it, however long a step takes.
 
 This module does not handle tensors; ``data_proto`` does. ``stock_source`` reads from atroposlib's own server.
 """
 
 import asyncio
+import contextlib
 import logging
 import threading
 import time
@@ -32,6 +35,7 @@ Batch = list[dict[str, Any]]  # groups: ScoredData of the API
 LONGEST_DELAY = 5.0  # seconds between attempts to reach the API
 _POLL_SECONDS = 5.0  # of one long poll: closing waits for it
 _END_SECONDS = 5.0  # for a request in flight when the source is closed
+_LIFE_SECONDS = 60.0  # between signs of life; the API takes a trainer for gone after 600
 _MEANWHILE_SECONDS = 2.0  # of waiting for a batch before the trainer checks its servers
 
 
@@ -44,9 +48,10 @@ class DataSourceConfig:
     """Where the Trajectory API is and how long to wait for it. Times are in seconds.
 
     ``timeout``: for one request, beyond the time that the API may take for it. ``retry_attempts`` and ``retry_delay``:
-    an unreachable API is retried after ``retry_delay``, doubling up to 5 s. ``max_wait_time``: the longest wait for a
-    batch, replaced by ``join_timeout`` if the run starts no environments and others join (``joined``). ``secret``: that
-    of the API. ``max_staleness``: the API lets no group begin that would be older when it is trained on.
+    an API that has not answered yet is retried after ``retry_delay``, doubling up to 5 s. ``max_wait_time``: the
+    longest wait for an API that has, and for a batch; for a batch, it is replaced by ``join_timeout`` if the run starts
+    no environments and others join (``joined``). ``secret``: that of the API. ``max_staleness``: the API lets no group
+    begin that would be older when it is trained on.
     """
 
     api_url: str
@@ -80,7 +85,7 @@ class DataSourceConfig:
         return sum(min(self.retry_delay * 2**i, LONGEST_DELAY) for i in range(self.retry_attempts - 1))
 
     def client(self) -> TrajectoryApiClient:
-        return TrajectoryApiClient(self.api_url, self.secret, self.patience, self.timeout)
+        return TrajectoryApiClient(self.api_url, self.secret, self.patience, self.timeout, self.longest_wait[1])
 
 
 @dataclass(frozen=True)
@@ -195,16 +200,22 @@ class DataSource:
         async def call() -> None:
             await action(self._client)
 
-        limit = self.config.patience + 2 * self.config.timeout
+        limit = max(self.config.patience, self.config.max_wait_time, self.config.longest_wait[1])
+        limit += 2 * self.config.timeout
         try:
             if self._error is None:
                 return asyncio.run_coroutine_threadsafe(call(), self._loop).result(limit)
         except TrajectoryApiError as error:
-            raise DataSourceError(str(error)) from error
+            raise self._unusable(error) from error
         except (TimeoutError, CancelledError, RuntimeError) as error:  # the last two: fetching has ended meanwhile
             if self._error is None:
                 raise DataSourceError(f"the Trajectory API at {self.config.api_url} is silent: {error!r}") from error
         raise self._error
+
+    def _unusable(self, error: TrajectoryApiError) -> DataSourceError:
+        silent = error.status is None and self._registered.is_set()
+        limit = f" (trainer.atropos.max_wait_time={self.config.max_wait_time:g} s)" if silent else ""
+        return DataSourceError(f"{error}{limit}")
 
     async def diagnosis(self) -> str:
         """Return a sentence on why no batch arrives."""
@@ -226,7 +237,7 @@ class DataSource:
             asyncio.run(self._fetch_forever())
         except BaseException as error:  # passed to the trainer's thread, which raises it
             with self._changed:
-                self._error = DataSourceError(str(error)) if isinstance(error, TrajectoryApiError) else error
+                self._error = self._unusable(error) if isinstance(error, TrajectoryApiError) else error
                 self._changed.notify_all()
         finally:
             self._registered.set()
@@ -236,6 +247,8 @@ class DataSource:
         async with self.config.client() as self._client:
             await self._client.register(vars(self.registration), self.after, self.config.max_staleness)
             self._registered.set()
+            self._client.patience = max(self.config.patience, self.config.max_wait_time)
+            living = asyncio.create_task(self._live())
             after = self.after
             while await asyncio.to_thread(self._wait_for_room):
                 started = time.perf_counter()
@@ -245,6 +258,14 @@ class DataSource:
                     after = batch.number
                     self.fetch_seconds += time.perf_counter() - started
                     self._add([batch])
+            living.cancel()
+
+    async def _live(self) -> None:
+        """Send signs of life, since nothing is fetched while a step takes long."""
+        while True:
+            await asyncio.sleep(_LIFE_SECONDS)
+            with contextlib.suppress(TrajectoryApiError):  # the next request that matters says so
+                await self._client.sign_of_life()
 
     def _add(self, batches: list[NumberedBatch]) -> None:
         with self._changed:

@@ -1,10 +1,13 @@
 """The trainer's source against our own Trajectory API: nothing is lost, however often either side starts again."""
 
+import signal
 import time
+from dataclasses import replace
 
 import pytest
 
 from helpers.trajectory_api import Api
+from recipe.atropos import data_source
 from recipe.atropos.data_source import DataSource, DataSourceConfig, DataSourceError, Registration
 from recipe.atropos.stock_source import _is_stock
 from recipe.atropos.utils.process import free_port
@@ -91,6 +94,49 @@ def test_an_api_that_is_killed_and_started_again_loses_nothing(api):
         assert taken(survivor.next_batch()) == (2, [3, 4])
         assert survivor.metrics()["atropos/api/api_unreachable"] >= 1
         assert api.get("/diagnose")["batches"]["committed"] == 1
+
+
+def test_a_silent_api_is_waited_for_as_long_as_for_a_batch(api):
+    """It is stopped, so that it takes connections and answers none; longer than ``retry_attempts``."""
+    with source(api, retry_attempts=1, timeout=1, max_wait_time=20) as patient:
+        api.process.send_signal(signal.SIGSTOP)
+        time.sleep(8)
+        api.process.send_signal(signal.SIGCONT)
+        post(api, 1, 2)
+        assert taken(patient.next_batch()) == (1, [1, 2])
+        api.process.send_signal(signal.SIGSTOP)
+        patient.config = replace(patient.config, max_wait_time=2)
+        with pytest.raises(DataSourceError, match=r"max_wait_time=2 s: the Trajectory API is silent \(GET http"):
+            patient.next_batch()
+        api.process.send_signal(signal.SIGCONT)
+
+
+def test_an_api_that_stays_silent_ends_the_wait_of_a_commit(api):
+    with source(api, retry_attempts=1, timeout=1, max_wait_time=4) as patient:
+        api.process.send_signal(signal.SIGSTOP)
+        with pytest.raises(DataSourceError, match=r"is the Trajectory API up\? \(trainer.atropos.max_wait_time=4 s\)"):
+            patient.commit(0)
+        api.process.send_signal(signal.SIGCONT)
+
+
+def test_a_run_is_live_while_its_trainer_lives(tmp_path, monkeypatch):
+    """It fetches nothing in a long step, and yet nobody resets its run; then it has ended."""
+    monkeypatch.setattr(data_source, "_LIFE_SECONDS", 0.3)
+    server = Api(tmp_path, secret=SECRET, impatient=True).start()
+    server.session.headers["Authorization"] = f"Bearer {SECRET}"
+    try:
+        with source(server, prefetch=1) as training:
+            post(server, *range(1, 5))
+            assert taken(training.next_batch()) == (1, [1, 2])
+            for _ in range(8):
+                time.sleep(0.5)
+                assert server.get("/diagnose")["trainer"]["live"]
+                assert server.session.get(f"{server.url}/reset_data").status_code == 409
+            assert len(training) == 1
+        time.sleep(2)
+        assert not server.get("/diagnose")["trainer"]["live"]
+    finally:
+        server.kill()
 
 
 def test_an_api_that_is_not_there_is_named_within_its_attempts():

@@ -16,6 +16,7 @@ import requests
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from helpers.packed import ODD_MESSAGES
 from helpers.services import group
 from helpers.trajectory_api import ENVIRONMENT, REGISTRATION, running_trajectory_api
 from recipe.atropos.trajectory_api import wire
@@ -25,6 +26,8 @@ from recipe.atropos.trajectory_api.app import MAX_BODY, ROUTES
 @pytest.fixture(scope="module")
 def api(tmp_path_factory):
     with running_trajectory_api(tmp_path_factory.mktemp("api")) as api:
+        api.register(after=0)
+        api.environment = api.post("/register-env", ENVIRONMENT)["env_id"]
         yield api
         assert api.process.poll() is None
         assert "Traceback" not in api.log()
@@ -35,9 +38,30 @@ def api(tmp_path_factory):
 MESSAGES = [
     *(REGISTRATION, REGISTRATION | {"after": 0, "max_staleness": 1}, ENVIRONMENT, {"env_id": 0}, group(1)),
     *([group(1), group(2)], {"through": 0}, {"ticket": 1, "reason": "x"}, {"env_id": 0, "sequences": 4, "held": [1]}),
+    {"env_id": 0, "wait": 0.0},
 ]
 VALUES = st.recursive(
-    st.sampled_from([None, True, 0, -1, 1, 2**63, -(2**70), 0.5, float("nan"), 1e308, "", "1", "é", "\x00", "x" * 300]),
+    st.sampled_from(
+        [
+            None,
+            True,
+            0,
+            -1,
+            1,
+            2**63,
+            -(2**70),
+            0.5,
+            float("nan"),
+            1e308,
+            "",
+            "1",
+            "nan",
+            "-inf",
+            "é",
+            "\x00",
+            "x" * 300,
+        ]
+    ),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
     max_leaves=5,
 )
@@ -61,6 +85,7 @@ BODIES = st.one_of(
     VALUES.map(lambda value: json.dumps(value).encode()),
     st.binary(max_size=60),
     st.just(wire.join([wire.pack(wire.from_group(group(1)))])),
+    ODD_MESSAGES,
     st.just(b"[" * 3000),
 )
 NUMBERS = st.sampled_from(["0", "1", "-1", "x", "", "nan", "inf", "1e3", str(2**64), "0.01", "٣"])
@@ -88,12 +113,68 @@ def test_no_request_makes_the_server_fail(api, method, path, query, headers, bod
     if known:  # mostly requests that get beyond the router
         method = next((method for method, other in ROUTES if other == path), method)
     query = urlencode(query)
+    body = body.replace(b'"env_id": 0', b'"env_id": %d' % api.environment)
     connection = http.client.HTTPConnection("127.0.0.1", api.port, timeout=30)
     try:
         connection.request(method, f"{path}?{query}", body, headers)
         assert connection.getresponse().status < 500
     finally:
         connection.close()
+
+
+@pytest.fixture(scope="module")
+def emptied(tmp_path_factory):
+    """A server from which each test takes what it has posted."""
+    with running_trajectory_api(tmp_path_factory.mktemp("emptied")) as api:
+        yield api
+
+
+def read_back(api):
+    """Take all that is queued as one batch, as JSON and packed."""
+    told = api.get("/diagnose")
+    last, sequences = told["batches"]["last"], told["queue"]["sequences"]
+    if not sequences:
+        return
+    api.register(batch_size=sequences, after=last)
+    plain = api.get(f"/batch?after={last}")["batch"]
+    packed = requests.get(f"{api.url}/batch?after={last}", headers={"Accept": wire.PACKED}).content
+    groups = [wire.to_group(record) for record in wire.split(packed)]
+    assert [len(one["tokens"]) for one in plain] == [len(one["tokens"]) for one in groups]
+    for one, other in zip(plain, groups, strict=True):
+        assert one["tokens"] == [row.tolist() for row in other["tokens"]] and one["scores"] == other["scores"]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.booleans(), st.data())
+def test_what_is_accepted_can_be_read_back(emptied, packed, data):
+    """Odd groups, packed and as JSON: refused, or handed out in both forms."""
+    body = data.draw(ODD_MESSAGES if packed else mutated())
+    path = "/scored_data_list" if packed or body[:1] == b"[" else "/scored_data"
+    reply = post(emptied, body, path, Content_Type=wire.PACKED if packed else "application/json")
+    assert reply.status_code in (200, 422), reply.text
+    if reply.status_code == 200:
+        read_back(emptied)
+
+
+@pytest.mark.parametrize("wait", ["nan", "inf", "-inf", "-1", "x", "1e309", "", None, -1, 1e308, [1], True], ids=repr)
+def test_any_wait_is_served_or_refused(emptied, wait):
+    """Of a ticket and of a batch; no ticket may begin, so that both do wait."""
+    last = emptied.get("/diagnose")["batches"]["last"]
+    emptied.register(after=last, max_staleness=0)
+    env_id = emptied.post("/register-env", ENVIRONMENT)["env_id"]
+    held = [emptied.post("/begin", {"env_id": env_id})["ticket"] for _ in range(2)]
+    message = {"env_id": env_id, "held": held, "wait": wait}
+    requests_of_it = [("POST", "/begin", json.dumps(message)), ("GET", f"/batch?after={last}&wait={wait}", None)]
+    for method, path, body in requests_of_it:
+        connection = http.client.HTTPConnection("127.0.0.1", emptied.port, timeout=0.5)
+        try:
+            connection.request(method, path, body)
+            assert connection.getresponse().status in (200, 422)
+        except TimeoutError:
+            assert wait in ("inf", 1e308)
+        finally:
+            connection.close()
+    emptied.post("/disconnect-env", {"env_id": env_id})
 
 
 # ---------------------------------------------------------------------- bodies
@@ -190,11 +271,14 @@ def test_other_sites_pages_are_refused(api, headers):
         (["--host", "0.0.0.0"], "error: host=0.0.0.0: without a secret"),
         (["--secret-file", "/missing"], "error: secret-file=/missing"),
         (["--port", "1"], None),
+        (["with/slash"], "error: $ATROPOS_API_KEY: the secret has a slash; write letters and digits"),
     ],
 )
 def test_a_start_that_cannot_work_says_why(tmp_path, flags, text):
     command = [sys.executable, "-m", "recipe.atropos.trajectory_api", "--data-dir", str(tmp_path), *flags]
     environment = {**os.environ, "ATROPOS_API_KEY": ""}
+    if flags == ["with/slash"]:
+        environment["ATROPOS_API_KEY"] = command.pop()
     if text is None:
         with socket.create_server(("127.0.0.1", 0)) as taken:
             command[-1] = str(taken.getsockname()[1])
@@ -222,7 +306,12 @@ def test_a_secret_file_must_be_private(tmp_path):
 
 def test_metrics_are_in_the_format_of_prometheus(api):
     api.session.post(f"{api.url}/scored_data", json={"tokens": []})
+    for _ in range(2):
+        api.post("/register-env", ENVIRONMENT)
     lines = requests.get(f"{api.url}/metrics").text.splitlines()
+    families = [line.partition("{")[0].split()[0] for line in lines if not line.startswith("#")]
+    each = [family for family, before in zip(families, ["", *families], strict=False) if family != before]
+    assert len(each) == len(set(each)), "the lines of a family stand together"
     values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
     assert all(float(value) >= 0 for value in values.values())
     assert float(values['atropos_api_events_total{event="refused/malformed"}']) >= 1

@@ -8,10 +8,10 @@ import pytest
 
 @pytest.fixture
 def full_disk(tmp_path):
-    """A file system of 1 MB; yields its folder."""
+    """A file system of 4 MB; yields its folder."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
+    command = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)]
     try:
         mounted = subprocess.run(command, capture_output=True, text=True)
     except FileNotFoundError:

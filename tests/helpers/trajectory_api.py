@@ -21,13 +21,16 @@ ENVIRONMENT = {"max_token_length": 100, "desired_name": "env", "weight": 1.0, "g
 _IMPATIENT = """
 from recipe.atropos.trajectory_api import environments, service
 environments.ALIVE_SECONDS = service.QUIET_SECONDS = 0.5
+service.TRAINER_SECONDS = 1.5
 from recipe.atropos.trajectory_api.__main__ import main
 main()
 """
 
 
 class Api:
-    """``impatient``: an environment is taken for gone, and a trainer for waiting long, after half a second."""
+    """``impatient``: an environment is taken for gone, and a trainer for waiting long, after half a second; a trainer
+    for gone after a second and a half.
+    """
 
     def __init__(self, folder: Path, *flags: str, secret: str = "", impatient: bool = False):
         self.folder, self.port = folder, free_port()

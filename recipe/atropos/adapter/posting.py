@@ -10,7 +10,8 @@ It follows the environment in the MRO, so the environment's own overrides still 
   starts while ``max_batches_offpolicy`` batches of the environment's own groups are queued.
 - Waiting for a ticket holds up neither evaluation nor reports. What the API says it waits for is logged every minute;
   after ``longest_wait`` (and ``worker_timeout``) the environment ends with that message.
-- Every request is sent again for ``api_timeout``; then the environment ends. It waits ``trainer_timeout`` for a
+- Every request is sent again for ``api_timeout``, and for ``longest_wait`` while the API says that its disk is full;
+  then the environment ends. It waits ``trainer_timeout`` for a
   trainer, without which the API registers no environment. An API that does not know the environment (its data are
   others) gets a new registration; what runs then starts again.
 - Groups that the API refuses are counted as ``not_sent/REASON``, those that it did not take in time as
@@ -112,7 +113,8 @@ class PostingEnv(ItemRollouts):
             raise EnvironmentFailure(f"--env.rollout_server_url={url}: no address; give http://HOST:PORT")
         keys = [os.environ.get(API_KEY_VARIABLE), *(server.config.api_key for server in sglang_servers(self.server))]
         secret = next((key for key in keys if key), None)
-        client = TrajectoryApiClient(url, None if secret in ("x", "none") else secret, self.api_timeout)
+        secret = None if secret in ("x", "none") else secret
+        client = TrajectoryApiClient(url, secret, self.api_timeout, held=self.longest_wait)
         try:
             await (await client.__aenter__()).diagnose()
         except TrajectoryApiError as error:

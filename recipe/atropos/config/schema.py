@@ -280,7 +280,7 @@ class WeightSync(Section):
 class Atropos(Section):
     api_url: URL = about("The Trajectory API; the launcher sets it")
     timeout: Seconds = about("Seconds, one request to the API")
-    retry_attempts: Count = about("Attempts to reach the API, with exponential back-off")
+    retry_attempts: Count = about("Attempts to reach an API that has not answered yet, with exponential back-off")
     retry_delay: Seconds = about("Seconds before the second attempt")
     startup_timeout: Seconds = about("Seconds for the API and the servers to answer when the trainer starts")
     max_wait_time: Seconds | None = about("Seconds, the longest wait for a batch; null: 600, or more for long answers")

@@ -157,7 +157,7 @@ class Joining:
                 state = await api.diagnose()
         except TrajectoryApiError:
             return  # the launcher restarts an API that has ended
-        for number in sorted(line["env_id"] for line in state["environments"] if line["env_id"] is not None):
+        for number in sorted(line["number"] for line in state["environments"] if "number" in line):
             if number >= self.number:
                 console.print(f"[bold]join[/]    an environment has joined, as number {number}")
                 self.number, self._look = number + 1, _FIRST_LOOK

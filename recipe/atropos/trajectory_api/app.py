@@ -13,6 +13,7 @@ import asyncio
 import hmac
 import ipaddress
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 from urllib.parse import urlsplit
@@ -21,7 +22,7 @@ import orjson
 from aiohttp import web
 from isal import isal_zlib
 
-from recipe.atropos.trajectory_api import database, delivery, ingest, status, wire
+from recipe.atropos.trajectory_api import database, delivery, ingest, repetitions, status, wire
 from recipe.atropos.trajectory_api import messages as m
 from recipe.atropos.trajectory_api.service import Service
 
@@ -180,26 +181,39 @@ def _epoch(request: web.BaseRequest) -> int | None:
     return _number(request.headers.get(wire.EPOCH_HEADER), wire.EPOCH_HEADER)
 
 
+def _key(request: web.BaseRequest) -> str | None:
+    """Return a request's idempotency key."""
+    key = request.headers.get(wire.KEY_HEADER)
+    if key is not None and not 1 <= len(key) <= 200:
+        raise m.RequestRefused(422, f"{wire.KEY_HEADER}: give 1 to 200 characters")
+    return key
+
+
 # ---------------------------------------------------------------------- environments
+
+
+async def _register_env(api: Api, request: web.BaseRequest, path: str) -> web.StreamResponse:
+    message = m.read(await _body(request), m.EnvRegistration)
+    return _answer(await ingest.register_env(api.service, message, _key(request)))
 
 
 async def _scored_data(api: Api, request: web.BaseRequest, path: str) -> web.StreamResponse:
     """Store groups; the answer is written last, after any delay."""
     service, several = api.service, path == "/scored_data_list"
     ticket = _number(request.headers.get(wire.TICKET_HEADER), wire.TICKET_HEADER)
-    key = request.headers.get(wire.KEY_HEADER)
-    if key is not None and not 1 <= len(key) <= 200:
-        raise m.RequestRefused(422, f"{wire.KEY_HEADER}: give 1 to 200 characters")
+    key = _key(request)
     body = await _body(request)
-    digest = ingest.digest_of(body) if key is None else None
-    own = ingest.repetition(service, digest, lambda: _gone(request))
-    if own is None:
+    digest = repetitions.digest_of(body) if key is None else None
+    own = service.repetitions.take(digest, lambda: _gone(request))
+    if own is not None:
+        service.count("repeated", own.groups)
+    else:
         groups = ingest.parse(service, body, request.content_type == wire.PACKED, several, ticket)
         storing = asyncio.ensure_future(ingest.post(service, groups, ticket, key, digest))
-        own = ingest.Unanswered(len(groups), storing, lambda: _gone(request))
+        own = repetitions.Unanswered(len(groups), storing, lambda: _gone(request))
     del body
     response = _answer({"status": "received", **({"groups_processed": own.groups} if several else {})})
-    with ingest.unanswered(service, digest, own):
+    with service.repetitions.noted(digest, own):
         await asyncio.shield(own.storing)
         if ticket is None:
             await ingest.hold(service, own.gone)
@@ -239,14 +253,16 @@ async def _batch(api: Api, request: web.BaseRequest, path: str) -> web.StreamRes
     if number is None:
         return _answer({"batch": None})
     sizes = await service.store.read(database.record_sizes, number)
+    if not sizes:
+        raise m.RequestRefused(409, f"batch {number} is no more: a trainer registered meanwhile")
     response, epoch, parts = web.StreamResponse(headers=_JSON), service.epoch, _json_parts
     if wire.PACKED in request.headers.get("Accept", ""):
         response = web.StreamResponse(headers={"Content-Type": wire.PACKED, wire.BATCH_HEADER: str(number)})
         response.content_length = len(wire.prefix(sizes)) + sum(sizes)
         parts = _packed_parts
     written = await _written(request, response, parts(service, number, sizes, after is not None))
-    if after is None and (service.epoch, service.served) == (epoch, number):
-        service.delivered = written
+    if after is None:
+        delivery.stock_delivered(service, epoch, number, written)
     return response
 
 
@@ -279,6 +295,8 @@ async def _json_parts(service: Service, number: int, sizes: Sequence[int], numbe
 
 async def _info(api: Api, request: web.BaseRequest, path: str) -> web.StreamResponse:
     trainer = api.service.trainer
+    if trainer is not None and _epoch(request) == api.service.epoch:
+        trainer.seen = time.monotonic()
     registration = trainer.registration if trainer else None
     if path == "/info":
         sizes = (registration.batch_size, registration.max_token_len) if registration else (-1, -1)
@@ -337,7 +355,7 @@ ROUTES: dict[tuple[str, str], Handler] = {
     ("GET", "/info"): _info,
     ("GET", "/wandb_info"): _info,
     ("GET", "/status"): _info,
-    ("POST", "/register-env"): _control(m.EnvRegistration, ingest.register_env),
+    ("POST", "/register-env"): _register_env,
     ("POST", "/disconnect-env"): _control(m.EnvIdentifier, ingest.disconnect_env),
     ("GET", "/status-env"): _status_env,
     ("POST", "/begin"): _begin,

@@ -2,13 +2,15 @@
 
 - Batch N is cut and stored before it is sent; asked for again, it has the same groups in the same order, after a
   restart of the server too.
-- One trainer at a time: each registration gets an epoch, and requests of an older one are refused.
+- One trainer at a time: each registration gets an epoch of its own, and requests of an older one are refused. One that
+  fails changes nothing.
 - A committed batch is never dissolved; whatever is, returns to its place in the queue.
 - A stock trainer's next ``GET /batch`` acknowledges the batch before, unless that one's answer was not written whole.
 """
 
 import asyncio
 import logging
+import sqlite3
 import time
 import uuid
 from typing import Any
@@ -22,6 +24,7 @@ from recipe.atropos.trajectory_api.service import Service, Trainer
 logger = logging.getLogger(__name__)
 
 _LONGEST_WAIT = 60.0  # s, of a long poll
+_STORE_SECONDS = 2.0  # s, for storing a batch, whatever a client waits; longer if the disk is full
 
 
 async def register(service: Service, message: Registration) -> dict[str, Any]:
@@ -31,50 +34,68 @@ async def register(service: Service, message: Registration) -> dict[str, Any]:
         RequestRefused: 409, a trainer that numbers batches is live, and this one does not number; or the batch
             size differs from that of committed batches. 410, batches after ``after`` were deleted.
     """
-    former, after = service.trainer, message.after
+    after = message.after
     if message.batch_size < 1:
         raise RequestRefused(422, f"batch_size={message.batch_size}: give a positive number of sequences")
     if message.max_staleness is not None and message.max_staleness < 0:
         raise RequestRefused(422, f"max_staleness={message.max_staleness}: give 0 or more batches, or null")
-    if after is None:
-        _refuse_while_live(service, "register with after=N, the number of the last batch in the weights")
-        base = max(service.cursor, service.committed, service.served if former and former.numbers else 0)
-    else:
-        base = after
-        _check_available(service, after)
-    last = service.last
-    other_size = former is not None and former.registration.batch_size != message.batch_size
-    if former is not None and other_size and base < min(last, service.committed):
+    async with service.registering:
+        former = service.trainer
+        if after is None:
+            _refuse_while_live(service, "register with after=N, the number of the last batch in the weights")
+            base = max(service.cursor, service.committed, service.served if former and former.numbers else 0)
+        else:
+            base = after
+            _check_available(service, after)
+        dissolved = _dissolved(service, former, message, base)
+        service.trainer = None  # nobody is given a batch meanwhile
+        try:
+            return await _replace(service, message, base, dissolved)
+        finally:
+            service.trainer = service.trainer or former
+
+
+def _dissolved(service: Service, former: Trainer | None, message: Registration, base: int) -> int | None:
+    """Return the number of the batch after which a registration dissolves all; None if it dissolves none."""
+    if former is None or former.registration.batch_size == message.batch_size or base >= service.last:
+        return None
+    if base < service.committed:
         raise RequestRefused(
             409,
             f"batch_size={message.batch_size}: batches through {service.committed} are committed with "
             f"{former.registration.batch_size}; register after={service.committed} or later, or with their size",
         )
-    service.trainer = None  # nobody is given a batch meanwhile
-    if other_size and base < last:
-        await _dissolve(service, base)
-    elif base > last:
+    return base
+
+
+async def _replace(service: Service, message: Registration, base: int, dissolved: int | None) -> dict[str, Any]:
+    """Write a registration, and then make it that of the service."""
+    last = service.last if dissolved is None else dissolved
+    if base > last:
         if last:
             logger.warning("the trainer has batches through %d, this store only through %d; counting on", base, last)
-        service.last = base
-    service.epoch += 1
-    service.served, service.delivered = base, True
-    service.cursor = base if after is None else service.cursor
-    service.trainer = Trainer(message, base, base, time.monotonic())
-    service.queue.set_batch_size(message.batch_size, message.max_staleness is not None)
-    if former is None or other_size:
-        service.note_aside(service.queue.aside)
-    await service.store.write(
-        database.write_run,
+        last = base
+    epoch, cursor = service.epoch + 1, base if message.after is None else service.cursor
+    groups = await service.store.write(
+        database.register,
+        dissolved,
         registration=msgspec.to_builtins(message),
-        epoch=service.epoch,
-        base=base,
-        cursor=service.cursor,
-        weights=base,
-        last=service.last,
+        **{"epoch": epoch, "base": base, "cursor": cursor, "served": base, "weights": base, "last": last},
     )
+    if groups:
+        logger.info("batches %d to %d are dissolved: %d groups are queued again", last + 1, service.last, len(groups))
+        service.count("dissolved", len(groups))
+    service.epoch, service.last, service.cursor = epoch, last, cursor
+    service.served, service.delivered = base, True
+    service.trainer = Trainer(message, base, base, time.monotonic())
+    for group in groups:
+        service.queue.add(service.entry(group))
+    resized = service.queue.batch_size != message.batch_size
+    service.queue.set_batch_size(message.batch_size, message.max_staleness is not None)
+    if resized:
+        service.note_aside(service.queue.aside)
     service.changed()
-    return {"uuid": uuid.uuid4().int >> 65, "epoch": service.epoch, "last": service.last}
+    return {"uuid": uuid.uuid4().int >> 65, "epoch": epoch, "last": last}
 
 
 def _refuse_while_live(service: Service, instead: str) -> None:
@@ -96,15 +117,6 @@ def _check_available(service: Service, after: int) -> None:
         )
 
 
-async def _dissolve(service: Service, after: int) -> None:
-    groups = await service.store.write(database.dissolve, after)
-    logger.info("batches %d to %d are dissolved: %d groups are queued again", after + 1, service.last, len(groups))
-    service.last, service.served = after, min(service.served, after)
-    for group in groups:
-        service.queue.add(service.entry(group))
-    service.count("dissolved", len(groups))
-
-
 # ---------------------------------------------------------------------- batches
 
 
@@ -116,7 +128,8 @@ def see_trainer(service: Service, epoch: int | None) -> Trainer:
     """
     trainer = service.trainer
     if trainer is None:
-        raise RequestRefused(409, "no trainer has registered; call /register")
+        instead = "another trainer registers now" if service.registering.locked() else "call /register"
+        raise RequestRefused(409, f"no trainer has registered; {instead}")
     if epoch is not None and epoch != service.epoch:
         raise RequestRefused(
             409, f"epoch={epoch}: a trainer registered later, with epoch {service.epoch}", epoch=service.epoch
@@ -139,14 +152,17 @@ async def numbered_batch(service: Service, after: int, wait: float, epoch: int |
     trainer.waiting += 1
     try:
         while service.trainer is trainer:
-            if after < service.last or (after == service.last and _cut(service)):
-                if service.cutting is not None:
-                    await asyncio.shield(service.cutting)
+            cut = after < service.last or (after == service.last and _cut(service))
+            remaining = deadline - time.monotonic()
+            if cut and await _stored(service, remaining):
+                if service.trainer is not trainer:
+                    break
                 trainer.waiting_since = None
-                service.served = max(service.served, after + 1)
+                if trainer.numbers:
+                    service.served = max(service.served, after + 1)
                 return after + 1
             trainer.waiting_since = trainer.waiting_since or time.monotonic()
-            if (remaining := deadline - time.monotonic()) <= 0:
+            if cut or remaining <= 0:
                 return None
             await service.wait_for_change(remaining)
             trainer.seen = time.monotonic()
@@ -169,6 +185,15 @@ def _cut(service: Service) -> bool:
     return True
 
 
+async def _stored(service: Service, seconds: float) -> bool:
+    """Return whether what was cut is stored, within ``seconds`` or a little more."""
+    if (cutting := service.cutting) is not None and not cutting.done():
+        await asyncio.wait([cutting], timeout=max(seconds, _STORE_SECONDS))
+    if cutting is not None and cutting.done():
+        cutting.result()
+    return cutting is None or cutting.done()
+
+
 async def stock_batch(service: Service) -> int | None:
     """Return the number of the batch for a trainer that does not number: the next, or again one that was not written.
 
@@ -181,23 +206,29 @@ async def stock_batch(service: Service) -> int | None:
         service.cursor = service.served
         service.store.write(database.write_run, cursor=service.cursor)
         await _delete(service, service.cursor)
-    if service.cursor >= service.last and not _cut(service):
+    cut = service.cursor < service.last or _cut(service)
+    if not (cut and await _stored(service, 0)) or service.trainer is not trainer:
         trainer.waiting_since = trainer.waiting_since or time.monotonic()
         return None
-    if service.cutting is not None:
-        await asyncio.shield(service.cutting)
     trainer.waiting_since = None
     service.served, service.delivered = service.cursor + 1, False
     return service.served
+
+
+def stock_delivered(service: Service, epoch: int, number: int, written: bool) -> None:
+    """Note whether the answer to ``stock_batch`` was written; if so, a restart of the server does not send it again."""
+    if (service.epoch, service.served) == (epoch, number):
+        service.delivered = written
+        if written:
+            service.store.write(database.write_run, served=number)
 
 
 async def commit(service: Service, message: Through, epoch: int | None) -> dict[str, Any]:
     """Note that a durable checkpoint contains the batches through a number, so that none before is asked for again."""
     see_trainer(service, epoch)
     _check_cut(service, message.through)
-    if message.through > service.committed:
-        service.committed = message.through
-        await service.store.write(database.write_run, committed=message.through)
+    service.committed = max(service.committed, message.through)
+    await service.store.write(database.write_run, committed=service.committed)
     await _delete(service, service.committed)
     return {"status": "committed", "through": service.committed}
 
@@ -230,7 +261,11 @@ async def reset(service: Service) -> None:
     """Archive everything.
 
     Raises:
-        RequestRefused: 409, a trainer that numbers batches is live.
+        RequestRefused: 409, a trainer that numbers batches is live. 503, it failed, and nothing has changed.
     """
-    _refuse_while_live(service, "stop it first")
-    await service.reset()
+    async with service.registering:
+        _refuse_while_live(service, "stop it first")
+        try:
+            await service.reset()
+        except (OSError, sqlite3.Error) as error:
+            raise RequestRefused(503, f"nothing was reset: {error}") from error

@@ -1,6 +1,7 @@
 """The environments that have registered: their shares, when they were last seen, and what was counted of them."""
 
 import math
+import random
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from recipe.atropos.trajectory_api.batching import LEAST_WEIGHT, Queue
 from recipe.atropos.trajectory_api.messages import EnvRegistration, RequestRefused
 
 ALIVE_SECONDS = 60.0  # since an environment was last seen, until its share and its tickets are released
+_BLOCKS = (2**31 - 1) // 1000  # of numbers of environments
 ASKING_SECONDS = 5.0  # since an environment asked for a ticket, until others may use its part
 
 
@@ -21,6 +23,7 @@ class Environment:
     name: str
     registration: EnvRegistration
     connected: bool = True
+    key: str | None = None  # idempotency key of its registration
     seen: float = field(default_factory=time.monotonic)
     asked: float = -math.inf
     counts: Counter[str] = field(default_factory=Counter)
@@ -40,10 +43,16 @@ class Environment:
 
 
 class Environments:
-    """All registrations by number. Numbers are not used again, so that late groups keep their environment."""
+    """All registrations by number, in their order.
+
+    Numbers are not used again, so that late groups keep their environment. A store's first one is a random multiple of
+    1,000 below 2**31, so that an environment of another run, or from before a reset, is unknown here (but for one in
+    two million) and registers again.
+    """
 
     def __init__(self) -> None:
         self.by_id: dict[int, Environment] = {}
+        self._first = 1000 * random.randrange(1, _BLOCKS)
 
     def __iter__(self) -> Any:
         return iter(self.by_id.values())
@@ -61,11 +70,15 @@ class Environments:
             environment.seen = time.monotonic()
         return environment
 
-    def add(self, registration: EnvRegistration) -> Environment:
-        number = max(self.by_id, default=-1) + 1
+    def add(self, registration: EnvRegistration, key: str | None = None) -> Environment:
+        number = max(self.by_id, default=self._first - 1) + 1
         same = sum(other.registration.desired_name == registration.desired_name for other in self)
-        self.by_id[number] = Environment(number, f"{registration.desired_name}_{same}", registration)
+        self.by_id[number] = Environment(number, f"{registration.desired_name}_{same}", registration, key=key)
         return self.by_id[number]
+
+    def of_key(self, key: str | None) -> Environment | None:
+        """Return the environment that registered with an idempotency key."""
+        return next((one for one in self if key is not None and one.key == key), None)
 
     def alive(self) -> set[int | None]:
         return {environment.id for environment in self if environment.alive}

@@ -1,28 +1,25 @@
 """What environments ask of a Trajectory API: registrations, tickets, and groups. Guarantees:
 
 - A group is answered 200 once it is stored; a refused one is counted by its reason and changes nothing else.
-- A post with an idempotency key is stored once, however often it is sent. Without a key, a post is taken for a
-  repetition only if an equal one's connection broke before its answer was written.
+- A post with an idempotency key is stored once, however often it is sent, and so is a registration.
 - A queue beyond its limit, from which a complete batch can be taken, delays the answers to posts, after storing them;
   it refuses none.
 """
 
 import asyncio
-import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-from isal import isal_zlib
 
 from recipe.atropos.data.reasons import RefusedGroup
 from recipe.atropos.trajectory_api import database, pacing
 from recipe.atropos.trajectory_api.environments import Environment
 from recipe.atropos.trajectory_api.lanes import Entry
 from recipe.atropos.trajectory_api.messages import Begin, EnvIdentifier, EnvRegistration, Release, RequestRefused
-from recipe.atropos.trajectory_api.parsing import Parsed, parse_json, parse_packed
+from recipe.atropos.trajectory_api.parsing import Parsed, environments_of, parse_json, parse_packed
 from recipe.atropos.trajectory_api.service import Service
 
 _LONGEST_WAIT = 60.0  # s, of a long poll
@@ -32,13 +29,16 @@ _RETRY_AFTER = 0.2  # s
 # ---------------------------------------------------------------------- registrations
 
 
-async def register_env(service: Service, message: EnvRegistration) -> dict[str, Any]:
-    """Register an environment, once there is a trainer."""
+async def register_env(service: Service, message: EnvRegistration, key: str | None = None) -> dict[str, Any]:
+    """Register an environment, once there is a trainer; with one ``key``, once however often it is sent."""
     trainer = service.trainer
     if trainer is None:
         return {"status": "wait for trainer to start"}
-    environment = service.environments.add(message)
-    service.apply_share(environment)
+    environment = service.environments.of_key(key)
+    if environment is None:
+        environment = service.environments.add(message, key)
+        service.apply_share(environment)
+    service.environments.see(environment.id)
     await _save(service, environment)
     return {
         "status": "success",
@@ -68,6 +68,7 @@ async def _save(service: Service, environment: Environment) -> None:
         "registration": msgspec.to_builtins(environment.registration),
         "name": environment.name,
         "connected": environment.connected,
+        "key": environment.key,
     }
     await service.store.write(database.write_environment, environment.id, values)
 
@@ -123,10 +124,9 @@ async def release(service: Service, message: Release) -> dict[str, Any]:
     if entry is not None:
         service.environments.see(entry.env)
     ended = service.release(message.ticket, _name(message.reason))
-    if ended is None:
-        return {"status": "not open"}
-    await ended
-    return {"status": "released"}
+    # Also of one that is not open: its end may not be stored yet, if this is a repetition.
+    await (ended or service.store.write(database.end_tickets, [message.ticket]))
+    return {"status": "not open" if ended is None else "released"}
 
 
 def _name(reason: str) -> str:
@@ -152,81 +152,33 @@ def parse(service: Service, body: bytes, packed: bool, several: bool, ticket: in
         return groups
     except RefusedGroup as error:
         entry = service.queue.tickets.get(ticket) if ticket is not None else None
-        environment = service.environments.see(entry.env) if entry is not None else None
-        service.count(f"refused/{error.reason}", 1, environment)
+        for env, n in Counter(environments_of(body, packed)).items():
+            environment = service.environments.see(env) or service.environments.see(entry.env if entry else None)
+            service.count(f"refused/{error.reason}", n, environment)
         service.save()
         if ticket is not None:
             service.release(ticket, error.reason)
         raise RequestRefused(422, str(error), reason=error.reason) from error
 
 
-def digest_of(body: bytes) -> str:
-    """Return what tells a post's content from another's; it need not withstand an adversary."""
-    return f"{len(body)}.{isal_zlib.crc32(body)}.{isal_zlib.adler32(body)}"
-
-
-@dataclass
-class Unanswered:
-    """A post without a key, until its answer is written; ``gone()`` says whether its client has left."""
-
-    groups: int
-    storing: asyncio.Future[None]
-    gone: Callable[[], bool]
-    answered: bool = False
-
-
-def repetition(service: Service, digest: str | None, gone: Callable[[], bool]) -> Unanswered | None:
-    """Return what was stored of an equal post whose connection broke, once; None if there is none."""
-    if digest is None:
-        return None
-    earlier = service.unanswered.get(digest)
-    if earlier is not None and earlier.gone():
-        groups, storing = earlier.groups, earlier.storing
-    elif digest in service.broken:
-        groups, storing = service.broken.pop(digest), asyncio.get_running_loop().create_future()
-        storing.set_result(None)
-    else:
-        return None
-    service.count("repeated", groups)
-    return Unanswered(groups, storing, gone)
-
-
-@contextlib.contextmanager
-def unanswered(service: Service, digest: str | None, own: Unanswered) -> Iterator[None]:
-    """Let equal posts know of this one; if it is not answered in the end, the next one is its repetition."""
-    if digest is None or not own.groups:
-        yield
-        return
-    service.unanswered[digest] = own
-    stored = False
-    try:
-        yield
-        stored = True
-    finally:
-        if service.unanswered.get(digest) is own:  # no repetition has taken its place
-            del service.unanswered[digest]
-            if own.answered:
-                service.answered(digest)
-            elif stored:
-                service.broken[digest] = own.groups
-
-
 async def post(
     service: Service, groups: Sequence[Parsed], ticket: int | None, key: str | None, digest: str | None
-) -> None:
+) -> int | None:
     """Store groups, in the ticket's place, or in the order of arrival if it has none or has ended.
+
+    Returns what ``database.append`` does.
 
     Raises:
         RequestRefused: 409, another post with the key is of other groups.
     """
     if not groups:
-        return
+        return None
     if key is not None and (earlier := service.posts.get(key)) is not None:
         if earlier != len(groups):
             raise RequestRefused(409, f"key={key}: a post of {earlier} groups had this key; give each post its own")
         if key in service.posting:
             await asyncio.shield(service.posting[key])
-        return
+        return None
     begun = None if ticket is None else service.queue.tickets.get(ticket)
     number, due = (service.take_number(), 0) if begun is None else (begun.number, begun.due)
     now = time.time()
@@ -243,7 +195,8 @@ async def post(
     if key is not None:
         service.posts[key], service.posting[key] = len(groups), stored
     # A task of its own: the index must follow the store even if the client leaves now.
-    await asyncio.shield(asyncio.ensure_future(_index(service, groups, [row for row, _ in rows], ticket, key, stored)))
+    indexing = _index(service, groups, [row for row, _ in rows], ticket, key, stored)
+    return await asyncio.shield(asyncio.ensure_future(indexing))
 
 
 async def _index(
@@ -252,10 +205,10 @@ async def _index(
     rows: Sequence[database.Group],
     ticket: int | None,
     key: str | None,
-    stored: "asyncio.Future[None]",
-) -> None:
+    stored: "asyncio.Future[int | None]",
+) -> int | None:
     try:
-        await stored
+        row = await stored
     except BaseException:
         if key is not None:
             service.posts.pop(key, None)
@@ -265,16 +218,17 @@ async def _index(
             service.posting.pop(key, None)
     if ticket is not None:
         service.queue.release(ticket)
-    for group, row in zip(groups, rows, strict=True):
-        service.queue.add(service.entry(row))
+    for group, indexed in zip(groups, rows, strict=True):
+        service.queue.add(service.entry(indexed))
         if service.queue.is_aside(group.sequences):
             service.note_aside({group.sequences: 1})
-        service.latest = row.id
+        service.latest = indexed.id
         environment = service.environments.see(group.env_id)
         service.count("received", 1, environment)
         for name in group.odd:
             service.count(f"odd/{name}", 1, environment)
     service.changed()
+    return row
 
 
 async def hold(service: Service, gone: Any) -> None:

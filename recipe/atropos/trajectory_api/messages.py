@@ -1,5 +1,6 @@
 """What clients send besides groups, and the errors that they get. Field names are those of atroposlib's API."""
 
+import math
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -53,6 +54,10 @@ class Begin(msgspec.Struct):
     sequences: Int | None = None
     held: list[Int] | None = None
     wait: float = 0.0
+
+    def __post_init__(self) -> None:
+        if math.isnan(self.wait):
+            raise ValueError(f"wait={self.wait}: give seconds")
 
 
 class Release(msgspec.Struct):

@@ -21,7 +21,7 @@ import orjson
 import simdjson
 
 from recipe.atropos.data.reasons import Reason, RefusedGroup
-from recipe.atropos.trajectory_api.wire import FLOATS, RAW, Columns, pack, split, unpack
+from recipe.atropos.trajectory_api.wire import FLOATS, RAW, Columns, pack, read_header, split, unpack
 
 _PER_TOKEN = ("tokens", "masks", "inference_logprobs", "advantages", "ref_logprobs")
 _OPEN = ord("[")
@@ -76,6 +76,19 @@ def parse_packed(body: bytes) -> list[Parsed]:
                 raise RefusedGroup(Reason.MALFORMED, f"{name} is not JSON: {error}") from error
         found.append(_checked(columns, bytes(record)))
     return found
+
+
+def environments_of(body: bytes, packed: bool) -> list[int | None]:
+    """Return the environment of each group of a refused body, None where it has none or cannot be read."""
+    try:
+        if packed:
+            return [read_header(record)[0].env_id for record in split(body)] or [None]
+        groups = _load(body)
+    except RefusedGroup:
+        return [None]
+    groups = [group for group in groups if isinstance(group, dict)] if isinstance(groups, list) else [groups]
+    ids = [group.get("env_id") if isinstance(group, dict) else None for group in groups]
+    return [id if type(id) is int else None for id in ids] or [None]
 
 
 # ---------------------------------------------------------------------- fast

@@ -23,6 +23,7 @@ from recipe.atropos.trajectory_api.batching import Plan, Queue
 from recipe.atropos.trajectory_api.environments import Environment, Environments
 from recipe.atropos.trajectory_api.lanes import Entry
 from recipe.atropos.trajectory_api.messages import EnvRegistration, Registration
+from recipe.atropos.trajectory_api.repetitions import Repetitions
 from recipe.atropos.trajectory_api.trajectory_store import Store
 
 logger = logging.getLogger(__name__)
@@ -30,6 +31,8 @@ logger = logging.getLogger(__name__)
 TRAINER_SECONDS = 600.0  # since a trainer's last request, until others may reset its run
 _RESERVED = 1 << 20  # ticket numbers are reserved in blocks, so that none is used again after a kill
 _TICK = 1.0  # s
+_SAVE_SECONDS = 0.05
+_OF_ENVIRONMENT = "environment/"  # prefix of what is counted of each, in the store
 QUIET_SECONDS = 10.0  # s that a trainer waits, until the log says for what; then every minute
 _SAY_AGAIN = 60.0  # s
 
@@ -81,9 +84,8 @@ class Service:
         self._changed = asyncio.Event()
         self._named_aside: set[int] = set()  # sizes, in the log
         self.cutting: asyncio.Future[None] | None = None
-        self.broken: dict[str, int] = {}  # digests of posts whose connection broke, and their numbers of groups
-        self.posting: dict[str, asyncio.Future[None]] = {}  # by idempotency key
-        self.unanswered: dict[str, Any] = {}  # posts in progress by digest, of ``ingest.Unanswered``
+        self.registering = asyncio.Lock()  # held by whoever replaces the trainer or the store
+        self.posting: dict[str, asyncio.Future[int | None]] = {}  # by idempotency key
         self.next_id = 1  # of a group; also after a reset, since a post may be on its way
         self.begun_at = time.time()
         self._take(self.store.load())
@@ -95,20 +97,23 @@ class Service:
         self.cursor: int = run.get("cursor", 0)
         self.committed: int = run.get("committed", 0)
         self.deleted: int = run.get("deleted", 0)
-        self.served = self.cursor
+        self.served: int = run.get("served", self.cursor)
         self.delivered = True  # whether the answer with batch ``served`` was written completely
         self.posts, self.counts = loaded.posts, Counter(loaded.counts)
         self._unsaved: Counter[str] = Counter()
-        self.broken = loaded.unanswered
-        self._answered: list[str] = []
+        self.repetitions = Repetitions(loaded.unanswered, self._save_soon)
         self.latest: int | None = loaded.last_id or None
         self.next_id = max(self.next_id, loaded.last_id + 1)
         self._number = self._reserved = run.get("numbers", 1)
         self.queue, self.environments, self.trainer = Queue(), Environments(), None
         for number, values in loaded.environments.items():
             registration = msgspec.convert(values["registration"], EnvRegistration)
-            self.environments.by_id[number] = Environment(number, values["name"], registration, values["connected"])
-            self.apply_share(self.environments.by_id[number])
+            environment = Environment(number, values["name"], registration, values["connected"], values.get("key"))
+            self.environments.by_id[number] = environment
+            self.apply_share(environment)
+        for name in [name for name in self.counts if name.startswith(_OF_ENVIRONMENT)]:
+            number, _, counted = name.removeprefix(_OF_ENVIRONMENT).partition("/")
+            self.environments.by_id[int(number)].counts[counted] = self.counts.pop(name)
         if (values := run.get("registration")) is not None:
             registration = msgspec.convert(values, Registration)
             base = run.get("base", 0)
@@ -173,6 +178,7 @@ class Service:
         self.counts[name] += n
         if environment is not None:
             environment.counts[name] += n
+            self._unsaved[f"{_OF_ENVIRONMENT}{environment.id}/{name}"] += n
 
     def note_aside(self, groups: dict[int, int]) -> None:
         """Count groups, by size, that are set aside, and log each size once."""
@@ -183,10 +189,6 @@ class Service:
                 self._named_aside.add(size)
                 why = "are larger than a batch" if too_large else "fit into no batch, and wait until they do"
                 logger.warning("groups of %d sequences %s: set aside, see /diagnose", size, why)
-
-    def answered(self, digest: str) -> None:
-        """Note that a post's answer was written, so that an equal post is another one."""
-        self._answered.append(digest)
 
     def changed(self) -> None:
         """Wake all that wait for a batch, a ticket or room in the queue."""
@@ -206,6 +208,7 @@ class Service:
         while True:
             await asyncio.sleep(_TICK)
             self.release_dead()
+            self.repetitions.expire()
             self.save()
             if not large and (large := self.size() > self.settings.warn_bytes):
                 logger.warning("%s", self.warns()["size"])
@@ -243,19 +246,22 @@ class Service:
         if self._unsaved:
             counts, self._unsaved = self._unsaved, Counter()
             self.store.write(database.count, dict(counts))
-        if self._answered:
-            digests, self._answered = self._answered, []
-            self.store.write(database.answered, digests)
+        if rows := self.repetitions.forgotten:
+            self.repetitions.forgotten = []
+            self.store.write(database.answered, rows)
         if len(self.posts) > 2 * database.KEPT_POSTS:
             self.posts = dict(list(self.posts.items())[-database.KEPT_POSTS :])
             self.store.write(database.forget_posts)
 
+    def _save_soon(self) -> None:
+        """Save in a moment, once for many answers: what is not saved at a kill counts as not answered."""
+        if len(self.repetitions.forgotten) == 1:
+            asyncio.get_running_loop().call_later(_SAVE_SECONDS, self.save)
+
     async def reset(self) -> None:
-        """Move all groups and registrations to the archive, and begin anew."""
+        """Move all groups and registrations to the archive, and begin anew; if that fails, nothing has changed."""
         self.save()
-        epoch, numbers = self.epoch, self._reserved
-        await self.store.archive()
-        self.store.write(database.write_run, epoch=epoch, numbers=numbers)
+        await self.store.archive(epoch=self.epoch, numbers=self._reserved)
         self._take(await self.store.write(database.load))
         self.changed()
 

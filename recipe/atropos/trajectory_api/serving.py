@@ -27,10 +27,14 @@ def read_secret(path: str | None) -> str | None:
     """Return the secret of a file, else of $ATROPOS_API_KEY; None if there is neither.
 
     Raises:
-        ConfigurationError: the file cannot be read, is empty, or other users may read it.
+        ConfigurationError: the file cannot be read, is empty, or other users may read it; or the secret has a slash,
+            so that it cannot be part of an address.
     """
     if path is None:
-        return os.environ.get(API_KEY_VARIABLE) or None
+        secret = os.environ.get(API_KEY_VARIABLE, "")
+        if "/" in secret:
+            raise ConfigurationError(f"${API_KEY_VARIABLE}: the secret has a slash; write letters and digits")
+        return secret or None
     try:
         mode = Path(path).stat().st_mode
         secret = Path(path).read_text().strip()

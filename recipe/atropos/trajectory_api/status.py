@@ -74,12 +74,14 @@ def environments(service: Service) -> list[dict[str, Any]]:
     open_tickets: dict[int | None, int] = {}
     for entry in queue.tickets.values():
         open_tickets[entry.env] = open_tickets.get(entry.env, 0) + 1
+    numbers = {env: number for number, env in enumerate(service.environments.by_id)}
     for env, lane in queue.lanes.items():
         environment = service.environments.by_id.get(env) if env is not None else None
         line: dict[str, Any] = {
             "env_id": env,
             "name": environment.name if environment else "unknown",
             "queued_sequences": queue.queued(env),
+            "queued_groups": sum(lane.groups.values()),
             "sizes": _by_size(lane.groups),
             "open_tickets": open_tickets.get(env, 0),
             "weight": lane.weight,
@@ -87,6 +89,7 @@ def environments(service: Service) -> list[dict[str, Any]]:
         }
         if environment is not None:
             line |= {
+                "number": numbers[env],
                 "alive": environment.alive,
                 "seen_seconds_ago": round(now - environment.seen, 1),
                 "group_size": environment.registration.group_size,
@@ -120,13 +123,13 @@ def metrics(service: Service) -> str:
     lines.append("# TYPE atropos_api_events_total counter")
     for event, n in sorted(service.counts.items()):
         lines.append(f'atropos_api_events_total{{event="{_label(event)}"}} {n}')
-    lines.append("# TYPE atropos_api_environment_queued_sequences gauge")
-    lines.append("# TYPE atropos_api_environment_seen_seconds gauge")
-    for line in environments(service):
-        label = f'environment="{_label(line["name"])}"'
-        lines.append(f"atropos_api_environment_queued_sequences{{{label}}} {line['queued_sequences']}")
-        if "alive" in line:
-            lines.append(f"atropos_api_environment_seen_seconds{{{label}}} {line['seen_seconds_ago']}")
+    found = environments(service)
+    for name, key in (("queued_sequences", "queued_sequences"), ("seen_seconds", "seen_seconds_ago")):
+        lines.append(f"# TYPE atropos_api_environment_{name} gauge")
+        for line in found:
+            if key in line:
+                label = f'environment="{_label(line["name"])}"'
+                lines.append(f"atropos_api_environment_{name}{{{label}}} {line[key]}")
     return "\n".join(lines) + "\n"
 
 
@@ -157,7 +160,7 @@ function row(table, cells, tag) {
   return line;
 }
 async function update() {
-  const now = await (await fetch("diagnose")).json();
+  const now = await (await fetch(location.pathname.replace(/\\/?$/, "/diagnose"))).json();
   const problems = Object.values(now.warnings);
   document.getElementById("why").textContent = [now.why, ...problems].join(". ");
   const totals = document.getElementById("totals"), list = document.getElementById("environments");

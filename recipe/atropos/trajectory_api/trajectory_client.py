@@ -1,7 +1,10 @@
 """Client of our Trajectory API, for the trainer's data source and the environments' adapter. Guarantees:
 
-- A request that got no answer is sent again, until ``patience`` seconds have passed: none takes effect twice. Posts
-  carry an idempotency key, batches a number, and a ticket whose answer was lost is released by the next ``begin``.
+- A request that got no answer is sent again, until ``patience`` seconds have passed; while the API says that it cannot
+  store (its disk is full), until ``held`` seconds have, and the error says so.
+- Posts and registrations of environments carry an idempotency key, so that they take effect once. A trainer that
+  registers again gets another epoch, which replaces its own. A ticket whose answer was lost is released by the next
+  ``begin``. All other requests say what is so, and may be repeated.
 - Groups travel packed; a batch's per-token fields are arrays that share its bytes.
 """
 
@@ -23,6 +26,7 @@ logger = logging.getLogger(__name__)
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0  # s, between attempts
 _READ_BUFFER = 4 << 20  # bytes; a batch has several MB
 _ANSWER = 90.0  # s for one attempt; the server delays answers by at most 60
+_ASK = 5.0  # s for the question why there was no answer
 
 
 class TrajectoryApiError(AtroposError, RuntimeError):
@@ -46,14 +50,25 @@ class NumberedBatch(NamedTuple):
 
 
 class TrajectoryApiClient:
-    """Use as an asynchronous context manager. ``secret`` is sent as a bearer token. Times are in seconds."""
+    """Use as an asynchronous context manager. ``secret`` is sent as a bearer token. Times are in seconds.
 
-    def __init__(self, url: str, secret: str | None = None, patience: float = 300.0, timeout: float = _ANSWER):
+    ``timeout`` is for one attempt, beyond the wait that the request asks for. ``held`` is never less than ``patience``.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        secret: str | None = None,
+        patience: float = 300.0,
+        timeout: float = _ANSWER,
+        held: float = 0.0,
+    ):
         self.url = url.rstrip("/")
+        self.patience = patience
         self.epoch: int | None = None
         self.again = 0  # requests that were sent again
         self.lacking = ""  # why the latest ``begin`` got no ticket
-        self._patience, self._timeout = patience, timeout
+        self._timeout, self._patience_if_held = timeout, held
         self._headers = {"Authorization": f"Bearer {secret}"} if secret else {}
         self._begins: dict[int, asyncio.Lock] = {}  # by environment
         self._held: dict[int, set[int]] = {}  # open tickets, by environment
@@ -112,7 +127,7 @@ class TrajectoryApiClient:
 
     async def register_env(self, registration: Mapping[str, Any]) -> dict[str, Any]:
         """Register an environment by the fields of ``POST /register-env``; ``status`` of the answer may say to wait."""
-        return await self._json("POST", "/register-env", registration)
+        return await self._json("POST", "/register-env", registration, key=uuid.uuid4().hex)
 
     async def disconnect_env(self, env_id: int) -> None:
         await self._json("POST", "/disconnect-env", {"env_id": env_id})
@@ -163,6 +178,10 @@ class TrajectoryApiClient:
 
     # ------------------------------------------------------------------ both
 
+    async def sign_of_life(self) -> None:
+        """Let the API know that this trainer lives, though it asks for no batch."""
+        await self._json("GET", "/status")
+
     async def status(self, env_id: int | None = None) -> dict[str, Any]:
         """Return ``/status``, or an environment's ``/status-env``."""
         if env_id is None:
@@ -181,9 +200,12 @@ class TrajectoryApiClient:
         """Return ``/diagnose``; its ``why`` says in a sentence what a batch lacks."""
         return await self._json("GET", "/diagnose")
 
-    async def _json(self, method: str, path: str, message: Any = None, limit: float | None = None) -> Any:
+    async def _json(
+        self, method: str, path: str, message: Any = None, limit: float | None = None, key: str | None = None
+    ) -> Any:
         body = None if message is None else orjson.dumps(message)
-        _, answer = await self._request(method, path, {"Content-Type": "application/json"}, body, limit=limit)
+        headers = {"Content-Type": "application/json"} | ({} if key is None else {wire.KEY_HEADER: key})
+        _, answer = await self._request(method, path, headers, body, limit=limit)
         return orjson.loads(answer)
 
     async def _request(
@@ -198,21 +220,18 @@ class TrajectoryApiClient:
         """Send a request until it is answered; return headers and body.
 
         Raises:
-            TrajectoryApiError: the answer is an error, or there is none within ``patience``.
+            TrajectoryApiError: the answer is an error, or there is none within ``patience``, or ``held``.
         """
         if self.epoch is not None:
             headers = {**headers, wire.EPOCH_HEADER: str(self.epoch)}
-        deadline, pause = time.monotonic() + self._patience, _FIRST_PAUSE
-        what = f"{method} {self.url}{path}"
+        begun = lived = time.monotonic()
+        pause, what = _FIRST_PAUSE, f"{method} {self.url}{path}"
         while True:
+            trouble = ""
             try:
+                timeout = aiohttp.ClientTimeout(limit or self._timeout)
                 async with self._session.request(
-                    method,
-                    self.url + path,
-                    data=body,
-                    params=query,
-                    headers=headers,
-                    timeout=aiohttp.ClientTimeout(limit or self._timeout),
+                    method, self.url + path, data=body, params=query, headers=headers, timeout=timeout
                 ) as reply:
                     content = await reply.read()
                     if reply.status < 400:
@@ -222,12 +241,28 @@ class TrajectoryApiClient:
                         raise TrajectoryApiError(problem, reply.status, _mapping(content))
             except (aiohttp.ClientError, OSError) as error:  # TimeoutError is an OSError
                 problem = f"{what} got no answer ({error!r})"
-            if time.monotonic() + pause > deadline:
-                raise TrajectoryApiError(f"{problem}, for {self._patience:g} s; is the Trajectory API up?")
-            logger.warning("%s; trying again", problem)
+                trouble = await self._trouble() if isinstance(error, TimeoutError) else ""
+            now = time.monotonic()
+            if trouble:
+                lived, waited, most = now, now - begun, max(self._patience_if_held, self.patience)
+            else:
+                waited, most = now - lived, self.patience
+            if waited + pause > most:
+                why = f"it cannot store: {trouble}" if trouble else "is the Trajectory API up?"
+                raise TrajectoryApiError(f"{problem}, for {now - begun:.0f} s; {why}")
+            logger.warning("%s; trying again", trouble or problem)
             self.again += 1
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
+
+    async def _trouble(self) -> str:
+        """Return why the API holds its answers, "" if it does not or is silent."""
+        try:
+            timeout = aiohttp.ClientTimeout(min(_ASK, self._timeout))
+            async with self._session.get(f"{self.url}/diagnose", timeout=timeout) as reply:
+                return str(_mapping(await reply.read()).get("warnings", {}).get("store", ""))
+        except (aiohttp.ClientError, OSError):
+            return ""
 
 
 def _mapping(content: bytes) -> dict[str, Any]:

@@ -4,11 +4,13 @@
   "none", what the operating system has.
 - Writes take effect in the order of their calls. All that wait share a transaction.
 - A write that finds the disk full is repeated until there is room; ``trouble`` names it meanwhile.
-- A folder is used by one process at a time. ``archive`` moves the database aside and never deletes it.
+- A folder is used by one process at a time. ``archive`` moves the database aside and never deletes it; if it fails, or
+  the process is killed meanwhile, the folder has the old database or the new one, whole.
 """
 
 import asyncio
 import contextlib
+import errno
 import fcntl
 import logging
 import os
@@ -27,8 +29,10 @@ from recipe.atropos.trajectory_api import database
 logger = logging.getLogger(__name__)
 
 DATABASE = "trajectories.db"
+_FRESH = "fresh.db"  # what takes its place, until it does
 _MOST = 256  # writes in a transaction
 _FULL_RETRY = 0.5  # s
+_BUSY_MS = 2000  # for other processes that read a database which is archived
 _CLOSE_SECONDS = 10.0  # for the writes that are left
 T = TypeVar("T")
 _Write = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], asyncio.Future | None]
@@ -57,7 +61,9 @@ class Store:
             ) from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self.connection = self._open()
+            if not self.path.exists() and (self.folder / _FRESH).exists():  # killed while it archived
+                (self.folder / _FRESH).rename(self.path)
+            self.connection = self._open(self.path)
         except BlockingIOError:
             os.close(self._lock)
             raise TrajectoryStoreError(
@@ -65,25 +71,33 @@ class Store:
             ) from None
         except sqlite3.Error as error:
             os.close(self._lock)
-            raise TrajectoryStoreError(f"{self.path}: {error}; make room, or give another --data-dir") from error
+            raise self._unusable(error) from error
         self._reader: sqlite3.Connection | None = None
         self._reading = ThreadPoolExecutor(1, thread_name_prefix="trajectory-reader")
         self._writes: queue.SimpleQueue[_Write | None] = queue.SimpleQueue()
         self._writer = threading.Thread(target=self._write_all, name="trajectory-writer", daemon=True)
 
-    def _open(self) -> sqlite3.Connection:
-        connection = database.connect(self.path, self._durability)
-        found = database.read_run(connection).get("format", database.FORMAT)
-        if found != database.FORMAT:
-            raise TrajectoryStoreError(
-                f"{self.path} has format {found}, and this server reads {database.FORMAT}; give another folder"
-            )
-        database.write_run(connection, format=database.FORMAT)
-        return connection
+    def _open(self, path: Path) -> sqlite3.Connection:
+        with contextlib.ExitStack() as failed:
+            connection = failed.enter_context(contextlib.closing(database.connect(path, self._durability)))
+            found = database.read_run(connection).get("format", database.FORMAT)
+            if found != database.FORMAT:
+                raise TrajectoryStoreError(
+                    f"{path} has format {found}, and this server reads {database.FORMAT}; give another folder"
+                )
+            database.write_run(connection, format=database.FORMAT)
+            failed.pop_all()
+            return connection
+
+    def _unusable(self, error: Exception) -> TrajectoryStoreError:
+        return TrajectoryStoreError(f"{self.path}: {error}; make room, or give another --data-dir")
 
     def load(self) -> database.Loaded:
         """Return what the folder holds and start the writer; called once, first."""
-        loaded = database.load(self.connection)
+        try:
+            loaded = database.load(self.connection)
+        except sqlite3.Error as error:
+            raise self._unusable(error) from error
         self._writer.start()
         return loaded
 
@@ -97,10 +111,16 @@ class Store:
         """Run a function of a connection in the reading thread."""
         return await asyncio.get_running_loop().run_in_executor(self._reading, self._read, function, args)
 
-    async def archive(self) -> None:
-        """Move the database to ``archive/`` and begin an empty one. Reads and writes wait meanwhile."""
+    async def archive(self, **kept: Any) -> None:
+        """Move the database to ``archive/`` and begin an empty one, whose run has the values ``kept``.
+
+        Reads and writes wait meanwhile. A full disk holds it, as any write.
+
+        Raises:
+            OSError, sqlite3.Error: it failed otherwise, and nothing has changed.
+        """
         future = asyncio.get_running_loop().create_future()
-        self._writes.put((self._move, (), {}, future))
+        self._writes.put((self._move, (), kept, future))
         await future
 
     def close(self) -> None:
@@ -118,8 +138,11 @@ class Store:
 
     def size(self) -> int:
         """Return the bytes on disk."""
-        paths = (self.path, self.path.with_name(f"{DATABASE}-wal"))
-        return sum(path.stat().st_size for path in paths if path.exists())
+        size = 0
+        for path in (self.path, self.path.with_name(f"{DATABASE}-wal")):
+            with contextlib.suppress(FileNotFoundError):  # the writer archives it now
+                size += path.stat().st_size
+        return size
 
     # ------------------------------------------------------------------ the reading thread
 
@@ -150,64 +173,110 @@ class Store:
             if item is None:
                 ended = True
             elif item[0] == self._move:
-                _answer([(item[3], *_tried(self._move))])
+                _answer([(item[3], *_tried(self._move, **item[2]))])
 
     def _commit(self, batch: list[_Write]) -> None:
-        """Commit all writes; repeat while the disk is full. A write that fails otherwise is left out alone."""
+        """Commit all writes. A write that fails, but for want of room, is left out alone."""
+        try:
+            results = self._with_room(self._transaction, batch)
+        except Exception as error:
+            if len(batch) == 1:
+                return _answer([(batch[0][3], None, error)])
+            for write in batch:
+                self._commit([write])
+        else:
+            _answer([(write[3], result, None) for write, result in zip(batch, results, strict=True)])
+
+    def _with_room(self, function: Callable[..., T], *args: Any) -> T:
+        """Return what a function returns; repeat it while the disk is full."""
         while True:
             try:
-                results = self._transaction(batch)
+                result = function(*args)
                 self.trouble = ""
-                return _answer([(write[3], result, None) for write, result in zip(batch, results, strict=True)])
+                return result
             except Exception as error:
-                with contextlib.suppress(sqlite3.Error):
-                    self.connection.execute("ROLLBACK")
-                if _is_full(error):
-                    if not self.trouble:
-                        logger.error("%s: %s; answers wait until there is room", self.path, error)
-                    self.trouble = f"{self.path}: {error}; make room there"
-                    time.sleep(_FULL_RETRY)
-                elif len(batch) == 1:
-                    return _answer([(batch[0][3], None, error)])
-                else:
-                    for write in batch:
-                        self._commit([write])
-                    return None
+                if not _is_full(error):
+                    raise
+                if not self.trouble:
+                    logger.error("%s: %s; answers wait until there is room", self.path, error)
+                self.trouble = f"{self.path}: {error}; make room there"
+                time.sleep(_FULL_RETRY)
 
     def _transaction(self, batch: list[_Write]) -> list[Any]:
-        self.connection.execute("BEGIN IMMEDIATE")
-        results = [function(self.connection, *args, **kwargs) for function, args, kwargs, _ in batch]
-        self.connection.execute("COMMIT")
-        return results
+        try:
+            self.connection.execute("BEGIN IMMEDIATE")
+            results = [function(self.connection, *args, **kwargs) for function, args, kwargs, _ in batch]
+            self.connection.execute("COMMIT")
+            return results
+        except Exception:
+            with contextlib.suppress(sqlite3.Error):
+                self.connection.execute("ROLLBACK")
+            raise
 
-    def _move(self) -> None:
+    def _move(self, **kept: Any) -> None:
         if not database.holds_groups(self.connection):
-            database.clear(self.connection)
+            clear: _Write = (database.clear, (), {}, None)
+            self._with_room(self._transaction, [clear, (database.write_run, (), kept, None)])
             return
+        archived = self._with_room(self._prepare, kept)
         closed, moved = threading.Event(), threading.Event()
         self._reading.submit(lambda: (self._close_reader(), closed.set(), moved.wait()))
         closed.wait()
-        archive = self.folder / "archive"
         try:
-            archive.mkdir(exist_ok=True)
-            number = 1 + max((int(path.stem) for path in archive.glob("*.db") if path.stem.isdigit()), default=0)
-            self.connection.close()  # the last one: it merges the write-ahead log
-            self.path.rename(archive / f"{number:04d}.db")
+            self._with_room(self._merge)
+            self.connection.close()
+            try:
+                _rename(self.path, archived)
+                (self.folder / _FRESH).rename(self.path)
+                self.connection = self._open(self.path)
+            except BaseException:
+                if archived.exists():
+                    _rename(self.path, None)
+                    _rename(archived, self.path)
+                self.connection = self._with_room(self._open, self.path)
+                raise
         finally:
-            self.connection = self._open()
             moved.set()
 
+    def _prepare(self, kept: dict[str, Any]) -> Path:
+        """Make the new database, while the old one is in use; return where that one will be."""
+        archive, fresh = self.folder / "archive", self.folder / _FRESH
+        archive.mkdir(exist_ok=True)
+        _rename(fresh, None)  # of an earlier attempt
+        with contextlib.closing(self._open(fresh)) as connection:
+            database.write_run(connection, **kept)
+        number = 1 + max((int(path.stem) for path in archive.glob("*.db") if path.stem.isdigit()), default=0)
+        return archive / f"{number:04d}.db"
 
-def _tried(function: Callable[[], Any]) -> tuple[Any, Exception | None]:
+    def _merge(self) -> None:
+        """Merge the write-ahead log, since the database is moved without it."""
+        self.connection.execute(f"PRAGMA busy_timeout = {_BUSY_MS}")
+        [(busy, *_)] = self.connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+        if busy:
+            raise OSError(f"{self.path}: another process reads it; end that one, and try again")
+
+
+def _rename(path: Path, to: Path | None) -> None:
+    """Rename a database that is closed and merged, or delete it, and delete the files beside it."""
+    for suffix in ("-wal", "-shm"):
+        path.with_name(path.name + suffix).unlink(missing_ok=True)
+    if to is None:
+        path.unlink(missing_ok=True)
+    else:
+        path.rename(to)
+
+
+def _tried(function: Callable[..., Any], **kwargs: Any) -> tuple[Any, Exception | None]:
     try:
-        return function(), None
+        return function(**kwargs), None
     except Exception as error:
         return None, error
 
 
 def _is_full(error: Exception) -> bool:
     name = getattr(error, "sqlite_errorname", "")
-    return name == "SQLITE_FULL" or name.startswith("SQLITE_IOERR")
+    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return full or name in ("SQLITE_FULL", "SQLITE_CANTOPEN") or name.startswith("SQLITE_IOERR")
 
 
 def _answer(results: list[tuple[asyncio.Future | None, Any, Exception | None]]) -> None:

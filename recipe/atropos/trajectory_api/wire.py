@@ -8,7 +8,8 @@ Guarantees:
 - A record depends on its columns only, so the same group always has the same bytes.
 
 A record is ``ATG1``, the header's length (uint32), the header and the buffers, each padded to 8 bytes; all numbers are
-little-endian. A message of several records is ``ATB1``, their number (uint32), their lengths (uint64 each) and they.
+little-endian. The header names each buffer's dtype, one of ``_STORED``; its length follows from ``sequences`` or
+``tokens``. A message of several records is ``ATB1``, their number (uint32), their lengths (uint64 each) and they.
 """
 
 import struct
@@ -40,6 +41,10 @@ KEYS = (
     *("distill_token_ids", "distill_logprobs"),
 )  # in the order of atroposlib's ScoredData
 _DTYPES = {"i1": np.int8, "i4": np.int32, "i8": np.int64, "f4": np.float32, "f8": np.float64}
+_STORED = {
+    **{"lengths": ("i4",), "tokens": ("i4", "i8"), "masks": ("bits", "i1", "i4", "i8"), "scores": ("f8",)},
+    **dict.fromkeys(FLOATS, ("f4", "f8")),
+}  # the dtypes of each buffer, narrowest first
 _GROUP, _MESSAGE = b"ATG1", b"ATB1"
 _PREFIX = struct.Struct("<4sI")
 _PADDING = tuple(bytes(n) for n in range(8))
@@ -77,13 +82,13 @@ def pack(columns: Columns) -> bytes:
     """Return the record of a group."""
     masks: tuple[str, np.ndarray] = ("bits", np.packbits(columns.masks != IGNORED))
     if not ((columns.masks == IGNORED) | (columns.masks == columns.tokens)).all():
-        masks = _narrow(columns.masks, ("i1", "i4", "i8"))
+        masks = _narrow(columns.masks, _STORED["masks"][1:])
     buffers = {
         "lengths": ("i4", columns.lengths.astype(np.int32)),
-        "tokens": _narrow(columns.tokens, ("i4", "i8")),
+        "tokens": _narrow(columns.tokens, _STORED["tokens"]),
         "masks": masks,
         "scores": ("f8", columns.scores.astype(np.float64, copy=False)),
-    } | {name: _narrow(columns.floats[name], ("f4", "f8")) for name in FLOATS if name in columns.floats}
+    } | {name: _narrow(columns.floats[name], _STORED[name]) for name in FLOATS if name in columns.floats}
     header = _encode(
         Header(
             len(columns.lengths),
@@ -128,19 +133,28 @@ def unpack(record: bytes | memoryview) -> Columns:
     """Return a record's columns, in the stored dtypes; ``masks`` is computed if it is stored as bits.
 
     Raises:
-        RefusedGroup: it is not a record, or its sizes contradict each other.
+        RefusedGroup: it is not a record, a buffer has another dtype than it may have, or sizes contradict each other.
     """
     header, offset = read_header(record)
     arrays: dict[str, np.ndarray] = {}
     for name, dtype in header.buffers.items():
+        if dtype not in _STORED.get(name, ()):
+            known = ", ".join(_STORED.get(name, ())) or "there is no such buffer"
+            raise RefusedGroup(
+                Reason.MALFORMED, f"a packed group has {name[:40]} of dtype {dtype[:40]}; it may have: {known}"
+            )
         count = header.sequences if name in ("lengths", "scores") else header.tokens
-        kind, size = (np.uint8, (count + 7) // 8) if dtype == "bits" else (_DTYPES.get(dtype), count)
-        if kind is None or count < 0 or offset + size * np.dtype(kind).itemsize > len(record):
+        kind, size = (np.uint8, (count + 7) // 8) if dtype == "bits" else (_DTYPES[dtype], count)
+        if count < 0 or offset + size * np.dtype(kind).itemsize > len(record):
             raise RefusedGroup(Reason.MALFORMED, f"a packed group has {len(record)} bytes, too few for its {name}")
         arrays[name] = np.frombuffer(record, kind, size, offset)
         offset += arrays[name].nbytes + -arrays[name].nbytes % 8
-    if offset != len(record) or arrays.keys() - set(FLOATS) != {"lengths", "tokens", "masks", "scores"}:
-        raise RefusedGroup(Reason.MALFORMED, f"a packed group of {len(record)} bytes has buffers {[*header.buffers]}")
+    required = _STORED.keys() - set(FLOATS)
+    if offset != len(record) or not required <= arrays.keys() or arrays.keys() & header.raw.keys():
+        raise RefusedGroup(
+            Reason.MALFORMED,
+            f"a packed group of {len(record)} bytes has buffers {[*header.buffers]} and fields {[*header.raw][:20]}",
+        )
     if header.buffers["masks"] == "bits":
         chosen = np.unpackbits(arrays["masks"], count=header.tokens).view(bool)
         arrays["masks"] = np.where(chosen, arrays["tokens"], arrays["tokens"].dtype.type(IGNORED))

@@ -1,7 +1,9 @@
 """The store keeps what it has answered, through full disks, restarts and archives; one process at a time."""
 
 import asyncio
+import contextlib
 import sqlite3
+from pathlib import Path
 
 import pytest
 
@@ -50,7 +52,7 @@ def test_what_was_written_is_loaded(tmp_path, durability):
         assert [group.id for group in loaded.queued] == [1, 3] and loaded.last_id == 3
         assert loaded.run | {"epoch": 4, "last": 1} == loaded.run
         assert loaded.tickets == [(8, 0, 4, 3)]
-        assert (loaded.posts, loaded.unanswered) == ({"post": 2}, {"12.3": 1})
+        assert (loaded.posts, loaded.unanswered) == ({"post": 2}, [(1, "12.3", 1, 3.0)])
         assert (loaded.counts, loaded.environments) == ({"received": 3}, {0: {"name": "one"}})
         assert await store.read(database.read_batch, 1) == [b"record 2"]
 
@@ -137,6 +139,96 @@ def test_an_archive_keeps_everything_and_begins_anew(tmp_path):
     in_store(tmp_path, test)
     archived = [database.connect_to_read(path) for path in sorted((tmp_path / "archive").iterdir())]
     assert [database.read_batch(connection, 1) for connection in archived] == [[b"record 1"], []]
+
+
+def test_an_archive_that_fails_changes_nothing(tmp_path):
+    async def test(store, _):
+        await append(store, 1)
+        (tmp_path / "archive").write_text("no folder")
+        with pytest.raises(FileExistsError):
+            await store.archive(epoch=3)
+        assert [group.id for group in await store.read(database.queued)] == [1]
+        (tmp_path / "archive").unlink()
+        (tmp_path / "archive").mkdir()
+        with connect_elsewhere(tmp_path) as reader:
+            with pytest.raises(OSError, match="another process reads it"):
+                await asyncio.wait_for(store.archive(epoch=3), 60)
+            assert len(reader.execute("SELECT * FROM groups").fetchall()) == 1
+        await append(store, 2)
+        assert [group.id for group in await store.read(database.queued)] == [1, 2]
+        await store.archive(epoch=3)
+        assert await store.read(database.queued) == [] and (await store.read(database.read_run))["epoch"] == 3
+
+    in_store(tmp_path, test)
+    archived = database.connect_to_read(tmp_path / "archive/0001.db")
+    assert [group.id for group in database.queued(archived)] == [1, 2]
+
+
+@contextlib.contextmanager
+def connect_elsewhere(folder):
+    """A connection in the midst of reading, which the write-ahead log must be kept for."""
+    with contextlib.closing(database.connect_to_read(folder / "trajectories.db")) as connection:
+        connection.execute("BEGIN")
+        connection.execute("SELECT * FROM groups").fetchall()
+        yield connection
+
+
+@pytest.mark.parametrize("step", ["connect", "rename"])
+def test_an_archive_that_fails_midway_is_undone(tmp_path, monkeypatch, step):
+    """At the new database, after the old one was moved."""
+
+    async def test(store, _):
+        await append(store, 1)
+        with monkeypatch.context() as broken:
+            opened, renamed = database.connect, Path.rename
+
+            def connect(path, durability):
+                if path.name == "trajectories.db" and list((tmp_path / "archive").iterdir()):
+                    opened(path, durability).close()
+                    raise sqlite3.OperationalError("disk I/O error")
+                return opened(path, durability)
+
+            def rename(path, to):
+                if path.name == "fresh.db":
+                    raise PermissionError("denied")
+                return renamed(path, to)
+
+            broken.setattr(*((database, "connect", connect) if step == "connect" else (Path, "rename", rename)))
+            with pytest.raises((sqlite3.OperationalError, PermissionError)):
+                await store.archive(epoch=3)
+        await append(store, 2)
+        assert [group.id for group in await store.read(database.queued)] == [1, 2]
+        assert not list((tmp_path / "archive").iterdir())
+
+    in_store(tmp_path, test)
+
+
+def test_a_kill_amid_an_archive_leaves_the_new_store(tmp_path):
+    """At the worst moment: the old database has its new name, and the new one not yet."""
+
+    async def fill(store, _):
+        await append(store, 1)
+        store._prepare({"epoch": 3})
+
+    in_store(tmp_path, fill)
+    (tmp_path / "trajectories.db").rename(tmp_path / "archive/0001.db")
+
+    async def look(_, loaded):
+        assert loaded.run["epoch"] == 3 and not loaded.queued
+
+    in_store(tmp_path, look)
+
+
+def test_the_size_is_told_while_the_store_is_moved(tmp_path, monkeypatch):
+    async def test(store, _):
+        assert store.size() > 0
+        store.path = tmp_path / "moved" / "trajectories.db"
+        monkeypatch.setattr(Path, "exists", lambda path: True)  # as it was when it was looked for
+        assert store.size() == 0
+        monkeypatch.undo()
+        store.path = tmp_path / "trajectories.db"
+
+    in_store(tmp_path, test)
 
 
 def test_a_folder_is_used_by_one_server(tmp_path):

@@ -4,11 +4,13 @@ import json
 import math
 import struct
 
+import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.packed import ODD_MESSAGES
 from recipe.atropos.data.reasons import RefusedGroup
 from recipe.atropos.trajectory_api import wire
 from recipe.atropos.trajectory_api.parsing import parse_json, parse_packed
@@ -112,6 +114,50 @@ def test_a_damaged_record_is_refused_or_whole(group, data):
         return
     for parsed in accepted:
         json.loads(wire.to_json(parsed.record))
+
+
+def readable(accepted):
+    for parsed in accepted:
+        group, plain = wire.to_group(parsed.record), json.loads(wire.to_json(parsed.record))
+        for name in ("tokens", "masks", *wire.FLOATS):
+            assert (group[name] is None) == (plain[name] is None)
+        for name in ("tokens", "masks"):
+            assert [row.tolist() for row in group[name]] == plain[name]
+            assert all(type(value) is int for row in plain[name] for value in row)
+        assert len(group["scores"]) == len(plain["scores"]) == len(group["tokens"]) == parsed.sequences
+
+
+@settings(max_examples=500)
+@given(ODD_MESSAGES)
+def test_odd_packed_posts_are_refused_or_readable(message):
+    try:
+        accepted = parse_packed(message)
+    except RefusedGroup:
+        return
+    readable(accepted)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("lengths", "f8"),
+        ("tokens", "f8"),
+        ("scores", "bits"),
+        ("inference_logprobs", "i4"),
+        ("tokens", "x"),
+        ("y", "i4"),
+    ],
+)
+def test_a_buffer_of_a_wrong_dtype_is_named(name, dtype):
+    group = {"tokens": [[1, 2]] * 8, "masks": [[1, 3]] * 8, "scores": [1.0] * 8, "inference_logprobs": [[-1.0] * 2] * 8}
+    record = wire.pack(wire.from_group(group))
+    header, start = wire.read_header(record)
+    header.buffers = {key: dtype if key == name else value for key, value in header.buffers.items()}
+    header.buffers |= {} if name in header.buffers else {name: dtype}
+    encoded = msgspec.json.encode(header)
+    changed = b"ATG1" + struct.pack("<I", len(encoded)) + encoded + bytes(-len(encoded) % 8) + record[start:]
+    with pytest.raises(RefusedGroup, match=f"a packed group has {name} of dtype {dtype}; it may have: "):
+        parse_packed(wire.join([changed]))
 
 
 @given(st.binary(max_size=200))

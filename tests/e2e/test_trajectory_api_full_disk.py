@@ -1,0 +1,200 @@
+"""A full disk holds what must be stored, is named, and harms nothing: each request is answered once there is room."""
+
+import asyncio
+import concurrent.futures
+import subprocess
+import sys
+import time
+
+import pytest
+import requests
+
+from helpers.disk import fill
+from helpers.services import group
+from helpers.trajectory_api import ENVIRONMENT, REGISTRATION, running_trajectory_api
+from recipe.atropos.data_source import DataSource, DataSourceConfig, DataSourceError, Registration
+from recipe.atropos.trajectory_api.trajectory_client import TrajectoryApiClient, TrajectoryApiError
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture
+def api(full_disk, tmp_path):
+    """On a small disk, which is not full yet; a trainer and an environment have registered."""
+    with running_trajectory_api(tmp_path, "--data-dir", str(full_disk / "data")) as api:
+        api.register(after=0, max_staleness=2)
+        api.environment = api.post("/register-env", ENVIRONMENT)["env_id"]
+        yield api
+        if api.process.poll() is None:
+            assert "Traceback" not in api.log()
+
+
+def make_room(disk):
+    (disk / "ballast").unlink()
+
+
+def named(api, disk):
+    """Wait until the server says that its disk is full."""
+    deadline = time.monotonic() + 10
+    while "store" not in (told := api.get("/diagnose"))["warnings"]:
+        assert time.monotonic() < deadline, told
+        time.sleep(0.05)
+    assert "full" in told["why"] and str(disk) in told["why"]
+
+
+REQUESTS = {
+    "register": lambda api: api.register(after=0)["epoch"] == 2,
+    "register-env": lambda api: api.post("/register-env", ENVIRONMENT)["env_id"] == api.environment + 1,
+    "disconnect-env": lambda api: api.post("/disconnect-env", {"env_id": api.environment})["status"] == "success",
+    "begin": lambda api: api.post("/begin", {"env_id": api.environment})["ticket"] == api.ticket + 1,
+    "release": lambda api: api.post("/release", {"ticket": api.ticket})["status"] == "released",
+    "commit": lambda api: api.post("/commit", {"through": 1})["through"] == 1,
+    "weights": lambda api: api.post("/weights", {"through": 1})["through"] == 1,
+}
+
+
+@pytest.mark.parametrize("request_of_it", REQUESTS.values(), ids=REQUESTS)
+def test_what_must_be_stored_is_held(api, full_disk, request_of_it):
+    for number in (1, 2):
+        api.post("/scored_data", group(number))
+    assert api.batch("?after=0&wait=5") == [1, 2]
+    api.ticket = api.post("/begin", {"env_id": api.environment})["ticket"]
+    fill(full_disk)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        held = pool.submit(request_of_it, api)
+        named(api, full_disk)
+        time.sleep(0.5)
+        assert not held.done()
+        if request_of_it is REQUESTS["register"]:
+            assert "another trainer registers now" in requests.get(f"{api.url}/batch?after=0").json()["detail"]
+        else:
+            assert api.batch("?after=0") == [1, 2], "reading goes on"
+        make_room(full_disk)
+        assert held.result(20)
+    assert not api.get("/diagnose")["warnings"]
+
+
+@pytest.mark.parametrize("stock", [False, True])
+def test_a_batch_is_not_sent_before_it_is_stored(api, full_disk, stock):
+    """Nor is it held: the trainer is told that there is none, and asks again."""
+    query = "?after=0&wait=0.5"
+    if stock:
+        query = ""
+        api.kill()
+        subprocess.run(["rm", "-r", str(full_disk / "data")], check=True)
+        api.start()
+        api.register()
+    for number in (1, 2, 3):
+        api.post("/scored_data", group(number))
+    fill(full_disk)
+    for _ in range(2):
+        begun = time.monotonic()
+        assert api.batch(query) is None and time.monotonic() - begun < 10
+        named(api, full_disk)
+    make_room(full_disk)
+    deadline = time.monotonic() + 10
+    while (batch := api.batch(query)) is None:
+        assert time.monotonic() < deadline
+    assert batch == [1, 2] and api.get("/diagnose")["batches"]["last"] == 1
+
+
+def test_a_reset_is_held_and_the_store_is_used_meanwhile(tmp_path, full_disk):
+    with running_trajectory_api(tmp_path, "--data-dir", str(full_disk / "data")) as api:
+        api.register()
+        for number in (1, 2, 3):
+            api.post("/scored_data", group(number))
+        assert api.batch() == [1, 2]
+        fill(full_disk)
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            held = pool.submit(requests.get, f"{api.url}/reset_data", timeout=60)
+            named(api, full_disk)
+            time.sleep(0.5)
+            assert not held.done() and api.get("/latest_example")["scores"][0] == 3.0
+            assert api.batch("?after=0") == [1, 2]
+            make_room(full_disk)
+            assert held.result(20).text == "Reset successful"
+        assert api.get("/status") == {"current_step": 0, "queue_size": 0}
+        api.register()
+        api.post("/scored_data", group(4))
+        assert [path.name for path in (full_disk / "data/archive").iterdir()] == ["0001.db"]
+
+
+@pytest.mark.parametrize("has_store", [False, True])
+def test_a_start_on_a_full_disk_says_so(tmp_path, full_disk, has_store):
+    flags = ["--data-dir", str(full_disk / "data")]
+    if has_store:
+        with running_trajectory_api(tmp_path, *flags) as api:
+            api.register(after=0)
+            assert api.stop() == 0
+    fill(full_disk)
+    command = [sys.executable, "-m", "recipe.atropos.trajectory_api", "--port", "0", *flags]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    [line] = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
+    assert ended.returncode == 1 and str(full_disk) in line and "make room" in line
+
+
+# ---------------------------------------------------------------------- the clients
+
+
+def test_held_registrations_take_effect_once(api, full_disk):
+    """The client repeats them, since it gets no answer; a full disk is not taken for a server that is down."""
+
+    async def run():
+        async with TrajectoryApiClient(api.url, patience=1, timeout=0.5, held=60) as client:
+            for call in (client.register_env(ENVIRONMENT), client.register(REGISTRATION, after=0)):
+                fill(full_disk)
+                before, held = client.again, asyncio.create_task(call)
+                await asyncio.sleep(3)
+                assert client.again >= before + 2 and not held.done()
+                make_room(full_disk)
+                answer = await held
+                if "env_id" in answer:
+                    lines = (await client.diagnose())["environments"]
+                    assert [line["env_id"] for line in lines] == [api.environment, answer["env_id"]]
+            assert (await client.diagnose())["trainer"]["epoch"] == answer["epoch"] == client.epoch
+            assert await client.batch(after=0, wait=0) is None, "its epoch is the newest"
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_a_disk_that_stays_full_is_named_in_the_end(api, full_disk):
+    async def run():
+        async with TrajectoryApiClient(api.url, patience=0.5, timeout=0.5, held=4) as client:
+            ticket = await client.begin(api.environment)
+            fill(full_disk)
+            with pytest.raises(TrajectoryApiError, match="it cannot store: .*full; make room"):
+                await client.release(ticket, "x")
+
+    begun = time.monotonic()
+    asyncio.run(asyncio.wait_for(run(), 60))
+    assert 3 < time.monotonic() - begun < 20
+
+
+@pytest.mark.parametrize("room", [True, False])
+def test_the_trainer_waits_for_room_as_for_a_batch(api, full_disk, room):
+    """In ``next_batch``, and in ``commit``; ``max_wait_time`` limits it, and the error names the disk."""
+    times = {"retry_attempts": 2, "retry_delay": 0.1, "timeout": 0.5, "max_wait_time": 30 if room else 6}
+    config, registration = DataSourceConfig(api.url, **times), Registration(8, 64, 0, 10)
+    with DataSource(config, registration) as source, concurrent.futures.ThreadPoolExecutor() as pool:
+        for number in (1, 2):
+            api.post("/scored_data", group(number))
+        assert source.next_batch().number == 1
+        for number in (3, 4):
+            api.post("/scored_data", group(number))
+        fill(full_disk)
+        waiting = pool.submit(source.commit, 1)
+        named(api, full_disk)
+        time.sleep(4)
+        if room:
+            assert not waiting.done()
+            make_room(full_disk)
+            waiting.result(20)
+            assert source.next_batch().number == 2
+        else:
+            with pytest.raises(DataSourceError, match="it cannot store: .*full; make room"):
+                waiting.result(30)
+            with pytest.raises(
+                DataSourceError, match="no batch .* within trainer.atropos.max_wait_time=6 s: nothing can"
+            ):
+                while True:
+                    source.next_batch()
