@@ -117,3 +117,12 @@ def test_detach_says_on_the_terminal_what_is_wrong(terminal, tmp_path):
     )
     assert joined.wait_for_end() == 1 and "--detach leaves the terminal" in " ".join(joined.text.split())
     assert not os.listdir(tmp_path)
+
+
+def test_stop_signal_during_the_checks_is_an_interrupt(tmp_path):
+    arguments = ["--preset", "demo", f"--run-dir={tmp_path / 'run'}"]
+    with subprocess.Popen(command("train", *arguments), stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout.readline().startswith("run ")
+        launcher.terminate()
+        assert "stopped the same command resumes the run" in launcher.stdout.read()
+        assert launcher.wait(60) == 130 and not (tmp_path / "run").exists()
