@@ -112,9 +112,8 @@ def _marks(process):
 def test_detach_says_on_the_terminal_what_is_wrong(terminal, tmp_path):
     wrong = terminal([*LAUNCH, "--model=/no/such/model", f"--run-dir={tmp_path / 'run'}"], tmp_path)
     assert wrong.wait_for_end() == 1 and "no model there" in wrong.text
-    joined = terminal(
-        [*LAUNCH, "environment.target=null", f"--run-dir={tmp_path / 'run'}"], tmp_path, ATROPOS_API_KEY=""
-    )
+    options = ["environment.target=null", "inference.api_key=null", f"--run-dir={tmp_path / 'run'}"]
+    joined = terminal([*LAUNCH, *options], tmp_path)
     assert joined.wait_for_end() == 1 and "--detach leaves the terminal" in " ".join(joined.text.split())
     assert not os.listdir(tmp_path)
 
