@@ -112,8 +112,16 @@ def _marks(process):
 def test_detach_says_on_the_terminal_what_is_wrong(terminal, tmp_path):
     wrong = terminal([*LAUNCH, "--model=/no/such/model", f"--run-dir={tmp_path / 'run'}"], tmp_path)
     assert wrong.wait_for_end() == 1 and "no model there" in wrong.text
-    joined = terminal(
-        [*LAUNCH, "environment.target=null", f"--run-dir={tmp_path / 'run'}"], tmp_path, ATROPOS_API_KEY=""
-    )
+    options = ["environment.target=null", "inference.api_key=null", f"--run-dir={tmp_path / 'run'}"]
+    joined = terminal([*LAUNCH, *options], tmp_path)
     assert joined.wait_for_end() == 1 and "--detach leaves the terminal" in " ".join(joined.text.split())
     assert not os.listdir(tmp_path)
+
+
+def test_stop_signal_during_the_checks_is_an_interrupt(tmp_path):
+    arguments = ["--preset", "demo", f"--run-dir={tmp_path / 'run'}"]
+    with subprocess.Popen(command("train", *arguments), stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout.readline().startswith("run ")
+        launcher.terminate()
+        assert "stopped the same command resumes the run" in launcher.stdout.read()
+        assert launcher.wait(60) == 130 and not (tmp_path / "run").exists()
