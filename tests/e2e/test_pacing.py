@@ -67,6 +67,45 @@ def test_batches_have_the_items_that_started_first(api, make):
     play(make(api), scene)
 
 
+class TimedEnv(NumberEnv):
+    """Item n takes ``seconds(n)``; ``weights[n]`` are those that it started with. One in three gives no group."""
+
+    async def collect_trajectories(self, item):
+        number = item["number"]
+        self.weights[number] = self.pushed
+        await asyncio.sleep(self.seconds(number))
+        groups = [made(number)] * (2 if self.uneven and number % 4 == 0 else 1)
+        return (None if number % 3 == 1 else groups), []
+
+
+@pytest.mark.parametrize(("max_staleness", "uneven"), [(1, False), (0, True)], ids=["bound", "items_of_several_groups"])
+def test_batches_do_not_depend_on_how_long_items_take(tmp_path, make, max_staleness, uneven):
+    """Nor does the bound; where items give other numbers of groups than expected, some may be too old."""
+
+    def batches(name, seconds):
+        found = []
+
+        async def scene(env, manager):
+            env.weights, env.pushed, env.seconds, env.uneven = {}, 0, seconds, uneven
+            trainer = ScriptedTrainer(api.url, BATCH, max_staleness)
+            for step in range(1, 7):
+                found.append(await trainer.next_batch(manager))
+                assert uneven or step - 1 - min(env.weights[number] for number in found[-1]) <= max_staleness
+                env.pushed = step
+                trainer.push()
+
+        (tmp_path / name).mkdir()
+        with running_trajectory_api(tmp_path / name) as api:
+            play(make(api.url, TimedEnv), scene)
+        return found
+
+    quick = batches("quick", lambda number: 0)
+    assert quick == batches("slow", lambda number: 0.07 * (number * 7 % 5))
+    if not uneven:
+        trained = [number for number in range(99) if number % 3 != 1]
+        assert quick == [trained[3 * step : 3 * step + 3] for step in range(6)]
+
+
 def test_what_is_not_posted_releases_its_place_by_reason(api, make):
     """The API counts each place once, under the reason that the adapter counts."""
 

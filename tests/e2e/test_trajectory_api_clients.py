@@ -10,9 +10,8 @@ from pathlib import Path
 import atroposlib
 import numpy as np
 import pytest
-from atroposlib.envs.base import APIServerConfig, BaseEnvConfig
 
-from helpers.numbered_env import NumberEnv
+from helpers.numbered_env import stock_env
 from helpers.services import group
 from helpers.trajectory_api import ENVIRONMENT, REGISTRATION, numbers, running_trajectory_api
 from recipe.atropos.data.reasons import RefusedGroup
@@ -115,14 +114,6 @@ def test_the_client_gives_up_with_a_reason(tmp_path):
 # ---------------------------------------------------------------------- what exists
 
 
-class StockEnv(NumberEnv):
-    """``BaseEnv`` itself posts plain values only."""
-
-    async def collect_trajectories(self, item):
-        numbered = group(item["number"], size=2)
-        return numbered | {"scores": [float(item["number"]), -1.0], "group_overrides": {}, "overrides": None}, []
-
-
 TRAINER = """
 import sys
 from example_trainer.api import register_trainer
@@ -155,17 +146,9 @@ def sft_generator(url, folder, tokenizer):
 def test_a_stock_environment_and_stock_clients_run(client, api, model_path, tmp_path):
     """With the secret in the address, which is all that they are told."""
     url = f"{api.url}/s3cret"
-    server = APIServerConfig(
-        model_name=str(model_path), base_url="http://127.0.0.1:1/v1", server_type="sglang", api_key="x"
-    )
-    server.health_check = False
-    config = BaseEnvConfig(
-        **{"tokenizer_name": str(model_path), "group_size": 2, "use_wandb": False, "max_token_length": 64},
-        **{"rollout_server_url": url, "total_steps": 1000, "batch_size": 4, "max_num_workers": 2},
-    )
 
     async def run():
-        environment = StockEnv(config, [server], slurm=False)
+        environment = stock_env(url, model_path)
         manager = asyncio.create_task(environment.env_manager())
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, *client(url, tmp_path, model_path)), stdout=subprocess.PIPE, stderr=subprocess.STDOUT

@@ -9,6 +9,7 @@ import pytest
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
 
 from helpers.scripted_trainer import ScriptedTrainer
+from helpers.services import group
 from helpers.trajectory_api import running_trajectory_api
 from recipe.atropos.adapter.adapted_env import AdaptedEnv, adapt
 from recipe.atropos.trajectory_api.trajectory_client import TrajectoryApiError
@@ -43,6 +44,23 @@ class NumberEnv(BaseEnv):
                 raise fault
             return fault, []
         return made(number), []
+
+
+class StockEnv(NumberEnv):
+    """For ``BaseEnv`` itself, which posts plain values only."""
+
+    async def collect_trajectories(self, item):
+        numbered = group(item["number"], size=SIZE)
+        return numbered | {"scores": [float(item["number"]), -1.0], "group_overrides": {}, "overrides": None}, []
+
+
+def stock_env(url, model_path, **fields):
+    """A ``StockEnv`` as it is, not adapted."""
+    server = APIServerConfig(model_name=str(model_path), base_url="http://127.0.0.1:1/v1", server_type="sglang")
+    server.api_key, server.health_check = "x", False
+    config = {"tokenizer_name": str(model_path), "group_size": SIZE, "use_wandb": False, "max_token_length": 64}
+    config |= {"rollout_server_url": url, "total_steps": 1000, "batch_size": 4, "max_num_workers": 2}
+    return StockEnv(BaseEnvConfig(**(config | fields)), [server], slurm=False)
 
 
 def made(number, **fields):

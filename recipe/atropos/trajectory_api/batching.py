@@ -5,7 +5,7 @@
   sequences in the shortest beginning of that order that has such a choice; of several, the one with the earliest
   entries. It is cut only when no ticket in that beginning is open. So it depends on the groups alone, never on the
   sequence in which tickets end.
-- **Nothing blocks.** If no ticket is open in the queue, no environment with an allocation is waited for, and any choice
+- **Nothing blocks.** If no ticket is open, no allocation and no part of tickets is waited for, and any choice
   of the groups queued has ``batch_size`` sequences, there is a batch. Groups that fit into none stay in the order and
   are taken as soon as they fit.
 - **With a staleness bound**, the tickets of all environments are one stream in the order of their numbers; ``pacing``

@@ -1,0 +1,91 @@
+"""A server that is full, and one whose groups do not fit: environments are slowed, never refused, and go on."""
+
+import asyncio
+import contextlib
+import time
+
+import pytest
+
+from helpers.numbered_env import stock_env
+from helpers.services import group
+from helpers.trajectory_api import ENVIRONMENT, running_trajectory_api
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@contextlib.asynccontextmanager
+async def stock_environment(api, model_path):
+    """``BaseEnv`` itself, whose own limit is far away."""
+    environment = stock_env(api.url, model_path, max_batches_offpolicy=100)
+    manager = asyncio.create_task(environment.env_manager())
+    try:
+        yield
+        assert not manager.done(), manager.exception()
+    finally:
+        manager.cancel()
+        await asyncio.gather(manager, return_exceptions=True)
+
+
+async def received(api, groups):
+    """Wait until the server has stored so many groups."""
+    async with asyncio.timeout(40):
+        while (found := (await asyncio.to_thread(api.get, "/diagnose"))["received"]) < groups:
+            await asyncio.sleep(0.05)
+    return found
+
+
+def all_batches(api):
+    found = []
+    while batch := api.batch():
+        found += batch
+    return found
+
+
+def test_a_held_stock_environment_is_answered_in_time(tmp_path, model_path):
+    """Nobody takes batches, and its posts are answered all the same; none is sent again or lost."""
+
+    async def run(api):
+        async with stock_environment(api, model_path):
+            await received(api, 8)
+
+    with running_trajectory_api(tmp_path, "--queue-tokens", "1", "--hold-seconds", "1") as api:
+        api.register(batch_size=4)
+        asyncio.run(run(api))
+        counts = api.get("/diagnose")["counts"]
+        found = all_batches(api)
+    assert not [name for name in counts if name.startswith(("repeated", "refused"))]
+    assert sorted(found) == list(range(len(found))) and len(found) >= 8
+
+
+def test_a_held_stock_environment_goes_on_when_there_is_room(tmp_path, model_path):
+    async def run(api):
+        async with stock_environment(api, model_path):
+            held = await received(api, 2)
+            await asyncio.sleep(3)
+            assert await received(api, 0) == held == 2, "a batch is complete, and both workers wait for answers"
+            for groups in (4, 6):
+                assert len(await asyncio.to_thread(api.batch)) == 2
+                await received(api, groups)
+
+    with running_trajectory_api(tmp_path, "--queue-tokens", "1") as api:
+        api.register(batch_size=4)
+        asyncio.run(run(api))
+
+
+def test_an_environment_goes_on_that_stopped_for_groups_that_fit_into_no_batch(tmp_path):
+    """Three batches of sequences are queued, and so it makes no more; but only more can make a batch."""
+    with running_trajectory_api(tmp_path, impatient=True) as api:
+        api.register(after=0)
+        env_id = api.post("/register-env", ENVIRONMENT | {"group_size": 1})["env_id"]
+        for number in range(8):
+            api.post("/scored_data", group(number, size=3) | {"env_id": env_id})
+        assert api.get("/status-env", json={"env_id": env_id})["self_queue_size"] == 24
+        deadline = time.monotonic() + 20
+        while api.get("/status-env", json={"env_id": env_id})["self_queue_size"]:
+            assert time.monotonic() < deadline
+            assert api.batch("?after=0&wait=0.5") is None
+        told = api.get("/diagnose")
+        assert told["set_aside"] == {"3": 8} and told["counts"]["set_aside/fits_no_batch"] == 8
+        api.post("/scored_data", group(20, size=5) | {"env_id": env_id})
+        assert api.batch("?after=0") == [0, 20]
+        assert "groups of 3 sequences fit into no batch" in api.log()
