@@ -1,7 +1,6 @@
 """The service at moments that requests from outside do not hit reliably."""
 
 import asyncio
-import contextlib
 import json
 import time
 
@@ -87,20 +86,6 @@ def test_posts_amid_a_reset_are_kept_once(tmp_path):
         assert len(found) == len(set(found)) == len(stored) + 1
 
     in_service(tmp_path, test)
-
-
-# ---------------------------------------------------------------------- backpressure
-
-
-async def is_held(service):
-    with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(ingest.hold(service, lambda: False), 0.05)
-        return False
-    return True
-
-
-async def still_without_ticket(service):
-    assert [entry.due for entry in service.queue] == [0], "after a restart too"
 
 
 # ---------------------------------------------------------------------- trainers
