@@ -75,7 +75,7 @@ def test_alarms_of_stop_on_end_the_run(tmp_path, model_path):
     finally:
         launcher.stop(grace=0)
     output = launcher.log_path.read_text()
-    assert "error   watchdog.stop_on=environment_raises: environment_raises (" in output, output
+    assert "error   watchdog.stop_on: environment_raises (" in output, output
     assert "items raised: ValueError (" in output and "left running" not in output
     [line] = read_lines(folder / "alarms.jsonl")
     summary = read_json(folder / "summary.json")

@@ -83,7 +83,7 @@ class AlarmWatch:
             self._account()
         for change in changed:
             if change["state"] == "raised" and change["alarm"] in self._stop_on:
-                raise AlarmRaised(f"watchdog.stop_on={change['alarm']}: {described(change)}")
+                raise AlarmRaised(f"watchdog.stop_on: {described(change)}")
 
     def _ask(self) -> None:
         """Ask the services in a task, if one is due, and take in what the last one was told."""
