@@ -72,7 +72,7 @@ def test_a_held_stock_environment_goes_on_when_there_is_room(tmp_path, model_pat
         asyncio.run(run(api))
 
 
-def test_an_environment_goes_on_that_stopped_for_groups_that_fit_into_no_batch(tmp_path):
+def test_an_environment_goes_on_whose_groups_fit_no_batch(tmp_path):
     """Three batches of sequences are queued, and so it makes no more; but only more can make a batch."""
     with running_trajectory_api(tmp_path, impatient=True) as api:
         api.register(after=0)

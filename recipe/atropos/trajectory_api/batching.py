@@ -16,8 +16,8 @@
   an allocation, up to it; then always the environment that was served least for its weight: it is never more than one
   group ahead of what another with queued groups was served for its.
 - **Sizes set aside** are those of more than a batch, those that ``SKIPS`` batches in a row passed over, and those that
-  ``make_room`` finds. Their groups do not count as queued or begun until one of them is in a batch, or the batch size
-  changes, so no environment stops for them. Their tokens count.
+  ``make_room`` finds. Their groups do not count as queued or begun, so no environment stops for them, until ``SKIPS``
+  more batches had some of them than passed them over, or the batch size changes. Their tokens count.
 - The cost of a batch depends on its own size, on the number of environments and of sizes, and on the staleness bound,
   not on the length of the queue: at most ``batch_size`` / s groups of each size s are looked at.
 """
@@ -95,7 +95,7 @@ class Queue:
         self.tickets: dict[int, Entry] = {}  # open, by number
         self.tokens = 0
         self._groups: Counter[int] = Counter()  # by size
-        self._passed: Counter[int] = Counter()  # by size: batches in a row that had none, though one came before others
+        self._passed: Counter[int] = Counter()  # by size: batches that had none, though one came before others
         self._unfit: set[int] = set()  # sizes that are set aside though no larger than a batch
         self._planned: tuple[object, Plan] | None = None
 
@@ -209,6 +209,7 @@ class Queue:
     def _set_aside(self, sizes: Iterable[int]) -> dict[int, int]:
         found = {size: self._groups[size] for size in sizes if not self.is_aside(size)}
         self._unfit.update(found)
+        self._passed |= dict.fromkeys(found, SKIPS)
         self._planned = None
         return found
 
@@ -310,10 +311,12 @@ class Queue:
             lane.virtual = max(lane.virtual - mean, -(self.batch_size or 0) / weights)
         chosen = {entry.size for entry in plan.entries}
         for size in chosen:
-            del self._passed[size]
-            self._unfit.discard(size)
-        self._passed.update(plan.sizes - chosen)
-        return self._set_aside(size for size in plan.sizes - chosen if self._passed[size] >= SKIPS)
+            self._passed[size] -= 1 if size in self._unfit else self._passed[size]
+            if not self._passed[size]:
+                self._unfit.discard(size)
+        for size in plan.sizes - chosen:
+            self._passed[size] = min(SKIPS, self._passed[size] + 1)
+        return self._set_aside(size for size in plan.sizes - chosen if self._passed[size] == SKIPS)
 
     def make_room(self, alive: Envs, number: int) -> dict[int, int]:
         """If sizes that do not fit are all that is queued, set aside those with the most sequences, until less than a

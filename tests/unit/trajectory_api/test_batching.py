@@ -332,6 +332,11 @@ def test_sizes_that_are_passed_over_are_set_aside_until_they_fit():
     assert noted == [{}] * (SKIPS - 1) + [{3: 2}] and queue.aside == {3: 2, 12: 1} and queue.sequences == 0
     queue.add(Entry(99, None, 5, id=99))
     assert [entry.number for entry in queue.plan(NOBODY, 1).entries] == [2, 99]
+    for number in range(100, 99 + 2 * SKIPS, 2):
+        assert 3 in queue.aside
+        queue.cut(queue.plan(NOBODY, 1), NOBODY)
+        queue.add(Entry(number, None, 5, id=number))
+        queue.add(Entry(number + 1, None, 3, id=number + 1))
     queue.cut(queue.plan(NOBODY, 1), NOBODY)
     assert queue.aside == {12: 1} and queue.sequences == 3, "its size counts again"
 
@@ -356,6 +361,27 @@ def test_room_is_made_where_sizes_that_do_not_fit_are_all():
     queue.release(20)
     queue.add(Entry(20, 0, 4, id=20))
     assert [entry.number for entry in queue.plan(NOBODY, 1).entries] == [9, 20]
+
+
+@pytest.mark.parametrize("bounded", [False, True])
+def test_batches_come_for_environments_that_stop_at_three_batches(bounded):
+    """Two groups in three have sizes that fit into no batch, or rarely."""
+    for seed in range(20):
+        rng = random.Random(seed)
+        queue, batch_size = queue_of(0, ()), rng.randint(6, 40)
+        queue.set_batch_size(batch_size, bounded)
+        sizes = [rng.randint(1, batch_size + 3), rng.randint(batch_size // 2, batch_size), rng.choice([1, batch_size])]
+        batches, number, waits = 0, 0, 0
+        while batches < 40:
+            number += 1
+            env = rng.randrange(2)
+            if queue.queued(env) < 3 * batch_size if env in queue.lanes else True:
+                queue.add(Entry(number, env, rng.choice(sizes), id=number))
+            batches += len(cut_all(queue))
+            if queue.plan(NOBODY, 1).stuck and rng.random() < 0.1:
+                queue.make_room(NOBODY, 1)
+            waits += 1
+            assert waits < 20_000, (seed, sizes, batch_size, batches, queue.plan(NOBODY, 1).why)
 
 
 def test_room_is_made_only_where_nothing_else_helps():

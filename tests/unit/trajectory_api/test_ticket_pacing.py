@@ -170,7 +170,7 @@ def test_pacing_gives_an_idle_environments_places_to_others():
     assert refuses(queue, 0, 2, range(1, 2), {0, 1}, {0}) == ""  # the other does not ask
 
 
-def test_pacing_is_not_stuck_by_what_an_idle_environment_has_begun():
+def test_pacing_is_not_stuck_by_an_idle_environments_groups():
     queue = queue_of(8, (), (1.0, 1.0))
     queue.add(Entry(1, 1, 2, id=1, due=1))
     for number in range(2, 5):
