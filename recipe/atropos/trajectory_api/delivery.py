@@ -172,7 +172,7 @@ async def numbered_batch(service: Service, after: int, wait: float, epoch: int |
 def _cut(service: Service) -> bool:
     """Cut the next batch if it is complete; return whether it was."""
     alive, queue = service.environments.alive(), service.queue
-    if queue.batch_size is None or queue.sequences < queue.batch_size:
+    if service.registering.locked() or queue.batch_size is None or queue.sequences < queue.batch_size:
         return False
     plan = queue.plan(alive)
     if not plan.complete:
