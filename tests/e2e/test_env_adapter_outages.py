@@ -284,7 +284,8 @@ def get_status(url, env_id):
 def test_adapted_env_ends_on_sigterm_without_children(own_api, make, model_path, tmp_path):
     """Sigterm ends it with a goodbye and without children though a thread hangs."""
     api = own_api
-    registered(make(api))  # another one, of which the API tells its part
+    other = make(api)
+    registered(other)
     (tmp_path / "stubborn.py").write_text(STUBBORN)
     flags = {"env.tokenizer_name": model_path, "env.group_size": SIZE, "env.use_wandb": "false"}
     flags |= {"env.rollout_server_url": api, "env.max_token_length": 100, "openai.model_name": model_path}
@@ -298,7 +299,7 @@ def test_adapted_env_ends_on_sigterm_without_children(own_api, make, model_path,
         while "ready" not in service.tail(200):
             assert service.poll() is None and time.monotonic() < deadline, service.tail()
             time.sleep(0.1)
-        weight = get_status(api, 0)["env_weight"]
+        weight = get_status(api, other.env_id)["env_weight"]
         (child,) = psutil.Process(service.pid).children()
         os.kill(service.pid, signal.SIGTERM)
         assert service.process.wait(30) == 143, service.tail()
@@ -306,4 +307,4 @@ def test_adapted_env_ends_on_sigterm_without_children(own_api, make, model_path,
     finally:
         service.stop(grace=0)
     assert read_lines(report)[-1]["in_flight"] > 0
-    assert get_status(api, 0)["env_weight"] > weight, "its part is the others'"
+    assert get_status(api, other.env_id)["env_weight"] > weight, "its part is the others'"

@@ -85,7 +85,7 @@ def test_live_view_follows_the_size_of_its_terminal(view):
     for lines, columns in ((24, 60), (40, 150)):
         seen = len(terminal.text)
         terminal.resize(lines, columns)
-        terminal.wait_for(rf"(?s)^.{{{seen}}}.*╭─ demo[^\n]{{{columns - 9},}}\n.*╰[^\n]+\n.*line")
+        terminal.wait_for(rf"(?s)^.{{{seen}}}.*╭─ demo[^\n]{{{columns - 9},{columns - 7}}}\n.*╰[^\n]+\n.*line")
         fresh = drawn(terminal.text[seen:])[-1]
         assert {*map(len, fresh)} == {columns}
     assert terminal.raw.count(CLEAR) == 2, "once for each size"

@@ -81,7 +81,9 @@ class StockApi(TrajectoryApiClient):
         if buffered := answer.get("buffered"):
             self._count("buffered", buffered)
 
-    async def _json(self, method: str, path: str, message: Any = None, limit: float | None = None) -> Any:
+    async def _json(
+        self, method: str, path: str, message: Any = None, limit: float | None = None, key: str | None = None
+    ) -> Any:
         server_errors, tries, waited = 0, 0, 0.0  # s, not counting waits for a registration
         posts, headers = path == _POST, {"Content-Type": "application/json"}
         while True:

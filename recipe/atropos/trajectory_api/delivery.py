@@ -174,6 +174,8 @@ async def numbered_batch(service: Service, after: int, wait: float, epoch: int |
 
 def _cut(service: Service) -> bool:
     """Cut the next batch if it is complete; return whether it was."""
+    if service.registering.locked():
+        return False
     plan = service.plan()
     if not plan.complete:
         return False

@@ -7,11 +7,12 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from recipe.atropos.data.rows import ENVIRONMENTS
 from recipe.atropos.trajectory_api.batching import LEAST_WEIGHT, Queue
 from recipe.atropos.trajectory_api.messages import EnvRegistration, RequestRefused
 
 ALIVE_SECONDS = 60.0  # since an environment was last seen, until its share and its tickets are released
-_BLOCKS = (2**31 - 1) // 1000  # of numbers of environments
+_BLOCKS = (2**31 - 1) // ENVIRONMENTS  # of numbers of environments
 ASKING_SECONDS = 5.0  # since an environment asked for a ticket, until others may use its part
 
 
@@ -52,7 +53,7 @@ class Environments:
 
     def __init__(self) -> None:
         self.by_id: dict[int, Environment] = {}
-        self._first = 1000 * random.randrange(1, _BLOCKS)
+        self._first = ENVIRONMENTS * random.randrange(1, _BLOCKS)
 
     def __iter__(self) -> Any:
         return iter(self.by_id.values())

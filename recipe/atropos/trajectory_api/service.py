@@ -94,10 +94,10 @@ class Service:
         run = loaded.run
         self.epoch: int = run.get("epoch", 0)
         self.last: int = run.get("last", 0)
-        self.cursor: int = run.get("cursor", 0)
+        self.cursor: int = min(run.get("cursor", 0), self.last)  # more was written amid a reset
         self.committed: int = run.get("committed", 0)
         self.deleted: int = run.get("deleted", 0)
-        self.served: int = run.get("served", self.cursor)
+        self.served: int = min(run.get("served", self.cursor), self.last)
         self.delivered = True  # whether the answer with batch ``served`` was written completely
         self.posts, self.counts = loaded.posts, Counter(loaded.counts)
         self._unsaved: Counter[str] = Counter()
@@ -113,7 +113,9 @@ class Service:
             self.apply_share(environment)
         for name in [name for name in self.counts if name.startswith(_OF_ENVIRONMENT)]:
             number, _, counted = name.removeprefix(_OF_ENVIRONMENT).partition("/")
-            self.environments.by_id[int(number)].counts[counted] = self.counts.pop(name)
+            n = self.counts.pop(name)
+            if int(number) in self.environments.by_id:  # else counted amid a reset
+                self.environments.by_id[int(number)].counts[counted] = n
         if (values := run.get("registration")) is not None:
             registration = msgspec.convert(values, Registration)
             base = run.get("base", 0)

@@ -249,7 +249,7 @@ class TrajectoryApiClient:
                 waited, most = now - lived, self.patience
             if waited + pause > most:
                 why = f"it cannot store: {trouble}" if trouble else "is the Trajectory API up?"
-                raise TrajectoryApiError(f"{problem}, for {now - begun:.0f} s; {why}")
+                raise TrajectoryApiError(f"{problem}, for {most:g} s; {why}")
             logger.warning("%s; trying again", trouble or problem)
             self.again += 1
             await asyncio.sleep(pause)

@@ -181,6 +181,7 @@ def test_rows_report_metrics_by_reason_and_environment():
     }
     assert not ConversionReport().dropped and environment_name("a/b", 3) == "a_b"
     assert (environment_name(None, 3), environment_name(None, None)) == ("env_3", "unknown")
+    assert environment_name(None, 1_470_294_003) == "env_3", "the same name in each run"
 
 
 @pytest.mark.parametrize("lengths", [(0, 3), (3, 0), (-1, 3)])

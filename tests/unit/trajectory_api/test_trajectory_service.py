@@ -199,6 +199,35 @@ def test_a_reset_that_fails_leaves_the_server_usable(tmp_path):
     in_service(tmp_path, test)
 
 
+def test_what_is_noted_amid_a_reset_does_no_harm(tmp_path):
+    """An answer that is written, a batch that is asked for, a count: in the new store, of the old run."""
+
+    async def test(service):
+        await delivery.register(service, registration(8))
+        await join(service)
+        await post(service, *range(6))
+        assert await delivery.stock_batch(service) == 1
+        resetting = asyncio.ensure_future(delivery.reset(service))
+        await asyncio.sleep(0)
+        [environment] = service.environments
+        delivery.stock_delivered(service, service.epoch, 1, written=True)
+        service.count("received", 1, environment)
+        service.save()
+        assert await delivery.stock_batch(service) is None
+        await resetting
+        await begin_anew(service)
+
+    async def begin_anew(service):
+        assert (service.last, service.served, service.cursor) == (0, 0, 0)
+        await delivery.register(service, registration(8))
+        await post(service, 6, 7)
+        assert await delivery.stock_batch(service) == 1 and await batch(service, 1) == [6, 7]
+        await delivery.reset(service)
+
+    in_service(tmp_path, test)
+    in_service(tmp_path, begin_anew)
+
+
 # ---------------------------------------------------------------------- environments
 
 
