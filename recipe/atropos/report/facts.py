@@ -15,7 +15,7 @@ from recipe.atropos.config.schema import documented
 from recipe.atropos.errors import AtroposError
 from recipe.atropos.inference.server import sglang_python
 from recipe.atropos.report.run_history import SENT, History
-from recipe.atropos.report.scores import held_out, training_scores
+from recipe.atropos.report.scores import from_to, held_out, training_scores
 from recipe.atropos.utils.secret import HIDDEN, is_secret
 
 _PACKAGES = "verl-atropos verl atroposlib torch transformers ray sglang flash-attn liger-kernel numpy omegaconf".split()
@@ -69,14 +69,14 @@ def figures(history: History) -> list[list[str]]:
     rows.append(["steps", f"{history.steps}{of}"])
     if history.lines:
         before, after, _ = training_scores(history)
-        rows.append(["mean training score, first → last fifth", f"{before:.3g} → {after:.3g}"])
+        rows.append(["mean training score, first → last fifth", from_to(before, after)])
     for name, values in held_out(history).items():
         if len(values) == 1:
-            rows.append([f"held-out score, {name}", f"{values[0][1]:.3g} at step {values[0][0]}"])
+            rows.append([f"held-out score, {name}", f"{values[0][1]:.3f} at step {values[0][0]}"])
             continue
         best = max(values, key=lambda value: value[1])
-        rows.append([f"held-out score, {name}", f"{values[0][1]:.3g} → {values[-1][1]:.3g}"])
-        rows.append([f"best held-out score, {name}", f"{best[1]:.3g} at step {best[0]}"])
+        rows.append([f"held-out score, {name}", from_to(values[0][1], values[-1][1])])
+        rows.append([f"best held-out score, {name}", f"{best[1]:.3f} at step {best[0]}"])
     seconds = summary.get("seconds") or sum(history.column("timing_s/step"))
     rows.append(["time in training steps", _duration(seconds)])
     if history.lines:
@@ -94,7 +94,7 @@ def figures(history: History) -> list[list[str]]:
         rows.append(["restarts of environments", str(restarts)])
     rows.append(["model", str(history.config.get("actor_rollout_ref.model.path", "unknown"))])
     rows.append(["started", time.strftime("%Y-%m-%d %H:%M", time.localtime(history.started))])
-    return [[name, value.replace("-", "−") if "→" in value else value] for name, value in rows]
+    return rows
 
 
 def state(history: History) -> str:

@@ -18,20 +18,26 @@ def held_out(history: History) -> dict[str, list[Evaluation]]:
     return found
 
 
-def gains(history: History) -> list[float]:
+def gains(history: History) -> dict[str, float]:
     """Return the change of each held-out score from first to last, 0 where so few items make it by chance.
 
     Two standard errors of the difference of two shares; environments with one evaluation are left out.
     """
-    found = []
-    for values in held_out(history).values():
+    found = {}
+    for name, values in held_out(history).items():
         if len(values) > 1:
-            (_, before, items), (_, after, _) = values[0], values[-1]
+            (_, before, of), (_, after, items) = values[0], values[-1]
             noise = _LEAST
-            if items and 0 <= min(before, after) and max(before, after) <= 1:
-                noise = 2 * float(np.sqrt((before * (1 - before) + after * (1 - after)) / items))
-            found.append(after - before if abs(after - before) > noise else 0.0)
+            if of and items and 0 <= min(before, after) and max(before, after) <= 1:
+                noise = 2 * float(np.sqrt(before * (1 - before) / of + after * (1 - after) / items))
+            found[name] = after - before if abs(after - before) > noise else 0.0
     return found
+
+
+def from_to(before: float, after: float) -> str:
+    """Return two scores as text: three decimals, more where two different ones would look the same."""
+    digits = next((n for n in range(3, 9) if f"{before:.{n}f}" != f"{after:.{n}f}"), 3)
+    return f"{before:.{digits}f} → {after:.{digits}f}".replace("-", "−")
 
 
 def training_scores(history: History) -> tuple[float, float, float]:

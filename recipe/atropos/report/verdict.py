@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from recipe.atropos.report.run_history import History
-from recipe.atropos.report.scores import gains, held_out, training_scores
+from recipe.atropos.report.scores import from_to, gains, held_out, training_scores
 
 _FEW = 4  # steps, before anything is said about learning
 
@@ -56,28 +56,29 @@ def _others(alarms: Sequence[dict[str, Any]]) -> str:
 
 
 def _outcome(history: History) -> tuple[str, Level]:
-    """By the held-out scores where there are two, else by the scores of training."""
+    """By the held-out scores where there are two, else by the scores of training; what is worse has a lower figure."""
     held = gains(history)
-    if any(gain < 0 for gain in held):
-        return "Got worse", "bad"
-    if any(gain > 0 for gain in held):
-        return "Learned", "good"
+    fell, rose = min(held.values(), default=0.0) < 0, max(held.values(), default=0.0) > 0
+    if fell or rose:
+        text = "Better on some held-out items, worse on others" if fell and rose else "Got worse" if fell else "Learned"
+        return text, "bad" if fell else "good"
     before, after, noise = training_scores(history)
     if len(history.lines) < _FEW:
         return "Too early to tell", "neutral"
     if after - before > noise:
         return ("Learned in training, but not on held-out items", "warn") if held else ("Learned", "good")
     if before - after > noise:
-        return "Got worse", "bad"
+        return ("Got worse in training, unchanged on held-out items" if held else "Got worse"), "bad"
     return "Learned nothing so far" if history.running else "Learned nothing", "warn"
 
 
 def _figures(history: History) -> str:
-    parts = []
-    for name, values in held_out(history).items():
-        if len(values) > 1:
-            several = f" {name}" if len(held_out(history)) > 1 else ""
-            parts.append(f"held-out score{several} {values[0][1]:.3g} → {values[-1][1]:.3g}")
+    parts, scores = [], held_out(history)
+    for name, gain in gains(history).items():
+        (_, before, _), (_, after, items) = scores[name][0], scores[name][-1]
+        several = f" {name}" if len(scores) > 1 else ""
+        noise = f"the noise of {items:.0f} items" if items else "its noise"
+        parts.append(f"held-out score{several} {from_to(before, after)}" + (f" (within {noise})" if not gain else ""))
     before, after, _ = training_scores(history)
-    parts.append(f"mean training score {before:.3g} → {after:.3g}".replace(" -", " −"))
+    parts.append(f"mean training score {from_to(before, after)}")
     return ", ".join(parts)

@@ -6,6 +6,7 @@ from helpers.seeded_runs import FAULTS, healthy_run, seeded_run
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.report.alarm_list import all_alarms
 from recipe.atropos.report.run_history import read_history
+from recipe.atropos.report.scores import from_to
 from recipe.atropos.report.verdict import verdict
 from recipe.atropos.utils.files import append_line
 
@@ -30,6 +31,59 @@ def test_a_healthy_run_learned_and_has_no_alarm(tmp_path):
     assert said.text == (
         "Learned: held-out score 0.367 → 0.996, mean training score −0.115 → 0.318 over 60 steps; no alarm."
     )
+
+
+def with_scores(folder, training, *held_out, items=256):
+    """The verdict on 20 steps with these mean scores, and evaluations of these numbers of right answers of each env."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.yaml").write_text("trainer: {total_training_steps: 20}\n")
+    for step in range(1, 21):
+        mean = training[step > 10] + 0.01 * (step % 2)
+        append_line(folder / "metrics.jsonl", {"step": step, "time": 2.0 * step, "atropos/mean_score": mean})
+    for env, counts in enumerate(held_out):
+        for step, right in zip((0, 20), counts, strict=True):
+            metrics = {"eval/score": right / 256, "eval/total": items}
+            line = {"step": step, "version": step, "env": f"e{env}", "main": "eval/score", "metrics": metrics}
+            append_line(folder / "evaluations.jsonl", line | {"time": 1.0})
+    return of(folder)[0]
+
+
+@pytest.mark.parametrize(
+    ("training", "held_out", "says", "level"),
+    [
+        (
+            (0.5, 0.2),
+            [(94, 96)],
+            "Got worse in training, unchanged on held-out items: held-out score 0.367 → 0.375 (w",
+            "bad",
+        ),
+        (
+            (0.5, 0.5),
+            [(96, 94)],
+            "Learned nothing: held-out score 0.375 → 0.367 (within the noise of 256 items)",
+            "warn",
+        ),
+        ((0.5, 0.8), [(94, 94)], "Learned in training, but not on held-out items: ", "warn"),
+        ((0.5, 0.2), [(94, 140)], "Learned: held-out score 0.367 → 0.547, mean", "good"),
+        ((0.5, 0.8), [(140, 94)], "Got worse: held-out score 0.547 → 0.367, mean", "bad"),
+        ((0.5, 0.8), [(140, 94), (94, 140)], "Better on some held-out items, worse on others: ", "bad"),
+        ((0.5, 0.2), [], "Got worse: mean training score 0.505 → 0.205", "bad"),
+    ],
+)
+def test_the_verdict_fits_its_numbers(tmp_path, training, held_out, says, level):
+    said = with_scores(tmp_path, training, *held_out)
+    assert said.text.startswith(says) and said.level == level, said
+
+
+def test_a_change_is_judged_by_the_number_of_items(tmp_path):
+    few = with_scores(tmp_path / "few", (0.5, 0.5), (94, 120), items=64)
+    many = with_scores(tmp_path / "many", (0.5, 0.5), (94, 120), items=2560)
+    assert few.text.startswith("Learned nothing") and many.text.startswith("Learned:"), (few, many)
+
+
+def test_different_scores_look_different():
+    assert from_to(0.3671875, 0.375) == "0.367 → 0.375" and from_to(-0.5, -0.5) == "−0.500 → −0.500"
+    assert from_to(0.00012, 0.00034) == "0.0001 → 0.0003"
 
 
 def test_a_run_without_a_step_names_what_keeps_it_from_one(tmp_path):
