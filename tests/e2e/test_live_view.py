@@ -68,12 +68,16 @@ def test_live_view_shows_steps_below_what_is_printed(view):
 @pytest.mark.parametrize("end", ["ctrl-c", "error"])
 def test_live_view_leaves_the_terminal_as_it_was(view, end):
     terminal = view(last=2 if end == "error" else -1)
+    terminal.wait_for(r"line 1\n")
+    terminal.type("typed\n")
     terminal.wait_for(r"line 2\n")
+    assert not terminal.echoes()
     if end == "ctrl-c":
         terminal.type("\x03")
     assert terminal.process.wait(30) != 0
-    terminal.wait_for_end()
+    assert terminal.echoes() and terminal.wait_for_end() != 0
     raw = terminal.raw
+    assert "typed" not in raw and "^C" not in raw
     assert ("KeyboardInterrupt" if end == "ctrl-c" else "RuntimeError: on purpose") in raw
     assert HIDE in raw and raw.rindex(SHOW) > raw.rindex(HIDE)
     assert raw.rindex("Traceback") > raw.rindex("╰"), "nothing is drawn over the error"
@@ -121,3 +125,19 @@ def test_live_view_is_for_terminals_that_move_the_cursor(variables, monkeypatch)
 
     monkeypatch.setenv("FORCE_COLOR", "1")  # which makes rich call a pipe a terminal
     assert not shows_live(Console(_environ={**variables, "FORCE_COLOR": "1"}))
+
+
+def test_live_view_leaves_the_terminal_to_the_shell(terminal, tmp_path):
+    """A launcher in the background prints lines: the shell writes there too."""
+    program = (
+        "import os, sys; from rich.console import Console; from recipe.atropos.launcher.live_view import shows_live\n"
+        "print('in front:', shows_live(Console()), flush=True)\n"
+        "if os.fork() == 0:\n"
+        "    os.setpgid(0, 0)\n"
+        "    print('behind:', shows_live(Console()), flush=True)\n"
+        "    os._exit(0)\n"
+        "os.wait()"
+    )
+    shell = terminal([sys.executable, "-c", program], tmp_path)
+    assert shell.wait_for_end() == 0
+    assert "in front: True" in shell.text and "behind: False" in shell.text

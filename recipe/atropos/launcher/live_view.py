@@ -8,6 +8,9 @@ Guarantees:
 """
 
 import contextlib
+import os
+import sys
+import termios
 import threading
 import time
 from collections import deque
@@ -29,8 +32,34 @@ _KEPT_LINES = 100  # that are printed again when the terminal's size changes
 
 
 def shows_live(console: Console) -> bool:
-    """Return whether a view can be redrawn there: a terminal that can move the cursor."""
-    return console.file.isatty() and console.is_terminal and not console.is_dumb_terminal
+    """Return whether a view can be redrawn there: a terminal that can move the cursor, and is not a shell's by now."""
+    return console.file.isatty() and console.is_terminal and not console.is_dumb_terminal and _in_foreground()
+
+
+def _in_foreground() -> bool:
+    """Return whether this process may write over its terminal: no shell runs it in the background."""
+    try:
+        return os.tcgetpgrp(sys.stdin.fileno()) == os.getpgrp()
+    except (OSError, ValueError):  # standard input is no terminal
+        return True
+
+
+@contextlib.contextmanager
+def _keys_unseen() -> Iterator[None]:
+    """While the block runs, the terminal shows no key: each would shift the view, which is drawn over itself."""
+    try:
+        terminal = sys.stdin.fileno()
+        before = termios.tcgetattr(terminal)
+    except (OSError, ValueError, termios.error):
+        yield
+        return
+    changed = [*before[:3], before[3] & ~termios.ECHO, *before[4:]]
+    termios.tcsetattr(terminal, termios.TCSADRAIN, changed)
+    try:
+        yield
+    finally:
+        if _in_foreground():  # else the system would stop this process, and the shell has set its own
+            termios.tcsetattr(terminal, termios.TCSADRAIN, before)
 
 
 class LiveView(RenderHook):
@@ -46,7 +75,7 @@ class LiveView(RenderHook):
         self._problem = ""
         self._printed: deque[ConsoleRenderable] = deque(maxlen=_KEPT_LINES)
         self._size = console.size
-        self._done = threading.Event()
+        self._done, self._keys = threading.Event(), _keys_unseen()
         self._thread = threading.Thread(target=self._keep_reading, name="live-view", daemon=True)
         self._live = Live(
             console=console, get_renderable=self._draw, refresh_per_second=_DRAWN_PER_SECOND, transient=True
@@ -54,6 +83,7 @@ class LiveView(RenderHook):
 
     def __enter__(self) -> "LiveView":
         self._read()
+        self._keys.__enter__()
         self._console.push_render_hook(self)
         self._live.__enter__()
         self._thread.start()
@@ -66,6 +96,7 @@ class LiveView(RenderHook):
         finally:
             self._console.pop_render_hook()
             self._console.show_cursor()
+            self._keys.__exit__(None, None, None)
 
     @contextlib.contextmanager
     def doing(self, text: str, log: Path | None) -> Iterator[None]:
