@@ -13,6 +13,10 @@ PREFIX = "atropos/alarms/"
 # Mean absolute difference in nats, by SGLang's dtype: on fresh samples only kernels and rounding contribute to it.
 _TOLERANCE = {"float32": 1e-4, "bfloat16": 0.0104, "float16": 0.0104}
 
+_LR, _CLIP = "actor_rollout_ref.actor.optim.lr", "actor_rollout_ref.actor.grad_clip"
+_TEMPERATURE, _STALENESS = "actor_rollout_ref.rollout.temperature", "trainer.atropos.max_staleness"
+_RESPONSE, _GROUP_SIZE = "data.max_response_length", "environment.group_size"
+
 Name = Literal[
     "equal_scores",
     "environment_raises",
@@ -39,17 +43,24 @@ Name = Literal[
 
 
 class Alarm(NamedTuple):
-    """What an alarm means, and what to try."""
+    """What an alarm means, and what to try: both hold whenever it is raised. ``settings``: keys of the configuration
+    that matter to it, whose values the report quotes.
+    """
 
     means: str
     advice: str
+    settings: tuple[str, ...] = ()
 
 
 ALARMS: dict[Name, Alarm] = {
     "equal_scores": Alarm(
-        "all answers of every group have the same score, so no group has an advantage: nothing is learned",
-        "if the mean score is the lowest, use easier problems, a better policy or a score with partial credit; if it "
-        "is the highest, the task is solved: use harder problems; in between, problems are either too easy or too hard",
+        "all groups of an environment, or most while no other is sent, have answers of equal scores: such a group has "
+        "no advantage, and nothing is learned from it",
+        "if all groups became equal at once, or scores do not fit the answers in rollouts/, first look for a broken "
+        "scorer or answer parser; else, if the mean score is the lowest, use easier problems, a better policy or a "
+        "score with partial credit; if it is the highest, the task is solved: use harder problems; in between, "
+        "problems are either too easy or too hard",
+        (_TEMPERATURE, _RESPONSE, _GROUP_SIZE),
     ),
     "environment_raises": Alarm(
         "at least half of an environment's items fail with an exception",
@@ -59,95 +70,121 @@ ALARMS: dict[Name, Alarm] = {
         "at least half of an environment's groups, or of the trainer's rows, are dropped because they are too long",
         "raise data.max_response_length or data.max_prompt_length, or let the environment ask for shorter answers "
         "(its max_tokens)",
+        (_RESPONSE, "data.max_prompt_length", "trainer.atropos.overlong"),
     ),
     "wrong_group_size": Alarm(
         "at least half of an environment's groups do not have the size that it was configured for",
         "let collect_trajectories return config.group_size answers for each item, or set environment.group_size to "
         "what it returns",
+        (_GROUP_SIZE,),
     ),
     "groups_refused": Alarm(
         "an environment's items end, but no group is sent, for a reason other than those above or for several",
         "docs/data-format.md says what each reason means; the environment's log has the first group of each",
     ),
     "environment_silent": Alarm(
-        "an environment is dead or hangs: it was abandoned, or no longer calls the API, or none of its items ends",
+        "nothing comes from an environment: it was abandoned, or no longer calls the API, or none of its items ends",
         "see the environment's log; set environment.args.worker_timeout to end items that hang; if items only take "
         "long, raise watchdog.silent_after",
+        ("watchdog.silent_after",),
     ),
     "server_unhealthy": Alarm(
-        "an SGLang server or the gateway is down, paused (finishes no request) or far slower than the others",
+        "an SGLang server or the gateway does not answer, gets or finishes no request, or is far slower than the "
+        "others",
         "see the log of the server that is named: often out of memory, or still paused by a push of weights; if "
         "answers only take long, raise watchdog.silent_after",
+        ("watchdog.silent_after", _RESPONSE),
     ),
     "server_out_of_sync": Alarm(
-        "an SGLang server does not have the trainer's newest weights, so it gets no requests",
-        "see the trainer's log for the push that failed; try another trainer.atropos.weight_sync.transport, and "
-        "weight_sync.verify=probe",
+        "an SGLang server or the gateway does not have the trainer's newest weights: it gets no requests, or samples "
+        "with older weights",
+        "look for a failed push in the trainer's log, and for a restart in the server's; try another "
+        "trainer.atropos.weight_sync.transport, and weight_sync.verify=probe",
+        tuple(f"trainer.atropos.{key}" for key in ("weight_sync.transport", "weight_sync.verify", "max_staleness")),
     ),
     "queue_full": Alarm(
-        "the Trajectory API holds more tokens than its queue is for, and delays all posts: training is the bottleneck",
+        "the Trajectory API holds more tokens than its queue is for; while a batch is complete it delays posts: "
+        "training is the bottleneck then",
         "set trainer.atropos.max_staleness, which paces the environments, or fewer groups in flight "
         "(environment.args.max_num_workers)",
+        (_STALENESS,),
     ),
     "stale_samples": Alarm(
-        "most samples are dropped because of the weights that sampled them, or the samples are many updates old",
-        "run environments through the adapter and set trainer.atropos.max_staleness, so that they are paced; "
-        "docs/staleness.md has the reasons of drops",
+        "the weights that sampled are too old or not known: rows are trained on many updates late, or at least half "
+        "are dropped for it",
+        "if trainer.atropos.max_staleness is null, set it: it paces environments that run through the adapter; else "
+        "see docs/staleness.md for the reasons of drops",
+        (_STALENESS, "trainer.atropos.weight_sync.every"),
     ),
     "unknown_sampling": Alarm(
         "rows came without sampling parameters, and are taken to be sampled at actor_rollout_ref.rollout.temperature",
         "run their environment through recipe.atropos.utils.env_adapter, or let it send "
         "group_overrides.sampling_params",
+        (_TEMPERATURE,),
     ),
     "other_temperature": Alarm(
         "rows were sampled at another temperature than actor_rollout_ref.rollout.temperature, and "
         "trainer.atropos.sampling_mismatch=warn trains on them with wrong logprobs",
         "set it to per_row, or let the environment sample at the trainer's; atropos/ENV/rows_with/other_temperature "
         "says which does not",
+        (_TEMPERATURE, "trainer.atropos.sampling_mismatch"),
     ),
     "truncated_sampling": Alarm(
         "rows were sampled with top_p, top_k or min_p, or greedily: neither SGLang nor the trainer has their logprobs",
         "let the environment sample without",
+        ("trainer.atropos.allow_truncated_sampling",),
     ),
     "penalized_sampling": Alarm(
         "rows were sampled with penalties, logit bias, min_new_tokens or a grammar: the trainer does not compute that "
         "distribution",
         "let the environment sample without",
+        ("trainer.atropos.allow_truncated_sampling",),
     ),
     "logprob_difference": Alarm(
         "SGLang's logprobs differ from the trainer's, on fresh samples by more than trainer.atropos.logprob_tolerance "
         "in the mean, or on all samples by more than age explains",
         "likely causes, in this order: sampling parameters, tensors missing on the servers "
         "(trainer.atropos.weight_sync.verify=probe finds them), dtype, kernels",
+        ("trainer.atropos.logprob_tolerance", "inference.dtype", "trainer.atropos.weight_sync.verify", _TEMPERATURE),
     ),
     "gradient_not_finite": Alarm(
-        "the gradient of an optimizer step was not finite, so verl left the step out: the policy is what it was before",
+        "the gradient of an optimizer step was not finite, so verl left that optimizer step out",
         "look at actor/pg_loss, the learning rate and the dtype",
+        (_LR, _CLIP),
     ),
     "learning_rate_zero": Alarm(
         "the learning rate is 0: the policy does not change",
         "set actor_rollout_ref.actor.optim.lr; check lr_warmup_steps, and min_lr_ratio of the cosine schedule",
+        (_LR, *(f"actor_rollout_ref.actor.optim.{key}" for key in ("lr_warmup_steps", "min_lr_ratio"))),
     ),
     "all_rows_clipped": Alarm(
-        "nearly every response is cut off at its maximum length, so that scores are of unfinished answers",
+        "nearly every response ends at one and the same maximum length: what comes after it was not sampled, or is not "
+        "trained on",
         "raise data.max_response_length and the environment's max_tokens, or check that the policy ends its answers "
         "(chat template, end-of-sequence token)",
+        (_RESPONSE, "trainer.atropos.overlong"),
     ),
     "reward_flat": Alarm(
         "the mean score has not risen since the first steps by more than its noise",
-        "raise actor_rollout_ref.actor.optim.lr; look at atropos/zero_signal_share, actor/grad_norm and the scores in "
-        "rollouts/; a policy that never scores needs easier problems",
+        "only if actor/grad_norm is far below actor_rollout_ref.actor.grad_clip, raise "
+        "actor_rollout_ref.actor.optim.lr; else look at the data and the scorer: do the "
+        "scores in rollouts/ fit the answers, how high is atropos/zero_signal_share, does the policy ever score (or "
+        "does it need easier problems)",
+        (_LR, _CLIP, _TEMPERATURE, _GROUP_SIZE),
     ),
     "reward_collapsed": Alarm(
-        "the mean score has lost most of what it had gained",
-        "resume from the best checkpoint with a lower actor_rollout_ref.actor.optim.lr or a KL term "
-        "(actor_rollout_ref.actor.use_kl_loss); look at actor/entropy, the logprob difference and rollouts/",
+        "the mean score has fallen from its best to about what it was at the start, or below",
+        "look at what else changed then: rollouts/, actor/entropy, the logprob difference, the environment's scores; "
+        "if the policy itself got worse, resume from a checkpoint before the fall with a lower "
+        "actor_rollout_ref.actor.optim.lr or a KL term (actor_rollout_ref.actor.use_kl_loss)",
+        (_LR, "actor_rollout_ref.actor.use_kl_loss", _STALENESS),
     ),
     "entropy_collapsed": Alarm(
-        "the policy's entropy has fallen to a tenth of what it was, and the score is not near its highest: all answers "
-        "to a problem become the same",
+        "the policy's entropy has fallen below a tenth of what it was in the first steps, and the score is not near "
+        "its highest: answers to a problem become alike",
         "resume from an earlier checkpoint with a lower learning rate, a higher "
         "actor_rollout_ref.actor.clip_ratio_high, or actor_rollout_ref.actor.entropy_coeff above 0",
+        (_LR, *(f"actor_rollout_ref.actor.{key}" for key in ("clip_ratio_high", "entropy_coeff"))),
     ),
 }
 

@@ -63,6 +63,8 @@ def _dry(environment: EnvironmentHistory) -> Iterator[Finding]:
         text = f"no group for {new['items']} items: {_names(new, 'not sent:', 'failed:')}"
         if alarm == "equal_scores" and environment.score is not None:
             text += f"; mean score {environment.score:.3g}"
+        if alarm == "equal_scores" and counts["items"]:
+            text += f"; before, {counts['sent']} of {counts['items']} items gave a group"
         yield Finding(alarm, text + _see(environment), since, step, environment.name)
 
 
@@ -88,7 +90,7 @@ def _silent(history: History, environment: EnvironmentHistory, now: float) -> It
     if (unseen := line.get("seen_seconds_ago", 0.0)) > history.limits.silent_after:
         since = (history.api_time or now) - unseen
         text = f"it has not called the Trajectory API for {now - since:.0f} s, but its process runs"
-        yield Finding("environment_silent", text + _see(environment), since, history.step, environment.name)
+        yield Finding("environment_silent", text + _see(environment), since, history.step_at(since), environment.name)
         return
     pulse = environment.pulse
     if pulse is None or environment.in_flight == 0 or not history.sampling(now):
@@ -96,7 +98,8 @@ def _silent(history: History, environment: EnvironmentHistory, now: float) -> It
     if (quiet := now - pulse.last) > pulse.limit(history.limits):
         usual = f", the longest such silence before was {pulse.longest:.0f} s" if pulse.longest >= 1 else ""
         text = f"none of its {environment.in_flight} items has ended for {quiet:.0f} s{usual}"
-        yield Finding("environment_silent", text + _see(environment), pulse.last, history.step, environment.name)
+        since = pulse.last
+        yield Finding("environment_silent", text + _see(environment), since, history.step_at(since), environment.name)
 
 
 def _all_gone(history: History, now: float) -> Iterator[Finding]:
@@ -105,7 +108,7 @@ def _all_gone(history: History, now: float) -> Iterator[Finding]:
     if unseen and min(unseen) > history.limits.silent_after:
         since = (history.api_time or now) - min(unseen)
         text = f"no environment has called the Trajectory API for {now - since:.0f} s; {len(unseen)} had joined"
-        yield Finding("environment_silent", text, since, history.step)
+        yield Finding("environment_silent", text, since, history.step_at(since))
 
 
 def _equal_groups(history: History) -> Iterator[Finding]:
@@ -124,6 +127,8 @@ def _equal_groups(history: History) -> Iterator[Finding]:
         if len(steps) >= _ALL_EQUAL_STEPS and groups >= _ALL_EQUAL_GROUPS:
             text = f"all {groups:.0f} groups of the last {len(steps)} steps have equal scores (zero_signal_share=1)"
             first = steps[-1]
+            earlier = [step[key] for step in history.steps if step["step"] < first["step"] and key in step]
+            text += f"; {earlier[-1]:.0%} in the step before" if earlier else "; from the first step on"
             yield Finding("equal_scores", text, first["time"], int(first["step"]), name, of_steps=True)
 
 

@@ -208,6 +208,10 @@ class History:
         newest = list(self.steps)[-n:]
         return newest if len(newest) == n and newest[0]["step"] > self.begin else []
 
+    def step_at(self, time: float) -> int | None:
+        """Return the newest step that was trained by then."""
+        return next((step["step"] for step in reversed(self.steps) if step["time"] <= time), None)
+
     def environment(self, name: str) -> EnvironmentHistory:
         return self.environments.setdefault(name, EnvironmentHistory(name))
 

@@ -21,7 +21,7 @@ def service_findings(history: History, now: float) -> Iterator[Finding]:
         if looks >= _QUEUE_LOOKS and now - since >= _QUEUE_SECONDS:
             queue = history.api["queue"]
             text = f"{queue['tokens']:,} tokens in {queue['groups']:,} groups are queued, of {queue['tokens_limit']:,}"
-            yield Finding("queue_full", text, since, history.step)
+            yield Finding("queue_full", text, since, history.step_at(since))
 
 
 def _first(findings: Iterator[Finding]) -> Iterator[Finding]:
@@ -34,11 +34,11 @@ def _first(findings: Iterator[Finding]) -> Iterator[Finding]:
 
 
 def _servers(history: History, now: float) -> Iterator[Finding]:
-    limits, step = history.limits, history.step
+    limits = history.limits
     if history.gateway_silent is not None:
         if now - history.gateway_silent > limits.silent_after:
             text = f"the gateway has not answered for {now - history.gateway_silent:.0f} s; see logs/gateway.log"
-            yield Finding("server_unhealthy", text, history.gateway_silent, step)
+            yield Finding("server_unhealthy", text, history.gateway_silent, history.step_at(history.gateway_silent))
         return
     for server in history.servers.values():
         out = now - server.since
@@ -47,19 +47,19 @@ def _servers(history: History, now: float) -> Iterator[Finding]:
             quiet = now - server.pulse.last
             if server.inflight and quiet > server.pulse.limit(limits):
                 text = f"{server.url} has {server.inflight} requests in flight and has finished none for {quiet:.0f} s"
-                yield Finding("server_unhealthy", text, server.pulse.last, step)
+                yield Finding("server_unhealthy", text, server.pulse.last, history.step_at(server.pulse.last))
         elif history.version is not None and out > limits.silent_after:
             if server.state == "waiting" or _OTHER_WEIGHTS in server.error:
                 text = f"{server.url} is without version {history.version} for {out:.0f} s{reason}"
-                yield Finding("server_out_of_sync", text, server.since, step)
+                yield Finding("server_out_of_sync", text, server.since, history.step_at(server.since))
             else:
                 text = f"{server.url} is {server.state} for {out:.0f} s{reason}; {history.held} requests wait"
-                yield Finding("server_unhealthy", text, server.since, step)
+                yield Finding("server_unhealthy", text, server.since, history.step_at(server.since))
     yield from _slow(history)
     if history.behind is not None and now - history.behind > limits.silent_after:
         trained = history.steps[-1]["atropos/policy_version"]
         text = f"the gateway has version {history.version} for {now - history.behind:.0f} s, the trainer {trained:.0f}"
-        yield Finding("server_out_of_sync", text, history.behind, step)
+        yield Finding("server_out_of_sync", text, history.behind, history.step_at(history.behind))
 
 
 def _slow(history: History) -> Iterator[Finding]:
@@ -72,7 +72,8 @@ def _slow(history: History) -> Iterator[Finding]:
         mean = sum(others) / len(others)
         if mean >= _SLOW_REQUESTS and _finished(server) < _SLOW * mean:
             text = f"{server.url} finished {_finished(server)} requests in a minute, the others {mean:.0f} each"
-            yield Finding("server_unhealthy", text, server.finished[0][0], history.step)
+            since = server.finished[0][0]
+            yield Finding("server_unhealthy", text, since, history.step_at(since))
 
 
 def _finished(server: ServerHistory) -> int:

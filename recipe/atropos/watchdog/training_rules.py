@@ -1,7 +1,7 @@
 """Rules about the trained steps: samples, logprobs, gradient, reward, entropy, each threshold beside its reason."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -50,8 +50,25 @@ def training_findings(history: History) -> Iterator[Finding]:
         yield from _entropy(history)
 
 
-def _finding(name: alarms.Name, seen: str, steps: Sequence[dict[str, Any]], environment: str | None = None) -> Finding:
-    return Finding(name, seen, steps[0]["time"], steps[0]["step"], environment, of_steps=True)
+def _finding(name: alarms.Name, seen: str, first: dict[str, Any], environment: str | None = None) -> Finding:
+    """``first``: the step that it began with."""
+    return Finding(name, seen, first["time"], first["step"], environment, of_steps=True)
+
+
+def _onset(
+    history: History,
+    newest: Sequence[dict[str, Any]],
+    bad: Callable[[dict[str, Any]], bool],
+    among: Iterable[dict[str, Any]] | None = None,
+) -> dict[str, Any]:
+    """Return the first bad step: of the newest, or an earlier one of this start where all in between are bad too."""
+    onset = next((step for step in newest if bad(step)), newest[0])
+    for step in reversed(list(history.steps if among is None else among)):
+        if step["step"] < onset["step"]:
+            if step["step"] <= history.begin or not bad(step):
+                break
+            onset = step
+    return onset
 
 
 def _of_a_step(history: History) -> Iterator[Finding]:
@@ -59,13 +76,14 @@ def _of_a_step(history: History) -> Iterator[Finding]:
     newest = history.steps[-1]
     for name in alarms.OF_A_STEP:
         key = alarms.PREFIX + name
-        of = newest
+        of, among = newest, list(history.steps)
         if name == "logprob_difference":
-            fresh = [step for step in history.steps if "atropos/logprob_diff/fresh_mean" in step or key in step]
-            of = fresh[-1] if fresh and fresh[-1]["step"] > history.begin else {}
+            among = [step for step in history.steps if "atropos/logprob_diff/fresh_mean" in step or key in step]
+            of = among[-1] if among and among[-1]["step"] > history.begin else {}
         if key in of:
             text = alarms.seen_in_step(name, of[key], history.limits.logprob_tolerance)
-            yield _finding(name, f"{text}, at step {of['step']}", [of])
+            onset = _onset(history, [of], lambda step, key=key: key in step, among)
+            yield _finding(name, f"{text}, at step {of['step']}", onset)
 
 
 def _gap(history: History) -> Iterator[Finding]:
@@ -75,7 +93,8 @@ def _gap(history: History) -> Iterator[Finding]:
         ages = _values(steps, "atropos/staleness/mean")
         age = f", of samples {np.mean(ages):.1f} updates old" if ages else ""
         text = f"{np.mean(gaps):.2g} nats in the mean over the last {len(steps)} steps{age}, above {_GAP:g}"
-        yield _finding("logprob_difference", text, steps)
+        onset = _onset(history, steps, lambda step: step.get("atropos/logprob_diff/mean", 0.0) > _GAP)
+        yield _finding("logprob_difference", text, onset)
 
 
 def _has(step: dict[str, Any], name: str) -> bool:
@@ -85,21 +104,28 @@ def _has(step: dict[str, Any], name: str) -> bool:
 def _samples(history: History) -> Iterator[Finding]:
     limits, steps = history.limits, history.recent(_DROPPED_STEPS)
     received = sum(_values(steps, "atropos/received"))
+
+    def mostly(*reasons: Reason) -> Callable[[dict[str, Any]], bool]:
+        keys = [f"atropos/dropped/{reason}" for reason in reasons]
+        return lambda step: sum(step.get(key, 0) for key in keys) >= _DROPPED * step.get("atropos/received", math.inf)
+
     dropped = {reason: sum(_values(steps, f"atropos/dropped/{reason}")) for reason in _VERSIONS}
     if (lost := sum(dropped.values())) and lost >= _DROPPED * received:
         reasons = ", ".join(f"{reason} {n:.0f}" for reason, n in dropped.items() if n)
         text = f"{lost:.0f} of {received:.0f} sequences of the last {len(steps)} steps were dropped: {reasons}"
-        yield _finding("stale_samples", text, steps)
+        yield _finding("stale_samples", text, _onset(history, steps, mostly(*_VERSIONS)))
         return
     long = sum(_values(steps, f"atropos/dropped/{Reason.OVERLONG_RESPONSE}"))
     if long and long >= _DROPPED * received:
         text = f"{long:.0f} of {received:.0f} sequences of the last {len(steps)} steps were dropped: overlong_response"
-        yield _finding("too_long", text, steps)
+        yield _finding("too_long", text, _onset(history, steps, mostly(Reason.OVERLONG_RESPONSE)))
     steps = history.recent(_OLD_STEPS)
     ages = _values(steps, "atropos/staleness/mean")
-    if limits.max_staleness is None and ages and min(ages) >= _OLD + limits.push_every - 1:
+    old = _OLD + limits.push_every - 1
+    if limits.max_staleness is None and ages and min(ages) >= old:
         text = f"samples are {np.mean(ages):.1f} updates old in the mean over the last {len(steps)} steps"
-        yield _finding("stale_samples", text, steps)
+        onset = _onset(history, steps, lambda step: step.get("atropos/staleness/mean", 0.0) >= old)
+        yield _finding("stale_samples", text, onset)
 
 
 def _clipped(history: History) -> Iterator[Finding]:
@@ -107,20 +133,25 @@ def _clipped(history: History) -> Iterator[Finding]:
     rows, cut = sum(_values(steps, "atropos/rows")), sum(_values(steps, "atropos/rows_with/response_truncated"))
     if steps and rows and cut >= _CLIPPED * rows:
         text = f"{cut:.0f} of {rows:.0f} responses of the last {len(steps)} steps were cut at {limit} tokens"
-        yield _finding("all_rows_clipped", text, steps)
+        key = "atropos/rows_with/response_truncated"
+        onset = _onset(history, steps, lambda step: step.get(key, 0) >= _CLIPPED * step.get("atropos/rows", math.inf))
+        yield _finding("all_rows_clipped", text, onset)
         return
     steps = history.recent(_EQUAL_STEPS)
     lengths = {*_values(steps, "response_length/min"), *_values(steps, "response_length/max")}
     if len(lengths) == 1 and min(lengths) >= min(_EQUAL_TOKENS, limit):
-        text = f"every response of the last {len(steps)} steps has exactly {lengths.pop():.0f} tokens"
-        yield _finding("all_rows_clipped", text, steps)
+        text = f"every response of the last {len(steps)} steps has exactly {min(lengths):.0f} tokens"
+        ends = ("response_length/min", "response_length/max")
+        onset = _onset(history, steps, lambda step: {step.get(key) for key in ends} == lengths)
+        yield _finding("all_rows_clipped", text, onset)
 
 
 def _learning_rate(history: History) -> Iterator[Finding]:
     steps = history.recent(_LR_STEPS)
     rates = _values(steps, "actor/lr")
     if rates and len(rates) == len(steps) and max(rates) == 0.0:
-        yield _finding("learning_rate_zero", f"actor/lr=0 in the last {len(steps)} steps", steps)
+        onset = _onset(history, steps, lambda step: step.get("actor/lr") == 0.0)
+        yield _finding("learning_rate_zero", f"actor/lr=0 in the last {len(steps)} steps", onset)
 
 
 def _scores(history: History) -> Iterator[Finding]:
@@ -154,7 +185,7 @@ def _collapsed(
             f"mean score {now:.3g} over the last {len(newest)} steps, after {best:.3g} at its best "
             f"(step {steps[at + _BEST_STEPS - 1]['step']}) and {start:.3g} at the start"
         )
-        yield _finding("reward_collapsed", text, newest, name)
+        yield _finding("reward_collapsed", text, steps[at + _fall(scores[at:])], name)
 
 
 def _flat(
@@ -177,7 +208,9 @@ def _flat(
             f"mean score {means[-1]:.3g} over the last {_FLAT_STEPS} steps, {start:.3g} over the first {len(first)} "
             f"(standard error of the difference {error:.2g})"
         )
-        yield _finding("reward_flat", text, history.first, name)
+        norms = _values(steps[-_FLAT_STEPS:], "actor/grad_norm")
+        text += f"; actor/grad_norm {np.mean(norms):.3g} in the mean" if norms else ""
+        yield _finding("reward_flat", text, history.first[0], name)
 
 
 def _entropy(history: History) -> Iterator[Finding]:
@@ -189,7 +222,8 @@ def _entropy(history: History) -> Iterator[Finding]:
     start = float(np.mean(before))
     if max(now) < _ENTROPY * start and not _near_highest(history, "atropos/mean_raw_score", _extremes(history)):
         text = f"actor/entropy {np.mean(now):.2g} nats over the last {len(now)} steps, {start:.2g} over the first"
-        yield _finding("entropy_collapsed", text, steps)
+        onset = _onset(history, steps, lambda step: step.get("actor/entropy", math.inf) < _ENTROPY * start)
+        yield _finding("entropy_collapsed", text, onset)
 
 
 # ---------------------------------------------------------------- numbers
@@ -202,6 +236,13 @@ def _values(steps: Sequence[dict[str, Any]], key: str) -> list[float]:
 def _rolling(values: np.ndarray, n: int) -> np.ndarray:
     """Return the means of all n neighbors."""
     return np.convolve(values, np.full(n, 1 / n), "valid")
+
+
+def _fall(scores: np.ndarray) -> int:
+    """Return where the values after the one change of mean that explains most of a fall begin."""
+    at, sums = np.arange(1, len(scores)), scores.cumsum()
+    falls = sums[:-1] / at - (sums[-1] - sums[:-1]) / (len(scores) - at)
+    return int((falls * np.sqrt(at * (len(scores) - at))).argmax()) + 1
 
 
 def _error(scores: np.ndarray, n: int, m: int) -> float:

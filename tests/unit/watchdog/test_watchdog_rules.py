@@ -265,6 +265,74 @@ def test_watchdog_raises_for_a_fault_its_alarm_alone(fault, name, seed):
         assert raised["time"] > T
 
 
+def stale_after_two_good_steps(demo):
+    """So many of the third one's that they are most of all three."""
+    change(demo, atropos__received=1512.0, atropos__dropped__stale=1384.0)
+    demo.steps = [line for line in demo.steps if line["time"] <= late(demo)[0]["time"]]
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        *(equal_groups_are_sent, stale_samples, stale_after_two_good_steps, too_long_for_the_trainer),
+        *(logprob_difference_of_all_samples, learning_rate_zero, all_rows_clipped, all_rows_clipped_by_the_environment),
+        *(step_alarm("unknown_sampling", 3.0), reward_collapsed, entropy_collapsed),
+    ],
+)
+def test_watchdog_dates_a_fault_from_its_first_bad_step(fault):
+    """However late it looks."""
+    demo = Demo(0)
+    onset = 46 if fault is reward_collapsed else late(demo)[0]["step"]
+    fault(demo)
+    history = History(LIMITS)
+    for line in demo.steps:
+        history.add_step(line)
+    [found] = [found for found in findings(history, T) if found.of_steps]
+    assert found.since_step == onset
+    assert found.since == next(line["time"] for line in demo.steps if line["step"] == onset)
+
+
+def test_watchdog_dates_a_logprob_difference_by_fresh_samples():
+    demo, history = Demo(0), History(LIMITS, begin=3)
+    for line in demo.steps:
+        if line["step"] % 2:
+            line |= {PREFIX + "logprob_difference": 0.3, "atropos/logprob_diff/fresh_mean": 0.3}
+        else:
+            line.pop("atropos/logprob_diff/fresh_mean", None)
+        history.add_step(line)
+    [found] = findings(history, T)
+    assert (found.alarm, found.since_step) == ("logprob_difference", 5), "the first of this start"
+
+
+def test_watchdog_dates_a_silent_server_by_its_last_answer():
+    demo = Demo(0)
+    server_paused(demo)
+    [raised] = play(demo)
+    assert raised["since_step"] == demo.step_at(raised["since"]) <= demo.step_at(T) + 1
+    demo = Demo(0)
+    queue_full(demo)
+    [raised] = play(demo)
+    assert raised["since_step"] == demo.step_at(raised["since"]) < raised["step"]
+
+
+def test_watchdog_says_whether_groups_became_equal_at_once():
+    for fault, says in ((equal_scores, "items gave a group"), (equal_groups_are_sent, "0% in the step before")):
+        demo = Demo(0)
+        fault(demo)
+        assert says in play(demo)[0]["seen"]
+    assert "broken scorer" in ALARMS["equal_scores"].advice.partition("easier problems")[0]
+
+
+def test_watchdog_says_nothing_of_a_gain_that_never_was():
+    """Scores that fall from what they were at the start have collapsed too."""
+    demo = Demo(0)
+    for line in demo.steps:
+        score(demo, line, (0.3 if line["step"] < 46 else -0.6) + 0.02 * (line["step"] % 5))
+    [raised] = play(demo)
+    assert (raised["alarm"], raised["since_step"]) == ("reward_collapsed", 46)
+    assert "gained" not in ALARMS["reward_collapsed"].means and "0.34 at the start" in raised["seen"]
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("steps", [0, 480])
 def test_watchdog_raises_nothing_in_the_demonstration(seed, steps):
