@@ -14,7 +14,7 @@ from recipe.atropos.config.schema import documented
 from recipe.atropos.errors import AtroposError
 from recipe.atropos.inference.server import sglang_python
 from recipe.atropos.report.run_history import SENT, History, shown
-from recipe.atropos.report.scores import from_to, held_out, training_scores
+from recipe.atropos.report.scores import extent, from_to, held_out, score_range, training_scores
 from recipe.atropos.utils.secret import HIDDEN, is_secret
 
 _PACKAGES = "verl-atropos verl atroposlib torch transformers ray sglang flash-attn liger-kernel numpy omegaconf".split()
@@ -45,7 +45,7 @@ REASONS = {  # of docs/data-format.md, in short
     "ragged_distillation": "a teacher's top-k of unequal lengths",
     "repeated_distill_token": "a teacher's top-k that names a token twice",
     "invalid_distill_logprobs": "a teacher's logprobs that are no distribution",
-    "response_truncated": "cut at data.max_response_length",
+    "response_truncated": "longer than data.max_response_length: the beginning is trained on, what was cut off is not",
     "prompt_truncated": "the beginning of the prompt was cut at data.max_prompt_length",
     "no_logprobs": "without the server's logprobs",
     "own_advantages": "with the environment's own advantages",
@@ -68,6 +68,8 @@ def figures(history: History) -> list[list[str]]:
     if history.lines:
         before, after, _ = training_scores(history)
         rows.append(["mean training score, first → last fifth", from_to(before, after)])
+        if span := score_range(history):
+            rows.append(["scores of trained answers, lowest to highest", extent(*span)])
     for name, values in held_out(history).items():
         if len(values) == 1:
             rows.append([f"held-out score, {name}", f"{values[0][1]:.3f} at step {values[0][0]}"])

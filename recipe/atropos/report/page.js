@@ -89,7 +89,7 @@ function outcomeCharts(run) {
 function distributionSection() {
   return section("distributions", "Histograms and outcomes", "Each third of the run's steps has its own color.", el("div", { class: "grid" }, RUNS.flatMap((run) => [
     histogram(run, "staleness", "Staleness of trained rows", "0: sampled by the very weights that the step started from."),
-    histogram(run, "lengths", "Response lengths", "Answers at the limit are cut off."),
+    histogram(run, "lengths", "Response lengths", "What is beyond the limit of longer answers is cut off."),
     outcomeCharts(run),
   ])));
 }
