@@ -58,8 +58,8 @@ ALARMS: dict[Name, Alarm] = {
         "no advantage, and nothing is learned from it",
         "if all groups became equal at once, or scores do not fit the answers in rollouts/, first look for a broken "
         "scorer or answer parser; else, if the mean score is the lowest, use easier problems, a better policy or a "
-        "score with partial credit; if it is the highest, the task is solved: use harder problems; in between, problems "
-        "are either too easy or too hard",
+        "score with partial credit; if it is the highest, the task is solved: use harder problems; in between, "
+        "problems are either too easy or too hard",
         (_TEMPERATURE, _RESPONSE, _GROUP_SIZE),
     ),
     "environment_raises": Alarm(
@@ -168,8 +168,8 @@ ALARMS: dict[Name, Alarm] = {
         "the mean score has not risen since the first steps by more than its noise",
         "only if actor/grad_norm is far below actor_rollout_ref.actor.grad_clip, raise "
         "actor_rollout_ref.actor.optim.lr; else look at the data and the scorer: do the "
-        "scores in rollouts/ fit the answers, how high is atropos/zero_signal_share, does the policy ever score (or does it "
-        "need easier problems)",
+        "scores in rollouts/ fit the answers, how high is atropos/zero_signal_share, does the policy ever score (or "
+        "does it need easier problems)",
         (_LR, _CLIP, _TEMPERATURE, _GROUP_SIZE),
     ),
     "reward_collapsed": Alarm(

@@ -1,5 +1,6 @@
 """The page about a run, looked at in a real browser: it runs without an error and names what is wrong."""
 
+import json
 import re
 import shutil
 import subprocess
@@ -54,6 +55,7 @@ def test_the_page_names_what_is_wrong_and_shows_it(tmp_path, shown, fault):
     name = FAULTS[fault][1]
     assert f"Alarm {name}" in text_of(document, "verdict") and "Something is wrong" in text_of(document, "verdict")
     assert text_of(document, "alarms").index(f"{name} raised") >= 0 and "Try: " in text_of(document, "alarms")
+    assert re.search(r"since step \d+, raised at step \d+", text_of(document, "alarms"))
     section, pattern = SHOWN[fault]
     whole = re.search(rf'<section id="{section}".*?</section>', document, re.DOTALL)[0]
     assert re.search(pattern, whole)
@@ -115,6 +117,39 @@ def test_the_page_can_be_used_by_keyboard(tmp_path, shown):
     document, console = shown(page)
     assert console == []
     assert re.search(r"<title>(.*)</title>", document)[1] == "step 2; score −1; score 1; true; 0; true"
+
+
+COLOR = r"""
+const find = (value) => [...document.querySelectorAll("#samples select")].find((each) => each.value === value);
+const said = () => [...document.querySelectorAll(".sample .uncolored")].slice(0, 4)
+  .map((each) => each.textContent.slice(0, 43));
+setTimeout(() => {
+  const found = [said()], color = find("advantage");
+  color.value = "logprob";
+  color.dispatchEvent(new Event("change"));
+  document.title = JSON.stringify([...found, said()]);
+}, 500);
+"""
+
+
+def test_a_sample_says_why_nothing_is_colored(tmp_path, shown):
+    page = write_report(healthy_run(tmp_path / "run"))
+    before, data, after = re.split(r'(?<=id="data">)(.*?)(?=</script>)', page.read_text(), maxsplit=1, flags=re.DOTALL)
+    known = json.loads(data)
+    rows = known["runs"][0]["samples"]["rows"]
+    first = next(at for at, row in enumerate(rows) if row["step"] == 60)  # the newest are shown first
+    rows[first] |= {"advantages": [0.0] * len(rows[first]["pieces"])}
+    rows[first + 1] |= {"logprobs": [None] * len(rows[first + 1]["pieces"])}
+    del rows[first + 2]["pieces"]
+    data = json.dumps(known).replace("<", "\\u003c")
+    page.write_text(f"{before}{data}{after}".replace("</body>", f"<script>{COLOR}</script></body>"))
+    document, console = shown(page)
+    assert console == []
+    text = "not colored: this page has no tokens of this sample"[:43]
+    by_advantage, by_logprob = json.loads(re.search(r"<title>(.*)</title>", document)[1])
+    assert by_advantage == ["not colored: its advantages are 0, as where", "", text, ""]
+    assert by_logprob == ["", "not colored: its tokens came without logpro", text, ""]
+    assert "Their scores are from −1 to 1" in text_of(document, "samples")
 
 
 def test_an_error_of_the_page_would_be_seen(tmp_path, shown):

@@ -21,7 +21,7 @@ from recipe.atropos.report.alarm_list import _played
 from recipe.atropos.report.run_history import read_history
 from recipe.atropos.run_dir import RunDir
 from recipe.atropos.trajectory_api import records
-from recipe.atropos.utils.files import append_line, read_json, read_lines, rewrite_lines
+from recipe.atropos.utils.files import append_line, read_json, read_lines, rewrite_lines, write_json
 from recipe.atropos.utils.secret import read_config_yaml
 
 ARCHIVE = Path(__file__).with_name("demo_run.tar.xz")
@@ -108,8 +108,11 @@ class Seeded:
         if len(self.lines) != 60:  # its totals are of another run
             self.run.summary.unlink()
         if recorded:
-            for line in sorted([*_played(read_history(self.run.path)), *alarms], key=lambda line: line["time"]):
+            lines, newest = _played(read_history(self.run.path))
+            for line in sorted([*lines, *alarms], key=lambda line: line["time"]):
                 append_line(self.run.alarms, line)
+            seen = {name: {"seen": text} for (name, _), text in newest.items()}
+            write_json(self.run.summary, read_json(self.run.summary, {}) | {"alarms": seen})
         return self.run.path
 
 

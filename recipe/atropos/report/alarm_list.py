@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from recipe.atropos.alarms import ALARMS, logprob_tolerance
-from recipe.atropos.report.run_history import History
+from recipe.atropos.report.run_history import History, shown
 from recipe.atropos.watchdog.history import History as WatchedHistory
 from recipe.atropos.watchdog.history import Limits
 from recipe.atropos.watchdog.watchdog import Watchdog
@@ -31,24 +31,29 @@ CAUSES = (  # before their symptoms: the verdict names the first that is raised
     "stale_samples",
 )
 _BEHIND_STEPS = 5  # in which one weight version comes again and again, at last so many updates older than the others
+Seen = dict[tuple[str, str | None], str]  # by alarm and environment
 _LOOKS = 400  # of the watchdog at a recorded run of any length
 
 
 def all_alarms(history: History) -> list[dict[str, Any]]:
     """Return a run's alarms, raised ones first, causes before symptoms.
 
-    Each is ``{"alarm", "environment", "state", "since_step", "until_step", "seen", "means", "advice", "times",
-    "recorded"}``; ``times`` counts how often it was raised, ``recorded`` is false if only the page found it.
+    Each is ``{"alarm", "environment", "state", "since_step", "raised_step", "until_step", "seen", "seen_last", "means",
+    "advice", "settings", "times", "recorded"}``: ``since_step`` is the first that showed it, ``seen`` is from when it
+    was raised, ``seen_last`` from its end or now; ``times`` counts how often it was raised; ``recorded`` is false if
+    only the page found it.
     """
     recorded = bool(history.alarms)
-    found = _newest(history.alarms if recorded else _played(history), recorded)
+    lines, newest = (history.alarms, _of_summary(history)) if recorded else _played(history)
+    found = _newest(lines, recorded)
     for alarm in found:
-        same = [each for each in found if each["alarm"] == alarm["alarm"]]
-        known = history.summary.get("alarms", {}).get(alarm["alarm"], {})
-        if recorded and alarm["state"] == "raised" and len(same) == 1:  # the summary has the newest numbers
-            alarm["seen"] = known.get("seen", alarm["seen"])
+        if alarm["state"] == "raised":
+            alarm["seen_last"] = newest.get((alarm["alarm"], alarm["environment"]), alarm["seen"])
     if not any(alarm["alarm"] == "server_out_of_sync" for alarm in found):
         found += _newest(_server_behind(history), recorded=False)
+    for alarm in found:
+        keys = ALARMS[alarm["alarm"]].settings if alarm["alarm"] in ALARMS else ()
+        alarm["settings"] = {key: shown(history.config[key]) for key in keys if key in history.config}
     order = {name: place for place, name in enumerate(CAUSES)}
     return sorted(found, key=lambda alarm: (alarm["state"] != "raised", order.get(alarm["alarm"], len(order))))
 
@@ -60,15 +65,29 @@ def _newest(lines: Iterable[dict[str, Any]], recorded: bool) -> list[dict[str, A
         name, environment = line["alarm"], line.get("environment")
         means = ALARMS[name].means if name in ALARMS else ""
         new = {"alarm": name, "environment": environment, "means": means, "times": 0, "recorded": recorded}
+        new |= {"seen": line.get("seen"), "raised_step": None}
         alarm = found.setdefault((name, environment), new)
-        alarm |= {key: line.get(key) for key in ("state", "since_step", "seen", "advice")}
-        alarm["until_step"] = line.get("step") if line["state"] == "cleared" else None
-        alarm["times"] += line["state"] == "raised"
+        alarm |= {key: line.get(key) for key in ("state", "since_step", "advice")}
+        alarm["seen_last"] = line.get("seen")
+        if line["state"] == "raised":
+            alarm |= {"seen": line.get("seen"), "raised_step": line.get("step"), "until_step": None}
+            alarm["times"] += 1
+        else:
+            alarm["until_step"] = line.get("step")
     return list(found.values())
 
 
-def _played(history: History) -> Iterator[dict[str, Any]]:
-    """Yield the lines that the watchdog would have written of the recorded steps and reports."""
+def _of_summary(history: History) -> Seen:
+    """Return what was seen last of each recorded alarm; of one in several environments, the summary does not tell."""
+    about = {(line["alarm"], line.get("environment")) for line in history.alarms}
+    names = [name for name, _ in about]
+    known = history.summary.get("alarms", {})
+    return {key: known[key[0]]["seen"] for key in about if key[0] in known and names.count(key[0]) == 1}
+
+
+def _played(history: History) -> tuple[list[dict[str, Any]], Seen]:
+    """Return the lines that the watchdog would have written of the recorded steps and reports, and what it saw last."""
+    lines: list[dict[str, Any]] = []
     watchdog = Watchdog(WatchedHistory(_limits(history)))
     watched = watchdog.history
     sources = [[(line["time"], None, line) for line in history.lines]]
@@ -81,7 +100,8 @@ def _played(history: History) -> Iterator[dict[str, Any]]:
         else:
             watched.add_report(environment, line)
         if place % every == 0 or place == len(events):
-            yield from watchdog.changes(now)
+            lines += watchdog.changes(now)
+    return lines, {key: raised.finding.seen for key, raised in watchdog.raised.items()}
 
 
 def _limits(history: History) -> Limits:

@@ -92,7 +92,7 @@ CHARTS = (
         "length",
         "Response length",
         "tokens",
-        "From the first sampled token on. Answers at the limit are cut off before they end.",
+        "From the first sampled token on, as trained on. What is beyond the limit of longer answers is cut off.",
         {"mean": "response_length/mean", "longest": "response_length/max", "shortest": "response_length/min"},
         limit="data.max_response_length",
     ),
@@ -100,7 +100,8 @@ CHARTS = (
         "cut",
         "Responses cut at the limit",
         "rows per step",
-        "What is cut off is neither trained on nor, mostly, an answer that can be scored.",
+        "Rows whose response was longer than data.max_response_length: its beginning is trained on, with the score of "
+        "the whole; what was cut off is not.",
         {"cut": "atropos/rows_with/response_truncated"},
         quiet=True,
     ),

@@ -10,7 +10,7 @@ from typing import Any
 from recipe.atropos.report.chart_table import CHARTS, SHOWN_BY
 from recipe.atropos.report.decimate import buckets, decimated
 from recipe.atropos.report.run_history import SENT, History, phases_of
-from recipe.atropos.report.scores import held_out
+from recipe.atropos.report.scores import extent, held_out, score_range
 
 BARS = 60  # of a timeline
 _BINS = 24  # of a histogram
@@ -54,6 +54,8 @@ def _scores(history: History) -> dict[str, Any]:
         "Mean score of the answers that a step was trained on. Groups whose answers all have the same score are left "
         "out of training, so “everything scored” rises earlier and higher."
     )
+    if span := score_range(history):
+        about += f" Single answers scored from {extent(*span)} in this run."
     return _chart("score", "Score", "", about, series)
 
 
@@ -67,7 +69,11 @@ def _held_out(history: History) -> dict[str, Any]:
         xs, ys, items = zip(*values, strict=True)
         which = f" ({items[-1]:.0f} items)" if items[-1] else ""
         series.append({"label": f"{name}{which}", "points": True} | decimated(xs, ys))
-    about = "Score on items that are never trained on."
+    names = sorted({line["main"] for line in history.evaluations if line.get("main")})
+    values = [y for each in series for y in each["y"] if y is not None]
+    about = f"Score on items that are never trained on: {', '.join(names)}"
+    about += f", here from {extent(min(values), max(values))}" if values else ""
+    about += ". Its range may be another than that of the training score."
     share = all(0 <= y <= 1 for each in series for y in each["y"] if y is not None)
     return _chart("heldout", "Held-out score", "", about, series) | {"share": share}
 

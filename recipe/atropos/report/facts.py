@@ -3,7 +3,6 @@
 import functools
 import importlib.metadata
 import platform
-import re
 import time
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,11 @@ from recipe.atropos.config.compose import compose_config, leaves
 from recipe.atropos.config.schema import documented
 from recipe.atropos.errors import AtroposError
 from recipe.atropos.inference.server import sglang_python
-from recipe.atropos.report.run_history import SENT, History
-from recipe.atropos.report.scores import from_to, held_out, training_scores
+from recipe.atropos.report.run_history import SENT, History, shown
+from recipe.atropos.report.scores import extent, from_to, held_out, score_range, training_scores
 from recipe.atropos.utils.secret import HIDDEN, is_secret
 
 _PACKAGES = "verl-atropos verl atroposlib torch transformers ray sglang flash-attn liger-kernel numpy omegaconf".split()
-_ADDRESS = re.compile(r"(https?://)(?:[^/\s@]*@)?([^/\s@'\"]+)/[^\s'\"]+")
 REASONS = {  # of docs/data-format.md, in short
     SENT: "sent to the trainer",
     "equal_scores": "all answers of the group have the same score: there is no advantage",
@@ -47,7 +45,7 @@ REASONS = {  # of docs/data-format.md, in short
     "ragged_distillation": "a teacher's top-k of unequal lengths",
     "repeated_distill_token": "a teacher's top-k that names a token twice",
     "invalid_distill_logprobs": "a teacher's logprobs that are no distribution",
-    "response_truncated": "cut at data.max_response_length",
+    "response_truncated": "longer than data.max_response_length: the beginning is trained on, what was cut off is not",
     "prompt_truncated": "the beginning of the prompt was cut at data.max_prompt_length",
     "no_logprobs": "without the server's logprobs",
     "own_advantages": "with the environment's own advantages",
@@ -70,6 +68,8 @@ def figures(history: History) -> list[list[str]]:
     if history.lines:
         before, after, _ = training_scores(history)
         rows.append(["mean training score, first → last fifth", from_to(before, after)])
+        if span := score_range(history):
+            rows.append(["scores of trained answers, lowest to highest", extent(*span)])
     for name, values in held_out(history).items():
         if len(values) == 1:
             rows.append([f"held-out score, {name}", f"{values[0][1]:.3f} at step {values[0][0]}"])
@@ -132,9 +132,9 @@ def configuration(history: History) -> list[list[Any]]:
     defaults, known = _defaults(), documented()
     found = []
     for key, value in sorted(history.config.items()):
-        shown = HIDDEN if is_secret(key) and value else value
         default = defaults.get(key, "not set")
-        found.append([key, _text(shown), None if value == default else _text(default), key in known])
+        given = HIDDEN if is_secret(key) and value else shown(value)
+        found.append([key, given, None if value == default else shown(default), key in known])
     return found
 
 
@@ -143,12 +143,6 @@ def _defaults() -> dict[str, Any]:
     config = compose_config([])
     OmegaConf.resolve(config)
     return dict(leaves(OmegaConf.to_container(config)))
-
-
-def _text(value: Any) -> str:
-    """Return a value as the page shows it; a key may be in the path of a Trajectory API's address, or before its @."""
-    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-    return _ADDRESS.sub(rf"\1\2/{HIDDEN}", text)
 
 
 def versions(history: History) -> list[list[str]]:

@@ -21,19 +21,24 @@ function verdictSection() {
 
 function alarm(each) {
   const raised = each.state === "raised";
-  const since = each.since_step === null ? "" : raised ? `since step ${each.since_step}` : `step ${each.since_step} to ${each.until_step ?? "?"}`;
+  const from = each.since_step === null ? "since the start" : `since step ${each.since_step}`;
+  const since = raised ? from : `${from}, until step ${each.until_step ?? "?"}`;
+  const at = each.raised_step ? `raised at step ${each.raised_step}` : "";
   return el("article", { class: `alarm ${each.state}` },
     el("h3", {}, el("code", {}, each.alarm), " ", el("span", { class: `badge ${raised ? "bad" : ""}` }, each.state), " ",
-      [each.environment && `environment ${each.environment}`, since, each.times > 1 && `raised ${each.times} times`].filter(Boolean).join(", ")),
+      [each.environment && `environment ${each.environment}`, since, at, each.times > 1 && `raised ${each.times} times`].filter(Boolean).join(", ")),
     each.means && el("p", {}, `${each.means[0].toUpperCase()}${each.means.slice(1)}.`),
-    el("p", {}, el("b", {}, "Seen: "), each.seen || "no details were recorded"),
+    el("p", {}, el("b", {}, each.seen === each.seen_last ? "Seen: " : "When it was raised: "), each.seen || "no details were recorded"),
+    each.seen !== each.seen_last && el("p", {}, el("b", {}, raised ? "Newest: " : "At its end: "), each.seen_last),
+    Object.keys(each.settings).length > 0 && el("p", {}, el("b", {}, "Settings: "),
+      Object.entries(each.settings).map(([key, value], place) => [place ? ", " : "", el("code", {}, `${key}=${value}`)])),
     each.advice && el("p", {}, el("b", {}, "Try: "), each.advice),
     el("p", { class: "about" }, each.where && document.getElementById(each.where) ? [el("a", { href: `#${each.where}` }, "Where this page shows it"), ". "] : "",
       each.recorded ? "" : "Found by this page in the run's files; the run itself raised no such alarm."));
 }
 
 function alarmSection() {
-  return section("alarms", "Alarms", "Problems that the run revealed while it went on: what was seen, since when, what to try. Causes before their symptoms.",
+  return section("alarms", "Alarms", "Problems that the run revealed while it went on: what was seen, since which step (the first that showed it), the settings that matter, what to try. Causes before their symptoms.",
     perRun((run) => (run.alarms.length ? run.alarms.map(alarm) : el("p", {}, "None."))));
 }
 
@@ -84,7 +89,7 @@ function outcomeCharts(run) {
 function distributionSection() {
   return section("distributions", "Histograms and outcomes", "Each third of the run's steps has its own color.", el("div", { class: "grid" }, RUNS.flatMap((run) => [
     histogram(run, "staleness", "Staleness of trained rows", "0: sampled by the very weights that the step started from."),
-    histogram(run, "lengths", "Response lengths", "Answers at the limit are cut off."),
+    histogram(run, "lengths", "Response lengths", "What is beyond the limit of longer answers is cut off."),
     outcomeCharts(run),
   ])));
 }

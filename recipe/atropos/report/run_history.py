@@ -3,6 +3,7 @@
 Everything is optional: a run that has trained no step yet, was killed, or was made by an earlier version is read too.
 """
 
+import re
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -18,9 +19,10 @@ from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.run_dir import RunDir
 from recipe.atropos.run_record import PHASES, read_evaluations, read_metrics
 from recipe.atropos.utils.files import read_json, read_lines
-from recipe.atropos.utils.secret import read_config_yaml, without_secrets
+from recipe.atropos.utils.secret import HIDDEN, read_config_yaml, without_secrets
 
 SENT = "sent"
+_ADDRESS = re.compile(r"(https?://)(?:[^/\s@]*@)?([^/\s@'\"]+)/[^\s'\"]+")
 OUTCOMES = ("not_sent/", "failed/")  # of an item, beside SENT, in an environment's report
 
 
@@ -57,7 +59,7 @@ class History:
 
     @property
     def name(self) -> str:
-        return self.run.path.name
+        return self.run.path.resolve().name
 
     @property
     def steps(self) -> int:
@@ -124,6 +126,12 @@ def read_history(folder: str | Path) -> History:
         dict(leaves(config)),
         _launcher_lives(read_json(run.services, {})),
     )
+
+
+def shown(value: Any) -> str:
+    """Return a setting as the page shows it; its addresses may hold keys, in their paths or before the @."""
+    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return _ADDRESS.sub(rf"\1\2/{HIDDEN}", text)
 
 
 def phases_of(line: Mapping[str, Any]) -> dict[str, float]:

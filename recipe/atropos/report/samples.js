@@ -40,6 +40,19 @@ function answer(row, by, largest, query) {
   return el("pre", {}, tokensOf(row).map((token) => colored(token, by, largest)), cut);
 }
 
+// Why nothing is colored, where a reader would look for it.
+function uncolored(row, by) {
+  if (by === "none") return null;
+  if (!row.pieces) return "not colored: this page has no tokens of this sample";
+  const trained = tokensOf(row).filter((token) => token.trained);
+  if (!trained.length) return "not colored: none of these tokens is trained on";
+  if (by === "logprob" && trained.every((token) => token.logprob === null)) return "not colored: its tokens came without logprobs";
+  if (by === "advantage" && trained.every((token) => !token.advantage)) {
+    return trained[0].advantage === null ? "not colored: its advantages are not known" : "not colored: its advantages are 0, as where all answers of a group have the same score";
+  }
+  return null;
+}
+
 function tokenTable(row) {
   const details = el("details", {}, el("summary", {}, `${row.pieces.length} tokens as a table`));
   details.addEventListener("toggle", () => {
@@ -64,7 +77,7 @@ function card(row, prompt, by, largest, query, best) {
       row.raw !== null && row.raw !== row.score && el("span", {}, `raw score ${number(row.raw)}`),
       [row.environment, `group ${row.group}`, versions(row.versions) + behind, row.length && `${row.length} tokens`].filter(Boolean).map((text) => el("span", {}, text))),
     el("details", { open: prompt.length < 400 }, el("summary", {}, "prompt"), el("pre", { class: "prompt" }, found(prompt, query))),
-    answer(row, by, largest, query), row.pieces && tokenTable(row));
+    answer(row, by, largest, query), el("p", { class: "about uncolored" }, query ? null : uncolored(row, by)), row.pieces && tokenTable(row));
 }
 
 function sampleBrowser({ prompts, rows, note }) {
@@ -93,9 +106,10 @@ function sampleBrowser({ prompts, rows, note }) {
     count.textContent = `${Math.min(limit, chosen.length)} of ${chosen.length} samples that match are shown. The page has ${rows.length}, of ${steps.length} steps.`;
   }
   show();
+  const range = `Their scores are from ${number(Math.min(...scores))} to ${number(Math.max(...scores))}; held-out scores may have another range. `;
   const legend = "Tokens: green raised, red lowered by their advantage; orange: improbable; blue: trained on; gray italics: not trained on; underlined: logprob under −3.";
   return [el("div", { class: "controls" }, order, step, el("label", {}, "Search", search), color),
-    el("p", { class: "about" }, rows.some((row) => row.pieces) ? legend : note), count, list, more];
+    el("p", { class: "about" }, range + (rows.some((row) => row.pieces) ? legend : note)), count, list, more];
 }
 
 function itemList(items) {

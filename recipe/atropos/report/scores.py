@@ -40,6 +40,16 @@ def from_to(before: float, after: float) -> str:
     return f"{before:.{digits}f} → {after:.{digits}f}".replace("-", "−")
 
 
+def score_range(history: History) -> tuple[float, float] | None:
+    """Return the lowest and the highest score of a trained row, as shaped, if they were recorded."""
+    low, high = history.column("critic/score/min"), history.column("critic/score/max")
+    return (min(low), max(high)) if low and high else None
+
+
+def extent(low: float, high: float) -> str:
+    return f"{low:.4g} to {high:.4g}".replace("-", "−")
+
+
 def training_scores(history: History) -> tuple[float, float, float]:
     """Return the mean score of the first and of the last fifth of the steps, and two standard errors of the change.
 

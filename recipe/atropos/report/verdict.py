@@ -43,10 +43,10 @@ def verdict(history: History, alarms: Sequence[dict[str, Any]]) -> Verdict:
 
 
 def named(alarm: dict[str, Any]) -> str:
-    """Return an alarm as a sentence without a full stop: name, environment, since when, meaning, what was seen."""
+    """Return an alarm as a sentence without a full stop: name, environment, since when, meaning, what was seen last."""
     where = f" in {alarm['environment']}" if alarm["environment"] else ""
     since = f" since step {alarm['since_step']}" if alarm["since_step"] is not None else ""
-    seen = (alarm["seen"] or "").rstrip(".")
+    seen = (alarm["seen_last"] or "").rstrip(".")
     return f"Alarm {alarm['alarm']}{where}{since}: " + (f"{alarm['means']} ({seen})" if alarm["means"] else seen)
 
 

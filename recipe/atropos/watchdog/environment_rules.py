@@ -127,7 +127,9 @@ def _equal_groups(history: History) -> Iterator[Finding]:
         if len(steps) >= _ALL_EQUAL_STEPS and groups >= _ALL_EQUAL_GROUPS:
             text = f"all {groups:.0f} groups of the last {len(steps)} steps have equal scores (zero_signal_share=1)"
             first = steps[-1]
-            earlier = [step[key] for step in history.steps if step["step"] < first["step"] and key in step]
+            earlier = [
+                step[key] for step in history.steps if step["step"] < first["step"] and step.get(key) is not None
+            ]
             text += f"; {earlier[-1]:.0%} in the step before" if earlier else "; from the first step on"
             yield Finding("equal_scores", text, first["time"], int(first["step"]), name, of_steps=True)
 

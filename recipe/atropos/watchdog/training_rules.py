@@ -93,7 +93,7 @@ def _gap(history: History) -> Iterator[Finding]:
         ages = _values(steps, "atropos/staleness/mean")
         age = f", of samples {np.mean(ages):.1f} updates old" if ages else ""
         text = f"{np.mean(gaps):.2g} nats in the mean over the last {len(steps)} steps{age}, above {_GAP:g}"
-        onset = _onset(history, steps, lambda step: step.get("atropos/logprob_diff/mean", 0.0) > _GAP)
+        onset = _onset(history, steps, lambda step: (step.get("atropos/logprob_diff/mean") or 0.0) > _GAP)
         yield _finding("logprob_difference", text, onset)
 
 
@@ -107,7 +107,9 @@ def _samples(history: History) -> Iterator[Finding]:
 
     def mostly(*reasons: Reason) -> Callable[[dict[str, Any]], bool]:
         keys = [f"atropos/dropped/{reason}" for reason in reasons]
-        return lambda step: sum(step.get(key, 0) for key in keys) >= _DROPPED * step.get("atropos/received", math.inf)
+        return lambda step: (
+            sum(step.get(key, 0) for key in keys) >= _DROPPED * step.get("atropos/received", math.inf) > 0
+        )
 
     dropped = {reason: sum(_values(steps, f"atropos/dropped/{reason}")) for reason in _VERSIONS}
     if (lost := sum(dropped.values())) and lost >= _DROPPED * received:
@@ -124,7 +126,7 @@ def _samples(history: History) -> Iterator[Finding]:
     old = _OLD + limits.push_every - 1
     if limits.max_staleness is None and ages and min(ages) >= old:
         text = f"samples are {np.mean(ages):.1f} updates old in the mean over the last {len(steps)} steps"
-        onset = _onset(history, steps, lambda step: step.get("atropos/staleness/mean", 0.0) >= old)
+        onset = _onset(history, steps, lambda step: (step.get("atropos/staleness/mean") or 0.0) >= old)
         yield _finding("stale_samples", text, onset)
 
 
@@ -222,7 +224,9 @@ def _entropy(history: History) -> Iterator[Finding]:
     start = float(np.mean(before))
     if max(now) < _ENTROPY * start and not _near_highest(history, "atropos/mean_raw_score", _extremes(history)):
         text = f"actor/entropy {np.mean(now):.2g} nats over the last {len(now)} steps, {start:.2g} over the first"
-        onset = _onset(history, steps, lambda step: step.get("actor/entropy", math.inf) < _ENTROPY * start)
+        onset = _onset(
+            history, steps, lambda step: (_values([step], "actor/entropy") or [math.inf])[0] < _ENTROPY * start
+        )
         yield _finding("entropy_collapsed", text, onset)
 
 

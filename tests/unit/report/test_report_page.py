@@ -7,7 +7,7 @@ import tomllib
 import pytest
 
 from helpers import ROOT
-from helpers.seeded_runs import Seeded, healthy_run
+from helpers.seeded_runs import Seeded, healthy_run, seeded_run
 from recipe.atropos.commands import report
 from recipe.atropos.data.reasons import Reason
 from recipe.atropos.report.facts import REASONS
@@ -30,6 +30,35 @@ def test_the_page_has_all_sections_of_a_run(tmp_path):
     changed = {key: default for key, _, default, _ in run["configuration"] if default is not None}
     assert changed["actor_rollout_ref.actor.optim.lr"] == "1e-06" and "trainer.critic_warmup" not in changed
     assert {"python", "verl", "torch"} <= {name for name, _ in run["versions"]}
+
+
+def test_ranges_of_training_and_held_out_scores_are_stated(tmp_path):
+    run = describe(read_history(healthy_run(tmp_path)), tokens=False)
+    about = {chart["id"]: chart["about"] for chart in run["curves"]}
+    assert "Single answers scored from −1 to 1 in this run" in about["score"]
+    assert "eval/percent_correct, here from 0.3672 to 0.9961" in about["heldout"]
+    assert ["scores of trained answers, lowest to highest", "−1 to 1"] in run["figures"]
+
+
+def test_cut_rows_are_said_to_be_trained_on_up_to_the_cut(tmp_path):
+    """In the chart as in the table: trainer.atropos.overlong=truncate keeps the beginning."""
+    run = describe(read_history(seeded_run(tmp_path, "truncation")), tokens=False)
+    [cut] = [each for each in run["dropped"] if each["reason"] == "response_truncated"]
+    [chart] = [chart for chart in run["curves"] if chart["id"] == "cut"]
+    for text in (cut["meaning"], chart["about"]):
+        assert "beginning is trained on" in text and "cut off is not" in text
+
+
+def test_marks_of_a_chart_stand_at_the_onset(tmp_path):
+    run = describe(read_history(seeded_run(tmp_path, "truncation")), tokens=False)
+    [length] = [chart for chart in run["curves"] if chart["id"] == "length"]
+    assert length["marks"] == [{"x": 21, "alarm": "all_rows_clipped"}]
+
+
+def test_a_run_has_the_name_of_its_folder(tmp_path, monkeypatch):
+    folder = healthy_run(tmp_path / "mine")
+    monkeypatch.chdir(folder)
+    assert describe(read_history("."), tokens=False)["name"] == "mine"
 
 
 def test_the_page_needs_no_network_and_holds_no_secret(tmp_path):

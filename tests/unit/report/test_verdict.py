@@ -1,8 +1,12 @@
 """Alarms and verdict of runs with a fault put in, with and without the alarms that their launcher recorded."""
 
 import pytest
+from omegaconf import OmegaConf
 
 from helpers.seeded_runs import FAULTS, healthy_run, seeded_run
+from helpers.trainer import compose_config
+from recipe.atropos.alarms import ALARMS
+from recipe.atropos.config.compose import leaves
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.report.alarm_list import all_alarms
 from recipe.atropos.report.run_history import read_history
@@ -101,10 +105,34 @@ def test_a_cleared_alarm_is_listed_but_no_longer_blamed(tmp_path):
     line = {"time": 1.0, "step": 9, "alarm": "queue_full", "environment": None, "since_step": 5, "since": 0.0}
     line |= {"seen": "much", "advice": "less"}
     append_line(run / "alarms.jsonl", line | {"state": "raised"})
-    append_line(run / "alarms.jsonl", line | {"state": "cleared", "step": 12})
+    append_line(run / "alarms.jsonl", line | {"state": "cleared", "step": 12, "seen": "more"})
     said, [alarm] = of(run)
-    assert (alarm["state"], alarm["since_step"], alarm["until_step"]) == ("cleared", 5, 12)
+    assert (alarm["state"], alarm["since_step"], alarm["raised_step"], alarm["until_step"]) == ("cleared", 5, 9, 12)
+    assert (alarm["seen"], alarm["seen_last"]) == ("much", "more")
     assert said.level == "good" and said.text.endswith("no alarm now, 1 earlier.")
+
+
+@pytest.mark.parametrize("recorded", [True, False], ids=["recorded", "unrecorded"])
+def test_an_alarm_has_its_onset_its_raise_and_newest_value(tmp_path, recorded):
+    said, [alarm] = of(seeded_run(tmp_path, "stale_samples", recorded))
+    assert (alarm["since_step"], alarm["raised_step"]) == (27, 31)  # 8 updates old from step 27 on, in five steps
+    assert alarm["seen"].startswith("samples are 10.0 updates old")
+    assert alarm["seen_last"].startswith("samples are 14.0 updates old") and alarm["seen_last"] in said.text
+    assert "Alarm stale_samples since step 27: " in said.text
+
+
+@pytest.mark.parametrize("fault", sorted({*FAULTS} - {"raising_environment"}))
+def test_an_alarm_quotes_its_settings_defaults_too(tmp_path, fault):
+    history = read_history(seeded_run(tmp_path, fault))
+    [alarm] = [alarm for alarm in all_alarms(history) if alarm["alarm"] == FAULTS[fault][1]]
+    assert list(alarm["settings"]) == list(ALARMS[alarm["alarm"]].settings) != []
+    assert alarm["settings"].get("trainer.atropos.max_staleness", "null") == "null"
+    assert alarm["settings"].get("actor_rollout_ref.actor.optim.lr", "3e-05") == "3e-05"
+
+
+def test_the_settings_of_alarms_exist():
+    config = OmegaConf.to_container(compose_config("actor_rollout_ref.model.path=m"), resolve=False)
+    assert {key for alarm in ALARMS.values() for key in alarm.settings} <= {key for key, _ in leaves(config)}
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path):
