@@ -238,24 +238,6 @@ def _environment(process):
 
 
 @pytest.mark.slow
-def test_lock_refuses_a_trainer_started_by_hand(tmp_path, model_path):
-    with RunDir(tmp_path / "run").lock():
-        options = ["preset=demo", f"actor_rollout_ref.model.path={model_path}", f"run.dir={tmp_path / 'run'}"]
-        status, output, left = wait(run(tmp_path, MAIN, *options, "inference.urls=[http://127.0.0.1:1]"), 300)
-    assert status == 1 and f"is in use by process {os.getpid()}" in words(output) and not left, output
-
-
-@pytest.mark.slow
-def test_a_trainer_without_its_services_stops_and_names_them(tmp_path, model_path):
-    url = f"http://127.0.0.1:{free_port()}"
-    options = ["preset=demo", f"actor_rollout_ref.model.path={model_path}", "trainer.atropos.startup_timeout=5"]
-    service = run(tmp_path, MAIN, *options, f"inference.urls=[{url}]", f"trainer.atropos.api_url={url}")
-    status, output, left = wait(service, 900)
-    assert status == 1 and not left
-    assert re.search(rf"error: nothing usable at (inference.urls|trainer.atropos.api_url)={url}", words(output)), output
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(1500)  # four starts of everything
 def test_sampling_at_another_temperature_ends_the_run(tmp_path):
     """Naming both options, of which each trains; with a warning instead, alarms say that the logprobs are wrong."""

@@ -364,7 +364,7 @@ def test_room_is_made_where_sizes_that_do_not_fit_are_all():
 
 
 @pytest.mark.parametrize("bounded", [False, True])
-def test_batches_come_for_environments_that_stop_at_three_batches(bounded):
+def test_batches_come_though_environments_stop_at_three(bounded):
     """Two groups in three have sizes that fit into no batch, or rarely."""
     for seed in range(20):
         rng = random.Random(seed)
