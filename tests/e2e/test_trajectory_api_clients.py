@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -168,7 +169,7 @@ def test_a_stock_environment_and_stock_clients_run(client, api, model_path, tmp_
         saved = [json.loads(line) for line in (tmp_path / "saved.jsonl").read_text().splitlines()]
         assert len(saved) >= 6, output
     else:
-        assert "batches 3" in output or "batches 4" in output, output
+        assert re.search(r"^batches [3-9]", output, flags=re.MULTILINE), output
 
 
 def test_the_api_tests_of_atroposlib_pass(tmp_path):

@@ -50,7 +50,7 @@ def test_promises_config_of_a_run_is_a_file_for_another(tmp_path, monkeypatch):
     actor = other.actor_rollout_ref.actor
     assert (actor.ppo_mini_batch_size, actor.clip_ratio_low) == (32, 0.3)
     run = Run(config, compose_config(["preset=two_environments", "seed=3"]), tmp_path)
-    monkeypatch.setattr(run, "start", lambda *_, **__: None)
+    monkeypatch.setattr(run, "start", lambda name, *_, **__: SimpleNamespace(name=name))
     inference = SimpleNamespace(urls=["http://127.0.0.1:1"], gateway="http://127.0.0.1:2")
     start_trainer(run, SimpleNamespace(url="http://127.0.0.1:3"), inference, tmp_path / "evaluated")
     complete = load_complete(tmp_path / "config.yaml")

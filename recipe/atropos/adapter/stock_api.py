@@ -108,7 +108,7 @@ class StockApi(TrajectoryApiClient):
             pause = min(2.0**tries, _LONGEST_PAUSE)
             tries, waited = tries + 1, waited + time.monotonic() - begun + pause
             given_up = status is not None and (not posts or status < 500 or server_errors == _SERVER_ERRORS)
-            if given_up or waited > self._patience:
+            if given_up or waited > self.patience:
                 raise TrajectoryApiError(f"{method} {self.url}{path}: {problem}; is run-api up?", status)
             logger.warning("%s %s%s: %s; trying again", method, self.url, path, problem)
             self.again += 1

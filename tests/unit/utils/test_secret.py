@@ -131,9 +131,14 @@ def trainer_of(overrides, folder, monkeypatch):
     """(its command line, its own environment variables) for a launcher with these overrides."""
     config = load_config(overrides)
     run = Run(config, compose.compose_config(overrides), folder)
-    monkeypatch.setattr(run, "start", lambda name, command, **variables: (command, variables))
+
+    def start(name, command, **variables):
+        return SimpleNamespace(name=name, command=command, variables=variables)
+
+    monkeypatch.setattr(run, "start", start)
     inference = SimpleNamespace(urls=["http://127.0.0.1:1"], gateway="http://127.0.0.1:2")
-    return start_trainer(run, SimpleNamespace(url="http://127.0.0.1:3"), inference)
+    trainer = start_trainer(run, SimpleNamespace(url="http://127.0.0.1:3"), inference)
+    return trainer.command, trainer.variables
 
 
 TOKENS = "ray_kwargs.ray_init.runtime_env.env_vars"
