@@ -8,7 +8,6 @@ import contextlib
 import sys
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -31,14 +30,15 @@ class _RecordedGroup(dict):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
+        self.by_base = sys._getframe(1).f_globals is vars(base)  # not by the environment itself
         if (groups := _GROUPS.get()) is not None:
             groups.append(self)
 
 
-def record_groups(*others: ModuleType) -> None:
-    """Replace ``ScoredDataGroup`` in every module that has imported it, but in ``others``."""
+def record_groups() -> None:
+    """Replace ``ScoredDataGroup`` in every module that has imported it."""
     for module in list(sys.modules.values()):
-        if module not in others and getattr(module, "__dict__", {}).get("ScoredDataGroup") is _ORIGINAL:
+        if getattr(module, "__dict__", {}).get("ScoredDataGroup") is _ORIGINAL:
             module.ScoredDataGroup = _RecordedGroup
 
 

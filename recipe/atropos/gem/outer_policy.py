@@ -99,7 +99,7 @@ class Episode:
     """Channel between one rollout, in the event loop's thread, and the code that answers its calls, in any other."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
-        self.made: list[dict[str, Any]] = []  # every ScoredDataGroup, also those that the environment then drops
+        self.made: list[Any] = []  # every ScoredDataGroup of the environment, also those that it then drops
         self._loop = loop
         self._calls = 0
         self._events: SimpleQueue[Ask | Future[Any]] = SimpleQueue()
@@ -120,7 +120,9 @@ class Episode:
         _EPISODE.set(self)
         try:
             with recorded() as self.made:
-                return await rollout()
+                outcome = await rollout()
+                self.made[:] = [group for group in self.made if not group.by_base]
+                return outcome
         except (SystemExit, KeyboardInterrupt) as error:  # would end the loop, and with it every other episode
             raise RuntimeError(f"the environment ended its process: {error!r}") from error
 

@@ -17,7 +17,6 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
-from atroposlib.envs import base
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
 
 from recipe.atropos.adapter.cli import adapt
@@ -42,7 +41,7 @@ def stepped_class(target: str | type[BaseEnv]) -> type[BaseEnv]:
         EnvironmentTargetError: ``target`` names no environment.
     """
     environment = load_environment(target) if isinstance(target, str) else target
-    record_groups(base)  # what the environment makes itself
+    record_groups()
     body = {"__doc__": environment.__doc__, "__module__": environment.__module__, "server_cls": OuterPolicyServer}
     return type(environment.__name__, (adapt(environment),), body)
 
