@@ -13,8 +13,9 @@ from recipe.atropos.utils.private_process import SECRET_FLAGS
 
 
 @pytest.fixture
-def planned(tmp_path, model_path):
+def planned(tmp_path, model_path, monkeypatch):
     """A function that returns (run, environments) for further settings of the demo."""
+    monkeypatch.setenv("ATROPOS_SGLANG_PYTHON", "py")  # no SGLang is needed to print a command
 
     def plan(*overrides):
         given = ["--preset", "demo", f"--model={model_path}", f"--run-dir={tmp_path / 'run'}", *overrides]
