@@ -33,7 +33,8 @@ class Terminal:
         self.mark = secrets.token_hex(16)
         self._master, slave = pty.openpty()
         self.resize(*size)
-        environment = {**os.environ, **variables, RUN_ID_VARIABLE: self.mark, "TERM": "xterm"}
+        inherited = {name: os.environ[name] for name in os.environ.keys() - {"COLUMNS", "LINES"}}  # rich prefers them
+        environment = {**inherited, **variables, RUN_ID_VARIABLE: self.mark, "TERM": "xterm"}
         self.process = subprocess.Popen(
             command,
             cwd=cwd,
