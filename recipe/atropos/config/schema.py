@@ -228,7 +228,7 @@ class Actor(VerlSection):
     use_kl_loss: bool = about("Add KL(policy, reference) to the loss")
     kl_loss_coef: NotNegative = about("Its weight")
     kl_loss_type: KLLoss = about("Its estimator; with +: its unbiased gradient")
-    use_torch_compile: bool = about("Compile the logprob and entropy computation")
+    use_torch_compile: bool = about("Compile the computation of entropies")
     ulysses_sequence_parallel_size: Count = about("Ranks that share a sequence")
     optim: Optimizer
     fsdp_config: FSDP

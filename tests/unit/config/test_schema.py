@@ -228,6 +228,12 @@ def test_schema_lets_shipped_values_and_free_mappings_through():
     assert config.actor_rollout_ref.actor.clip_ratio_high == 0.1, "verl reads that one"
 
 
+@pytest.mark.parametrize("compiled", [True, False])
+def test_schema_compile_switch_is_that_of_the_engines(compiled):
+    workers = load_config([f"{MODEL}.path=m", f"{ACTOR}.use_torch_compile={compiled}"]).actor_rollout_ref
+    assert workers.actor.fsdp_config.use_torch_compile is workers.ref.fsdp_config.use_torch_compile is compiled
+
+
 def test_schema_unsupported_keys_are_verls():
     shipped = compose_config([])
     assert not [
