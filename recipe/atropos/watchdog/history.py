@@ -258,11 +258,16 @@ class History:
             self.servers[url].add(server, now)
 
     def servers_rest(self, now: float) -> None:
-        """Note that the servers have released their memory to the trainer: nothing can be told from their silence."""
+        """Note that the servers have released their memory to the trainer: nothing can be told from their silence, nor
+        from that of environments, whose items wait for them.
+        """
         self.behind = None
         for server in self.servers.values():
             server.since = now
             server.pulse.rest(now)
+        for environment in self.environments.values():
+            if environment.pulse is not None:
+                environment.pulse.rest(now)
 
     def sampling(self, now: float) -> bool:
         """Return whether the servers finish the requests that they have: what hangs then is not waiting for them."""

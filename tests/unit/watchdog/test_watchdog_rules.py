@@ -377,15 +377,17 @@ def test_watchdog_knows_joined_environments_by_the_api_alone():
 
 
 def test_watchdog_rests_while_servers_are_offloaded():
-    """Their requests wait for the trainer, however long it takes."""
+    """Their requests wait for the trainer, however long it takes, and so do the items of the environments."""
     demo = Demo(0)
     server_paused(demo)
     history = History(LIMITS)
-    for now in range(0, 190, 5):
+    for line in demo.reports:
+        history.add_report(ENV, line)
+    for now in range(0, 390, 5):
         history.add_gateway(demo.gateway(float(now)), float(now))
         history.servers_rest(float(now))
         assert findings(history, float(now)) == []
-    assert [found.alarm for found in findings(history, 190.0 + LIMITS.silent_after)] == ["server_unhealthy"]
+    assert [found.alarm for found in findings(history, 390.0 + LIMITS.silent_after)] == ["server_unhealthy"]
 
 
 def test_watchdog_with_a_teacher_expects_equal_scores():
