@@ -50,6 +50,7 @@ class Watchdog:
                 self.raised[key] = _Raised(finding, now, step)
                 lines.append(alarm_line(finding, "raised", now, history.step))
         for key, known in list(self.raised.items()):
+            known.seen_step = min(known.seen_step, step)  # a trainer that is started again goes back
             quiet = now - known.seen_at >= CLEAR_SECONDS
             if key not in found and quiet and (not known.finding.of_steps or step - known.seen_step >= CLEAR_STEPS):
                 del self.raised[key]
@@ -103,7 +104,8 @@ def account(lines: Iterable[Mapping[str, Any]], step: int | None) -> dict[str, d
     for line in lines:
         name, key = line["alarm"], (line["alarm"], line["environment"])
         entry = found.setdefault(name, {"raised": 0, "first_step": line["since_step"], "last_step": None, "steps": 0})
-        entry |= {"seen": line["seen"], "means": ALARMS[name].means, "advice": line["advice"]}
+        means = ALARMS[name].means if name in ALARMS else ""  # perhaps another version's
+        entry |= {"seen": line["seen"], "means": means, "advice": line["advice"]}
         if line["state"] == "raised":
             entry["raised"] += 1
             open_[key] = line
@@ -119,5 +121,6 @@ def account(lines: Iterable[Mapping[str, Any]], step: int | None) -> dict[str, d
 
 def _add_steps(entry: dict[str, Any], first: int | None, last: int | None) -> None:
     if last is not None:
-        entry["last_step"] = last
+        last = max(last, first or 0)  # a start that resumes from an earlier checkpoint clears it at that step
+        entry["last_step"] = max(last, entry["last_step"] or 0)
         entry["steps"] += last - first + 1 if first is not None else last

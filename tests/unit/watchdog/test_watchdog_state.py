@@ -153,3 +153,31 @@ def test_watchdog_accounts_for_alarms_over_all_starts():
         **{"raised": 2, "first_step": 3, "last_step": 9, "steps": 6 + 4, "now": True},
     }
     assert found["queue_full"]["now"] is False and found["queue_full"]["seen"] == "2 was seen"
+
+
+def test_watchdog_accounts_for_alarms_of_steps_that_are_undone():
+    """A start from the checkpoint of step 40 clears at that step what began after it."""
+    about = {"alarm": "queue_full", "environment": None, "since": 0.0, "seen": "9", "advice": "", "since_step": 45}
+    lines = [{**about, "state": state, "time": 1.0, "step": step} for state, step in (("raised", 48), ("cleared", 40))]
+    entry = account(lines, 40)["queue_full"]
+    assert (entry["first_step"], entry["last_step"], entry["steps"], entry["now"]) == (45, 45, 1, False)
+
+
+def test_watchdog_accounts_for_an_alarm_of_another_version():
+    about = {"alarm": "too_blue", "environment": None, "since": 0.0, "since_step": 1, "seen": "blue", "advice": "paint"}
+    entry = account([{**about, "state": "raised", "time": 1.0, "step": 2}], 3)["too_blue"]
+    assert entry["means"] == "" and entry["advice"] == "paint" and entry["steps"] == 3
+
+
+def test_watchdog_clears_after_steps_that_are_trained_again():
+    """A trainer that is started again goes back to its checkpoint: five steps are counted from there."""
+    watchdog = Watchdog(History(LIMITS))
+    for number in range(1, 31):
+        watchdog.history.add_step(step(number, **{PREFIX + "unknown_sampling": 3.0}))
+        watchdog.changes(10.0 * number)
+    for number in range(11, 16):
+        watchdog.history.add_step(step(number, time=400.0 + number))
+        changes = watchdog.changes(400.0 + number)
+    assert watchdog.history.step == 15 and changes == []
+    watchdog.history.add_step(step(16, time=450.0))
+    assert [change["state"] for change in watchdog.changes(450.0)] == ["cleared"]
