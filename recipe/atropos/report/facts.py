@@ -3,6 +3,7 @@
 import functools
 import importlib.metadata
 import platform
+import statistics
 import time
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,8 @@ def figures(history: History) -> list[list[str]]:
     seconds = summary.get("seconds") or sum(history.column("timing_s/step"))
     rows.append(["time in training steps", _duration(seconds)])
     if history.lines:
-        rows.append(["median step", f"{sorted(history.column('timing_s/step'))[len(history.lines) // 2]:.2f} s"])
+        if times := history.column("timing_s/step"):
+            rows.append(["median step", f"{statistics.median(times):.2f} s"])
         wait = sum(history.column("phase_s/wait"))
         rows.append(["share of the time waiting for batches", f"{wait / max(seconds, 1e-9):.0%}"])
     tokens = summary.get("tokens_trained") or sum(history.column("atropos/trained_tokens"))
@@ -93,13 +95,16 @@ def figures(history: History) -> list[list[str]]:
     if restarts := sum(each.get("restarts", 0) for each in summary.get("environments", {}).values()):
         rows.append(["restarts of environments", str(restarts)])
     rows.append(["model", str(history.config.get("actor_rollout_ref.model.path", "unknown"))])
-    rows.append(["started", time.strftime("%Y-%m-%d %H:%M", time.localtime(history.started))])
+    if history.started is not None:
+        rows.append(["started", time.strftime("%Y-%m-%d %H:%M", time.localtime(history.started))])
     return rows
 
 
 def state(history: History) -> str:
     if history.finished:
         return "finished"
+    if history.host:
+        return f"running on {history.host}, as far as its files say"
     return "running" if history.running else "stopped before its last step"
 
 

@@ -4,15 +4,12 @@ Everything is optional: a run that has trained no step yet, was killed, or was m
 """
 
 import re
-import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 from recipe.atropos.config.compose import leaves
 from recipe.atropos.errors import ConfigurationError
@@ -56,6 +53,7 @@ class History:
     reports: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
     running: bool = False
+    host: str | None = None  # another machine, on which it runs as far as its files say
 
     @property
     def name(self) -> str:
@@ -75,10 +73,10 @@ class History:
         return bool(self.lines) and self.total_steps is not None and self.steps >= self.total_steps
 
     @cached_property
-    def started(self) -> float:
-        """Unix time of the earliest line of any file."""
+    def started(self) -> float | None:
+        """Unix time of the earliest line of any file; None if there is none."""
         first = [lines[0]["time"] for lines in (self.lines, self.evaluations, *self.reports.values()) if lines]
-        return min(first, default=time.time())
+        return min(first, default=None)
 
     @cached_property
     def outcomes(self) -> dict[str, list[Outcomes]]:
@@ -116,6 +114,7 @@ def read_history(folder: str | Path) -> History:
     for name in reports:
         reports[name] = read_lines(run.environment_report(name))
     config = without_secrets(_plain(read_config_yaml(run.config))) if run.config.exists() else {}
+    running, host = _who_runs(run)
     return History(
         run,
         read_metrics(run.path),
@@ -124,7 +123,8 @@ def read_history(folder: str | Path) -> History:
         read_lines(run.alarms),
         {name: lines for name, lines in reports.items() if lines},
         dict(leaves(config)),
-        _launcher_lives(read_json(run.services, {})),
+        running,
+        host,
     )
 
 
@@ -145,9 +145,15 @@ def _plain(config: Any) -> dict[str, Any]:
     return OmegaConf.to_container(config, resolve=False)
 
 
-def _launcher_lives(services: Mapping[str, Any]) -> bool:
-    entry = services.get("launcher")
-    return bool(entry) and psutil.pid_exists(entry["pid"])
+def _who_runs(run: RunDir) -> tuple[bool, str | None]:
+    """Return whether the process that locked the folder runs, and its machine if that is another one.
+
+    Of a process on another machine nothing is known; it runs if services are listed, which an end removes.
+    """
+    holder = run.holder()
+    if holder is None or holder.is_here:
+        return holder is not None and holder.lives(), None
+    return (True, holder.host) if read_json(run.services, {}) else (False, None)
 
 
 def _differences(lines: Iterable[Mapping[str, Any]]) -> Iterable[Outcomes]:

@@ -28,9 +28,8 @@ def verdict(history: History, alarms: Sequence[dict[str, Any]]) -> Verdict:
     raised = [alarm for alarm in alarms if alarm["state"] == "raised"]
     cause = f" {named(raised[0])}{_others(raised[1:])}." if raised else ""
     if not history.lines:
-        return Verdict(
-            "bad" if raised else "neutral", f"No step was trained{' yet' if history.running else ''}.{cause}"
-        )
+        text = f"{'No step was trained yet' if history.running else 'Stopped before its first step'}.{cause}"
+        return Verdict("bad" if raised or not history.running else "neutral", text)
     outcome, level = _outcome(history)
     told = f"{outcome}: {_figures(history)} over {history.steps} steps"
     if not history.finished and not history.running:

@@ -3,6 +3,7 @@
 import pytest
 from omegaconf import OmegaConf
 
+from helpers.runs import make_run
 from helpers.seeded_runs import FAULTS, healthy_run, seeded_run
 from helpers.trainer import compose_config
 from recipe.atropos.alarms import ALARMS
@@ -97,7 +98,16 @@ def test_a_run_without_a_step_names_what_keeps_it_from_one(tmp_path):
     (tmp_path / "run/environments").mkdir(parents=True)
     (tmp_path / "mine.jsonl").rename(tmp_path / "run/environments/mine.jsonl")
     said, _ = of(tmp_path / "run")
-    assert said.text.startswith("No step was trained. Alarm environment_raises in mine: ") and "KeyError" in said.text
+    told = "Stopped before its first step. Alarm environment_raises in mine: "
+    assert said.text.startswith(told) and "KeyError" in said.text
+
+
+def test_a_run_that_ended_without_a_step_is_not_healthy(tmp_path):
+    """While it goes on there is nothing to say yet."""
+    going, _ = of(make_run(tmp_path / "going", steps=0).path)
+    ended, _ = of(make_run(tmp_path / "ended", steps=0, started=1.0).path)
+    assert (going.level, going.text) == ("neutral", "No step was trained yet.")
+    assert (ended.level, ended.text) == ("bad", "Stopped before its first step.")
 
 
 def test_a_cleared_alarm_is_listed_but_no_longer_blamed(tmp_path):
