@@ -4,8 +4,11 @@ Bounded for any run: so many steps, rows, characters and tokens. Of a step, the 
 and then rows of groups that are not shown yet.
 """
 
+import contextlib
 import itertools
+import json
 import logging
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -125,7 +128,7 @@ def _held_out(history: History) -> Iterable[dict[str, Any]]:
         versions[path.parts[-2]].append(path)
     for environment, paths in versions.items():
         for path in [paths[place] for place in spread(len(paths), _ANSWERS)]:
-            for sample in read_lines(path):
+            for sample in _recorded_samples(path):
                 if (read := _evaluated(sample)) is not None:
                     prompt, answer, score = read
                     at = int(path.parts[-3])
@@ -133,10 +136,19 @@ def _held_out(history: History) -> Iterable[dict[str, Any]]:
     return _several(answers, "held out")
 
 
+def _recorded_samples(path: Path) -> Iterable[dict[str, Any]]:
+    """Yield the samples in a file that an environment wrote, as it likes: other lines are left out, NaN is a number."""
+    with contextlib.suppress(FileNotFoundError):
+        for line in path.read_bytes().splitlines():
+            with contextlib.suppress(ValueError):
+                if isinstance(sample := json.loads(line), dict):
+                    yield sample
+
+
 def _evaluated(sample: Mapping[str, Any]) -> tuple[str, str, float | None] | None:
     """Read what an environment wrote of an evaluated item: prompt, answer and score; None if it is of another form."""
     messages = sample.get("messages")
-    if isinstance(messages, list) and len(messages) > 1:
+    if isinstance(messages, list) and len(messages) > 1 and all(isinstance(each, dict) for each in messages):
         *before, last = [str(message.get("content", "")) for message in messages]
         prompt, answer = "\n".join(before), last
     elif "question" in sample and ("answer" in sample or "response" in sample):
@@ -144,7 +156,7 @@ def _evaluated(sample: Mapping[str, Any]) -> tuple[str, str, float | None] | Non
     else:
         return None
     score = sample.get("score", sample.get("correct"))
-    return prompt, answer, float(score) if isinstance(score, int | float) else None
+    return prompt, answer, float(score) if isinstance(score, int | float) and math.isfinite(score) else None
 
 
 def _trained(rollouts: Mapping[int, list[dict[str, Any]]]) -> Iterable[dict[str, Any]]:

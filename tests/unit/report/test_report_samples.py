@@ -54,3 +54,16 @@ def test_items_show_how_held_out_answers_changed(tmp_path):
     assert changed["kind"] == "held out" and [answer["at"] for answer in changed["answers"]] == [0, 60]
     assert changed["answers"][0]["score"] < changed["answers"][1]["score"]
     assert changed["answers"][0]["answer"] != changed["answers"][1]["answer"]
+
+
+def test_samples_that_an_environment_wrote_otherwise_do_no_harm(tmp_path):
+    """The file is the environment's: NaN for a score, other forms, a line that a kill cut."""
+    run = healthy_run(tmp_path)
+    for at in (0, 60):
+        path = run / f"evaluation/{at}/gsm8k/samples.jsonl"
+        lines = ['{"question": "why?", "answer": "so", "score": NaN}', '{"messages": ["a", "b"]}', "[1]", '{"messa']
+        path.write_text("\n".join([*lines, path.read_text()]))
+    history = read_history(run)
+    found = {item["prompt"]: item for item in items(history, {})}
+    assert [answer["score"] for answer in found["why?"]["answers"]] == [None, None]
+    assert len(found) > 12, "the others are there"
