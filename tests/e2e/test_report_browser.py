@@ -7,8 +7,10 @@ import subprocess
 
 import pytest
 
-from helpers.seeded_runs import FAULTS, healthy_run, seeded_run
+from helpers.runs import make_run
+from helpers.seeded_runs import FAULTS, Seeded, healthy_run, seeded_run
 from recipe.atropos.report.page import write_report
+from recipe.atropos.utils.files import read_lines, rewrite_lines
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
@@ -80,6 +82,40 @@ def test_two_runs_are_laid_over_each_other(tmp_path, shown):
     assert "trainer.atropos.sampling_mismatch" in differing and "actor_rollout_ref.actor.optim.lr" not in differing
 
 
+AT = """
+setTimeout(() => {
+  const plot = document.querySelector("#entropy svg[role]");
+  for (const key of ["Home", "ArrowRight", "ArrowRight"]) plot.dispatchEvent(new KeyboardEvent("keydown", { key }));
+  document.title = [...document.querySelectorAll("#entropy .legend b")].map((each) => each.textContent).join("; ");
+}, 500);
+"""
+
+
+def test_two_long_runs_show_their_own_limits_and_values(tmp_path, shown):
+    """Their curves are shortened, each to other steps."""
+    one, two = Seeded(tmp_path / "one"), Seeded(tmp_path / "two")
+    for run, times, limit in ((one, 9, "3"), (two, 12, "2")):
+        run.lines = [line | {"step": at + 1} for at, line in enumerate(run.lines * times)]
+        run.set("max_staleness", limit)
+    one.lines[30] |= {"critic/score/max": 5.0}
+    page = write_report(one.write(recorded=False), two.write(recorded=False), tokens=False)
+    page.write_text(page.read_text().replace("</body>", f"<script>{AT}</script></body>"))
+    document, console = shown(page)
+    assert console == []
+    curves = text_of(document, "curves")
+    assert "one: limit 3" in curves and "two: limit 2" in curves and "In this run" not in curves
+    assert "one: single answers scored from −1 to 5. two: single answers scored from −1 to 1." in curves
+    values = re.search(r"<title>(.*)</title>", document)[1].split("; ")
+    assert len(values) == 2 and all(float(value) > 0 for value in values), values
+
+
+def test_a_run_and_one_without_a_step_are_drawn(tmp_path, shown):
+    page = write_report(make_run(tmp_path / "one").path, make_run(tmp_path / "two", steps=0).path, tokens=False)
+    document, console = shown(page)
+    assert console == [] and "NaN" not in document and "undefined" not in document
+    assert "one: mean" in text_of(document, "curves") and "two: limit" not in text_of(document, "curves")
+
+
 # What a user does: read a curve with the keyboard, sort, search, open a row's tokens. The results go into the title.
 USE = r"""
 const find = (what) => document.querySelector(what);
@@ -98,6 +134,8 @@ setTimeout(() => {
   }
   change(find("#samples input"), find(".sample pre.prompt").textContent.split(/\s+/)[3]);
   found.push([...document.querySelectorAll(".sample")].every((each) => each.querySelector("mark")));
+  change(find("#samples input"), "(b.c");
+  found.push([...document.querySelectorAll(".sample mark")].map((each) => each.textContent).join("|"));
   change(find("#samples input"), "no such text");
   found.push(document.querySelectorAll(".sample").length);
   change(find("#samples input"), "");
@@ -112,11 +150,15 @@ setTimeout(() => {
 
 
 def test_the_page_can_be_used_by_keyboard(tmp_path, shown):
-    page = write_report(healthy_run(tmp_path / "run"))
+    run = healthy_run(tmp_path / "run")
+    rows = read_lines(run / "rollouts/60.jsonl")
+    longer = "İİ (B.C) (b.c"  # in lower case
+    rewrite_lines(run / "rollouts/60.jsonl", [rows[0] | {"output": longer}, *rows[1:]])
+    page = write_report(run)
     page.write_text(page.read_text().replace("</body>", f"<script>{USE}</script></body>"))
     document, console = shown(page)
     assert console == []
-    assert re.search(r"<title>(.*)</title>", document)[1] == "step 2; score −1; score 1; true; 0; true"
+    assert re.search(r"<title>(.*)</title>", document)[1] == "step 2; score −1; score 1; true; (B.C|(b.c; 0; true"
 
 
 COLOR = r"""

@@ -1,4 +1,4 @@
-"""Write a page about a run, or two runs side by side: ``verl-atropos report runs/NAME [runs/OTHER]``
+"""Write a page about a run, or two runs side by side: ``verl-atropos report RUN [OTHER]``
 
 The page is one HTML file that needs no network. It can be written while the run goes on.
 """
@@ -10,16 +10,18 @@ from pathlib import Path
 
 from recipe.atropos.errors import one_line_errors
 from recipe.atropos.report.page import write_report
+from recipe.atropos.run_status import find_run
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="verl-atropos report", description="Write a page about a run, or two runs side by side."
     )
-    parser.add_argument("run", type=Path, help="folder of the run")
-    parser.add_argument("other", type=Path, nargs="?", help="folder of a run to compare it with")
+    parser.add_argument("run", help="folder of a run, or its name below runs/")
+    parser.add_argument("other", nargs="?", help="a run to compare it with")
     parser.add_argument("--output", type=Path, metavar="FILE", help="default: report.html in the folder of the run")
     given = parser.parse_args(argv)
     with one_line_errors(OSError):
-        print(os.path.relpath(write_report(given.run, given.other, given.output)))
+        other = None if given.other is None else find_run(given.other).path
+        print(os.path.relpath(write_report(find_run(given.run).path, other, given.output)))
     return 0

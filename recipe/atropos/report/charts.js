@@ -94,11 +94,16 @@ function lineChart(charts, names) {
     .filter((y) => y !== null).map(scale).filter((y) => y !== null);
   const xs = [...new Set(lines.flatMap((line) => line.x))].sort((a, b) => a - b);
   let low = Math.min(...ys), high = Math.max(...ys);
-  if (chart.zero || chart.share) low = Math.min(0, low);
-  if (chart.share) high = Math.max(1, high);
-  if (chart.limit && chart.limit <= 3 * high) high = Math.max(high, chart.limit);
+  const share = charts.every((each) => !each || each.share);
+  if (chart.zero || share) low = Math.min(0, low);
+  if (share) high = Math.max(1, high);
+  const given = charts.flatMap((each, run) => (each ? [[each.limit, `${names[run]}: `]] : []));
+  const limits = given.every(([limit]) => limit === chart.limit) ? [[chart.limit, ""]] : given;
+  for (const [limit] of limits) if (limit && limit <= 3 * high) high = Math.max(high, limit);
   if (low === high) { high += Math.abs(high) * 0.1 || 1; low -= chart.zero ? 0 : Math.abs(low) * 0.1; }
   const left = xs[0], right = xs[xs.length - 1] > left ? xs[xs.length - 1] : left + 1;
+  const marks = charts.flatMap((each, run) => (each ? each.marks : []).map((mark) => ({ ...mark, whose: names.length > 1 ? `${names[run]}: ` : "" })));
+  const own = charts.map((each, run) => each && each.own && `${names.length > 1 ? names[run] : "In this run"}: ${each.own}.`).filter(Boolean);
   const X = (x, width) => PADDING.left + ((x - left) / (right - left)) * (width - PADDING.left - PADDING.right);
   const Y = (y) => PADDING.top + ((high - y) / (high - low)) * (height - PADDING.top - PADDING.bottom);
 
@@ -128,14 +133,14 @@ function lineChart(charts, names) {
     for (const tick of ticks(left, right, Math.min(6, width / 90)).filter(Number.isInteger)) {
       found.push(svg("text", { x: X(tick, width), y: height - 6, "text-anchor": "middle" }, number(tick)));
     }
-    if (chart.limit && chart.limit >= low && chart.limit <= high) {
-      found.push(svg("line", { x1: PADDING.left, x2: width - PADDING.right, y1: Y(chart.limit), y2: Y(chart.limit), stroke: "var(--soft)", "stroke-dasharray": "4 4" }),
-        svg("text", { x: width - PADDING.right, y: Y(chart.limit) - 4, "text-anchor": "end" }, `limit ${number(chart.limit)}`));
+    for (const [limit, whose] of limits.filter(([each]) => each && each >= low && each <= high)) {
+      found.push(svg("line", { x1: PADDING.left, x2: width - PADDING.right, y1: Y(limit), y2: Y(limit), stroke: "var(--soft)", "stroke-dasharray": "4 4" }),
+        svg("text", { x: width - PADDING.right, y: Y(limit) - 4, "text-anchor": "end" }, `${whose}limit ${number(limit)}`));
     }
-    for (const [place, mark] of charts.flatMap((each) => (each ? each.marks : [])).entries()) {
+    for (const [place, mark] of marks.entries()) {
       const x = X(Math.max(left, Math.min(right, mark.x)), width), end = x > width * 0.6;
       found.push(svg("line", { x1: x, x2: x, y1: PADDING.top - 4, y2: height - PADDING.bottom, stroke: "var(--bad)", "stroke-dasharray": "3 3" }),
-        svg("text", { x: x + (end ? -4 : 4), y: PADDING.top - 3 + 12 * place, "text-anchor": end ? "end" : "start", style: "fill: var(--bad)" }, mark.alarm));
+        svg("text", { x: x + (end ? -4 : 4), y: PADDING.top - 3 + 12 * place, "text-anchor": end ? "end" : "start", style: "fill: var(--bad)" }, `${mark.whose}${mark.alarm}`));
     }
     found.push(...lines.flatMap((line) => paths(line, width)));
     if (cursor !== null) {
@@ -149,11 +154,13 @@ function lineChart(charts, names) {
   function at(cursor) {
     if (cursor === null) return { label: `step ${number(xs[xs.length - 1])}`, texts: lines.map((line) => number(last(line))) };
     const x = xs[cursor];
-    return { label: `step ${number(x)}`, texts: lines.map((line) => number(line.y[line.x.indexOf(x)])) };
+    // A point of a shortened series stands for all steps since the one before.
+    const place = (line) => (line.low ? line.x.findIndex((each) => each >= x) : line.x.indexOf(x));
+    return { label: `step ${number(x)}`, texts: lines.map((line) => number(line.y[place(line)])) };
   }
   const first = (line) => line.y.find((y) => y !== null);
   return figure({
-    id: chart.id, title: chart.title, unit: chart.unit, about: chart.about, height, legend: lines, draw, at,
+    id: chart.id, title: chart.title, unit: chart.unit, about: [chart.about, ...own].join(" "), height, legend: lines, draw, at,
     alarmed: charts.some((each) => each && each.marks.length),
     count: () => xs.length,
     locate: (x, width) => {

@@ -17,9 +17,10 @@ _BINS = 24  # of a histogram
 
 
 def curves(history: History, alarms: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the charts: ``{"id", "title", "unit", "about", "series", "limit", "log", "marks"}``.
+    """Return the charts: ``{"id", "title", "unit", "about", "own", "series", "limit", "log", "marks"}``.
 
-    A series is ``{"label", "x", "y"}``, perhaps with ``low`` and ``high``. ``marks`` are alarms that the chart shows.
+    A series is ``{"label", "x", "y"}``, perhaps with ``low`` and ``high``. ``marks`` are alarms that the chart shows,
+    ``own`` says what holds for this run alone.
     """
     found = [_scores(history), _held_out(history), *_of_metrics(history)]
     charts = [chart for chart in found if any(any(y is not None for y in each["y"]) for each in chart["series"])]
@@ -33,7 +34,7 @@ def curves(history: History, alarms: list[dict[str, Any]]) -> list[dict[str, Any
 
 
 def _chart(id: str, title: str, unit: str, about: str, series: list[dict[str, Any]]) -> dict[str, Any]:
-    more = {"limit": None, "log": False, "zero": False}
+    more = {"limit": None, "log": False, "zero": False, "own": ""}
     return {"id": id, "title": title, "unit": unit, "about": about, "series": series, **more}
 
 
@@ -54,9 +55,10 @@ def _scores(history: History) -> dict[str, Any]:
         "Mean score of the answers that a step was trained on. Groups whose answers all have the same score are left "
         "out of training, so “everything scored” rises earlier and higher."
     )
-    if span := score_range(history):
-        about += f" Single answers scored from {extent(*span)} in this run."
-    return _chart("score", "Score", "", about, series)
+    span = score_range(history)
+    return _chart("score", "Score", "", about, series) | {
+        "own": f"single answers scored from {extent(*span)}" if span else ""
+    }
 
 
 def _is_of_environment(key: str) -> bool:
@@ -71,11 +73,10 @@ def _held_out(history: History) -> dict[str, Any]:
         series.append({"label": f"{name}{which}", "points": True} | decimated(xs, ys))
     names = sorted({line["main"] for line in history.evaluations if line.get("main")})
     values = [y for each in series for y in each["y"] if y is not None]
-    about = f"Score on items that are never trained on: {', '.join(names)}"
-    about += f", here from {extent(min(values), max(values))}" if values else ""
-    about += ". Its range may be another than that of the training score."
+    about = "Score on items that are never trained on. Its range may be another than that of the training score."
+    own = f"{', '.join(names)}, from {extent(min(values), max(values))}" if values else ""
     share = all(0 <= y <= 1 for each in series for y in each["y"] if y is not None)
-    return _chart("heldout", "Held-out score", "", about, series) | {"share": share}
+    return _chart("heldout", "Held-out score", "", about, series) | {"own": own, "share": share}
 
 
 def _of_metrics(history: History) -> Iterator[dict[str, Any]]:
@@ -107,18 +108,20 @@ def _series(history: History, keys: Mapping[str, str]) -> list[dict[str, Any]]:
 
 
 def timeline(history: History) -> dict[str, Any]:
-    """Return the mean seconds of each phase over the steps of a bar, and each phase's share of the whole time."""
+    """Return the mean seconds of each phase over the steps of a bar, and each phase's seconds in all.
+
+    What is spent after a step's line was written, to save a checkpoint, is in the latter alone.
+    """
     bars: list[dict[str, Any]] = []
-    names = list(phases_of({}))
+    seconds = history.summary.get("seconds_per_phase") or {}
+    names = [*phases_of({}), *(name for name in seconds if name not in phases_of({}))]
     for part in buckets(len(history.lines), BARS):
         lines = history.lines[part]
-        mean = {name: sum(phases_of(line)[name] for line in lines) / len(lines) for name in names}
+        mean = {name: sum(phases_of(line).get(name, 0.0) for line in lines) / len(lines) for name in names}
         first, last = lines[0]["step"], lines[-1]["step"]
         label = str(first) if first == last else f"{first} to {last}"
         bars.append({"label": label, "values": [round(mean[name], 3) for name in names]})
-    seconds = history.summary.get("seconds_per_phase") or {
-        name: sum(phases_of(line)[name] for line in history.lines) for name in names
-    }
+    seconds = seconds or {name: sum(phases_of(line)[name] for line in history.lines) for name in names}
     return {"names": names, "bars": bars, "seconds": {name: round(value, 1) for name, value in seconds.items()}}
 
 
@@ -133,7 +136,8 @@ def outcomes(history: History) -> list[dict[str, Any]]:
             continue
         names = [outcome for outcome, _ in history.item_totals(name).most_common()]
         names = [*(n for n in names if n == SENT), *(n for n in names if n != SENT)]
-        begin, end = history.started, max(each[-1].time, history.started + 1)
+        begin = each[0].time if history.started is None else history.started
+        end = max(each[-1].time, begin + 1)
         n = min(BARS, len(each))
         counts = [Counter() for _ in range(n)]
         steps: list[int | None] = [None] * n

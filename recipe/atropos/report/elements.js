@@ -22,7 +22,7 @@ function number(value) {
   if (value === null || value === undefined) return "–";
   if (typeof value !== "number") return String(value);
   const size = Math.abs(value);
-  if (value !== 0 && size < 1e-3) return value.toExponential(1).replace("-", "−").replace("e−", "e−");
+  if (value !== 0 && size < 1e-3) return value.toExponential(1).replaceAll("-", "−");
   const digits = size >= 1000 || Number.isInteger(value) ? 0 : size >= 100 ? 1 : size >= 1 ? 2 : 3;
   return value.toLocaleString("en-US", { maximumFractionDigits: digits }).replace("-", "−");
 }

@@ -56,10 +56,10 @@ function phaseSection() {
     return barChart({
       id: `phases-${run.name}`, title: TWO ? run.name : "Seconds of a step by phase", unit: "s", names, bars, clip: true,
       totals: names.map((name) => percent((seconds[name] || 0) / all)),
-      about: "Shares are of the whole run. A long first step is compilation.",
+      about: "Shares are of the whole run. A long first step waits for the first batch, and compiles.",
     });
   });
-  return section("phases", "Phase timeline", "What a step's time goes to: wait (for a batch), convert (to tensors), evaluate (waiting for an evaluation), log_prob (the trainer's own logprobs), advantage, update (of the weights), push (of the weights to the servers), record.",
+  return section("phases", "Phase timeline", "What a step's time goes to: wait (for a batch), convert (to tensors), evaluate (waiting for an evaluation), log_prob (the trainer's own logprobs), advantage, update (of the weights), push (of the weights to the servers), record. What it takes to save checkpoints is in the shares alone.",
     charts);
 }
 

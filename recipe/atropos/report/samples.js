@@ -25,13 +25,9 @@ const tokensOf = (row) => row.pieces.map((piece, at) => ({
 
 function found(text, query) {
   if (!query) return [text];
-  const parts = [], small = text.toLowerCase();
-  let from = 0;
-  for (let at = small.indexOf(query); at >= 0; at = small.indexOf(query, from)) {
-    parts.push(text.slice(from, at), el("mark", {}, text.slice(at, at + query.length)));
-    from = at + query.length;
-  }
-  return [...parts, text.slice(from)];
+  // In lower case a text may have another length.
+  const parts = text.split(new RegExp(`(${query.replace(/[.*+?^${}()|[\]\\]/g, "\\$&")})`, "iu"));
+  return parts.map((part, at) => (at % 2 ? el("mark", {}, part) : part));
 }
 
 function answer(row, by, largest, query) {

@@ -1,12 +1,14 @@
 """The page as a file: what it holds, what it never holds, and how large it gets."""
 
 import json
+import os
 import re
 import tomllib
 
 import pytest
 
 from helpers import ROOT
+from helpers.runs import make_run
 from helpers.seeded_runs import Seeded, healthy_run, seeded_run
 from recipe.atropos.commands import report
 from recipe.atropos.data.reasons import Reason
@@ -34,10 +36,21 @@ def test_the_page_has_all_sections_of_a_run(tmp_path):
 
 def test_ranges_of_training_and_held_out_scores_are_stated(tmp_path):
     run = describe(read_history(healthy_run(tmp_path)), tokens=False)
-    about = {chart["id"]: chart["about"] for chart in run["curves"]}
-    assert "Single answers scored from −1 to 1 in this run" in about["score"]
-    assert "eval/percent_correct, here from 0.3672 to 0.9961" in about["heldout"]
+    own = {chart["id"]: chart["own"] for chart in run["curves"] if chart.get("own")}
+    assert own == {
+        "score": "single answers scored from −1 to 1",
+        "heldout": "eval/percent_correct, from 0.3672 to 0.9961",
+    }
     assert ["scores of trained answers, lowest to highest", "−1 to 1"] in run["figures"]
+
+
+def test_phases_have_the_time_that_checkpoints_took(tmp_path):
+    """The run's summary has it, the lines of its steps have not."""
+    history = read_history(healthy_run(tmp_path))
+    history.summary["seconds_per_phase"]["save"] = 300.0
+    timeline = describe(history, tokens=False)["timeline"]
+    assert timeline["names"][-1] == "save" and timeline["seconds"]["save"] == 300.0
+    assert {len(bar["values"]) for bar in timeline["bars"]} == {len(timeline["names"])}
 
 
 def test_cut_rows_are_said_to_be_trained_on_up_to_the_cut(tmp_path):
@@ -101,6 +114,37 @@ def test_a_folder_with_metrics_alone_is_shown_too(tmp_path):
     assert [chart["id"] for chart in run["curves"]] == ["score"] and run["samples"]["rows"] == []
 
 
+def test_steps_without_a_time_are_shown_too(tmp_path):
+    lines = [{"step": step, "time": 5.0, "atropos/mean_score": 0.5} for step in range(1, 6)]
+    rewrite_lines(tmp_path / "metrics.jsonl", [lines[0] | {"timing_s/step": 2.0}, *lines[1:]])
+    assert ["median step", "2.00 s"] in describe(read_history(tmp_path))["figures"]
+
+
+def test_a_run_goes_on_while_the_process_that_holds_it_lives(tmp_path):
+    """Also without a launcher; neither a later process of the same number nor an ended one on another machine."""
+
+    def said(name, **holder):
+        return describe(read_history(make_run(tmp_path / name, **holder).path), tokens=False)["state"]
+
+    stopped = "stopped before its last step"
+    assert said("alive") == "running" and said("reused", started=1.0) == stopped
+    launcher = {"pid": os.getpid(), "started": 1.0}
+    assert said("killed", started=1.0, launcher=launcher) == stopped
+    assert said("ended", host="far") == stopped
+    assert said("elsewhere", host="far", launcher=launcher) == "running on far, as far as its files say"
+
+
+def test_when_a_run_started_is_not_made_up(tmp_path):
+    history = read_history(make_run(tmp_path, steps=0).path)
+    assert "started" not in dict(describe(history, tokens=False)["figures"])
+
+
+def test_the_command_finds_a_run_by_its_name(tmp_path, monkeypatch, capsys):
+    make_run(tmp_path / "runs/mine")
+    monkeypatch.chdir(tmp_path)
+    assert report.main(["mine"]) == 0 and capsys.readouterr().out == "runs/mine/report.html\n"
+
+
 def test_the_command_writes_the_page_of_one_run_or_two(tmp_path, capsys):
     one, two = healthy_run(tmp_path / "one"), healthy_run(tmp_path / "two")
     assert report.main([str(one)]) == 0
@@ -116,7 +160,7 @@ def test_two_runs_of_one_name_are_told_apart(tmp_path):
 
 
 def test_the_command_says_in_a_line_that_there_is_no_run(tmp_path):
-    with pytest.raises(SystemExit, match="^error: .*: no run is in this folder; give a run's folder"):
+    with pytest.raises(SystemExit, match="^error: .*: no run there "):
         report.main([str(tmp_path)])
 
 
