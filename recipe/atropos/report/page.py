@@ -11,12 +11,13 @@ from typing import Any
 
 import orjson
 
+from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.report import curves, facts, samples
 from recipe.atropos.report.alarm_list import all_alarms
 from recipe.atropos.report.chart_table import SHOWN_BY
 from recipe.atropos.report.run_history import History, read_history
 from recipe.atropos.report.verdict import verdict
-from recipe.atropos.utils.files import write_atomic
+from recipe.atropos.utils.files import DiskFull, write_atomic
 
 FOLDER = Path(__file__).parent
 _SCRIPTS = ("elements.js", "charts.js", "samples.js", "page.js")
@@ -30,12 +31,18 @@ def write_report(
     ``tokens``: samples have tokens with mask, logprob and advantage, for which torch and verl are imported.
 
     Raises:
-        ConfigurationError: a folder has no run.
+        ConfigurationError: a folder has no run, or the page cannot be written there.
         DiskFull: an earlier page is unchanged.
     """
     histories = [read_history(folder) for folder in (run, other) if folder is not None]
     path = Path(output) if output is not None else histories[0].run.report
-    write_atomic(path, page(histories, tokens).encode())
+    text = page(histories, tokens)
+    try:
+        write_atomic(path, text.encode())
+    except DiskFull:
+        raise
+    except OSError as error:  # a run may be on a disk that is mounted read-only
+        raise ConfigurationError(f"{path}: {error.strerror}; give another file (--output)") from error
     return path
 
 

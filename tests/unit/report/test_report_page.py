@@ -164,6 +164,13 @@ def test_the_command_says_in_a_line_that_there_is_no_run(tmp_path):
         report.main([str(tmp_path)])
 
 
+def test_a_page_that_cannot_be_written_there_can_elsewhere(tmp_path):
+    """As on a disk that is mounted read-only; here the folder is none."""
+    run, target = make_run(tmp_path / "run"), tmp_path / "run/config.yaml/report.html"
+    with pytest.raises(SystemExit, match=rf"^error: {target}: Not a directory; give another file \(--output\)$"):
+        report.main([str(run.path), "--output", str(target)])
+
+
 def test_every_reason_has_its_meaning_on_the_page():
     assert {reason.value for reason in Reason} <= REASONS.keys()
 
