@@ -32,11 +32,24 @@ _LATER = "Tokens with mask, logprob and advantage: python -m recipe.atropos repo
 
 
 def rollouts_of(history: History, limit: int = SCANNED) -> dict[int, list[dict[str, Any]]]:
-    """Return the recorded rows of at most ``limit`` steps, evenly spread over those that were recorded."""
+    """Return the recorded rows of at most ``limit`` steps, evenly spread over those that were recorded.
+
+    Outputs that ``chosen_rows`` leaves out are shortened: a batch of long answers has gigabytes over so many steps.
+    """
     steps = sorted(int(path.stem) for path in history.run.rollouts.glob("*.jsonl") if path.stem.isdigit())
     steps = [step for step in steps if step <= history.steps]
     chosen = [steps[place] for place in spread(len(steps), limit)]
-    return {step: read_lines(history.run.rollouts / f"{step}.jsonl") for step in chosen}
+    return {step: _read_rows(history.run.rollouts / f"{step}.jsonl") for step in chosen}
+
+
+def _read_rows(path: Path) -> list[dict[str, Any]]:
+    rows, prompts = read_lines(path), {}
+    whole = {id(row) for row in chosen_rows(rows)}
+    for row in rows:
+        row["input"] = prompts.setdefault(row["input"], row["input"])  # one text for all of a group
+        if id(row) not in whole:
+            row["output"] = shortened(row["output"])
+    return rows
 
 
 def chosen_rows(rows: list[dict[str, Any]], limit: int = ROWS) -> list[dict[str, Any]]:

@@ -2,9 +2,10 @@
 
 import itertools
 
+from helpers.runs import make_run, write_lines
 from helpers.seeded_runs import healthy_run
 from recipe.atropos.report.run_history import read_history
-from recipe.atropos.report.samples import CHARACTERS, chosen_rows, items, rollouts_of, samples, shortened
+from recipe.atropos.report.samples import CHARACTERS, ROWS, chosen_rows, items, rollouts_of, samples, shortened
 
 
 def row(score, uid, output):
@@ -25,6 +26,18 @@ def test_a_long_text_keeps_its_ends_and_says_what_is_left_out():
     short = shortened(text)
     assert len(short) < CHARACTERS + 60 and short[0] == "a" and short[-1] == "b"
     assert f"{18_000 - CHARACTERS:,} characters left out" in short
+
+
+def test_rows_of_long_answers_are_not_all_kept_whole(tmp_path):
+    """Those that samples are chosen from are: their tokens are found by the text."""
+    run = make_run(tmp_path, steps=3)
+    run.rollouts.mkdir()
+    rows = [row(n / 64, n // 8, f"{n:02}" + "long" * 15_000) for n in range(64)]
+    for step in (1, 2, 3):
+        write_lines(run.rollouts / f"{step}.jsonl", rows)
+    found = rollouts_of(read_history(run.path))
+    assert sum(len(each["output"]) for kept in found.values() for each in kept) < 3 * (ROWS * 60_002 + 64 * 4_000)
+    assert [each["output"] for each in chosen_rows(found[2])] == [each["output"] for each in chosen_rows(rows)]
 
 
 def test_samples_have_tokens_with_mask_logprob_and_advantage(tmp_path):
