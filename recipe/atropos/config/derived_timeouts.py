@@ -13,12 +13,17 @@ def answer_seconds(config: DictConfig) -> int:
     return math.ceil(config.data.max_response_length / _SLOWEST)
 
 
+def derived_wait(key: str, max_response_length: int) -> float:
+    """Return the seconds of a timeout that is null: twice the longest answer (tokens), and at least ``_LEAST``."""
+    return max(_LEAST[key], 2.0 * math.ceil(max_response_length / _SLOWEST))
+
+
 def set_waits(config: DictConfig) -> DictConfig:
-    """Set null timeouts for a batch and an evaluation: twice the longest answer, and at least ``_LEAST``.
+    """Set null timeouts for a batch and an evaluation.
 
     A run's ``config.yaml`` keeps null: the next run that uses it may have longer answers.
     """
-    for key, least in _LEAST.items():
+    for key in _LEAST:
         if OmegaConf.select(config, key) is None:
-            OmegaConf.update(config, key, max(least, 2.0 * answer_seconds(config)))
+            OmegaConf.update(config, key, derived_wait(key, config.data.max_response_length))
     return config

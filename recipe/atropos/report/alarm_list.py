@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from recipe.atropos.alarms import ALARMS, logprob_tolerance
+from recipe.atropos.config.derived_timeouts import derived_wait
 from recipe.atropos.report.run_history import History, shown
 from recipe.atropos.watchdog.history import History as WatchedHistory
 from recipe.atropos.watchdog.history import Limits
@@ -32,6 +33,7 @@ CAUSES = (  # before their symptoms: the verdict names the first that is raised
 )
 _BEHIND_STEPS = 5  # in which one weight version comes again and again, at last so many updates older than the others
 Seen = dict[tuple[str, str | None], str]  # by alarm and environment
+_WAIT = "trainer.atropos.max_wait_time"
 _LOOKS = 400  # of the watchdog at a recorded run of any length
 
 
@@ -107,13 +109,17 @@ def _played(history: History) -> tuple[list[dict[str, Any]], Seen]:
 def _limits(history: History) -> Limits:
     config = history.config
     tolerance = config.get("trainer.atropos.logprob_tolerance")
+    silent_after = config.get("watchdog.silent_after", Limits.silent_after)
+    longest = config.get("data.max_response_length", Limits.max_response_length)
+    wait = config.get(_WAIT) or derived_wait(_WAIT, longest)
     return Limits(
         logprob_tolerance=logprob_tolerance(tolerance, config.get("inference.dtype", "bfloat16")),
-        max_response_length=config.get("data.max_response_length", Limits.max_response_length),
+        max_response_length=longest,
         max_staleness=config.get("trainer.atropos.max_staleness"),
         push_every=config.get("trainer.atropos.weight_sync.every", 1),
         distills=config.get("trainer.atropos.distillation.loss_coef", 0) > 0,
-        silent_after=config.get("watchdog.silent_after", Limits.silent_after),
+        silent_after=silent_after,
+        first_answer=max(silent_after, wait / 2),
     )
 
 

@@ -3,7 +3,7 @@
 import pytest
 from omegaconf import OmegaConf
 
-from helpers.runs import make_run
+from helpers.runs import make_run, write_lines
 from helpers.seeded_runs import FAULTS, healthy_run, seeded_run
 from helpers.trainer import compose_config
 from recipe.atropos.alarms import ALARMS
@@ -108,6 +108,20 @@ def test_a_run_that_ended_without_a_step_is_not_healthy(tmp_path):
     ended, _ = of(make_run(tmp_path / "ended", steps=0, started=1.0).path)
     assert (going.level, going.text) == ("neutral", "No step was trained yet.")
     assert (ended.level, ended.text) == ("bad", "Stopped before its first step.")
+
+
+def test_a_run_is_played_with_its_own_patience(tmp_path):
+    """Answers of a long maximum length may take so long; a faster environment tells the time."""
+    run = make_run(tmp_path, steps=0)
+    run.config.write_text("data: {max_response_length: 16000}\ntrainer: {atropos: {max_wait_time: null}}\n")
+    run.environments.mkdir()
+    for name, items in (("slow", 0), ("fast", 8)):
+        lines = [{"counts": {"items": items * n, "groups_sent": items * n}, "in_flight": 8} for n in range(80)]
+        lines = [line | {"time": 10.0 * n, "env": name, "step": 0, "means": {}} for n, line in enumerate(lines)]
+        write_lines(run.environment_report(name), lines[:2] if name == "slow" else lines)
+    assert of(tmp_path)[1] == []
+    run.config.write_text("trainer: {atropos: {max_wait_time: 600.0}}\n")
+    assert [(alarm["alarm"], alarm["environment"]) for alarm in of(tmp_path)[1]] == [("environment_silent", "slow")]
 
 
 def test_a_cleared_alarm_is_listed_but_no_longer_blamed(tmp_path):
