@@ -16,7 +16,7 @@ from recipe.atropos.report.page import write_report
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 _WIDTH, _HEIGHT = 1280, 1330  # of the page, in CSS pixels: verdict, alarms and the first curves
-_COLORS = 64  # of the picture: a page has few
+_COLORS = 128  # of the picture; with 64, the verdict's green became gray
 
 
 def report_picture(run: Path, target: Path) -> None:
