@@ -67,6 +67,8 @@ def test_a_healthy_run_is_drawn_without_an_alarm(tmp_path, shown):
     document, console = shown(write_report(healthy_run(tmp_path / "run")))
     assert console == [] and 'class="alarmed"' not in document and "None." in text_of(document, "alarms")
     assert "Learned: held-out score 0.367 → 0.996" in text_of(document, "verdict")
+    legend = text_of(document, "curves").partition("Logprob difference")[2].partition("KL")[0]
+    assert "mean 0.002" in legend and "mean, fresh samples 2.8e−7 (step 1)" in legend, "its newest is of another step"
     paths = re.findall(r'<path d="M[^"]{20,}"', document)
     assert len(paths) >= 10 and "NaN" not in document and "undefined" not in document
     assert len(re.findall(r'<article class="sample">', document)) == 12

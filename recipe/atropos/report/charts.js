@@ -150,9 +150,13 @@ function lineChart(charts, names) {
     return found;
   }
 
-  const last = (line) => line.y.findLast((y) => y !== null);
+  const newest = xs[xs.length - 1];
+  function last(line) {
+    const place = line.y.findLastIndex((y) => y !== null);
+    return `${number(line.y[place])}${line.x[place] === newest ? "" : ` (step ${number(line.x[place])})`}`;
+  }
   function at(cursor) {
-    if (cursor === null) return { label: `step ${number(xs[xs.length - 1])}`, texts: lines.map((line) => number(last(line))) };
+    if (cursor === null) return { label: `step ${number(newest)}`, texts: lines.map(last) };
     const x = xs[cursor];
     // A point of a shortened series stands for all steps since the one before.
     const place = (line) => (line.low ? line.x.findIndex((each) => each >= x) : line.x.indexOf(x));
@@ -168,7 +172,7 @@ function lineChart(charts, names) {
       return xs.reduce((best, each, place) => (Math.abs(each - wanted) < Math.abs(xs[best] - wanted) ? place : best), 0);
     },
     summary: `${chart.title}, step ${xs[0]} to ${xs[xs.length - 1]}. ` +
-      lines.map((line) => `${line.label}: ${number(first(line))} to ${number(last(line))}`).join("; ") + ". Arrow keys show values.",
+      lines.map((line) => `${line.label}: ${number(first(line))} to ${last(line)}`).join("; ") + ". Arrow keys show values.",
   });
 }
 
