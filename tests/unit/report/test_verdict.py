@@ -3,7 +3,7 @@
 import pytest
 from omegaconf import OmegaConf
 
-from helpers.runs import make_run, write_lines
+from helpers.runs import make_run, metrics_line, write_lines
 from helpers.seeded_runs import FAULTS, healthy_run, seeded_run
 from helpers.trainer import compose_config
 from recipe.atropos.alarms import ALARMS
@@ -78,6 +78,18 @@ def with_scores(folder, training, *held_out, items=256):
 def test_the_verdict_fits_its_numbers(tmp_path, training, held_out, says, level):
     said = with_scores(tmp_path, training, *held_out)
     assert said.text.startswith(says) and said.level == level, said
+
+
+@pytest.mark.parametrize("steps", [3, 4, 10, 19, 20])
+def test_nothing_is_said_of_a_run_that_has_just_begun(tmp_path, steps):
+    """A score that has not risen yet is no reason to look closer."""
+    make_run(tmp_path, total=60)
+    write_lines(
+        tmp_path / "metrics.jsonl", [metrics_line(step, 0.5 + 0.1 * (step % 3)) for step in range(1, steps + 1)]
+    )
+    said, _ = of(tmp_path)
+    expected = ("Learned nothing so far", "warn") if steps == 20 else ("Too early to tell", "neutral")
+    assert (said.text.partition(":")[0], said.level) == expected
 
 
 def test_a_change_is_judged_by_the_number_of_items(tmp_path):
