@@ -169,6 +169,7 @@ def _evaluated(sample: Mapping[str, Any]) -> tuple[str, str, float | None] | Non
     else:
         return None
     score = sample.get("score", sample.get("correct"))
+    prompt, answer = (text.encode(errors="replace").decode() for text in (prompt, answer))  # half of a surrogate pair
     return prompt, answer, float(score) if isinstance(score, int | float) and math.isfinite(score) else None
 
 

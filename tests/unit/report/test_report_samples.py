@@ -2,6 +2,8 @@
 
 import itertools
 
+import orjson
+
 from helpers.runs import make_run, write_lines
 from helpers.seeded_runs import healthy_run
 from recipe.atropos.report.run_history import read_history
@@ -70,13 +72,19 @@ def test_items_show_how_held_out_answers_changed(tmp_path):
 
 
 def test_samples_that_an_environment_wrote_otherwise_do_no_harm(tmp_path):
-    """The file is the environment's: NaN for a score, other forms, a line that a kill cut."""
+    """The file is the environment's: NaN for a score, half of a character, other forms, a line that a kill cut."""
     run = healthy_run(tmp_path)
     for at in (0, 60):
         path = run / f"evaluation/{at}/gsm8k/samples.jsonl"
-        lines = ['{"question": "why?", "answer": "so", "score": NaN}', '{"messages": ["a", "b"]}', "[1]", '{"messa']
+        lines = [
+            '{"question": "why?", "answer": "so\\ud83d", "score": NaN}',
+            '{"messages": ["a", "b"]}',
+            "[1]",
+            '{"messa',
+        ]
         path.write_text("\n".join([*lines, path.read_text()]))
     history = read_history(run)
     found = {item["prompt"]: item for item in items(history, {})}
+    assert orjson.loads(orjson.dumps(found)) == found
     assert [answer["score"] for answer in found["why?"]["answers"]] == [None, None]
     assert len(found) > 12, "the others are there"
