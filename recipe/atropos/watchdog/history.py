@@ -194,6 +194,7 @@ class History:
     held: int = 0  # requests that wait for a server
     gateway_silent: float | None = None  # since when it does not answer
     behind: float | None = None  # since when its version is not the trainer's
+    undone: Mapping[str, Any] | None = None  # the newest step, when a restarted trainer pushed older weights
     joined: bool = False  # environments join: nothing but the API tells of them
     api: Mapping[str, Any] = field(default_factory=dict)  # what /diagnose said last
     api_time: float | None = None
@@ -245,8 +246,11 @@ class History:
             self.gateway_silent = now if self.gateway_silent is None else self.gateway_silent
             return
         self.gateway_silent = None
-        self.version, self.held = status["version"], status["held"]
-        trained = self.steps[-1].get("atropos/policy_version") if self.steps else None
+        before, self.version, self.held = self.version, status["version"], status["held"]
+        newest = self.steps[-1] if self.steps else None
+        if before is not None and self.version is not None and self.version < before:
+            self.undone = newest
+        trained = newest.get("atropos/policy_version") if newest is not None and newest is not self.undone else None
         if trained is not None and (self.version is None or self.version < trained):
             self.behind = now if self.behind is None else self.behind
         else:

@@ -181,3 +181,21 @@ def test_watchdog_clears_after_steps_that_are_trained_again():
     assert watchdog.history.step == 15 and changes == []
     watchdog.history.add_step(step(16, time=450.0))
     assert [change["state"] for change in watchdog.changes(450.0)] == ["cleared"]
+
+
+def test_watchdog_follows_a_trainer_that_begins_anew():
+    """Without a checkpoint, nothing but the gateway's version tells that its steps are undone, until it has trained."""
+    history = History(LIMITS)
+    server = {"url": "http://a", "state": "admitted", "requests": 1, "inflight": 0, "last_error": None}
+
+    def seen(version, *times):
+        for now in times:
+            history.add_gateway({"version": version, "held": 0, "servers": [server]}, now)
+        return [change["alarm"] for change in Watchdog(history).changes(times[-1])]
+
+    for number in range(1, 16):
+        history.add_step(step(number, **{"atropos/policy_version": number}))
+    late = 150.0 + 2 * LIMITS.silent_after
+    assert seen(15, 150.0) == seen(0, 160.0, late) == []
+    history.add_step(step(1, time=late, **{"atropos/policy_version": 1}))
+    assert seen(0, late, late + 2 * LIMITS.silent_after) == ["server_out_of_sync"]
