@@ -75,7 +75,8 @@ def _newest(lines: Iterable[dict[str, Any]], recorded: bool) -> list[dict[str, A
             alarm |= {"seen": line.get("seen"), "raised_step": line.get("step"), "until_step": None}
             alarm["times"] += 1
         else:
-            alarm["until_step"] = line.get("step")
+            ends = [step for step in (line.get("step"), line.get("since_step")) if step is not None]
+            alarm["until_step"] = max(ends, default=None)  # a start from an earlier checkpoint clears it at that step
     return list(found.values())
 
 

@@ -145,6 +145,9 @@ def test_a_cleared_alarm_is_listed_but_no_longer_blamed(tmp_path):
     said, [alarm] = of(run)
     assert (alarm["state"], alarm["since_step"], alarm["raised_step"], alarm["until_step"]) == ("cleared", 5, 9, 12)
     assert (alarm["seen"], alarm["seen_last"]) == ("much", "more")
+    append_line(run / "alarms.jsonl", line | {"state": "raised"})
+    append_line(run / "alarms.jsonl", line | {"state": "cleared", "step": 4, "seen": "more"})
+    assert of(run)[1][0]["until_step"] == 5, "not before its onset, which a start from step 4 has undone"
     assert said.level == "good" and said.text.endswith("no alarm now, 1 earlier.")
 
 
