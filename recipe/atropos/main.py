@@ -31,6 +31,7 @@ from recipe.atropos.utils import scratch
 from recipe.atropos.utils.files import DiskFull
 from recipe.atropos.utils.gpus import BUCKET_MEGABYTES, device_of, platform_variables, visible_gpus
 from recipe.atropos.utils.hosts import is_this_host, joins_cluster, loopback_variables
+from recipe.atropos.utils.importing import without_collections
 from recipe.atropos.utils.private_process import take_secret_flags
 from recipe.atropos.verl_ext.attention import set_attention
 
@@ -45,9 +46,10 @@ def run(config: DictConfig) -> None:
             folder that another process holds, a full disk.
     """
     os.environ |= platform_variables(config)  # before verl is imported
-    from recipe.atropos.verl_ext.device import get_device_name
-    from recipe.atropos.verl_ext.driver import validate_config
-    from recipe.atropos.verl_ext.ranks import need_reference_policy
+    with without_collections():
+        from recipe.atropos.verl_ext.device import get_device_name
+        from recipe.atropos.verl_ext.driver import validate_config
+        from recipe.atropos.verl_ext.ranks import need_reference_policy
 
     set_device(config, get_device_name())
     if warning := set_attention(config):
@@ -80,11 +82,12 @@ def set_device(config: DictConfig, device: str) -> None:
 
 
 def _train(config: DictConfig) -> None:
-    import ray
+    with without_collections():
+        import ray
 
-    from recipe.atropos.ray_trainer import RayGRPOAtroposTrainer
-    from recipe.atropos.utils.local_ray import keep_logs, start_ray
-    from recipe.atropos.verl_ext.driver import omega_conf_to_dataclass
+        from recipe.atropos.ray_trainer import RayGRPOAtroposTrainer
+        from recipe.atropos.utils.local_ray import keep_logs, start_ray
+        from recipe.atropos.verl_ext.driver import omega_conf_to_dataclass
 
     if not joins_cluster(config.ray_kwargs.ray_init):
         os.environ |= scratch.current().variables()

@@ -1,7 +1,10 @@
 """Run any unmodified Atropos environment: ``python -m recipe.atropos.utils.env_adapter``; see ``adapter/cli.py``."""
 
-from recipe.atropos.adapter.cli import CHECK, adapt, main, run
-from recipe.atropos.adapter.loading import EnvironmentTargetError, load_environment
+from recipe.atropos.utils.importing import without_collections
+
+with without_collections():
+    from recipe.atropos.adapter.cli import CHECK, adapt, main, run
+    from recipe.atropos.adapter.loading import EnvironmentTargetError, load_environment
 
 __all__ = ["CHECK", "EnvironmentTargetError", "adapt", "load_environment", "main", "run"]
 
