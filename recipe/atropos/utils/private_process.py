@@ -26,7 +26,7 @@ import sys
 from collections.abc import Iterable
 
 _COLLECTED_AFTER = 10_000
-"""New objects after which Python looks for garbage. Its default of 700 takes a sixth of the time of SGLang's imports."""
+"""New objects after which Python looks for garbage. Its default, 700, takes a sixth of the time of SGLang's imports."""
 
 SECRET_FLAGS = "ATROPOS_SECRET_FLAGS"
 """Environment variable with flags as a JSON list, ["--api-key", "..."], appended to those of the command line."""
