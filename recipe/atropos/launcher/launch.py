@@ -21,7 +21,7 @@ from recipe.atropos.launcher.environment_processes import Environments
 from recipe.atropos.launcher.evaluation import Evaluations
 from recipe.atropos.launcher.joining import Joining
 from recipe.atropos.launcher.progress import progress
-from recipe.atropos.launcher.report_page import write_pictures
+from recipe.atropos.launcher.report_page import write_page_of_failure, write_pictures
 from recipe.atropos.launcher.services import Run, console
 from recipe.atropos.launcher.sglang import start_inference
 from recipe.atropos.launcher.startup import first_version, servers_healthy, start_api, start_trainer
@@ -95,6 +95,8 @@ async def launch(
         for error in later:
             if error is not failure:
                 failure.add_note(f"then, at the end: {error}")
+        if isinstance(failure, Exception):  # no interrupt
+            write_page_of_failure(run.files)
         raise failure
     total = config.trainer.total_training_steps
     update_summary(directory, {"seconds_in_all": time.monotonic() - started, "finished_steps": total})

@@ -1,7 +1,7 @@
 """What the launcher leaves of a run to look at."""
 
 from helpers.seeded_runs import healthy_run
-from recipe.atropos.launcher.report_page import write_pictures
+from recipe.atropos.launcher.report_page import write_page_of_failure, write_pictures
 from recipe.atropos.run_dir import RunDir
 
 
@@ -20,3 +20,12 @@ def test_a_page_that_cannot_be_written_ends_no_run(tmp_path, capsys):
     told = capsys.readouterr().out
     assert "summary.json is no JSON" in told and f"python -m recipe.atropos report {tmp_path} writes it" in told
     assert not run.report.exists()
+
+
+def test_a_run_that_fails_leaves_a_page_and_says_where(tmp_path, capsys):
+    run = RunDir(healthy_run(tmp_path))
+    write_page_of_failure(run)
+    assert "Learned: " in run.report.read_text() and "report.html: the run up to its error" in capsys.readouterr().out
+    empty = RunDir(tmp_path / "empty")
+    write_page_of_failure(empty)
+    assert not empty.report.exists() and capsys.readouterr().out == ""
