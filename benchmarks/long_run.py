@@ -27,6 +27,7 @@ from typing import Any
 
 import psutil
 
+from recipe.atropos.config.compose import load_config
 from recipe.atropos.environments.gsm8k import GSM8kEnv
 from recipe.atropos.run_dir import RunDir
 from recipe.atropos.run_record import read_metrics
@@ -76,8 +77,10 @@ def kill(run: Path, prefix: str) -> None:
 
 def train(run: Path, steps: int) -> list[tuple[int, dict[str, float]]]:
     """Train; return (step, totals) of each measurement."""
+    args = load_config(["preset=demo"]).environment.args  # which the preset gives to its own environment alone
     options = [
         *("--preset=demo", f"--steps={steps}", f"--run-dir={run}", f"environment.target={__file__}:NoisyGSM8kEnv"),
+        *(f"environment.args.{key}={json.dumps(value)}" for key, value in args.items()),
         *("trainer.logger=[console,tensorboard]", "environment.evaluate=false", "trainer.save_freq=25"),
         "trainer.max_actor_ckpt_to_keep=2",
     ]
