@@ -46,6 +46,7 @@ from recipe.atropos.config.env_specs import EnvironmentSpec, environment_specs
 from recipe.atropos.config.models import KEY as MODEL_KEY
 from recipe.atropos.config.models import SMALL_POLICIES, check_model, set_model_path
 from recipe.atropos.errors import ConfigurationError, expected_failure
+from recipe.atropos.inference.installed import installed_versions
 from recipe.atropos.inference.server import check_launch
 from recipe.atropos.launcher.dashboard import shell_command, shown_path
 from recipe.atropos.launcher.detaching import run_detached
@@ -308,7 +309,8 @@ def prepare_run(config: DictConfig, composed: DictConfig, directory: Path, start
         forget_start(RunDir(directory))
     prepare_model(config, RunDir(directory).log("policy"))
     complete = complete_config(composed, config, directory)
-    for change in prepare_folder(RunDir(directory), complete, by_launcher=True):
+    versions = installed_versions(config.inference.python)
+    for change in prepare_folder(RunDir(directory), complete, versions, by_launcher=True):
         _say(f"resumed with another {change}")
 
 

@@ -23,6 +23,7 @@ from recipe.atropos.checkpoint.resumption import prepare_folder
 from recipe.atropos.config.compose import load_complete, load_config
 from recipe.atropos.config.models import check_model, set_model_path
 from recipe.atropos.errors import ConfigurationError, expected_failure, one_line_errors
+from recipe.atropos.inference.installed import installed_versions
 from recipe.atropos.launcher.own_gateway import gateway_before
 from recipe.atropos.launcher.preflight import check_config
 from recipe.atropos.launcher.service_checks import check_services
@@ -64,7 +65,7 @@ def run(config: DictConfig) -> None:
 
     with folder.lock():
         if not folder.inherits_lock():  # else the launcher has prepared it
-            for change in prepare_folder(folder, config):
+            for change in prepare_folder(folder, config, installed_versions(config.inference.python)):
                 print(f"resumed with another {change}", flush=True)
         with gateway_before(config):
             _train(config)

@@ -48,7 +48,7 @@ class RunDir:
 
     def __init__(self, path: str | Path):
         self.path = path = Path(path).resolve()
-        self.identity = path / "run.json"  # the folder's format, and the model that it trains
+        self.identity = path / "run.json"  # the folder's format, the model that it trains, and versions
         self.config = path / "config.yaml"
         self.services = path / "services.json"
         self.metrics = path / "metrics.jsonl"

@@ -29,8 +29,12 @@ _SHOWN_FIRST = (
 _MOST_SHOWN = 20
 
 
-def prepare_folder(folder: RunDir, config: DictConfig, by_launcher: bool = False) -> list[str]:
+def prepare_folder(
+    folder: RunDir, config: DictConfig, versions: dict[str, str], by_launcher: bool = False
+) -> list[str]:
     """Prepare the folder for ``config``; the caller must hold its lock and must not have started anything yet.
+
+    ``versions``: of what the run uses, to be recorded.
 
     Returns lines to show if a run is resumed with changed values: ``key: old -> new``.
 
@@ -49,7 +53,7 @@ def prepare_folder(folder: RunDir, config: DictConfig, by_launcher: bool = False
             f"actor_rollout_ref.model.path={model['path']} is another model than {trained['path']}, which was trained "
             f"to {resumed}: give that model, or another folder (--run-dir)"
         )
-    identity = {"format": FORMAT, "model": model}
+    identity = {"format": FORMAT, "model": model, "versions": versions}
     if read_json(folder.identity) != identity:
         write_json(folder.identity, identity)
     goes_on = resumed is not None and resumed.parent == checkpoints.directory

@@ -1,24 +1,20 @@
 """Tables of the page: the run in figures, what was dropped and why, its configuration, and installed versions."""
 
 import functools
-import importlib.metadata
-import platform
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
 from recipe.atropos.config.compose import compose_config, leaves
 from recipe.atropos.config.schema import documented
-from recipe.atropos.errors import AtroposError
-from recipe.atropos.inference.server import sglang_python
+from recipe.atropos.inference.installed import installed_versions
 from recipe.atropos.report.run_history import SENT, History, shown
 from recipe.atropos.report.scores import extent, from_to, held_out, score_range, training_scores
+from recipe.atropos.utils.files import read_json
 from recipe.atropos.utils.secret import HIDDEN, is_secret
 
-_PACKAGES = "verl-atropos verl atroposlib torch transformers ray sglang flash-attn liger-kernel numpy omegaconf".split()
 REASONS = {  # of docs/data-format.md, in short
     SENT: "sent to the trainer",
     "equal_scores": "all answers of the group have the same score: there is no advantage",
@@ -150,27 +146,10 @@ def _defaults() -> dict[str, Any]:
     return dict(leaves(OmegaConf.to_container(config)))
 
 
-def versions(history: History) -> list[list[str]]:
-    """Return [package, version] where this page is written, and SGLang's from the environment that the run uses."""
-    found = {"python": platform.python_version()}
-    for name in _PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    if "sglang" not in found:
-        found |= _sglang(history.config.get("inference.python"))
-    return [[name, version] for name, version in found.items()]
-
-
-def _sglang(named: str | None) -> dict[str, str]:
-    """Return SGLang's version in the environment that the run's servers use, without starting its interpreter."""
-    try:
-        interpreter = Path(sglang_python(named))
-    except AtroposError:
-        return {}
-    found = next(interpreter.parent.parent.glob("lib/python*/site-packages/sglang-*.dist-info"), None)
-    return {"sglang (servers)": found.name.split("-")[1].removesuffix(".dist")} if found else {}
+def versions(history: History) -> tuple[dict[str, str], bool]:
+    """Return versions by package, and whether the run recorded them; else they are those that are installed here."""
+    recorded = read_json(history.run.identity, {}).get("versions")
+    return (recorded, True) if recorded else (installed_versions(history.config.get("inference.python")), False)
 
 
 def _duration(seconds: float) -> str:

@@ -141,7 +141,9 @@ function configurationSection() {
 }
 
 function versionSection() {
-  return section("versions", "Versions", "Of the packages installed where this page was written.", table(["package", "version"], RUNS[0].versions));
+  const names = [...new Set(RUNS.flatMap((run) => Object.keys(run.versions)))];
+  const about = RUNS.every((run) => run.recorded) ? "Of what was installed at the latest start." : "Of what is installed where this page was written, if a run recorded none.";
+  return section("versions", "Versions", about, table(["package", ...(TWO ? NAMES : ["version"])], names.map((name) => [name, ...RUNS.map((run) => run.versions[name] || "")])));
 }
 
 const TERMS = {

@@ -72,6 +72,7 @@ def describe(history: History, tokens: bool = True) -> dict[str, Any]:
     """Return all that the page says of one run, as JSON."""
     alarms = all_alarms(history)
     rollouts = samples.rollouts_of(history)
+    versions, recorded = facts.versions(history)
     return {
         "name": history.name,
         "state": facts.state(history),
@@ -88,5 +89,6 @@ def describe(history: History, tokens: bool = True) -> dict[str, Any]:
         "samples": samples.samples(history, rollouts, tokens),
         "items": samples.items(history, rollouts),
         "configuration": facts.configuration(history),
-        "versions": facts.versions(history),
+        "versions": versions,
+        "recorded": recorded,
     }

@@ -178,13 +178,14 @@ def configured(composed, tmp_path, model_path):
         OmegaConf.resolve(config)
         folder = RunDir(tmp_path / "run")
         folder.path.mkdir(exist_ok=True)
-        return prepare_folder(folder, config)
+        return prepare_folder(folder, config, {"torch": "1"})
 
     return prepare
 
 
 def test_run_dir_of_another_model_is_refused(configured, tmp_path, model_path):
     configured()
+    assert read_json(tmp_path / "run/run.json")["versions"] == {"torch": "1"}
     weights = tmp_path / "model/model.safetensors"
     original = weights.read_bytes()
     weights.write_bytes(original[:-1] + bytes([original[-1] ^ 1]))

@@ -55,7 +55,7 @@ def test_export_starts_a_run_with_another_s_weights(source, model, tmp_path):
     told = {"run": str(source.path), "step": 1, "base": str(model)}
     assert read_json(RunDir(tmp_path / "second").summary) == {"resumed_from": told}
 
-    assert prepare_folder(RunDir(tmp_path / "second"), config) == [], "the run can begin"
+    assert prepare_folder(RunDir(tmp_path / "second"), config, {}) == [], "the run can begin"
 
     shutil.rmtree(source.path)
     for spec in (f"{source.path}@1", source.path):

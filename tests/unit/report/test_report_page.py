@@ -15,7 +15,8 @@ from recipe.atropos.data.reasons import Reason
 from recipe.atropos.report.facts import REASONS
 from recipe.atropos.report.page import describe, page, write_report
 from recipe.atropos.report.run_history import read_history
-from recipe.atropos.utils.files import read_lines, rewrite_lines
+from recipe.atropos.run_dir import RunDir
+from recipe.atropos.utils.files import read_lines, rewrite_lines, write_json
 
 
 def data_of(text):
@@ -31,7 +32,14 @@ def test_the_page_has_all_sections_of_a_run(tmp_path):
     assert reasons["sent"] == 1008 and reasons["not_sent/equal_scores"] == 622
     changed = {key: default for key, _, default, _ in run["configuration"] if default is not None}
     assert changed["actor_rollout_ref.actor.optim.lr"] == "1e-06" and "trainer.critic_warmup" not in changed
-    assert {"python", "verl", "torch"} <= {name for name, _ in run["versions"]}
+    assert run["versions"].keys() >= {"python", "verl", "torch"} and not run["recorded"]
+
+
+def test_the_page_has_the_versions_that_the_run_recorded(tmp_path):
+    folder = RunDir(healthy_run(tmp_path))
+    write_json(folder.identity, {"format": 1, "versions": {"torch": "1.2.3"}})
+    run = describe(read_history(folder.path), tokens=False)
+    assert run["versions"] == {"torch": "1.2.3"} and run["recorded"]
 
 
 def test_ranges_of_training_and_held_out_scores_are_stated(tmp_path):

@@ -1,0 +1,50 @@
+"""Which versions a run uses: of Python, of packages, and of the recipe."""
+
+import importlib.metadata
+import platform
+import subprocess
+from pathlib import Path
+
+from recipe.atropos.errors import AtroposError
+from recipe.atropos.inference.server import sglang_python
+
+_PACKAGES = "verl-atropos verl atroposlib torch transformers ray sglang flash-attn liger-kernel numpy omegaconf".split()
+_CHECKOUT = Path(__file__).resolve().parents[3]
+_GIT_SECONDS = 10.0
+
+
+def installed_versions(python: str | None) -> dict[str, str]:
+    """Return the versions of what is installed, by name; what is not is left out.
+
+    ``python``: ``inference.python``, whose SGLang is named "sglang (servers)". "recipe (commit)" is that of the
+    checkout, with "-dirty" if it has changes.
+    """
+    found = {"recipe (commit)": _commit(), "python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    if "sglang" not in found:
+        found["sglang (servers)"] = _servers_sglang(python)
+    return {name: version for name, version in found.items() if version}
+
+
+def _commit() -> str:
+    if not (_CHECKOUT / ".git").exists():  # installed from a wheel, perhaps below another repository
+        return ""
+    command = ["git", "-C", str(_CHECKOUT), "describe", "--always", "--dirty", "--exclude=*", "--abbrev=12"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=_GIT_SECONDS, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def _servers_sglang(python: str | None) -> str:
+    """Return SGLang's version in the servers' environment, without starting its interpreter."""
+    try:
+        interpreter = Path(sglang_python(python))
+    except AtroposError:
+        return ""
+    found = next(interpreter.parent.parent.glob("lib/python*/site-packages/sglang-*.dist-info"), None)
+    return found.name.split("-")[1].removesuffix(".dist") if found else ""
