@@ -20,7 +20,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from recipe.atropos.checkpoint.resumption import prepare_folder
-from recipe.atropos.config.compose import load_complete, load_config
+from recipe.atropos.config.complete import load_complete
+from recipe.atropos.config.compose import load_config
 from recipe.atropos.config.models import check_model, set_model_path
 from recipe.atropos.errors import ConfigurationError, expected_failure, one_line_errors
 from recipe.atropos.inference.installed import installed_versions

@@ -8,7 +8,8 @@ from atroposlib.envs.base import APIServerConfig, BaseEnvConfig
 
 from recipe.atropos.adapter import defaults
 from recipe.atropos.checkpoint.resumption import changed_keys
-from recipe.atropos.config.compose import complete_config, compose_config, given_keys, load_complete, load_config
+from recipe.atropos.config.complete import load_complete, load_recorded
+from recipe.atropos.config.compose import complete_config, compose_config, given_keys, load_config
 from recipe.atropos.environments.gsm8k import GSM8kEnvConfig
 from recipe.atropos.environments.word_problems import GSM8K, DatasetUnavailable, load_problems
 from recipe.atropos.errors import ConfigurationError
@@ -37,6 +38,21 @@ def test_promises_config_file_is_over_ours_and_below_arguments(tmp_path):
     assert config.trainer.atropos.max_staleness is None and config.actor_rollout_ref.actor.optim.lr == 1e-5
     assert config.environment.args.train_size == 50 and config.environment.args.system_prompt == "", "merged"
     assert "run.dir" in given_keys(overrides), "a folder of one's own: a finished run there is an error"
+
+
+def test_config_of_an_earlier_version_is_completed_by_defaults(tmp_path):
+    config = load_config(["preset=demo", "seed=3"])
+    (tmp_path / "config.yaml").write_bytes(config_yaml(config))
+    older = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    del older["watchdog"], older["trainer"]["atropos"]["max_staleness"]
+    (tmp_path / "older.yaml").write_text(yaml.safe_dump(older))
+    with pytest.raises(ConfigurationError, match="watchdog is missing"):
+        load_complete(tmp_path / "older.yaml")
+    read, shipped = load_recorded(tmp_path / "older.yaml"), compose_config([])
+    assert read.watchdog == shipped.watchdog
+    assert read.trainer.atropos.max_staleness == shipped.trainer.atropos.max_staleness
+    assert read.environment == config.environment and read.seed == 3
+    assert load_recorded(tmp_path / "config.yaml") == config
 
 
 def test_promises_config_of_a_run_is_a_file_for_another(tmp_path, monkeypatch):

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 from transformers import AutoTokenizer
 
-from recipe.atropos.config.compose import load_complete
+from recipe.atropos.config.compose import load_recorded
 from recipe.atropos.data.rows import environment_name
 from recipe.atropos.errors import one_line_errors
 from recipe.atropos.report.token_view import UNLIKELY, find_row, rows_of_step, tokens_of_row
@@ -36,7 +36,7 @@ def style_of(token: dict[str, Any], largest: float) -> Style:
 
 def show(run: Path, step: int, group: int, sequence: int, table: bool, console: Console) -> None:
     """Print one trajectory of a step."""
-    config = load_complete(RunDir(run).config)
+    config = load_recorded(RunDir(run).config)
     config.run.dir = str(run)
     rows = rows_of_step(config, step)
     row = find_row(rows, group, sequence)

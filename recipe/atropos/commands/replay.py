@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
-from recipe.atropos.config.compose import load_complete
+from recipe.atropos.config.compose import load_recorded
 from recipe.atropos.errors import one_line_errors
 from recipe.atropos.run_dir import RunDir
 
@@ -27,7 +27,7 @@ def replay(run: Path, overrides: Sequence[str], console: Console) -> bool:
     """
     from recipe.atropos.main import run as train
 
-    config = load_complete(RunDir(run).config)
+    config = load_recorded(RunDir(run).config)
     replayed = run.with_name(f"{run.name}-replay")
     settings = {
         "run.name": replayed.name,

@@ -20,7 +20,6 @@ import copy
 import difflib
 import functools
 import importlib.util
-import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -41,7 +40,7 @@ from recipe.atropos.config.schema import documented
 from recipe.atropos.config.schema_errors import check_schema
 from recipe.atropos.config.unsupported import UNSUPPORTED
 from recipe.atropos.errors import ConfigurationError
-from recipe.atropos.utils.secret import COMPLETE, check_not_hidden, read_config_yaml, restore
+from recipe.atropos.utils.secret import COMPLETE, check_not_hidden
 
 FOLDER = Path(__file__).parent
 
@@ -112,23 +111,6 @@ def with_values(composed: DictConfig, values: Mapping[str, Any]) -> DictConfig:
         for key, value in values.items():
             OmegaConf.update(config, key, value, merge=False, force_add=True)
     return config
-
-
-def load_complete(path: Path, hidden: Sequence[str] = ()) -> DictConfig:
-    """Load the configuration of a run as its launcher wrote it, resolved and checked; nothing is composed.
-
-    ``hidden``: what ``secret.hidden_settings`` returned, in JSON.
-
-    Raises:
-        ConfigurationError: there is no such file, or its values are not valid in this version.
-    """
-    if not path.is_file():
-        raise ConfigurationError(f"{path} is not there; give the folder of a run that launch_services started")
-    config = read_config_yaml(path)
-    restore(config, map(json.loads, hidden))
-    OmegaConf.resolve(config)
-    check_schema(OmegaConf.to_container(config))
-    return set_waits(config)
 
 
 def complete_config(
