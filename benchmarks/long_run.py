@@ -32,6 +32,7 @@ from recipe.atropos.environments.gsm8k import GSM8kEnv
 from recipe.atropos.run_dir import RunDir
 from recipe.atropos.run_record import read_metrics
 from recipe.atropos.utils.files import RunDirError, read_json
+from recipe.atropos.utils.private_process import SCRATCH
 
 NOISE = 1 / 8  # of the answers get the opposite score
 EVERY = 3.0  # s between two measurements
@@ -50,19 +51,35 @@ class NoisyGSM8kEnv(GSM8kEnv):
         return [-score if random.random() < NOISE else score for score in scores]
 
 
-def measure(launcher: psutil.Process) -> dict[str, float]:
-    """Return totals over all processes of the run."""
-    totals: dict[str, float] = defaultdict(float)
-    for process in [launcher, *launcher.children(recursive=True)]:
+def measure(launcher: psutil.Process, run: Path) -> dict[str, float]:
+    """Return totals over all processes of the run, and the open files and threads of each service's processes."""
+    found: dict[str, float] = defaultdict(float)
+    services = {service["pid"]: name for name, service in read_json(RunDir(run).services, {}).items()}
+    scratch = None
+    for top in launcher.children():
         with contextlib.suppress(psutil.Error):
-            memory = process.memory_full_info().pss / 2**20
-            files, threads = process.num_fds(), process.num_threads()
-            totals["memory"] += memory
-            totals["files"] += files
-            totals["threads"] += threads
-            totals["processes"] += 1
-    totals["shared_memory"] = sum(1 for _ in Path("/dev/shm").iterdir())
-    return totals
+            scratch = scratch or top.environ().get(SCRATCH)
+            for process in [top, *top.children(recursive=True)]:
+                label = f"{services.get(top.pid, 'other')}/{process.name()}"
+                _add(found, process, label)
+    _add(found, launcher, "launcher")
+    shared = Path("/dev/shm").iterdir() if scratch else ()
+    found["shared_memory"] = sum(1 for path in shared if Path(scratch or "").name in path.name)
+    return found
+
+
+def _add(found: dict[str, float], process: psutil.Process, label: str) -> None:
+    with contextlib.suppress(psutil.Error):
+        counted = {
+            "memory": process.memory_full_info().pss / 2**20,
+            "files": process.num_fds(),
+            "threads": process.num_threads(),
+            "processes": 1,
+        }
+        for key, value in counted.items():
+            found[key] += value
+        for key in ("files", "threads"):
+            found[f"{key} of {label}"] += counted[key]
 
 
 def kill(run: Path, prefix: str) -> None:
@@ -101,7 +118,7 @@ def train(run: Path, steps: int) -> list[tuple[int, dict[str, float]]]:
                     raise RuntimeError(f"no step after step {last} for {STEP_SECONDS:g} s")
                 for at in [at for at in kills if at <= step]:
                     kill(run, kills.pop(at))
-                measured.append((step, measure(psutil.Process(launcher.pid))))
+                measured.append((step, measure(psutil.Process(launcher.pid), run)))
             time.sleep(EVERY)
         if launcher.returncode:
             raise RuntimeError(f"the launcher's status is {launcher.returncode}")
@@ -127,7 +144,8 @@ def main() -> int:
 
     def window(first: int) -> dict[str, float]:
         inside = [totals for step, totals in measured if first <= step < first + WIDTH]
-        values = {key: statistics.median(totals[key] for totals in inside) for key in inside[0]}
+        names = {name for totals in inside for name in totals}
+        values = {key: statistics.median(totals.get(key, 0.0) for totals in inside) for key in names}
         seconds = [line["timing_s/step"] for line in lines[first - 1 : first - 1 + WIDTH]]
         return values | {"step_seconds": statistics.median(seconds)}
 
@@ -135,10 +153,13 @@ def main() -> int:
     signal = statistics.mean(line["atropos/groups"] for line in lines[-WIDTH:])
     print(f"{'':<16}{f'steps {FIRST} on':>16}{f'last {WIDTH} steps':>16}{'ratio':>8}{'target':>10}")
     ratios = {}
-    for key, before in reference.items():
-        ratios[key] = end[key] / before if before else 1.0
-        target = f"<= {TARGETS[key]:g}" if key in TARGETS else ""
-        print(f"{key:<16}{before:>16.2f}{end[key]:>16.2f}{ratios[key]:>8.3f}{target:>10}")
+    for key, target in TARGETS.items():
+        ratios[key] = end[key] / reference[key] if reference[key] else 1.0
+        print(f"{key:<16}{reference[key]:>16.2f}{end[key]:>16.2f}{ratios[key]:>8.3f}{f'<= {target:g}':>10}")
+    for key in sorted(reference.keys() | end.keys()):
+        before, after = reference.get(key, 0.0), end.get(key, 0.0)
+        if " of " in key and before != after:
+            print(f"    {key}: {before:g} -> {after:g}")
     minutes = (time.monotonic() - began) / 60
     print(f"{signal:.1f} groups a step at the end; {minutes:.0f} minutes; MiB, numbers, seconds")
     ok = all(ratios[key] <= target for key, target in TARGETS.items())
