@@ -10,6 +10,7 @@ Guarantees:
 
 import difflib
 import http.client
+import math
 import os
 import time
 import urllib.request
@@ -101,9 +102,10 @@ class Memory:
 
 @dataclass(frozen=True)
 class RunStatus:
-    """State of a run at one moment. ``series``: values of each step, by name, see ``RunReader``; ``heldout``: mean
-    held-out score by step, ``heldout_metric`` its name; ``last``: the newest line of ``metrics.jsonl``; ``alarms``:
-    lines of ``alarms.jsonl`` that are raised now, newest first; ``diagnosis``: the Trajectory API's /diagnose.
+    """State of a run at one moment. ``series``: values of each step, by name, see ``RunReader``, NaN where it has none;
+    ``heldout``: mean held-out score by step, ``heldout_metric`` its name; ``last``: the newest line of
+    ``metrics.jsonl``; ``alarms``: lines of ``alarms.jsonl`` that are raised now, newest first; ``diagnosis``: the
+    Trajectory API's /diagnose.
     """
 
     directory: Path
@@ -203,16 +205,16 @@ class RunReader:
                 for values in self._series.values():
                     values.pop()
             for name, keys in _SERIES.items():
-                self._series[name].append(next((line[key] for key in keys if key in line), float("nan")))
+                self._series[name].append(next((line[key] for key in keys if line.get(key) is not None), math.nan))
             self._last = line
 
     def _read_config(self) -> dict[str, Any]:
-        """Return the run's configuration, unresolved; {} until the trainer starts."""
+        """Return the run's configuration, unresolved; {} until the run has written it."""
         try:
             changed = self.files.config.stat().st_mtime_ns
             if changed != self._config[0]:
                 content = self.files.config.read_bytes()
-                self._config = changed, yaml.load(content, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+                self._config = changed, yaml.load(content, getattr(yaml, "CSafeLoader", yaml.SafeLoader)) or {}
         except FileNotFoundError:
             return {}
         return self._config[1]

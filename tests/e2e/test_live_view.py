@@ -119,6 +119,21 @@ def test_live_view_goes_on_beside_a_file_that_is_no_json(view):
     terminal.wait_for(r"14 of 20")
 
 
+def test_live_view_goes_on_beside_a_state_that_cannot_be_shown(view):
+    """What is printed meanwhile is not lost either."""
+    terminal = view()
+    terminal.wait_for(r"line 1\n")
+    write_lines(view.files.metrics.with_name("new"), [metrics_line(1, "high"), metrics_line(2, "higher")])
+    view.files.metrics.with_name("new").rename(view.files.metrics)
+    terminal.wait_for(r"state cannot be shown")
+    seen = len(terminal.text)
+    write_lines(view.files.metrics.with_name("new"), [metrics_line(step) for step in range(1, 15)])
+    view.files.metrics.with_name("new").rename(view.files.metrics)
+    terminal.wait_for(r"14 of 20")
+    numbers = [int(number) for number in re.findall(r"line (\d+)", terminal.text)]
+    assert numbers == list(range(len(numbers))) and "line" in terminal.text[seen:]
+
+
 @pytest.mark.parametrize("variables", [{"TERM": "dumb"}, {}], ids=["dumb", "pipe"])
 def test_live_view_is_for_terminals_that_move_the_cursor(variables, monkeypatch):
     from rich.console import Console

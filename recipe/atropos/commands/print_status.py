@@ -32,7 +32,7 @@ def how_to_go_on(status: RunStatus) -> str:
 def print_state(files: RunDir, console: Console) -> RunStatus:
     """Print the state of a run and, if it has finished, its summary; return it."""
     status = RunReader(files.path).read()
-    console.print(Dashboard(status))
+    console.print(Dashboard(status, whole=True))
     if status.state == FINISHED:
         show_summary(files, console)
     elif told := how_to_go_on(status):

@@ -1,7 +1,8 @@
 """A run's state as text for a terminal: the live view and ``verl-atropos status`` show the same.
 
-Everything fits the width that rich gives, from 40 columns on; with fewer lines than it needs, the last ones are left
-out. Bars and sparklines can be read without color, and a terminal without Unicode gets ASCII.
+Everything fits the width that rich gives, from 40 columns on. A view that is redrawn fits the height too: alarms are
+shortened, and with fewer lines than it needs the last ones are left out. Bars and sparklines can be read without color,
+and a terminal without Unicode gets ASCII.
 """
 
 import math
@@ -46,7 +47,7 @@ _HEALTH = {
     "down": ("red", "✗", "x"),
     "unknown": ("dim", "?", "?"),
 }
-_ALARMS, _ALARM_LINES = 3, 3  # shown at once, and lines of each
+_ALARMS, _ALARM_LINES = 3, 9  # shown at once in a view that is redrawn, and their lines in all
 Rows = Iterator[tuple[str, Text]]
 
 
@@ -61,11 +62,12 @@ class Activity:
 
 @dataclass(frozen=True)
 class Dashboard:
-    """What is shown of a run. ``hint``: a few words about how to go on."""
+    """What is shown of a run. ``hint``: a few words about how to go on; ``whole``: it may be longer than the screen."""
 
     status: RunStatus
     activities: Sequence[Activity] = ()
     hint: str = ""
+    whole: bool = False
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         ascii_only = options.ascii_only or options.legacy_windows
@@ -73,7 +75,7 @@ class Dashboard:
         grid.add_column(style="bold", no_wrap=True)
         grid.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
         rows = list(self._rows(max(20, options.max_width - 17), ascii_only))
-        for label, content in rows[: max(3, options.size.height - 3)]:
+        for label, content in rows if self.whole else rows[: max(3, options.size.height - 3)]:
             grid.add_row(label, content)
         title = f"[bold not dim]{escape(self.status.directory.name)}[/]  {state(self.status)}"
         yield Panel(
@@ -96,7 +98,7 @@ class Dashboard:
         if status.heldout:
             form = ".1%" if status.heldout_is_share else ".4g"
             yield "held-out", _curve(list(status.heldout.values()), width, form, ascii_only)
-        yield from _alarms(status, width)
+        yield from _alarms(status, width, self.whole)
         if status.step:
             bar, legend = phases(status.last, width, ascii_only)
             yield "phases", bar
@@ -183,7 +185,7 @@ def sparkline(values: Sequence[float], width: int, ascii_only: bool = False) -> 
 
 def phases(line: dict[str, float], width: int, ascii_only: bool = False) -> tuple[Text, Text]:
     """Return a bar of the phases of a step, and its legend in seconds."""
-    seconds = {name: line.get(f"phase_s/{name}", 0.0) for name in _PHASES}
+    seconds = {name: line.get(f"phase_s/{name}") or 0.0 for name in _PHASES}
     total = sum(seconds.values()) or 1.0
     head = f"{total:.1f} s"
     bar, legend = Text.assemble((f"{head:<9}", "bold")), Text(" " * 9)
@@ -254,18 +256,19 @@ def _services(status: RunStatus, width: int, ascii_only: bool) -> Rows:
         yield label, line
 
 
-def _alarms(status: RunStatus, width: int) -> Rows:
-    label = "alarms"
-    for alarm in status.alarms[:_ALARMS]:
+def _alarms(status: RunStatus, width: int, whole: bool) -> Rows:
+    label, shown = "alarms", status.alarms if whole else status.alarms[:_ALARMS]
+    for alarm in shown:
         where = f" ({alarm['environment']})" if alarm.get("environment") else ""
         since = f" since step {alarm['since_step']}" if alarm.get("since_step") is not None else ""
         text = f"{alarm['alarm']}{where}{since}: {alarm.get('seen', '')}"
         if alarm.get("advice"):
             text += f"; try: {alarm['advice']}"
-        for line in textwrap.wrap(text, width, max_lines=_ALARM_LINES, placeholder=" ..."):
+        most = None if whole else _ALARM_LINES // len(shown)
+        for line in textwrap.wrap(text, width, max_lines=most, placeholder=" ..."):
             yield label, Text(line, "yellow")
             label = ""
-    if (more := len(status.alarms) - _ALARMS) > 0:
+    if (more := len(status.alarms) - len(shown)) > 0:
         yield "", Text(f"and {more} more", "dim")
 
 

@@ -21,7 +21,7 @@ from types import TracebackType
 from rich.console import Console, ConsoleRenderable, RenderHook
 from rich.control import Control
 from rich.live import Live
-from rich.segment import ControlType
+from rich.segment import ControlType, Segments
 from rich.text import Text
 
 from recipe.atropos.launcher.dashboard import Activity, Dashboard
@@ -136,4 +136,8 @@ class LiveView(RenderHook):
     def _draw(self) -> ConsoleRenderable:
         if self.status is None:
             return Text(self._problem)
-        return Dashboard(self.status, self._activities, self._problem or self._hint)
+        view = Dashboard(self.status, self._activities, self._problem or self._hint)
+        try:  # drawn here, since an error would leave the launcher's own console.print
+            return Segments(list(self._console.render(view)))
+        except Exception as error:
+            return Text(f"the run's state cannot be shown: {error}")

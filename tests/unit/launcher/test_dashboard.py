@@ -7,7 +7,7 @@ import orjson
 import pytest
 from rich.console import Console
 
-from helpers.runs import make_run
+from helpers.runs import make_run, metrics_line, write_lines
 from recipe.atropos.launcher.dashboard import Activity, Dashboard, clock, phases, sparkline
 from recipe.atropos.launcher.run_summary import show_summary
 from recipe.atropos.run_status import Memory, RunReader, ServiceStatus
@@ -80,6 +80,34 @@ def test_dashboard_of_80_columns_shows_all_of_a_run(status):
 def test_dashboard_of_few_lines_keeps_the_first(status):
     lines = shown(Dashboard(status), height=9)
     assert len(lines) <= 8 and "10 of 20" in lines[1] and "equal_scores" in "".join(lines)
+
+
+def test_dashboard_gives_a_single_alarm_the_room_of_three(status):
+    advice = " ".join(f"advice{number}" for number in range(45))
+    one = replace(status, alarms=(status.alarms[0] | {"advice": advice},))
+    lines = shown(Dashboard(one, [Activity("the servers start", 0.0)]))
+    assert "advice44" in "".join(lines) and "environment" in lines[-2] and len(lines) <= 23
+
+
+def test_dashboard_that_is_printed_once_leaves_nothing_out(status):
+    services = tuple(ServiceStatus(f"environment-{number}", 1, None, None, "ok") for number in range(60))
+    alarm = status.alarms[0] | {"advice": 40 * "wait " + "."}
+    alarms = tuple(alarm | {"environment": f"env-{number}"} for number in range(5))
+    full = replace(status, services=services, alarms=alarms)
+    text = " ".join("".join(line.strip("│╭╰╮╯─") for line in shown(Dashboard(full, whole=True))).split())
+    assert all(f" environment-{number} " in f"{text} " for number in range(60))
+    assert all(f"(env-{number})" in text for number in range(5)) and text.count("wait .") == 5
+    assert len(shown(Dashboard(full))) <= 23
+
+
+def test_dashboard_of_values_that_are_not_finite(status, tmp_path):
+    """JSON has null for them."""
+    nothing = {"atropos/mean_score": None, "timing_s/step": None, "perf/total_num_tokens": None}
+    nothing |= {"phase_s/update": None, "atropos/trained_tokens": None, "atropos/staleness/mean": None}
+    files = make_run(tmp_path / "run")
+    write_lines(files.metrics, [metrics_line(1, 0.25), metrics_line(2, **nothing)])
+    text = "\n".join(shown(Dashboard(RunReader(files.path).read())))
+    assert "2 of 20" in text and "first +0.250" in text and "log_prob 0.5" in text
 
 
 def test_dashboard_without_unicode_is_ascii(status):
