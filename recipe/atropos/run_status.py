@@ -8,6 +8,7 @@ Guarantees:
 - a run of another machine is shown as such: its files can be read, its processes cannot be seen.
 """
 
+import contextlib
 import difflib
 import http.client
 import math
@@ -49,6 +50,7 @@ def find_run(given: str | None, runs: Path = RUNS) -> RunDir:
 
     Raises:
         ConfigurationError: there is none; the message names those that there are.
+        PermissionError: the run that is named is another user's, and cannot be read.
     """
     found = {path.name: path for path in _folders(runs)}
     if given is None:
@@ -64,7 +66,11 @@ def find_run(given: str | None, runs: Path = RUNS) -> RunDir:
 
 
 def _folders(runs: Path) -> list[Path]:
-    return [path for path in runs.iterdir() if _is_run(path)] if runs.is_dir() else []
+    found = []
+    for path in runs.iterdir() if runs.is_dir() else ():
+        with contextlib.suppress(PermissionError):  # another user's
+            found += [path] * _is_run(path)
+    return found
 
 
 def _is_run(path: Path) -> bool:

@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("run", nargs="?", metavar="RUN", help=RUN_HELP)
     given = parser.parse_args(argv)
     console = Console(highlight=False)
-    with one_line_errors():
+    with one_line_errors(PermissionError):  # another user's run
         files = find_run(given.run)
         if not RunReader(files.path).read().is_alive:
             return 0 if print_state(files, console).state == FINISHED else 1

@@ -49,6 +49,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("run", nargs="?", metavar="RUN", help=RUN_HELP)
     given = parser.parse_args(argv)
-    with one_line_errors():
+    with one_line_errors(PermissionError):  # another user's run
         status = print_state(find_run(given.run), Console(highlight=False))
     return 1 if status.state in (STOPPED, KILLED) else 0

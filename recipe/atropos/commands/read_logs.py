@@ -8,6 +8,7 @@ import difflib
 import os
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -70,24 +71,27 @@ def show_list(files: RunDir, console: Console) -> None:
     console.print(table)
 
 
-def tail(path: Path, lines: int) -> bytes:
-    """Return the last ``lines`` lines of a file, read from its end."""
+def tail(path: Path, lines: int, end: int) -> bytes:
+    """Return the last ``lines`` lines of the first ``end`` bytes of a file, read from there backwards."""
+    blocks: deque[bytes] = deque()
     with path.open("rb") as file:
-        position, found = file.seek(0, os.SEEK_END), b""
-        while position > 0 and found.count(b"\n") <= lines:
+        position, newlines = end, 0
+        while position > 0 and newlines <= lines:
             step = min(_BLOCK, position)
             position -= step
             file.seek(position)
-            found = file.read(step) + found
-    return b"".join(found.splitlines(keepends=True)[-lines:])
+            blocks.appendleft(file.read(step))
+            newlines += blocks[0].count(b"\n")
+    found = b"".join(blocks).splitlines(keepends=True)
+    return b"".join(found[max(0, len(found) - lines) :])
 
 
 def follow(files: RunDir, path: Path, lines: int) -> Iterator[bytes]:
-    """Yield the last ``lines`` lines, then what is added, until the run has ended."""
+    """Yield the last ``lines`` lines, then what is added, until the run has ended and all is read."""
     found = path.stat()
     identity, offset = found.st_ino, found.st_size
-    yield tail(path, lines)
-    reader, looked = RunReader(files.path), time.monotonic()
+    yield tail(path, lines, offset)
+    reader, looked, ended = RunReader(files.path), time.monotonic(), False
     while True:
         found = path.stat()
         if found.st_ino != identity or found.st_size < offset:  # replaced or cut
@@ -98,12 +102,19 @@ def follow(files: RunDir, path: Path, lines: int) -> Iterator[bytes]:
                 content = file.read(_BLOCK)
             offset += len(content)
             yield content
-            continue
-        if time.monotonic() - looked > _LOOK_SECONDS:
-            if not reader.read().is_alive:
-                return
+        elif ended:
+            return
+        elif time.monotonic() - looked > _LOOK_SECONDS:
+            ended = not reader.read().is_alive  # what was written meanwhile is still to be read
             looked = time.monotonic()
-        time.sleep(_POLL_SECONDS)
+        else:
+            time.sleep(_POLL_SECONDS)
+
+
+def count(text: str) -> int:
+    if int(text) < 0:
+        raise ValueError
+    return int(text)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -114,16 +125,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("run", nargs="?", metavar="RUN", help=RUN_HELP)
     parser.add_argument("service", nargs="?", metavar="SERVICE", help="api, sglang, gateway, trainer, launcher, ...")
     parser.add_argument("-f", "--follow", action="store_true", help="print what is added, until the run ends")
-    parser.add_argument("-n", "--lines", type=int, default=_LINES, help="from the end; default: %(default)s")
+    parser.add_argument("-n", "--lines", type=count, default=_LINES, help="from the end; default: %(default)s")
     given = parser.parse_args(argv)
-    with one_line_errors():
+    with one_line_errors(PermissionError):  # another user's run
         files, service = resolve(given.run, given.service)
         if service is None:
             show_list(files, Console(highlight=False))
             return 0
         path = files.log(service)
         try:
-            for content in follow(files, path, given.lines) if given.follow else [tail(path, given.lines)]:
+            last = follow(files, path, given.lines) if given.follow else [tail(path, given.lines, path.stat().st_size)]
+            for content in last:
                 sys.stdout.buffer.write(content)
                 sys.stdout.flush()
         except KeyboardInterrupt:

@@ -10,6 +10,7 @@ Guarantees:
 import argparse
 import os
 import signal
+import sys
 import time
 from collections.abc import Sequence
 
@@ -70,5 +71,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--timeout", type=float, default=_WAIT_SECONDS, metavar="S", help="seconds to wait; default: %(default)g"
     )
     given = parser.parse_args(argv)
-    with one_line_errors():
-        return stop_run(find_run(given.run), Console(highlight=False), given.timeout)
+    with one_line_errors(PermissionError):  # another user's run
+        try:
+            return stop_run(find_run(given.run), Console(highlight=False), given.timeout)
+        except KeyboardInterrupt:
+            print("no longer waited for; a run that was signaled still ends", file=sys.stderr)
+            return 130

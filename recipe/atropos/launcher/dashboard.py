@@ -137,12 +137,12 @@ def _activity(activity: Activity, width: int, ascii_only: bool) -> Rows:
 
 
 def last_line(log: Path) -> str:
-    """Return the last line of a log that is not empty, without control characters; "" if there is none."""
+    """Return the last line of a log that is not empty, without control characters; "" if none can be read."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
             lines = file.read().decode(errors="replace").split("\n")
-    except FileNotFoundError:
+    except (FileNotFoundError, PermissionError):
         return ""
     return next((shown for line in reversed(lines) if (shown := _CONTROL.sub("", line).strip())), "")
 

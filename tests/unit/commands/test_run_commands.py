@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import orjson
 import pytest
@@ -62,6 +63,16 @@ def test_stop_waits_no_longer_than_its_timeout(held, capsys):
     with pytest.raises(SystemExit, match=f"process {process.pid} has not ended 0.5 s after SIGTERM"):
         stop_run.main([str(files.path), "--timeout", "0.5"])
     assert process.poll() is None
+
+
+def test_stop_may_be_interrupted_while_it_waits(held, monkeypatch, capsys):
+    files, process = held("deaf")
+
+    def ctrl_c(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(stop_run.time, "sleep", ctrl_c)
+    assert stop_run.main([str(files.path)]) == 130 and "a run that was signaled still ends" in told(capsys)
 
 
 @pytest.mark.parametrize("host", [None, "elsewhere"])
@@ -122,6 +133,39 @@ def test_logs_print_the_end_of_a_log(logged, arguments, capfdbinary):
     assert capfdbinary.readouterr().out == b"line 9997\nline 9998\nline 9999\n"
 
 
+@pytest.mark.parametrize(("lines", "expected"), [("0", b""), ("1", b"line 9999\n")])
+def test_logs_print_as_many_lines_as_are_wanted(logged, lines, expected, capfdbinary):
+    assert read_logs.main(["trainer", "-n", lines]) == 0
+    assert capfdbinary.readouterr().out == expected
+
+
+def test_logs_refuse_a_negative_number_of_lines(logged, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        read_logs.main(["trainer", "-n", "-3"])
+    assert "invalid count value: '-3'" in told(capsys)
+
+
+def test_logs_of_another_user_are_no_traceback(logged, monkeypatch, capsys):
+    """Root may read everything, so it is refused here."""
+    private = make_run(logged.path.with_name("private")).path
+
+    def guarded(function, *refused):
+        def call(path, *arguments, **options):
+            if {path.absolute(), *path.absolute().parents} & {*refused}:
+                raise PermissionError(13, "Permission denied", str(path))
+            return function(path, *arguments, **options)
+
+        return call
+
+    monkeypatch.setattr(Path, "open", guarded(Path.open, logged.log("trainer"), private))
+    monkeypatch.setattr(Path, "stat", guarded(Path.stat, private))
+    assert read_logs.main(["demo"]) == 0 and "trainer" in told(capsys)
+    with pytest.raises(SystemExit, match="error: .*Permission denied: .*trainer.log"):
+        read_logs.main(["demo", "trainer"])
+    with pytest.raises(SystemExit, match="error: .*Permission denied: .*private"):
+        read_logs.main(["private"])
+
+
 def test_logs_name_what_there_is(logged, capsys):
     assert read_logs.main([]) == 0
     text = told(capsys)
@@ -152,6 +196,26 @@ def test_logs_follow_what_is_added_until_the_run_ends(held, monkeypatch):
         else:
             process.kill()
     assert pieces == [b"first\n", b"second\n", b"cut\n", b"replaced by a longer one\n"]
+
+
+def test_logs_follow_to_what_is_written_last(held, monkeypatch):
+    """Between the look at the log and the one at the run, which has ended meanwhile."""
+    files, process = held()
+    monkeypatch.setattr(read_logs, "_LOOK_SECONDS", 0.1)
+    log = files.log("launcher")
+    log.parent.mkdir()
+    log.write_bytes(b"first\n")
+
+    class Slow(read_logs.RunReader):
+        def read(self):
+            with log.open("ab") as file:
+                file.write(b"the end\n")
+            process.kill()
+            process.wait(10)
+            return super().read()
+
+    monkeypatch.setattr(read_logs, "RunReader", Slow)
+    assert list(read_logs.follow(files, log, 10)) == [b"first\n", b"the end\n"]
 
 
 def test_run_of_this_machine_is_held_under_its_name(tmp_path):
