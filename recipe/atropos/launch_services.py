@@ -245,6 +245,7 @@ def _detach(leave: Callable[[Path], None], files: RunDir) -> None:
 
 def run_all(arguments: argparse.Namespace, detach: Callable[[RunDir], None] | None = None) -> int:
     """Check, start, train, end; return the exit status. ``detach`` is called once all checks have passed."""
+    console.is_interactive = not arguments.plain
     try:
         with _ended_by_sigterm():
             config, composed, directory, start = load_run_config(compose_overrides(arguments))
@@ -259,7 +260,7 @@ def run_all(arguments: argparse.Namespace, detach: Callable[[RunDir], None] | No
                 prepare_run(config, composed, directory, start)
                 if detach is not None:
                     detach(RunDir(directory))
-                with live_view(directory) if shows_live(console) and not arguments.plain else contextlib.nullcontext():
+                with live_view(directory) if shows_live(console) else contextlib.nullcontext():
                     asyncio.run(launch(config, composed, directory, specs, lock))
     except (KeyboardInterrupt, asyncio.CancelledError):
         console.print("[bold]stopped[/] the same command resumes the run")

@@ -144,6 +144,31 @@ def test_live_view_is_for_terminals_that_move_the_cursor(variables, monkeypatch)
     assert not shows_live(Console(_environ={**variables, "FORCE_COLOR": "1"}))
 
 
+PLAIN = """
+import sys, time
+from recipe.atropos import launch_services
+from recipe.atropos.launcher import progress
+
+def slow(_):
+    progress._EVERY_SECONDS = 0.2
+    with progress.progress("the policy is made"):
+        time.sleep(1)
+    raise KeyboardInterrupt
+
+launch_services.load_run_config = slow
+sys.exit(launch_services.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("arguments", [["--plain"], []], ids=["plain", "live"])
+def test_plain_output_moves_no_cursor(terminal, tmp_path, arguments):
+    """What is done before the live view begins is told in lines too."""
+    launcher = terminal([sys.executable, "-c", PLAIN, *arguments], tmp_path)
+    assert launcher.wait_for_end() == 130 and "the policy is made" in launcher.text
+    moves = re.findall(r"\x1b\[[0-9;?]*[A-Zhl]", launcher.raw)
+    assert not moves if arguments else moves
+
+
 def test_live_view_leaves_the_terminal_to_the_shell(terminal, tmp_path):
     """A launcher in the background prints lines: the shell writes there too."""
     program = (

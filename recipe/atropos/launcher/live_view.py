@@ -32,8 +32,10 @@ _KEPT_LINES = 100  # that are printed again when the terminal's size changes
 
 
 def shows_live(console: Console) -> bool:
-    """Return whether a view can be redrawn there: a terminal that can move the cursor, and is not a shell's by now."""
-    return console.file.isatty() and console.is_terminal and not console.is_dumb_terminal and _in_foreground()
+    """Return whether a view may be redrawn there: ``is_interactive`` was not set to False, and it is a terminal that
+    can move the cursor, and is not a shell's by now."""
+    able = console.file.isatty() and console.is_terminal and not console.is_dumb_terminal
+    return able and console.is_interactive and _in_foreground()
 
 
 def _in_foreground() -> bool:
