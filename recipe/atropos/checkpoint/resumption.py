@@ -45,14 +45,8 @@ def prepare_folder(
     folder.remove_partial()
     checkpoints = Checkpoints(config.trainer.default_local_dir)
     checkpoints.remove_incomplete()
-    resumed = checkpoints.to_resume(config.trainer)
-    model, trained = model_identity(config.actor_rollout_ref.model.path), model_of(resumed) if resumed else None
-    by = "digest" if trained and trained["digest"] and model["digest"] else "path"
-    if trained is not None and trained[by] != model[by]:
-        raise ConfigurationError(
-            f"actor_rollout_ref.model.path={model['path']} is another model than {trained['path']}, which was trained "
-            f"to {resumed}: give that model, or another folder (--run-dir)"
-        )
+    resumed = check_folder(folder, config)
+    model = model_identity(config.actor_rollout_ref.model.path)
     identity = {"format": FORMAT, "model": model, "versions": versions}
     if read_json(folder.identity) != identity:
         write_json(folder.identity, identity)
@@ -61,6 +55,22 @@ def prepare_folder(
     after = config_yaml(config, by_launcher)
     write_atomic(folder.config, after)
     return [] if before is None else changed_keys(*(yaml.load(text, _YAML) for text in (before, after)))
+
+
+def check_folder(folder: RunDir, config: DictConfig) -> Path | None:
+    """Return the checkpoint that a run of ``config`` resumes from, or None; nothing is changed. Raises as
+    ``prepare_folder``.
+    """
+    folder.check_format()
+    resumed = Checkpoints(config.trainer.default_local_dir).to_resume(config.trainer)
+    model, trained = model_identity(config.actor_rollout_ref.model.path), model_of(resumed) if resumed else None
+    by = "digest" if trained and trained["digest"] and model["digest"] else "path"
+    if trained is not None and trained[by] != model[by]:
+        raise ConfigurationError(
+            f"actor_rollout_ref.model.path={model['path']} is another model than {trained['path']}, which was trained "
+            f"to {resumed}: give that model, or another folder (--run-dir)"
+        )
+    return resumed
 
 
 def model_identity(path: str) -> dict[str, Any]:

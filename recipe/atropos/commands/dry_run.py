@@ -2,7 +2,7 @@
 
 It prints the resolved configuration, where each value that differs from the default is marked, the memory plan of GPUs,
 and the command of each service with the variables that it gets. Secrets are shown as ``***``. Ports that are not
-configured are chosen at each start.
+configured are chosen at each start. What a start finds in the run's folder is checked, and not changed.
 """
 
 import os
@@ -13,13 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from omegaconf import DictConfig
 from rich.console import Console
 from rich.text import Text
 
+from recipe.atropos.checkpoint.resumption import check_folder
 from recipe.atropos.config.compose import load_config
 from recipe.atropos.config.env_specs import EnvironmentSpec
 from recipe.atropos.config.models import KEY as MODEL_KEY
-from recipe.atropos.config.models import config_file
+from recipe.atropos.config.models import SMALL_POLICIES, config_file, replace_model_path
+from recipe.atropos.demo.small_policy import policy_folder
 from recipe.atropos.errors import AtroposError
 from recipe.atropos.inference.server import sglang_command
 from recipe.atropos.launcher.environment_processes import environment_secrets, serve_command
@@ -35,7 +38,16 @@ _ABSENT = object()
 
 
 def show_dry_run(run: Run, specs: Mapping[str, EnvironmentSpec], console: Console) -> None:
-    """Print what ``run``, whose checks have passed, would be, and start nothing."""
+    """Print what ``run``, whose other checks have passed, would be, and start nothing.
+
+    Raises:
+        ConfigurationError: as ``resumption.check_folder``.
+    """
+    to_be_made = _find_policy(run.config)
+    if run.config.run.resume_from or to_be_made:  # then the model is not there yet; ``Start.of`` has checked the first
+        run.files.check_format()
+    else:
+        check_folder(run.files, run.config)
     shown, default = public_config(run.config), without_secrets(_default_config())
     lines = list(_configuration(shown, default))
     changed = sum(is_changed for _, is_changed in lines)
@@ -56,7 +68,23 @@ def show_dry_run(run: Run, specs: Mapping[str, EnvironmentSpec], console: Consol
         _title(console, name)
         words = [*(f"{key}={shlex.quote(value)}" for key, value in variables.items()), shlex.join(command)]
         console.print(Text(" ".join(words)), soft_wrap=True)
+    if to_be_made:
+        console.print(Text(f"\n{to_be_made} is made at the start, and then its folder stands in the commands"))
     console.print("\n[bold]nothing was started[/]")
+
+
+def _find_policy(config: DictConfig) -> str | None:
+    """Replace a small policy's name by its folder, as a start does, or return the name if it is not made yet."""
+    name = config.actor_rollout_ref.model.path
+    if name not in SMALL_POLICIES:
+        return None
+    from recipe.atropos.demo.policies import RECIPES  # imported here: few runs have such a policy
+
+    folder, made = policy_folder(config.seed, RECIPES[name])
+    if not made:
+        return name
+    replace_model_path(config, str(folder))
+    return None
 
 
 def _title(console: Console, text: str) -> None:

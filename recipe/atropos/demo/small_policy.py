@@ -222,11 +222,17 @@ def cache_root() -> Path:
     return Path(os.environ.get("ATROPOS_CACHE") or Path.home() / ".cache" / "verl-atropos")
 
 
-def ensure_small_policy(directory: Path | None = None, seed: int = 0, recipe: Recipe = Recipe()) -> Path:  # noqa: B008
-    """Return the folder of the policy for ``seed``; made on first use, complete or not at all."""
+def policy_folder(seed: int, recipe: Recipe, directory: Path | None = None) -> tuple[Path, bool]:
+    """Return the folder of the policy for ``seed``, and whether it has been made."""
     digest = hashlib.blake2b(json.dumps(asdict(recipe), sort_keys=True).encode(), digest_size=6).hexdigest()
     target = (directory or cache_root()) / f"{recipe.name}-{seed}-{digest}"
-    if (target / "small_policy.json").exists():
+    return target, (target / "small_policy.json").exists()
+
+
+def ensure_small_policy(directory: Path | None = None, seed: int = 0, recipe: Recipe = Recipe()) -> Path:  # noqa: B008
+    """Return the folder of the policy for ``seed``; made on first use, complete or not at all."""
+    target, made = policy_folder(seed, recipe, directory)
+    if made:
         return target
     partial = target.with_name(f".{target.name}.{os.getpid()}")
     try:

@@ -5,10 +5,16 @@ import shlex
 import pytest
 from rich.console import Console
 
+from recipe.atropos.checkpoint.resumption import model_identity
 from recipe.atropos.commands.dry_run import service_commands, show_dry_run
+from recipe.atropos.config.models import KEY as MODEL_KEY
+from recipe.atropos.demo.small_policy import Recipe, policy_folder
+from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.launch_services import compose_overrides, environments_of, load_run_config, main, parse_arguments
 from recipe.atropos.launcher.placement import place_servers
 from recipe.atropos.launcher.services import Run
+from recipe.atropos.run_dir import FORMAT
+from recipe.atropos.utils.files import write_json
 from recipe.atropos.utils.private_process import SECRET_FLAGS
 
 
@@ -68,3 +74,35 @@ def test_dry_run_checks_as_the_run_would(capsys, tmp_path):
     arguments = ["--preset", "demo", "--dry-run", "--model=/no/such/model", f"--run-dir={tmp_path / 'run'}"]
     assert main(arguments) == 1 and "no model there" in capsys.readouterr().out
     assert not (tmp_path / "run").exists()
+
+
+def test_dry_run_refuses_a_folder_that_the_run_would_refuse(planned, tmp_path, model_path):
+    """Another format, or a checkpoint of another model; neither is changed."""
+    run, specs = planned()
+    saved = run.files.checkpoints / "global_step_3"
+    (saved / "actor").mkdir(parents=True)
+    write_json(run.files.identity, {"format": FORMAT})
+    model = model_identity(str(model_path))
+    write_json(saved / "complete.json", {"step": 3, "sequence": 1, "files": {}, "model": model})
+    assert "nothing was started" in shown(run, specs)
+    write_json(saved / "complete.json", {"step": 3, "sequence": 1, "files": {}, "model": model | {"digest": "another"}})
+    with pytest.raises(ConfigurationError, match="is another model than"):
+        shown(run, specs)
+    write_json(run.files.identity, {"format": 0})
+    with pytest.raises(ConfigurationError, match="holds a run of format 0"):
+        shown(run, specs)
+    assert not run.files.config.exists() and run.files.identity.read_bytes() == b'{\n  "format": 0\n}\n'
+
+
+def test_dry_run_has_the_folder_of_a_small_policy(planned, tmp_path, monkeypatch):
+    monkeypatch.setenv("ATROPOS_CACHE", str(tmp_path / "cache"))
+    run, specs = planned(f"{MODEL_KEY}=small-policy")
+    folder, made = policy_folder(run.config.seed, Recipe())
+    text = shown(run, specs)
+    assert not made and "small-policy is made at the start" in text and str(folder) not in text
+    folder.mkdir(parents=True)
+    (folder / "small_policy.json").touch()
+    (folder / "config.json").write_text("{}")
+    run, specs = planned(f"{MODEL_KEY}=small-policy")
+    text = shown(run, specs)
+    assert f"--model-path {folder} " in text and f"--env.tokenizer_name={folder} " in text and "is made at" not in text
