@@ -3,12 +3,15 @@
 Nothing is started or downloaded; a model on the hub is only asked for.
 """
 
+import configparser
+import contextlib
 import json
 import netrc
 import os
 import shutil
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import psutil
 from omegaconf import DictConfig
@@ -115,16 +118,29 @@ def _parameters(path: str) -> int:
 def _wandb(config: DictConfig) -> str:
     if "wandb" not in config.trainer.logger:
         return "not used (trainer.logger)"
-    mode = os.environ.get("WANDB_MODE", "online")
+    settings = _wandb_settings()
+    mode = settings.get("mode", "online")
     if mode != "online":
         return f"WANDB_MODE={mode}"
-    host = os.environ.get("WANDB_BASE_URL", _WANDB_HOST).partition("://")[2].split("/")[0] or _WANDB_HOST
-    if os.environ.get("WANDB_API_KEY") or _in_netrc(host):
+    host = urlsplit(settings.get("base_url", "")).netloc or _WANDB_HOST
+    if "api_key" in settings or "identity_token_file" in settings or _in_netrc(host):
         return f"logged in to {host}"
     raise LaunchError(
         f"trainer.logger has wandb, and nobody is logged in to {host}: run `wandb login`, set WANDB_API_KEY, or "
         "WANDB_MODE=offline to upload later, or drop wandb from trainer.logger"
     )
+
+
+def _wandb_settings() -> dict[str, str]:
+    """Return W&B's settings: the environment's, and those of the file to which ``wandb login --host`` writes."""
+    folder = os.environ.get("WANDB_CONFIG_DIR") or "~/.config/wandb"
+    parser = configparser.ConfigParser(interpolation=None)
+    with contextlib.suppress(configparser.Error):
+        parser.read(Path(folder).expanduser() / "settings")
+    settings = dict(parser["default"]) if parser.has_section("default") else {}
+    prefix = "WANDB_"
+    given = {name.removeprefix(prefix).lower(): value for name, value in os.environ.items() if name.startswith(prefix)}
+    return {name: value for name, value in (settings | given).items() if value}
 
 
 def _in_netrc(host: str) -> bool:

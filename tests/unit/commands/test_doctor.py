@@ -76,12 +76,17 @@ def test_doctor_looks_for_a_login_to_wandb(results, tmp_path, monkeypatch):
     for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_BASE_URL"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path))
     used = "trainer.logger=[console,wandb]"
     found = results(used)["wandb"]
     assert not found.ok and "wandb login" in found.message and "WANDB_MODE=offline" in found.message
     (tmp_path / "netrc").write_text("machine api.wandb.ai login user password s3cret\n")
     found = results(used)["wandb"]
     assert found.ok and found.message == "logged in to api.wandb.ai"
+    (tmp_path / "settings").write_text("[default]\nbase_url = https://own.example.org:8080\n")  # wandb login --host
+    assert "nobody is logged in to own.example.org:8080" in results(used)["wandb"].message
+    (tmp_path / "netrc").write_text("machine own.example.org:8080 login user password s3cret\n")
+    assert results(used)["wandb"].message == "logged in to own.example.org:8080"
     monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.org")
     assert not results(used)["wandb"].ok
     monkeypatch.setenv("WANDB_MODE", "offline")
