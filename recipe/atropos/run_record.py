@@ -29,6 +29,10 @@ PHASES = {  # phases of a step, in order, and the trainer's timers that measure 
 }
 
 
+SCORES = ("atropos/mean_raw_score", "atropos/mean_score")
+"""Names of a step's mean score before reward shaping; a run without reward shaping may have the second only."""
+
+
 @dataclass
 class RunTotals:
     """Totals over all trained steps of a run, across restarts. Seconds are the trainer's, without its startup."""
@@ -170,6 +174,17 @@ def update_summary(directory: str | Path, values: Mapping[str, Any], remove: Col
         fcntl.flock(lock, fcntl.LOCK_EX)
         merged = {**read_json(path, {}), **values}
         write_json(path, {key: value for key, value in merged.items() if key not in remove})
+
+
+def add_start(directory: str | Path, seconds: float) -> None:
+    """Add a start that has ended to ``seconds_in_all``, in which those of a killed launcher are missing."""
+    before = read_json(RunDir(directory).summary, {}).get("seconds_in_all", 0.0)
+    update_summary(directory, {"seconds_in_all": before + seconds})
+
+
+def score_of(line: Mapping[str, Any]) -> float | None:
+    """Return the mean score of a step's samples before reward shaping, from a line of ``metrics.jsonl``."""
+    return next((line[key] for key in SCORES if line.get(key) is not None), None)
 
 
 def read_metrics(directory: str | Path) -> list[dict[str, Any]]:

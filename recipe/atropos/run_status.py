@@ -26,7 +26,7 @@ import yaml
 
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.run_dir import LAUNCHER, Holder, RunDir
-from recipe.atropos.run_record import heldout_scores, read_evaluations
+from recipe.atropos.run_record import SCORES, heldout_scores, read_evaluations
 from recipe.atropos.utils.files import LineReader, read_json, read_lines
 from recipe.atropos.utils.machine import nvidia_smi
 from recipe.atropos.utils.process import process_lives
@@ -151,7 +151,7 @@ class RunStatus:
 _SERIES = {  # name: keys of a line of metrics.jsonl, of which the first that is there counts
     "step": ("step",),
     "time": ("time",),
-    "score": ("atropos/mean_raw_score", "atropos/mean_score"),
+    "score": SCORES,
     "seconds": ("timing_s/step",),
     "tokens": ("perf/total_num_tokens",),
     "trained_tokens": ("atropos/trained_tokens",),

@@ -26,7 +26,7 @@ from recipe.atropos.launcher.services import Run, console
 from recipe.atropos.launcher.sglang import start_inference
 from recipe.atropos.launcher.startup import first_version, servers_healthy, start_api, start_trainer
 from recipe.atropos.launcher.supervision import watch
-from recipe.atropos.run_record import account_of_groups, update_summary
+from recipe.atropos.run_record import account_of_groups, add_start, update_summary
 from recipe.atropos.trajectory_api.trajectory_client import TrajectoryApiError
 from recipe.atropos.utils.files import DiskFull, disk_is_full, read_json
 
@@ -91,6 +91,8 @@ async def launch(
         if disk_is_full(directory) and not isinstance(error, DiskFull):
             error.add_note(f"no space left on device: {directory}")
     later = await _end(run, environments, evaluations)
+    with contextlib.suppress(DiskFull):  # then the run has failed, or fails below
+        add_start(directory, time.monotonic() - started)
     if failure := failure or next(iter(later), None):
         for error in later:
             if error is not failure:
@@ -99,7 +101,7 @@ async def launch(
             write_page_of_failure(run.files)
         raise failure
     total = config.trainer.total_training_steps
-    update_summary(directory, {"seconds_in_all": time.monotonic() - started, "finished_steps": total})
+    update_summary(directory, {"finished_steps": total})
     write_pictures(run.files)
 
 

@@ -8,6 +8,7 @@ from rich.table import Table
 
 from recipe.atropos.launcher.dashboard import clock, shown_path
 from recipe.atropos.run_dir import RunDir
+from recipe.atropos.run_record import read_metrics, score_of
 from recipe.atropos.utils.files import read_json
 
 
@@ -22,11 +23,9 @@ def show_summary(files: RunDir, console: Console) -> None:
 
 
 def _rows(files: RunDir, summary: dict) -> Iterator[tuple[str, str]]:
-    if summary.get("mean_score_first") is not None:
-        yield (
-            "score",
-            f"{summary['mean_score_first']:+.3f} -> {summary['mean_score_last']:+.3f} (mean of a step's samples)",
-        )
+    scores = [score for line in read_metrics(files.path) if (score := score_of(line)) is not None]
+    if scores:
+        yield "score", f"{scores[0]:+.3f} -> {scores[-1]:+.3f} (mean of a step's samples)"
     for name, found in (summary.get("heldout") or {}).items():
         whose = f" {name}" if len(summary["heldout"]) > 1 else ""
         yield f"held-out{whose}", _heldout(found)

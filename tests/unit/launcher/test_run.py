@@ -122,6 +122,21 @@ def test_run_dir_full_disk_keeps_no_environment_running(full_disk, monkeypatch):
         run.stop()
 
 
+def test_run_counts_the_seconds_of_all_its_starts(tmp_path, monkeypatch):
+    """Also of those that fail: the table at the end shows the time that all steps took."""
+    config = compose_config("actor_rollout_ref.model.path=m")
+
+    def fail(run):
+        time.sleep(0.1)
+        raise ServiceFailed("on purpose")
+
+    monkeypatch.setattr("recipe.atropos.launcher.launch.start_api", fail)
+    for starts in (1, 2):
+        with pytest.raises(ServiceFailed, match="on purpose"):
+            asyncio.run(launch(config, [], tmp_path, {}))
+        assert orjson.loads(RunDir(tmp_path).summary.read_bytes())["seconds_in_all"] >= 0.1 * starts
+
+
 @pytest.mark.parametrize(("address", "loopback"), [(None, True), ("local", True), ("10.0.0.1:6379", False)])
 def test_run_on_a_cluster_is_not_kept_on_loopback(tmp_path, monkeypatch, address, loopback):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
