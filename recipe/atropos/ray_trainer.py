@@ -112,7 +112,7 @@ class RayGRPOAtroposTrainer:
         self.record.begin()
         done, total = self.global_steps, self.total_training_steps
         with contextlib.ExitStack() as stack:
-            self.trackers = stack.enter_context(Trackers(self.config, resumed=done > 0))
+            self.trackers = stack.enter_context(Trackers(self.config, done))
             self.checkpoint_manager.update_weights(done)
             self.data_source = stack.enter_context(self._register(done))
             self.progress_bar = stack.enter_context(tqdm(total=total, initial=done))

@@ -4,6 +4,7 @@
   is in ``metrics.jsonl`` in any case.
 - W&B tracks offline if it cannot go online, and a run has one W&B run over all its starts.
 - The metrics to look at first are also sent as ``a_overview/...``; W&B and TensorBoard sort groups by name.
+- TensorBoard forgets steps that an earlier start trained after its last checkpoint: they are trained again.
 - W&B and TensorBoard also get a few rollouts of each step as text.
 """
 
@@ -57,12 +58,12 @@ def overview(metrics: Mapping[str, Any], held_out: Mapping[int, float]) -> dict[
 class Trackers:
     """The trackers of ``trainer.logger``. Use as a context manager, which waits for uploads at its end."""
 
-    def __init__(self, config: DictConfig, resumed: bool):
-        """``resumed``: steps that were tracked before have a W&B run, which is continued."""
+    def __init__(self, config: DictConfig, done: int):
+        """``done``: steps that the run has trained before; if there are any, their W&B run is continued."""
         trainer = config.trainer
         if "wandb" in trainer.logger:
-            _name_wandb_run(RunDir(config.run.dir), resumed)
-        start = {name: _starter(name, trainer, public_config(config)) for name in trainer.logger}
+            _name_wandb_run(RunDir(config.run.dir), resumed=done > 0)
+        start = {name: _starter(name, trainer, public_config(config), done) for name in trainer.logger}
         self._trackers = [_Tracker(name, begin) for name, begin in start.items()]
 
     def __enter__(self) -> "Trackers":
@@ -138,9 +139,17 @@ class _Tracker:
         logger.warning("trainer.logger=%s is left out from now on: %s; metrics.jsonl has all metrics", self.name, why)
 
 
-def _starter(name: str, trainer: DictConfig, public: dict[str, Any]) -> Callable[[], Tracking]:
+def _starter(name: str, trainer: DictConfig, public: dict[str, Any], done: int) -> Callable[[], Tracking]:
     def start() -> Tracking:
         return Tracking(trainer.project_name, trainer.experiment_name, [name], config=public)
+
+    def start_tensorboard() -> Tracking:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+        tracking = start()
+        begin = Event(step=done + 1, session_log=SessionLog(status=SessionLog.START))
+        tracking.logger["tensorboard"].writer.file_writer.add_event(begin)
+        return tracking
 
     def start_wandb() -> Tracking:
         try:
@@ -155,7 +164,7 @@ def _starter(name: str, trainer: DictConfig, public: dict[str, Any]) -> Callable
             os.environ["WANDB_MODE"] = "offline"
             return start()
 
-    return start_wandb if name == "wandb" else start
+    return {"wandb": start_wandb, "tensorboard": start_tensorboard}.get(name, start)
 
 
 def _end_wandb_process() -> None:

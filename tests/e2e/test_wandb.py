@@ -19,7 +19,7 @@ tracking._FINISH_SECONDS = 20.0
 options = f"run.dir={folder / 'run'}", "actor_rollout_ref.model.path=/nowhere", "trainer.logger=[wandb,tensorboard]"
 line = {"env_name": "sums", "input": "?", "output": "2", "score": 1.0}
 line |= {"policy_version_min": 0, "policy_version_max": None}
-with tracking.Trackers(compose_config(*options), resumed=False) as trackers:
+with tracking.Trackers(compose_config(*options), done=0) as trackers:
     for step in (1, 2):
         trackers.log({"atropos/mean_score": 0.5}, step, {}, [line])
     deadline = time.monotonic() + 60

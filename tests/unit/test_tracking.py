@@ -52,7 +52,7 @@ def test_the_overview_has_the_newest_held_out_score():
 
 
 def test_overview_metrics_and_samples_are_tracked(config, tmp_path):
-    with Trackers(config("tensorboard"), resumed=False) as trackers:
+    with Trackers(config("tensorboard"), done=0) as trackers:
         log(trackers, 1, 2)
     events = tracked(tmp_path)
     assert [event.value for event in events.Scalars("a_overview/score")] == pytest.approx([0.1, 0.2])
@@ -61,8 +61,17 @@ def test_overview_metrics_and_samples_are_tracked(config, tmp_path):
     assert text.decode().count("1 + 1 = ?") == 7 and "answer 18" in text.decode(), "evenly spread over the batch"
 
 
+def test_tensorboard_has_a_step_that_is_trained_again_once(config, tmp_path):
+    for done, last, score in ((0, 5, 0.1), (3, 7, 0.2)):
+        with Trackers(config("tensorboard"), done) as trackers:
+            for step in range(done + 1, last + 1):
+                trackers.log({"atropos/mean_score": score}, step, {}, ROLLOUTS)
+    scores = [(event.step, round(event.value, 3)) for event in tracked(tmp_path).Scalars("a_overview/score")]
+    assert scores == [(1, 0.1), (2, 0.1), (3, 0.1), (4, 0.2), (5, 0.2), (6, 0.2), (7, 0.2)]
+
+
 def test_a_tracker_that_cannot_start_is_left_out(config, tmp_path, caplog):
-    with Trackers(config("swanlab", "tensorboard"), resumed=False) as trackers:
+    with Trackers(config("swanlab", "tensorboard"), done=0) as trackers:
         log(trackers, 1, 2, 3)
     assert "trainer.logger=swanlab is left out from now on: ModuleNotFoundError" in caplog.text
     assert len(tracked(tmp_path).Scalars("atropos/mean_score")) == 3
