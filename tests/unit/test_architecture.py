@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from helpers import ROOT
+from helpers.promises import code, tables
 from recipe.atropos.config.reference import reference
 from recipe.atropos.data.reasons import Reason
 
@@ -53,6 +54,20 @@ def test_each_error_is_in_the_troubleshooting_page():
     while more := {name for name, bases in classes.items() if bases & known} - known:
         known |= more
     assert [name for name in known - {"AtroposError"} if f"`{name}`" not in page and name[0] != "_"] == []
+
+
+def test_troubleshooting_page_quotes_messages_that_there_are():
+    """A user sees a message, and looks for its words."""
+    rows = [row for row in tables("troubleshooting.md")["Troubleshooting"] if len(row) == 4]
+    texts = [
+        node.value
+        for path in RECIPE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+    quoted = [words for row in rows for words in code(row[0])]
+    assert len(quoted) > 30
+    assert [words for words in quoted if not any(words in text for text in texts)] == []
 
 
 def test_each_reason_is_in_the_data_format_page():
