@@ -7,6 +7,7 @@ to the given configuration; without a model in it, those of the model are left o
 import argparse
 import importlib.metadata as metadata
 import os
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ from packaging.requirements import Requirement
 from rich.console import Console
 from rich.markup import escape
 
-from recipe.atropos.commands.check_results import Check, CheckResult, result_of
+from recipe.atropos.commands.check_results import Check, CheckResult, Note, result_of
 from recipe.atropos.commands.run_checks import examine_run
 from recipe.atropos.config.compose import given_keys, load_config
 from recipe.atropos.config.models import KEY as MODEL_KEY
@@ -26,7 +27,7 @@ from recipe.atropos.inference.memory_saver import check_saver
 from recipe.atropos.inference.server import sglang_python
 from recipe.atropos.launcher.gpu_environment import check_gpu_environment
 from recipe.atropos.launcher.placement import place_servers
-from recipe.atropos.utils.gpus import device_of, visible_gpus
+from recipe.atropos.utils.gpus import PLATFORM_VARIABLE, device_of, visible_gpus
 from recipe.atropos.utils.machine import versions_in
 from recipe.atropos.verl_ext.attention import set_attention
 
@@ -51,6 +52,8 @@ def examine(config: DictConfig) -> dict[str, CheckResult]:
             "environments": lambda: "; ".join(check_gpu_environment(placed)) or "driver, CUDA, NCCL and compilers fit",
             "attention": lambda: _attention(config),
         }
+    else:
+        checks |= {"gpus": lambda: _no_gpus(config), "compiler": lambda: _compiler(config)}
     results = {name: result_of(check) for name, check in checks.items()}
     if on_gpu and placed.inference.colocated is not False:
         results["memory_saver"] = result_of(lambda: _memory_saver(sglang_python(config.inference.python)))
@@ -116,6 +119,25 @@ def _gpus(config: DictConfig) -> str:
     if not (usable := usable_gpus()):
         raise LaunchError("trainer.device=cuda, and no GPU is visible: see CUDA_VISIBLE_DEVICES and nvidia-smi -L")
     return "; ".join([f"{usable} usable", *filter(None, [place_servers(config)])])
+
+
+def _no_gpus(config: DictConfig) -> str:
+    if config.trainer.device == "auto" and not os.environ.get(PLATFORM_VARIABLE):
+        return Note("none is visible, so this would run on the CPU: see nvidia-smi -L and CUDA_VISIBLE_DEVICES")
+    return "not used (trainer.device)"
+
+
+def _compiler(config: DictConfig) -> str:
+    """Look for the C++ compiler that torch takes on a CPU."""
+    key, program = "actor_rollout_ref.actor.use_torch_compile", os.environ.get("CXX") or "g++"
+    if not config.actor_rollout_ref.actor.use_torch_compile:
+        return f"not used ({key})"
+    if (found := shutil.which(program)) is None:
+        raise LaunchError(
+            f"there is no C++ compiler ($CXX, or g++), with which torch compiles for the CPU: install one, or set "
+            f"{key}=false"
+        )
+    return found
 
 
 def _attention(config: DictConfig) -> str:

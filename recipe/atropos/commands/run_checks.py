@@ -110,9 +110,17 @@ def _parameters(path: str) -> int:
     file = config_file(path) if path not in SMALL_POLICIES else None
     if file is None:
         return 0
-    settings = json.loads(file.read_text())
+    settings = _settings(file)
     each = 4 if str(settings.get("dtype") or settings.get("torch_dtype")).endswith("float32") else 2
     return sum(weights.stat().st_size for weights in file.parent.glob("*.safetensors")) // each
+
+
+def _settings(file: Path) -> dict[str, Any]:
+    """Return a model's configuration. Raises LaunchError if it is damaged, as by a download that was interrupted."""
+    try:
+        return json.loads(file.read_text())
+    except ValueError as error:
+        raise LaunchError(f"{file} cannot be read ({error}): download or save the model again") from error
 
 
 def _wandb(config: DictConfig) -> str:
@@ -156,6 +164,7 @@ class _Model:
     def __init__(self, config: DictConfig):
         self._config, self._settings = config, config.actor_rollout_ref.model
         self._loaded: Any = None
+        self._is_told = False  # that it cannot be loaded
 
     @property
     def _is_made(self) -> bool:
@@ -167,9 +176,11 @@ class _Model:
             return f"{self._settings.path} is made at the first start, in a minute"
         if (file := config_file(self._settings.path)) is None:
             return Note(f"{self._settings.path} is on the hub and not on this machine: the start downloads it")
-        return f"{json.loads(file.read_text()).get('model_type', 'unknown')} in {file.parent}"
+        return f"{_settings(file).get('model_type', 'unknown')} in {file.parent}"
 
     def _tokenizer(self) -> Any:
+        if self._is_told:
+            raise LaunchError("not checked, since the tokenizer cannot be loaded")
         if self._loaded is None:
             from transformers import AutoTokenizer  # imported here: it takes seconds
 
@@ -180,7 +191,7 @@ class _Model:
                     os.path.expanduser(path), trust_remote_code=trusted, local_files_only=True
                 )
             except Exception as error:  # whatever a tokenizer's own code raises
-                what = " ".join(str(error).split())[:300]
+                self._is_told, what = True, " ".join(str(error).split())[:300]
                 raise LaunchError(
                     f"the tokenizer of {MODEL_KEY}={path} cannot be loaded from this machine ({what}): save it beside "
                     "the model (tokenizer.save_pretrained), or download the model first (hf download)"
@@ -215,7 +226,7 @@ class _Model:
         if self._is_made:
             return "made to fit"
         data, file = self._config.data, config_file(self._settings.path)
-        settings = json.loads(file.read_text()) if file else {}
+        settings = _settings(file) if file else {}
         settings |= settings.get("text_config") or {}
         vocabulary, positions = settings.get("vocab_size"), settings.get("max_position_embeddings")
         tokens, longest = len(self._tokenizer()), data.max_prompt_length + data.max_response_length

@@ -100,6 +100,24 @@ def test_doctor_names_a_tokenizer_that_is_missing(results):
     assert not found["tokenizer"].ok and "save_pretrained" in found["tokenizer"].message
 
 
+def test_doctor_says_once_why_there_is_no_tokenizer(results):
+    (results.model / "tokenizer.json").write_text("{")
+    found = results()
+    assert not any(found[name].ok for name in ("tokenizer", "chat_template", "sizes"))
+    assert "cannot be loaded from this machine" in found["tokenizer"].message
+    assert found["chat_template"].message == found["sizes"].message
+    assert found["sizes"].message == "not checked, since the tokenizer cannot be loaded"
+
+
+def test_doctor_names_a_configuration_that_is_damaged(results):
+    """By a download that was interrupted, for example; the other checks are made."""
+    (results.model / "config.json").write_text('{"vocab_size": 1')
+    found = results("trainer.save_freq=1")
+    for name in ("disk", "model"):
+        assert not found[name].ok and "config.json cannot be read" in found[name].message
+    assert found["memory"].ok
+
+
 def test_doctor_notes_a_tokenizer_without_a_chat_template(results):
     for file in results.model.glob("chat_template*"):
         file.unlink()
@@ -121,6 +139,25 @@ def test_doctor_compares_the_sizes_of_model_and_tokenizer(results, settings, ove
     change(results.model / "config.json", **settings)
     found = results(*overrides)["sizes"]
     assert not found.ok and fix in found.message
+
+
+@pytest.mark.parametrize(("device", "note"), [("auto", True), ("cpu", False)])
+def test_doctor_notes_that_no_gpu_is_visible(device, note, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.delenv("VERL_PLATFORM", raising=False)
+    found = doctor.examine(load_config(["actor_rollout_ref.model.path=model", f"trainer.device={device}"]))["gpus"]
+    assert found.ok and found.note == note and ("would run on the CPU" in found.message) == note
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+def test_doctor_looks_for_the_compiler_that_torch_needs(compiles, monkeypatch):
+    key = "actor_rollout_ref.actor.use_torch_compile"
+    config = load_config(["actor_rollout_ref.model.path=model", "trainer.device=cpu", f"{key}={compiles}"])
+    monkeypatch.setenv("CXX", "/no/such/compiler")
+    found = doctor.examine(config)["compiler"]
+    assert found.ok != compiles and key in found.message
+    monkeypatch.setenv("CXX", "true")
+    assert doctor.examine(config)["compiler"].ok
 
 
 def test_doctor_names_packages_of_other_versions(monkeypatch):
