@@ -5,7 +5,6 @@ Nothing is started or downloaded; a model on the hub is only asked for.
 
 import configparser
 import contextlib
-import json
 import netrc
 import os
 import shutil
@@ -18,7 +17,7 @@ from omegaconf import DictConfig
 
 from recipe.atropos.commands.check_results import Check, CheckResult, Note, result_of
 from recipe.atropos.config.models import KEY as MODEL_KEY
-from recipe.atropos.config.models import SMALL_POLICIES, check_model, config_file
+from recipe.atropos.config.models import SMALL_POLICIES, check_model, config_file, model_settings
 from recipe.atropos.errors import LaunchError
 from recipe.atropos.inference.gateway_client import GATEWAY_PORT
 from recipe.atropos.launcher.sglang import given_ports
@@ -110,17 +109,9 @@ def _parameters(path: str) -> int:
     file = config_file(path) if path not in SMALL_POLICIES else None
     if file is None:
         return 0
-    settings = _settings(file)
+    settings = model_settings(file)
     each = 4 if str(settings.get("dtype") or settings.get("torch_dtype")).endswith("float32") else 2
     return sum(weights.stat().st_size for weights in file.parent.glob("*.safetensors")) // each
-
-
-def _settings(file: Path) -> dict[str, Any]:
-    """Return a model's configuration. Raises LaunchError if it is damaged, as by a download that was interrupted."""
-    try:
-        return json.loads(file.read_text())
-    except ValueError as error:
-        raise LaunchError(f"{file} cannot be read ({error}): download or save the model again") from error
 
 
 def _wandb(config: DictConfig) -> str:
@@ -176,7 +167,7 @@ class _Model:
             return f"{self._settings.path} is made at the first start, in a minute"
         if (file := config_file(self._settings.path)) is None:
             return Note(f"{self._settings.path} is on the hub and not on this machine: the start downloads it")
-        return f"{_settings(file).get('model_type', 'unknown')} in {file.parent}"
+        return f"{model_settings(file).get('model_type', 'unknown')} in {file.parent}"
 
     def _tokenizer(self) -> Any:
         if self._is_told:
@@ -226,7 +217,7 @@ class _Model:
         if self._is_made:
             return "made to fit"
         data, file = self._config.data, config_file(self._settings.path)
-        settings = _settings(file) if file else {}
+        settings = model_settings(file) if file else {}
         settings |= settings.get("text_config") or {}
         vocabulary, positions = settings.get("vocab_size"), settings.get("max_position_embeddings")
         tokens, longest = len(self._tokenizer()), data.max_prompt_length + data.max_response_length

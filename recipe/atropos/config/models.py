@@ -1,8 +1,10 @@
 """The model that a name means: a folder, a name on the Hugging Face hub, or a small policy that is made locally."""
 
+import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig
 
@@ -76,6 +78,18 @@ def config_file(path: str) -> Path | None:
     except HFValidationError:
         return None
     return Path(cached) if isinstance(cached, str) else None
+
+
+def model_settings(file: Path) -> dict[str, Any]:
+    """Return the content of a model's ``config.json``.
+
+    Raises:
+        ConfigurationError: it is damaged, as by a download that was interrupted.
+    """
+    try:
+        return json.loads(file.read_text())
+    except ValueError as error:
+        raise ConfigurationError(f"{KEY}: {file} cannot be read ({error}): download or save the model again") from error
 
 
 def set_model_path(config: DictConfig, log_path: Path | None = None) -> None:

@@ -1,6 +1,5 @@
 """Configuration checks before anything is started; each error names the value and the fix."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from recipe.atropos.checkpoint.store import resume_folder
 from recipe.atropos.config.env_specs import EnvironmentSpec, check_specs, environment_specs
-from recipe.atropos.config.models import config_file
+from recipe.atropos.config.models import config_file, model_settings
 from recipe.atropos.config.schema_errors import check_schema
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.inference.server import QUANTIZATION_FLAGS
@@ -219,7 +218,7 @@ def _distillation(config: DictConfig) -> Rules:
 def _quantization(config: DictConfig) -> Rules:
     path = config.actor_rollout_ref.model.path
     file = config_file(path)
-    quantization = json.loads(file.read_text()).get("quantization_config") or {} if file else {}
+    quantization = model_settings(file).get("quantization_config") or {} if file else {}
     yield (
         quantization,
         f"actor_rollout_ref.model.path={path} is quantized ({quantization.get('quant_method')}), and unquantized "

@@ -106,3 +106,10 @@ def test_dry_run_has_the_folder_of_a_small_policy(planned, tmp_path, monkeypatch
     run, specs = planned(f"{MODEL_KEY}=small-policy")
     text = shown(run, specs)
     assert f"--model-path {folder} " in text and f"--env.tokenizer_name={folder} " in text and "is made at" not in text
+
+
+def test_dry_run_names_a_model_whose_configuration_is_damaged(capsys, tmp_path):
+    """By a download that was interrupted, for example; a start checks the same."""
+    (tmp_path / "config.json").write_text('{"vocab_size": 1')
+    assert main(["--preset", "demo", "--dry-run", f"--model={tmp_path}", f"--run-dir={tmp_path / 'run'}"]) == 1
+    assert "config.json cannot be read" in capsys.readouterr().out
