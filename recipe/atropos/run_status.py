@@ -176,14 +176,14 @@ class RunReader:
             RunDirError: a file of the run holds what nothing here writes; names it.
         """
         self._read_metrics()
-        config, holder, listing = self._read_config(), self.files.holder(), read_json(self.files.services, {})
+        config, holder, listing = self._read_config(), self.files.holder(), read_json(self.files.services)
         trainer = config.get("trainer", {})
         total = trainer.get("total_training_steps")
         state = self._state(holder, listing, total)
         services: tuple[ServiceStatus, ...] = ()
         diagnosis = None
         if state in ALIVE:
-            services, diagnosis = self._read_services(listing, config)
+            services, diagnosis = self._read_services(listing or {}, config)
         evaluations = read_evaluations(self.files.path)
         return RunStatus(
             directory=self.files.path,
@@ -225,7 +225,8 @@ class RunReader:
             return {}
         return self._config[1]
 
-    def _state(self, holder: Holder | None, listing: dict[str, Any], total: int | None) -> str:
+    def _state(self, holder: Holder | None, listing: dict[str, Any] | None, total: int | None) -> str:
+        """``listing``: {} once a launcher has ended its services; None before it starts any, or without a launcher."""
         step, finished = self._last.get("step", 0), read_json(self.files.summary, {}).get("finished_steps", 0)
         if holder is not None and holder.is_here and holder.lives():
             if total is not None and step >= total:
@@ -233,7 +234,7 @@ class RunReader:
             return RUNNING if self._last.get("time", 0) > holder.started else STARTING
         if finished and finished >= (total or 0):
             return FINISHED
-        if holder is not None and not holder.is_here and listing:
+        if holder is not None and not holder.is_here and listing != {}:
             return ELSEWHERE
         return KILLED if listing else STOPPED
 

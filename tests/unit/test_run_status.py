@@ -82,6 +82,8 @@ def test_state_of_a_run_on_another_machine(tmp_path):
     assert status.state == "on another machine" and not status.is_alive and status.services == ()
     files.services.write_bytes(b"{}")
     assert read(files).state == "stopped", "nothing of it runs there either"
+    files.services.unlink()
+    assert read(files).state == "on another machine", "a trainer without a launcher, or one that begins"
 
 
 def test_status_of_a_service_whose_pid_was_reused_is_down(tmp_path):
