@@ -90,9 +90,7 @@ async def launch(
         # A service's log is on the same disk and may lack the error.
         if disk_is_full(directory) and not isinstance(error, DiskFull):
             error.add_note(f"no space left on device: {directory}")
-    later = await _end(run, environments, evaluations)
-    with contextlib.suppress(DiskFull):  # then the run has failed, or fails below
-        add_start(directory, time.monotonic() - started)
+    later = await _end(run, environments, evaluations, started)
     if failure := failure or next(iter(later), None):
         for error in later:
             if error is not failure:
@@ -119,9 +117,11 @@ def tell_model(run: Run) -> None:
 
 
 async def _end(
-    run: Run, environments: Environments | Joining | None, evaluations: Evaluations | None
+    run: Run, environments: Environments | Joining | None, evaluations: Evaluations | None, started: float
 ) -> list[Exception]:
-    """Stop everything despite failures, account for the groups, and return the failures."""
+    """Stop everything despite failures, account for the groups and for the time since ``started`` (monotonic), and
+    return the failures.
+    """
     failures: list[Exception] = []
 
     async def attempt(step: Callable[[], Any]) -> None:
@@ -152,6 +152,8 @@ async def _end(
                 await attempt(partial(run.stop, trainer))
             await attempt(account)
         await attempt(run.stop)
+    with contextlib.suppress(DiskFull):  # then the run has failed, or fails as it is recorded as finished
+        add_start(run.directory, time.monotonic() - started)
     return failures
 
 
