@@ -84,6 +84,16 @@ def test_live_view_leaves_the_terminal_as_it_was(view, end):
     assert raw.rindex("Traceback") > raw.rindex("╰"), "nothing is drawn over the error"
 
 
+def test_attach_that_is_terminated_leaves_the_terminal_as_it_was(view, terminal, tmp_path):
+    attached = terminal([sys.executable, "-m", "recipe.atropos", "attach", str(view.files.path)], tmp_path)
+    attached.wait_for(r"Ctrl-C leaves the run alone")
+    assert not attached.echoes()
+    attached.process.terminate()
+    assert attached.process.wait(30) == 143 and attached.echoes()
+    attached.wait_for_end()
+    assert attached.raw.rindex(SHOW) > attached.raw.rindex(HIDE)
+
+
 def test_live_view_follows_the_size_of_its_terminal(view):
     terminal = view()
     terminal.wait_for(r"line 4\n")

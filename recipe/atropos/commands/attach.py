@@ -4,6 +4,8 @@ Guarantees: the run is only read. Ctrl-C ends this view and leaves the run alone
 """
 
 import argparse
+import signal
+import sys
 import time
 from collections.abc import Sequence
 
@@ -25,6 +27,7 @@ def watch_run(files: RunDir, console: Console) -> RunStatus:
     """Show the run until it ends, and return its last state. KeyboardInterrupt passes through."""
     if not shows_live(console):
         return _print_steps(files, console)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the terminal is left as it was
     with LiveView(console, files.path, hint="Ctrl-C leaves the run alone") as view:
         while view.status is None or view.status.is_alive:
             time.sleep(_POLL_SECONDS)
