@@ -68,5 +68,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             show_summary(files, console)
             return 0
         where = f"; see {shown_path(files.log(LAUNCHER))}" if files.log(LAUNCHER).exists() else ""
-        console.print(f"{escape(shown_path(files.path))} {status.state}: {how_to_go_on(status)}{escape(where)}")
+        told = f"{shown_path(files.path)} {status.state}: {how_to_go_on(status)}{where}"
+        console.print(escape(told), soft_wrap=True)
     return 1
