@@ -16,6 +16,7 @@ from rich.markup import escape
 
 from recipe.atropos.checkpoint.model_card import EXPORTED, write_card
 from recipe.atropos.config.env_specs import EnvironmentSpec
+from recipe.atropos.errors import AtroposError
 from recipe.atropos.launcher.alarm_watch import AlarmWatch
 from recipe.atropos.launcher.environment_processes import Environments
 from recipe.atropos.launcher.evaluation import Evaluations
@@ -152,7 +153,7 @@ async def _end(
                 await attempt(partial(run.stop, trainer))
             await attempt(account)
         await attempt(run.stop)
-    with contextlib.suppress(DiskFull):  # then the run has failed, or fails as it is recorded as finished
+    with contextlib.suppress(OSError, AtroposError):  # a run that has not failed fails as it is recorded as finished
         add_start(run.directory, time.monotonic() - started)
     return failures
 

@@ -135,6 +135,9 @@ def test_run_counts_the_seconds_of_all_its_starts(tmp_path, monkeypatch):
         with pytest.raises(ServiceFailed, match="on purpose"):
             asyncio.run(launch(config, [], tmp_path, {}))
         assert orjson.loads(RunDir(tmp_path).summary.read_bytes())["seconds_in_all"] >= 0.1 * starts
+    RunDir(tmp_path).summary.write_text("not JSON")
+    with pytest.raises(ServiceFailed, match="on purpose"):
+        asyncio.run(launch(config, [], tmp_path, {}))
 
 
 @pytest.mark.parametrize(("address", "loopback"), [(None, True), ("local", True), ("10.0.0.1:6379", False)])
