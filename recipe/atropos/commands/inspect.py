@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 from transformers import AutoTokenizer
 
-from recipe.atropos.config.compose import load_recorded
+from recipe.atropos.config.complete import load_recorded
 from recipe.atropos.data.rows import environment_name
 from recipe.atropos.errors import one_line_errors
 from recipe.atropos.report.token_view import UNLIKELY, find_row, rows_of_step, tokens_of_row

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
-from recipe.atropos.config.compose import load_recorded
+from recipe.atropos.config.complete import load_recorded
 from recipe.atropos.errors import one_line_errors
 from recipe.atropos.run_dir import RunDir
 
