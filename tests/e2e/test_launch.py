@@ -388,6 +388,8 @@ def test_launch_restarts_what_is_killed(training, tmp_path):
     reached = len(read_metrics(folder))
     until(service, lambda: len(read_metrics(folder)) >= reached + 4)  # more than were ahead
     assert listed(folder)["sglang"]["url"] == before["sglang"]["url"]
+    [left] = Path("/dev/shm").glob(f"sglang_loads_{temporary.name}_*")
+    assert f"_{listed(folder)['sglang']['pid']}_" in left.name, "of the killed server nothing is left"
     for name in ("api", "trainer"):
         before, reached = listed(folder), len(read_metrics(folder))
         psutil.Process(before[name]["pid"]).kill()

@@ -64,6 +64,31 @@ def imported_by(path):
                 yield whole if whole in MODULES or not base else base[:-1]
 
 
+def defined_in(module):
+    """Names that a module defines or imports at its top level."""
+    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            yield from (alias.asname or alias.name for alias in node.names)
+
+
+def test_names_that_are_imported_exist():
+    """Also those that only a function imports, or a command, which no test may run."""
+    defined = {module: {*defined_in(module)} for module in MODULES}
+    missing = [
+        f"{module}: from {node.module} import {alias.name}"
+        for module, path in MODULES.items()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and (source := str(node.module).removeprefix("recipe.atropos.")) in defined
+        for alias in node.names
+        if alias.name not in defined[source] and f"{source}.{alias.name}" not in MODULES
+    ]
+    assert not missing
+
+
 @pytest.mark.parametrize("module", MODULES)
 def test_a_module_imports_no_layer_above_its_own(module):
     above = [name for name in imported_by(MODULES[module]) if layer_of(name) > layer_of(module)]

@@ -24,6 +24,7 @@ import runpy
 import socket
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 
 _COLLECTED_AFTER = 10_000
 """New objects after which Python looks for garbage. Its default, 700, takes a sixth of the time of SGLang's imports."""
@@ -94,7 +95,8 @@ def _is_loopback(host: str) -> bool:
 def name_shared_memory(name: str) -> None:
     """From now on, name multiprocessing's semaphores ``sem.NAME-mp-*``, SGLang's shared memory ``sglang_loads_NAME_*``.
 
-    Both survive when their processes are killed, and their default names do not tell whose they are.
+    Both survive when their processes are killed, and their default names do not tell whose they are. SGLang's tell
+    the server's pid too, and what killed servers left is removed.
     """
     multiprocessing.process.current_process()._config["semprefix"] = f"/{name}-mp"  # children have it too
     if importlib.util.find_spec("sglang") is None:
@@ -105,8 +107,13 @@ def name_shared_memory(name: str) -> None:
     def create_named(*args, **kwargs):
         created = create(*args, **kwargs)
         if getattr(created, "instance_id", None):  # SGLang 0.5.12 has none
-            created.instance_id = f"{name}_{created.instance_id}"
+            created.instance_id = f"{name}_{os.getpid()}_{created.instance_id}"
         return created
+
+    for path in Path("/dev/shm").glob(f"sglang_loads_{name}_*"):
+        pid = path.name.removeprefix(f"sglang_loads_{name}_").partition("_")[0]
+        if pid.isdigit() and not Path("/proc", pid).exists():
+            path.unlink(missing_ok=True)
 
     ports.init_new = staticmethod(create_named)
 

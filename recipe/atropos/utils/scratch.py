@@ -3,7 +3,8 @@
 Guarantees:
 
 - the folder ``TMPDIR/atropos-XXXXXXXX`` (mode 0700) and the shared memory ``/dev/shm/atropos-XXXXXXXX-*`` are removed
-  at the end of the run, or, if it was killed, by the next run that starts;
+  at the end of the run, or, if it was killed, by the next run that starts; a killed process's, by the one that replaces
+  it;
 - nothing of a live run, of another user or of another program is removed: the run's owner holds a lock on the folder,
   and on its own entry in ``/dev/shm``, as long as it lives. Other containers see the lock, unlike a pid; other machines
   on a shared file system do not, so each machine removes only the folders of its own runs.
@@ -22,6 +23,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
+
 from recipe.atropos.errors import AtroposError
 from recipe.atropos.utils.private_process import SCRATCH
 
@@ -29,7 +32,7 @@ _SHARED_MEMORY = Path("/dev/shm")
 _PREFIX = "atropos-"
 _NAME = rf"({_PREFIX}[a-z0-9_]{{8}})"
 _FOLDER = re.compile(_NAME)
-_SEGMENT = re.compile(rf"{_NAME}(?:-\d+-\d+)?|sem\.{_NAME}-mp-\w+|sglang_loads_{_NAME}_\w+\.shm")
+_SEGMENT = re.compile(rf"{_NAME}(?:-(?P<pid>\d+)-\d+)?|sem\.{_NAME}-mp-\w+|sglang_loads_{_NAME}_\w+\.shm")
 _MARK = ".scratch"  # file in each run's folder, with the boot id of the machine that made it
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _TRIES = 20
@@ -76,7 +79,11 @@ class Scratch:
         return {"TMPDIR": str(self.folder), SCRATCH: str(self.folder), "TORCHINDUCTOR_CACHE_DIR": compiled}
 
     def shared_memory(self) -> Path:
-        """Return a new path for shared memory of this run."""
+        """Return a new path for shared memory of this run; that of its processes which were killed is removed."""
+        for path in list(_SHARED_MEMORY.glob(f"{self.folder.name}-*")):
+            segment = _SEGMENT.fullmatch(path.name)
+            if segment and not psutil.pid_exists(int(segment["pid"])):
+                path.unlink(missing_ok=True)
         return _SHARED_MEMORY / f"{self.folder.name}-{os.getpid()}-{next(_segments)}"
 
     def remove(self) -> None:

@@ -102,6 +102,20 @@ def test_leftovers_of_a_run_go_at_its_end(tmp_path):
     assert not folder.exists() and not list(SHM.glob(f"{folder.name}*"))
 
 
+def test_leftovers_of_a_killed_process_go_with_its_successor():
+    name, ended = scratch.current().folder.name, subprocess.Popen(["true"])
+    ended.wait()
+    left, used = SHM / f"{name}-{ended.pid}-0", SHM / f"{name}-{os.getpid()}-999999"
+    try:
+        for path in (left, used):
+            path.touch()
+        scratch.current().shared_memory()
+        assert not left.exists() and used.exists()
+    finally:
+        for path in (left, used):
+            path.unlink(missing_ok=True)
+
+
 def test_leftovers_of_a_push_are_named_by_their_run():
     transport = TensorTransport(1 << 16)
     buffer = transport._allocate(1 << 16)
