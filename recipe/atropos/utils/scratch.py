@@ -79,12 +79,17 @@ class Scratch:
         return {"TMPDIR": str(self.folder), SCRATCH: str(self.folder), "TORCHINDUCTOR_CACHE_DIR": compiled}
 
     def shared_memory(self) -> Path:
-        """Return a new path for shared memory of this run; that of its processes which were killed is removed."""
+        """Return a new path for shared memory of this run; a process's first call removes what killed ones left."""
+        number = next(_segments)
+        if number == 0:
+            self._remove_of_killed()
+        return _SHARED_MEMORY / f"{self.folder.name}-{os.getpid()}-{number}"
+
+    def _remove_of_killed(self) -> None:
         for path in list(_SHARED_MEMORY.glob(f"{self.folder.name}-*")):
             segment = _SEGMENT.fullmatch(path.name)
             if segment and not psutil.pid_exists(int(segment["pid"])):
                 path.unlink(missing_ok=True)
-        return _SHARED_MEMORY / f"{self.folder.name}-{os.getpid()}-{next(_segments)}"
 
     def remove(self) -> None:
         """Remove all of it, in the owner only; the run's processes must have ended."""

@@ -106,10 +106,12 @@ def test_leftovers_of_a_killed_process_go_with_its_successor():
     name, ended = scratch.current().folder.name, subprocess.Popen(["true"])
     ended.wait()
     left, used = SHM / f"{name}-{ended.pid}-0", SHM / f"{name}-{os.getpid()}-999999"
+    successor = "from recipe.atropos.utils.scratch import current; current().shared_memory()"
     try:
         for path in (left, used):
             path.touch()
-        scratch.current().shared_memory()
+        environment = {**os.environ, **scratch.current().variables()}
+        subprocess.run([sys.executable, "-c", successor], env=environment, check=True, timeout=60)
         assert not left.exists() and used.exists()
     finally:
         for path in (left, used):
