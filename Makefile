@@ -7,8 +7,9 @@ SGLANG_0_5_12_VENV ?= .venv-sglang-0.5.12
 MUTATION_VENV ?= .venv-mutation
 PIP_INSTALL = -m pip install --quiet --disable-pip-version-check
 ARGS ?=
-# Two files of tests at a time: most of their time goes into starting servers, which two cores do side by side.
-PARALLEL = -n 2 --dist loadfile --no-loadscope-reorder
+# Two files of tests at a time: most of their time goes into starting servers, which two cores do side by side. A test
+# that times out ends its worker, and with it the run: pytest-xdist 3.8 would hand out finished files again and wait.
+PARALLEL = -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 TRAINER_STAMP := $(VENV)/.installed
 GEM_STAMP := $(VENV)/.installed-gem

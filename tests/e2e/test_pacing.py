@@ -208,6 +208,34 @@ def test_nothing_starts_beyond_the_batches_that_may_queue(api, make):
     play(make(api, max_batches_offpolicy=2, max_num_workers=4), scene)
 
 
+def test_nothing_starts_once_the_environment_ends(api, make):
+    """Nor if its ticket comes at that moment: the item would be posted over a new connection, which nobody closes."""
+
+    async def scene(env, manager):
+        ScriptedTrainer(api, BATCH)
+        ticket_came = asyncio.Event()
+        await until(lambda: env.begun, manager)
+        client = await env._api()
+        begin, waiting = client.begin, asyncio.Event()
+
+        async def late(*arguments):
+            ticket = await begin(*arguments)
+            waiting.set()
+            await ticket_came.wait()
+            return ticket
+
+        client.begin = late
+        await asyncio.wait_for(waiting.wait(), 30)
+        begun = len(env.begun)
+        manager.cancel()
+        ticket_came.set()
+        await asyncio.gather(manager, return_exceptions=True)
+        await asyncio.sleep(0.2)
+        assert len(env.begun) == begun and not env.workers
+
+    play(make(api), scene)
+
+
 def test_an_environment_that_left_is_not_waited_for(api, make):
     async def scene(env, manager):
         trainer = ScriptedTrainer(api, BATCH, max_staleness=0)

@@ -96,9 +96,8 @@ def make(model_path, monkeypatch):
 
     yield made_env
     for env in made_here:
-        env.api_timeout = 0
-        with contextlib.suppress(TrajectoryApiError):
-            run(env._disconnect())
+        with contextlib.suppress(TrajectoryApiError, TimeoutError):
+            run(asyncio.wait_for(env._disconnect(), 5))
 
 
 async def roll_out(env, number):

@@ -220,8 +220,7 @@ class Lifecycle:
         self.__uncompared = [server for server in self.__uncompared if not await check_tokenizer(server, *own)]
 
     async def __leave(self, code: int) -> None:
-        for worker in [*self.workers, *self.eval_workers]:
-            worker.cancel()
+        self._stop_items()
         self.report.in_flight = len(self.running_items)
         await _within(_DISCONNECT_SECONDS, self._disconnect())
         self.report.write(self.curr_step, at_once=True)

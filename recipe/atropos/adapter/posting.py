@@ -215,8 +215,6 @@ class PostingEnv(ItemRollouts):
     async def _disconnect(self) -> None:
         """Leave the API, which then releases all tickets that are open."""
         client, self.__client = self.__client, None
-        if self.__starting is not None:
-            self.__starting.cancel()
         if client is not None:
             try:
                 if hasattr(self, "env_id"):
@@ -225,6 +223,11 @@ class PostingEnv(ItemRollouts):
                 await client.__aexit__()
 
     # ------------------------------------------------------------------ items and their tickets
+
+    def _stop_items(self) -> None:
+        """Cancel what runs, and let no more start."""
+        for task in [*filter(None, [self.__starting]), *self.workers, *self.eval_workers]:
+            task.cancel()
 
     async def add_train_workers(self) -> None:
         """Let items start in a task of their own, since waiting for a ticket must not hold up the manager."""
