@@ -66,6 +66,23 @@ def test_live_view_shows_steps_below_what_is_printed(view):
     assert all({*map(len, lines)} == {80} and len(lines) <= 22 for lines in drawn(text))
 
 
+def test_live_view_rests_while_a_shell_has_the_terminal(view, tmp_path):
+    """After Ctrl-Z and ``bg`` it would erase the shell's lines twice a second."""
+    (tmp_path / "program.py").write_text(PROGRAM)
+    with terminals() as open_one:
+        shell = open_one(["bash", "--norc", "-i"], tmp_path)
+        shell.type(f"{sys.executable} program.py {view.files.path} -1\n")
+        shell.wait_for(r"line 2\n")
+        shell.type("\x1a")
+        shell.wait_for("Stopped")
+        shell.type("bg\n")
+        shell.wait_for(r"&\n[^╭]*line \d+\nline \d+\nline \d+\nline \d+\n")
+        shell.type("fg\n")
+        shell.wait_for(r"fg\n(.*\n)+╭─ demo")
+        shell.type("\x03exit\n")
+        shell.wait_for_end()
+
+
 @pytest.mark.parametrize("end", ["ctrl-c", "error"])
 def test_live_view_leaves_the_terminal_as_it_was(view, end):
     terminal = view(last=2 if end == "error" else -1)

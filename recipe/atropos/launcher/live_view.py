@@ -4,6 +4,7 @@ Guarantees:
 
 - lines that are printed meanwhile appear above the view, in order, and stay;
 - the terminal is left as it was, however the block ends, with the printed lines on it and without the view;
+- a run that a shell has in the background prints its lines there, and no view;
 - a run is never disturbed: what cannot be read is shown as such.
 """
 
@@ -64,6 +65,14 @@ def _keys_unseen() -> Iterator[None]:
             termios.tcsetattr(terminal, termios.TCSADRAIN, before)
 
 
+class _ForegroundLive(Live):
+    def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
+        if _in_foreground():
+            return super().process_renderables(renderables)
+        self._live_render._shape = None  # the shell writes now where the view was
+        return [each for each in renderables if not isinstance(each, Control)]
+
+
 class LiveView(RenderHook):
     """Context manager that shows the run in ``directory`` on ``console``; see the module.
 
@@ -79,7 +88,7 @@ class LiveView(RenderHook):
         self._size = console.size
         self._done, self._keys = threading.Event(), _keys_unseen()
         self._thread = threading.Thread(target=self._keep_reading, name="live-view", daemon=True)
-        self._live = Live(
+        self._live = _ForegroundLive(
             console=console, get_renderable=self._draw, refresh_per_second=_DRAWN_PER_SECOND, transient=True
         )
 
