@@ -30,7 +30,7 @@ def _write_page(files: RunDir) -> bool:
     from recipe.atropos.report.page import write_report
 
     try:
-        write_report(files.path, tokens=False)
+        write_report(files.path, tokens=False, ended=True)
     except Exception as error:  # whatever it is: the run ends as it would without
         text = f"{error}; python -m recipe.atropos report {files.path} writes it"
         console.print(f"[bold yellow]report[/]  {escape(text)}", soft_wrap=True)

@@ -24,17 +24,24 @@ _SCRIPTS = ("elements.js", "charts.js", "samples.js", "page.js")
 
 
 def write_report(
-    run: str | Path, other: str | Path | None = None, output: str | Path | None = None, tokens: bool = True
+    run: str | Path,
+    other: str | Path | None = None,
+    output: str | Path | None = None,
+    tokens: bool = True,
+    ended: bool = False,
 ) -> Path:
     """Write the page of ``run``, beside ``other`` if given, to ``output`` or the run's folder; return its path.
 
     ``tokens``: samples have tokens with mask, logprob and advantage, for which torch and verl are imported.
+    ``ended``: the run has ended, though its launcher, which writes the page, still holds the folder.
 
     Raises:
         ConfigurationError: a folder has no run, or the page cannot be written there.
         DiskFull: an earlier page is unchanged.
     """
     histories = [read_history(folder) for folder in (run, other) if folder is not None]
+    if ended:
+        histories[0].running = False
     path = Path(output) if output is not None else histories[0].run.report
     text = page(histories, tokens)
     try:

@@ -148,12 +148,12 @@ def _plain(config: Any) -> dict[str, Any]:
 def _who_runs(run: RunDir) -> tuple[bool, str | None]:
     """Return whether the process that locked the folder runs, and its machine if that is another one.
 
-    Of a process on another machine nothing is known; it runs if services are listed, which an end removes.
+    Of a process on another machine nothing is known; it runs unless its launcher has ended its services.
     """
     holder = run.holder()
     if holder is None or holder.is_here:
         return holder is not None and holder.lives(), None
-    return (True, holder.host) if read_json(run.services, {}) else (False, None)
+    return (True, holder.host) if read_json(run.services) != {} else (False, None)
 
 
 def _differences(lines: Iterable[Mapping[str, Any]]) -> Iterable[Outcomes]:

@@ -24,6 +24,7 @@ STEPS = 16  # whose samples are shown
 ROWS = 10  # of each
 SCANNED = 64  # steps that are read for histograms and for items that come back
 CHARACTERS = 3_000  # of a text; the middle of a longer one is left out
+_NOTE = 50  # of these, at most, that say how many are left out
 TOKENS = 24_000  # in all
 TOKENS_OF_A_ROW = 2_000
 ITEMS = 24
@@ -92,10 +93,13 @@ def samples(history: History, rollouts: Mapping[int, list[dict[str, Any]]], with
 
 
 def shortened(text: str, limit: int = CHARACTERS) -> str:
-    """Return a text of at most ``limit`` characters, and in place of its middle how many are left out."""
+    """Return a text of at most ``limit`` characters, in place of its middle how many are left out; the same if it is
+    shortened again.
+    """
     if len(text) <= limit:
         return text
-    return f"{text[: limit * 2 // 3]} [... {len(text) - limit:,} characters left out ...] {text[-limit // 3 :]}"
+    kept = limit - _NOTE
+    return f"{text[: kept * 2 // 3]} [... {len(text) - kept:,} characters left out ...] {text[-kept // 3 :]}"
 
 
 def _tokens(history: History, chosen: Mapping[int, list[dict[str, Any]]]) -> tuple[dict[tuple[int, int], Any], str]:

@@ -83,6 +83,10 @@ class Pulse:
         """Note that there is nothing to do, or that nothing can be told: silence begins now at the earliest."""
         self.last = now
 
+    def skip(self, seconds: float, now: float) -> None:
+        """Note that of the silence until ``now``, so many seconds do not count."""
+        self.last = min(now, self.last + seconds)
+
     def limit(self, limits: Limits) -> float:
         """Return the seconds of silence that are no longer usual: four times the longest so far, and a minimum."""
         return max(limits.silent_after, 4 * self.longest) if self.moves else limits.first_answer
@@ -195,6 +199,7 @@ class History:
     gateway_silent: float | None = None  # since when it does not answer
     behind: float | None = None  # since when its version is not the trainer's
     undone: Mapping[str, Any] | None = None  # the newest step, when a restarted trainer pushed older weights
+    looked: float | None = None  # at the servers, last
     joined: bool = False  # environments join: nothing but the API tells of them
     api: Mapping[str, Any] = field(default_factory=dict)  # what /diagnose said last
     api_time: float | None = None
@@ -242,6 +247,7 @@ class History:
 
     def add_gateway(self, status: Mapping[str, Any] | None, now: float) -> None:
         """Add the gateway's status; None: it did not answer."""
+        self.looked = now
         if status is None:
             self.gateway_silent = now if self.gateway_silent is None else self.gateway_silent
             return
@@ -263,15 +269,16 @@ class History:
 
     def servers_rest(self, now: float) -> None:
         """Note that the servers have released their memory to the trainer: nothing can be told from their silence, nor
-        from that of environments, whose items wait for them.
+        from that of environments, whose items wait for them. One that hangs is silent between such rests too.
         """
-        self.behind = None
+        rested = 0.0 if self.looked is None else now - self.looked
+        self.behind, self.looked = None, now
         for server in self.servers.values():
             server.since = now
             server.pulse.rest(now)
         for environment in self.environments.values():
             if environment.pulse is not None:
-                environment.pulse.rest(now)
+                environment.pulse.skip(rested, now)
 
     def sampling(self, now: float) -> bool:
         """Return whether the servers finish the requests that they have: what hangs then is not waiting for them."""

@@ -3,6 +3,7 @@
 from helpers.seeded_runs import healthy_run
 from recipe.atropos.launcher.report_page import write_page_of_failure, write_pictures
 from recipe.atropos.run_dir import RunDir
+from recipe.atropos.utils.files import read_lines, rewrite_lines
 
 
 def test_the_launcher_leaves_a_plot_and_a_page(tmp_path, capsys):
@@ -29,3 +30,13 @@ def test_a_run_that_fails_leaves_a_page_and_says_where(tmp_path, capsys):
     empty = RunDir(tmp_path / "empty")
     write_page_of_failure(empty)
     assert not empty.report.exists() and capsys.readouterr().out == ""
+
+
+def test_the_page_of_a_failure_says_that_the_run_stopped(tmp_path):
+    """Its launcher writes the page, and still holds the folder."""
+    run = RunDir(healthy_run(tmp_path))
+    rewrite_lines(run.metrics, read_lines(run.metrics)[:30])
+    with run.lock():
+        write_page_of_failure(run)
+    page = run.report.read_text()
+    assert '"state":"stopped before its last step"' in page and "Stopped at step 30 of 60." in page

@@ -139,7 +139,11 @@ def test_a_run_goes_on_while_the_process_that_holds_it_lives(tmp_path):
     launcher = {"pid": os.getpid(), "started": 1.0}
     assert said("killed", started=1.0, launcher=launcher) == stopped
     assert said("ended", host="far") == stopped
-    assert said("elsewhere", host="far", launcher=launcher) == "running on far, as far as its files say"
+    elsewhere = "running on far, as far as its files say"
+    assert said("elsewhere", host="far", launcher=launcher) == elsewhere
+    alone = make_run(tmp_path / "alone", host="far")
+    alone.services.unlink()
+    assert describe(read_history(alone.path), tokens=False)["state"] == elsewhere, "a trainer without a launcher"
 
 
 def test_when_a_run_started_is_not_made_up(tmp_path):

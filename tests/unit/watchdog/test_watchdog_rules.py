@@ -383,11 +383,31 @@ def test_watchdog_rests_while_servers_are_offloaded():
     history = History(LIMITS)
     for line in demo.reports:
         history.add_report(ENV, line)
+    history.add_gateway(demo.gateway(0.0), 0.0)
     for now in range(0, 390, 5):
-        history.add_gateway(demo.gateway(float(now)), float(now))
         history.servers_rest(float(now))
         assert findings(history, float(now)) == []
     assert [found.alarm for found in findings(history, 390.0 + LIMITS.silent_after)] == ["server_unhealthy"]
+
+
+def test_watchdog_sees_an_environment_hang_between_rests():
+    """Each step offloads the servers, and another environment keeps the steps coming."""
+    demo = Demo(0)
+    environment_hangs(demo)
+    history, raised = History(LIMITS), {}
+    reports = [line for line in demo.reports if line["time"] <= T + 10]
+    for line in reports:
+        history.add_report(ENV, line)
+    status = {"version": 1, "held": 0, "servers": []}
+    for now in map(float, range(int(T) + 15, 1000, 5)):
+        if now % 60 < 20:
+            history.servers_rest(now)
+        else:
+            history.add_gateway(status, now)
+        for found in findings(history, now):
+            raised.setdefault((found.alarm, found.environment), now)
+    assert raised.keys() == {("environment_silent", ENV)}
+    assert raised["environment_silent", ENV] > T + LIMITS.silent_after + 15, "of each minute, 20 s do not count"
 
 
 def test_watchdog_with_a_teacher_expects_equal_scores():
