@@ -135,7 +135,7 @@ def train(run: Path, steps: int) -> list[tuple[int, dict[str, float]]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="half of the steps")
+    parser.add_argument("--quick", action="store_true", help="300 steps")
     steps = 300 if parser.parse_args().quick else 500
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as name:

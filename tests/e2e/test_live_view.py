@@ -60,7 +60,7 @@ def test_live_view_shows_steps_below_what_is_printed(view):
     write_lines(view.files.metrics, [metrics_line(step) for step in range(1, 13)])
     terminal.wait_for(r"12 of 20")
     text = terminal.text
-    numbers = [int(number) for number in re.findall(r"line (\d+)", text)]
+    numbers = [int(number) for number in re.findall(r"line (\d+)\n", text)]
     assert numbers == list(range(len(numbers))), "each line once, in order"
     assert re.search(r"line \d+\s*\n╭─ demo", text), "the view is below them"
     assert all({*map(len, lines)} == {80} and len(lines) <= 22 for lines in drawn(text))
@@ -157,7 +157,7 @@ def test_live_view_goes_on_beside_a_state_that_cannot_be_shown(view):
     write_lines(view.files.metrics.with_name("new"), [metrics_line(step) for step in range(1, 15)])
     view.files.metrics.with_name("new").rename(view.files.metrics)
     terminal.wait_for(r"14 of 20")
-    numbers = [int(number) for number in re.findall(r"line (\d+)", terminal.text)]
+    numbers = [int(number) for number in re.findall(r"line (\d+)\n", terminal.text)]
     assert numbers == list(range(len(numbers))) and "line" in terminal.text[seen:]
 
 

@@ -134,7 +134,7 @@ def _wandb_settings() -> dict[str, str]:
     """Return W&B's settings: the environment's, and those of the file to which ``wandb login --host`` writes."""
     folder = os.environ.get("WANDB_CONFIG_DIR") or "~/.config/wandb"
     parser = configparser.ConfigParser(interpolation=None)
-    with contextlib.suppress(configparser.Error):
+    with contextlib.suppress(configparser.Error, UnicodeDecodeError):
         parser.read(Path(folder).expanduser() / "settings")
     settings = dict(parser["default"]) if parser.has_section("default") else {}
     prefix = "WANDB_"
@@ -145,7 +145,7 @@ def _wandb_settings() -> dict[str, str]:
 def _in_netrc(host: str) -> bool:
     try:
         return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
-    except (OSError, netrc.NetrcParseError):
+    except (OSError, UnicodeDecodeError, netrc.NetrcParseError):
         return False
 
 

@@ -1,9 +1,11 @@
 """Which versions a run uses: of Python, of packages, and of the recipe."""
 
 import importlib.metadata
+import os
 import platform
 import subprocess
 from pathlib import Path
+from typing import Any
 
 from recipe.atropos.errors import AtroposError
 from recipe.atropos.inference.server import sglang_python
@@ -33,9 +35,12 @@ def installed_versions(python: str | None) -> dict[str, str]:
 def _commit() -> str:
     if not (_CHECKOUT / ".git").exists():  # installed from a wheel, perhaps below another repository
         return ""
-    command = ["git", "-C", str(_CHECKOUT), "describe", "--always", "--dirty", "--exclude=*", "--abbrev=12"]
+    command = ["git", "--no-optional-locks", "-C", str(_CHECKOUT), "describe", "--always", "--dirty", "--exclude=*"]
+    # A git hook names its own repository in GIT_DIR.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": _GIT_SECONDS, "check": True}
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=_GIT_SECONDS, check=True).stdout.strip()
+        return subprocess.run([*command, "--abbrev=12"], env=environment, **options).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return ""
 

@@ -87,6 +87,9 @@ def test_doctor_looks_for_a_login_to_wandb(results, tmp_path, monkeypatch):
     assert "nobody is logged in to own.example.org:8080" in results(used)["wandb"].message
     (tmp_path / "netrc").write_text("machine own.example.org:8080 login user password s3cret\n")
     assert results(used)["wandb"].message == "logged in to own.example.org:8080"
+    for name in ("netrc", "settings"):
+        (tmp_path / name).write_bytes(b"\xff\xfe")
+    assert "nobody is logged in to api.wandb.ai" in results(used)["wandb"].message
     monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.org")
     assert not results(used)["wandb"].ok
     monkeypatch.setenv("WANDB_MODE", "offline")

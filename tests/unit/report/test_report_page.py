@@ -12,6 +12,7 @@ from helpers.runs import make_run
 from helpers.seeded_runs import Seeded, healthy_run, seeded_run
 from recipe.atropos.commands import report
 from recipe.atropos.data.reasons import Reason
+from recipe.atropos.inference.installed import installed_versions
 from recipe.atropos.report.facts import REASONS
 from recipe.atropos.report.page import describe, page, write_report
 from recipe.atropos.report.run_history import read_history
@@ -33,6 +34,13 @@ def test_the_page_has_all_sections_of_a_run(tmp_path):
     changed = {key: default for key, _, default, _ in run["configuration"] if default is not None}
     assert changed["actor_rollout_ref.actor.optim.lr"] == "1e-06" and "trainer.critic_warmup" not in changed
     assert run["versions"].keys() >= {"python", "verl", "torch"} and not run["recorded"]
+
+
+def test_the_commit_is_the_recipes_in_a_git_hook_too(monkeypatch):
+    """A hook names its own repository in the environment."""
+    without = installed_versions(None).get("recipe (commit)")
+    monkeypatch.setenv("GIT_DIR", "/nowhere")
+    assert installed_versions(None).get("recipe (commit)") == without
 
 
 def test_the_page_has_the_versions_that_the_run_recorded(tmp_path):
