@@ -36,7 +36,7 @@ class StockApi(TrajectoryApiClient):
 
     LOSSES = (
         "what it has is lost with it, a batch whose connection breaks too; no staleness bound holds, and running items "
-        "are cancelled when its queue is full"
+        "are canceled when its queue is full"
     )
 
     def __init__(self, url: str, patience: float, count: Callable[..., None]):

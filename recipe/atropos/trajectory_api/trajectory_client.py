@@ -1,4 +1,6 @@
-"""Client of our Trajectory API, for the trainer's data source and the environments' adapter. Guarantees:
+"""Client of our Trajectory API, for the trainer's data source and the environments' adapter.
+
+Guarantees:
 
 - A request that got no answer is sent again, until ``patience`` seconds have passed; while the API says that it cannot
   store (its disk is full), until ``held`` seconds have, and the error says so.
