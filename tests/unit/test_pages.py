@@ -11,8 +11,10 @@ import pytest
 from helpers import ROOT
 from helpers.promises import code, tables
 from helpers.qwen import write_qwen_config
+from recipe.atropos.alarms import ALARMS
 from recipe.atropos.commands.plan import GIB, plan_memory
 from recipe.atropos.config.compose import load_config, presets
+from recipe.atropos.report.chart_table import CHARTS
 from recipe.atropos.trajectory_api.wire import Columns, pack
 
 PAGES = ["hyperparameters.md", "costs.md", "comparison.md"]
@@ -53,6 +55,17 @@ def test_pages_name_only_keys_that_exist(page, tmp_path):
     assert [key for key in keys if key not in DEFAULTS and not key.startswith("environment.args.")] == []
     given = sorted(each for each in named if "=" in each)
     load_config([f"actor_rollout_ref.model.path={tmp_path}", *given])
+
+
+def test_pages_have_every_key_that_alarms_and_charts_name():
+    """Also in an alarm's advice: a user types it."""
+    named = {chart.limit for chart in CHARTS} - {""}
+    for alarm in ALARMS.values():
+        named |= {
+            *alarm.settings,
+            *re.findall(r"\b(?:actor_rollout_ref|data|trainer|watchdog)\.[\w.]*\w", alarm.advice),
+        }
+    assert len(named) > 15 and named <= DEFAULTS.keys(), named - DEFAULTS.keys()
 
 
 @pytest.mark.parametrize("page", PAGES)
