@@ -13,7 +13,7 @@ PREFIX = "atropos/alarms/"
 # Mean absolute difference in nats, by SGLang's dtype: on fresh samples only kernels and rounding contribute to it.
 _TOLERANCE = {"float32": 1e-4, "bfloat16": 0.0104, "float16": 0.0104}
 
-_LR, _CLIP = "actor_rollout_ref.actor.optim.lr", "actor_rollout_ref.actor.grad_clip"
+_LR, _CLIP = "actor_rollout_ref.actor.optim.lr", "actor_rollout_ref.actor.optim.clip_grad"
 _TEMPERATURE, _STALENESS = "actor_rollout_ref.rollout.temperature", "trainer.atropos.max_staleness"
 _RESPONSE, _GROUP_SIZE = "data.max_response_length", "environment.group_size"
 
@@ -166,7 +166,7 @@ ALARMS: dict[Name, Alarm] = {
     ),
     "reward_flat": Alarm(
         "the mean score has not risen since the first steps by more than its noise",
-        "only if actor/grad_norm is far below actor_rollout_ref.actor.grad_clip, raise "
+        "only if actor/grad_norm is far below actor_rollout_ref.actor.optim.clip_grad, raise "
         "actor_rollout_ref.actor.optim.lr; else look at the data and the scorer: do the "
         "scores in rollouts/ fit the answers, how high is atropos/zero_signal_share, does the policy ever score (or "
         "does it need easier problems)",

@@ -80,12 +80,12 @@ class DataSourceConfig:
         return name, getattr(self, name)
 
     @property
-    def patience(self) -> float:
+    def retry_timeout(self) -> float:
         """Seconds in which an unreachable API is tried ``retry_attempts`` times."""
         return sum(min(self.retry_delay * 2**i, LONGEST_DELAY) for i in range(self.retry_attempts - 1))
 
     def client(self) -> TrajectoryApiClient:
-        return TrajectoryApiClient(self.api_url, self.secret, self.patience, self.timeout, self.longest_wait[1])
+        return TrajectoryApiClient(self.api_url, self.secret, self.retry_timeout, self.timeout, self.longest_wait[1])
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ class DataSource:
         async def call() -> None:
             await action(self._client)
 
-        limit = max(self.config.patience, self.config.max_wait_time, self.config.longest_wait[1])
+        limit = max(self.config.retry_timeout, self.config.max_wait_time, self.config.longest_wait[1])
         limit += 2 * self.config.timeout
         try:
             if self._error is None:
@@ -247,7 +247,7 @@ class DataSource:
         async with self.config.client() as self._client:
             await self._client.register(vars(self.registration), self.after, self.config.max_staleness)
             self._registered.set()
-            self._client.patience = max(self.config.patience, self.config.max_wait_time)
+            self._client.retry_timeout = max(self.config.retry_timeout, self.config.max_wait_time)
             living = asyncio.create_task(self._live())
             after = self.after
             while await asyncio.to_thread(self._wait_for_room):
@@ -282,7 +282,7 @@ class DataSource:
 async def diagnose(api_url: str, secret: str | None) -> str:
     """Return a sentence on why there is no batch."""
     try:
-        async with TrajectoryApiClient(api_url, secret, patience=0, timeout=10) as api:
+        async with TrajectoryApiClient(api_url, secret, retry_timeout=0, timeout=10) as api:
             return (await api.diagnose())["why"]
     except TrajectoryApiError as error:
         return f"the Trajectory API is silent ({error})"

@@ -5,7 +5,7 @@ Guarantees:
 - Batches are returned in the order in which their groups were posted, although ``run-api`` cuts its whole queue into
   batches at once and serves the newest first. Such a cut shows in its step counter, so it is fetched as a whole and
   reversed.
-- ``GET /batch`` is never cancelled and has no short timeout: ``run-api`` discards a batch when it starts to send it. A
+- ``GET /batch`` is never canceled and has no short timeout: ``run-api`` discards a batch when it starts to send it. A
   batch whose connection breaks is lost, and counted.
 
 Nothing is served again to a trainer that resumes, and no staleness bound holds but by dropping.

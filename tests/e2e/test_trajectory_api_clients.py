@@ -104,7 +104,7 @@ def test_the_client_outlives_a_restart(api):
 
 def test_the_client_gives_up_with_a_reason(tmp_path):
     async def test():
-        async with TrajectoryApiClient("http://127.0.0.1:9", patience=0.3) as client:
+        async with TrajectoryApiClient("http://127.0.0.1:9", retry_timeout=0.3) as client:
             with pytest.raises(TrajectoryApiError, match="is the Trajectory API up") as error:
                 await client.status()
             assert (error.value.status, error.value.reason) == (None, "api_unreachable")

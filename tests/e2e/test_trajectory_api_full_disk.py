@@ -140,7 +140,7 @@ def test_held_registrations_take_effect_once(api, full_disk):
     """The client repeats them, since it gets no answer; a full disk is not taken for a server that is down."""
 
     async def run():
-        async with TrajectoryApiClient(api.url, patience=1, timeout=0.5, held=60) as client:
+        async with TrajectoryApiClient(api.url, retry_timeout=1, timeout=0.5, held=60) as client:
             for call in (client.register_env(ENVIRONMENT), client.register(REGISTRATION, after=0)):
                 fill(full_disk)
                 before, held = client.again, asyncio.create_task(call)
@@ -159,7 +159,7 @@ def test_held_registrations_take_effect_once(api, full_disk):
 
 def test_a_disk_that_stays_full_is_named_in_the_end(api, full_disk):
     async def run():
-        async with TrajectoryApiClient(api.url, patience=0.5, timeout=0.5, held=4) as client:
+        async with TrajectoryApiClient(api.url, retry_timeout=0.5, timeout=0.5, held=4) as client:
             ticket = await client.begin(api.environment)
             fill(full_disk)
             with pytest.raises(TrajectoryApiError, match="it cannot store: .*full; make room"):

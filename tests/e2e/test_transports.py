@@ -280,7 +280,7 @@ def failure(pusher, weights, version):
     return asyncio.run(inner())
 
 
-def test_requests_wait_while_a_server_lends_its_memory(server, models, tmp_path, version):
+def test_requests_wait_while_a_server_is_offloaded(server, models, tmp_path, version):
     """They go on with the next weights."""
     if call(server, SGLangClient.capabilities).safe_pause_mode("auto") != "retract":
         pytest.skip("this server ends running requests when it is paused")

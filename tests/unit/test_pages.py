@@ -11,8 +11,10 @@ import pytest
 from helpers import ROOT
 from helpers.promises import code, tables
 from helpers.qwen import write_qwen_config
+from recipe.atropos.alarms import ALARMS
 from recipe.atropos.commands.plan import GIB, plan_memory
 from recipe.atropos.config.compose import load_config, presets
+from recipe.atropos.report.chart_table import CHARTS
 from recipe.atropos.trajectory_api.wire import Columns, pack
 
 PAGES = ["hyperparameters.md", "costs.md", "comparison.md"]
@@ -55,12 +57,23 @@ def test_pages_name_only_keys_that_exist(page, tmp_path):
     load_config([f"actor_rollout_ref.model.path={tmp_path}", *given])
 
 
-@pytest.mark.parametrize("page", PAGES)
+def test_pages_have_every_key_that_alarms_and_charts_name():
+    """Also in an alarm's advice: a user types it."""
+    named = {chart.limit for chart in CHARTS} - {""}
+    for alarm in ALARMS.values():
+        named |= {
+            *alarm.settings,
+            *re.findall(r"\b(?:actor_rollout_ref|data|trainer|watchdog)\.[\w.]*\w", alarm.advice),
+        }
+    assert len(named) > 15 and named <= DEFAULTS.keys(), named - DEFAULTS.keys()
+
+
+@pytest.mark.parametrize("page", [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")], ids=lambda page: page.stem)
 def test_pages_link_to_what_is_there(page):
-    assert f"({page})" in text_of("README.md")
-    for file, _, anchor in re.findall(r"\]\(([\w./-]*)(#([\w-]+))?\)", text_of(page)):
-        assert (ROOT / "docs" / (file or page)).exists(), file
-        headings = re.findall(r"^#+ (.*)", text_of(file or page), re.M) if anchor else []
+    for file, _, anchor in re.findall(r"\]\(([\w./-]*)(#([\w-]+))?\)", page.read_text()):
+        target = page.parent / file if file else page
+        assert target.exists(), file
+        headings = re.findall(r"^#+ (.*)", target.read_text(), re.M) if anchor else []
         slugs = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
         assert not anchor or anchor in slugs, f"{file}#{anchor}"
 

@@ -2,7 +2,7 @@
 
 - An item whose rollout fails keeps its worker and is retried after each of ``retry_seconds``, then counted as
   ``failed/EXCEPTION``. So is an item that exceeds ``worker_timeout``; that time ends when sending starts.
-- If a worker is cancelled, its item stays in ``running_items``, so that whoever cancels it can start it again.
+- If a worker is canceled, its item stays in ``running_items``, so that whoever cancels it can start it again.
 - The first failure of each kind is logged with its traceback.
 """
 
@@ -63,7 +63,7 @@ class ItemRollouts(BaseEnv):
                 await self.handle_send_to_api(groups, item)
             except Exception as error:
                 self._count_failure("handle_send_to_api", error)
-        self.running_items.pop(item_uuid, None)  # not earlier: if this worker is cancelled, its item starts again
+        self.running_items.pop(item_uuid, None)  # not earlier: if this worker is canceled, its item starts again
         self.report.count("items")
         try:
             cleanup = self.cleanup()
@@ -123,10 +123,10 @@ class ItemRollouts(BaseEnv):
 
 
 async def _not_cancelled(work: Awaitable[Any]) -> Any:
-    """Await ``work``; if a task that it awaits was cancelled, rather than the current task, raise RuntimeError."""
+    """Await ``work``; if a task that it awaits was canceled, rather than the current task, raise RuntimeError."""
     try:
         return await work
     except asyncio.CancelledError as error:
         if asyncio.current_task().cancelling():
             raise
-        raise RuntimeError("it waited for a task of its own that was cancelled") from error
+        raise RuntimeError("it waited for a task of its own that was canceled") from error

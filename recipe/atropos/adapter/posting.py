@@ -6,7 +6,7 @@ It follows the environment in the MRO, so the environment's own overrides still 
   ``report`` counts, "cancelled" where the item starts again, or "nothing_posted". The API cuts batches in the order of
   the tickets and issues none beyond the staleness bound: see ``trajectory_api.batching`` for what it guarantees.
 - While it sends nothing, items start more and more slowly: ``EnvReport.pause``.
-- Nothing that runs is cancelled because a queue is full. ``max_num_workers`` limits what runs at once, and nothing
+- Nothing that runs is canceled because a queue is full. ``max_num_workers`` limits what runs at once, and nothing
   starts while ``max_batches_offpolicy`` batches of the environment's own groups are queued.
 - Waiting for a ticket holds up neither evaluation nor reports. What the API says it waits for is logged every minute;
   after ``longest_wait`` (and ``worker_timeout``) the environment ends with that message.
@@ -267,7 +267,7 @@ class PostingEnv(ItemRollouts):
             PLACE.reset(token)
             self.running_items[item_uuid] = {"item": item, "worker": worker, "start_time": time.time()}
             self.workers.add(worker)
-            # A callback, since a worker that is cancelled before its first step never runs.
+            # A callback, since a worker that is canceled before its first step never runs.
             worker.add_done_callback(partial(self.__worker_ended, item, place))
 
     async def __ticket(self, api: TrajectoryApiClient) -> int | None:

@@ -32,15 +32,15 @@ _SERVER_ERRORS = 5  # 5xx responses to one post before giving up
 
 
 class StockApi(TrajectoryApiClient):
-    """See the module docstring. ``count`` counts events; ``patience`` is the time for a request, in seconds."""
+    """See the module docstring. ``count`` counts events; ``retry_timeout`` is the time for a request, in seconds."""
 
     LOSSES = (
         "what it has is lost with it, a batch whose connection breaks too; no staleness bound holds, and running items "
-        "are cancelled when its queue is full"
+        "are canceled when its queue is full"
     )
 
-    def __init__(self, url: str, patience: float, count: Callable[..., None]):
-        super().__init__(url, patience=patience, timeout=_ANSWER)
+    def __init__(self, url: str, retry_timeout: float, count: Callable[..., None]):
+        super().__init__(url, retry_timeout=retry_timeout, timeout=_ANSWER)
         self._count = count
         self._registered = asyncio.Event()
         self._env_id: int | None = None
@@ -108,7 +108,7 @@ class StockApi(TrajectoryApiClient):
             pause = min(2.0**tries, _LONGEST_PAUSE)
             tries, waited = tries + 1, waited + time.monotonic() - begun + pause
             given_up = status is not None and (not posts or status < 500 or server_errors == _SERVER_ERRORS)
-            if given_up or waited > self.patience:
+            if given_up or waited > self.retry_timeout:
                 raise TrajectoryApiError(f"{method} {self.url}{path}: {problem}; is run-api up?", status)
             logger.warning("%s %s%s: %s; trying again", method, self.url, path, problem)
             self.again += 1

@@ -1,5 +1,6 @@
-"""Parse a scored group's fields into arrays; if one is malformed, the group is refused, and the error names field,
-sequence and position.
+"""Parse a scored group's fields into arrays, strictly.
+
+If one is malformed, the group is refused, and the error names field, sequence and position.
 """
 
 import math

@@ -208,7 +208,7 @@ class AtroposEnv(gem.Env):
         """End the episode; no other can begin. Calling it again is no error.
 
         Raises:
-            TimeoutError: the rollout continues although it was cancelled.
+            TimeoutError: the rollout continues although it was canceled.
         """
         self._ask = None
         self._session.close()
@@ -297,14 +297,14 @@ class _Session:
         self.closed = False
 
     def end_episode(self) -> None:
-        """End the episode. Raises TimeoutError if its rollout continues although it was cancelled."""
+        """End the episode. Raises TimeoutError if its rollout continues although it was canceled."""
         episode, self.episode = self.episode, None
         if episode is None:
             return
         episode.close()
         if not episode.wait(GRACE):
             name = type(self.environment.base).__name__
-            raise TimeoutError(f"{name}: its rollout goes on {GRACE:g} s after it was cancelled, or it blocks the loop")
+            raise TimeoutError(f"{name}: its rollout goes on {GRACE:g} s after it was canceled, or it blocks the loop")
 
     def close(self) -> None:
         self.closed = True

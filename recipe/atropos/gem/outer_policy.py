@@ -68,7 +68,7 @@ class Ask:
         if not isinstance(text, str):
             raise TypeError(f"an action is the policy's text, not {type(text).__name__} {text!r:.80}")
         answer = as_served(text, tokenizer, self.max_tokens, self.stop)
-        with contextlib.suppress(InvalidStateError):  # the environment cancelled this call
+        with contextlib.suppress(InvalidStateError):  # the environment canceled this call
             self.future.set_result(answer)
         return answer
 
@@ -128,7 +128,7 @@ class Episode:
 
     def _end(self, task: asyncio.Task) -> None:
         if task.cancelled():
-            self._outcome.set_exception(RuntimeError("the rollout was cancelled"))
+            self._outcome.set_exception(RuntimeError("the rollout was canceled"))
         elif error := task.exception():
             self._outcome.set_exception(error)
         else:

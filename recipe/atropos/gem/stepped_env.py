@@ -1,7 +1,7 @@
 """``BaseEnv`` driven by an outer policy: its rollouts run in the background, and wait at each request for an answer.
 
 - What ``collect_trajectories`` raises is the rollout's outcome: unlike ``BaseEnv.handle_env``, nothing is caught.
-- All rollouts of a process run in one asyncio loop in one thread, which ends with the last environment. No cancelled
+- All rollouts of a process run in one asyncio loop in one thread, which ends with the last environment. No canceled
   task stays behind in it.
 - Environments of one class and configuration can share one object, as workers do in Atropos: each rollout takes the
   next item.
@@ -27,7 +27,7 @@ from recipe.atropos.gem.thread_limits import limit_math_verify_in_threads
 
 logger = logging.getLogger(__name__)
 
-GRACE = 10.0  # s for a cancelled rollout to end
+GRACE = 10.0  # s for a canceled rollout to end
 
 
 @functools.cache

@@ -41,7 +41,7 @@ async def _check_services(config: DictConfig, timeout: float) -> None:
     api = DataSourceConfig.from_config(config)
 
     async def trajectory_api() -> None:
-        async with TrajectoryApiClient(api.api_url, api.secret, patience=0, timeout=5) as client:
+        async with TrajectoryApiClient(api.api_url, api.secret, retry_timeout=0, timeout=5) as client:
             await client.status()
 
     wanted = config.trainer.atropos.weight_sync.pause_mode

@@ -129,7 +129,7 @@ class Run:
 
     def api_client(self, url: str) -> TrajectoryApiClient:
         """Return a client of the run's Trajectory API that makes a single attempt."""
-        return TrajectoryApiClient(url, self.api_key, patience=0, timeout=_API_SECONDS)
+        return TrajectoryApiClient(url, self.api_key, retry_timeout=0, timeout=_API_SECONDS)
 
     def service(self, name: str) -> Service:
         return next(service for service in self.services if service.name == name)

@@ -77,7 +77,7 @@ CHARTS = (
         "",
         "Size of the gradient before it is clipped; 0 means that nothing is learned from.",
         {"gradient norm": "actor/grad_norm"},
-        limit="actor_rollout_ref.actor.grad_clip",
+        limit="actor_rollout_ref.actor.optim.clip_grad",
     ),
     Chart("lr", "Learning rate", "", "Of the optimizer.", {"learning rate": "actor/lr"}),
     Chart(

@@ -1,5 +1,6 @@
-"""Command line: ``python -m recipe.atropos.trajectory_api --port P --data-dir D`` serves; also list, show, export,
-import, which work on a data folder while its server runs or not (import: not).
+"""Command line of the Trajectory API: ``python -m recipe.atropos.trajectory_api --port P --data-dir D`` serves.
+
+Its commands list, show, export and import work on a data folder; all but import also while its server runs.
 """
 
 import argparse

@@ -1,4 +1,6 @@
-"""Which groups make the next batch: order, fairness and exact fill, without any input or output. Guarantees:
+"""Which groups make the next batch: order, fairness and exact fill, without any input or output.
+
+Guarantees:
 
 - Each group is in the queue until it is in a batch, and in one batch only.
 - **Order.** All entries, groups and open tickets, are in one order. A batch is the choice of exactly ``batch_size``

@@ -1,4 +1,6 @@
-"""What trainers ask of a Trajectory API: registrations, numbered batches, commits. Guarantees:
+"""What trainers ask of a Trajectory API: registrations, numbered batches, commits.
+
+Guarantees:
 
 - Batch N is cut and stored before it is sent; asked for again, it has the same groups in the same order, after a
   restart of the server too.

@@ -1,4 +1,6 @@
-"""What environments ask of a Trajectory API: registrations, tickets, and groups. Guarantees:
+"""What environments ask of a Trajectory API: registrations, tickets, and groups.
+
+Guarantees:
 
 - A group is answered 200 once it is stored; a refused one is counted by its reason and changes nothing else.
 - A post with an idempotency key is stored once, however often it is sent, and so is a registration.

@@ -1,4 +1,6 @@
-"""Which tickets may begin, so that all their groups are in time for the staleness bound. Guarantees:
+"""Which tickets may begin, so that all their groups are in time for the staleness bound.
+
+Guarantees:
 
 - A ticket begins only if all groups queued or begun with tickets, and this one, fit into the batches up to its bound.
   If nothing is begun, there is no batch, and only sizes that do not fit are left, one ticket may exceed the bound.

@@ -1,4 +1,6 @@
-"""Bodies of ``POST /scored_data`` into packed records, checked. Guarantees:
+"""Bodies of ``POST /scored_data`` into packed records, checked.
+
+Guarantees:
 
 - What is accepted can be handed out: no value of a record breaks its JSON form or another group's batch.
 - Nothing is repaired by guessing: a group is stored as it came, or refused as a whole with a ``Reason``.

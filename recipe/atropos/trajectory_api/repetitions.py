@@ -1,4 +1,6 @@
-"""Which posts without a key are repetitions of earlier ones. Guarantees:
+"""Which posts without a key are repetitions of earlier ones.
+
+Guarantees:
 
 - A post counts as a repetition only of an equal one that was stored and whose connection broke before its answer was
   written, or after whose storing the server was killed. Each such post has one repetition; all others are new.

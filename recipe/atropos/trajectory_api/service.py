@@ -204,7 +204,7 @@ class Service:
     # ------------------------------------------------------------------ from start to end
 
     async def run(self) -> None:
-        """Release what dead environments hold, and say why nothing goes on; until cancelled."""
+        """Release what dead environments hold, and say why nothing goes on; until canceled."""
         said, large = 0.0, False
         sys.setswitchinterval(0.001)  # s; the thread that writes JSON must not make others wait
         while True:

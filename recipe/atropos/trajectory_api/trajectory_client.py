@@ -1,7 +1,9 @@
-"""Client of our Trajectory API, for the trainer's data source and the environments' adapter. Guarantees:
+"""Client of our Trajectory API, for the trainer's data source and the environments' adapter.
 
-- A request that got no answer is sent again, until ``patience`` seconds have passed; while the API says that it cannot
-  store (its disk is full), until ``held`` seconds have, and the error says so.
+Guarantees:
+
+- A request that got no answer is sent again, until ``retry_timeout`` seconds have passed; while the API says that it
+  cannot store (its disk is full), until ``held`` seconds have, and the error says so.
 - Posts and registrations of environments carry an idempotency key, so that they take effect once. A trainer that
   registers again gets another epoch, which replaces its own. A ticket whose answer was lost is released by the next
   ``begin``. All other requests say what is so, and may be repeated.
@@ -52,23 +54,23 @@ class NumberedBatch(NamedTuple):
 class TrajectoryApiClient:
     """Use as an asynchronous context manager. ``secret`` is sent as a bearer token. Times are in seconds.
 
-    ``timeout`` is for one attempt, beyond the wait that the request asks for. ``held`` is never less than ``patience``.
+    ``timeout`` is for one attempt, beyond the wait that the request asks for. ``held`` is at least ``retry_timeout``.
     """
 
     def __init__(
         self,
         url: str,
         secret: str | None = None,
-        patience: float = 300.0,
+        retry_timeout: float = 300.0,
         timeout: float = _ANSWER,
         held: float = 0.0,
     ):
         self.url = url.rstrip("/")
-        self.patience = patience
+        self.retry_timeout = retry_timeout
         self.epoch: int | None = None
         self.again = 0  # requests that were sent again
         self.lacking = ""  # why the latest ``begin`` got no ticket
-        self._timeout, self._patience_if_held = timeout, held
+        self._timeout, self._held_timeout = timeout, held
         self._headers = {"Authorization": f"Bearer {secret}"} if secret else {}
         self._begins: dict[int, asyncio.Lock] = {}  # by environment
         self._held: dict[int, set[int]] = {}  # open tickets, by environment
@@ -220,7 +222,7 @@ class TrajectoryApiClient:
         """Send a request until it is answered; return headers and body.
 
         Raises:
-            TrajectoryApiError: the answer is an error, or there is none within ``patience``, or ``held``.
+            TrajectoryApiError: the answer is an error, or there is none within ``retry_timeout``, or ``held``.
         """
         if self.epoch is not None:
             headers = {**headers, wire.EPOCH_HEADER: str(self.epoch)}
@@ -244,9 +246,9 @@ class TrajectoryApiClient:
                 trouble = await self._trouble() if isinstance(error, TimeoutError) else ""
             now = time.monotonic()
             if trouble:
-                lived, waited, most = now, now - begun, max(self._patience_if_held, self.patience)
+                lived, waited, most = now, now - begun, max(self._held_timeout, self.retry_timeout)
             else:
-                waited, most = now - lived, self.patience
+                waited, most = now - lived, self.retry_timeout
             if waited + pause > most:
                 why = f"it cannot store: {trouble}" if trouble else "is the Trajectory API up?"
                 raise TrajectoryApiError(f"{problem}, for {most:g} s; {why}")

@@ -1,4 +1,6 @@
-"""The durable store: one thread that writes, one that reads, both on the database of a data folder. Guarantees:
+"""The durable store: one thread that writes, one that reads, both on the database of a data folder.
+
+Guarantees:
 
 - What a future of ``write`` has answered survives a kill of the process ("normal"), of the machine too ("full"); with
   "none", what the operating system has.

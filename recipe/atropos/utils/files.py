@@ -1,4 +1,6 @@
-"""Files that survive a kill or a full disk at any byte. Guarantees:
+"""Files that survive a kill or a full disk at any byte.
+
+Guarantees:
 
 - ``write_atomic`` replaces a whole file: readers see the old or the new content, even after a kill or on a full disk.
 - ``replace_folder`` makes a folder appear complete or not at all.

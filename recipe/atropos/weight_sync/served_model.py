@@ -1,5 +1,7 @@
-"""Check, before anything is sent, that a server serves the trained model: a tensor of another shape crashes SGLang's
-scheduler, and a tensor of an unknown name is silently skipped."""
+"""Check, before anything is sent, that a server serves the trained model.
+
+A tensor of another shape crashes SGLang's scheduler, and a tensor of an unknown name is silently skipped.
+"""
 
 import logging
 from typing import Any

@@ -259,10 +259,10 @@ def test_an_environment_that_goes_on_after_its_end_is_told(make, monkeypatch):
     env = make(config={"mood": "ignores the end"})
     env.reset()
     base, loop = env._session.environment.base, env._session.environment._thread.loop
-    with pytest.raises(TimeoutError, match="goes on 0.5 s after it was cancelled"):
+    with pytest.raises(TimeoutError, match="goes on 0.5 s after it was canceled"):
         env.reset()
     env.reset()
-    with pytest.raises(TimeoutError, match="goes on 0.5 s after it was cancelled"):
+    with pytest.raises(TimeoutError, match="goes on 0.5 s after it was canceled"):
         env.close()
     base.released = True
     assert until(lambda: loop.is_closed() or not asyncio.run_coroutine_threadsafe(count_tasks(), loop).result(10))

@@ -39,7 +39,7 @@ def run(tmp_path):
     run.stop()
 
 
-def revived(run, name, kind, limit=2):
+def restartable(run, name, kind, limit=2):
     service = run.start(name, SLEEP, url="http://somewhere")
     run.set_restart_policy(service, lambda: run.start(name, SLEEP, url="http://somewhere"), limit, kind)
     return service
@@ -58,7 +58,7 @@ def listed(run):
 
 
 def test_a_service_is_started_again_so_many_times_and_then_named(run, capsys):
-    revived(run, "sglang", "sglang")
+    restartable(run, "sglang", "sglang")
     run.check()
     for count in (1, 2):
         dead = run.services[0]
@@ -172,18 +172,18 @@ def test_run_joins_the_cluster_that_ray_would(monkeypatch, variable, address, ex
 
 def test_run_service_waits_until_it_may_start(run, tmp_path, capsys):
     """It is said to wait. A server on the trainer's GPUs, while the trainer has its memory."""
-    lent = tmp_path / "lent"
-    lent.touch()
+    offloaded = tmp_path / "offloaded"
+    offloaded.touch()
     service = run.start("sglang", SLEEP)
     run.set_restart_policy(
-        service, lambda: run.start("sglang", SLEEP), 1, "sglang", may_start=lambda: not lent.exists()
+        service, lambda: run.start("sglang", SLEEP), 1, "sglang", may_start=lambda: not offloaded.exists()
     )
     end(service)
     for _ in range(3):
         run.check()
     assert run.services == [service] and not service.members()
     assert capsys.readouterr().out == "sglang ended (-9); it starts again when the trainer releases its memory\n"
-    lent.unlink()
+    offloaded.unlink()
     run.check()
     assert run.services[0].poll() is None and "1 of 1 restarts" in capsys.readouterr().out
 
@@ -209,7 +209,7 @@ def test_run_servers_wait_for_the_memory_that_the_trainer_has(tmp_path, colocate
 
 
 def test_any_other_service_that_ends_ends_the_run(run):
-    revived(run, "sglang", "sglang")
+    restartable(run, "sglang", "sglang")
     service = run.start("api", END)
     service.process.wait(10)
     with pytest.raises(ServiceFailed, match=r"api: ended while the run needs it(.|\n)*my last words"):
@@ -218,8 +218,8 @@ def test_any_other_service_that_ends_ends_the_run(run):
 
 def test_run_restarts_no_server_once_training_is_done(run, capsys):
     """The servers that are left must do. Nobody could give a new one the weights."""
-    first, second = revived(run, "sglang-0", "sglang"), revived(run, "sglang-1", "sglang")
-    revived(run, "gateway", "gateway")
+    first, second = restartable(run, "sglang-0", "sglang"), restartable(run, "sglang-1", "sglang")
+    restartable(run, "gateway", "gateway")
     run.start("trainer", END).process.wait(10)
     run.check()
     end(first)

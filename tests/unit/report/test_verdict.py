@@ -122,7 +122,7 @@ def test_a_run_that_ended_without_a_step_is_not_healthy(tmp_path):
     assert (ended.level, ended.text) == ("bad", "Stopped before its first step.")
 
 
-def test_a_run_is_played_with_its_own_patience(tmp_path):
+def test_a_run_is_played_with_its_own_silent_after(tmp_path):
     """Answers of a long maximum length may take so long; a faster environment tells the time."""
     run = make_run(tmp_path, steps=0)
     run.config.write_text("data: {max_response_length: 16000}\ntrainer: {atropos: {max_wait_time: null}}\n")

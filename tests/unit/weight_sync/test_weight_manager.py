@@ -202,7 +202,7 @@ def test_manager_gives_servers_their_memory_back_before_a_push(served, monkeypat
     assert len(order) == 11
 
 
-def test_memory_is_lent_only_when_every_server_is_there(served):
+def test_memory_is_released_only_when_every_server_is_there(served):
     manager = manager_of(served, memory=SimpleNamespace(release=lambda urls: pytest.fail("one is starting")))
     die(served, 1)
     with pytest.raises(ServersGone, match=f"only 1 of 2 SGLang servers answered for 2 s.*{served.fleet.urls[1]}"):
@@ -222,7 +222,7 @@ def refusing():
 
 def test_memory_that_cannot_be_given_back_is_logged(refusing, tmp_path, caplog):
     """It takes no error's place. As the trainer does at the end of ``fit``, whatever ended it."""
-    manager = WeightSyncManager(None, None, memory=SharedMemory(ServerFleet([], None), "auto", tmp_path / "lent"))
+    manager = WeightSyncManager(None, None, memory=SharedMemory(ServerFleet([], None), "auto", tmp_path / "offloaded"))
     manager.memory.released = {refusing: "1"}
     manager.memory.mark.touch()
     with pytest.raises(ZeroDivisionError):
@@ -235,8 +235,8 @@ def test_memory_that_cannot_be_given_back_is_logged(refusing, tmp_path, caplog):
 
 
 def test_a_trainer_that_begins_has_no_memory_of_anybody(tmp_path):
-    (tmp_path / "lent").touch()  # by one that was killed
-    assert not SharedMemory(ServerFleet([], None), "auto", tmp_path / "lent").mark.exists()
+    (tmp_path / "offloaded").touch()  # by one that was killed
+    assert not SharedMemory(ServerFleet([], None), "auto", tmp_path / "offloaded").mark.exists()
 
 
 @pytest.mark.parametrize("nobody", [True, False])
