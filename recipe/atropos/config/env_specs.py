@@ -4,8 +4,8 @@
 ``environments`` has entries, NAME: {settings}, the run has these instead, and ``environment`` supplies the settings
 that they omit, except ``args`` and ``reward_bridge``.
 
-The Trajectory API fills a batch with packs of as many sequences as the largest group has. If an environment has an
-allocation, a batch has at least that many of its sequences, or is not filled. What could never fill one is an error.
+If an environment has an allocation, a batch has at least that many of its sequences, or is not filled. What could never
+fill one is an error; environments may have different group sizes.
 """
 
 import re
@@ -112,19 +112,12 @@ def check_specs(specs: Sequence[EnvironmentSpec], batch_size: int) -> None:
     Raises:
         ConfigurationError: naming the key.
     """
-    largest = max(specs, key=lambda spec: spec.group_size, default=None)
     for spec in specs:
         if batch_size % spec.group_size:
             raise ConfigurationError(
                 f"{spec.key}.group_size={spec.group_size} does not divide the batch of {batch_size} sequences "
                 "(data.train_batch_size groups x actor_rollout_ref.rollout.n): the Trajectory API would never fill "
                 "one; change either"
-            )
-        if largest.group_size % spec.group_size:
-            raise ConfigurationError(
-                f"{spec.key}.group_size={spec.group_size} does not divide {largest.key}.group_size="
-                f"{largest.group_size}: the Trajectory API packs groups to the size of the largest and would never "
-                "fill a batch; change either"
             )
     shares = {spec.key: spec.min_batch_allocation for spec in specs if spec.min_batch_allocation is not None}
     total = sum(shares.values())
