@@ -61,7 +61,7 @@ TESTS = {
     "algorithm/off_policy.py": ["test_correction.py", "test_sampling.py"],
     "data/sampling.py": ["test_sampling.py"],
     "algorithm/metrics.py": ["test_metrics.py", "test_weight_versions.py", "test_estimators.py"],
-    "adapter/restore.py": _SAMPLED,
+    "adapter/restore.py": [*_SAMPLED, "test_sampling.py"],
     "adapter/completion_cache.py": _SAMPLED,
     "adapter/recorded_calls.py": _SAMPLED,
     "weight_sync/push.py": _PUSH,

@@ -203,7 +203,7 @@ class CompletionCache:
             start, fit, completion = found
             pieces += _unsampled(work, origin, at, start)
             sampled = completion.tokens[: fit.kept].tolist()
-            pieces.append(Piece(origin[start], origin[fit.end], sampled, completion))
+            piece = Piece(origin[start], origin[fit.end], sampled, completion)
             before += work[at:start] + sampled
             at = fit.end
             if fit.rest:
@@ -211,10 +211,11 @@ class CompletionCache:
                 same = at - len(rest) > start and work[at - len(rest) : at] == rest
                 if same:  # only the tokens before the rest differ
                     at -= len(rest)
-                    pieces[-1] = pieces[-1]._replace(end=origin[at])
+                    piece = piece._replace(end=origin[at])
                 else:
                     work, origin = rest + work[at:], [origin[at]] * len(rest) + origin[at:]
                     at = 0
+            pieces.append(piece)
         return pieces + _unsampled(work, origin, at, len(work))
 
     def _best(

@@ -111,7 +111,7 @@ def restore(
             wanted = [posted[start:end] for start, end in trained_spans(masks[place])] if posted else [piece.tokens]
             if any(flags) and not all(map(cache.is_template, wanted)):
                 count("not_sampled")
-            row.add(piece.tokens, None, given if posted else None, columns if posted else None)
+            row.add(piece.tokens, None, given, columns)
             continue
         if piece.tokens != posted:
             moved = _moved(cache, piece.tokens, posted, flags, columns)

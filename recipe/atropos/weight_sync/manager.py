@@ -37,8 +37,9 @@ class WeightSyncManager:
         self,
         actor_wg: LimitedWorkerGroup,
         fleet: ServerFleet,
-        adapter_only: bool = False,
-        timeout: float = 600.0,
+        *,
+        adapter_only: bool,
+        timeout: float,
         verify: Callable[[int], dict[str, float]] | None = None,
         memory: SharedMemory | None = None,
     ):

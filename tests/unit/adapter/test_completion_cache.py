@@ -82,6 +82,7 @@ def test_replies_of_one_text_are_each_posted_once(cache, tokenizer):
     ]
     tokens = [row.tokens[len(prompt) : len(prompt) + len(way.tokens)] for row, way in zip(found, ways, strict=True)]
     assert tokens == [way.tokens.tolist() for way in ways]
+    assert [way.posted for way in ways] == [1, 1]
 
 
 def test_sampled_replies_of_same_tokens_match_by_logprobs(cache, tokenizer):
@@ -156,10 +157,10 @@ def test_what_an_environment_does_to_a_reply(posted, trained, cache, tokenizer):
     way = ("ab",) if posted == "ab" else ("a", "b")
     sampled(cache, prompt, *way, " ", "d", "e", END)
     tokens = chat(tokenizer, "go", posted, add_generation_prompt=False)
-    counts = Counter()
-    row = restore(
-        cache, tokens, [I] * len(prompt) + tokens[len(prompt) :], None, {}, lambda name: counts.update([name])
-    )
+    counts, masks = Counter(), [I] * len(prompt) + tokens[len(prompt) :]
+    given, values = [1.0] * len(tokens), {"advantages": [2.0] * len(tokens)}
+    row = restore(cache, tokens, masks, given, values, lambda name: counts.update([name]))
+    assert len(row.tokens) == len(row.logprobs) == len(row.values["advantages"])
     if posted == "ab":
         trained = ["ab"]
     assert [m for m in row.masks if m != I] == ids_of(tokenizer, *(trained or []))
@@ -231,16 +232,19 @@ def test_restore_puts_back_the_prompt_of_a_moved_reply(before, cache, tokenizer)
     assert counts == {"other_context": 1, "retokenized": 1}
 
 
-def test_a_later_reply_in_another_context_stays_there(cache, tokenizer):
+@pytest.mark.parametrize("behind", ["", "!"])
+def test_a_later_reply_in_another_context_stays_there(behind, cache, tokenizer):
     prompt, counts = chat(tokenizer, "go"), Counter()
     one = sampled(cache, prompt, "a", "b", END)
     two = sampled(cache, ids_of(tokenizer, "another"), "d", "e", END)
-    posted = chat(tokenizer, "go", "ab", "next", "de", add_generation_prompt=False)
+    posted = chat(tokenizer, "go", "ab", "next", "de" + behind, add_generation_prompt=False)
     last = len(chat(tokenizer, "go", "ab", "next"))
     masks = [I] * len(prompt) + posted[len(prompt) : len(prompt) + 2] + [I] * (last - len(prompt) - 2) + posted[last:]
     row = restore(cache, posted, masks, None, {}, lambda name: counts.update([name]))
-    assert row.tokens[: len(prompt) + 3] == prompt + one.tokens.tolist() and row.tokens[-4:-1] == two.tokens.tolist()
-    assert counts["other_context"] == 1
+    assert row.tokens[: len(prompt) + 3] == prompt + one.tokens.tolist() and counts["other_context"] == 1
+    kept = two.tokens.tolist()[: -1 if behind else None]
+    assert [m for m in row.masks if m != I] == one.tokens.tolist() + kept
+    assert tokenizer.decode(row.tokens) == tokenizer.decode(posted), "nothing is lost or written twice"
 
 
 def test_values_for_each_token_go_with_the_tokens_or_keep_them(cache, tokenizer):
@@ -272,11 +276,19 @@ def test_sampled_ends_of_a_turn_are_trained_on_where_they_were(cache, tokenizer)
     masks = [I] * len(prompt) + content + [I] * (len(posted) - len(prompt) - len(content))
     row = restore(cache, posted, masks, None, {}, lambda name: counts.update([name]))
     assert row.masks == [I] * len(prompt) + reply.tokens.tolist()[:-1] + [I, I] and counts == {"retokenized": 1}
-    reply = sampled(cache, chat(tokenizer, "on"), "a", "b", END)
-    posted = chat(tokenizer, "on", "abe", add_generation_prompt=False)  # "e" has no place of its own
-    masks = [I] * len(prompt) + posted[len(prompt) : -2] + [I, I]
-    row = restore(cache, posted, masks, None, {}, lambda name: counts.update([name]))
-    assert [m for m in row.masks if m != I] == reply.tokens.tolist()[:-1] and counts["not_sampled"] == 1
+
+
+@pytest.mark.parametrize(("text", "untrained", "not_sampled"), [("abcd", 2, 1), ("abc!", 3, 0)])
+def test_sampled_replies_are_told_from_text_behind_them(text, untrained, not_sampled, cache, tokenizer):
+    """Also where that has no token of its own: "abcd" is "ab" and "cd", and "d" counts as trained as "cd" is."""
+    prompt, counts = chat(tokenizer, "go"), Counter()
+    reply = sampled(cache, prompt, "a", "b", "c", END)
+    posted = chat(tokenizer, "go", text, add_generation_prompt=False)
+    masks = [I] * len(prompt) + posted[len(prompt) : -untrained] + [I] * untrained
+    row = restore(cache, posted, masks, [1.0] * len(posted), {}, lambda name: counts.update([name]))
+    assert [m for m in row.masks if m != I] == reply.tokens.tolist()[:-1]
+    assert tokenizer.decode(row.tokens) == tokenizer.decode(posted) and len(row.tokens) == len(row.logprobs)
+    assert counts == Counter(retokenized=1, not_sampled=not_sampled)
 
 
 def test_sampled_prompts_that_end_within_a_turn_stay_open(cache, tokenizer):
@@ -389,10 +401,10 @@ class Pieces:
 def test_restore_counts_unsampled_text_within_a_turn(cache):
     """Not sampled text within a turn counts as what is beside it."""
     reply = cache.add(np.array([1], np.int32), [5], [-0.5])
-    for last, expected in ((I, 1), (6, 2)):
+    for first, last, expected in ((5, I, 1), (5, 6, 2), (I, I, 0)):
         counts = Counter()
-        restore(Pieces(reply), [1, 5, 6], [I, 5, last], None, {}, lambda name, counts=counts: counts.update([name]))
-        assert counts["not_sampled"] == expected, "of what was put in, and of the last where it is trained on"
+        restore(Pieces(reply), [1, 5, 6], [I, first, last], None, {}, lambda name, counts=counts: counts.update([name]))
+        assert counts["not_sampled"] == expected, "of what was put in, and of the last, where they are trained on"
 
 
 def test_logprobs_are_those_of_the_reply_and_others_are_counted(cache, tokenizer):

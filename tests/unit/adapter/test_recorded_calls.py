@@ -3,6 +3,7 @@
 import asyncio
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from atroposlib.envs.server_handling.managed_server import ManagedServer
 
@@ -69,6 +70,8 @@ def test_recorded_calls_keep_what_stands_before_a_bos(tokenizer):
     for ids in ([], [bos], [5, bos, 6], [bos, 5], [bos, 5, bos]):
         assert _one_bos(known, ids) == ids
     assert _one_bos(known, [bos, bos, 6]) == [bos, 6]
+    ids = np.array([128_000, 128_000, 6]).tolist()  # Llama 3's; equal numbers of this size are different objects
+    assert _one_bos(SimpleNamespace(bos_token_id=128_000), ids) == [128_000, 6]
 
 
 def test_recorded_calls_send_one_bos_whoever_writes_it(ask, tokenizer):
@@ -90,6 +93,13 @@ def test_recorded_calls_send_one_bos_whoever_writes_it(ask, tokenizer):
     text = tokenizer.encode("Q:")
     assert sent("tokens", prompt="Q:") == sent("text", prompt="Q:") == [0, *text]
     assert sent("chat", messages=GO) == chat(tokenizer, "go")
+
+    async def managed_call(env):
+        async with env.server.managed_server(tokenizer=bos) as managed:
+            await managed.completion(prompt="Q:", max_tokens=1)
+
+    ask(two(tokenizer)[:1], managed_call)
+    assert ask.bodies[0]["input_ids"] == [0, *text]
 
 
 def test_recorded_calls_leave_servers_alone_that_are_not_sglang(drifting_model):

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from helpers.sampled import END, I, Scripted, chat, make, sampled
 from recipe.atropos.adapter.adapted_env import adapt
 from recipe.atropos.adapter.recorded_calls import sampling_params
-from recipe.atropos.adapter.restore import group_of
+from recipe.atropos.adapter.restore import group_of, restore_group
 from recipe.atropos.inference.client import InferenceError
 
 
@@ -45,6 +45,20 @@ def test_restore_refuses_a_group_that_nobody_sampled(drifting_model, caplog):
         assert env.sent is None and env.report.counts["not_sent/unequal_lengths"] == number
     asyncio.run(env.handle_send_to_api(ScoredDataGroup(tokens=[], masks=[], scores=[])))
     assert env.report.counts["not_sent/empty_group"] == 1
+
+
+def test_restored_groups_have_a_value_for_each_token(cache, tokenizer):
+    """Also where a reply has more tokens as it was sampled; fields that the group lacks are not added."""
+    prompt = chat(tokenizer, "go")
+    reply = sampled(cache, prompt, "a", "b", "c", END)
+    posted = chat(tokenizer, "go", "abc", add_generation_prompt=False)
+    masks = [I] * len(prompt) + posted[len(prompt) :]
+    group = {"tokens": [posted] * 2, "masks": [masks] * 2, "scores": [0.0, 1.0]}
+    group["advantages"] = [[value] * len(posted) for value in (2.0, 3.0)]
+    restore_group(cache, group, lambda name: None, None)
+    assert group["tokens"] == [prompt + reply.tokens.tolist() + posted[-1:]] * 2
+    assert group["advantages"] == [[value] * len(group["tokens"][0]) for value in (2.0, 3.0)]
+    assert group.keys() == {"tokens", "masks", "scores", "advantages", "inference_logprobs", "group_overrides"}
 
 
 class Single(Scripted):

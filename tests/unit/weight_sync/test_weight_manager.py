@@ -82,7 +82,7 @@ def served(quick):
 
 
 def manager_of(served, **options):
-    return WeightSyncManager(served.group, served.fleet, **options)
+    return WeightSyncManager(served.group, served.fleet, **{"adapter_only": False, "timeout": 30} | options)
 
 
 def die(served, number):
@@ -222,7 +222,8 @@ def refusing():
 
 def test_memory_that_cannot_be_given_back_is_logged(refusing, tmp_path, caplog):
     """It takes no error's place. As the trainer does at the end of ``fit``, whatever ended it."""
-    manager = WeightSyncManager(None, None, memory=SharedMemory(ServerFleet([], None), "auto", tmp_path / "offloaded"))
+    memory = SharedMemory(ServerFleet([], None), "auto", tmp_path / "offloaded")
+    manager = manager_of(SimpleNamespace(group=None, fleet=None), memory=memory)
     manager.memory.released = {refusing: "1"}
     manager.memory.mark.touch()
     with pytest.raises(ZeroDivisionError):

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import torch
 
-from recipe.atropos.verl_ext.device import get_device_id, get_device_name, get_torch_device
+from recipe.atropos.verl_ext.device import get_device_id, get_torch_device
 
 NamedTensors = Iterator[tuple[str, torch.Tensor]]
 Result = TypeVar("Result")
@@ -141,8 +141,7 @@ async def in_thread(action: Callable[[], Result]) -> Result:
     device = get_device_id()
 
     def run() -> Result:
-        if get_device_name() != "cpu":
-            get_torch_device().set_device(device)
+        get_torch_device().set_device(device)
         with torch.no_grad():
             return action()
 
