@@ -336,14 +336,17 @@ def shape_advantages(
 
 
 class KLCoefficient:
-    """Checkpoint state of verl's KL controllers, which keep it in ``value``."""
+    """Checkpoint state of verl's KL controllers: the coefficient that an adaptive one has reached.
 
-    def __init__(self, controller: Any):
+    A fixed one keeps that of the configuration, which may have been changed before the run was resumed.
+    """
+
+    def __init__(self, controller: AdaptiveKLController | FixedKLController):
         self.controller = controller
 
     def state_dict(self) -> dict[str, float]:
         return {"value": float(self.controller.value)}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        if hasattr(self.controller, "value"):
+        if isinstance(self.controller, AdaptiveKLController):
             self.controller.value = state["value"]

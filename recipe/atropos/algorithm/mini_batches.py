@@ -125,7 +125,6 @@ def update_actor(
         epochs=settings.ppo_epochs,
         seed=settings.data_loader_seed,
         dataloader_kwargs={"shuffle": False},
-        compute_loss=True,
     )
     metrics = finished_metrics(rename_dict(tu.get(workers.update_actor(data), "metrics"), "actor/"))
     metrics["perf/mfu/actor"] = metrics.pop("actor/mfu")

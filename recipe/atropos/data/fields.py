@@ -94,8 +94,8 @@ def teacher_top_k(
         except (TypeError, ValueError, OverflowError) as error:
             raise RefusedGroup(Reason.MALFORMED, f"{where}: {key}[{row}] holds what is no number ({error})") from error
         out[positions] = flat.reshape(-1, top_k)
-    outside = np.argwhere((ids < 0) | (ids >= vocab_size)) if vocab_size else np.empty((0, 2), int)
-    if outside.size:
+    outside = np.argwhere((ids < 0) | (ids >= vocab_size)) if vocab_size else []
+    if len(outside):
         at, k = outside[0]
         raise RefusedGroup(
             Reason.FOREIGN_TOKENS,

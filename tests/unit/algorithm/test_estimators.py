@@ -117,13 +117,17 @@ def test_environment_advantages_reach_their_tokens(by_std, use_own):
     assert any(value < 0 for row in as_rows(data) for value in row.values())
 
 
-def test_batch_without_own_advantages_gets_verls_grpo():
+@pytest.mark.parametrize("by_std", [True, False], ids=["by_std", "mean_only"])
+def test_batch_without_own_advantages_gets_verls_grpo(by_std):
     groups = mixed_groups()
     for group in groups:
         group.pop("advantages", None)
-    ours, verls = (estimate(groups, f"algorithm.adv_estimator={name}") for name in ("grpo_atropos", "grpo"))
+    ours, verls = (
+        estimate(groups, f"algorithm.adv_estimator={name}", f"algorithm.norm_adv_by_std_in_grpo={str(by_std).lower()}")
+        for name in ("grpo_atropos", "grpo")
+    )
     assert torch.equal(ours.batch["advantages"], verls.batch["advantages"])
-    assert_same(as_rows(ours), expected_advantages(groups))
+    assert_same(as_rows(ours), expected_advantages(groups, by_std))
 
 
 def test_group_of_equal_scores_has_no_advantage():
@@ -138,11 +142,12 @@ def test_group_of_equal_scores_has_no_advantage():
     assert_same(as_rows(ours)[8:], expected_advantages(groups[1:]))
 
 
-def test_a_group_of_one_row_has_its_score_as_advantage():
-    """As in verl's GRPO: nothing is known that it could be compared with."""
+@pytest.mark.parametrize("name", ["grpo_atropos", "grpo", "rloo"])
+def test_a_group_of_one_row_has_its_score_as_advantage(name):
+    """Nothing is known that it could be compared with."""
     rng = np.random.default_rng(0)
     groups = [random_group(rng, 50, size=1) | {"scores": [2.5]}, random_group(rng, 50, size=1) | {"scores": [-1.5]}]
-    data = estimate(groups)
+    data = estimate(groups, f"algorithm.adv_estimator={name}")
     rows = as_rows(data)
     assert_same(rows, [dict.fromkeys(row, score) for row, score in zip(rows, (2.5, -1.5), strict=True)])
     assert data.non_tensor_batch["has_signal"].all()

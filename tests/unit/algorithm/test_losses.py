@@ -291,6 +291,8 @@ def test_policy_loss_without_a_trained_token_is_0(rng, mode):
         "actor_rollout_ref.model.path=none",
         "algorithm.rollout_correction.bypass_mode=true",
         f"actor_rollout_ref.actor.policy_loss.loss_mode={mode}",
+        "actor_rollout_ref.actor.use_kl_loss=true",
+        "actor_rollout_ref.actor.kl_loss_type=kl",  # whose gradient is not 0 where the policies agree
     ]
     actor = compose_config(*overrides).actor_rollout_ref.actor
     with open_dict(actor):  # as the trainer gives it

@@ -8,7 +8,13 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from verl.utils import tensordict_utils as tu
 
-from recipe.atropos.algorithm.mini_batches import _has_trained_token, lay_out, mini_batch_of_groups, update_actor
+from recipe.atropos.algorithm.mini_batches import (
+    _has_trained_token,
+    lay_out,
+    micro_batch_size,
+    mini_batch_of_groups,
+    update_actor,
+)
 from recipe.atropos.data.data_proto import rows_to_data_proto
 from recipe.atropos.data.rows import Row, RowLimits
 
@@ -108,7 +114,9 @@ class Workers:
     """In the place of the ranks: what the actor is told."""
 
     def update_actor(self, data):
-        self.told = {key: tu.get(data, key) for key in ("calculate_entropy", "mini_batch_size", "epochs")}
+        keys = ("calculate_entropy", "mini_batch_size", "epochs", "dataloader_kwargs")
+        self.told = {key: tu.get(data, key) for key in keys}
+        self.first_tokens = data["prompts"][:, 0].tolist()
         return tu.get_tensordict({}, {"metrics": {"loss": [0.0], "mfu": 0.5}})
 
 
@@ -124,8 +132,20 @@ def test_mini_batches_calculate_the_entropy_where_it_is_used(asked, coefficient,
     )
     workers = Workers()
     metrics = update_actor(workers, batch, settings, mini_batches=2, ranks=1)
-    assert workers.told == {"calculate_entropy": calculated, "mini_batch_size": 2, "epochs": 3}
-    assert metrics["perf/mfu/actor"] == 0.5 and metrics["atropos/mini_batches"] == [2]
+    in_order = {"dataloader_kwargs": {"shuffle": False}}
+    assert workers.told == {"calculate_entropy": calculated, "mini_batch_size": 2, "epochs": 3} | in_order
+    assert workers.first_tokens == [0, 1, 2, 3]
+    assert metrics == {"actor/loss": [0.0], "perf/mfu/actor": 0.5, "atropos/mini_batches": [2]}
+
+
+def test_mini_batches_without_a_trained_token_are_left_out():
+    """Of three on two ranks, the second; the others keep their places."""
+    batch = rows_to_data_proto(some_rows([12], [3] * 12), RowLimits(4, 8, 0))
+    batch.batch["response_mask"][[2, 3, 8, 9]] = 0
+    workers, settings = Workers(), {"calculate_entropy": True, "ppo_epochs": 1, "data_loader_seed": 1}
+    metrics = update_actor(workers, batch, OmegaConf.create(settings), mini_batches=3, ranks=2)
+    assert workers.first_tokens == [0, 1, 4, 5, 6, 7, 10, 11] and workers.told["mini_batch_size"] == 4
+    assert metrics["atropos/mini_batches"] == [2] and metrics["atropos/mini_batches_without_token"] == [1]
 
 
 def test_mini_batches_without_a_trained_token_are_found():
@@ -133,3 +153,23 @@ def test_mini_batches_without_a_trained_token_are_found():
     mask[7, 1] = mask[1, 0] = 1  # of the second rank's first, of the first rank's first
     mask[10, 2] = 1
     assert _has_trained_token(mask, mini_batches=3, ranks=2).tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("dynamic", "sizes", "multiple"),
+    [
+        ((True, True, True), (None, None, None), 1),
+        ((True, True, True), (4, 6, 10), 1),
+        ((False, True, True), (4, 6, 10), 4),
+        ((False, False, True), (4, 6, None), 12),
+        ((False, False, False), (4, 6, 10), 60),
+        ((False, False, False), (4, 4, None), 4),  # no reference policy
+    ],
+    ids=str,
+)
+def test_micro_batches_of_fixed_sizes_divide_a_ranks_rows(dynamic, sizes, multiple):
+    actor, rollout, ref = zip(dynamic, sizes, strict=True)
+    settings = {"actor": dict(zip(("use_dynamic_bsz", "ppo_micro_batch_size_per_gpu"), actor, strict=True))}
+    names = ("log_prob_use_dynamic_bsz", "log_prob_micro_batch_size_per_gpu")
+    settings |= {"rollout": dict(zip(names, rollout, strict=True)), "ref": dict(zip(names, ref, strict=True))}
+    assert micro_batch_size(OmegaConf.create(settings)) == multiple

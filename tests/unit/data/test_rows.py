@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from helpers.trainer import compose_config
 from recipe.atropos.data.data_proto import groups_to_data_proto
 from recipe.atropos.data.reading import read_groups
 from recipe.atropos.data.rows import ConversionReport, Row, RowLimits, VersionLimits, environment_name
@@ -189,6 +190,14 @@ def test_rows_limits_are_positive(lengths):
     RowLimits(1, 1, 0)
     with pytest.raises(ValueError, match="lengths must be positive"):
         RowLimits(*lengths, 0)
+
+
+@pytest.mark.parametrize(("loss_coef", "read_teacher"), [(0.0, False), (0.5, True), (2.0, True)])
+def test_rows_limits_have_the_keys_of_the_configuration(loss_coef, read_teacher):
+    options = ["data.max_prompt_length=7", "data.max_response_length=9", "trainer.atropos.overlong=drop"]
+    options += [f"trainer.atropos.distillation.loss_coef={loss_coef}"]
+    limits = RowLimits.from_config(compose_config(*options), pad_token_id=3, vocab_size=100)
+    assert limits == RowLimits(7, 9, 3, overlong="drop", vocab_size=100, read_teacher=read_teacher)
 
 
 @pytest.mark.parametrize("bound", [-1, True, 1.5, "2"])

@@ -134,7 +134,11 @@ def test_sampling_declared_by_a_group_is_of_its_unknown_rows():
     [
         ({"group_overrides": {"sampling_params": [[{"temperature": 1.0}]]}}, "not a list over 3 sequences"),
         ({"group_overrides": {"sampling_params": {"temperature": 1.0}}}, "not a list over 3 sequences"),
-        ({"group_overrides": {"sampling_params": [{"temperature": 1.0}] * 3}}, "sampling_params[0]"),
+        (
+            {"group_overrides": {"sampling_params": [{"temperature": 1.0}] * 3}},
+            "sampling_params[0]: {'temperature': 1.0} is no list of mappings",
+        ),
+        ({"group_overrides": {"sampling_params": ["hot"] * 3}}, "sampling_params[0]: 'hot' is no list of mappings"),
         ({"group_overrides": {"sampling_params": [[]] * 3}}, "sampling_params[0]: [] is no list of mappings"),
         ({"group_overrides": {"sampling_params": [[{"top_p": 1.0}]] * 3}}, "no mapping with a temperature"),
         ({"group_overrides": {"sampling_params": [[{"temperature": "hot"}]] * 3}}, "temperature is 'hot'"),
