@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from helpers.disk import full_disk  # noqa: F401
 from helpers.gpu import machine  # noqa: F401
@@ -17,6 +18,10 @@ from recipe.atropos.utils.process import unstopped
 
 # Also on a machine with a GPU, in every process that is started from here.
 os.environ |= {"VERL_PLATFORM": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+
+# Shared cores take their time; all else as where the tests run, in continuous integration or not.
+settings.register_profile("untimed", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 # A shell that runs the tests in the background has them ignore SIGINT, and so would all that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -107,7 +107,7 @@ PATHS = st.sampled_from([path for _, path in ROUTES]) | st.sampled_from(["/x", "
 METHODS = st.sampled_from(["GET", "POST", "PUT", "HEAD", "OPTIONS", "DELETE"])
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(METHODS, PATHS, QUERIES, HEADERS, BODIES, st.booleans())
 def test_no_request_makes_the_server_fail(api, method, path, query, headers, body, known):
     if known:  # mostly requests that get beyond the router
@@ -144,7 +144,7 @@ def read_back(api):
         assert one["tokens"] == [row.tolist() for row in other["tokens"]] and one["scores"] == other["scores"]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.booleans(), st.data())
 def test_what_is_accepted_can_be_read_back(emptied, packed, data):
     """Odd groups, packed and as JSON: refused, or handed out in both forms."""

@@ -57,7 +57,7 @@ def test_mini_batch_of_groups_by_hand(sizes, sequences, expected):
     assert mini_batch_of_groups(sizes, sequences) == expected
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.lists(st.integers(1, 6), min_size=1, max_size=9),
     st.integers(1, 12),

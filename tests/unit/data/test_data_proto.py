@@ -125,7 +125,7 @@ def teacher_of(tensors, row, prompt_width):
     return positions[prompt_width - 1 : -1]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(groups(), min_size=1, max_size=4), st.integers(1, 6), st.sampled_from(["truncate", "drop"]))
 def test_every_row_equals_the_slow_reference(batch, multiple_of, overlong):
     limits = RowLimits(LIMITS.max_prompt_length, LIMITS.max_response_length, 0, overlong, vocab_size=100)
@@ -175,7 +175,7 @@ def test_every_row_equals_the_slow_reference(batch, multiple_of, overlong):
     assert len(set(others["uid"][padding])) == n_pad and not set(others["uid"][padding]) & {r["uid"] for r in rows}
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(groups(), min_size=1, max_size=3), st.integers(1, 5))
 def test_verls_own_slices_see_the_right_tokens(batch, multiple_of):
     """Through verl's removal of padding and back: each response position gets the value of the token before it."""

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -46,7 +46,6 @@ def test_a_seed_gives_the_same_weights_and_another_seed_others(folder, tmp_path)
     assert not all(first[name].shape == other[name].shape and torch.equal(first[name], other[name]) for name in first)
 
 
-@settings(deadline=None)
 @given(st.text(max_size=60))
 @example("\uf900")  # which has a canonical form
 def test_any_text_survives_the_tokenizer(tokenizer, text):

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from recipe.atropos.environments import word_problems
 from recipe.atropos.environments.word_problems import generate, gold_answer, load_problems
 
 
@@ -35,9 +36,11 @@ def test_another_process_generates_the_same_rows():
     assert outputs == {f"{generate('test', 20, 3)}\n"}
 
 
-def test_more_problems_than_there_are_is_an_error():
-    with pytest.raises(ValueError, match="has fewer than 9000 problems in split test"):
-        generate("test", 9000)
+def test_more_problems_than_there_are_is_an_error(monkeypatch):
+    monkeypatch.setattr(word_problems, "_NAMES", ("Anna",))
+    monkeypatch.setattr(word_problems, "_ITEMS", ("apples",))
+    with pytest.raises(ValueError, match="has fewer than 500 problems in split test"):
+        generate("test", 500)
 
 
 @pytest.mark.parametrize("where", ["file", "folder", "config folder"])

@@ -5,7 +5,7 @@ import random
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from recipe.atropos.trajectory_api.batching import SKIPS, Queue
@@ -68,7 +68,6 @@ def test_each_group_is_in_one_batch_or_queued(batch_size, groups, bounded):
     assert aside == {size: n for size, n in Counter(entry.size for entry in left).items() if queue.is_aside(size)}
 
 
-@settings(deadline=None)
 @given(
     st.integers(1, 40),
     st.lists(
@@ -163,7 +162,6 @@ TICKETS = st.lists(
 
 
 @pytest.mark.parametrize("bounded", [False, True])
-@settings(deadline=None)
 @given(TICKETS, st.integers(4, 16), st.sampled_from([0.0, 0.4]), st.randoms(use_true_random=False))
 def test_the_time_of_a_post_does_not_change_a_batch(bounded, tickets, batch_size, minimum, rng):
     """Whatever is posted is of other sizes than asked for, or fails (0), in any order, while batches are cut."""
@@ -229,7 +227,6 @@ def test_a_ticket_behind_a_complete_batch_is_not_waited_for():
 # ---------------------------------------------------------------------- shares
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from([0.5, 1, 2, 3.7]), st.integers(1, 8)), min_size=2, max_size=6), st.data())
 def test_no_environment_is_more_than_a_group_ahead(environments, data):
     batch_size = data.draw(st.integers(8, 64))

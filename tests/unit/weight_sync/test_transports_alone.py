@@ -134,7 +134,7 @@ def test_transport_auto_takes_shared_memory_where_it_can():
         choose_transport("pigeon", [])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.lists(st.tuples(st.integers(0, 60), st.sampled_from([torch.float32, torch.bfloat16, torch.int64])), max_size=25),
     st.integers(1, 300),
