@@ -39,7 +39,7 @@ def options(model, steps):
 def test_join_trains_on_stock_environments_that_come_and_go(terminal, model_path, tmp_path, monkeypatch):
     """By the printed command and by flags; one leaves and returns, beside another; the key is on the terminal only."""
     monkeypatch.delenv("ATROPOS_API_KEY", raising=False)
-    steps = 60
+    steps = 240  # of a fraction of a second each: enough that one leaves meanwhile, on busy cores too
     launcher = terminal([*LAUNCH, *options(model_path, steps)], tmp_path)
     launcher.wait_for(r"python environments/gsm8k_server.py serve .*\n")
     launcher.wait_for("this run starts no environment, so it evaluates nothing")
