@@ -23,7 +23,7 @@ def test_calculator_raises_held_out_success_by_15_points(tmp_path, seed):
         service.stop(grace=30)
     summary = orjson.loads((tmp_path / "run/summary.json").read_bytes())
     before, after = summary["heldout_accuracy_before"], summary["heldout_accuracy_after"]
-    assert summary["heldout_problems"] == 256 and 0.2 <= before <= 0.5
+    assert summary["heldout_problems"] == 256 and 0.1 <= before <= 0.5
     assert after - before >= 0.15
     assert summary["steps"] == 60 and summary["dropped"] == {}
     metrics = read_metrics(tmp_path / "run")

@@ -69,23 +69,35 @@ def words(command):
     return [sys.executable, *command.split()[1:]]
 
 
+def launched_at_default_ports(terminal, folder):
+    """A launcher at the ports that the document names, once no other test has them."""
+    launch = words("python -m recipe.atropos.launch_services --model model --steps 1000 --gpus 1")
+    deadline = time.monotonic() + 600
+    while True:
+        while not (port_is_free(API_PORT) and port_is_free(GATEWAY_PORT)):
+            assert time.monotonic() < deadline, f"port {API_PORT} or {GATEWAY_PORT} is taken all the time"
+            time.sleep(0.5)
+        launcher = terminal([*launch, "environment.target=null", "--config=cpu.yaml"], folder)
+        launcher.wait_for(r"python environments/gsm8k_server.py serve .*\n")
+        addresses = (
+            f'"rollout_server_url": "http://127.0.0.1:{API_PORT}"',
+            f'"base_url": "http://127.0.0.1:{GATEWAY_PORT}/v1"',
+        )
+        if all(address in launcher.text for address in addresses):
+            return launcher
+        assert time.monotonic() < deadline, launcher.text
+        launcher.end()
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(1700)
+@pytest.mark.timeout(2400)
 def test_promises_commands_of_the_main_document_run_as_written(terminal, folder, monkeypatch):
     """The stock environment by what the launcher prints: BaseEnv ignores the document's own --openai.base_url."""
-    deadline = time.monotonic() + 600
-    while not (port_is_free(API_PORT) and port_is_free(GATEWAY_PORT)):
-        assert time.monotonic() < deadline, f"port {API_PORT} or {GATEWAY_PORT} is taken, and the document names them"
-        time.sleep(0.5)
     monkeypatch.setenv("ATROPOS_API_KEY", "a-key-of-ones-own")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(folder / "atropos")]))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(folder / "cached"))  # else another folder of this name is found there
-    launch = words("python -m recipe.atropos.launch_services --model model --steps 1000 --gpus 1")
-    launcher = terminal([*launch, "environment.target=null", "--config=cpu.yaml"], folder)
-    launcher.wait_for(r"python environments/gsm8k_server.py serve .*\n")
-    assert f'"rollout_server_url": "http://127.0.0.1:{API_PORT}"' in launcher.text
-    assert f'"base_url": "http://127.0.0.1:{GATEWAY_PORT}/v1"' in launcher.text
+    launcher = launched_at_default_ports(terminal, folder)
     assert '"api_key": "a-key-of-ones-own"' in launcher.text, "the key that is given is every service's"
     url = "--env.rollout_server_url http://localhost:8000"
     commands = (
