@@ -6,7 +6,7 @@ import functools
 import pytest
 
 from helpers.families import make_family
-from helpers.sglang import running_sglang
+from helpers.sglang import call, running_sglang
 from helpers.trainer import close, compose_config, model_vocab, started
 from recipe.atropos.weight_sync.probe import Probe
 from recipe.atropos.weight_sync.servers import WeightPushError
@@ -43,6 +43,8 @@ def family_server(make_model):
 def test_names_of_moe_models_are_served(make_model, family_server, tmp_path, family, strategy, world):
     """A server of other weights has the trainer's logprobs after a push, from ranks that hold shards."""
     model, server = make_model(family, seed=1), family_server(family)
+    first = make_model(family)  # another push may have changed them
+    call(server, lambda client: client.update_weights_from_disk(first, "default"))
     config = compose_config(
         f"actor_rollout_ref.model.path={model}",
         f"actor_rollout_ref.actor.strategy={strategy}",
