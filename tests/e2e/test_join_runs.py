@@ -39,7 +39,7 @@ def options(model, steps):
 def test_join_trains_on_stock_environments_that_come_and_go(terminal, model_path, tmp_path, monkeypatch):
     """By the printed command and by flags; one leaves and returns, beside another; the key is on the terminal only."""
     monkeypatch.delenv("ATROPOS_API_KEY", raising=False)
-    steps = 240  # of a fraction of a second each: enough that one leaves meanwhile, on busy cores too
+    steps, run = 120, tmp_path / "run"
     launcher = terminal([*LAUNCH, *options(model_path, steps)], tmp_path)
     launcher.wait_for(r"python environments/gsm8k_server.py serve .*\n")
     launcher.wait_for("this run starts no environment, so it evaluates nothing")
@@ -50,7 +50,7 @@ def test_join_trains_on_stock_environments_that_come_and_go(terminal, model_path
     by_file = ["bash", "-c", f"exec {command}"]
     first = terminal(by_file, tmp_path)
     launcher.wait_for("an environment has joined, as number 0")
-    launcher.wait_for(rf"step +2/{steps}")
+    launcher.wait_for_step(2, run)
     first.end()
     flags = {"env.rollout_server_url": api, "env.tokenizer_name": model_path, "env.group_size": 2}
     flags |= {"env.max_token_length": 128, "env.total_steps": 10**9, "env.use_wandb": False}
@@ -59,9 +59,8 @@ def test_join_trains_on_stock_environments_that_come_and_go(terminal, model_path
     terminal([sys.executable, STOCK, "serve", *given], tmp_path)
     terminal(by_file, tmp_path)
     launcher.wait_for("an environment has joined, as number 1")
-    assert not re.search(rf"step +{steps}/", launcher.text), "it waited for one to return"
+    assert len(read_metrics(run)) < steps, "it waited for one to return"
     assert launcher.process.wait(LIMIT) == 0, launcher.text[-5000:]
-    run = tmp_path / "run"
     lines, summary = read_metrics(run), orjson.loads((run / "summary.json").read_bytes())
     assert [line["step"] for line in lines] == list(range(1, steps + 1))
     assert all(line["atropos/rows_with/unknown_version"] == line["atropos/rows"] == 4 for line in lines)

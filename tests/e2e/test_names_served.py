@@ -8,6 +8,7 @@ import pytest
 from helpers.families import make_family
 from helpers.sglang import call, running_sglang
 from helpers.trainer import close, compose_config, model_vocab, started
+from recipe.atropos.utils.process import unstopped
 from recipe.atropos.weight_sync.probe import Probe
 from recipe.atropos.weight_sync.servers import WeightPushError
 
@@ -31,7 +32,8 @@ def family_server(make_model):
             if family not in running:
                 log_path = make_model(family).parent / f"{family}.log"
                 options = {"max_total_tokens": 2048, "log_path": log_path}
-                running[family] = stack.enter_context(running_sglang(make_model(family), **options))[1]
+                service, running[family] = stack.enter_context(running_sglang(make_model(family), **options))
+                unstopped.remove(service)  # it is not of the test that asked for it first
             return running[family]
 
         yield start

@@ -110,7 +110,9 @@ def test_promises_commands_of_the_main_document_run_as_written(terminal, folder,
         launcher.wait_for(f"an environment has joined, as number {number}")
         before = len(read_metrics(folder / "runs" / "default"))
         try:
-            launcher.wait_for(rf"step +{before + 6}/1000")  # more than one that has left could have posted
+            launcher.wait_for_step(
+                before + 6, folder / "runs" / "default"
+            )  # more than one that has left could have posted
         except AssertionError as error:
             raise AssertionError(environment.text[-5000:]) from error
         assert environment.process.poll() is None, environment.text
@@ -127,7 +129,7 @@ def test_promises_launcher_trains_by_the_documents_command(terminal, folder):
     launch = words("python -m recipe.atropos.launch_services --model model --steps 1000 --gpus 1")
     variables = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(folder / "cached")}
     launcher = terminal([*launch, "--config=cpu.yaml"], folder, **variables)
-    launcher.wait_for(r"step +2/1000")
+    launcher.wait_for_step(2, folder / "runs" / "default")
     assert "held-out accuracy" in launcher.text
     prompts = "".join(path.read_text() for path in (folder / "runs" / "default" / "rollouts").iterdir())
     assert "train 0?" in prompts or "train 1?" in prompts, "questions of the folder's data"

@@ -23,7 +23,7 @@ from recipe.atropos.utils.secret import API_KEY_VARIABLE
 from recipe.atropos.weight_sync.colocated import SharedMemory
 from recipe.atropos.weight_sync.fleet import ServersGone
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 KEY = "a-secret-of-this-test"
 PROMPT = [10, 11, 12]

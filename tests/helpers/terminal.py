@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 from helpers.environments import join_env
+from recipe.atropos.run_record import read_metrics
 from recipe.atropos.utils.process import RUN_ID_VARIABLE
 
 STOCK = join_env.__file__
@@ -84,6 +85,13 @@ class Terminal:
             assert self.process.poll() is None and time.monotonic() < deadline, f"no {pattern} in:\n{self.text[-5000:]}"
             time.sleep(0.2)
         return found
+
+    def wait_for_step(self, step, run):
+        """Wait until the run in the folder ``run`` has trained so many steps, however the command shows them."""
+        deadline = time.monotonic() + LIMIT
+        while len(read_metrics(run)) < step:
+            assert self.process.poll() is None and time.monotonic() < deadline, f"no step {step}:\n{self.text[-5000:]}"
+            time.sleep(0.2)
 
     def wait_for_end(self):
         """Wait until the command has ended and all that it wrote is read."""
