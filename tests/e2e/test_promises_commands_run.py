@@ -41,6 +41,7 @@ def test_promises_wrong_key_is_an_error_that_names_the_variable(tmp_path):
         gateway.stop(grace=3)
 
 
+KEY = "a-key-of-ones-own"
 DEVICE = """
 inference: {dtype: float32, mem_fraction_static: 0.3, args: {max_total_tokens: 65536}}
 actor_rollout_ref:
@@ -80,7 +81,7 @@ def launched_at_default_ports(terminal, folder):
         launcher = terminal([*launch, "environment.target=null", "--config=cpu.yaml"], folder)
         launcher.wait_for(r"python environments/gsm8k_server.py serve .*\n")
         addresses = (
-            f'"rollout_server_url": "http://127.0.0.1:{API_PORT}"',
+            f'"rollout_server_url": "http://127.0.0.1:{API_PORT}/{KEY}"',
             f'"base_url": "http://127.0.0.1:{GATEWAY_PORT}/v1"',
         )
         if all(address in launcher.text for address in addresses):
@@ -93,12 +94,12 @@ def launched_at_default_ports(terminal, folder):
 @pytest.mark.timeout(2400)
 def test_promises_commands_of_the_main_document_run_as_written(terminal, folder, monkeypatch):
     """The stock environment by what the launcher prints: BaseEnv ignores the document's own --openai.base_url."""
-    monkeypatch.setenv("ATROPOS_API_KEY", "a-key-of-ones-own")
+    monkeypatch.setenv("ATROPOS_API_KEY", KEY)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(folder / "atropos")]))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(folder / "cached"))  # else another folder of this name is found there
     launcher = launched_at_default_ports(terminal, folder)
-    assert '"api_key": "a-key-of-ones-own"' in launcher.text, "the key that is given is every service's"
+    assert f'"api_key": "{KEY}"' in launcher.text, "the key that is given is every service's"
     url = "--env.rollout_server_url http://localhost:8000"
     commands = (
         ["bash", "-c", f"exec {told_command(launcher.text)}"],
