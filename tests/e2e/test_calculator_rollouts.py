@@ -254,9 +254,8 @@ def test_calculator_answers_stand_masked_between_the_turns(trained):
         assert end == len(tokens)
         reply = answer(tokenizer.decode(tokens[start:end]).removesuffix("<|im_end|>"))
         text = tokenizer.decode(tokens)
-        if (
-            reply is not None and text.count("<|im_start|>assistant\n") < TURNS
-        ):  # no room for an answer and another turn
+        turns = text.count("<|im_start|>assistant\n")
+        if reply is not None and turns < TURNS:  # a call that had no room for its answer and another turn
             more = tokenizer.encode(f"\n<|im_start|>tool\n{reply}<|im_end|>\n<|im_start|>assistant\n")
             assert len(tokens) + len(more) >= LENGTH - 1, text
     assert errors, "a malformed call was answered too"

@@ -106,19 +106,18 @@ def test_promises_commands_of_the_main_document_run_as_written(terminal, folder,
         words(f"python -m recipe.atropos.environments.gsm8k_upstream serve {url}"),
         words(f"python -m recipe.atropos.environments.gsm8k serve {url}"),
     )
+    run = folder / "runs" / "default"
     for number, command in enumerate(commands):
         environment = terminal(command, folder)
         launcher.wait_for(f"an environment has joined, as number {number}")
-        before = len(read_metrics(folder / "runs" / "default"))
+        before = len(read_metrics(run))
         try:
-            launcher.wait_for_step(
-                before + 6, folder / "runs" / "default"
-            )  # more than one that has left could have posted
+            launcher.wait_for_step(before + 6, run)  # more than one that has left could have posted
         except AssertionError as error:
             raise AssertionError(environment.text[-5000:]) from error
         assert environment.process.poll() is None, environment.text
         environment.end()
-    lines = read_metrics(folder / "runs" / "default")
+    lines = read_metrics(run)
     assert any("atropos/env_0/mean_score" in line for line in lines), "a stock environment has no name"
     assert any("atropos/gsm8k/mean_score" in line for line in lines)
 

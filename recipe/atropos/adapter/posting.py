@@ -226,8 +226,9 @@ class PostingEnv(ItemRollouts):
 
     def _stop_items(self) -> None:
         """Cancel what runs, and let no more start."""
-        for task in [*filter(None, [self.__starting]), *self.workers, *self.eval_workers]:
-            task.cancel()
+        for task in (self.__starting, *self.workers, *self.eval_workers):
+            if task is not None:
+                task.cancel()
 
     async def add_train_workers(self) -> None:
         """Let items start in a task of their own, since waiting for a ticket must not hold up the manager."""

@@ -5,7 +5,6 @@ import os
 import platform
 import subprocess
 from pathlib import Path
-from typing import Any
 
 from recipe.atropos.errors import AtroposError
 from recipe.atropos.inference.server import sglang_python
@@ -35,12 +34,14 @@ def installed_versions(python: str | None) -> dict[str, str]:
 def _commit() -> str:
     if not (_CHECKOUT / ".git").exists():  # installed from a wheel, perhaps below another repository
         return ""
-    command = ["git", "--no-optional-locks", "-C", str(_CHECKOUT), "describe", "--always", "--dirty", "--exclude=*"]
+    git = ["git", "--no-optional-locks", "-C", str(_CHECKOUT)]
+    describe = ["describe", "--always", "--dirty", "--exclude=*", "--abbrev=12"]
     # A git hook names its own repository in GIT_DIR.
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-    options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": _GIT_SECONDS, "check": True}
+    env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     try:
-        return subprocess.run([*command, "--abbrev=12"], env=environment, **options).stdout.strip()
+        return subprocess.check_output(
+            git + describe, env=env, stderr=subprocess.DEVNULL, text=True, timeout=_GIT_SECONDS
+        ).strip()
     except (OSError, subprocess.SubprocessError):
         return ""
 
