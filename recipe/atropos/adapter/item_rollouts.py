@@ -12,10 +12,11 @@ import logging
 import math
 import time
 import traceback
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable
 from typing import Any
 
 from atroposlib.envs.base import BaseEnv
+from tenacity import AsyncRetrying, RetryCallState, stop_after_attempt, wait_chain, wait_fixed
 
 from recipe.atropos.adapter.recorded_calls import cause_of, sglang_servers
 from recipe.atropos.adapter.reporting import EnvReport
@@ -75,28 +76,36 @@ class ItemRollouts(BaseEnv):
 
     async def __roll_out(self, item: Any) -> Any:
         """Return what is to be sent for an item; None if there is nothing, with the reason counted."""
-        for pause in (*self.retry_seconds, None):
-            backlog: Sequence[Any] = ()
-            stage = "collect_trajectories"
-            try:
-                groups, backlog = await _not_cancelled(self.collect_trajectories(item))
-                backlog = backlog or ()
-                stage = "postprocess_histories"
-                if groups:
-                    groups = await _not_cancelled(self.postprocess_histories(groups))
-            except Exception as error:
-                if pause is not None:
-                    self.__log_once(stage, error)
-                    self.report.count(f"retried/{type(cause_of(error)).__name__}")
-                    await asyncio.sleep(pause)
-                    continue
-                self._count_failure(stage, error)
-                groups = None
-            else:
-                if not groups and not backlog:
-                    self.report.refuse(Reason.NO_GROUP, f"{stage}() gave none for item {str(item)[:200]}")
-            self.backlog.extend(backlog)
-            return groups or None
+        stage, backlog = "", ()
+
+        async def attempt() -> Any:
+            nonlocal stage, backlog
+            stage, backlog = "collect_trajectories", ()
+            groups, backlog = await _not_cancelled(self.collect_trajectories(item))
+            if not groups:
+                return None
+            stage = "postprocess_histories"
+            return await _not_cancelled(self.postprocess_histories(groups))
+
+        def count(state: RetryCallState) -> None:
+            error = state.outcome.exception()
+            self.__log_once(stage, error)
+            self.report.count(f"retried/{type(cause_of(error)).__name__}")
+
+        pauses = [wait_fixed(seconds) for seconds in self.retry_seconds]
+        retrying = AsyncRetrying(
+            stop=stop_after_attempt(1 + len(pauses)), wait=wait_chain(*pauses), before_sleep=count, reraise=True
+        )
+        groups = None
+        try:
+            groups = await retrying(attempt)
+        except Exception as error:
+            self._count_failure(stage, error)
+        else:
+            if not groups and not backlog:
+                self.report.refuse(Reason.NO_GROUP, f"{stage}() gave none for item {str(item)[:200]}")
+        self.backlog.extend(backlog or ())
+        return groups or None
 
     def _count_failure(self, stage: str, error: Exception) -> None:
         self.__log_once(stage, error)

@@ -17,11 +17,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import aiohttp
 import orjson
+from tenacity import RetryCallState, retry_if_exception, wait_exponential
 
 from recipe.atropos.adapter.validate import to_json
-from recipe.atropos.trajectory_api.trajectory_client import TrajectoryApiClient, TrajectoryApiError
+from recipe.atropos.trajectory_api.trajectory_client import NoAnswer, TrajectoryApiClient, TrajectoryApiError
 
 logger = logging.getLogger(__name__)
 
@@ -84,35 +84,37 @@ class StockApi(TrajectoryApiClient):
     async def _json(
         self, method: str, path: str, message: Any = None, limit: float | None = None, key: str | None = None
     ) -> Any:
-        server_errors, tries, waited = 0, 0, 0.0  # s, not counting waits for a registration
         posts, headers = path == _POST, {"Content-Type": "application/json"}
-        while True:
+        server_errors, held_back = 0, 0.0  # s spent waiting for a registration
+
+        async def attempt() -> Any:
+            nonlocal server_errors, held_back
             if posts:
+                begun = time.monotonic()
                 await self._registered.wait()
+                held_back += time.monotonic() - begun
                 for group in message:
                     group["env_id"] = self._env_id
-            body, begun = to_json(message), time.monotonic()
             try:
-                timeout = aiohttp.ClientTimeout(self._timeout)
-                request = self._session.request(method, self.url + path, data=body, headers=headers, timeout=timeout)
-                async with request as reply:
-                    text = await reply.read()
-                if reply.status < 400:
-                    return orjson.loads(text)
-                problem, status = f"HTTP {reply.status}: {text[:300].decode(errors='replace')}", reply.status
-                server_errors += 1
-            except (aiohttp.ClientError, TimeoutError) as error:
-                problem, status = str(error) or type(error).__name__, None
-                if isinstance(getattr(error, "os_error", None), ConnectionRefusedError):
+                _, answer = await self._attempt(method, path, headers, to_json(message))
+            except NoAnswer as error:
+                server_errors += error.status is not None
+                if isinstance(getattr(error.__cause__, "os_error", None), ConnectionRefusedError):
                     self._lose("refuses connections")
-            pause = min(2.0**tries, _LONGEST_PAUSE)
-            tries, waited = tries + 1, waited + time.monotonic() - begun + pause
-            given_up = status is not None and (not posts or status < 500 or server_errors == _SERVER_ERRORS)
-            if given_up or waited > self.retry_timeout:
-                raise TrajectoryApiError(f"{method} {self.url}{path}: {problem}; is run-api up?", status)
-            logger.warning("%s %s%s: %s; trying again", method, self.url, path, problem)
-            self.again += 1
-            await asyncio.sleep(pause)
+                raise
+            return orjson.loads(answer)
+
+        def stop(state: RetryCallState) -> bool:
+            waited = state.seconds_since_start - held_back + state.upcoming_sleep
+            return server_errors == _SERVER_ERRORS or waited > self.retry_timeout
+
+        may_change = retry_if_exception(lambda error: isinstance(error, NoAnswer) and (posts or error.status is None))
+        try:
+            return await self._retrying(retry=may_change, wait=wait_exponential(1, max=_LONGEST_PAUSE), stop=stop)(
+                attempt
+            )
+        except NoAnswer as error:
+            raise TrajectoryApiError(f"{error}; is run-api up?", error.status) from error.__cause__
 
     def _lose(self, how: str) -> None:
         if self._registered.is_set():

@@ -12,13 +12,14 @@ Guarantees:
 
 import asyncio
 import logging
-import time
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import aiohttp
 import orjson
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_exponential
+from tenacity.stop import stop_base
 
 from recipe.atropos.errors import AtroposError
 from recipe.atropos.trajectory_api import wire
@@ -29,6 +30,8 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0  # s, between attempts
 _READ_BUFFER = 4 << 20  # bytes; a batch has several MB
 _ANSWER = 90.0  # s for one attempt; the server delays answers by at most 60
 _ASK = 5.0  # s for the question why there was no answer
+
+Answer = tuple[Mapping[str, str], bytes]  # headers and body
 
 
 class TrajectoryApiError(AtroposError, RuntimeError):
@@ -44,11 +47,35 @@ class TrajectoryApiError(AtroposError, RuntimeError):
         self.reason: str = self.answer.get("reason") or ("api_unreachable" if status is None else f"http_{status}")
 
 
+class NoAnswer(TrajectoryApiError):
+    """No answer yet, or one that may change; ``trouble`` is why the API cannot store, if it says so."""
+
+    trouble = ""
+
+
 class NumberedBatch(NamedTuple):
     """A batch: its groups have the keys of ``ScoredData``, with lists of arrays for per-token fields."""
 
     number: int
     groups: list[dict[str, Any]]
+
+
+class _Limits(stop_base):
+    """Stops after ``retry`` s without an answer, or ``held`` s, if that is longer, while the API cannot store."""
+
+    def __init__(self, retry: float, held: float):
+        self._retry, self._held = retry, max(retry, held)
+        self._lived = 0.0  # s after the start
+
+    def of(self, error: NoAnswer) -> float:
+        return self._held if error.trouble else self._retry
+
+    def __call__(self, state: RetryCallState) -> bool:
+        error, elapsed = state.outcome.exception(), state.seconds_since_start
+        if error.trouble:
+            self._lived = elapsed
+        since = 0.0 if error.trouble else self._lived
+        return elapsed - since + state.upcoming_sleep > self.of(error)
 
 
 class TrajectoryApiClient:
@@ -226,36 +253,61 @@ class TrajectoryApiClient:
         """
         if self.epoch is not None:
             headers = {**headers, wire.EPOCH_HEADER: str(self.epoch)}
-        begun = lived = time.monotonic()
-        pause, what = _FIRST_PAUSE, f"{method} {self.url}{path}"
-        while True:
-            trouble = ""
+        limits = _Limits(self.retry_timeout, self._held_timeout)
+
+        async def attempt() -> Answer:
             try:
-                timeout = aiohttp.ClientTimeout(limit or self._timeout)
-                async with self._session.request(
-                    method, self.url + path, data=body, params=query, headers=headers, timeout=timeout
-                ) as reply:
-                    content = await reply.read()
-                    if reply.status < 400:
-                        return reply.headers, content
-                    problem = f"{what} answered HTTP {reply.status}: {_detail(content)}"
-                    if reply.status < 500:
-                        raise TrajectoryApiError(problem, reply.status, _mapping(content))
-            except (aiohttp.ClientError, OSError) as error:  # TimeoutError is an OSError
-                problem = f"{what} got no answer ({error!r})"
-                trouble = await self._trouble() if isinstance(error, TimeoutError) else ""
-            now = time.monotonic()
-            if trouble:
-                lived, waited, most = now, now - begun, max(self._held_timeout, self.retry_timeout)
-            else:
-                waited, most = now - lived, self.retry_timeout
-            if waited + pause > most:
-                why = f"it cannot store: {trouble}" if trouble else "is the Trajectory API up?"
-                raise TrajectoryApiError(f"{problem}, for {most:g} s; {why}")
-            logger.warning("%s; trying again", trouble or problem)
+                return await self._attempt(method, path, headers, body, query, limit)
+            except NoAnswer as error:
+                if isinstance(error.__cause__, TimeoutError):
+                    error.trouble = await self._trouble()
+                raise
+
+        try:
+            return await self._retrying(
+                retry=retry_if_exception_type(NoAnswer),
+                wait=wait_exponential(_FIRST_PAUSE, max=_LONGEST_PAUSE),
+                stop=limits,
+            )(attempt)
+        except NoAnswer as error:
+            why = f"it cannot store: {error.trouble}" if error.trouble else "is the Trajectory API up?"
+            raise TrajectoryApiError(f"{error}, for {limits.of(error):g} s; {why}") from error.__cause__
+
+    async def _attempt(
+        self,
+        method: str,
+        path: str,
+        headers: Mapping[str, str],
+        body: bytes | None = None,
+        query: Mapping[str, str] | None = None,
+        limit: float | None = None,
+    ) -> Answer:
+        """Send a request once; return headers and body.
+
+        Raises:
+            NoAnswer: there is none, or one with a status of 500 or more.
+            TrajectoryApiError: the answer is another error.
+        """
+        what, timeout = f"{method} {self.url}{path}", aiohttp.ClientTimeout(limit or self._timeout)
+        try:
+            async with self._session.request(
+                method, self.url + path, data=body, params=query, headers=headers, timeout=timeout
+            ) as reply:
+                content = await reply.read()
+        except (aiohttp.ClientError, OSError) as error:  # TimeoutError is an OSError
+            raise NoAnswer(f"{what} got no answer ({error!r})") from error
+        if reply.status < 400:
+            return reply.headers, content
+        problem = f"{what} answered HTTP {reply.status}: {_detail(content)}"
+        raise (NoAnswer if reply.status >= 500 else TrajectoryApiError)(problem, reply.status, _mapping(content))
+
+    def _retrying(self, **policy: Any) -> AsyncRetrying:
+        def say(state: RetryCallState) -> None:
+            error = state.outcome.exception()
+            logger.warning("%s; trying again", getattr(error, "trouble", "") or error)
             self.again += 1
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
+
+        return AsyncRetrying(before_sleep=say, reraise=True, **policy)
 
     async def _trouble(self) -> str:
         """Return why the API holds its answers, "" if it does not or is silent."""
