@@ -98,9 +98,9 @@ def test_an_api_that_is_killed_and_started_again_loses_nothing(api):
 
 def test_a_silent_api_is_waited_for_as_long_as_for_a_batch(api):
     """It is stopped, so that it takes connections and answers none; longer than ``retry_attempts``."""
-    with source(api, retry_attempts=1, timeout=1, max_wait_time=20) as patient:
+    with source(api, retry_attempts=1, timeout=1, max_wait_time=10) as patient:
         api.process.send_signal(signal.SIGSTOP)
-        time.sleep(8)
+        time.sleep(4)
         api.process.send_signal(signal.SIGCONT)
         post(api, 1, 2)
         assert taken(patient.next_batch()) == (1, [1, 2])

@@ -408,6 +408,7 @@ def test_engine_and_trainer_agree_on_fresh_samples_alone(model_path, server, tmp
     assert gaps["stale"][1] == sorted(gaps["stale"][1]) and gaps["stale"][1][-1] > 10 * max(gaps["fresh"][1]), gaps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "options"),
     [

@@ -27,7 +27,9 @@ def test_without_an_accelerator_verl_finds_the_cpu_by_itself():
     assert platform() == ["platform cpu"]
 
 
-@pytest.mark.parametrize("where", ["nvidia-smi", "driver", "cluster", "worker"])
+@pytest.mark.parametrize(
+    "where", ["nvidia-smi", *(pytest.param(where, marks=pytest.mark.slow) for where in ("driver", "cluster", "worker"))]
+)
 def test_where_a_gpu_may_be_present_the_plugin_stays_off(machine, where):
     """verl then takes its own default, also in a process that sees no GPU by itself."""
     if where == "nvidia-smi":
@@ -36,6 +38,6 @@ def test_where_a_gpu_may_be_present_the_plugin_stays_off(machine, where):
     assert platform((DRIVER if where == "driver" else "") + CODE, **variables) == ["platform cuda"]
 
 
-@pytest.mark.parametrize(("name", "device"), [("cpu", "cpu"), ("nvidia", "cuda")])
+@pytest.mark.parametrize(("name", "device"), [("nvidia", "cuda"), pytest.param("cpu", "cpu", marks=pytest.mark.slow)])
 def test_verls_own_variable_decides_over_both(name, device):
     assert platform(VERL_PLATFORM=name) == [f"platform {device}"]

@@ -33,6 +33,7 @@ def test_a_taken_port_is_an_error_at_once(model_path, tmp_path):
             start_sglang(SGLangLaunch(str(model_path), port=port), log_path=tmp_path / "log")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_server_that_cannot_start_shows_its_own_last_lines(model_path, tmp_path):
     shutil.copytree(model_path, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))

@@ -143,7 +143,7 @@ def sft_generator(url, folder, tokenizer):
     return ["-m", "atroposlib.cli.sft", str(folder / "saved.jsonl"), "--api-url", url, *options]
 
 
-@pytest.mark.parametrize("client", [example_trainer, sft_generator])
+@pytest.mark.parametrize("client", [example_trainer, pytest.param(sft_generator, marks=pytest.mark.slow)])
 def test_a_stock_environment_and_stock_clients_run(client, api, model_path, tmp_path):
     """With the secret in the address, which is all that they are told."""
     url = f"{api.url}/s3cret"

@@ -90,12 +90,15 @@ def load_config(overrides: Sequence[str], tell: Callable[[str], None] = lambda _
     Raises:
         ConfigurationError: naming key and value, and the nearest key, the choices, or what to set instead.
     """
-    return set_waits(resolved(compose_config(overrides, tell)))
+    return set_waits(_resolve(compose_config(overrides, tell)))
 
 
 def resolved(composed: DictConfig) -> DictConfig:
     """Return a resolved and checked copy of what ``compose_config`` returned; raises as ``load_config``."""
-    config = copy.deepcopy(composed)
+    return _resolve(copy.deepcopy(composed))
+
+
+def _resolve(config: DictConfig) -> DictConfig:
     try:
         OmegaConf.resolve(config)
     except OmegaConfBaseException as error:
@@ -129,7 +132,7 @@ def complete_config(
         "inference.colocated": bool(config.inference.colocated),
         **(addresses or {}),
     }
-    return resolved(with_values(composed, decided))
+    return _resolve(with_values(composed, decided))
 
 
 def compose_config(overrides: Sequence[str], tell: Callable[[str], None] = lambda _: None) -> DictConfig:

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from recipe.atropos.demo import policies
 from recipe.atropos.demo.small_policy import (
     Recipe,
     _tokenize,
@@ -19,7 +18,6 @@ from recipe.atropos.demo.small_policy import (
     make_small_policy,
 )
 from recipe.atropos.demo.terse_policy import STEPS, TerseRecipe
-from recipe.atropos.demo.two_task_policy import TwoTaskRecipe
 
 QUICK = Recipe(steps=3, problems=200, batch_size=8)
 
@@ -77,16 +75,6 @@ def test_the_cached_policy_is_used_again(tmp_path):
     assert ensure_small_policy(tmp_path, seed=3, recipe=QUICK) == path and path.stat().st_mtime_ns == before
     assert [entry.name for entry in tmp_path.iterdir()] == [path.name], "nothing half-made stays"
     assert ensure_small_policy(tmp_path, seed=3, recipe=Recipe(steps=2, problems=200, batch_size=8)) != path
-
-
-def test_a_policy_is_made_in_a_folder_and_measured(tmp_path, capsys, monkeypatch):
-    quick = TwoTaskRecipe(steps=3, problems=200, batch_size=8)
-    monkeypatch.setitem(policies.RECIPES, quick.name, quick)
-    monkeypatch.setattr("sys.argv", ["policies", quick.name, "--output", str(tmp_path), "--seed", "1"])
-    policies.main()
-    shown = capsys.readouterr().out
-    assert "greedy, held out, word problems: " in shown and "greedy, held out, sums: " in shown
-    assert AutoTokenizer.from_pretrained(tmp_path).eos_token == "<|im_end|>"
 
 
 def test_terse_policy_is_taught_each_step_equally_seldom(tokenizer):

@@ -1,7 +1,6 @@
 """What is checked before any service starts: the model, SGLang's interpreter, an environment's target and flags."""
 
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -141,14 +140,6 @@ def test_schema_start_names_a_run_folder_that_cannot_be_written(tmp_path):
         make_folder(tmp_path / "file" / "run")
 
 
-def test_schema_start_checks_flags_of_an_environment(tmp_path):
-    config = load_config(["preset=demo", "environment.args.sed=1"])
-    with pytest.raises(ConfigurationError) as refusal:
-        check_environments(Run(config, [], tmp_path), environments_of(config))
-    assert str(refusal.value) == "unknown flag environment.args.sed; did you mean environment.args.seed?"
-    assert not list(tmp_path.iterdir())
-
-
 def test_schema_start_speaks_of_flags_as_keys():
     told = {
         "CliServeConfig: --env.steps='abc': Input should be a valid integer": "environment.args.steps='abc'",
@@ -165,16 +156,6 @@ def test_schema_start_shows_progress_without_a_terminal(tmp_path, monkeypatch, c
         time.sleep(0.5)
     told = capsys.readouterr().out
     assert " s: making tea; log: " in told and "tea.log" in told
-
-
-def test_schema_start_of_the_trainer_imports_no_verl_for_a_typo():
-    code = (
-        "import sys\nfrom recipe.atropos import main\n"
-        "try:\n    main.main(['preset=demo', 'seeed=1'])\nexcept SystemExit as end:\n    print(end.code)\n"
-        "print([name for name in ('torch', 'verl', 'ray') if name in sys.modules])"
-    )
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
-    assert told.stdout.splitlines() == ["error: seeed: no such key; did you mean seed?", "[]"], told.stderr
 
 
 def test_schema_start_names_an_interpreter_that_hangs(tmp_path, monkeypatch):

@@ -2,16 +2,12 @@
 
 import json
 import os
-import socket
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
 import ray
 from omegaconf import OmegaConf
 
-from helpers import ROOT
 from helpers.trainer import compose_config
 from recipe.atropos import main
 from recipe.atropos.config import compose
@@ -176,29 +172,3 @@ def test_secret_tokens_are_asked_of_ray(monkeypatch):
     monkeypatch.delattr(ray._raylet, "AuthenticationTokenLoader")
     with pytest.raises(ConfigurationError, match=rf"ray=={ray.__version__} has no token .* install ray>=2.55"):
         start_ray(num_cpus=1)
-
-
-def test_secret_flags_reach_a_process_that_prints_none():
-    """It starts a further process, which meets others at a loopback address: torch's store listens only there."""
-    variables = {private_process.SECRET_FLAGS: json.dumps(["--api-key", KEY]), "GLOO_SOCKET_IFNAME": "lo"}
-    found = subprocess.run(
-        [sys.executable, private_process.__file__, "helpers.private", "--model", "m"],
-        env={**os.environ, **variables},
-        cwd=ROOT / "tests",
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert found.returncode == 0, found.stderr
-    arguments, listens = found.stdout.splitlines()
-    assert arguments == "arguments ['--model', 'm', '--api-key', '***'] variables []"
-    assert KEY not in found.stdout + found.stderr and "error ['--model'" in found.stderr
-    assert set(json.loads(listens)["listens"]) == {"127.0.0.1"}
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    alone = [sys.executable, "-c", f"from helpers import private; private.listen({port})"]
-    listens = subprocess.run(
-        alone, env=os.environ | variables, cwd=ROOT / "tests", capture_output=True, text=True, check=True
-    )
-    # If not, torch has it (pytorch/pytorch#155741), and keep_rendezvous_on_loopback can go.
-    assert set(json.loads(listens.stdout)["listens"]) != {"127.0.0.1"}

@@ -1,0 +1,79 @@
+"""Programs that import much, each started for one test: from another folder, with secrets, with a typo."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from helpers import ROOT
+from recipe.atropos.config.compose import load_config
+from recipe.atropos.errors import ConfigurationError
+from recipe.atropos.launch_services import environments_of
+from recipe.atropos.launcher.environment_processes import check_environments
+from recipe.atropos.launcher.services import Run
+from recipe.atropos.utils import private_process
+
+RECIPE = ROOT / "recipe/atropos"
+KEY = "the-key-of-the-run"
+
+
+def test_the_folder_works_among_other_recipes(tmp_path):
+    """As verl-recipe has it: beside others, in a folder that is no package, without the rest of this repository."""
+    shutil.copytree(RECIPE, tmp_path / "recipe/atropos", ignore=shutil.ignore_patterns("__pycache__"))
+    required = (tmp_path / "recipe/atropos/REQUIRED_VERL.txt").read_text().strip()
+    assert f'"{required}"' in (ROOT / "pyproject.toml").read_text()
+    program = "import recipe.atropos.launch_services, recipe.atropos.ray_trainer as t; print(t.__file__)"
+    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(tmp_path), "VERL_PLATFORM": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == str(tmp_path / "recipe/atropos/ray_trainer.py")
+
+
+def test_secret_flags_reach_a_process_that_prints_none():
+    """It starts a further process, which meets others at a loopback address: torch's store listens only there."""
+    variables = {private_process.SECRET_FLAGS: json.dumps(["--api-key", KEY]), "GLOO_SOCKET_IFNAME": "lo"}
+    found = subprocess.run(
+        [sys.executable, private_process.__file__, "helpers.private", "--model", "m"],
+        env={**os.environ, **variables},
+        cwd=ROOT / "tests",
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert found.returncode == 0, found.stderr
+    arguments, listens = found.stdout.splitlines()
+    assert arguments == "arguments ['--model', 'm', '--api-key', '***'] variables []"
+    assert KEY not in found.stdout + found.stderr and "error ['--model'" in found.stderr
+    assert set(json.loads(listens)["listens"]) == {"127.0.0.1"}
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    alone = [sys.executable, "-c", f"from helpers import private; private.listen({port})"]
+    listens = subprocess.run(
+        alone, env=os.environ | variables, cwd=ROOT / "tests", capture_output=True, text=True, check=True
+    )
+    # If not, torch has it (pytorch/pytorch#155741), and keep_rendezvous_on_loopback can go.
+    assert set(json.loads(listens.stdout)["listens"]) != {"127.0.0.1"}
+
+
+def test_schema_start_checks_flags_of_an_environment(tmp_path):
+    config = load_config(["preset=demo", "environment.args.sed=1"])
+    with pytest.raises(ConfigurationError) as refusal:
+        check_environments(Run(config, [], tmp_path), environments_of(config))
+    assert str(refusal.value) == "unknown flag environment.args.sed; did you mean environment.args.seed?"
+    assert not list(tmp_path.iterdir())
+
+
+def test_schema_start_of_the_trainer_imports_no_verl_for_a_typo():
+    code = (
+        "import sys\nfrom recipe.atropos import main\n"
+        "try:\n    main.main(['preset=demo', 'seeed=1'])\nexcept SystemExit as end:\n    print(end.code)\n"
+        "print([name for name in ('torch', 'verl', 'ray') if name in sys.modules])"
+    )
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert told.stdout.splitlines() == ["error: seeed: no such key; did you mean seed?", "[]"], told.stderr
