@@ -109,10 +109,9 @@ class StockApi(TrajectoryApiClient):
             return server_errors == _SERVER_ERRORS or waited > self.retry_timeout
 
         may_change = retry_if_exception(lambda error: isinstance(error, NoAnswer) and (posts or error.status is None))
+        retrying = self._retrying(retry=may_change, wait=wait_exponential(1, max=_LONGEST_PAUSE), stop=stop)
         try:
-            return await self._retrying(retry=may_change, wait=wait_exponential(1, max=_LONGEST_PAUSE), stop=stop)(
-                attempt
-            )
+            return await retrying(attempt)
         except NoAnswer as error:
             raise TrajectoryApiError(f"{error}; is run-api up?", error.status) from error.__cause__
 
