@@ -73,7 +73,7 @@ def words(command):
 def launched_at_default_ports(terminal, folder):
     """A launcher at the ports that the document names, once no other test has them."""
     launch = words("python -m recipe.atropos.launch_services --model model --steps 1000 --gpus 1")
-    deadline = time.monotonic() + 600
+    deadline = time.monotonic() + 1200
     while True:
         while not (port_is_free(API_PORT) and port_is_free(GATEWAY_PORT)):
             assert time.monotonic() < deadline, f"port {API_PORT} or {GATEWAY_PORT} is taken all the time"

@@ -9,7 +9,7 @@ from helpers.promises import PRESETS, SMALL, code, rows_of
 from recipe.atropos.config.models import resolve_model
 from recipe.atropos.environments.word_problems import generate
 from recipe.atropos.run_record import read_evaluations, read_metrics
-from recipe.atropos.utils.process import start_service
+from recipe.atropos.utils.process import free_port, start_service
 
 
 @pytest.mark.slow
@@ -22,6 +22,7 @@ def test_promises_of_presets_train_a_small_model(tmp_path, preset):
     options = [f"--preset={preset}", f"--model={resolve_model('small-policy', seed=0)}", "--steps=2", "--run-dir=run"]
     command = [sys.executable, "-m", "recipe.atropos.launch_services", *options, *SMALL]
     command += [f"environment.args.dataset_name={tmp_path}", "trainer.logger=[console,wandb]"]
+    command += [f"api.port={free_port()}", f"inference.gateway_port={free_port()}"]  # another test needs the defaults
     service = start_service("launcher", command, log_path=tmp_path / "log", cwd=tmp_path, env={"WANDB_MODE": "offline"})
     try:
         status = service.process.wait(1700)

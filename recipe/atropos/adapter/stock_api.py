@@ -18,10 +18,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import orjson
-from tenacity import RetryCallState, retry_if_exception, wait_exponential
+from tenacity import RetryCallState, wait_exponential
 
 from recipe.atropos.adapter.validate import to_json
-from recipe.atropos.trajectory_api.trajectory_client import NoAnswer, TrajectoryApiClient, TrajectoryApiError
+from recipe.atropos.trajectory_api.trajectory_client import TrajectoryApiClient, TrajectoryApiError
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ class StockApi(TrajectoryApiClient):
                     group["env_id"] = self._env_id
             try:
                 _, answer = await self._attempt(method, path, headers, to_json(message))
-            except NoAnswer as error:
+            except TrajectoryApiError as error:
                 server_errors += error.status is not None
                 if isinstance(getattr(error.__cause__, "os_error", None), ConnectionRefusedError):
                     self._lose("refuses connections")
@@ -108,11 +108,12 @@ class StockApi(TrajectoryApiClient):
             waited = state.seconds_since_start - held_back + state.upcoming_sleep
             return server_errors == _SERVER_ERRORS or waited > self.retry_timeout
 
-        may_change = retry_if_exception(lambda error: isinstance(error, NoAnswer) and (posts or error.status is None))
-        retrying = self._retrying(retry=may_change, wait=wait_exponential(1, max=_LONGEST_PAUSE), stop=stop)
+        def again(error: TrajectoryApiError) -> bool:
+            return error.status is None or (posts and error.may_change)
+
         try:
-            return await retrying(attempt)
-        except NoAnswer as error:
+            return await self._retrying(attempt, wait_exponential(1, max=_LONGEST_PAUSE), stop, again)
+        except TrajectoryApiError as error:
             raise TrajectoryApiError(f"{error}; is run-api up?", error.status) from error.__cause__
 
     def _lose(self, how: str) -> None:

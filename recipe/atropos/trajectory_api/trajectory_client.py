@@ -13,13 +13,14 @@ Guarantees:
 import asyncio
 import logging
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import aiohttp
 import orjson
-from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_exponential
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, wait_exponential
 from tenacity.stop import stop_base
+from tenacity.wait import wait_base
 
 from recipe.atropos.errors import AtroposError
 from recipe.atropos.trajectory_api import wire
@@ -38,7 +39,10 @@ class TrajectoryApiError(AtroposError, RuntimeError):
     """The API refused a request, or could not be reached; ``status`` is the HTTP status, None without an answer.
 
     ``reason`` is that of a refused group, else ``http_STATUS`` or ``api_unreachable``; ``answer`` is what the API said.
+    ``trouble`` is why it cannot store, if it gave no answer and says so.
     """
+
+    trouble = ""
 
     def __init__(self, message: str, status: int | None = None, answer: Mapping[str, Any] | None = None):
         super().__init__(message)
@@ -46,11 +50,10 @@ class TrajectoryApiError(AtroposError, RuntimeError):
         self.answer = dict(answer or {})
         self.reason: str = self.answer.get("reason") or ("api_unreachable" if status is None else f"http_{status}")
 
-
-class NoAnswer(TrajectoryApiError):
-    """No answer yet, or one that may change; ``trouble`` is why the API cannot store, if it says so."""
-
-    trouble = ""
+    @property
+    def may_change(self) -> bool:
+        """Whether the same request may still be answered."""
+        return self.status is None or self.status >= 500
 
 
 class NumberedBatch(NamedTuple):
@@ -67,7 +70,7 @@ class _Limits(stop_base):
         self._retry, self._held = retry, max(retry, held)
         self._lived = 0.0  # s after the start
 
-    def of(self, error: NoAnswer) -> float:
+    def of(self, error: TrajectoryApiError) -> float:
         return self._held if error.trouble else self._retry
 
     def __call__(self, state: RetryCallState) -> bool:
@@ -258,18 +261,16 @@ class TrajectoryApiClient:
         async def attempt() -> Answer:
             try:
                 return await self._attempt(method, path, headers, body, query, limit)
-            except NoAnswer as error:
+            except TrajectoryApiError as error:
                 if isinstance(error.__cause__, TimeoutError):
                     error.trouble = await self._trouble()
                 raise
 
         try:
-            return await self._retrying(
-                retry=retry_if_exception_type(NoAnswer),
-                wait=wait_exponential(_FIRST_PAUSE, max=_LONGEST_PAUSE),
-                stop=limits,
-            )(attempt)
-        except NoAnswer as error:
+            return await self._retrying(attempt, wait_exponential(_FIRST_PAUSE, max=_LONGEST_PAUSE), limits)
+        except TrajectoryApiError as error:
+            if not error.may_change:
+                raise
             why = f"it cannot store: {error.trouble}" if error.trouble else "is the Trajectory API up?"
             raise TrajectoryApiError(f"{error}, for {limits.of(error):g} s; {why}") from error.__cause__
 
@@ -285,8 +286,7 @@ class TrajectoryApiClient:
         """Send a request once; return headers and body.
 
         Raises:
-            NoAnswer: there is none, or one with a status of 500 or more.
-            TrajectoryApiError: the answer is another error.
+            TrajectoryApiError: there is none, or it is an error.
         """
         what, timeout = f"{method} {self.url}{path}", aiohttp.ClientTimeout(limit or self._timeout)
         try:
@@ -295,19 +295,26 @@ class TrajectoryApiClient:
             ) as reply:
                 content = await reply.read()
         except (aiohttp.ClientError, OSError) as error:  # TimeoutError is an OSError
-            raise NoAnswer(f"{what} got no answer ({error!r})") from error
+            raise TrajectoryApiError(f"{what} got no answer ({error!r})") from error
         if reply.status < 400:
             return reply.headers, content
         problem = f"{what} answered HTTP {reply.status}: {_detail(content)}"
-        raise (NoAnswer if reply.status >= 500 else TrajectoryApiError)(problem, reply.status, _mapping(content))
+        raise TrajectoryApiError(problem, reply.status, _mapping(content))
 
-    def _retrying(self, **policy: Any) -> AsyncRetrying:
+    async def _retrying(
+        self,
+        attempt: Callable[[], Awaitable[Any]],
+        wait: wait_base,
+        stop: Callable[[RetryCallState], bool],
+        again: Callable[[TrajectoryApiError], bool] = lambda error: error.may_change,
+    ) -> Any:
         def say(state: RetryCallState) -> None:
             error = state.outcome.exception()
-            logger.warning("%s; trying again", getattr(error, "trouble", "") or error)
+            logger.warning("%s; trying again", error.trouble or error)
             self.again += 1
 
-        return AsyncRetrying(before_sleep=say, reraise=True, **policy)
+        retry = retry_if_exception(lambda error: isinstance(error, TrajectoryApiError) and again(error))
+        return await AsyncRetrying(retry=retry, wait=wait, stop=stop, before_sleep=say, reraise=True)(attempt)
 
     async def _trouble(self) -> str:
         """Return why the API holds its answers, "" if it does not or is silent."""
