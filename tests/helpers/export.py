@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM, GenerationConfig
 
-from helpers.families import Engine
+from helpers.families import Engine, make_family
 from helpers.trainer import compose_config
 from recipe.atropos.checkpoint.export import add_arguments, export_checkpoint
 from recipe.atropos.checkpoint.store import Checkpoints
@@ -28,6 +30,31 @@ def alone():
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     yield
     torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def make_model(tmp_path_factory):
+    """The folder of a family's model, made once."""
+    made = {}
+
+    def make(family):
+        if family not in made:
+            made[family] = make_family(tmp_path_factory.mktemp("export") / family, family)
+            GenerationConfig(do_sample=True, temperature=0.6, eos_token_id=2).save_pretrained(made[family])
+        return made[family]
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def small_run(tmp_path_factory, make_model, alone):
+    """Three checkpoints of a Qwen2, sharded by FSDP2, and the engine of the last."""
+    engines = [trained(make_model("qwen2")) for _ in range(3)]
+    for engine in engines:
+        fully_shard(engine.module, mesh=init_device_mesh("cpu", (1,)))
+    options = ["data.train_batch_size=5", "inference.api_key=s3cret", "environment.target=/home/me/my_env.py:Mine"]
+    run = saved_run(tmp_path_factory.mktemp("run") / "small", configuration(make_model("qwen2"), *options), *engines)
+    return run, engines[-1]
 
 
 @functools.cache

@@ -1,5 +1,7 @@
 """A trained model on its way to the hub, which here is a server of the same protocol on this machine."""
 
+# ruff: noqa: F811  (fixtures that are imported)
+
 import base64
 import json
 import shutil
@@ -8,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from helpers.export import arguments
+from helpers.export import alone, arguments, make_model, small_run  # noqa: F401
 from recipe.atropos.checkpoint.export import ExportError, _ask_hub, export
 from recipe.atropos.errors import ConfigurationError
 

@@ -1,5 +1,7 @@
 """The trained model as a folder in Hugging Face format, from checkpoints that verl's own manager has saved."""
 
+# ruff: noqa: F811  (fixtures that are imported)
+
 import json
 import os
 import shutil
@@ -15,7 +17,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, dynamic_module_utils
 
 from helpers.disk import fill
-from helpers.export import arguments, configuration, saved_run, trained
+from helpers.export import alone, arguments, configuration, make_model, saved_run, small_run, trained  # noqa: F401
 from helpers.families import FAMILIES, WITHOUT_LORA, Engine
 from helpers.trainer import compose_config
 from recipe.atropos.checkpoint import safetensors_writer
