@@ -1,5 +1,6 @@
 """The tables of `make test-mutations` fit the code of today."""
 
+from helpers import ROOT
 from mutation.run import PATHS, TESTS, accepted, named_mutants
 
 
@@ -8,6 +9,17 @@ def test_mutations_that_are_named_still_have_their_place():
     assert len(mutants) > 35 and len({mutant.name for mutant in mutants}) == len(mutants)
     assert all(mutant.tests and mutant.source for mutant in mutants)
     assert all(name in PATHS for tests in (*TESTS.values(), *(mutant.tests for mutant in mutants)) for name in tests)
+
+
+def test_mutations_that_are_named_still_have_their_tests():
+    """pytest's -k looks for a keyword in the names of files and tests, and in what parameters are called."""
+    files = {name: name + (ROOT / path).read_text() for name, path in PATHS.items()}
+    lost = [
+        mutant.name
+        for mutant in named_mutants([])
+        if mutant.keywords and not any(mutant.keywords in files[name] for name in mutant.tests)
+    ]
+    assert not lost
 
 
 def test_mutations_that_are_accepted_still_have_their_line():
