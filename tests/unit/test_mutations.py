@@ -1,7 +1,8 @@
 """The tables of `make test-mutations` fit the code of today."""
 
-from helpers import ROOT
 from mutation.run import PATHS, TESTS, accepted, named_mutants
+
+from helpers import ROOT
 
 
 def test_mutations_that_are_named_still_have_their_place():
