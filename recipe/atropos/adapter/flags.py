@@ -32,10 +32,10 @@ from atroposlib.utils.cli import extract_namespace, get_double_dash_flags
 from pydantic import BaseModel, ValidationError
 
 from recipe.atropos.adapter.defaults import WrongKey, complete
-from recipe.atropos.adapter.lifecycle import TERMINATED, end_on_sigterm, end_process
 from recipe.atropos.adapter.settings import PREFIX, AdapterSettings
 from recipe.atropos.errors import AtroposError, EnvironmentFailure
 from recipe.atropos.utils.private_process import hide_in_output
+from recipe.atropos.utils.process_exit import TERMINATED, end_on_sigterm, end_process
 from recipe.atropos.utils.secret import API_KEY_VARIABLE
 
 _OPENAI = f"{OPENAI_NAMESPACE}{NAMESPACE_SEP}"
@@ -156,7 +156,7 @@ class CommandLine:
 
     @classmethod
     def cli(cls) -> None:
-        """Run BaseEnv's command line, and then end the process, with no child left; see ``lifecycle``."""
+        """Run BaseEnv's command line, and then end the process, with no child left; see ``utils.process_exit``."""
         code = 1
         try:
             cls.owns_process = True

@@ -7,8 +7,7 @@
 - A tokenizer other than the policy's ends it; checked at startup, or once the server answers.
 - However it ends, it disconnects from the Trajectory API, closes the files that it wrote, finishes wandb's run and
   writes the last line of its report, with the items still in flight; every wait has a timeout.
-- In a process of its own (``cli``): SIGTERM ends it just as the end of its work does. No child process remains, and a
-  thread that hangs, or work that ignores its cancellation, delays the exit by seconds only.
+- In a process of its own (``cli``): SIGTERM ends it just as the end of its work does; see ``utils.process_exit``.
 """
 
 import asyncio
@@ -16,17 +15,13 @@ import contextlib
 import logging
 import numbers
 import os
-import signal
-import sys
-import threading
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
-import psutil
 import wandb
 import yaml
 from atroposlib.envs.server_handling.sglang_server import SGLangServer
@@ -35,65 +30,18 @@ from recipe.atropos.adapter.recorded_calls import client_of, sglang_servers
 from recipe.atropos.errors import EnvironmentFailure
 from recipe.atropos.inference.client import InferenceError
 from recipe.atropos.utils.files import write_atomic
+from recipe.atropos.utils.process_exit import TERMINATED, exit_anyway, set_work
 from recipe.atropos.utils.secret import without_secrets
 
 logger = logging.getLogger(__name__)
 
-TERMINATED = 128 + signal.SIGTERM  # exit status
-
-# Timeouts in s; _EXIT: until the process is gone, whatever hangs. True: after SIGTERM, False: when its work has ended.
-_DISCONNECT_SECONDS, _CHILDREN = 3.0, 1.5
-_WANDB, _EXIT = {True: 3.0, False: 30.0}, {True: 9.0, False: 40.0}
+_DISCONNECT_SECONDS = 3.0
+_WANDB_SECONDS = {True: 3.0, False: 30.0}  # True: after SIGTERM
 _FRUITLESS = 200  # items in a row without a group written, after which ``process`` fails
 _LOOK = 1.0  # s between two checks of the report
 _ASK_SERVER = 10.0  # s between two attempts to compare tokenizers
 _ANSWER = 10.0  # s for the server to answer
 _PROBE = "Solve 12 + 7 = 19 \\boxed{19}, naïvely.\n\tdef f(x): return [x] # 日本 🙂"
-
-
-def end_children() -> None:
-    """Send SIGTERM to all descendants of this process, and SIGKILL to those that do not exit."""
-    children = psutil.Process().children(recursive=True)
-    for child in children:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            child.terminate()
-    for child in psutil.wait_procs(children, _CHILDREN)[1]:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            child.kill()
-
-
-def end_process(code: int) -> NoReturn:
-    """Exit with ``code``, leaving no children, even if a thread of the environment does not end."""
-    _exit_anyway(code)
-    end_children()
-    sys.exit(code)
-
-
-def end_on_sigterm() -> None:
-    """From now on, let SIGTERM end the running work or, if none is running yet, the process."""
-    signal.signal(signal.SIGTERM, _terminated)
-
-
-_work: asyncio.Task | None = None  # of the environment that owns this process
-
-
-def _terminated(*_: Any) -> None:
-    _exit_anyway(TERMINATED)
-    if _work is None:
-        sys.exit(TERMINATED)
-    _work.get_loop().call_soon_threadsafe(_work.cancel)
-
-
-def _exit_anyway(code: int) -> None:
-    def leave() -> None:
-        end_children()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-
-    timer = threading.Timer(_EXIT[code == TERMINATED], leave)
-    timer.daemon = True
-    timer.start()
 
 
 class Lifecycle:
@@ -181,12 +129,11 @@ class Lifecycle:
         await self.__to_the_end(self._run_evaluation)
 
     async def __to_the_end(self, work: Callable[[], Awaitable[None]]) -> None:
-        global _work
         task, code = asyncio.current_task(), 1
         beside = asyncio.create_task(self.__beside())
         beside.add_done_callback(lambda beside: beside.cancelled() or task.cancel())
         if self.owns_process:
-            _work = task
+            set_work(task)
         try:
             await work()
             code = 0
@@ -197,7 +144,7 @@ class Lifecycle:
             raise
         finally:
             if self.owns_process:
-                _exit_anyway(code)
+                exit_anyway(code)
             beside.cancel()
             await self.__leave(code)
 
@@ -227,7 +174,7 @@ class Lifecycle:
         if self.jsonl_writer is not None:
             self.jsonl_writer.close()
         if wandb.run is not None:
-            await _within(_WANDB[code == TERMINATED], asyncio.to_thread(wandb.finish))
+            await _within(_WANDB_SECONDS[code == TERMINATED], asyncio.to_thread(wandb.finish))
 
 
 async def _within(seconds: float, what: Coroutine[Any, Any, None]) -> None:
