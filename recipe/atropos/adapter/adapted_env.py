@@ -22,11 +22,11 @@ from recipe.atropos.adapter.posting import PostingEnv
 from recipe.atropos.adapter.recorded_calls import record_all_calls, sglang_servers
 from recipe.atropos.adapter.reporting import EnvReport
 from recipe.atropos.adapter.restore import chat_templates_give_lists, collect_each, restore_group
-from recipe.atropos.adapter.reward_bridge import RewardBridge
 from recipe.atropos.adapter.settings import AdapterSettings
 from recipe.atropos.adapter.shaping import check_literals, dropped_by_environment, record_groups, recorded, shape
 from recipe.atropos.adapter.teacher import TeacherFixes
 from recipe.atropos.adapter.validate import as_groups, check_limits, validated
+from recipe.atropos.algorithm.reward_bridge import RewardBridge
 from recipe.atropos.data.reasons import RefusedGroup
 
 logger = logging.getLogger(__name__)

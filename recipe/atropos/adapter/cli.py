@@ -17,7 +17,7 @@ from atroposlib.envs.base import BaseEnv
 from recipe.atropos.adapter.adapted_env import adapt
 from recipe.atropos.adapter.flags import CommandLine, UsageError, take_flag
 from recipe.atropos.adapter.loading import EnvironmentTargetError, load_environment
-from recipe.atropos.adapter.reward_bridge import RewardBridgeError, read_bridge
+from recipe.atropos.algorithm.reward_bridge import RewardBridgeError, read_bridge
 from recipe.atropos.errors import one_line_errors
 from recipe.atropos.utils.private_process import hide_in_output, take_secret_flags
 

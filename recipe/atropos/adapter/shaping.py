@@ -1,4 +1,4 @@
-"""Apply the reward bridge to groups before they are sent; ``adapter.reward_bridge`` defines what it does.
+"""Apply the reward bridge to groups before they are sent; ``algorithm.reward_bridge`` defines what it does.
 
 It runs right after validation, where raw scores are observed; BaseEnv's check for equal scores sees the shaped scores.
 """
@@ -15,7 +15,7 @@ from atroposlib.envs import base
 
 from recipe.atropos.adapter.completion_cache import trained_spans
 from recipe.atropos.adapter.reporting import EnvReport
-from recipe.atropos.adapter.reward_bridge import KEY, RewardBridge, RewardBridgeError
+from recipe.atropos.algorithm.reward_bridge import KEY, RewardBridge, RewardBridgeError
 from recipe.atropos.data.reasons import Reason, RefusedGroup
 
 _GROUPS: ContextVar[list[dict[str, Any]] | None] = ContextVar("groups", default=None)  # of the current item

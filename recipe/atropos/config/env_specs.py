@@ -31,7 +31,7 @@ class EnvironmentSpec:
 
     ``weight``: its share of the unallocated part, relative to the others'; ``min_batch_allocation``: its share of every
     batch, in (0, 1]; ``max_restarts``: how often it is restarted; ``start_timeout``: seconds until it must have
-    registered; ``args``: its own flags; ``reward_bridge``: what ``adapter/reward_bridge.py`` reads.
+    registered; ``args``: its own flags; ``reward_bridge``: what ``algorithm/reward_bridge.py`` reads.
 
     Raises:
         ConfigurationError: naming key and value.

@@ -84,7 +84,7 @@ class Environment(Section):
     target: Text | None = about("MODULE[:Class] or FILE.py[:Class]; null: none is started, others join")
     group_size: Count = about("Sequences of a group")
     args: dict[str, Any] = about("The environment's own flags, without env.")
-    reward_bridge: dict[str, Any] | None = about("Shapes its scores, see adapter/reward_bridge.py; null: does not")
+    reward_bridge: dict[str, Any] | None = about("Shapes its scores, see algorithm/reward_bridge.py; null: does not")
     weight: Positive = about("Of several: its part of what is not allocated, relative to the others'")
     min_batch_allocation: Share | None = about("Of several: its part of every batch; null: none is reserved")
     max_restarts: Limit = about("Restarts before it is abandoned")

@@ -25,8 +25,8 @@ from atroposlib.envs.base import BaseEnv
 from gem.envs.registration import ENV_REGISTRY
 from gem.utils.constants import TERMINAL_STATE
 
-from recipe.atropos.adapter.reward_bridge import KEY, RewardBridge, RewardBridgeError, parse_bridge, read_bridge
 from recipe.atropos.adapter.shaping import check_literals, check_no_advantages, judged
+from recipe.atropos.algorithm.reward_bridge import KEY, RewardBridge, RewardBridgeError, parse_bridge, read_bridge
 from recipe.atropos.errors import AtroposError
 from recipe.atropos.gem.outer_policy import Ask, Episode, Messages, NothingCame
 from recipe.atropos.gem.stepped_env import (
@@ -74,7 +74,7 @@ class AtroposEnv(gem.Env):
         tokenizer: name or folder; overrides ``config``'s ``tokenizer_name``, renders prompts and counts tokens.
         seed: for the first reset called without one; gem's vectorized environments give each its own.
         timeout: seconds that the environment may take for its setup, and between an answer and its next event.
-        reward_bridge: shapes the reward: a YAML file, or the block as a mapping; see ``adapter.reward_bridge``. Its
+        reward_bridge: shapes the reward: a YAML file, or the block as a mapping; see ``algorithm.reward_bridge``. Its
             ``fade`` counts trainer steps: set ``env.unwrapped.training_step`` (gem's wrappers hold a copy of the
             attribute) before an episode ends.
 

@@ -143,7 +143,7 @@ def _joined(config: DictConfig) -> Rules:
 
 def _check_bridge(spec: EnvironmentSpec) -> None:
     if spec.reward_bridge is not None:
-        from recipe.atropos.adapter.reward_bridge import parse_bridge  # imported here: few runs have a bridge
+        from recipe.atropos.algorithm.reward_bridge import parse_bridge  # imported here: few runs have a bridge
 
         parse_bridge(dict(spec.reward_bridge), f"{spec.key}.reward_bridge")
 

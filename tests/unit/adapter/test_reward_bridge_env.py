@@ -10,9 +10,9 @@ import pytest
 
 from helpers.environments.answer_env import BARE, ITEMS, RIGHT, AnswerEnv, AnswerEnvConfig
 from helpers.sglang import make_tiny_model
-from recipe.atropos.adapter import reward_bridge
 from recipe.atropos.adapter.cli import adapt
-from recipe.atropos.adapter.reward_bridge import (
+from recipe.atropos.algorithm import reward_bridge
+from recipe.atropos.algorithm.reward_bridge import (
     RewardBridgeError,
     parse_bridge,
 )

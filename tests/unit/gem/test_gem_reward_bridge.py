@@ -8,8 +8,8 @@ import yaml
 from gem.envs.registration import make_vec
 
 from helpers.sglang import make_tiny_model
-from recipe.atropos.adapter import reward_bridge
-from recipe.atropos.adapter.reward_bridge import RewardBridgeError, parse_bridge
+from recipe.atropos.algorithm import reward_bridge
+from recipe.atropos.algorithm.reward_bridge import RewardBridgeError, parse_bridge
 from recipe.atropos.gem.env import AtroposEnv, register
 
 GSM8K, GUESS = "recipe.atropos.environments.gsm8k:GSM8kEnv", "helpers.environments.guess_env:GuessEnv"

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from helpers.trainer import compose_config
 from recipe.atropos.adapter import cli as env_adapter
-from recipe.atropos.adapter import reward_bridge
-from recipe.atropos.adapter.reward_bridge import (
+from recipe.atropos.algorithm import reward_bridge
+from recipe.atropos.algorithm.metrics import batch_metrics
+from recipe.atropos.algorithm.reward_bridge import (
     AnswerPresent,
     Fade,
     LengthBounty,
@@ -22,7 +23,6 @@ from recipe.atropos.adapter.reward_bridge import (
     parse_bridge,
     read_bridge,
 )
-from recipe.atropos.algorithm.metrics import batch_metrics
 from recipe.atropos.config.compose import load_config
 from recipe.atropos.config.env_specs import environment_specs
 from recipe.atropos.data.data_proto import groups_to_data_proto
