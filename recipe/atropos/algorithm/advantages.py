@@ -147,7 +147,7 @@ def compute_grpo_atropos_advantage(
     Returns:
         Advantages and returns, the same (B, R) float32 tensor twice, 0 where the mask is 0.
     """
-    by_std = True if config is None else config.get("norm_adv_by_std_in_grpo", True)
+    by_std = True if config is None else config.norm_adv_by_std_in_grpo
     advantages, _ = compute_grpo_outcome_advantage(
         token_level_rewards, response_mask, index, norm_adv_by_std_in_grpo=by_std
     )

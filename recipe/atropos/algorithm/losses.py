@@ -182,7 +182,7 @@ def _kl(logits: torch.Tensor, ids: torch.Tensor, teacher_logprobs: torch.Tensor)
     log_policy = F.log_softmax(logits.float(), dim=-1)
     probs = teacher_logprobs.exp()
     divergence = (probs * (teacher_logprobs - log_policy.gather(-1, ids))).sum(-1)
-    rest = (1 - probs.sum(-1)).clamp(min=0)
+    rest = 1 - probs.sum(-1)
     open_ended = (rest > _TAIL).nonzero().squeeze(-1)
     if len(open_ended) and ids.shape[-1] < logits.shape[-1]:
         others = log_policy[open_ended].scatter(-1, ids[open_ended], float("-inf"))

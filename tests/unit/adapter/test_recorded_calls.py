@@ -5,11 +5,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from atroposlib.envs.base import APIServerConfig
 from atroposlib.envs.server_handling.managed_server import ManagedServer
 
 from helpers.sampled import END, I, Scripted, chat, ids_of, make, with_bos
 from helpers.stub_sglang import reply, stub_servers
-from recipe.atropos.adapter.recorded_calls import ATTEMPTS, RecordingManagedServer, _one_bos, sampling_params
+from recipe.atropos.adapter.recorded_calls import ATTEMPTS, RecordingManagedServer, _one_bos, client_of, sampling_params
 from recipe.atropos.data.sampling import SamplingParams
 from recipe.atropos.inference.client import InferenceError
 
@@ -70,6 +71,7 @@ def test_recorded_calls_keep_what_stands_before_a_bos(tokenizer):
     for ids in ([], [bos], [5, bos, 6], [bos, 5], [bos, 5, bos]):
         assert _one_bos(known, ids) == ids
     assert _one_bos(known, [bos, bos, 6]) == [bos, 6]
+    assert _one_bos(SimpleNamespace(bos_token_id=9), [9, 5, 6]) == [9, 5, 6]
     ids = np.array([128_000, 128_000, 6]).tolist()  # Llama 3's; equal numbers of this size are different objects
     assert _one_bos(SimpleNamespace(bos_token_id=128_000), ids) == [128_000, 6]
 
@@ -213,6 +215,14 @@ def test_recorded_calls_give_up_and_name_the_server(ask, tokenizer):
     ask(aborted, call)
     assert len(ask.bodies) == ATTEMPTS and ask.env.report.counts["aborted_samples"] == 2 * ATTEMPTS
     assert not len(ask.env._calls.caches["train"])
+
+
+def test_recorded_calls_have_the_key_and_the_time_of_their_server():
+    config = APIServerConfig(base_url="http://server:1/v1", api_key="key", timeout=7)
+    client = client_of(SimpleNamespace(config=config))
+    assert client.url == "http://server:1" and client.timeout == 7
+    assert client._headers["Authorization"] == "Bearer key"
+    assert client_of(SimpleNamespace(config=config), 3.0).timeout == 3
 
 
 @pytest.mark.parametrize("how", ["chat", "text"])

@@ -306,3 +306,4 @@ def test_policy_loss_without_a_trained_token_is_0(rng, mode):
         loss.backward()
         assert math.isfinite(loss.item()) and leaf.grad.any() == bool(mask)
     assert loss.item() == 0 and metrics[0].keys() == metrics[1].keys()
+    assert metrics[0]["kl_loss"].values == [0.0], "it adds nothing to what the others have"

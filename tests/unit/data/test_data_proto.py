@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding
 
-from recipe.atropos.data.data_proto import groups_to_data_proto
+from recipe.atropos.data.data_proto import groups_to_data_proto, real_rows, rows_to_data_proto
 from recipe.atropos.data.reading import read_groups
 from recipe.atropos.data.rows import IGNORED, NO_TEACHER, RowLimits, VersionLimits
 
@@ -173,6 +173,14 @@ def test_every_row_equals_the_slow_reference(batch, multiple_of, overlong):
     assert not tensors["response_mask"][padding].any() and not tensors["token_level_scores"][padding].any()
     assert (tensors["attention_mask"][padding].sum(-1) == 1).all()  # verl wants a prompt, and no more
     assert len(set(others["uid"][padding])) == n_pad and not set(others["uid"][padding]) & {r["uid"] for r in rows}
+
+
+def test_real_rows_have_the_lengths_that_flops_are_counted_by():
+    group = {"tokens": [[1, 2, 5], [1, 7]], "masks": [[IGNORED, 2, 5], [IGNORED, 7]], "scores": [0.0, 1.0]}
+    rows, _ = read_groups([group], LIMITS)
+    whole = rows_to_data_proto([rows[0], None, rows[1]], LIMITS)
+    real = real_rows(whole)
+    assert len(whole) == 3 and len(real) == 2 and real.meta_info["global_token_num"] == [3, 2]
 
 
 @settings(max_examples=100)

@@ -106,14 +106,15 @@ def test_rows_refuse_what_is_just_beyond_the_format(changes, reason):
         ),
         (
             {
-                "distill_token_ids": [[[], [7], [3, 4], [3, 4]], []],
-                "distill_logprobs": [[[], [-1.0], [-1.0, -2.0], [-1.0, -2.0]], None],
+                "distill_token_ids": [[[7], [7], [3, 4], [3, 4]], []],
+                "distill_logprobs": [[[-1.0], [-1.0], [-1.0, -2.0], [-1.0, -2.0]], None],
             },
-            "1 distill_token_ids and 1 distill_logprobs at position 1",
+            "1 distill_token_ids and 1 distill_logprobs at position 0",
         ),
         (teacher(ids=((3, 100), (200, 4))), "distill_token_ids[0] is 100 at position 2"),
+        (teacher(ids=((4, 4), (3, 3))), "distill_token_ids[0] is [4, 4] at position 2"),
     ],
-    ids=["trained", "not_trained", "foreign"],
+    ids=["trained", "not_trained", "foreign", "repeated"],
 )
 def test_rows_name_the_first_place_where_a_teacher_is_wrong(changes, told):
     rows, report = read(**changes)
