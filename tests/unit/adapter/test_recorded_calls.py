@@ -217,7 +217,7 @@ def test_recorded_calls_give_up_and_name_the_server(ask, tokenizer):
     assert not len(ask.env._calls.caches["train"])
 
 
-def test_recorded_calls_have_the_key_and_the_time_of_their_server():
+def test_recorded_calls_have_their_servers_key_and_time():
     config = APIServerConfig(base_url="http://server:1/v1", api_key="key", timeout=7)
     client = client_of(SimpleNamespace(config=config))
     assert client.url == "http://server:1" and client.timeout == 7
