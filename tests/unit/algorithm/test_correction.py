@@ -50,10 +50,10 @@ def test_correction_weighs_rows_with_logprobs_alone():
 
 
 def test_correction_moves_rewards_to_the_last_token_that_stays():
-    data = rows_of([[1.0, 1.0, 9.0], [9.0, 1.0], [9.0], [9.0, 9.0, 9.0]], without=[3])
+    data = rows_of([[1.0, 1.0, 9.0], [9.0, 1.0], [9.0], [9.0, 9.0, 9.0], [1.0, 9.0]], without=[3])
     correct_rollout(data, correction(rollout_rs="token_k1", rollout_rs_threshold="0.5_2.0"))
-    assert data.batch["response_mask"].tolist() == [[1, 0, 1, 0], [0, 0, 1, 0], [0] * 4, [1, 0, 1, 1]]
-    expected = [[0, 0, 1.0, 0], [0, 0, 2.0, 0], [3.0, 0, 0, 0], [0, 0, 0, 4.0]]
+    assert data.batch["response_mask"].tolist() == [[1, 0, 1, 0], [0, 0, 1, 0], [0] * 4, [1, 0, 1, 1], [1, 0, 0, 0]]
+    expected = [[0, 0, 1.0, 0], [0, 0, 2.0, 0], [3.0, 0, 0, 0], [0, 0, 0, 4.0], [5.0, 0, 0, 0]]
     assert data.batch["token_level_rewards"].tolist() == expected, "of a row that loses all tokens it stays"
     assert "rollout_is_weights" not in data.batch
 

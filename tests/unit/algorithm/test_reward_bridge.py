@@ -141,7 +141,7 @@ def test_a_marker_counts_as_its_rule_says(marker, text, expected):
 CHAIN = ["<think>", "</think>", r"\boxed{"]
 
 
-@pytest.mark.parametrize("order", permutations(range(3)))
+@pytest.mark.parametrize("order", list(permutations(range(3))))
 def test_ordered_markers_count_up_to_the_first_out_of_order(order):
     text = " ".join(CHAIN[i] for i in order)
     expected, position = [], -1

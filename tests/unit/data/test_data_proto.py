@@ -255,7 +255,7 @@ def test_distillation_fields_may_be_empty():
             "1 distill_token_ids and 1 distill_logprobs at position 3, and 2 at its first trained one",
         ),
         (teacher([[], [5], [1, 2], [3, 4]]), "ragged_distillation", "at position 1"),
-        (teacher([[], [], [], []], [[], [], [], []]), "ragged_distillation", "0 distill_token_ids"),
+        (teacher([[], [], [], []], [[], [], [], []]), "ragged_distillation", "0 distill_logprobs at position 2"),
         (teacher([[], [], [1, 2]]), "unequal_lengths", "distill_token_ids[0] has 3 positions, tokens[0] has 4"),
         (teacher([[], [], [1, 2], [3, 100]]), "foreign_tokens", "distill_token_ids[0] is 100 at position 3"),
         (
@@ -266,6 +266,7 @@ def test_distillation_fields_may_be_empty():
         (teacher(logprobs=[[], [], [-1, -2], [0.5, -1]]), "invalid_distill_logprobs", "sum to at most 1"),
         ({"distill_token_ids": [[[]] * 4, [[]] * 3]}, "unequal_lengths", "one of distill_token_ids"),
         ({"tokens": [[5, 6, 7, 100], [5, 6, 9]]}, "foreign_tokens", "token 100 at position 3"),
+        ({"tokens": [[5, 6, 101, 8], [5, 6, 9]]}, "foreign_tokens", "token 101 at position 2"),
         ({"tokens": [["a", 6, 7, 8], [5, 6, 9]]}, "malformed", "tokens[0]"),
         ({"tokens": []}, "empty_group", "no sequences"),
         ({"tokens": [None, [5, 6, 9]]}, "malformed", "tokens[0] is None"),
@@ -307,7 +308,7 @@ def test_distillation_fields_may_be_empty():
         ({"overrides": ["x", {}]}, "malformed", "overrides[0]"),
         ({"advantages": [0.0, 0.0]}, "malformed", "advantages[0] is not a flat list of numbers"),
     ],
-    ids=[f"case{i}" for i in range(46)],
+    ids=[f"case{i}" for i in range(47)],
 )
 def test_group_that_breaks_the_format_is_refused_and_counted(changes, reason, words):
     """The message names the group."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
@@ -171,6 +172,23 @@ def test_manager_repeats_a_push_in_which_a_server_died(served):
     metrics = manager.update_weights(2)
     assert served.group.pushes[1:] == [(2, sorted([first, second])), (2, [first])]
     assert metrics["weight_sync/servers_removed"] == 1 and served.gateway.serves() == (2, {first})
+
+
+def test_manager_ends_when_a_server_dies_in_each_push(served):
+    manager, dying = manager_of(served), itertools.cycle((0, 1))
+
+    def one_dies_and_the_other_returns():
+        number = next(dying)
+        if len(served.group.pushes) > 1:
+            served.run(served.stubs[1 - number].start())
+        die(served, number)
+
+    served.group.during, served.group.error = one_dies_and_the_other_returns, WeightPushError("one died")
+    with pytest.raises(ServersGone, match="a server died in each of 4 pushes of version 7"):
+        manager.update_weights(7)
+    first, second = served.fleet.urls
+    assert served.group.pushes == [(7, sorted([first, second])), (7, [second]), (7, [first]), (7, [second])]
+    assert manager.version is None and served.gateway.serves() == (None, set())
 
 
 def test_manager_without_any_server_ends_with_what_each_said(served):
