@@ -4,8 +4,8 @@
 ``environments`` has entries, NAME: {settings}, the run has these instead, and ``environment`` supplies the settings
 that they omit, except ``args`` and ``reward_bridge``.
 
-If an environment has an allocation, a batch has at least that many of its sequences, or is not filled. What could never
-fill one is an error; environments may have different group sizes.
+Environments may have any group sizes that divide the batch. An allocation holds in every batch, or over several where
+the sizes do not fit (``trajectory_api/batching.py``).
 """
 
 import re

@@ -86,7 +86,7 @@ class Environment(Section):
     args: dict[str, Any] = about("The environment's own flags, without env.")
     reward_bridge: dict[str, Any] | None = about("Shapes its scores, see algorithm/reward_bridge.py; null: does not")
     weight: Positive = about("Of several: its part of what is not allocated, relative to the others'")
-    min_batch_allocation: Share | None = about("Of several: its part of every batch; null: none is reserved")
+    min_batch_allocation: Share | None = about("Of several: the part of each batch it has at least; null: none")
     max_restarts: Limit = about("Restarts before it is abandoned")
     start_timeout: Seconds = about("Seconds until it must have registered")
     evaluate: bool = about("Evaluate with its own evaluate()")

@@ -15,8 +15,10 @@ Guarantees:
   for the rest to be in time. So a ticket's group is in a batch within its bound, if groups have the sizes that their
   tickets were begun with and nothing is left out for its size.
 - **Without a bound**, each environment's entries are in their own order. First come, while they live, environments with
-  an allocation, up to it; then always the environment that was served least for its weight: it is never more than one
-  group ahead of what another with queued groups was served for its.
+  an allocation, up to it, unless batches had as much more than their share; then always the environment that was served
+  least for its share, its allocation and its weight's part of the rest. So where sizes fit, each batch has its
+  allocations, and none is more than one group ahead of another with queued groups; and among environments that always
+  have groups, of sizes that divide the batch, each is within as many batches of its share as there are environments.
 - **Sizes set aside** are those of more than a batch, those that ``SKIPS`` batches in a row passed over, and those that
   ``make_room`` finds. Their groups do not count as queued or begun, so no environment stops for them, until ``SKIPS``
   more batches had some of them than passed them over, or the batch size changes. Their tokens count.
@@ -26,13 +28,14 @@ Guarantees:
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 
 from recipe.atropos.trajectory_api.lanes import Entry, Lane, Line, exact_fill, sequences
 
 SKIPS = 16  # batches
+ARREARS = 4  # batches
 LEAST_WEIGHT = 0.01  # as in atroposlib: no environment starves
 EPSILON = 1e-6  # sequences
 
@@ -58,9 +61,8 @@ class _Source:
     """Entries from which a batch takes: the stream, or those of one environment. None is a ticket yet to begin."""
 
     rest: Iterator[Entry | None]
-    virtual: float
-    weight: float
-    minimum: float
+    position: float  # what it was served, relative to its share: the least is next
+    share: float
     first: int  # sequences that come before anything of other sources
     taken: int = 0
     head: Entry | None = None
@@ -77,8 +79,7 @@ class _Source:
         return True
 
     def take(self, size: int) -> None:
-        beyond = max(0.0, self.taken + size - self.minimum) - max(0.0, self.taken - self.minimum)
-        self.virtual += beyond / self.weight
+        self.position += size / self.share
         self.taken += size
 
 
@@ -264,22 +265,26 @@ class Queue:
         a ticket would be next that has not begun.
         """
         minima = self._minima(alive)
+        members = {
+            env for env, lane in self.lanes.items() if self.bounded and (lane.begun or lane.ticketed or env in asking)
+        }
+        shares = self.shares({env for env, lane in self.lanes.items() if lane.line or env in members})
         sources = []
         for env, lane in self.lanes.items():
             if lane.line:
                 part = minima.get(env, 0.0)
-                sources.append(_Source(lane.line.without(full), lane.virtual, lane.weight, part, int(part)))
-        members = {env: lane for env, lane in self.lanes.items() if lane.begun or lane.ticketed or env in asking}
-        if self.bounded and members:
+                first = int(part) if lane.behind > -part else 0  # not if batches had that much more than its share
+                sources.append(_Source(lane.line.without(full), -lane.behind / shares[env], shares[env], first))
+        if members:
             part = sum(minima.get(env, 0.0) for env in members)
             first = max(int(part), self._needed(number) if sources else 0)
-            weight = sum(lane.weight for lane in members.values())
+            share, behind = sum(shares[env] for env in members), sum(self.lanes[env].behind for env in members)
             rest = chain(self.stream.without(full), [None] if asking else [])
-            sources.insert(0, _Source(rest, self.mean_served(members), weight, part, first))
+            sources.insert(0, _Source(rest, -behind / share, share, first))
         sources = [source for source in sources if source.advance()]
         while sources:
             source = next((source for source in sources if source.taken < source.first), None)
-            source = source or min(sources, key=lambda source: (source.virtual, source.key))
+            source = source or min(sources, key=lambda source: (source.position, source.key))
             if source.head is None and len(sources) > 1:
                 yield None
             elif source.head is not None and (source.head.is_open or source.head.size not in full):
@@ -301,16 +306,16 @@ class Queue:
 
     def cut(self, plan: Plan, alive: Envs) -> dict[int, int]:
         """Take a complete plan's entries; return the groups that are set aside from now on, by size."""
-        minima, taken = self._minima(alive), Counter[int | None]()
+        target = self.batch_size or 0
+        shares = self.shares({env for env, lane in self.lanes.items() if lane.size or env in alive})
+        arrears = self.arrears(shares)
         for entry in plan.entries:
-            taken[entry.env] += entry.size
+            arrears[entry.env] -= entry.size
             self._remove(entry)
-        for env, size in taken.items():
-            self.lanes[env].virtual += max(0.0, size - minima.get(env, 0.0)) / self.lanes[env].weight
-        # Relative to the environments served, so that floats stay exact; arrears of at most a batch are kept.
-        mean, weights = self.mean_served(taken), sum(lane.weight for lane in self.lanes.values())
-        for lane in self.lanes.values():
-            lane.virtual = max(lane.virtual - mean, -(self.batch_size or 0) / weights)
+        for env, share in shares.items():
+            lane = self.lanes[env]
+            most = ARREARS if lane.line else share  # in batches: its groups did not fit, or it had nothing to give
+            lane.behind = min(arrears[env] + share * target, most * target)
         chosen = {entry.size for entry in plan.entries}
         for size in chosen:
             self._passed[size] -= 1 if size in self._unfit else self._passed[size]
@@ -347,10 +352,10 @@ class Queue:
                 )
         return ""
 
-    def mean_served(self, envs: Envs) -> float:
-        """Return the weighted mean of what environments have been served."""
-        lanes = [self.lanes[env] for env in envs]
-        return sum(lane.virtual * lane.weight for lane in lanes) / sum(lane.weight for lane in lanes)
+    def arrears(self, shares: Mapping[int | None, float]) -> dict[int | None, float]:
+        """Return how many sequences environments with these shares are behind, relative to each other."""
+        total = sum(self.lanes[env].behind for env in shares)
+        return {env: self.lanes[env].behind - total * share for env, share in shares.items()}
 
     def shares(self, envs: Envs) -> dict[int | None, float]:
         """Return the part of a batch that each environment gets."""

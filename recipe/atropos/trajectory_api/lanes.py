@@ -112,9 +112,9 @@ class Line:
 
 @dataclass(slots=True)
 class Lane:
-    """An environment. ``virtual`` is how much it has been served: sequences / weight, relative to the others."""
+    """An environment. ``behind`` is how many sequences batches had less of it than its share; negative: more."""
 
-    virtual: float = 0.0
+    behind: float = 0.0
     weight: float = 1.0
     minimum: float = 0.0  # the part of each batch that is allocated to it
     paced: bool = False  # it has begun tickets

@@ -36,8 +36,8 @@ def refuses(
     allocated = {other for other in alive if other in lanes and lanes[other].paced and lanes[other].minimum > 0}
     sharing = {env, *allocated, *(other for other in asking if other in lanes)}
     shares = queue.shares(sharing | stock.keys())
-    mean = queue.mean_served(shares)
-    had = {other: (lanes[other].virtual - mean) * lanes[other].weight + begun[other] for other in sharing}
+    arrears = queue.arrears(shares)
+    had = {other: begun[other] - arrears[other] for other in sharing}
     room = places - sum(min(n, shares[other] * places) for other, n in stock.items())
     room -= sum(n for other, n in begun.items() if other not in sharing)
     total, why = sum(begun.values()), ""

@@ -275,21 +275,22 @@ def test_a_long_run_with_extreme_weights_serves_all():
         for entry in plan.entries:
             served[entry.env] += entry.size
     assert served[0] == pytest.approx(32, abs=8) and 0 < served[1] <= 8
-    assert max(abs(lane.virtual) for lane in queue.lanes.values()) < 100, "floats stay exact"
+    assert max(abs(lane.behind) for lane in queue.lanes.values()) < 100, "floats stay exact"
 
 
-def test_an_environment_that_was_idle_has_arrears_of_one_batch():
+@pytest.mark.parametrize("alive", [NOBODY, {0, 1}], ids=["away", "alive"])
+def test_an_environment_that_was_idle_has_arrears_of_one_batch(alive):
     queue, numbers = queue_of(8, ()), itertools.count(1)
     for env in (0, 1):
         queue.set_environment(env, 1.0, 0.0)
     for _ in range(50):
         for _ in range(2):
             queue.add(Entry(number := next(numbers), 0, 4, id=number))
-        assert len(cut_all(queue)) == 1
+        assert len(cut_all(queue, alive)) == 1
     for _ in range(20):
         for env in (0, 1):
             queue.add(Entry(number := next(numbers), env, 4, id=number))
-    envs = [entry.env for batch in cut_all(queue) for entry in batch]
+    envs = [entry.env for batch in cut_all(queue, alive) for entry in batch]
     assert envs[:12].count(0) >= 4 and abs(envs.count(0) - envs.count(1)) <= 3
 
 

@@ -1,0 +1,84 @@
+"""What each environment gets of the batches, whatever the sizes of its groups."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recipe.atropos.trajectory_api.batching import Queue
+from recipe.atropos.trajectory_api.lanes import Entry
+
+
+def served(batch_size, environments, batches):
+    """Yield what each of always busy ``environments``, (size, weight, allocation), has in one batch after another."""
+    queue, numbers = Queue(), itertools.count(1)
+    queue.set_batch_size(batch_size)
+    alive = set(range(len(environments)))
+    for env, (_, weight, minimum) in enumerate(environments):
+        queue.set_environment(env, weight, minimum)
+    for batch in range(batches):
+        for env, (size, _, _) in enumerate(environments):
+            while queue.lanes[env].size < 3 * batch_size:
+                queue.add(Entry(number := next(numbers), env, size, id=number))
+        plan, parts = queue.plan(alive, batch), [0] * len(environments)
+        queue.cut(plan, alive)
+        for entry in plan.entries:
+            parts[entry.env] += entry.size
+        yield parts, [batch_size * share for share in queue.shares(alive).values()]
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "environments"),
+    [
+        (12, [(4, 1, 0.5), (6, 1, 0.5)]),
+        (12, [(4, 1, 0), (6, 1, 0.5)]),
+        (24, [(3, 1, 0), (8, 1, 0.5)]),
+        (120, [(8, 1, 0.5), (12, 1, 0.5)]),
+        (128, [(4, 1, 0), (64, 1, 0.75)]),
+        (128, [(4, 1, 0), (64, 100, 0)]),
+        (120, [(2, 2, 0), (12, 1, 0), (120, 2, 0)]),
+        (64, [(4, 10, 0.75), (32, 0.5, 0.08), (4, 1, 0), (16, 2, 0)]),
+    ],
+    ids=lambda value: "-".join(str(size) for size, _, _ in value) if isinstance(value, list) else None,
+)
+def test_each_size_gets_its_share_though_they_do_not_fit(batch_size, environments):
+    behind = [0.0] * len(environments)
+    for parts, shares in served(batch_size, environments, 200):
+        behind = [before + share - part for before, part, share in zip(behind, parts, shares, strict=True)]
+        assert max(map(abs, behind)) < 2 * batch_size
+
+
+@given(st.sampled_from([6, 12, 24, 60, 64]), st.data())
+def test_no_environment_is_starved_whatever_the_sizes(batch_size, data):
+    """Sizes that divide the batch: each stays within as many batches of its share as there are environments."""
+    sizes = st.sampled_from([size for size in range(1, batch_size + 1) if batch_size % size == 0])
+    environment = st.tuples(sizes, st.sampled_from([0.01, 0.5, 1, 2, 100]), st.sampled_from([0, 0, 0.1, 0.3, 0.8]))
+    environments = data.draw(st.lists(environment, min_size=2, max_size=5))
+    behind = [0.0] * len(environments)
+    for parts, shares in served(batch_size, environments, 30):
+        behind = [before + share - part for before, part, share in zip(behind, parts, shares, strict=True)]
+        assert max(map(abs, behind)) <= len(environments) * batch_size
+
+
+@given(st.integers(1, 8), st.lists(st.integers(1, 4), min_size=2, max_size=4), st.integers(0, 6))
+def test_each_batch_has_its_allocations_if_sizes_fit(size, allocated, rest):
+    """Allocations of whole groups of one size, beside an environment without one that has a larger weight."""
+    batch = size * (sum(allocated) + rest + 1)
+    environments = [(size, 1, groups * size / batch) for groups in allocated] + [(size, 9, 0)]
+    for parts, _ in served(batch, environments, 10):
+        assert all(part >= groups * size for part, groups in zip(parts[:-1], allocated, strict=True))
+
+
+def test_an_allocation_holds_beside_an_environment_with_nothing():
+    queue, numbers = Queue(), itertools.count(1)
+    queue.set_batch_size(8)
+    for env, (weight, minimum) in enumerate([(1, 0.5), (9, 0), (90, 0)]):
+        queue.set_environment(env, weight, minimum)
+    for batch in range(50):
+        for env in (0, 1):
+            while queue.lanes[env].size < 24:
+                queue.add(Entry(number := next(numbers), env, 2, id=number))
+        plan = queue.plan({0, 1, 2}, batch)
+        queue.cut(plan, {0, 1, 2})
+        assert [entry.env for entry in plan.entries].count(0) >= 2
