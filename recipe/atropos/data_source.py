@@ -26,13 +26,17 @@ from pathlib import Path
 from typing import Any
 
 from recipe.atropos.errors import AtroposError
-from recipe.atropos.trajectory_api.trajectory_client import NumberedBatch, TrajectoryApiClient, TrajectoryApiError
+from recipe.atropos.trajectory_api.trajectory_client import (
+    LONGEST_PAUSE,
+    NumberedBatch,
+    TrajectoryApiClient,
+    TrajectoryApiError,
+)
 
 logger = logging.getLogger(__name__)
 
 Batch = list[dict[str, Any]]  # groups: ScoredData of the API
 
-LONGEST_DELAY = 5.0  # seconds between attempts to reach the API
 _POLL_SECONDS = 5.0  # of one long poll: closing waits for it
 _END_SECONDS = 5.0  # for a request in flight when the source is closed
 _LIFE_SECONDS = 60.0  # between signs of life; the API takes a trainer for gone after 600
@@ -81,11 +85,14 @@ class DataSourceConfig:
 
     @property
     def retry_timeout(self) -> float:
-        """Seconds in which an unreachable API is tried ``retry_attempts`` times."""
-        return sum(min(self.retry_delay * 2**i, LONGEST_DELAY) for i in range(self.retry_attempts - 1))
+        """Seconds in which an API that refuses connections is tried ``retry_attempts`` times."""
+        return sum(min(self.retry_delay * 2**i, LONGEST_PAUSE) for i in range(self.retry_attempts - 1))
 
     def client(self) -> TrajectoryApiClient:
-        return TrajectoryApiClient(self.api_url, self.secret, self.retry_timeout, self.timeout, self.longest_wait[1])
+        held = self.longest_wait[1]
+        return TrajectoryApiClient(
+            self.api_url, self.secret, self.retry_timeout, self.timeout, held, first_pause=self.retry_delay
+        )
 
 
 @dataclass(frozen=True)

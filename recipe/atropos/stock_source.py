@@ -23,14 +23,13 @@ import orjson
 from tenacity import AsyncRetrying, before_sleep_log, retry_if_exception_type, stop_after_attempt, wait_exponential
 
 from recipe.atropos.data_source import (
-    LONGEST_DELAY,
     Batch,
     DataSource,
     DataSourceConfig,
     DataSourceError,
     Registration,
 )
-from recipe.atropos.trajectory_api.trajectory_client import NumberedBatch, TrajectoryApiError
+from recipe.atropos.trajectory_api.trajectory_client import LONGEST_PAUSE, NumberedBatch, TrajectoryApiError
 
 logger = logging.getLogger(__name__)
 
@@ -203,7 +202,7 @@ class TrajectoryApi:
         retrying = AsyncRetrying(
             retry=retry_if_exception_type(_UNREACHABLE),
             stop=stop_after_attempt(config.retry_attempts),
-            wait=wait_exponential(config.retry_delay, max=LONGEST_DELAY),
+            wait=wait_exponential(config.retry_delay, max=LONGEST_PAUSE),
             before_sleep=before_sleep_log(logger, logging.WARNING),
             after=lambda _: self._events.update(api_unreachable=1),
             reraise=True,

@@ -79,6 +79,9 @@ def test_adapted_items_that_fail_are_tried_again_and_counted(api, make, caplog):
     assert (counts["retried/ValueError"], counts["retried/OSError"]) == (4, 2)
     assert len(env.faults[2]) == 5 and counts["items"] == 2
     assert caplog.text.count("ValueError: bad luck") == 1 and "Traceback" in caplog.text, "once a kind"
+    env.retry_seconds, env.faults[3] = (), [OSError("server away")]
+    assert run(roll_out(env, 3)) is None
+    assert (counts["failed/OSError"], counts["retried/OSError"], counts["items"]) == (1, 2, 3)
 
 
 def test_adapted_cancelled_task_is_a_failure(api, make):

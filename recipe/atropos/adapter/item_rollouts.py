@@ -92,9 +92,9 @@ class ItemRollouts(BaseEnv):
             self.__log_once(stage, error)
             self.report.count(f"retried/{type(cause_of(error)).__name__}")
 
-        pauses = [wait_fixed(seconds) for seconds in self.retry_seconds]
+        pauses = [wait_fixed(seconds) for seconds in (*self.retry_seconds, 0)]  # nothing is waited for after the last
         retrying = AsyncRetrying(
-            stop=stop_after_attempt(1 + len(pauses)), wait=wait_chain(*pauses), before_sleep=count, reraise=True
+            stop=stop_after_attempt(len(pauses)), wait=wait_chain(*pauses), before_sleep=count, reraise=True
         )
         groups = None
         try:

@@ -105,8 +105,7 @@ class StockApi(TrajectoryApiClient):
             return orjson.loads(answer)
 
         def stop(state: RetryCallState) -> bool:
-            waited = state.seconds_since_start - held_back + state.upcoming_sleep
-            return server_errors == _SERVER_ERRORS or waited > self.retry_timeout
+            return server_errors == _SERVER_ERRORS or state.seconds_since_start - held_back >= self.retry_timeout
 
         def again(error: TrajectoryApiError) -> bool:
             return error.status is None or (posts and error.may_change)
@@ -114,6 +113,8 @@ class StockApi(TrajectoryApiClient):
         try:
             return await self._retrying(attempt, wait_exponential(1, max=_LONGEST_PAUSE), stop, again)
         except TrajectoryApiError as error:
+            if not error.may_change:
+                raise
             raise TrajectoryApiError(f"{error}; is run-api up?", error.status) from error.__cause__
 
     def _lose(self, how: str) -> None:

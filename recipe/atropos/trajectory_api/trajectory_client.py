@@ -27,7 +27,7 @@ from recipe.atropos.trajectory_api import wire
 
 logger = logging.getLogger(__name__)
 
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0  # s, between attempts
+LONGEST_PAUSE = 5.0  # s, between attempts
 _READ_BUFFER = 4 << 20  # bytes; a batch has several MB
 _ANSWER = 90.0  # s for one attempt; the server delays answers by at most 60
 _ASK = 5.0  # s for the question why there was no answer
@@ -78,13 +78,14 @@ class _Limits(stop_base):
         if error.trouble:
             self._lived = elapsed
         since = 0.0 if error.trouble else self._lived
-        return elapsed - since + state.upcoming_sleep > self.of(error)
+        return elapsed - since >= self.of(error)
 
 
 class TrajectoryApiClient:
     """Use as an asynchronous context manager. ``secret`` is sent as a bearer token. Times are in seconds.
 
-    ``timeout`` is for one attempt, beyond the wait that the request asks for. ``held`` is at least ``retry_timeout``.
+    ``timeout`` is for one attempt, beyond the wait that the request asks for. Attempts are ``first_pause`` apart, which
+    doubles up to ``LONGEST_PAUSE``. ``held`` is at least ``retry_timeout``.
     """
 
     def __init__(
@@ -94,13 +95,14 @@ class TrajectoryApiClient:
         retry_timeout: float = 300.0,
         timeout: float = _ANSWER,
         held: float = 0.0,
+        first_pause: float = 0.1,
     ):
         self.url = url.rstrip("/")
         self.retry_timeout = retry_timeout
         self.epoch: int | None = None
         self.again = 0  # requests that were sent again
         self.lacking = ""  # why the latest ``begin`` got no ticket
-        self._timeout, self._held_timeout = timeout, held
+        self._timeout, self._held_timeout, self._first_pause = timeout, held, first_pause
         self._headers = {"Authorization": f"Bearer {secret}"} if secret else {}
         self._begins: dict[int, asyncio.Lock] = {}  # by environment
         self._held: dict[int, set[int]] = {}  # open tickets, by environment
@@ -267,7 +269,7 @@ class TrajectoryApiClient:
                 raise
 
         try:
-            return await self._retrying(attempt, wait_exponential(_FIRST_PAUSE, max=_LONGEST_PAUSE), limits)
+            return await self._retrying(attempt, wait_exponential(self._first_pause, max=LONGEST_PAUSE), limits)
         except TrajectoryApiError as error:
             if not error.may_change:
                 raise

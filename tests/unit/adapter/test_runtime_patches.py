@@ -47,21 +47,27 @@ def test_patch_of_managed_servers_is_needed(tokenizer):
 
 
 def test_patch_of_multiprocessings_names_is_needed():
-    """They tell neither the run nor the process that a semaphore is of, and no public function sets them."""
+    """They tell neither the run nor the process that a semaphore is of."""
     code = "from multiprocessing import process; print(process.current_process()._config['semprefix'])"
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == "/mp\n"
 
 
-def test_patch_of_rays_switch_is_needed(monkeypatch):
-    """Ray reads the variable when it is imported, not when it starts."""
-    before = ray_constants.ENABLE_RAY_CLUSTER
-    monkeypatch.setenv(ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR, str(int(not before)))
-    assert ray_constants.ENABLE_RAY_CLUSTER is before
+def test_patch_of_rays_switch_is_needed():
+    """The variable has no effect after Ray is imported: a node takes another address than this machine's own."""
+    code = f"""
+import os
+from ray._private import services
+os.environ[{ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR!r}] = "0"
+services.node_ip_address_from_perspective = lambda _: "another"
+print(services.get_node_ip_address())
+"""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+    assert subprocess.check_output([sys.executable, "-c", code], env=environment, text=True) == "another\n"
 
 
 def test_patch_of_load_dataset_is_needed():
     """Atropos' own GSM8K names the hub's dataset, which cannot be given as a folder."""
-    file = Path(os.environ.get("ATROPOS_DIR", ""), "environments/gsm8k_server.py")
-    if not file.is_file():
+    if "ATROPOS_DIR" not in os.environ:
         pytest.skip("ATROPOS_DIR names no checkout of Atropos")
+    file = Path(os.environ["ATROPOS_DIR"], "environments/gsm8k_server.py")
     assert 'load_dataset("gsm8k", "main"' in file.read_text()
