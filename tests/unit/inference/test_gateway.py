@@ -11,10 +11,16 @@ import pytest
 from aiohttp import web
 
 from helpers.gateway import HEADERS, behind_a_gateway
-from recipe.atropos.inference.gateway import PROBE_SECONDS
+from recipe.atropos.inference import gateway
 from recipe.atropos.inference.pool import NothingAdmitted
 
 pytestmark = pytest.mark.timeout(60)
+PROBE_SECONDS = 0.3
+
+
+@pytest.fixture(autouse=True)
+def looks_often(monkeypatch):
+    monkeypatch.setattr(gateway, "PROBE_SECONDS", PROBE_SECONDS)
 
 
 @behind_a_gateway(count=1)
