@@ -268,7 +268,7 @@ class Queue:
         members = {
             env for env, lane in self.lanes.items() if self.bounded and (lane.begun or lane.ticketed or env in asking)
         }
-        shares = self.shares({env for env, lane in self.lanes.items() if lane.line or env in members})
+        shares = self.shares({env for env, lane in self.lanes.items() if lane.line or env in members}, alive)
         sources = []
         for env, lane in self.lanes.items():
             if lane.line:
@@ -277,8 +277,8 @@ class Queue:
                 sources.append(_Source(lane.line.without(full), -lane.behind / shares[env], shares[env], first))
         if members:
             part = sum(minima.get(env, 0.0) for env in members)
-            first = max(int(part), self._needed(number) if sources else 0)
             share, behind = sum(shares[env] for env in members), sum(self.lanes[env].behind for env in members)
+            first = max(int(part) if behind > -part else 0, self._needed(number) if sources else 0)
             rest = chain(self.stream.without(full), [None] if asking else [])
             sources.insert(0, _Source(rest, -behind / share, share, first))
         sources = [source for source in sources if source.advance()]
@@ -307,7 +307,8 @@ class Queue:
     def cut(self, plan: Plan, alive: Envs) -> dict[int, int]:
         """Take a complete plan's entries; return the groups that are set aside from now on, by size."""
         target = self.batch_size or 0
-        shares = self.shares({env for env, lane in self.lanes.items() if lane.size or env in alive})
+        present = {env for env, lane in self.lanes.items() if lane.begun or self.queued(env) or env in alive}
+        shares = self.shares(present | {entry.env for entry in plan.entries}, alive)
         arrears = self.arrears(shares)
         for entry in plan.entries:
             arrears[entry.env] -= entry.size
@@ -357,9 +358,9 @@ class Queue:
         total = sum(self.lanes[env].behind for env in shares)
         return {env: self.lanes[env].behind - total * share for env, share in shares.items()}
 
-    def shares(self, envs: Envs) -> dict[int | None, float]:
-        """Return the part of a batch that each environment gets."""
+    def shares(self, envs: Collection[int | None], alive: Envs) -> dict[int | None, float]:
+        """Return the part of a batch that each environment gets; allocations are of those that live."""
         whole = max(1, self.batch_size or 1)
-        allocated = {env: minimum / whole for env, minimum in self._minima(envs).items()}
+        allocated = {env: minimum / whole for env, minimum in self._minima({*envs} & {*alive}).items()}
         rest = max(0.0, 1 - sum(allocated.values())) / sum(self.lanes[env].weight for env in envs)
         return {env: max(EPSILON, allocated.get(env, 0.0) + rest * self.lanes[env].weight) for env in envs}

@@ -35,7 +35,7 @@ def refuses(
     stock = {other: n for other in lanes if (n := queue.queued(other) - ticketed[other])}
     allocated = {other for other in alive if other in lanes and lanes[other].paced and lanes[other].minimum > 0}
     sharing = {env, *allocated, *(other for other in asking if other in lanes)}
-    shares = queue.shares(sharing | stock.keys())
+    shares = queue.shares(sharing | stock.keys(), alive)
     arrears = queue.arrears(shares)
     had = {other: begun[other] - arrears[other] for other in sharing}
     room = places - sum(min(n, shares[other] * places) for other, n in stock.items())

@@ -25,7 +25,7 @@ def served(batch_size, environments, batches):
         queue.cut(plan, alive)
         for entry in plan.entries:
             parts[entry.env] += entry.size
-        yield parts, [batch_size * share for share in queue.shares(alive).values()]
+        yield parts, [batch_size * share for share in queue.shares(alive, alive).values()]
 
 
 @pytest.mark.parametrize(
@@ -82,3 +82,39 @@ def test_an_allocation_holds_beside_an_environment_with_nothing():
         plan = queue.plan({0, 1, 2}, batch)
         queue.cut(plan, {0, 1, 2})
         assert [entry.env for entry in plan.entries].count(0) >= 2
+
+
+def test_what_a_dead_environment_leaves_takes_nothing_from_others():
+    """It had an allocation, and a group that never fits; it was started again under another number."""
+    queue, numbers = Queue(), itertools.count(1)
+    queue.set_batch_size(40)
+    for env, minimum in enumerate([0.6, 0.6, 0]):
+        queue.set_environment(env, 1, minimum)
+    queue.add(Entry(next(numbers), 0, 7, id=1))
+    parts = [0, 0, 0]
+    for batch in range(100):
+        for env in (1, 2):
+            while queue.lanes[env].size < 120:
+                queue.add(Entry(number := next(numbers), env, 4, id=number))
+        plan = queue.plan({1, 2}, batch)
+        queue.cut(plan, {1, 2})
+        for entry in plan.entries:
+            parts[entry.env] += entry.size
+    assert parts == [0, pytest.approx(3200, abs=80), pytest.approx(800, abs=80)]
+
+
+def test_tickets_with_an_allocation_leave_others_their_share():
+    """Two groups of 8 are all of a batch of 16, and more than the three quarters that are allocated to them."""
+    queue, numbers = Queue(), itertools.count(1)
+    queue.set_batch_size(16, bounded=True)
+    queue.set_environment(0, 1, 0.75)
+    queue.set_environment(1, 1, 0)
+    others = 0
+    for batch in range(100):
+        for env in (0, 1):
+            while queue.lanes[env].size < 48:
+                queue.add(Entry(number := next(numbers), env, 8, id=number, due=0 if env else batch + 9))
+        plan = queue.plan({0, 1}, batch)
+        queue.cut(plan, {0, 1})
+        others += sum(entry.size for entry in plan.entries if entry.env == 1)
+    assert others == pytest.approx(200, abs=32)
