@@ -208,7 +208,7 @@ class DataSource:
             await action(self._client)
 
         limit = max(self.config.retry_timeout, self.config.max_wait_time, self.config.longest_wait[1])
-        limit += 2 * self.config.timeout
+        limit += 2 * self.config.timeout + LONGEST_PAUSE
         try:
             if self._error is None:
                 return asyncio.run_coroutine_threadsafe(call(), self._loop).result(limit)

@@ -15,10 +15,11 @@ Guarantees:
   for the rest to be in time. So a ticket's group is in a batch within its bound, if groups have the sizes that their
   tickets were begun with and nothing is left out for its size.
 - **Without a bound**, each environment's entries are in their own order. First come, while they live, environments with
-  an allocation, up to it, unless batches had as much more than their share; then always the environment that was served
+  an allocation, up to it, less what batches before had beyond their share; then always the environment that was served
   least for its share, its allocation and its weight's part of the rest. So where sizes fit, each batch has its
-  allocations, and none is more than one group ahead of another with queued groups; and among environments that always
-  have groups, of sizes that divide the batch, each is within as many batches of its share as there are environments.
+  allocations, in whole groups, and none is more than one group ahead of another with queued groups; and among
+  environments that always have groups, of sizes that divide the batch, each is within as many batches of its share as
+  there are environments.
 - **Sizes set aside** are those of more than a batch, those that ``SKIPS`` batches in a row passed over, and those that
   ``make_room`` finds. Their groups do not count as queued or begun, so no environment stops for them, until ``SKIPS``
   more batches had some of them than passed them over, or the batch size changes. Their tokens count.
@@ -35,7 +36,6 @@ from itertools import chain
 from recipe.atropos.trajectory_api.lanes import Entry, Lane, Line, exact_fill, sequences
 
 SKIPS = 16  # batches
-ARREARS = 4  # batches
 LEAST_WEIGHT = 0.01  # as in atroposlib: no environment starves
 EPSILON = 1e-6  # sequences
 
@@ -122,6 +122,8 @@ class Queue:
         for entry in entries:
             self._remove(entry)
             entry.gone = False
+        for lane in self.lanes.values():
+            lane.behind *= (batch_size or 0) / (self.batch_size or batch_size or 1)
         self.batch_size, self.bounded = batch_size, bounded
         self._passed.clear()
         self._unfit.clear()
@@ -273,12 +275,13 @@ class Queue:
         for env, lane in self.lanes.items():
             if lane.line:
                 part = minima.get(env, 0.0)
-                first = int(part) if lane.behind > -part else 0  # not if batches had that much more than its share
+                first = math.ceil(part + min(0.0, lane.behind) - EPSILON)  # less what batches had beyond its share
                 sources.append(_Source(lane.line.without(full), -lane.behind / shares[env], shares[env], first))
         if members:
             part = sum(minima.get(env, 0.0) for env in members)
             share, behind = sum(shares[env] for env in members), sum(self.lanes[env].behind for env in members)
-            first = max(int(part) if behind > -part else 0, self._needed(number) if sources else 0)
+            first = math.ceil(part + min(0.0, behind) - EPSILON)
+            first = max(first, self._needed(number) if sources else 0)
             rest = chain(self.stream.without(full), [None] if asking else [])
             sources.insert(0, _Source(rest, -behind / share, share, first))
         sources = [source for source in sources if source.advance()]
@@ -309,14 +312,19 @@ class Queue:
         target = self.batch_size or 0
         present = {env for env, lane in self.lanes.items() if lane.begun or self.queued(env) or env in alive}
         shares = self.shares(present | {entry.env for entry in plan.entries}, alive)
-        arrears = self.arrears(shares)
+        behind = {env: arrears + shares[env] * target for env, arrears in self.arrears(shares).items()}
         for entry in plan.entries:
-            arrears[entry.env] -= entry.size
+            behind[entry.env] -= entry.size
             self._remove(entry)
+        most = {  # what is kept, if its groups did not fit, or if it had nothing to give, which the others then gave
+            env: target * (len(shares) if self.lanes[env].line else share * (1 - share))
+            for env, share in shares.items()
+        }
+        given_up = sum(max(0.0, behind[env] - most[env]) for env in shares)
+        others = sum(share for env, share in shares.items() if behind[env] < most[env])
         for env, share in shares.items():
-            lane = self.lanes[env]
-            most = ARREARS if lane.line else share  # in batches: its groups did not fit, or it had nothing to give
-            lane.behind = min(arrears[env] + share * target, most * target)
+            more = given_up * share / others if behind[env] < most[env] else 0.0
+            self.lanes[env].behind = min(behind[env], most[env]) + more
         chosen = {entry.size for entry in plan.entries}
         for size in chosen:
             self._passed[size] -= 1 if size in self._unfit else self._passed[size]

@@ -37,8 +37,9 @@ def refuses(
     sharing = {env, *allocated, *(other for other in asking if other in lanes)}
     shares = queue.shares(sharing | stock.keys(), alive)
     arrears = queue.arrears(shares)
-    had = {other: begun[other] - arrears[other] for other in sharing}
-    room = places - sum(min(n, shares[other] * places) for other, n in stock.items())
+    part, late = sum(shares[other] for other in sharing), sum(arrears[other] for other in sharing)
+    had = {other: begun[other] - arrears[other] + late * shares[other] / part for other in sharing}
+    room = places - sum(min(n, max(0.0, shares[other] * places + arrears[other])) for other, n in stock.items())
     room -= sum(n for other, n in begun.items() if other not in sharing)
     total, why = sum(begun.values()), ""
     if total + size > places:
@@ -48,7 +49,6 @@ def refuses(
     if why:
         stuck = places > 0 and not queue.tickets and not queue.plan(alive, batches.start, asking).complete
         return "" if stuck else why
-    part = sum(shares[other] for other in sharing)
     positions = {other: n * part / shares[other] for other, n in had.items()}
     if positions[env] + size / 2 * part / shares[env] < room or positions[env] <= min(positions.values()) + EPSILON:
         return ""

@@ -44,15 +44,14 @@ class Api:
 def test_an_api_is_tried_as_often_as_the_configuration_says():
     async def scene():
         async with Api(status=[503]) as api:
-            config = DataSourceConfig(api.url, retry_attempts=3, retry_delay=0.2)
+            config = DataSourceConfig(api.url, retry_attempts=2, retry_delay=1)
             async with config.client() as client:
-                with pytest.raises(TrajectoryApiError, match="HTTP 503.*for 0.6 s; is the Trajectory API up"):
+                with pytest.raises(TrajectoryApiError, match="HTTP 503.*for 1 s; is the Trajectory API up"):
                     await client.status()
             return api.times
 
     times = asyncio.run(scene())
-    pauses = [after - before for before, after in zip(times, times[1:], strict=False)]
-    assert len(pauses) == 2 and pauses[0] >= 0.2 and pauses[1] >= 0.4
+    assert len(times) == 2 and times[1] - times[0] >= 1
 
 
 @pytest.fixture
@@ -130,11 +129,11 @@ def test_the_wait_for_a_registration_is_not_run_apis_time(quick):
 
     async def scene(api, client):
         posting = asyncio.create_task(client.post_groups([group()]))
-        await asyncio.sleep(0.6)
+        await asyncio.sleep(1.2)
         assert not posting.done() and not api.times
         await client.register_env({})
         await posting
         return len(api.times)
 
-    tried, _ = with_stock_api(scene, retry_timeout=0.3, scored_data_list=[503, 200])
+    tried, _ = with_stock_api(scene, retry_timeout=1, scored_data_list=[503, 200])
     assert tried == 3

@@ -128,6 +128,21 @@ def test_stock_groups_and_tickets_share_by_weight(max_staleness, weight):
     assert run.served[run.stock] == pytest.approx(weight / (2 + weight) * total, abs=0.05 * total)
 
 
+@pytest.mark.parametrize("weight", [1.0, 9.0])
+def test_a_slow_stock_environment_leaves_tickets_the_rest(weight):
+    """It posts one group a batch: the others' groups begin together, not one by one."""
+    queue, numbers = queue_of(128, (), (1.0, weight)), itertools.count(1)
+    for batch in range(1, 40):
+        queue.add(Entry(number := next(numbers), 1, 4, id=number))
+        while not refuses(queue, 0, 4, range(batch, batch + 1), {0, 1}, {0}):
+            queue.add(Entry(next(numbers), 0, 4, due=batch))
+        assert len(queue.tickets) >= 28
+        for ticket in list(queue.tickets.values()):
+            queue.release(ticket.number)
+            queue.add(Entry(ticket.number, 0, 4, id=ticket.number, due=batch))
+        queue.cut(queue.plan({0, 1}, batch, {0}), {0, 1})
+
+
 def test_a_stock_backlog_leaves_tickets_their_allocation():
     queue = queue_of(16, (), (1.0, 1.0))
     queue.set_environment(1, 1.0, 0.5)
