@@ -366,7 +366,7 @@ class Queue:
         total = sum(self.lanes[env].behind for env in shares)
         return {env: self.lanes[env].behind - total * share for env, share in shares.items()}
 
-    def shares(self, envs: Collection[int | None], alive: Envs) -> dict[int | None, float]:
+    def shares(self, envs: Envs, alive: Envs) -> dict[int | None, float]:
         """Return the part of a batch that each environment gets; allocations are of those that live."""
         whole = max(1, self.batch_size or 1)
         allocated = {env: minimum / whole for env, minimum in self._minima({*envs} & {*alive}).items()}
