@@ -38,6 +38,7 @@ def refuses(
     shares = queue.shares(sharing | stock.keys(), alive)
     arrears = queue.arrears(shares)
     part, late = sum(shares[other] for other in sharing), sum(arrears[other] for other in sharing)
+    # What each has begun or was served, relative to its part of what these share; in sum, what they have begun.
     had = {other: begun[other] - arrears[other] + late * shares[other] / part for other in sharing}
     room = places - sum(min(n, max(0.0, shares[other] * places + arrears[other])) for other, n in stock.items())
     room -= sum(n for other, n in begun.items() if other not in sharing)

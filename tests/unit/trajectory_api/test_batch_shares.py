@@ -10,22 +10,35 @@ from recipe.atropos.trajectory_api.batching import Queue
 from recipe.atropos.trajectory_api.lanes import Entry
 
 
-def served(batch_size, environments, batches):
-    """Yield what each of always busy ``environments``, (size, weight, allocation), has in one batch after another."""
-    queue, numbers = Queue(), itertools.count(1)
-    queue.set_batch_size(batch_size)
-    alive = set(range(len(environments)))
-    for env, (_, weight, minimum) in enumerate(environments):
-        queue.set_environment(env, weight, minimum)
-    for batch in range(batches):
-        for env, (size, _, _) in enumerate(environments):
-            while queue.lanes[env].size < 3 * batch_size:
-                queue.add(Entry(number := next(numbers), env, size, id=number))
-        plan, parts = queue.plan(alive, batch), [0] * len(environments)
-        queue.cut(plan, alive)
+class Busy:
+    """A queue, and environments, (size, weight, allocation), that post whenever they have less than three batches."""
+
+    def __init__(self, batch_size, environments, bounded=False):
+        self.queue, self.environments, self._numbers = Queue(), environments, itertools.count(1)
+        self.queue.set_batch_size(batch_size, bounded)
+        for env, (_, weight, minimum) in enumerate(environments):
+            self.queue.set_environment(env, weight, minimum)
+
+    def post(self, env, size, due=0):
+        self.queue.add(Entry(number := next(self._numbers), env, size, id=number, due=due))
+
+    def batch(self, busy, alive, number=1, due=0):
+        """Return the sequences that each has in a batch; ``due``: of the groups of environment 0."""
+        for env in busy:
+            while self.queue.lanes[env].size < 3 * self.queue.batch_size:
+                self.post(env, self.environments[env][0], 0 if env else due)
+        plan, parts = self.queue.plan(alive, number), [0] * len(self.environments)
+        self.queue.cut(plan, alive)
         for entry in plan.entries:
             parts[entry.env] += entry.size
-        yield parts, [batch_size * share for share in queue.shares(alive, alive).values()]
+        return parts
+
+
+def served(batch_size, environments, batches):
+    """Yield what each of ``environments`` has in one batch after another, and its share of a batch."""
+    stage, alive = Busy(batch_size, environments), set(range(len(environments)))
+    for _ in range(batches):
+        yield stage.batch(alive, alive), [batch_size * share for share in stage.queue.shares(alive, alive).values()]
 
 
 @pytest.mark.parametrize(
@@ -78,70 +91,28 @@ def test_an_allocation_of_no_whole_groups_is_rounded_to_some():
 
 
 def test_an_allocation_holds_beside_an_environment_with_nothing():
-    queue, numbers = Queue(), itertools.count(1)
-    queue.set_batch_size(8)
-    for env, (weight, minimum) in enumerate([(1, 0.5), (9, 0), (90, 0)]):
-        queue.set_environment(env, weight, minimum)
-    for batch in range(50):
-        for env in (0, 1):
-            while queue.lanes[env].size < 24:
-                queue.add(Entry(number := next(numbers), env, 2, id=number))
-        plan = queue.plan({0, 1, 2}, batch)
-        queue.cut(plan, {0, 1, 2})
-        assert [entry.env for entry in plan.entries].count(0) >= 2
+    stage = Busy(8, [(2, 1, 0.5), (2, 9, 0), (2, 90, 0)])
+    assert all(stage.batch({0, 1}, {0, 1, 2})[0] >= 4 for _ in range(50))
 
 
 @pytest.mark.parametrize("alive", [{0, 1}, {1}], ids=["idle", "away"])
 def test_an_environment_that_returns_blocks_nobody(alive):
     """One with nine tenths of the weight had nothing for 200 batches."""
-    queue, numbers = Queue(), itertools.count(1)
-    queue.set_batch_size(128)
-    queue.set_environment(0, 9, 0)
-    queue.set_environment(1, 1, 0)
-
-    def batch(busy, alive):
-        for env in busy:
-            while queue.lanes[env].size < 256:
-                queue.add(Entry(number := next(numbers), env, 4, id=number))
-        plan = queue.plan(alive, 1)
-        queue.cut(plan, alive)
-        return [entry.env for entry in plan.entries].count(1)
-
-    assert all(batch({1}, alive) == 32 for _ in range(200))
-    assert all(batch({0, 1}, {0, 1}) >= 1 for _ in range(20))
+    stage = Busy(128, [(4, 9, 0), (4, 1, 0)])
+    assert all(stage.batch({1}, alive)[1] == 128 for _ in range(200))
+    assert all(stage.batch({0, 1}, {0, 1})[1] >= 4 for _ in range(20))
 
 
 def test_what_a_dead_environment_leaves_takes_no_share():
     """It had an allocation, and a group that never fits; it was started again under another number."""
-    queue, numbers = Queue(), itertools.count(1)
-    queue.set_batch_size(40)
-    for env, minimum in enumerate([0.6, 0.6, 0]):
-        queue.set_environment(env, 1, minimum)
-    queue.add(Entry(next(numbers), 0, 7, id=1))
-    parts = [0, 0, 0]
-    for batch in range(100):
-        for env in (1, 2):
-            while queue.lanes[env].size < 120:
-                queue.add(Entry(number := next(numbers), env, 4, id=number))
-        plan = queue.plan({1, 2}, batch)
-        queue.cut(plan, {1, 2})
-        for entry in plan.entries:
-            parts[entry.env] += entry.size
+    stage = Busy(40, [(4, 1, 0.6), (4, 1, 0.6), (4, 1, 0)])
+    stage.post(0, 7)
+    parts = [sum(each) for each in zip(*(stage.batch({1, 2}, {1, 2}) for _ in range(100)), strict=True)]
     assert parts == [0, pytest.approx(3200, abs=80), pytest.approx(800, abs=80)]
 
 
 def test_tickets_with_an_allocation_leave_others_their_share():
     """Two groups of 8 are all of a batch of 16, and more than the three quarters that are allocated to them."""
-    queue, numbers = Queue(), itertools.count(1)
-    queue.set_batch_size(16, bounded=True)
-    queue.set_environment(0, 1, 0.75)
-    queue.set_environment(1, 1, 0)
-    others = 0
-    for batch in range(100):
-        for env in (0, 1):
-            while queue.lanes[env].size < 48:
-                queue.add(Entry(number := next(numbers), env, 8, id=number, due=0 if env else batch + 9))
-        plan = queue.plan({0, 1}, batch)
-        queue.cut(plan, {0, 1})
-        others += sum(entry.size for entry in plan.entries if entry.env == 1)
+    stage, both = Busy(16, [(8, 1, 0.75), (8, 1, 0)], bounded=True), {0, 1}
+    others = sum(stage.batch(both, both, number, due=number + 9)[1] for number in range(100))
     assert others == pytest.approx(200, abs=32)

@@ -6,14 +6,12 @@ from collections import Counter
 
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from recipe.atropos.adapter import stock_api
 from recipe.atropos.adapter.stock_api import StockApi
 from recipe.atropos.data_source import DataSourceConfig
 from recipe.atropos.trajectory_api.trajectory_client import TrajectoryApiError
-from recipe.atropos.utils.process import free_port
-
-POST = "/scored_data_list"
 
 
 class Api:
@@ -25,14 +23,13 @@ class Api:
     async def __aenter__(self):
         app = web.Application()
         app.router.add_route("*", "/{path}", self._answer)
-        self._runner = web.AppRunner(app)
-        await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", port := free_port()).start()
-        self.url = f"http://127.0.0.1:{port}"
+        self.server = TestServer(app)
+        await self.server.start_server()
+        self.url = str(self.server.make_url(""))
         return self
 
     async def __aexit__(self, *_):
-        await self._runner.cleanup()
+        await self.server.close()
 
     async def _answer(self, request):
         self.times.append(time.monotonic())
@@ -114,7 +111,7 @@ def test_what_run_api_answers_to_other_requests_is_final(quick):
 def test_run_api_that_is_gone_is_tried_for_the_timeout(quick):
     async def scene(api, client):
         await client.register_env({})
-        await api.__aexit__()
+        await api.server.close()
         begun = time.monotonic()
         with pytest.raises(TrajectoryApiError, match="got no answer.*is run-api up") as error:
             await client.info()
