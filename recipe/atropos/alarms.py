@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 PREFIX = "atropos/alarms/"
+EMPTY_BATCHES = 3  # in a row; one or two may be chance
 # Mean absolute difference in nats, by SGLang's dtype: on fresh samples only kernels and rounding contribute to it.
 _TOLERANCE = {"float32": 1e-4, "bfloat16": 0.0104, "float16": 0.0104}
 
@@ -28,6 +29,7 @@ Name = Literal[
     "server_out_of_sync",
     "queue_full",
     "stale_samples",
+    "empty_batches",
     "unknown_sampling",
     "other_temperature",
     "truncated_sampling",
@@ -116,6 +118,12 @@ ALARMS: dict[Name, Alarm] = {
         "see docs/staleness.md for the reasons of drops",
         (_STALENESS, "trainer.atropos.weight_sync.every"),
     ),
+    "empty_batches": Alarm(
+        "three batches in a row, or more, had no row to train on: the policy does not change meanwhile",
+        "the trainer's log has the reasons by environment, and docs/data-format.md what each means; often another "
+        "tokenizer, or an environment that does not run through the adapter where trainer.atropos.max_staleness is set",
+        (_STALENESS, "trainer.atropos.max_empty_batches", "trainer.atropos.overlong"),
+    ),
     "unknown_sampling": Alarm(
         "rows came without sampling parameters, and are taken to be sampled at actor_rollout_ref.rollout.temperature",
         "run their environment through recipe.atropos.utils.env_adapter, or let it send "
@@ -193,6 +201,7 @@ OF_A_STEP: dict[Name, str] = {
     "logprob_difference": "{value:.2g} nats in the mean over fresh samples, above "
     "trainer.atropos.logprob_tolerance={tolerance:g}",
     "gradient_not_finite": "actor/grad_norm={value:g}",
+    "empty_batches": "{value:.0f} batches before this step's",
     "unknown_sampling": "{value:.0f} rows",
     "other_temperature": "{value:.0f} rows",
     "truncated_sampling": "{value:.0f} rows",
@@ -210,6 +219,7 @@ def raised_by(metrics: Mapping[str, float], tolerance: float, mode: str) -> dict
     limits: dict[Name, tuple[str, float]] = {
         "logprob_difference": ("atropos/logprob_diff/fresh_mean", tolerance),
         "gradient_not_finite": ("actor/grad_norm", sys.float_info.max),
+        "empty_batches": ("atropos/empty_batches", EMPTY_BATCHES - 1),
         "unknown_sampling": ("atropos/rows_with/unknown_sampling", 0),
         "truncated_sampling": ("atropos/rows_with/truncated_sampling", 0),
         "penalized_sampling": ("atropos/rows_with/penalized_sampling", 0),

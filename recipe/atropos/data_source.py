@@ -197,6 +197,10 @@ class DataSource:
         """Tell the API that the servers hold weights that contain the batches through ``through``."""
         self._call(lambda client: client.weights_pushed(through))
 
+    def batch_is_empty(self, number: int) -> None:
+        """Tell the API that nothing of a batch can be trained on, so that environments may go on without an update."""
+        self._call(lambda client: client.batch_is_empty(number))
+
     def commit(self, through: int) -> None:
         """Tell the API that no batch through ``through`` will be asked for again: checkpoints contain them."""
         self._call(lambda client: client.commit(through))

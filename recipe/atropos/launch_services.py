@@ -42,7 +42,7 @@ from recipe.atropos.config.compose import (
     with_values,
 )
 from recipe.atropos.config.derived_timeouts import set_waits
-from recipe.atropos.config.env_specs import EnvironmentSpec, environment_specs
+from recipe.atropos.config.env_specs import EnvironmentSpec, environment_specs, fill_warnings
 from recipe.atropos.config.models import KEY as MODEL_KEY
 from recipe.atropos.config.models import SMALL_POLICIES, check_model, set_model_path
 from recipe.atropos.errors import ConfigurationError, expected_failure
@@ -290,6 +290,7 @@ def check_run(
     specs = environments_of(config)
     _say(os.path.relpath(directory))
     check_model(checked.actor_rollout_ref.model.path)
+    remarks += fill_warnings(specs.values(), config.data.train_batch_size * config.actor_rollout_ref.rollout.n)
     for remark in filter(None, [*remarks, *check_gpu_environment(checked)]):
         _say(remark)
     run = Run(checked, composed, directory)

@@ -29,7 +29,15 @@ from recipe.atropos.data.data_proto import real_rows, rows_to_data_proto
 from recipe.atropos.data.reading import read_groups
 from recipe.atropos.data.recording import NoServers, RecordedSource
 from recipe.atropos.data.rollouts import write_rollouts
-from recipe.atropos.data.rows import ConversionReport, Group, Row, RowLimits, VersionLimits, environment_name
+from recipe.atropos.data.rows import (
+    ConversionReport,
+    Group,
+    Row,
+    RowLimits,
+    VersionLimits,
+    describe_drops,
+    environment_name,
+)
 from recipe.atropos.data.sampling import SamplingCheck
 from recipe.atropos.data_source import DataSource
 from recipe.atropos.errors import NothingToTrain, secondary_errors
@@ -55,7 +63,6 @@ logger = logging.getLogger(__name__)
 
 _EVALUATION_SLACK = 60.0  # seconds for the launcher to notice that an evaluation is due, and to report its end
 _STEP_SHARE = 0.9  # of the launcher's step timeout, in which ranks must respond, so that a hung rank is named
-_MAX_EMPTY_BATCHES = 20  # in a row, before the run fails
 
 
 class RayGRPOAtroposTrainer:
@@ -75,6 +82,7 @@ class RayGRPOAtroposTrainer:
         self.kl_controller = get_kl_controller(config.algorithm.kl_ctrl) if config.algorithm.use_kl_in_reward else None
         configure_bypass_mode(config)
         actor_rollout_ref = config.actor_rollout_ref
+        self.batch_size = config.data.train_batch_size * actor_rollout_ref.rollout.n  # sequences
         self.mini_batch_size = actor_rollout_ref.actor.ppo_mini_batch_size * actor_rollout_ref.rollout.n  # sequences
         pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
         self.limits = RowLimits.from_config(config, pad, vocab_size)
@@ -156,27 +164,34 @@ class RayGRPOAtroposTrainer:
 
         Raises:
             DataSourceError: no batch arrived in time.
-            NothingToTrain: every sequence of many batches in a row was dropped; the message has the reasons.
+            NothingToTrain: nothing of ``max_empty_batches`` in a row could be trained on; the message has the reasons.
             SamplingMismatch: rows were sampled from a different distribution than the trainer computes.
         """
-        dropped, counts, fetched = Counter(), Counter(), 0
-        versions = VersionLimits(self.global_steps - 1, self.config.trainer.atropos.max_staleness)
-        for _ in range(_MAX_EMPTY_BATCHES):
+        atropos = self.config.trainer.atropos
+        versions = VersionLimits(self.global_steps - 1, atropos.max_staleness)
+        lost: dict[str, Counter[str]] = {}  # reasons by environment
+        counts, fetched, empty, batch = Counter(), 0, 0, None
+        while batch is None:
             with marked_timer("wait", self.timing_raw), self.record.waiting():
                 number, groups = self.data_source.next_batch(self._look_after_servers)
                 fetched += len(groups)
             with marked_timer("convert", self.timing_raw):
                 batch, report = self._batch_of(groups, versions)
-            dropped.update(report.dropped)
+            for name, reasons in report.dropped_by_environment.items():
+                lost.setdefault(name, Counter()).update(reasons)
             counts.update(report.metrics())
-            if batch is not None:
-                break
-        else:
-            what = f"{_MAX_EMPTY_BATCHES} batches in a row held nothing to train on"
-            raise NothingToTrain(f"{what}; dropped: {dict(dropped)}")
+            if batch is None:
+                empty += 1
+                logger.warning("batch %d has nothing to train on; dropped so far: %s", number, describe_drops(lost))
+                self.data_source.batch_is_empty(number)
+                if empty >= atropos.max_empty_batches:
+                    what = f"trainer.atropos.max_empty_batches={empty} batches in a row had nothing to train on"
+                    raise NothingToTrain(f"{what}; docs/data-format.md explains the reasons: {describe_drops(lost)}")
 
         self.record.totals.batches = self.metrics["atropos/batch"] = number
-        self.record.totals.dropped = dict(Counter(self.record.totals.dropped) + dropped)
+        self.record.totals.empty_batches += empty
+        self.record.totals.dropped = dict(sum(lost.values(), Counter(self.record.totals.dropped)))
+        self.metrics |= {"atropos/empty_batches": empty, "atropos/batch_fill": report.received / self.batch_size}
         self.metrics |= {**counts, **self.data_source.metrics()}
         self._groups_fetched = fetched
         self._check_sampling(batch)

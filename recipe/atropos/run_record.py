@@ -39,6 +39,7 @@ class RunTotals:
 
     steps: int = 0
     batches: int = 0  # number of the last batch in the weights; batches with nothing to train on count
+    empty_batches: int = 0  # those with nothing to train on
     groups_trained: int = 0
     groups_dropped: int = 0  # groups with no sequence that was trained on
     sequences_trained: int = 0

@@ -83,6 +83,9 @@ class StockSource(DataSource):
     def weights_pushed(self, through: int) -> None:
         """Do nothing: ``run-api`` issues no tickets."""
 
+    def batch_is_empty(self, number: int) -> None:
+        """Do nothing: ``run-api`` issues no tickets."""
+
     def commit(self, through: int) -> None:
         """Do nothing: ``run-api`` keeps nothing."""
 

@@ -6,8 +6,8 @@ It follows the environment in the MRO, so the environment's own overrides still 
   ``report`` counts, "cancelled" where the item starts again, or "nothing_posted". The API cuts batches in the order of
   the tickets and issues none beyond the staleness bound: see ``trajectory_api.batching`` for what it guarantees.
 - While it sends nothing, items start more and more slowly: ``EnvReport.pause``.
-- Nothing that runs is canceled because a queue is full. ``max_num_workers`` limits what runs at once, and nothing
-  starts while ``max_batches_offpolicy`` batches of the environment's own groups are queued.
+- Nothing that runs is canceled because a queue is full. ``max_num_workers`` limits what runs at once. Without a
+  staleness bound, nothing starts beyond the ``max_batches_offpolicy`` batches that are queued or begun.
 - Waiting for a ticket holds up neither evaluation nor reports. What the API says it waits for is logged every minute;
   after ``longest_wait`` (and ``worker_timeout``) the environment ends with that message.
 - Every request is sent again for ``api_timeout``, and for ``longest_wait`` while the API says that its disk is full;
@@ -25,6 +25,7 @@ import logging
 import os
 import time
 import uuid
+from collections import deque
 from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
@@ -45,6 +46,7 @@ from recipe.atropos.utils.secret import API_KEY_VARIABLE
 logger = logging.getLogger(__name__)
 
 _LONG_POLL, _SAY_AGAIN = 10.0, 60.0  # s
+_ITEMS = 16
 
 
 class Deadline:
@@ -71,14 +73,13 @@ def check_sizes(config: BaseEnvConfig, max_token_len: int) -> None:
     ``config.batch_size`` and ``max_token_len``; -1 means unknown, and passes.
 
     Raises:
-        EnvironmentFailure: groups never fill a batch exactly, or sequences may be longer than the trainer accepts.
+        EnvironmentFailure: a group is larger than a batch, or sequences may be longer than the trainer accepts.
     """
     group_size, batch_size, api_url = config.group_size, config.batch_size, config.rollout_server_url
-    if batch_size > 0 and batch_size % group_size:
-        fitting = ", ".join(str(n) for n in range(2, min(batch_size, 64) + 1) if batch_size % n == 0)
+    if 0 < batch_size < group_size:
         raise EnvironmentFailure(
-            f"--env.group_size={group_size}: groups of {group_size} never fill the trainer's batch of {batch_size} "
-            f"sequences exactly (from {api_url}); give one of {fitting}, or change the trainer's batch"
+            f"--env.group_size={group_size}: the trainer's batch has {batch_size} sequences (from {api_url}); give at "
+            "most as many, or change the trainer's batch"
         )
     if 0 < max_token_len < config.max_token_length:
         raise EnvironmentFailure(
@@ -100,7 +101,8 @@ class PostingEnv(ItemRollouts):
         self.__client: TrajectoryApiClient | None = None
         self.__starting: asyncio.Task | None = None  # starts items while there is room for workers
         self.__releases: set[asyncio.Task] = set()
-        self.__sequences = self.config.group_size  # of the latest item, as a prediction for the next
+        # Of the latest items; a ticket is for the most of them, since a larger group would make others late.
+        self.__sequences = deque([self.config.group_size], maxlen=_ITEMS)
 
     # ------------------------------------------------------------------ registration
 
@@ -240,15 +242,15 @@ class PostingEnv(ItemRollouts):
                 self.__starting.result()
             self.__starting = asyncio.create_task(self.__start_items(api))
 
-    def __has_room(self) -> bool:
+    def __has_room(self, more: int = 0) -> bool:
+        """Whether an item may start, and after it ``more`` others."""
         limit, config = self.max_num_workers, self.config
         if self.eval_runner is not None and not self.eval_runner.done():
             if config.eval_handling == EvalHandlingEnum.STOP_TRAIN:
                 return False
             if config.eval_handling == EvalHandlingEnum.LIMIT_TRAIN:
                 limit = int(limit * config.eval_limit_ratio)
-        queued = self.status_dict["self_queue_size"] * config.group_size
-        return len(self.workers) < limit and not 0 < config.max_batches_offpolicy * config.batch_size <= queued
+        return len(self.workers) + more < limit
 
     async def __start_items(self, api: TrajectoryApiClient) -> None:
         while self.__has_room():
@@ -279,10 +281,11 @@ class PostingEnv(ItemRollouts):
         """
         limit = max(self.longest_wait, self.config.worker_timeout)
         deadline = Deadline(limit, quiet=_SAY_AGAIN)
-        sequences = min(self.__sequences, self.config.batch_size)
+        sequences, ahead = min(max(self.__sequences), self.config.batch_size), max(1, self.config.max_batches_offpolicy)
         while self.__has_room():
             try:
-                ticket = await api.begin(self.env_id, sequences, min(_LONG_POLL, limit))
+                more = self.__has_room(1)
+                ticket = await api.begin(self.env_id, sequences, min(_LONG_POLL, limit), more, ahead)
             except TrajectoryApiError as error:
                 if error.status != 404:
                     raise
@@ -327,7 +330,7 @@ class PostingEnv(ItemRollouts):
             self._count_failure("handle_send_to_api", error)
         else:
             self.report.count("groups_sent", len(groups))
-            self.__sequences = sum(len(group["tokens"]) for group in groups)
+            self.__sequences.append(sum(len(group["tokens"]) for group in groups))
             if place is not None:
                 place.taken = True
 

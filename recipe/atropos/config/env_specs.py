@@ -4,12 +4,12 @@
 ``environments`` has entries, NAME: {settings}, the run has these instead, and ``environment`` supplies the settings
 that they omit, except ``args`` and ``reward_bridge``.
 
-Environments may have any group sizes that divide the batch. An allocation holds in every batch, or over several where
-the sizes do not fit (``trajectory_api/batching.py``).
+Environments may have any group sizes up to a batch. An allocation holds over consecutive batches
+(``trajectory_api/batching.py``).
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from recipe.atropos.errors import ConfigurationError
 
+_LEAST_FILL = 0.8
 _OWN_KEYS = {  # flags of the environment that have their own keys
     "group_size": "group_size",
     "inference_weight": "weight",
@@ -29,8 +30,8 @@ _OWN_KEYS = {  # flags of the environment that have their own keys
 class EnvironmentSpec:
     """One environment. ``key`` is its key in the configuration, ``name`` what it registers, logs and reports as.
 
-    ``weight``: its share of the unallocated part, relative to the others'; ``min_batch_allocation``: its share of every
-    batch, in (0, 1]; ``max_restarts``: how often it is restarted; ``start_timeout``: seconds until it must have
+    ``weight``: its share of the unallocated part, relative to the others'; ``min_batch_allocation``: its least share of
+    the batches, in (0, 1]; ``max_restarts``: how often it is restarted; ``start_timeout``: seconds until it must have
     registered; ``args``: its own flags; ``reward_bridge``: what ``algorithm/reward_bridge.py`` reads.
 
     Raises:
@@ -107,17 +108,16 @@ def _spec(key: str, name: str, settings: Mapping[str, Any]) -> EnvironmentSpec:
 
 
 def check_specs(specs: Sequence[EnvironmentSpec], batch_size: int) -> None:
-    """Check that these environments can fill a batch of ``batch_size`` sequences, and that each has a share of it.
+    """Check that groups of these environments fit into a batch of ``batch_size`` sequences, and each has a share of it.
 
     Raises:
         ConfigurationError: naming the key.
     """
     for spec in specs:
-        if batch_size % spec.group_size:
+        if spec.group_size > batch_size:
             raise ConfigurationError(
-                f"{spec.key}.group_size={spec.group_size} does not divide the batch of {batch_size} sequences "
-                "(data.train_batch_size groups x actor_rollout_ref.rollout.n): the Trajectory API would never fill "
-                "one; change either"
+                f"{spec.key}.group_size={spec.group_size} is larger than the batch of {batch_size} sequences "
+                "(data.train_batch_size groups x actor_rollout_ref.rollout.n); change either"
             )
     shares = {spec.key: spec.min_batch_allocation for spec in specs if spec.min_batch_allocation is not None}
     total = sum(shares.values())
@@ -129,3 +129,16 @@ def check_specs(specs: Sequence[EnvironmentSpec], batch_size: int) -> None:
         raise ConfigurationError(
             f"{listed} leaves nothing of a batch to {', '.join(without)}; give it a part, or leave it out"
         )
+
+
+def fill_warnings(specs: Iterable[EnvironmentSpec], batch_size: int) -> list[str]:
+    """Return a warning for each environment whose whole groups alone fill less than ``_LEAST_FILL`` of a batch."""
+    found = []
+    for spec in specs:
+        filled = batch_size // spec.group_size * spec.group_size
+        if filled < _LEAST_FILL * batch_size:
+            found.append(
+                f"{spec.key}.group_size={spec.group_size}: whole groups fill {filled} of a batch of {batch_size} "
+                "sequences, and padding the rest; give a size that divides it"
+            )
+    return found

@@ -289,6 +289,7 @@ class Atropos(Section):
     step_timeout: Seconds = about(
         "Seconds without a trained step, after which the launcher ends the run; waits for a batch do not count"
     )
+    max_empty_batches: Count = about("Batches in a row with nothing to train on, after which the run ends")
     prefetch: Count = about("Batches fetched ahead while one is trained on")
     max_staleness: Limit | None = about("Updates that a sample may be old; 0: on-policy; null: any number")
     sampling_mismatch: Literal["error", "per_row", "warn"] = about(

@@ -25,6 +25,10 @@ class Reason(StrEnum):
     REPEATED_DISTILL_TOKEN = "repeated_distill_token"
     INVALID_DISTILL_LOGPROBS = "invalid_distill_logprobs"
 
+    # A group's size in sequences, by which the Trajectory API refuses it.
+    LARGER_THAN_BATCH = "larger_than_batch"
+    DOES_NOT_FILL_BATCH = "does_not_fill_batch"
+
     # A sequence; the adapter refuses a group in which all of them are without a trained token.
     NO_TRAINED_TOKEN = "no_trained_token"
     NO_PROMPT = "no_prompt"

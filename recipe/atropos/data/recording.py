@@ -38,6 +38,9 @@ class RecordedSource:
     def weights_pushed(self, through: int) -> None:
         pass
 
+    def batch_is_empty(self, number: int) -> None:
+        pass
+
     def commit(self, through: int) -> None:
         pass
 

@@ -128,6 +128,12 @@ class ConversionReport:
         return {f"atropos/{key}": float(n) for key, n in counts.items()}
 
 
+def describe_drops(lost: Mapping[str, Counter[str]]) -> str:
+    """Return the numbers of dropped sequences by environment and reason as text."""
+    parts = (f"{name}: {', '.join(f'{reason} {n}' for reason, n in lost[name].most_common())}" for name in lost)
+    return "; ".join(parts) or "no sequence came"
+
+
 class DroppedRow(NamedTuple):
     """What a group's baseline needs to know about a scored row that is not trained on."""
 

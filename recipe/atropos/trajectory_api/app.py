@@ -22,7 +22,7 @@ import orjson
 from aiohttp import web
 from isal import isal_zlib
 
-from recipe.atropos.trajectory_api import database, delivery, ingest, repetitions, status, wire
+from recipe.atropos.trajectory_api import database, delivery, ingest, status, wire
 from recipe.atropos.trajectory_api import messages as m
 from recipe.atropos.trajectory_api.service import Service
 
@@ -198,27 +198,15 @@ async def _register_env(api: Api, request: web.BaseRequest, path: str) -> web.St
 
 
 async def _scored_data(api: Api, request: web.BaseRequest, path: str) -> web.StreamResponse:
-    """Store groups; the answer is written last, after any delay."""
+    """Store groups; the answer is delayed while the queue is full."""
     service, several = api.service, path == "/scored_data_list"
     ticket = _number(request.headers.get(wire.TICKET_HEADER), wire.TICKET_HEADER)
-    key = _key(request)
-    body = await _body(request)
-    digest = repetitions.digest_of(body) if key is None else None
-    own = service.repetitions.take(digest, lambda: _gone(request))
-    if own is not None:
-        service.count("repeated", own.groups)
-    else:
-        groups = ingest.parse(service, body, request.content_type == wire.PACKED, several, ticket)
-        storing = asyncio.ensure_future(ingest.post(service, groups, ticket, key, digest))
-        own = repetitions.Unanswered(len(groups), storing, lambda: _gone(request))
-    del body
-    response = _answer({"status": "received", **({"groups_processed": own.groups} if several else {})})
-    with service.repetitions.noted(digest, own):
-        await asyncio.shield(own.storing)
-        if ticket is None:
-            await ingest.hold(service, own.gone)
-        own.answered = await _written(request, response)
-    return response
+    groups = ingest.parse(service, await _body(request), request.content_type == wire.PACKED, several, ticket)
+    answer = {"status": "received", **({"groups_processed": len(groups)} if several else {})}
+    await ingest.post(service, groups, ticket, _key(request))
+    if ticket is None:
+        await ingest.hold(service, lambda: _gone(request))
+    return _answer(answer)
 
 
 async def _begin(api: Api, request: web.BaseRequest, path: str) -> web.StreamResponse:
@@ -304,7 +292,7 @@ async def _info(api: Api, request: web.BaseRequest, path: str) -> web.StreamResp
     if path == "/wandb_info":
         names = (registration.wandb_group, registration.wandb_project) if registration else (None, None)
         return _answer({"group": names[0], "project": names[1]})
-    return _answer({"current_step": api.service.step(), "queue_size": api.service.queue.groups})
+    return _answer({"current_step": api.service.step(), "queue_size": api.service.queue.sizes.total()})
 
 
 async def _latest(api: Api, request: web.BaseRequest, path: str) -> web.StreamResponse:
@@ -352,6 +340,7 @@ ROUTES: dict[tuple[str, str], Handler] = {
     ("GET", "/batch"): _batch,
     ("POST", "/commit"): _control(m.Through, delivery.commit, epoch=True),
     ("POST", "/weights"): _control(m.Through, delivery.weights_pushed, epoch=True),
+    ("POST", "/empty"): _control(m.BatchNumber, delivery.batch_is_empty, epoch=True),
     ("GET", "/info"): _info,
     ("GET", "/wandb_info"): _info,
     ("GET", "/status"): _info,

@@ -1,374 +1,368 @@
-"""Which groups make the next batch: order, fairness and exact fill, without any input or output.
+"""Which groups make the next batch, and whose turn it is to add to it, without any input or output.
 
 Guarantees:
 
-- Each group is in the queue until it is in a batch, and in one batch only.
-- **Order.** All entries, groups and open tickets, are in one order. A batch is the choice of exactly ``batch_size``
-  sequences in the shortest beginning of that order that has such a choice; of several, the one with the earliest
-  entries. It is cut only when no ticket in that beginning is open. So it depends on the groups alone, never on the
-  sequence in which tickets end.
-- **Nothing blocks.** If no ticket is open, no allocation and no part of tickets is waited for, and any choice
-  of the groups queued has ``batch_size`` sequences, there is a batch. Groups that fit into none stay in the order and
-  are taken as soon as they fit.
-- **With a staleness bound**, the tickets of all environments are one stream in the order of their numbers; ``pacing``
-  shares them. Groups without a ticket are beside it, by weight. A batch begins with what of the stream must be in it
-  for the rest to be in time. So a ticket's group is in a batch within its bound, if groups have the sizes that their
-  tickets were begun with and nothing is left out for its size.
-- **Without a bound**, each environment's entries are in their own order. First come, while they live, environments with
-  an allocation, up to it, less what batches before had beyond their share; then always the environment that was served
-  least for its share, its allocation and its weight's part of the rest. So where sizes fit, each batch has its
-  allocations, in whole groups, and none is more than one group ahead of another with queued groups; and among
-  environments that always have groups, of sizes that divide the batch, each is within as many batches of its share as
-  there are environments.
-- **Sizes set aside** are those of more than a batch, those that ``SKIPS`` batches in a row passed over, and those that
-  ``make_room`` finds. Their groups do not count as queued or begun, so no environment stops for them, until ``SKIPS``
-  more batches had some of them than passed them over, or the batch size changes. Their tokens count.
-- The cost of a batch depends on its own size, on the number of environments and of sizes, and on the staleness bound,
-  not on the length of the queue: at most ``batch_size`` / s groups of each size s are looked at.
+- **One order.** Tickets are in the order of their numbers, and batches are that order cut by next fit: whole groups
+  while they fit into ``batch_size`` sequences; the first that does not fit begins the next batch. A ticket counts with
+  the size that it was asked for until its group is posted, then with the group's.
+- **Places only move forward.** Next fit is monotone: if a group leaves the order or becomes smaller, no later one gets
+  into a later batch. So whoever was given a place in batch N is in batch N or an earlier one, unless a group before it
+  became larger than its ticket.
+- **A batch is cut** when it is full, or a posted group does not fit, and no ticket before is open; if nothing follows,
+  also when the environment whose turn it is asks for more than its room. Never because nobody asks. So a batch depends
+  on the order alone, not on how long groups take, and has at least ``batch_size`` minus the largest group plus 1.
+- **Turns** by weighted fair queueing (WF2Q+ of Bennett and Zhang, 1997; in stride scheduling, whoever is behind can be
+  so by a group of every other). Each environment has a virtual time, which advances by what it adds to the order,
+  divided by its share. Of those that are not ahead of the present, the one whose next group would end first is next. A
+  ticket that ends without a group, or with a smaller one, is refunded. Whoever returns starts at the present. So among
+  environments that always ask, each is ahead of its share by at most one group, and behind by at most one batch. The
+  share is the allocation and the weight's part of what is not allocated; so an allocation is a floor over consecutive
+  batches, not in each.
+- **Groups without a ticket** wait in the order of their arrival, and enter the order at their environment's turn.
+- The cost of a change depends on what is in the order, some batches, and not on what waits.
+
+``exact``: for trainers that cannot take a batch that is not full. A batch is then the first groups of one size, which
+divides ``batch_size``.
 """
 
-import math
-from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from itertools import chain
+import bisect
+import itertools
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-from recipe.atropos.trajectory_api.lanes import Entry, Lane, Line, exact_fill, sequences
-
-SKIPS = 16  # batches
+UNBOUNDED = 1 << 62  # the last batch that may hold a ticket's group, without a staleness bound
 LEAST_WEIGHT = 0.01  # as in atroposlib: no environment starves
-EPSILON = 1e-6  # sequences
+_LEAST_SHARE = 1e-9
+_RECENT = 64  # tickets
+_EXPECTED_SECONDS = 1.0  # for a request to follow that was announced
 
-Envs = Collection[int | None]
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """A queued group, or an open ticket for one (``id`` 0), whose ``size`` in sequences is then what was asked for.
+
+    ``number`` is the place in the order: the ticket's, or that of its arrival. ``due`` is the number of the last batch
+    that may hold it, 0 without a ticket. ``charge`` is what it cost its environment in virtual time. ``begun`` is when
+    the ticket was issued, in seconds of ``time.monotonic``.
+    """
+
+    number: int
+    env: int | None
+    size: int
+    tokens: int = 0
+    id: int = 0
+    due: int = 0
+    charge: float = 0.0
+    begun: float = field(default_factory=lambda: time.monotonic())
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.number, self.id
+
+    @property
+    def is_open(self) -> bool:
+        return self.id == 0
+
+
+@dataclass(slots=True, eq=False)
+class Ask:
+    """A request for a ticket for ``size`` sequences. ``more``: another one follows at once. ``ahead``: how many batches,
+    from the next one on, may hold its group where there is no staleness bound. ``gone()`` says whether who asked has left; ``answer`` is given the ticket,
+    and what its storing will answer.
+    """
+
+    env: int | None
+    size: int
+    more: bool
+    ahead: int
+    gone: Callable[[], bool]
+    answer: Callable[[tuple[int, Any]], object]
+
+
+@dataclass(slots=True, eq=False)
+class EnvironmentQueue:
+    """What an environment has in the queue, and its share of the batches."""
+
+    name: str = "an unknown environment"
+    weight: float = 1.0
+    minimum: float = 0.0  # the part of the batches that is allocated to it
+    time: float = 0.0  # virtual, in sequences of all environments
+    begun: int = 0  # sequences of its open tickets
+    groups: Counter[int] = field(default_factory=Counter)  # posted, by size
+    waiting: deque[Entry] = field(default_factory=deque)  # groups without a ticket that are not in the order yet
+    asks: list[Ask] = field(default_factory=list)
+    next_size: int = 0  # sequences of what it adds to the order next
+    expected: float = 0.0  # the time until which its next request is waited for, since it has announced it
+    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))  # that its latest tickets took
+
+    @property
+    def asks_now(self) -> bool:
+        return bool(self.waiting or self.asks)
+
+    @property
+    def wants(self) -> bool:
+        return bool(self.waiting or self.asks or self.expected)
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of its posted groups."""
+        return sum(size * n for size, n in self.groups.items())
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The next batch: ``entries`` if it is ``complete``; else ``why`` says what it lacks.
-
-    ``stuck``: more than a batch is queued and no ticket is open, but the sizes do not fit.
+    """The next batch: ``entries`` if it is ``complete``; else ``why`` says what it lacks, and ``holding`` are the open
+    tickets that it waits for.
     """
 
     entries: tuple[Entry, ...] = ()
-    sizes: frozenset[int] = frozenset()  # of the groups that were looked at
     complete: bool = False
     why: str = ""
-    stuck: bool = False
-
-
-@dataclass
-class _Source:
-    """Entries from which a batch takes: the stream, or those of one environment. None is a ticket yet to begin."""
-
-    rest: Iterator[Entry | None]
-    position: float  # what it was served, relative to its share: the least is next
-    share: float
-    first: int  # sequences that come before anything of other sources
-    taken: int = 0
-    head: Entry | None = None
-
-    @property
-    def key(self) -> tuple[float, int]:
-        return (math.inf, 0) if self.head is None else self.head.key
-
-    def advance(self) -> bool:
-        try:
-            self.head = next(self.rest)
-        except StopIteration:
-            return False
-        return True
-
-    def take(self, size: int) -> None:
-        self.position += size / self.share
-        self.taken += size
+    holding: tuple[Entry, ...] = ()
 
 
 class Queue:
-    """What waits for a batch. ``batch_size`` is None until a trainer registers.
-
-    ``groups``, ``sequences`` and ``sizes`` count what is queued, without open tickets or what is set aside; ``tokens``
-    counts all groups.
+    """What waits for a batch. ``batch_size`` is None until a trainer registers; ``sizes`` counts the posted groups by
+    their sizes, ``tokens`` their tokens.
     """
 
     def __init__(self) -> None:
         self.batch_size: int | None = None
-        self.bounded = False
-        self.lanes: dict[int | None, Lane] = {}
-        self.stream = Line()  # what was begun with a ticket, if there is a staleness bound
+        self.exact = False
+        self.environments: dict[int | None, EnvironmentQueue] = {}
+        self.order: list[Entry] = []
         self.tickets: dict[int, Entry] = {}  # open, by number
+        self.sizes: Counter[int] = Counter()
         self.tokens = 0
-        self._groups: Counter[int] = Counter()  # by size
-        self._passed: Counter[int] = Counter()  # by size: batches that had none, though one came before others
-        self._unfit: set[int] = set()  # sizes that are set aside though no larger than a batch
-        self._planned: tuple[object, Plan] | None = None
+        self._now = 0.0  # virtual time
+        self._end: tuple[int, int] | None = None  # the batch in which the order ends, 1 is the next; its sequences
+        self._plan: Plan | None = None
 
     def __iter__(self) -> Iterator[Entry]:
-        return chain(self.stream, *(lane.line for lane in self.lanes.values()))
+        return itertools.chain(self.order, *(env.waiting for env in self.environments.values()))
 
-    # ------------------------------------------------------------------ what comes and goes
-
-    def set_environment(self, env: int | None, weight: float, minimum: float) -> None:
-        """Set an environment's weight, relative to others', and the part of each batch that is allocated to it."""
-        lane = self.lane(env)
-        lane.weight, lane.minimum = max(weight, LEAST_WEIGHT), minimum
-        self._planned = None
-
-    def set_batch_size(self, batch_size: int | None, bounded: bool = False) -> None:
-        """Set the size of a batch in sequences; what was set aside counts as queued again.
-
-        ``bounded``: whether there is a staleness bound.
-        """
-        entries = sorted(self, key=lambda entry: entry.key)
-        for entry in entries:
-            self._remove(entry)
-            entry.gone = False
-        for lane in self.lanes.values():
-            lane.behind *= (batch_size or 0) / (self.batch_size or batch_size or 1)
-        self.batch_size, self.bounded = batch_size, bounded
-        self._passed.clear()
-        self._unfit.clear()
-        for entry in entries:
-            self.add(entry)
-        self._planned = None
-
-    def add(self, entry: Entry) -> None:
-        """Queue a group, or an open ticket."""
-        self._line(entry).add(entry)
-        lane = self.lanes[entry.env]
-        if entry.is_open:
-            self.tickets[entry.number] = entry
-            lane.begun += entry.size
-            lane.paced = True
-        else:
-            self._count(entry, 1)
-        self._planned = None
-
-    def release(self, number: int) -> Entry | None:
-        """Remove an open ticket; return it, or None if it is not open."""
-        entry = self.tickets.get(number)
-        if entry is not None:
-            self._remove(entry)
-        return entry
-
-    def _remove(self, entry: Entry) -> None:
-        self._line(entry).remove(entry)
-        if entry.is_open:
-            del self.tickets[entry.number]
-            self.lanes[entry.env].begun -= entry.size
-        else:
-            self._count(entry, -1)
-        self._planned = None
-
-    def _count(self, entry: Entry, sign: int) -> None:
-        self.tokens += sign * entry.tokens
-        lane = self.lanes[entry.env]
-        for groups in (self._groups, lane.groups, *((lane.ticketed,) if self._is_in_stream(entry) else ())):
-            groups[entry.size] += sign
-            if not groups[entry.size]:
-                del groups[entry.size]
-
-    def _is_in_stream(self, entry: Entry) -> bool:
-        return self.bounded and entry.due > 0
-
-    def _line(self, entry: Entry) -> Line:
-        lane = self.lane(entry.env)
-        return self.stream if self._is_in_stream(entry) else lane.line
-
-    def lane(self, env: int | None) -> Lane:
-        """Return what is known of an environment, from now on if it is new."""
-        if env not in self.lanes:
-            self.lanes[env] = Lane()
-        return self.lanes[env]
-
-    # ------------------------------------------------------------------ what is queued
-
-    @property
-    def sizes(self) -> Counter[int]:
-        """Queued groups by size in sequences."""
-        return self.fitting(self._groups)
-
-    @property
-    def aside(self) -> dict[int, int]:
-        """Groups that are set aside, by size."""
-        return {size: n for size, n in sorted(self._groups.items()) if self.is_aside(size)}
-
-    @property
-    def groups(self) -> int:
-        return self.sizes.total()
+    def environment(self, env: int | None) -> EnvironmentQueue:
+        """Return what an environment has in the queue, from now on if it is new."""
+        if env not in self.environments:
+            self.environments[env] = EnvironmentQueue()
+        return self.environments[env]
 
     @property
     def sequences(self) -> int:
-        return sequences(self.sizes)
+        """Sequences of all posted groups."""
+        return sum(size * n for size, n in self.sizes.items())
 
-    def queued(self, env: int | None) -> int:
-        """Return the sequences of an environment's queued groups."""
-        return sequences(self.fitting(self.lanes[env].groups))
+    # ------------------------------------------------------------------ what comes and goes
 
-    def is_aside(self, size: int) -> bool:
-        return size in self._unfit or (self.batch_size is not None and size > self.batch_size)
+    def set_batch_size(self, batch_size: int, exact: bool = False) -> list[Entry]:
+        """Set the size of a batch in sequences, and plan anew; return the groups larger than it, which are removed."""
+        self.batch_size, self.exact = batch_size, exact
+        large = [entry for entry in self if entry.size > batch_size and not entry.is_open]
+        for entry in large:
+            self._count(entry, -1)
+        self.order = [entry for entry in self.order if entry.is_open or entry.size <= batch_size]
+        for env in self.environments.values():
+            env.waiting = deque(entry for entry in env.waiting if entry.size <= batch_size)
+        self._end = self._plan = None
+        return large
 
-    def fitting(self, groups: Counter[int]) -> Counter[int]:
-        """Return numbers of groups by size, without the sizes that are set aside."""
-        return Counter({size: n for size, n in groups.items() if not self.is_aside(size)})
+    def add(self, entry: Entry) -> None:
+        """Queue a group, or an open ticket. A group without a ticket waits for its environment's turn."""
+        env = self.environment(entry.env)
+        if entry.is_open:
+            self.tickets[entry.number] = entry
+            env.begun += entry.size
+        if entry.due:
+            bisect.insort(self.order, entry, key=_key)
+        else:
+            self._begin_to_want(env)
+            if env.waiting and env.waiting[-1].key > entry.key:
+                env.waiting = deque(sorted([*env.waiting, entry], key=_key))
+            else:
+                env.waiting.append(entry)
+        if not entry.is_open:
+            self._count(entry, 1)
+        self._end = self._plan = None
 
-    def _set_aside(self, sizes: Iterable[int]) -> dict[int, int]:
-        found = {size: self._groups[size] for size in sizes if not self.is_aside(size)}
-        self._unfit.update(found)
-        self._passed |= dict.fromkeys(found, SKIPS)
-        self._planned = None
-        return found
+    def claim(self, number: int | None) -> Entry | None:
+        """Return an open ticket, which is ended only by ``close`` from now on; None if it is not open."""
+        return self.tickets.pop(number, None)
+
+    def close(self, ticket: Entry, groups: Sequence[Entry] = ()) -> None:
+        """End a claimed ticket, and put its groups, if any, into its place."""
+        at = bisect.bisect_left(self.order, ticket.key, key=_key)
+        if self.order[at : at + 1] != [ticket]:  # of a queue that was reset meanwhile
+            for group in groups:
+                self.add(group)
+            return
+        env = self.environments[ticket.env]
+        env.begun -= ticket.size
+        env.time -= ticket.charge
+        for group in groups:
+            group.charge = ticket.charge * group.size / ticket.size
+            env.time += group.charge
+            self._count(group, 1)
+        self.order[at : at + 1] = groups
+        self._plan = None
+        if [group.size for group in groups] != [ticket.size]:
+            self._end = None
+
+    def _count(self, entry: Entry, sign: int) -> None:
+        self.tokens += sign * entry.tokens
+        for sizes in (self.sizes, self.environments[entry.env].groups):
+            sizes[entry.size] += sign
+            if not sizes[entry.size]:
+                del sizes[entry.size]
+
+    # ------------------------------------------------------------------ turns
+
+    def ask(self, ask: Ask) -> None:
+        """Let an environment ask for a ticket, until it is issued or ``withdraw`` is called."""
+        env = self.environment(ask.env)
+        self._begin_to_want(env)
+        env.asks.append(ask)
+        env.expected = 0.0
+        self._plan = None
+
+    def withdraw(self, ask: Ask) -> None:
+        asks = self.environments[ask.env].asks
+        if ask in asks:
+            asks.remove(ask)
+            self._plan = None
+
+    def turn(self) -> EnvironmentQueue | None:
+        """Return the environment whose turn it is to add to the order, None if none wants to. It may have announced a
+        request that has not come yet.
+        """
+        wanting = [env for env in self.environments.values() if env.wants and self._is_there(env)]
+        if not wanting:
+            return None
+        self._now = max(self._now, min(env.time for env in wanting))
+        share = self._shares()
+        return min(
+            (env for env in wanting if env.time <= self._now), key=lambda env: env.time + env.next_size / share(env)
+        )
+
+    def _is_there(self, env: EnvironmentQueue) -> bool:
+        while env.asks and env.asks[0].gone():
+            del env.asks[0]
+        if env.expected and time.monotonic() > env.expected:
+            env.expected = 0.0
+        if env.asks_now:
+            env.next_size = env.waiting[0].size if env.waiting else env.asks[0].size
+        return env.wants
+
+    def place(self, size: int) -> int:
+        """Return the batch that would hold a group of ``size`` sequences at the end of the order; 1 is the next."""
+        return self._after(size)[0]
+
+    def _after(self, size: int) -> tuple[int, int]:
+        if self._end is None:
+            self._end = (1, 0)
+            for entry in self.order:
+                self._end = self._after(entry.size)
+        batch, filled = self._end
+        return (batch, filled + size) if filled + size <= (self.batch_size or 0) else (batch + 1, size)
+
+    def enter(self, env: EnvironmentQueue, number: int) -> None:
+        """Put the environment's first waiting group at the end of the order, as ``number``."""
+        entry = env.waiting.popleft()
+        entry.number = number
+        self._append(env, entry)
+
+    def issue(self, env: EnvironmentQueue, number: int, due: int) -> tuple[Ask, Entry]:
+        """Put a ticket for the environment's first request at the end of the order; return both."""
+        ask = env.asks.pop(0)
+        entry = Entry(number, ask.env, ask.size, due=due)
+        env.expected = time.monotonic() + _EXPECTED_SECONDS if ask.more else 0.0
+        self._append(env, entry)
+        self.tickets[number] = entry
+        env.begun += entry.size
+        return ask, entry
+
+    def _append(self, env: EnvironmentQueue, entry: Entry) -> None:
+        self._end = self._after(entry.size)
+        self.order.append(entry)
+        self._now += entry.size
+        entry.charge = entry.size / self._shares()(env)
+        env.time += entry.charge
+        self._plan = None
+
+    def _begin_to_want(self, env: EnvironmentQueue) -> None:
+        """Bring the time of an environment that wanted nothing to the present; one that has something in the queue has
+        not been away, and may be behind by a batch.
+        """
+        if not env.wants:
+            behind = (self.batch_size or 0) / self._shares()(env) if env.begun or env.groups else 0
+            env.time = max(env.time, self._now - behind)
+
+    def _shares(self) -> Callable[[EnvironmentQueue], float]:
+        """Return a function that gives an environment's part of the batches, beside all that have or want something."""
+        present = [env for env in self.environments.values() if env.begun or env.groups or env.wants]
+        allocated = sum(env.minimum for env in present)
+        rest = max(0.0, 1 - allocated) / (sum(env.weight for env in present) or 1.0)
+        return lambda env: max(_LEAST_SHARE, env.minimum / max(1.0, allocated) + rest * env.weight)
+
+    def share(self, env: int | None) -> float:
+        """Return the environment's part of the batches, beside all that have or want something in the queue."""
+        return self._shares()(self.environments[env])
 
     # ------------------------------------------------------------------ the next batch
 
-    def plan(self, alive: Envs, number: int, asking: Envs = ()) -> Plan:
-        """Return the next batch, of this number, or why there is none.
+    def plan(self) -> Plan:
+        """Return the next batch, or why there is none."""
+        if self._plan is None:
+            self._plan = self._next_exact() if self.exact else self._next()
+        return self._plan
 
-        ``alive``: the environments whose allocation is waited for; ``asking``: those that want to begin tickets, whose
-        part is waited for if there is a staleness bound.
-        """
-        asked = (number, frozenset(alive), frozenset(asking))
-        if self._planned is None or self._planned[0] != asked:
-            self._planned = asked, self._plan(alive, number, asking)
-        return self._planned[1]
-
-    def _plan(self, alive: Envs, number: int, asking: Envs) -> Plan:
-        target = self.batch_size
-        if target is None:
+    def _next(self) -> Plan:
+        if self.batch_size is None:
             return Plan(why="no trainer has registered")
-        if not self.bounded and (lacking := self._lacking(alive)):  # if bounded, tickets begin by shares
-            return Plan(why=lacking)
-        closed = sum(size * n for size, n in self._groups.items() if size <= target)
-        begun = closed + sum(lane.begun for lane in self.lanes.values())
-        if begun < target:
-            return Plan(why=f"{begun} of {target} sequences are queued or begun, {len(self.tickets)} groups not posted")
-        full = {size for size in self._groups if size > target}  # sizes of which more would be of no use
-        walked: list[Entry] = []
-        counts: Counter[int] = Counter()
-        sums, mask = 1, (1 << (target + 1)) - 1  # bits: the numbers of sequences that choices of ``walked`` have
-        for entry in self._in_order(alive, number, asking, full):
-            if entry is None:
-                return Plan(why="environments that ask for tickets have begun less than their part")
-            if entry.is_open:
-                first = f"first {entry.number} of environment {entry.env}"
-                return Plan(why=f"waiting for groups of {len(self.tickets)} tickets, {first}")
-            walked.append(entry)
-            counts[entry.size] += 1
-            if (counts[entry.size] + 1) * entry.size > target:
-                full.add(entry.size)
-            sums |= (sums << entry.size) & mask
-            if sums >> target:
-                chosen = exact_fill([entry.size for entry in walked], target)
-                return Plan(tuple(walked[i] for i in chosen or ()), frozenset(counts), complete=True)
-        why = f"no choice of the queued groups, of sizes {sorted(counts)}, has {target} sequences"
-        return Plan(why=why, stuck=True)
-
-    def _in_order(self, alive: Envs, number: int, asking: Envs, full: Collection[int]) -> Iterator[Entry | None]:
-        """Yield entries in the order in which a batch takes them, without groups of the sizes in ``full``; None where
-        a ticket would be next that has not begun.
-        """
-        minima = self._minima(alive)
-        members = {
-            env for env, lane in self.lanes.items() if self.bounded and (lane.begun or lane.ticketed or env in asking)
-        }
-        shares = self.shares({env for env, lane in self.lanes.items() if lane.line or env in members}, alive)
-        sources = []
-        for env, lane in self.lanes.items():
-            if lane.line:
-                part = minima.get(env, 0.0)
-                first = math.ceil(part + min(0.0, lane.behind) - EPSILON)  # less what batches had beyond its share
-                sources.append(_Source(lane.line.without(full), -lane.behind / shares[env], shares[env], first))
-        if members:
-            part = sum(minima.get(env, 0.0) for env in members)
-            share, behind = sum(shares[env] for env in members), sum(self.lanes[env].behind for env in members)
-            first = math.ceil(part + min(0.0, behind) - EPSILON)
-            first = max(first, self._needed(number) if sources else 0)
-            rest = chain(self.stream.without(full), [None] if asking else [])
-            sources.insert(0, _Source(rest, -behind / share, share, first))
-        sources = [source for source in sources if source.advance()]
-        while sources:
-            source = next((source for source in sources if source.taken < source.first), None)
-            source = source or min(sources, key=lambda source: (source.position, source.key))
-            if source.head is None and len(sources) > 1:
-                yield None
-            elif source.head is not None and (source.head.is_open or source.head.size not in full):
-                yield source.head
-                source.take(source.head.size)
-            if not source.advance():
-                sources.remove(source)
-
-    def _needed(self, number: int) -> int:
-        """Return how many sequences of the stream batch ``number`` must have, so that the rest can be in time."""
-        total = needed = 0
-        batch_size = self.batch_size or 0
-        for entry in self.stream.without({size for size in self._groups if self.is_aside(size)}):
-            total += entry.size
-            needed = max(needed, total - (entry.due - number) * batch_size)
-            if needed >= batch_size:
+        room, entries, holding = self.batch_size, [], []
+        full = False
+        for entry in self.order:
+            full = entry.size > room and not entry.is_open
+            if full:
                 break
-        return needed
+            (holding if entry.is_open else entries).append(entry)
+            room -= entry.size
+            full = room == 0
+            if room <= 0:
+                break
+        if holding:
+            return Plan(why=self._waits_for(holding), holding=tuple(holding))
+        turn = self.turn()
+        if full or (entries and turn is not None and turn.asks_now and turn.next_size > room):
+            return Plan(tuple(entries), complete=True)
+        return Plan(why=f"{self.batch_size - room} of {self.batch_size} sequences are queued, and no group is begun")
 
-    def cut(self, plan: Plan, alive: Envs) -> dict[int, int]:
-        """Take a complete plan's entries; return the groups that are set aside from now on, by size."""
-        target = self.batch_size or 0
-        present = {env for env, lane in self.lanes.items() if lane.begun or self.queued(env) or env in alive}
-        shares = self.shares(present | {entry.env for entry in plan.entries}, alive)
-        behind = {env: arrears + shares[env] * target for env, arrears in self.arrears(shares).items()}
+    def _next_exact(self) -> Plan:
+        by_size: dict[int, list[Entry]] = {}
+        for entry in self.order:
+            if not entry.is_open:
+                same = by_size.setdefault(entry.size, [])
+                same.append(entry)
+                if len(same) * entry.size == self.batch_size:
+                    return Plan(tuple(same), complete=True)
+        holding = tuple(self.tickets.values())
+        why = f"no {self.batch_size} sequences are queued in groups of one size; groups by size: {dict(self.sizes)}"
+        return Plan(why=self._waits_for(holding) if holding else why, holding=holding)
+
+    def _waits_for(self, holding: Sequence[Entry]) -> str:
+        first, name = holding[0], self.environments[holding[0].env].name
+        return f"waiting for groups of {len(holding)} tickets, first {first.number} of {name}"
+
+    def cut(self, plan: Plan) -> None:
+        """Take a complete plan's entries."""
         for entry in plan.entries:
-            behind[entry.env] -= entry.size
-            self._remove(entry)
-        most = {  # what is kept, if its groups did not fit, or if it had nothing to give, which the others then gave
-            env: target * (len(shares) if self.lanes[env].line else share * (1 - share))
-            for env, share in shares.items()
-        }
-        given_up = sum(max(0.0, behind[env] - most[env]) for env in shares)
-        others = sum(share for env, share in shares.items() if behind[env] < most[env])
-        for env, share in shares.items():
-            more = given_up * share / others if behind[env] < most[env] else 0.0
-            self.lanes[env].behind = min(behind[env], most[env]) + more
-        chosen = {entry.size for entry in plan.entries}
-        for size in chosen:
-            self._passed[size] -= 1 if size in self._unfit else self._passed[size]
-            if not self._passed[size]:
-                self._unfit.discard(size)
-        for size in plan.sizes - chosen:
-            self._passed[size] = min(SKIPS, self._passed[size] + 1)
-        return self._set_aside(size for size in plan.sizes - chosen if self._passed[size] == SKIPS)
+            self._count(entry, -1)
+        taken = {*plan.entries}
+        self.order = [entry for entry in self.order if entry not in taken]
+        self._end = self._plan = None
 
-    def make_room(self, alive: Envs, number: int) -> dict[int, int]:
-        """If sizes that do not fit are all that is queued, set aside those with the most sequences, until less than a
-        batch counts as queued: environments that stopped because of it go on. Return the groups by size.
-        """
-        found: dict[int, int] = {}
-        if self.plan(alive, number).stuck:
-            while self.sequences >= (self.batch_size or 0):
-                found |= self._set_aside([max(self.sizes, key=lambda size: (size * self._groups[size], size))])
-        return found
 
-    # ------------------------------------------------------------------ shares
-
-    def _minima(self, alive: Envs) -> dict[int | None, float]:
-        """Return the allocated sequences of each living environment, scaled down if they exceed a batch."""
-        minima = {env: lane.minimum for env, lane in self.lanes.items() if lane.minimum > 0 and env in alive}
-        scale = (self.batch_size or 0) / max(1.0, sum(minima.values()))
-        return {env: minimum * scale for env, minimum in minima.items()}
-
-    def _lacking(self, alive: Envs) -> str:
-        """Return which environment has too little for its allocation, or ""."""
-        for env, minimum in self._minima(alive).items():
-            if (size := self.lanes[env].size) < int(minimum):
-                return (
-                    f"environment {env} lives and has {size} of the {int(minimum)} sequences that are allocated to it"
-                )
-        return ""
-
-    def arrears(self, shares: Mapping[int | None, float]) -> dict[int | None, float]:
-        """Return how many sequences environments with these shares are behind, relative to each other."""
-        total = sum(self.lanes[env].behind for env in shares)
-        return {env: self.lanes[env].behind - total * share for env, share in shares.items()}
-
-    def shares(self, envs: Envs, alive: Envs) -> dict[int | None, float]:
-        """Return the part of a batch that each environment gets; allocations are of those that live."""
-        whole = max(1, self.batch_size or 1)
-        allocated = {env: minimum / whole for env, minimum in self._minima({*envs} & {*alive}).items()}
-        rest = max(0.0, 1 - sum(allocated.values())) / sum(self.lanes[env].weight for env in envs)
-        return {env: max(EPSILON, allocated.get(env, 0.0) + rest * self.lanes[env].weight) for env in envs}
+def _key(entry: Entry) -> tuple[int, int]:
+    return entry.key

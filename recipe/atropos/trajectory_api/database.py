@@ -25,9 +25,6 @@ CREATE TABLE IF NOT EXISTS tickets (
     number INTEGER PRIMARY KEY, env INTEGER, sequences INTEGER NOT NULL, due INTEGER NOT NULL
 );
 CREATE TABLE IF NOT EXISTS posts (key TEXT PRIMARY KEY, groups INTEGER NOT NULL);
-CREATE TABLE IF NOT EXISTS unanswered_posts (
-    id INTEGER PRIMARY KEY, digest TEXT NOT NULL, groups INTEGER NOT NULL, time REAL NOT NULL
-);
 CREATE TABLE IF NOT EXISTS counts (name TEXT PRIMARY KEY, n INTEGER NOT NULL) WITHOUT ROWID;
 """
 FORMAT = 1
@@ -45,7 +42,7 @@ class Group(NamedTuple):
     env: int | None
     sequences: int
     tokens: int
-    due: int  # number of the last batch that may have it; 0 for any
+    due: int  # number of the last batch that may hold it; 0 without a ticket
     time: float
 
 
@@ -60,7 +57,6 @@ class Loaded:
     last_id: int
     oldest: int  # number of the oldest batch that is kept; 0 if there is none
     posts: dict[str, int]
-    unanswered: list[tuple[int, str, int, float]]  # (id, digest, groups, time)
     counts: dict[str, int]
 
 
@@ -99,7 +95,6 @@ def load(connection: sqlite3.Connection) -> Loaded:
         _last_id(connection),
         oldest_batch(connection),
         dict(rows("SELECT key, groups FROM posts").fetchall()),
-        rows("SELECT id, digest, groups, time FROM unanswered_posts ORDER BY id").fetchall(),
         dict(rows("SELECT name, n FROM counts").fetchall()),
     )
 
@@ -120,7 +115,7 @@ def holds_groups(connection: sqlite3.Connection) -> bool:
 
 def clear(connection: sqlite3.Connection) -> None:
     """Delete everything but groups, of which there must be none."""
-    for table in ("run", "environments", "tickets", "posts", "unanswered_posts", "counts"):
+    for table in ("run", "environments", "tickets", "posts", "counts"):
         connection.execute(f"DELETE FROM {table}")
 
 
@@ -144,7 +139,7 @@ def write_run(connection: sqlite3.Connection, **values: Any) -> None:
 
 
 def oldest_batch(connection: sqlite3.Connection) -> int:
-    return connection.execute("SELECT COALESCE(MIN(batch), 0) FROM groups WHERE batch IS NOT NULL").fetchone()[0]
+    return connection.execute("SELECT COALESCE(MIN(batch), 0) FROM groups WHERE batch > 0").fetchone()[0]
 
 
 def write_environment(connection: sqlite3.Connection, number: int, registration: dict[str, Any]) -> None:
@@ -157,13 +152,9 @@ def append(
     connection: sqlite3.Connection,
     groups: Sequence[tuple[Group, bytes]],
     key: str | None,
-    digest: str | None,
     ticket: int | None,
-) -> int | None:
-    """Store a post's groups, its idempotency key or the digest of its content, and the end of its ticket.
-
-    Return the number of its row in ``unanswered_posts``, where it is until ``answered``; None without a digest.
-    """
+) -> None:
+    """Store a post's groups, its idempotency key, and the end of its ticket."""
     connection.executemany(
         "INSERT INTO groups (id, number, env, sequences, tokens, due, time) VALUES (?, ?, ?, ?, ?, ?, ?)",
         [group for group, _ in groups],
@@ -173,15 +164,6 @@ def append(
         connection.execute("INSERT OR REPLACE INTO posts VALUES (?, ?)", (key, len(groups)))
     if ticket is not None:
         end_tickets(connection, [ticket])
-    if digest is None:
-        return None
-    values = (digest, len(groups), groups[0][0].time)
-    return connection.execute("INSERT INTO unanswered_posts (digest, groups, time) VALUES (?, ?, ?)", values).lastrowid
-
-
-def answered(connection: sqlite3.Connection, ids: Iterable[int]) -> None:
-    """Forget posts whose answers were written, or which nobody repeats any more."""
-    connection.executemany("DELETE FROM unanswered_posts WHERE id = ?", [(id,) for id in ids])
 
 
 def begin_ticket(connection: sqlite3.Connection, number: int, env: int | None, sequences: int, due: int) -> None:
@@ -198,6 +180,11 @@ def cut(connection: sqlite3.Connection, number: int, ids: Sequence[int]) -> None
         "UPDATE groups SET batch = ?, place = ? WHERE id = ?", [(number, place, id) for place, id in enumerate(ids)]
     )
     write_run(connection, last=number)
+
+
+def drop(connection: sqlite3.Connection, ids: Sequence[int]) -> None:
+    """Take groups out of the queue for good; their records stay, in no batch that is served."""
+    connection.executemany("UPDATE groups SET batch = 0 WHERE id = ?", [(id,) for id in ids])
 
 
 def register(connection: sqlite3.Connection, dissolve_after: int | None, **values: Any) -> list[Group]:
@@ -261,7 +248,7 @@ def list_batches(connection: sqlite3.Connection) -> list[dict[str, Any]]:
     """Return number, groups, sequences, tokens, environments and time of the newest group of every batch kept."""
     rows = connection.execute(
         "SELECT batch, COUNT(*), SUM(sequences), SUM(tokens), COUNT(DISTINCT env), MAX(time) FROM groups "
-        "WHERE batch IS NOT NULL GROUP BY batch ORDER BY batch"
+        "WHERE batch > 0 GROUP BY batch ORDER BY batch"
     )
     names = ("number", "groups", "sequences", "tokens", "environments", "newest")
     return [dict(zip(names, row, strict=True)) for row in rows]

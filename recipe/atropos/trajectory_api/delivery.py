@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from recipe.atropos.trajectory_api import database
-from recipe.atropos.trajectory_api.messages import Registration, RequestRefused, Through
+from recipe.atropos.trajectory_api.messages import BatchNumber, Registration, RequestRefused, Through
 from recipe.atropos.trajectory_api.service import Service, Trainer
 
 logger = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ async def _replace(service: Service, message: Registration, base: int, dissolved
         database.register,
         dissolved,
         registration=msgspec.to_builtins(message),
-        **{"epoch": epoch, "base": base, "cursor": cursor, "served": base, "weights": base, "last": last},
+        **{"epoch": epoch, "base": base, "cursor": cursor, "served": base, "weights": base, "empty": [], "last": last},
     )
     if groups:
         logger.info("batches %d to %d are dissolved: %d groups are queued again", last + 1, service.last, len(groups))
@@ -92,10 +92,7 @@ async def _replace(service: Service, message: Registration, base: int, dissolved
     service.trainer = Trainer(message, base, base, time.monotonic())
     for group in groups:
         service.queue.add(service.entry(group))
-    resized = service.queue.batch_size != message.batch_size
-    service.queue.set_batch_size(message.batch_size, message.max_staleness is not None)
-    if resized:
-        service.note_aside(service.queue.aside)
+    service.set_batch_size(service.trainer)
     service.changed()
     return {"uuid": uuid.uuid4().int >> 65, "epoch": epoch, "last": last}
 
@@ -178,13 +175,15 @@ def _cut(service: Service) -> bool:
     """Cut the next batch if it is complete; return whether it was."""
     if service.registering.locked():
         return False
-    plan = service.plan()
+    plan = service.queue.plan()
     if not plan.complete:
         return False
-    service.note_aside(service.queue.cut(plan, service.environments.alive()))
+    service.queue.cut(plan)
     service.last += 1
     service.cutting = service.store.write(database.cut, service.last, [entry.id for entry in plan.entries])
     service.count("cut_groups", len(plan.entries))
+    if late := sum(0 < entry.due < service.last for entry in plan.entries):
+        service.count("late_groups", late)
     service.changed()
     return True
 
@@ -251,9 +250,25 @@ async def weights_pushed(service: Service, message: Through, epoch: int | None) 
     trainer = see_trainer(service, epoch)
     _check_cut(service, message.through)
     trainer.weights = message.through
-    await service.store.write(database.write_run, weights=message.through)
-    service.changed()
+    trainer.empty = {number for number in trainer.empty if number > message.through}
+    await _save_progress(service, trainer)
     return {"status": "noted", "through": message.through}
+
+
+async def batch_is_empty(service: Service, message: BatchNumber, epoch: int | None) -> dict[str, Any]:
+    """Note that the trainer found nothing to train on in a batch: it makes no update, so tickets may go one further."""
+    trainer = see_trainer(service, epoch)
+    _check_cut(service, message.number)
+    if message.number > trainer.weights and message.number not in trainer.empty:
+        trainer.empty.add(message.number)
+        service.count("empty_batches")
+        await _save_progress(service, trainer)
+    return {"status": "noted", "number": message.number}
+
+
+async def _save_progress(service: Service, trainer: Trainer) -> None:
+    await service.store.write(database.write_run, weights=trainer.weights, empty=sorted(trainer.empty))
+    service.changed()
 
 
 def _check_cut(service: Service, through: int) -> None:

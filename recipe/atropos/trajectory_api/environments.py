@@ -13,7 +13,6 @@ from recipe.atropos.trajectory_api.messages import EnvRegistration, RequestRefus
 
 ALIVE_SECONDS = 60.0  # since an environment was last seen, until its share and its tickets are released
 _BLOCKS = (2**31 - 1) // ENVIRONMENTS  # of numbers of environments
-ASKING_SECONDS = 5.0  # since an environment asked for a ticket, until others may use its part
 
 
 @dataclass
@@ -26,7 +25,6 @@ class Environment:
     connected: bool = True
     key: str | None = None  # idempotency key of its registration
     seen: float = field(default_factory=time.monotonic)
-    asked: float = -math.inf
     counts: Counter[str] = field(default_factory=Counter)
 
     @property
@@ -84,10 +82,6 @@ class Environments:
     def alive(self) -> set[int | None]:
         return {environment.id for environment in self if environment.alive}
 
-    def asking(self) -> set[int | None]:
-        now = time.monotonic()
-        return {environment.id for environment in self if now - environment.asked < ASKING_SECONDS}
-
     def status(self, number: int, queue: Queue) -> dict[str, Any]:
         """Return what ``/status-env`` says but for the step: sizes of the queue as atroposlib counts them."""
         own = self.get(number)
@@ -98,13 +92,11 @@ class Environments:
         weight = own.registration.max_token_length * own.weight / total if total > 0 else 1.0
         largest = max(queue.sizes, default=1)
         group_size = max(1, own.registration.group_size)
-        queued, others = 0, 0
-        for env, lane in queue.lanes.items():
-            if env == number:
-                queued = queue.queued(env)
-            else:
-                minimum = int((queue.batch_size or 0) * lane.minimum) if env in queue.lanes else 0
-                others += max(0, math.ceil(queue.queued(env) / largest) * largest - minimum)
+        queued, others = queue.environment(number).sequences, 0
+        for env, other in queue.environments.items():
+            if env != number:
+                minimum = int((queue.batch_size or 0) * other.minimum)
+                others += max(0, math.ceil(other.sequences / largest) * largest - minimum)
         return {
             "queue_size": (queued + others) // group_size,
             "unallocated_fraction": 1.0 - min(1.0, sum(other.minimum for other in connected)),

@@ -6,6 +6,7 @@ Guarantees:
 - A post with an idempotency key is stored once, however often it is sent, and so is a registration.
 - A queue beyond its limit, from which a complete batch can be taken, delays the answers to posts, after storing them;
   it refuses none.
+- A ticket is closed by one post; a second one's groups are without a ticket.
 """
 
 import asyncio
@@ -16,15 +17,15 @@ from typing import Any
 
 import msgspec
 
-from recipe.atropos.data.reasons import RefusedGroup
-from recipe.atropos.trajectory_api import database, pacing
+from recipe.atropos.data.reasons import Reason, RefusedGroup
+from recipe.atropos.trajectory_api import database
+from recipe.atropos.trajectory_api.batching import Ask, Entry
 from recipe.atropos.trajectory_api.environments import Environment
-from recipe.atropos.trajectory_api.lanes import Entry
 from recipe.atropos.trajectory_api.messages import Begin, EnvIdentifier, EnvRegistration, Release, RequestRefused
 from recipe.atropos.trajectory_api.parsing import Parsed, environments_of, parse_json, parse_packed
-from recipe.atropos.trajectory_api.service import Service
+from recipe.atropos.trajectory_api.service import AHEAD, Service
 
-_LONGEST_WAIT = 60.0  # s, of a long poll
+_LONGEST_WAIT = 30.0  # s, of a long poll; an environment that is not seen for longer counts as gone
 _RETRY_AFTER = 0.2  # s
 
 
@@ -94,30 +95,24 @@ async def begin(service: Service, message: Begin, gone: Any) -> dict[str, Any]:
         for entry in lost:
             if entry.number not in held:
                 service.release(entry.number, "ticket_lost")
-    deadline = time.monotonic() + min(message.wait, _LONGEST_WAIT)
-    while True:
+    issued: asyncio.Future[tuple[int, Any]] = asyncio.get_running_loop().create_future()
+    ask = Ask(environment.id, size, message.more, max(1, message.ahead or AHEAD), gone, issued.set_result)
+    service.environments.see(environment.id)
+    service.queue.ask(ask)
+    service.advance()
+    try:
+        if not issued.done():
+            if service.queue.plan().complete:  # this asks for more than the room of a batch
+                service.changed()
+            await asyncio.wait([issued], timeout=min(max(message.wait, 0.0), _LONGEST_WAIT))
+        if not issued.done():
+            return {"ticket": None, "retry_after": _RETRY_AFTER, "reason": service.why_no_ticket(environment.id)}
+    finally:
         service.environments.see(environment.id)
-        environment.asked = time.monotonic()
-        why = _refuses(service, environment.id, size)
-        if not why and not gone():
-            number, due = service.take_number(), service.due()
-            service.queue.add(Entry(number, environment.id, size, due=due))
-            await service.store.write(database.begin_ticket, number, environment.id, size, due)
-            return {"ticket": number}
-        if (remaining := deadline - time.monotonic()) <= 0 or gone():
-            return {"ticket": None, "retry_after": _RETRY_AFTER, "reason": why}
-        await service.wait_for_change(remaining)
-
-
-def _refuses(service: Service, env: int, size: int) -> str:
-    if service.trainer is None:
-        return "no trainer has registered"
-    if full := service.full():
-        return full
-    if not (due := service.due()):
-        return ""
-    alive, asking = service.environments.alive(), service.environments.asking()
-    return pacing.refuses(service.queue, env, size, range(service.last + 1, due + 1), alive, asking)
+        service.queue.withdraw(ask)
+    ticket, stored = issued.result()
+    await stored
+    return {"ticket": ticket}
 
 
 async def release(service: Service, message: Release) -> dict[str, Any]:
@@ -125,6 +120,7 @@ async def release(service: Service, message: Release) -> dict[str, Any]:
     entry = service.queue.tickets.get(message.ticket)
     if entry is not None:
         service.environments.see(entry.env)
+        service.note_seconds(entry)
     ended = service.release(message.ticket, _name(message.reason))
     # Also of one that is not open: its end may not be stored yet, if this is a repetition.
     await (ended or service.store.write(database.end_tickets, [message.ticket]))
@@ -151,6 +147,8 @@ def parse(service: Service, body: bytes, packed: bool, several: bool, ticket: in
             raise RequestRefused(422, f"ticket={ticket}: /begin never issued it")
         if not several and len(groups) != 1:
             raise RequestRefused(422, f"{len(groups)} packed groups: post one here, or any number to /scored_data_list")
+        for group in groups:
+            _check_size(service, group.sequences)
         return groups
     except RefusedGroup as error:
         entry = service.queue.tickets.get(ticket) if ticket is not None else None
@@ -163,25 +161,35 @@ def parse(service: Service, body: bytes, packed: bool, several: bool, ticket: in
         raise RequestRefused(422, str(error), reason=error.reason) from error
 
 
-async def post(
-    service: Service, groups: Sequence[Parsed], ticket: int | None, key: str | None, digest: str | None
-) -> int | None:
-    """Store groups, in the ticket's place, or in the order of arrival if it has none or has ended.
+def _check_size(service: Service, sequences: int) -> None:
+    batch_size = service.queue.batch_size
+    if batch_size is not None and sequences > batch_size:
+        raise RefusedGroup(
+            Reason.LARGER_THAN_BATCH, f"a group of {sequences} sequences: the trainer's batch has {batch_size}"
+        )
+    if batch_size is not None and service.queue.exact and batch_size % sequences:
+        raise RefusedGroup(
+            Reason.DOES_NOT_FILL_BATCH,
+            f"a group of {sequences} sequences: a trainer that does not ask for batches by number takes exactly "
+            f"{batch_size} sequences, which groups of this size never fill; let the group size divide it",
+        )
 
-    Returns what ``database.append`` does.
+
+async def post(service: Service, groups: Sequence[Parsed], ticket: int | None, key: str | None) -> None:
+    """Store groups, in the ticket's place, or in the order of arrival if it has none or has ended.
 
     Raises:
         RequestRefused: 409, another post with the key is of other groups.
     """
     if not groups:
-        return None
+        return
     if key is not None and (earlier := service.posts.get(key)) is not None:
         if earlier != len(groups):
             raise RequestRefused(409, f"key={key}: a post of {earlier} groups had this key; give each post its own")
         if key in service.posting:
             await asyncio.shield(service.posting[key])
-        return None
-    begun = None if ticket is None else service.queue.tickets.get(ticket)
+        return
+    begun = service.queue.claim(ticket)
     number, due = (service.take_number(), 0) if begun is None else (begun.number, begun.due)
     now = time.time()
     rows = []
@@ -193,24 +201,24 @@ async def post(
             )
         )
         service.next_id += 1
-    stored = service.store.write(database.append, rows, key, digest, ticket)
+    stored = service.store.write(database.append, rows, key, ticket)
     if key is not None:
         service.posts[key], service.posting[key] = len(groups), stored
     # A task of its own: the index must follow the store even if the client leaves now.
-    indexing = _index(service, groups, [row for row, _ in rows], ticket, key, stored)
-    return await asyncio.shield(asyncio.ensure_future(indexing))
+    indexing = _index(service, groups, [row for row, _ in rows], begun, key, stored)
+    await asyncio.shield(asyncio.ensure_future(indexing))
 
 
 async def _index(
     service: Service,
     groups: Sequence[Parsed],
     rows: Sequence[database.Group],
-    ticket: int | None,
+    begun: Entry | None,
     key: str | None,
-    stored: "asyncio.Future[int | None]",
-) -> int | None:
+    stored: "asyncio.Future[None]",
+) -> None:
     try:
-        row = await stored
+        await stored
     except BaseException:
         if key is not None:
             service.posts.pop(key, None)
@@ -218,19 +226,22 @@ async def _index(
     finally:
         if key is not None:
             service.posting.pop(key, None)
-    if ticket is not None:
-        service.queue.release(ticket)
-    for group, indexed in zip(groups, rows, strict=True):
-        service.queue.add(service.entry(indexed))
-        if service.queue.is_aside(group.sequences):
-            service.note_aside({group.sequences: 1})
-        service.latest = indexed.id
+    entries = [service.entry(row) for row in rows]
+    if begun is None:
+        for entry in entries:
+            service.queue.add(entry)
+    else:
+        service.note_seconds(begun)
+        service.queue.close(begun, entries)
+        if sum(entry.size for entry in entries) > begun.size:
+            service.count("larger_than_ticket")
+    service.latest = entries[-1].id
+    for group in groups:
         environment = service.environments.see(group.env_id)
         service.count("received", 1, environment)
         for name in group.odd:
             service.count(f"odd/{name}", 1, environment)
     service.changed()
-    return row
 
 
 async def hold(service: Service, gone: Any) -> None:

@@ -48,11 +48,16 @@ class EnvIdentifier(msgspec.Struct):
 
 
 class Begin(msgspec.Struct):
-    """``POST /begin``. ``held``: all tickets that the environment knows of; others of it are released."""
+    """``POST /begin``. ``held``: all tickets that the environment knows of; others of it are released. ``more``:
+    another request follows at once, so that nobody else takes its turn meanwhile. ``ahead``: how many batches, from the
+    next one on, may hold its group where there is no staleness bound.
+    """
 
     env_id: Int
     sequences: Int | None = None
     held: list[Int] | None = None
+    more: bool = False
+    ahead: Int | None = None
     wait: float = 0.0
 
     def __post_init__(self) -> None:
@@ -65,6 +70,12 @@ class Release(msgspec.Struct):
 
     ticket: Int
     reason: str = "unknown"
+
+
+class BatchNumber(msgspec.Struct):
+    """``POST /empty``."""
+
+    number: Int
 
 
 class Through(msgspec.Struct):

@@ -8,22 +8,21 @@ Guarantees:
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import sys
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from recipe.atropos.trajectory_api import database
-from recipe.atropos.trajectory_api.batching import Plan, Queue
+from recipe.atropos.trajectory_api.batching import LEAST_WEIGHT, UNBOUNDED, Entry, EnvironmentQueue, Queue
 from recipe.atropos.trajectory_api.environments import Environment, Environments
-from recipe.atropos.trajectory_api.lanes import Entry
 from recipe.atropos.trajectory_api.messages import EnvRegistration, Registration
-from recipe.atropos.trajectory_api.repetitions import Repetitions
 from recipe.atropos.trajectory_api.trajectory_store import Store
 
 logger = logging.getLogger(__name__)
@@ -31,10 +30,13 @@ logger = logging.getLogger(__name__)
 TRAINER_SECONDS = 600.0  # since a trainer's last request, until others may reset its run
 _RESERVED = 1 << 20  # ticket numbers are reserved in blocks, so that none is used again after a kill
 _TICK = 1.0  # s
-_SAVE_SECONDS = 0.05
 _OF_ENVIRONMENT = "environment/"  # prefix of what is counted of each, in the store
 QUIET_SECONDS = 10.0  # s that a trainer waits, until the log says for what; then every minute
 _SAY_AGAIN = 60.0  # s
+AHEAD = 3  # batches, as many as BaseEnv begins by default, that groups may be in without a staleness bound
+# A ticket for which the trainer waits is released after this multiple of the longest that its environment's latest
+# tickets took, of which there must be some, and at least these seconds.
+_HUNG_MULTIPLE, _HUNG_SAMPLES, _HUNG_SECONDS = 3.0, 8, 30.0
 
 
 @dataclass(frozen=True)
@@ -54,12 +56,15 @@ class Settings:
 
 @dataclass
 class Trainer:
-    """The trainer that registered last. ``weights``: the batches through it are in the weights that servers hold."""
+    """The trainer that registered last. ``weights``: the batches through it are in the weights that servers hold.
+    ``empty``: numbers of later batches in which it found nothing to train on.
+    """
 
     registration: Registration
     base: int  # number of the last batch before its first
     weights: int
     seen: float = 0.0
+    empty: set[int] = field(default_factory=set)
     waiting: int = 0  # its long polls
     waiting_since: float | None = None  # since when there is no batch for it
 
@@ -72,6 +77,12 @@ class Trainer:
     def live(self) -> bool:
         return self.waiting > 0 or time.monotonic() - self.seen < TRAINER_SECONDS
 
+    @property
+    def empty_in_a_row(self) -> int:
+        """How many batches in a row, up to the newest of them, had nothing to train on."""
+        newest = max(self.empty, default=0)
+        return next(n for n in itertools.count() if newest - n not in self.empty)
+
 
 class Service:
     """See the module docstring. ``last`` is the number of the last batch that was cut, ``served`` of the last sent,
@@ -82,7 +93,6 @@ class Service:
         self.settings = settings
         self.store = Store(settings.data_dir, settings.durability)
         self._changed = asyncio.Event()
-        self._named_aside: set[int] = set()  # sizes, in the log
         self.cutting: asyncio.Future[None] | None = None
         self.registering = asyncio.Lock()  # held by whoever replaces the trainer or the store
         self.posting: dict[str, asyncio.Future[int | None]] = {}  # by idempotency key
@@ -101,7 +111,6 @@ class Service:
         self.delivered = True  # whether the answer with batch ``served`` was written completely
         self.posts, self.counts = loaded.posts, Counter(loaded.counts)
         self._unsaved: Counter[str] = Counter()
-        self.repetitions = Repetitions(loaded.unanswered, self._save_soon)
         self.latest: int | None = loaded.last_id or None
         self.next_id = max(self.next_id, loaded.last_id + 1)
         self._number = self._reserved = run.get("numbers", 1)
@@ -119,24 +128,39 @@ class Service:
         if (values := run.get("registration")) is not None:
             registration = msgspec.convert(values, Registration)
             base = run.get("base", 0)
-            self.trainer = Trainer(registration, base, run.get("weights", base), time.monotonic())
-            self.queue.set_batch_size(registration.batch_size, registration.max_staleness is not None)
+            weights = run.get("weights", base)
+            empty = {number for number in run.get("empty", ()) if number > weights}
+            self.trainer = Trainer(registration, base, weights, time.monotonic(), empty)
         for group in loaded.queued:
             self.queue.add(self.entry(group))
         for ticket, env, sequences, due in loaded.tickets:
-            self.queue.add(Entry(ticket, self.lane_of(env), sequences, due=due))
+            self.queue.add(Entry(ticket, self.known(env), sequences, due=due or UNBOUNDED))
+        if self.trainer is not None:
+            self.set_batch_size(self.trainer)
 
     # ------------------------------------------------------------------ the index
 
     def entry(self, group: database.Group) -> Entry:
-        return Entry(group.number, self.lane_of(group.env), group.sequences, group.tokens, group.id, group.due)
+        return Entry(group.number, self.known(group.env), group.sequences, group.tokens, group.id, group.due)
 
-    def lane_of(self, env: int | None) -> int | None:
+    def known(self, env: int | None) -> int | None:
         """Return the environment under which a group is queued; None for all that have not registered."""
         return env if env in self.environments.by_id else None
 
     def apply_share(self, environment: Environment) -> None:
-        self.queue.set_environment(environment.id, environment.weight, environment.minimum)
+        """Tell the queue an environment's name and share; its allocation holds while it lives."""
+        own = self.queue.environment(environment.id)
+        own.name, own.weight = environment.name, max(environment.weight, LEAST_WEIGHT)
+        own.minimum = environment.minimum if environment.alive else 0.0
+
+    def set_batch_size(self, trainer: Trainer) -> None:
+        """Plan batches for a trainer; queued groups that are larger than its batches are dropped, and counted."""
+        large = self.queue.set_batch_size(trainer.registration.batch_size, exact=not trainer.numbers)
+        if large:
+            why = f"larger than the batch of {trainer.registration.batch_size} sequences"
+            logger.warning("%d queued groups are dropped: %s", len(large), why)
+            self.count("dropped/larger_than_batch", len(large))
+            self.store.write(database.drop, [entry.id for entry in large])
 
     def take_number(self) -> int:
         """Return the next ticket number. Whatever has it is written after its reservation."""
@@ -155,21 +179,54 @@ class Service:
             return 0
         return self.trainer.registration.starting_step + max(0, self.served - self.trainer.base)
 
-    def due(self) -> int:
-        """Return the number of the last batch that may have what is begun now; 0 for any."""
+    # ------------------------------------------------------------------ turns
+
+    def advance(self) -> None:
+        """Issue tickets, and give groups without one their places, in turn, as far as the bound and the queue allow."""
+        while self.trainer is not None and (env := self.queue.turn()) is not None:
+            if not env.asks_now or self._waits_for(env):
+                return
+            if env.waiting:
+                self.queue.enter(env, self.take_number())
+                continue
+            ask, entry = self.queue.issue(env, self.take_number(), self._bound() or UNBOUNDED)
+            ticket = entry.number, entry.env, entry.size, entry.due
+            ask.answer((entry.number, self.store.write(database.begin_ticket, *ticket)))
+
+    def _bound(self) -> int | None:
+        """Return the number of the last batch that may hold what is begun now; None without a staleness bound."""
         trainer = self.trainer
         if trainer is None or trainer.registration.max_staleness is None:
-            return 0
-        return trainer.weights + 1 + trainer.registration.max_staleness
+            return None
+        return trainer.weights + len(trainer.empty) + 1 + trainer.registration.max_staleness
 
-    def plan(self) -> Plan:
-        """Return the next batch, or why there is none."""
-        return self.queue.plan(self.environments.alive(), self.last + 1, self.environments.asking())
+    def _waits_for(self, env: EnvironmentQueue) -> str:
+        """Return why an environment may not take its turn now, or ""."""
+        if not env.waiting and (full := self.full()):
+            return full
+        bound, last = self._bound(), self.last + self.queue.place(env.next_size)
+        ahead = AHEAD + 2 * len(self.queue.sizes) * self.queue.exact if env.waiting else env.asks[0].ahead
+        if bound is None and last > self.last + ahead:
+            return f"{ahead} batches are queued or begun"
+        if bound is not None and last > bound:
+            weights = f"the servers' weights have the batches through {self.trainer.weights}"
+            return f"its group would be in batch {last}, and may be in {bound} at most: {weights}"
+        return ""
+
+    def why_no_ticket(self, env: int) -> str:
+        """Return why an environment that asks has no ticket."""
+        turn = self.queue.turn()
+        if self.trainer is None:
+            return "no trainer has registered"
+        if turn is None:
+            return "it has left"
+        who = "" if turn is self.queue.environments[env] else f"it is the turn of {turn.name}: "
+        return who + (self._waits_for(turn) if turn.asks_now else "its request is expected")
 
     def full(self) -> str:
         """Return why no more should be queued, or "". While a batch lacks groups, all that come are welcome."""
         tokens, limit = self.queue.tokens, self.settings.queue_tokens
-        if tokens <= limit or not self.plan().complete:
+        if tokens <= limit or not self.queue.plan().complete:
             return ""
         return f"batch {self.last + 1} is complete, and {tokens} tokens are queued, more than queue-tokens={limit}"
 
@@ -182,18 +239,9 @@ class Service:
             environment.counts[name] += n
             self._unsaved[f"{_OF_ENVIRONMENT}{environment.id}/{name}"] += n
 
-    def note_aside(self, groups: dict[int, int]) -> None:
-        """Count groups, by size, that are set aside, and log each size once."""
-        for size, n in groups.items():
-            too_large = size > (self.queue.batch_size or size)
-            self.count(f"set_aside/{'larger_than_a_batch' if too_large else 'fits_no_batch'}", n)
-            if size not in self._named_aside:
-                self._named_aside.add(size)
-                why = "are larger than a batch" if too_large else "fit into no batch, and wait until they do"
-                logger.warning("groups of %d sequences %s: set aside, see /diagnose", size, why)
-
     def changed(self) -> None:
-        """Wake all that wait for a batch, a ticket or room in the queue."""
+        """Let environments take their turns, and wake all that wait for a batch or for room in the queue."""
+        self.advance()
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -209,8 +257,11 @@ class Service:
         sys.setswitchinterval(0.001)  # s; the thread that writes JSON must not make others wait
         while True:
             await asyncio.sleep(_TICK)
+            for environment in self.environments:
+                self.apply_share(environment)
             self.release_dead()
-            self.repetitions.expire()
+            self.release_hung()
+            self.advance()
             self.save()
             if not large and (large := self.size() > self.settings.warn_bytes):
                 logger.warning("%s", self.warns()["size"])
@@ -220,10 +271,7 @@ class Service:
                 continue
             if now - said > _SAY_AGAIN:
                 said, waited = now, now - trainer.waiting_since
-                logger.warning("no batch %d for %.0f s: %s", self.last + 1, waited, self.plan().why)
-            if aside := self.queue.make_room(self.environments.alive(), self.last + 1):
-                self.note_aside(aside)
-                self.changed()
+                logger.warning("no batch %d for %.0f s: %s", self.last + 1, waited, self.queue.plan().why)
 
     def release_dead(self) -> None:
         """Release the tickets of environments that are gone."""
@@ -232,11 +280,29 @@ class Service:
         for entry in dead:
             self.release(entry.number, "environment_gone")
 
+    def note_seconds(self, ticket: Entry) -> None:
+        """Note how long a ticket took that its environment ends now."""
+        self.queue.environments[ticket.env].seconds.append(time.monotonic() - ticket.begun)
+
+    def release_hung(self) -> None:
+        """Release tickets for which the trainer waits much longer than their environments' tickets usually take."""
+        if self.trainer is None or (since := self.trainer.waiting_since) is None:
+            return
+        for entry in self.queue.plan().holding:
+            env = self.queue.environments[entry.env]
+            waited = time.monotonic() - max(since, entry.begun)
+            usual = max(env.seconds, default=0.0)
+            if len(env.seconds) >= _HUNG_SAMPLES and waited > max(_HUNG_SECONDS, _HUNG_MULTIPLE * usual):
+                why = "batch %d waits %.0f s for ticket %d of %s, whose tickets usually take %.0f s at most: released"
+                logger.warning(why, self.last + 1, waited, entry.number, env.name, usual)
+                self.release(entry.number, "hung")
+
     def release(self, ticket: int, reason: str) -> "asyncio.Future[None] | None":
         """Release a ticket, and return the future of its durable end; None if it is not open."""
-        entry = self.queue.release(ticket)
+        entry = self.queue.claim(ticket)
         if entry is None:
             return None
+        self.queue.close(entry)
         environment = self.environments.by_id.get(entry.env) if entry.env is not None else None
         self.count(f"released/{reason}", 1, environment)
         self.save()
@@ -244,21 +310,13 @@ class Service:
         return self.store.write(database.end_tickets, [ticket])
 
     def save(self) -> None:
-        """Write counts, and which posts were answered, in one of the next transactions; forget old posts."""
+        """Write counts in one of the next transactions; forget old posts."""
         if self._unsaved:
             counts, self._unsaved = self._unsaved, Counter()
             self.store.write(database.count, dict(counts))
-        if rows := self.repetitions.forgotten:
-            self.repetitions.forgotten = []
-            self.store.write(database.answered, rows)
         if len(self.posts) > 2 * database.KEPT_POSTS:
             self.posts = dict(list(self.posts.items())[-database.KEPT_POSTS :])
             self.store.write(database.forget_posts)
-
-    def _save_soon(self) -> None:
-        """Save in a moment, once for many answers: what is not saved at a kill counts as not answered."""
-        if len(self.repetitions.forgotten) == 1:
-            asyncio.get_running_loop().call_later(_SAVE_SECONDS, self.save)
 
     async def reset(self) -> None:
         """Move all groups and registrations to the archive, and begin anew; if that fails, nothing has changed."""

@@ -21,14 +21,13 @@ def diagnose(service: Service) -> dict[str, Any]:
             "deleted": service.deleted,
         },
         "queue": {
-            "groups": queue.groups,
+            "groups": queue.sizes.total(),
             "sequences": queue.sequences,
             "tokens": queue.tokens,
             "tokens_limit": service.settings.queue_tokens,
             "sizes": _by_size(queue.sizes),
             "open_tickets": len(queue.tickets),
         },
-        "set_aside": _by_size(queue.aside),
         "trainer": None
         if trainer is None
         else {
@@ -40,6 +39,7 @@ def diagnose(service: Service) -> dict[str, Any]:
             "weights_through": trainer.weights,
             "max_staleness": trainer.registration.max_staleness,
             "batches_ahead_of_weights": service.last - trainer.weights,
+            "empty_batches_in_a_row": trainer.empty_in_a_row,
         },
         "environments": environments(service),
         "counts": dict(sorted(service.counts.items())),
@@ -50,7 +50,7 @@ def why(service: Service) -> str:
     """Return why there is no batch, and what would make one."""
     if service.store.trouble:
         return f"nothing can be stored: {service.store.trouble}"
-    plan, aside = service.plan(), service.queue.aside
+    plan = service.queue.plan()
     if plan.complete:
         return f"batch {service.last + 1} is complete and waits for the trainer to ask"
     if not service.environments.by_id and service.trainer is not None:
@@ -59,8 +59,6 @@ def why(service: Service) -> str:
         found = f"no batch {service.last + 1}: {plan.why}"
     if gone := [environment.name for environment in service.environments if not environment.alive]:
         found += f"; gone: {', '.join(gone[:8])}"
-    if aside:
-        found += f"; set aside, since they do not fit: {sum(aside.values())} groups, of sizes {[*aside]}"
     return found
 
 
@@ -75,17 +73,17 @@ def environments(service: Service) -> list[dict[str, Any]]:
     for entry in queue.tickets.values():
         open_tickets[entry.env] = open_tickets.get(entry.env, 0) + 1
     numbers = {env: number for number, env in enumerate(service.environments.by_id)}
-    for env, lane in queue.lanes.items():
+    for env, own in queue.environments.items():
         environment = service.environments.by_id.get(env) if env is not None else None
         line: dict[str, Any] = {
             "env_id": env,
             "name": environment.name if environment else "unknown",
-            "queued_sequences": queue.queued(env),
-            "queued_groups": sum(lane.groups.values()),
-            "sizes": _by_size(lane.groups),
+            "queued_sequences": own.sequences,
+            "queued_groups": own.groups.total(),
+            "sizes": _by_size(own.groups),
             "open_tickets": open_tickets.get(env, 0),
-            "weight": lane.weight,
-            "min_batch_allocation": lane.minimum,
+            "weight": own.weight,
+            "min_batch_allocation": own.minimum,
         }
         if environment is not None:
             line |= {
@@ -103,11 +101,10 @@ def metrics(service: Service) -> str:
     """Return the state in the text format of Prometheus."""
     queue, trainer, now = service.queue, service.trainer, time.monotonic()
     gauges: dict[str, float] = {
-        "queue_groups": queue.groups,
+        "queue_groups": queue.sizes.total(),
         "queue_sequences": queue.sequences,
         "queue_tokens": queue.tokens,
         "open_tickets": len(queue.tickets),
-        "set_aside_groups": sum(queue.aside.values()),
         "last_batch": service.last,
         "served_batch": service.served,
         "committed_batch": service.committed,
@@ -174,7 +171,6 @@ async function update() {
   row(totals, ["last batch", now.batches.last]);
   row(totals, ["last batch served", now.batches.served]);
   row(totals, ["last batch committed", now.batches.committed]);
-  row(totals, ["groups set aside", Object.values(now.set_aside).reduce((sum, n) => sum + n, 0)]);
   if (now.trainer) row(totals, ["batches ahead of the weights", now.trainer.batches_ahead_of_weights]);
   row(list, ["environment", "queued sequences", "open tickets", "received", "seen, seconds ago"], "th");
   for (const one of now.environments) {

@@ -157,6 +157,10 @@ class TrajectoryApiClient:
         """Tell that the servers hold weights that contain the batches through ``through``: tickets follow it."""
         await self._json("POST", "/weights", {"through": through})
 
+    async def batch_is_empty(self, number: int) -> None:
+        """Tell that nothing of a batch can be trained on: there is no update, so tickets may go one batch further."""
+        await self._json("POST", "/empty", {"number": number})
+
     # ------------------------------------------------------------------ environments
 
     async def register_env(self, registration: Mapping[str, Any]) -> dict[str, Any]:
@@ -166,14 +170,23 @@ class TrajectoryApiClient:
     async def disconnect_env(self, env_id: int) -> None:
         await self._json("POST", "/disconnect-env", {"env_id": env_id})
 
-    async def begin(self, env_id: int, sequences: int | None = None, wait: float = 0.0) -> int | None:
+    async def begin(
+        self,
+        env_id: int,
+        sequences: int | None = None,
+        wait: float = 0.0,
+        more: bool = False,
+        ahead: int | None = None,
+    ) -> int | None:
         """Return a ticket for a group of ``sequences``, None if none may begin within ``wait`` seconds.
 
-        Close it by ``post_groups`` or ``release``. Tickets of an environment come from one client, one at a time.
+        ``more``: another call follows at once. ``ahead``: how many batches may be queued or begun where there is no
+        staleness bound; None: 3. Close it by ``post_groups`` or ``release``. Tickets of an environment come from one client, one at a time.
         """
         async with self._begins.setdefault(env_id, asyncio.Lock()):
             held = self._held.setdefault(env_id, set())
             message = {"env_id": env_id, "sequences": sequences, "held": sorted(held), "wait": wait}
+            message |= {"more": more, "ahead": ahead}
             answer = await self._json("POST", "/begin", message, limit=wait + self._timeout)
             self.lacking = answer.get("reason", "")
             if answer["ticket"] is not None:

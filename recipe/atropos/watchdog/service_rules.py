@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
+from recipe.atropos.alarms import EMPTY_BATCHES
 from recipe.atropos.watchdog.findings import Finding
 from recipe.atropos.watchdog.history import History, ServerHistory
 
@@ -14,14 +15,23 @@ _OTHER_WEIGHTS = "weight version"  # in the gateway's reason for removing a serv
 
 
 def service_findings(history: History, now: float) -> Iterator[Finding]:
-    """Yield at most one finding of each alarm about the servers, and one of the queue."""
+    """Yield at most one finding of each alarm about the servers, the queue, and batches with nothing to train on."""
     yield from _first(_servers(history, now))
+    yield from _empty_batches(history, now)
     if history.queue_full is not None:
         since, looks = history.queue_full
         if looks >= _QUEUE_LOOKS and now - since >= _QUEUE_SECONDS:
             queue = history.api["queue"]
             text = f"{queue['tokens']:,} tokens in {queue['groups']:,} groups are queued, of {queue['tokens_limit']:,}"
             yield Finding("queue_full", text, since, history.step_at(since))
+
+
+def _empty_batches(history: History, now: float) -> Iterator[Finding]:
+    """The trainer reports batches with nothing to train on as it finds them, when there is no step yet to tell."""
+    empty = (history.api.get("trainer") or {}).get("empty_batches_in_a_row", 0)
+    if empty >= EMPTY_BATCHES:
+        text = f"{empty} batches in a row had nothing to train on; see logs/trainer.log"
+        yield Finding("empty_batches", text, now, history.step)
 
 
 def _first(findings: Iterator[Finding]) -> Iterator[Finding]:
