@@ -267,8 +267,8 @@ class Schedule:
                 assert staleness <= self.bound, f"group {id}, ticket {group.ticket}: {staleness} updates old"
 
     def deviations(self, after):
-        """Yield, after each batch, how many sequences each environment has had more than its share since batch ``after``,
-        and the size of its groups.
+        """Yield how many sequences more than its share each environment has had after each batch, counted from batch
+        ``after`` on, and the size of its groups.
         """
         had, due = defaultdict(float), defaultdict(float)
         for number, shares in self.shares[after:]:

@@ -69,9 +69,11 @@ class Entry:
 
 @dataclass(slots=True, eq=False)
 class Ask:
-    """A request for a ticket for ``size`` sequences. ``more``: another one follows at once. ``ahead``: how many batches,
-    from the next one on, may hold its group where there is no staleness bound. ``gone()`` says whether who asked has left; ``answer`` is given the ticket,
-    and what its storing will answer.
+    """A request for a ticket for ``size`` sequences.
+
+    ``more``: another one follows at once. ``ahead``: how many batches, from the next one on, may hold its group where
+    there is no staleness bound. ``gone()`` says whether who asked has left. ``answer`` is given the ticket, and what
+    its storing will answer.
     """
 
     env: int | None
@@ -158,16 +160,22 @@ class Queue:
     # ------------------------------------------------------------------ what comes and goes
 
     def set_batch_size(self, batch_size: int, exact: bool = False) -> list[Entry]:
-        """Set the size of a batch in sequences, and plan anew; return the groups larger than it, which are removed."""
+        """Set the size of a batch in sequences, and plan anew; return the groups larger than it, which are removed.
+
+        Groups without a ticket wait again, in the order of their arrival.
+        """
         self.batch_size, self.exact = batch_size, exact
-        large = [entry for entry in self if entry.size > batch_size and not entry.is_open]
-        for entry in large:
+        groups = [entry for entry in self if not entry.is_open]
+        for entry in groups:
             self._count(entry, -1)
-        self.order = [entry for entry in self.order if entry.is_open or entry.size <= batch_size]
+            self.environments[entry.env].time -= 0 if entry.due else entry.charge
+        self.order = [entry for entry in self.order if entry.is_open]
         for env in self.environments.values():
-            env.waiting = deque(entry for entry in env.waiting if entry.size <= batch_size)
-        self._end = self._plan = None
-        return large
+            env.waiting.clear()
+        for entry in groups:
+            if entry.size <= batch_size:
+                self.add(entry)
+        return [entry for entry in groups if entry.size > batch_size]
 
     def add(self, entry: Entry) -> None:
         """Queue a group, or an open ticket. A group without a ticket waits for its environment's turn."""
@@ -179,10 +187,9 @@ class Queue:
             bisect.insort(self.order, entry, key=_key)
         else:
             self._begin_to_want(env)
-            if env.waiting and env.waiting[-1].key > entry.key:
-                env.waiting = deque(sorted([*env.waiting, entry], key=_key))
-            else:
-                env.waiting.append(entry)
+            env.waiting.append(entry)
+            if len(env.waiting) > 1 and env.waiting[-2].id > entry.id:
+                env.waiting = deque(sorted(env.waiting, key=lambda other: other.id))
         if not entry.is_open:
             self._count(entry, 1)
         self._end = self._plan = None
@@ -275,10 +282,11 @@ class Queue:
 
     def issue(self, env: EnvironmentQueue, number: int, due: int) -> tuple[Ask, Entry]:
         """Put a ticket for the environment's first request at the end of the order; return both."""
-        ask = env.asks.pop(0)
+        ask = env.asks[0]
         entry = Entry(number, ask.env, ask.size, due=due)
         env.expected = time.monotonic() + _EXPECTED_SECONDS if ask.more else 0.0
         self._append(env, entry)
+        del env.asks[0]
         self.tickets[number] = entry
         env.begun += entry.size
         return ask, entry

@@ -137,6 +137,7 @@ class Service:
             self.queue.add(Entry(ticket, self.known(env), sequences, due=due or UNBOUNDED))
         if self.trainer is not None:
             self.set_batch_size(self.trainer)
+            self.advance()
 
     # ------------------------------------------------------------------ the index
 

@@ -181,7 +181,9 @@ class TrajectoryApiClient:
         """Return a ticket for a group of ``sequences``, None if none may begin within ``wait`` seconds.
 
         ``more``: another call follows at once. ``ahead``: how many batches may be queued or begun where there is no
-        staleness bound; None: 3. Close it by ``post_groups`` or ``release``. Tickets of an environment come from one client, one at a time.
+        staleness bound; None: 3.
+
+        Close it by ``post_groups`` or ``release``. Tickets of an environment come from one client, one at a time.
         """
         async with self._begins.setdefault(env_id, asyncio.Lock()):
             held = self._held.setdefault(env_id, set())

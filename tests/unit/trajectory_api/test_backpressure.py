@@ -2,12 +2,23 @@
 
 import asyncio
 import contextlib
+import json
+import time
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 
-from recipe.atropos.trajectory_api import database, delivery, ingest, status
-from recipe.atropos.trajectory_api.messages import Begin, EnvRegistration, Registration, Through
+from recipe.atropos.trajectory_api import batching, database, delivery, ingest, status
+from recipe.atropos.trajectory_api import service as service_module
+from recipe.atropos.trajectory_api.messages import (
+    BatchNumber,
+    Begin,
+    EnvRegistration,
+    Registration,
+    RequestRefused,
+    Through,
+)
 from recipe.atropos.trajectory_api.parsing import Parsed
 from recipe.atropos.trajectory_api.service import Service, Settings
 
@@ -29,7 +40,7 @@ def in_service(folder, test, **settings):
 
 async def post(service, *numbers, env=None, size=4, ticket=None):
     for number in numbers:
-        await ingest.post(service, [Parsed(b"%d" % number, env, size, 12)], ticket, None, None)
+        await ingest.post(service, [Parsed(b"%d" % number, env, size, 12)], ticket, None)
 
 
 async def environment(service, **fields):
@@ -67,65 +78,139 @@ def test_a_batch_of_more_tokens_than_the_limit_comes(tmp_path):
     in_service(tmp_path, test, queue_tokens=100)
 
 
-def test_a_full_queue_lets_an_awaited_allocation_begin(tmp_path):
-    async def test(service):
-        await delivery.register(service, registration(16, after=0))
-        full, awaited = await environment(service), await environment(service, min_batch_allocation=0.5)
-        await post(service, *range(10), env=full)
-        assert await delivery.numbered_batch(service, 0, 0, None) is None
-        for number in (10, 11):
-            assert not await is_held(service)
-            await post(service, number, env=awaited, ticket=await begin(service, awaited))
-        assert await is_held(service)
-        assert await delivery.numbered_batch(service, 0, 0, None) == 1
-        assert {10, 11} < {*await batch(service, 1)}
+def test_groups_larger_than_a_batch_are_refused_or_dropped(tmp_path):
+    """By name before they are stored; those that were queued before the trainer came are dropped, and counted."""
 
-    in_service(tmp_path, test, queue_tokens=100)
-
-
-def test_groups_set_aside_count_against_the_limit_and_are_named(tmp_path):
     async def test(service):
         await post(service, 1, size=20)
+        await post(service, 2)
         await delivery.register(service, registration(8, after=0))
-        env = await environment(service)
-        await post(service, *range(2, 12), env=env, size=9)
-        assert not await is_held(service) and "0 of 8" in status.why(service)
-        await post(service, 20, 21, env=env)
-        assert await is_held(service)
-        told = status.diagnose(service)
-        assert told["set_aside"] == {"9": 10, "20": 1} and told["queue"]["tokens"] == 13 * 12
-        assert told["queue"]["groups"] == 2 and told["queue"]["sizes"] == {"4": 2}
-        assert service.counts["set_aside/larger_than_a_batch"] == 11
-        assert [line["sizes"] for line in told["environments"]] == [{"20": 1}, {"4": 2, "9": 10}]
-        assert "atropos_api_set_aside_groups 11\n" in status.metrics(service)
-        assert service.environments.status(env, service.queue)["self_queue_size"] == 2
-        await delivery.register(service, registration(20, after=0))
-        assert status.diagnose(service)["set_aside"] == {}
+        assert service.counts["dropped/larger_than_batch"] == 1 and service.queue.sizes == {4: 1}
+        body = json.dumps({"tokens": [[1]] * 9, "masks": [[1]] * 9, "scores": [0.0] * 9}).encode()
+        with pytest.raises(RequestRefused, match="a group of 9 sequences: the trainer's batch has 8"):
+            ingest.parse(service, body, False, False, None)
+        assert service.counts["refused/larger_than_batch"] == 1
+        await post(service, 3)
+        assert await delivery.numbered_batch(service, 0, 0, None) == 1 and await batch(service, 1) == [2, 3]
 
-    in_service(tmp_path, test, queue_tokens=100)
-
-
-def test_sizes_that_are_passed_over_are_logged_once(tmp_path, caplog):
-    async def test(service):
-        await delivery.register(service, registration(8, after=0))
-        await post(service, 1, 2, size=3)
-        await post(service, *range(100, 140))
-        for after in range(20):
-            assert await delivery.numbered_batch(service, after, 0, None) == after + 1
-        await post(service, 3, size=3)
-        assert service.counts["set_aside/fits_no_batch"] == 3
-        assert "set aside, since they do not fit: 3 groups, of sizes [3]" in status.why(service)
-        await post(service, 4, size=5)
-        assert await delivery.numbered_batch(service, 20, 0, None) == 21 and await batch(service, 21) == [1, 4]
+    async def later(service):
+        assert not list(service.queue) and service.counts["dropped/larger_than_batch"] == 1
 
     in_service(tmp_path, test)
-    assert [line.message for line in caplog.records if "set aside" in line.message] == [
-        "groups of 3 sequences fit into no batch, and wait until they do: set aside, see /diagnose"
-    ]
+    in_service(tmp_path, later)
+
+
+def test_a_stock_trainer_is_told_which_sizes_fill_no_batch(tmp_path):
+    async def test(service):
+        await delivery.register(service, registration(8))
+        body = json.dumps({"tokens": [[1]] * 3, "masks": [[1]] * 3, "scores": [0.0] * 3}).encode()
+        with pytest.raises(RequestRefused, match="which groups of this size never fill"):
+            ingest.parse(service, body, False, False, None)
+        await post(service, 1, 2, 3, size=2)
+        await post(service, 4, 5, size=4)
+        assert await delivery.stock_batch(service) == 1 and await batch(service, 1) == [4, 5]
+        await post(service, 6, size=2)
+        delivery.stock_delivered(service, service.epoch, 1, written=True)
+        assert await delivery.stock_batch(service) == 2 and await batch(service, 2) == [1, 2, 3, 6]
+
+    in_service(tmp_path, test)
+
+
+# ---------------------------------------------------------------------- batches with nothing to train on
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+@pytest.mark.parametrize("restart", [False, True])
+def test_an_empty_batch_extends_the_bound_by_one_batch(tmp_path, max_staleness, restart):
+    """Without a push; and once weights with it are pushed, the bound is as before."""
+
+    async def fill(service, env):
+        while (ticket := await begin(service, env)) is not None:
+            await post(service, 0, env=env, ticket=ticket)
+
+    async def first(service):
+        await delivery.register(service, registration(8, after=0, max_staleness=max_staleness))
+        env = await environment(service)
+        for number in range(1, 2 + max_staleness):
+            await fill(service, env)
+            assert await delivery.numbered_batch(service, number - 1, 0, None) == number
+        assert await begin(service, env) is None
+        for number in range(1, 4):
+            assert (await delivery.batch_is_empty(service, BatchNumber(number), None))["status"] == "noted"
+            await delivery.batch_is_empty(service, BatchNumber(number), None)  # sent again
+            await fill(service, env)
+            assert await begin(service, env) is None, "one batch more, and no other"
+            assert await delivery.numbered_batch(service, number + max_staleness, 0, None) == number + 1 + max_staleness
+        assert service.counts["empty_batches"] == 3
+        assert status.diagnose(service)["trainer"]["empty_batches_in_a_row"] == 3
+        if not restart:
+            await later(service)
+
+    async def later(service):
+        [env] = service.environments.by_id
+        assert service.trainer.empty == {1, 2, 3} and service.trainer.weights == 0
+        assert await begin(service, env) is None
+        await delivery.weights_pushed(service, Through(4), None)
+        assert service.trainer.empty == set() and status.diagnose(service)["trainer"]["empty_batches_in_a_row"] == 0
+        await fill(service, env)
+        assert await delivery.numbered_batch(service, 4 + max_staleness, 0, None) == 5 + max_staleness
+        assert await begin(service, env) is None
+
+    in_service(tmp_path, first)
+    if restart:
+        in_service(tmp_path, later)
+
+
+# ---------------------------------------------------------------------- tickets
+
+
+def test_a_hung_ticket_holds_a_batch_only_for_a_while(tmp_path, monkeypatch, caplog):
+    """Three times as long as its environment's tickets took at most, and 30 s: then it is released, by name."""
+    now = time.monotonic()
+    clock = SimpleNamespace(monotonic=lambda: now, time=time.time)
+    for module in (batching, delivery, service_module):
+        monkeypatch.setattr(module, "time", clock)
+
+    async def test(service):
+        nonlocal now
+        await delivery.register(service, registration(8, after=0))
+        env = await environment(service)
+        for _ in range(10):
+            ticket = await begin(service, env)
+            now += 20
+            await post(service, 0, env=env, ticket=ticket)
+        assert [await delivery.numbered_batch(service, after, 0, None) for after in range(5)] == [1, 2, 3, 4, 5]
+        hung = await begin(service, env)
+        for _ in range(3):
+            await post(service, 1, env=env, ticket=await begin(service, env))
+        assert await delivery.numbered_batch(service, 5, 0, None) is None
+        now += 59
+        service.release_hung()
+        assert hung in service.queue.tickets
+        now += 2
+        service.release_hung()
+        assert hung not in service.queue.tickets and service.counts["released/hung"] == 1
+        assert await delivery.numbered_batch(service, 5, 0, None) == 6
+        await post(service, 2, env=env, ticket=hung)
+        assert service.queue.sequences == 8, "what it gives after all is a group without a ticket"
+
+    in_service(tmp_path, test)
+    assert "of e_0, whose tickets usually take 20 s at most: released" in caplog.text
+
+
+def test_two_posts_under_one_ticket_get_one_place(tmp_path):
+    async def test(service):
+        await delivery.register(service, registration(12, after=0, max_staleness=0))
+        env = await environment(service)
+        ticket = await begin(service, env)
+        await asyncio.gather(*(post(service, number, env=env, ticket=ticket) for number in (1, 2)))
+        assert sorted(entry.due for entry in service.queue) == [0, 1]
+
+    in_service(tmp_path, test)
 
 
 def test_a_group_whose_ticket_has_ended_breaks_no_bound(tmp_path):
-    """It is in the place of its arrival, like groups without tickets; those that hold tickets come first."""
+    """It waits for its environment's turn, like groups without tickets; those that hold tickets come first."""
 
     async def test(service):
         await delivery.register(service, registration(8, after=0, max_staleness=0))
@@ -146,6 +231,13 @@ async def still_without_ticket(service):
     assert [entry.due for entry in service.queue] == [0], "after a restart too"
 
 
+async def always_ask(service, env):
+    while True:
+        answer = await ingest.begin(service, Begin(env, wait=5, more=True), lambda: False)
+        if answer["ticket"] is not None:
+            await post(service, 1, env=env, ticket=answer["ticket"])
+
+
 @pytest.mark.parametrize("max_staleness", [0, 1])
 def test_a_stock_backlog_does_not_starve_tickets(tmp_path, max_staleness):
     """BaseEnv keeps three batches queued; an adapted environment with half of each batch gets its half."""
@@ -154,14 +246,14 @@ def test_a_stock_backlog_does_not_starve_tickets(tmp_path, max_staleness):
         await delivery.register(service, registration(16, after=0, max_staleness=max_staleness))
         stock, ours = await environment(service), await environment(service, min_batch_allocation=0.5)
         trained = Counter()
+        asking = asyncio.ensure_future(always_ask(service, ours))
         for after in range(20):
             while service.environments.status(stock, service.queue)["queue_size"] * 4 < 3 * 16:
                 await post(service, 0, env=stock)
-            while (ticket := await begin(service, ours)) is not None:
-                await post(service, 1, env=ours, ticket=ticket)
-            assert await delivery.numbered_batch(service, after, 0, None) == after + 1
+            assert await delivery.numbered_batch(service, after, 5, None) == after + 1
             trained.update(await batch(service, after + 1))
             await delivery.weights_pushed(service, Through(after + 1), None)
-        assert 40 <= trained[1] <= 64  # half, and its part of the rest
+        asking.cancel()
+        assert trained[1] == pytest.approx(60, abs=5)  # half, and its part of the rest
 
     in_service(tmp_path, test)

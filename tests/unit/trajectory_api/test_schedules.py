@@ -27,7 +27,7 @@ def drawn(seed):
                 seconds=(0.1, slow),
                 failures=rng.choice([0.0, 0.0, 0.3, 0.8]),
                 larger=larger,
-                stock=rng.choice([0, 0, 0, 3, 20]),
+                stock=rng.choice([0, 0, 0, 2, 5]) * (batch_size // most + 1),
                 away=(rng.uniform(5, 60), rng.uniform(1, 100)) if rng.random() < 0.3 else (1e9, 1e9),
             )
         )

@@ -2,11 +2,10 @@
 
 import asyncio
 import json
-import time
 
 import pytest
 
-from recipe.atropos.trajectory_api import database, delivery, ingest, repetitions, status, wire
+from recipe.atropos.trajectory_api import database, delivery, ingest, status, wire
 from recipe.atropos.trajectory_api.messages import (
     EnvIdentifier,
     EnvRegistration,
@@ -41,7 +40,7 @@ def in_service(folder, test, **settings):
 
 async def post(service, *numbers):
     for number in numbers:
-        await ingest.post(service, [Parsed(b"%d" % number, None, 4, 12)], None, None, None)
+        await ingest.post(service, [Parsed(b"%d" % number, None, 4, 12)], None, None)
 
 
 async def batch(service, number):
@@ -194,7 +193,7 @@ def test_a_reset_that_fails_leaves_the_server_usable(tmp_path):
         assert await delivery.stock_batch(service) == 1 and await batch(service, 1) == [0, 1]
         (tmp_path / "archive").unlink()
         await delivery.reset(service)
-        assert service.trainer is None and service.queue.groups == 0
+        assert service.trainer is None and service.queue.sizes.total() == 0
 
     in_service(tmp_path, test)
 
@@ -281,7 +280,7 @@ def test_refused_groups_are_counted_of_their_environment(tmp_path):
         for body, packed in ((json.dumps(groups).encode(), False), (wire.join([record] * 2), True), (b"x", False)):
             with pytest.raises(RequestRefused):
                 ingest.parse(service, body, packed, True, None)
-        await ingest.post(service, [Parsed(b"0", ids[1], 4, 12)], None, None, None)
+        await ingest.post(service, [Parsed(b"0", ids[1], 4, 12)], None, None)
 
     def counted(service):
         return [dict(service.environments.by_id[id].counts) for id in ids], dict(service.counts)
@@ -299,92 +298,3 @@ def test_refused_groups_are_counted_of_their_environment(tmp_path):
     ids: list[int] = []
     in_service(tmp_path, first)
     in_service(tmp_path, later)
-
-
-# ---------------------------------------------------------------------- posts without a key
-
-
-async def posted(service, digest, gone, written):
-    """What the HTTP server does for a post; ``gone`` and ``written`` are events of its connection."""
-    own = service.repetitions.take(digest, gone.is_set)
-    if own is None:
-        storing = asyncio.ensure_future(ingest.post(service, [Parsed(b"0", None, 4, 12)], None, None, digest))
-        own = repetitions.Unanswered(1, storing, gone.is_set)
-    with service.repetitions.noted(digest, own):
-        await asyncio.shield(own.storing)
-        waits = [asyncio.ensure_future(event.wait()) for event in (gone, written)]
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        own.answered = not gone.is_set()
-        for wait in waits:
-            wait.cancel()
-
-
-async def begin_post(service, *events):
-    task = asyncio.ensure_future(posted(service, "1.2.3", *events))
-    await asyncio.sleep(0.05)
-    return task
-
-
-def events(*which):
-    gone, written = asyncio.Event(), asyncio.Event()
-    for event in which:
-        (gone if event == "gone" else written).set()
-    return gone, written
-
-
-def test_of_equal_posts_in_flight_each_is_stored_once(tmp_path):
-    """The first one's connection breaks, and it is repeated; the second is answered."""
-
-    async def test(service):
-        await delivery.register(service, registration(8))
-        first, second = events(), events()
-        tasks = [await begin_post(service, *first), await begin_post(service, *second)]
-        first[0].set()
-        await tasks[0]
-        await begin_post(service, *events("written"))
-        second[1].set()
-        await tasks[1]
-        assert service.queue.groups == 2
-        await begin_post(service, *events("written"))
-        assert service.queue.groups == 3, "the first one's repetition has come already"
-
-    in_service(tmp_path, test)
-
-
-def test_an_answered_post_is_no_repetition_over_a_kill(tmp_path):
-    async def test(service):
-        await delivery.register(service, registration(8))
-        await (await begin_post(service, *events("written")))
-        await (await begin_post(service, *events("gone")))
-        assert service.queue.groups == 2
-        async with asyncio.timeout(5):  # no tick saves it: ``run`` is not running
-            while len(rows := (await service.store.read(database_rows))) != 1:
-                await asyncio.sleep(0.01)
-        assert [groups for _, _, groups, _ in rows] == [1]
-
-    def database_rows(connection):
-        return connection.execute("SELECT * FROM unanswered_posts").fetchall()
-
-    in_service(tmp_path, test)
-
-
-@pytest.mark.parametrize("restart", [False, True])
-def test_a_broken_post_is_repeated_for_some_minutes_only(tmp_path, monkeypatch, restart):
-    async def first(service):
-        await delivery.register(service, registration(8))
-        await begin_post(service, *events("gone"))
-        if not restart:
-            await again(service)
-
-    async def again(service):
-        with monkeypatch.context() as later:
-            later.setattr(repetitions.time, "time", lambda: time.time_ns() / 1e9 + repetitions.KEPT_SECONDS)
-            assert service.repetitions.take("1.2.3", lambda: False) is None
-            service.repetitions.expire()
-            assert len(service.repetitions.forgotten) == 1
-        await begin_post(service, *events("written"))
-        assert service.queue.groups == 2
-
-    in_service(tmp_path, first)
-    if restart:
-        in_service(tmp_path, again)
