@@ -2,7 +2,7 @@
 
 Guarantees:
 
-- What was acknowledged is in the store; the index in memory is loaded from it, and changes only after it.
+- What was acknowledged is in the store, which the index in memory is loaded from. A failed write ends the process.
 - Numbers, of batches, tickets and groups, are never used again, also not after a kill.
 """
 
@@ -24,7 +24,7 @@ from recipe.atropos.trajectory_api.environments import Environment, Environments
 from recipe.atropos.trajectory_api.lanes import Entry
 from recipe.atropos.trajectory_api.messages import EnvRegistration, Registration
 from recipe.atropos.trajectory_api.repetitions import Repetitions
-from recipe.atropos.trajectory_api.trajectory_store import Store
+from recipe.atropos.trajectory_api.trajectory_store import Store, named_errors
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +88,8 @@ class Service:
         self.posting: dict[str, asyncio.Future[int | None]] = {}  # by idempotency key
         self.next_id = 1  # of a group; also after a reset, since a post may be on its way
         self.begun_at = time.time()
-        self._take(self.store.load())
+        with named_errors(self.store.path):
+            self._take(self.store.load())
 
     def _take(self, loaded: database.Loaded) -> None:
         run = loaded.run
@@ -204,11 +205,12 @@ class Service:
     # ------------------------------------------------------------------ from start to end
 
     async def run(self) -> None:
-        """Release what dead environments hold, and say why nothing goes on; until canceled."""
+        """Release what dead environments hold, and say why nothing goes on; until canceled, or the store has failed."""
         said, large = 0.0, False
         sys.setswitchinterval(0.001)  # s; the thread that writes JSON must not make others wait
         while True:
             await asyncio.sleep(_TICK)
+            self.store.check()
             self.release_dead()
             self.repetitions.expire()
             self.save()

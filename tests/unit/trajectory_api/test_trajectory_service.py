@@ -12,6 +12,7 @@ from recipe.atropos.trajectory_api.messages import (
     EnvRegistration,
     Registration,
     RequestRefused,
+    Through,
 )
 from recipe.atropos.trajectory_api.parsing import Parsed
 from recipe.atropos.trajectory_api.service import Service, Settings
@@ -131,23 +132,50 @@ async def available(service, after):
 
 
 def test_a_registration_that_fails_changes_nothing(tmp_path, monkeypatch):
+    """It ends the server; the next one has the trainer, the batches and the epoch that it had."""
+
     def fails(connection, dissolve_after, **values):
         database.dissolve(connection, dissolve_after)
         raise ValueError("a defect")
 
     async def test(service):
-        epoch = (await delivery.register(service, registration(8, after=0)))["epoch"]
+        await delivery.register(service, registration(8, after=0))
         await post(service, *range(4))
         assert await batches(service, 0, 1) == [1, 2]
         with monkeypatch.context() as broken:
             broken.setattr(database, "register", fails)
             with pytest.raises(ValueError, match="a defect"):
                 await delivery.register(service, registration(12, after=1))
-        assert await delivery.numbered_batch(service, 1, 0, epoch) == 2 and await batch(service, 2) == [2, 3]
+
+    async def next_one(service):
+        assert await delivery.numbered_batch(service, 1, 0, 1) == 2 and await batch(service, 2) == [2, 3]
         assert await service.store.read(database.queued) == []
-        assert (await delivery.register(service, registration(8, after=2)))["epoch"] == epoch + 1
+        assert (await delivery.register(service, registration(8, after=2)))["epoch"] == 2
 
     in_service(tmp_path, test)
+    in_service(tmp_path, next_one)
+
+
+@pytest.mark.parametrize("committed", [False, True])
+@pytest.mark.parametrize("size", [8, 12])
+def test_a_number_beyond_an_empty_store_is_not_kept(tmp_path, size, committed):
+    """A trainer with batches of another store comes, and then one without any; over a restart too."""
+
+    async def ahead(service):
+        assert (await delivery.register(service, registration(8, after=50)))["last"] == 50
+        if committed:
+            await delivery.commit(service, Through(50), None)
+        await post(service, 0, 1)
+
+    async def anew(service):
+        assert (await delivery.register(service, registration(size, after=0)))["last"] == 0
+        await post(service, 2)
+        assert await delivery.numbered_batch(service, 0, 0, None) == 1
+        assert (await batch(service, 1))[:2] == [0, 1] and service.committed == 0
+        assert (await service.store.read(database.read_run))["committed"] == 0
+
+    in_service(tmp_path, ahead)
+    in_service(tmp_path, anew)
 
 
 def test_a_stock_trainer_gets_no_batch_twice_over_a_restart(tmp_path):
