@@ -272,7 +272,7 @@ async def _batch(api: Api, request: web.BaseRequest, path: str) -> web.StreamRes
         raise database.DamagedRecord(damage)
     sizes = await service.store.read(database.record_sizes, number)
     if not sizes:
-        raise m.RequestRefused(409, f"batch {number} is not in this store: it was begun after it, or a trainer registered meanwhile")
+        raise m.RequestRefused(409, f"batch {number} is not in this store, or a trainer registered meanwhile")
     response, parts = web.StreamResponse(headers=_JSON), _json_parts
     if wire.PACKED in request.headers.get("Accept", ""):
         response = web.StreamResponse(headers={"Content-Type": wire.PACKED, wire.BATCH_HEADER: str(number)})
