@@ -188,6 +188,12 @@ def write_environment(connection: sqlite3.Connection, number: int, registration:
     )
 
 
+def forget_environment(connection: sqlite3.Connection, number: int, counts: str) -> None:
+    """Delete a registration, and the counts whose names begin with ``counts``."""
+    connection.execute("DELETE FROM environments WHERE id = ?", (number,))
+    connection.execute("DELETE FROM counts WHERE substr(name, 1, ?) = ?", (len(counts), counts))
+
+
 def append(
     connection: sqlite3.Connection,
     groups: Sequence[tuple[Group, bytes]],

@@ -35,6 +35,7 @@ _SAVE_SECONDS = 0.05
 _OF_ENVIRONMENT = "environment/"  # prefix of what is counted of each, in the store
 QUIET_SECONDS = 10.0  # s that a trainer waits, until the log says for what; then every minute
 _SAY_AGAIN = 60.0  # s
+FORGET_SECONDS = 3600.0  # since an environment that is gone was last seen, until it is forgotten
 
 
 @dataclass(frozen=True)
@@ -212,6 +213,7 @@ class Service:
             await asyncio.sleep(_TICK)
             self.store.check()
             self.release_dead()
+            self.forget_gone()
             self.repetitions.expire()
             self.save()
             if not large and (large := self.size() > self.settings.warn_bytes):
@@ -233,6 +235,18 @@ class Service:
         dead = [entry for entry in self.queue.tickets.values() if entry.env is None or entry.env not in alive]
         for entry in dead:
             self.release(entry.number, "environment_gone")
+
+    def forget_gone(self) -> None:
+        """Forget environments that are long gone and have nothing in the queue; the totals keep what was counted."""
+        before = time.monotonic() - FORGET_SECONDS
+        long_gone = {one.id for one in self.environments if not one.alive and one.seen < before}
+        if long_gone:
+            kept = max(self.environments.by_id)  # from which the next number is counted
+            long_gone -= {kept, *(entry.env for entry in self.queue)}
+        for number in long_gone:
+            del self.environments.by_id[number], self.queue.lanes[number]
+            self.save()
+            self.store.write(database.forget_environment, number, f"{_OF_ENVIRONMENT}{number}/")
 
     def release(self, ticket: int, reason: str) -> "asyncio.Future[None] | None":
         """Release a ticket, and return the future of its durable end; None if it is not open."""

@@ -8,6 +8,7 @@ import pytest
 
 from recipe.atropos.trajectory_api import database, delivery, ingest, repetitions, status, wire
 from recipe.atropos.trajectory_api.messages import (
+    Begin,
     EnvIdentifier,
     EnvRegistration,
     Registration,
@@ -15,7 +16,7 @@ from recipe.atropos.trajectory_api.messages import (
     Through,
 )
 from recipe.atropos.trajectory_api.parsing import Parsed
-from recipe.atropos.trajectory_api.service import Service, Settings
+from recipe.atropos.trajectory_api.service import FORGET_SECONDS, Service, Settings
 
 
 def registration(batch_size, **fields):
@@ -296,6 +297,34 @@ def test_an_environment_that_asks_again_is_registered_once(tmp_path):
     in_service(tmp_path, first)
     in_service(tmp_path, later)
     assert ids == [ids[0], ids[0], ids[0] + 1, ids[0] + 2, ids[0]]
+
+
+def test_environments_that_are_long_gone_are_forgotten(tmp_path):
+    """But for those with a group or a ticket, and the last; no number is used again, and totals keep the counts."""
+
+    async def test(service):
+        await delivery.register(service, registration(4, after=0))
+        gone, with_group, with_ticket, _, last = [await join(service) for _ in range(5)]
+        for env in (gone, with_group):
+            await ingest.post(service, [Parsed(b"%d" % env, env, 4, 12)], None, None, None)
+        assert await batches(service, 0) == [1] and await batch(service, 1) == [gone]
+        assert (await ingest.begin(service, Begin(with_ticket), lambda: False))["ticket"]
+        for env in (gone, with_group, with_ticket, last):
+            service.environments.by_id[env].seen -= FORGET_SECONDS + 1
+        service.forget_gone()
+        await look(service, [1, 2, 3, 4])
+        assert await join(service) == last + 1 and await batches(service, 1) == [2]
+
+    async def look(service, numbers):
+        assert [number % 1000 for number in service.environments.by_id] == numbers
+        lines = status.environments(service)
+        assert [line["number"] for line in lines if line["env_id"] is not None] == numbers
+        assert service.counts["received"] == 2
+        names = (await service.store.write(database.load)).counts
+        assert sum(name.startswith("environment/") for name in names) == 1, "of the one with a group"
+
+    in_service(tmp_path, test)
+    in_service(tmp_path, lambda service: look(service, [1, 2, 3, 4, 5]))
 
 
 def test_refused_groups_are_counted_of_their_environment(tmp_path):
