@@ -9,6 +9,8 @@ Guarantees:
   and is silent, ``longest_wait`` for a batch, and for an API that says that it cannot store. The error names the
   component that does not respond, and what the API lacks for a batch.
 - While this process lives, the API knows it, however long a step takes.
+- No wait of the trainer's thread is silent: ``meanwhile`` is called every few seconds, and the log says every minute
+  what the API waits for. Whatever ends the fetching thread, or what it does beside fetching, is raised there.
 
 This module does not handle tensors; ``data_proto`` does. ``stock_source`` reads from atroposlib's own server.
 """
@@ -20,7 +22,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Future, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,7 +42,8 @@ Batch = list[dict[str, Any]]  # groups: ScoredData of the API
 _POLL_SECONDS = 5.0  # of one long poll: closing waits for it
 _END_SECONDS = 5.0  # for a request in flight when the source is closed
 _LIFE_SECONDS = 60.0  # between signs of life; the API takes a trainer for gone after 600
-_MEANWHILE_SECONDS = 2.0  # of waiting for a batch before the trainer checks its servers
+_MEANWHILE_SECONDS = 2.0  # of waiting before the trainer checks its servers, or shows that it waits
+_SAY_AGAIN = 60.0  # s, between two lines of the log about one wait
 
 
 class DataSourceError(AtroposError, RuntimeError):
@@ -132,7 +135,8 @@ class DataSource:
     environments at the first fetch, so enter only once the servers hold the weights of ``starting_step``.
 
     ``after`` is the number of the last batch in the weights. ``events`` counts recovered failures: api_unreachable.
-    ``fetch_seconds`` is the time spent receiving batches, in parallel to training.
+    ``fetch_seconds`` is the time spent receiving batches, in parallel to training. ``meanwhile`` is called every few
+    seconds while the API is slow to take a message.
     """
 
     config: DataSourceConfig
@@ -140,6 +144,7 @@ class DataSource:
     after: int = 0
     events: Counter[str] = field(default_factory=Counter)
     fetch_seconds: float = 0.0
+    meanwhile: Callable[[], object] = lambda: None
 
     def __post_init__(self) -> None:
         self._ready: deque[NumberedBatch] = deque()
@@ -215,13 +220,25 @@ class DataSource:
         limit += 2 * self.config.timeout + LONGEST_PAUSE
         try:
             if self._error is None:
-                return asyncio.run_coroutine_threadsafe(call(), self._loop).result(limit)
+                future = asyncio.run_coroutine_threadsafe(call(), self._loop)
+                self._wait(future, limit)
+                return future.result(0)
         except TrajectoryApiError as error:
             raise self._unusable(error) from error
         except (TimeoutError, CancelledError, RuntimeError) as error:  # the last two: fetching has ended meanwhile
             if self._error is None:
                 raise DataSourceError(f"the Trajectory API at {self.config.api_url} is silent: {error!r}") from error
         raise self._error
+
+    def _wait(self, future: "Future[None]", limit: float) -> None:
+        begun = said = time.monotonic()
+        while (now := time.monotonic()) < begun + limit:
+            if wait([future], min(_MEANWHILE_SECONDS, begun + limit - now)).done:
+                return
+            self.meanwhile()
+            if now - said >= _SAY_AGAIN:
+                said, why = now, asyncio.run(self.diagnosis())
+                logger.warning("the Trajectory API has not answered for %.0f s: %s", now - begun, why)
 
     def _unusable(self, error: TrajectoryApiError) -> DataSourceError:
         silent = error.status is None and self._registered.is_set()
@@ -246,12 +263,16 @@ class DataSource:
     def _run(self) -> None:
         try:
             asyncio.run(self._fetch_forever())
-        except BaseException as error:  # passed to the trainer's thread, which raises it
-            with self._changed:
-                self._error = self._unusable(error) if isinstance(error, TrajectoryApiError) else error
-                self._changed.notify_all()
+        except BaseException as error:
+            self._fail(error)
         finally:
             self._registered.set()
+
+    def _fail(self, error: BaseException) -> None:
+        """Pass an error to the trainer's thread, which raises it."""
+        with self._changed:
+            self._error = self._unusable(error) if isinstance(error, TrajectoryApiError) else error
+            self._changed.notify_all()
 
     async def _fetch_forever(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -273,10 +294,13 @@ class DataSource:
 
     async def _live(self) -> None:
         """Send signs of life, since nothing is fetched while a step takes long."""
-        while True:
-            await asyncio.sleep(_LIFE_SECONDS)
-            with contextlib.suppress(TrajectoryApiError):  # the next request that matters says so
-                await self._client.sign_of_life()
+        try:
+            while True:
+                await asyncio.sleep(_LIFE_SECONDS)
+                with contextlib.suppress(TrajectoryApiError):  # the next request that matters says so
+                    await self._client.sign_of_life()
+        except Exception as error:
+            self._fail(error)
 
     def _add(self, batches: list[NumberedBatch]) -> None:
         with self._changed:

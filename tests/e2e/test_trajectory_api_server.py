@@ -369,3 +369,25 @@ def test_export_and_import_give_the_same_batches(api, tmp_path):
         [*PROGRAM, "import", str(tmp_path / "copy/data"), str(tmp_path / "log.jsonl")], capture_output=True, text=True
     )
     assert again.returncode == 1 and again.stderr.startswith("error: data-dir=")
+
+
+def test_damage_ends_the_server_with_its_reason(tmp_path):
+    """Its last line says which file and what to do, while it ran and at each start."""
+    database = tmp_path / "data/trajectories.db"
+    with running_trajectory_api(tmp_path, "--retention", "committed") as api:
+        api.register(after=0)
+        for number in range(1, 9):
+            api.post("/scored_data", group(number))
+        assert api.batch("?after=0") == [1, 2]
+        assert api.stop() == 0
+        api.start()
+        with open(database, "r+b") as file:
+            file.seek(16_384)
+            file.write(b"\xff" * 20 * 16_384)
+        reply = api.session.get(f"{api.url}/batch?after=0")
+        assert reply.status_code == 503 and "is damaged" in reply.json()["detail"]
+        assert api.process.wait(20) == 1
+        again = subprocess.run(api._command, capture_output=True, text=True, timeout=60)
+        for told in (api.log(), again.stderr):
+            assert told.splitlines()[-1].startswith(f"error: {database} is damaged: "), told
+        assert again.returncode == 1 and "Traceback" not in api.log() + again.stderr

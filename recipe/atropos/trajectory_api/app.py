@@ -6,7 +6,9 @@ Guarantees:
   environments that know nothing but an address.
 - Without one, and at all times for web pages of other origins, a browser can make this server do nothing: there are
   no CORS headers, and cross-site requests and foreign host names are refused.
-- Bodies are limited, as sent and inflated. A request that cannot be served gets a 4xx that says why.
+- Bodies are limited, as sent, inflated, and in time. A request that cannot be served gets a 4xx that says why.
+- An answer that cannot be completed breaks off, so that no client takes it for whole. A batch that is damaged is never
+  sent whole, and whoever asks again is told why.
 """
 
 import asyncio
@@ -29,6 +31,7 @@ from recipe.atropos.trajectory_api.service import Service
 logger = logging.getLogger(__name__)
 
 MAX_BODY = 128 << 20  # bytes, as sent and inflated
+BODY_SECONDS = 300.0  # for a body to arrive; stock environments give a whole request as long
 _CHUNK = 1 << 20
 _SLICE = 8  # records of a batch that are read at a time
 _JSON = {"Content-Type": "application/json"}
@@ -45,6 +48,7 @@ class Api:
     def __init__(self, service: Service, secret: str | None = None):
         self.service = service
         self._secret = secret.encode() if secret else None
+        self.damaged: dict[tuple[int, int], str] = {}  # by epoch and number of a batch
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         try:
@@ -57,9 +61,12 @@ class Api:
                 )
             return await handler(self, request, path)
         except m.RequestRefused as error:
-            return _answer({"detail": str(error), **error.extra}, error.status)
+            detail = str(error).encode(errors="backslashreplace").decode()  # it may quote half surrogates
+            return _answer({"detail": detail, **error.extra}, error.status)
         except _BROKEN as error:
             return _answer({"detail": f"the request broke off: {error!r}"}, 400)
+        except database.TrajectoryStoreError as error:
+            return _answer({"detail": str(error)}, 410 if isinstance(error, database.DamagedRecord) else 503)
         except Exception:
             logger.exception(
                 "%s %s failed", request.method, request.path[:100] if self._secret is None else "a request"
@@ -99,7 +106,7 @@ async def _body(request: web.BaseRequest) -> bytes:
     """Return a request's body, inflated.
 
     Raises:
-        RequestRefused: 413, too large; 400, no valid gzip; 415, another encoding.
+        RequestRefused: 413, too large; 408, too slow; 400, no valid gzip; 415, another encoding.
     """
     encoding = request.headers.get("Content-Encoding", "").lower()
     if encoding not in ("", "identity", "gzip"):
@@ -107,11 +114,15 @@ async def _body(request: web.BaseRequest) -> bytes:
     if (request.content_length or 0) > MAX_BODY:
         raise m.RequestRefused(413, f"a body of {request.content_length} bytes: send at most {MAX_BODY}")
     parts, size = [], 0
-    async for part in request.content.iter_any():
-        parts.append(part)
-        size += len(part)
-        if size > MAX_BODY:
-            raise m.RequestRefused(413, f"a body of more than {MAX_BODY} bytes: send less")
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for part in request.content.iter_any():
+                parts.append(part)
+                size += len(part)
+                if size > MAX_BODY:
+                    raise m.RequestRefused(413, f"a body of more than {MAX_BODY} bytes: send less")
+    except TimeoutError:
+        raise m.RequestRefused(408, f"{size} bytes of a body within {BODY_SECONDS:g} s: send it faster") from None
     body = b"".join(parts)
     return _inflated(body) if encoding == "gzip" and body else body
 
@@ -157,6 +168,10 @@ async def _written(
         await response.write_eof()
     except ConnectionError:
         return False
+    except Exception:
+        if request.transport is not None:
+            request.transport.abort()  # else the client would read the answer that says why as the rest of this one
+        raise
     return not _gone(request)
 
 
@@ -184,8 +199,8 @@ def _epoch(request: web.BaseRequest) -> int | None:
 def _key(request: web.BaseRequest) -> str | None:
     """Return a request's idempotency key."""
     key = request.headers.get(wire.KEY_HEADER)
-    if key is not None and not 1 <= len(key) <= 200:
-        raise m.RequestRefused(422, f"{wire.KEY_HEADER}: give 1 to 200 characters")
+    if key is not None and not (1 <= len(key) <= 200 and key.isascii()):
+        raise m.RequestRefused(422, f"{wire.KEY_HEADER}: give 1 to 200 ASCII characters")
     return key
 
 
@@ -240,15 +255,22 @@ async def _batch(api: Api, request: web.BaseRequest, path: str) -> web.StreamRes
         number = await delivery.numbered_batch(service, after, wait, _epoch(request))
     if number is None:
         return _answer({"batch": None})
+    epoch = service.epoch
+    if damage := api.damaged.get((epoch, number)):
+        raise database.DamagedRecord(damage)
     sizes = await service.store.read(database.record_sizes, number)
     if not sizes:
-        raise m.RequestRefused(409, f"batch {number} is no more: a trainer registered meanwhile")
-    response, epoch, parts = web.StreamResponse(headers=_JSON), service.epoch, _json_parts
+        raise m.RequestRefused(409, f"batch {number} is not in this store, or a trainer registered meanwhile")
+    response, parts = web.StreamResponse(headers=_JSON), _json_parts
     if wire.PACKED in request.headers.get("Accept", ""):
         response = web.StreamResponse(headers={"Content-Type": wire.PACKED, wire.BATCH_HEADER: str(number)})
         response.content_length = len(wire.prefix(sizes)) + sum(sizes)
         parts = _packed_parts
-    written = await _written(request, response, parts(service, number, sizes, after is not None))
+    try:
+        written = await _written(request, response, parts(service, number, sizes, after is not None))
+    except database.DamagedRecord as error:
+        api.damaged[epoch, number] = str(error)
+        raise
     if after is None:
         delivery.stock_delivered(service, epoch, number, written)
     return response

@@ -2,6 +2,9 @@
 
 The functions that change something are steps of a transaction that the caller commits. Records are in a table of their
 own, so that reading the index reads no record.
+
+Guarantee: a record is returned as it was stored, or ``DamagedRecord`` is raised; one that was stored before format 2
+has no digest, and is returned as it is.
 """
 
 import sqlite3
@@ -11,6 +14,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import orjson
+from isal import isal_zlib
+
+from recipe.atropos.errors import AtroposError
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS run (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -20,18 +26,29 @@ CREATE TABLE IF NOT EXISTS groups (
     due INTEGER NOT NULL, time REAL NOT NULL, batch INTEGER, place INTEGER
 );
 CREATE INDEX IF NOT EXISTS groups_by_batch ON groups (batch, place);
-CREATE TABLE IF NOT EXISTS records (id INTEGER PRIMARY KEY, data BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS records (id INTEGER PRIMARY KEY, data BLOB NOT NULL, digest INTEGER);
 CREATE TABLE IF NOT EXISTS tickets (
     number INTEGER PRIMARY KEY, env INTEGER, sequences INTEGER NOT NULL, due INTEGER NOT NULL
 );
 CREATE TABLE IF NOT EXISTS posts (key TEXT PRIMARY KEY, groups INTEGER NOT NULL);
 CREATE TABLE IF NOT EXISTS counts (name TEXT PRIMARY KEY, n INTEGER NOT NULL) WITHOUT ROWID;
 """
-FORMAT = 1
+FORMAT = 2  # since records have digests; 1 is read too
 SYNCHRONOUS = {"none": "OFF", "normal": "NORMAL", "full": "FULL"}
 KEPT_POSTS = 1 << 16  # idempotency keys; a post is repeated within minutes
 _PAGE = 16_384  # bytes; a record takes many pages, and fewer large ones are written and read faster
 _WAL_PAGES = 8_000  # 128 MiB: rare checkpoints, each of which stops the writer for a moment
+RESTORE = (
+    "restore it from a copy, or move its folder away and start again: a run goes on from its checkpoint with new groups"
+)
+
+
+class TrajectoryStoreError(AtroposError, RuntimeError):
+    """Error for a data folder that cannot be used, or that another process uses; the message says what to do."""
+
+
+class DamagedRecord(TrajectoryStoreError):
+    """Error for a group whose record is not what was stored; the message names database, batch and group."""
 
 
 class Group(NamedTuple):
@@ -69,6 +86,8 @@ def connect(path: str | Path, durability: str = "normal") -> sqlite3.Connection:
         connection.execute(f"PRAGMA synchronous = {SYNCHRONOUS[durability]}")
         connection.execute(f"PRAGMA wal_autocheckpoint = {_WAL_PAGES}")
         connection.executescript(SCHEMA)
+        if not _has_digests(connection):
+            connection.execute("ALTER TABLE records ADD COLUMN digest INTEGER")
     except BaseException:
         connection.close()  # later, it would delete the log of another that has the path then
         raise
@@ -80,7 +99,19 @@ def connect_to_read(path: str | Path) -> sqlite3.Connection:
         f"{Path(path).resolve().as_uri()}?mode=ro", uri=True, check_same_thread=False, timeout=30
     )
     connection.execute("PRAGMA mmap_size = 1073741824")
+    if not _has_digests(connection):
+        connection.execute("CREATE TEMP VIEW records AS SELECT id, data, NULL AS digest FROM main.records")
     return connection
+
+
+def _has_digests(connection: sqlite3.Connection) -> bool:
+    columns = connection.execute("SELECT name FROM pragma_table_info('records')").fetchall()
+    return ("digest",) in columns
+
+
+def _digest(id: int, record: bytes) -> int:
+    """Return a record's checksum, which another group's record does not have."""
+    return isal_zlib.crc32(record, id & 0xFFFFFFFF)
 
 
 def load(connection: sqlite3.Connection) -> Loaded:
@@ -142,10 +173,20 @@ def oldest_batch(connection: sqlite3.Connection) -> int:
     return connection.execute("SELECT COALESCE(MIN(batch), 0) FROM groups WHERE batch > 0").fetchone()[0]
 
 
+def newest_batch(connection: sqlite3.Connection) -> int:
+    return connection.execute("SELECT COALESCE(MAX(batch), 0) FROM groups").fetchone()[0]
+
+
 def write_environment(connection: sqlite3.Connection, number: int, registration: dict[str, Any]) -> None:
     connection.execute(
         "INSERT OR REPLACE INTO environments VALUES (?, ?)", (number, orjson.dumps(registration).decode())
     )
+
+
+def forget_environment(connection: sqlite3.Connection, number: int, counts: str) -> None:
+    """Delete a registration, and the counts whose names begin with ``counts``."""
+    connection.execute("DELETE FROM environments WHERE id = ?", (number,))
+    connection.execute("DELETE FROM counts WHERE substr(name, 1, ?) = ?", (len(counts), counts))
 
 
 def append(
@@ -159,7 +200,10 @@ def append(
         "INSERT INTO groups (id, number, env, sequences, tokens, due, time) VALUES (?, ?, ?, ?, ?, ?, ?)",
         [group for group, _ in groups],
     )
-    connection.executemany("INSERT INTO records VALUES (?, ?)", [(group.id, record) for group, record in groups])
+    connection.executemany(
+        "INSERT INTO records (id, data, digest) VALUES (?, ?, ?)",
+        [(group.id, record, _digest(group.id, record)) for group, record in groups],
+    )
     if key is not None:
         connection.execute("INSERT OR REPLACE INTO posts VALUES (?, ?)", (key, len(groups)))
     if ticket is not None:
@@ -223,25 +267,54 @@ def count(connection: sqlite3.Connection, counts: dict[str, int]) -> None:
 
 
 def read_batch(connection: sqlite3.Connection, number: int, start: int = 0, end: int = 1 << 60) -> list[bytes]:
-    """Return the records of a batch in its order, or those from ``start`` to ``end``; [] if there is no such batch."""
+    """Return the records of a batch in its order, or those from ``start`` to ``end``; [] if there is no such batch.
+
+    Raises:
+        DamagedRecord: one is not what was stored, or is missing.
+    """
     rows = connection.execute(
-        "SELECT data FROM groups JOIN records USING (id) WHERE batch = ? AND place >= ? AND place < ? ORDER BY place",
+        "SELECT place, groups.id, data, digest FROM groups LEFT JOIN records USING (id) "
+        "WHERE batch = ? AND place >= ? AND place < ? ORDER BY place",
         (number, start, end),
-    )
-    return [data for (data,) in rows]
+    ).fetchall()  # an error must leave no read transaction open
+    for place, (stored, id, data, digest) in enumerate(rows, start):
+        _check_record(connection, f"batch {number}: group {id}", id, data if stored == place else None, digest)
+    return [data for _, _, data, _ in rows]
+
+
+def _check_record(connection: sqlite3.Connection, what: str, id: int, data: bytes | None, digest: int | None) -> None:
+    if data is None:
+        raise _damaged(connection, what, "a record is missing")
+    if digest is not None and digest != _digest(id, data):
+        raise _damaged(connection, what, "its record has changed since it was stored")
+
+
+def _damaged(connection: sqlite3.Connection, what: str, why: str) -> DamagedRecord:
+    path = connection.execute("PRAGMA database_list").fetchone()[2]
+    return DamagedRecord(f"{path}, {what} is damaged: {why}; {RESTORE}")
 
 
 def record_sizes(connection: sqlite3.Connection, number: int) -> list[int]:
-    """Return the bytes of each record of a batch in its order, without reading the records."""
+    """Return the bytes of each record of a batch in its order, without reading the records.
+
+    Raises:
+        DamagedRecord: one of them is missing.
+    """
     rows = connection.execute(
-        "SELECT length(data) FROM groups JOIN records USING (id) WHERE batch = ? ORDER BY place", (number,)
-    )
-    return [size for (size,) in rows]
+        "SELECT place, length(data) FROM groups LEFT JOIN records USING (id) WHERE batch = ? ORDER BY place", (number,)
+    ).fetchall()
+    if any(size is None or stored != place for place, (stored, size) in enumerate(rows)):
+        raise _damaged(connection, f"batch {number}", "a record is missing")
+    return [size for _, size in rows]
 
 
 def read_record(connection: sqlite3.Connection, id: int) -> bytes | None:
-    row = connection.execute("SELECT data FROM records WHERE id = ?", (id,)).fetchone()
-    return row and row[0]
+    """Return a record, None if there is none; raise DamagedRecord if it is not what was stored."""
+    row = connection.execute("SELECT data, digest FROM records WHERE id = ?", (id,)).fetchone()
+    if row is None:
+        return None
+    _check_record(connection, f"group {id}", id, *row)
+    return row[0]
 
 
 def list_batches(connection: sqlite3.Connection) -> list[dict[str, Any]]:

@@ -49,17 +49,18 @@ async def register(service: Service, message: Registration) -> dict[str, Any]:
         else:
             base = after
             _check_available(service, after)
-        dissolved = _dissolved(service, former, message, base)
         service.trainer = None  # nobody is given a batch meanwhile
         try:
-            return await _replace(service, message, base, dissolved)
+            last = max(service.deleted, await service.store.write(database.newest_batch))
+            dissolved = _dissolved(service, former, message, base, last)
+            return await _replace(service, message, base, last if dissolved is None else dissolved, dissolved)
         finally:
             service.trainer = service.trainer or former
 
 
-def _dissolved(service: Service, former: Trainer | None, message: Registration, base: int) -> int | None:
+def _dissolved(service: Service, former: Trainer | None, message: Registration, base: int, last: int) -> int | None:
     """Return the number of the batch after which a registration dissolves all; None if it dissolves none."""
-    if former is None or former.registration.batch_size == message.batch_size or base >= service.last:
+    if former is None or former.registration.batch_size == message.batch_size or base >= last:
         return None
     if base < service.committed:
         raise RequestRefused(
@@ -70,24 +71,27 @@ def _dissolved(service: Service, former: Trainer | None, message: Registration, 
     return base
 
 
-async def _replace(service: Service, message: Registration, base: int, dissolved: int | None) -> dict[str, Any]:
-    """Write a registration, and then make it that of the service."""
-    last = service.last if dissolved is None else dissolved
+async def _replace(
+    service: Service, message: Registration, base: int, last: int, dissolved: int | None
+) -> dict[str, Any]:
+    """Write a registration, and then make it that of the service; ``last`` is the number of the last batch there is."""
     if base > last:
         if last:
             logger.warning("the trainer has batches through %d, this store only through %d; counting on", base, last)
         last = base
-    epoch, cursor = service.epoch + 1, base if message.after is None else service.cursor
+    epoch, cursor = service.epoch + 1, base if message.after is None else min(service.cursor, last)
+    committed = min(service.committed, last)  # a trainer with batches of another store may have committed more
     groups = await service.store.write(
         database.register,
         dissolved,
         registration=msgspec.to_builtins(message),
         **{"epoch": epoch, "base": base, "cursor": cursor, "served": base, "weights": base, "empty": [], "last": last},
+        committed=committed,
     )
     if groups:
         logger.info("batches %d to %d are dissolved: %d groups are queued again", last + 1, service.last, len(groups))
         service.count("dissolved", len(groups))
-    service.epoch, service.last, service.cursor = epoch, last, cursor
+    service.epoch, service.last, service.cursor, service.committed = epoch, last, cursor, committed
     service.served, service.delivered = base, True
     service.trainer = Trainer(message, base, base, time.monotonic())
     for group in groups:

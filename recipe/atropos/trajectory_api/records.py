@@ -15,7 +15,7 @@ import orjson
 
 from recipe.atropos.trajectory_api import database, wire
 from recipe.atropos.trajectory_api.parsing import parse_json
-from recipe.atropos.trajectory_api.trajectory_store import DATABASE, Store, TrajectoryStoreError
+from recipe.atropos.trajectory_api.trajectory_store import DATABASE, Store, TrajectoryStoreError, named_errors
 from recipe.atropos.utils.files import disk_errors
 
 
@@ -27,11 +27,8 @@ def _opened(data_dir: Path) -> Iterator[sqlite3.Connection]:
         raise TrajectoryStoreError(
             f"data-dir={data_dir}: it has no {DATABASE}; give the folder of a server, or a database"
         )
-    with contextlib.closing(database.connect_to_read(path)) as connection:
-        try:
-            database.read_run(connection)
-        except sqlite3.DatabaseError as error:
-            raise TrajectoryStoreError(f"{path} is not a store of the Trajectory API: {error}") from error
+    with named_errors(path), contextlib.closing(database.connect_to_read(path)) as connection:
+        database.read_run(connection)
         yield connection
 
 

@@ -2,7 +2,7 @@
 
 Guarantees:
 
-- What was acknowledged is in the store; the index in memory is loaded from it, and changes only after it.
+- What was acknowledged is in the store, which the index in memory is loaded from. A failed write ends the process.
 - Numbers, of batches, tickets and groups, are never used again, also not after a kill.
 """
 
@@ -23,7 +23,7 @@ from recipe.atropos.trajectory_api import database
 from recipe.atropos.trajectory_api.batching import LEAST_WEIGHT, UNBOUNDED, Entry, EnvironmentQueue, Queue
 from recipe.atropos.trajectory_api.environments import Environment, Environments
 from recipe.atropos.trajectory_api.messages import EnvRegistration, Registration
-from recipe.atropos.trajectory_api.trajectory_store import Store
+from recipe.atropos.trajectory_api.trajectory_store import Store, named_errors
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +37,7 @@ AHEAD = 3  # batches, as many as BaseEnv begins by default, that groups may be i
 # A ticket for which the trainer waits is released after this multiple of the longest that its environment's latest
 # tickets took, of which there must be some, and at least these seconds.
 _HUNG_MULTIPLE, _HUNG_SAMPLES, _HUNG_SECONDS = 3.0, 8, 30.0
+FORGET_SECONDS = 3600.0  # since an environment that is gone was last seen, until it is forgotten
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,8 @@ class Service:
         self.posting: dict[str, asyncio.Future[int | None]] = {}  # by idempotency key
         self.next_id = 1  # of a group; also after a reset, since a post may be on its way
         self.begun_at = time.time()
-        self._take(self.store.load())
+        with named_errors(self.store.path):
+            self._take(self.store.load())
 
     def _take(self, loaded: database.Loaded) -> None:
         run = loaded.run
@@ -253,14 +255,16 @@ class Service:
     # ------------------------------------------------------------------ from start to end
 
     async def run(self) -> None:
-        """Release what dead environments hold, and say why nothing goes on; until canceled."""
+        """Release what dead environments hold, and say why nothing goes on; until canceled, or the store has failed."""
         said, large = 0.0, False
         sys.setswitchinterval(0.001)  # s; the thread that writes JSON must not make others wait
         while True:
             await asyncio.sleep(_TICK)
+            self.store.check()
             for environment in self.environments:
                 self.apply_share(environment)
             self.release_dead()
+            self.forget_gone()
             self.release_hung()
             self.advance()
             self.save()
@@ -297,6 +301,18 @@ class Service:
                 why = "batch %d waits %.0f s for ticket %d of %s, whose tickets usually take %.0f s at most: released"
                 logger.warning(why, self.last + 1, waited, entry.number, env.name, usual)
                 self.release(entry.number, "hung")
+
+    def forget_gone(self) -> None:
+        """Forget environments that are long gone and have nothing in the queue; the totals keep what was counted."""
+        before = time.monotonic() - FORGET_SECONDS
+        long_gone = {one.id for one in self.environments if not one.alive and one.seen < before}
+        if long_gone:
+            kept = max(self.environments.by_id)  # from which the next number is counted
+            long_gone -= {kept, *(entry.env for entry in self.queue)}
+        for number in long_gone:
+            del self.environments.by_id[number], self.queue.environments[number]
+            self.save()
+            self.store.write(database.forget_environment, number, f"{_OF_ENVIRONMENT}{number}/")
 
     def release(self, ticket: int, reason: str) -> "asyncio.Future[None] | None":
         """Release a ticket, and return the future of its durable end; None if it is not open."""

@@ -3,6 +3,7 @@
 import time
 from typing import Any
 
+from recipe.atropos.data.rows import ENVIRONMENTS
 from recipe.atropos.trajectory_api.service import Service
 
 
@@ -72,7 +73,6 @@ def environments(service: Service) -> list[dict[str, Any]]:
     open_tickets: dict[int | None, int] = {}
     for entry in queue.tickets.values():
         open_tickets[entry.env] = open_tickets.get(entry.env, 0) + 1
-    numbers = {env: number for number, env in enumerate(service.environments.by_id)}
     for env, own in queue.environments.items():
         environment = service.environments.by_id.get(env) if env is not None else None
         line: dict[str, Any] = {
@@ -87,7 +87,7 @@ def environments(service: Service) -> list[dict[str, Any]]:
         }
         if environment is not None:
             line |= {
-                "number": numbers[env],
+                "number": environment.id % ENVIRONMENTS,
                 "alive": environment.alive,
                 "seen_seconds_ago": round(now - environment.seen, 1),
                 "group_size": environment.registration.group_size,

@@ -7,13 +7,15 @@ import pytest
 
 from recipe.atropos.trajectory_api import database, delivery, ingest, status, wire
 from recipe.atropos.trajectory_api.messages import (
+    Begin,
     EnvIdentifier,
     EnvRegistration,
     Registration,
     RequestRefused,
+    Through,
 )
 from recipe.atropos.trajectory_api.parsing import Parsed
-from recipe.atropos.trajectory_api.service import Service, Settings
+from recipe.atropos.trajectory_api.service import FORGET_SECONDS, Service, Settings
 
 
 def registration(batch_size, **fields):
@@ -130,23 +132,50 @@ async def available(service, after):
 
 
 def test_a_registration_that_fails_changes_nothing(tmp_path, monkeypatch):
+    """It ends the server; the next one has the trainer, the batches and the epoch that it had."""
+
     def fails(connection, dissolve_after, **values):
         database.dissolve(connection, dissolve_after)
         raise ValueError("a defect")
 
     async def test(service):
-        epoch = (await delivery.register(service, registration(8, after=0)))["epoch"]
+        await delivery.register(service, registration(8, after=0))
         await post(service, *range(4))
         assert await batches(service, 0, 1) == [1, 2]
         with monkeypatch.context() as broken:
             broken.setattr(database, "register", fails)
             with pytest.raises(ValueError, match="a defect"):
                 await delivery.register(service, registration(12, after=1))
-        assert await delivery.numbered_batch(service, 1, 0, epoch) == 2 and await batch(service, 2) == [2, 3]
+
+    async def next_one(service):
+        assert await delivery.numbered_batch(service, 1, 0, 1) == 2 and await batch(service, 2) == [2, 3]
         assert await service.store.read(database.queued) == []
-        assert (await delivery.register(service, registration(8, after=2)))["epoch"] == epoch + 1
+        assert (await delivery.register(service, registration(8, after=2)))["epoch"] == 2
 
     in_service(tmp_path, test)
+    in_service(tmp_path, next_one)
+
+
+@pytest.mark.parametrize("committed", [False, True])
+@pytest.mark.parametrize("size", [8, 12])
+def test_a_number_beyond_an_empty_store_is_not_kept(tmp_path, size, committed):
+    """A trainer with batches of another store comes, and then one without any; over a restart too."""
+
+    async def ahead(service):
+        assert (await delivery.register(service, registration(8, after=50)))["last"] == 50
+        if committed:
+            await delivery.commit(service, Through(50), None)
+        await post(service, 0, 1)
+
+    async def anew(service):
+        assert (await delivery.register(service, registration(size, after=0)))["last"] == 0
+        await post(service, 2)
+        assert await delivery.numbered_batch(service, 0, 0, None) == 1
+        assert (await batch(service, 1))[:2] == [0, 1] and service.committed == 0
+        assert (await service.store.read(database.read_run))["committed"] == 0
+
+    in_service(tmp_path, ahead)
+    in_service(tmp_path, anew)
 
 
 def test_a_stock_trainer_gets_no_batch_twice_over_a_restart(tmp_path):
@@ -267,6 +296,34 @@ def test_an_environment_that_asks_again_is_registered_once(tmp_path):
     in_service(tmp_path, first)
     in_service(tmp_path, later)
     assert ids == [ids[0], ids[0], ids[0] + 1, ids[0] + 2, ids[0]]
+
+
+def test_environments_that_are_long_gone_are_forgotten(tmp_path):
+    """But for those with a group or a ticket, and the last; no number is used again, and totals keep the counts."""
+
+    async def test(service):
+        await delivery.register(service, registration(4, after=0))
+        gone, with_group, with_ticket, _, last = [await join(service) for _ in range(5)]
+        for env in (gone, with_group):
+            await ingest.post(service, [Parsed(b"%d" % env, env, 4, 12)], None, None, None)
+        assert await batches(service, 0) == [1] and await batch(service, 1) == [gone]
+        assert (await ingest.begin(service, Begin(with_ticket), lambda: False))["ticket"]
+        for env in (gone, with_group, with_ticket, last):
+            service.environments.by_id[env].seen -= FORGET_SECONDS + 1
+        service.forget_gone()
+        await look(service, [1, 2, 3, 4])
+        assert await join(service) == last + 1 and await batches(service, 1) == [2]
+
+    async def look(service, numbers):
+        assert [number % 1000 for number in service.environments.by_id] == numbers
+        lines = status.environments(service)
+        assert [line["number"] for line in lines if line["env_id"] is not None] == numbers
+        assert service.counts["received"] == 2
+        names = (await service.store.write(database.load)).counts
+        assert sum(name.startswith("environment/") for name in names) == 1, "of the one with a group"
+
+    in_service(tmp_path, test)
+    in_service(tmp_path, lambda service: look(service, [1, 2, 3, 4, 5]))
 
 
 def test_refused_groups_are_counted_of_their_environment(tmp_path):

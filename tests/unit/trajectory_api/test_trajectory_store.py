@@ -114,16 +114,6 @@ def test_a_full_disk_holds_writes_until_there_is_room(tmp_path):
     in_store(tmp_path, test)
 
 
-def test_one_bad_write_does_not_harm_the_others(tmp_path):
-    async def test(store, _):
-        writes = [append(store, 1), append(store, 1), append(store, 2)]  # 1 is there already
-        results = await asyncio.gather(*writes, return_exceptions=True)
-        assert [type(result) for result in results] == [type(None), sqlite3.IntegrityError, type(None)]
-        assert [group.id for group in await store.read(database.queued)] == [1, 2]
-
-    in_store(tmp_path, test)
-
-
 def test_an_archive_keeps_everything_and_begins_anew(tmp_path):
     async def test(store, _):
         await append(store, 1)

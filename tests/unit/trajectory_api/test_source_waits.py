@@ -1,0 +1,91 @@
+"""No wait of the trainer for the Trajectory API is silent, and what fails beside its requests is raised."""
+
+import asyncio
+import contextlib
+import threading
+import time
+
+import pytest
+from aiohttp.test_utils import RawTestServer
+
+from recipe.atropos import data_source
+from recipe.atropos.data_source import DataSource, DataSourceConfig, Registration
+from recipe.atropos.trajectory_api.app import Api
+from recipe.atropos.trajectory_api.service import Service, Settings
+from recipe.atropos.trajectory_api.trajectory_client import TrajectoryApiClient
+
+
+@contextlib.contextmanager
+def api_in_a_thread(folder):
+    """Yield the service and its URL."""
+    started, ended, found = threading.Event(), threading.Event(), []
+
+    async def run():
+        service = Service(Settings(folder))
+        async with RawTestServer(Api(service).handle, auto_decompress=False) as server:
+            found.extend([service, str(server.make_url(""))])
+            started.set()
+            await asyncio.to_thread(ended.wait)
+        service.close()
+
+    thread = threading.Thread(target=lambda: asyncio.run(run()))
+    thread.start()
+    assert started.wait(60)
+    try:
+        yield found
+    finally:
+        ended.set()
+        thread.join(60)
+
+
+@pytest.fixture(autouse=True)
+def short_polls(monkeypatch):
+    monkeypatch.setattr(data_source, "_POLL_SECONDS", 0.1)
+
+
+def source(url):
+    return DataSource(DataSourceConfig(url, timeout=0.5, retry_attempts=2), Registration(8, 64, 0, 10))
+
+
+def test_a_wait_for_a_full_disk_shows_and_is_logged(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(data_source, "_MEANWHILE_SECONDS", 0.1)
+    monkeypatch.setattr(data_source, "_SAY_AGAIN", 0.5)
+    shown = []
+    with api_in_a_thread(tmp_path) as (service, url), source(url) as waiting:
+        waiting.meanwhile = lambda: shown.append(time.monotonic())
+        waiting.commit(0)
+        assert not shown
+        store = service.store
+        pages = store.connection.execute("PRAGMA page_count").fetchone()[0]
+        store.connection.execute(f"PRAGMA max_page_count = {pages}")
+        thread = threading.Thread(target=waiting.commit, args=[0])
+        held = store.write
+        store.write = lambda *arguments, **names: held(fill_up)
+        thread.start()
+        deadline = time.monotonic() + 60
+        while "nothing can be stored" not in caplog.text:
+            assert time.monotonic() < deadline and thread.is_alive()
+            time.sleep(0.05)
+        store.write = held
+        store.connection.execute("PRAGMA max_page_count = 100000")
+        thread.join(60)
+        assert not thread.is_alive() and len(shown) >= 3
+    assert "the Trajectory API has not answered for" in caplog.text
+
+
+def fill_up(connection):
+    """A write that does not fit, whatever is free in the pages that there are."""
+    connection.execute("INSERT OR REPLACE INTO run VALUES ('large', zeroblob(100000))")
+
+
+def test_what_ends_the_signs_of_life_is_raised(tmp_path, monkeypatch):
+    def defect(self):
+        raise ZeroDivisionError("a defect")
+
+    monkeypatch.setattr(data_source, "_LIFE_SECONDS", 0.1)
+    monkeypatch.setattr(TrajectoryApiClient, "sign_of_life", defect)
+    with api_in_a_thread(tmp_path) as (_, url), source(url) as training:
+        with pytest.raises(ZeroDivisionError, match="a defect"):
+            training.next_batch()
+        with pytest.raises(ZeroDivisionError, match="a defect"):
+            training.commit(0)

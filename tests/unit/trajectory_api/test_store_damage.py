@@ -1,0 +1,316 @@
+"""What is damaged on the disk is named and never served; what cannot be stored ends the server, with its reason."""
+
+import asyncio
+import contextlib
+import resource
+import sqlite3
+
+import pytest
+from aiohttp.test_utils import RawTestServer
+
+from recipe.atropos.trajectory_api import database, delivery, ingest, records, wire
+from recipe.atropos.trajectory_api.app import Api
+from recipe.atropos.trajectory_api.database import DamagedRecord, Group, TrajectoryStoreError
+from recipe.atropos.trajectory_api.messages import Registration
+from recipe.atropos.trajectory_api.parsing import parse_packed
+from recipe.atropos.trajectory_api.service import Service, Settings
+from recipe.atropos.trajectory_api.trajectory_client import TrajectoryApiClient, TrajectoryApiError
+from recipe.atropos.trajectory_api.trajectory_store import Store
+
+DATABASE = "trajectories.db"
+FORMAT_1 = "CREATE TABLE records (id INTEGER PRIMARY KEY, data BLOB NOT NULL)"
+
+
+def record(number):
+    group = {"tokens": [[1, 2, 3]] * 4, "masks": [[-100, 2, 3]] * 4, "scores": [float(number)] * 4}
+    return wire.join([wire.pack(wire.from_group(group))])
+
+
+async def fill(service, groups=20):
+    """Four sequences a group, 40 a batch; the first batch is cut."""
+    await delivery.register(service, Registration("", "", 40, 100, "", -1, 0, 10, after=0))
+    for number in range(1, groups + 1):
+        await ingest.post(service, parse_packed(record(number)), None, None, None)
+    assert await delivery.numbered_batch(service, 0, 0, None) == 1
+
+
+def in_service(folder, test):
+    async def run():
+        service = Service(Settings(folder))
+        try:
+            return await asyncio.wait_for(test(service), 60)
+        finally:
+            service.close()
+
+    return asyncio.run(run())
+
+
+def change(folder, *statements):
+    with contextlib.closing(sqlite3.connect(folder / DATABASE)) as connection:
+        for statement in statements:
+            connection.execute(statement)
+        connection.commit()
+
+
+def flip(path, at):
+    with open(path, "r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 1]))
+
+
+def flip_token(folder, number):
+    """One bit, in the file, of a token of a group."""
+    [stored] = wire.split(record(number))
+    content = (folder / DATABASE).read_bytes()
+    assert content.count(stored) == 1
+    flip(folder / DATABASE, content.index(stored) + len(stored) - 8 * 4 - 20)  # before the scores
+
+
+DAMAGES = {
+    "bit": lambda folder: flip_token(folder, 9),
+    "exchanged": lambda folder: change(
+        folder,
+        "UPDATE records SET (data, digest) = (SELECT data, digest FROM records WHERE id = 8) WHERE id = 9",
+    ),
+    "missing": lambda folder: change(folder, "DELETE FROM records WHERE id = 9"),
+    "moved": lambda folder: change(folder, "UPDATE groups SET batch = 9 WHERE id = 8"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_digest_a_batch_with_damage_is_never_served(tmp_path, damage):
+    """The second of two slices is damaged, after the first was sent; the client is told all the same."""
+
+    async def ask(service):
+        async with RawTestServer(Api(service).handle, auto_decompress=False) as server:
+            async with TrajectoryApiClient(str(server.make_url("")), retry_timeout=20) as client:
+                client.epoch = service.epoch
+                with pytest.raises(TrajectoryApiError, match=named) as refused:
+                    await client.batch(0, wait=0)
+                assert refused.value.status == 410
+        assert await delivery.numbered_batch(service, 1, 0, None) == 2
+        return await service.store.read(database.read_batch, 2, 0, 10)
+
+    in_service(tmp_path, fill)
+    damage(tmp_path)
+    named = rf"{tmp_path / DATABASE}, batch 1(: group 9)? is damaged: .*restore it from a copy, or move its folder"
+    assert in_service(tmp_path, ask) == [wire.split(record(number))[0] for number in range(11, 21)]
+    with pytest.raises(DamagedRecord, match=named):
+        records.read(tmp_path, 1)
+
+
+def test_digest_is_of_the_latest_example_too(tmp_path):
+    async def ask(service):
+        with pytest.raises(DamagedRecord, match="group 20"):
+            await service.store.read(database.read_record, 20)
+
+    in_service(tmp_path, fill)
+    flip_token(tmp_path, 20)
+    in_service(tmp_path, ask)
+
+
+def test_a_store_without_digests_is_read_and_gets_them(tmp_path):
+    async def look(service):
+        assert len(await service.store.read(database.read_batch, 1)) == 10
+        await ingest.post(service, parse_packed(record(21)), None, None, None)
+
+    in_service(tmp_path, fill)
+    change(
+        tmp_path,
+        "ALTER TABLE records RENAME TO others",
+        FORMAT_1,
+        "INSERT INTO records SELECT id, data FROM others",
+        "DROP TABLE others",
+        "UPDATE run SET value = 1 WHERE key = 'format'",
+    )
+    before = records.read(tmp_path, 1)  # by a connection that changes nothing
+    in_service(tmp_path, look)
+    assert [group["scores"] for group in records.read(tmp_path, 1)] == [group["scores"] for group in before]
+    flip_token(tmp_path, 21)
+    with contextlib.closing(database.connect_to_read(tmp_path / DATABASE)) as connection:
+        assert database.read_run(connection)["format"] == 2
+        assert database.read_record(connection, 20)
+        with pytest.raises(DamagedRecord):
+            database.read_record(connection, 21)
+
+
+# ---------------------------------------------------------------------- at the start
+
+
+def overwrite(at, content):
+    def damage(path):
+        with open(path, "r+b") as file:
+            file.seek(at)
+            file.write(content)
+
+    return damage
+
+
+BROKEN_DATABASES = {
+    "text": lambda path: path.write_text("x" * 100_000),
+    "header": overwrite(0, b"SQLite format 4"),
+    "schema": overwrite(100, bytes(200)),
+    "index": overwrite(5 * 16_384, b"\xff" * 16_384 * 2),
+    "half": lambda path: path.write_bytes(path.read_bytes()[:40_000]),
+    "empty": lambda path: path.write_bytes(b""),
+    "value": lambda path: change(path.parent, "UPDATE run SET value = '{' WHERE key = 'registration'"),
+    "kind": lambda path: change(path.parent, "UPDATE run SET value = '[]' WHERE key = 'last'"),
+    "environment": lambda path: change(path.parent, "INSERT INTO environments VALUES (3, '{}')"),
+    "table": lambda path: change(path.parent, "DROP TABLE run", "CREATE TABLE run (key TEXT)"),
+}
+
+
+@pytest.mark.parametrize("damage", BROKEN_DATABASES.values(), ids=BROKEN_DATABASES)
+def test_damage_is_named_at_the_start(tmp_path, damage):
+    in_service(tmp_path, fill)
+    damage(tmp_path / DATABASE)
+    with pytest.raises(TrajectoryStoreError) as refused:
+        in_service(tmp_path, fill)
+    message = str(refused.value)
+    assert message.startswith(f"{tmp_path / DATABASE} is damaged: ") and "\n" not in message
+    assert "restore it from a copy, or move its folder away" in message and "make room" not in message
+
+
+def test_damage_of_a_lost_database_is_named(tmp_path):
+    """Its log is there."""
+    in_service(tmp_path, fill)
+    (tmp_path / DATABASE).rename(tmp_path / f"{DATABASE}-wal")
+    with pytest.raises(TrajectoryStoreError, match="has lost its content"):
+        Store(tmp_path)
+
+
+def test_a_start_that_was_killed_is_no_damage(tmp_path):
+    """The database gets its name when it is complete."""
+    (tmp_path / "partial.db").write_bytes(b"")
+    (tmp_path / "lock").touch()
+    in_service(tmp_path, fill)
+    assert not (tmp_path / "partial.db").exists()
+
+
+# ---------------------------------------------------------------------- while it runs
+
+
+async def ends(service, match, error=TrajectoryStoreError):
+    with pytest.raises(error, match=match):
+        await asyncio.wait_for(service.run(), 10)
+
+
+def test_damage_of_a_page_that_is_read_ends_the_server(tmp_path):
+    async def test(service):
+        overwrite(16_384, b"\xff" * 20 * 16_384)(tmp_path / DATABASE)
+        with pytest.raises(TrajectoryStoreError, match="is damaged"):
+            await service.store.read(database.list_batches)
+        await ends(service, rf"^{tmp_path / DATABASE} is damaged: .*malformed \(SQLITE_CORRUPT.*move its folder")
+
+    in_service(tmp_path, fill)
+    in_service(tmp_path, test)
+
+
+def test_damage_of_a_page_that_is_written_ends_the_server(tmp_path):
+    async def test(service):
+        await fill(service, 30)
+        service.store.connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        service.store.connection.execute("PRAGMA shrink_memory")
+        overwrite(16_384, b"\xff" * 20 * 16_384)(tmp_path / DATABASE)
+        with pytest.raises(TrajectoryStoreError, match="is damaged"):
+            await ingest.post(service, parse_packed(record(31)), None, "key", None)
+        with pytest.raises(TrajectoryStoreError):
+            await service.store.write(database.write_run, other=1)
+        with pytest.raises(TrajectoryStoreError):
+            await service.store.archive()
+        await ends(service, "is damaged: .*malformed")
+
+    in_service(tmp_path, test)
+
+
+def test_damage_after_the_start_ends_no_batch_as_whole(tmp_path):
+    """A page turns corrupt between two slices: the connection breaks, and then the answer says why."""
+
+    async def test(service):
+        read = service.store.read
+
+        async def reads(function, *arguments):
+            if arguments == (1, 8, 16):
+                raise service.store._fail(sqlite3.DatabaseError("database disk image is malformed"))
+            return await read(function, *arguments)
+
+        service.store.read = reads
+        async with RawTestServer(Api(service).handle, auto_decompress=False) as server:
+            async with TrajectoryApiClient(str(server.make_url("")), retry_timeout=0) as client:
+                client.epoch = service.epoch
+                with pytest.raises(TrajectoryApiError, match="got no answer"):
+                    await client.batch(0, wait=0)
+        await ends(service, "malformed")
+
+    in_service(tmp_path, fill)
+    in_service(tmp_path, test)
+
+
+def grow(connection):
+    connection.execute("CREATE TABLE large (data BLOB)")
+    connection.execute("INSERT INTO large VALUES (zeroblob(50000000))")
+
+
+@contextlib.contextmanager
+def small_files():
+    """The kernel refuses to write beyond a place in a file, which is neither a full disk nor a quota."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000_000, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_damage_an_io_error_is_not_a_full_disk(tmp_path):
+    async def test(service):
+        with small_files():
+            with pytest.raises(TrajectoryStoreError, match=r"disk I/O error \(SQLITE_IOERR.*\); check that disk"):
+                await service.store.write(grow)
+            assert not service.store.trouble
+            await ends(service, "disk I/O error")
+
+    in_service(tmp_path, test)
+    in_service(tmp_path, fill)
+
+
+def test_damage_what_cannot_be_opened_is_not_a_full_disk(tmp_path):
+    async def test(service):
+        with pytest.raises(TrajectoryStoreError, match=r"unable to open .* \(SQLITE_CANTOPEN\); check that disk"):
+            await service.store.read(lambda connection: connection.execute("ATTACH '/nowhere/x.db' AS x"))
+        await ends(service, "unable to open")
+
+    in_service(tmp_path, test)
+
+
+def test_damage_a_defect_in_a_write_ends_the_server(tmp_path):
+    """Nothing is written after it, and the defect keeps its traceback."""
+
+    def defect(connection):
+        raise ZeroDivisionError("a defect")
+
+    async def test(service):
+        written = [
+            service.store.write(database.write_run, a=1),
+            service.store.write(defect),
+            service.store.write(database.write_run, b=1),
+        ]
+        assert len(await asyncio.gather(*written, return_exceptions=True)) == 3
+        with pytest.raises(ZeroDivisionError):
+            await service.store.write(database.write_run, c=1)
+        await ends(service, "a defect", ZeroDivisionError)
+        assert "c" not in await service.store.read(database.read_run)
+
+    in_service(tmp_path, test)
+
+
+def test_damage_a_write_that_fails_is_not_half_done(tmp_path):
+    async def test(service):
+        with pytest.raises(TrajectoryStoreError, match="UNIQUE"):
+            await service.store.write(database.append, [(Group(21, 9, None, 4, 9, 0, 1.0), b"1")] * 2, "k", None, None)
+
+    in_service(tmp_path, fill)
+    in_service(tmp_path, test)
+    in_service(tmp_path, lambda service: asyncio.sleep(0, result=None) if "k" not in service.posts else None)
