@@ -30,7 +30,7 @@ async def fill(service, groups=20):
     """Four sequences a group, 40 a batch; the first batch is cut."""
     await delivery.register(service, Registration("", "", 40, 100, "", -1, 0, 10, after=0))
     for number in range(1, groups + 1):
-        await ingest.post(service, parse_packed(record(number)), None, None, None)
+        await ingest.post(service, parse_packed(record(number)), None, None)
     assert await delivery.numbered_batch(service, 0, 0, None) == 1
 
 
@@ -114,7 +114,7 @@ def test_digest_is_of_the_latest_example_too(tmp_path):
 def test_a_store_without_digests_is_read_and_gets_them(tmp_path):
     async def look(service):
         assert len(await service.store.read(database.read_batch, 1)) == 10
-        await ingest.post(service, parse_packed(record(21)), None, None, None)
+        await ingest.post(service, parse_packed(record(21)), None, None)
 
     in_service(tmp_path, fill)
     change(
@@ -215,7 +215,7 @@ def test_damage_of_a_page_that_is_written_ends_the_server(tmp_path):
         service.store.connection.execute("PRAGMA shrink_memory")
         overwrite(16_384, b"\xff" * 20 * 16_384)(tmp_path / DATABASE)
         with pytest.raises(TrajectoryStoreError, match="is damaged"):
-            await ingest.post(service, parse_packed(record(31)), None, "key", None)
+            await ingest.post(service, parse_packed(record(31)), None, "key")
         with pytest.raises(TrajectoryStoreError):
             await service.store.write(database.write_run, other=1)
         with pytest.raises(TrajectoryStoreError):
@@ -309,7 +309,7 @@ def test_damage_a_defect_in_a_write_ends_the_server(tmp_path):
 def test_damage_a_write_that_fails_is_not_half_done(tmp_path):
     async def test(service):
         with pytest.raises(TrajectoryStoreError, match="UNIQUE"):
-            await service.store.write(database.append, [(Group(21, 9, None, 4, 9, 0, 1.0), b"1")] * 2, "k", None, None)
+            await service.store.write(database.append, [(Group(21, 9, None, 4, 9, 0, 1.0), b"1")] * 2, "k", None)
 
     in_service(tmp_path, fill)
     in_service(tmp_path, test)

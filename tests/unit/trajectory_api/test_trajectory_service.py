@@ -305,7 +305,7 @@ def test_environments_that_are_long_gone_are_forgotten(tmp_path):
         await delivery.register(service, registration(4, after=0))
         gone, with_group, with_ticket, _, last = [await join(service) for _ in range(5)]
         for env in (gone, with_group):
-            await ingest.post(service, [Parsed(b"%d" % env, env, 4, 12)], None, None, None)
+            await ingest.post(service, [Parsed(b"%d" % env, env, 4, 12)], None, None)
         assert await batches(service, 0) == [1] and await batch(service, 1) == [gone]
         assert (await ingest.begin(service, Begin(with_ticket), lambda: False))["ticket"]
         for env in (gone, with_group, with_ticket, last):
