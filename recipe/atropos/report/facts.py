@@ -24,6 +24,8 @@ REASONS = {  # of docs/data-format.md, in short
     "missing_trajectories": "the environment made no group, or an incomplete one",
     "malformed": "not a group, or a field of another type",
     "empty_group": "a group without answers",
+    "larger_than_batch": "more sequences than the trainer's batch has",
+    "does_not_fill_batch": "a size that never fills the batch of a stock trainer",
     "unequal_lengths": "fields of different lengths",
     "foreign_tokens": "tokens of another tokenizer",
     "no_trained_token": "no token to train on",
