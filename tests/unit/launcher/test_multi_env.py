@@ -14,7 +14,7 @@ from helpers.environments import item_env
 from helpers.trainer import compose_config
 from recipe.atropos.adapter.reporting import EnvReport
 from recipe.atropos.config.compose import load_config
-from recipe.atropos.config.env_specs import environment_specs
+from recipe.atropos.config.env_specs import EnvironmentSpec, environment_specs, fill_warnings
 from recipe.atropos.launch_services import compose_overrides, parse_arguments
 from recipe.atropos.launcher.environment_processes import Environments, environment_command, write_bridge
 from recipe.atropos.launcher.preflight import ConfigurationError, check_config
@@ -83,7 +83,7 @@ REFUSED = {
         "environments.a.min_batch_allocation=0.6 + environments.b.min_batch_allocation=0.5 = 1.1 of a batch"
     ),
     f"{A} {B} environments.a.min_batch_allocation=1": "leaves nothing of a batch to environments.b",
-    f"{A} {B} environments.b.group_size=6": "environments.b.group_size=6 does not divide the batch of 128 sequences",
+    f"{A} {B} environments.b.group_size=130": "environments.b.group_size=130 is larger than the batch of 128 sequences",
     "environment.group_size=0": "environment.group_size=0: give 1 or more",
     "evaluation.every=0": "evaluation.every=0: give 1 or more",
     "evaluation.every=3 trainer.atropos.weight_sync.every=2": "evaluation.every=3 is no multiple of",
@@ -189,3 +189,13 @@ def test_counts_are_summed_over_the_processes_of_an_environment(tmp_path):
         "restarts": 0,
         "abandoned": False,
     }
+
+
+def test_sizes_that_fill_little_of_a_batch_are_named():
+    specs = [EnvironmentSpec(f"environments.{name}", name, "m", size) for name, size in (("a", 8), ("b", 70), ("c", 43))]
+    assert fill_warnings(specs, 128) == [
+        "environments.b.group_size=70: whole groups fill 70 of a batch of 128 sequences, and padding the rest; give a "
+        "size that divides it",
+        "environments.c.group_size=43: whole groups fill 86 of a batch of 128 sequences, and padding the rest; give a "
+        "size that divides it",
+    ]
