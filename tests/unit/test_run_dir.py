@@ -224,10 +224,11 @@ def test_run_dir_lines_go_on_after_a_cut_at_any_byte(tmp_path):
         assert reader.new_lines() == [{"more": 1}] and read_lines(path) == [*kept, {"more": 1}]
 
 
-def test_run_dir_line_that_is_no_json_is_named(tmp_path):
+@pytest.mark.parametrize("line", [b'{"st', b"", b"[1]", b"\xff"])
+def test_run_dir_line_that_is_damaged_is_named(tmp_path, line):
     path = tmp_path / "lines.jsonl"
-    path.write_bytes(b'{"step": 1}\n{"st\n')
-    with pytest.raises(RunDirError, match=f"{path}, line 2 is no JSON"):
+    path.write_bytes(b'{"step": 1}\n' + line + b"\n")
+    with pytest.raises(RunDirError, match=f"{path}, line 2 is damaged"):
         read_lines(path)
 
 

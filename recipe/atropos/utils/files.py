@@ -135,18 +135,26 @@ def write_json(path: str | Path, value: Any, mode: int = 0o644) -> None:
     write_atomic(path, orjson.dumps(value, option=options), mode)
 
 
-def read_json(path: str | Path, default: Any = None) -> Any:
-    """Return what ``write_json`` wrote, or ``default`` if there is no file.
+def read_json(path: str | Path, default: Any = None, kind: type = dict) -> Any:
+    """Return what ``write_json`` wrote, of type ``kind``, or ``default`` if there is no file.
 
     Raises:
-        RunDirError: the file is not JSON, so something else wrote it.
+        RunDirError: the file is something else, so something else wrote it.
     """
     try:
-        return orjson.loads(Path(path).read_bytes())
+        return _decoded(Path(path).read_bytes(), kind)
     except FileNotFoundError:
         return default
-    except orjson.JSONDecodeError as error:
-        raise RunDirError(f"{path} is no JSON ({error}): restore it, or remove it if the run can do without") from error
+    except ValueError as error:
+        raise RunDirError(f"{path} is damaged ({error}): restore it, or remove it if the run can do without") from error
+
+
+def _decoded(content: bytes, kind: type) -> Any:
+    """Return the value of JSON; raise ValueError if it is not valid, or not of type ``kind``."""
+    value = orjson.loads(content)
+    if not isinstance(value, kind):
+        raise ValueError(f"it holds a {type(value).__name__}, not a {kind.__name__}")
+    return value
 
 
 def append_line(path: str | Path, value: Any) -> None:
@@ -223,7 +231,7 @@ class LineReader:
         """Return the lines that were added since the last call.
 
         Raises:
-            RunDirError: a whole line is not JSON, which nothing here writes; names it.
+            RunDirError: a whole line is not a JSON object, which nothing here writes; names it.
         """
         try:
             with self._path.open("rb") as file:
@@ -238,9 +246,9 @@ class LineReader:
         for line in whole.split(b"\n") if newline else []:
             self._number += 1
             try:
-                found.append(orjson.loads(line))
-            except orjson.JSONDecodeError as error:
-                raise RunDirError(f"{self._path}, line {self._number} is no JSON ({error}): remove it") from error
+                found.append(_decoded(line, dict))
+            except ValueError as error:
+                raise RunDirError(f"{self._path}, line {self._number} is damaged ({error}): remove it") from error
         return found
 
 
