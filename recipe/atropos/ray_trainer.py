@@ -5,7 +5,6 @@ the replies and post them to the Trajectory API. ``fit_step`` is the algorithm; 
 """
 
 import contextlib
-import io
 import logging
 import math
 import time
@@ -24,8 +23,8 @@ from recipe.atropos.algorithm.metrics import batch_metrics, mean_entropy, stalen
 from recipe.atropos.algorithm.mini_batches import lay_out
 from recipe.atropos.algorithm.off_policy import compare_with_engine, configure_bypass_mode
 from recipe.atropos.checkpoint.resumption import model_identity
-from recipe.atropos.checkpoint.shards import load_tensors
-from recipe.atropos.checkpoint.store import Checkpoints, step_of, verify
+from recipe.atropos.checkpoint.shards import load_verified, save_state
+from recipe.atropos.checkpoint.store import Checkpoints, step_of
 from recipe.atropos.data.data_proto import real_rows, rows_to_data_proto
 from recipe.atropos.data.reading import read_groups
 from recipe.atropos.data.recording import NoServers, RecordedSource
@@ -38,7 +37,6 @@ from recipe.atropos.evaluated import is_held, wait_until_evaluated
 from recipe.atropos.run_record import RunRecord, heldout_scores
 from recipe.atropos.stock_source import open_source
 from recipe.atropos.tracking import Trackers
-from recipe.atropos.utils.files import write_atomic
 from recipe.atropos.verl_ext.algorithm import (
     compute_data_metrics,
     compute_throughout_metrics,
@@ -372,9 +370,9 @@ class RayGRPOAtroposTrainer:
             return
         self.global_steps = step_of(folder)
         logger.warning("resuming from %s", folder)
-        verify(folder, "data.pt")
+        state = load_verified(folder, "data.pt")
         self.actor.load_checkpoint(str(folder / "actor"), del_local_after_load=trainer.del_local_ckpt_after_load)
-        self.record.load_state_dict(load_tensors(folder / "data.pt"))
+        self.record.load_state_dict(state)
         if not self.checkpoints.continues(trainer):
             self.record.forget_counts()
 
@@ -384,11 +382,8 @@ class RayGRPOAtroposTrainer:
         digests: dict[str, str] = {}
         about = self._model_identity, scores, self.record.totals.batches, digests
         with self.checkpoints.saving(self.global_steps, keep, *about) as folder:
-            for of_rank in self.actor.save_checkpoint(str(folder / "actor"), None, self.global_steps):
-                digests |= of_rank
-            state = io.BytesIO()
-            torch.save(self.record.state_dict(), state)
-            write_atomic(folder / "data.pt", state.getvalue())
+            digests |= self.actor.save(folder, self.global_steps)
+            save_state(folder / "data.pt", self.record.state_dict())
         self.data_source.commit(self.checkpoints.oldest_batch())
 
     def _save_if_due(self) -> None:

@@ -114,6 +114,7 @@ def test_orphans_of_a_killed_guardian_are_ended_by_stop(family, monkeypatch, inn
     if inner_too:
         inner.kill()
     assert service.process.wait(30) == -signal.SIGKILL
+    family.wait_until(lambda: not psutil.pid_exists(service.pid))
     service.stop(grace=0.5)
     assert not family.living()
 

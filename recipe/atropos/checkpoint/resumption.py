@@ -62,8 +62,7 @@ def check_folder(folder: RunDir, config: DictConfig) -> Path | None:
     folder.check_format()
     for path in (folder.metrics, folder.evaluations, folder.alarms, *folder.environments.glob("*.jsonl")):
         read_lines(path)
-    for path in (folder.summary, folder.services):
-        read_json(path)
+    read_json(folder.summary)
     resumed = Checkpoints(config.trainer.default_local_dir).to_resume(config.trainer)
     model, trained = model_identity(config.actor_rollout_ref.model.path), model_of(resumed) if resumed else None
     by = "digest" if trained and trained["digest"] and model["digest"] else "path"

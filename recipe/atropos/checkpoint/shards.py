@@ -9,6 +9,7 @@ Guarantees:
 """
 
 import contextlib
+import io
 import os
 import pickle
 import re
@@ -20,7 +21,9 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor  # importing it also lets torch.load create them
 
+from recipe.atropos.checkpoint.store import verify
 from recipe.atropos.errors import AtroposError
+from recipe.atropos.utils.files import write_atomic
 
 
 class ShardsError(AtroposError, RuntimeError):
@@ -84,6 +87,19 @@ def _files(folder: Path) -> list[Path]:
             "other machines into it, or keep runs on a file system that all share"
         )
     return [folder / f"model_world_size_{world}_rank_{rank}.pt" for rank in range(world)]
+
+
+def save_state(path: Path, state: Mapping[str, Any]) -> None:
+    """Write a small state with ``torch.save``, as a whole; raise DiskFull if there is no room for it."""
+    content = io.BytesIO()
+    torch.save(state, content)
+    write_atomic(path, content.getvalue())
+
+
+def load_verified(checkpoint: Path, name: str) -> dict[str, Any]:
+    """Return what ``torch.save`` wrote to a file of a checkpoint. Raises as ``load_tensors`` and ``store.verify``."""
+    verify(checkpoint, name)
+    return load_tensors(checkpoint / name)
 
 
 def load_tensors(path: Path) -> dict[str, Any]:

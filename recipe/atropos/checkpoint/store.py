@@ -165,7 +165,7 @@ class Checkpoints:
             saved = read_json(folder / _COMPLETE)
             whole = saved and all((folder / name).stat().st_size == size for name, size in saved["files"].items())
             return saved["sequence"] if whole else None
-        except (OSError, KeyError, RunDirError):
+        except (OSError, KeyError, AttributeError, RunDirError):  # also broken by hand
             return None
 
 

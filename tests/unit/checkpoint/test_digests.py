@@ -9,7 +9,7 @@ import torch
 from omegaconf import OmegaConf
 
 from recipe.atropos.checkpoint.export import _Checkpoint
-from recipe.atropos.checkpoint.shards import ShardsError, load_tensors, tensors_only
+from recipe.atropos.checkpoint.shards import ShardsError, load_tensors, save_state, tensors_only
 from recipe.atropos.checkpoint.store import CheckpointDamaged, Checkpoints, digests_of, verify
 from recipe.atropos.commands.replay import differing_tensors
 from recipe.atropos.fsdp_workers import AtroposActorWorker
@@ -137,8 +137,8 @@ def test_digest_is_compared_before_an_export(tmp_path, name):
 
 def test_digest_is_compared_before_a_replays_comparison(tmp_path):
     one, other = save(tmp_path / "one", 2), save(tmp_path / "other", 2)
-    flip(other / MODEL, 0)
-    with pytest.raises(CheckpointDamaged, match=f"{other / MODEL}"):
+    flip(one / MODEL, 0)
+    with pytest.raises(CheckpointDamaged, match=f"{one / MODEL}"):
         differing_tensors(one / "actor", other / "actor")
 
 
@@ -174,7 +174,7 @@ def test_resuming_loads_what_verl_and_we_save(tmp_path):
     torch.save(extra, tmp_path / "extra.pt")
     record = RunRecord(tmp_path)
     record.totals.dropped, record.totals.mean_score_first = {"stale": 3}, 0.25
-    torch.save(record.state_dict(), tmp_path / "data.pt")
+    save_state(tmp_path / "data.pt", record.state_dict())
     expected = torch.rand(3), np.random.rand(3), random.random()
     with tensors_only(tmp_path):
         loaded = torch.load(tmp_path / "extra.pt", weights_only=False)
