@@ -127,8 +127,7 @@ class Checkpoints:
                 (folder / _INCOMPLETE).touch()
                 yield folder
                 files = {path.relative_to(folder).as_posix(): path.stat().st_size for path in _files(folder)}
-                known = digests or {}
-                made = {name: known[name] if name in known else _digest(folder / name) for name in files}
+                made = {name: (digests or {}).get(name) or _digest(folder / name) for name in files}
                 sequence = 1 + max((self._sequence(other) or 0 for other in self._folders()), default=0)
                 complete = {"step": step, "sequence": sequence, "model": model, "batch": batch}
                 write_json(folder / _COMPLETE, complete | {"files": files, "digests": made})

@@ -157,16 +157,9 @@ class Service:
         return ServiceFailed(f"{self.name}: {what}; {state}. Last lines of {self.log_path}:\n{tail}")
 
     def members(self) -> list[psutil.Process]:
-        """Return every living process of this service, without the outer guardian."""
-        found: dict[int, psutil.Process] = {}
-        with contextlib.suppress(psutil.NoSuchProcess):
-            guardian = psutil.Process(self.process.pid)
-            if self.process.poll() is None:  # else the pid may already be another process's
-                found = {p.pid: p for p in guardian.children(recursive=True)}
-        for process in psutil.process_iter():
-            if process.pid not in found and self._marked(process):
-                found[process.pid] = process
-        return [p for p in found.values() if p.pid not in (os.getpid(), self.process.pid) and _alive(p)]
+        """Return every living process of this service that its session or its mark shows; not the outer guardian."""
+        others = (p for p in psutil.process_iter() if p.pid not in (os.getpid(), self.process.pid))
+        return [process for process in others if self._marked(process) and _alive(process)]
 
     def _marked(self, process: psutil.Process) -> bool:
         """Return whether a process has this service's mark, or its session.
