@@ -59,7 +59,7 @@ from recipe.atropos.launcher.placement import place_servers
 from recipe.atropos.launcher.preflight import check_config
 from recipe.atropos.launcher.progress import live_view, progress
 from recipe.atropos.launcher.run_summary import show_summary
-from recipe.atropos.launcher.services import Run, console
+from recipe.atropos.launcher.services import Run, bounded_logs, console
 from recipe.atropos.launcher.sglang import given_ports, plan_servers
 from recipe.atropos.launcher.startup import check_port
 from recipe.atropos.run_dir import LAUNCHER, RunDir
@@ -260,7 +260,8 @@ def run_all(arguments: argparse.Namespace, detach: Callable[[RunDir], None] | No
                 prepare_run(config, composed, directory, start)
                 if detach is not None:
                     detach(RunDir(directory))
-                with live_view(directory) if shows_live(console) else contextlib.nullcontext():
+                view = live_view(directory) if shows_live(console) else contextlib.nullcontext()
+                with bounded_logs(RunDir(directory).logs), view:
                     asyncio.run(launch(config, composed, directory, specs, lock))
     except (KeyboardInterrupt, asyncio.CancelledError):
         console.print("[bold]stopped[/] the same command resumes the run")

@@ -22,12 +22,11 @@ from typing import Any
 
 import orjson
 import psutil
-import yaml
 
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.run_dir import LAUNCHER, Holder, RunDir
 from recipe.atropos.run_record import SCORES, heldout_scores, read_evaluations
-from recipe.atropos.utils.files import LineReader, read_json, read_lines
+from recipe.atropos.utils.files import LineReader, read_json, read_lines, read_yaml
 from recipe.atropos.utils.machine import nvidia_smi
 from recipe.atropos.utils.process import process_lives
 from recipe.atropos.utils.secret import API_KEY_VARIABLE
@@ -219,8 +218,7 @@ class RunReader:
         try:
             changed = self.files.config.stat().st_mtime_ns
             if changed != self._config[0]:
-                content = self.files.config.read_bytes()
-                self._config = changed, yaml.load(content, getattr(yaml, "CSafeLoader", yaml.SafeLoader)) or {}
+                self._config = changed, read_yaml(self.files.config)
         except FileNotFoundError:
             return {}
         return self._config[1]

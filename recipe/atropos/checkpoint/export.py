@@ -36,7 +36,7 @@ from recipe.atropos.checkpoint.format import TENSOR_NAMES, CheckpointFormat, mod
 from recipe.atropos.checkpoint.model_card import EXPORTED, model_name, write_card
 from recipe.atropos.checkpoint.safetensors_writer import write_safetensors
 from recipe.atropos.checkpoint.shards import Shards
-from recipe.atropos.checkpoint.store import ADAPTER_CONFIG, checkpoints_of, choose_checkpoint, step_of
+from recipe.atropos.checkpoint.store import ADAPTER_CONFIG, checkpoints_of, choose_checkpoint, step_of, verify
 from recipe.atropos.errors import AtroposError, ConfigurationError, one_line_errors
 from recipe.atropos.run_dir import RunDir
 from recipe.atropos.utils.files import read_json, replace_folder, write_json
@@ -71,9 +71,10 @@ class _Checkpoint:
 
     def __init__(self, folder: Path, config: DictConfig, trust_remote_code: bool):
         actor = folder / "actor"
+        verify(folder, "actor/model_*", "actor/*.json", "actor/huggingface/*")
         self.huggingface = actor / "huggingface"
         self.shards = Shards(actor)
-        names = read_json(actor / TENSOR_NAMES)
+        names = read_json(actor / TENSOR_NAMES, kind=list)
         if names is None:
             raise ExportError(
                 f"{actor} has no {TENSOR_NAMES}: an older version of the recipe saved it; resume the run with this one "
@@ -216,7 +217,7 @@ def export_checkpoint(
     ``trust_remote_code``: the model's custom code may run, whatever the run's configuration says.
 
     Raises:
-        ExportError, ShardsError: it cannot be exported.
+        ExportError, ShardsError, CheckpointDamaged: it cannot be exported.
         ConfigurationError: ``adapter`` does not fit the checkpoint, the model has custom code that is not trusted,
             ``dtype`` cannot hold a value, or ``out`` is a mount point or holds something other than an export.
         DiskFull: ``out`` is unchanged.
@@ -278,7 +279,7 @@ def export_last(run: RunDir) -> Exported | None:
     """Export the newest checkpoint, if any, to ``RUN/model``, or to ``RUN/adapter`` if it is of ``save_lora_only``.
 
     Raises:
-        ExportError, ShardsError, ConfigurationError, DiskFull: as in ``export_checkpoint``.
+        ExportError, ShardsError, CheckpointDamaged, ConfigurationError, DiskFull: as in ``export_checkpoint``.
     """
     if checkpoints_of(run).newest() is None:
         return None

@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
+from recipe.atropos.checkpoint.shards import load_verified
 from recipe.atropos.config.complete import load_recorded
 from recipe.atropos.errors import one_line_errors
 from recipe.atropos.run_dir import RunDir
@@ -63,13 +64,14 @@ def differing_tensors(one: Path, other: Path) -> list[str]:
 
     Raises:
         FileNotFoundError: a checkpoint has no model, or the numbers of ranks differ.
+        CheckpointDamaged, ShardsError: a file is not as it was saved, or holds code.
     """
     names = []
     files, others = ({path.name for path in folder.glob("model_world_size_*.pt")} for folder in (one, other))
     if not files or files != others:
         raise FileNotFoundError(f"{one} and {other} hold no checkpoints of one and the same number of ranks")
     for name in sorted(files):
-        states = [torch.load(folder / name, weights_only=False, map_location="cpu") for folder in (one, other)]
+        states = [load_verified(folder.parent, f"{folder.name}/{name}") for folder in (one, other)]
         for key in sorted(states[0].keys() | states[1].keys()):
             pair = [getattr(state.get(key), "_local_tensor", state.get(key)) for state in states]
             if any(tensor is None for tensor in pair) or not torch.equal(*pair):
