@@ -92,16 +92,15 @@ CHARTS = (
         "length",
         "Response length",
         "tokens",
-        "From the first sampled token on, as trained on. What is beyond the limit of longer answers is cut off.",
+        "From the first sampled token on, as trained on. With its prompt, a row has a limit; longer ones are dropped.",
         {"mean": "response_length/mean", "longest": "response_length/max", "shortest": "response_length/min"},
-        limit="data.max_response_length",
     ),
     Chart(
         "cut",
         "Responses cut at the limit",
         "rows per step",
-        "Rows whose response was longer than data.max_response_length: its beginning is trained on, with the score of "
-        "the whole; what was cut off is not.",
+        "Rows longer than the trainer's limit, with overlong=truncate: a response's beginning is trained on, with the "
+        "score of the whole; what was cut off is not.",
         {"cut": "atropos/rows_with/response_truncated"},
         quiet=True,
     ),

@@ -21,7 +21,7 @@ def advantages_of(old, reference, *overrides, kl_controller=None):
         "scores": [1.0, 2.0],
         "inference_logprobs": [[1.0, -1.0], [1.0, -1.0, -1.0, -1.0]],
     }
-    batch, _ = groups_to_data_proto([group], RowLimits(4, 4, 0), multiple_of=3)
+    batch, _ = groups_to_data_proto([group], RowLimits(8, 0), multiple_of=3)
     shape = batch.batch["responses"].shape
     for key, values in (("old_log_probs", old), ("ref_log_prob", reference)):
         batch.batch[key] = torch.tensor([*values, 0.0])[:, None].expand(shape).clone()

@@ -67,7 +67,7 @@ def test_distilling_beside_another_top_k_changes_nothing(rng):
         "distill_token_ids": [[[]] * 2 + top.indices[2:].tolist() for top in tops],
         "distill_logprobs": [[[]] * 2 + top.values[2:].tolist() for top in tops],
     }
-    limits = RowLimits(20, 40, 0, vocab_size=V)
+    limits = RowLimits(60, 0, vocab_size=V)
     both, _ = groups_to_data_proto([group], limits)
     alone = {key: values[:1] for key, values in group.items()}
     one, _ = groups_to_data_proto([alone], limits)
@@ -130,7 +130,7 @@ def test_distillation_sits_on_the_tokens_that_were_asked_about(rng, use_policy_l
     full = [torch.randn(len(t), V, generator=rng).log_softmax(-1) for t in groups[0]["tokens"]]
     groups[0]["distill_token_ids"] = [[[]] + f.topk(4).indices[1:].tolist() for f in full]
     groups[0]["distill_logprobs"] = [[[]] + f.topk(4).values[1:].tolist() for f in full]
-    data, report = groups_to_data_proto(groups, RowLimits(20, 40, 0, vocab_size=V))
+    data, report = groups_to_data_proto(groups, RowLimits(60, 0, vocab_size=V))
     assert not report.dropped
     data.batch["old_log_probs"] = torch.zeros_like(data.batch["token_level_scores"])
     data.batch["advantages"] = torch.randn(data.batch["responses"].shape, generator=rng)
@@ -190,7 +190,7 @@ def test_distillation_is_averaged_over_all_trained_tokens(rng, mode):
         "distill_token_ids": [[[]] * 2 + top.indices[2:].tolist(), []],
         "distill_logprobs": [[[]] * 2 + logprobs[2:].tolist(), []],
     }
-    data, report = groups_to_data_proto([group], RowLimits(20, 40, 0, vocab_size=V))
+    data, report = groups_to_data_proto([group], RowLimits(60, 0, vocab_size=V))
     assert not report.dropped
     data = left_right_2_no_padding(data.to_tensordict())
     tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=8, global_batch_size=2)

@@ -23,7 +23,7 @@ from recipe.atropos.algorithm.metrics import batch_metrics
 from recipe.atropos.data.data_proto import groups_to_data_proto
 from recipe.atropos.data.rows import RowLimits, VersionLimits
 
-LIMITS = RowLimits(max_prompt_length=30, max_response_length=60, pad_token_id=0)
+LIMITS = RowLimits(max_length=90, pad_token_id=0)
 
 
 def with_advantages(group, rng, rows=None):
@@ -221,7 +221,7 @@ def test_baseline_counts_the_rows_that_were_dropped(reason, rows, version):
     group = four_scores(rows)
     versions = [8 if i == 1 else version for i in range(4)]
     group["group_overrides"] = {"policy_version_min": versions, "policy_version_max": versions}
-    limits = replace(LIMITS, max_response_length=6, overlong="drop")
+    limits = replace(LIMITS, max_length=6)
     data = estimate([group], limits=limits, versions=VersionLimits(8, max_staleness=2))
     _, report = groups_to_data_proto([group], limits, versions=VersionLimits(8, max_staleness=2))
     assert len(data) == 1 and report.dropped == {reason: 3}
@@ -230,17 +230,17 @@ def test_baseline_counts_the_rows_that_were_dropped(reason, rows, version):
 
 
 OF_SCORES = ["grpo_atropos", "gpg", "grpo", "grpo_passk", "grpo_vectorized", "opo", "rloo", "rloo_vectorized"]
-SHORT = replace(LIMITS, max_response_length=16, overlong="drop")
+SHORT = replace(LIMITS, max_length=20)
 
 
 def groups_that_lose_rows():
     """(groups, bool for each row: it is longer than SHORT allows); each group keeps and loses a row, one its best."""
-    rng = np.random.default_rng(2)
+    rng = np.random.default_rng(6)
     groups = [random_group(rng, 50, turns=2, size=size) for size in (4, 5, 2, 6)]
     lost = []
     for group in groups:
         group["scores"] = rng.normal(size=len(group["scores"])).tolist()
-        lost += [len(m) - next(t for t, k in enumerate(m) if k != -100) > 16 for m in group["masks"]]
+        lost += [len(tokens) > SHORT.max_length for tokens in group["tokens"]]
         assert 0 < sum(lost[-len(group["scores"]) :]) < len(group["scores"])
     return groups, np.array(lost)
 

@@ -145,7 +145,7 @@ def a_mini_batch(rng):
     full = [torch.randn(len(t), V, generator=rng).log_softmax(-1) for t in groups[0]["tokens"]]
     groups[0]["distill_token_ids"] = [[[]] + f.topk(4).indices[1:].tolist() for f in full]
     groups[0]["distill_logprobs"] = [[[]] + f.topk(4).values[1:].tolist() for f in full]
-    data, _ = groups_to_data_proto(groups, RowLimits(20, 40, 0, vocab_size=V), multiple_of=11)
+    data, _ = groups_to_data_proto(groups, RowLimits(60, 0, vocab_size=V), multiple_of=11)
     shape = data.batch["responses"].shape
     data.batch["old_log_probs"] = -torch.rand(shape, generator=rng) * data.batch["response_mask"]
     data.batch["advantages"] = torch.randn(shape, generator=rng)
@@ -273,7 +273,7 @@ def test_metrics_of_no_token_have_no_value():
 def a_micro_batch(rng, mask):
     """(model's output, data) of verl's engine, two rows, with a leaf that the logprobs follow from."""
     group = random_group(np.random.default_rng(0), V, size=2)
-    data, _ = groups_to_data_proto([group], RowLimits(20, 40, 0, vocab_size=V))
+    data, _ = groups_to_data_proto([group], RowLimits(60, 0, vocab_size=V))
     shape = data.batch["responses"].shape
     data.batch["old_log_probs"] = data.batch["ref_log_prob"] = torch.full(shape, -1.0)
     data.batch["advantages"] = torch.randn(shape, generator=rng)

@@ -28,7 +28,7 @@ from recipe.atropos.launcher import supervision
 from recipe.atropos.launcher.preflight import check_config
 
 I = -100  # noqa: E741
-LIMITS = RowLimits(10, 10, 0)
+LIMITS = RowLimits(20, 0)
 
 
 def a_group(**changes):
