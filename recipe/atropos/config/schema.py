@@ -298,7 +298,7 @@ class Atropos(Section):
     logprob_tolerance: Positive | None = about(
         "Nats between engine and trainer on fresh samples; null: by inference.dtype"
     )
-    overlong: Literal["drop", "truncate", "error"] = about("Rows longer than both lengths together; truncate: the response")
+    overlong: Literal["drop", "truncate", "error"] = about("Rows longer than both lengths together")
     use_advantages: bool = about("Use the environment's per-token advantages, with grpo_atropos")
     fallback_to_grpo: bool = about("Compute those of rows that come without; false: an error")
     advantage_normalization: Literal["none", "batch", "global"] = about("Over the batch's trained tokens, or the run's")

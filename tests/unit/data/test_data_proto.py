@@ -346,9 +346,8 @@ def test_turns_of_a_tool_are_trained_in_their_whole_context():
     }
     data, report = groups_to_data_proto([group], limits)
     assert prompt > config.data.max_prompt_length and not report.dropped and not report.events
-    assert [ids[kept].tolist() for ids, kept in zip(data.batch["input_ids"], data.batch["attention_mask"].bool())] == (
-        group["tokens"]
-    )
+    attended = data.batch["attention_mask"].bool()
+    assert [ids[kept].tolist() for ids, kept in zip(data.batch["input_ids"], attended, strict=True)] == group["tokens"]
     assert data.batch["response_mask"].sum(-1).tolist() == [answer, 5]
 
 
