@@ -156,7 +156,7 @@ def test_whitened_batch_of_one_token_has_no_advantage(name, scores):
 
 @pytest.mark.parametrize("name", [*OF_GROUPS, "reinforce_plus_plus"], ids=str)
 def test_zero_signal_groups_are_counted_for_every_estimator(name):
-    """Eight scores of 100.1: rounding and whitening leave no exact zero. Without groups, the whole batch is compared."""
+    """Of scores of 100.1, rounding and whitening leave no exact 0. Without groups, the whole batch is compared."""
     rng = np.random.default_rng(0)
     groups = [random_group(rng, 50, turns=2, size=8) | {"scores": [100.1] * 8} for _ in range(2)]
     if name != "reinforce_plus_plus":
