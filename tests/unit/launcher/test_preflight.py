@@ -38,7 +38,7 @@ CASES = {
     f"{ACTOR}.shuffle=true": "would tear groups apart",
     f"{CORRECTION}.bypass_mode=true {CORRECTION}.rollout_is_batch_normalize=true": "over each micro-batch",
     f"{ACTOR}.policy_loss.loss_mode=gspo {CORRECTION}.bypass_mode=true": "drop one of them",
-    f"{ACTOR}.policy_loss.loss_mode=sapo": "=sapo with actor_rollout_ref.actor.loss_agg_mode=token-mean: verl aggregates",
+    f"{ACTOR}.policy_loss.loss_mode=sapo": "=sapo with actor_rollout_ref.actor.loss_agg_mode=token-mean: verl",
     f"{CORRECTION}.bypass_mode=true {CORRECTION}.rollout_rs=seq_mean_k3 {CORRECTION}.rollout_rs_threshold=0.1": (
         "rollout_rs=seq_mean_k3 with bypass_mode=true: verl's loss rejects tokens, but divides by all"
     ),
