@@ -49,6 +49,13 @@ def test_kl_in_the_reward_is_subtracted_at_each_trained_token():
     assert metrics["actor/reward_kl_penalty_coeff"] == 0.1
 
 
+def test_survivors_adaptive_kl_adapts_by_the_number_of_rows():
+    """Of two rows; the KL is far above its target, so the coefficient rises by a fifth of 2 / 10."""
+    options, controller = ("algorithm.use_kl_in_reward=true",), AdaptiveKLController(0.1, target_kl=0.01, horizon=10)
+    advantages_of((-1.0, -1.0), (-2.0, -3.0), *options, kl_controller=controller)
+    assert controller.value == pytest.approx(0.1 * (1 + 0.2 * 2 / 10))
+
+
 REJECTING = [
     f"algorithm.rollout_correction.{setting}"
     for setting in ("rollout_is=token", "rollout_rs=token_k1", "rollout_rs_threshold=0.5_2.0")

@@ -173,11 +173,13 @@ def test_distillation_sits_on_the_tokens_that_were_asked_about(rng, use_policy_l
         assert abs(alone) > 1e-3
 
 
+@pytest.mark.parametrize("sequences", [2, 8], ids=["whole", "survivors_of_a_part"])
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"])
-def test_distillation_is_averaged_over_all_trained_tokens(rng, mode):
+def test_distillation_is_averaged_over_all_trained_tokens(rng, mode, sequences):
     """Of two rows of four trained tokens, the teacher has a mass at two of the first row's, and at none of the other's.
 
-    The KL of an untaught token is 0, and it counts in the mean: a token's weight does not depend on the others.
+    The KL of an untaught token is 0, and it counts in the mean: a token's weight does not depend on the others. The rows
+    may be a part of ``sequences``, whose other parts have as many tokens.
     """
     length, k = 6, 2
     top = torch.randn(length, V, generator=rng).log_softmax(-1).topk(k)
@@ -193,7 +195,7 @@ def test_distillation_is_averaged_over_all_trained_tokens(rng, mode):
     data, report = groups_to_data_proto([group], RowLimits(60, 0, vocab_size=V))
     assert not report.dropped
     data = left_right_2_no_padding(data.to_tensordict())
-    tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=8, global_batch_size=2)
+    tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=4 * sequences, global_batch_size=sequences)
     overrides = ["actor_rollout_ref.model.path=none", f"actor_rollout_ref.actor.loss_agg_mode={mode}"]
     config = omega_conf_to_dataclass(compose_config(*overrides).actor_rollout_ref.actor)
     distillation = DistillationConfig(loss_coef=0.5, use_policy_loss=False)
@@ -203,7 +205,7 @@ def test_distillation_is_averaged_over_all_trained_tokens(rng, mode):
     output = {key: torch.nested.nested_tensor_from_jagged(v[0], offsets) for key, v in carried.items()}
     loss, metrics = atropos_loss(config, distillation, model_output=output, data=data)
     kl, mass = forward_kl_top_k(logits[0, 1:3], top.indices[2:4], top.values[2:4])
-    tokens, rows = 4, 2
+    tokens, rows = 4, sequences
     mean = (
         kl.sum() / {"token-mean": tokens * rows, "seq-mean-token-mean": tokens * rows, "seq-mean-token-sum": rows}[mode]
     )

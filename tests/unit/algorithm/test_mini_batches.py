@@ -57,6 +57,11 @@ def test_mini_batch_of_groups_by_hand(sizes, sequences, expected):
     assert mini_batch_of_groups(sizes, sequences) == expected
 
 
+def test_survivors_half_a_mini_batch_more_is_one_more():
+    assert mini_batch_of_groups([8] * 3, 16) == [0, 1, 1]
+    assert mini_batch_of_groups([7, 8, 8], 16) == [0, 0, 0]
+
+
 @settings(max_examples=150)
 @given(
     st.lists(st.integers(1, 6), min_size=1, max_size=9),

@@ -77,6 +77,7 @@ def test_sampling_parameters_of_a_request_are_sglangs_defaults():
         ({"top_p": 0.9}, SamplingParams(top_p=0.9), "truncated"),
         ({"top_k": 5}, SamplingParams(top_k=5), "truncated"),
         ({"top_k": 0}, SamplingParams(top_k=0), ""),
+        pytest.param({"top_k": 1}, SamplingParams(top_k=1), "truncated", id="survivors-top_k-of-1"),
         ({"min_p": 0.1}, SamplingParams(min_p=0.1), "truncated"),
         ({"frequency_penalty": 0.5}, SamplingParams(frequency_penalty=0.5), "penalized"),
         ({"presence_penalty": -0.5}, SamplingParams(presence_penalty=-0.5), "penalized"),
