@@ -78,9 +78,9 @@ def test_survivors_fresh_is_what_the_policys_own_version_sampled(trainer):
 
 def test_survivors_bypassed_rows_without_logprobs_get_the_policys(trainer):
     trainer.config.algorithm.rollout_correction.bypass_mode = True
-    batch, _ = groups_to_data_proto([a_group([POLICY] * 2, (-0.5, 1.0))], LIMITS)
+    batch, _ = groups_to_data_proto([a_group([POLICY] * 3, (-0.5, -0.75, 1.0))], LIMITS)
     trainer._compute_log_probs(batch)
-    assert batch.batch["old_log_probs"][:, 0].tolist() == [-0.5, -2.0]
+    assert batch.batch["old_log_probs"][:, 0].tolist() == [-0.5, -0.75, -2.0]
 
 
 def test_survivors_a_rows_temperature_is_sent_to_the_ranks():

@@ -7,7 +7,6 @@ freed, and once with everything else. Every actor of this recipe uses ``atropos_
 Shapes: B rows, R response tokens, S tokens, V vocabulary, K the teacher's top-k, N tokens of a micro-batch unpadded.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,27 +119,6 @@ class DistillationConfig:
 
     loss_coef: float = 0.0
     use_policy_loss: bool = True
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.loss_coef, int | float) or not 0 <= self.loss_coef < float("inf"):
-            raise ValueError(f"trainer.atropos.distillation.loss_coef={self.loss_coef!r}: give a number from 0 upwards")
-        if not isinstance(self.use_policy_loss, bool):
-            raise ValueError(
-                f"trainer.atropos.distillation.use_policy_loss={self.use_policy_loss!r}: give true or false"
-            )
-        if not (self.enabled or self.use_policy_loss):
-            raise ValueError(
-                "trainer.atropos.distillation.use_policy_loss=false leaves no loss at loss_coef=0; give a loss_coef"
-            )
-
-    @property
-    def enabled(self) -> bool:
-        return self.loss_coef > 0
-
-    @classmethod
-    def from_config(cls, values: Mapping[str, Any]) -> "DistillationConfig":
-        """Build from ``values``; raise ValueError or TypeError that names the key."""
-        return cls(**values)
 
 
 def forward_kl_top_k(

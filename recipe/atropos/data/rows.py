@@ -58,11 +58,6 @@ class VersionLimits:
     policy_version: int
     max_staleness: int | None = None
 
-    def __post_init__(self) -> None:
-        bound = self.max_staleness
-        if bound is not None and (not isinstance(bound, int) or isinstance(bound, bool) or bound < 0):
-            raise ValueError(f"trainer.atropos.max_staleness={bound!r}: give a whole number of updates >= 0, or null")
-
     def refuses(self, oldest: int | None, newest: int | None) -> Reason | None:
         """Return the counted reason why a row with these versions cannot be trained on, or None if it can.
 

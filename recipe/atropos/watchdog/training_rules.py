@@ -48,13 +48,8 @@ _BENDS = 8  # of the means of ten steps: with fewer, one fall or rise is their m
 def training_findings(history: History) -> Iterator[Finding]:
     """Yield what the newest steps show; none before this start of the run has trained enough of its own."""
     if history.recent(1):
-        yield from _of_a_step(history)
-        yield from _gap(history)
-        yield from _samples(history)
-        yield from _clipped(history)
-        yield from _learning_rate(history)
-        yield from _scores(history)
-        yield from _entropy(history)
+        for rule in (_of_a_step, _gap, _samples, _clipped, _learning_rate, _scores, _entropy):
+            yield from rule(history)
 
 
 def _finding(name: alarms.Name, seen: str, first: dict[str, Any], environment: str | None = None) -> Finding:

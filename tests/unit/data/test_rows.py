@@ -194,13 +194,6 @@ def test_rows_limits_have_the_keys_of_the_configuration(loss_coef, read_teacher)
     assert limits == RowLimits(16, 3, overlong="truncate", vocab_size=100, read_teacher=read_teacher)
 
 
-@pytest.mark.parametrize("bound", [-1, True, 1.5, "2"])
-def test_version_limits_are_whole_numbers_or_none(bound):
-    assert VersionLimits(3, 0).max_staleness == 0 and VersionLimits(3).max_staleness is None
-    with pytest.raises(ValueError, match=f"max_staleness={bound!r}: give a whole number"):
-        VersionLimits(3, bound)
-
-
 @pytest.mark.parametrize(
     "changes",
     [
