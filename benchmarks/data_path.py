@@ -118,9 +118,9 @@ def plain_rows(groups: Sequence[Group], limits: RowLimits) -> list[dict[str, lis
             first = next((position for position, mask in enumerate(masks) if mask != IGNORED), 0)
             if first == 0:
                 continue  # nothing to train on, or no prompt
-            end = min(len(tokens), first + limits.max_response_length)
+            end = min(len(tokens), limits.max_length)
             row = {
-                "prompt": tokens[max(0, first - limits.max_prompt_length) : first],
+                "prompt": tokens[:first],
                 "response": tokens[first:end],
                 "mask": [],
                 "logprobs": [],
@@ -179,7 +179,7 @@ def plain_batch(groups: Sequence[Group], limits: RowLimits) -> dict[str, torch.T
 def measure_conversion(runs: int) -> Compared:
     """Measure part 1, on a batch in which some prompts and some responses have to be truncated."""
     rng = np.random.default_rng(0)
-    limits = RowLimits(max_prompt_length=512, max_response_length=1536, pad_token_id=0, vocab_size=VOCABULARY)
+    limits = RowLimits(max_length=2048, pad_token_id=0, vocab_size=VOCABULARY)
     groups = []
     for _ in range(GROUPS):
         prompt = int(rng.integers(256, 640))
@@ -305,11 +305,11 @@ def make_batch(trainer: RayGRPOAtroposTrainer, sizes: UpdateSizes) -> DataProto:
     return batch
 
 
-def pad_to_maximum(batch: DataProto, limits: RowLimits) -> DataProto:
-    """Return the rows with attended, untrained pad tokens after every response, to ``limits.max_response_length``."""
+def pad_to_maximum(batch: DataProto, limits: RowLimits, longest: int) -> DataProto:
+    """Return the rows with attended, untrained pad tokens after every response, to ``longest`` tokens."""
     tensors = batch.batch
     prompts, width = tensors["prompts"], tensors["responses"].shape[1]
-    missing = limits.max_response_length - width
+    missing = longest - width
 
     def widened(name: str, fill: int = 0) -> torch.Tensor:
         return torch.nn.functional.pad(tensors[name], (0, missing), value=fill)
@@ -359,7 +359,7 @@ def measure_update(sizes: UpdateSizes, runs: int) -> Update:
     """Measure part 2."""
     with tempfile.TemporaryDirectory() as folder, running_trainer(Path(folder), sizes) as trainer:
         batch = make_batch(trainer, sizes)
-        padded = pad_to_maximum(batch, trainer.limits)
+        padded = pad_to_maximum(batch, trainer.limits, sizes.max_response_length)
         ours: list[Outcome] = []
         reference: list[Outcome] = []
         seconds = compare(

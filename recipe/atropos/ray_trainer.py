@@ -70,7 +70,7 @@ class RayGRPOAtroposTrainer:
         atropos = config.trainer.atropos
         self.advantage_config = AdvantageConfig.from_config(atropos)
         self.advantage_moments = RunningMoments()
-        self.distillation = DistillationConfig.from_config(atropos.distillation)
+        self.distillation = DistillationConfig(**atropos.distillation)
         self.kl_controller = get_kl_controller(config.algorithm.kl_ctrl) if config.algorithm.use_kl_in_reward else None
         configure_bypass_mode(config)
         actor_rollout_ref = config.actor_rollout_ref

@@ -41,6 +41,7 @@ ALIVE = (STARTING, RUNNING, ENDING)
 _ENDPOINT_SECONDS = 2.0  # for a status endpoint to answer
 _MEMORY_SECONDS = 5.0  # between two measurements of memory
 _PACE_STEPS = 20  # the latest steps, from which seconds per step are taken
+_OVERDUE_STEPS, _OVERDUE_SECONDS = 5, 30.0  # since the last step, after which that pace says nothing
 _GIB = 1 << 30
 
 
@@ -136,8 +137,10 @@ class RunStatus:
 
     @property
     def seconds_left(self) -> float | None:
-        """Seconds until the last step at the pace of the latest ones; None if that is not known."""
+        """Seconds until the last step at the pace of the latest ones; None if that is not known, or none comes now."""
         if self.total is None or self.seconds_per_step is None or not self.is_alive:
+            return None
+        if time.time() - self.last["time"] > max(_OVERDUE_SECONDS, _OVERDUE_STEPS * self.seconds_per_step):
             return None
         return max(0, self.total - self.step) * self.seconds_per_step
 

@@ -120,8 +120,8 @@ class Watchdog(Section):
 
 class Data(VerlSection):
     train_batch_size: Count = about("Groups per step")
-    max_prompt_length: Count = about("Tokens; a longer prompt keeps its end")
-    max_response_length: Count = about("Tokens; for longer responses see trainer.atropos.overlong")
+    max_prompt_length: Count = about("Tokens; with the response's, the limit of a row; no prompt is cut")
+    max_response_length: Count = about("Tokens; for rows longer than both together see trainer.atropos.overlong")
 
 
 class KLControl(VerlSection):
@@ -298,7 +298,7 @@ class Atropos(Section):
     logprob_tolerance: Positive | None = about(
         "Nats between engine and trainer on fresh samples; null: by inference.dtype"
     )
-    overlong: Literal["truncate", "drop", "error"] = about("Responses longer than data.max_response_length")
+    overlong: Literal["drop", "truncate", "error"] = about("Rows longer than both lengths together")
     use_advantages: bool = about("Use the environment's per-token advantages, with grpo_atropos")
     fallback_to_grpo: bool = about("Compute those of rows that come without; false: an error")
     advantage_normalization: Literal["none", "batch", "global"] = about("Over the batch's trained tokens, or the run's")

@@ -28,6 +28,7 @@ class Reason(StrEnum):
     # A sequence; the adapter refuses a group in which all of them are without a trained token.
     NO_TRAINED_TOKEN = "no_trained_token"
     NO_PROMPT = "no_prompt"
+    OVERLONG_PROMPT = "overlong_prompt"
     OVERLONG_RESPONSE = "overlong_response"
 
     # The weight versions that sampled a sequence.

@@ -17,6 +17,8 @@ from recipe.atropos.trajectory_api.trajectory_store import DATABASE
 from recipe.atropos.utils.gpus import NCCL_FLAGS, device_of, nccl_variables
 from recipe.atropos.verl_ext.attention import sequence_parallel
 
+_FULL_ATTENTION = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe")  # in SGLang, whatever their use_sliding_window
+
 # Each rule: a value that is true if the rule is violated, and the error message.
 Rules = Iterator[tuple[Any, str]]
 
@@ -28,7 +30,7 @@ def check_config(config: DictConfig) -> None:
         ConfigurationError: naming the key.
     """
     check_schema(OmegaConf.to_container(config, resolve=True))
-    _check(_quantization(config))
+    _check(_model(config))
     _check(_algorithm(config))
     _check(_loss(config))
     check_correction(config.algorithm.rollout_correction)
@@ -215,10 +217,17 @@ def _distillation(config: DictConfig) -> Rules:
     )
 
 
-def _quantization(config: DictConfig) -> Rules:
+def _model(config: DictConfig) -> Rules:
     path = config.actor_rollout_ref.model.path
     file = config_file(path)
-    quantization = model_settings(file).get("quantization_config") or {} if file else {}
+    settings = model_settings(file) if file else {}
+    quantization = settings.get("quantization_config") or {}
+    yield (
+        settings.get("use_sliding_window") and settings.get("model_type") in _FULL_ATTENTION,
+        f"actor_rollout_ref.model.path={path}: {file} has use_sliding_window=true, and SGLang serves "
+        f"{settings.get('model_type')} with full attention, so it would sample from another policy; set "
+        "use_sliding_window to false there, for both sides, or choose another model",
+    )
     yield (
         quantization,
         f"actor_rollout_ref.model.path={path} is quantized ({quantization.get('quant_method')}), and unquantized "
@@ -261,6 +270,11 @@ def _loss(config: DictConfig) -> Rules:
     yield (
         loss_mode == "dro" and actor.policy_loss.dro_beta is None,
         f"{key}=dro needs actor_rollout_ref.actor.policy_loss.dro_beta",
+    )
+    yield (
+        loss_mode == "sapo" and actor.loss_agg_mode != "seq-mean-token-mean",
+        f"{key}=sapo with actor_rollout_ref.actor.loss_agg_mode={actor.loss_agg_mode}: verl aggregates this loss by "
+        "sequence in any case; set loss_agg_mode=seq-mean-token-mean",
     )
     yield (
         bypass and loss_mode not in ("vanilla", "bypass_mode"),
@@ -307,6 +321,11 @@ def _correction(correction: DictConfig) -> Rules:
         threshold = correction.rollout_is_threshold
         yield threshold is None, f"{key}.rollout_is_threshold=null with rollout_is={correction.rollout_is}: give it"
         yield _bounds(f"{key}.rollout_is_threshold", str(threshold), range_allowed=True)
+    yield (
+        correction.get("bypass_mode") and chosen,
+        f"{key}.rollout_rs={chosen} with bypass_mode=true: verl's loss rejects tokens, but divides by all of them; set "
+        "bypass_mode=false, or rollout_rs=null",
+    )
     if not chosen:
         return
     statistics = list(dict.fromkeys(part.strip() for part in chosen.split(",") if part.strip()))

@@ -298,7 +298,7 @@ def with_raw(name, scores, raw=None):
 def test_bridge_raw_score_is_a_metric_beside_the_shaped_one():
     """Both are metrics of their environment."""
     groups = [with_raw("a", [1.5, 0.5], [1.0, 0.0]), with_raw("b", [1.0, 0.0])]
-    rows, _ = groups_to_data_proto(groups, RowLimits(10, 10, 0), 3)
+    rows, _ = groups_to_data_proto(groups, RowLimits(20, 0), 3)
     assert rows.non_tensor_batch["raw_score"].tolist() == [1.0, 0.0, 1.0, 0.0, 0.0, 0.0]
     rows = rows.select_idxs(np.flatnonzero(~rows.non_tensor_batch["is_padding"]))
     rows.batch["advantages"] = rows.batch["token_level_scores"]
@@ -310,5 +310,5 @@ def test_bridge_raw_score_is_a_metric_beside_the_shaped_one():
 
 @pytest.mark.parametrize("raw", [[1.0], "10", 7, [1.0, None], [1.0, math.nan]])
 def test_raw_scores_that_do_not_fit_their_group_refuse_it(raw):
-    _, report = groups_to_data_proto([with_raw("a", [1.5, 0.5], raw)], RowLimits(10, 10, 0), 1)
+    _, report = groups_to_data_proto([with_raw("a", [1.5, 0.5], raw)], RowLimits(20, 0), 1)
     assert report.dropped == {"malformed": 2} and "raw_scores" in report.messages[0]
