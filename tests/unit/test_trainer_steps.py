@@ -76,7 +76,7 @@ def test_survivors_fresh_is_what_the_policys_own_version_sampled(trainer):
         assert trainer.metrics["atropos/logprob_diff/mean"] == pytest.approx(1.625)
 
 
-def test_survivors_bypassed_rows_without_logprobs_get_the_policys(trainer):
+def test_survivors_bypassed_rows_without_logprobs_get_policys(trainer):
     trainer.config.algorithm.rollout_correction.bypass_mode = True
     batch, _ = groups_to_data_proto([a_group([POLICY] * 3, (-0.5, -0.75, 1.0))], LIMITS)
     trainer._compute_log_probs(batch)
