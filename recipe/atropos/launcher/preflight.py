@@ -12,7 +12,7 @@ from recipe.atropos.config.models import config_file, model_settings
 from recipe.atropos.config.schema_errors import check_schema
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.inference.server import QUANTIZATION_FLAGS
-from recipe.atropos.launcher.placement import goes_over_nccl
+from recipe.atropos.launcher.placement import gpu_transport
 from recipe.atropos.trajectory_api.trajectory_store import DATABASE
 from recipe.atropos.utils.gpus import NCCL_FLAGS, device_of, nccl_variables
 from recipe.atropos.verl_ext.attention import sequence_parallel
@@ -115,7 +115,7 @@ def _weight_sync(config: DictConfig) -> Rules:
 
 def _nccl(config: DictConfig) -> Rules:
     """Yield SGLang flags that override NCCL's variables in the servers only; NCCL needs them equal in all processes."""
-    if goes_over_nccl(config):
+    if gpu_transport(config) == "distributed":
         variables = nccl_variables()
         flags = {flag.replace("-", "_") for flag, value in config.inference.args.items() if value}
         for flag, names in NCCL_FLAGS.items():
@@ -281,7 +281,7 @@ def _loss(config: DictConfig) -> Rules:
         ),
     ):
         yield (
-            dynamic and longest > budget * sequence_parallel(actor),
+            dynamic and budget is not None and longest > budget * sequence_parallel(actor),
             f"actor_rollout_ref.{name}={budget} has no room for a row of data.max_prompt_length + "
             f"data.max_response_length = {longest} tokens; raise it",
         )
