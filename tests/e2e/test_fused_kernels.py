@@ -9,10 +9,17 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from helpers.sglang import make_tiny_model
 from helpers.trainer import begin_step, close, compose_config, model_vocab, random_group, started
 from recipe.atropos.data.data_proto import groups_to_data_proto
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.usefixtures("cluster")]
+
+
+@pytest.fixture
+def model_path(tmp_path):
+    """With a tied head, without which verl's fused kernels fail under FSDP2."""
+    return make_tiny_model(tmp_path / "model", seed=0, tie_word_embeddings=True)
 
 
 @pytest.fixture

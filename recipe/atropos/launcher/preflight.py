@@ -218,7 +218,15 @@ def _distillation(config: DictConfig) -> Rules:
 def _quantization(config: DictConfig) -> Rules:
     path = config.actor_rollout_ref.model.path
     file = config_file(path)
-    quantization = model_settings(file).get("quantization_config") or {} if file else {}
+    settings, model = model_settings(file) if file else {}, config.actor_rollout_ref.model
+    yield (
+        model.use_fused_kernels
+        and config.actor_rollout_ref.actor.strategy == "fsdp2"
+        and settings.get("tie_word_embeddings") is False,
+        f"actor_rollout_ref.model.use_fused_kernels=true with actor.strategy=fsdp2 and {path}, whose head is not tied to "
+        "its embeddings: verl's fused kernels cannot read the head that FSDP2 shards; set actor.strategy=fsdp, or false",
+    )
+    quantization = settings.get("quantization_config") or {}
     yield (
         quantization,
         f"actor_rollout_ref.model.path={path} is quantized ({quantization.get('quant_method')}), and unquantized "

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from recipe.atropos.config.compose import load_config
 from recipe.atropos.errors import ConfigurationError, LaunchError
-from recipe.atropos.inference import memory_saver, server
+from recipe.atropos.inference import memory_saver
 from recipe.atropos.inference.client import InferenceError
 from recipe.atropos.inference.memory_saver import check_saver, saver_variables
 from recipe.atropos.inference.server import SGLangLaunch, declares_flag, sglang_command
@@ -107,7 +107,7 @@ def test_placement_captures_graphs_for_what_is_in_flight(machine, monkeypatch, t
     sources = tmp_path / "sglang" / "srt"
     sources.mkdir(parents=True)
     (sources / "server_args.py").write_text(f"class ServerArgs:\n    tp_size: int = 1\n    {flag}: int | None = None\n")
-    monkeypatch.setattr(server, "packages_of", lambda python: tmp_path)
+    monkeypatch.setattr("recipe.atropos.inference.server.packages_of", lambda python: tmp_path)
     declares_flag.cache_clear()
     config, _ = placed(*overrides)
     [launch, *_] = plan_servers(Run(config, [], tmp_path)).values()
