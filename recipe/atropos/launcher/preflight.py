@@ -223,8 +223,8 @@ def _quantization(config: DictConfig) -> Rules:
         model.use_fused_kernels
         and config.actor_rollout_ref.actor.strategy == "fsdp2"
         and settings.get("tie_word_embeddings") is False,
-        f"actor_rollout_ref.model.use_fused_kernels=true with actor.strategy=fsdp2 and {path}, whose head is not tied to "
-        "its embeddings: verl's fused kernels cannot read the head that FSDP2 shards; set actor.strategy=fsdp, or false",
+        f"actor_rollout_ref.model.use_fused_kernels=true with actor.strategy=fsdp2 and {path}, whose head is not tied: "
+        "verl's fused kernels cannot read a head that FSDP2 shards; set actor.strategy=fsdp, or false",
     )
     quantization = settings.get("quantization_config") or {}
     yield (
