@@ -122,7 +122,8 @@ def complete_config(
 ) -> DictConfig:
     """Return ``config``, which is ``composed`` resolved, with what the launcher has decided since.
 
-    That is the folder of the run and of the model, whether servers share the trainer's GPUs, and ``addresses`` by key.
+    That is the folder of the run and of the model, how many servers there are and whether they share the
+    trainer's GPUs, and ``addresses`` by key.
 
     Raises:
         ConfigurationError: as ``load_config``.
@@ -131,6 +132,7 @@ def complete_config(
         "run.dir": str(directory),
         "actor_rollout_ref.model.path": config.actor_rollout_ref.model.path,
         "inference.colocated": bool(config.inference.colocated),
+        "inference.servers": config.inference.servers,
         **(addresses or {}),
     }
     return _resolve(with_values(composed, decided))

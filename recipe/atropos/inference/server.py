@@ -6,6 +6,7 @@ folder, interpreter or port) is an error before anything starts; a server that f
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import math
 import os
@@ -19,7 +20,7 @@ from typing import Any, Literal
 from recipe.atropos.config.models import looks_local
 from recipe.atropos.errors import LaunchError
 from recipe.atropos.inference.client import SGLangClient
-from recipe.atropos.inference.memory_saver import check_saver, saver_variables
+from recipe.atropos.inference.memory_saver import check_saver, packages_of, saver_variables
 from recipe.atropos.utils import private_process
 from recipe.atropos.utils.gpus import nccl_variables, visible_gpus, without_gpus
 from recipe.atropos.utils.machine import versions_in
@@ -139,6 +140,18 @@ def sglang_python(named: str | None = None) -> str:
     raise LaunchError(f"no interpreter has SGLang: run `make sglang-env`, or set inference.python or {PYTHON_VARIABLE}")
 
 
+@functools.cache
+def declares_flag(python: str, flag: str) -> bool:
+    """Return whether that interpreter's SGLang has a flag, by its sources, since --help takes half a minute.
+
+    Raises:
+        LaunchError: the interpreter does not run.
+    """
+    sources = packages_of(python) / "sglang" / "srt"
+    files = [*sources.glob("server_args.py"), *sources.glob("arg_groups/fields/*.py")]
+    return any(f"\n    {flag}:" in file.read_text() for file in files)
+
+
 def server_path(python: str) -> str:
     """Return a server's $PATH, its interpreter's folder first: SGLang runs tools from there, such as ninja, by name."""
     return os.pathsep.join([os.path.dirname(shutil.which(python) or python), os.environ.get("PATH", os.defpath)])
@@ -168,7 +181,8 @@ def sglang_command(launch: SGLangLaunch) -> tuple[list[str], dict[str, str]]:
     environment = {"PYTHONPATH": "", "SGLANG_USE_CPU_ENGINE": "0", **nccl_variables(), **_END_ON_SIGTERM}
     environment["PATH"] = server_path(python)
     if launch.releases_memory:
-        environment |= saver_variables(python)
+        # SGLang would size the KV cache after the graphs, and leave no room for the buckets of a push.
+        environment |= saver_variables(python) | {"SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": "0"}
     if device == "cpu":
         flags |= {
             "attention-backend": "torch_native",

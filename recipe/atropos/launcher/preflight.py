@@ -12,7 +12,7 @@ from recipe.atropos.config.models import config_file, model_settings
 from recipe.atropos.config.schema_errors import check_schema
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.inference.server import QUANTIZATION_FLAGS
-from recipe.atropos.launcher.placement import goes_over_nccl
+from recipe.atropos.launcher.placement import gpu_transport
 from recipe.atropos.trajectory_api.trajectory_store import DATABASE
 from recipe.atropos.utils.gpus import NCCL_FLAGS, device_of, nccl_variables
 from recipe.atropos.verl_ext.attention import sequence_parallel
@@ -117,7 +117,7 @@ def _weight_sync(config: DictConfig) -> Rules:
 
 def _nccl(config: DictConfig) -> Rules:
     """Yield SGLang flags that override NCCL's variables in the servers only; NCCL needs them equal in all processes."""
-    if goes_over_nccl(config):
+    if gpu_transport(config) == "distributed":
         variables = nccl_variables()
         flags = {flag.replace("-", "_") for flag, value in config.inference.args.items() if value}
         for flag, names in NCCL_FLAGS.items():
@@ -220,14 +220,21 @@ def _distillation(config: DictConfig) -> Rules:
 def _model(config: DictConfig) -> Rules:
     path = config.actor_rollout_ref.model.path
     file = config_file(path)
-    settings = model_settings(file) if file else {}
-    quantization = settings.get("quantization_config") or {}
+    settings, model = model_settings(file) if file else {}, config.actor_rollout_ref.model
     yield (
         settings.get("use_sliding_window") and settings.get("model_type") in _FULL_ATTENTION,
         f"actor_rollout_ref.model.path={path}: {file} has use_sliding_window=true, and SGLang serves "
         f"{settings.get('model_type')} with full attention, so it would sample from another policy; set "
         "use_sliding_window to false there, for both sides, or choose another model",
     )
+    yield (
+        model.use_fused_kernels
+        and config.actor_rollout_ref.actor.strategy == "fsdp2"
+        and settings.get("tie_word_embeddings") is False,
+        f"actor_rollout_ref.model.use_fused_kernels=true with actor.strategy=fsdp2 and {path}, whose head is not tied: "
+        "verl's fused kernels cannot read a head that FSDP2 shards; set actor.strategy=fsdp, or false",
+    )
+    quantization = settings.get("quantization_config") or {}
     yield (
         quantization,
         f"actor_rollout_ref.model.path={path} is quantized ({quantization.get('quant_method')}), and unquantized "
@@ -295,7 +302,7 @@ def _loss(config: DictConfig) -> Rules:
         ),
     ):
         yield (
-            dynamic and longest > budget * sequence_parallel(actor),
+            dynamic and budget is not None and longest > budget * sequence_parallel(actor),
             f"actor_rollout_ref.{name}={budget} has no room for a row of data.max_prompt_length + "
             f"data.max_response_length = {longest} tokens; raise it",
         )

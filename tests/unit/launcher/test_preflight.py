@@ -153,3 +153,17 @@ def test_schema_of_rejection_thresholds_is_verls(statistics, threshold):
             check_correction(correction)
     else:
         check_correction(correction)
+
+
+@pytest.mark.parametrize(
+    ("tied", "strategy", "is_refused"), [(False, "fsdp2", True), (False, "fsdp", False), (True, "fsdp2", False)]
+)
+def test_fused_kernels_need_a_tied_head_under_fsdp2(tmp_path, tied, strategy, is_refused):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", "tie_word_embeddings": tied}))
+    options = [f"actor_rollout_ref.model.path={tmp_path}", f"{ACTOR}.strategy={strategy}", MODEL[1]]
+    config = compose_config(*options, "actor_rollout_ref.model.use_fused_kernels=true")
+    if is_refused:
+        with pytest.raises(ConfigurationError, match="use_fused_kernels=true with actor.strategy=fsdp2 .*not tied"):
+            check_config(config)
+    else:
+        check_config(config)
