@@ -1,4 +1,4 @@
-"""Write a checkpoint's model as a folder in Hugging Face format: ``verl-atropos export RUN``; see ``checkpoint.export``."""
+"""Write a checkpoint's model as a folder in Hugging Face format: ``verl-atropos export RUN``."""
 
 import argparse
 from collections.abc import Sequence
