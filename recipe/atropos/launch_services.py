@@ -48,6 +48,7 @@ from recipe.atropos.config.options import add_options, compose_overrides
 from recipe.atropos.errors import ConfigurationError, expected_failure
 from recipe.atropos.inference.installed import installed_versions
 from recipe.atropos.inference.server import check_launch
+from recipe.atropos.inference.server_flags import check_flags
 from recipe.atropos.launcher.dashboard import shell_command, shown_path
 from recipe.atropos.launcher.detaching import run_detached
 from recipe.atropos.launcher.environment_processes import check_environments, check_target
@@ -173,6 +174,8 @@ def check_start(run: Run) -> None:
         raise ConfigurationError(f"{keys}: both are {double}; give another, or null for a free one")
     for server in plan_servers(run, lora=False).values():
         check_launch(server)
+    if inference.args:
+        check_flags(server, inference.args)
 
 
 def make_folder(directory: Path) -> None:
