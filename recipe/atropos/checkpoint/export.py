@@ -135,7 +135,7 @@ class _Checkpoint:
 
     def write_configuration(self, folder: Path, dtype: str) -> None:
         """Write the configuration and, if it is not there yet, the generation configuration."""
-        settings = json.loads((self.huggingface / CONFIG_NAME).read_text())
+        settings = _without_attention(json.loads((self.huggingface / CONFIG_NAME).read_text()))
         settings.pop("torch_dtype", None)  # the former name of dtype
         settings |= {"architectures": [type(self.model).__name__], "dtype": dtype}
         write_json(folder / CONFIG_NAME, settings)
@@ -147,6 +147,15 @@ class _Checkpoint:
                 self.model.generation_config.save_pretrained(folder)
 
 
+def _without_attention(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration without the attention of the training, which is not installed wherever a model is used."""
+    return {
+        key: _without_attention(value) if isinstance(value, dict) else value
+        for key, value in settings.items()
+        if key.strip("_") != "attn_implementation"
+    }
+
+
 def _on_meta(folder: Path, trust_remote_code: bool) -> PreTrainedModel:
     """Return the model on the meta device; raise ConfigurationError if it has custom code that is not trusted."""
     try:
@@ -155,7 +164,7 @@ def _on_meta(folder: Path, trust_remote_code: bool) -> PreTrainedModel:
         several = type(config) in AutoModelForImageTextToText._model_mapping.keys()
         auto_class = AutoModelForImageTextToText if several else AutoModelForCausalLM
         with torch.device("meta"):
-            return auto_class.from_config(config, trust_remote_code=trust_remote_code)
+            return auto_class.from_config(config, trust_remote_code=trust_remote_code, attn_implementation="eager")
     except ValueError as error:
         if trust_remote_code or "auto_map" not in read_json(folder / CONFIG_NAME, {}):
             raise
