@@ -85,8 +85,8 @@ def _started(path: Path) -> float:
 
 @dataclass(frozen=True)
 class ServiceStatus:
-    """One service. ``health``: "ok", "waits", "down", "ended" (with the run) or "unknown"; ``detail``: a few words about
-    it, or ""."""
+    """One service. ``health``: "ok", "waits", "down", "ended" (with the run) or "unknown"; ``detail``: a few words, or
+    ""."""
 
     name: str
     pid: int
