@@ -127,7 +127,7 @@ def main() -> int:
         sizes = [shape.numel() * 4 / 1e9 for shape in shapes_of(model_config(name)).values()]
         with tempfile.TemporaryDirectory() as temporary:
             run = make_run(Path(temporary), name)
-            ours = measure([sys.executable, "-m", "recipe.atropos.checkpoint.export", str(run.path)])
+            ours = measure([sys.executable, "-m", "recipe.atropos", "export", str(run.path)])
             theirs = None
             if name == names[0]:  # for a larger one it needs too much memory
                 merger = [sys.executable, "-m", "verl.model_merger", "merge", "--backend", "fsdp"]

@@ -85,7 +85,8 @@ def _started(path: Path) -> float:
 
 @dataclass(frozen=True)
 class ServiceStatus:
-    """One service. ``health``: "ok", "waits", "down" or "unknown"; ``detail``: a few words about it, or ""."""
+    """One service. ``health``: "ok", "waits", "down", "ended" (with the run) or "unknown"; ``detail``: a few words, or
+    ""."""
 
     name: str
     pid: int
@@ -185,7 +186,7 @@ class RunReader:
         services: tuple[ServiceStatus, ...] = ()
         diagnosis = None
         if state in ALIVE:
-            services, diagnosis = self._read_services(listing or {}, config)
+            services, diagnosis = self._read_services(listing or {}, config, state)
         evaluations = read_evaluations(self.files.path)
         return RunStatus(
             directory=self.files.path,
@@ -248,7 +249,7 @@ class RunReader:
     # ---------------------------------------------------------------- services
 
     def _read_services(
-        self, listing: dict[str, Any], config: dict[str, Any]
+        self, listing: dict[str, Any], config: dict[str, Any], state: str
     ) -> tuple[tuple[ServiceStatus, ...], dict[str, Any] | None]:
         living = {name: entry for name, entry in listing.items() if _lives(entry)}
         key = _api_key(living[name]["pid"] for name in ("api", "gateway") if name in living)
@@ -261,7 +262,7 @@ class RunReader:
             if name == LAUNCHER:
                 continue
             if name not in living:
-                health, detail = "down", "ended"
+                health, detail = "ended" if state == ENDING else "down", "ended"
             elif name == "api":
                 health, detail = _health_of_api(diagnosis)
             elif name == "gateway":

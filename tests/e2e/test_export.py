@@ -81,6 +81,17 @@ def test_export_has_tokenizer_template_and_generation_config(small_run, make_mod
     assert GenerationConfig.from_pretrained(tmp_path / "out").temperature == 0.6
 
 
+def test_export_loads_without_the_attention_of_the_training(make_model, tmp_path):
+    """Neither the export nor who loads it has flash attention, as here; verl's override leaves it in the checkpoint."""
+    engine = trained(make_model("qwen2"))
+    engine.module.config.attn_implementation = "flash_attention_2"
+    run = saved_run(tmp_path / "run", configuration(make_model("qwen2")), engine)
+    saved = run.checkpoints / "global_step_1/actor/huggingface/config.json"
+    assert json.loads(saved.read_text())["attn_implementation"] == "flash_attention_2"
+    export(arguments(run.path, "--out", tmp_path / "out"))
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config._attn_implementation == "sdpa"
+
+
 def test_export_keeps_chat_templates_in_folders(small_run, tmp_path):
     """No weights, wherever they are."""
     run, _ = small_run

@@ -224,3 +224,13 @@ def test_status_measures_the_memory_of_all_descendants():
         after = measure_memory(os.getpid(), on_gpu=False)
         child.kill()
     assert 60 << 20 < after.run - before.run < 90 << 20 and after.total > after.free > 0
+
+
+def test_status_of_services_that_end_with_the_run_is_no_fault(tmp_path):
+    gone = {"pid": os.getpid(), "started": 1.0}
+    files = make_run(tmp_path / "run", steps=20, total=20, trainer=this(), gateway=gone)
+    status = read(files)
+    assert status.state == "ending"
+    assert [(each.name, each.health) for each in status.services] == [("trainer", "ok"), ("gateway", "ended")]
+    files = make_run(tmp_path / "other", steps=19, total=20, gateway=gone)
+    assert [each.health for each in read(files).services] == ["down"]

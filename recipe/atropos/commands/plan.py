@@ -20,9 +20,10 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from recipe.atropos.config.compose import load_config
+from recipe.atropos.config.options import add_options, compose_overrides
 from recipe.atropos.errors import ConfigurationError, one_line_errors
 from recipe.atropos.inference.server import SGLangLaunch
+from recipe.atropos.launch_services import load_run_config
 from recipe.atropos.launcher.placement import COLOCATED_SHARE, gpu_transport
 from recipe.atropos.utils.gpus import BUCKET_MEGABYTES, visible_gpus
 from recipe.atropos.utils.machine import gpu_memory
@@ -373,20 +374,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="verl-atropos plan",
         description="Print the memory that a configuration needs of each GPU.",
     )
-    parser.add_argument("--preset", help="a file of config/preset, without .yaml")
-    parser.add_argument("--model", help="local folder or hub name (actor_rollout_ref.model.path)")
-    parser.add_argument("--gpus", type=int, help="ranks of the trainer (trainer.n_gpus_per_node)")
+    add_options(parser)
     parser.add_argument("--gpu-memory", type=float, metavar="GIB", help="of each GPU; default: this machine's")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the configuration")
-    given = parser.parse_args(argv)
-    named = {
-        "preset": given.preset,
-        "actor_rollout_ref.model.path": given.model,
-        "trainer.n_gpus_per_node": given.gpus,
-    }
-    options = [f"{key}={value}" for key, value in named.items() if value is not None]
+    given = parser.parse_intermixed_args(argv)
     with one_line_errors(OmegaConfBaseException, OSError):
-        config = load_config([*options, *given.overrides])
+        config, _, _, start = load_run_config(compose_overrides(given))
+        config = start.for_checks(config) if start else config
         found = plan_memory(config, None if given.gpu_memory is None else int(given.gpu_memory * GIB))
         show(found, Console(highlight=False))
     return 1 if found.problems else 0

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import psutil
 from omegaconf import DictConfig
 
-from recipe.atropos.commands.check_results import Check, CheckResult, Note, result_of
+from recipe.atropos.commands.check_results import Check, CheckResult, NotChecked, Note, result_of
 from recipe.atropos.config.models import KEY as MODEL_KEY
 from recipe.atropos.config.models import SMALL_POLICIES, check_model, config_file, model_settings
 from recipe.atropos.errors import LaunchError
@@ -171,7 +171,7 @@ class _Model:
 
     def _tokenizer(self) -> Any:
         if self._is_told:
-            raise LaunchError("not checked, since the tokenizer cannot be loaded")
+            raise NotChecked("not checked, since the tokenizer cannot be loaded")
         if self._loaded is None:
             from transformers import AutoTokenizer  # imported here: it takes seconds
 

@@ -319,7 +319,7 @@ class Trainer(VerlSection):
     n_gpus_per_node: Count = about("Ranks on each; on a CPU, processes")
     device: Device = about("What trainer and servers compute on; auto: GPUs, where there is one")
     total_training_steps: Count = about("Updates to train")
-    save_freq: int = about("Updates between checkpoints, one after the last too; -1: none")
+    save_freq: int = about("Updates between checkpoints, one after the last too; 0 or less: none")
     max_actor_ckpt_to_keep: Count | None = about("Newest checkpoints that are kept, beside the best; null: all")
     logger: list[Tracker] = about("Where metrics go beside metrics.jsonl")
     default_local_dir: Text = about("Folder of the checkpoints")

@@ -49,6 +49,7 @@ _ALIASES = {
     "data_parallel_size": "dp_size",
     "model": "model_path",
 }
+_PARALLEL = ("tp_size", "pp_size", "dp_size")
 _OWN_FLAGS = ("model_path", "host", "port", "device", "dtype", "api_key")
 
 
@@ -87,11 +88,14 @@ class SGLangLaunch:
         object.__setattr__(self, "extra_args", sglang_flags(self.extra_args))
         if clash := sorted(set(_OWN_FLAGS) & set(self.extra_args)):
             raise LaunchError(f"inference.args holds {clash}: set inference.{clash[0]} itself")
+        for name in _PARALLEL:
+            if (size := self.extra_args.get(name)) is not None and not str(size).isdigit():
+                raise LaunchError(f"inference.args.{name}={size}: give a whole number")
 
     @property
     def gpus(self) -> int:
         """Number of GPUs that the server takes: one per rank."""
-        names = ["tp_size", "pp_size"] + ([] if self.extra_args.get("enable_dp_attention") else ["dp_size"])
+        names = _PARALLEL[:2] if self.extra_args.get("enable_dp_attention") else _PARALLEL
         return math.prod(int(self.extra_args.get(name) or 1) for name in names)
 
     @property

@@ -44,6 +44,7 @@ _HEALTH = {
     "ok": ("green", "●", "+"),
     "waits": ("yellow", "◐", "~"),
     "down": ("red", "✗", "x"),
+    "ended": ("dim", "○", "-"),
     "unknown": ("dim", "?", "?"),
 }
 _ALARMS, _ALARM_LINES = 3, 9  # shown at once in a view that is redrawn, and their lines in all

@@ -7,6 +7,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from recipe.atropos.checkpoint.model_card import model_name
 from recipe.atropos.config.compose import compose_config, leaves
 from recipe.atropos.config.schema import documented
 from recipe.atropos.inference.installed import installed_versions
@@ -90,7 +91,7 @@ def figures(history: History) -> list[list[str]]:
     rows.append(["groups trained on", f"{groups:,.0f}"])
     if restarts := sum(each.get("restarts", 0) for each in summary.get("environments", {}).values()):
         rows.append(["restarts of environments", str(restarts)])
-    rows.append(["model", str(history.config.get("actor_rollout_ref.model.path", "unknown"))])
+    rows.append(["model", model_name(str(history.config.get("actor_rollout_ref.model.path", "unknown")))])
     if history.started is not None:
         rows.append(["started", time.strftime("%Y-%m-%d %H:%M", time.localtime(history.started))])
     return rows

@@ -15,7 +15,7 @@ function verdictSection() {
   const figures = TWO
     ? table(["", ...NAMES], [...new Set(RUNS.flatMap((run) => run.figures.map(([name]) => name)))].map((name) =>
       [name, ...RUNS.map((run) => (run.figures.find(([each]) => each === name) || ["", "–"])[1])]))
-    : el("dl", { class: "tiles" }, RUNS[0].figures.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value))));
+    : el("dl", { class: "tiles", style: `--columns: ${Math.ceil(RUNS[0].figures.length / Math.ceil(RUNS[0].figures.length / 8))}` }, RUNS[0].figures.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value))));
   return section("verdict", "Verdict", null, said, figures);
 }
 

@@ -153,6 +153,11 @@ def write_json(path: str | Path, value: Any, mode: int = 0o644) -> None:
     write_atomic(path, orjson.dumps(value, option=options), mode)
 
 
+def cache_root() -> Path:
+    """Return ``$ATROPOS_CACHE``, else ``~/.cache/verl-atropos``: what is made once for all runs."""
+    return Path(os.environ.get("ATROPOS_CACHE") or Path.home() / ".cache" / "verl-atropos")
+
+
 def read_json(path: str | Path, default: Any = None, kind: type = dict) -> Any:
     """Return what ``write_json`` wrote, of type ``kind``, or ``default`` if there is no file.
 
