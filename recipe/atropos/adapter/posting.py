@@ -6,8 +6,8 @@ It follows the environment in the MRO, so the environment's own overrides still 
   ``report`` counts, "cancelled" where the item starts again, or "nothing_posted". The API cuts batches in the order of
   the tickets and issues none beyond the staleness bound: see ``trajectory_api.batching`` for what it guarantees.
 - While it sends nothing, items start more and more slowly: ``EnvReport.pause``.
-- Nothing that runs is canceled because a queue is full. ``max_num_workers`` limits what runs at once, and nothing
-  starts while ``max_batches_offpolicy`` batches of the environment's own groups are queued.
+- Nothing that runs is canceled because a queue is full. ``max_num_workers`` limits what runs at once. Without a bound,
+  nothing starts while ``max_batches_offpolicy`` batches of the environment's own groups are queued.
 - Waiting for a ticket holds up neither evaluation nor reports. What the API says it waits for is logged every minute;
   after ``longest_wait`` (and ``worker_timeout``) the environment ends with that message.
 - Every request is sent again for ``api_timeout``, and for ``longest_wait`` while the API says that its disk is full;
@@ -247,8 +247,10 @@ class PostingEnv(ItemRollouts):
                 return False
             if config.eval_handling == EvalHandlingEnum.LIMIT_TRAIN:
                 limit = int(limit * config.eval_limit_ratio)
+        if len(self.workers) >= limit or self.status_dict["max_staleness"] is not None:
+            return len(self.workers) < limit
         queued = self.status_dict["self_queue_size"] * config.group_size
-        return len(self.workers) < limit and not 0 < config.max_batches_offpolicy * config.batch_size <= queued
+        return not 0 < config.max_batches_offpolicy * config.batch_size <= queued
 
     async def __start_items(self, api: TrajectoryApiClient) -> None:
         while self.__has_room():

@@ -44,6 +44,7 @@ class Reason(StrEnum):
     TOO_LONG = "too_long"
     EQUAL_SCORES = "equal_scores"
     NOT_SAMPLED = "not_sampled"
+    PARTIAL_REPLY = "partial_reply"
     MARKER_TIMEOUT = "marker_timeout"
 
 

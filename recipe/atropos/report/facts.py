@@ -36,6 +36,7 @@ REASONS = {  # of docs/data-format.md, in short
     "not_pushed": "sampled by weights that no trainer pushed",
     "unknown_version": "sampled by unknown weights, and max_staleness is set",
     "not_sampled": "no server sampled any of its tokens",
+    "partial_reply": "only the end of each reply, without its thinking",
     "marker_timeout": "a pattern of the reward bridge took too long",
     "nonfinite_scores": "a score that is missing, NaN or infinite",
     "nonfinite_advantages": "an advantage that is missing, NaN or infinite",
