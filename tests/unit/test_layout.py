@@ -32,7 +32,7 @@ LAYERS = (
     ("watchdog",),
     ("report",),
     ("launcher",),
-    ("ray_trainer", "main", "launch_services", "commands"),
+    ("ray_trainer", "main", "launch_services", "train_run", "commands"),
     ("__main__",),
     ("utils.debug", "utils.env_adapter"),  # entry points, where their users were promised them
 )

@@ -18,9 +18,7 @@ The values of arguments follow Hydra's override grammar. A free-form mapping (``
 import contextlib
 import copy
 import difflib
-import functools
-import importlib.util
-import pickle
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -28,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
@@ -39,11 +36,10 @@ from recipe.atropos.config.derived_timeouts import set_waits
 from recipe.atropos.config.renamed import check_renamed, prefixes
 from recipe.atropos.config.schema import documented
 from recipe.atropos.config.schema_errors import check_schema
+from recipe.atropos.config.shipped import shipped
 from recipe.atropos.config.unsupported import UNSUPPORTED
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.utils.secret import COMPLETE, check_not_hidden
-
-FOLDER = Path(__file__).parent
 
 # Mappings whose keys are defined by the user or by another program.
 FREE = (
@@ -71,18 +67,6 @@ LAUNCHER_KEYS = {
 OF_EACH_START = {*LAUNCHER_KEYS, "actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.atropos.urls"}
 _PROBE = "a_key_of_no_configuration"
 _ONLY_IN_DATACLASSES = ("actor_rollout_ref.actor.checkpoint.save_lora_only",)  # verl's, but not in its YAML
-
-
-def verl_config_folder() -> Path:
-    """Return the folder of verl's YAML without importing verl, which takes seconds and warns."""
-    spec = importlib.util.find_spec("verl")
-    if spec is None or not spec.submodule_search_locations:
-        raise ConfigurationError("verl is not installed in this environment; install it as the README says")
-    return Path(spec.submodule_search_locations[0]) / "trainer" / "config"
-
-
-def presets() -> list[str]:
-    return sorted(path.stem for path in (FOLDER / "preset").glob("*.yaml"))
 
 
 def load_config(overrides: Sequence[str], tell: Callable[[str], None] = lambda _: None) -> DictConfig:
@@ -138,10 +122,16 @@ def complete_config(
 
 def compose_config(overrides: Sequence[str], tell: Callable[[str], None] = lambda _: None) -> DictConfig:
     """Compose as ``load_config`` does, with interpolations, and values not yet checked by the schema."""
-    in_file, given = _given(overrides)
+    return compose_values(*given_values(overrides), tell)
+
+
+def compose_values(
+    in_file: list[tuple[str, Any]], given: list[tuple[str, Any]], tell: Callable[[str], None] = lambda _: None
+) -> DictConfig:
+    """Compose what ``given_values`` returns."""
     check_renamed(dict(in_file + given))
-    preset = next((value for key, value in reversed(in_file + given) if key == "preset"), None)
-    config = pickle.loads(_shipped(preset))  # faster than a deep copy
+    preset = chosen_preset(in_file + given)
+    config = shipped(preset)
     if in_file:
         given = _not_derived(in_file, config) + given
     known = set(_keys(OmegaConf.to_container(config), ""))
@@ -162,7 +152,8 @@ def compose_config(overrides: Sequence[str], tell: Callable[[str], None] = lambd
 
 def quoted(value: str | Path) -> str:
     """Quote a value for Hydra's override grammar, as a string even if it contains ``=``, commas or spaces."""
-    return "'" + str(value).replace("\\", "\\\\").replace("'", "\\'") + "'"
+    # Hydra takes backslashes literally, except before a quote.
+    return "'" + re.sub(r"(\\*)('|\Z)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), str(value)) + "'"
 
 
 def given_keys(overrides: Sequence[str]) -> set[str]:
@@ -172,13 +163,17 @@ def given_keys(overrides: Sequence[str]) -> set[str]:
         ConfigurationError: an override cannot be read, or a file is not a mapping.
     """
     keys: set[str] = set()
-    for key, value in chain(*_given(overrides)):
+    for key, value in chain(*given_values(overrides)):
         keys |= {key, *(_keys(value, f"{key}.") if isinstance(value, dict) else ())}
     return keys
 
 
-def _given(overrides: Sequence[str]) -> tuple[list[tuple[str, Any]], list[tuple[str, Any]]]:
-    """Return the values of a file, and the others, as (key, value) without the ``+`` before a key."""
+def given_values(overrides: Sequence[str]) -> tuple[list[tuple[str, Any]], list[tuple[str, Any]]]:
+    """Return the values of a file, and the others, as (key, value) without the ``+`` before a key.
+
+    Raises:
+        ConfigurationError: as ``given_keys``.
+    """
     given = [(override.key_or_group, override.value()) for override in map(_parse, overrides)]
     files = [value for key, value in given if key == "config"]
     if len(files) > 1:
@@ -259,15 +254,8 @@ def _parse(text: str) -> Override:
     return override
 
 
-@functools.cache
-def _shipped(preset: str | None) -> bytes:
-    """Return ``trainer.yaml`` with a preset, composed and pickled."""
-    if preset is not None and preset not in presets():
-        raise ConfigurationError(f"preset={preset}: no such preset; choose one of {', '.join(presets())}")
-    overrides = [f"hydra.searchpath=['file://{verl_config_folder()}']"]
-    with initialize_config_dir(str(FOLDER), version_base=None):
-        config = compose("trainer", overrides=overrides + ([f"preset={preset}"] if preset is not None else []))
-    return pickle.dumps(config)
+def chosen_preset(values: Sequence[tuple[str, Any]]) -> str | None:
+    return next((value for key, value in reversed(values) if key == "preset"), None)
 
 
 def _keys(tree: dict[str, Any], prefix: str) -> Iterator[str]:
@@ -277,13 +265,17 @@ def _keys(tree: dict[str, Any], prefix: str) -> Iterator[str]:
             yield from _keys(value, f"{prefix}{name}.")
 
 
+def is_free(key: str) -> bool:
+    return any(f"{key}.".startswith(f"{free}.") for free in FREE)
+
+
 def _changes(key: str, value: Any, known: set[str], shipped: DictConfig) -> Iterator[tuple[str, Any]]:
     """Yield ``key={name: value}`` as (key.name, value), except for the free-form mappings.
 
     Raises:
         ConfigurationError: there is no such key, it has no effect here, or its value is of another kind.
     """
-    if not any(f"{key}.".startswith(f"{free}.") for free in FREE):
+    if not is_free(key):
         reason = _unsupported(key)[0]
         if key not in known and key not in _ONLY_IN_DATACLASSES and not reason:
             raise ConfigurationError(f"{key}: no such key{_nearest(key, known)}")
