@@ -99,11 +99,9 @@ def test_hydra_main_shows_the_configuration_and_its_help(start, capsys):
     start("--cfg", "job", "--package", "environment.args", "preset=demo", "environment.args.x='a, b'")
     shown = yaml.safe_load(capsys.readouterr().out)
     assert shown["x"] == "a, b" and shown["seed"] == "${seed}"
-    for flag, told in (("--help", "Trajectory API"), ("--hydra-help", "== Flags =="), ("--info=searchpath", "recipe")):
-        try:
+    for flag, told in (("--help", "Trajectory API"), ("--hydra-help", "== Flags ==")):
+        with pytest.raises(SystemExit, match="0"):
             start(flag)
-        except SystemExit as end:
-            assert end.code in (0, None)
         assert told in capsys.readouterr().out
 
 
@@ -137,16 +135,19 @@ def test_hydra_main_gives_hydra_its_own_arguments():
     assert hydra_arguments(["--shell-completion", "query=bash"]) == ["--shell-completion", "query=bash"]
 
 
+KEY = "the-key-of-the-run"
+
+
 def test_hydra_main_shows_no_argument_of_a_failed_training(start, monkeypatch, capsys):
     def fails(config):
         raise RuntimeError("a bug")
 
     monkeypatch.setattr(main, "run", fails)
     with pytest.raises(SystemExit) as end:
-        start("preset=demo", "inference.api_key=the-key-of-the-run")
+        start("preset=demo", f"inference.api_key={KEY}")
     told = capsys.readouterr().err
     assert end.value.code == 1 and "in fails" in told and "RuntimeError: a bug" in told
-    assert "the-key-of-the-run" not in told
+    assert KEY not in told
 
 
 @pytest.mark.parametrize("text", ["\\boxed{x}", "it's", "end\\", "a\\'b", "x\\\\y", "\\\\'", "a=b, c: {d}", ""])
