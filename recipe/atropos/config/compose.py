@@ -244,7 +244,8 @@ def _parse(text: str) -> Override:
         override = OverridesParser.create().parse_override(text)
     except HydraException as error:
         raise ConfigurationError(
-            f"{text}: give key=value, and quote a value that holds spaces, commas, colons or braces: key='\"VALUE\"'"
+            f"{text}: give key=value, and quote a value that holds spaces, commas, colons or braces: key='\"VALUE\"', "
+            "in a list each: key='[\"VALUE\"]'"
         ) from error
     key = override.key_or_group
     if override.is_delete() or override.package is not None or key.split(".")[0] == "hydra":
