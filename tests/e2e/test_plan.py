@@ -13,7 +13,7 @@ from helpers.sglang import make_tiny_model
 from recipe.atropos.commands import plan
 from recipe.atropos.commands.plan import GIB, activations, decoder_layers, plan_memory, show
 from recipe.atropos.config.compose import load_config
-from recipe.atropos.config.compose import presets as all_presets
+from recipe.atropos.config.shipped import presets as all_presets
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.utils import debug
 from recipe.atropos.verl_ext.device import PrecisionType
@@ -157,7 +157,7 @@ def test_plan_counts_the_buckets_that_a_push_keeps(qwen):
         ("qwen2.5-7b-8gpu", "7b", 80),
         ("gsm8k", "1.5b", 80),
         ("gsm8k-lora", "1.5b", 80),
-        ("golden", "0.5b", 80),
+        ("golden", "0.5b", 24),
     ],
 )
 def test_plan_of_each_preset_for_gpus_fits(qwen, capsys, preset, size, memory):
@@ -166,6 +166,12 @@ def test_plan_of_each_preset_for_gpus_fits(qwen, capsys, preset, size, memory):
     options = ["plan", "--preset", preset, "--model", str(qwen(size)), "--gpu-memory", str(memory), *shared]
     assert debug.main(options) == 0, capsys.readouterr().out
     assert "fits" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("options", [["inference.colocated=false"], ["--gpus", "2", "inference.colocated=true"]])
+def test_plan_of_the_golden_run_fits_two_gpus_of_24_gb(qwen, capsys, options):
+    given = ["plan", "--preset", "golden", "--model", str(qwen("0.5b")), "--gpu-memory", "24"]
+    assert debug.main([*given, *options]) == 0, capsys.readouterr().out
 
 
 def test_plan_needs_a_model_and_a_gpu_or_its_size(qwen, tmp_path, monkeypatch):

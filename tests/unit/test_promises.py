@@ -138,7 +138,7 @@ def test_promises_of_old_files_are_kept_or_told_key_by_key(tmp_path):
     config = load_config([MODEL, f"config={file}"])
     assert config.trainer.atropos.api_url == "http://localhost:9001" and config.trainer.atropos.max_wait_time == 30
     with pytest.raises(
-        ConfigurationError, match="^trainer.atropos.api_url is the launcher's .* give api.host and api.port"
+        ConfigurationError, match="^trainer.atropos.api_url is set by the launcher, .* give api.host and api.port"
     ):
         load_run_config([MODEL, f"config={file}"])
     file.write_text(OF_THE_SFT_DOCUMENT)

@@ -34,7 +34,7 @@ from recipe.atropos.utils.machine import versions_in
 from recipe.atropos.verl_ext.attention import set_attention
 
 _PACKAGE = "verl-atropos"
-_OLDEST, _TOO_NEW = (3, 11), (3, 14)
+_OLDEST, _TOO_NEW = (3, 11), (3, 13)  # as in pyproject.toml
 _TRAINER = ("torch", "verl", "atroposlib", "ray", "transformers")
 _SGLANG = ("torch", "sglang", "transformers")
 
@@ -66,7 +66,7 @@ def _python() -> str:
     found = sys.version_info[:2]
     if not _OLDEST <= found < _TOO_NEW:
         raise LaunchError(
-            f"Python {found[0]}.{found[1]} runs this, and the pinned packages need 3.11, 3.12 or 3.13: build the "
+            f"Python {found[0]}.{found[1]} runs this, and the pinned packages need 3.11 or 3.12: build the "
             "environment with one of them (make env PYTHON=python3.11)"
         )
     return f"{sys.version.split()[0]}, {os.cpu_count()} cores"

@@ -50,13 +50,17 @@ def keys_of(tree: dict[str, Any], prefix: str) -> Iterator[str]:
             yield from keys_of(value, f"{prefix}{name}.")
 
 
+def is_free(key: str) -> bool:
+    return any(f"{key}.".startswith(f"{free}.") for free in FREE)
+
+
 def changes_of_key(key: str, value: Any, known: set[str], shipped: DictConfig) -> Iterator[tuple[str, Any]]:
     """Yield ``key={name: value}`` as (key.name, value), except for the free-form mappings.
 
     Raises:
         ConfigurationError: there is no such key, it has no effect here, or its value is of another kind.
     """
-    if not any(f"{key}.".startswith(f"{free}.") for free in FREE):
+    if not is_free(key):
         reason = _unsupported(key)[0]
         if key not in known and key not in _ONLY_IN_DATACLASSES:
             meant = _misspelled(key, known) if reason else None

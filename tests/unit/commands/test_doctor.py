@@ -3,9 +3,12 @@
 import json
 import shutil
 import socket
+import tomllib
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
+from helpers import ROOT
 from recipe.atropos.commands import doctor, plan, run_checks
 from recipe.atropos.commands.run_checks import examine_run
 from recipe.atropos.config.compose import load_config
@@ -175,7 +178,10 @@ def test_doctor_names_packages_of_other_versions(monkeypatch):
 
 def test_doctor_names_a_python_that_the_pins_exclude(monkeypatch):
     assert doctor.result_of(doctor._python).ok
-    monkeypatch.setattr(doctor, "_TOO_NEW", (3, 11))
+    asked = SpecifierSet(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"])
+    for version in ("3.10", "3.11", "3.12", "3.13"):
+        monkeypatch.setattr(doctor.sys, "version_info", tuple(map(int, version.split("."))))
+        assert doctor.result_of(doctor._python).ok == asked.contains(version)
     found = doctor.result_of(doctor._python)
     assert not found.ok and "make env PYTHON=python3.11" in found.message
 
