@@ -17,7 +17,7 @@ SGLANG_STAMP := $(SGLANG_VENV)/.installed
 SGLANG_0_5_12_STAMP := $(SGLANG_0_5_12_VENV)/.installed
 MUTATION_STAMP := $(MUTATION_VENV)/.installed
 
-.PHONY: demo test test-for test-fast test-all test-mutations test-sglang-0.5.12 lint format env trainer-env gem-env sglang-env \
+.PHONY: demo test test-for test-fast test-fake-gpu test-all test-mutations test-sglang-0.5.12 lint format env trainer-env gem-env sglang-env \
 	clean-env
 
 demo: env  ## Watch a small policy learn, on a CPU, with the real parts
@@ -32,6 +32,11 @@ test-for: env gem-env  ## One file of tests: make test-for FILE=tests/unit/data/
 
 test-fast: gem-env  ## The tests that start no server
 	$(VENV)/bin/python -m pytest tests/unit $(PARALLEL) $(ARGS)
+
+# An nvidia-smi that lists two GPUs, and a driver's entries, for every program that is started.
+FAKE_GPU := $(abspath tests/fake_gpu)
+test-fake-gpu: gem-env  ## The same, on a machine that seems to have GPUs
+	PATH=$(FAKE_GPU):$$PATH PYTHONPATH=$(FAKE_GPU) $(VENV)/bin/python -m pytest tests/unit $(PARALLEL) $(ARGS)
 
 test-all: env gem-env  ## The same, and what takes long
 	$(VENV)/bin/python -m pytest -m "slow or not slow" $(PARALLEL) $(ARGS)

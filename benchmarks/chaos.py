@@ -145,12 +145,15 @@ def ledger(run: Path) -> dict[str, int]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="two kills of each process instead of eight")
+    parser.add_argument("--smoke", action="store_true", help="the smallest size: whether it runs")
     parser.add_argument("--seed", type=int, default=0, help="of the order and the pauses")
     arguments = parser.parse_args()
     rng = random.Random(arguments.seed)
     moments = [rng.sample(MOMENTS, 2) if arguments.quick else [*MOMENTS, *MOMENTS] for _ in SERVICES]
     kills = [(prefix, moment) for prefix, each in zip(SERVICES, moments, strict=True) for moment in each]
     rng.shuffle(kills)
+    if arguments.smoke:
+        kills = [("gateway", "step")]
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
         run = Path(name, "run")

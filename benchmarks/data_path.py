@@ -16,6 +16,7 @@ import argparse
 import json
 import logging
 import math
+import os
 import statistics
 import sys
 import tempfile
@@ -35,7 +36,10 @@ from recipe.atropos.config.compose import compose_config
 from recipe.atropos.data.data_proto import groups_to_data_proto
 from recipe.atropos.data.rows import IGNORED, Group, RowLimits
 from recipe.atropos.demo.small_policy import make_tokenizer
+from recipe.atropos.main import ray_options, set_device
 from recipe.atropos.ray_trainer import RayGRPOAtroposTrainer
+from recipe.atropos.utils.gpus import platform_variables
+from recipe.atropos.utils.local_ray import start_ray
 from recipe.atropos.verl_ext.batch import DataProto, compute_position_id_with_mask
 from recipe.atropos.verl_ext.device import get_device_name
 
@@ -118,9 +122,9 @@ def plain_rows(groups: Sequence[Group], limits: RowLimits) -> list[dict[str, lis
             first = next((position for position, mask in enumerate(masks) if mask != IGNORED), 0)
             if first == 0:
                 continue  # nothing to train on, or no prompt
-            end = min(len(tokens), first + limits.max_response_length)
+            end = min(len(tokens), limits.max_length)
             row = {
-                "prompt": tokens[max(0, first - limits.max_prompt_length) : first],
+                "prompt": tokens[:first],
                 "response": tokens[first:end],
                 "mask": [],
                 "logprobs": [],
@@ -177,9 +181,9 @@ def plain_batch(groups: Sequence[Group], limits: RowLimits) -> dict[str, torch.T
 
 
 def measure_conversion(runs: int) -> Compared:
-    """Measure part 1, on a batch in which some prompts and some responses have to be truncated."""
+    """Measure part 1, on a batch whose rows are kept whole."""
     rng = np.random.default_rng(0)
-    limits = RowLimits(max_prompt_length=512, max_response_length=1536, pad_token_id=0, vocab_size=VOCABULARY)
+    limits = RowLimits(max_length=2048, pad_token_id=0, vocab_size=VOCABULARY)
     groups = []
     for _ in range(GROUPS):
         prompt = int(rng.integers(256, 640))
@@ -257,6 +261,9 @@ def running_trainer(folder: Path, sizes: UpdateSizes) -> Iterator[RayGRPOAtropos
     overrides = [
         f"run.dir={folder / 'run'}",
         "trainer.logger=[]",
+        "ray_kwargs.ray_init.num_cpus=2",
+        "+ray_kwargs.ray_init.log_to_driver=false",
+        f"+ray_kwargs.ray_init.logging_level={logging.ERROR}",
         "inference.urls=[http://127.0.0.1:1]",  # nothing is generated and nothing pushed
         f"data.train_batch_size={sizes.groups}",
         f"data.max_prompt_length={sizes.max_prompt_length}",
@@ -270,9 +277,10 @@ def running_trainer(folder: Path, sizes: UpdateSizes) -> Iterator[RayGRPOAtropos
         "actor_rollout_ref.actor.optim.weight_decay=0",
     ]
     config = compose_config(overrides)
-    config.trainer.device = get_device_name()
+    os.environ |= platform_variables(config)  # as the trainer does; ``ray_options`` hands them to the workers
+    set_device(config, get_device_name())
     try:
-        ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+        start_ray(**ray_options(config))
         trainer = RayGRPOAtroposTrainer(config=config, tokenizer=AutoTokenizer.from_pretrained(model))
         trainer.init_workers()
         yield trainer
@@ -305,11 +313,11 @@ def make_batch(trainer: RayGRPOAtroposTrainer, sizes: UpdateSizes) -> DataProto:
     return batch
 
 
-def pad_to_maximum(batch: DataProto, limits: RowLimits) -> DataProto:
-    """Return the rows with attended, untrained pad tokens after every response, to ``limits.max_response_length``."""
+def pad_to_maximum(batch: DataProto, limits: RowLimits, longest: int) -> DataProto:
+    """Return the rows with attended, untrained pad tokens after every response, to ``longest`` tokens."""
     tensors = batch.batch
     prompts, width = tensors["prompts"], tensors["responses"].shape[1]
-    missing = limits.max_response_length - width
+    missing = longest - width
 
     def widened(name: str, fill: int = 0) -> torch.Tensor:
         return torch.nn.functional.pad(tensors[name], (0, missing), value=fill)
@@ -359,7 +367,7 @@ def measure_update(sizes: UpdateSizes, runs: int) -> Update:
     """Measure part 2."""
     with tempfile.TemporaryDirectory() as folder, running_trainer(Path(folder), sizes) as trainer:
         batch = make_batch(trainer, sizes)
-        padded = pad_to_maximum(batch, trainer.limits)
+        padded = pad_to_maximum(batch, trainer.limits, sizes.max_response_length)
         ours: list[Outcome] = []
         reference: list[Outcome] = []
         seconds = compare(
@@ -394,9 +402,13 @@ def print_table(conversion: Compared, updates: Update, sizes: UpdateSizes, runs:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer runs, a smaller batch for the actor")
-    quick = parser.parse_args().quick
-    runs = {"conversion": 15, "update": 5 if quick else 7}
-    sizes = UpdateSizes(groups=4, max_response_length=512) if quick else UpdateSizes(groups=8, max_response_length=1024)
+    parser.add_argument("--smoke", action="store_true", help="the smallest size: whether it runs")
+    arguments = parser.parse_args()
+    runs, sizes = {"conversion": 15, "update": 7}, UpdateSizes(groups=8, max_response_length=1024)
+    if arguments.quick:
+        runs, sizes = {"conversion": 15, "update": 5}, UpdateSizes(groups=4, max_response_length=512)
+    if arguments.smoke:
+        runs, sizes = {"conversion": 1, "update": 1}, UpdateSizes(groups=4, max_response_length=256)
 
     conversion = measure_conversion(runs["conversion"])
     updates = measure_update(sizes, runs["update"])

@@ -34,6 +34,7 @@ WORLD = 2
 SHAPES = {
     "Qwen2.5-0.5B": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "heads": (14, 2)},
     "Qwen2.5-1.5B": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "heads": (12, 2)},
+    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "heads": (2, 2)},
 }
 TARGETS = {"over_largest_tensor": "<= 1.5"}
 
@@ -113,7 +114,9 @@ def measure(command: list[str]) -> tuple[float, float]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="the smaller model alone")
-    names = [*SHAPES][: 1 if parser.parse_args().quick else None]
+    parser.add_argument("--smoke", action="store_true", help="the smallest size: whether it runs")
+    arguments = parser.parse_args()
+    names = ["tiny"] if arguments.smoke else ["Qwen2.5-0.5B"] if arguments.quick else ["Qwen2.5-0.5B", "Qwen2.5-1.5B"]
     imports = "import recipe.atropos.checkpoint.export; "
     imports += "from transformers import AutoModelForCausalLM, AutoModelForImageTextToText"
     floor, _ = measure([sys.executable, "-c", imports])
@@ -124,7 +127,7 @@ def main() -> int:
         sizes = [shape.numel() * 4 / 1e9 for shape in shapes_of(model_config(name)).values()]
         with tempfile.TemporaryDirectory() as temporary:
             run = make_run(Path(temporary), name)
-            ours = measure([sys.executable, "-m", "recipe.atropos.checkpoint.export", str(run.path)])
+            ours = measure([sys.executable, "-m", "recipe.atropos", "export", str(run.path)])
             theirs = None
             if name == names[0]:  # for a larger one it needs too much memory
                 merger = [sys.executable, "-m", "verl.model_merger", "merge", "--backend", "fsdp"]

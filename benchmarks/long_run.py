@@ -95,8 +95,8 @@ def kill(run: Path, prefix: str) -> None:
     raise RuntimeError(f"no {prefix} among {list(services)}")
 
 
-def train(run: Path, steps: int) -> list[tuple[int, dict[str, float]]]:
-    """Train; return (step, totals) of each measurement."""
+def train(run: Path, steps: int, shrink: int) -> list[tuple[int, dict[str, float]]]:
+    """Train; return (step, totals) of each measurement. ``shrink``: measure and kill so many times sooner."""
     args = load_config(["preset=demo"]).environment.args  # which the preset gives to its own environment alone
     options = [
         *("--preset=demo", f"--steps={steps}", f"--run-dir={run}", f"environment.target={__file__}:NoisyGSM8kEnv"),
@@ -104,7 +104,8 @@ def train(run: Path, steps: int) -> list[tuple[int, dict[str, float]]]:
         *("trainer.logger=[console,tensorboard]", "environment.evaluate=false", "trainer.save_freq=25"),
         "trainer.max_actor_ckpt_to_keep=2",
     ]
-    kills = {FIRST + WIDTH + 10 * i: prefix for i, prefix in enumerate(("trainer", "sglang", "environment"), 1)}
+    killed = ("trainer", "sglang", "environment")
+    kills = {(FIRST + WIDTH + 10 * i) // shrink: prefix for i, prefix in enumerate(killed, 1)}
     measured = []
     with open(run.parent / "launcher.log", "ab") as log:
         launcher = subprocess.Popen(
@@ -122,7 +123,7 @@ def train(run: Path, steps: int) -> list[tuple[int, dict[str, float]]]:
                 for at in [at for at in kills if at <= step]:
                     kill(run, kills.pop(at))
                 measured.append((step, measure(psutil.Process(launcher.pid), run)))
-            time.sleep(EVERY)
+            time.sleep(EVERY / shrink)
         if launcher.returncode:
             raise RuntimeError(f"the launcher's status is {launcher.returncode}")
     except BaseException:
@@ -136,27 +137,31 @@ def train(run: Path, steps: int) -> list[tuple[int, dict[str, float]]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="300 steps")
-    steps = 300 if parser.parse_args().quick else 500
+    parser.add_argument("--smoke", action="store_true", help="the smallest size: whether it runs")
+    arguments = parser.parse_args()
+    shrink = 10 if arguments.smoke else 1
+    first, second, width = FIRST // shrink, SECOND // shrink, WIDTH // shrink
+    steps = 300 // shrink if arguments.quick or arguments.smoke else 500
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
         run = Path(name, "run")
-        measured = train(run, steps)
+        measured = train(run, steps, shrink)
         lines = read_metrics(run)
     if [line["step"] for line in lines] != list(range(1, steps + 1)):
         raise RuntimeError(f"{len(lines)} lines of metrics for {steps} steps")
 
     def window(first: int) -> dict[str, float]:
-        inside = [totals for step, totals in measured if first <= step < first + WIDTH]
+        inside = [totals for step, totals in measured if first <= step < first + width]
         names = {name for totals in inside for name in totals}
         values = {key: statistics.median(totals.get(key, 0.0) for totals in inside) for key in names}
-        seconds = [line["timing_s/step"] for line in lines[first - 1 : first - 1 + WIDTH]]
+        seconds = [line["timing_s/step"] for line in lines[first - 1 : first - 1 + width]]
         return values | {"step_seconds": statistics.median(seconds)}
 
-    reference, restarted, end = window(FIRST), window(SECOND), window(steps + 1 - WIDTH)
+    reference, restarted, end = window(first), window(second), window(steps + 1 - width)
     for key in COUNTS:
         reference[key] = max(reference[key], restarted[key])
-    signal = statistics.mean(line["atropos/groups"] for line in lines[-WIDTH:])
-    print(f"{'':<16}{'reference':>16}{f'last {WIDTH} steps':>16}{'ratio':>8}{'target':>10}")
+    signal = statistics.mean(line["atropos/groups"] for line in lines[-width:])
+    print(f"{'':<16}{'reference':>16}{f'last {width} steps':>16}{'ratio':>8}{'target':>10}")
     ratios = {}
     for key, target in TARGETS.items():
         ratios[key] = end[key] / reference[key] if reference[key] else 1.0

@@ -74,8 +74,10 @@ def trainer_pid(run: Path) -> int | None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer steps")
-    quick = parser.parse_args().quick
-    steps, order = (10, BOUNDS) if quick else (30, (0, 2, 2, 0))
+    parser.add_argument("--smoke", action="store_true", help="the smallest size: whether it runs")
+    arguments = parser.parse_args()
+    steps, order = (30, (0, 2, 2, 0)) if not (arguments.quick or arguments.smoke) else (10, BOUNDS)
+    steps = WARM_UP + 2 if arguments.smoke else steps
     if len(os.sched_getaffinity(0)) < 2:
         sys.exit("needs two cores: on one, nothing can overlap")
     ensure_small_policy(seed=0)

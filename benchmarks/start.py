@@ -77,9 +77,10 @@ def cpu_seconds(pid: int) -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="3 runs of the commands and 1 of the demo")
+    parser.add_argument("--smoke", action="store_true", help="the smallest size: whether it runs")
     arguments = parser.parse_args()
     resolve_model("small-policy", 0)
-    few, demos = (3, 1) if arguments.quick else (5, 3)
+    few, demos = (1, 1) if arguments.smoke else (3, 1) if arguments.quick else (5, 3)
     helps = [seconds_of([*COMMAND, "--help"], 0, "--dry-run") for _ in range(few)]
     typos = [seconds_of(TYPO, 1, "did you mean trainer.total_training_steps") for _ in range(few)]
     starts = []

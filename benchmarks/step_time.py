@@ -65,10 +65,12 @@ def run_demo(folder: Path, steps: int) -> list[dict[str, float]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer steps")
-    quick = parser.parse_args().quick
+    parser.add_argument("--smoke", action="store_true", help="the smallest size: whether it runs")
+    arguments = parser.parse_args()
+    rounds, steps = (1, 4) if arguments.smoke else (3, 8) if arguments.quick else (7, 40)
     with tempfile.TemporaryDirectory() as name:
-        generate_s = asyncio.run(seconds_to_generate(Path(name), rounds=3 if quick else 7))
-        lines = run_demo(Path(name), steps=8 if quick else 40)
+        generate_s = asyncio.run(seconds_to_generate(Path(name), rounds))
+        lines = run_demo(Path(name), steps)
     measured = lines[2:]  # the first steps wait for the environment and warm up
     phases = {phase: statistics.median(line[f"phase_s/{phase}"] for line in measured) for phase in PHASES}
     step = statistics.median(line["timing_s/step"] for line in measured)

@@ -7,7 +7,7 @@ reference is outcome GRPO.
 
 The methods are compared at equal numbers of trained tokens: for each seed at half and at all of the tokens that both
 trained on in ``STEPS`` updates. The metric is the greedy accuracy on 256 held-out problems, interpolated linearly
-between the evaluations after every ``EVERY`` updates.
+between the evaluations before, in the middle and at the end.
 ``--quick`` runs the word problems with one seed. ``--runs DIR`` keeps the runs, and reuses complete ones.
 """
 
@@ -27,16 +27,17 @@ from recipe.atropos.run_record import read_evaluations, read_metrics
 TASKS = {"word problems": ("demo", "advantages"), "calculator": ("calculator", "calculator_advantages")}
 METHODS = ("outcome GRPO", "token advantages")
 SEEDS = (0, 1, 2)
-STEPS, EVERY = 30, 15
+STEPS = 30
 SHARES = (0.5, 1.0)  # of the tokens that both methods trained on
 TARGETS = {"dropped": "== 0", "own_advantages": "== 1.0", "mean_advantage": "<= 1e-3"}
 
 
-def run(preset: str, seed: int, folder: Path) -> Path:
+def run(preset: str, seed: int, folder: Path, steps: int) -> Path:
     """Return the folder of a complete run; train it unless it exists."""
-    if not is_complete(folder):
+    if not is_complete(folder, steps):
         command = [sys.executable, "-m", "recipe.atropos.launch_services", "--preset", preset, "--seed", str(seed)]
-        options = ["--run-dir", str(folder), "--steps", str(STEPS), f"evaluation.every={EVERY}", "trainer.save_freq=-1"]
+        options = ["--run-dir", str(folder), "--steps", str(steps), f"evaluation.every={steps // 2}"]
+        options.append("trainer.save_freq=-1")
         log_path = folder.with_suffix(".log")
         with open(log_path, "w") as log:
             status = subprocess.run([*command, *options], stdout=log, stderr=subprocess.STDOUT).returncode
@@ -45,9 +46,9 @@ def run(preset: str, seed: int, folder: Path) -> Path:
     return folder
 
 
-def is_complete(folder: Path) -> bool:
+def is_complete(folder: Path, steps: int) -> bool:
     summary = folder / "summary.json"
-    return summary.is_file() and json.loads(summary.read_bytes()).get("finished_steps") == STEPS
+    return summary.is_file() and json.loads(summary.read_bytes()).get("finished_steps") == steps
 
 
 def curve(folder: Path) -> tuple[np.ndarray, np.ndarray]:
@@ -73,9 +74,12 @@ def checks(folder: Path, own: bool) -> dict[str, float]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one seed of the word problems")
+    parser.add_argument("--smoke", action="store_true", help="the smallest size: whether it runs")
     parser.add_argument("--runs", type=Path, help="keep the runs here, and go on where some are complete")
     arguments = parser.parse_args()
-    tasks, seeds = (["word problems"], SEEDS[:1]) if arguments.quick else (list(TASKS), SEEDS)
+    small = arguments.quick or arguments.smoke
+    tasks, seeds = (["word problems"], SEEDS[:1]) if small else (list(TASKS), SEEDS)
+    steps = 2 if arguments.smoke else STEPS
     with tempfile.TemporaryDirectory() as name:
         root = arguments.runs or Path(name)
         root.mkdir(parents=True, exist_ok=True)
@@ -83,7 +87,7 @@ def main() -> int:
         head = "".join(f"{f'at {share:.0%}':>9}" for share in SHARES)
         print(f"{'':<15}{'seed':>5}  {'method':<18}{'before':>9}{head}{'tokens':>10}", flush=True)
         for task, seed in itertools.product(tasks, seeds):
-            folders = [run(preset, seed, root / f"{preset}-{seed}") for preset in TASKS[task]]
+            folders = [run(preset, seed, root / f"{preset}-{seed}", steps) for preset in TASKS[task]]
             curves = [curve(folder) for folder in folders]
             checked += [checks(folder, own) for folder, own in zip(folders, (False, True), strict=True)]
             budget = min(tokens[-1] for tokens, _ in curves)

@@ -211,12 +211,12 @@ def ingest(server: Server, bodies: dict[str, bytes], name: str, groups: int, fou
         found[f"ingest_{form}_wall_{name}"].append((time.perf_counter() - started) / groups)
 
 
-def first_batch(server: Server, batch_size: int) -> float:
-    """Return the seconds of the first ``/batch`` with ``MANY`` small groups queued."""
+def first_batch(server: Server, batch_size: int, many: int) -> float:
+    """Return the seconds of the first ``/batch`` with ``many`` small groups queued."""
     server.register(batch_size)
     group = {"tokens": [[1] * 8] * SMALL, "masks": [[1] * 8] * SMALL, "scores": [0.5] * SMALL}
     body = orjson.dumps([group] * 500)
-    for _ in range(MANY // 500):
+    for _ in range(many // 500):
         server.post("/scored_data_list", body)
     started = time.perf_counter()
     assert sum(len(group["tokens"]) for group in server.get("/batch")["batch"]) == batch_size
@@ -249,20 +249,20 @@ def status_p99(server: Server, body: bytes, seconds: float) -> float:
     return times[min(len(times) - 1, math.ceil(0.99 * len(times)))]
 
 
-def restart_seconds(folder: Path) -> float:
-    """Return the seconds from a start to the first answer, with ``MANY`` groups stored."""
+def restart_seconds(folder: Path, many: int) -> float:
+    """Return the seconds from a start to the first answer, with ``many`` groups stored."""
     with serving(True, folder) as server:
         group = make_group()
         small = {key: [row[:256] for row in group[key]] for key in ("tokens", "masks", "inference_logprobs")}
         body = wire.join([wire.pack(wire.from_group({**small, "scores": group["scores"]}))] * 500)
-        for _ in range(MANY // 500):
+        for _ in range(many // 500):
             server.post("/scored_data_list", body, {"Content-Type": wire.PACKED})
     with serving(True, Path(tempfile.mkdtemp(dir=folder.parent))) as server:
         empty = time.time() - psutil.Process(server.process.pid).create_time()
     with serving(True, folder) as server:
         seconds = time.time() - psutil.Process(server.process.pid).create_time()
-        assert server.get("/status")["queue_size"] == MANY
-    print(f"start with nothing stored {empty:.2f} s, with {MANY} groups {seconds:.2f} s", flush=True)
+        assert server.get("/status")["queue_size"] == many
+    print(f"start with nothing stored {empty:.2f} s, with {many} groups {seconds:.2f} s", flush=True)
     return seconds
 
 
@@ -300,8 +300,8 @@ def environment_cpu(server: Server, group: dict[str, Any], ours: bool, groups: i
     return asyncio.run(packed() if ours else stock())
 
 
-def measure(rounds: int, quick: bool) -> Figures:
-    """Run all measurements; the servers take turns in each."""
+def measure(rounds: int, many: int, seconds: float) -> Figures:
+    """Run all measurements, with ``many`` groups queued or stored; the servers take turns in each."""
     group = make_group()
     body = json.dumps(group).encode()
     bodies = {
@@ -325,14 +325,14 @@ def measure(rounds: int, quick: bool) -> Figures:
         for ours, name in ((False, "run_api"), (True, "ours")):
             for _ in range(1 if batch_size == 16 and not ours else min(3, rounds)):
                 with serving(ours) as server:
-                    found[f"first_batch_{batch_size}_{name}"].append(first_batch(server, batch_size))
-        print(f"first batch of {batch_size} with {MANY} groups", flush=True)
+                    found[f"first_batch_{batch_size}_{name}"].append(first_batch(server, batch_size, many))
+        print(f"first batch of {batch_size} with {many} groups", flush=True)
     for ours, name in ((False, "run_api"), (True, "ours")):
         with serving(ours) as server:
             server.register(BATCH)
-            found[f"status_p99_{name}"].append(status_p99(server, body, 5 if quick else 15))
+            found[f"status_p99_{name}"].append(status_p99(server, body, seconds))
     with tempfile.TemporaryDirectory() as folder:
-        found["restart_seconds"].append(restart_seconds(Path(folder) / "data"))
+        found["restart_seconds"].append(restart_seconds(Path(folder) / "data", many))
     return found
 
 
@@ -382,8 +382,10 @@ def meets(value: float, target: str) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
+    parser.add_argument("--smoke", action="store_true", help="the smallest size: whether it runs")
     options = parser.parse_args()
-    figures = report(measure(2 if options.quick else 5, options.quick))
+    rounds, many, seconds = (1, 1000, 1) if options.smoke else (2, MANY, 5) if options.quick else (5, MANY, 15)
+    figures = report(measure(rounds, many, seconds))
     ok = all(meets(figures[name], target) for name, target in TARGETS.items())
     rounded = {name: round(value, 3) for name, value in figures.items()}
     print(json.dumps({"name": "trajectory_api", "figures": rounded, "targets": TARGETS, "ok": ok}))

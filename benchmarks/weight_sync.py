@@ -155,11 +155,12 @@ class Peak:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a sixth of the layers, fewer rounds")
+    parser.add_argument("--smoke", action="store_true", help="the smallest size: whether it runs")
     parser.add_argument("--bucket-mb", type=int, default=512, help="update_weights_bucket_megabytes (default: 512)")
     arguments = parser.parse_args()
-    rounds, bucket = (2 if arguments.quick else 9), arguments.bucket_mb << 20
+    layers, rounds = (1, 1) if arguments.smoke else (4, 2) if arguments.quick else (24, 9)
     with tempfile.TemporaryDirectory() as name:
-        figures = measure(Path(name), layers=4 if arguments.quick else 24, rounds=rounds, bucket=bucket)
+        figures = measure(Path(name), layers, rounds, bucket=arguments.bucket_mb << 20)
     ok = all(figures[f"{transport}_over_floor"] <= target for transport, target in TARGETS.items())
     ok = ok and all(figures[f"{transport}_memory_buckets"] <= MEMORY_TARGET for transport in TARGETS)
     ok = ok and all(figures[f"{transport}_stood_still"] <= target for transport, target in STILL_TARGETS.items())

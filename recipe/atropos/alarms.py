@@ -16,12 +16,14 @@ _TOLERANCE = {"float32": 1e-4, "bfloat16": 0.0104, "float16": 0.0104}
 
 _LR, _CLIP = "actor_rollout_ref.actor.optim.lr", "actor_rollout_ref.actor.optim.clip_grad"
 _TEMPERATURE, _STALENESS = "actor_rollout_ref.rollout.temperature", "trainer.atropos.max_staleness"
-_RESPONSE, _GROUP_SIZE = "data.max_response_length", "environment.group_size"
+_RESPONSE, _PROMPT, _GROUP_SIZE = "data.max_response_length", "data.max_prompt_length", "environment.group_size"
 
 Name = Literal[
     "equal_scores",
+    "policy_broken",
     "environment_raises",
     "too_long",
+    "overlong_rows",
     "wrong_group_size",
     "groups_refused",
     "environment_silent",
@@ -35,6 +37,7 @@ Name = Literal[
     "truncated_sampling",
     "penalized_sampling",
     "logprob_difference",
+    "off_policy_samples",
     "gradient_not_finite",
     "learning_rate_zero",
     "all_rows_clipped",
@@ -58,21 +61,35 @@ ALARMS: dict[Name, Alarm] = {
     "equal_scores": Alarm(
         "all groups of an environment, or most while no other is sent, have answers of equal scores: such a group has "
         "no advantage, and nothing is learned from it",
-        "if all groups became equal at once, or scores do not fit the answers in rollouts/, first look for a broken "
-        "scorer or answer parser; else, if the mean score is the lowest, use easier problems, a better policy or a "
-        "score with partial credit; if it is the highest, the task is solved: use harder problems; in between, "
-        "problems are either too easy or too hard",
+        "if all groups became equal at once, or scores do not fit the answers in rollouts/, look for a broken policy "
+        "(its answers, actor/entropy, actor/grad_norm), then for a broken scorer or answer parser; else, if the mean "
+        "score is the lowest, use easier problems, a better policy or a score with partial credit; if it is the "
+        "highest, the task is solved: use harder problems; in between, problems are either too easy or too hard",
         (_TEMPERATURE, _RESPONSE, _GROUP_SIZE),
+    ),
+    "policy_broken": Alarm(
+        "updates broke the policy: all its groups have equal scores since steps in which it moved far from its "
+        "samples, or in which its entropy or gradient changed by ten times",
+        "resume from a checkpoint before that step with a lower actor_rollout_ref.actor.optim.lr; if the policy's "
+        "answers are as good as before, look for a broken scorer",
+        (_LR, _CLIP, _STALENESS),
     ),
     "environment_raises": Alarm(
         "at least half of an environment's items fail with an exception",
         "see the traceback in the environment's log; python -m recipe.atropos verify-env runs the environment alone",
     ),
     "too_long": Alarm(
-        "at least half of an environment's groups, or of the trainer's rows, are dropped because they are too long",
+        "at least half of an environment's groups are dropped because they are too long",
         "raise data.max_response_length or data.max_prompt_length, or let the environment ask for shorter answers "
         "(its max_tokens)",
-        (_RESPONSE, "data.max_prompt_length", "trainer.atropos.overlong"),
+        (_RESPONSE, _PROMPT),
+    ),
+    "overlong_rows": Alarm(
+        "at least a tenth of the rows are longer than data.max_prompt_length + data.max_response_length, and dropped: "
+        "their scores count in their groups, but only shorter answers are trained on",
+        "raise either length, or let the environment ask for shorter answers (its max_tokens); "
+        "trainer.atropos.overlong=truncate trains on the beginning of a response",
+        (_RESPONSE, _PROMPT, "trainer.atropos.overlong"),
     ),
     "wrong_group_size": Alarm(
         "at least half of an environment's groups do not have the size that it was configured for",
@@ -150,10 +167,18 @@ ALARMS: dict[Name, Alarm] = {
     ),
     "logprob_difference": Alarm(
         "SGLang's logprobs differ from the trainer's, on fresh samples by more than trainer.atropos.logprob_tolerance "
-        "in the mean, or on all samples by more than age explains",
+        "in the mean, or on all samples by far more than usual where none is fresh",
         "likely causes, in this order: sampling parameters, tensors missing on the servers "
-        "(trainer.atropos.weight_sync.verify=probe finds them), dtype, kernels",
+        "(trainer.atropos.weight_sync.verify=probe finds them), dtype, kernels; before them, where no sample was "
+        "fresh, the updates since it was sampled: actor_rollout_ref.actor.optim.lr",
         ("trainer.atropos.logprob_tolerance", "inference.dtype", "trainer.atropos.weight_sync.verify", _TEMPERATURE),
+    ),
+    "off_policy_samples": Alarm(
+        "the policy is far from the samples that it is trained on; fresh samples agree with it, so the updates since "
+        "the others were sampled are the cause",
+        "lower actor_rollout_ref.actor.optim.lr, or the age of samples (trainer.atropos.max_staleness, "
+        "weight_sync.every)",
+        (_LR, _STALENESS, "trainer.atropos.weight_sync.every"),
     ),
     "gradient_not_finite": Alarm(
         "the gradient of an optimizer step was not finite, so verl left that optimizer step out",

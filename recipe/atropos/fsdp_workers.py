@@ -6,6 +6,7 @@ HTTP), padding rows do not count as sequences in the loss, and the loss can incl
 """
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from tensordict import TensorDict
 
 import recipe.atropos.verl_ext.engines  # noqa: F401  (registers the engines for GPUs)
 from recipe.atropos.algorithm.losses import DistillationConfig, atropos_loss
+from recipe.atropos.checkpoint.shards import tensors_only
+from recipe.atropos.checkpoint.store import digests_of, verify
 from recipe.atropos.utils.private_process import keep_rendezvous_on_loopback
 from recipe.atropos.verl_ext.batch import tensordict_utils as tu
 from recipe.atropos.verl_ext.device import get_device_id, get_device_name, get_torch_device
@@ -64,6 +67,28 @@ class AtroposActorWorker(ActorRolloutRefWorker):
             initialize_global_process_group_ray(backend="gloo")
         super().init_model()
         self.actor.set_loss_fn(partial(atropos_loss, **self.loss_fn.keywords, distillation=self.distillation))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, local_path: str, *args: Any) -> dict[str, str]:
+        """Save this rank's part of a checkpoint to ``local_path``, its ``actor/``; return the digests of its files."""
+        torch.serialization.set_crc32_options(False)  # takes half of torch.save's time, and torch.load never looks
+        super().save_checkpoint(local_path, *args)
+        return digests_of(Path(local_path).parent, self._own_files)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
+        """Load this rank's part of a checkpoint; no code that it holds is run.
+
+        Raises:
+            CheckpointDamaged, ShardsError: a file of this rank is not as it was saved, or holds more than tensors.
+        """
+        verify(Path(local_path).parent, self._own_files)
+        with tensors_only(Path(local_path)):
+            super().load_checkpoint(local_path, *args, **kwargs)
+
+    @property
+    def _own_files(self) -> str:
+        return f"actor/*_rank_{self.rank}.pt"
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def check_weight_names(self) -> None:

@@ -37,7 +37,6 @@ from recipe.atropos.config.compose import (
     complete_config,
     compose_config,
     given_keys,
-    quoted,
     resolved,
     with_values,
 )
@@ -45,9 +44,11 @@ from recipe.atropos.config.derived_timeouts import set_waits
 from recipe.atropos.config.env_specs import EnvironmentSpec, environment_specs, fill_warnings
 from recipe.atropos.config.models import KEY as MODEL_KEY
 from recipe.atropos.config.models import SMALL_POLICIES, check_model, set_model_path
+from recipe.atropos.config.options import add_options, compose_overrides
 from recipe.atropos.errors import ConfigurationError, expected_failure
 from recipe.atropos.inference.installed import installed_versions
 from recipe.atropos.inference.server import check_launch
+from recipe.atropos.inference.server_flags import check_flags
 from recipe.atropos.launcher.dashboard import shell_command, shown_path
 from recipe.atropos.launcher.detaching import run_detached
 from recipe.atropos.launcher.environment_processes import check_environments, check_target
@@ -59,7 +60,7 @@ from recipe.atropos.launcher.placement import place_servers
 from recipe.atropos.launcher.preflight import check_config
 from recipe.atropos.launcher.progress import live_view, progress
 from recipe.atropos.launcher.run_summary import show_summary
-from recipe.atropos.launcher.services import Run, console
+from recipe.atropos.launcher.services import Run, bounded_logs, console
 from recipe.atropos.launcher.sglang import given_ports, plan_servers
 from recipe.atropos.launcher.startup import check_port
 from recipe.atropos.run_dir import LAUNCHER, RunDir
@@ -76,38 +77,16 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         description="Start the Trajectory API, SGLang, the trainer and Atropos environments; train; end them all.",
         epilog="key=value: any key of config/trainer.yaml or of verl's ppo_trainer, as for recipe.atropos.main",
     )
-    parser.add_argument("--preset", help="a file of config/preset, without .yaml; demo runs on two CPU cores")
-    parser.add_argument("--config", metavar="FILE", help="a YAML file of your own, over trainer.yaml and the preset")
-    parser.add_argument("--steps", type=int, help="updates to train (trainer.total_training_steps)")
-    parser.add_argument("--run-dir", help="folder of the run (run.dir); an unfinished run there is resumed")
-    parser.add_argument("--model", help="local folder or hub name (actor_rollout_ref.model.path)")
-    parser.add_argument(
-        "--resume-from", metavar="RUN[@STEP]", help="begin with another run's weights (run.resume_from)"
-    )
-    parser.add_argument("--gpus", type=int, help="ranks of the trainer (trainer.n_gpus_per_node); on a CPU, processes")
-    parser.add_argument("--seed", type=int, help="of the data, the sampling and the small policy (seed)")
+    add_options(parser)
     parser.add_argument("--plain", action="store_true", help="print lines instead of the live view")
     parser.add_argument("--detach", action="store_true", help="leave the run going when the terminal closes")
     parser.add_argument(
-        "--dry-run", action="store_true", help="print configuration, memory plan and commands; start nothing"
+        "--dry-run",
+        action="store_true",
+        help="print what differs from the default, memory plan and commands; start nothing",
     )
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("--all", action="store_true", help="with --dry-run: print the whole configuration too")
     return parser.parse_intermixed_args(argv)
-
-
-def compose_overrides(arguments: argparse.Namespace) -> list[str]:
-    """Return the launcher's options as key=value; the user's own key=value come last and win."""
-    named = {
-        "preset": arguments.preset,
-        "config": arguments.config and quoted(Path(arguments.config).resolve()),
-        "trainer.total_training_steps": arguments.steps,
-        "run.dir": arguments.run_dir and quoted(Path(arguments.run_dir).resolve()),
-        "actor_rollout_ref.model.path": arguments.model and quoted(arguments.model),
-        "run.resume_from": arguments.resume_from and quoted(arguments.resume_from),
-        "trainer.n_gpus_per_node": arguments.gpus,
-        "seed": arguments.seed,
-    }
-    return [f"{key}={value}" for key, value in named.items() if value is not None] + arguments.overrides
 
 
 def load_run_config(overrides: list[str]) -> tuple[DictConfig, DictConfig, Path, Start | None]:
@@ -120,11 +99,12 @@ def load_run_config(overrides: list[str]) -> tuple[DictConfig, DictConfig, Path,
             trainer without the launcher accepts.
     """
     given, start = given_keys(overrides), None
-    for key in sorted(given & LAUNCHER_KEYS.keys()):
-        raise ConfigurationError(
-            f"{key} is the launcher's to set, which starts the services itself; drop it and give "
-            f"{LAUNCHER_KEYS[key]}, or train beside services of your own by python -m recipe.atropos.main"
-        )
+    if own := [
+        f"{key} is set by the launcher, which starts the services itself; drop it and give {LAUNCHER_KEYS[key]}, or "
+        "train beside services of your own by python -m recipe.atropos.main"
+        for key in sorted(given & LAUNCHER_KEYS.keys())
+    ]:
+        raise ConfigurationError("\n".join(own))
     later = "run.resume_from" in given and MODEL_KEY not in given  # the model is known once the run's folder is
     composed = compose_config(overrides, tell=_say)
     config = resolved(with_values(composed, {MODEL_KEY: _MODEL_TO_COME}) if later else composed)
@@ -194,6 +174,8 @@ def check_start(run: Run) -> None:
         raise ConfigurationError(f"{keys}: both are {double}; give another, or null for a free one")
     for server in plan_servers(run, lora=False).values():
         check_launch(server)
+    if inference.args:
+        check_flags(server, inference.args)
 
 
 def make_folder(directory: Path) -> None:
@@ -253,14 +235,15 @@ def run_all(arguments: argparse.Namespace, detach: Callable[[RunDir], None] | No
             if arguments.dry_run:
                 from recipe.atropos.commands.dry_run import show_dry_run
 
-                show_dry_run(run, specs, console)
+                show_dry_run(run, specs, console, arguments.all)
                 return 0
             make_folder(directory)
             with RunDir(directory).lock(_say) as lock:
                 prepare_run(config, composed, directory, start)
                 if detach is not None:
                     detach(RunDir(directory))
-                with live_view(directory) if shows_live(console) else contextlib.nullcontext():
+                view = live_view(directory) if shows_live(console) else contextlib.nullcontext()
+                with bounded_logs(RunDir(directory).logs), view:
                     asyncio.run(launch(config, composed, directory, specs, lock))
     except (KeyboardInterrupt, asyncio.CancelledError):
         console.print("[bold]stopped[/] the same command resumes the run")
@@ -268,7 +251,8 @@ def run_all(arguments: argparse.Namespace, detach: Callable[[RunDir], None] | No
     except Exception as error:
         if (message := expected_failure(error)) is None:
             raise
-        console.print(f"[bold red]error[/]   {escape(message)}", soft_wrap=True)
+        lines = escape(message).replace("\n", "\n        ")
+        console.print(f"[bold red]error[/]   {lines}", soft_wrap=True)
         return 1
     show_summary(RunDir(directory), console)
     return 0

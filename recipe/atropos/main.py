@@ -1,4 +1,4 @@
-"""The trainer: ``python -m recipe.atropos.main key=value ...``
+"""The trainer: ``python -m recipe.atropos.main key=value ...``, a Hydra application (``--help``, ``--hydra-help``).
 
 The SGLang servers (``inference.urls``) and the Trajectory API (``trainer.atropos.api_url``) must be running;
 ``launch_services`` starts them, the environments and this trainer. Without ``inference.gateway``, the trainer starts a
@@ -6,22 +6,21 @@ gateway in front of the servers, and prints how environments use it. verl, torch
 configuration has been checked, so that a wrong key or value is reported quickly.
 """
 
-import argparse
 import logging
 import os
 import sys
 import threading
+import traceback
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
+import hydra
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from recipe.atropos.checkpoint.resumption import prepare_folder
-from recipe.atropos.config.complete import load_complete
-from recipe.atropos.config.compose import load_config
+from recipe.atropos.config.hydra_app import checked_config, hydra_arguments
 from recipe.atropos.config.models import check_model, set_model_path
 from recipe.atropos.errors import ConfigurationError, expected_failure, one_line_errors
 from recipe.atropos.inference.installed import installed_versions
@@ -34,7 +33,6 @@ from recipe.atropos.utils.files import DiskFull
 from recipe.atropos.utils.gpus import BUCKET_MEGABYTES, device_of, platform_variables, visible_gpus
 from recipe.atropos.utils.hosts import is_this_host, joins_cluster, loopback_variables
 from recipe.atropos.utils.importing import without_collections
-from recipe.atropos.utils.private_process import take_secret_flags
 from recipe.atropos.verl_ext.attention import set_attention
 
 
@@ -160,23 +158,13 @@ def _in_background(work: Callable[[], None]) -> Future[None]:
     return future
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m recipe.atropos.main",
-        description="Train on what environments send to a Trajectory API, with SGLang servers that run already.",
-        epilog="The keys are those of recipe/atropos/config/trainer.yaml and of verl's ppo_trainer.",
-    )
-    parser.add_argument("--run", type=Path, help="a run's folder: its config.yaml alone counts (the launcher's way)")
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
-    arguments = parser.parse_args(argv)
-    if arguments.run and arguments.overrides:
-        parser.error(f"{arguments.overrides[0]}: no key=value with --run; the folder's config.yaml has them all")
+def train(config: DictConfig) -> None:
+    """Check what needs neither verl nor a service, say what is trained, and train.
+
+    An expected failure ends the process with one line.
+    """
     logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(message)s")
     with one_line_errors():
-        if arguments.run:
-            config = load_complete(RunDir(arguments.run).config, take_secret_flags())
-        else:
-            config = load_config(arguments.overrides)
         if config.run.resume_from and not RunDir(config.run.dir).inherits_lock():
             raise ConfigurationError(
                 f"run.resume_from={config.run.resume_from} is the launcher's work: export that run, and give the "
@@ -188,6 +176,23 @@ def main(argv: list[str] | None = None) -> None:
         # verl warns of each engine that is not installed; this recipe uses only FSDP.
         warnings.filterwarnings("ignore", message=".* engine is not available")
         run(config)
+
+
+@hydra.main(config_path="config", config_name="trainer", version_base=None)
+def _hydra_main(composed: DictConfig) -> None:
+    try:
+        with one_line_errors():
+            config = checked_config(composed)
+        train(config)
+    except Exception:  # Hydra would print the arguments, which may hold keys, and half of the traceback
+        traceback.print_exc()
+        sys.exit(1)
+
+
+def main(argv: list[str] | None = None) -> None:
+    with one_line_errors():
+        sys.argv[1:] = hydra_arguments(sys.argv[1:] if argv is None else argv)
+    _hydra_main()
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ the replies and post them to the Trajectory API. ``fit_step`` is the algorithm; 
 """
 
 import contextlib
-import io
 import logging
 import math
 import time
@@ -24,6 +23,7 @@ from recipe.atropos.algorithm.metrics import batch_metrics, mean_entropy, stalen
 from recipe.atropos.algorithm.mini_batches import lay_out
 from recipe.atropos.algorithm.off_policy import compare_with_engine, configure_bypass_mode
 from recipe.atropos.checkpoint.resumption import model_identity
+from recipe.atropos.checkpoint.shards import load_verified, save_state
 from recipe.atropos.checkpoint.store import Checkpoints, step_of
 from recipe.atropos.data.data_proto import real_rows, rows_to_data_proto
 from recipe.atropos.data.reading import read_groups
@@ -45,7 +45,6 @@ from recipe.atropos.evaluated import is_held, wait_until_evaluated
 from recipe.atropos.run_record import RunRecord, heldout_scores
 from recipe.atropos.stock_source import open_source
 from recipe.atropos.tracking import Trackers
-from recipe.atropos.utils.files import write_atomic
 from recipe.atropos.verl_ext.algorithm import (
     compute_data_metrics,
     compute_throughout_metrics,
@@ -78,7 +77,7 @@ class RayGRPOAtroposTrainer:
         atropos = config.trainer.atropos
         self.advantage_config = AdvantageConfig.from_config(atropos)
         self.advantage_moments = RunningMoments()
-        self.distillation = DistillationConfig.from_config(atropos.distillation)
+        self.distillation = DistillationConfig(**atropos.distillation)
         self.kl_controller = get_kl_controller(config.algorithm.kl_ctrl) if config.algorithm.use_kl_in_reward else None
         configure_bypass_mode(config)
         actor_rollout_ref = config.actor_rollout_ref
@@ -380,6 +379,7 @@ class RayGRPOAtroposTrainer:
 
         Raises:
             ConfigurationError: there is no checkpoint at that path.
+            CheckpointDamaged, ShardsError: a file is not as it was saved, or holds code.
         """
         trainer = self.config.trainer
         folder = self.checkpoints.to_resume(trainer)
@@ -387,20 +387,20 @@ class RayGRPOAtroposTrainer:
             return
         self.global_steps = step_of(folder)
         logger.warning("resuming from %s", folder)
+        state = load_verified(folder, "data.pt")
         self.actor.load_checkpoint(str(folder / "actor"), del_local_after_load=trainer.del_local_ckpt_after_load)
-        self.record.load_state_dict(torch.load(folder / "data.pt", weights_only=False))
+        self.record.load_state_dict(state)
         if not self.checkpoints.continues(trainer):
             self.record.forget_counts()
 
     def _save_checkpoint(self) -> None:
         """Save a checkpoint; on DiskFull, nothing is left of it, but older ones may have been removed to make room."""
         keep, scores = self.config.trainer.max_actor_ckpt_to_keep, heldout_scores(self.config.run.dir)
-        about = self._model_identity, scores, self.record.totals.batches
+        digests: dict[str, str] = {}
+        about = self._model_identity, scores, self.record.totals.batches, digests
         with self.checkpoints.saving(self.global_steps, keep, *about) as folder:
-            self.actor.save_checkpoint(str(folder / "actor"), None, self.global_steps)
-            state = io.BytesIO()
-            torch.save(self.record.state_dict(), state)
-            write_atomic(folder / "data.pt", state.getvalue())
+            digests |= self.actor.save(folder, self.global_steps)
+            save_state(folder / "data.pt", self.record.state_dict())
         self.data_source.commit(self.checkpoints.oldest_batch())
 
     def _save_if_due(self) -> None:

@@ -55,7 +55,6 @@ class RunDir:
         self.evaluations = path / "evaluations.jsonl"
         self.alarms = path / "alarms.jsonl"  # one line for each alarm that is raised or cleared
         self.summary = path / "summary.json"
-        self.alarms = path / "alarms.jsonl"
         self.reward_picture = path / "reward.png"
         self.report = path / "report.html"
         self.logs = path / "logs"

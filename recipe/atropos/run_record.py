@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from recipe.atropos.run_dir import RunDir
-from recipe.atropos.utils.files import append_line, read_json, read_lines, rewrite_lines, write_json
+from recipe.atropos.utils.files import append_line, disk_errors, read_json, read_lines, rewrite_lines, write_json
 
 _FRESH_SECONDS = 60.0  # for the marker file of a waiting trainer
 PHASES = {  # phases of a step, in order, and the trainer's timers that measure them
@@ -171,7 +171,7 @@ def update_summary(directory: str | Path, values: Mapping[str, Any], remove: Col
         DiskFull: the summary is unchanged.
     """
     path = RunDir(directory).summary
-    with open(path.with_name(".summary.lock"), "ab") as lock:
+    with disk_errors(path), open(path.with_name(".summary.lock"), "ab") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         merged = {**read_json(path, {}), **values}
         write_json(path, {key: value for key, value in merged.items() if key not in remove})

@@ -22,12 +22,11 @@ from typing import Any
 
 import orjson
 import psutil
-import yaml
 
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.run_dir import LAUNCHER, Holder, RunDir
 from recipe.atropos.run_record import SCORES, heldout_scores, read_evaluations
-from recipe.atropos.utils.files import LineReader, read_json, read_lines
+from recipe.atropos.utils.files import LineReader, read_json, read_lines, read_yaml
 from recipe.atropos.utils.machine import nvidia_smi
 from recipe.atropos.utils.process import process_lives
 from recipe.atropos.utils.secret import API_KEY_VARIABLE
@@ -42,6 +41,7 @@ ALIVE = (STARTING, RUNNING, ENDING)
 _ENDPOINT_SECONDS = 2.0  # for a status endpoint to answer
 _MEMORY_SECONDS = 5.0  # between two measurements of memory
 _PACE_STEPS = 20  # the latest steps, from which seconds per step are taken
+_OVERDUE_STEPS, _OVERDUE_SECONDS = 5, 30.0  # since the last step, after which that pace says nothing
 _GIB = 1 << 30
 
 
@@ -85,7 +85,8 @@ def _started(path: Path) -> float:
 
 @dataclass(frozen=True)
 class ServiceStatus:
-    """One service. ``health``: "ok", "waits", "down" or "unknown"; ``detail``: a few words about it, or ""."""
+    """One service. ``health``: "ok", "waits", "down", "ended" (with the run) or "unknown"; ``detail``: a few words, or
+    ""."""
 
     name: str
     pid: int
@@ -137,8 +138,10 @@ class RunStatus:
 
     @property
     def seconds_left(self) -> float | None:
-        """Seconds until the last step at the pace of the latest ones; None if that is not known."""
+        """Seconds until the last step at the pace of the latest ones; None if that is not known, or none comes now."""
         if self.total is None or self.seconds_per_step is None or not self.is_alive:
+            return None
+        if time.time() - self.last["time"] > max(_OVERDUE_SECONDS, _OVERDUE_STEPS * self.seconds_per_step):
             return None
         return max(0, self.total - self.step) * self.seconds_per_step
 
@@ -183,7 +186,7 @@ class RunReader:
         services: tuple[ServiceStatus, ...] = ()
         diagnosis = None
         if state in ALIVE:
-            services, diagnosis = self._read_services(listing or {}, config)
+            services, diagnosis = self._read_services(listing or {}, config, state)
         evaluations = read_evaluations(self.files.path)
         return RunStatus(
             directory=self.files.path,
@@ -219,8 +222,7 @@ class RunReader:
         try:
             changed = self.files.config.stat().st_mtime_ns
             if changed != self._config[0]:
-                content = self.files.config.read_bytes()
-                self._config = changed, yaml.load(content, getattr(yaml, "CSafeLoader", yaml.SafeLoader)) or {}
+                self._config = changed, read_yaml(self.files.config)
         except FileNotFoundError:
             return {}
         return self._config[1]
@@ -247,7 +249,7 @@ class RunReader:
     # ---------------------------------------------------------------- services
 
     def _read_services(
-        self, listing: dict[str, Any], config: dict[str, Any]
+        self, listing: dict[str, Any], config: dict[str, Any], state: str
     ) -> tuple[tuple[ServiceStatus, ...], dict[str, Any] | None]:
         living = {name: entry for name, entry in listing.items() if _lives(entry)}
         key = _api_key(living[name]["pid"] for name in ("api", "gateway") if name in living)
@@ -260,7 +262,7 @@ class RunReader:
             if name == LAUNCHER:
                 continue
             if name not in living:
-                health, detail = "down", "ended"
+                health, detail = "ended" if state == ENDING else "down", "ended"
             elif name == "api":
                 health, detail = _health_of_api(diagnosis)
             elif name == "gateway":

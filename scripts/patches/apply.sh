@@ -17,12 +17,14 @@ set -euo pipefail
 names=(dict-chat-template ref-offload flush-cache)
 
 # describe NAME: sets package, versions and about.
-# edits NAME: prints one edit a line, FILE <tab> INDENT <tab> OLD <tab> NEW; INDENT is a sed expression, and the edits of a file
-# belong together. A NAME may have several variants for several versions; the first whose first line is found counts.
+# edits NAME VARIANT: prints one edit a line, FILE <tab> INDENT <tab> OLD <tab> NEW; INDENT is a sed expression. A variant is
+# the edits of one file, which belong together. Each file that is there is patched; where several variants are for one file, the
+# first counts of which a line stands in it. An edit whose NEW is "-" changes nothing: its line must stand there for the variant
+# to count.
 describe() {
   case $1 in
     dict-chat-template)
-      package=sglang versions="0.5.6 and its neighbors; fixed from 0.5.12 on (sglang pull request 17236)"
+      package=sglang versions="to 0.5.11; fixed from 0.5.12 on (sglang pull request 17236)"
       about="a chat template that is a dict (tool-calling models) crashes the server at its start"
       variants=(once) ;;
     ref-offload)
@@ -30,9 +32,9 @@ describe() {
       about="the reference policy is offloaded whatever param_offload says; not needed here: verl_ext/engines.py chooses without it"
       variants=(engine workers) ;;
     flush-cache)
-      package=sglang versions="0.5.6 to 0.5.12; 0.5.23 reports the failure"
-      about="a cache that cannot be flushed after an update kills the server; patched, the update fails and the server stays \
-paused: nothing is generated with keys of the old weights"
+      package=sglang versions="to 0.5.12; 0.5.23 reports the failure"
+      about="a cache that cannot be flushed after an update kills the server; patched, the update fails and, from 0.5.6 on, the \
+server stays paused: nothing is generated with keys of the old weights"
       variants=(function inline) ;;
     *) echo "unknown patch $1; choose from: ${names[*]}" >&2; exit 2 ;;
   esac
@@ -40,7 +42,7 @@ paused: nothing is generated with keys of the old weights"
 
 edits() {
   local mark="  # patched: $1" tab=$'\t' any=' *'
-  local failed='(False, "Cache flush failed after updating weights; generation is paused: end the running requests and update again")'
+  local failed='(False, "Cache flush failed after updating weights; generate nothing before the running requests are ended and the update is repeated")'
   case $1/$2 in
     dict-chat-template/once)
       printf '%s\n' "srt/managers/template_manager.py$tab$any${tab}has_reasoning = re.search(force_reasoning_pattern, template) is not None${tab}has_reasoning = isinstance(template, str) and re.search(force_reasoning_pattern, template) is not None$mark" ;;
@@ -54,10 +56,11 @@ edits() {
         "$file$tab$any${tab}cpu_offload = None if role == \"actor\" else CPUOffloadPolicy(pin_memory=True)${tab}cpu_offload = None if role == \"actor\" else (CPUOffloadPolicy(pin_memory=True) $offload)$mark" ;;
     flush-cache/function)
       local file=srt/managers/scheduler_update_weights_mixin.py
-      printf '%s\n' "$file$tab            ${tab}self.flush_cache_after_weight_update(recv_req)${tab}success, message = (success, message) if self.flush_cache_after_weight_update(recv_req) is not False else $failed$mark" \
+      printf '%s\n' "$file$tab    ${tab}def flush_cache_after_weight_update(self: Scheduler, recv_req) -> None:$tab-" \
+        "$file$tab            ${tab}self.flush_cache_after_weight_update(recv_req)${tab}success, message = (success, message) if self.flush_cache_after_weight_update(recv_req) is not False else $failed$mark" \
         "$file$tab            ${tab}assert flush_cache_success, \"Cache flush failed after updating weights\"${tab}self._engine_paused = self._engine_paused or not flush_cache_success; return bool(flush_cache_success)$mark" ;;
-    flush-cache/inline)
-      printf '%s\n' "srt/managers/scheduler_update_weights_mixin.py$tab                ${tab}assert flush_cache_success, \"Cache flush failed after updating weights\"${tab}self._engine_paused, success, message = (self._engine_paused, success, message) if flush_cache_success else (True, *$failed)$mark" ;;
+    flush-cache/inline) # to 0.5.5 a scheduler cannot be paused, and has no _engine_paused
+      printf '%s\n' "srt/managers/scheduler_update_weights_mixin.py$tab$any${tab}assert flush_cache_success, \"Cache flush failed after updating weights\"${tab}self._engine_paused, success, message = (getattr(self, \"_engine_paused\", False), success, message) if flush_cache_success else (True, *$failed)$mark" ;;
   esac
 }
 
@@ -71,29 +74,35 @@ count() { grep -c "^$2$(escape_old "$3")\$" "$1" || true; }
 change() {
   local script="" file indent old new from to
   while IFS=$'\t' read -r file indent old new; do
+    if [ "$new" = - ]; then continue; fi
     if [ "$3" = 1 ]; then from=$old to=$new; else from=$new to=$old; fi
     script+="s/^\\($indent\\)$(escape_old "$from")\$/\\1$(escape_new "$to")/"$'\n'
   done < <(edits "$1" "$2")
   sed "$script" "$target" > "$4"
 }
 
-# state NAME FOLDER: sets state (needed|applied|fixed|foreign), variant and target
+# state NAME VARIANT FOLDER: sets target and state (absent|needed|applied|foreign)
 state() {
-  local file indent old new plain patched
-  for variant in "${variants[@]}"; do
-    plain=0 patched=0 total=0
-    while IFS=$'\t' read -r file indent old new; do
-      target=$2/$file
-      [ -f "$target" ] || continue 2
-      total=$((total + 1))
-      [ "$(count "$target" "$indent" "$old")" = 0 ] || plain=$((plain + 1))
-      [ "$(count "$target" "$indent" "$new")" = 0 ] || patched=$((patched + 1))
-    done < <(edits "$1" "$variant")
-    if [ "$patched" = "$total" ] && [ "$plain" = 0 ]; then state=applied; return; fi
-    if [ "$plain" = "$total" ]; then state=needed; return; fi
-    if [ $((plain + patched)) -gt 0 ]; then state=foreign; return; fi
-  done
-  state=fixed
+  local file indent old new plain=0 patched=0 total=0
+  state=absent
+  while IFS=$'\t' read -r file indent old new; do
+    target=$3/$file
+    [ -f "$target" ] || return 0
+    if [ "$new" = - ]; then
+      [ "$(count "$target" "$indent" "$old")" != 0 ] || return 0
+      continue
+    fi
+    total=$((total + 1))
+    [ "$(count "$target" "$indent" "$old")" = 0 ] || plain=$((plain + 1))
+    [ "$(count "$target" "$indent" "$new")" = 0 ] || patched=$((patched + 1))
+  done < <(edits "$1" "$2")
+  if [ "$plain" = "$total" ]; then
+    state=needed
+  elif [ "$patched" = "$total" ] && [ "$plain" = 0 ]; then
+    state=applied
+  elif [ $((plain + patched)) -gt 0 ]; then
+    state=foreign
+  fi
 }
 
 action=apply python=${PYTHON:-python} chosen=()
@@ -130,27 +139,32 @@ PYTHON
     echo "  $package is not installed for $python: nothing to do"
     continue
   fi
-  state "$name" "$folder"
-  case $state in
-    fixed) echo "  $package $version: not needed, its code has changed"; continue ;;
-    foreign)
+  found=()
+  for variant in "${variants[@]}"; do
+    state "$name" "$variant" "$folder"
+    if [ "$state" = absent ] || [[ " ${found[*]} " = *" $target "* ]]; then continue; fi
+    found+=("$target")
+    place="$package $version: ${target#"$folder"/}"
+    if [ "$state" = foreign ]; then
       echo "  $package $version: $target has only some of the lines; it was changed by someone else: reinstall $package" >&2
-      exit 1 ;;
-  esac
-  case $action/$state in
-    check/needed) echo "  $package $version: needed"; needed=1 ;;
-    */applied) [ "$action" = revert ] || echo "  $package $version: applied" ;;
-    revert/needed) echo "  $package $version: not applied" ;;
-  esac
-  case $action/$state in apply/needed|dry-run/needed|revert/applied) ;; *) continue ;; esac
-  changed=$(mktemp)
-  change "$name" "$variant" "$([ "$action" = revert ] && echo 0 || echo 1)" "$changed"
-  if [ "$action" = dry-run ]; then
-    diff -u "$target" "$changed" | sed 's/^/  /' || true
-  else
-    cat "$changed" > "$target" # keeps owner and mode
-    echo "  $package $version: $([ "$action" = revert ] && echo reverted || echo patched) $target"
-  fi
-  rm -f "$changed"
+      exit 1
+    fi
+    case $action/$state in
+      check/needed) echo "  $place: needed"; needed=1 ;;
+      */applied) [ "$action" = revert ] || echo "  $place: applied" ;;
+      revert/needed) echo "  $place: not applied" ;;
+    esac
+    case $action/$state in apply/needed|dry-run/needed|revert/applied) ;; *) continue ;; esac
+    changed=$(mktemp)
+    change "$name" "$variant" "$([ "$action" = revert ] && echo 0 || echo 1)" "$changed"
+    if [ "$action" = dry-run ]; then
+      diff -u "$target" "$changed" | sed 's/^/  /' || true
+    else
+      cat "$changed" > "$target" # keeps owner and mode
+      echo "  $place: $([ "$action" = revert ] && echo reverted || echo patched)"
+    fi
+    rm -f "$changed"
+  done
+  if [ ${#found[@]} = 0 ]; then echo "  $package $version: not needed, its code has changed"; fi
 done
 exit $needed

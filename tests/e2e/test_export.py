@@ -81,6 +81,17 @@ def test_export_has_tokenizer_template_and_generation_config(small_run, make_mod
     assert GenerationConfig.from_pretrained(tmp_path / "out").temperature == 0.6
 
 
+def test_export_loads_without_the_attention_of_the_training(make_model, tmp_path):
+    """Neither the export nor who loads it has flash attention, as here; verl's override leaves it in the checkpoint."""
+    engine = trained(make_model("qwen2"))
+    engine.module.config.attn_implementation = "flash_attention_2"
+    run = saved_run(tmp_path / "run", configuration(make_model("qwen2")), engine)
+    saved = run.checkpoints / "global_step_1/actor/huggingface/config.json"
+    assert json.loads(saved.read_text())["attn_implementation"] == "flash_attention_2"
+    export(arguments(run.path, "--out", tmp_path / "out"))
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config._attn_implementation == "sdpa"
+
+
 def test_export_keeps_chat_templates_in_folders(small_run, tmp_path):
     """No weights, wherever they are."""
     run, _ = small_run
@@ -129,6 +140,8 @@ def test_export_at_the_end_never_ends_a_run(make_model, tmp_path, capsys, caplog
     [config] = run.checkpoints.glob("*/actor/huggingface/config.json")
     text = config.read_text()
     config.write_text(text.replace('"qwen2"', '"qwenX"'))
+    complete = config.parents[2] / "complete.json"  # as saved by a version without digests
+    complete.write_text(json.dumps(json.loads(complete.read_text()) | {"digests": {}}))
     export_model(run)
     told = capsys.readouterr().out
     assert "model not exported: ValueError: " in told and "qwenX" in told and len(told.splitlines()) == 1
@@ -328,6 +341,7 @@ def test_export_of_other_tensors_than_the_model_s_is_refused(make_model, tmp_pat
     run = saved_run(tmp_path / "run", configuration(make_model("qwen2-tied")), engine)
     path = run.checkpoints / "global_step_1/actor/model_world_size_1_rank_0.pt"
     state = torch.load(path)
+    (path.parents[1] / "complete.json").unlink()  # it has digests
     for change, told in (
         (
             {"lm_head.weight": state["lm_head.weight"] + 1},

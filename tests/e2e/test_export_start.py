@@ -62,7 +62,7 @@ def test_export_starts_a_run_with_another_s_weights(source, model, tmp_path):
         again, start = begun_from(tmp_path, spec, "--preset", "demo")
         start.make()
         assert again == config and start.for_checks(again) == again
-    with pytest.raises(ConfigurationError, match=r"resume_from=.*/first@2: no config.yaml there"):
+    with pytest.raises(ConfigurationError, match=r"resume_from=.*/first@2: no run there"):
         begun_from(tmp_path, f"{source.path}@2")
 
 
@@ -89,7 +89,7 @@ def test_export_start_that_cannot_be_is_refused_by_name(source, model, tmp_path,
     for spec, options, told in (
         (source.path, ["--model", str(model)], r"resume_from=.*/first with actor_rollout_ref.model.path \(--model\)"),
         (tmp_path / "second", [], "is the run's own folder: leave it out"),
-        (tmp_path / "none", [], r"resume_from=.*/none: no config.yaml there; give the folder of a run"),
+        (tmp_path / "none", [], r"resume_from=.*/none: no run there .* give RUN or RUN@STEP"),
         (f"{source.path}@7", [], r"resume_from=.*/first@7: step 7: .* has whole checkpoints of steps \[1, 2\]"),
     ):
         with pytest.raises(ConfigurationError, match=told):

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 
 from helpers import ROOT
@@ -101,16 +102,61 @@ def test_orphans_of_a_failed_test_are_ended(family):
     family.wait_until(lambda: not family.living())
 
 
-def test_orphans_of_a_killed_guardian_are_ended_by_stop(family, monkeypatch):
-    """Those that have the service's session or its mark; the service itself ends with its guardian."""
+@pytest.mark.parametrize("inner_too", [False, True])
+def test_orphans_of_a_killed_guardian_are_ended_by_stop(family, monkeypatch, inner_too):
+    """If both are killed: those that have the service's session or its mark; the kernel ends the service itself."""
     monkeypatch.setenv(RUN_ID_VARIABLE, family.mark)
     code = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {DEAF!r}], start_new_session=True); {WAIT}"
     service = start_service("family", [sys.executable, "-c", code], log_path=family.folder / "log", cwd=family.folder)
     family.wait_until(lambda: len(family.numbers()) == 2)
+    inner = psutil.Process(service.process.pid).children()[0]
     service.process.kill()
+    if inner_too:
+        inner.kill()
     assert service.process.wait(30) == -signal.SIGKILL
+    family.wait_until(lambda: not psutil.pid_exists(service.pid))
     service.stop(grace=0.5)
     assert not family.living()
+
+
+def test_orphans_are_ended_by_the_other_guardian(families):
+    """Whichever of the two is killed, by whatever signal; with no help of the launcher, which may be gone."""
+    kills = [("outer", signal.SIGKILL), ("inner", signal.SIGKILL), ("outer", signal.SIGQUIT)]
+    kills += [("inner", signal.SIGSEGV), ("inner", signal.SIGUSR1)]
+    cases = [([kill], False) for kill in kills] + [([kill], True) for kill in kills[:2]]
+    stops = [("outer", signal.SIGSTOP), ("inner", signal.SIGSTOP)]
+    cases += [(stops[:1], True), (stops[1:], True), (stops, True)]
+    launched = []
+    for signals, launcher_too in cases:
+        family = families()
+        launched.append((family, family.launch("running"), signals, launcher_too))
+    for family, launcher, signals, launcher_too in launched:
+        assert launcher.stdout.readline() == b"ready\n"
+        family.wait_until(lambda family=family: len(family.numbers()) == PROCESSES)
+        [outer] = psutil.Process(launcher.pid).children()
+        guardians = {"outer": outer, "inner": outer.children()[0]}
+        for guardian, number in signals:
+            guardians[guardian].send_signal(number)
+        if launcher_too:
+            launcher.kill()
+    for family, launcher, _, launcher_too in launched:
+        family.wait_until(lambda family=family, n=1 - launcher_too: len(family.living()) == n)
+        launcher.kill()
+        launcher.wait(10)
+
+
+def test_a_stopped_guardian_delays_no_end(family, monkeypatch):
+    """Each continues the other: the launcher hears of the service's end, and its request reaches the inner one."""
+    monkeypatch.setenv(RUN_ID_VARIABLE, family.mark)
+    ended = start_service("true", ["sleep", "1"], log_path=family.folder / "log")
+    stopped = start_service("wait", [sys.executable, "-c", WAIT], log_path=family.folder / "log", cwd=family.folder)
+    family.wait_until(lambda: len(family.numbers()) == 1)
+    ended.process.send_signal(signal.SIGSTOP)
+    psutil.Process(stopped.process.pid).children()[0].send_signal(signal.SIGSTOP)
+    stopped.stop(grace=30)
+    assert stopped.poll() == -signal.SIGTERM
+    assert ended.process.wait(20) == 0
+    ended.stop()
 
 
 def test_orphans_of_a_stopped_process_are_ended(family, monkeypatch):

@@ -208,6 +208,18 @@ def test_nothing_starts_beyond_the_batches_that_may_queue(api, make):
     play(make(api, max_batches_offpolicy=2, max_num_workers=4), scene)
 
 
+def test_bound_alone_limits_what_is_queued_where_there_is_one(api, make):
+    """Not ``max_batches_offpolicy``: the tickets go as far as the bound allows."""
+
+    async def scene(env, manager):
+        ScriptedTrainer(api, BATCH, max_staleness=3)
+        await until(lambda: env.report.counts["groups_sent"] == 12, manager)
+        await asyncio.sleep(0.5)
+        assert len(env.begun) == 12, "four batches for version 0"
+
+    play(make(api, max_batches_offpolicy=1), scene)
+
+
 def test_nothing_starts_once_the_environment_ends(api, make):
     """Nor if its ticket comes at that moment: the item would be posted over a new connection, which nobody closes."""
 

@@ -10,11 +10,16 @@ from transformers import AutoModelForCausalLM
 from helpers.export import alone  # noqa: F401
 from helpers.qwen import PARAMETERS, write_qwen_config
 from helpers.sglang import make_tiny_model
+from recipe.atropos.commands import plan
 from recipe.atropos.commands.plan import GIB, activations, decoder_layers, plan_memory, show
 from recipe.atropos.config.compose import load_config
-from recipe.atropos.config.compose import presets as all_presets
+from recipe.atropos.config.shipped import presets as all_presets
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.utils import debug
+from recipe.atropos.verl_ext.device import PrecisionType
+from recipe.atropos.verl_ext.driver import omega_conf_to_dataclass
+
+TOKENS = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=16384"
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +44,27 @@ def test_plan_of_published_models_has_their_parameters(qwen):
             assert plan.trainer.parameters == plan.trainer.gradients == 4 * parameters // ranks
             assert plan.trainer.optimizer == 8 * parameters // ranks and plan.trainer.reference == 0
             assert plan.server.weights == 2 * parameters
+
+
+@pytest.mark.parametrize("dtype", [None, "bf16"])
+def test_plan_of_the_reference_has_the_dtype_of_verl(qwen, dtype):
+    """verl loads the weights of either model in its engine's ``model_dtype``, which is float32 in both."""
+    kl, ranks = "actor_rollout_ref.actor.use_kl_loss=true", "trainer.n_gpus_per_node=4"
+    options = [kl, ranks] + [f"actor_rollout_ref.ref.fsdp_config.model_dtype={dtype}"] * bool(dtype)
+    models = load_config([f"actor_rollout_ref.model.path={qwen('7b')}", *options]).actor_rollout_ref
+    actor, reference = (omega_conf_to_dataclass(part.fsdp_config) for part in (models.actor, models.ref))
+    sizes = [PrecisionType.to_dtype(engine.model_dtype).itemsize for engine in (actor, reference)]
+    assert sizes == [4, 2 if dtype else 4] and (actor.forward_only, reference.forward_only) == (False, True)
+    found = planned(qwen("7b"), *options).trainer
+    assert [found.parameters, found.reference] == [size * PARAMETERS["7b"] // 4 for size in sizes]
+
+
+def test_plan_of_a_micro_batch_is_by_attention(qwen, monkeypatch):
+    smaller = planned(qwen("1.5b")).trainer
+    monkeypatch.setattr(plan, "flash_is_installed", lambda: True)
+    larger = planned(qwen("1.5b")).trainer
+    assert larger.activations == pytest.approx(4 * smaller.activations, rel=0.01)
+    assert larger == planned(qwen("1.5b"), TOKENS).trainer
 
 
 def test_plan_of_parameters_and_moments_is_what_fsdp_holds(tmp_path, alone):  # noqa: F811
@@ -99,9 +125,10 @@ def test_plan_says_what_does_not_fit_and_what_to_change(qwen):
     assert not adapted.problems and adapted.trainer.optimizer < GIB
     without = planned(big, *lora, "actor_rollout_ref.model.exclude_modules=[gate_proj,up_proj,down_proj]")
     assert without.trainer.optimizer < 0.7 * adapted.trainer.optimizer
-    [problem] = planned(qwen("1.5b"), "actor_rollout_ref.model.enable_gradient_checkpointing=false", memory=60).problems
+    kept = "actor_rollout_ref.model.enable_gradient_checkpointing=false"
+    [problem] = planned(qwen("1.5b"), kept, TOKENS, memory=60).problems
     assert "most of it activations" in problem and "enable_gradient_checkpointing=true" in problem
-    [problem] = planned(small, memory=16).problems
+    [problem] = planned(small, TOKENS, memory=16).problems
     assert "most of it logits" in problem and "ppo_max_token_len_per_gpu" in problem
     shared = planned(qwen("1.5b"), "inference.colocated=true", "inference.mem_fraction_static=0.8")
     assert "while the colocated servers generate" in shared.problems[0] and "param_offload=true" in shared.problems[0]
@@ -130,7 +157,7 @@ def test_plan_counts_the_buckets_that_a_push_keeps(qwen):
         ("qwen2.5-7b-8gpu", "7b", 80),
         ("gsm8k", "1.5b", 80),
         ("gsm8k-lora", "1.5b", 80),
-        ("golden", "0.5b", 80),
+        ("golden", "0.5b", 24),
     ],
 )
 def test_plan_of_each_preset_for_gpus_fits(qwen, capsys, preset, size, memory):
@@ -141,7 +168,14 @@ def test_plan_of_each_preset_for_gpus_fits(qwen, capsys, preset, size, memory):
     assert "fits" in capsys.readouterr().out
 
 
-def test_plan_needs_a_model_and_a_gpu_or_its_size(qwen, tmp_path):
+@pytest.mark.parametrize("options", [["inference.colocated=false"], ["--gpus", "2", "inference.colocated=true"]])
+def test_plan_of_the_golden_run_fits_two_gpus_of_24_gb(qwen, capsys, options):
+    given = ["plan", "--preset", "golden", "--model", str(qwen("0.5b")), "--gpu-memory", "24"]
+    assert debug.main([*given, *options]) == 0, capsys.readouterr().out
+
+
+def test_plan_needs_a_model_and_a_gpu_or_its_size(qwen, tmp_path, monkeypatch):
+    monkeypatch.setattr(plan, "gpu_memory", lambda: None)
     with pytest.raises(ConfigurationError, match="there is no GPU here: give --gpu-memory GIB"):
         plan_memory(load_config([f"actor_rollout_ref.model.path={qwen('0.5b')}"]))
     with pytest.raises(ConfigurationError, match="its configuration cannot be read"):

@@ -12,7 +12,7 @@ import pytest
 from helpers.gpu import VARIABLES
 
 CODE = "import verl; from verl.plugin.platform import get_platform; print('platform', get_platform().device_name)"
-DRIVER = "import recipe.atropos.utils.gpus as device; device.driver_gpus = lambda: 1; "
+DRIVERS = "import recipe.atropos.utils.gpus as device; device.driver_gpus = lambda: {}; "
 
 
 def platform(code=CODE, **environment):
@@ -23,8 +23,9 @@ def platform(code=CODE, **environment):
     return [line for line in result.stdout.splitlines() if line.startswith("platform")]
 
 
-def test_without_an_accelerator_verl_finds_the_cpu_by_itself():
-    assert platform() == ["platform cpu"]
+def test_without_an_accelerator_verl_finds_the_cpu_by_itself(machine):
+    machine(0, "exit 9")
+    assert platform(DRIVERS.format(0) + CODE, CUDA_VISIBLE_DEVICES="") == ["platform cpu"]
 
 
 @pytest.mark.parametrize(
@@ -35,7 +36,7 @@ def test_where_a_gpu_may_be_present_the_plugin_stays_off(machine, where):
     if where == "nvidia-smi":
         machine(1)
     variables = {"cluster": {"RAY_ADDRESS": "host:6379"}, "worker": {"RAY_RAYLET_PID": "1"}}.get(where, {})
-    assert platform((DRIVER if where == "driver" else "") + CODE, **variables) == ["platform cuda"]
+    assert platform((DRIVERS.format(1) if where == "driver" else "") + CODE, **variables) == ["platform cuda"]
 
 
 @pytest.mark.parametrize(("name", "device"), [("nvidia", "cuda"), pytest.param("cpu", "cpu", marks=pytest.mark.slow)])

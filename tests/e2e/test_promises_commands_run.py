@@ -1,6 +1,7 @@
 """The commands of the main document, run as they are written, but for the model and the device."""
 
 import os
+import re
 import sys
 import time
 
@@ -8,10 +9,12 @@ import pytest
 import yaml
 from atroposlib.envs.base import APIServerConfig, BaseEnvConfig
 
+from helpers import ROOT
 from helpers.boxed_policy import make_boxed_policy
 from helpers.gsm8k_checkout import make_checkout, write_problems
 from helpers.terminal import told_command
 from recipe.atropos.adapter import defaults
+from recipe.atropos.inference.server import sglang_python
 from recipe.atropos.launcher.sglang import GATEWAY_PORT
 from recipe.atropos.launcher.startup import API_PORT
 from recipe.atropos.run_record import read_metrics
@@ -133,3 +136,41 @@ def test_promises_launcher_trains_by_the_documents_command(terminal, folder):
     assert "held-out accuracy" in launcher.text
     prompts = "".join(path.read_text() for path in (folder / "runs" / "default" / "rollouts").iterdir())
     assert "train 0?" in prompts or "train 1?" in prompts, "questions of the folder's data"
+
+
+def by_hand(heading, ports):
+    """The commands below a heading of the quick start, at other ports."""
+    page = (ROOT / "docs/quick-start.md").read_text().partition(f"## {heading}\n")[2].partition("\n## ")[0]
+    blocks = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)
+    text = "".join(blocks).replace("\\\n", " ").replace("recipe/atropos/inference", f"{ROOT}/recipe/atropos/inference")
+    for port, other in ports.items():
+        text = text.replace(f":{port}", f":{other}").replace(f"--port {port}", f"--port {other}")
+    return [line.partition(" #")[0].replace("MODEL", "model") for line in text.splitlines() if line]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2400)
+def test_promises_services_by_hand_train_to_the_end(terminal, folder, monkeypatch):
+    """Each by the quick start's command; the trainer with further overrides. It leaves no folder of Hydra's."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(folder / "cached"))
+    monkeypatch.delenv("ATROPOS_API_KEY", raising=False)
+    ports = {port: free_port() for port in (8000, 9001, 9002)}
+    api, _, trainer, environment, server = by_hand("Starting the services yourself", ports)
+    trainer += f" config=cpu.yaml run.dir=run trainer.total_training_steps=3 inference.gateway_port={ports[9001]}"
+    trainer += " trainer.atropos.startup_timeout=900"  # SGLang has just begun its imports
+    environment += f" --openai.base_url=http://127.0.0.1:{ports[9001]}/v1"
+    server = server.replace(" python ", f" exec {sglang_python(None)} ")
+    server = server.replace("SGLANG", "env SGLANG", 1).replace(" exec ", " ")
+    started = [terminal(words(api), folder), terminal(["bash", "-c", f"exec {server}"], folder)]
+    training = terminal(words(trainer), folder)
+    training.wait_for("gateway http://")
+    started.append(terminal(words(environment), folder))
+    try:
+        assert training.process.wait(1200) == 0, training.text[-5000:]
+    except Exception as error:
+        raise AssertionError("\n".join(each.text[-3000:] for each in (training, *started))) from error
+    assert [line["step"] for line in read_metrics(folder / "run")] == [1, 2, 3]
+    assert not {"outputs", "multirun", ".hydra", "main.log"} & {path.name for path in folder.iterdir()}
+    for each in started:
+        each.end()

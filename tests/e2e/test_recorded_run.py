@@ -88,7 +88,7 @@ def test_inspect_shows_mask_logprob_and_advantage_of_each_token(recorded):
     assert {token["advantage"] > 0 for token in tokens if token["trained"]} == {group["scores"][1] > 0}
 
     console = Console(record=True, width=100, color_system="truecolor", force_terminal=True)
-    show(recorded, 2, 3, 1, table=True, console=console)
+    show(RunDir(recorded), 2, 3, 1, table=True, console=console)
     text = console.export_text()
     assert "step 2, group 3, sequence 1 of gsm8k: score" in text and "assistant" in text
 
@@ -96,7 +96,7 @@ def test_inspect_shows_mask_logprob_and_advantage_of_each_token(recorded):
 @pytest.mark.slow
 def test_what_is_no_run_or_no_such_sequence_is_said(tmp_path, recorded):
     with pytest.raises(ConfigurationError, match="give the folder of a run"):
-        show(tmp_path, 1, 0, 0, table=False, console=Console())
+        show(RunDir(tmp_path), 1, 0, 0, table=False, console=Console())
     with pytest.raises(DataSourceError, match="step 3: .* has trained no such step; it has steps 1 to 2"):
         batch_of_step(RunDir(recorded), 3)
     with pytest.raises(DataSourceError, match="no sequence 8 in group 0, which has 8 trained ones; groups are"):

@@ -196,7 +196,7 @@ def test_sampling_parameters_are_posted_with_the_tokens(named, trainer, model_pa
     expected = named or trainer or 1.0
     assert group["group_overrides"]["sampling_params"] == [[{"temperature": expected}]] * 4
     assert_as_sampled(group, model_path, replies, temperature=expected)
-    rows, _ = read_groups([group], RowLimits(100, 100, 0))
+    rows, _ = read_groups([group], RowLimits(200, 0))
     check = SamplingCheck(temperature=1.0)
     if expected == 1.0:
         assert check.metrics([row.sampling for row in rows], ["e"] * 4) == {}

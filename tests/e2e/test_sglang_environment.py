@@ -4,6 +4,7 @@ import importlib
 import sys
 
 from helpers.patches import apply_to
+from recipe.atropos import launch_services
 from recipe.atropos.inference.server import sglang_python
 
 
@@ -19,3 +20,11 @@ def test_doctor_tells_versions_and_what_is_missing(capsys):
 def test_the_installed_sglang_needs_none():
     status, output = apply_to(sglang_python(), "--check")
     assert status == 0 and output.count("not needed, its code has changed") == 2, output
+
+
+def test_flags_are_checked_by_the_installed_sglang(capsys, tmp_path):
+    """Before anything starts; the server would end half a minute later with a page of its usage."""
+    given = ["--preset", "demo", "--dry-run", f"--run-dir={tmp_path / 'run'}", "inference.args.max_total_tokns=1"]
+    assert launch_services.main(given) == 1
+    told = " ".join(capsys.readouterr().out.split())
+    assert "inference.args.max_total_tokns=1: SGLang 0." in told and "did you mean max_total_tokens?" in told

@@ -14,7 +14,7 @@ from recipe.atropos.watchdog.watchdog import Watchdog
 
 PATH = Path(__file__).with_name("demos.json")
 ENV = "gsm8k"
-LIMITS = Limits(max_response_length=64, max_staleness=2, silent_after=60.0, first_answer=120.0)
+LIMITS = Limits(max_staleness=2, silent_after=60.0, first_answer=120.0)
 LOOK_SECONDS = 5.0
 
 

@@ -14,8 +14,9 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from helpers.families import Engine, make_family
 from helpers.trainer import compose_config
-from recipe.atropos.checkpoint.export import add_arguments, export_checkpoint
+from recipe.atropos.checkpoint.export import export_checkpoint
 from recipe.atropos.checkpoint.store import Checkpoints
+from recipe.atropos.commands.export_model import add_arguments
 from recipe.atropos.config.compose import resolved
 from recipe.atropos.config.derived_timeouts import set_waits
 from recipe.atropos.inference.client import SGLangClient

@@ -29,7 +29,7 @@ class Arrived(NamedTuple):
 def in_the_loss(groups: list[dict[str, Any]], vocab_size: int) -> Arrived:
     """One update's loss of a policy that still has the logprobs that the groups were sampled with."""
     config = compose_config("actor_rollout_ref.model.path=none")
-    data, report = groups_to_data_proto(groups, RowLimits(2000, 2000, 0, vocab_size=vocab_size))
+    data, report = groups_to_data_proto(groups, RowLimits(4000, 0, vocab_size=vocab_size))
     assert not report.dropped, report.messages
     data.batch["token_level_rewards"] = data.batch["token_level_scores"]
     compute_advantages(data, config.algorithm, AdvantageConfig(), RunningMoments())

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, decoders, pre_tokenizers, processors
+from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import BPE
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -48,6 +48,24 @@ def make_drifting_model(path):
     weights["lm_head.weight"][liked, 0] = 0.5
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
     return path
+
+
+def merging_tokenizer():
+    """One that splits text as Qwen's does, and merges newlines and pairs of letters."""
+    merges = [*itertools.product(LETTERS, repeat=2), ("Ċ", "Ċ"), ("ĊĊ", "Ċ"), ("Ġ", "Ċ")]
+    vocabulary = [*SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet()), *(a + b for a, b in merges)]
+    tokenizer = Tokenizer(BPE(vocab={token: i for i, token in enumerate(vocabulary)}, merges=merges))
+    words = Regex(r"[^\r\n\p{L}]?\p{L}+| ?[^\s\p{L}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+    by_byte = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(words, "isolated"), by_byte])
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=SPECIAL_TOKENS[END],
+        pad_token=SPECIAL_TOKENS[0],
+        additional_special_tokens=list(SPECIAL_TOKENS),
+        chat_template=CHAT_TEMPLATE,
+    )
 
 
 class Scripted(BaseEnv):

@@ -37,7 +37,10 @@ ROOT = HERE.parents[1]
 PATHS = {path.name: str(path.relative_to(ROOT)) for path in ROOT.glob("tests/*/**/test_*.py")}
 _TARGET = 0.95
 _MEMORY = 12 << 30  # bytes of data that a mutant may allocate
-_SAMPLED = ["test_completion_cache.py", "test_restore.py", "test_recorded_calls.py", "test_weight_versions.py"]
+_SAMPLED = [
+    *("test_completion_cache.py", "test_merged_replies.py", "test_restore.py", "test_recorded_calls.py"),
+    "test_weight_versions.py",
+]
 _ROWS = [
     "test_rows.py",
     "test_data_proto.py",
@@ -63,6 +66,7 @@ TESTS = {
     "algorithm/metrics.py": ["test_metrics.py", "test_weight_versions.py", "test_estimators.py"],
     "adapter/restore.py": [*_SAMPLED, "test_sampling.py"],
     "adapter/completion_cache.py": _SAMPLED,
+    "adapter/token_keys.py": _SAMPLED,
     "adapter/recorded_calls.py": _SAMPLED,
     "weight_sync/push.py": _PUSH,
     "weight_sync/manager.py": _PUSH,

@@ -13,7 +13,8 @@ from helpers.promises import code, tables
 from helpers.qwen import write_qwen_config
 from recipe.atropos.alarms import ALARMS
 from recipe.atropos.commands.plan import GIB, plan_memory
-from recipe.atropos.config.compose import load_config, presets
+from recipe.atropos.config.compose import load_config
+from recipe.atropos.config.shipped import presets
 from recipe.atropos.report.chart_table import CHARTS
 from recipe.atropos.trajectory_api.wire import Columns, pack
 
@@ -132,7 +133,7 @@ def test_pages_have_the_seconds_that_their_formulas_give(planned, preset):
     factor = (6 if adapter else 8) + 2 + 2
     operations = factor * model * SEQUENCES * (PROMPT + RESPONSE)
     bytes_per_token = plan.server.cache // plan.server.tokens
-    wanted = SEQUENCES // config.inference.servers
+    wanted = SEQUENCES // (config.inference.servers or 1)
     at_once = min(wanted, plan.server.tokens // (PROMPT + RESPONSE))
     waves = math.ceil(wanted / at_once)
     read = 2 * model + at_once * bytes_per_token * (PROMPT + RESPONSE / 2)

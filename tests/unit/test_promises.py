@@ -138,7 +138,7 @@ def test_promises_of_old_files_are_kept_or_told_key_by_key(tmp_path):
     config = load_config([MODEL, f"config={file}"])
     assert config.trainer.atropos.api_url == "http://localhost:9001" and config.trainer.atropos.max_wait_time == 30
     with pytest.raises(
-        ConfigurationError, match="^trainer.atropos.api_url is the launcher's .* give api.host and api.port"
+        ConfigurationError, match="^trainer.atropos.api_url is set by the launcher, .* give api.host and api.port"
     ):
         load_run_config([MODEL, f"config={file}"])
     file.write_text(OF_THE_SFT_DOCUMENT)
@@ -230,7 +230,7 @@ def test_promises_of_fields_and_addresses_are_there():
     for name, *_ in rows_of("Fields"):
         if code(name)[0] not in group:
             group[code(name)[0]] = [[-0.5] * len(row) for row in group["tokens"]]
-    rows, _ = groups_to_data_proto([group], RowLimits(16, 64, pad_token_id=0))
+    rows, _ = groups_to_data_proto([group], RowLimits(80, pad_token_id=0))
     for _, _, _, here in rows_of("Fields"):
         assert not set(code(here)) - set(rows.batch.keys()), here
     served = {route.path for route in app.routes}

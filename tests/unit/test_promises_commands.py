@@ -1,5 +1,6 @@
 """What the main document says of its commands: options, files, data, and what an environment finds out by itself."""
 
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ from recipe.atropos.adapter import defaults
 from recipe.atropos.checkpoint.resumption import changed_keys
 from recipe.atropos.config.complete import load_complete, load_recorded
 from recipe.atropos.config.compose import complete_config, compose_config, given_keys, load_config
+from recipe.atropos.environments import gsm8k_upstream
 from recipe.atropos.environments.gsm8k import GSM8kEnvConfig
 from recipe.atropos.environments.word_problems import GSM8K, DatasetUnavailable, load_problems
 from recipe.atropos.errors import ConfigurationError
@@ -160,6 +162,29 @@ def test_promises_adapter_takes_sglang_and_the_key_and_says_so(monkeypatch, caps
     assert ("--openai.server_type=sglang" in told) == (expected[0] == "sglang") and "the-key" not in told
     plain = found.base_url.startswith("http:")
     assert ("the policy stays no/such-model, and its tokenizer t" in told) == plain, told
+
+
+def test_promises_wandb_stays_on_for_a_login_to_its_host(monkeypatch, tmp_path, capsys):
+    for name in ("WANDB_MODE", "WANDB_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in (("NETRC", tmp_path / "netrc"), ("WANDB_CONFIG_DIR", tmp_path)):
+        monkeypatch.setenv(name, str(value))
+    (tmp_path / "netrc").write_text("machine wb.corp.com login user password wandb\n")
+    env, servers = BaseEnvConfig(tokenizer_name="t", use_wandb=True), [one_server()]
+    assert not defaults.complete(env, servers, {}, {})[0].use_wandb, "a login elsewhere is none"
+    assert "nobody has logged in to api.wandb.ai here" in capsys.readouterr().err
+    monkeypatch.setenv("WANDB_BASE_URL", "https://wb.corp.com")
+    assert defaults.complete(env, servers, {}, {})[0].use_wandb
+
+
+def test_promises_upstream_helps_without_a_checkout(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["gsm8k_upstream", "serve", "--help"])
+    gsm8k_upstream.main()
+    told = capsys.readouterr().out
+    assert "--atropos-dir" in told and "git clone https://github.com/NousResearch/atropos" in told
+    monkeypatch.setattr(sys, "argv", ["gsm8k_upstream", "serve"])
+    with pytest.raises(SystemExit, match="2"):
+        gsm8k_upstream.main()
 
 
 def test_promises_help_lists_every_option_of_the_document(capsys):

@@ -5,6 +5,7 @@ import os
 import resource
 import subprocess
 import sys
+import time
 
 import orjson
 import pytest
@@ -12,11 +13,14 @@ import pytest
 from helpers.disk import fill
 from recipe.atropos.errors import ConfigurationError, secondary_errors
 from recipe.atropos.run_dir import LOCK_VARIABLE, RunDir, RunDirError
+from recipe.atropos.run_record import update_summary
 from recipe.atropos.utils.files import (
     DiskFull,
+    FolderRemoved,
     LineReader,
     append_line,
     bound_log,
+    printable,
     read_lines,
     replace_folder,
     write_atomic,
@@ -224,10 +228,11 @@ def test_run_dir_lines_go_on_after_a_cut_at_any_byte(tmp_path):
         assert reader.new_lines() == [{"more": 1}] and read_lines(path) == [*kept, {"more": 1}]
 
 
-def test_run_dir_line_that_is_no_json_is_named(tmp_path):
+@pytest.mark.parametrize("line", [b'{"st', b"", b"[1]", b"\xff"])
+def test_run_dir_line_that_is_damaged_is_named(tmp_path, line):
     path = tmp_path / "lines.jsonl"
-    path.write_bytes(b'{"step": 1}\n{"st\n')
-    with pytest.raises(RunDirError, match=f"{path}, line 2 is no JSON"):
+    path.write_bytes(b'{"step": 1}\n' + line + b"\n")
+    with pytest.raises(RunDirError, match=f"{path}, line 2 is damaged"):
         read_lines(path)
 
 
@@ -242,6 +247,20 @@ def test_run_dir_full_disk_is_named_and_changes_nothing(full_disk):
         append_line(lines, {"step": 2, "text": "x" * 5000})
     assert orjson.loads(summary.read_bytes()) == {"steps": 1} and read_lines(lines) == [{"step": 1}]
     assert sorted(os.listdir(full_disk)) == ["ballast", "metrics.jsonl", "summary.json"]
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda run: write_json(run / "run.json", {}),
+        lambda run: append_line(run / "metrics.jsonl", {}),
+        lambda run: update_summary(run, {}),
+    ],
+    ids=["write_json", "append_line", "update_summary"],
+)
+def test_run_dir_that_was_removed_is_named(tmp_path, write):
+    with pytest.raises(FolderRemoved, match=f"^{tmp_path}/run no longer exists: it was removed while it was in use"):
+        write(tmp_path / "run")
 
 
 def test_run_dir_first_error_is_the_one_that_is_shown():
@@ -278,6 +297,33 @@ def test_bound_log_keeps_the_newest_part_of_a_log(tmp_path):
     assert len(moved) > 1 and seen == sorted(seen) and seen[-1] == b"019999"
     assert 20000 - 10 * len(moved) <= len(seen) <= 20000
     assert sorted(each.name for each in tmp_path.iterdir()) == ["service.log", "service.log.1"]
+
+
+def test_bound_log_keeps_no_more_of_an_endless_log(tmp_path):
+    """A process that prints without end, faster than its log is copied."""
+    path, former, limit = tmp_path / "service.log", tmp_path / "service.log.1", 1 << 20
+    with open(path, "ab") as log:
+        writer = subprocess.Popen(["yes"], stdout=log)
+    try:
+        for _ in range(5):
+            while path.stat().st_size <= 4 * limit:
+                time.sleep(0.001)
+            bound_log(path, limit)
+            assert limit <= former.stat().st_size <= 2 * limit
+    finally:
+        writer.kill()
+        writer.wait()
+    path.write_bytes(b"before\n" + b"x" * (3 * limit) + b"the end")
+    bound_log(path, limit)
+    assert former.stat().st_size == limit and former.read_bytes().endswith(b"xthe end") and not path.stat().st_size
+
+
+def test_a_log_is_shown_without_control_characters():
+    hostile = (
+        "\x1b[31mred\x1b[0m \x1b]0;title\x07\x1b]8;;http://x\x1b\\link \x1b[2J\x9b2Jclear\a\b\x00 tab\t\r\n 1%\r 2%\n"
+    )
+    assert printable(hostile) == "red link 2Jclear tab\t\n 1%\n 2%\n"
+    assert printable("\x1b") == "" and printable("é漢🙂\n") == "é漢🙂\n"
 
 
 def test_bound_log_leaves_a_log_for_which_there_is_no_room(full_disk):

@@ -174,7 +174,14 @@ def test_status_follows_a_run_back_to_a_checkpoint(tmp_path):
     files.metrics.with_name("new").rename(files.metrics)
     status = reader.read()
     assert status.series["step"] == [1, 2, 3, 4] and set(status.series["score"]) == {-1.0}
-    assert status.seconds_left == 16 * 2.0 == 16 * status.seconds_per_step
+    assert status.seconds_per_step == 2.0
+
+
+@pytest.mark.parametrize(("seconds_ago", "left"), [(5.0, 16 * 2.0), (60.0, None)])
+def test_status_promises_no_end_while_nothing_arrives(tmp_path, seconds_ago, left):
+    files, last = make_run(tmp_path / "run"), time.time() - seconds_ago
+    write_lines(files.metrics, [metrics_line(step, time=last + 2.0 * (step - 4)) for step in range(1, 5)])
+    assert read(files).seconds_left == left
 
 
 def test_status_takes_the_raw_score_and_a_pace_without_pauses(tmp_path):
@@ -217,3 +224,13 @@ def test_status_measures_the_memory_of_all_descendants():
         after = measure_memory(os.getpid(), on_gpu=False)
         child.kill()
     assert 60 << 20 < after.run - before.run < 90 << 20 and after.total > after.free > 0
+
+
+def test_status_of_services_that_end_with_the_run_is_no_fault(tmp_path):
+    gone = {"pid": os.getpid(), "started": 1.0}
+    files = make_run(tmp_path / "run", steps=20, total=20, trainer=this(), gateway=gone)
+    status = read(files)
+    assert status.state == "ending"
+    assert [(each.name, each.health) for each in status.services] == [("trainer", "ok"), ("gateway", "ended")]
+    files = make_run(tmp_path / "other", steps=19, total=20, gateway=gone)
+    assert [each.health for each in read(files).services] == ["down"]

@@ -42,8 +42,6 @@ class AdaptedEnv(CommandLine, Lifecycle):
         self.report = EnvReport(config.wandb_name or self.name or type(self).__name__, self.adapter_settings.report)
         self._failure: Exception | None = None  # ends the environment
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]  # BaseEnv's
-        if not sglang_servers(self.server):
-            logger.warning("%s: none of its servers is of type sglang, so nothing can be trained on", self.report.name)
         self._calls = record_all_calls(self.server, self.tokenizer, self.report.count)
         if self.reward_bridge is not None:
             check_literals(self.reward_bridge, self.tokenizer)
@@ -55,6 +53,8 @@ class AdaptedEnv(CommandLine, Lifecycle):
     async def get_server_info(self) -> None:
         await super().get_server_info()
         self.report.add_line({"pid": os.getpid(), "registered": self.env_id})
+        if not sglang_servers(self.server):
+            logger.warning("%s: none of its servers is of type sglang, so nothing can be trained on", self.report.name)
 
     async def get_next_item(self) -> Any:
         item = await super().get_next_item()

@@ -11,10 +11,13 @@ reply appears in every later context as it was sampled:
   or changed only whitespace (as when it serializes a tool call's JSON again).
 - If several match, those of the same item come first, then the longest text, then a reply whose exact tokens follow.
 - Sampled tokens are restored whole, with the end-of-turn token, which is not duplicated if the text has it too.
+- Where one token holds the end of the prompt and the beginning of the reply, as newlines merge, the text of both is
+  matched, for replies of the same item, and both are restored.
 
 A lookup is by a hash of all preceding tokens, computed for every position at once, and verified against the tokens.
 """
 
+import os
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from contextvars import ContextVar
@@ -24,6 +27,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from recipe.atropos.adapter.token_keys import key_of, keys_of
 from recipe.atropos.data.rows import IGNORED
 from recipe.atropos.data.sampling import SamplingParams
 
@@ -31,9 +35,9 @@ NOT_PUSHED = -1  # a version older than all others: the trainer drops what such 
 TRAINING = 16_000_000  # capacity in tokens, prompts included; about 20 bytes each
 EVALUATION = 1_000_000
 
-Logprobs = Sequence[float] | None
+_TEMPLATE = 8  # tokens, at most, that a template puts behind a message
 
-_FACTOR = np.uint64(0x9E3779B97F4A7C15)  # any odd number that is not small
+Logprobs = Sequence[float] | None
 
 
 def versions_of(meta_info: dict[str, Any]) -> tuple[int, int] | None:
@@ -81,6 +85,7 @@ class Piece(NamedTuple):
 
     With a completion, they are its first sampled tokens; without, they were not sampled. ``start`` equals ``end`` for
     tokens without positions of their own: text with which an environment continued a turn, encoded after the reply.
+    The end of a prompt that was encoded together with the reply may have any number of tokens.
     ``context``: whether they follow exactly the tokens that they were sampled after.
     """
 
@@ -153,7 +158,8 @@ class CompletionCache:
         """Yield a posted sequence's pieces by ``trace`` or, for missed trained spans, ``find_in_other_context``."""
         for piece in self.trace(ids, logprobs):
             at = piece.start
-            for start, end in trained_spans(masks[piece.start : piece.end]) if piece.completion is None else ():
+            as_posted = piece.completion is None and piece.tokens == list(ids[piece.start : piece.end])
+            for start, end in trained_spans(masks[piece.start : piece.end]) if as_posted else ():
                 if found := self.find_in_other_context(ids, piece.start + start, piece.start + end, logprobs):
                     if found[0].start > at:
                         yield Piece(at, found[0].start, list(ids[at : found[0].start]))
@@ -199,7 +205,17 @@ class CompletionCache:
             return None
 
         at = 0
-        while (found := next_from(at)) is not None:
+        while True:
+            found = next_from(at)
+            until = len(work) if found is None else found[0]
+            if unmerged := self._unmerge(before, work, origin, at, until, prompt):
+                start, tail, rest, positions = unmerged
+                pieces += [*_unsampled(work, origin, at, start), Piece(origin[start], positions[0], tail)]
+                before += work[at:start] + tail
+                work, origin, at = rest, positions, 0
+                continue
+            if found is None:
+                return pieces + _unsampled(work, origin, at, len(work))
             start, fit, completion = found
             pieces += _unsampled(work, origin, at, start)
             sampled = completion.tokens[: fit.kept].tolist()
@@ -216,7 +232,30 @@ class CompletionCache:
                     work, origin = rest + work[at:], [origin[at]] * len(rest) + origin[at:]
                     at = 0
             pieces.append(piece)
-        return pieces + _unsampled(work, origin, at, len(work))
+
+    def _unmerge(
+        self, before: list[int], work: list[int], origin: list[int], at: int, until: int, prompt: bool
+    ) -> tuple[int, list[int], list[int], list[int]] | None:
+        """Find a reply whose first token in ``work`` holds the end of its prompt too, in a turn that ends by ``until``.
+
+        Returns where that token is, the prompt's tokens from there on, and what is behind them, with its positions.
+        """
+        own, have = ITEM.get() or (), np.array(before + work[at:], np.int32)
+        for known in {id(completion.prompt): completion.prompt for completion in own}.values():
+            size = min(len(known), len(have))
+            same = int(np.argmin(np.append(known[:size] == have[:size], False)))
+            start, tail = at + same - len(before), known[same:].tolist()
+            end = next((i for i in range(max(at, start), len(work)) if work[i] in self.special), len(work))
+            if not at <= start < end <= until or not tail or not self.special.isdisjoint(tail):
+                continue
+            text, first = self._decode(work[start:end]), self._decode(tail)
+            turn = self.tokenizer.encode(text.removeprefix(first), add_special_tokens=False)
+            rest = turn + work[end:]
+            there = [completion for completion in own if completion.prompt is known]
+            if text.startswith(first) and self._best(there, rest, 0, None, prompt=prompt) is not None:
+                begin = end - len(os.path.commonprefix([work[start:end][::-1], turn[::-1]]))
+                return start, tail, rest, [origin[begin]] * (len(rest) - len(work) + begin) + origin[begin:]
+        return None
 
     def _best(
         self,
@@ -248,7 +287,7 @@ class CompletionCache:
                 same_logprobs = given is not None and list(given[: fit.kept]) == kept_logprobs
                 # A completion that later prompts contain must be found in what is posted. Use each of the others once.
                 first = -order if own and item is not None else order
-                rank = (whole, size, preferred, same_tokens, same_logprobs)
+                rank = (whole, size, preferred, same_tokens, same_logprobs, text in completion.texts)
                 found.append((fit._replace(rank=(*rank, completion.continued, -completion.posted, first)), completion))
             if found:
                 return max(found, key=lambda one: one[0].rank)
@@ -305,19 +344,33 @@ class CompletionCache:
             (len(part), part, completion)
             for completion in own
             for part in completion.stripped
-            if part and len(text) <= 2 * len(part) and (text.endswith(part) or text.startswith(part))
+            if part
+            and len(text) <= 2 * len(part)
+            and (text.endswith(part) or text.startswith(part))
+            or (turn < end and self._begun(completion, text, part))
         ]
         if not parts:
             return []
         _, part, completion = max(parts, key=lambda found: (found[0], -found[2].posted))
         tokens = completion.tokens.tolist()
         if text.endswith(part):
-            first = self.tokenizer.encode(text[: -len(part)], add_special_tokens=False)
+            first = self.tokenizer.encode(text.removesuffix(part), add_special_tokens=False)
             stop = turn + (work[turn : turn + 1] == tokens[-1:])
             return [Piece(start, start, first), Piece(start, stop, tokens, completion, context=False)]
         kept = self.unended(tokens)
         last = self.tokenizer.encode(text[len(part) :], add_special_tokens=False)
         return [Piece(start, turn, tokens[:kept], completion, context=False), Piece(turn, turn, last)] if kept else []
+
+    def _begun(self, completion: Completion, text: str, part: str) -> bool:
+        """Return whether ``text`` is what the last message of a completion's prompt begins, with ``part`` behind it."""
+        begun = text.removesuffix(part).strip() if text.endswith(part) else ""
+        tail = completion.prompt[-len(self.tokenizer.encode(begun)) - _TEMPLATE :]
+        return bool(begun) and self._decode(tail).strip().endswith(begun)
+
+    def is_part(self, tokens: Sequence[int]) -> bool:
+        """Return whether the text of ``tokens`` ends a longer reply of the item, as without its thinking."""
+        text = self._decode(tokens).strip()
+        return any(known.endswith(text) for completion in ITEM.get() or () for known in completion.stripped)
 
     def is_template(self, tokens: Sequence[int]) -> bool:
         """Return whether ``tokens`` are only what templates add around text: special tokens and whitespace."""
@@ -341,22 +394,3 @@ def trained_spans(masks: Sequence[int]) -> Iterator[tuple[int, int]]:
         start, end = end, end + len(list(run))
         if trained:
             yield start, end
-
-
-def key_of(ids: Sequence[int]) -> int:
-    """Return a hash of a sequence of tokens."""
-    return int(keys_of(ids)[-1])
-
-
-_powers = np.ones(1, np.uint64)  # powers of _FACTOR, as many as needed so far
-
-
-def keys_of(ids: Sequence[int], before: Sequence[int] = ()) -> np.ndarray:
-    """Return hashes of ``before`` and the first 0, 1, ... of ``ids``, (len(ids) + 1,) uint64."""
-    global _powers
-    length = len(before) + len(ids)
-    if length > len(_powers):
-        _powers = np.multiply.accumulate(np.concatenate(([np.uint64(1)], np.full(2 * length, _FACTOR))))
-    terms = (np.concatenate((np.asarray(before, np.int64), np.asarray(ids, np.int64))) + 1).astype(np.uint64)
-    sums = np.cumsum(terms * _powers[:length], dtype=np.uint64)
-    return np.concatenate((np.zeros(1, np.uint64), sums))[len(before) :]

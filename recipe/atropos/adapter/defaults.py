@@ -20,7 +20,6 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -28,6 +27,7 @@ from atroposlib.envs.base import APIServerConfig, BaseEnvConfig
 
 from recipe.atropos.errors import EnvironmentFailure
 from recipe.atropos.utils.secret import API_KEY_VARIABLE
+from recipe.atropos.utils.wandb_login import wandb_login
 
 _UNTIL_ENDED = 10**9
 _CONNECT_SECONDS = 5.0
@@ -52,8 +52,9 @@ def complete(
     Raises:
         WrongKey: a server rejects the key; names the variable to set.
     """
-    if env.use_wandb and "use_wandb" not in env_given and not _wandb_is_set_up():
-        _say("nobody has logged in to wandb here (--env.use_wandb=false)")
+    mode, host, logged_in = wandb_login()
+    if env.use_wandb and "use_wandb" not in env_given and mode == "online" and not logged_in:
+        _say(f"nobody has logged in to {host} here (--env.use_wandb=false)")
         env = env.model_copy(update={"use_wandb": False})
     if serves and "total_steps" not in env_given:
         _say(f"it serves until it is stopped (--env.total_steps={_UNTIL_ENDED})")
@@ -88,15 +89,6 @@ def _complete(server: APIServerConfig, given: Mapping[str, Any]) -> APIServerCon
         _say(f"the key for {url} is that of ${API_KEY_VARIABLE} (--openai.api_key)")
         changes["api_key"] = key
     return server.model_copy(update=changes)
-
-
-def _wandb_is_set_up() -> bool:
-    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE"):
-        return True
-    try:
-        return "wandb" in (Path(os.environ.get("NETRC") or "~/.netrc").expanduser()).read_text()
-    except OSError:
-        return False
 
 
 def _is_plain(url: str) -> bool:

@@ -31,7 +31,8 @@ from openai.types.chat import ChatCompletion
 from openai.types.completion import Completion as TextCompletion
 from tenacity import RetryError
 
-from recipe.atropos.adapter.completion_cache import EVALUATION, CompletionCache, key_of, keys_of, versions_of
+from recipe.atropos.adapter.completion_cache import EVALUATION, CompletionCache, versions_of
+from recipe.atropos.adapter.token_keys import key_of, keys_of
 from recipe.atropos.data.sampling import SamplingParams, default_temperature
 from recipe.atropos.inference.client import InferenceError, SGLangClient
 

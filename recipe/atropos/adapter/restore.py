@@ -11,7 +11,8 @@ All of an environment's calls to its SGLang servers use token ids and are cached
 - A reply that the environment put into another context (``other_context``), such as another prompt or none, gets its
   own prompt back if it is the first of its sequence, since its logprobs do not hold in another. A later one stays.
 - Tokens that nobody sampled, or that came from a server or route without token ids, are not trained on
-  (``not_sampled``). A group with nothing left to train on is refused, as ``not_sampled``.
+  (``not_sampled``); neither is the end of a reply whose beginning was removed, as a template removes thinking
+  (``partial_reply``). A group with nothing left to train on is refused, as ``partial_reply`` or ``not_sampled``.
 
 These names, and ``retokenized``, are counts of spans in ``env.report``.
 
@@ -106,18 +107,24 @@ def restore(
         given = None if logprobs is None else list(logprobs[place])
         columns = {name: list(column[place]) for name, column in values.items()}
         if not posted:  # within a turn: as the tokens next to it
-            flags = [any(mask != IGNORED for mask in masks[max(0, piece.start - 1) : piece.start + 1])]
+            beside = [i for i in (piece.start - 1, piece.start) if i < len(ids) and masks[i] != IGNORED]
+            flags = [True] * len(beside) or [False]
+            columns = {name: [column[i] for i in beside] for name, column in values.items()}
         if completion is None:
-            wanted = [posted[start:end] for start, end in trained_spans(masks[place])] if posted else [piece.tokens]
-            if any(flags) and not all(map(cache.is_template, wanted)):
-                count("not_sampled")
-            row.add(piece.tokens, None, given, columns)
+            same = piece.tokens == posted  # else a prompt's end that was encoded together with the reply
+            wanted = [posted[start:end] for start, end in trained_spans(masks[place])] if same else []
+            wanted = [
+                span for span in (wanted if posted or not any(flags) else [piece.tokens]) if not cache.is_template(span)
+            ]
+            if wanted:
+                count("partial_reply" if all(map(cache.is_part, wanted)) else "not_sampled")
+            row.add(piece.tokens, None, given if same else None, columns if same else None)
             continue
         if piece.tokens != posted:
             moved = _moved(cache, piece.tokens, posted, flags, columns)
             if moved is None:
                 count("not_aligned")
-                row.add(posted or piece.tokens, None, given, columns)
+                row.add(posted or piece.tokens, None, given, columns if posted else None)
                 continue
             (flags, columns), given = moved, None
         if any(flags):
@@ -168,13 +175,19 @@ def restore_group(
     Raises:
         RefusedGroup: nothing of it can be trained on.
     """
-    rows = []
+    rows, events = [], set()
+
+    def counted(event: str) -> None:
+        events.add(event)
+        count(event)
+
     for i, sequence in enumerate(group["tokens"]):
         values = {name: column for name in _PER_TOKEN if (column := _over(group, name, i)) is not None}
         logprobs = _over(group, "inference_logprobs", i)
-        rows.append(restore(cache, sequence, group["masks"][i], logprobs, values, count))
+        rows.append(restore(cache, sequence, group["masks"][i], logprobs, values, counted))
     if not any(row.replies for row in rows):
-        raise RefusedGroup(Reason.NOT_SAMPLED, f"no reply is known for any token of {len(rows)} sequences")
+        reason = Reason.PARTIAL_REPLY if Reason.PARTIAL_REPLY in events else Reason.NOT_SAMPLED
+        raise RefusedGroup(reason, f"no whole reply is known for any trained token of {len(rows)} sequences")
     group["tokens"] = [row.tokens for row in rows]
     group["masks"] = [row.masks for row in rows]
     group["inference_logprobs"] = [row.logprobs for row in rows]

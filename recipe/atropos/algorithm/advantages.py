@@ -44,6 +44,7 @@ _ADDED = ("token_level_rewards", "response_mask", "rollout_is_weights", "advanta
 _EPSILON = 1e-8
 _SMALLEST_GROUP = {"grpo_passk": 2}  # compares the best row with the second best
 _OF_NO_GROUP = {"reinforce_plus_plus"}  # a row's advantage does not depend on the others of its group
+_WHITENED = {"reinforce_plus_plus", "reinforce_plus_plus_baseline"}  # over the batch's trained tokens
 _ESTIMATOR_TENSORS = ("token_level_rewards", "response_mask")
 _TOKEN_BASELINES = ("optimal_token_baseline", "tir_optimal_token_baseline")
 _TOKEN_BASELINE_TENSORS = (*_ESTIMATOR_TENSORS, "old_log_probs", "sum_pi_squared", "rollout_is_weights")
@@ -206,14 +207,15 @@ def compute_advantages(
 ) -> None:
     """Add ``advantages`` and ``returns``, (B, R) float32, to rows (no padding rows) with ``token_level_rewards``.
 
-    Also add ``has_signal``, (B,) bool: whether a trained token's advantage was nonzero before normalization.
+    Also add ``has_signal``, (B,) bool: whether a trained token's advantage was nonzero before normalization, by more
+    than rounding and verl's whitening.
     ``moments`` is updated with this batch if normalization is "global".
 
     Raises:
         MissingAdvantages: a row's environment sent none and ``fallback_to_grpo`` is off.
         IncompleteGroup: rows were dropped, and the estimator or the KL in the reward needs their logprobs.
     """
-    tensors, others = rows.batch, rows.non_tensor_batch
+    tensors, others, silent = rows.batch, rows.non_tensor_batch, torch.tensor(False)
     scored = _scored_rows(rows, algorithm)
     if algorithm.adv_estimator == GRPO_ATROPOS:
         own = others["has_advantages"] & config.use_advantages
@@ -235,12 +237,20 @@ def compute_advantages(
         )
     else:
         advantages, returns = _verls_advantages(scored, algorithm)
+        silent = _equal_returns(scored, returns, algorithm.adv_estimator)[: len(rows), None]
     tensors["advantages"], tensors["returns"] = (
         torch.where(tensors["response_mask"].bool(), values[: len(rows)], 0.0) for values in (advantages, returns)
     )
     trained = tensors["response_mask"].bool() & torch.from_numpy(~others["zero_advantage"])[:, None]
-    others["has_signal"] = ((tensors["advantages"] != 0) & trained).any(-1).numpy()
+    others["has_signal"] = ((tensors["advantages"] != 0) & trained & ~silent).any(-1).numpy()
     tensors["advantages"] = shape_advantages(tensors["advantages"], trained, config, moments)
+
+
+def _equal_returns(rows: DataProto, returns: torch.Tensor, estimator: str) -> torch.Tensor:
+    """Return (B,) bool: whether what a row is compared with, its group or the whole batch, has the same returns."""
+    if estimator in _OF_NO_GROUP:
+        return (returns[rows.batch["response_mask"].bool()].unique().numel() == 1) * torch.ones(len(rows)).bool()
+    return _all_equal(rows.batch["token_level_rewards"].sum(-1), rows.non_tensor_batch["uid"])
 
 
 def _scored_rows(rows: DataProto, algorithm: DictConfig) -> DataProto:
@@ -289,16 +299,18 @@ def _refuse_dropped(dropped: Mapping[str, Sequence[DroppedRow]], algorithm: Dict
 
 
 def _verls_advantages(rows: DataProto, algorithm: DictConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return advantages and returns, (B, R), by verl's estimator; 0 in groups that are too small for it."""
+    """Return advantages and returns, (B, R), by verl's estimator; 0 in groups that are too small for it, and where a
+    single token is whitened, which verl refuses.
+    """
     _, group, count = np.unique(rows.non_tensor_batch["uid"].astype(str), return_inverse=True, return_counts=True)
     enough = np.flatnonzero(count[group] >= _SMALLEST_GROUP.get(algorithm.adv_estimator, 1))
     advantages, returns = (torch.zeros_like(rows.batch["token_level_rewards"]) for _ in range(2))
-    if enough.size:
+    if enough.size and not (algorithm.adv_estimator in _WHITENED and rows.batch["response_mask"].sum() < 2):
         chosen = rows.select_idxs(enough)
         keys = _TOKEN_BASELINE_TENSORS if algorithm.adv_estimator in _TOKEN_BASELINES else _ESTIMATOR_TENSORS
         given = {key: chosen.batch[key] for key in keys if key in chosen.batch}
         given |= {"index": chosen.non_tensor_batch["uid"], "config": algorithm}
-        if algorithm.adv_estimator == "grpo":  # the others read it from the configuration
+        if algorithm.adv_estimator in ("grpo", "grpo_vectorized"):  # the others read it from the configuration
             given["norm_adv_by_std_in_grpo"] = algorithm.norm_adv_by_std_in_grpo
         found = get_adv_estimator_fn(algorithm.adv_estimator)(**given)
         advantages[enough], returns[enough] = (values.to(advantages.dtype) for values in found)

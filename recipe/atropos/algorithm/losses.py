@@ -7,7 +7,6 @@ freed, and once with everything else. Every actor of this recipe uses ``atropos_
 Shapes: B rows, R response tokens, S tokens, V vocabulary, K the teacher's top-k, N tokens of a micro-batch unpadded.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,18 +31,10 @@ _TAIL = 1e-6  # teacher mass outside the top-k is treated as rounding error belo
 # The means over tokens among verl's rollout_corr/ metrics in bypass mode. verl computes the others (over sequences,
 # extremes, deviations) per micro-batch, with padding rows, so their mean is undefined and they are not reported.
 _TOKEN_MEANS = {
-    f"rollout_corr/{name}"
-    for name in ("chi2_token", "k3_kl", "kl", "rollout_is_mean", "rollout_is_oob_ratio", "rollout_rs_masked_fraction")
+    f"rollout_corr/{name}" for name in ("chi2_token", "k3_kl", "kl", "rollout_is_mean", "rollout_is_oob_ratio")
 }
-_KEPT, _DISTILLED = "actor/kept_fraction", "actor/distilled_fraction"
-# Metrics over a subset of a mini-batch's tokens, each with the metric that is the subset's share of all its tokens.
-_OVER_A_PART = {
-    "actor/pg_clipfrac": _KEPT,
-    "actor/pg_clipfrac_lower": _KEPT,
-    "actor/ppo_kl": _KEPT,
-    "actor/distillation_kl": _DISTILLED,
-    "actor/teacher_mass": _DISTILLED,
-}
+# Over the tokens that have a teacher, a share of a mini-batch's tokens.
+_DISTILLED, _OVER_DISTILLED = "actor/distilled_fraction", {"actor/distillation_kl", "actor/teacher_mass"}
 _CHUNK = 1024  # positions whose float32 distributions over the vocabulary are in memory at a time
 
 
@@ -128,27 +119,6 @@ class DistillationConfig:
 
     loss_coef: float = 0.0
     use_policy_loss: bool = True
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.loss_coef, int | float) or not 0 <= self.loss_coef < float("inf"):
-            raise ValueError(f"trainer.atropos.distillation.loss_coef={self.loss_coef!r}: give a number from 0 upwards")
-        if not isinstance(self.use_policy_loss, bool):
-            raise ValueError(
-                f"trainer.atropos.distillation.use_policy_loss={self.use_policy_loss!r}: give true or false"
-            )
-        if not (self.enabled or self.use_policy_loss):
-            raise ValueError(
-                "trainer.atropos.distillation.use_policy_loss=false leaves no loss at loss_coef=0; give a loss_coef"
-            )
-
-    @property
-    def enabled(self) -> bool:
-        return self.loss_coef > 0
-
-    @classmethod
-    def from_config(cls, values: Mapping[str, Any]) -> "DistillationConfig":
-        """Build from ``values``; raise ValueError or TypeError that names the key."""
-        return cls(**values)
 
 
 def forward_kl_top_k(
@@ -262,34 +232,27 @@ def _over_tokens(metrics: dict[str, Any], data: TensorDict) -> dict[str, Any]:
     """Weight verl's metrics of a micro-batch so that they sum to means over the mini-batch's trained tokens.
 
     verl averages the means of micro-batches and ranks regardless of their token counts. Here each is weighted by its
-    share of the tokens, and summed. In bypass mode, where the loss itself rejects tokens, the policy's metrics are over
-    the kept tokens: a fraction ``actor/kept_fraction`` of all.
+    share of the tokens, and summed.
     """
     tokens = data["response_mask"].sum().item()
     share = tokens * data["dp_size"] / data["batch_num_tokens"]
-    rejected = metrics.get("rollout_corr/rollout_rs_masked_fraction")
-    kept = share if rejected is None else share * (1 - rejected.aggregate())
     summed: dict[str, Any] = {}
     for name, metric in metrics.items():
         if not isinstance(metric, Metric) or metric.aggregation is not AggregationType.MEAN:
             summed[name] = metric
         elif not name.startswith("rollout_corr/") or name in _TOKEN_MEANS:
-            weight = kept if _OVER_A_PART.get(name) == _KEPT else share
-            summed[name] = Metric(value=metric.aggregate() * weight if tokens else 0.0, aggregation=AggregationType.SUM)
-    if rejected is not None:
-        summed[_KEPT] = Metric(value=kept, aggregation=AggregationType.SUM)
+            summed[name] = Metric(value=metric.aggregate() * share if tokens else 0.0, aggregation=AggregationType.SUM)
     return summed
 
 
 def finished_metrics(metrics: dict[str, Any]) -> dict[str, Any]:
-    """Divide subset metrics of verl's ranks, {name: [value per optimizer step]}, by their subset's share of tokens.
+    """Divide a teacher's metrics of verl's ranks, {name: [value per optimizer step]}, by the share of its tokens.
 
-    A step in which no token was kept, or had a teacher, has no value for them.
+    A step in which no token had a teacher has no value for them.
     """
     finished = dict(metrics)
-    for name, part in _OVER_A_PART.items():
-        if name in metrics and part in metrics:
-            finished[name] = [value / share for value, share in zip(metrics[name], metrics[part], strict=True) if share]
+    for name in _OVER_DISTILLED & metrics.keys():
+        finished[name] = [v / share for v, share in zip(metrics[name], metrics[_DISTILLED], strict=True) if share]
     return {name: values for name, values in finished.items() if not (isinstance(values, list) and not values)}
 
 

@@ -5,6 +5,7 @@ r"""The universal reward bridge: a YAML block that shapes any environment's scor
         - {pattern: '<think>', weight: 0.1, ordered: true}
         - {pattern: '</think>', weight: 0.1, ordered: true, count: once}
         - {pattern: '(?i)as an ai', regex: true, presence: forbidden, weight: 0.2}
+        - '<answer>'                   # {pattern: '<answer>', weight: 0.1}
       answer_present: {pattern: '\\boxed\{([^}]*)\}', regex: true, weight: 0.3}
       length_bounty: {target: 200, slope: 0.001, cap: 0.1}
       clip: [-0.3, 0.5]
@@ -52,7 +53,7 @@ from typing import Annotated, Any, Literal
 
 import regex
 import yaml
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from recipe.atropos.errors import AtroposError
@@ -73,7 +74,7 @@ class RewardBridgeError(AtroposError, ValueError):
 @dataclass(frozen=True, config=_STRICT)
 class Marker:
     pattern: Pattern
-    weight: Positive
+    weight: Positive = 0.1
     regex: bool = False
     presence: Literal["required", "forbidden"] = "required"
     count: Literal["any", "once", "each"] = "any"
@@ -99,6 +100,10 @@ class Marker:
     @property
     def bounds(self) -> list[float]:
         return sorted([0.0, self.earned(1) if self.count != "each" else math.copysign(math.inf, self.earned(1))])
+
+
+def _of_text(marker: Any) -> Any:
+    return {"pattern": marker} if isinstance(marker, str) else marker
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -162,7 +167,7 @@ class Fade:
 class RewardBridge:
     """The ``reward_bridge`` block; see the module docstring."""
 
-    format_markers: list[Marker] = field(default_factory=list)
+    format_markers: list[Annotated[Marker, BeforeValidator(_of_text)]] = field(default_factory=list)
     answer_present: AnswerPresent | None = None
     length_bounty: LengthBounty | None = None
     clip: tuple[float, float] | None = None
@@ -285,6 +290,10 @@ def _explain(error: Mapping[str, Any], name: str) -> str:
         return f"{key}={error['input']!r}: no such key; there are {', '.join(_names(part))}"
     if kind == "missing":
         return f"{key} is missing"
+    if kind == "list_type":
+        return f"{key}={error['input']!r}: give a list, [...]"
+    if kind == "dataclass_type":
+        return f"{key}={error['input']!r}: give a mapping of {', '.join(_names(_PARTS[place[0]]))}"
     if kind == "value_error":
         return f"{key}: {error['ctx']['error']}"
     return f"{key}={error['input']!r}: {error['msg']}"

@@ -1,4 +1,4 @@
-"""Export the trained model as a folder in Hugging Face format: ``python -m recipe.atropos export RUN``
+"""Export the trained model as a folder in Hugging Face format; ``commands.export_model`` has the command line.
 
 Guarantees:
 
@@ -17,9 +17,8 @@ import json
 import os
 import re
 import shutil
-import sys
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -36,14 +35,13 @@ from recipe.atropos.checkpoint.format import TENSOR_NAMES, CheckpointFormat, mod
 from recipe.atropos.checkpoint.model_card import EXPORTED, model_name, write_card
 from recipe.atropos.checkpoint.safetensors_writer import write_safetensors
 from recipe.atropos.checkpoint.shards import Shards
-from recipe.atropos.checkpoint.store import ADAPTER_CONFIG, checkpoints_of, choose_checkpoint, step_of
-from recipe.atropos.errors import AtroposError, ConfigurationError, one_line_errors
+from recipe.atropos.checkpoint.store import ADAPTER_CONFIG, checkpoints_of, choose_checkpoint, step_of, verify
+from recipe.atropos.errors import AtroposError, ConfigurationError
 from recipe.atropos.run_dir import RunDir
 from recipe.atropos.utils.files import read_json, replace_folder, write_json
 from recipe.atropos.utils.secret import read_config_yaml
 
 _WEIGHTS = re.compile(r".*\.(safetensors|bin|pt)(\.index\.json)?")  # of save_contents=[hf_model], in bfloat16
-DTYPES = ("float32", "bfloat16", "float16")
 
 
 class ExportError(AtroposError, RuntimeError):
@@ -71,9 +69,10 @@ class _Checkpoint:
 
     def __init__(self, folder: Path, config: DictConfig, trust_remote_code: bool):
         actor = folder / "actor"
+        verify(folder, "actor/model_*", "actor/*.json", "actor/huggingface/*")
         self.huggingface = actor / "huggingface"
         self.shards = Shards(actor)
-        names = read_json(actor / TENSOR_NAMES)
+        names = read_json(actor / TENSOR_NAMES, kind=list)
         if names is None:
             raise ExportError(
                 f"{actor} has no {TENSOR_NAMES}: an older version of the recipe saved it; resume the run with this one "
@@ -137,7 +136,7 @@ class _Checkpoint:
 
     def write_configuration(self, folder: Path, dtype: str) -> None:
         """Write the configuration and, if it is not there yet, the generation configuration."""
-        settings = json.loads((self.huggingface / CONFIG_NAME).read_text())
+        settings = _without_attention(json.loads((self.huggingface / CONFIG_NAME).read_text()))
         settings.pop("torch_dtype", None)  # the former name of dtype
         settings |= {"architectures": [type(self.model).__name__], "dtype": dtype}
         write_json(folder / CONFIG_NAME, settings)
@@ -149,6 +148,15 @@ class _Checkpoint:
                 self.model.generation_config.save_pretrained(folder)
 
 
+def _without_attention(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration without the attention of the training, which is not installed wherever a model is used."""
+    return {
+        key: _without_attention(value) if isinstance(value, dict) else value
+        for key, value in settings.items()
+        if key.strip("_") != "attn_implementation"
+    }
+
+
 def _on_meta(folder: Path, trust_remote_code: bool) -> PreTrainedModel:
     """Return the model on the meta device; raise ConfigurationError if it has custom code that is not trusted."""
     try:
@@ -157,7 +165,7 @@ def _on_meta(folder: Path, trust_remote_code: bool) -> PreTrainedModel:
         several = type(config) in AutoModelForImageTextToText._model_mapping.keys()
         auto_class = AutoModelForImageTextToText if several else AutoModelForCausalLM
         with torch.device("meta"):
-            return auto_class.from_config(config, trust_remote_code=trust_remote_code)
+            return auto_class.from_config(config, trust_remote_code=trust_remote_code, attn_implementation="eager")
     except ValueError as error:
         if trust_remote_code or "auto_map" not in read_json(folder / CONFIG_NAME, {}):
             raise
@@ -216,7 +224,7 @@ def export_checkpoint(
     ``trust_remote_code``: the model's custom code may run, whatever the run's configuration says.
 
     Raises:
-        ExportError, ShardsError: it cannot be exported.
+        ExportError, ShardsError, CheckpointDamaged: it cannot be exported.
         ConfigurationError: ``adapter`` does not fit the checkpoint, the model has custom code that is not trusted,
             ``dtype`` cannot hold a value, or ``out`` is a mount point or holds something other than an export.
         DiskFull: ``out`` is unchanged.
@@ -278,7 +286,7 @@ def export_last(run: RunDir) -> Exported | None:
     """Export the newest checkpoint, if any, to ``RUN/model``, or to ``RUN/adapter`` if it is of ``save_lora_only``.
 
     Raises:
-        ExportError, ShardsError, ConfigurationError, DiskFull: as in ``export_checkpoint``.
+        ExportError, ShardsError, CheckpointDamaged, ConfigurationError, DiskFull: as in ``export_checkpoint``.
     """
     if checkpoints_of(run).newest() is None:
         return None
@@ -288,23 +296,8 @@ def export_last(run: RunDir) -> Exported | None:
     return export_checkpoint(run, choose_checkpoint(run), out, adapter=adapter, trust_remote_code=trusted)
 
 
-# ---------------------------------------------------------------- command line
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, help="folder of the run")
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--step", type=int, help="that of this checkpoint; default: the newest")
-    which.add_argument("--best", action="store_true", help="the checkpoint with the best held-out score")
-    parser.add_argument("--out", type=Path, help="folder to write; default: RUN/model, of an older step RUN/model-STEP")
-    parser.add_argument("--dtype", choices=DTYPES, help="of the weights; default: as they were trained")
-    parser.add_argument("--adapter", action="store_true", help="the LoRA adapter in PEFT's format, not merged")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run the code that the model brings")
-    parser.add_argument("--push-to-hub", metavar="NAME", help="then upload it to ORG/NAME, private if that is new")
-
-
 def export(arguments: argparse.Namespace) -> Exported:
-    """Run the command; raise ConfigurationError, ExportError, ShardsError or DiskFull.
+    """Run ``verl-atropos export``; raise ConfigurationError, ExportError, ShardsError or DiskFull.
 
     Nothing was written here then, unless the upload failed; the message says so, and what may be left on the hub.
     """
@@ -350,15 +343,3 @@ def _ask_hub(name: str, request: Callable[[HfApi], Any], written: str = "nothing
             fix = "try again when the hub can be reached"
         reason = next(iter(str(error).splitlines()), "") or type(error).__name__
         raise ExportError(f"--push-to-hub={name}: {reason}; {fix}; {written}") from error
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="verl-atropos export", description=__doc__.splitlines()[0].partition(":")[0])
-    add_arguments(parser)
-    with one_line_errors(OSError):
-        print(export(parser.parse_args(argv)))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

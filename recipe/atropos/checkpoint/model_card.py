@@ -1,5 +1,6 @@
 """The model card of an exported model: its base model, training and results, from the run's own files."""
 
+import re
 from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
@@ -58,7 +59,9 @@ def _header(base: str, exported: dict[str, Any]) -> Iterator[str]:
 
 
 def model_name(path: str) -> str:
-    """Return the model's hub name, or the name of its local folder without the path."""
+    """Return the model's hub name, also of a folder in the hub's cache, or a local folder's name without the path."""
+    if cached := re.search(r"/models--([^/]+)", path):
+        return cached[1].replace("--", "/")
     return Path(path).name if looks_local(path) else path
 
 

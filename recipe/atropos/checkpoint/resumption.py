@@ -6,17 +6,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
 from omegaconf import DictConfig
 
 from recipe.atropos.checkpoint.store import Checkpoints, model_of
 from recipe.atropos.config.compose import OF_EACH_START, leaves
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.run_dir import FORMAT, RunDir
-from recipe.atropos.utils.files import read_json, write_atomic, write_json
+from recipe.atropos.utils.files import read_json, read_lines, read_yaml, write_atomic, write_json
 from recipe.atropos.utils.secret import config_yaml, is_secret
 
-_YAML = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # OmegaConf's own loader takes seconds on a busy machine
 _SAMPLE_BYTES = 1 << 20  # read at the beginning and at the end of each weights file
 _SHOWN_FIRST = (
     "seed",
@@ -40,6 +38,7 @@ def prepare_folder(
 
     Raises:
         ConfigurationError: the folder has another format, or the checkpoint to resume from is of another model.
+        RunDirError: a file of the folder is damaged.
     """
     folder.check_format()
     folder.remove_partial()
@@ -51,10 +50,9 @@ def prepare_folder(
     if read_json(folder.identity) != identity:
         write_json(folder.identity, identity)
     goes_on = resumed is not None and resumed.parent == checkpoints.directory
-    before = folder.config.read_bytes() if goes_on and folder.config.exists() else None
-    after = config_yaml(config, by_launcher)
-    write_atomic(folder.config, after)
-    return [] if before is None else changed_keys(*(yaml.load(text, _YAML) for text in (before, after)))
+    before = read_yaml(folder.config) if goes_on and folder.config.exists() else None
+    write_atomic(folder.config, config_yaml(config, by_launcher))
+    return [] if before is None else changed_keys(before, read_yaml(folder.config))
 
 
 def check_folder(folder: RunDir, config: DictConfig) -> Path | None:
@@ -62,6 +60,9 @@ def check_folder(folder: RunDir, config: DictConfig) -> Path | None:
     ``prepare_folder``.
     """
     folder.check_format()
+    for path in (folder.metrics, folder.evaluations, folder.alarms, *folder.environments.glob("*.jsonl")):
+        read_lines(path)
+    read_json(folder.summary)
     resumed = Checkpoints(config.trainer.default_local_dir).to_resume(config.trainer)
     model, trained = model_identity(config.actor_rollout_ref.model.path), model_of(resumed) if resumed else None
     by = "digest" if trained and trained["digest"] and model["digest"] else "path"

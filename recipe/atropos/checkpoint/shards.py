@@ -1,18 +1,29 @@
 """Read full tensors from a checkpoint of verl's FSDP engines, of any number of ranks, one at a time.
 
-The files are memory-mapped, so data is read only on access. No process group or GPU is needed. Only tensors are
-unpickled.
+The files are memory-mapped, so data is read only on access. No process group or GPU is needed.
+
+Guarantees:
+
+- no code that a checkpoint holds is run: only tensors and plain values are unpickled, by verl's loads too
+  (``tensors_only``).
 """
 
+import contextlib
+import io
+import os
 import pickle
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.tensor import DTensor  # importing it also lets torch.load create them
 
+from recipe.atropos.checkpoint.store import verify
 from recipe.atropos.errors import AtroposError
+from recipe.atropos.utils.files import write_atomic
 
 
 class ShardsError(AtroposError, RuntimeError):
@@ -31,7 +42,7 @@ class Shards(Mapping[str, torch.Tensor]):
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self._ranks = [_load(path) for path in _files(folder)]
+        self._ranks = [load_tensors(path) for path in _files(folder)]
         self.like = {
             name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
             for name, tensor in self._ranks[0].items()
@@ -78,8 +89,44 @@ def _files(folder: Path) -> list[Path]:
     return [folder / f"model_world_size_{world}_rank_{rank}.pt" for rank in range(world)]
 
 
-def _load(path: Path) -> dict[str, torch.Tensor]:
+def save_state(path: Path, state: Mapping[str, Any]) -> None:
+    """Write a small state with ``torch.save``, as a whole; raise DiskFull if there is no room for it."""
+    content = io.BytesIO()
+    torch.save(state, content)
+    write_atomic(path, content.getvalue())
+
+
+def load_verified(checkpoint: Path, name: str) -> dict[str, Any]:
+    """Return what ``torch.save`` wrote to a file of a checkpoint. Raises as ``load_tensors`` and ``store.verify``."""
+    verify(checkpoint, name)
+    return load_tensors(checkpoint / name)
+
+
+def load_tensors(path: Path) -> dict[str, Any]:
+    """Return what ``torch.save`` wrote, memory-mapped; raise ShardsError if that is not tensors and plain values."""
+    with tensors_only(path):
+        try:
+            return torch.load(path, map_location="cpu", mmap=True)
+        except RuntimeError as error:  # not an archive, or not whole
+            raise ShardsError(f"{path} cannot be read: {error}") from error
+
+
+@contextlib.contextmanager
+def tensors_only(path: Path) -> Iterator[None]:
+    """While the block runs, ``torch.load`` runs no code that a file holds, even with ``weights_only=False``.
+
+    Raises:
+        ShardsError: the block loads a file that holds something else; names ``path``.
+    """
+    # numpy's part of the random state that verl saves
+    numpy_state = [np.ndarray, np.dtype, np.dtypes.UInt32DType, np._core.multiarray._reconstruct]
+    os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
     try:
-        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise ShardsError(f"{path} cannot be read: {error}") from error
+        with torch.serialization.safe_globals(numpy_state):
+            yield
+    except (pickle.UnpicklingError, EOFError) as error:
+        code = re.search(r"GLOBAL (\S+)", str(error))
+        why = f"it holds {code[1]}, and would run code" if code else str(error)
+        raise ShardsError(f"{path} cannot be read: {why}") from error
+    finally:
+        os.environ.pop("TORCH_FORCE_WEIGHTS_ONLY_LOAD")

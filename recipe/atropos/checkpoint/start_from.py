@@ -10,6 +10,7 @@ The new run has a new optimizer, starts at step 0, and needs the other run only 
 This module does not import torch, because the launcher uses it.
 """
 
+import os
 import re
 import shutil
 import sys
@@ -26,6 +27,7 @@ from recipe.atropos.config.models import KEY as MODEL_KEY
 from recipe.atropos.errors import AtroposError, ConfigurationError
 from recipe.atropos.run_dir import RunDir
 from recipe.atropos.run_record import update_summary
+from recipe.atropos.run_status import RUNS, find_run
 from recipe.atropos.utils.files import read_json
 from recipe.atropos.utils.process import run_command
 from recipe.atropos.utils.secret import read_config_yaml
@@ -72,7 +74,14 @@ class Start:
                 f"{key} with {MODEL_KEY} (--model): the weights are that run's; leave out one of them"
             )
         name, step = re.fullmatch(r"(.+?)(?:@(\d+))?", config.run.resume_from).groups()
-        source = RunDir(Path(name).expanduser())
+        missing = f"no {RunDir(name).config.name} there"
+        try:
+            source = find_run(name)
+        except (ConfigurationError, OSError) as error:  # a run that has begun with its weights does not need it
+            source, missing = (
+                RunDir(Path(name).expanduser() if os.sep in name else RUNS / name),
+                str(error).removeprefix(f"{name}: "),
+            )
         if source.path == folder.path:
             raise ConfigurationError(f"{key} is the run's own folder: leave it out, the same command resumes a run")
         began = read_json(folder.summary, {}).get("resumed_from")
@@ -93,7 +102,7 @@ class Start:
                 f"{key}: run.dir={directory} has begun with {what}; give another folder (--run-dir)"
             )
         if not source.config.is_file():
-            raise ConfigurationError(f"{key}: no {source.config.name} there; give the folder of a run, RUN or RUN@STEP")
+            raise ConfigurationError(f"{key}: {missing}; give RUN or RUN@STEP")
         try:
             checkpoint = choose_checkpoint(source, step and int(step))
         except ConfigurationError as error:
@@ -148,7 +157,8 @@ class Start:
             command = [
                 sys.executable,
                 "-m",
-                "recipe.atropos.checkpoint.export",
+                "recipe.atropos",
+                "export",
                 str(self.source.path),
                 "--step",
                 str(self.step),

@@ -2,8 +2,10 @@
 
 Guarantees:
 
-- a checkpoint is complete once ``complete.json``, written last, lists its files and their sizes; a run resumes only
-  from the most recently completed one, unless ``trainer.resume_from_path`` names another, whatever verl's tracker says;
+- a checkpoint is complete once ``complete.json``, written last, lists its files, their sizes and digests; a run resumes
+  only from the most recently completed one, unless ``trainer.resume_from_path`` names another, whatever verl's tracker
+  says;
+- what a checkpoint holds is compared with its digests before it is used (``verify``);
 - partial checkpoints left by a kill or a full disk are removed at the next start; other folders are never touched;
 - ``keep`` applies to all complete checkpoints in the folder, including those of earlier processes; the one with the
   best held-out score is kept in addition;
@@ -11,6 +13,8 @@ Guarantees:
 """
 
 import contextlib
+import fnmatch
+import hashlib
 import logging
 import os
 import re
@@ -19,9 +23,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import xxhash
 from omegaconf import DictConfig
 
-from recipe.atropos.errors import ConfigurationError
+from recipe.atropos.errors import AtroposError, ConfigurationError
 from recipe.atropos.run_dir import RunDir, RunDirError
 from recipe.atropos.run_record import heldout_scores
 from recipe.atropos.utils.files import DiskFull, disk_errors, disk_is_full, read_json, write_atomic, write_json
@@ -34,6 +39,10 @@ ADAPTER_CONFIG = "adapter_config.json"
 
 _COMPLETE, _INCOMPLETE = "complete.json", "incomplete"
 _TRACKER = "latest_checkpointed_iteration.txt"  # for verl's own tools
+
+
+class CheckpointDamaged(AtroposError, RuntimeError):
+    """A file of a checkpoint is not as it was saved; the message has its path, and what to do."""
 
 
 class Checkpoints:
@@ -57,7 +66,7 @@ class Checkpoints:
             if folder not in whole:
                 why = f"it has no {_COMPLETE}, which this recipe writes last"
                 if (folder / _COMPLETE).exists():
-                    why = "files are missing, or have other sizes than when they were saved"
+                    why = "files are missing or have other sizes than when they were saved, or that file is damaged"
                 logger.warning("%s is not resumed from: %s (trainer.resume_mode=resume_path forces it)", folder, why)
         return whole[-1] if whole else None
 
@@ -98,12 +107,13 @@ class Checkpoints:
         model: dict[str, Any] | None = None,
         scores: Mapping[int, float] | None = None,
         batch: int = 0,
+        digests: Mapping[str, str] | None = None,
     ) -> Iterator[Path]:
         """Yield the folder to write into. ``keep`` complete checkpoints stay (None: all); at least one existing one
         stays until the new one is complete.
 
         ``model``: ``resumption.model_identity`` of the trained model. ``scores``: held-out scores by step. ``batch``:
-        number of the last batch in the weights.
+        number of the last batch in the weights. ``digests``: those of ``digests_of`` that the block has computed.
 
         Raises:
             DiskFull: nothing is left of the new checkpoint.
@@ -117,9 +127,10 @@ class Checkpoints:
                 (folder / _INCOMPLETE).touch()
                 yield folder
                 files = {path.relative_to(folder).as_posix(): path.stat().st_size for path in _files(folder)}
+                made = {name: (digests or {}).get(name) or _digest(folder / name) for name in files}
                 sequence = 1 + max((self._sequence(other) or 0 for other in self._folders()), default=0)
-                complete = {"step": step, "sequence": sequence, "model": model, "batch": batch, "files": files}
-                write_json(folder / _COMPLETE, complete)
+                complete = {"step": step, "sequence": sequence, "model": model, "batch": batch}
+                write_json(folder / _COMPLETE, complete | {"files": files, "digests": made})
                 (folder / _INCOMPLETE).unlink()
         except BaseException as error:
             # torch's writer, in another process, does not report why it failed.
@@ -152,9 +163,9 @@ class Checkpoints:
         try:
             saved = read_json(folder / _COMPLETE)
             whole = saved and all((folder / name).stat().st_size == size for name, size in saved["files"].items())
-        except (OSError, KeyError, RunDirError):
+            return saved["sequence"] if whole else None
+        except (OSError, KeyError, AttributeError, RunDirError):  # also broken by hand
             return None
-        return saved["sequence"] if whole else None
 
 
 def checkpoints_of(run: RunDir) -> Checkpoints:
@@ -205,6 +216,40 @@ def model_of(folder: Path) -> dict[str, Any] | None:
         return read_json(folder / _COMPLETE, {}).get("model")
     except RunDirError:  # truncated; resumed from only if trainer.resume_from_path names it
         return None
+
+
+def digests_of(folder: Path, pattern: str) -> dict[str, str]:
+    """Return the digest of each file of a checkpoint that matches ``pattern``, by its name relative to ``folder``.
+
+    They find damage, not intent: xxh3, the fastest of what was measured.
+    """
+    return {path.relative_to(folder).as_posix(): _digest(path) for path in folder.glob(pattern)}
+
+
+def verify(folder: Path, *patterns: str) -> None:
+    """Compare the files of a checkpoint that match one of ``patterns`` with their digests.
+
+    A checkpoint of an earlier version of the recipe has none, and one that is not complete has no file with them.
+
+    Raises:
+        CheckpointDamaged: a file is missing, or not as it was saved.
+        RunDirError: ``complete.json`` is damaged.
+    """
+    saved = read_json(folder / _COMPLETE, {}).get("digests", {})
+    for name in sorted(name for name in saved if any(fnmatch.fnmatch(name, pattern) for pattern in patterns)):
+        path = folder / name
+        if not path.is_file() or _digest(path) != saved[name]:
+            older = [other for other in Checkpoints(folder.parent).whole() if step_of(other) < step_of(folder)]
+            instead = f"is that of {older[-1]}" if older else "is none before it"
+            raise CheckpointDamaged(
+                f"{path} is not as it was saved (its digest differs from {_COMPLETE}'s): restore it, or move "
+                f"{folder.name} away; the checkpoint to go on from then {instead}"
+            )
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, xxhash.xxh3_64).hexdigest()
 
 
 def step_of(folder: Path) -> int:

@@ -1,4 +1,4 @@
-"""Check whether this machine can train: ``verl-atropos doctor [--preset NAME] [key=value ...]``
+"""Check whether this machine can train: ``verl-atropos doctor [OPTIONS of train] [key=value ...]``
 
 Only Python interpreters are started. Each check reports what it found, or what is wrong and the fix. The checks apply
 to the given configuration; without a model in it, those of the model are left out.
@@ -20,11 +20,13 @@ from rich.markup import escape
 
 from recipe.atropos.commands.check_results import Check, CheckResult, Note, result_of
 from recipe.atropos.commands.run_checks import examine_run
-from recipe.atropos.config.compose import given_keys, load_config
+from recipe.atropos.config.compose import given_keys
 from recipe.atropos.config.models import KEY as MODEL_KEY
+from recipe.atropos.config.options import add_options, compose_overrides
 from recipe.atropos.errors import LaunchError, one_line_errors
 from recipe.atropos.inference.memory_saver import check_saver
 from recipe.atropos.inference.server import sglang_python
+from recipe.atropos.launch_services import load_run_config
 from recipe.atropos.launcher.gpu_environment import check_gpu_environment
 from recipe.atropos.launcher.placement import place_servers
 from recipe.atropos.utils.gpus import PLATFORM_VARIABLE, device_of, visible_gpus
@@ -32,7 +34,7 @@ from recipe.atropos.utils.machine import versions_in
 from recipe.atropos.verl_ext.attention import set_attention
 
 _PACKAGE = "verl-atropos"
-_OLDEST, _TOO_NEW = (3, 11), (3, 14)
+_OLDEST, _TOO_NEW = (3, 11), (3, 13)  # as in pyproject.toml
 _TRAINER = ("torch", "verl", "atroposlib", "ray", "transformers")
 _SGLANG = ("torch", "sglang", "transformers")
 
@@ -64,7 +66,7 @@ def _python() -> str:
     found = sys.version_info[:2]
     if not _OLDEST <= found < _TOO_NEW:
         raise LaunchError(
-            f"Python {found[0]}.{found[1]} runs this, and the pinned packages need 3.11, 3.12 or 3.13: build the "
+            f"Python {found[0]}.{found[1]} runs this, and the pinned packages need 3.11 or 3.12: build the "
             "environment with one of them (make env PYTHON=python3.11)"
         )
     return f"{sys.version.split()[0]}, {os.cpu_count()} cores"
@@ -153,18 +155,14 @@ def _memory_saver(python: str) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Return exit status 0 only if every check passed."""
     parser = argparse.ArgumentParser(prog="verl-atropos doctor", description=__doc__.splitlines()[0].partition(":")[0])
-    parser.add_argument("--preset", help="a file of config/preset, without .yaml")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the configuration")
-    given = parser.parse_args(argv)
-    overrides = [*([f"preset={given.preset}"] if given.preset else []), *given.overrides]
-    has_model = given.preset is not None or MODEL_KEY in given_keys(overrides)
-    if not has_model:
-        overrides.append(f"{MODEL_KEY}=model")
-    console = Console(highlight=False)
+    add_options(parser)
+    overrides, console = compose_overrides(parser.parse_intermixed_args(argv)), Console(highlight=False)
     with one_line_errors(OmegaConfBaseException):
-        config = load_config(overrides)
+        has_model = bool({"preset", "run.resume_from", MODEL_KEY} & given_keys(overrides))
+        config, _, _, start = load_run_config(overrides + ([] if has_model else [f"{MODEL_KEY}=model"]))
+        config = start.for_checks(config) if start else config
         results = examine(config) | examine_run(config, has_model)
     for name, result in results.items():
-        state = "[bold red]FAILED[/]" if not result.ok else "[yellow]note[/]  " if result.note else "[green]ok[/]    "
-        console.print(f"{state} {name:<14}{escape(result.message)}", soft_wrap=True)
+        color = {"ok": "green", "FAILED": "bold red"}.get(result.state, "yellow")
+        console.print(f"[{color}]{result.state:<7}[/] {name:<14}{escape(result.message)}", soft_wrap=True)
     return 0 if all(result.ok for result in results.values()) else 1

@@ -1,13 +1,13 @@
 """What a run would do, without starting it: ``launch_services --dry-run``.
 
-It prints the resolved configuration, where each value that differs from the default is marked, the memory plan of GPUs,
-and the command of each service with the variables that it gets. Secrets are shown as ``***``. Ports that are not
+It prints the values that differ from the default, on request the whole configuration, the memory plan of GPUs, and the
+command of each service with the variables that it gets. Secrets are shown as ``***``. Ports that are not
 configured are chosen at each start. What a start finds in the run's folder is checked, and not changed.
 """
 
 import os
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.text import Text
 
 from recipe.atropos.checkpoint.resumption import check_folder
-from recipe.atropos.config.compose import load_config
+from recipe.atropos.config.compose import leaves, load_config
 from recipe.atropos.config.env_specs import EnvironmentSpec
 from recipe.atropos.config.models import KEY as MODEL_KEY
 from recipe.atropos.config.models import SMALL_POLICIES, config_file, replace_model_path
@@ -34,11 +34,10 @@ from recipe.atropos.utils.private_process import SECRET_FLAGS
 from recipe.atropos.utils.secret import API_KEY_VARIABLE, HIDDEN, public_config, without_secrets
 
 _NO_MODEL = "none"  # the default configuration names no model
-_ABSENT = object()
 
 
-def show_dry_run(run: Run, specs: Mapping[str, EnvironmentSpec], console: Console) -> None:
-    """Print what ``run``, whose other checks have passed, would be, and start nothing.
+def show_dry_run(run: Run, specs: Mapping[str, EnvironmentSpec], console: Console, whole: bool = False) -> None:
+    """Print what ``run``, whose other checks have passed, would be, and start nothing. ``whole``: every value.
 
     Raises:
         ConfigurationError: as ``resumption.check_folder``.
@@ -49,11 +48,17 @@ def show_dry_run(run: Run, specs: Mapping[str, EnvironmentSpec], console: Consol
     else:
         check_folder(run.files, run.config)
     shown, default = public_config(run.config), without_secrets(_default_config())
-    lines = list(_configuration(shown, default))
-    changed = sum(is_changed for _, is_changed in lines)
-    _title(console, f"configuration ({changed} values differ from the default)")
-    for line, is_changed in lines:
-        console.print(Text(line, "bold green" if is_changed else ""), soft_wrap=True)
+    usual = dict(leaves(default))
+    changed = [(key, value) for key, value in leaves(shown) if value != usual.get(key, _NO_MODEL)]
+    rest = "" if whole else "; --all: the rest"
+    _title(console, f"configuration ({len(changed)} values differ from the default{rest})")
+    for key, value in changed:
+        before = usual.get(key, _NO_MODEL)
+        told = before if before == _NO_MODEL else _inline(before)
+        console.print(Text(f"{key}: {_inline(value)}  # default: {told}", "bold green"), soft_wrap=True)
+    if whole:
+        _title(console, "the whole configuration")
+        console.print(Text(yaml.safe_dump(shown, sort_keys=False, width=10**6)), soft_wrap=True)
     _title(console, "memory of each GPU")
     if device_of(run.config) == "cpu":
         console.print("the trainer runs on a CPU; verl-atropos plan plans GPUs")
@@ -93,20 +98,6 @@ def _title(console: Console, text: str) -> None:
 
 def _default_config() -> dict[str, Any]:
     return public_config(load_config([f"{MODEL_KEY}={_NO_MODEL}"]))
-
-
-def _configuration(values: Mapping[str, Any], default: Any, indent: str = "") -> Iterator[tuple[str, bool]]:
-    """Yield each line of the configuration as YAML, with the default of a value that differs, and whether it does."""
-    for key, value in values.items():
-        usual = default.get(key, _ABSENT) if isinstance(default, Mapping) else _ABSENT
-        if isinstance(value, Mapping) and value:
-            yield f"{indent}{key}:", False
-            yield from _configuration(value, usual, f"{indent}  ")
-        elif value == usual:
-            yield f"{indent}{key}: {_inline(value)}", False
-        else:
-            told = "none" if usual in (_ABSENT, _NO_MODEL) else _inline(usual)
-            yield f"{indent}{key}: {_inline(value)}  # default: {told}", True
 
 
 def _inline(value: Any) -> str:

@@ -6,7 +6,6 @@ default).
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from omegaconf.errors import OmegaConfBaseException
@@ -14,13 +13,12 @@ from rich.console import Console
 from rich.style import Style
 from rich.table import Table
 from rich.text import Text
-from transformers import AutoTokenizer
 
-from recipe.atropos.config.complete import load_recorded
-from recipe.atropos.data.rows import environment_name
 from recipe.atropos.errors import one_line_errors
-from recipe.atropos.report.token_view import UNLIKELY, find_row, rows_of_step, tokens_of_row
 from recipe.atropos.run_dir import RunDir
+from recipe.atropos.run_status import find_run
+
+UNLIKELY = -3.0  # nats, a probability of 5%; a less likely token is underlined
 
 
 def style_of(token: dict[str, Any], largest: float) -> Style:
@@ -34,10 +32,17 @@ def style_of(token: dict[str, Any], largest: float) -> Style:
     return Style(color="white", bgcolor=f"rgb({color[0]},{color[1]},{color[2]})", underline=unlikely)
 
 
-def show(run: Path, step: int, group: int, sequence: int, table: bool, console: Console) -> None:
+def show(files: RunDir, step: int, group: int, sequence: int, table: bool, console: Console) -> None:
     """Print one trajectory of a step."""
-    config = load_recorded(RunDir(run).config)
-    config.run.dir = str(run)
+    # imported here: torch and transformers take seconds
+    from transformers import AutoTokenizer
+
+    from recipe.atropos.config.complete import load_recorded
+    from recipe.atropos.data.rows import environment_name
+    from recipe.atropos.report.token_view import find_row, rows_of_step, tokens_of_row
+
+    config = load_recorded(files.config)
+    config.run.dir = str(files.path)
     rows = rows_of_step(config, step)
     row = find_row(rows, group, sequence)
     model = config.actor_rollout_ref.model
@@ -68,12 +73,12 @@ def show(run: Path, step: int, group: int, sequence: int, table: bool, console: 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="verl-atropos inspect", description="Print one trajectory of a step.")
-    parser.add_argument("run", type=Path, help="folder of the run")
+    parser.add_argument("run", metavar="RUN", help="folder of a run, or its name below runs/")
     parser.add_argument("--step", type=int, default=1)
     parser.add_argument("--group", type=int, default=0, help="its place in the batch")
     parser.add_argument("--sequence", type=int, default=0)
     parser.add_argument("--table", action="store_true", help="also one line per token")
     given = parser.parse_args(argv)
     with one_line_errors(OmegaConfBaseException, OSError):
-        show(given.run, given.step, given.group, given.sequence, given.table, Console(highlight=False))
+        show(find_run(given.run), given.step, given.group, given.sequence, given.table, Console(highlight=False))
     return 0

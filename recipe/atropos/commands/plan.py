@@ -6,11 +6,10 @@ of activations to 25 percent. Not counted: the CUDA context (about 0.5 GiB), fra
 
 verl's memory use, from its source (workers/engine/fsdp/transformer_impl.py): parameters, gradients and Adam's moments
 are float32 and sharded over the ranks; a layer is gathered in bfloat16 while it runs, and the next one is prefetched;
-the embeddings and the head stay gathered. The reference policy is held in bfloat16.
+the embeddings and the head stay gathered. The reference policy is float32 too (``ref.fsdp_config.model_dtype``).
 """
 
 import argparse
-import importlib.util
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 
@@ -21,12 +20,14 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from recipe.atropos.config.compose import load_config
+from recipe.atropos.config.options import add_options, compose_overrides
 from recipe.atropos.errors import ConfigurationError, one_line_errors
 from recipe.atropos.inference.server import SGLangLaunch
-from recipe.atropos.launcher.placement import COLOCATED_SHARE, goes_over_nccl
+from recipe.atropos.launch_services import load_run_config
+from recipe.atropos.launcher.placement import COLOCATED_SHARE, gpu_transport
 from recipe.atropos.utils.gpus import BUCKET_MEGABYTES, visible_gpus
-from recipe.atropos.utils.machine import nvidia_smi
+from recipe.atropos.utils.machine import gpu_memory
+from recipe.atropos.verl_ext.attention import flash_is_installed, set_micro_batches
 from recipe.atropos.verl_ext.device import PrecisionType
 
 GIB = 1 << 30
@@ -87,25 +88,19 @@ def plan_memory(config: DictConfig, memory: int | None = None) -> Plan:
     Raises:
         ConfigurationError: the model's configuration cannot be read, or there is no GPU here and ``memory`` is None.
     """
-    if memory is None:
-        memory = _memory_here()
+    if memory is None and (memory := gpu_memory()) is None:
+        raise ConfigurationError("there is no GPU here: give --gpu-memory GIB, of each GPU that is to be used")
     model, colocated = _on_meta(config), config.inference.colocated
     if colocated is None:  # as the launcher decides; without GPUs here, assume separate GPUs
         colocated = (
-            0 < visible_gpus() < config.trainer.n_gpus_per_node + config.inference.servers * _launch(config).gpus
+            0 < visible_gpus() < config.trainer.n_gpus_per_node + (config.inference.servers or 1) * _launch(config).gpus
         )
     config = config.copy()
     config.trainer.device, config.inference.colocated = "cuda", colocated
+    set_micro_batches(config, flash_is_installed())
     server = _server(config, model, memory, colocated)
     trainer = _trainer(config, model)  # last: it may add an adapter to the model
     return Plan(trainer, server, memory, colocated, list(_problems(config, trainer, server, memory, colocated)))
-
-
-def _memory_here() -> int:
-    found = [int(mib) << 20 for (mib,) in nvidia_smi("gpu", "memory.total") if mib.isdigit()]
-    if not found:
-        raise ConfigurationError("there is no GPU here: give --gpu-memory GIB, of each GPU that is to be used")
-    return min(found)
 
 
 def _on_meta(config: DictConfig) -> PreTrainedModel:
@@ -157,7 +152,7 @@ def _trainer(config: DictConfig, model: PreTrainedModel) -> TrainerPlan:
     held = whole + (trained if settings.lora_rank else 0)
     asked = (actor.use_kl_loss or config.algorithm.use_kl_in_reward) and not settings.lora_rank
     stays = asked and not config.actor_rollout_ref.ref.fsdp_config.param_offload
-    reference = _COMPUTED.itemsize * whole // shards if stays else 0
+    reference = _bytes(config.actor_rollout_ref.ref.fsdp_config.model_dtype) * whole // shards if stays else 0
     tokens = actor.ppo_max_token_len_per_gpu
     pushes = config.actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes
     layers = list(decoder_layers(model))
@@ -165,10 +160,10 @@ def _trainer(config: DictConfig, model: PreTrainedModel) -> TrainerPlan:
     outside = parameters_of(model) - sum(p.numel() for layer in layers for p in layer.parameters())
     parameters, optimizer = size * held // shards, _ADAM_BYTES * trained // shards
     buckets = 2 * min((pushes or BUCKET_MEGABYTES["cuda"]) << 20, _COMPUTED.itemsize * whole)
-    by_handles = not goes_over_nccl(config) and config.trainer.atropos.weight_sync.transport != "disk"
+    transport = gpu_transport(config)
     if settings.lora_rank and not settings.lora.merge:
         buckets = 0  # an adapter is sent inside a request
-    elif by_handles and _launch(config).gpus > 1:
+    elif transport == "tensor" and _launch(config).gpus > 1:
         buckets = _COMPUTED.itemsize * whole  # SGLang's ranks still read one bucket while the next is filled
     return TrainerPlan(
         parameters=parameters,
@@ -178,7 +173,7 @@ def _trainer(config: DictConfig, model: PreTrainedModel) -> TrainerPlan:
         + (0 if engine.param_offload else parameters)
         + (0 if engine.optimizer_offload else optimizer),
         buckets=buckets,
-        buckets_stay=goes_over_nccl(config),
+        buckets_stay=transport == "distributed",
         gradients=size * trained // shards,
         gathered=_COMPUTED.itemsize * (outside + 2 * largest),
         activations=activations(model, tokens, settings.enable_gradient_checkpointing),
@@ -195,7 +190,7 @@ def _logits(config: DictConfig, model: PreTrainedModel, tokens: int) -> int:
     if config.actor_rollout_ref.model.use_fused_kernels:
         return 0
     one = tokens * model.config.get_text_config().vocab_size * _COMPUTED.itemsize
-    copies = 1 if importlib.util.find_spec("flash_attn") else 3  # logits, their log softmax, the gradient of both
+    copies = 1 if flash_is_installed() else 3  # logits, their log softmax, the gradient of both
     if config.actor_rollout_ref.rollout.temperature != 1:
         copies += 1
     if config.actor_rollout_ref.actor.entropy_coeff or config.actor_rollout_ref.actor.calculate_entropy:
@@ -379,20 +374,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="verl-atropos plan",
         description="Print the memory that a configuration needs of each GPU.",
     )
-    parser.add_argument("--preset", help="a file of config/preset, without .yaml")
-    parser.add_argument("--model", help="local folder or hub name (actor_rollout_ref.model.path)")
-    parser.add_argument("--gpus", type=int, help="ranks of the trainer (trainer.n_gpus_per_node)")
+    add_options(parser)
     parser.add_argument("--gpu-memory", type=float, metavar="GIB", help="of each GPU; default: this machine's")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the configuration")
-    given = parser.parse_args(argv)
-    named = {
-        "preset": given.preset,
-        "actor_rollout_ref.model.path": given.model,
-        "trainer.n_gpus_per_node": given.gpus,
-    }
-    options = [f"{key}={value}" for key, value in named.items() if value is not None]
+    given = parser.parse_intermixed_args(argv)
     with one_line_errors(OmegaConfBaseException, OSError):
-        config = load_config([*options, *given.overrides])
+        config, _, _, start = load_run_config(compose_overrides(given))
+        config = start.for_checks(config) if start else config
         found = plan_memory(config, None if given.gpu_memory is None else int(given.gpu_memory * GIB))
         show(found, Console(highlight=False))
     return 1 if found.problems else 0

@@ -1,9 +1,11 @@
 """Print a service's log, and follow it: ``verl-atropos logs [RUN] [SERVICE] [-f]``
 
-Without a service it lists the logs. A log that is cut or replaced while it is followed is read on from its new content.
+Without a service it lists the logs. Colors and control characters are left out. A log that is cut or replaced while it
+is followed is read on from its new content.
 """
 
 import argparse
+import codecs
 import difflib
 import os
 import sys
@@ -21,6 +23,7 @@ from recipe.atropos.errors import ConfigurationError, one_line_errors
 from recipe.atropos.launcher.dashboard import last_line
 from recipe.atropos.run_dir import RunDir
 from recipe.atropos.run_status import RunReader, find_run
+from recipe.atropos.utils.files import printable
 
 _LINES, _POLL_SECONDS, _LOOK_SECONDS = 50, 0.2, 5.0
 _BLOCK = 1 << 16
@@ -135,8 +138,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         path = files.log(service)
         try:
             last = follow(files, path, given.lines) if given.follow else [tail(path, given.lines, path.stat().st_size)]
-            for content in last:
-                sys.stdout.buffer.write(content)
+            for text in codecs.iterdecode(last, "utf-8", "replace"):
+                sys.stdout.write(printable(text))
                 sys.stdout.flush()
         except KeyboardInterrupt:
             pass

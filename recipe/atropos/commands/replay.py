@@ -9,7 +9,6 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
@@ -17,6 +16,7 @@ from rich.console import Console
 from recipe.atropos.config.complete import load_recorded
 from recipe.atropos.errors import one_line_errors
 from recipe.atropos.run_dir import RunDir
+from recipe.atropos.run_status import find_run
 
 
 def replay(run: Path, overrides: Sequence[str], console: Console) -> bool:
@@ -63,13 +63,19 @@ def differing_tensors(one: Path, other: Path) -> list[str]:
 
     Raises:
         FileNotFoundError: a checkpoint has no model, or the numbers of ranks differ.
+        CheckpointDamaged, ShardsError: a file is not as it was saved, or holds code.
     """
+    # imported here: torch takes seconds
+    import torch
+
+    from recipe.atropos.checkpoint.shards import load_verified
+
     names = []
     files, others = ({path.name for path in folder.glob("model_world_size_*.pt")} for folder in (one, other))
     if not files or files != others:
         raise FileNotFoundError(f"{one} and {other} hold no checkpoints of one and the same number of ranks")
     for name in sorted(files):
-        states = [torch.load(folder / name, weights_only=False, map_location="cpu") for folder in (one, other)]
+        states = [load_verified(folder.parent, f"{folder.name}/{name}") for folder in (one, other)]
         for key in sorted(states[0].keys() | states[1].keys()):
             pair = [getattr(state.get(key), "_local_tensor", state.get(key)) for state in states]
             if any(tensor is None for tensor in pair) or not torch.equal(*pair):
@@ -81,8 +87,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="verl-atropos replay", description="Train on recorded batches, without servers."
     )
-    parser.add_argument("run", type=Path, help="folder of the run")
+    parser.add_argument("run", metavar="RUN", help="folder of a run, or its name below runs/")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the configuration")
     given = parser.parse_args(argv)
     with one_line_errors(OmegaConfBaseException, OSError):
-        return 0 if replay(given.run, given.overrides, Console(highlight=False)) else 1
+        return 0 if replay(find_run(given.run).path, given.overrides, Console(highlight=False)) else 1

@@ -3,19 +3,15 @@
 Nothing is started or downloaded; a model on the hub is only asked for.
 """
 
-import configparser
-import contextlib
-import netrc
 import os
 import shutil
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import psutil
 from omegaconf import DictConfig
 
-from recipe.atropos.commands.check_results import Check, CheckResult, Note, result_of
+from recipe.atropos.commands.check_results import Check, CheckResult, NotChecked, Note, result_of
 from recipe.atropos.config.models import KEY as MODEL_KEY
 from recipe.atropos.config.models import SMALL_POLICIES, check_model, config_file, model_settings
 from recipe.atropos.errors import LaunchError
@@ -23,12 +19,12 @@ from recipe.atropos.inference.gateway_client import GATEWAY_PORT
 from recipe.atropos.launcher.sglang import given_ports
 from recipe.atropos.launcher.startup import API_PORT
 from recipe.atropos.utils.process import port_is_free
+from recipe.atropos.utils.wandb_login import wandb_login
 
 _GIB = 1 << 30
 _LEAST_MEMORY, _LEAST_SHARED, _LEAST_DISK = 6, 0.5, 2  # GiB; memory: what the demo needs
 _LEAST_TOKENS = 32
 _STATE_BYTES = 12  # of a parameter in a checkpoint: float32 weights and two moments
-_WANDB_HOST = "api.wandb.ai"
 
 
 def examine_run(config: DictConfig, has_model: bool) -> dict[str, CheckResult]:
@@ -117,36 +113,15 @@ def _parameters(path: str) -> int:
 def _wandb(config: DictConfig) -> str:
     if "wandb" not in config.trainer.logger:
         return "not used (trainer.logger)"
-    settings = _wandb_settings()
-    mode = settings.get("mode", "online")
+    mode, host, logged_in = wandb_login()
     if mode != "online":
         return f"WANDB_MODE={mode}"
-    host = urlsplit(settings.get("base_url", "")).netloc or _WANDB_HOST
-    if "api_key" in settings or "identity_token_file" in settings or _in_netrc(host):
+    if logged_in:
         return f"logged in to {host}"
     raise LaunchError(
         f"trainer.logger has wandb, and nobody is logged in to {host}: run `wandb login`, set WANDB_API_KEY, or "
         "WANDB_MODE=offline to upload later, or drop wandb from trainer.logger"
     )
-
-
-def _wandb_settings() -> dict[str, str]:
-    """Return W&B's settings: the environment's, and those of the file to which ``wandb login --host`` writes."""
-    folder = os.environ.get("WANDB_CONFIG_DIR") or "~/.config/wandb"
-    parser = configparser.ConfigParser(interpolation=None)
-    with contextlib.suppress(configparser.Error, UnicodeDecodeError):
-        parser.read(Path(folder).expanduser() / "settings")
-    settings = dict(parser["default"]) if parser.has_section("default") else {}
-    prefix = "WANDB_"
-    given = {name.removeprefix(prefix).lower(): value for name, value in os.environ.items() if name.startswith(prefix)}
-    return {name: value for name, value in (settings | given).items() if value}
-
-
-def _in_netrc(host: str) -> bool:
-    try:
-        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
-    except (OSError, UnicodeDecodeError, netrc.NetrcParseError):
-        return False
 
 
 class _Model:
@@ -171,7 +146,7 @@ class _Model:
 
     def _tokenizer(self) -> Any:
         if self._is_told:
-            raise LaunchError("not checked, since the tokenizer cannot be loaded")
+            raise NotChecked("not checked, since the tokenizer cannot be loaded")
         if self._loaded is None:
             from transformers import AutoTokenizer  # imported here: it takes seconds
 

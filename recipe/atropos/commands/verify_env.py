@@ -92,7 +92,7 @@ async def verify(
     result.posted, result.warnings = env.posted, warnings.messages
     result.counts = dict(env.report.counts)
     vocabulary = AutoConfig.from_pretrained(config.tokenizer_name).get_text_config().vocab_size
-    limits = RowLimits(config.max_token_length, config.max_token_length, pad_token_id=0, vocab_size=vocabulary)
+    limits = RowLimits(config.max_token_length, pad_token_id=0, vocab_size=vocabulary)
     result.rows, result.report = read_groups(result.posted, limits)
     result.not_sampled = list(_not_sampled(result.posted, exchanges, env.tokenizer))
     return result

@@ -4,7 +4,8 @@ Guarantees:
 
 - a key that does not exist is an error that names the nearest one, whether it is given as ``key``, ``+key``, ``++key``
   or inside ``key={...}``; so is a verl key that has no effect here, if its value differs from the shipped one, and,
-  wherever it occurs, a key of another recipe for Atropos, whose error names the key of this one;
+  wherever it occurs, a key of another recipe for Atropos, whose error names the key of this one; one error names them
+  all, each on its line;
 - every value is checked by ``schema``;
 - verl, torch and Ray are not imported.
 
@@ -17,18 +18,13 @@ The values of arguments follow Hydra's override grammar. A free-form mapping (``
 
 import contextlib
 import copy
-import difflib
-import functools
-import importlib.util
-import pickle
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import yaml
-from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
@@ -36,29 +32,13 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from recipe.atropos.config.derived_timeouts import set_waits
+from recipe.atropos.config.keys import Derived, changes_of_key, keys_of, of_all, reference, without_effect
 from recipe.atropos.config.renamed import check_renamed, prefixes
-from recipe.atropos.config.schema import documented
-from recipe.atropos.config.schema_errors import check_schema
-from recipe.atropos.config.unsupported import UNSUPPORTED
+from recipe.atropos.config.schema_errors import check_schema, wrong_values
+from recipe.atropos.config.shipped import shipped
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.utils.secret import COMPLETE, check_not_hidden
 
-FOLDER = Path(__file__).parent
-
-# Mappings whose keys are defined by the user or by another program.
-FREE = (
-    "inference.args",
-    "environment.args",
-    "environment.reward_bridge",
-    "environments",
-    "actor_rollout_ref.model.override_config",
-    "actor_rollout_ref.actor.optim.override_optimizer_config",
-    "actor_rollout_ref.actor.fsdp_config.mixed_precision",
-    "actor_rollout_ref.actor.fsdp_config.wrap_policy",
-    "actor_rollout_ref.ref.fsdp_config.mixed_precision",
-    "actor_rollout_ref.ref.fsdp_config.wrap_policy",
-    "ray_kwargs.ray_init",
-)
 # Keys that the launcher sets, and what a user gives instead.
 LAUNCHER_KEYS = {
     "evaluation.evaluated_file": "nothing",
@@ -69,20 +49,12 @@ LAUNCHER_KEYS = {
 }
 # The addresses of a run's services, which differ at each start.
 OF_EACH_START = {*LAUNCHER_KEYS, "actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.atropos.urls"}
+# Coefficients without effect unless the other key is true.
+_SWITCHED = {
+    "algorithm.kl_ctrl.kl_coef": "algorithm.use_kl_in_reward",
+    "actor_rollout_ref.actor.kl_loss_coef": "actor_rollout_ref.actor.use_kl_loss",
+}
 _PROBE = "a_key_of_no_configuration"
-_ONLY_IN_DATACLASSES = ("actor_rollout_ref.actor.checkpoint.save_lora_only",)  # verl's, but not in its YAML
-
-
-def verl_config_folder() -> Path:
-    """Return the folder of verl's YAML without importing verl, which takes seconds and warns."""
-    spec = importlib.util.find_spec("verl")
-    if spec is None or not spec.submodule_search_locations:
-        raise ConfigurationError("verl is not installed in this environment; install it as the README says")
-    return Path(spec.submodule_search_locations[0]) / "trainer" / "config"
-
-
-def presets() -> list[str]:
-    return sorted(path.stem for path in (FOLDER / "preset").glob("*.yaml"))
 
 
 def load_config(overrides: Sequence[str], tell: Callable[[str], None] = lambda _: None) -> DictConfig:
@@ -122,7 +94,8 @@ def complete_config(
 ) -> DictConfig:
     """Return ``config``, which is ``composed`` resolved, with what the launcher has decided since.
 
-    That is the folder of the run and of the model, whether servers share the trainer's GPUs, and ``addresses`` by key.
+    That is the folder of the run and of the model, how many servers there are and whether they share the
+    trainer's GPUs, and ``addresses`` by key.
 
     Raises:
         ConfigurationError: as ``load_config``.
@@ -131,6 +104,7 @@ def complete_config(
         "run.dir": str(directory),
         "actor_rollout_ref.model.path": config.actor_rollout_ref.model.path,
         "inference.colocated": bool(config.inference.colocated),
+        "inference.servers": config.inference.servers,
         **(addresses or {}),
     }
     return _resolve(with_values(composed, decided))
@@ -138,31 +112,53 @@ def complete_config(
 
 def compose_config(overrides: Sequence[str], tell: Callable[[str], None] = lambda _: None) -> DictConfig:
     """Compose as ``load_config`` does, with interpolations, and values not yet checked by the schema."""
-    in_file, given = _given(overrides)
-    check_renamed(dict(in_file + given))
-    preset = next((value for key, value in reversed(in_file + given) if key == "preset"), None)
-    config = pickle.loads(_shipped(preset))  # faster than a deep copy
+    return compose_values(*given_values(overrides), tell)
+
+
+def compose_values(
+    in_file: list[tuple[str, Any]], given: list[tuple[str, Any]], tell: Callable[[str], None] = lambda _: None
+) -> DictConfig:
+    """Compose what ``given_values`` returns."""
+    preset = chosen_preset(in_file + given)
+    config = shipped(preset)
     if in_file:
         given = _not_derived(in_file, config) + given
-    known = set(_keys(OmegaConf.to_container(config), ""))
-    changes = [change for key, value in given if key != "preset" for change in _changes(key, value, known, config)]
+    known = set(keys_of(OmegaConf.to_container(config), ""))
+    coefficients = {key: OmegaConf.select(config, key) for key in _SWITCHED}
+
+    def changes_of(item: tuple[str, Any]) -> list[tuple[str, Any]]:
+        check_renamed(dict([item]))
+        return [] if item[0] == "preset" else list(changes_of_key(*item, known, config))
+
+    found, wrong = of_all(changes_of, given)
+    changes = [*chain(*found)]
     _drop_for_another_target(config, preset, changes, tell)
     with open_dict(config):
-        for key, value in (change for change in changes if not isinstance(change[1], _Derived)):
+        for key, value in (change for change in changes if not isinstance(change[1], Derived)):
             try:
                 OmegaConf.update(config, key, value, merge=False, force_add=True)
             except OmegaConfBaseException as error:
                 raise ConfigurationError(f"{key}={value}: {_first_line(error)}") from error
     for key, value in changes:
-        if isinstance(value, _Derived) and value.given != OmegaConf.select(config, key):
-            raise _without_effect(key, value.given)
+        if isinstance(value, Derived) and value.given != OmegaConf.select(config, key):
+            wrong.append(str(without_effect(key, value.given)))
+    for key, switch in _SWITCHED.items():
+        with contextlib.suppress(OmegaConfBaseException):  # a wrong reference is reported later
+            value = OmegaConf.select(config, key)
+            if value not in (0, coefficients[key]) and not OmegaConf.select(config, switch):
+                wrong.append(f"{key}={value} has no effect with {switch}=false; set that to true, or leave it out")
+    if wrong:
+        keys = {key for key, _ in changes}
+        values = wrong_values(OmegaConf.to_container(config))
+        raise ConfigurationError("\n".join([*wrong, *(line for key, line in values.items() if key in keys)]))
     check_not_hidden(OmegaConf.to_container(config))
     return config
 
 
 def quoted(value: str | Path) -> str:
     """Quote a value for Hydra's override grammar, as a string even if it contains ``=``, commas or spaces."""
-    return "'" + str(value).replace("\\", "\\\\").replace("'", "\\'") + "'"
+    # Hydra takes backslashes literally, except before a quote.
+    return "'" + re.sub(r"(\\*)('|\Z)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), str(value)) + "'"
 
 
 def given_keys(overrides: Sequence[str]) -> set[str]:
@@ -172,14 +168,21 @@ def given_keys(overrides: Sequence[str]) -> set[str]:
         ConfigurationError: an override cannot be read, or a file is not a mapping.
     """
     keys: set[str] = set()
-    for key, value in chain(*_given(overrides)):
-        keys |= {key, *(_keys(value, f"{key}.") if isinstance(value, dict) else ())}
+    for key, value in chain(*given_values(overrides)):
+        keys |= {key, *(keys_of(value, f"{key}.") if isinstance(value, dict) else ())}
     return keys
 
 
-def _given(overrides: Sequence[str]) -> tuple[list[tuple[str, Any]], list[tuple[str, Any]]]:
-    """Return the values of a file, and the others, as (key, value) without the ``+`` before a key."""
-    given = [(override.key_or_group, override.value()) for override in map(_parse, overrides)]
+def given_values(overrides: Sequence[str]) -> tuple[list[tuple[str, Any]], list[tuple[str, Any]]]:
+    """Return the values of a file, and the others, as (key, value) without the ``+`` before a key.
+
+    Raises:
+        ConfigurationError: as ``given_keys``.
+    """
+    parsed, wrong = of_all(_parse, overrides)
+    if wrong:
+        raise ConfigurationError("\n".join(wrong))
+    given = [(override.key_or_group, override.value()) for override in parsed]
     files = [value for key, value in given if key == "config"]
     if len(files) > 1:
         raise ConfigurationError(f"config={files[-1]}: a second file, after {files[0]}; merge them into one")
@@ -200,7 +203,7 @@ def _not_derived(in_file: list[tuple[str, Any]], shipped: DictConfig) -> list[tu
     config, own = copy.deepcopy(shipped), []
     with open_dict(config):
         for key, value in in_file:
-            prefix = next((prefix for prefix in reversed(prefixes(key)) if _reference(prefix, shipped)), None)
+            prefix = next((prefix for prefix in reversed(prefixes(key)) if reference(prefix, shipped)), None)
             if prefix is None:
                 own.append((key, value))
             else:
@@ -209,7 +212,7 @@ def _not_derived(in_file: list[tuple[str, Any]], shipped: DictConfig) -> list[tu
                 OmegaConf.update(config, key, value, merge=False, force_add=True)
         for prefix, values in derived.items():
             with contextlib.suppress(OmegaConfBaseException):
-                config[_PROBE] = _reference(prefix, shipped)  # as shipped, with the file's values
+                config[_PROBE] = reference(prefix, shipped)  # as shipped, with the file's values
                 found = config[_PROBE]
                 found = OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found
                 whole = isinstance(found, dict) and found
@@ -248,9 +251,11 @@ def _parse(text: str) -> Override:
     try:
         override = OverridesParser.create().parse_override(text)
     except HydraException as error:
-        raise ConfigurationError(
-            f"{text}: give key=value, and quote a value that holds spaces, commas, colons or braces: key='\"VALUE\"'"
-        ) from error
+        quote = (
+            ", and quote a value that holds spaces, commas, colons or braces: key='\"VALUE\"', in a list each: "
+            "key='[\"VALUE\"]'"
+        )
+        raise ConfigurationError(f"{text}: give key=value{quote if '=' in text else ''}") from error
     key = override.key_or_group
     if override.is_delete() or override.package is not None or key.split(".")[0] == "hydra":
         raise ConfigurationError(f"{text}: give key=value; key=null leaves an option out, key={{}} empties a mapping")
@@ -259,103 +264,8 @@ def _parse(text: str) -> Override:
     return override
 
 
-@functools.cache
-def _shipped(preset: str | None) -> bytes:
-    """Return ``trainer.yaml`` with a preset, composed and pickled."""
-    if preset is not None and preset not in presets():
-        raise ConfigurationError(f"preset={preset}: no such preset; choose one of {', '.join(presets())}")
-    overrides = [f"hydra.searchpath=['file://{verl_config_folder()}']"]
-    with initialize_config_dir(str(FOLDER), version_base=None):
-        config = compose("trainer", overrides=overrides + ([f"preset={preset}"] if preset is not None else []))
-    return pickle.dumps(config)
-
-
-def _keys(tree: dict[str, Any], prefix: str) -> Iterator[str]:
-    for name, value in tree.items():
-        yield f"{prefix}{name}"
-        if isinstance(value, dict):
-            yield from _keys(value, f"{prefix}{name}.")
-
-
-def _changes(key: str, value: Any, known: set[str], shipped: DictConfig) -> Iterator[tuple[str, Any]]:
-    """Yield ``key={name: value}`` as (key.name, value), except for the free-form mappings.
-
-    Raises:
-        ConfigurationError: there is no such key, it has no effect here, or its value is of another kind.
-    """
-    if not any(f"{key}.".startswith(f"{free}.") for free in FREE):
-        reason = _unsupported(key)[0]
-        if key not in known and key not in _ONLY_IN_DATACLASSES and not reason:
-            raise ConfigurationError(f"{key}: no such key{_nearest(key, known)}")
-        default = OmegaConf.select(shipped, key)
-        if isinstance(value, dict) and OmegaConf.is_dict(default):
-            for name, inner in value.items():
-                yield from _changes(f"{key}.{name}", inner, known, shipped)
-            return
-        if OmegaConf.is_dict(default) and not _interpolates(value):
-            raise ConfigurationError(
-                f"{key}={value}: give a mapping, or one of its keys: {key}.{next(iter(default))}=..."
-            )
-        default = OmegaConf.to_container(default) if OmegaConf.is_config(default) else default
-        if reason and (reference := _reference(key, shipped)):
-            if value == reference:
-                return
-            value = _Derived(value)
-        elif reason and value != default:
-            raise _without_effect(key, value)
-        if not isinstance(value, _Derived) and key not in documented() and (wanted := _another_kind(value, default)):
-            raise ConfigurationError(f"{key}={value}: give {wanted}, like verl's {default}")
-    yield key, value
-
-
-@dataclass(frozen=True)
-class _Derived:
-    """Value given for a key that has no effect here and follows another: valid only if it equals that one's."""
-
-    given: Any
-
-
-def _reference(key: str, shipped: DictConfig) -> str | None:
-    """Return ``${OTHER}`` if that is the shipped value, else None."""
-    mapping, _, name = key.rpartition(".")
-    values = OmegaConf.select(shipped, mapping) if mapping else shipped
-    if not (OmegaConf.is_dict(values) and name in values.keys() and OmegaConf.is_interpolation(values, name)):
-        return None
-    return OmegaConf.to_container(values)[name]
-
-
-def _without_effect(key: str, value: Any) -> ConfigurationError:
-    reason, instead = _unsupported(key)
-    advice = f"set {instead} instead" if instead else "leave it out"
-    return ConfigurationError(f"{key}={value} has no effect here: {reason}; {advice}")
-
-
-def _unsupported(key: str) -> tuple[str | None, str | None]:
-    if key not in UNSUPPORTED and key in documented():
-        return None, None
-    return next((UNSUPPORTED[prefix] for prefix in prefixes(key) if prefix in UNSUPPORTED), (None, None))
-
-
-def _another_kind(value: Any, default: Any) -> str | None:
-    """Return what to give if ``value`` is not of the kind of ``default``; for undocumented verl keys."""
-    if value is None or default is None or _interpolates(value):
-        return None
-    kinds = {bool: "true or false", int | float: "a number", list: "a list", dict: "a mapping", str: "a string"}
-    wanted = next((name for kind, name in kinds.items() if isinstance(default, kind)), None)
-    return None if wanted == next((name for kind, name in kinds.items() if isinstance(value, kind)), None) else wanted
-
-
-def _interpolates(value: Any) -> bool:
-    return isinstance(value, str) and "${" in value
-
-
-def _nearest(key: str, known: set[str]) -> str:
-    """Suggest a key that has an effect: one that ends with this key or its last name, else the most similar."""
-    known = {other for other in known if not _unsupported(other)[0]}
-    ends = (f".{key}", "." + key.rpartition(".")[2])
-    same_name = next((same for end in ends if (same := [other for other in known if other.endswith(end)])), None)
-    found = difflib.get_close_matches(key, same_name or known, n=1, cutoff=0.0 if same_name else 0.6)
-    return f"; did you mean {found[0]}?" if found else "; recipe/atropos/config/trainer.yaml lists the keys"
+def chosen_preset(values: Sequence[tuple[str, Any]]) -> str | None:
+    return next((value for key, value in reversed(values) if key == "preset"), None)
 
 
 def _drop_for_another_target(

@@ -61,7 +61,7 @@ class API(Section):
 class Inference(Section):
     urls: list[URL] = about("SGLang servers that the trainer pushes to; the launcher sets it")
     gateway: URL | None = about("The gateway before these servers; null: the trainer starts one")
-    servers: Count = about("Servers that the launcher starts")
+    servers: Count | None = about("Servers that the launcher starts; null: 1, colocated as many as the GPUs hold")
     max_restarts: Limit = about("Restarts of each server and of the gateway before the run ends")
     python: Text | None = about("Interpreter of SGLang's environment; null: $ATROPOS_SGLANG_PYTHON, else .venv-sglang")
     device: Device = about("Where the servers compute: where the trainer does")
@@ -120,8 +120,8 @@ class Watchdog(Section):
 
 class Data(VerlSection):
     train_batch_size: Count = about("Groups per step")
-    max_prompt_length: Count = about("Tokens; a longer prompt keeps its end")
-    max_response_length: Count = about("Tokens; for longer responses see trainer.atropos.overlong")
+    max_prompt_length: Count = about("Tokens; with the response's, the limit of a row; no prompt is cut")
+    max_response_length: Count = about("Tokens; for rows longer than both together see trainer.atropos.overlong")
 
 
 class KLControl(VerlSection):
@@ -212,7 +212,9 @@ class Actor(VerlSection):
     ppo_mini_batch_size: Count = about("Groups per optimizer step")
     ppo_micro_batch_size_per_gpu: Count | None = about("Sequences per forward pass, where use_dynamic_bsz=false")
     use_dynamic_bsz: bool = about("Fill micro-batches by tokens")
-    ppo_max_token_len_per_gpu: Count = about("Tokens of a micro-batch")
+    ppo_max_token_len_per_gpu: Count | None = about(
+        "Tokens of a micro-batch; null: 16384, without FlashAttention 4096, at least a row's"
+    )
     ppo_epochs: Count = about("Passes over a batch")
     shuffle: bool = about("Shuffle mini-batches: must be false, they are whole groups in the order of arrival")
     clip_ratio: NotNegative = about("PPO's clip range, where the next two are not set apart")
@@ -238,7 +240,7 @@ class Actor(VerlSection):
 class Reference(VerlSection):
     log_prob_micro_batch_size_per_gpu: Count | None = about("Sequences per forward pass of the reference policy")
     log_prob_use_dynamic_bsz: bool = about("Fill these micro-batches by tokens")
-    log_prob_max_token_len_per_gpu: Count = about("Tokens of such a micro-batch")
+    log_prob_max_token_len_per_gpu: Count | None = about("Tokens of such a micro-batch")
     fsdp_config: FSDP
 
 
@@ -252,7 +254,7 @@ class Rollout(VerlSection):
     temperature: Positive = about("Temperature at which the trainer computes logprobs: that of the sampling")
     log_prob_micro_batch_size_per_gpu: Count | None = about("Sequences per forward pass of the policy's logprobs")
     log_prob_use_dynamic_bsz: bool = about("Fill these micro-batches by tokens")
-    log_prob_max_token_len_per_gpu: Count = about("Tokens of such a micro-batch")
+    log_prob_max_token_len_per_gpu: Count | None = about("Tokens of such a micro-batch")
     checkpoint_engine: CheckpointEngine
 
 
@@ -299,7 +301,7 @@ class Atropos(Section):
     logprob_tolerance: Positive | None = about(
         "Nats between engine and trainer on fresh samples; null: by inference.dtype"
     )
-    overlong: Literal["truncate", "drop", "error"] = about("Responses longer than data.max_response_length")
+    overlong: Literal["drop", "truncate", "error"] = about("Rows longer than both lengths together")
     use_advantages: bool = about("Use the environment's per-token advantages, with grpo_atropos")
     fallback_to_grpo: bool = about("Compute those of rows that come without; false: an error")
     advantage_normalization: Literal["none", "batch", "global"] = about("Over the batch's trained tokens, or the run's")
@@ -318,7 +320,7 @@ class Trainer(VerlSection):
     n_gpus_per_node: Count = about("Ranks on each; on a CPU, processes")
     device: Device = about("What trainer and servers compute on; auto: GPUs, where there is one")
     total_training_steps: Count = about("Updates to train")
-    save_freq: int = about("Updates between checkpoints, one after the last too; -1: none")
+    save_freq: int = about("Updates between checkpoints, one after the last too; 0 or less: none")
     max_actor_ckpt_to_keep: Count | None = about("Newest checkpoints that are kept, beside the best; null: all")
     logger: list[Tracker] = about("Where metrics go beside metrics.jsonl")
     default_local_dir: Text = about("Folder of the checkpoints")

@@ -10,17 +10,21 @@ from pydantic import ValidationError
 from recipe.atropos.config.schema import Configuration, documented
 from recipe.atropos.errors import ConfigurationError
 
-# verl's other choices, and why they are not available here; by key.
+# Other choices, of verl or by other names, and why they are not available here; by key.
 EXCLUDED = {
     "algorithm.adv_estimator": {
         "gae": "needs a critic, which this recipe does not train",
         "remax": "needs a greedy rollout for each prompt, which environments do not send",
+        "dr_grpo": "is grpo with algorithm.norm_adv_by_std_in_grpo=false and "
+        "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm",
         "gdpo": "needs several named rewards for each sequence, of which the Trajectory API carries one",
     },
     "actor_rollout_ref.actor.policy_loss.loss_mode": {
         "geo_mean": "is averaged by verl over each micro-batch, padding rows included, and these are added up, so it "
         "grows with their number; gspo is the nearest",
     },
+    "trainer.device": {"gpu": "is called cuda"},
+    "inference.device": {"gpu": "is called cuda"},
     "actor_rollout_ref.actor.strategy": {
         "megatron": "is not supported: weights are pushed from the FSDP engines only",
     },
@@ -32,14 +36,20 @@ EXCLUDED = {
 
 def check_schema(values: Mapping[str, Any]) -> None:
     """Raise ConfigurationError with a line for each invalid value: the key, the value, and what to give."""
+    if lines := wrong_values(values):
+        raise ConfigurationError("\n".join(lines.values()))
+
+
+def wrong_values(values: Mapping[str, Any]) -> dict[str, str]:
+    """Return the line of each invalid value, by its key."""
+    lines: dict[str, str] = {}
     try:
         Configuration.model_validate(values)
     except ValidationError as error:
-        lines: dict[str, str] = {}
         for problem in error.errors():
             key, line = _line(values, problem)
             lines.setdefault(key, line)  # a union reports each of its branches
-        raise ConfigurationError("\n".join(lines.values())) from error
+    return lines
 
 
 def nearest(key: str, known: Iterable[str]) -> str:
@@ -73,13 +83,24 @@ def _line(values: Mapping[str, Any], problem: Mapping[str, Any]) -> tuple[str, s
     if isinstance(value, str) and value in EXCLUDED.get(key, {}):
         return key, f"{key}={value} {EXCLUDED[key][value]}; choose one of {choices}"
     null = field is not None and type(None) in get_args(field.annotation) and not index
-    shown = value if isinstance(value, str) else json.dumps(value, default=str)
+    shown = _shown(value)
     if problem["type"] == "literal_error":
         near = nearest(shown, choices.split(", "))
         return key, f"{key}={shown}; choose one of {choices}{', null' if null else ''}{near}"
     template = _WANTED.get(problem["type"])
     wanted = template.format(**problem.get("ctx", {})) if template else problem["msg"]
     return key, f"{key}={shown}: give {wanted}{', or null' if null else ''}"
+
+
+def _shown(value: Any) -> str:
+    """Return a value as JSON, and a string as it is, in quotes if it would be read as something else."""
+    if not isinstance(value, str):
+        return json.dumps(value, default=str)
+    try:
+        json.loads(value)
+    except ValueError:
+        return value
+    return repr(value)
 
 
 _WANTED = {

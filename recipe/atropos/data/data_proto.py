@@ -124,10 +124,7 @@ def _teacher_tensors(rows: Sequence[Row | None], prompt_width: int, length: int)
 
 
 def _objects(values: Sequence[Any]) -> np.ndarray:
-    out = np.empty(len(values), dtype=object)
-    for i, value in enumerate(values):  # numpy would unpack tuples
-        out[i] = value
-    return out
+    return np.fromiter(values, dtype=object, count=len(values))  # np.array would unpack tuples
 
 
 def _non_tensors(rows: Sequence[Row | None]) -> dict[str, np.ndarray]:

@@ -1,8 +1,9 @@
-"""Read scored groups of the Trajectory API into rows: one sequence each, validated and truncated.
+"""Read scored groups of the Trajectory API into rows: one sequence each, validated and within the length limit.
 
 Guarantees:
 
 - ``first`` is the first position of a sequence whose mask is not -100; the tokens before it are the prompt.
+- A prompt is never cut, so every token is trained in the context in which it was sampled, or not at all.
 - A malformed group is refused as a whole, named and counted; a row that cannot be trained on is dropped and counted.
   Nothing is repaired by guessing, and nothing is left out without being counted.
 - Each row of a group carries the scores of the rows dropped from the group, since a baseline covers all scored rows.
@@ -65,13 +66,13 @@ class _Checked:
 def read_group(
     group: Group, index: int, limits: RowLimits, report: ConversionReport, versions: VersionLimits | None = None
 ) -> list[Row]:
-    """Return the rows of one group, truncated to ``limits``; update ``report.dropped`` and ``report.events``.
+    """Return the rows of one group, within ``limits``; update ``report.dropped`` and ``report.events``.
 
     Raises:
         RefusedGroup: a field is malformed; lengths differ within the group; a score, an advantage or the logprob of a
             trained token is not finite; a token is outside the vocabulary; the teacher's top-k is ragged or not a
             distribution. The message names the group, the environment, the sequence and the position.
-        ConfigurationError: a response is too long and ``limits.overlong`` is "error".
+        ConfigurationError: a row is too long and ``limits.overlong`` is "error".
     """
     checked = _check_lists(group, group_name(group, index), limits)
     rows: list[Row] = []
@@ -136,7 +137,7 @@ def _read_row(
     """Return sequence ``i`` as a row or a dropped row; count truncations, missing logprobs, and advantages, teacher and
     zero advantage where given, in ``events``.
     """
-    where, limits, overrides = group.where, group.limits, group.overrides
+    where, overrides = group.where, group.overrides
     score, ids, trained = _sequence(group, i)
     arrays = {key: _numbers(group, key, i, len(ids)) for key in ("inference_logprobs", "advantages", "ref_logprobs")}
     if arrays["advantages"] is not None:
@@ -154,10 +155,9 @@ def _read_row(
     if versions is not None and (reason := versions.refuses(oldest, newest)):
         return dropped(reason)
     end = _end(group, i, first, len(ids))
-    if end is None:
-        return dropped(Reason.OVERLONG_RESPONSE)
+    if isinstance(end, Reason):
+        return dropped(end)
     events["response_truncated"] += end < len(ids)
-    events["prompt_truncated"] += first > limits.max_prompt_length
 
     mask = trained[first:end]
     for key in ("inference_logprobs", "ref_logprobs"):
@@ -165,7 +165,7 @@ def _read_row(
     log_probs = _masked(arrays["inference_logprobs"], first, end, mask)
     teacher_ids = teacher_log_probs = None
     if any(group.values[key][i] for key in _TEACHER if key in group.present):
-        values = teacher_top_k(group.values, i, where, trained, limits.vocab_size)
+        values = teacher_top_k(group.values, i, where, trained, group.limits.vocab_size)
         teacher_ids, teacher_log_probs = (array[first:end] for array in values)
     zero = _zero_advantage(group, i)
     events["no_logprobs"] += log_probs is None
@@ -173,7 +173,7 @@ def _read_row(
     events["teacher"] += teacher_ids is not None
     events["zero_advantage"] += zero
     return Row(
-        prompt=ids[max(0, first - limits.max_prompt_length) : first],
+        prompt=ids[:first],
         response=ids[first:end],
         mask=mask,
         score=float(score),
@@ -217,17 +217,20 @@ def _numbers(group: _Checked, key: str, i: int, length: int) -> np.ndarray | Non
     return array_of(group.values, key, i, group.where, np.float32, length)
 
 
-def _end(group: _Checked, i: int, first: int, length: int) -> int | None:
-    """Return the position where the response ends or is truncated, or None if its length drops the row."""
+def _end(group: _Checked, i: int, first: int, length: int) -> int | Reason:
+    """Return the position where the response ends or is cut, or the reason why the row's length drops it."""
     limits = group.limits
-    if length - first <= limits.max_response_length:
+    if length <= limits.max_length:
         return length
     if limits.overlong == "error":
         raise ConfigurationError(
-            f"{group.where}: response {i} has {length - first} tokens, data.max_response_length is "
-            f"{limits.max_response_length}; raise it, or set trainer.atropos.overlong to truncate or drop"
+            f"{group.where}: sequence {i} has {length} tokens, {first} of them prompt, data.max_prompt_length + "
+            f"data.max_response_length is {limits.max_length}; raise one, or set trainer.atropos.overlong to drop or "
+            "truncate"
         )
-    return None if limits.overlong == "drop" else first + limits.max_response_length
+    if first >= limits.max_length:
+        return Reason.OVERLONG_PROMPT
+    return Reason.OVERLONG_RESPONSE if limits.overlong == "drop" else limits.max_length
 
 
 def _valid_logprobs(

@@ -32,6 +32,7 @@ class Reason(StrEnum):
     # A sequence; the adapter refuses a group in which all of them are without a trained token.
     NO_TRAINED_TOKEN = "no_trained_token"
     NO_PROMPT = "no_prompt"
+    OVERLONG_PROMPT = "overlong_prompt"
     OVERLONG_RESPONSE = "overlong_response"
 
     # The weight versions that sampled a sequence.
@@ -47,6 +48,7 @@ class Reason(StrEnum):
     TOO_LONG = "too_long"
     EQUAL_SCORES = "equal_scores"
     NOT_SAMPLED = "not_sampled"
+    PARTIAL_REPLY = "partial_reply"
     MARKER_TIMEOUT = "marker_timeout"
 
 

@@ -21,17 +21,17 @@ Group = Mapping[str, Any]  # one ScoredData of the API: parallel lists over sequ
 
 @dataclass(frozen=True)
 class RowLimits:
-    """How rows are truncated and padded. Lengths are in tokens.
+    """How long rows may be: ``max_length`` is the tokens of prompt and response together.
 
-    ``overlong`` says what happens to a response longer than ``max_response_length``: "truncate" keeps its beginning,
-    "drop" drops the row, "error" raises. An overlong prompt keeps its end. If ``vocab_size`` is given, groups with
-    tokens outside it (from another tokenizer) are refused. ``read_teacher=False`` ignores the distillation fields.
+    A row within it is kept whole. ``overlong`` says what happens to a longer one: "drop" drops it, "truncate" cuts the
+    end of its response, "error" raises. A prompt is never cut: its row would be trained in a context in which it was
+    not sampled. If ``vocab_size`` is given, groups with tokens outside it (from another tokenizer) are refused.
+    ``read_teacher=False`` ignores the distillation fields.
     """
 
-    max_prompt_length: int
-    max_response_length: int
+    max_length: int
     pad_token_id: int
-    overlong: Literal["truncate", "drop", "error"] = "truncate"
+    overlong: Literal["drop", "truncate", "error"] = "drop"
     vocab_size: int | None = None
     read_teacher: bool = True
 
@@ -40,19 +40,12 @@ class RowLimits:
         """Build from the full configuration; ``vocab_size`` is the model's, which may exceed its tokenizer's."""
         atropos = config.trainer.atropos
         return cls(
-            config.data.max_prompt_length,
-            config.data.max_response_length,
+            config.data.max_prompt_length + config.data.max_response_length,
             pad_token_id,
             overlong=atropos.overlong,
             vocab_size=vocab_size,
             read_teacher=atropos.distillation.loss_coef > 0,
         )
-
-    def __post_init__(self) -> None:
-        if self.overlong not in ("truncate", "drop", "error"):
-            raise ValueError(f"trainer.atropos.overlong={self.overlong!r}: choose truncate, drop or error")
-        if self.max_prompt_length < 1 or self.max_response_length < 1:
-            raise ValueError(f"lengths must be positive: {self.max_prompt_length=}, {self.max_response_length=}")
 
 
 @dataclass(frozen=True)
@@ -64,11 +57,6 @@ class VersionLimits:
 
     policy_version: int
     max_staleness: int | None = None
-
-    def __post_init__(self) -> None:
-        bound = self.max_staleness
-        if bound is not None and (not isinstance(bound, int) or isinstance(bound, bool) or bound < 0):
-            raise ValueError(f"trainer.atropos.max_staleness={bound!r}: give a whole number of updates >= 0, or null")
 
     def refuses(self, oldest: int | None, newest: int | None) -> Reason | None:
         """Return the counted reason why a row with these versions cannot be trained on, or None if it can.
@@ -95,8 +83,8 @@ class ConversionReport:
     """What happened to a batch's sequences.
 
     ``group_sizes`` holds the number of sequences that each group was sent with. ``dropped`` counts the sequences left
-    out of the batch, by reason; ``events`` counts rows in it: prompt_truncated, response_truncated, no_logprobs,
-    own_advantages, teacher, zero_advantage. ``messages`` are human-readable.
+    out of the batch, by reason; ``events`` counts rows in it: response_truncated, no_logprobs, own_advantages,
+    teacher, zero_advantage. ``messages`` are human-readable.
     """
 
     group_sizes: list[int] = field(default_factory=list)

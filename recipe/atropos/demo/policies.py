@@ -1,6 +1,6 @@
 """The small policies by name: ``python -m recipe.atropos.demo.policies NAME [--seed N] [--output DIR]``
 
-Prints the folder of a policy, which is made once for a seed and cached (``small_policy.cache_root``); with ``--output``
+Prints the folder of a policy, which is made once for a seed and cached (``files.cache_root``); with ``--output``
 it is made there, and its accuracy is measured.
 """
 

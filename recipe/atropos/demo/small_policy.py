@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from recipe.atropos.demo.chat_format import CHAT_TEMPLATE, SPECIAL_TOKENS
 from recipe.atropos.environments.word_problems import generate, gold_answer
+from recipe.atropos.utils.files import cache_root
 
 if TYPE_CHECKING:  # imported where they are used: finding a policy in the cache must not wait for torch
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
@@ -215,11 +216,6 @@ def _teach(model: Qwen2ForCausalLM, examples: list, pad: int, rng: random.Random
         optimizer.step()
         schedule.step()
     return loss.item()
-
-
-def cache_root() -> Path:
-    """Return ``$ATROPOS_CACHE``, else ``~/.cache/verl-atropos``."""
-    return Path(os.environ.get("ATROPOS_CACHE") or Path.home() / ".cache" / "verl-atropos")
 
 
 def policy_folder(seed: int, recipe: Recipe, directory: Path | None = None) -> tuple[Path, bool]:

@@ -89,6 +89,9 @@ def main() -> None:
             for split in ("train", "test"):
                 load_problems(folder, split)
     except (UsageError, OSError, ValueError) as error:
+        if {"-h", "--help"} & {*arguments}:  # the environment's own flags are in the checkout
+            print(f"{__doc__}\n{error}")
+            return
         wrong_usage(f"error: {error}")
 
     def prepare(environment: type[BaseEnv]) -> type[BaseEnv]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from recipe.atropos.errors import LaunchError
 from recipe.atropos.utils.gpus import without_expandable_segments
-from recipe.atropos.utils.machine import run_python, versions_in
+from recipe.atropos.utils.machine import run_program, versions_in
 
 _PACKAGE = "torch-memory-saver"
 _TRIAL_SECONDS = 60.0
@@ -23,7 +23,7 @@ def saver_variables(python: str) -> dict[str, str]:
     Raises:
         LaunchError: the interpreter does not run.
     """
-    folders = sorted({str(path.parent) for path in _packages(python).glob("nvidia/*/lib/libcudart.so.*")})
+    folders = sorted({str(path.parent) for path in packages_of(python).glob("nvidia/*/lib/libcudart.so.*")})
     given = os.environ.get("LD_LIBRARY_PATH")
     variables = {"LD_LIBRARY_PATH": os.pathsep.join([*folders, *([given] if given else [])])} if folders else {}
     return variables | without_expandable_segments(os.environ)  # expandable segments cannot be released
@@ -35,7 +35,7 @@ def check_saver(python: str) -> None:
     Raises:
         LaunchError: the library is not installed, not built for this CUDA version, or does not load.
     """
-    packages = _packages(python)
+    packages = packages_of(python)
     versions = versions_in(python, (_PACKAGE,))
     fix = f"{python} -m pip install torch-memory-saver, or inference.colocated=false with a GPU for each"
     if versions[_PACKAGE] is None:
@@ -51,7 +51,7 @@ def check_saver(python: str) -> None:
         )
     variables = {**saver_variables(python), "LD_PRELOAD": str(found[0])}
     try:
-        run_python(python, "-c", "pass", timeout=_TRIAL_SECONDS, **variables)
+        run_program(python, "-c", "pass", timeout=_TRIAL_SECONDS, **variables)
     except LaunchError as error:
         raise LaunchError(
             f"inference.colocated=true: {python} does not start with {found[0].name} ({error}): install "
@@ -60,9 +60,9 @@ def check_saver(python: str) -> None:
 
 
 @functools.cache
-def _packages(python: str) -> Path:
+def packages_of(python: str) -> Path:
     """Return the folder of that interpreter's packages."""
     try:
-        return Path(run_python(python, "-c", "import sysconfig; print(sysconfig.get_path('platlib'))").strip())
+        return Path(run_program(python, "-c", "import sysconfig; print(sysconfig.get_path('platlib'))").strip())
     except LaunchError as error:
         raise LaunchError(f"inference.python={error}: name another interpreter") from error

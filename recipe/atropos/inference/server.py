@@ -6,6 +6,7 @@ folder, interpreter or port) is an error before anything starts; a server that f
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import math
 import os
@@ -19,7 +20,7 @@ from typing import Any, Literal
 from recipe.atropos.config.models import looks_local
 from recipe.atropos.errors import LaunchError
 from recipe.atropos.inference.client import SGLangClient
-from recipe.atropos.inference.memory_saver import check_saver, saver_variables
+from recipe.atropos.inference.memory_saver import check_saver, packages_of, saver_variables
 from recipe.atropos.utils import private_process
 from recipe.atropos.utils.gpus import nccl_variables, visible_gpus, without_gpus
 from recipe.atropos.utils.machine import versions_in
@@ -48,6 +49,7 @@ _ALIASES = {
     "data_parallel_size": "dp_size",
     "model": "model_path",
 }
+_PARALLEL = ("tp_size", "pp_size", "dp_size")
 _OWN_FLAGS = ("model_path", "host", "port", "device", "dtype", "api_key")
 
 
@@ -86,11 +88,14 @@ class SGLangLaunch:
         object.__setattr__(self, "extra_args", sglang_flags(self.extra_args))
         if clash := sorted(set(_OWN_FLAGS) & set(self.extra_args)):
             raise LaunchError(f"inference.args holds {clash}: set inference.{clash[0]} itself")
+        for name in _PARALLEL:
+            if (size := self.extra_args.get(name)) is not None and not str(size).isdigit():
+                raise LaunchError(f"inference.args.{name}={size}: give a whole number")
 
     @property
     def gpus(self) -> int:
         """Number of GPUs that the server takes: one per rank."""
-        names = ["tp_size", "pp_size"] + ([] if self.extra_args.get("enable_dp_attention") else ["dp_size"])
+        names = _PARALLEL[:2] if self.extra_args.get("enable_dp_attention") else _PARALLEL
         return math.prod(int(self.extra_args.get(name) or 1) for name in names)
 
     @property
@@ -139,6 +144,18 @@ def sglang_python(named: str | None = None) -> str:
     raise LaunchError(f"no interpreter has SGLang: run `make sglang-env`, or set inference.python or {PYTHON_VARIABLE}")
 
 
+@functools.cache
+def declares_flag(python: str, flag: str) -> bool:
+    """Return whether that interpreter's SGLang has a flag, by its sources, since --help takes half a minute.
+
+    Raises:
+        LaunchError: the interpreter does not run.
+    """
+    sources = packages_of(python) / "sglang" / "srt"
+    files = [*sources.glob("server_args.py"), *sources.glob("arg_groups/fields/*.py")]
+    return any(f"\n    {flag}:" in file.read_text() for file in files)
+
+
 def server_path(python: str) -> str:
     """Return a server's $PATH, its interpreter's folder first: SGLang runs tools from there, such as ninja, by name."""
     return os.pathsep.join([os.path.dirname(shutil.which(python) or python), os.environ.get("PATH", os.defpath)])
@@ -168,7 +185,8 @@ def sglang_command(launch: SGLangLaunch) -> tuple[list[str], dict[str, str]]:
     environment = {"PYTHONPATH": "", "SGLANG_USE_CPU_ENGINE": "0", **nccl_variables(), **_END_ON_SIGTERM}
     environment["PATH"] = server_path(python)
     if launch.releases_memory:
-        environment |= saver_variables(python)
+        # SGLang would size the KV cache after the graphs, and leave no room for the buckets of a push.
+        environment |= saver_variables(python) | {"SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": "0"}
     if device == "cpu":
         flags |= {
             "attention-backend": "torch_native",

@@ -21,7 +21,7 @@ def groups_in_flight(config: DictConfig, spec: EnvironmentSpec | None = None) ->
 
     ``spec``: None for an environment that joins, which may be the only one.
     """
-    sequences = _sequences_in_flight(config)
+    sequences = sequences_in_flight(config)
     if spec is None:
         return max(_LEAST_GROUPS, math.ceil(sequences / config.environment.group_size))
     weights = sum(other.weight for other in environment_specs(config).values())
@@ -36,13 +36,13 @@ def request_limits(config: DictConfig) -> dict[str, Any]:
     ``timeout``: the seconds that the longest answer may take.
     """
     needed = {
-        "num_max_requests_at_once": (_sequences_in_flight(config), _REQUESTS),
+        "num_max_requests_at_once": (sequences_in_flight(config), _REQUESTS),
         "timeout": (answer_seconds(config), _SECONDS),
     }
     return {name: value for name, (value, default) in needed.items() if value > default}
 
 
-def _sequences_in_flight(config: DictConfig) -> int:
+def sequences_in_flight(config: DictConfig) -> int:
     bound = config.trainer.atropos.max_staleness
     batches = 1 + (_AHEAD if bound is None else bound)
     return batches * config.data.train_batch_size * config.actor_rollout_ref.rollout.n

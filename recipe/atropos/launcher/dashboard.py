@@ -7,7 +7,6 @@ and a terminal without Unicode gets ASCII.
 
 import math
 import os
-import re
 import shlex
 import shutil
 import sys
@@ -24,6 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from recipe.atropos.run_status import ELSEWHERE, KILLED, STARTING, RunStatus
+from recipe.atropos.utils.files import printable
 
 _GIB = 1 << 30
 _BLOCKS, _ASCII_BLOCKS = "▁▂▃▄▅▆▇█", "_.-:=+*#"
@@ -39,12 +39,12 @@ _PHASES = {  # of a step: color, and a fill that can be told from its neighbors 
     "other": ("white", "░o"),
 }
 _TAIL_BYTES = 4096
-_CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x1f\x7f]|^.*\r(?=.)")
 _SHOWN_SHARE = 0.05  # of a step, from which on a phase is named
 _HEALTH = {
     "ok": ("green", "●", "+"),
     "waits": ("yellow", "◐", "~"),
     "down": ("red", "✗", "x"),
+    "ended": ("dim", "○", "-"),
     "unknown": ("dim", "?", "?"),
 }
 _ALARMS, _ALARM_LINES = 3, 9  # shown at once in a view that is redrawn, and their lines in all
@@ -141,10 +141,10 @@ def last_line(log: Path) -> str:
     try:
         with log.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-            lines = file.read().decode(errors="replace").split("\n")
+            lines = printable(file.read().decode(errors="replace")).split("\n")
     except (FileNotFoundError, PermissionError):
         return ""
-    return next((shown for line in reversed(lines) if (shown := _CONTROL.sub("", line).strip())), "")
+    return next((shown for line in reversed(lines) if (shown := line.strip())), "")
 
 
 def _steps(status: RunStatus, width: int, ascii_only: bool) -> Text:

@@ -1,26 +1,30 @@
 """Check, before anything is started, that the trainer's and SGLang's Python environments work on this machine's GPUs.
 
-Compared: the NVIDIA driver with the CUDA version of each environment's torch, and the NCCL versions of both sides if
-weights go over NCCL. Required: SGLang's kernels, and what SGLang and Triton compile kernels with at run time: nvcc, a
-C++ and a C compiler, ninja, and Python.h.
+Compared: the NVIDIA driver with the CUDA version of each environment's torch; nvcc's with that of SGLang's; and both
+sides' NCCL if weights go over it, or both sides' torch if they go as handles. Required: SGLang's kernels, and what
+SGLang and Triton compile kernels with at run time: nvcc, a C++ and a C compiler, ninja, and Python.h.
 """
 
 import os
+import re
 import shutil
 import sys
 from collections.abc import Iterator
 
 from omegaconf import DictConfig
+from packaging.version import Version
 
 from recipe.atropos.errors import ConfigurationError, LaunchError
 from recipe.atropos.inference.server import server_path, sglang_python
-from recipe.atropos.launcher.placement import goes_over_nccl
+from recipe.atropos.launcher.placement import gpu_transport
 from recipe.atropos.utils.gpus import device_of
-from recipe.atropos.utils.machine import nvidia_smi, versions_in
+from recipe.atropos.utils.machine import nvidia_smi, run_program, versions_in
 
 _KERNELS = "sglang-kernel"  # SGLang's CPU environment does not have it
 # Oldest Linux driver for each CUDA major version (NVIDIA's "CUDA Toolkit Release Notes", minor version compatibility).
 _OLDEST_DRIVER = {"11": 450, "12": 525, "13": 580}
+# From this torch on, handles of CUDA memory have version 3, which an older one refuses to open (pytorch issue 179618).
+_NEW_HANDLES = Version("2.13")
 
 
 def check_gpu_environment(config: DictConfig) -> list[str]:
@@ -46,6 +50,7 @@ def _misfits(config: DictConfig) -> Iterator[tuple[str, bool]]:
     drivers = nvidia_smi("gpu", "driver_version")
     driver = drivers[0][0] if drivers else None
     nccl: dict[str, tuple[str, str | None]] = {}
+    torch: dict[str, str] = {}
     without_header: list[str] = []
     for side, interpreter in (("the trainer", sys.executable), ("SGLang", python)):
         found = versions_in(interpreter, ("torch", _KERNELS))
@@ -59,11 +64,14 @@ def _misfits(config: DictConfig) -> Iterator[tuple[str, bool]]:
                 True,
             )
             continue
+        torch[side] = found["torch"]
         if side == "SGLang" and found[_KERNELS] is None:
             yield (
                 f"{interpreter} has SGLang without its CUDA kernels: {_pip(interpreter)} -r requirements/sglang.txt",
                 True,
             )
+        if side == "SGLang":
+            yield from _wrong_nvcc(python, cuda)
         major = cuda.split(".")[0]
         oldest = _OLDEST_DRIVER.get(major)
         if driver and oldest and int(driver.split(".")[0]) < oldest:
@@ -75,7 +83,7 @@ def _misfits(config: DictConfig) -> Iterator[tuple[str, bool]]:
         package = f"nvidia-nccl-cu{major}"
         nccl[side] = package, versions_in(interpreter, (package,))[package]
     known = {version for _, version in nccl.values() if version is not None}  # None for a system-wide NCCL
-    if goes_over_nccl(config) and len(known) > 1:
+    if gpu_transport(config) == "distributed" and len(known) > 1:
         (package, trainers), (_, servers) = nccl["the trainer"], nccl["SGLang"]
         yield (
             f"weights go over NCCL, which joins no two versions: the trainer has {trainers}, SGLang {servers}; "
@@ -83,6 +91,14 @@ def _misfits(config: DictConfig) -> Iterator[tuple[str, bool]]:
             "trainer.atropos.weight_sync.transport=disk",
             True,
         )
+    if gpu_transport(config) == "tensor" and len(torch) == 2:
+        if Version(torch["SGLang"]) < _NEW_HANDLES <= Version(torch["the trainer"]):
+            yield (
+                f"weights go as handles of GPU memory, and torch {torch['SGLang']} of SGLang ({python}) opens none of "
+                f"the trainer's torch {torch['the trainer']}: install an SGLang with torch {_NEW_HANDLES} or newer "
+                "(requirements/sglang.txt), or set trainer.atropos.weight_sync.transport=disk",
+                True,
+            )
     yield from _missing_tools(python)
     for interpreter in without_header:
         yield (
@@ -103,16 +119,42 @@ def _missing_tools(python: str) -> Iterator[tuple[str, bool]]:
         yield "there is no C compiler ($CC, or gcc, clang), with which Triton compiles: install one", True
     if not found(os.environ.get("CXX", "c++")):
         yield "there is no C++ compiler ($CXX, or c++), with which SGLang compiles kernels: install one", True
-    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    in_path = not home and found("nvcc")
-    if not in_path and not shutil.which("nvcc", path=os.path.join(home or "/usr/local/cuda", "bin")):
+    if _nvcc(python) is None:
         yield (
-            f"there is no nvcc in {home or 'PATH or /usr/local/cuda'}, with which SGLang compiles kernels: install the "
-            "CUDA toolkit, or set CUDA_HOME to its folder",
+            f"there is no nvcc in {_cuda_home() or 'PATH or /usr/local/cuda'}, with which SGLang compiles kernels: "
+            "install the CUDA toolkit, or set CUDA_HOME to its folder",
             True,
         )
     if not found("ninja"):
         yield f"SGLang compiles kernels with ninja, which is not installed: {_pip(python)} ninja", True
+
+
+def _cuda_home() -> str | None:
+    return os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+
+
+def _nvcc(python: str) -> str | None:
+    """Return the nvcc that torch takes in a server run by ``python``."""
+    home = _cuda_home()
+    in_path = None if home else shutil.which("nvcc", path=server_path(python))
+    return in_path or shutil.which("nvcc", path=os.path.join(home or "/usr/local/cuda", "bin"))
+
+
+def _wrong_nvcc(python: str, cuda: str) -> Iterator[tuple[str, bool]]:
+    """Yield an nvcc of another major version than torch's ``cuda``, with which torch refuses to compile extensions."""
+    if (nvcc := _nvcc(python)) is None:
+        return
+    try:
+        found = re.search(r"release (\d+)\.\d+", run_program(nvcc, "--version"))
+    except LaunchError as error:
+        yield f"{error}: repair the CUDA toolkit, or set CUDA_HOME to the folder of another", True
+        return
+    if found and found[1] != cuda.split(".")[0]:
+        yield (
+            f"{nvcc} is of CUDA {found[0].split()[1]}, and SGLang's torch ({python}) of {cuda}, which compiles "
+            "with its own major version alone: install that toolkit, or set CUDA_HOME to its folder",
+            True,
+        )
 
 
 def _pip(python: str) -> str:

@@ -42,10 +42,10 @@ def check_key(config: DictConfig, shows_key: bool = True) -> None:
     ``shows_key``: False if the run leaves its terminal before it could.
     """
     if not config.inference.api_key and not (shows_key and console.file.isatty()):
-        why = "this output is no terminal" if shows_key else "--detach leaves the terminal"
+        why = "this output is not one" if shows_key else "--detach leaves it"
         raise ConfigurationError(
-            f"inference.api_key is not set and {why}, where alone the run's own key is shown: no environment could "
-            f"join; set {API_KEY_VARIABLE} before the start"
+            f"inference.api_key is not set, and a run shows its own key only on a terminal ({why}), so no environment "
+            f"could join; set {API_KEY_VARIABLE} before the start"
         )
 
 

@@ -1,39 +1,47 @@
 """Which GPUs the run's servers get, and whether there are enough."""
 
+import math
 import os
 from typing import Any
 
 from omegaconf import DictConfig
 
 from recipe.atropos.errors import ConfigurationError
-from recipe.atropos.inference.server import SGLangLaunch
+from recipe.atropos.inference.server import SGLangLaunch, declares_flag, sglang_python
+from recipe.atropos.launcher.concurrency import sequences_in_flight
 from recipe.atropos.utils.gpus import device_of, visible_gpus
 from recipe.atropos.utils.hosts import is_this_host, joins_cluster
+from recipe.atropos.utils.machine import gpu_memory
 
 # Share of a GPU for a colocated server's weights and KV cache. SGLang's default, nearly the whole GPU, would leave no
 # room for the trainer's weights and optimizer moments. Source: docs/gsm8k.md.
 COLOCATED_SHARE = 0.4
+_SGLANG_GRAPHS, _LARGE_GPU = 256, 60 << 30  # requests that SGLang captures on a GPU of 60 GiB or more
+_MOST_GRAPHS = 1024  # their buffers take about 2 MiB a request (SGLang's own estimate)
 
 
 def place_servers(config: DictConfig) -> str | None:
     """Decide ``inference.colocated`` where it is null: servers share the trainer's GPUs if there are too few for both.
 
-    Returns a message for the user, or None.
+    Where ``inference.servers`` is null, colocated servers take all GPUs of the trainer, which would be idle while one
+    samples; else it is 1. Returns a message for the user, or None.
 
     Raises:
         ConfigurationError: this machine has too few GPUs either way.
     """
     inference = config.inference
     if inference.device == "cpu" or device_of(config) == "cpu":
-        inference.colocated = bool(inference.colocated)
+        inference.colocated, inference.servers = bool(inference.colocated), inference.servers or 1
         return None
     gpus, ranks = visible_gpus(), _ranks_here(config)
     launch = SGLangLaunch("", extra_args=inference.args)
     each, first = launch.gpus, launch.extra_args.get("base_gpu_id")
-    servers = inference.servers * each
     decided = inference.colocated is None
     if decided:
-        inference.colocated = bool(ranks) and first is None and ranks + servers > gpus
+        inference.colocated = bool(ranks) and first is None and ranks + (inference.servers or 1) * each > gpus
+    if inference.servers is None:
+        inference.servers = max(1, ranks // each) if inference.colocated and first is None else 1
+    servers = inference.servers * each
     needed = max(ranks, servers) if inference.colocated else servers + (ranks if first is None else first)
     if needed > gpus:
         raise ConfigurationError(
@@ -44,15 +52,21 @@ def place_servers(config: DictConfig) -> str | None:
         )
     if not (decided and inference.colocated):
         return None
-    return f"{gpus} GPU{'s'[: gpus != 1]}: trainer and servers share them (inference.colocated=true)"
+    return (
+        f"{gpus} GPU{'s'[: gpus != 1]}: the trainer shares them with {inference.servers} "
+        f"server{'s'[: inference.servers != 1]} (inference.colocated=true)"
+    )
 
 
-def goes_over_nccl(config: DictConfig) -> bool:
-    """Return whether weights go to GPU servers over the distributed transport, which adapter-only sync never uses."""
+def gpu_transport(config: DictConfig) -> str | None:
+    """Return the transport of weights to servers on GPUs: "distributed" (NCCL), "tensor" (handles) or "disk".
+
+    None: trainer or servers compute on a CPU, or only an adapter is sent, inside a request.
+    """
     model, transport = config.actor_rollout_ref.model, config.trainer.atropos.weight_sync.transport
     if "cpu" in (config.inference.device, device_of(config)) or (model.lora_rank > 0 and not model.lora.merge):
-        return False
-    return transport == "distributed" or (transport == "auto" and not config.inference.colocated)
+        return None
+    return transport if transport != "auto" else "tensor" if config.inference.colocated else "distributed"
 
 
 def _ranks_here(config: DictConfig) -> int:
@@ -71,8 +85,27 @@ def _cluster(ray_init: DictConfig) -> str:
 
 
 def on_gpus(config: DictConfig, arguments: dict[str, Any], number: int) -> dict[str, Any]:
-    """Return server ``number``'s flags with its GPUs: those after the trainer's or, if colocated, the trainer's."""
+    """Return server ``number``'s flags with its GPUs: those after the trainer's or, if colocated, the trainer's.
+
+    Where no flag concerns CUDA graphs, they are for as many requests as are kept in flight.
+    """
     colocated = config.inference.colocated
     first = arguments.get("base_gpu_id", 0 if colocated else _ranks_here(config))
     saver = {"enable_memory_saver": True} if colocated else {}
-    return saver | arguments | {"base_gpu_id": first + number * SGLangLaunch("", extra_args=arguments).gpus}
+    own = {"base_gpu_id": first + number * SGLangLaunch("", extra_args=arguments).gpus}
+    return saver | _decode_graphs(config, arguments) | arguments | own
+
+
+def _decode_graphs(config: DictConfig, arguments: dict[str, Any]) -> dict[str, int]:
+    """Return the flag for decode graphs of more requests than SGLang's own choice, if so many are in flight a server.
+
+    SGLang runs more requests than it has graphs for without them, which is slower. A small GPU keeps its choice, which
+    is for its memory.
+    """
+    requests = math.ceil(sequences_in_flight(config) / (config.inference.servers or 1))
+    given = any(flag.startswith(("cuda_graph", "disable_cuda_graph", "max_running_requests")) for flag in arguments)
+    if given or requests <= _SGLANG_GRAPHS or (gpu_memory() or 0) < _LARGE_GPU:
+        return {}
+    newer = "cuda_graph_max_bs_decode"
+    declared = declares_flag(sglang_python(config.inference.python), newer)
+    return {newer if declared else "cuda_graph_max_bs": min(requests, _MOST_GRAPHS)}

@@ -12,10 +12,12 @@ from recipe.atropos.config.models import config_file, model_settings
 from recipe.atropos.config.schema_errors import check_schema
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.inference.server import QUANTIZATION_FLAGS
-from recipe.atropos.launcher.placement import goes_over_nccl
+from recipe.atropos.launcher.placement import gpu_transport
 from recipe.atropos.trajectory_api.trajectory_store import DATABASE
 from recipe.atropos.utils.gpus import NCCL_FLAGS, device_of, nccl_variables
 from recipe.atropos.verl_ext.attention import sequence_parallel
+
+_FULL_ATTENTION = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe")  # in SGLang, whatever their use_sliding_window
 
 # Each rule: a value that is true if the rule is violated, and the error message.
 Rules = Iterator[tuple[Any, str]]
@@ -28,7 +30,7 @@ def check_config(config: DictConfig) -> None:
         ConfigurationError: naming the key.
     """
     check_schema(OmegaConf.to_container(config, resolve=True))
-    _check(_quantization(config))
+    _check(_model(config))
     _check(_algorithm(config))
     _check(_loss(config))
     check_correction(config.algorithm.rollout_correction)
@@ -115,7 +117,7 @@ def _weight_sync(config: DictConfig) -> Rules:
 
 def _nccl(config: DictConfig) -> Rules:
     """Yield SGLang flags that override NCCL's variables in the servers only; NCCL needs them equal in all processes."""
-    if goes_over_nccl(config):
+    if gpu_transport(config) == "distributed":
         variables = nccl_variables()
         flags = {flag.replace("-", "_") for flag, value in config.inference.args.items() if value}
         for flag, names in NCCL_FLAGS.items():
@@ -215,10 +217,24 @@ def _distillation(config: DictConfig) -> Rules:
     )
 
 
-def _quantization(config: DictConfig) -> Rules:
+def _model(config: DictConfig) -> Rules:
     path = config.actor_rollout_ref.model.path
     file = config_file(path)
-    quantization = model_settings(file).get("quantization_config") or {} if file else {}
+    settings, model = model_settings(file) if file else {}, config.actor_rollout_ref.model
+    yield (
+        settings.get("use_sliding_window") and settings.get("model_type") in _FULL_ATTENTION,
+        f"actor_rollout_ref.model.path={path}: {file} has use_sliding_window=true, and SGLang serves "
+        f"{settings.get('model_type')} with full attention, so it would sample from another policy; set "
+        "use_sliding_window to false there, for both sides, or choose another model",
+    )
+    yield (
+        model.use_fused_kernels
+        and config.actor_rollout_ref.actor.strategy == "fsdp2"
+        and settings.get("tie_word_embeddings") is False,
+        f"actor_rollout_ref.model.use_fused_kernels=true with actor.strategy=fsdp2 and {path}, whose head is not tied: "
+        "verl's fused kernels cannot read a head that FSDP2 shards; set actor.strategy=fsdp, or false",
+    )
+    quantization = settings.get("quantization_config") or {}
     yield (
         quantization,
         f"actor_rollout_ref.model.path={path} is quantized ({quantization.get('quant_method')}), and unquantized "
@@ -263,6 +279,11 @@ def _loss(config: DictConfig) -> Rules:
         f"{key}=dro needs actor_rollout_ref.actor.policy_loss.dro_beta",
     )
     yield (
+        loss_mode == "sapo" and actor.loss_agg_mode != "seq-mean-token-mean",
+        f"{key}=sapo with actor_rollout_ref.actor.loss_agg_mode={actor.loss_agg_mode}: verl aggregates this loss by "
+        "sequence in any case; set loss_agg_mode=seq-mean-token-mean",
+    )
+    yield (
         bypass and loss_mode not in ("vanilla", "bypass_mode"),
         "algorithm.rollout_correction.bypass_mode=true brings a loss of its own and would replace "
         f"{key}={loss_mode}; drop one of them",
@@ -281,7 +302,7 @@ def _loss(config: DictConfig) -> Rules:
         ),
     ):
         yield (
-            dynamic and longest > budget * sequence_parallel(actor),
+            dynamic and budget is not None and longest > budget * sequence_parallel(actor),
             f"actor_rollout_ref.{name}={budget} has no room for a row of data.max_prompt_length + "
             f"data.max_response_length = {longest} tokens; raise it",
         )
@@ -307,6 +328,11 @@ def _correction(correction: DictConfig) -> Rules:
         threshold = correction.rollout_is_threshold
         yield threshold is None, f"{key}.rollout_is_threshold=null with rollout_is={correction.rollout_is}: give it"
         yield _bounds(f"{key}.rollout_is_threshold", str(threshold), range_allowed=True)
+    yield (
+        correction.get("bypass_mode") and chosen,
+        f"{key}.rollout_rs={chosen} with bypass_mode=true: verl's loss rejects tokens, but divides by all of them; set "
+        "bypass_mode=false, or rollout_rs=null",
+    )
     if not chosen:
         return
     statistics = list(dict.fromkeys(part.strip() for part in chosen.split(",") if part.strip()))

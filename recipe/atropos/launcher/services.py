@@ -5,10 +5,12 @@ run continues without it if the policy marks it as optional and another of its k
 ends, except a trainer that is done, ends the run. ``services.json`` lists the launcher and the running services.
 """
 
+import contextlib
 import os
 import secrets
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from rich.markup import escape
 
 from recipe.atropos.run_dir import LAUNCHER, LOCK_VARIABLE, RunDir
 from recipe.atropos.trajectory_api.trajectory_client import TrajectoryApiClient
-from recipe.atropos.utils.files import bound_log, write_json
+from recipe.atropos.utils.files import FolderRemoved, bound_log, write_json
 from recipe.atropos.utils.hosts import is_this_host, joins_cluster, loopback_variables
 from recipe.atropos.utils.process import Service, ServiceFailed, start_service, start_time
 from recipe.atropos.utils.scratch import Scratch
@@ -29,6 +31,7 @@ _API_SECONDS = 10.0  # for one request to the Trajectory API
 _SOON_SECONDS, _LONGEST_DELAY = 60.0, 30.0  # a service that ends so soon is restarted later each time
 _STABLE_SECONDS = 1800.0  # after which a restart is forgotten
 LOG_BYTES = 64 << 20  # of a service's log, and as much before it in NAME.log.1
+_LOG_SECONDS = 0.5  # between two looks at the logs' sizes
 
 
 @dataclass
@@ -143,11 +146,6 @@ class Run:
     def log(self, name: str) -> Path:
         return self.files.log(name)
 
-    def bound_logs(self) -> None:
-        """Move the older part of each log that is longer than ``LOG_BYTES`` to NAME.log.1."""
-        for path in self.files.logs.glob("*.log"):
-            bound_log(path, LOG_BYTES)
-
     def stop(self, *services: Service) -> None:
         """Stop the given services, or all of them and remove the run's temporary files; the last started goes first.
 
@@ -175,7 +173,10 @@ class Run:
 
         Raises:
             ServiceFailed: a service that the run needs has ended for good; a trainer with status 0 is done.
+            FolderRemoved: the run's folder was removed, whatever may have made one there since.
         """
+        if self.lock is not None and os.fstat(self.lock).st_nlink == 0:
+            raise FolderRemoved(self.directory)
         for service in tuple(self.services):
             status = service.poll()
             if status is None or (service.name == "trainer" and status == 0):
@@ -252,6 +253,27 @@ class Run:
             name: {"pid": pid, "started": start_time(pid), "url": url, "log": log} for name, pid, url, log in running
         }
         write_json(self.files.services, listing)
+
+
+@contextlib.contextmanager
+def bounded_logs(folder: Path, limit: int = LOG_BYTES) -> Iterator[None]:
+    """While the block runs, ``bound_log`` each log of ``folder`` in a thread of its own: neither a process that prints
+    without end nor a slow disk blocks the launcher's event loop.
+    """
+    ended = threading.Event()
+
+    def bound() -> None:
+        while not ended.wait(_LOG_SECONDS):
+            for path in folder.glob("*.log"):
+                bound_log(path, limit)
+
+    thread = threading.Thread(target=bound, name="bound-logs", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def _output(log: Path) -> str | None:

@@ -55,7 +55,7 @@ def plan_servers(run: Run, lora: bool = True) -> dict[str, SGLangLaunch]:
     ``lora``: include the flags for an adapter, which requires the model and the adapter to exist.
     """
     config, model = run.config.inference, run.config.actor_rollout_ref.model
-    ports = [free_port(config.host) if config.port is None else config.port + i for i in range(config.servers)]
+    ports = [free_port(config.host) if config.port is None else config.port + i for i in range(config.servers or 1)]
     launches, for_adapter = {}, lora_arguments(model) if lora else {}
     for i, port in enumerate(ports):
         # Servers with the same seed would sample the same answers to the same prompts.
@@ -97,7 +97,7 @@ def given_ports(config: DictConfig) -> dict[str, int]:
     inference = config.inference
     ports = {"api.port": config.api.port, "inference.gateway_port": inference.gateway_port}
     if inference.port is not None:
-        ports |= {f"inference.port of server {i}": inference.port + i for i in range(inference.servers)}
+        ports |= {f"inference.port of server {i}": inference.port + i for i in range(inference.servers or 1)}
     return {key: port for key, port in ports.items() if port is not None}
 
 

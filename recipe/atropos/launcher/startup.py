@@ -88,7 +88,7 @@ def _start_trainer(run: Run) -> Service:
 
 
 def trainer_command(run: Run) -> list[str]:
-    return [sys.executable, "-m", "recipe.atropos.main", "--run", str(run.directory)]
+    return [sys.executable, "-m", "recipe.atropos.train_run", str(run.directory)]
 
 
 def _may_restart_trainer(run: Run, status: int) -> bool:

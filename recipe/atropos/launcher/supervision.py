@@ -1,4 +1,4 @@
-"""Supervision of a training run: print each step, look for alarms, bound the logs, and detect a hang."""
+"""Supervision of a training run: print each step, look for alarms, and detect a hang."""
 
 import asyncio
 import time
@@ -53,7 +53,6 @@ async def watch(
                     console.print(f"[bold]step {seen:>4}/{total}[/] {_step(line)}", soft_wrap=True)
         await environments.look_after()
         await alarm_watch.look(lines)
-        run.bound_logs()
         if waiting.is_fresh():  # a wait bounded by max_wait_time, join_timeout or evaluation.timeout
             last_step = time.monotonic()
         run.check()

@@ -20,6 +20,8 @@ CAUSES = (  # before their symptoms: the verdict names the first that is raised
     "environment_silent",
     "wrong_group_size",
     "too_long",
+    "overlong_rows",
+    "policy_broken",
     "all_rows_clipped",
     "server_out_of_sync",
     "server_unhealthy",
@@ -27,6 +29,7 @@ CAUSES = (  # before their symptoms: the verdict names the first that is raised
     "truncated_sampling",
     "penalized_sampling",
     "unknown_sampling",
+    "off_policy_samples",
     "entropy_collapsed",
     "equal_scores",
     "stale_samples",
@@ -111,11 +114,9 @@ def _limits(history: History) -> Limits:
     config = history.config
     tolerance = config.get("trainer.atropos.logprob_tolerance")
     silent_after = config.get("watchdog.silent_after", Limits.silent_after)
-    longest = config.get("data.max_response_length", Limits.max_response_length)
-    wait = config.get(_WAIT) or derived_wait(_WAIT, longest)
+    wait = config.get(_WAIT) or derived_wait(_WAIT, config.get("data.max_response_length", 1536))
     return Limits(
         logprob_tolerance=logprob_tolerance(tolerance, config.get("inference.dtype", "bfloat16")),
-        max_response_length=longest,
         max_staleness=config.get("trainer.atropos.max_staleness"),
         push_every=config.get("trainer.atropos.weight_sync.every", 1),
         distills=config.get("trainer.atropos.distillation.loss_coef", 0) > 0,

@@ -177,7 +177,7 @@ function lineChart(charts, names) {
 }
 
 // Bars over an axis of labels: stacked on each other, or side by side.
-function barChart({ id, title, unit, about, names, bars, stacked = true, clip = false, colors, format = number, totals, limit, alarmed }) {
+function barChart({ id, title, unit, about, names, bars, stacked = true, clip = false, colors, format = number, totals, alarmed }) {
   const height = 230;
   const color = (place) => (colors && colors[names[place]]) || `var(--c${place % 10})`;
   const sum = (values) => values.reduce((a, b) => a + b, 0);
@@ -222,7 +222,7 @@ function barChart({ id, title, unit, about, names, bars, stacked = true, clip = 
     ? { label: "", texts: names.map((_, place) => (totals ? totals[place] : "")) }
     : { label: bars[cursor].label, texts: bars[cursor].values.map(format) });
   return figure({
-    id, title, unit, about: limit ? `${about} The limit is ${number(limit)}.` : about, height, draw, at, alarmed,
+    id, title, unit, about, height, draw, at, alarmed,
     legend: names.map((label, place) => ({ label, color: color(place), block: true })),
     count: () => bars.length,
     locate: (x, width) => Math.floor((x - PADDING.left) / slot(width)),

@@ -170,13 +170,12 @@ def staleness_histogram(history: History) -> dict[str, Any] | None:
     return _binned(thirds, "updates")
 
 
-def length_histogram(history: History, rollouts: Mapping[int, list[dict[str, Any]]]) -> dict[str, Any] | None:
+def length_histogram(rollouts: Mapping[int, list[dict[str, Any]]]) -> dict[str, Any] | None:
     """Return the rows by response tokens, for the first, the middle and the last third of the steps that were read."""
     thirds = [Counter() for _ in range(3)]
     for place, rows in enumerate(rollouts.values()):
         thirds[place * 3 // len(rollouts)].update(row["response_tokens"] for row in rows if "response_tokens" in row)
-    found = _binned(thirds, "tokens")
-    return found and found | {"limit": history.config.get("data.max_response_length")}
+    return _binned(thirds, "tokens")
 
 
 def _binned(thirds: list[Counter], unit: str) -> dict[str, Any] | None:

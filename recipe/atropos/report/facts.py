@@ -7,6 +7,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from recipe.atropos.checkpoint.model_card import model_name
 from recipe.atropos.config.compose import compose_config, leaves
 from recipe.atropos.config.schema import documented
 from recipe.atropos.inference.installed import installed_versions
@@ -30,12 +31,14 @@ REASONS = {  # of docs/data-format.md, in short
     "foreign_tokens": "tokens of another tokenizer",
     "no_trained_token": "no token to train on",
     "no_prompt": "the first token is one to train on",
-    "overlong_response": "longer than data.max_response_length",
+    "overlong_prompt": "its prompt alone is longer than data.max_prompt_length + data.max_response_length",
+    "overlong_response": "longer than data.max_prompt_length + data.max_response_length",
     "stale": "sampled by weights older than trainer.atropos.max_staleness",
     "future_version": "sampled by weights of an abandoned branch of the training",
     "not_pushed": "sampled by weights that no trainer pushed",
     "unknown_version": "sampled by unknown weights, and max_staleness is set",
     "not_sampled": "no server sampled any of its tokens",
+    "partial_reply": "only the end of each reply, without its thinking",
     "marker_timeout": "a pattern of the reward bridge took too long",
     "nonfinite_scores": "a score that is missing, NaN or infinite",
     "nonfinite_advantages": "an advantage that is missing, NaN or infinite",
@@ -44,8 +47,7 @@ REASONS = {  # of docs/data-format.md, in short
     "ragged_distillation": "a teacher's top-k of unequal lengths",
     "repeated_distill_token": "a teacher's top-k that names a token twice",
     "invalid_distill_logprobs": "a teacher's logprobs that are no distribution",
-    "response_truncated": "longer than data.max_response_length: the beginning is trained on, what was cut off is not",
-    "prompt_truncated": "the beginning of the prompt was cut at data.max_prompt_length",
+    "response_truncated": "too long: the response's beginning is trained on, what was cut off is not",
     "no_logprobs": "without the server's logprobs",
     "own_advantages": "with the environment's own advantages",
     "teacher": "with a teacher's logprobs",
@@ -92,7 +94,7 @@ def figures(history: History) -> list[list[str]]:
     rows.append(["groups trained on", f"{groups:,.0f}"])
     if restarts := sum(each.get("restarts", 0) for each in summary.get("environments", {}).values()):
         rows.append(["restarts of environments", str(restarts)])
-    rows.append(["model", str(history.config.get("actor_rollout_ref.model.path", "unknown"))])
+    rows.append(["model", model_name(str(history.config.get("actor_rollout_ref.model.path", "unknown")))])
     if history.started is not None:
         rows.append(["started", time.strftime("%Y-%m-%d %H:%M", time.localtime(history.started))])
     return rows

@@ -15,7 +15,7 @@ function verdictSection() {
   const figures = TWO
     ? table(["", ...NAMES], [...new Set(RUNS.flatMap((run) => run.figures.map(([name]) => name)))].map((name) =>
       [name, ...RUNS.map((run) => (run.figures.find(([each]) => each === name) || ["", "–"])[1])]))
-    : el("dl", { class: "tiles" }, RUNS[0].figures.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value))));
+    : el("dl", { class: "tiles", style: `--columns: ${Math.ceil(RUNS[0].figures.length / Math.ceil(RUNS[0].figures.length / 8))}` }, RUNS[0].figures.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value))));
   return section("verdict", "Verdict", null, said, figures);
 }
 
@@ -67,7 +67,7 @@ function histogram(run, id, title, about) {
   const found = run[id];
   if (!found) return null;
   return barChart({
-    id: `${id}-histogram-${run.name}`, title: TWO ? `${title}, ${run.name}` : title, unit: `share of rows, by ${found.unit}`, about, limit: found.limit, stacked: false,
+    id: `${id}-histogram-${run.name}`, title: TWO ? `${title}, ${run.name}` : title, unit: `share of rows, by ${found.unit}`, about, stacked: false,
     names: found.series.map((series) => series.label), format: percent,
     bars: found.labels.map((label, at) => ({ label, values: found.series.map((series) => series.values[at]) })),
     totals: found.series.map((series) => `${number(series.rows)} rows`),
@@ -89,7 +89,7 @@ function outcomeCharts(run) {
 function distributionSection() {
   return section("distributions", "Histograms and outcomes", "Each third of the run's steps has its own color.", el("div", { class: "grid" }, RUNS.flatMap((run) => [
     histogram(run, "staleness", "Staleness of trained rows", "0: sampled by the very weights that the step started from."),
-    histogram(run, "lengths", "Response lengths", "What is beyond the limit of longer answers is cut off."),
+    histogram(run, "lengths", "Response lengths", "From the first sampled token on, as trained on."),
     outcomeCharts(run),
   ])));
 }

@@ -91,7 +91,7 @@ def describe(history: History, tokens: bool = True) -> dict[str, Any]:
         "timeline": curves.timeline(history),
         "outcomes": curves.outcomes(history),
         "staleness": curves.staleness_histogram(history),
-        "lengths": curves.length_histogram(history, rollouts),
+        "lengths": curves.length_histogram(rollouts),
         "dropped": facts.dropped(history),
         "samples": samples.samples(history, rollouts, tokens),
         "items": samples.items(history, rollouts),

@@ -89,6 +89,8 @@ function sampleBrowser({ prompts, rows, note }) {
   const [order, orderBox] = select("Order", [["late", "newest first"], ["early", "oldest first"], ["best", "best first"], ["worst", "worst first"]], again);
   const [step, stepBox] = select("Step", [["", "all"], ...steps.map((each) => [each, each])], again);
   const [color, colorBox] = select("Color tokens by", [["advantage", "advantage"], ["logprob", "logprob"], ["mask", "mask"], ["none", "nothing"]], again);
+  const withTokens = rows.some((row) => row.pieces);
+  if (!withTokens) colorBox.value = "none";
   const search = el("input", { type: "search", placeholder: "in prompts and answers", oninput: again });
 
   function show() {
@@ -104,8 +106,8 @@ function sampleBrowser({ prompts, rows, note }) {
   show();
   const range = `Their scores are from ${number(Math.min(...scores))} to ${number(Math.max(...scores))}; held-out scores may have another range. `;
   const legend = "Tokens: green raised, red lowered by their advantage; orange: improbable; blue: trained on; gray italics: not trained on; underlined: logprob under −3.";
-  return [el("div", { class: "controls" }, order, step, el("label", {}, "Search", search), color),
-    el("p", { class: "about" }, range + (rows.some((row) => row.pieces) ? legend : note)), count, list, more];
+  return [el("div", { class: "controls" }, order, step, el("label", {}, "Search", search), withTokens && color),
+    el("p", { class: "about" }, range + (withTokens ? legend : note)), count, list, more];
 }
 
 function itemList(items) {

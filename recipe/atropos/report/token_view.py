@@ -18,8 +18,6 @@ from recipe.atropos.run_dir import RunDir
 from recipe.atropos.run_record import read_metrics
 from recipe.atropos.verl_ext.batch import DataProto
 
-UNLIKELY = -3.0  # nats, a probability of 5%; a less likely token is underlined
-
 
 def rows_of_step(config: DictConfig, step: int, groups: Batch | None = None) -> DataProto:
     """Return the batch of ``step`` as rows, with advantages computed from these rows alone.

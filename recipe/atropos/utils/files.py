@@ -6,19 +6,22 @@ Guarantees:
 - ``replace_folder`` makes a folder appear complete or not at all.
 - ``append_line`` adds a whole line: a partial line left by a kill is cut before the next, and no reader ever gets it.
 - A full disk raises ``DiskFull``, which names the path.
-- ``bound_log`` bounds a file that other processes hold open for appending.
+- ``bound_log`` bounds a file that other processes hold open for appending, however fast they write.
+- What is damaged, and a folder that was removed, is an error that names the path.
 """
 
 import contextlib
 import errno
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import orjson
 import psutil
+import yaml
 
 from recipe.atropos.errors import AtroposError
 
@@ -26,10 +29,19 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 PARTIAL = ".partial"  # suffix of files that are being written; their names begin with "."
 _NO_ROOM = 1 << 16  # bytes
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+# Colors and the like; titles and links; control characters but tab, newline and return.
+_CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(\x07|\x1b\\)|[\0-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
 
 
 class RunDirError(AtroposError, RuntimeError):
     """Error for an unusable run folder: another process holds it, or its content is not what this recipe writes."""
+
+
+class FolderRemoved(AtroposError, OSError):
+    """Error for a folder that was removed while it is in use; the message names its path."""
+
+    def __init__(self, path: str | Path):
+        super().__init__(f"{path} no longer exists: it was removed while it was in use; begin anew, in another folder")
 
 
 class DiskFull(AtroposError, OSError):
@@ -45,9 +57,15 @@ class DiskFull(AtroposError, OSError):
 
 @contextlib.contextmanager
 def disk_errors(path: str | Path) -> Iterator[None]:
-    """Raise DiskFull, naming ``path``, if the block meets a full disk, an exhausted quota or a size limit."""
+    """Raise DiskFull, naming ``path``, if the block meets a full disk, an exhausted quota or a size limit, and
+    FolderRemoved if there is no folder of it.
+    """
     try:
         yield
+    except FileNotFoundError as error:
+        if Path(path).parent.exists():
+            raise
+        raise FolderRemoved(Path(path).parent) from error
     except OSError as error:
         if error.errno in _FULL and not isinstance(error, DiskFull):
             raise DiskFull(path) from error
@@ -135,18 +153,50 @@ def write_json(path: str | Path, value: Any, mode: int = 0o644) -> None:
     write_atomic(path, orjson.dumps(value, option=options), mode)
 
 
-def read_json(path: str | Path, default: Any = None) -> Any:
-    """Return what ``write_json`` wrote, or ``default`` if there is no file.
+def cache_root() -> Path:
+    """Return ``$ATROPOS_CACHE``, else ``~/.cache/verl-atropos``: what is made once for all runs."""
+    return Path(os.environ.get("ATROPOS_CACHE") or Path.home() / ".cache" / "verl-atropos")
+
+
+def read_json(path: str | Path, default: Any = None, kind: type = dict) -> Any:
+    """Return what ``write_json`` wrote, of type ``kind``, or ``default`` if there is no file.
 
     Raises:
-        RunDirError: the file is not JSON, so something else wrote it.
+        RunDirError: the file is something else, so something else wrote it.
     """
     try:
-        return orjson.loads(Path(path).read_bytes())
+        return _decoded(Path(path).read_bytes(), kind)
     except FileNotFoundError:
         return default
-    except orjson.JSONDecodeError as error:
-        raise RunDirError(f"{path} is no JSON ({error}): restore it, or remove it if the run can do without") from error
+    except ValueError as error:
+        raise RunDirError(f"{path} is damaged ({error}): restore it, or remove it if the run can do without") from error
+
+
+def _decoded(content: bytes, kind: type) -> Any:
+    """Return the value of JSON; raise ValueError if it is not valid, or not of type ``kind``."""
+    value = orjson.loads(content)
+    if not isinstance(value, kind):
+        raise ValueError(f"it holds a {type(value).__name__}, not a {kind.__name__}")
+    return value
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """Return the mapping in a YAML file, unresolved; faster than OmegaConf's own reader, which takes a second.
+
+    Raises:
+        RunDirError: the file is something else.
+        FileNotFoundError: there is no file.
+    """
+    try:
+        found = yaml.load(Path(path).read_bytes(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        problem = "" if isinstance(found, dict) else f"it holds a {type(found).__name__}, not a mapping"
+    except yaml.YAMLError as error:
+        problem = " ".join(str(error).split())
+    if problem:
+        raise RunDirError(
+            f"{path} is damaged ({problem}): restore it, or remove it, and the command that resumes the run writes it"
+        )
+    return found
 
 
 def append_line(path: str | Path, value: Any) -> None:
@@ -189,20 +239,39 @@ def bound_log(path: Path, limit: int) -> None:
 
     Its writers must hold it open for appending: they go on at its beginning. A reader that follows it finds it smaller
     than before, and begins again; so does ``tail -F``. A line that is written in the moment between the end of the
-    copying and the truncation is lost. Where there is no room for the copy, the log stays as it is.
+    copying and the truncation is lost. At most 2 ``limit`` bytes are copied: of a process that writes faster, the last
+    ``limit`` bytes that were there at the beginning, and as many after them. Where there is no room for the copy, the
+    log stays as it is.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}{PARTIAL}")
     with contextlib.suppress(OSError):
-        if path.stat().st_size <= limit:
+        if (size := path.stat().st_size) <= limit:
             return
         try:
             with open(path, "r+b", buffering=0) as log, open(os.open(partial, _NEW, 0o600), "wb", buffering=0) as copy:
-                shutil.copyfileobj(log, copy, 1 << 20)
+                if size > 2 * limit:
+                    log.seek(size - limit)
+                room = 2 * limit - _copy(log, copy, 2 * limit)
                 os.replace(partial, path.with_name(f"{path.name}.1"))
-                shutil.copyfileobj(log, copy, 1 << 20)
+                _copy(log, copy, room)
                 log.truncate(0)
         finally:
             partial.unlink(missing_ok=True)
+
+
+def _copy(source: BinaryIO, target: BinaryIO, most: int) -> int:
+    """Copy at most ``most`` bytes; return how many there were."""
+    copied = 0
+    while part := source.read(min(1 << 20, most - copied)):
+        target.write(part)
+        copied += len(part)
+    return copied
+
+
+def printable(text: str) -> str:
+    """Return text for a terminal: without colors and control characters, which could rewrite what it shows; what
+    returns to the beginning of a line, as a progress bar does, begins a new one."""
+    return _CONTROL.sub("", text).replace("\r\n", "\n").replace("\r", "\n")
 
 
 def rewrite_lines(path: str | Path, lines: list[dict[str, Any]]) -> None:
@@ -223,7 +292,7 @@ class LineReader:
         """Return the lines that were added since the last call.
 
         Raises:
-            RunDirError: a whole line is not JSON, which nothing here writes; names it.
+            RunDirError: a whole line is not a JSON object, which nothing here writes; names it.
         """
         try:
             with self._path.open("rb") as file:
@@ -238,9 +307,9 @@ class LineReader:
         for line in whole.split(b"\n") if newline else []:
             self._number += 1
             try:
-                found.append(orjson.loads(line))
-            except orjson.JSONDecodeError as error:
-                raise RunDirError(f"{self._path}, line {self._number} is no JSON ({error}): remove it") from error
+                found.append(_decoded(line, dict))
+            except ValueError as error:
+                raise RunDirError(f"{self._path}, line {self._number} is damaged ({error}): remove it") from error
         return found
 
 

@@ -1,11 +1,14 @@
-"""The parent process of one service: ``python -I -S guardian.py NAME``, started by ``process.start_service``.
+"""The guardians of one service: ``python -I -S guardian.py NAME``, started by ``process.start_service``.
 
-It is the subreaper of the service (Linux), so that every process the service starts stays its descendant, even one that
-re-parents itself, changes its session or renames itself. File descriptor 0 is a Unix socket to the launcher, which
-sends the command, receives the pid, and may request the end with a grace period in seconds.
+They are two processes: the outer one, which the launcher starts, the inner one, its child, which starts the service.
+Each is a subreaper (Linux), so that every process the service starts stays its descendant, even one that re-parents
+itself, changes its session, renames itself or clears its environment. File descriptor 0 is a Unix socket to the
+launcher, which sends the command, receives the pid, and may request the end with a grace period in seconds.
 
 Guarantees:
 
+* a guardian that is killed, by whatever signal, leaves nothing behind: the other one ends the service;
+* a guardian that is stopped is continued: by the other one or, if the launcher is gone, by the kernel;
 * when the launcher is gone, however it ended, or requests the end, no process of the service is left: SIGTERM to the
   service's leader, then to the rest, then SIGKILL until no child is left; cleanup processes come last;
 * the same when the leader ends by itself, so a guardian that has ended leaves nothing behind;
@@ -20,12 +23,14 @@ import select
 import signal
 import sys
 import time
+from collections.abc import Callable
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _prctl = ctypes.CDLL(None).prctl
 
 _END_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _GRACE = 5.0  # seconds for the leader if no grace period was given: the launcher is gone
+_INNER_GRACE = 10.0  # for the inner guardian, which gives the leader _GRACE
 _LINGER = 1.0  # seconds for processes that outlive their leader: first to end by themselves, then after SIGTERM
 # Cleanup processes: they unlink shared memory that others left, and end when those have ended.
 _CLEANERS = (b"multiprocessing.resource_tracker", b"torch_shm_manager")
@@ -60,10 +65,8 @@ def _log(text: str) -> None:
 
 
 def _execute(command: list[str], parent: int) -> None:
-    """Become the command, in its own session. SIGPIPE and SIGXFSZ, which Python ignores, would stay ignored."""
+    """Become the command. SIGPIPE and SIGXFSZ, which Python ignores, would stay ignored."""
     try:
-        os.setsid()
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)  # if the guardian itself is killed
         if os.getppid() == parent:
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)
             signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
@@ -112,10 +115,14 @@ def _signal(pids: list[int], *numbers: int) -> None:
 
 
 class Guardian:
-    """The guardian of a service; see the module docstring."""
+    """A guardian of a service; see the module docstring. ``control`` is the socket, for the inner one, which reads it.
 
-    def __init__(self, name: str, control: int):
-        self.name, self.control, self.launcher = name, control, os.getppid()
+    ``leader`` is its child: the inner guardian or, of the inner one, the service's leader. ``grace``: the seconds that
+    it has to end if nobody requested another grace period."""
+
+    def __init__(self, name: str, parent: int, grace: float, *control: int):
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        self.name, self.parent, self.grace, self.control = name, parent, grace, control
         self.leader, self.status, self.alone, self.asked = 0, None, False, False
         self.wake, write = os.pipe()
         os.set_blocking(self.wake, False)
@@ -129,17 +136,20 @@ class Guardian:
     def _ask(self, *_: object) -> None:
         self.asked = True
 
-    def start(self, command: list[str]) -> None:
+    def start(self, run: Callable[[int], None]) -> None:
+        """Start the leader, which runs ``run`` with this process's pid, in its own session."""
         guardian = os.getpid()
-        # Until it has executed the command the child has this process's handlers: a SIGTERM that they meet is lost.
+        # Until then the child has this process's handlers: a SIGTERM that they meet is lost.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _END_SIGNALS)
         self.leader = os.fork()
         if self.leader == 0:
             for number in _END_SIGNALS:
                 if signal.getsignal(number) is not signal.SIG_IGN:
                     signal.signal(number, signal.SIG_DFL)
+            _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)  # if the guardian itself is killed
+            os.setsid()
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            _execute(command, guardian)
+            run(guardian)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def reap(self) -> None:
@@ -155,18 +165,20 @@ class Guardian:
         """Wait at most ``seconds`` for a signal or a ready descriptor; return the ready ones."""
         ready = select.select([self.wake, *descriptors], [], [], max(0.0, seconds))[0]
         if self.wake in ready:
+            ready.remove(self.wake)
             os.read(self.wake, 4096)
         self.reap()
         return ready
 
     def watch(self) -> float:
-        """Wait until the service must end, or its leader has ended; return the grace period in seconds."""
+        """Wait until the service must end, or the leader has ended; return the grace period in seconds."""
         while self.status is None:
-            if self.control in self.pause(1.0, self.control):
-                return float(_receive(self.control, 64).split(b"\n")[0] or _GRACE)
+            for ready in self.pause(1.0, *self.control):
+                return float(_receive(ready, 64).split(b"\n")[0] or self.grace)
             # A forked child of the launcher may hold its end of the socket open.
-            if self.asked or os.getppid() != self.launcher:
-                return _GRACE
+            if self.asked or os.getppid() != self.parent:
+                return self.grace
+            _signal([self.parent if self.control else self.leader], signal.SIGCONT)  # the other one, if it was stopped
         return _LINGER
 
     def end(self, grace: float) -> None:
@@ -205,21 +217,29 @@ class Guardian:
         os._exit(os.WEXITSTATUS(self.status or 0))
 
 
+def _guard(name: str, control: int, command: list[str], outer: int) -> None:
+    """Be the inner guardian."""
+    inner = Guardian(name, outer, _GRACE, control)
+    inner.start(lambda guardian: _execute(command, guardian))
+    try:
+        os.write(control, b"%d\n" % inner.leader)
+    except OSError:
+        pass  # noticed below
+    inner.end(inner.watch())
+    inner.exit()
+
+
 def main() -> None:
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)  # the launcher's end also continues one that was stopped
     control = os.dup(0)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    guardian = Guardian(sys.argv[1], control)
+    outer = Guardian(sys.argv[1], os.getppid(), _INNER_GRACE)
     command = _receive_command(control)
     if command is None:
         return
-    guardian.start(command)
-    try:
-        os.write(control, b"%d\n" % guardian.leader)
-    except OSError:
-        pass  # noticed below
-    guardian.end(guardian.watch())
-    guardian.exit()
+    outer.start(lambda guardian: _guard(sys.argv[1], control, command, guardian))
+    outer.end(outer.watch())
+    outer.exit()
 
 
 if __name__ == "__main__":

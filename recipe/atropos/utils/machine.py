@@ -18,6 +18,11 @@ def nvidia_smi(of: str, fields: str) -> list[list[str]]:
     return [[field.strip() for field in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
 
 
+def gpu_memory() -> int | None:
+    """Return the bytes of this machine's smallest GPU; None if nvidia-smi names none."""
+    return min((int(mib) << 20 for (mib,) in nvidia_smi("gpu", "memory.total") if mib.isdigit()), default=None)
+
+
 _PROBE = """
 import importlib.metadata, importlib.util, json, os, runpy, sys, sysconfig
 found = {}
@@ -41,24 +46,24 @@ def versions_in(python: str, packages: Sequence[str], timeout: float = 120.0) ->
     "cuda" is the CUDA version of its torch, "Python.h" the path of the header that compiling extensions needs.
 
     Raises:
-        LaunchError: as ``run_python``.
+        LaunchError: as ``run_program``.
     """
-    return json.loads(run_python(python, "-c", _PROBE, *packages, timeout=timeout))
+    return json.loads(run_program(python, "-c", _PROBE, *packages, timeout=timeout))
 
 
-def run_python(python: str, *arguments: str, timeout: float = 120.0, **variables: str) -> str:
-    """Return the output of an interpreter of another environment, run with additional environment variables.
+def run_program(program: str, *arguments: str, timeout: float = 120.0, **variables: str) -> str:
+    """Return the output of a program, such as another environment's interpreter; ``variables`` are added to its own.
 
     Raises:
         LaunchError: it does not exist, fails, or takes longer than ``timeout`` seconds.
     """
-    command, environment = [python, *arguments], {**os.environ, "PYTHONPATH": "", **variables}
+    command, environment = [program, *arguments], {**os.environ, "PYTHONPATH": "", **variables}
     try:
         return subprocess.run(
             command, cwd="/", env=environment, capture_output=True, text=True, timeout=timeout, check=True
         ).stdout
     except subprocess.TimeoutExpired as error:
-        raise LaunchError(f"{python} does not start within {timeout:g} s") from error
+        raise LaunchError(f"{program} does not start within {timeout:g} s") from error
     except (OSError, subprocess.SubprocessError) as error:
         output = " ".join((getattr(error, "stderr", None) or str(error)).split())
-        raise LaunchError(f"{python} does not run ({output})") from error
+        raise LaunchError(f"{program} does not run ({output})") from error

@@ -3,9 +3,9 @@
 Guarantees:
 
 * a service, and everything that it started, ends with the process that started it, however and whenever that one ends:
-  the service's parent is a guardian (see ``guardian.py``), which notices that the launcher is gone;
-* `Service.stop` ends every process of the service, and no other. If the guardian itself was killed, they are
-  identified by their session and their mark in the environment;
+  above the service are two guardians (see ``guardian.py``), which notice that the launcher is gone;
+* `Service.stop` ends every process of the service, and no other. If both guardians were killed, they are identified by
+  their session and their mark in the environment;
 * a service that has ended leaves no process behind;
 * a service's output is in its log file, and a failure quotes its last lines.
 """
@@ -31,6 +31,7 @@ from pathlib import Path
 import psutil
 
 from recipe.atropos.errors import AtroposError
+from recipe.atropos.utils.files import printable
 from recipe.atropos.utils.scratch import Scratch
 
 RUN_ID_VARIABLE = "ATROPOS_RUN_ID"
@@ -109,7 +110,7 @@ class Service:
     name: str
     command: list[str]
     process: subprocess.Popen
-    """The guardian, which ends as the service did, once all of the service has ended."""
+    """The outer guardian, which ends as the service did, once all of the service has ended."""
     pid: int
     """Pid of the service's leading process."""
     log_path: Path
@@ -130,7 +131,7 @@ class Service:
             end = log.seek(0, os.SEEK_END)
             start = self.log_start if self.log_start <= end else 0  # bound_log has emptied it since
             log.seek(max(start, end - 65536))
-            return log.read().decode(errors="replace").splitlines()
+            return printable(log.read().decode(errors="replace")).splitlines()
 
     def tail(self, lines: int = _TAIL_LINES) -> str:
         """Return the last lines that this process wrote, long ones cut (SGLang prints all its arguments in one)."""
@@ -156,16 +157,9 @@ class Service:
         return ServiceFailed(f"{self.name}: {what}; {state}. Last lines of {self.log_path}:\n{tail}")
 
     def members(self) -> list[psutil.Process]:
-        """Return every living process of this service, the leader first if it lives; without the guardian."""
-        found: dict[int, psutil.Process] = {}
-        with contextlib.suppress(psutil.NoSuchProcess):
-            guardian = psutil.Process(self.process.pid)
-            if self.process.poll() is None:  # else the pid may already be another process's
-                found = {p.pid: p for p in guardian.children(recursive=True)}
-        for process in psutil.process_iter():
-            if process.pid not in found and self._marked(process):
-                found[process.pid] = process
-        return [p for p in found.values() if p.pid not in (os.getpid(), self.process.pid) and _alive(p)]
+        """Return every living process of this service that its session or its mark shows; not the outer guardian."""
+        others = (p for p in psutil.process_iter() if p.pid not in (os.getpid(), self.process.pid))
+        return [process for process in others if self._marked(process) and _alive(process)]
 
     def _marked(self, process: psutil.Process) -> bool:
         """Return whether a process has this service's mark, or its session.
@@ -200,7 +194,10 @@ class Service:
             self.control.sendall(b"%g\n" % grace)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(grace + _KILL_SECONDS)
-        if rest := self.members():  # the guardian was killed
+        with contextlib.suppress(OSError):  # it was killed, and the inner one still ends the service
+            self.control.settimeout(grace + 2 * _KILL_SECONDS)
+            self.control.recv(1)  # nothing, once neither of them holds the socket
+        if rest := self.members():  # both were killed
             _signal(rest, signal.SIGTERM)
             _wait_for(lambda: not any(map(_alive, rest)), time.monotonic() + grace)
         deadline = time.monotonic() + _KILL_SECONDS

@@ -1,6 +1,6 @@
 """verl's batches, and how they are padded and balanced across ranks."""
 
-from verl import DataProto
+from verl.protocol import DataProto
 from verl.utils import tensordict_utils
 from verl.utils.model import compute_position_id_with_mask
 from verl.utils.py_functional import rename_dict

@@ -2,11 +2,13 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 
 from recipe.atropos.alarms import Name
 from recipe.atropos.data.reasons import Reason
 from recipe.atropos.watchdog.findings import Finding
 from recipe.atropos.watchdog.history import RECENT_ITEMS, EnvironmentHistory, History
+from recipe.atropos.watchdog.training_rules import broken_policy
 
 # Items in a row, none of which gives a group. Exceptions, lengths and sizes are no matter of chance, but equal scores
 # are, and so is no_group: most of Atropos' environments return none where scores are equal. Of a task on which 95% of
@@ -30,7 +32,8 @@ def environment_findings(history: History, now: float) -> Iterator[Finding]:
         yield from _environment(history, environment, now)
     if history.joined:
         yield from _all_gone(history, now)
-    yield from _equal_groups(history)
+    for found in _equal_groups(history):
+        yield _broken_policy_first(history, found)
 
 
 def _environment(history: History, environment: EnvironmentHistory, now: float) -> Iterator[Finding]:
@@ -42,7 +45,13 @@ def _environment(history: History, environment: EnvironmentHistory, now: float) 
     found = next(_dry(environment), None) or next(_mostly(environment), None)
     found = found or next(_silent(history, environment, now), None)
     if found is not None and not (found.alarm == "equal_scores" and history.limits.distills):
-        yield found
+        yield _broken_policy_first(history, found)
+
+
+def _broken_policy_first(history: History, found: Finding) -> Finding:
+    """Return what was found; of equal scores, the broken policy if it is the cause."""
+    broken = broken_policy(history, found.since_step) if found.alarm == "equal_scores" else ""
+    return replace(found, alarm="policy_broken", seen=f"{broken}; {found.seen}") if broken else found
 
 
 def _dry(environment: EnvironmentHistory) -> Iterator[Finding]:

@@ -45,7 +45,6 @@ class Limits:
     """What the configuration says that rules compare with; times are in seconds."""
 
     logprob_tolerance: float = 1e-4
-    max_response_length: int = 1536
     max_staleness: int | None = None
     push_every: int = 1
     distills: bool = False  # a teacher's logprobs train groups of equal scores too
@@ -57,7 +56,6 @@ class Limits:
         atropos, silent = config.trainer.atropos, config.watchdog.silent_after
         return cls(
             logprob_tolerance=logprob_tolerance(atropos.logprob_tolerance, config.inference.dtype),
-            max_response_length=config.data.max_response_length,
             max_staleness=atropos.max_staleness,
             push_every=atropos.weight_sync.every,
             distills=atropos.distillation.loss_coef > 0,

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,11 +13,17 @@ from recipe.atropos.watchdog.findings import Finding
 from recipe.atropos.watchdog.history import FIRST_STEPS, History
 
 _VERSIONS = (Reason.STALE, Reason.UNKNOWN_VERSION, Reason.NOT_PUSHED, Reason.FUTURE_VERSION)
-_DROPPED_STEPS, _DROPPED = 3, 0.5  # of the sequences
+_OVERLONG = (Reason.OVERLONG_PROMPT, Reason.OVERLONG_RESPONSE)
+# Shares of the sequences. Long ones are no chance selection: without a tenth of them, training favors short answers.
+_DROPPED_STEPS, _DROPPED, _DROPPED_LONG = 3, 0.5, 0.1
 _OLD_STEPS, _OLD = 5, 8.0  # updates; with a decoupled loss, training is as good up to about 8 (AReaL, 2505.24298)
 # Nats, on samples of any age: the demonstration's are at 0.002 two updates later; tokens of weights that are not the
 # ones in the trainer, or at another temperature, at 0.3 to 0.7 (docs/algorithms.md).
 _GAP_STEPS, _GAP = 5, 0.25
+_DIFFERENCE, _FRESH = "atropos/logprob_diff/mean", "atropos/logprob_diff/fresh_mean"
+# Steps around the one since which groups are equal, and times (or a part) of what was first: the demonstration's
+# entropy and gradient norm stay within 1.5.
+_AROUND, _BROKEN = 4, 10.0
 _LR_STEPS = 3  # warmup begins, and a cosine ends, with one step at 0
 _CLIPPED_STEPS, _CLIPPED = 3, 0.9  # of the rows
 # Rows that all have one length, without a limit of the trainer's: its max_tokens is the environment's. Answers of a
@@ -41,13 +48,8 @@ _BENDS = 8  # of the means of ten steps: with fewer, one fall or rise is their m
 def training_findings(history: History) -> Iterator[Finding]:
     """Yield what the newest steps show; none before this start of the run has trained enough of its own."""
     if history.recent(1):
-        yield from _of_a_step(history)
-        yield from _gap(history)
-        yield from _samples(history)
-        yield from _clipped(history)
-        yield from _learning_rate(history)
-        yield from _scores(history)
-        yield from _entropy(history)
+        for rule in (_of_a_step, _gap, _samples, _clipped, _learning_rate, _scores, _entropy):
+            yield from rule(history)
 
 
 def _finding(name: alarms.Name, seen: str, first: dict[str, Any], environment: str | None = None) -> Finding:
@@ -72,55 +74,80 @@ def _onset(
 
 
 def _of_a_step(history: History) -> Iterator[Finding]:
-    """What the trainer saw in a single step; a difference of logprobs lasts until fresh samples show none."""
+    """What the trainer saw in a single step; a difference of fresh samples lasts until other fresh ones show none."""
     newest = history.steps[-1]
     for name in alarms.OF_A_STEP:
         key = alarms.PREFIX + name
         of, among = newest, list(history.steps)
         if name == "logprob_difference":
-            among = [step for step in history.steps if "atropos/logprob_diff/fresh_mean" in step or key in step]
-            of = among[-1] if among and among[-1]["step"] > history.begin else {}
+            among = _with_fresh_samples(history)
+            of = among[-1] if among else {}
         if key in of:
             text = alarms.seen_in_step(name, of[key], history.limits.logprob_tolerance)
             onset = _onset(history, [of], lambda step, key=key: key in step, among)
             yield _finding(name, f"{text}, at step {of['step']}", onset)
 
 
+def _with_fresh_samples(history: History) -> list[dict[str, Any]]:
+    """Return the steps of this start in which samples were fresh."""
+    return [step for step in history.steps if step["step"] > history.begin and (_FRESH in step or _fresh_differ(step))]
+
+
+def _fresh_differ(step: dict[str, Any]) -> bool:
+    return alarms.PREFIX + "logprob_difference" in step
+
+
 def _gap(history: History) -> Iterator[Finding]:
-    steps = history.recent(_GAP_STEPS)
-    gaps = _values(steps, "atropos/logprob_diff/mean")
-    if steps and len(gaps) == len(steps) and min(gaps) > _GAP and not _has(steps[-1], "logprob_difference"):
-        ages = _values(steps, "atropos/staleness/mean")
+    """Where fresh samples agree, older ones differ by the updates since; where none is fresh, that cannot be told."""
+    steps, fresh = history.recent(_GAP_STEPS), _with_fresh_samples(history)[-1:]
+    gaps, ages, rates = (_values(steps, key) for key in (_DIFFERENCE, "atropos/staleness/mean", "actor/lr"))
+    if steps and len(gaps) == len(steps) and min(gaps) > _GAP and not any(map(_fresh_differ, fresh)):
         age = f", of samples {np.mean(ages):.1f} updates old" if ages else ""
-        text = f"{np.mean(gaps):.2g} nats in the mean over the last {len(steps)} steps{age}, above {_GAP:g}"
-        onset = _onset(history, steps, lambda step: (step.get("atropos/logprob_diff/mean") or 0.0) > _GAP)
-        yield _finding("logprob_difference", text, onset)
+        age += f" at actor/lr={rates[-1]:.2g}" if rates else ""
+        text = f"{np.mean(gaps):.2g} nats in the mean over the last {len(steps)} steps{age}, above {_GAP:g}; "
+        text += f"fresh samples agree (step {fresh[0]['step']})" if fresh else "no sample was fresh"
+        onset = _onset(history, steps, lambda step: (step.get(_DIFFERENCE) or 0.0) > _GAP)
+        yield _finding("off_policy_samples" if fresh else "logprob_difference", text, onset)
 
 
-def _has(step: dict[str, Any], name: str) -> bool:
-    return alarms.PREFIX + name in step
+def broken_policy(history: History, since: int | None) -> str:
+    """Return what the steps around step ``since`` show of updates that broke the policy; "" if nothing, or if the
+    policy scores near its highest.
+    """
+    around = [
+        step for step in history.steps if step["step"] > history.begin and abs(step["step"] - (since or 0)) <= _AROUND
+    ]
+    if not around or _near_highest(history, "atropos/mean_raw_score", _extremes(history)):
+        return ""
+    found = []
+    gap = max(_values(around, _DIFFERENCE), default=0.0)
+    if gap > _GAP and not any(map(_fresh_differ, around)):
+        found.append(f"samples differ from the policy by {gap:.2g} nats")
+    for key, worst in (("actor/entropy", min), ("actor/entropy", max), ("actor/grad_norm", max)):
+        first, values = history.first[0].get(key), _values(around, key)
+        if first and values and not first / _BROKEN <= worst(values) <= first * _BROKEN:
+            found.append(f"{key}={worst(values):.2g}, {first:.2g} in the first step")
+    return "; ".join(found)
 
 
 def _samples(history: History) -> Iterator[Finding]:
     limits, steps = history.limits, history.recent(_DROPPED_STEPS)
     received = sum(_values(steps, "atropos/received"))
 
-    def mostly(*reasons: Reason) -> Callable[[dict[str, Any]], bool]:
-        keys = [f"atropos/dropped/{reason}" for reason in reasons]
-        return lambda step: (
-            sum(step.get(key, 0) for key in keys) >= _DROPPED * step.get("atropos/received", math.inf) > 0
-        )
+    def lost(step: dict[str, Any], reasons: Iterable[Reason], share: float) -> bool:
+        dropped = sum(step.get(f"atropos/dropped/{reason}", 0) for reason in reasons)
+        return dropped >= share * step.get("atropos/received", math.inf) > 0
 
-    dropped = {reason: sum(_values(steps, f"atropos/dropped/{reason}")) for reason in _VERSIONS}
-    if (lost := sum(dropped.values())) and lost >= _DROPPED * received:
-        reasons = ", ".join(f"{reason} {n:.0f}" for reason, n in dropped.items() if n)
-        text = f"{lost:.0f} of {received:.0f} sequences of the last {len(steps)} steps were dropped: {reasons}"
-        yield _finding("stale_samples", text, _onset(history, steps, mostly(*_VERSIONS)))
-        return
-    long = sum(_values(steps, f"atropos/dropped/{Reason.OVERLONG_RESPONSE}"))
-    if long and long >= _DROPPED * received:
-        text = f"{long:.0f} of {received:.0f} sequences of the last {len(steps)} steps were dropped: overlong_response"
-        yield _finding("too_long", text, _onset(history, steps, mostly(Reason.OVERLONG_RESPONSE)))
+    of_alarm: tuple[tuple[alarms.Name, tuple[Reason, ...], float], ...] = (
+        ("stale_samples", _VERSIONS, _DROPPED),
+        ("overlong_rows", _OVERLONG, _DROPPED_LONG),
+    )
+    for name, reasons, share in of_alarm:
+        dropped = {reason: sum(_values(steps, f"atropos/dropped/{reason}")) for reason in reasons}
+        if (total := sum(dropped.values())) and total >= share * received:
+            told = ", ".join(f"{reason} {n:.0f}" for reason, n in dropped.items() if n)
+            text = f"{total:.0f} of {received:.0f} sequences of the last {len(steps)} steps were dropped: {told}"
+            yield _finding(name, text, _onset(history, steps, partial(lost, reasons=reasons, share=share)))
     steps = history.recent(_OLD_STEPS)
     ages = _values(steps, "atropos/staleness/mean")
     old = _OLD + limits.push_every - 1
@@ -131,17 +158,17 @@ def _samples(history: History) -> Iterator[Finding]:
 
 
 def _clipped(history: History) -> Iterator[Finding]:
-    steps, limit = history.recent(_CLIPPED_STEPS), history.limits.max_response_length
+    steps = history.recent(_CLIPPED_STEPS)
     rows, cut = sum(_values(steps, "atropos/rows")), sum(_values(steps, "atropos/rows_with/response_truncated"))
     if steps and rows and cut >= _CLIPPED * rows:
-        text = f"{cut:.0f} of {rows:.0f} responses of the last {len(steps)} steps were cut at {limit} tokens"
+        text = f"{cut:.0f} of {rows:.0f} responses of the last {len(steps)} steps were cut at the trainer's limit"
         key = "atropos/rows_with/response_truncated"
         onset = _onset(history, steps, lambda step: step.get(key, 0) >= _CLIPPED * step.get("atropos/rows", math.inf))
         yield _finding("all_rows_clipped", text, onset)
         return
     steps = history.recent(_EQUAL_STEPS)
     lengths = {*_values(steps, "response_length/min"), *_values(steps, "response_length/max")}
-    if len(lengths) == 1 and min(lengths) >= min(_EQUAL_TOKENS, limit):
+    if len(lengths) == 1 and min(lengths) >= _EQUAL_TOKENS:
         text = f"every response of the last {len(steps)} steps has exactly {min(lengths):.0f} tokens"
         ends = ("response_length/min", "response_length/max")
         onset = _onset(history, steps, lambda step: {step.get(key) for key in ends} == lengths)

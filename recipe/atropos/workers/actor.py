@@ -9,6 +9,8 @@ Guarantees:
 
 import math
 import uuid
+from collections import ChainMap
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -104,6 +106,10 @@ class ActorGroup(LimitedWorkerGroup):
             tu.assign_non_tensor(data, no_lora_adapter=True)
             return _padded(self.compute_log_prob(data), "log_probs", data)
         return _padded(self.compute_ref_log_prob(data), "log_probs", data)
+
+    def save(self, folder: Path, step: int) -> dict[str, str]:
+        """Save the ranks' part of the checkpoint ``folder``; return the digests of their files, by name in it."""
+        return dict(ChainMap(*self.save_checkpoint(str(folder / "actor"), None, step)))
 
     def update(self, batch: DataProto) -> dict[str, Any]:
         """Run the optimizer steps of one batch; return metrics for verl's ``reduce_metrics``. See ``mini_batches``."""

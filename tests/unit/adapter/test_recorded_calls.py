@@ -125,6 +125,17 @@ def test_recorded_calls_of_evaluation_keep_to_their_own_book(ask, tokenizer):
     assert [body["sampling_params"]["temperature"] for body in ask.bodies] == [1.0, 0.7]
 
 
+def test_survivors_an_environments_own_temperature_counts(ask, tokenizer):
+    """Also 0; the trainer's is only for a request that names none."""
+
+    async def call(env):
+        for given in ({"temperature": 0.3}, {"temperature": 0.0}, {}):
+            await env.server.completion(prompt="Q:", max_tokens=5, **given)
+
+    ask(two(tokenizer)[:1] * 3, call)
+    assert [body["sampling_params"]["temperature"] for body in ask.bodies] == [0.3, 0.0, 0.7]
+
+
 def test_recorded_calls_for_text_answer_as_openai_does(ask, tokenizer):
     answer = ask(two(tokenizer), lambda env: env.server.completion(prompt="Q:", n=2, stop=["x"]))
     assert [(c.index, c.text, c.finish_reason) for c in answer.choices] == [(0, "ab", "stop"), (1, "ab", "length")]

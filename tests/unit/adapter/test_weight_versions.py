@@ -109,7 +109,7 @@ def test_weight_versions_give_staleness_by_the_oldest_token(cache):
     """Staleness is counted from the oldest trained token when the row is trained on."""
     group = a_group()
     stamp(group, cache)
-    rows, _ = groups_to_data_proto([group], RowLimits(10, 10, 0))
+    rows, _ = groups_to_data_proto([group], RowLimits(20, 0))
     metrics = staleness_metrics(rows, step=5)  # the fifth update starts from version 4
     assert metrics == {
         "atropos/rows_with/unknown_version": 1,

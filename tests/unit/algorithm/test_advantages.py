@@ -21,7 +21,7 @@ def advantages_of(old, reference, *overrides, kl_controller=None):
         "scores": [1.0, 2.0],
         "inference_logprobs": [[1.0, -1.0], [1.0, -1.0, -1.0, -1.0]],
     }
-    batch, _ = groups_to_data_proto([group], RowLimits(4, 4, 0), multiple_of=3)
+    batch, _ = groups_to_data_proto([group], RowLimits(8, 0), multiple_of=3)
     shape = batch.batch["responses"].shape
     for key, values in (("old_log_probs", old), ("ref_log_prob", reference)):
         batch.batch[key] = torch.tensor([*values, 0.0])[:, None].expand(shape).clone()
@@ -47,6 +47,13 @@ def test_kl_in_the_reward_is_subtracted_at_each_trained_token():
     torch.testing.assert_close(batch.batch["advantages"], torch.tensor([[-0.25, 0.0, 0.0], [0.25] * 3, [0.0] * 3]))
     assert metrics["actor/reward_kl_penalty"] == pytest.approx(1.5)
     assert metrics["actor/reward_kl_penalty_coeff"] == 0.1
+
+
+def test_survivors_adaptive_kl_adapts_by_the_number_of_rows():
+    """Of two rows; the KL is far above its target, so the coefficient rises by a fifth of 2 / 10."""
+    options, controller = ("algorithm.use_kl_in_reward=true",), AdaptiveKLController(0.1, target_kl=0.01, horizon=10)
+    advantages_of((-1.0, -1.0), (-2.0, -3.0), *options, kl_controller=controller)
+    assert controller.value == pytest.approx(0.1 * (1 + 0.2 * 2 / 10))
 
 
 REJECTING = [

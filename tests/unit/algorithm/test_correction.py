@@ -9,7 +9,7 @@ from recipe.atropos.algorithm.off_policy import compare_with_engine, correct_rol
 from recipe.atropos.data.data_proto import groups_to_data_proto
 from recipe.atropos.data.rows import RowLimits
 
-LIMITS = RowLimits(max_prompt_length=30, max_response_length=60, pad_token_id=0)
+LIMITS = RowLimits(max_length=90, pad_token_id=0)
 
 
 def rows_of(ratios, without=()):

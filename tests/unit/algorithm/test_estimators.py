@@ -23,7 +23,9 @@ from recipe.atropos.algorithm.metrics import batch_metrics
 from recipe.atropos.data.data_proto import groups_to_data_proto
 from recipe.atropos.data.rows import RowLimits, VersionLimits
 
-LIMITS = RowLimits(max_prompt_length=30, max_response_length=60, pad_token_id=0)
+LIMITS = RowLimits(max_length=90, pad_token_id=0)
+OF_SCORES = ["grpo_atropos", "gpg", "grpo", "grpo_passk", "grpo_vectorized", "opo", "rloo", "rloo_vectorized"]
+OF_GROUPS = [*OF_SCORES, "reinforce_plus_plus_baseline", "optimal_token_baseline", "tir_optimal_token_baseline"]
 
 
 def with_advantages(group, rng, rows=None):
@@ -130,6 +132,42 @@ def test_batch_without_own_advantages_gets_verls_grpo(by_std):
     assert_same(as_rows(ours), expected_advantages(groups, by_std))
 
 
+@pytest.mark.parametrize("name", ["grpo", "grpo_vectorized", "grpo_passk"])
+def test_estimators_divide_by_the_deviation_only_if_told(name):
+    """Of four scores 0, 0, 0, 1, with mean 1/4 and deviation 1/2; pass@k compares the best with the second best."""
+    group = {"tokens": [[1, 2]] * 4, "masks": [[-100, 2]] * 4, "scores": [0.0, 0.0, 0.0, 1.0]}
+    plain = [0.0, 0.0, 0.0, 1.0] if name == "grpo_passk" else [-0.25, -0.25, -0.25, 0.75]
+    for by_std, scale in (("true", 2.0), ("false", 1.0)):
+        data = estimate([group], f"algorithm.adv_estimator={name}", f"algorithm.norm_adv_by_std_in_grpo={by_std}")
+        assert data.batch["advantages"][:, 0].tolist() == pytest.approx([scale * x for x in plain], abs=1e-4), by_std
+
+
+@pytest.mark.parametrize("name", ["reinforce_plus_plus", "reinforce_plus_plus_baseline"])
+@pytest.mark.parametrize("scores", [[3.0], [3.0, 5.0]], ids=["alone", "beside_a_dropped_row"])
+def test_whitened_batch_of_one_token_has_no_advantage(name, scores):
+    """A value is its own mean."""
+    n = len(scores)
+    group = {"tokens": [[1, 2]] * n, "masks": [[-100, 2], [-100, -100]][:n], "scores": scores}
+    data = estimate([group], f"algorithm.adv_estimator={name}")
+    assert data.batch["advantages"].tolist() == [[0.0]] and data.non_tensor_batch["has_signal"].tolist() == [False]
+    two = {"tokens": [[1, 2]] * 2, "masks": [[-100, 2]] * 2, "scores": [3.0, 5.0]}
+    assert estimate([two], f"algorithm.adv_estimator={name}").batch["advantages"].abs().min() > 0.5
+
+
+@pytest.mark.parametrize("name", [*OF_GROUPS, "reinforce_plus_plus"], ids=str)
+def test_zero_signal_groups_are_counted_for_every_estimator(name):
+    """Of scores of 100.1, rounding and whitening leave no exact 0. Without groups, the whole batch is compared."""
+    rng = np.random.default_rng(0)
+    groups = [random_group(rng, 50, turns=2, size=8) | {"scores": [100.1] * 8} for _ in range(2)]
+    if name != "reinforce_plus_plus":
+        groups.append(random_group(rng, 50, turns=2, size=3) | {"scores": [1.0, 2.0, 4.0]})
+    overrides = [f"algorithm.adv_estimator={name}"]
+    found = batch_metrics(estimate(groups, *overrides))
+    assert (found["atropos/zero_signal_groups"], found["atropos/groups"]) == (2, len(groups))
+    groups[0]["scores"][0] = 101.0
+    assert batch_metrics(estimate(groups, *overrides))["atropos/zero_signal_groups"] == (name != "reinforce_plus_plus")
+
+
 def test_group_of_equal_scores_has_no_advantage():
     """There is not even a rounding error.
 
@@ -221,7 +259,7 @@ def test_baseline_counts_the_rows_that_were_dropped(reason, rows, version):
     group = four_scores(rows)
     versions = [8 if i == 1 else version for i in range(4)]
     group["group_overrides"] = {"policy_version_min": versions, "policy_version_max": versions}
-    limits = replace(LIMITS, max_response_length=6, overlong="drop")
+    limits = replace(LIMITS, max_length=6)
     data = estimate([group], limits=limits, versions=VersionLimits(8, max_staleness=2))
     _, report = groups_to_data_proto([group], limits, versions=VersionLimits(8, max_staleness=2))
     assert len(data) == 1 and report.dropped == {reason: 3}
@@ -229,18 +267,17 @@ def test_baseline_counts_the_rows_that_were_dropped(reason, rows, version):
     assert values == pytest.approx([(101 - 100) / math.sqrt(2 / 3)] * len(values), rel=1e-4)
 
 
-OF_SCORES = ["grpo_atropos", "gpg", "grpo", "grpo_passk", "grpo_vectorized", "opo", "rloo", "rloo_vectorized"]
-SHORT = replace(LIMITS, max_response_length=16, overlong="drop")
+SHORT = replace(LIMITS, max_length=20)
 
 
 def groups_that_lose_rows():
     """(groups, bool for each row: it is longer than SHORT allows); each group keeps and loses a row, one its best."""
-    rng = np.random.default_rng(2)
+    rng = np.random.default_rng(6)
     groups = [random_group(rng, 50, turns=2, size=size) for size in (4, 5, 2, 6)]
     lost = []
     for group in groups:
         group["scores"] = rng.normal(size=len(group["scores"])).tolist()
-        lost += [len(m) - next(t for t, k in enumerate(m) if k != -100) > 16 for m in group["masks"]]
+        lost += [len(tokens) > SHORT.max_length for tokens in group["tokens"]]
         assert 0 < sum(lost[-len(group["scores"]) :]) < len(group["scores"])
     return groups, np.array(lost)
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from verl import DataProto
+from verl.protocol import DataProto
 
 from recipe.atropos.algorithm.metrics import batch_metrics, staleness_metrics
 

@@ -57,6 +57,11 @@ def test_mini_batch_of_groups_by_hand(sizes, sequences, expected):
     assert mini_batch_of_groups(sizes, sequences) == expected
 
 
+def test_survivors_half_a_mini_batch_more_is_one_more():
+    assert mini_batch_of_groups([8] * 3, 16) == [0, 1, 1]
+    assert mini_batch_of_groups([7, 8, 8], 16) == [0, 0, 0]
+
+
 @settings(max_examples=150)
 @given(
     st.lists(st.integers(1, 6), min_size=1, max_size=9),
@@ -98,7 +103,7 @@ def test_mini_batches_are_balanced_over_the_ranks_within_each():
 
 def test_mini_batches_padding_rows_stand_in_their_places():
     layout = lay_out(some_rows([3, 1], [4, 5, 6, 7]), [3, 1], 2, ranks=2)
-    batch = rows_to_data_proto(layout.rows, RowLimits(5, 10, pad_token_id=0))
+    batch = rows_to_data_proto(layout.rows, RowLimits(15, pad_token_id=0))
     padding = batch.non_tensor_batch["is_padding"]
     assert padding.tolist() == [row is None for row in layout.rows] and padding.sum() == 4
     assert (
@@ -126,7 +131,7 @@ class Workers:
 )
 def test_mini_batches_calculate_the_entropy_where_it_is_used(asked, coefficient, calculated):
     rows = some_rows([2, 2], [3, 4, 5, 6])
-    batch = rows_to_data_proto(rows, RowLimits(4, 8, 0))
+    batch = rows_to_data_proto(rows, RowLimits(12, 0))
     settings = OmegaConf.create(
         {"calculate_entropy": asked, "entropy_coeff": coefficient, "ppo_epochs": 3, "data_loader_seed": 1}
     )
@@ -140,7 +145,7 @@ def test_mini_batches_calculate_the_entropy_where_it_is_used(asked, coefficient,
 
 def test_mini_batches_without_a_trained_token_are_left_out():
     """Of three on two ranks, the second; the others keep their places."""
-    batch = rows_to_data_proto(some_rows([12], [3] * 12), RowLimits(4, 8, 0))
+    batch = rows_to_data_proto(some_rows([12], [3] * 12), RowLimits(12, 0))
     batch.batch["response_mask"][[2, 3, 8, 9]] = 0
     workers, settings = Workers(), {"calculate_entropy": True, "ppo_epochs": 1, "data_loader_seed": 1}
     metrics = update_actor(workers, batch, OmegaConf.create(settings), mini_batches=3, ranks=2)

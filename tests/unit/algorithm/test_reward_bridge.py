@@ -10,6 +10,7 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from omegaconf import OmegaConf
 
 from helpers.trainer import compose_config
 from recipe.atropos.adapter import cli as env_adapter
@@ -187,6 +188,13 @@ def test_answer_is_present_where_something_stands_there(answer, text, expected):
 
 # ---------------------------------------------------------------------- the block
 
+
+def test_bridge_takes_markers_as_text():
+    given = ['environment.reward_bridge={format_markers: ["<think>", "\\boxed{"]}', "actor_rollout_ref.model.path=m"]
+    bridge = parse_bridge(OmegaConf.to_container(load_config(given).environment.reward_bridge))
+    assert bridge == parse_bridge({"format_markers": [{"pattern": p, "weight": 0.1} for p in ("<think>", "\\boxed{")]})
+
+
 MARKER = "format_markers: [{pattern: a, weight: 0.1%s}]"
 
 
@@ -208,6 +216,9 @@ MARKER = "format_markers: [{pattern: a, weight: 0.1%s}]"
         ("format_markers: [{pattern: a, weight: 0}]", r"weight=0: Input should be greater than 0"),
         ("format_markers: [{pattern: '(a', weight: 0.1, regex: true}]", r"pattern='\(a' does not compile: missing \)"),
         ("answer_present: {pattern: '[', weight: 0.1, regex: true}", r"answer_present: pattern='\[' does not compile"),
+        ("format_markers: <think>", r"format_markers='<think>': give a list, \[...\]"),
+        ("format_markers: [3]", r"format_markers\[0\]=3: give a mapping of pattern, weight, regex"),
+        ("length_bounty: 0.1", "length_bounty=0.1: give a mapping of target, slope, cap"),
         ("length_bounty: {target: 9, slope: 0, cap: 0.1}", "length_bounty: slope=0 does nothing"),
         ("length_bounty: {target: 9, slope: 0.1}", "length_bounty.cap is missing"),
         ("length_bounty: {target: -1, slope: 0.1, cap: 0.1}", "target=-1: Input should be greater than or equal to 0"),
@@ -298,7 +309,7 @@ def with_raw(name, scores, raw=None):
 def test_bridge_raw_score_is_a_metric_beside_the_shaped_one():
     """Both are metrics of their environment."""
     groups = [with_raw("a", [1.5, 0.5], [1.0, 0.0]), with_raw("b", [1.0, 0.0])]
-    rows, _ = groups_to_data_proto(groups, RowLimits(10, 10, 0), 3)
+    rows, _ = groups_to_data_proto(groups, RowLimits(20, 0), 3)
     assert rows.non_tensor_batch["raw_score"].tolist() == [1.0, 0.0, 1.0, 0.0, 0.0, 0.0]
     rows = rows.select_idxs(np.flatnonzero(~rows.non_tensor_batch["is_padding"]))
     rows.batch["advantages"] = rows.batch["token_level_scores"]
@@ -310,5 +321,5 @@ def test_bridge_raw_score_is_a_metric_beside_the_shaped_one():
 
 @pytest.mark.parametrize("raw", [[1.0], "10", 7, [1.0, None], [1.0, math.nan]])
 def test_raw_scores_that_do_not_fit_their_group_refuse_it(raw):
-    _, report = groups_to_data_proto([with_raw("a", [1.5, 0.5], raw)], RowLimits(10, 10, 0), 1)
+    _, report = groups_to_data_proto([with_raw("a", [1.5, 0.5], raw)], RowLimits(20, 0), 1)
     assert report.dropped == {"malformed": 2} and "raw_scores" in report.messages[0]

@@ -15,7 +15,7 @@ from recipe.atropos.checkpoint.resumption import model_identity, prepare_folder
 from recipe.atropos.checkpoint.store import Checkpoints, resume_folder
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.launcher.startup import set_aside_store
-from recipe.atropos.run_dir import RunDir
+from recipe.atropos.run_dir import RunDir, RunDirError
 from recipe.atropos.run_record import RunRecord, account_of_groups, heldout_scores, update_summary
 from recipe.atropos.utils.files import DiskFull, append_line, read_json
 
@@ -63,6 +63,14 @@ def test_run_dir_resumes_before_a_checkpoint_cut_at_any_byte(tmp_path):
             assert Checkpoints(tmp_path).newest().name == "global_step_2", (path, size)
         path.write_bytes(content)
         assert Checkpoints(tmp_path).newest().name == "global_step_4"
+
+
+@pytest.mark.parametrize("content", [b"[]", b"{}", b'{"step": 4, "files": {}}', b'{"files": [], "sequence": 2}'])
+def test_run_dir_resumes_before_a_checkpoint_broken_by_hand(tmp_path, content, caplog):
+    save(tmp_path, 2, 4)
+    (tmp_path / "global_step_4/complete.json").write_bytes(content)
+    assert Checkpoints(tmp_path).newest().name == "global_step_2"
+    assert f"{tmp_path}/global_step_4 is not resumed from: " in caplog.text and "is damaged" in caplog.text
 
 
 def test_run_dir_removes_what_a_kill_left_of_a_checkpoint(tmp_path, monkeypatch):
@@ -217,6 +225,33 @@ def test_run_dir_with_other_values_is_reported(configured, tmp_path):
     assert changes[0] == "seed: 2 -> 3" and changes[1].startswith("data.train_batch_size: ")
     assert changes[1].endswith(" -> 5") and "algorithm.adv_estimator: grpo_atropos -> rloo" in changes[:4]
     assert not any("secret" in line for line in changes)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        ("config.yaml", "trainer: [1, {2", "is damaged (while parsing a flow"),
+        ("config.yaml", "- a list", "is damaged (it holds a list, not a mapping)"),
+        ("run.json", "[]", "is damaged (it holds a list, not a dict)"),
+        ("summary.json", "[1]", "is damaged (it holds a list, not a dict)"),
+        ("metrics.jsonl", '{"step": 1}\n{"st', ""),  # left by a kill
+        ("metrics.jsonl", '{"step": 1}\n{"st\n', ", line 2 is damaged ("),
+        ("evaluations.jsonl", "3\n", ", line 1 is damaged (it holds a int, not a dict)"),
+        ("alarms.jsonl", "\n", ", line 1 is damaged ("),
+        ("environments/gsm8k.jsonl", "x\n", ", line 1 is damaged ("),
+    ],
+)
+def test_run_dir_that_is_damaged_starts_nothing(configured, tmp_path, name, content, problem):
+    """The file is named before anything is started, in one line."""
+    configured()
+    save(tmp_path / "run/checkpoints", 2)
+    path = tmp_path / "run" / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(content)
+    with pytest.raises(RunDirError) if problem else contextlib.nullcontext() as refused:
+        configured()
+    assert not problem or (f"{path}{'' if problem.startswith(',') else ' '}{problem}" in str(refused.value))
+    assert not problem or "\n" not in str(refused.value)
 
 
 def test_run_dir_names_the_folders_of_the_configuration(composed):

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from helpers.runs import make_run
 from recipe.atropos import __main__ as commands
 from recipe.atropos.commands.doctor import examine
 from recipe.atropos.config.compose import load_config
@@ -34,6 +35,35 @@ def test_what_is_no_command_is_said_with_those_that_are(given, capsys):
     assert commands.main(given) == 2
     told = capsys.readouterr().err
     assert "verify-env" in told and ("trian: no such command" in told or not given)
+
+
+RUN_COMMANDS = """
+import contextlib, io, sys
+from recipe.atropos.__main__ import main
+
+for words in {words}:
+    told = io.StringIO()
+    with contextlib.redirect_stdout(told), contextlib.redirect_stderr(told):
+        try:
+            status = main(words)
+        except SystemExit as exit:
+            status = exit.code
+    print(words[0], "did you mean first?" in f"{{status}} {{told.getvalue()}}", "torch" in sys.modules, status)
+"""
+
+
+def test_commands_find_a_run_by_name_before_torch(tmp_path):
+    """One resolver: a folder, or a name below runs/; who only reads a run, or names none, does not wait for torch."""
+    make_run(tmp_path / "runs" / "first", started=1.0)  # it has ended
+    wrong = [[name, "frist"] for name in ("status", "attach", "logs", "stop", "report", "export", "inspect", "replay")]
+    right = [[name, "first"] for name in ("status", "attach", "logs", "stop")]
+    start = ["train", "--resume-from", "frist", "--run-dir", "new", "inference.api_key=k"]
+    program = [sys.executable, "-c", RUN_COMMANDS.format(words=[*wrong, *right, start])]
+    done = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    lines = [line.split(None, 3) for line in done.stdout.splitlines()]
+    assert [line[0] for line in lines] == [words[0] for words in (*wrong, *right, start)], done.stderr
+    assert {line[2] for line in lines} == {"False"}, lines
+    assert [line[1] for line in lines] == ["True"] * len(wrong) + ["False"] * len(right) + ["True"], lines
 
 
 def test_debug_show_is_inspect(capsys):

@@ -3,10 +3,13 @@
 import json
 import shutil
 import socket
+import tomllib
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
-from recipe.atropos.commands import doctor, run_checks
+from helpers import ROOT
+from recipe.atropos.commands import doctor, plan, run_checks
 from recipe.atropos.commands.run_checks import examine_run
 from recipe.atropos.config.compose import load_config
 from recipe.atropos.utils.process import free_port
@@ -49,7 +52,7 @@ def test_doctor_names_ports_that_are_taken(results, monkeypatch):
         monkeypatch.setattr(run_checks, "API_PORT", port)
         monkeypatch.setattr(run_checks, "GATEWAY_PORT", free_port())
         usual = results()["ports"]
-    assert usual.ok and usual.note and f"{port} taken" in usual.message
+    assert usual.state == "note" and f"{port} taken" in usual.message
 
 
 @pytest.mark.parametrize(
@@ -106,7 +109,7 @@ def test_doctor_names_a_tokenizer_that_is_missing(results):
 def test_doctor_says_once_why_there_is_no_tokenizer(results):
     (results.model / "tokenizer.json").write_text("{")
     found = results()
-    assert not any(found[name].ok for name in ("tokenizer", "chat_template", "sizes"))
+    assert [found[name].state for name in ("tokenizer", "chat_template", "sizes")] == ["FAILED", "skipped", "skipped"]
     assert "cannot be loaded from this machine" in found["tokenizer"].message
     assert found["chat_template"].message == found["sizes"].message
     assert found["sizes"].message == "not checked, since the tokenizer cannot be loaded"
@@ -126,7 +129,7 @@ def test_doctor_notes_a_tokenizer_without_a_chat_template(results):
         file.unlink()
     change(results.model / "tokenizer_config.json", chat_template=None)
     found = results()["chat_template"]
-    assert found.ok and found.note and "instruct model" in found.message
+    assert found.state == "note" and "instruct model" in found.message
 
 
 @pytest.mark.parametrize(
@@ -149,7 +152,7 @@ def test_doctor_notes_that_no_gpu_is_visible(device, note, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.delenv("VERL_PLATFORM", raising=False)
     found = doctor.examine(load_config(["actor_rollout_ref.model.path=model", f"trainer.device={device}"]))["gpus"]
-    assert found.ok and found.note == note and ("would run on the CPU" in found.message) == note
+    assert found.ok and (found.state == "note") == note and ("would run on the CPU" in found.message) == note
 
 
 @pytest.mark.parametrize("compiles", [True, False])
@@ -175,6 +178,24 @@ def test_doctor_names_packages_of_other_versions(monkeypatch):
 
 def test_doctor_names_a_python_that_the_pins_exclude(monkeypatch):
     assert doctor.result_of(doctor._python).ok
-    monkeypatch.setattr(doctor, "_TOO_NEW", (3, 11))
+    asked = SpecifierSet(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"])
+    for version in ("3.10", "3.11", "3.12", "3.13"):
+        monkeypatch.setattr(doctor.sys, "version_info", tuple(map(int, version.split("."))))
+        assert doctor.result_of(doctor._python).ok == asked.contains(version)
     found = doctor.result_of(doctor._python)
     assert not found.ok and "make env PYTHON=python3.11" in found.message
+
+
+@pytest.mark.parametrize("command", [doctor.main, plan.main])
+def test_doctor_and_plan_take_the_options_of_train(command, tmp_path, capsys):
+    """A mistake in each is told as by train, which is how one sees that all of them were read."""
+    config = tmp_path / "own.yaml"
+    config.write_text("{lr: 1}")
+    options = ["--preset", "demo", "--steps", "3", "--gpus", "1", "--seed", "2", "--run-dir", str(tmp_path), "sed=1"]
+    with pytest.raises(SystemExit) as told:
+        command([*options, "--config", str(config), "--model", "m", "--resume-from", "frist"])
+    assert "lr=1: this key has another name here" in str(told.value) and "sed: no such key" in str(told.value)
+    with pytest.raises(SystemExit, match=r"resume_from=frist with actor_rollout_ref.model.path \(--model\)"):
+        command([*options[:-1], "--model", "m", "--resume-from", "frist"])
+    with pytest.raises(SystemExit, match="resume_from=frist: no run there"):
+        command([*options[:-1], "--resume-from", "frist"])

@@ -3,11 +3,11 @@
 import shlex
 
 import pytest
+import yaml
 from rich.console import Console
 
 from recipe.atropos.checkpoint.resumption import model_identity
 from recipe.atropos.commands.dry_run import service_commands, show_dry_run
-from recipe.atropos.config.compose import leaves
 from recipe.atropos.config.models import KEY as MODEL_KEY
 from recipe.atropos.demo.small_policy import Recipe, policy_folder
 from recipe.atropos.errors import ConfigurationError
@@ -34,23 +34,26 @@ def planned(tmp_path, model_path, monkeypatch):
     return plan
 
 
-def shown(run, specs):
+def shown(run, specs, whole=False):
     console = Console(width=80, color_system=None)
     with console.capture() as capture:
-        show_dry_run(run, specs, console)
+        show_dry_run(run, specs, console, whole)
     return capture.get()
 
 
-def test_dry_run_marks_what_differs_from_the_default(planned):
+def test_dry_run_prints_what_differs_and_on_request_all(planned):
     run, specs = planned("data.train_batch_size=24", "environment.args.level=3")
-    lines = shown(run, specs).splitlines()
-    assert "  train_batch_size: 24  # default: 16" in lines
-    assert "    level: 3  # default: none" in lines
-    assert "  adv_estimator: grpo_atropos" in lines, "a default is not marked"
+    text = shown(run, specs)
+    lines = text.splitlines()
+    assert "data.train_batch_size: 24  # default: 16" in lines
+    assert "environment.args.level: 3  # default: none" in lines
     marked = sum("  # default: " in line for line in lines)
-    assert f"# configuration ({marked} values differ from the default)" in lines
-    named = {line.partition(":")[0].strip() for line in lines}
-    assert {key.rpartition(".")[2] for key, _ in leaves(public_config(run.config))} <= named, "the rest too"
+    assert f"# configuration ({marked} values differ from the default; --all: the rest)" in lines
+    assert len(lines) < 120 and "adv_estimator" not in text, "and no default among them"
+    whole = shown(run, specs, whole=True)
+    assert f"# configuration ({marked} values differ from the default)" in whole
+    of_file = whole.partition("the whole configuration\n")[2].partition("\n\n# ")[0]
+    assert yaml.safe_load(of_file) == public_config(run.config)
 
 
 def test_dry_run_prints_the_command_of_each_service(planned, tmp_path):
@@ -59,7 +62,7 @@ def test_dry_run_prints_the_command_of_each_service(planned, tmp_path):
     assert list(commands) == ["api", "sglang-0", "sglang-1", "gateway", "trainer", "environment"]
     assert commands["api"][-4:] == ["--data-dir", str(tmp_path / "run/trajectories"), "--retention", "all"]
     assert "--servers=http://127.0.0.1:9200,http://127.0.0.1:9201" in commands["gateway"]
-    assert commands["trainer"][-2:] == ["--run", str(tmp_path / "run")]
+    assert commands["trainer"][-2:] == ["recipe.atropos.train_run", str(tmp_path / "run")]
     assert "--env.rollout_server_url=http://127.0.0.1:8123" in commands["environment"]
     assert "--openai.base_url=http://127.0.0.1:9123/v1" in commands["environment"]
     text = shown(run, specs)

@@ -139,6 +139,13 @@ def test_logs_print_as_many_lines_as_are_wanted(logged, lines, expected, capfdbi
     assert capfdbinary.readouterr().out == expected
 
 
+def test_logs_print_no_control_characters(logged, capfdbinary):
+    with logged.log("trainer").open("ab") as log:
+        log.write(b"\x1b[31mred\x1b[0m \x1b[2J\xc2\x9b2J\xff \xe6\xbc\xa2\n")
+    assert read_logs.main(["trainer", "-n", "1"]) == 0
+    assert capfdbinary.readouterr().out.decode() == "red 2J\ufffd 漢\n"
+
+
 def test_logs_refuse_a_negative_number_of_lines(logged, capsys):
     with pytest.raises(SystemExit, match="2"):
         read_logs.main(["trainer", "-n", "-3"])

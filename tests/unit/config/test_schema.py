@@ -10,9 +10,10 @@ from omegaconf import OmegaConf
 
 from recipe.atropos.config import schema_errors
 from recipe.atropos.config import values as choices
-from recipe.atropos.config.compose import compose_config, load_config, presets
+from recipe.atropos.config.compose import compose_config, load_config
 from recipe.atropos.config.schema import documented
 from recipe.atropos.config.schema_errors import check_schema
+from recipe.atropos.config.shipped import presets
 from recipe.atropos.config.unsupported import UNSUPPORTED
 from recipe.atropos.errors import ConfigurationError
 
@@ -46,8 +47,9 @@ REFUSED = [
     (f"{MODEL}.lora_rank", -1, "lora_rank=-1: give 0 or more"),
     (f"{MODEL}.path", None, "actor_rollout_ref.model.path is not set: give --model"),
     ("seed", "abc", "seed=abc: give a whole number"),
+    ("seed", "16", "seed='16': give a whole number"),
     ("seed", True, "seed=true: give a whole number"),
-    ("inference.device", "gpu", "inference.device=gpu; choose one of auto, cuda, cpu"),
+    ("inference.device", "gpu", "inference.device=gpu is called cuda; choose one of auto, cuda, cpu"),
     ("trainer.device", "npu", "trainer.device=npu; choose one of auto, cuda, cpu"),
     ("inference.dtype", "fp16", "inference.dtype=fp16; choose one of bfloat16, float16, float32"),
     ("inference.args", 3, "inference.args=3: give a mapping"),
@@ -81,9 +83,9 @@ REFUSED = [
     (f"{ATROPOS}.advantage_clipping", 5.0, "advantage_clipping=5.0: give a list"),
     (f"{ATROPOS}.advantage_clipping", [1], "advantage_clipping=[1]: give 2 of them"),
     (f"{ATROPOS}.advantage_clipping", [0, float("nan")], "advantage_clipping[1]=NaN: give a finite number"),
-    (f"{ATROPOS}.advantage_clipping", ["0", 1], "advantage_clipping[0]=0: give a number"),
+    (f"{ATROPOS}.advantage_clipping", ["0", 1], "advantage_clipping[0]='0': give a number"),
     (f"{ATROPOS}.prefetch", 0, "prefetch=0: give 1 or more"),
-    (f"{ATROPOS}.overlong", "cut", "overlong=cut; choose one of truncate, drop, error"),
+    (f"{ATROPOS}.overlong", "cut", "overlong=cut; choose one of drop, truncate, error"),
     (f"{ATROPOS}.weight_sync.timeout", -5, "weight_sync.timeout=-5: give more than 0"),
     (
         f"{ACTOR}.checkpoint.save_contents",
@@ -105,11 +107,12 @@ REFUSED = [
     (
         "watchdog.stop_on",
         ["reward_flat", "equal_score"],
-        "watchdog.stop_on[1]=equal_score; choose one of equal_scores, environment_raises",
+        "watchdog.stop_on[1]=equal_score; choose one of equal_scores, policy_broken",
     ),
     ("watchdog.stop_on", ["logprob_gap"], "entropy_collapsed; did you mean logprob_difference?"),
     ("watchdog.silent_after", 0, "silent_after=0: give more than 0"),
     ("algorithm.adv_estimator", "gae", "needs a critic, which this recipe does not train; choose one of gpg, grpo"),
+    ("algorithm.adv_estimator", "dr_grpo", "dr_grpo is grpo with algorithm.norm_adv_by_std_in_grpo=false and actor_"),
 ]
 
 
@@ -156,7 +159,7 @@ def test_schema_choices_are_those_that_verl_registers():
 
     estimators = schema_errors.EXCLUDED["algorithm.adv_estimator"]
     losses = schema_errors.EXCLUDED[f"{ACTOR}.policy_loss.loss_mode"]
-    assert {*get_args(choices.Estimator), *estimators} == set(ADV_ESTIMATOR_REGISTRY)
+    assert {*get_args(choices.Estimator), *estimators} == {*ADV_ESTIMATOR_REGISTRY, "dr_grpo"}
     assert {*get_args(choices.PolicyLoss), *losses} == set(POLICY_LOSS_REGISTRY)
     assert set(get_args(choices.Tracker)) == set(Tracking.supported_backend)
     for name in {*get_args(choices.KL), *get_args(choices.KLLoss)}:
@@ -177,7 +180,11 @@ UNKNOWN = {
     "trainer.logger=a,b": "a value with commas needs brackets or quotes",
     "~seed": "give key=value",
     "hydra.run.dir=x": "give key=value",
-    "seed": "give key=value",
+    "seed": "seed: give key=value",
+    # misspelled, beside keys without effect
+    f"{ROLLOUT}.temprature=1": f"{ROLLOUT}.temprature: no such key; did you mean {ROLLOUT}.temperature?",
+    "data.trian_batch_size=2": "data.trian_batch_size: no such key; did you mean data.train_batch_size?",
+    f"{ROLLOUT}.checkpoint_engin.update_weight_bucket_megabytes=2": f"did you mean {ROLLOUT}.checkpoint_engine.up",
 }
 WITHOUT_EFFECT = {
     "data.train_files=[a]": "environment.args.KEY",
@@ -199,6 +206,10 @@ WITHOUT_EFFECT = {
     f"{ROLLOUT}.checkpoint_engine.backend=nccl": "set trainer.atropos.weight_sync instead",
     f"{ACTOR}.grad_clip=0.5": "set actor_rollout_ref.actor.optim.clip_grad instead",
     f"{MODEL}.lora.rank=8": "lora_rank",
+    f"{ROLLOUT}.gpu_memory_utilisation=0.8": "set inference.mem_fraction_static instead",
+    f"{ROLLOUT}.temp=1": "set inference.args.FLAG",
+    "critic.optm.lr=1": "no critic is trained",
+    "reward.manger=dapo": "environment.reward_bridge",
 }
 
 
@@ -209,6 +220,37 @@ def test_schema_of_keys_names_the_nearest_or_what_to_set(override):
     assert {**UNKNOWN, **WITHOUT_EFFECT}[override] in str(refusal.value)
     assert override in UNKNOWN or "has no effect here" in str(refusal.value)
     assert "+" not in str(refusal.value)
+
+
+def test_schema_names_all_wrong_keys_in_one_answer():
+    """As they are in a script of verl's: those without effect, misspelled and renamed ones, and other values."""
+    wrong = [
+        "data.train_files=a",
+        "data={shuffle: false, trian_batch_size: 2}",
+        f"{ROLLOUT}.name=vllm",
+        "lr=1",
+        "sed=1",
+    ]
+    with pytest.raises(ConfigurationError) as refusal:
+        load_config(["data.max_prompt_length=8", "trainer.test_freq=5", *wrong])
+    lines = str(refusal.value).splitlines()
+    starts = ["trainer.test_freq=5 ", "data.train_files=a ", "data.shuffle=False ", "data.trian_batch_size: ", "lr=1: "]
+    starts += ["sed: ", f"{ROLLOUT}.name=vllm "]
+    assert [line[: len(start)] for line, start in zip(lines, starts, strict=True)] == starts
+    with pytest.raises(ConfigurationError, match="^foo: give key=value\nbar: give key=value$"):
+        load_config(["foo", "seed=1", "bar"])
+
+
+@pytest.mark.parametrize(
+    ("coefficient", "switch"),
+    [("algorithm.kl_ctrl.kl_coef", "algorithm.use_kl_in_reward"), (f"{ACTOR}.kl_loss_coef", f"{ACTOR}.use_kl_loss")],
+)
+def test_schema_refuses_a_coefficient_of_what_is_off(coefficient, switch):
+    given = [f"{MODEL}.path=m", f"{coefficient}=0.02"]
+    with pytest.raises(ConfigurationError, match=f"{coefficient}=0.02 has no effect with {switch}=false"):
+        load_config(given)
+    assert OmegaConf.select(load_config([*given, f"{switch}=true"]), coefficient) == 0.02
+    assert OmegaConf.select(load_config([*given[:1], f"{coefficient}=0.0"]), coefficient) == 0, "as DAPO's scripts do"
 
 
 def test_schema_lets_shipped_values_and_free_mappings_through():

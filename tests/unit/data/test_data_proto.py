@@ -2,6 +2,7 @@
 
 import copy
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,11 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding
 
+from helpers.trainer import compose_config
 from recipe.atropos.data.data_proto import groups_to_data_proto, real_rows, rows_to_data_proto
 from recipe.atropos.data.reading import read_groups
 from recipe.atropos.data.rows import IGNORED, NO_TEACHER, RowLimits, VersionLimits
 
-LIMITS = RowLimits(max_prompt_length=5, max_response_length=6, pad_token_id=0, vocab_size=100)
+LIMITS = RowLimits(max_length=11, pad_token_id=0, vocab_size=100)
 
 
 def slow_reference(groups, limits, multiple_of):
@@ -31,15 +33,17 @@ def slow_reference(groups, limits, multiple_of):
                 reason = "no_trained_token"
             elif first == 0:
                 reason = "no_prompt"
-            elif limits.overlong == "drop" and len(tokens) - first > limits.max_response_length:
+            elif first >= limits.max_length:
+                reason = "overlong_prompt"
+            elif limits.overlong == "drop" and len(tokens) > limits.max_length:
                 reason = "overlong_response"
             if reason:
                 dropped[reason] = dropped.get(reason, 0) + 1
                 lost.append((float(group["scores"][i]), sum(trained), reason))
                 continue
-            end = min(len(tokens), first + limits.max_response_length)
+            end = min(len(tokens), limits.max_length)
             row = {
-                "prompt": tokens[:first][-limits.max_prompt_length :],
+                "prompt": tokens[:first],
                 "response": tokens[first:end],
                 "mask": [int(t) for t in trained[first:end]],
                 "score": [0.0] * (end - first),
@@ -128,7 +132,7 @@ def teacher_of(tensors, row, prompt_width):
 @settings(max_examples=200)
 @given(st.lists(groups(), min_size=1, max_size=4), st.integers(1, 6), st.sampled_from(["truncate", "drop"]))
 def test_every_row_equals_the_slow_reference(batch, multiple_of, overlong):
-    limits = RowLimits(LIMITS.max_prompt_length, LIMITS.max_response_length, 0, overlong, vocab_size=100)
+    limits = replace(LIMITS, overlong=overlong)
     rows, dropped, n_pad = slow_reference(batch, limits, multiple_of)
     data, report = groups_to_data_proto(copy.deepcopy(batch), limits, multiple_of)
 
@@ -318,10 +322,48 @@ def test_group_that_breaks_the_format_is_refused_and_counted(changes, reason, wo
     assert report.messages[0].startswith("group 1 of env gsm8k_0: ") and words in report.messages[0]
 
 
-def test_a_response_that_is_too_long_can_be_an_error():
-    limits = RowLimits(5, 1, 0, "error")
-    with pytest.raises(ValueError, match="response 0 has 2 tokens, data.max_response_length is 1"):
-        read_groups([good_group()], limits)
+@pytest.mark.parametrize("longest", [2, 3])
+def test_a_row_that_is_too_long_can_be_an_error(longest):
+    words = r"sequence 0 has 4 tokens, 2 of them prompt, data.max_prompt_length \+ data.max_response_length is "
+    with pytest.raises(ValueError, match=f"{words}{longest}; raise one, or set trainer.atropos.overlong to drop or tr"):
+        read_groups([good_group()], RowLimits(longest, 0, "error"))
+    rows, _ = read_groups([good_group()], RowLimits(4, 0, "error"))
+    assert len(rows) == 2
+
+
+def test_turns_of_a_tool_are_trained_in_their_whole_context():
+    """Only the last of three turns is trained on, so what came before it is prompt, longer than max_prompt_length."""
+    config = compose_config("data.max_prompt_length=64", "data.max_response_length=64")
+    limits = RowLimits.from_config(config, pad_token_id=0, vocab_size=1000)
+    system, call, result, answer = 40, 12, 20, 8
+    prompt = system + 2 * (call + result)
+    tokens = [1 + i for i in range(prompt + answer)]
+    group = {
+        "tokens": [tokens, tokens[: prompt + 5]],
+        "masks": [[IGNORED] * prompt + tokens[prompt:], [IGNORED] * prompt + tokens[prompt : prompt + 5]],
+        "scores": [1.0, 0.0],
+        "inference_logprobs": [[1.0] * prompt + [-0.5] * n for n in (answer, 5)],
+    }
+    data, report = groups_to_data_proto([group], limits)
+    assert prompt > config.data.max_prompt_length and not report.dropped and not report.events
+    attended = data.batch["attention_mask"].bool()
+    assert [ids[kept].tolist() for ids, kept in zip(data.batch["input_ids"], attended, strict=True)] == group["tokens"]
+    assert data.batch["response_mask"].sum(-1).tolist() == [answer, 5]
+
+
+@pytest.mark.parametrize(("overlong", "kept"), [("drop", [1, 7]), ("truncate", [1, 7, 7])])
+def test_a_prompt_without_room_for_a_response_has_its_reason(overlong, kept):
+    """In a budget of 8 tokens: prompts of 7, 1, 7, and 8 tokens, responses of 1, 7, 2, and 1."""
+    shapes = [(7, 1), (1, 7), (7, 2), (8, 1)]
+    group = {
+        "tokens": [[*range(p + r)] for p, r in shapes],
+        "masks": [[IGNORED] * p + [1] * r for p, r in shapes],
+        "scores": [0.0, 1.0, 2.0, 3.0],
+    }
+    rows, report = read_groups([group], RowLimits(8, 0, overlong))
+    assert sorted(len(row.prompt) for row in rows) == kept and all(len(row.response) in (1, 7) for row in rows)
+    assert report.dropped == {"overlong_prompt": 1} | ({"overlong_response": 1} if overlong == "drop" else {})
+    assert rows[0].dropped[-1] == (3.0, 1, "overlong_prompt"), "its score counts in its group"
 
 
 def test_reference_logprobs_are_used_only_if_every_row_has_them():
@@ -352,11 +394,6 @@ def test_group_with_only_its_oldest_version_may_be_too_new(max_staleness):
     overrides = {"policy_version_min": [9, 8]}
     rows, report = read_groups([good_group(group_overrides=overrides)], LIMITS, VersionLimits(8, max_staleness))
     assert report.dropped == {"future_version": 1} and [row.versions for row in rows] == [(8, None)]
-
-
-def test_unknown_limits_are_refused():
-    with pytest.raises(ValueError, match="trainer.atropos.overlong='cut'"):
-        RowLimits(5, 5, 0, "cut")
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from recipe.atropos.data.data_proto import groups_to_data_proto
 from recipe.atropos.data.reading import read_groups
 from recipe.atropos.data.rows import ConversionReport, Row, RowLimits, VersionLimits, environment_name
 
-LIMITS = RowLimits(max_prompt_length=2, max_response_length=3, pad_token_id=0, vocab_size=100)
+LIMITS = RowLimits(max_length=5, pad_token_id=0, vocab_size=100)
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
@@ -123,20 +123,20 @@ def test_rows_name_the_first_place_where_a_teacher_is_wrong(changes, told):
 
 def test_rows_are_cut_at_their_very_limits_and_counted():
     group = a_group(
-        tokens=[[1, 2, 5, 6, 7], [1, 2, 3, 5, 6, 7, 8], [1, 5, 6, 7, 8], [5, 6], [1, 2]],
-        masks=[[-100, -100, 5, 6, 7], [-100] * 3 + [5, 6, 7, 8], [-100, 5, 6, 7, 8], [5, 6], [-100, -100]],
+        tokens=[[1, 2, 5, 6, 7], [1, 2, 3, 5, 6, 7, 8], [1, 5, 6, 7, 8, 9], [5, 6], [1, 2]],
+        masks=[[-100, -100, 5, 6, 7], [-100] * 3 + [5, 6, 7, 8], [-100, 5, 6, 7, 8, 9], [5, 6], [-100, -100]],
         scores=[0.0, 1.0, 2.0, 3.0, 4.0],
     )
-    rows, report = read_groups([group], LIMITS)
-    assert [row.prompt.tolist() for row in rows] == [[1, 2], [2, 3], [1]]
-    assert [row.response.tolist() for row in rows] == [[5, 6, 7]] * 3
-    assert report.events == {"response_truncated": 2, "prompt_truncated": 1, "no_logprobs": 3}
+    rows, report = read_groups([group], RowLimits(5, 0, overlong="truncate"))
+    assert [row.prompt.tolist() for row in rows] == [[1, 2], [1, 2, 3], [1]]
+    assert [row.response.tolist() for row in rows] == [[5, 6, 7], [5, 6], [5, 6, 7, 8]]
+    assert report.events == {"response_truncated": 2, "no_logprobs": 3}
     assert report.dropped == {"no_prompt": 1, "no_trained_token": 1}
     expected = [(3.0, 2, "no_prompt"), (4.0, 0, "no_trained_token")]
     assert all(list(row.dropped) == expected for row in rows)
-    rows, report = read_groups([group], RowLimits(2, 3, 0, overlong="drop"))
+    rows, report = read_groups([group], LIMITS)
     assert [row.score for row in rows] == [0.0] and report.dropped["overlong_response"] == 2
-    assert [row.trained_tokens for row in rows[0].dropped] == [4, 4, 2, 0]
+    assert [row.trained_tokens for row in rows[0].dropped] == [4, 5, 2, 0]
 
 
 def test_rows_without_some_reference_logprobs_are_without_any():
@@ -157,7 +157,7 @@ def test_rows_events_count_what_a_row_lacks_or_brings():
     assert [row.zero_advantage for row in rows] == [True, False] and [row.raw_score for row in rows] == [7.0, 8.0]
     assert rows[0].log_probs.tolist() == pytest.approx([-0.1, 0.0]), "0 is the logarithm of a probability"
     assert rows[1].log_probs is None and rows[1].advantages.tolist() == [0.5] and rows[1].teacher_ids is None
-    rows, report = read(RowLimits(2, 3, 0, read_teacher=False), distill_token_ids="not looked at")
+    rows, report = read(RowLimits(5, 0, read_teacher=False), distill_token_ids="not looked at")
     assert len(rows) == 2 and rows[0].teacher_ids is None
     rows, _ = read(group_overrides={"set_advantage_to_zero": True})
     assert [row.zero_advantage for row in rows] == [True, True]
@@ -186,26 +186,12 @@ def test_rows_report_metrics_by_reason_and_environment():
     assert environment_name(None, 1_470_294_003) == "env_3", "the same name in each run"
 
 
-@pytest.mark.parametrize("lengths", [(0, 3), (3, 0), (-1, 3)])
-def test_rows_limits_are_positive(lengths):
-    RowLimits(1, 1, 0)
-    with pytest.raises(ValueError, match="lengths must be positive"):
-        RowLimits(*lengths, 0)
-
-
 @pytest.mark.parametrize(("loss_coef", "read_teacher"), [(0.0, False), (0.5, True), (2.0, True)])
 def test_rows_limits_have_the_keys_of_the_configuration(loss_coef, read_teacher):
-    options = ["data.max_prompt_length=7", "data.max_response_length=9", "trainer.atropos.overlong=drop"]
+    options = ["data.max_prompt_length=7", "data.max_response_length=9", "trainer.atropos.overlong=truncate"]
     options += [f"trainer.atropos.distillation.loss_coef={loss_coef}"]
     limits = RowLimits.from_config(compose_config(*options), pad_token_id=3, vocab_size=100)
-    assert limits == RowLimits(7, 9, 3, overlong="drop", vocab_size=100, read_teacher=read_teacher)
-
-
-@pytest.mark.parametrize("bound", [-1, True, 1.5, "2"])
-def test_version_limits_are_whole_numbers_or_none(bound):
-    assert VersionLimits(3, 0).max_staleness == 0 and VersionLimits(3).max_staleness is None
-    with pytest.raises(ValueError, match=f"max_staleness={bound!r}: give a whole number"):
-        VersionLimits(3, bound)
+    assert limits == RowLimits(16, 3, overlong="truncate", vocab_size=100, read_teacher=read_teacher)
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from recipe.atropos.launcher import supervision
 from recipe.atropos.launcher.preflight import check_config
 
 I = -100  # noqa: E741
-LIMITS = RowLimits(10, 10, 0)
+LIMITS = RowLimits(20, 0)
 
 
 def a_group(**changes):
@@ -77,6 +77,7 @@ def test_sampling_parameters_of_a_request_are_sglangs_defaults():
         ({"top_p": 0.9}, SamplingParams(top_p=0.9), "truncated"),
         ({"top_k": 5}, SamplingParams(top_k=5), "truncated"),
         ({"top_k": 0}, SamplingParams(top_k=0), ""),
+        pytest.param({"top_k": 1}, SamplingParams(top_k=1), "truncated", id="survivors-top_k-of-1"),
         ({"min_p": 0.1}, SamplingParams(min_p=0.1), "truncated"),
         ({"frequency_penalty": 0.5}, SamplingParams(frequency_penalty=0.5), "penalized"),
         ({"presence_penalty": -0.5}, SamplingParams(presence_penalty=-0.5), "penalized"),

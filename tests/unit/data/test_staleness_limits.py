@@ -25,7 +25,7 @@ def test_staleness_rows_out_of_bounds_are_dropped_and_counted():
         0: ({"future_version": 2, "stale": 4, "unknown_version": 1}, [6]),
     }
     for max_staleness, (dropped, kept) in expected.items():
-        rows, report = groups_to_data_proto(groups, RowLimits(10, 10, 0), 4, VersionLimits(6, max_staleness))
+        rows, report = groups_to_data_proto(groups, RowLimits(20, 0), 4, VersionLimits(6, max_staleness))
         assert report.dropped == dropped and report.rows == len(kept)
         real = ~rows.non_tensor_batch["is_padding"]
         assert rows.non_tensor_batch["policy_version_min"][real].tolist() == kept
@@ -37,12 +37,12 @@ def test_staleness_rows_out_of_bounds_are_dropped_and_counted():
 def test_staleness_rows_of_unpushed_weights_are_never_trained_on(max_staleness):
     """What weights sampled that nobody pushed is never trained on."""
     groups = [versioned(0, [6, NOT_PUSHED, NOT_PUSHED, 6], [6, NOT_PUSHED, 6, 6])]
-    _, report = groups_to_data_proto(groups, RowLimits(10, 10, 0), 1, VersionLimits(6, max_staleness))
+    _, report = groups_to_data_proto(groups, RowLimits(20, 0), 1, VersionLimits(6, max_staleness))
     assert report.dropped == {"not_pushed": 2} and report.rows == 2
 
 
 def test_a_batch_of_which_nothing_is_fresh_is_empty():
-    rows, report = groups_to_data_proto([versioned(0, [1] * 4, [1] * 4)], RowLimits(10, 10, 0), 1, VersionLimits(9, 2))
+    rows, report = groups_to_data_proto([versioned(0, [1] * 4, [1] * 4)], RowLimits(20, 0), 1, VersionLimits(9, 2))
     assert rows is None and report.dropped == {"stale": 4}
 
 

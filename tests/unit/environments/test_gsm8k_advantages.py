@@ -193,7 +193,7 @@ def test_promises_the_trainer_reads_each_tokens_advantage(make):
         node(env.tokenizer, "<call>1 + 7</call>", r"\boxed{8}"),
     ]
     group = asyncio.run(env.score(ROW, nodes))
-    rows, report = groups_to_data_proto([group], RowLimits(10, 100, 0), multiple_of=2)
+    rows, report = groups_to_data_proto([group], RowLimits(110, 0), multiple_of=2)
     assert not report.dropped and rows.non_tensor_batch["has_advantages"].all()
     mask = rows.batch["response_mask"].bool()
     for row, (one, advantages) in enumerate(zip(nodes, group["advantages"], strict=True)):

@@ -186,9 +186,10 @@ def test_gem_environment_that_scored_once_is_not_one_that_never(make):
         assert math.isnan(env.step(str(number))[1])
 
 
-def test_gem_first_observation_has_all_messages(make):
+def test_gem_first_observation_has_all_messages(make, caplog):
     """Examples of answers are among them."""
     assert make(config={"mood": "few shots"}).reset()[0] == f"{guess_env.RULES}\n\nExample.\n\n8\n\nBegin."
+    assert "nothing can be trained on" not in caplog.text
 
 
 def test_gem_passes_over_items_that_ask_for_no_answer(make):

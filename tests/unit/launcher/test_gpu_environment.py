@@ -6,12 +6,13 @@ import sys
 import pytest
 
 from recipe.atropos.config.compose import load_config
-from recipe.atropos.errors import ConfigurationError
+from recipe.atropos.errors import ConfigurationError, LaunchError
 from recipe.atropos.inference.server import SGLangLaunch, sglang_command
 from recipe.atropos.launcher import gpu_environment
 from recipe.atropos.launcher.gpu_environment import check_gpu_environment
 
 DISTRIBUTED = "trainer.atropos.weight_sync.transport=distributed"
+HANDLES = "trainer.atropos.weight_sync.transport=tensor"
 TOOLS = ("gcc", "c++", "nvcc", "ninja")
 OTHERS = ("cc", "clang", "g++")
 GOOD = {
@@ -29,10 +30,11 @@ def check(machine, monkeypatch):
 
     which = gpu_environment.shutil.which
 
-    def run(*overrides, trainer=None, server=None, driver="580.65.06", tools=TOOLS):
+    def run(*overrides, trainer=None, server=None, driver="580.65.06", tools=TOOLS, nvcc="13.0"):
         machine(2)
         found = {"trainer-python": GOOD | (trainer or {}), "server-python": GOOD | (server or {})}
         monkeypatch.setattr(gpu_environment.sys, "executable", "trainer-python")
+        monkeypatch.setattr(gpu_environment, "run_program", lambda *_: f"Cuda compilation tools, release {nvcc}, V1")
         monkeypatch.setattr(gpu_environment, "nvidia_smi", lambda *_: [[driver]] * 2 if driver else [])
         monkeypatch.setattr(
             gpu_environment,
@@ -71,6 +73,14 @@ def check(machine, monkeypatch):
         ),
         ([], {"server": {"Python.h": None}}, r"^server-python has no Python.h, .*python3-dev"),
         ([], {"tools": ("gcc", "c++", "ninja")}, "^there is no nvcc in PATH or /usr/local/cuda, .* set CUDA_HOME"),
+        ([], {"nvcc": "12.8"}, "^nvcc is of CUDA 12.8, and SGLang's torch .server-python. of 13.0, .* set CUDA_HOME"),
+        ([], {"server": {"cuda": "12.8"}}, "^nvcc is of CUDA 13.0, and SGLang's torch .server-python. of 12.8"),
+        (
+            [HANDLES],
+            {"server": {"torch": "2.11.0+cu130"}},
+            "torch 2.11.0.cu130 of SGLang .server-python. opens none of the trainer's torch 2.13.0: .*transport=disk",
+        ),
+        (["inference.colocated=true"], {"server": {"torch": "2.12.1"}}, "torch 2.12.1 of SGLang"),
         ([], {"tools": ("gcc", "g++", "nvcc", "ninja")}, "^there is no C.. compiler "),
         ([], {"tools": ("cc", "c++", "nvcc", "ninja")}, "^there is no C compiler "),
         (
@@ -79,7 +89,7 @@ def check(machine, monkeypatch):
             "^SGLang compiles kernels with ninja, .*: server-python -m pip install ninja",
         ),
     ],
-    ids=["trainer", "server", "nccl", "distributed", "kernels", "header", "nvcc", "c++", "c", "ninja"],
+    ids=("trainer server nccl distributed kernels header nvcc old-nvcc new-nvcc handles colocated c++ c ninja").split(),
 )
 def test_gpu_environments_that_do_not_fit_are_told(check, overrides, found, told):
     with pytest.raises(ConfigurationError, match=told):
@@ -92,8 +102,13 @@ def test_gpu_environments_that_do_not_fit_are_told(check, overrides, found, told
         ([], {}),
         ([], {"driver": None}),  # nvidia-smi does not say
         ([DISTRIBUTED], {"server": {"nvidia-nccl-cu13": None}}),  # NCCL of the system's
-        ([], {"server": {"cuda": "12.8", "nvidia-nccl-cu12": "2.30.7"}}),
-        ([], {"driver": "535.1", "trainer": {"cuda": "12.8"}, "server": {"cuda": "12.8"}}),
+        ([], {"server": {"cuda": "12.8", "nvidia-nccl-cu12": "2.30.7"}, "nvcc": "12.4"}),
+        ([], {"driver": "535.1", "trainer": {"cuda": "12.8"}, "server": {"cuda": "12.8"}, "nvcc": "12.8"}),
+        ([], {"nvcc": "13.1"}),
+        ([HANDLES], {"server": {"torch": "2.14.1"}}),
+        ([HANDLES], {"trainer": {"torch": "2.12.0"}, "server": {"torch": "2.11.0"}}),
+        ([], {"server": {"torch": "2.11.0"}}),  # over NCCL
+        (["trainer.atropos.weight_sync.transport=disk"], {"server": {"torch": "2.11.0"}}),
         (["inference.colocated=true"], {"trainer": {"nvidia-nccl-cu13": "2.29.7"}}),
         (["trainer.atropos.weight_sync.transport=disk"], {"trainer": {"nvidia-nccl-cu13": "2.29.7"}}),
         (
@@ -132,3 +147,14 @@ def test_gpu_server_finds_programs_beside_its_interpreter(tmp_path, monkeypatch)
     python.symlink_to(sys.executable)
     launch = SGLangLaunch("model", python=str(python), device="cuda", port=1)
     assert sglang_command(launch)[1]["PATH"] == f"{python.parent}{os.pathsep}{os.environ['PATH']}"
+
+
+def test_gpu_environments_with_an_nvcc_that_fails_are_told(check, monkeypatch):
+    check()
+
+    def fail(*_):
+        raise LaunchError("nvcc does not run (no such file)")
+
+    monkeypatch.setattr(gpu_environment, "run_program", fail)
+    with pytest.raises(ConfigurationError, match="^nvcc does not run .no such file.: repair the CUDA toolkit"):
+        check_gpu_environment(load_config(["actor_rollout_ref.model.path=m", "inference.python=server-python"]))

@@ -75,7 +75,7 @@ def test_join_refuses_settings_of_no_environment(override, told):
 
 def test_join_needs_a_key_that_somebody_can_know(monkeypatch):
     monkeypatch.delenv("ATROPOS_API_KEY", raising=False)
-    with pytest.raises(ConfigurationError, match="inference.api_key is not set .* set ATROPOS_API_KEY"):
+    with pytest.raises(ConfigurationError, match="inference.api_key is not set, .* set ATROPOS_API_KEY"):
         check_key(config())
     check_key(config("inference.api_key=k"))
 

@@ -13,9 +13,9 @@ from recipe.atropos.errors import ConfigurationError, LaunchError
 from recipe.atropos.inference import memory_saver
 from recipe.atropos.inference.client import InferenceError
 from recipe.atropos.inference.memory_saver import check_saver, saver_variables
-from recipe.atropos.inference.server import SGLangLaunch, sglang_command
+from recipe.atropos.inference.server import SGLangLaunch, declares_flag, sglang_command
 from recipe.atropos.launch_services import check_start
-from recipe.atropos.launcher import launch
+from recipe.atropos.launcher import launch, placement
 from recipe.atropos.launcher.placement import place_servers
 from recipe.atropos.launcher.preflight import check_config
 from recipe.atropos.launcher.services import Run
@@ -27,6 +27,7 @@ from recipe.atropos.weight_sync.colocated import SharedMemory
 from recipe.atropos.weight_sync.fleet import ServerFleet
 from recipe.atropos.weight_sync.servers import WeightPushError
 
+GSM8K = "preset=gsm8k"
 HEAD = "ray_kwargs.ray_init.address=head:6379"  # of a cluster, whose GPUs are elsewhere
 
 # ---------------------------------------------------------------- how many GPUs
@@ -42,12 +43,15 @@ def placed(*overrides):
     [
         (1, [], True, [0]),
         (2, [], False, [1]),
-        (8, ["trainer.n_gpus_per_node=8"], True, [0]),
+        (8, ["trainer.n_gpus_per_node=8"], True, [0, 1, 2, 3, 4, 5, 6, 7]),
+        (8, ["trainer.n_gpus_per_node=8", "inference.servers=1"], True, [0]),
+        (8, ["trainer.n_gpus_per_node=8", "inference.args.tp_size=2"], True, [0, 2, 4, 6]),
+        (4, ["trainer.n_gpus_per_node=4", "inference.args.tp_size=3"], True, [0]),
         (8, ["trainer.n_gpus_per_node=4", "inference.servers=4"], False, [4, 5, 6, 7]),
         (8, ["trainer.n_gpus_per_node=4", "inference.servers=2", "inference.args.tp=2"], False, [4, 6]),
         (8, ["trainer.n_gpus_per_node=4", "inference.args.tensor-parallel-size=4"], False, [4]),
         (8, ["trainer.n_gpus_per_node=8", "inference.servers=2", "inference.args.tp_size=4"], True, [0, 4]),
-        (4, ["trainer.n_gpus_per_node=2", "inference.colocated=true"], True, [0]),
+        (4, ["trainer.n_gpus_per_node=2", "inference.colocated=true"], True, [0, 1]),
         (4, ["inference.args.base_gpu_id=3"], False, [3]),
         (2, ["ray_kwargs.ray_init.address=auto"], False, [1]),  # a node of the cluster is here
         (2, ["ray_kwargs.ray_init.address=127.0.0.1:6379"], False, [1]),
@@ -73,6 +77,44 @@ def test_placement_shares_gpus_where_they_are_too_few(
     assert [launch.extra_args["base_gpu_id"] for launch in launches] == first
     assert all(launch.releases_memory is colocated for launch in launches)
     assert {launch.mem_fraction_static for launch in launches} == {0.4 if colocated else None}
+
+
+def test_placement_says_how_many_servers_share_the_gpus(machine):
+    machine(8)
+    assert placed("trainer.n_gpus_per_node=8")[1] == (
+        "8 GPUs: the trainer shares them with 8 servers (inference.colocated=true)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("flag", "gib", "overrides", "graphs"),
+    [
+        ("cuda_graph_max_bs_decode", 80, [GSM8K, "inference.servers=1"], 1024),
+        ("cuda_graph_max_bs_decode", 80, [GSM8K, "inference.servers=2"], 512),
+        ("cuda_graph_max_bs", 80, [GSM8K, "inference.servers=1"], 1024),  # SGLang 0.5.12's name
+        ("cuda_graph_max_bs_decode", 80, [GSM8K, "inference.servers=1", "trainer.atropos.max_staleness=3"], 1024),
+        ("cuda_graph_max_bs_decode", 80, [], None),  # 256, which SGLang captures by itself
+        ("cuda_graph_max_bs_decode", 24, [GSM8K], None),
+        ("cuda_graph_max_bs_decode", None, [GSM8K], None),
+        ("cuda_graph_max_bs_decode", 80, [GSM8K, "inference.args.disable-cuda-graph=true"], None),
+        ("cuda_graph_max_bs_decode", 80, [GSM8K, "inference.args.max_running_requests=64"], None),
+        ("cuda_graph_max_bs_decode", 80, [GSM8K, "inference.args.cuda_graph_max_bs_decode=300"], 300),
+    ],
+)
+def test_placement_captures_graphs_for_what_is_in_flight(machine, monkeypatch, tmp_path, flag, gib, overrides, graphs):
+    machine(4)
+    monkeypatch.setattr(placement, "gpu_memory", lambda: gib and gib << 30)
+    sources = tmp_path / "sglang" / "srt"
+    sources.mkdir(parents=True)
+    (sources / "server_args.py").write_text(f"class ServerArgs:\n    tp_size: int = 1\n    {flag}: int | None = None\n")
+    monkeypatch.setattr("recipe.atropos.inference.server.packages_of", lambda python: tmp_path)
+    declares_flag.cache_clear()
+    config, _ = placed(*overrides)
+    [launch, *_] = plan_servers(Run(config, [], tmp_path)).values()
+    assert {name: value for name, value in launch.extra_args.items() if "graph_max" in name} == (
+        {flag: graphs} if graphs else {}
+    )
+    declares_flag.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -300,10 +342,10 @@ def interpreter(tmp_path):
     subprocess.run([*shared, "-Wl,-soname,libcudart.so.99", "-o", runtime / "libcudart.so.99", runtime / "runtime.c"])
     library = packages / "torch_memory_saver_hook_mode_preload_cu99.abi3.so"
     subprocess.run([*shared, "-o", library, packages / "saver.c", runtime / "libcudart.so.99"], check=True)
-    memory_saver._packages.cache_clear()
+    memory_saver.packages_of.cache_clear()
     memory_saver.saver_variables.cache_clear()
     yield str(folder / "bin/python"), library, runtime
-    memory_saver._packages.cache_clear()
+    memory_saver.packages_of.cache_clear()
     memory_saver.saver_variables.cache_clear()
 
 
@@ -320,6 +362,7 @@ def test_gpu_memory_is_lent_by_a_library_that_finds_cuda(interpreter, monkeypatc
     assert saver_variables(python) == expected
     lending = SGLangLaunch("m", python=python, port=1, device="cuda", extra_args={"enable_memory_saver": True})
     assert expected.items() <= sglang_command(lending)[1].items()
+    assert sglang_command(lending)[1]["SGLANG_ENABLE_POST_CAPTURE_KV_SIZING"] == "0", "else no room for a bucket"
     assert "LD_LIBRARY_PATH" not in sglang_command(SGLangLaunch("m", python=python, port=1, device="cuda"))[1]
 
 

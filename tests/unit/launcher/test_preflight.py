@@ -1,5 +1,8 @@
 """What cannot work is refused before anything is started, by key and with what to give instead."""
 
+import contextlib
+import json
+
 import pytest
 from omegaconf import OmegaConf
 
@@ -35,6 +38,10 @@ CASES = {
     f"{ACTOR}.shuffle=true": "would tear groups apart",
     f"{CORRECTION}.bypass_mode=true {CORRECTION}.rollout_is_batch_normalize=true": "over each micro-batch",
     f"{ACTOR}.policy_loss.loss_mode=gspo {CORRECTION}.bypass_mode=true": "drop one of them",
+    f"{ACTOR}.policy_loss.loss_mode=sapo": "=sapo with actor_rollout_ref.actor.loss_agg_mode=token-mean: verl",
+    f"{CORRECTION}.bypass_mode=true {CORRECTION}.rollout_rs=seq_mean_k3 {CORRECTION}.rollout_rs_threshold=0.1": (
+        "rollout_rs=seq_mean_k3 with bypass_mode=true: verl's loss rejects tokens, but divides by all"
+    ),
     f"{ACTOR}.loss_agg_mode=mean": "choose one of token-mean",
     f"{ACTOR}.ppo_max_token_len_per_gpu=1024": "no room for a row of data.max_prompt_length",
     f"{CORRECTION}.rollout_is=tokens": "rollout_is=tokens; choose one of token, sequence, null",
@@ -75,6 +82,7 @@ def test_a_configuration_that_cannot_work_is_refused_by_key(overrides):
         "",
         f"{ACTOR}.policy_loss.loss_mode=advantage_weighted_sft {ATROPOS}.advantage_clipping=[-5,5]",
         f"{CORRECTION}.bypass_mode=true {CORRECTION}.rollout_is=null",
+        f"{ACTOR}.policy_loss.loss_mode=sapo {ACTOR}.loss_agg_mode=seq-mean-token-mean",
         f"{CORRECTION}.rollout_is=sequence {CORRECTION}.rollout_rs=seq_mean_k3 {CORRECTION}.rollout_rs_threshold=0.1",
         f"{ATROPOS}.distillation.loss_coef=1 {ATROPOS}.distillation.use_policy_loss=false",
         BASELINE,
@@ -88,6 +96,7 @@ def test_a_configuration_that_cannot_work_is_refused_by_key(overrides):
         "default",
         "sft",
         "bypass",
+        "sapo",
         "sequence",
         "teacher",
         "baseline",
@@ -100,6 +109,28 @@ def test_a_configuration_that_cannot_work_is_refused_by_key(overrides):
 )
 def test_a_configuration_that_works_is_let_through(overrides):
     check_config(compose_config(*MODEL, *overrides.split()))
+
+
+@pytest.mark.parametrize(
+    ("settings", "refused"),
+    [
+        ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 32}, True),
+        ({"model_type": "qwen3_moe", "use_sliding_window": True}, True),
+        ({"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 32}, False),
+        ({"model_type": "gemma2", "use_sliding_window": True, "sliding_window": 32}, False),
+    ],
+)
+def test_sliding_windows_that_sglang_ignores_are_refused(tmp_path, settings, refused):
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    config = compose_config(*MODEL[1:], f"actor_rollout_ref.model.path={tmp_path}")
+    with (
+        pytest.raises(
+            ConfigurationError, match=f"{tmp_path}/config.json has use_sliding_window=true, and SGLang serves"
+        )
+        if refused
+        else contextlib.nullcontext()
+    ):
+        check_config(config)
 
 
 THRESHOLDS = [2, -1, "0.5_2", "2_0.5", "a", "1_b", "", "0.5_2,3", "2,3"]
@@ -122,3 +153,17 @@ def test_schema_of_rejection_thresholds_is_verls(statistics, threshold):
             check_correction(correction)
     else:
         check_correction(correction)
+
+
+@pytest.mark.parametrize(
+    ("tied", "strategy", "is_refused"), [(False, "fsdp2", True), (False, "fsdp", False), (True, "fsdp2", False)]
+)
+def test_fused_kernels_need_a_tied_head_under_fsdp2(tmp_path, tied, strategy, is_refused):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", "tie_word_embeddings": tied}))
+    options = [f"actor_rollout_ref.model.path={tmp_path}", f"{ACTOR}.strategy={strategy}", MODEL[1]]
+    config = compose_config(*options, "actor_rollout_ref.model.use_fused_kernels=true")
+    if is_refused:
+        with pytest.raises(ConfigurationError, match="use_fused_kernels=true with actor.strategy=fsdp2 .*not tied"):
+            check_config(config)
+    else:
+        check_config(config)

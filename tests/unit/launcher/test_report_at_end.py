@@ -19,7 +19,7 @@ def test_a_page_that_cannot_be_written_ends_no_run(tmp_path, capsys):
     run.summary.write_text("{")
     write_pictures(run)
     told = capsys.readouterr().out
-    assert "summary.json is no JSON" in told and f"python -m recipe.atropos report {tmp_path} writes it" in told
+    assert "summary.json is damaged" in told and f"python -m recipe.atropos report {tmp_path} writes it" in told
     assert not run.report.exists()
 
 

@@ -2,8 +2,10 @@
 
 import asyncio
 import os
+import shutil
 import signal
 import sys
+import threading
 import time
 from dataclasses import replace
 
@@ -17,10 +19,10 @@ from recipe.atropos.config.env_specs import environment_specs
 from recipe.atropos.inference.server import SGLangLaunch, sglang_command
 from recipe.atropos.launcher.environment_processes import Environments
 from recipe.atropos.launcher.launch import launch
-from recipe.atropos.launcher.services import RestartPolicy, Run
+from recipe.atropos.launcher.services import RestartPolicy, Run, bounded_logs
 from recipe.atropos.launcher.sglang import Inference, _start_again_from_now_on, plan_servers
 from recipe.atropos.run_dir import RunDir
-from recipe.atropos.utils.files import DiskFull
+from recipe.atropos.utils.files import DiskFull, FolderRemoved
 from recipe.atropos.utils.hosts import joins_cluster
 from recipe.atropos.utils.process import ServiceFailed
 from recipe.atropos.utils.scratch import Scratch
@@ -55,6 +57,28 @@ def listed(run):
     found = {name: entry["pid"] for name, entry in orjson.loads((run.directory / "services.json").read_bytes()).items()}
     assert found.pop("launcher") == os.getpid()
     return found
+
+
+def test_a_run_whose_folder_was_removed_ends(run):
+    """Also if something has made a folder of that name since."""
+    with run.files.lock() as run.lock:
+        run.check()
+        shutil.rmtree(run.directory)
+        run.directory.mkdir()
+        with pytest.raises(FolderRemoved, match=f"{run.directory} no longer exists"):
+            run.check()
+
+
+def test_logs_are_bounded_beside_an_event_loop_that_is_busy(run):
+    """As while the launcher waits for a server, or for a slow disk; of a process that prints without end."""
+    with bounded_logs(run.files.logs, limit=1 << 16):
+        run.start("endless", ["sh", "-c", "while :; do echo a line that comes again and again; done"])
+        former, begin = run.log("endless").with_name("endless.log.1"), time.monotonic()
+        while not former.exists():
+            assert time.monotonic() - begin < 30
+            time.sleep(0.1)
+    assert 1 << 16 <= former.stat().st_size <= 2 << 16
+    assert all(thread.name != "bound-logs" for thread in threading.enumerate())
 
 
 def test_a_service_is_started_again_so_many_times_and_then_named(run, capsys):

@@ -70,7 +70,7 @@ def test_phases_have_the_time_that_checkpoints_took(tmp_path):
 
 
 def test_cut_rows_are_said_to_be_trained_on_up_to_the_cut(tmp_path):
-    """In the chart as in the table: trainer.atropos.overlong=truncate keeps the beginning."""
+    """In the chart as in the table: trainer.atropos.overlong=truncate cuts the response's end."""
     run = describe(read_history(seeded_run(tmp_path, "truncation")), tokens=False)
     [cut] = [each for each in run["dropped"] if each["reason"] == "response_truncated"]
     [chart] = [chart for chart in run["curves"] if chart["id"] == "cut"]

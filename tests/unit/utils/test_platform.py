@@ -28,6 +28,7 @@ def test_gpus_are_those_that_cuda_may_use(machine, monkeypatch, visible, count):
 
 def test_gpus_are_counted_by_the_driver_without_nvidia_smi(machine, monkeypatch):
     machine(0, "exit 9")
+    monkeypatch.setattr(device.glob, "glob", lambda pattern: [])
     assert visible_gpus() == 0
     device._gpus_of_the_machine.cache_clear()
     monkeypatch.setattr(device.shutil, "which", lambda *_, **__: None)

@@ -9,7 +9,7 @@ import ray
 from omegaconf import OmegaConf
 
 from helpers.trainer import compose_config
-from recipe.atropos import main
+from recipe.atropos import main, train_run
 from recipe.atropos.config import compose
 from recipe.atropos.config.compose import load_config
 from recipe.atropos.config.env_specs import environment_specs
@@ -153,14 +153,14 @@ def test_secret_of_the_trainer_reaches_it_in_its_environment(given, tmp_path, mo
     monkeypatch.setenv("MY_TOKEN", KEY)
     overrides = ["preset=demo", f"actor_rollout_ref.model.path={model_path}", "inference.api_key=null", "seed=5"]
     command, variables = trainer_of([*overrides, *given], tmp_path, monkeypatch)
-    assert command[3:] == ["--run", str(tmp_path)]
+    assert command[1:] == ["-m", "recipe.atropos.train_run", str(tmp_path)]
     saved = (tmp_path / "config.yaml").read_text()
     assert KEY not in saved and "http://127.0.0.1:1" in saved and "seed: 5" in saved
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     trained = []
     monkeypatch.setattr(main, "run", trained.append)
-    main.main(command[3:])
+    train_run.main(*command[3:])
     assert private_process.SECRET_FLAGS not in os.environ, "what the trainer starts does not have it"
     [config] = trained
     assert config.ray_kwargs.ray_init.runtime_env.env_vars.HF_TOKEN == KEY and config.seed == 5

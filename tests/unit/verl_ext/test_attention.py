@@ -1,28 +1,28 @@
 """FlashAttention where it is installed and there is a GPU, torch's own elsewhere; Ulysses with the first alone."""
 
 import importlib.util
+from importlib import metadata
 
 import pytest
-from huggingface_hub import constants
-from transformers.modeling_flash_attention_utils import FLASH_ATTN_KERNEL_FALLBACK
 
 from recipe.atropos.config.compose import load_config
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.verl_ext import attention
-from recipe.atropos.verl_ext.attention import KEY, set_attention
+from recipe.atropos.verl_ext.attention import INSTALL, KEY, set_attention
 
+ACTOR = "actor_rollout_ref.actor"
 ULYSSES = "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"
 ULYSSES_OF_THE_ENGINE = "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=2"
 
 
-@pytest.fixture(params=["none", "flash_attn", "kernels"])
+@pytest.fixture(params=[False, True], ids=["none", "flash_attn"])
 def installed(request, monkeypatch):
     find = importlib.util.find_spec
-    known = {name: name == request.param for name in ("flash_attn", "kernels")}
+    spec = "flash_attn" if request.param else None
     monkeypatch.setattr(
-        attention.importlib.util, "find_spec", lambda name: known[name] if name in known else find(name)
+        attention.importlib.util, "find_spec", lambda name: spec if name == "flash_attn" else find(name)
     )
-    return request.param != "none"
+    return request.param
 
 
 def chosen(*overrides):
@@ -36,25 +36,44 @@ def test_attention_is_flash_or_the_cost_is_told(machine, installed):
     found, told = chosen()
     assert found == ("flash_attention_2" if installed else "sdpa") and (told is None) == installed
     if not installed:
-        assert "mask of 16,384 x 16,384 tokens" in told and "256 MiB" in told and "pip install kernels" in told
+        assert "mask of 4,096 x 4,096 tokens" in told and "16 MiB" in told and INSTALL in told
     found, told = chosen(f"+{KEY}=eager")
     assert found == "eager" and "attention by eager" in told, "as given"
 
 
-def test_attention_is_no_kernel_of_the_hub_unless_asked(machine, monkeypatch, tmp_path):
+@pytest.mark.parametrize(("version", "is_told"), [("0.17.2", True), ("0.12.1", False)])
+def test_attention_with_kernels_that_break_models_is_refused(machine, monkeypatch, version, is_told):
+    """transformers fails at every model with a kernels that it does not take; FlashAttention comes from none."""
     machine(1)
-    found = {"flash_attn": None, "kernels": "kernels"}
-    find = importlib.util.find_spec
-    monkeypatch.setattr(
-        attention.importlib.util, "find_spec", lambda name: found[name] if name in found else find(name)
-    )
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    assert chosen()[0] == "sdpa"
-    with pytest.raises(ConfigurationError, match="kernels has none in the hub's cache and HF_HUB_OFFLINE is set"):
-        chosen(f"+{KEY}=flash_attention_2")
-    (tmp_path / f"models--{FLASH_ATTN_KERNEL_FALLBACK['flash_attention_2'].replace('/', '--')}").mkdir()
-    assert chosen()[0] == "flash_attention_2"
+    versions = metadata.version
+    monkeypatch.setattr(metadata, "version", lambda name: version if name == "kernels" else versions(name))
+    for device in ("cuda", "cpu"):
+        if is_told:
+            with pytest.raises(
+                ConfigurationError,
+                match="kernels==0.17.2 is installed, and transformers 5.* takes kernels<0.13,>=0.12.0 .*uninstall",
+            ):
+                chosen(f"trainer.device={device}")
+        else:
+            assert chosen(f"trainer.device={device}")[0] == "sdpa"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "flash", "plain"),
+    [
+        ([], 16384, 4096),
+        (["data.max_prompt_length=8000", "data.max_response_length=12000"], 20000, 20000),
+        ([f"{ACTOR}.ppo_max_token_len_per_gpu=8192"], 8192, 8192),
+    ],
+)
+def test_attention_decides_the_tokens_of_a_micro_batch(machine, installed, overrides, flash, plain):
+    """Also of the logprobs', which refer to them; what is given stays."""
+    machine(1)
+    config = load_config(["actor_rollout_ref.model.path=m", *overrides])
+    set_attention(config)
+    parts = config.actor_rollout_ref
+    found = (parts.rollout.log_prob_max_token_len_per_gpu, parts.ref.log_prob_max_token_len_per_gpu)
+    assert {parts.actor.ppo_max_token_len_per_gpu, *found} == {flash if installed else plain}
 
 
 def test_attention_on_a_cpu_is_torchs(machine, installed):
@@ -70,11 +89,9 @@ def test_attention_over_divided_sequences_is_flash_or_refused(machine, installed
     if installed:
         assert chosen(ulysses) == ("flash_attention_2", None)
     else:
-        with pytest.raises(
-            ConfigurationError, match="size=2 with .*=sdpa: .*by FlashAttention alone; pip install kernels"
-        ):
+        with pytest.raises(ConfigurationError, match=f"size=2 with .*=sdpa: .*by FlashAttention alone; {INSTALL}"):
             chosen(ulysses)
-        with pytest.raises(ConfigurationError, match="neither flash-attn nor kernels is installed"):
+        with pytest.raises(ConfigurationError, match=f"flash-attn is not installed; {INSTALL}"):
             chosen(f"+{KEY}=flash_attention_2")
     with pytest.raises(ConfigurationError, match="size=2 with .*=sdpa"):
         chosen(ulysses, f"+{KEY}=sdpa")

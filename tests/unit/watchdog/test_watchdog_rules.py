@@ -55,8 +55,26 @@ def too_long(demo):
     ends(demo, items=8, not_sent__too_long=7, not_sent__equal_scores=1)
 
 
-def too_long_for_the_trainer(demo):
-    change(demo, **{"atropos__dropped__overlong_response": 300.0, "atropos__received": 428.0})
+def rows_too_long(demo):
+    """A little more than a tenth of them."""
+    change(
+        demo, atropos__received=200.0, atropos__dropped__overlong_response=15.0, atropos__dropped__overlong_prompt=6.0
+    )
+
+
+def policy_broken(demo):
+    """By the last update before groups become equal: at a learning rate 100 times as high, as recorded."""
+    equal_scores(demo)
+    demo.steps[-1] |= {"atropos/logprob_diff/mean": 0.82, "actor/entropy": 0.15}
+
+
+def policy_broken_and_trained_on(demo):
+    """Its equal groups are sent; entropy shows it, since all samples are fresh."""
+    equal_groups_are_sent(demo)
+    for line in demo.steps:
+        line.update({"atropos/logprob_diff/mean": 0.0, "atropos/logprob_diff/fresh_mean": 0.0})
+    late(demo)[0]["actor/entropy"] = 4.0
+    demo.cut(late(demo)[7]["time"], 0.0)
 
 
 def wrong_group_size(demo):
@@ -166,8 +184,15 @@ def logprob_difference_of_fresh_samples(demo):
     demo.steps[0] |= {PREFIX + "logprob_difference": 0.3, "atropos/logprob_diff/fresh_mean": 0.3}
 
 
-def logprob_difference_of_all_samples(demo):
+def logprob_difference_without_fresh_samples(demo):
+    for line in demo.steps:
+        line.pop("atropos/logprob_diff/fresh_mean", None)
     change(demo, atropos__logprob_diff__mean=0.4)
+
+
+def off_policy_samples(demo):
+    """The samples of step 1 were fresh, and agreed."""
+    change(demo, atropos__logprob_diff__mean=0.52, actor__lr=3e-4)
 
 
 def learning_rate_zero(demo):
@@ -216,7 +241,9 @@ FAULTS = [
     (environment_raises, "environment_raises"),
     (environment_raises_half, "environment_raises"),
     (too_long, "too_long"),
-    (too_long_for_the_trainer, "too_long"),
+    (rows_too_long, "overlong_rows"),
+    (policy_broken, "policy_broken"),
+    (policy_broken_and_trained_on, "policy_broken"),
     (wrong_group_size, "wrong_group_size"),
     (groups_refused, "groups_refused"),
     (groups_refused_by_the_environment, "groups_refused"),
@@ -235,7 +262,8 @@ FAULTS = [
     (step_alarm("other_temperature", 128.0), "other_temperature"),
     (step_alarm("gradient_not_finite", None, actor__grad_norm=None), "gradient_not_finite"),
     (logprob_difference_of_fresh_samples, "logprob_difference"),
-    (logprob_difference_of_all_samples, "logprob_difference"),
+    (logprob_difference_without_fresh_samples, "logprob_difference"),
+    (off_policy_samples, "off_policy_samples"),
     (learning_rate_zero, "learning_rate_zero"),
     (all_rows_clipped, "all_rows_clipped"),
     (all_rows_clipped_by_the_environment, "all_rows_clipped"),
@@ -274,8 +302,9 @@ def stale_after_two_good_steps(demo):
 @pytest.mark.parametrize(
     "fault",
     [
-        *(equal_groups_are_sent, stale_samples, stale_after_two_good_steps, too_long_for_the_trainer),
-        *(logprob_difference_of_all_samples, learning_rate_zero, all_rows_clipped, all_rows_clipped_by_the_environment),
+        *(equal_groups_are_sent, stale_samples, stale_after_two_good_steps, rows_too_long),
+        *(off_policy_samples, logprob_difference_without_fresh_samples, learning_rate_zero),
+        *(all_rows_clipped, all_rows_clipped_by_the_environment),
         *(step_alarm("unknown_sampling", 3.0), reward_collapsed, entropy_collapsed),
     ],
 )
@@ -321,7 +350,50 @@ def test_watchdog_says_whether_groups_became_equal_at_once():
         demo = Demo(0)
         fault(demo)
         assert says in play(demo)[0]["seen"]
-    assert "broken scorer" in ALARMS["equal_scores"].advice.partition("easier problems")[0]
+    before, _, after = ALARMS["equal_scores"].advice.partition("broken policy")
+    assert not before.count("scorer") and "broken scorer" in after.partition("easier problems")[0]
+
+
+def test_watchdog_names_the_cause_of_a_difference_that_it_sees():
+    """Age and learning rate where fresh samples agree; servers, first, where they do not or none was fresh."""
+    for fault, says in (
+        (off_policy_samples, "updates old at actor/lr=0.0003, above 0.25; fresh samples agree (step 1)"),
+        (logprob_difference_without_fresh_samples, "above 0.25; no sample was fresh"),
+        (logprob_difference_of_fresh_samples, "0.3 nats in the mean over fresh samples"),
+    ):
+        demo = Demo(0)
+        fault(demo)
+        assert says in play(demo)[0]["seen"]
+    demo = Demo(0)
+    off_policy_samples(demo)
+    logprob_difference_of_fresh_samples(demo)
+    assert {line["alarm"] for line in play(demo)} == {"logprob_difference"}
+
+
+def test_watchdog_says_how_a_policy_broke():
+    for fault, says in (
+        (policy_broken, "samples differ from the policy by 0.82 nats; no group for "),
+        (policy_broken_and_trained_on, "actor/entropy=4, 0.063 in the first step; all "),
+    ):
+        demo = Demo(0)
+        fault(demo)
+        assert play(demo)[0]["seen"].startswith(says)
+
+
+@pytest.mark.parametrize("reason", ["solved", "earlier", "servers"])
+def test_watchdog_does_not_call_a_policy_broken(reason):
+    """If it scores near its highest, if it moved long before, or if the servers sample from other weights."""
+    demo = Demo(0)
+    policy_broken(demo)
+    if reason == "solved":
+        for line in demo.reports:
+            line.get("means", {}).update(score=0.99)
+    elif reason == "earlier":
+        demo.steps[-1] |= {"atropos/logprob_diff/mean": 0.01}
+        demo.steps[-12]["atropos/logprob_diff/mean"] = 0.82
+    else:
+        demo.steps[-1] |= {PREFIX + "logprob_difference": 0.8, "atropos/logprob_diff/fresh_mean": 0.8}
+    assert "policy_broken" not in {line["alarm"] for line in play(demo)}
 
 
 def test_watchdog_says_nothing_of_a_gain_that_never_was():

@@ -1,0 +1,36 @@
+"""Write a checkpoint's model as a folder in Hugging Face format: ``verl-atropos export RUN``."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from recipe.atropos.errors import one_line_errors
+from recipe.atropos.run_status import find_run
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", help="folder of a run, or its name below runs/")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--step", type=int, help="that of this checkpoint; default: the newest")
+    which.add_argument("--best", action="store_true", help="the checkpoint with the best held-out score")
+    parser.add_argument("--out", type=Path, help="folder to write; default: RUN/model, of an older step RUN/model-STEP")
+    parser.add_argument("--dtype", choices=DTYPES, help="of the weights; default: as they were trained")
+    parser.add_argument("--adapter", action="store_true", help="the LoRA adapter in PEFT's format, not merged")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run the code that the model brings")
+    parser.add_argument("--push-to-hub", metavar="NAME", help="then upload it to ORG/NAME, private if that is new")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="verl-atropos export", description="Write a checkpoint's model as a folder in Hugging Face format."
+    )
+    add_arguments(parser)
+    given = parser.parse_args(argv)
+    with one_line_errors(OSError):
+        given.run = find_run(given.run).path
+        from recipe.atropos.checkpoint.export import export  # imported here: torch takes seconds
+
+        print(export(given))
+    return 0

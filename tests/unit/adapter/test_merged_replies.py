@@ -1,0 +1,139 @@
+"""Replies whose first characters become one token with the end of their prompt, once an environment encodes both."""
+
+import asyncio
+import itertools
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+from atroposlib.utils.tokenize_for_trainer import tokenize_for_trainer
+
+from helpers.sampled import END, I, Scripted, make, merging_tokenizer
+from recipe.atropos.adapter.completion_cache import ITEM, CompletionCache, Item
+from recipe.atropos.adapter.restore import chat_templates_give_lists, restore
+
+USER = {"role": "user", "content": "go"}
+LONG = "\n\n<think>\nab\n</think>\n\ncd"
+REPLIES = [
+    *("ab", "\nab", "\n\nab", "\n\n\n\nabcd e", "\n", "\n\n\n", "", " ", " ab", " \n ab", "\tab", LONG),
+    *("a", "\na\n\n", "b", "\n!", "!\n\n", ">ab", "\n\n\n\n\n\n"),
+]
+BEGUN = {"chat": "", "thinking": "<think>\n", "within a word": "The a", "blackjack": "<think>\n"}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    chat_templates_give_lists()
+    return merging_tokenizer()
+
+
+def reply_to(cache, prompt, text, whole=True, ended=True):
+    """``text``, sampled as it is encoded by itself, or letter by letter."""
+    parts = [text] if whole else text
+    tokens = [i for part in parts for i in cache.tokenizer.encode(part)] + [END] * ended
+    logprobs = [-0.5 - 0.01 * i for i in range(len(tokens))]
+    return cache.add(np.array(prompt, np.int32), tokens, logprobs, text, (3, 4))
+
+
+def rendered(tokenizer, messages, begun, closed):
+    """The prompt of an answer that is begun; ``closed``: as blackjack_env_thinking does, which ends that turn."""
+    if closed:
+        return tokenizer.apply_chat_template([*messages, {"role": "agent", "content": begun}])
+    return tokenizer.encode(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) + begun)
+
+
+def trained(row):
+    return [mask for mask in row.masks if mask != I]
+
+
+@pytest.mark.parametrize("flow", BEGUN)
+def test_sampled_replies_that_merge_with_their_prompt_are_kept(flow, tokenizer):
+    """Whatever they begin with, and however they were sampled: whole, in their context, with version and logprobs."""
+    begun, closed = BEGUN[flow], flow == "blackjack"
+    prompt = rendered(tokenizer, [USER], begun, closed)
+    for text, whole, ended in itertools.product(REPLIES, (True, False), (True, False)):
+        if not text and not ended:
+            continue
+        ITEM.set(Item())
+        cache, counts = CompletionCache(tokenizer), Counter()
+        reply = reply_to(cache, prompt, text, whole, ended)
+        reply_to(cache, reply.prompt, "zz")
+        posted = tokenize_for_trainer(
+            tokenizer, [USER, {"role": "agent" if closed else "assistant", "content": begun + text}]
+        )
+        values = {"advantages": [2.0] * len(posted["tokens"])}
+        row = restore(cache, posted["tokens"], posted["masks"], None, values, lambda name: counts.update([name]))  # noqa: B023
+        assert row.tokens[: len(prompt)] == prompt and trained(row) == reply.tokens.tolist(), (text, whole, ended)
+        assert row.versions == (3, 4) and [v for v in row.logprobs if v != 1] == reply.logprobs.tolist()
+        assert row.values["advantages"][len(prompt) :][: len(reply.tokens)] == [2.0] * len(reply.tokens)
+        assert len(row.tokens) == len(row.masks) == len(row.logprobs) == len(row.values["advantages"])
+        assert not counts["not_aligned"] and not counts["partial_reply"]
+
+
+@pytest.mark.parametrize("begun", ["", "<think>\n", "The a"])
+def test_sampled_replies_that_merge_are_kept_in_every_turn(begun, tokenizer):
+    """Also in the next turn's prompt, where the environment renders them from their text."""
+    rng = random.Random(begun)
+    for _ in range(30):
+        ITEM.set(Item())
+        cache, messages, replies, prompt = CompletionCache(tokenizer), [USER], [], []
+        for _ in range(3):
+            prompt = cache.restore_sampled(rendered(tokenizer, messages, begun, closed=False))
+            text = rng.choice(REPLIES)
+            replies.append(reply_to(cache, prompt, text, rng.random() < 0.5, not text or rng.random() < 0.8))
+            messages += [{"role": "assistant", "content": begun + text}, {"role": "user", "content": "\nnext"}]
+        posted = tokenize_for_trainer(tokenizer, messages[:-1], train_on_all_assistant_turns=True)
+        row = restore(cache, posted["tokens"], posted["masks"], None, {}, lambda name: None)
+        assert trained(row) == [token for reply in replies for token in reply.tokens.tolist()]
+        assert row.tokens[: len(prompt)] == prompt, "each was sampled after exactly these"
+
+
+def test_sampled_text_that_only_looks_merged_is_not_trained_on(tokenizer):
+    """Another text behind the same prompt, and one before another prompt's end."""
+    for text in ("\n\nba", "\n\n", "e\n"):
+        ITEM.set(Item())
+        cache, counts = CompletionCache(tokenizer), Counter()
+        reply_to(cache, rendered(tokenizer, [USER], "", closed=False), "\n\nabcd")
+        reply_to(cache, rendered(tokenizer, [USER], "The ", closed=False), text)
+        posted = tokenize_for_trainer(tokenizer, [USER, {"role": "assistant", "content": "\n\nabdc"}])
+        row = restore(cache, posted["tokens"], posted["masks"], None, {}, lambda name: counts.update([name]))  # noqa: B023
+        assert row.tokens == posted["tokens"] and not row.replies and counts == {"not_sampled": 1}
+
+
+class Blackjack(Scripted):
+    """Renders and posts as blackjack_env_thinking and rubiks_cube_environment do; the replies are hostile."""
+
+    async def collect_trajectories(self, item):
+        cache, rows = self._calls.caches["train"], []
+        prompt = np.array(rendered(self.tokenizer, [USER], "<think>\n", closed=True), np.int32)
+        for text in REPLIES:
+            reply_to(cache, prompt, text)
+        for text in REPLIES:
+            rows.append(tokenize_for_trainer(self.tokenizer, [USER, {"role": "agent", "content": f"<think>\n{text}"}]))
+        return self.group(rows), []
+
+
+def test_sampled_rows_of_blackjack_are_all_trained_on(tokenizer, tmp_path):
+    tokenizer.save_pretrained(tmp_path)
+    env = make(Blackjack, tmp_path, group_size=len(REPLIES))
+    env.running_items["x"] = {"item": "item"}
+    asyncio.run(env.handle_env("x"))
+    group, origin = env.sent, env.sent["group_overrides"]
+    assert group["scores"] == [float(i) for i in range(len(REPLIES))]
+    for text, masks in zip(REPLIES, group["masks"], strict=True):
+        assert tokenizer.decode([mask for mask in masks if mask != I]) == f"{text}<|im_end|>"
+    assert origin["policy_version_min"] == [3] * len(REPLIES) and origin["policy_version_max"] == [4] * len(REPLIES)
+
+
+def test_sampled_replies_without_their_thinking_are_counted(tokenizer, tmp_path):
+    """A template that removes it leaves an answer that was sampled in another context: not trained on, and named."""
+    tokenizer.save_pretrained(tmp_path)
+    env = make(Scripted, tmp_path, group_size=1)
+    env.config.ensure_scores_are_not_same = False
+    ITEM.set(Item())
+    reply_to(env._calls.caches["train"], rendered(tokenizer, [USER], "", closed=False), LONG)
+    for text, name in (("cd", "partial_reply"), ("dc", "not_sampled")):
+        posted = tokenize_for_trainer(tokenizer, [USER, {"role": "assistant", "content": text}])
+        asyncio.run(env.handle_send_to_api(env.group([posted])))
+        assert env.sent is None and env.report.counts[name] == env.report.counts[f"not_sent/{name}"] == 1

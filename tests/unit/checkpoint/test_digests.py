@@ -1,0 +1,184 @@
+"""A checkpoint is used only as it was saved, and runs no code; what is changed is named, with what to do instead."""
+
+import random
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from recipe.atropos.checkpoint.export import _Checkpoint
+from recipe.atropos.checkpoint.shards import ShardsError, load_tensors, save_state, tensors_only
+from recipe.atropos.checkpoint.store import CheckpointDamaged, Checkpoints, digests_of, verify
+from recipe.atropos.commands.replay import differing_tensors
+from recipe.atropos.fsdp_workers import AtroposActorWorker
+from recipe.atropos.ray_trainer import RayGRPOAtroposTrainer
+from recipe.atropos.run_record import RunRecord
+from recipe.atropos.utils.files import read_json, write_json
+
+MODEL, OPTIMIZER = "actor/model_world_size_1_rank_0.pt", "actor/optim_world_size_1_rank_0.pt"
+FILES = {"data.pt": b"data", MODEL: b"model", OPTIMIZER: b"optimizer", "actor/huggingface/config.json": b"{}"}
+
+
+class Touches:
+    """What touches a file when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+def save(directory, step, files=None, digests=None):
+    with Checkpoints(directory).saving(step, None, digests=digests) as folder:
+        for name, content in (files or FILES).items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(content)
+    return folder
+
+
+def flip(path, position, bit=1):
+    content = bytearray(path.read_bytes())
+    content[position] ^= bit
+    path.write_bytes(content)
+
+
+def actor(load=None):
+    """The worker of rank 0, whose engine loads with ``load``."""
+    worker = object.__new__(AtroposActorWorker)
+    worker._rank, worker._is_actor, worker.role = 0, True, "actor"
+    worker.actor = SimpleNamespace(load_checkpoint=load, save_checkpoint=lambda *_: None)
+    return worker
+
+
+def trainer(directory, folder, load=None):
+    """What a trainer resumes ``folder`` with."""
+    settings = {"resume_mode": "resume_path", "resume_from_path": str(folder), "del_local_ckpt_after_load": False}
+    made = object.__new__(RayGRPOAtroposTrainer)
+    made.config = OmegaConf.create({"trainer": settings})
+    made.checkpoints, made.record = Checkpoints(folder.parent), RunRecord(directory)
+    made.actor = SimpleNamespace(load_checkpoint=load or (lambda *_, **__: None))
+    return made
+
+
+def test_digest_finds_every_flipped_bit_of_every_file(tmp_path):
+    save(tmp_path, 2)
+    folder = save(tmp_path, 4)
+    assert read_json(folder / "complete.json")["digests"].keys() == FILES.keys()
+    verify(folder, "*")
+    for name, content in FILES.items():
+        for place in range(8 * len(content)):
+            flip(folder / name, place // 8, 1 << place % 8)
+            with pytest.raises(CheckpointDamaged, match=f"{folder / name} is not as it was saved.*is that of .*step_2"):
+                verify(folder, "*")
+            flip(folder / name, place // 8, 1 << place % 8)
+    verify(folder, "*")
+    (folder / "data.pt").unlink()
+    with pytest.raises(CheckpointDamaged, match="data.pt is not as it was saved"):
+        verify(folder, "*")
+
+
+def test_digest_error_says_if_no_checkpoint_is_older(tmp_path):
+    folder = save(tmp_path, 2)
+    save(tmp_path, 4)
+    flip(folder / "data.pt", 0)
+    with pytest.raises(CheckpointDamaged, match="move global_step_2 away; the checkpoint to go on from then is none"):
+        verify(folder, "*")
+
+
+def test_digest_of_a_rank_is_not_made_again(tmp_path):
+    made = {MODEL: "made by the rank that wrote it"}
+    found = read_json(save(tmp_path, 2, digests=made) / "complete.json")["digests"]
+    assert found[MODEL] == made[MODEL] and found[OPTIMIZER] == digests_of(tmp_path / "global_step_2", "*/o*")[OPTIMIZER]
+
+
+def test_digest_is_not_missed_in_an_older_checkpoint(tmp_path):
+    folder = save(tmp_path, 2)
+    saved = read_json(folder / "complete.json")
+    del saved["digests"]
+    write_json(folder / "complete.json", saved)
+    assert Checkpoints(tmp_path).newest() == folder
+    verify(folder, "*")
+    (folder / "complete.json").unlink()  # trainer.resume_mode=resume_path forces it
+    verify(folder, "*")
+
+
+def test_digest_is_made_and_compared_by_the_rank_itself(tmp_path):
+    folder, loaded = save(tmp_path, 2), []
+    worker = actor(lambda *given: loaded.append(given[0]))
+    assert worker.save_checkpoint(str(folder / "actor")).keys() == {MODEL, OPTIMIZER}
+    flip(folder / "data.pt", 0)  # the driver's
+    worker.load_checkpoint(str(folder / "actor"))
+    assert loaded == [str(folder / "actor")]
+    flip(folder / OPTIMIZER, 3)
+    with pytest.raises(CheckpointDamaged, match=OPTIMIZER):
+        worker.load_checkpoint(str(folder / "actor"))
+    assert len(loaded) == 1
+
+
+def test_digest_is_compared_before_a_run_resumes(tmp_path):
+    folder, loaded = save(tmp_path / "checkpoints", 2), []
+    flip(folder / "data.pt", 0)
+    with pytest.raises(CheckpointDamaged, match="data.pt"):
+        trainer(tmp_path, folder, lambda *_, **__: loaded.append(1))._load_checkpoint()
+    assert not loaded
+
+
+@pytest.mark.parametrize("name", [MODEL, "actor/huggingface/config.json"])
+def test_digest_is_compared_before_an_export(tmp_path, name):
+    folder = save(tmp_path, 2)
+    flip(folder / OPTIMIZER, 0)  # no part of an export
+    flip(folder / name, 0)
+    with pytest.raises(CheckpointDamaged, match=name):
+        _Checkpoint(folder, OmegaConf.create(), False)
+
+
+def test_digest_is_compared_before_a_replays_comparison(tmp_path):
+    one, other = save(tmp_path / "one", 2), save(tmp_path / "other", 2)
+    flip(one / MODEL, 0)
+    with pytest.raises(CheckpointDamaged, match=f"{one / MODEL}"):
+        differing_tensors(one / "actor", other / "actor")
+
+
+# ---------------------------------------------------------------- code
+
+
+def test_resuming_runs_no_code_of_a_checkpoint(tmp_path):
+    """Whoever loads the file, and with whatever arguments: verl's three loads have ``weights_only=False``."""
+    folder = save(tmp_path / "checkpoints", 2)
+    ran = tmp_path / "ran"
+    torch.save({"totals": Touches(ran)}, folder / "data.pt")
+    torch.save({"weight": Touches(ran)}, folder / MODEL)
+    (folder / "complete.json").unlink()
+    with pytest.raises(ShardsError, match=r"data.pt cannot be read: it holds io.open, and would run code"):
+        trainer(tmp_path, folder)._load_checkpoint()
+    worker = actor(lambda *_: torch.load(folder / MODEL, weights_only=False))
+    with pytest.raises(ShardsError, match=f"{folder}/actor cannot be read: it holds io.open"):
+        worker.load_checkpoint(str(folder / "actor"))
+    with pytest.raises(ShardsError, match=f"{MODEL} cannot be read: it holds io.open"):
+        differing_tensors(folder / "actor", folder / "actor")
+    assert not ran.exists()
+    torch.load(folder / MODEL, weights_only=False)["weight"].close()
+    assert ran.exists(), "else this test shows nothing"
+
+
+def test_resuming_loads_what_verl_and_we_save(tmp_path):
+    """verl's random states are of torch, numpy and Python; a learning rate's schedule may be a bound method."""
+    from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
+
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(3))])
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    extra = {"lr_scheduler": schedule.state_dict(), "rng": BaseCheckpointManager.get_rng_state()}
+    torch.save(extra, tmp_path / "extra.pt")
+    record = RunRecord(tmp_path)
+    record.totals.dropped, record.totals.mean_score_first = {"stale": 3}, 0.25
+    save_state(tmp_path / "data.pt", record.state_dict())
+    expected = torch.rand(3), np.random.rand(3), random.random()
+    with tensors_only(tmp_path):
+        loaded = torch.load(tmp_path / "extra.pt", weights_only=False)
+    BaseCheckpointManager.load_rng_state(loaded["rng"])
+    assert torch.equal(torch.rand(3), expected[0]) and random.random() == expected[2]
+    assert np.array_equal(np.random.rand(3), expected[1]) and loaded["lr_scheduler"] == extra["lr_scheduler"]
+    assert load_tensors(tmp_path / "data.pt") == record.state_dict()

@@ -1,0 +1,155 @@
+"""``main.py`` as a Hydra application."""
+
+import logging
+import sys
+
+import pytest
+import yaml
+
+from recipe.atropos import main
+from recipe.atropos.config.compose import compose_config, load_config, quoted
+from recipe.atropos.config.hydra_app import hydra_arguments
+
+
+@pytest.fixture
+def start(tmp_path, monkeypatch, model_path):
+    """Start the trainer with arguments in an empty folder; return the configuration that it trains with, or None."""
+    trained = []
+    (tmp_path / "cwd").mkdir()
+    monkeypatch.chdir(tmp_path / "cwd")
+    monkeypatch.setattr(main, "run", trained.append)
+
+    def started(*arguments):
+        monkeypatch.setattr(sys, "argv", ["main", *arguments])
+        model = (
+            [] if any(word.startswith("-") for word in arguments) else [f"actor_rollout_ref.model.path={model_path}"]
+        )
+        main.main([*arguments, *model])
+        return trained.pop() if trained else None
+
+    return started
+
+
+FILE = """
+preset: demo
+seed: 4
+environment: {args: {system_prompt: "\\\\boxed{it's}, a=b", 'no': null}}
+trainer: {logger: [console], default_local_dir: elsewhere}
+"""
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        [
+            "preset=demo",
+            "environment.args={}",
+            "environment.target=null",
+            "environments={a: {target: x.y, args: {list: [1e-5, {k: 'v w'}]}}}",
+            "actor_rollout_ref.actor.fsdp_config.wrap_policy={}",
+            "run.dir=a b",
+        ],
+        [
+            "preset=demo",
+            "environment.args.n=7",
+            r"++environment.args.text='\boxed{it\'s} a\\'",
+            "data={train_batch_size: 8}",
+        ],
+        ["config=FILE", "seed=0", "environment.args.temperature=${actor_rollout_ref.rollout.temperature}"],
+    ],
+    ids=["mappings", "text", "file"],
+)
+def test_hydra_main_trains_with_what_load_config_says(start, given, tmp_path, model_path, monkeypatch):
+    (tmp_path / "own.yaml").write_text(FILE)
+    given = [f"config={tmp_path / 'own.yaml'}" if word == "config=FILE" else word for word in given]
+    monkeypatch.setattr(main, "check_config", lambda config: None)
+    trained = start(*given)
+    assert trained == load_config([*given, f"actor_rollout_ref.model.path={model_path}"])
+
+
+def test_hydra_main_makes_no_folder_and_leaves_the_logs_alone(start, tmp_path):
+    before = (logging.getLogger().level, [*logging.getLogger().handlers])
+    config = start("preset=demo", "~environment.args.seed", "hydra.job.name=x")
+    assert "seed" not in config.environment.args and config.environment.args.dataset_name == "synthetic"
+    assert (logging.getLogger().level, logging.getLogger().handlers) == before
+    assert not [*(tmp_path / "cwd").iterdir()]
+
+
+def test_hydra_main_takes_a_primary_configuration_of_the_users(start, tmp_path, model_path):
+    (tmp_path / "mine.yaml").write_text(
+        f"defaults: [trainer, _self_]\nseed: 5\nactor_rollout_ref: {{model: {{path: {model_path}}}}}\n"
+        "environment: {args: {length: 3}}\n"
+    )
+    own = [f"--config-dir={tmp_path}", "--config-name=mine"]
+    config = start(*own, "seed=0")
+    assert config.seed == 0, "a shipped value is a value too"
+    assert config.environment.args == {"length": 3}
+    assert start("--config-path", str(tmp_path), "--config-name", "mine", "preset=demo").run.name == "demo"
+    (tmp_path / "mine.yaml").write_text("defaults: [trainer, _self_]\nsed: 5\n")
+    with pytest.raises(SystemExit, match="^error: sed: no such key; did you mean seed\\?$"):
+        start(*own)
+    (tmp_path / "mine.yaml").write_text(
+        "seed: 5\nhydra: {run: {dir: .}, output_subdir: null, job_logging: {root: null}}\n"
+    )
+    with pytest.raises(SystemExit, match=r"^error: model_engine is missing: .* defaults: \[trainer, _self_\]$"):
+        start(*own)
+
+
+def test_hydra_main_shows_the_configuration_and_its_help(start, capsys):
+    start("--cfg", "job", "--package", "environment.args", "preset=demo", "environment.args.x='a, b'")
+    shown = yaml.safe_load(capsys.readouterr().out)
+    assert shown["x"] == "a, b" and shown["seed"] == "${seed}"
+    for flag, told in (("--help", "Trajectory API"), ("--hydra-help", "== Flags ==")):
+        with pytest.raises(SystemExit, match="0"):
+            start(flag)
+        assert told in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (["-m", "seed=1"], "-m, --multirun, hydra.mode: one command trains one run"),
+        (["hydra.mode=MULTIRUN"], "-m, --multirun, hydra.mode: one command trains one run"),
+        (["seeed=1"], "seeed: no such key; did you mean seed?"),
+        (["+new.key=1", "--cfg", "job"], "new.key: no such key"),
+        (["lr=1"], "lr=1: this key has another name here; give actor_rollout_ref.actor.optim.lr=1"),
+        (["~seed"], "seed is missing: key=null leaves an option out"),
+        (["critic.optim.lr=1"], "critic.optim.lr=1 has no effect here"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_hydra_main_refuses_by_name(start, given, told):
+    with pytest.raises(SystemExit) as refusal:
+        start(*given)
+    assert str(refusal.value).startswith(f"error: {told}")
+
+
+def test_hydra_main_gives_hydra_its_own_arguments():
+    own = ["hydra.verbose=true", "hydra/job_logging=default", "~seed"]
+    assert hydra_arguments(["--cfg=job", *own, "seed=3", "preset=demo"]) == [
+        "--cfg=job",
+        *own,
+        "preset=demo",
+        "++seed=3",
+    ]
+    assert hydra_arguments(["--shell-completion", "query=bash"]) == ["--shell-completion", "query=bash"]
+
+
+KEY = "the-key-of-the-run"
+
+
+def test_hydra_main_shows_no_argument_of_a_failed_training(start, monkeypatch, capsys):
+    def fails(config):
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(main, "run", fails)
+    with pytest.raises(SystemExit) as end:
+        start("preset=demo", f"inference.api_key={KEY}")
+    told = capsys.readouterr().err
+    assert end.value.code == 1 and "in fails" in told and "RuntimeError: a bug" in told
+    assert KEY not in told
+
+
+@pytest.mark.parametrize("text", ["\\boxed{x}", "it's", "end\\", "a\\'b", "x\\\\y", "\\\\'", "a=b, c: {d}", ""])
+def test_quoted_text_is_read_as_it_was(text):
+    assert compose_config([f"environment.args.text={quoted(text)}"]).environment.args.text == text

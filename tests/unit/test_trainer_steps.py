@@ -1,0 +1,119 @@
+"""Steps of the trainer and its record, without ranks: what is dropped, compared, sent to the ranks and restored."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tensordict import TensorDict
+from verl.utils import tensordict_utils as tu
+
+from helpers.runs import metrics_line, write_lines
+from helpers.trainer import compose_config
+from recipe.atropos import fsdp_workers
+from recipe.atropos.algorithm.advantages import RunningMoments
+from recipe.atropos.data.data_proto import groups_to_data_proto
+from recipe.atropos.data.rows import RowLimits
+from recipe.atropos.ray_trainer import RayGRPOAtroposTrainer
+from recipe.atropos.run_record import RunRecord, read_metrics
+from recipe.atropos.workers.actor import _without_padding
+
+LIMITS = RowLimits(20, pad_token_id=0)
+POLICY = 4  # the version that step 5 starts from
+
+
+def a_group(versions, logprobs=(-0.5, -0.5)):
+    """Rows of one prompt and one response token each, sampled by ``versions``; a positive logprob means none."""
+    n = len(versions)
+    return {
+        "tokens": [[1, 5 + i] for i in range(n)],
+        "masks": [[-100, 5 + i] for i in range(n)],
+        "scores": [float(i) for i in range(n)],
+        "inference_logprobs": [[1.0, logprob] for logprob in logprobs],
+        "group_overrides": {"policy_version_min": list(versions), "policy_version_max": list(versions)},
+    }
+
+
+class Ranks:
+    """In the place of the ranks: every logprob is -2."""
+
+    rows_multiple = 1
+
+    def data_parallel_size(self):
+        return 1
+
+    def log_probs(self, batch):
+        values = torch.full(batch.batch["responses"].shape, -2.0)
+        return {"old_log_probs": values, "entropys": torch.zeros_like(values)}, 0.1
+
+
+@pytest.fixture
+def trainer(tmp_path):
+    trainer = RayGRPOAtroposTrainer.__new__(RayGRPOAtroposTrainer)
+    trainer.config = compose_config("actor_rollout_ref.model.path=none", "trainer.atropos.max_staleness=1")
+    trainer.limits, trainer.mini_batch_size, trainer.actor = LIMITS, 2, Ranks()
+    trainer.record, trainer.global_steps = RunRecord(tmp_path), POLICY + 1
+    trainer.metrics, trainer.timing_raw = {}, {}
+    trainer.sampling_check = SimpleNamespace(metrics=lambda *_: {}, temperatures=lambda *_: None)
+    return trainer
+
+
+def test_survivors_the_newest_version_is_the_policys(trainer):
+    """A row of a newer one is of an abandoned branch; the oldest may be max_staleness older than the policy."""
+    groups = [a_group([POLICY, POLICY + 1]), a_group([POLICY - 1, POLICY - 2])]
+    trainer.data_source = SimpleNamespace(next_batch=lambda *_: (7, groups), metrics=dict)
+    batch = trainer._next_batch()
+    versions = batch.non_tensor_batch["policy_version_min"]
+    assert sorted(version for version in versions if version is not None) == [POLICY - 1, POLICY]
+    assert trainer.record.totals.dropped == {"future_version": 1, "stale": 1}
+
+
+def test_survivors_fresh_is_what_the_policys_own_version_sampled(trainer):
+    for versions, fresh in (([POLICY, POLICY - 1], 1.5), ([POLICY - 1] * 2, None)):
+        batch, _ = groups_to_data_proto([a_group(versions, (-0.5, -0.25))], LIMITS)
+        trainer.metrics = {}
+        trainer._compute_log_probs(batch)
+        assert trainer.metrics.get("atropos/logprob_diff/fresh_mean") == fresh
+        assert trainer.metrics["atropos/logprob_diff/mean"] == pytest.approx(1.625)
+
+
+def test_survivors_bypassed_rows_without_logprobs_get_policys(trainer):
+    trainer.config.algorithm.rollout_correction.bypass_mode = True
+    batch, _ = groups_to_data_proto([a_group([POLICY] * 3, (-0.5, -0.75, 1.0))], LIMITS)
+    trainer._compute_log_probs(batch)
+    assert batch.batch["old_log_probs"][:, 0].tolist() == [-0.5, -0.75, -2.0]
+
+
+def test_survivors_a_rows_temperature_is_sent_to_the_ranks():
+    batch, _ = groups_to_data_proto([a_group([POLICY] * 2)], LIMITS)
+    batch.batch["row_temperature"] = torch.tensor([1.0, 0.7])
+    sent = _without_padding(batch, calculate_entropy=False)
+    assert sent["row_temperature"].tolist() == pytest.approx([1.0, 0.7])
+
+
+def test_survivors_sequences_are_counted_over_all_ranks(monkeypatch):
+    """Of this rank's three rows two are trained on, as of the other's; a padding row counts on neither."""
+    told = {}
+    monkeypatch.setattr(fsdp_workers, "get_device_id", lambda: "cpu")
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda counted, group: counted.mul_({"both ranks": 2}[group]))
+    monkeypatch.setattr(
+        fsdp_workers.TrainingWorker, "train_batch", lambda self, data: told.update(n=tu.get(data, "global_batch_size"))
+    )
+    worker = fsdp_workers.AtroposTrainingWorker.__new__(fsdp_workers.AtroposTrainingWorker)
+    worker.engine = SimpleNamespace(get_data_parallel_group=lambda: "both ranks")
+    worker.train_batch(TensorDict({"response_mask": torch.tensor([[1, 1], [0, 1], [0, 0]])}, batch_size=3))
+    assert told == {"n": 4}
+
+
+def test_survivors_a_resumed_record_is_the_checkpoints(tmp_path):
+    """Steps after it are trained again, so their lines go; the moments of normalization are those at its step."""
+    moments, restored = RunningMoments(), RunningMoments()
+    record = RunRecord(tmp_path, {"advantage_moments": moments})
+    moments.update(torch.tensor([1.0, 3.0]))
+    record.totals.steps = 2
+    state = record.state_dict()
+    write_lines(record.directory.metrics, [metrics_line(step) for step in range(1, 5)])
+    resumed = RunRecord(tmp_path, {"advantage_moments": restored})
+    resumed.load_state_dict(state)
+    resumed.begin()
+    assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2]
+    assert (restored.count, restored.mean, restored.std) == (2, 2.0, 1.0)
