@@ -363,9 +363,7 @@ class RayGRPOAtroposTrainer:
     def _register(self, done: int) -> DataSource | RecordedSource:
         if replay := self.config.trainer.atropos.replay:
             return RecordedSource(replay, self.record.totals.batches)
-        source = open_source(self.config, done, self.record.totals.batches)
-        source.meanwhile = self.record.still_waiting
-        return source
+        return open_source(self.config, done, self.record.totals.batches, self.record.still_waiting)
 
     def _log_probs_of(self, rows: list[Row]) -> torch.Tensor:
         """Return the policy's logprobs of the rows' responses, (B, R) float32."""

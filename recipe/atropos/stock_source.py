@@ -15,7 +15,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import aiohttp
@@ -37,18 +37,20 @@ _FIRST_POLL, _LONGEST_POLL = 0.05, 1.0  # seconds between polls while there is n
 _UNREACHABLE = (aiohttp.ClientError, OSError)
 
 
-def open_source(config: Any, starting_step: int, after: int) -> DataSource:
+def open_source(
+    config: Any, starting_step: int, after: int, meanwhile: Callable[[], object] = lambda: None
+) -> DataSource:
     """Return the source for the server at ``trainer.atropos.api_url``: ours, or atroposlib's own.
 
     ``config`` is the full configuration; ``starting_step`` and ``after`` are the numbers of updates, and of the last
-    batch, in the weights.
+    batch, in the weights; ``meanwhile`` is that of ``DataSource``.
 
     Raises:
         DataSourceError: it does not answer.
     """
     own = DataSourceConfig.from_config(config)
     source = StockSource if _is_stock(own) else DataSource
-    return source(own, Registration.from_config(config, starting_step), after)
+    return source(own, Registration.from_config(config, starting_step), after, meanwhile=meanwhile)
 
 
 def _is_stock(config: DataSourceConfig) -> bool:

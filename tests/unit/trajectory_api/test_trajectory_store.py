@@ -101,7 +101,7 @@ def test_a_full_disk_holds_writes_until_there_is_room(tmp_path):
         await append(store, 1)
         pages = store.connection.execute("PRAGMA page_count").fetchone()[0]
         store.connection.execute(f"PRAGMA max_page_count = {pages}")
-        held = [asyncio.ensure_future(append(store, id, padding=bytes(1000))) for id in range(2, 200)]
+        held = [asyncio.ensure_future(append(store, id, padding=bytes(20_000))) for id in range(2, 200)]
         while not store.trouble:
             await asyncio.sleep(0.01)
         assert "full" in store.trouble and str(tmp_path) in store.trouble
