@@ -330,4 +330,4 @@ def test_the_log_says_what_a_waiting_trainer_waits_for(tmp_path):
         api.post("/scored_data", group(1, size=3))
         assert "3 of 8 sequences" in api.get("/diagnose")["why"]
         assert api.batch("?after=0&wait=2.5") is None
-        assert "no batch 1 for" in api.log() and "3 of 8 sequences are queued or begun" in api.log()
+        assert "no batch 1 for" in api.log() and "3 of 8 sequences are queued, and no group is begun" in api.log()

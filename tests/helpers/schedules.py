@@ -279,3 +279,36 @@ class Schedule:
                 due[env] += share * filled
             for env in shares:
                 yield had[env] - due[env], max(self._of[env].sizes)
+
+
+def drawn(seed):
+    """A schedule: 1 to 6 environments of any sizes up to a batch, with failures, deaths, returns, and stock ones."""
+    rng = random.Random(seed)
+    batch_size = rng.choice([4, 8, 12, 16, 30, 48, 64])
+    bound = rng.choice([None, 0, 0, 1, 2, 3, 4])
+    larger = 0.2 if rng.random() < 0.2 else 0.0
+    envs = []
+    for _ in range(rng.randint(1, 6)):
+        most = rng.randint(1, batch_size)
+        slow = rng.choice([1.0, 4.0, 20.0])
+        envs.append(
+            Environment(
+                sizes=(most, *(rng.randint(1, most) for _ in range(rng.choice([0, 0, 2])))),
+                weight=rng.choice([0.05, 1.0, 1.0, 2.0, 9.0]),
+                allocation=rng.choice([0.0, 0.0, 0.0, 0.1, 0.3]),
+                workers=rng.choice([1, 2, 8, 40]),
+                seconds=(0.1, slow),
+                failures=rng.choice([0.0, 0.0, 0.3, 0.8]),
+                larger=larger,
+                stock=rng.choice([0, 0, 0, 2, 5]) * (batch_size // most + 1),
+                away=(rng.uniform(5, 60), rng.uniform(1, 100)) if rng.random() < 0.3 else (1e9, 1e9),
+            )
+        )
+    empty = rng.choice([0.0, 0.0, 0.3])
+    every = rng.choice([1, 2]) if bound is None or bound > 0 else 1
+    return Schedule(envs, batch_size, bound, seed=seed, empty=empty, every=every)
+
+
+def play(schedule, folder, monkeypatch):
+    asyncio.run(schedule.run(folder, monkeypatch))
+    return schedule

@@ -13,6 +13,7 @@ from recipe.atropos import fsdp_workers
 from recipe.atropos.algorithm.advantages import RunningMoments
 from recipe.atropos.data.data_proto import groups_to_data_proto
 from recipe.atropos.data.rows import RowLimits
+from recipe.atropos.errors import NothingToTrain
 from recipe.atropos.ray_trainer import RayGRPOAtroposTrainer
 from recipe.atropos.run_record import RunRecord, read_metrics
 from recipe.atropos.workers.actor import _without_padding
@@ -50,7 +51,7 @@ class Ranks:
 def trainer(tmp_path):
     trainer = RayGRPOAtroposTrainer.__new__(RayGRPOAtroposTrainer)
     trainer.config = compose_config("actor_rollout_ref.model.path=none", "trainer.atropos.max_staleness=1")
-    trainer.limits, trainer.mini_batch_size, trainer.actor = LIMITS, 2, Ranks()
+    trainer.limits, trainer.mini_batch_size, trainer.batch_size, trainer.actor = LIMITS, 2, 8, Ranks()
     trainer.record, trainer.global_steps = RunRecord(tmp_path), POLICY + 1
     trainer.metrics, trainer.timing_raw = {}, {}
     trainer.sampling_check = SimpleNamespace(metrics=lambda *_: {}, temperatures=lambda *_: None)
@@ -65,6 +66,33 @@ def test_survivors_the_newest_version_is_the_policys(trainer):
     versions = batch.non_tensor_batch["policy_version_min"]
     assert sorted(version for version in versions if version is not None) == [POLICY - 1, POLICY]
     assert trainer.record.totals.dropped == {"future_version": 1, "stale": 1}
+
+
+def batches_of(*batches):
+    """A source of numbered batches, and the numbers of those that it was told to be empty."""
+    told, left = [], list(enumerate(batches, start=1))
+    source = SimpleNamespace(next_batch=lambda *_: left.pop(0), metrics=dict, batch_is_empty=told.append)
+    return source, told
+
+
+def test_empty_batches_are_told_and_counted(trainer):
+    """A row of weights that the policy has abandoned is not trained on."""
+    stale, fresh = a_group([POLICY + 1] * 2), a_group([POLICY] * 2)
+    trainer.data_source, told = batches_of([stale], [stale, stale], [fresh])
+    trainer._next_batch()
+    assert told == [1, 2] and trainer.metrics["atropos/empty_batches"] == 2
+    assert (trainer.record.totals.batches, trainer.record.totals.empty_batches) == (3, 2)
+    assert trainer.record.totals.dropped == {"future_version": 6} and trainer.metrics["atropos/batch_fill"] == 2 / 8
+
+
+def test_empty_batches_end_the_run_with_reasons_by_environment(trainer):
+    trainer.config.trainer.atropos.max_empty_batches = 2
+    named = a_group([POLICY - 2] * 2)
+    named["group_overrides"]["env_name"] = "gsm8k_0"
+    trainer.data_source, _ = batches_of([named], [named, a_group([POLICY + 1] * 2)], [a_group([POLICY] * 2)])
+    with pytest.raises(NothingToTrain, match="gsm8k_0: stale 4; unknown: future_version 2") as ended:
+        trainer._next_batch()
+    assert "trainer.atropos.max_empty_batches=2 batches in a row had nothing to train on" in str(ended.value)
 
 
 def test_survivors_fresh_is_what_the_policys_own_version_sampled(trainer):

@@ -235,9 +235,7 @@ async def _begin(api: Api, request: web.BaseRequest, path: str) -> web.StreamRes
 async def _status_env(api: Api, request: web.BaseRequest, path: str) -> web.StreamResponse:
     message = m.read(await _body(request), m.EnvIdentifier)
     found = api.service.environments.status(message.env_id, api.service.queue)
-    trainer = api.service.trainer
-    bound = trainer.registration.max_staleness if trainer else None
-    return _answer({"current_step": api.service.step(), "max_staleness": bound, **found})
+    return _answer({"current_step": api.service.step(), **found})
 
 
 # ---------------------------------------------------------------------- trainers

@@ -105,7 +105,7 @@ def import_(data_dir: Path, file: Path) -> None:
                     id += 1
                     row = database.Group(id, id, group.env_id, group.sequences, group.tokens, 0, time.time())
                     rows.append((row, group.record))
-                database.append(connection, rows, None, None, None)
+                database.append(connection, rows, None, None)
                 database.cut(connection, number, [row.id for row, _ in rows])
                 batches += 1
         database.write_run(connection, numbers=id + 1)

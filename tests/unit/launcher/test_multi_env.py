@@ -192,7 +192,9 @@ def test_counts_are_summed_over_the_processes_of_an_environment(tmp_path):
 
 
 def test_sizes_that_fill_little_of_a_batch_are_named():
-    specs = [EnvironmentSpec(f"environments.{name}", name, "m", size) for name, size in (("a", 8), ("b", 70), ("c", 43))]
+    specs = [
+        EnvironmentSpec(f"environments.{name}", name, "m", size) for name, size in (("a", 8), ("b", 70), ("c", 43))
+    ]
     assert fill_warnings(specs, 128) == [
         "environments.b.group_size=70: whole groups fill 70 of a batch of 128 sequences, and padding the rest; give a "
         "size that divides it",

@@ -1,0 +1,12 @@
+"""More of the schedules of tests/unit/trajectory_api/test_schedules.py."""
+
+import pytest
+
+from helpers.schedules import drawn, play
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+
+@pytest.mark.parametrize("seed", range(60, 500))
+def test_any_of_many_schedules_keeps_bounds_and_goes_on(tmp_path, monkeypatch, seed):
+    play(drawn(seed), tmp_path, monkeypatch)
