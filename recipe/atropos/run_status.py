@@ -29,7 +29,7 @@ from recipe.atropos.run_record import SCORES, heldout_scores, read_evaluations
 from recipe.atropos.utils.files import LineReader, read_json, read_lines, read_yaml
 from recipe.atropos.utils.machine import nvidia_smi
 from recipe.atropos.utils.process import process_lives
-from recipe.atropos.utils.secret import API_KEY_VARIABLE
+from recipe.atropos.utils.secret import API_KEY_VARIABLE, environments_key
 
 RUNS = Path("runs")  # where runs are by default: ``run.dir`` in trainer.yaml
 
@@ -310,14 +310,16 @@ def _health_of_server(server: dict[str, Any]) -> tuple[str, str]:
 
 
 def _api_key(pids: Iterable[int]) -> str | None:
-    """Return the run's key: it is in no file, but the user who started the run may read its services' environment."""
+    """Return the environments' key, which suffices here: the trainer's is in no file, but the user who started the run
+    may read its services' environment."""
     for pid in pids:
         try:
             if key := psutil.Process(pid).environ().get(API_KEY_VARIABLE):
-                return key
+                return environments_key(key)
         except (psutil.Error, OSError):
             continue
-    return os.environ.get(API_KEY_VARIABLE)
+    key = os.environ.get(API_KEY_VARIABLE)
+    return environments_key(key) if key else None
 
 
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))

@@ -355,15 +355,18 @@ def test_secret_of_a_run_is_in_no_file_and_no_command_line(training):
 def test_secret_ports_of_a_run_are_on_loopback(training):
     """Those of Ray, torch and SGLang too; Ray asks for a token."""
     service, folder, _ = training
-    listening, names = {}, set()
+    listening, names, ports = {}, set(), []
     for process in processes_of(service):
         with contextlib.suppress(psutil.NoSuchProcess):
             names.add(process.name())
             for connection in process.net_connections("inet"):
                 if connection.status == psutil.CONN_LISTEN:
+                    ports.append((process.name(), connection.laddr.port))
                     listening.setdefault(connection.laddr.ip.removeprefix("::ffff:"), set()).add(process.name())
     assert set(listening) == {"127.0.0.1"}, listening
     assert {"gcs_server", "raylet"} <= names
+    assert not {44217, 44227} & {port for _, port in ports}, "Ray's metrics, without a token"
+    assert sum(name == "ray::DashboardAgent" for name, _ in ports) <= 2, "its metrics would be a third"
     trainer = psutil.Process(listed(folder)["trainer"]["pid"])
     [raylet] = [child for child in trainer.children(recursive=True) if child.name() == "raylet"]
     assert raylet.environ()["RAY_AUTH_MODE"] == "token" and len(raylet.environ()["RAY_AUTH_TOKEN"]) == 64

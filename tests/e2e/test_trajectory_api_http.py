@@ -21,6 +21,7 @@ from helpers.services import group
 from helpers.trajectory_api import ENVIRONMENT, REGISTRATION, running_trajectory_api
 from recipe.atropos.trajectory_api import wire
 from recipe.atropos.trajectory_api.app import MAX_BODY, ROUTES
+from recipe.atropos.utils.secret import environments_key
 
 
 @pytest.fixture(scope="module")
@@ -252,6 +253,31 @@ def test_a_secret_is_asked_for_in_header_or_path(tmp_path):
         assert requests.get(f"{api.url}/status", headers={"Authorization": "Bearer \xff"}).status_code == 401
         assert requests.post(f"{api.url}/s3cret/scored_data", json=group(1)).json() == {"status": "received"}
         assert "s3cret" not in api.log()
+
+
+def test_control_of_the_queue_wants_the_trainers_key(tmp_path):
+    """The environments' key registers, posts and informs, by header and by path."""
+    control = [
+        ("POST", "/register"),
+        ("GET", "/batch"),
+        ("POST", "/commit"),
+        ("POST", "/weights"),
+        ("GET", "/reset_data"),
+    ]
+    key = environments_key("s3cret")
+    with running_trajectory_api(tmp_path, secret="s3cret") as api:
+        for method, path in ROUTES:
+            for prefix, headers in (("", {"Authorization": f"Bearer {key}"}), (f"/{key}", {})):
+                reply = requests.request(method, api.url + prefix + path, headers=headers, json={})
+                assert (reply.status_code == 403) == ((method, path) in control), (method, path, reply.text)
+                assert reply.status_code not in (401, 404, 405)
+        assert requests.post(f"{api.url}/{key}/scored_data", json=group(1)).json() == {"status": "received"}
+        registered = requests.post(f"{api.url}/s3cret/register", json=REGISTRATION | {"after": 0}).json()
+        for path in ("/commit", "/weights"):
+            reply = requests.post(f"{api.url}/s3cret{path}", json={"through": 0})
+            assert reply.status_code == 422 and "send the epoch" in reply.text, "which trainer it is"
+            headers = {"Atropos-Epoch": str(registered["epoch"])}
+            assert requests.post(f"{api.url}/s3cret{path}", json={"through": 0}, headers=headers).status_code == 200
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ class ScriptedTrainer:
         self.api, self.after = api, after
         registration = {"wandb_group": "", "wandb_project": "", "batch_size": batch_size, "checkpoint_dir": ""}
         registration |= {"max_token_len": max_token_len, "save_checkpoint_interval": -1, "starting_step": 0}
-        post(f"{api}/register", registration | {"num_steps": 9, "after": after, "max_staleness": max_staleness})
+        registration |= {"num_steps": 9, "after": after, "max_staleness": max_staleness}
+        self.epoch = post(f"{api}/register", registration)["epoch"]
 
     def groups(self):
         """The groups of the next batch, None if there is none."""
@@ -35,7 +36,7 @@ class ScriptedTrainer:
 
     def push(self):
         """Say that the servers have weights that contain all batches taken."""
-        post(f"{self.api}/weights", {"through": self.after})
+        post(f"{self.api}/weights", {"through": self.after}, {"Atropos-Epoch": str(self.epoch)})
 
     def counts(self, kind):
         """What the API has counted of ``kind``, by reason."""

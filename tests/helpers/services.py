@@ -20,8 +20,9 @@ def get(url: str, payload: Any = None) -> Any:
         return json.loads(reply.read())
 
 
-def post(url: str, payload: Any) -> Any:
-    request = urllib.request.Request(url, json.dumps(payload).encode(), {"Content-Type": "application/json"})
+def post(url: str, payload: Any, headers: dict[str, str] | None = None) -> Any:
+    headers = {"Content-Type": "application/json", **(headers or {})}
+    request = urllib.request.Request(url, json.dumps(payload).encode(), headers)
     with urllib.request.urlopen(request, timeout=10) as reply:
         return json.loads(reply.read())
 

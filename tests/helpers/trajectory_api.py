@@ -40,6 +40,7 @@ class Api:
         self._command = [sys.executable, *program, *where, *flags]
         self._environment = {**os.environ, "ATROPOS_API_KEY": secret}
         self.session = requests.Session()
+        self.epoch: int | None = None
 
     def start(self) -> "Api":
         with open(self.folder / "api.log", "ab") as log:
@@ -71,12 +72,16 @@ class Api:
 
     def post(self, path: str, message: Any, status: int = 200, **headers: str) -> Any:
         headers = {name.replace("_", "-"): value for name, value in headers.items()}
+        if path in ("/commit", "/weights") and self.epoch is not None:
+            headers.setdefault("Atropos-Epoch", str(self.epoch))
         reply = self.session.post(self.url + path, json=message, headers=headers, timeout=30)
         assert reply.status_code == status, (path, reply.status_code, reply.text)
         return reply.json()
 
     def register(self, **fields: Any) -> Any:
-        return self.post("/register", REGISTRATION | fields)
+        answer = self.post("/register", REGISTRATION | fields)
+        self.epoch = answer["epoch"]
+        return answer
 
     def batch(self, query: str = "") -> list[int] | None:
         """The numbers of a batch's groups."""

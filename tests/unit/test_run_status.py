@@ -14,6 +14,7 @@ from helpers.runs import make_run, metrics_line, write_lines
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.run_status import RunReader, find_run, measure_memory
 from recipe.atropos.utils.process import start_time
+from recipe.atropos.utils.secret import environments_key
 
 
 def read(files):
@@ -113,7 +114,7 @@ class _Endpoints(BaseHTTPRequestHandler):
     }
 
     def do_GET(self):
-        allowed = self.headers.get("Authorization") == "Bearer the-key"
+        allowed = self.headers.get("Authorization") == f"Bearer {environments_key('the-trainers-key')}"
         body = orjson.dumps(self.answers[self.path]) if allowed else b"{}"
         self.send_response(200 if allowed else 401)
         self.send_header("Content-Length", str(len(body)))
@@ -136,7 +137,7 @@ def test_status_asks_the_endpoints_with_the_key_of_the_services(tmp_path, endpoi
     monkeypatch.delenv("ATROPOS_API_KEY", raising=False)
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")  # not for addresses of this machine
     program = [sys.executable, "-c", "import time; print(1, flush=True); time.sleep(60)"]
-    environment = {**os.environ, "ATROPOS_API_KEY": "the-key"}
+    environment = {**os.environ, "ATROPOS_API_KEY": "the-trainers-key"}
     with subprocess.Popen(program, env=environment, stdout=subprocess.PIPE) as service:
         service.stdout.readline()  # it has its environment
         entry = {"pid": service.pid, "started": start_time(service.pid)}

@@ -75,7 +75,9 @@ class Inference(Section):
     mem_fraction_static: Annotated[float, Field(gt=0, lt=1)] | None = about(
         "Share of a GPU for the servers' weights and KV cache; null: SGLang's own choice, colocated 0.4"
     )
-    api_key: Text | None = about("Key of servers and gateway; the launcher makes one for each run")
+    api_key: Text | None = about(
+        "The trainer's key, from which the environments' is made; the launcher makes one for each start"
+    )
     start_timeout: Seconds = about("Seconds until every server must generate")
     args: dict[str, Any] = about("Further flags of sglang.launch_server")
 

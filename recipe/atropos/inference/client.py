@@ -39,6 +39,7 @@ import orjson
 from safetensors import SafetensorError, safe_open
 
 from recipe.atropos.errors import AtroposError
+from recipe.atropos.utils.sockets import OwnServers
 
 PauseMode = Literal["auto", "abort", "retract", "in_place"]
 
@@ -118,6 +119,8 @@ class SGLangClient:
         api_key: the key that the server was started with, if any.
         timeout: seconds that one call may take in total. Updates of large models need minutes.
         capabilities: what the server can do, if already known.
+        own: the key is sent to no server of this machine that another user runs; see ``OwnServers``, and what it
+            raises.
     """
 
     def __init__(
@@ -126,19 +129,21 @@ class SGLangClient:
         api_key: str | None = None,
         timeout: float = 600.0,
         capabilities: Capabilities | None = None,
+        own: bool = False,
     ):
         self.url = url.rstrip("/")
         self.timeout = timeout
         self._headers = {"Content-Type": "application/json"}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
+        self._connector = OwnServers if own and api_key else aiohttp.TCPConnector
         self._session: aiohttp.ClientSession | None = None
         self._capabilities = capabilities
 
     async def __aenter__(self) -> Self:
         # A new connection for each call: the server may close a kept-alive one just as a POST is sent, and whether it
         # was executed would then be unknown. No limit: the caller sets the concurrency.
-        connector = aiohttp.TCPConnector(force_close=True, limit=0)
+        connector = self._connector(force_close=True, limit=0)
         self._session = aiohttp.ClientSession(connector=connector, headers=self._headers)
         return self
 

@@ -4,7 +4,9 @@ Environments know one base URL and nothing of servers that come and go; the gate
 
 - Everything but its own two endpoints is proxied unchanged: method, path, query, body, status, headers, streams; except
   that, if the policy is an adapter, requests that sample name it and replies carry its version. See `lora_routing`.
-- The API key ($ATROPOS_API_KEY) is checked, 401 otherwise, and passed on.
+- A key is required, 401 otherwise. The trainer's key ($ATROPOS_API_KEY), which is also the servers', opens everything;
+  the environments' key, made from it (``utils/secret``), opens what samples and informs (``_FOR_ENVIRONMENTS``), 403
+  otherwise. The servers are sent the trainer's, unless another user of this machine runs them (``OwnServers``).
 - Only *admitted* servers get requests, and only the trainer admits: ``PUT /gateway/weights {"version": 7, "servers":
   [URL, ...]}``, with ``"pushing": true`` before a push to servers that are admitted already, and the ``"adapter"`` if
   the version is one. See `ServerPool`.
@@ -25,7 +27,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import hmac
 import logging
 import os
 import re
@@ -41,9 +42,10 @@ from multidict import CIMultiDict
 from yarl import URL
 
 from recipe.atropos.inference.affinity import PrefixAffinity
-from recipe.atropos.inference.lora_routing import GENERATES, AdaptedPolicy, CannotName
+from recipe.atropos.inference.lora_routing import GENERATES, TOKENIZES, AdaptedPolicy, CannotName
 from recipe.atropos.inference.pool import NothingAdmitted, Server, ServerPool
-from recipe.atropos.utils.secret import API_KEY_VARIABLE
+from recipe.atropos.utils.secret import API_KEY_VARIABLE, whose_key
+from recipe.atropos.utils.sockets import OtherUsersServer, OwnServers, inherited_socket
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +59,11 @@ _MAX_SENDS = 5  # of one request: one that crashes each server must end
 _NOT_PASSED_ON = frozenset(
     {"connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer", "transfer-encoding"}
     | {"upgrade", "host", "content-length", "expect"}
+)
+# What SGLang answers without changing anything, and without its own key, which is in /server_info.
+_FOR_ENVIRONMENTS = frozenset(
+    {*GENERATES, *TOKENIZES, "/v1/models", "/model_info", "/get_model_info", "/health", "/health_generate"}
+    | {"/gateway/status"}
 )
 # In a JSON text these bytes can only be a key: within a string the quotes would be escaped.
 _WEIGHT_VERSION = re.compile(rb'"weight_version"\s*:\s*"([^"]*)"')
@@ -92,10 +99,13 @@ class Gateway:
     async def _authorized(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        # Bytes that are not UTF-8 arrive as surrogates; this restores them.
-        given = request.headers.get(hdrs.AUTHORIZATION, "").encode(errors="surrogateescape")
-        if self._authorization and not hmac.compare_digest(given, self._authorization.encode()):
-            return _error(401, f"the API key is wrong or missing; give the run's own, that of ${API_KEY_VARIABLE}")
+        if self.api_key:
+            who = whose_key(request.headers.get(hdrs.AUTHORIZATION, "").removeprefix("Bearer "), self.api_key)
+            if who is None:
+                return _error(401, f"the API key is wrong or missing; give the run's own, that of ${API_KEY_VARIABLE}")
+            if who == "environments" and request.path not in _FOR_ENVIRONMENTS:
+                allowed = ", ".join(sorted(_FOR_ENVIRONMENTS))
+                return _error(403, f"{request.path} takes the trainer's key; the environments' opens {allowed}")
         return await handler(request)
 
     # -- own endpoints ---------------------------------------------------------------------------------------------
@@ -176,7 +186,7 @@ class Gateway:
                     await _to_client(response.write(piece))
                 await _to_client(response.write_eof())
                 return response
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+        except (aiohttp.ClientError, OSError, OtherUsersServer) as error:
             why = str(error) or type(error).__name__
             if isinstance(error, TimeoutError) and server.state != "admitted":
                 why = f"it was removed meanwhile ({server.last_error or 'the trainer left it out'})"
@@ -197,10 +207,13 @@ class Gateway:
     def _request(
         self, server: Server, request: web.Request, body: bytes
     ) -> contextlib.AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        headers = _passed_on(request.headers)
+        if self._authorization:
+            headers[hdrs.AUTHORIZATION] = self._authorization
         return self._session.request(
             request.method,
             URL(server.url + request.raw_path, encoded=True),
-            headers=_passed_on(request.headers),
+            headers=headers,
             data=body or None,
             allow_redirects=False,
             skip_auto_headers=(hdrs.ACCEPT, hdrs.ACCEPT_ENCODING, hdrs.CONTENT_TYPE, hdrs.USER_AGENT),
@@ -211,7 +224,7 @@ class Gateway:
     async def _session_and_probes(self, app: web.Application) -> AsyncIterator[None]:
         # A new connection for each request: the server may close a kept-alive one just as it is used, which looks as if
         # the server had died. No limit: the clients set the concurrency.
-        connector = aiohttp.TCPConnector(force_close=True, limit=0)
+        connector = (OwnServers if self.api_key else aiohttp.TCPConnector)(force_close=True, limit=0)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT)
         async with aiohttp.ClientSession(
             connector=connector, timeout=timeout, auto_decompress=False, read_bufsize=_READ_BYTES
@@ -240,7 +253,7 @@ class Gateway:
                 version = str(orjson.loads(await reply.read()).get("weight_version"))
         except TimeoutError:
             return f"GET /model_info: no answer within {_PROBE_TIMEOUT:g} s"
-        except (aiohttp.ClientError, OSError, ValueError, AttributeError) as error:
+        except (aiohttp.ClientError, OSError, OtherUsersServer, ValueError, AttributeError) as error:
             return f"GET /model_info: {error!r}"
         if version not in self.pool.accepted:
             expected = " or ".join(sorted(self.pool.accepted))
@@ -304,12 +317,13 @@ def main(argv: list[str] | None = None) -> None:
         urls = [url for url in options.servers.split(",") if url]
         return Gateway(ServerPool(urls, options.max_wait), os.environ.get(API_KEY_VARIABLE)).app()
 
+    given = inherited_socket()
+    where = {"sock": given} if given else {"host": options.host, "port": options.port}
     # handler_cancellation: aiohttp cancels the handler of a client that disconnects. Shutdown does not wait for held
     # requests.
     web.run_app(
         app(),
-        host=options.host,
-        port=options.port,
+        **where,
         access_log=None,
         handler_cancellation=True,
         shutdown_timeout=1.0,

@@ -14,7 +14,8 @@ import orjson
 
 ADAPTERS_KEPT = 4  # by a server: the active adapter, the next, and two with requests that began earlier
 GENERATES = ("/generate", "/v1/completions", "/v1/chat/completions")
-_SAMPLES_NOTHING = ("/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize", "/abort_request", "/flush_cache")
+TOKENIZES = ("/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize")
+_SAMPLES_NOTHING = (*TOKENIZES, "/abort_request", "/flush_cache")
 
 # In a JSON text these bytes can only be keys: within a string the quotes would be escaped.
 _VERSION = re.compile(rb'("weight_version"\s*:\s*)"[^"]*"')

@@ -26,6 +26,7 @@ from recipe.atropos.utils.gpus import nccl_variables, visible_gpus, without_gpus
 from recipe.atropos.utils.machine import versions_in
 from recipe.atropos.utils.process import Service, free_port, port_is_free, start_service, wait_until_healthy
 from recipe.atropos.utils.secret import secret_variables, split_secret_flags
+from recipe.atropos.utils.sockets import holder
 
 PYTHON_VARIABLE = "ATROPOS_SGLANG_PYTHON"
 CPU_SHIM = Path(__file__).resolve().parent / "cpu_shim"
@@ -247,8 +248,8 @@ def check_launch(launch: SGLangLaunch) -> None:
         raise LaunchError(f"model folder {launch.model_path!r} has no config.json: name a folder of save_pretrained")
     if launch.port is not None and not port_is_free(launch.port, launch.host):
         raise LaunchError(
-            f"port {launch.port} of {launch.host} is taken: end the process that listens there, name another port, or "
-            "leave inference.port empty to have a free one chosen"
+            f"port {launch.port} of {launch.host} is taken{holder(launch.port)}: end the process that listens there, "
+            "name another port, or leave inference.port empty to have a free one chosen"
         )
 
 

@@ -160,9 +160,10 @@ def serve_command(run: Run, spec: EnvironmentSpec, api_url: str, server_url: str
 
 
 def environment_secrets(run: Run, spec: EnvironmentSpec) -> dict[str, str]:
-    """Return environment variables with the run's key, and with the flags that are secret, for the adapter."""
-    key = {API_KEY_VARIABLE: run.api_key}
-    return key | secret_variables(options(split_secret_flags({"openai.api_key": run.api_key, **_own_flags(spec)})[1]))
+    """Return environment variables with the environments' key, and with the flags that are secret, for the adapter."""
+    key = run.environments_key
+    flags = split_secret_flags({"openai.api_key": key, **_own_flags(spec)})[1]
+    return {API_KEY_VARIABLE: key} | secret_variables(options(flags))
 
 
 def _own_flags(spec: EnvironmentSpec) -> dict[str, Any]:

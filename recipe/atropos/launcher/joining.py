@@ -2,7 +2,7 @@
 
 Guarantees:
 
-- the run's API key is printed only to a terminal, never to a file, a pipe or a log;
+- the environments' key is printed only to a terminal, never to a file, a pipe or a log; the trainer's key never is;
 - each environment that registers is announced, at any time;
 - while no batch arrives, a line says why, after one minute and then at intervals of up to ten minutes; the trainer
   waits ``trainer.atropos.join_timeout`` seconds in total.
@@ -31,6 +31,10 @@ from recipe.atropos.utils.hosts import reachable, reachable_from_others
 from recipe.atropos.utils.secret import API_KEY_VARIABLE
 
 _EXAMPLE = "environments/gsm8k_server.py"  # in a checkout of Atropos
+_WHICH_KEY = (
+    f"with the environments' key as ${API_KEY_VARIABLE}; from the run's own, python -m recipe.atropos.utils.secret "
+    "prints it"
+)
 _FIRST_LOOK, _LONGEST_LOOK = 2.0, 30.0  # s between polls; one that finds nobody new logs a traceback in the API
 _FIRST_REPORT, _LONGEST_SILENCE = 60.0, 600.0  # s without a batch before the reason is printed
 _FOREVER = 10**9  # steps; in effect, no limit
@@ -98,7 +102,7 @@ def adapted_command(config: DictConfig, env: dict[str, Any], openai: dict[str, A
 def how_to_join(config: DictConfig, api_url: str, gateway: str, key: str | None, guarded: bool = True) -> str:
     """Return the commands for another terminal, also on another machine if the services listen on all interfaces.
 
-    ``key``: None if it must not be shown; the commands then read it from the shell's environment. ``guarded``: whether
+    ``key``: the environments'; None if it must not be shown: commands read it from the shell. ``guarded``: whether
     the Trajectory API asks for it too.
     """
     env, openai = join_settings(config, api_url, gateway)
@@ -107,6 +111,8 @@ def how_to_join(config: DictConfig, api_url: str, gateway: str, key: str | None,
         "any environment of Atropos, through this recipe's adapter (weight versions, exact tokens, pacing):",
         adapted_command(config, env, openai, shell_key),
     ]
+    if key is None:
+        lines.insert(0, _WHICH_KEY)
     if config.trainer.atropos.max_staleness is not None:
         return "\n".join(
             [*lines, f"(max_staleness={config.trainer.atropos.max_staleness} refuses what comes without the adapter)"]
@@ -135,7 +141,7 @@ class Joining:
 
     def start(self) -> None:
         config, given = self._run.config, bool(self._run.config.inference.api_key)
-        key = self._run.api_key if console.file.isatty() else None
+        key = self._run.environments_key if console.file.isatty() else None
         api_url = for_others(self._api_url, config.api.host)
         gateway = for_others(self._gateway, config.inference.host)
         console.print(f"[bold]join[/]    {escape(how_to_join(config, api_url, gateway, key))}", soft_wrap=True)

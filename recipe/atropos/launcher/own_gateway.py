@@ -1,5 +1,6 @@
 """The gateway of a trainer that runs without the launcher, in front of existing SGLang servers."""
 
+import asyncio
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,9 +12,11 @@ from recipe.atropos.inference.gateway_client import GATEWAY_PORT, gateway_comman
 from recipe.atropos.launcher.joining import for_others, how_to_join
 from recipe.atropos.launcher.startup import check_port
 from recipe.atropos.run_dir import RunDir
+from recipe.atropos.trajectory_api.trajectory_client import TrajectoryApiClient, TrajectoryApiError
 from recipe.atropos.utils.hosts import reachable
 from recipe.atropos.utils.process import default_port, start_service
-from recipe.atropos.utils.secret import API_KEY_VARIABLE
+from recipe.atropos.utils.secret import API_KEY_VARIABLE, environments_key
+from recipe.atropos.utils.sockets import SOCKET_VARIABLE, listening, reserve
 
 
 @contextmanager
@@ -35,13 +38,18 @@ def gateway_before(config: DictConfig) -> Iterator[None]:
     inference.gateway = f"http://{reachable(inference.host)}:{port}"
     command = gateway_command(inference.gateway, inference.host, inference.urls, atropos.weight_sync.timeout)
     log, variables = RunDir(config.run.dir).log("gateway"), {API_KEY_VARIABLE: inference.api_key or ""}
-    service = start_service("gateway", command, log_path=log, env=variables, url=inference.gateway)
-    try:
-        key = inference.api_key if sys.stdout.isatty() else None
-        address = for_others(inference.gateway, inference.host)
-        instructions = how_to_join(
-            config, atropos.api_url, address, key if inference.api_key else "none", guarded=False
+    with reserve(inference.host, port, "inference.gateway_port") as reserved, listening(reserved) as given:
+        variables[SOCKET_VARIABLE] = str(given.fileno())
+        service = start_service(
+            "gateway", command, log_path=log, env=variables, url=inference.gateway, pass_fds=(given.fileno(),)
         )
+    try:
+        key = "none"
+        if inference.api_key:
+            key = environments_key(inference.api_key) if sys.stdout.isatty() else None
+        address = for_others(inference.gateway, inference.host)
+        guarded = asyncio.run(_guarded(atropos.api_url))
+        instructions = how_to_join(config, atropos.api_url, address, key, guarded)
         print(
             f"gateway {inference.gateway}, in front of {', '.join(inference.urls)}; see {log}\n{instructions}",
             flush=True,
@@ -49,3 +57,13 @@ def gateway_before(config: DictConfig) -> Iterator[None]:
         yield
     finally:
         service.stop()
+
+
+async def _guarded(api_url: str) -> bool:
+    """Return whether a Trajectory API that answers asks for a key."""
+    try:
+        async with TrajectoryApiClient(api_url, retry_timeout=0, timeout=5) as api:
+            await api.status()
+    except TrajectoryApiError as error:
+        return error.status == 401
+    return False

@@ -47,7 +47,7 @@ async def _check_services(config: DictConfig, timeout: float) -> None:
     wanted = config.trainer.atropos.weight_sync.pause_mode
 
     async def server(url: str) -> None:
-        async with SGLangClient(url, config.inference.api_key, timeout=5) as client:
+        async with SGLangClient(url, config.inference.api_key, timeout=5, own=True) as client:
             await client.weight_version()
             capabilities = await client.capabilities()
         try:

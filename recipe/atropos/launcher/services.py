@@ -8,6 +8,7 @@ ends, except a trainer that is done, ends the run. ``services.json`` lists the l
 import contextlib
 import os
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +26,8 @@ from recipe.atropos.utils.files import FolderRemoved, bound_log, write_json
 from recipe.atropos.utils.hosts import is_this_host, joins_cluster, loopback_variables
 from recipe.atropos.utils.process import Service, ServiceFailed, start_service, start_time
 from recipe.atropos.utils.scratch import Scratch
+from recipe.atropos.utils.secret import environments_key
+from recipe.atropos.utils.sockets import SOCKET_VARIABLE, listening
 
 console = Console(highlight=False)
 _API_SECONDS = 10.0  # for one request to the Trajectory API
@@ -90,19 +93,25 @@ class Run:
     complete: DictConfig | None = field(default=None, repr=False)
     """The trainer's configuration, with the addresses of all services."""
     started: float = field(default_factory=time.time)
+    reserved: dict[str, socket.socket] = field(default_factory=dict)
+    """Sockets that hold the ports of services, by name; each start of such a service inherits one that listens."""
 
     def __post_init__(self) -> None:
         self.files = RunDir(self.directory)
-        # The user's own key, or a generated one.
+        # The trainer's: the user's own, or a generated one.
         self.api_key = (self.config and self.config.inference.api_key) or secrets.token_hex(16)
+        self.environments_key = environments_key(self.api_key)
 
     def start(self, name: str, command: list[str], url: str | None = None, **env: str) -> Service:
         """Start a service in the launcher's working directory, so that relative paths and local modules resolve."""
         env = {"PYTHONUNBUFFERED": "1", **self.variables, **env}
-        inherited = ()
-        if self.lock is not None:
-            env[LOCK_VARIABLE], inherited = str(self.lock), (self.lock,)
-        service = start_service(name, command, log_path=self.log(name), env=env, url=url, pass_fds=inherited)
+        descriptors = {} if self.lock is None else {LOCK_VARIABLE: self.lock}
+        with listening(self.reserved[name]) if name in self.reserved else contextlib.nullcontext() as listener:
+            if listener is not None:
+                descriptors[SOCKET_VARIABLE] = listener.fileno()
+            env |= {variable: str(descriptor) for variable, descriptor in descriptors.items()}
+            inherited = tuple(descriptors.values())
+            service = start_service(name, command, log_path=self.log(name), env=env, url=url, pass_fds=inherited)
         self.add(service)
         return service
 
@@ -162,9 +171,12 @@ class Run:
             self._write_listing()
         except OSError as failure:  # including DiskFull
             failures.append(failure)
-        if not services and self.scratch is not None:
-            self.scratch.remove()
-            self.scratch = None
+        if not services:
+            for reserved in self.reserved.values():
+                reserved.close()
+            if self.scratch is not None:
+                self.scratch.remove()
+                self.scratch = None
         if failures:
             raise failures[0]
 

@@ -7,6 +7,7 @@ that never came up is an error, and only one that was up is restarted.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+from urllib.parse import urlsplit
 
 from omegaconf import DictConfig
 
@@ -20,6 +21,7 @@ from recipe.atropos.utils.gpus import device_of
 from recipe.atropos.utils.hosts import reachable
 from recipe.atropos.utils.process import Service, default_port, free_port, wait_until_healthy
 from recipe.atropos.utils.secret import API_KEY_VARIABLE
+from recipe.atropos.utils.sockets import reserve
 
 _GATEWAY_START = 60.0
 
@@ -109,6 +111,7 @@ def start_inference(run: Run) -> Inference:
     """
     launches = plan_servers(run)
     gateway = plan_gateway(run, launches)
+    run.reserved["gateway"] = reserve(run.config.inference.host, urlsplit(gateway).port, "inference.gateway_port")
     for name, launch in launches.items():
         run.add(start_sglang(launch, log_path=run.log(name), name=name, env=run.variables))
     start_gateway(run, gateway, [launch.url for launch in launches.values()])
@@ -126,12 +129,13 @@ async def inference_healthy(run: Run, inference: Inference) -> float:
 
     Raises:
         ServiceFailed: a service ended or is not up in time (servers: ``inference.start_timeout`` seconds).
+        OtherUsersServer: another user listens at a server's port.
     """
     services = {service.name: service for service in run.services}
 
     async def serves(url: str) -> bool:
         run.check()
-        async with SGLangClient(url, run.api_key) as client:
+        async with SGLangClient(url, run.api_key, own=True) as client:
             return await client.health()
 
     await wait_until_healthy(services["gateway"], inference.status, _GATEWAY_START)

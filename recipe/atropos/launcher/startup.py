@@ -6,12 +6,13 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from omegaconf import DictConfig, OmegaConf
 
 from recipe.atropos.checkpoint.store import Checkpoints
 from recipe.atropos.config.compose import complete_config
-from recipe.atropos.errors import RECOVERABLE, ConfigurationError
+from recipe.atropos.errors import RECOVERABLE
 from recipe.atropos.launcher.services import Run, console
 from recipe.atropos.launcher.sglang import Inference, given_ports, inference_healthy
 from recipe.atropos.launcher.supervision import WATCH_SECONDS
@@ -26,6 +27,7 @@ from recipe.atropos.utils.process import (
     wait_until_healthy,
 )
 from recipe.atropos.utils.secret import API_KEY_VARIABLE, config_yaml, hidden_settings, secret_variables
+from recipe.atropos.utils.sockets import reserve, taken
 
 API_PORT = 8000  # used if free: the default address of Atropos environments
 _VERSION_SECONDS = 120.0
@@ -35,8 +37,8 @@ def start_api(run: Run) -> Service:
     """Start the Trajectory API on the run's store, without waiting for it to be healthy."""
     config = run.config.api
     set_aside_store(run.files, run.config.trainer)
-    check_port(config.port, config.host, "api.port")
     command, url = api_command(run)
+    run.reserved["api"] = reserve(config.host, urlsplit(url).port, "api.port")
     api = _start_api(run, command, url)
     run.set_restart_policy(
         api,
@@ -173,4 +175,4 @@ async def served_version(run: Run, inference: Inference) -> int:
 
 def check_port(given: int | None, host: str, key: str) -> None:
     if given is not None and not port_is_free(given, host):
-        raise ConfigurationError(f"{key}={given} is taken on {host}; give another, or null for a free one")
+        raise taken(host, given, key)

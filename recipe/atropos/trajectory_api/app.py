@@ -2,8 +2,9 @@
 
 Guarantees:
 
-- With a secret, nothing is answered without it: in ``Authorization: Bearer``, or as the first part of the path, for
-  environments that know nothing but an address.
+- With a secret, nothing is answered without a key, in ``Authorization: Bearer``, or as the first part of the path, for
+  clients that know nothing but an address. The secret is the trainer's key; the environments' key (``utils/secret``)
+  opens all but what registers a trainer, gives it batches or changes what it was given.
 - Without one, and at all times for web pages of other origins, a browser can make this server do nothing: there are
   no CORS headers, and cross-site requests and foreign host names are refused.
 - Bodies are limited, as sent, inflated, and in time. A request that cannot be served gets a 4xx that says why.
@@ -12,7 +13,6 @@ Guarantees:
 """
 
 import asyncio
-import hmac
 import ipaddress
 import logging
 import time
@@ -27,6 +27,7 @@ from isal import isal_zlib
 from recipe.atropos.trajectory_api import database, delivery, ingest, status, wire
 from recipe.atropos.trajectory_api import messages as m
 from recipe.atropos.trajectory_api.service import Service
+from recipe.atropos.utils.secret import whose_key
 
 logger = logging.getLogger(__name__)
 
@@ -43,11 +44,11 @@ Handler = Callable[["Api", web.BaseRequest, str], Awaitable[web.StreamResponse]]
 
 
 class Api:
-    """Serves a ``Service``; ``secret`` guards all of it."""
+    """Serves a ``Service``; ``secret``, the trainer's key, guards all of it."""
 
     def __init__(self, service: Service, secret: str | None = None):
         self.service = service
-        self._secret = secret.encode() if secret else None
+        self._secret = secret
         self.damaged: dict[tuple[int, int], str] = {}  # by epoch and number of a batch
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -83,12 +84,17 @@ class Api:
             if not _is_local(request.host):
                 raise m.RequestRefused(403, f"host={request.host[:100]}: without a secret, use http://localhost:PORT")
             return path
-        given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
         first, slash, rest = path[1:].partition("/")
-        in_path = hmac.compare_digest(first.encode(errors="surrogateescape"), self._secret)
-        if not in_path and not hmac.compare_digest(given, b"Bearer " + self._secret):
-            raise m.RequestRefused(401, "send Authorization: Bearer SECRET, or use the address http://HOST:PORT/SECRET")
-        return slash + rest if in_path else path
+        who = whose_key(first, self._secret)
+        if who:
+            path = slash + rest
+        else:
+            who = whose_key(request.headers.get("Authorization", "").removeprefix("Bearer "), self._secret)
+        if who is None:
+            raise m.RequestRefused(401, "send Authorization: Bearer KEY, or use the address http://HOST:PORT/KEY")
+        if who == "environments" and path in _TRAINERS:
+            raise m.RequestRefused(403, f"{path} takes the trainer's key; this is the environments'")
+        return path
 
 
 def _is_local(host: str) -> bool:
@@ -350,11 +356,15 @@ def _control(kind: type, function: Callable[..., Awaitable[Any]], epoch: bool = 
 
     async def handler(api: Api, request: web.BaseRequest, path: str) -> web.StreamResponse:
         message = m.read(await _body(request), kind)
-        return _answer(await function(api.service, message, *((_epoch(request),) if epoch else ())))
+        given = _epoch(request)
+        if epoch and given is None and api.service.trainer and api.service.trainer.numbers:
+            raise m.RequestRefused(422, f"{path} without {wire.EPOCH_HEADER}: send the epoch that /register answered")
+        return _answer(await function(api.service, message, *((given,) if epoch else ())))
 
     return handler
 
 
+_TRAINERS = frozenset({"/register", "/batch", "/commit", "/weights", "/empty", "/reset_data"})
 ROUTES: dict[tuple[str, str], Handler] = {
     ("GET", "/"): _root,
     ("GET", ""): _root,

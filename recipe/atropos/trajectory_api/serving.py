@@ -16,6 +16,7 @@ from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.trajectory_api.app import Api
 from recipe.atropos.trajectory_api.service import Service, Settings
 from recipe.atropos.utils.secret import API_KEY_VARIABLE
+from recipe.atropos.utils.sockets import holder, inherited_socket
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +25,7 @@ _END_SECONDS = 2.0  # for requests in flight when the server ends
 
 
 def read_secret(path: str | None) -> str | None:
-    """Return the secret of a file, else of $ATROPOS_API_KEY; None if there is neither.
+    """Return the secret, the trainer's key, of a file, else of $ATROPOS_API_KEY; None if there is neither.
 
     Raises:
         ConfigurationError: the file cannot be read, is empty, or other users may read it; or the secret has a slash,
@@ -87,7 +88,9 @@ async def _serve(settings: Settings, host: str, port: int, secret: str | None) -
     watch.add_done_callback(lambda _: ended.set())
     try:
         await runner.setup()
-        await web.TCPSite(runner, host, port, backlog=1024).start()
+        given = inherited_socket()
+        site = web.SockSite(runner, given, backlog=1024) if given else web.TCPSite(runner, host, port, backlog=1024)
+        await site.start()
         address = runner.addresses[0]
         if secret is None:
             logger.warning("no secret: any user of this machine can read and change this server's data")
@@ -96,7 +99,8 @@ async def _serve(settings: Settings, host: str, port: int, secret: str | None) -
         if watch.done():
             watch.result()
     except OSError as error:
-        raise ConfigurationError(f"host={host}, port={port}: {error.strerror or error}; give others") from error
+        reason = f"{error.strerror or error}{holder(port)}"
+        raise ConfigurationError(f"host={host}, port={port}: {reason}; give others") from error
     finally:
         watch.cancel()
         with contextlib.suppress(asyncio.CancelledError):

@@ -2,7 +2,7 @@
 
 Guarantees, unless a cluster is joined (RAY_ADDRESS, or ``ray_kwargs.ray_init.address``), where nothing is changed:
 
-- every port of Ray listens on loopback, and requires a token that only this run's processes have;
+- every port of Ray listens on loopback, and requires a token that only this run's processes have; none tells metrics;
 - its files are in the run's temporary folder.
 """
 
@@ -40,6 +40,10 @@ def start_ray(**options: Any) -> None:
     os.environ |= {
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        # No metrics: their ports ask for no token. Ray starts no server at a port that cannot be.
+        "RAY_enable_metrics_collection": "0",
+        "AUTOSCALER_METRIC_PORT": "-1",
+        "DASHBOARD_METRIC_PORT": "-1",
         # Makes 127.0.0.1 this node's address; _node_ip_address=127.0.0.1 would be replaced by another.
         ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0",
     }

@@ -51,10 +51,13 @@ class ServiceFailed(AtroposError, RuntimeError):
     """A service died, or did not become healthy in time. The message quotes the last lines of its log."""
 
 
-def port_is_free(port: int, host: str = "127.0.0.1") -> bool:
-    """Return whether a server could listen on `host`:`port` now."""
+def port_is_free(port: int, host: str = "127.0.0.1", option: int = socket.SO_REUSEADDR) -> bool:
+    """Return whether a server could listen on `host`:`port` now.
+
+    With SO_REUSEADDR, a port in TIME_WAIT is free; with SO_REUSEPORT, so is what sockets of this user with it hold.
+    """
     with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is free for a server
+        probe.setsockopt(socket.SOL_SOCKET, option, 1)
         try:
             probe.bind((host, port))
         except OSError:
@@ -85,7 +88,8 @@ def default_port(preferred: int, host: str = "127.0.0.1", given: Collection[int]
     """Return `preferred` if nothing listens there, no other launcher of this machine has claimed it, and it is not
     among the ports `given` to other services of this launcher; else a free port."""
     usable = preferred not in given and (preferred in _claims or _claimed(preferred))
-    return preferred if usable and port_is_free(preferred, host) else free_port(host)
+    usable = usable and port_is_free(preferred, host) and port_is_free(preferred, host, socket.SO_REUSEPORT)
+    return preferred if usable else free_port(host)
 
 
 def _claimed(port: int) -> bool:

@@ -3,13 +3,20 @@
 A secret is a setting with the name of one, or anything but a boolean inside such a setting. It reaches a service in
 its environment, or in a file of mode 0600: other users of the machine can read command lines. Configurations that are
 saved or sent to trackers contain none. A reference to another place, ``${oc.env:NAME}``, is not a secret.
+
+A run has two keys: the trainer's, which opens everything, and the environments', which samples and posts. The second is
+made from the first, never the reverse, so that one key starts a run. ``python -m recipe.atropos.utils.secret`` prints
+the environments' key of ``$ATROPOS_API_KEY``.
 """
 
+import hashlib
+import hmac
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
@@ -26,6 +33,19 @@ _NAME = re.compile(
     re.IGNORECASE,
 )
 _REFERENCE = re.compile(r"\$\{(oc\.env:\w+(,\s*null)?|[\w.]+)\}")
+
+
+def environments_key(key: str) -> str:
+    """Return the environments' key of a run, given the trainer's."""
+    return hashlib.blake2b(key.encode(), digest_size=16, person=b"environments").hexdigest()
+
+
+def whose_key(given: str, key: str) -> Literal["trainer", "environments"] | None:
+    """Return whose key a client gave, None if it is neither; ``key`` is the trainer's."""
+    word = given.encode(errors="surrogateescape")  # bytes of a header that are not UTF-8 arrive as surrogates
+    if hmac.compare_digest(word, key.encode()):
+        return "trainer"
+    return "environments" if hmac.compare_digest(word, environments_key(key).encode()) else None
 
 
 def is_secret(name: str) -> bool:
@@ -122,3 +142,7 @@ def split_secret_flags(flags: Mapping[str, Any]) -> tuple[dict[str, Any], dict[s
 def secret_variables(flags: list[str]) -> dict[str, str]:
     """Return the environment of a process that reads ``flags`` with ``private_process.take_secret_flags``."""
     return {SECRET_FLAGS: json.dumps(flags)} if flags else {}
+
+
+if __name__ == "__main__":
+    print(environments_key(os.environ[API_KEY_VARIABLE]))

@@ -21,7 +21,7 @@ def ask_each(
     """Run ``action`` on each server; return its result or InferenceError by URL. ``timeouts``: seconds per call."""
 
     async def ask(url: str) -> Any:
-        async with SGLangClient(url, api_key, timeout=timeouts[url]) as client:
+        async with SGLangClient(url, api_key, timeout=timeouts[url], own=True) as client:
             return await action(client)
 
     async def ask_all() -> list[Any]:

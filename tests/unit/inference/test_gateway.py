@@ -9,10 +9,13 @@ import aiohttp
 import orjson
 import pytest
 from aiohttp import web
+from yarl import URL
 
-from helpers.gateway import HEADERS, behind_a_gateway
+from helpers.gateway import HEADERS, KEY, behind_a_gateway
+from helpers.squatter import NOBODY, needs_root, squatted
 from recipe.atropos.inference import gateway
 from recipe.atropos.inference.pool import NothingAdmitted
+from recipe.atropos.utils.secret import environments_key
 
 pytestmark = pytest.mark.timeout(60)
 PROBE_SECONDS = 0.3
@@ -338,3 +341,49 @@ async def test_gateway_gives_nothing_to_what_the_trainer_leaves_out(client, firs
     assert (await request)[1]["text"] == second.url and await client.states() == ["waiting", "admitted"]
     async with asyncio.timeout(5):
         await first.closed.wait()
+
+
+@behind_a_gateway(count=1)
+async def test_control_of_servers_wants_the_trainers_key(client, stub):
+    """The environments' key, of which the servers know nothing, samples and informs."""
+    await client.admit(stub)
+    environments = {"Authorization": f"Bearer {environments_key(KEY)}"}
+    control = ["update_weights_from_disk", "abort_request", "pause_generation", "configure_logging", "start_profile"]
+    control += ["flush_cache", "release_memory_occupation", "server_info", "openapi.json", "v1/models/x", ""]
+    control += ["generate/../abort_request", "generate%2F..%2Fabort_request", "%2567enerate", "/generate", "Generate"]
+    async with aiohttp.ClientSession() as session:
+        for path in [*control, "gateway/weights"]:
+            for method in ("GET", "POST", "PUT"):
+                url = URL(f"{client.url}/{path}", encoded=True)
+                async with session.request(method, url, headers=environments) as reply:
+                    assert reply.status == 403 and "takes the trainer's key" in await reply.text(), path
+        assert not stub.seen
+        for path in ("generate", "v1/chat/completions", "v1/completions", "tokenize", "health", "%67enerate"):
+            url = URL(f"{client.url}/{path}", encoded=True)
+            async with session.post(url, headers=environments, json={}) as reply:
+                assert reply.status == 200
+            assert stub.seen[-1][3]["Authorization"] == HEADERS["Authorization"], "the server's own"
+        for path in ("model_info", "gateway/status"):
+            async with session.get(f"{client.url}/{path}", headers=environments) as reply:
+                assert reply.status == 200
+    async with client.session.post(f"{client.url}/abort_request") as reply:
+        assert reply.status == 200 and stub.seen[-1][1] == "/abort_request"
+
+
+@needs_root
+@behind_a_gateway(count=1)
+async def test_squat_of_a_dead_server_gets_no_key(client, stub):
+    """Neither from a request nor from a probe, though another user listens before the gateway notices."""
+    await client.admit(stub)
+    await stub.runner.cleanup()
+    with squatted(stub.port) as sent:
+        request = asyncio.create_task(client.generate())
+        await client.until(lambda: client.pool.held == 1)
+        assert f"user {NOBODY} listens at port {stub.port}" in (await client.status())["servers"][0]["last_error"]
+        await client.admit(stub)
+        await client.until(lambda: client.pool.held == 1 and not client.pool.admitted)
+        request.cancel()
+        await client.admit(stub)
+        await client.until(lambda: not client.pool.admitted)
+        assert "/model_info" in (await client.status())["servers"][0]["last_error"]
+    assert len(sent) >= 3 and KEY not in str(sent)

@@ -17,6 +17,7 @@ from recipe.atropos.launcher.joining import Joining, check_key, how_to_join
 from recipe.atropos.launcher.preflight import check_config
 from recipe.atropos.launcher.services import Run
 from recipe.atropos.utils.process import default_port, free_port
+from recipe.atropos.utils.secret import environments_key
 
 
 def config(*overrides):
@@ -28,7 +29,7 @@ def config(*overrides):
 def test_join_commands_say_everything_to_a_shell(shown):
     key = 'it\'s "secret" $HOME' if shown else "it's secret $HOME"  # a shell's variable is not quoted as YAML has it
     told = how_to_join(config(), "http://api:1", "http://server:2", key if shown else None)
-    assert shown == ("secret" in told)
+    assert shown == ("$HOME" in told)
     adapted, stock = (line for line in told.splitlines() if "serve" in line)
     script = f'python() {{ printf \'%s\\0\' "$ATROPOS_API_KEY" "$@"; cat; }}\n{{ {adapted} < /dev/null; {stock}; }}'
     variables = {"PATH": os.environ["PATH"], **({} if shown else {"ATROPOS_API_KEY": key})}
@@ -58,6 +59,23 @@ def test_join_from_another_machine_is_told_this_ones_address(tmp_path, monkeypat
         Joining(run, "http://127.0.0.1:8000", "http://127.0.0.1:9001").start()
         told = capsys.readouterr().out
         assert f"rollout_server_url=http://{shown}:8000" in told and f"base_url=http://{shown}:9001/v1" in told
+
+
+def test_control_key_is_not_what_joining_commands_show(tmp_path, monkeypatch, capsys):
+    """They show the environments' key, to a terminal alone."""
+    run = Run(config("inference.api_key=of-the-trainer"), config(), tmp_path)
+    for terminal in (True, False):
+        monkeypatch.setattr(
+            "recipe.atropos.launcher.joining.console.file.isatty", lambda shown=terminal: shown, raising=False
+        )
+        Joining(run, "http://api:8000", "http://server:9001").start()
+        told = capsys.readouterr().out
+        assert "of-the-trainer" not in told and (environments_key("of-the-trainer") in told) == terminal
+        assert ("python -m recipe.atropos.utils.secret" in told) != terminal
+    command = [sys.executable, "-m", "recipe.atropos.utils.secret"]
+    variables = {**os.environ, "ATROPOS_API_KEY": "of-the-trainer"}
+    printed = subprocess.run(command, env=variables, capture_output=True, text=True, check=True).stdout
+    assert printed == f"{environments_key('of-the-trainer')}\n"
 
 
 @pytest.mark.parametrize(

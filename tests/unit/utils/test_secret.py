@@ -20,7 +20,15 @@ from recipe.atropos.launcher.services import Run
 from recipe.atropos.launcher.startup import start_trainer
 from recipe.atropos.utils import private_process
 from recipe.atropos.utils.local_ray import start_ray
-from recipe.atropos.utils.secret import config_yaml, holds_secret, is_secret, public_config, without_secrets
+from recipe.atropos.utils.secret import (
+    API_KEY_VARIABLE,
+    config_yaml,
+    environments_key,
+    holds_secret,
+    is_secret,
+    public_config,
+    without_secrets,
+)
 
 KEY, JUDGE = "the-key-of-the-run", "the-key-of-a-judge"
 OPTIONS = [
@@ -86,7 +94,8 @@ def test_secret_flags_are_in_no_command_line(tmp_path):
     [spec] = environment_specs(config).values()
     command = environment_command(run, spec, "serve", "http://api", "http://server")
     flags = json.loads(environment_secrets(run, spec)[private_process.SECRET_FLAGS])
-    assert flags == [f"--openai.api_key={KEY}", f"--env.judge_api_key={JUDGE}"]
+    assert flags == [f"--openai.api_key={environments_key(KEY)}", f"--env.judge_api_key={JUDGE}"]
+    assert environment_secrets(run, spec)[API_KEY_VARIABLE] == environments_key(KEY) != KEY
     server, variables = sglang_command(
         SGLangLaunch("m", python="py", port=5, device="cpu", api_key=KEY, extra_args={"admin_api_key": JUDGE})
     )

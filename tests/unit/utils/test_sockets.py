@@ -1,0 +1,146 @@
+"""Ports and servers of a run that no other user of the machine can take; the other user is real."""
+
+import asyncio
+import os
+import socket
+import time
+import urllib.error
+import urllib.request
+
+import aiohttp
+import pytest
+
+from helpers.squatter import NOBODY, needs_root, squats, squatted
+from recipe.atropos.config.compose import load_config
+from recipe.atropos.errors import ConfigurationError, LaunchError
+from recipe.atropos.inference.client import SGLangClient
+from recipe.atropos.inference.gateway_client import gateway_command
+from recipe.atropos.inference.server import SGLangLaunch, check_launch
+from recipe.atropos.launcher.services import Run
+from recipe.atropos.launcher.sglang import Inference, inference_healthy
+from recipe.atropos.launcher.startup import api_command, check_port
+from recipe.atropos.utils import sockets
+from recipe.atropos.utils.process import free_port, port_is_free
+from recipe.atropos.utils.secret import API_KEY_VARIABLE
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def answers(url):
+    """The HTTP status that comes; None if nobody listens."""
+    try:
+        with urllib.request.urlopen(url, timeout=20) as reply:
+            return reply.status
+    except urllib.error.HTTPError as error:
+        return error.code
+    except OSError:
+        return None
+
+
+@needs_root
+@pytest.mark.parametrize("name", ["api", "gateway"])
+def test_squat_of_a_port_fails_before_and_after_its_service(name, tmp_path):
+    """The launcher holds it, before the service is started and while it is restarted; connections are refused."""
+    config = load_config(["preset=demo", f"api.port={free_port()}"])
+    run = Run(config, config, tmp_path)
+    if name == "api":
+        command, url = api_command(run)
+    else:
+        url = f"http://127.0.0.1:{free_port()}"
+        command = gateway_command(url, "127.0.0.1", ["http://127.0.0.1:1"], 1.0)
+    port = int(url.rpartition(":")[2])
+    run.reserved[name] = sockets.reserve("127.0.0.1", port, "api.port")
+    try:
+        for _ in range(2):
+            assert not squats(port) and answers(url) is None and not port_is_free(port)
+            service = run.start(name, command, url=url, **{API_KEY_VARIABLE: run.api_key})
+            while (status := answers(url)) is None:
+                assert service.poll() is None, service.tail()
+                time.sleep(0.05)
+            assert status == 401 and not squats(port)
+            service.stop(grace=1)
+    finally:
+        run.stop()
+    assert port_is_free(port), "it is held no longer than the run"
+
+
+@needs_root
+def test_squat_of_a_server_gets_no_key_and_is_named():
+    """Neither from the trainer's client nor from the launcher, which ends the run."""
+    port = free_port()
+    named = f"process of user {NOBODY} listens at port {port} of 127.0.0.1"
+
+    async def ask():
+        async with SGLangClient(f"http://127.0.0.1:{port}", "the-key", own=True) as client:
+            await client.weight_version()
+
+    with squatted(port) as sent:
+        with pytest.raises(sockets.OtherUsersServer, match=named):
+            asyncio.run(ask())
+    assert "the-key" not in str(sent)
+
+
+@needs_root
+def test_squat_of_a_starting_server_ends_the_launch(tmp_path):
+    """At once, with the port and the user, though the server itself would notice only when its model is loaded."""
+    port = free_port()
+    config = load_config(["preset=demo"])
+    run = Run(config, config, tmp_path)
+    launch = SGLangLaunch("m", port=port, api_key=run.api_key)
+    with sockets.reserve("127.0.0.1", gate := free_port(), "inference.gateway_port") as run.reserved["gateway"]:
+        url = f"http://127.0.0.1:{gate}"
+        try:
+            run.start(
+                "gateway", gateway_command(url, "127.0.0.1", [launch.url], 1.0), **{API_KEY_VARIABLE: run.api_key}
+            )
+            run.start("sglang", ["sleep", "100"])
+            with (
+                squatted(port) as sent,
+                pytest.raises(sockets.OtherUsersServer, match=f"user {NOBODY} listens at port {port}"),
+            ):
+                asyncio.run(inference_healthy(run, Inference({"sglang": launch}, url, run.api_key)))
+        finally:
+            run.stop()
+    assert run.api_key not in str(sent)
+
+
+@needs_root
+def test_squat_of_a_port_that_is_given_is_an_error_naming_it(monkeypatch):
+    """The port, and the user who holds it; at the first start and, for a server, at each restart."""
+    monkeypatch.setattr("recipe.atropos.inference.server._check_interpreter", lambda python: None)
+    with squatted(port := free_port()):
+        named = rf"{port} .*taken.* \(by a process of user {NOBODY}\)"
+        with pytest.raises(ConfigurationError, match=f"api.port={named}; give another"):
+            check_port(port, "127.0.0.1", "api.port")
+        with pytest.raises(ConfigurationError, match=f"api.port={named}; give another"):
+            sockets.reserve("127.0.0.1", port, "api.port")
+        with pytest.raises(LaunchError, match=f"port {named}"):
+            check_launch(SGLangLaunch("their/model", python="python", port=port))
+
+
+@pytest.mark.parametrize("kernel", [True, False])
+@pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0", "::1", "::"])
+def test_squat_check_finds_who_listens(kernel, address, monkeypatch):
+    """From the kernel or, where it does not answer, from the list of all sockets; a dead listener is nobody's."""
+    if not kernel:
+        monkeypatch.setattr(socket, "AF_NETLINK", -1)
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+
+    async def connect(port):
+        async with (
+            sockets.OwnServers(force_close=True) as connector,
+            aiohttp.ClientSession(connector=connector) as session,
+        ):
+            await session.get(f"http://{'[::1]' if address == '::1' else '127.0.0.1'}:{port}/", timeout=0.2)
+
+    with socket.create_server((address, 0), family=family, dualstack_ipv6=address == "::") as listener:
+        port = listener.getsockname()[1]
+        with pytest.raises(TimeoutError):  # it accepts, and says nothing
+            asyncio.run(connect(port))
+        monkeypatch.setattr(sockets, "_ROOT", -1)
+        monkeypatch.setattr("os.geteuid", lambda: 12345)
+        with pytest.raises(sockets.OtherUsersServer, match=f"user {os.getuid()} listens at port {port}"):
+            asyncio.run(connect(port))
+        monkeypatch.setattr(sockets, "_listening_user", lambda host, port: None)
+        with pytest.raises(aiohttp.ClientConnectionError, match=f"no process listens at port {port}"):
+            asyncio.run(connect(port))
