@@ -287,7 +287,10 @@ class Atropos(Section):
     retry_attempts: Count = about("Attempts to reach an API that has not answered yet, with exponential back-off")
     retry_delay: Seconds = about("Seconds before the second attempt")
     startup_timeout: Seconds = about("Seconds for the API and the servers to answer when the trainer starts")
-    max_wait_time: Seconds | None = about("Seconds, the longest wait for a batch; null: 600, or more for long answers")
+    max_wait_time: Seconds | None = about(
+        "Seconds, the longest wait for a batch; null: 600, or more for long answers. An item may take half of it "
+        "(environment.args.worker_timeout)"
+    )
     join_timeout: Seconds = about("The same where environment.target=null: for environments to join, or to return")
     max_restarts: Limit = about("Restarts of a trainer that was killed or lost a rank, before the run ends")
     step_timeout: Seconds = about(

@@ -25,6 +25,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from recipe.atropos.adapter.settings import AdapterSettings
+from recipe.atropos.config.derived_timeouts import worker_timeout
 from recipe.atropos.config.env_specs import EnvironmentSpec
 from recipe.atropos.data.sampling import TEMPERATURE_VARIABLE
 from recipe.atropos.errors import ConfigurationError
@@ -122,6 +123,7 @@ def environment_command(
         "env.min_batch_allocation": spec.min_batch_allocation,
         "env.max_token_length": config.data.max_prompt_length + config.data.max_response_length,
         "env.total_steps": 10**9,  # the launcher stops it
+        "env.worker_timeout": worker_timeout(config),
         "env.use_wandb": False,
         "openai.base_url": f"{server_url}/v1",
         "openai.model_name": model,

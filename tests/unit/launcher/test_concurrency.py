@@ -41,13 +41,14 @@ def test_requests_have_room_and_time_for_long_answers(tmp_path):
     [spec] = environment_specs(config).values()
     command = environment_command(Run(config, options, tmp_path), spec, "serve", "http://api", "http://gateway")
     assert {f"--openai.{name}={value}" for name, value in limits.items()} <= set(command)
+    assert f"--env.worker_timeout={2.0 * 3277}" in command, "half of the wait for a batch"
     env, openai = join_settings(config, "http://api", "http://gateway")
     assert env["max_num_workers"] == 256 and limits.items() <= openai.items()
-    assert DataSourceConfig.from_config(config).longest_wait == ("max_wait_time", 2 * 3277)
+    assert DataSourceConfig.from_config(config).longest_wait == ("max_wait_time", 4 * 3277)
     assert config.evaluation.timeout == 2 * 3277
     assert load_config([*options, "evaluation.timeout=9"]).evaluation.timeout == 9
     short = load_config([*BATCH, "data.train_batch_size=16"])
-    assert (short.trainer.atropos.max_wait_time, short.evaluation.timeout) == (616, 616)
+    assert (short.trainer.atropos.max_wait_time, short.evaluation.timeout) == (1232, 616)
     assert request_limits(short) == {}, "atroposlib's own, or the environment's, are enough"
 
 
