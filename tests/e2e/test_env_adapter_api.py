@@ -192,7 +192,7 @@ def test_an_evaluation_that_fails_is_counted(api, make, caplog):
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        ({"group_size": 4}, "--env.group_size=4: .* batch of 6 .* give one of 2, 3, 6"),
+        ({"group_size": 7}, "--env.group_size=7: the trainer.s batch has 6 sequences"),
         ({"max_token_length": 101}, "--env.max_token_length=101 is more than the 100 tokens"),
     ],
 )

@@ -2,13 +2,11 @@
 
 import asyncio
 import contextlib
-import time
 
 import pytest
 
 from helpers.numbered_env import stock_env
-from helpers.services import group
-from helpers.trajectory_api import ENVIRONMENT, running_trajectory_api
+from helpers.trajectory_api import running_trajectory_api
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -73,22 +71,3 @@ def test_a_held_stock_environment_goes_on_when_there_is_room(tmp_path, model_pat
     with running_trajectory_api(tmp_path, "--queue-tokens", "1") as api:
         api.register(batch_size=4)
         asyncio.run(run(api))
-
-
-def test_an_environment_goes_on_whose_groups_fit_no_batch(tmp_path):
-    """Three batches of sequences are queued, and so it makes no more; but only more can make a batch."""
-    with running_trajectory_api(tmp_path, impatient=True) as api:
-        api.register(after=0)
-        env_id = api.post("/register-env", ENVIRONMENT | {"group_size": 1})["env_id"]
-        for number in range(8):
-            api.post("/scored_data", group(number, size=3) | {"env_id": env_id})
-        assert api.get("/status-env", json={"env_id": env_id})["self_queue_size"] == 24
-        deadline = time.monotonic() + 20
-        while api.get("/status-env", json={"env_id": env_id})["self_queue_size"]:
-            assert time.monotonic() < deadline
-            assert api.batch("?after=0&wait=0.5") is None
-        told = api.get("/diagnose")
-        assert told["set_aside"] == {"3": 8} and told["counts"]["set_aside/fits_no_batch"] == 8
-        api.post("/scored_data", group(20, size=5) | {"env_id": env_id})
-        assert api.batch("?after=0") == [0, 20]
-        assert "groups of 3 sequences fit into no batch" in api.log()

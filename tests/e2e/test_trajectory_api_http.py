@@ -262,6 +262,7 @@ def test_control_of_the_queue_wants_the_trainers_key(tmp_path):
         ("GET", "/batch"),
         ("POST", "/commit"),
         ("POST", "/weights"),
+        ("POST", "/empty"),
         ("GET", "/reset_data"),
     ]
     key = environments_key("s3cret")

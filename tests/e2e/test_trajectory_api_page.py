@@ -25,5 +25,5 @@ def test_the_page_shows_queue_and_environments(tmp_path, slash):
         command = [browser, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/browser"]
         command += ["--virtual-time-budget=5000", "--dump-dom", f"{api.url}{slash}"]
         page = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
-    assert "no batch 1: 4 of 8 sequences are queued or begun" in page
+    assert "no batch 1: 4 of 8 sequences are queued, and no group is begun" in page
     assert "<td>env_0</td><td>4</td><td>0</td><td>1</td>" in page

@@ -146,27 +146,6 @@ def test_a_key_is_stored_once(api):
     assert api.get("/status")["queue_size"] == 2
 
 
-def test_only_a_post_whose_answer_was_lost_is_a_repetition(tmp_path):
-    """Equal posts are all stored, unless the connection of one broke before its answer."""
-    with running_trajectory_api(tmp_path, "--queue-tokens", "1") as api:
-        api.register(batch_size=4)
-        api.post("/scored_data_list", [])
-        for _ in range(2):
-            with pytest.raises(requests.ReadTimeout):  # a batch is complete, and the queue is full: the answer waits
-                requests.post(f"{api.url}/scored_data", json=group(1), timeout=0.5)
-        assert api.get("/status")["queue_size"] == 1, "the second was the repetition of the first"
-        api.kill()
-        api.start()
-        with pytest.raises(requests.ReadTimeout):
-            requests.post(f"{api.url}/scored_data", json=group(2), timeout=0.5)
-        assert api.get("/status")["queue_size"] == 2
-        api.kill()  # before any answer: the environment sends it again to the next process
-        api.start()
-        with pytest.raises(requests.ReadTimeout):
-            requests.post(f"{api.url}/scored_data", json=group(2), timeout=0.5)
-        assert api.get("/status")["queue_size"] == 2
-
-
 @pytest.mark.parametrize("kills", [3, pytest.param(40, marks=pytest.mark.slow)])
 def test_what_is_acknowledged_survives_kills_once(tmp_path, kills):
     """Three environments post, one trainer fetches, and the server is killed at random moments."""
@@ -230,7 +209,7 @@ def test_tickets_survive_a_restart_and_order_the_batches(api):
     env_id = api.post("/register-env", ENVIRONMENT)["env_id"]
     first, second = (api.post("/begin", {"env_id": env_id})["ticket"] for _ in range(2))
     refused = api.post("/begin", {"env_id": env_id})
-    assert refused["ticket"] is None and refused["retry_after"] > 0 and "8 of 8" in refused["reason"]
+    assert refused["ticket"] is None and refused["retry_after"] > 0 and "may be in 1 at most" in refused["reason"]
     api.kill()
     api.start()
     assert api.post("/begin", {"env_id": env_id})["ticket"] is None

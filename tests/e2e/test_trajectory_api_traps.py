@@ -82,10 +82,8 @@ def a_group_larger_than_its_environments(client):
 
 def sizes_that_make_no_batch(client):
     client.register()
-    for number in range(6):
-        client.post("/scored_data", group(number, size=3))
-    assert client.batch() is None
-    assert "sizes [3]" in client.get("/diagnose").json().get("why", "")
+    reply = client.post("/scored_data", group(1, size=3))
+    assert reply.status_code == 422 and "never fill" in reply.json()["detail"]
 
 
 def a_dead_environments_allocation(client):
