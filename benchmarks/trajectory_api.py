@@ -11,6 +11,8 @@ counted. Server CPU is its process's user and system time.
 4. Memory for each queued sequence; the 99th percentile of ``/status`` while batches are posted and fetched.
 5. Ours alone: a restart with 20,000 groups, until it answers.
 6. CPU of an environment's process for each posted group: ``BaseEnv``'s own method, and our client.
+7. Ours alone: server CPU for a group begun with a ticket and posted packed, while a trainer fetches batches of 64
+   groups and environments wait for tickets at max_staleness=1: with 64 of them, with 2, and for posts without a ticket.
 """
 
 import argparse
@@ -58,6 +60,8 @@ TARGETS = {
     "status_p99_ratio": ">= 20",
     "restart_seconds": "<= 2",
     "environment_cpu_ratio": ">= 60",
+    "ticket_cpu_64_to_2": "<= 1.2",
+    "ticket_cpu_64_to_post": "<= 1.6",
 }
 _RESOLUTION = 1 << 20  # bytes
 _PROBER = """
@@ -300,6 +304,37 @@ def environment_cpu(server: Server, group: dict[str, Any], ours: bool, groups: i
     return asyncio.run(packed() if ours else stock())
 
 
+async def ticketed_cpu(server: Server, body: bytes, environments: int, batches: int, tickets: bool = True) -> float:
+    """Return the server's CPU seconds for each group of ``batches`` batches of 64 groups."""
+    registration = {"max_token_length": LENGTH, "desired_name": "e", "weight": 1.0, "group_size": SIZE}
+    fields = {"wandb_group": "", "wandb_project": "", "batch_size": 64 * SIZE, "max_token_len": LENGTH}
+    fields |= {"checkpoint_dir": "", "save_checkpoint_interval": -1, "starting_step": 0, "num_steps": 1000}
+    [group] = [wire.to_group(record) for record in wire.split(body)]
+
+    async def environment() -> None:
+        async with TrajectoryApiClient(server.url) as client:
+            env_id = (await client.register_env(registration))["env_id"]
+            while True:
+                ticket = await client.begin(env_id, SIZE, wait=10, more=True) if tickets else None
+                if ticket is not None or not tickets:
+                    await client.post_groups([{**group, "env_id": env_id}], ticket)
+
+    async with TrajectoryApiClient(server.url) as trainer:
+        await trainer.register(fields, 0, 1 if tickets else None)
+        working = [asyncio.create_task(environment()) for _ in range(environments)]
+        cpu = 0.0
+        for number in range(1, batches + 2):
+            while await trainer.batch(number - 1, wait=10) is None:
+                pass
+            await trainer.weights_pushed(number)
+            cpu = cpu or server.cpu()  # from the end of the first batch on
+        cpu = (server.cpu() - cpu) / (64 * batches)
+        for task in working:
+            task.cancel()
+        await asyncio.gather(*working, return_exceptions=True)
+    return cpu
+
+
 def measure(rounds: int, many: int, seconds: float) -> Figures:
     """Run all measurements, with ``many`` groups queued or stored; the servers take turns in each."""
     group = make_group()
@@ -331,6 +366,13 @@ def measure(rounds: int, many: int, seconds: float) -> Figures:
         with serving(ours) as server:
             server.register(BATCH)
             found[f"status_p99_{name}"].append(status_p99(server, body, seconds))
+    for _ in range(rounds):
+        for name, environments, tickets in (("64", 64, True), ("2", 2, True), ("post", 2, False)):
+            with serving(ours=True) as server:
+                cpu = asyncio.run(
+                    ticketed_cpu(server, bodies["packed"], environments, 4 if many < MANY else 16, tickets)
+                )
+                found[f"ticket_cpu_{name}"].append(cpu)
     with tempfile.TemporaryDirectory() as folder:
         found["restart_seconds"].append(restart_seconds(Path(folder) / "data", many))
     return found
@@ -368,6 +410,12 @@ def report(found: Figures) -> dict[str, float]:
         walls = [f"ingest_{form}_wall_{name}" for name in ("run_api", "ours")]
         rates = [1 / median(wall) for wall in walls if wall in found]
         print(f"  groups posted a second, {form}: {', '.join(f'{rate:.0f}' for rate in rates)}")
+    for other in ("2", "post"):
+        name = f"ticket_cpu_64_to_{other}"
+        figures[name] = median("ticket_cpu_64") / median(f"ticket_cpu_{other}")
+        label = f"ticketed group, 64 waiting, to {other}, CPU s"
+        values = f"{median(f'ticket_cpu_{other}'):12.4g} {median('ticket_cpu_64'):12.4g}"
+        print(f"{label:38} {values} {figures[name]:8.2f}  {TARGETS[name]}")
     figures["restart_seconds"] = median("restart_seconds")
     label, target = "restart with 20,000 groups, s", TARGETS["restart_seconds"]
     print(f"{label:38} {'':>12} {figures['restart_seconds']:12.2f} {'':>8}  {target}")
