@@ -284,7 +284,7 @@ class PostingEnv(ItemRollouts):
         sequences, ahead = min(max(self.__sequences), self.config.batch_size), max(1, self.config.max_batches_offpolicy)
         while self.__has_room():
             try:
-                more = self.__has_room(1)
+                more = self.__has_room(1) and not self.report.pause
                 ticket = await api.begin(self.env_id, sequences, min(_LONG_POLL, limit), more, ahead)
             except TrajectoryApiError as error:
                 if error.status != 404:

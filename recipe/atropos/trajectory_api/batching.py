@@ -37,7 +37,7 @@ UNBOUNDED = 1 << 62  # the last batch that may hold a ticket's group, without a 
 LEAST_WEIGHT = 0.01  # as in atroposlib: no environment starves
 _LEAST_SHARE = 1e-9
 _RECENT = 64  # tickets
-_EXPECTED_SECONDS = 1.0  # for a request to follow that was announced
+EXPECTED_SECONDS = 0.2  # for a request to follow that was announced
 
 
 @dataclass(slots=True, eq=False)
@@ -98,6 +98,7 @@ class EnvironmentQueue:
     asks: list[Ask] = field(default_factory=list)
     next_size: int = 0  # sequences of what it adds to the order next
     expected: float = 0.0  # the time until which its next request is waited for, since it has announced it
+    lost: int = 0  # sequences of its tickets that ended without a group since its last group
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))  # that its latest tickets took
 
     @property
@@ -160,22 +161,35 @@ class Queue:
     # ------------------------------------------------------------------ what comes and goes
 
     def set_batch_size(self, batch_size: int, exact: bool = False) -> list[Entry]:
-        """Set the size of a batch in sequences, and plan anew; return the groups larger than it, which are removed.
+        """Set the size of a batch in sequences, and plan anew; return the groups that fit into none, which are removed.
 
         Groups without a ticket wait again, in the order of their arrival.
         """
         self.batch_size, self.exact = batch_size, exact
-        groups = [entry for entry in self if not entry.is_open]
+        self._end = self._plan = None
+        groups = sorted((entry for entry in self if not entry.is_open), key=lambda entry: entry.id)
         for entry in groups:
             self._count(entry, -1)
-            self.environments[entry.env].time -= 0 if entry.due else entry.charge
+            if not entry.due:
+                self.environments[entry.env].time -= entry.charge
+                entry.charge = 0.0
         self.order = [entry for entry in self.order if entry.is_open]
         for env in self.environments.values():
             env.waiting.clear()
         for entry in groups:
-            if entry.size <= batch_size:
+            if self.takes(entry.size):
                 self.add(entry)
-        return [entry for entry in groups if entry.size > batch_size]
+        return [entry for entry in groups if not self.takes(entry.size)]
+
+    def takes(self, size: int) -> bool:
+        """Whether a group of ``size`` sequences may be in a batch."""
+        return self.batch_size is None or (size <= self.batch_size and not (self.exact and self.batch_size % size))
+
+    def set_share(self, env: int | None, name: str, weight: float, minimum: float) -> None:
+        """Set an environment's name, its weight, and the part of the batches that is allocated to it."""
+        own = self.environment(env)
+        if (own.name, own.weight, own.minimum) != (name, weight, minimum):
+            own.name, own.weight, own.minimum, self._plan = name, weight, minimum, None
 
     def add(self, entry: Entry) -> None:
         """Queue a group, or an open ticket. A group without a ticket waits for its environment's turn."""
@@ -207,7 +221,10 @@ class Queue:
             return
         env = self.environments[ticket.env]
         env.begun -= ticket.size
-        env.time -= ticket.charge
+        env.lost = 0 if groups else env.lost + ticket.size
+        if groups or env.lost <= (self.batch_size or 0):  # else whoever always fails would always be next
+            env.time -= ticket.charge
+            self._now -= ticket.size - sum(group.size for group in groups)
         for group in groups:
             group.charge = ticket.charge * group.size / ticket.size
             env.time += group.charge
@@ -219,7 +236,7 @@ class Queue:
 
     def _count(self, entry: Entry, sign: int) -> None:
         self.tokens += sign * entry.tokens
-        for sizes in (self.sizes, self.environments[entry.env].groups):
+        for sizes in (self.sizes, self.environment(entry.env).groups):
             sizes[entry.size] += sign
             if not sizes[entry.size]:
                 del sizes[entry.size]
@@ -235,7 +252,7 @@ class Queue:
         self._plan = None
 
     def withdraw(self, ask: Ask) -> None:
-        asks = self.environments[ask.env].asks
+        asks = self.environment(ask.env).asks
         if ask in asks:
             asks.remove(ask)
             self._plan = None
@@ -256,8 +273,9 @@ class Queue:
     def _is_there(self, env: EnvironmentQueue) -> bool:
         while env.asks and env.asks[0].gone():
             del env.asks[0]
+            self._plan = None
         if env.expected and time.monotonic() > env.expected:
-            env.expected = 0.0
+            env.expected, self._plan = 0.0, None
         if env.asks_now:
             env.next_size = env.waiting[0].size if env.waiting else env.asks[0].size
         return env.wants
@@ -284,7 +302,7 @@ class Queue:
         """Put a ticket for the environment's first request at the end of the order; return both."""
         ask = env.asks[0]
         entry = Entry(number, ask.env, ask.size, due=due)
-        env.expected = time.monotonic() + _EXPECTED_SECONDS if ask.more else 0.0
+        env.expected = time.monotonic() + EXPECTED_SECONDS if ask.more else 0.0
         self._append(env, entry)
         del env.asks[0]
         self.tickets[number] = entry
@@ -343,7 +361,7 @@ class Queue:
         if holding:
             return Plan(why=self._waits_for(holding), holding=tuple(holding))
         turn = self.turn()
-        if full or (entries and turn is not None and turn.asks_now and turn.next_size > room):
+        if entries and (full or turn is not None and turn.asks_now and turn.next_size > room):
             return Plan(tuple(entries), complete=True)
         return Plan(why=f"{self.batch_size - room} of {self.batch_size} sequences are queued, and no group is begun")
 

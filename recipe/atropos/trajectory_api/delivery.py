@@ -271,6 +271,7 @@ async def batch_is_empty(service: Service, message: BatchNumber, epoch: int | No
 
 
 async def _save_progress(service: Service, trainer: Trainer) -> None:
+    trainer.progressed = time.monotonic()
     await service.store.write(database.write_run, weights=trainer.weights, empty=sorted(trainer.empty))
     service.changed()
 

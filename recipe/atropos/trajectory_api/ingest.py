@@ -96,9 +96,10 @@ async def begin(service: Service, message: Begin, gone: Any) -> dict[str, Any]:
             if entry.number not in held:
                 service.release(entry.number, "ticket_lost")
     issued: asyncio.Future[tuple[int, Any]] = asyncio.get_running_loop().create_future()
+    queue = service.queue  # a reset makes another
     ask = Ask(environment.id, size, message.more, max(1, message.ahead or AHEAD), gone, issued.set_result)
     service.environments.see(environment.id)
-    service.queue.ask(ask)
+    queue.ask(ask)
     service.advance()
     try:
         if not issued.done():
@@ -109,7 +110,7 @@ async def begin(service: Service, message: Begin, gone: Any) -> dict[str, Any]:
             return {"ticket": None, "retry_after": _RETRY_AFTER, "reason": service.why_no_ticket(environment.id)}
     finally:
         service.environments.see(environment.id)
-        service.queue.withdraw(ask)
+        queue.withdraw(ask)
     ticket, stored = issued.result()
     await stored
     return {"ticket": ticket}
@@ -235,6 +236,10 @@ async def _index(
         service.queue.close(begun, entries)
         if sum(entry.size for entry in entries) > begun.size:
             service.count("larger_than_ticket")
+    if key is not None:
+        service.posts[key] = len(groups)  # also after a reset meanwhile
+    if service.trainer is not None and not all(service.queue.takes(entry.size) for entry in entries):
+        service.set_batch_size(service.trainer)  # a trainer with smaller batches registered meanwhile
     service.latest = entries[-1].id
     for group in groups:
         environment = service.environments.see(group.env_id)

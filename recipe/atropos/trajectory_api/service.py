@@ -20,7 +20,14 @@ from typing import Any
 import msgspec
 
 from recipe.atropos.trajectory_api import database
-from recipe.atropos.trajectory_api.batching import LEAST_WEIGHT, UNBOUNDED, Entry, EnvironmentQueue, Queue
+from recipe.atropos.trajectory_api.batching import (
+    EXPECTED_SECONDS,
+    LEAST_WEIGHT,
+    UNBOUNDED,
+    Entry,
+    EnvironmentQueue,
+    Queue,
+)
 from recipe.atropos.trajectory_api.environments import Environment, Environments
 from recipe.atropos.trajectory_api.messages import EnvRegistration, Registration
 from recipe.atropos.trajectory_api.trajectory_store import Store, named_errors
@@ -66,6 +73,7 @@ class Trainer:
     weights: int
     seen: float = 0.0
     empty: set[int] = field(default_factory=set)
+    progressed: float = field(default_factory=lambda: time.monotonic())  # when it last told of weights or such a batch
     waiting: int = 0  # its long polls
     waiting_since: float | None = None  # since when there is no batch for it
 
@@ -94,6 +102,7 @@ class Service:
         self.settings = settings
         self.store = Store(settings.data_dir, settings.durability)
         self._changed = asyncio.Event()
+        self._expecting = False  # whether ``advance`` is called once an announced request has not come
         self.cutting: asyncio.Future[None] | None = None
         self.registering = asyncio.Lock()  # held by whoever replaces the trainer or the store
         self.posting: dict[str, asyncio.Future[int | None]] = {}  # by idempotency key
@@ -152,18 +161,18 @@ class Service:
 
     def apply_share(self, environment: Environment) -> None:
         """Tell the queue an environment's name and share; its allocation holds while it lives."""
-        own = self.queue.environment(environment.id)
-        own.name, own.weight = environment.name, max(environment.weight, LEAST_WEIGHT)
-        own.minimum = environment.minimum if environment.alive else 0.0
+        minimum = environment.minimum if environment.alive else 0.0
+        self.queue.set_share(environment.id, environment.name, max(environment.weight, LEAST_WEIGHT), minimum)
 
     def set_batch_size(self, trainer: Trainer) -> None:
-        """Plan batches for a trainer; queued groups that are larger than its batches are dropped, and counted."""
-        large = self.queue.set_batch_size(trainer.registration.batch_size, exact=not trainer.numbers)
-        if large:
-            why = f"larger than the batch of {trainer.registration.batch_size} sequences"
-            logger.warning("%d queued groups are dropped: %s", len(large), why)
-            self.count("dropped/larger_than_batch", len(large))
-            self.store.write(database.drop, [entry.id for entry in large])
+        """Plan batches for a trainer; queued groups that fit into none of its batches are dropped, and counted."""
+        unfit = self.queue.set_batch_size(trainer.registration.batch_size, exact=not trainer.numbers)
+        if unfit:
+            size = trainer.registration.batch_size
+            logger.warning("%d queued groups are dropped: they fit into no batch of %d sequences", len(unfit), size)
+            for entry in unfit:
+                self.count(f"dropped/{'larger_than_batch' if entry.size > size else 'does_not_fill_batch'}")
+            self.store.write(database.drop, [entry.id for entry in unfit])
 
     def take_number(self) -> int:
         """Return the next ticket number. Whatever has it is written after its reservation."""
@@ -187,6 +196,9 @@ class Service:
     def advance(self) -> None:
         """Issue tickets, and give groups without one their places, in turn, as far as the bound and the queue allow."""
         while self.trainer is not None and (env := self.queue.turn()) is not None:
+            if not env.asks_now and not self._expecting:
+                self._expecting = True
+                asyncio.get_running_loop().call_later(EXPECTED_SECONDS, self._stop_expecting)
             if not env.asks_now or self._waits_for(env):
                 return
             if env.waiting:
@@ -195,6 +207,10 @@ class Service:
             ask, entry = self.queue.issue(env, self.take_number(), self._bound() or UNBOUNDED)
             ticket = entry.number, entry.env, entry.size, entry.due
             ask.answer((entry.number, self.store.write(database.begin_ticket, *ticket)))
+
+    def _stop_expecting(self) -> None:
+        self._expecting = False
+        self.changed()
 
     def _bound(self) -> int | None:
         """Return the number of the last batch that may hold what is begun now; None without a staleness bound."""
@@ -208,7 +224,8 @@ class Service:
         if not env.waiting and (full := self.full()):
             return full
         bound, last = self._bound(), self.last + self.queue.place(env.next_size)
-        ahead = AHEAD + 2 * len(self.queue.sizes) * self.queue.exact if env.waiting else env.asks[0].ahead
+        ahead = AHEAD if env.waiting else env.asks[0].ahead
+        ahead += 2 * len(self.queue.sizes) * self.queue.exact  # what is left over of each size
         if bound is None and last > self.last + ahead:
             return f"{ahead} batches are queued or begun"
         if bound is not None and last > bound:
@@ -218,6 +235,8 @@ class Service:
 
     def why_no_ticket(self, env: int) -> str:
         """Return why an environment that asks has no ticket."""
+        if env not in self.environments.by_id:
+            return "the data were reset"
         turn = self.queue.turn()
         if self.trainer is None:
             return "no trainer has registered"
@@ -287,13 +306,20 @@ class Service:
 
     def note_seconds(self, ticket: Entry) -> None:
         """Note how long a ticket took that its environment ends now."""
-        self.queue.environments[ticket.env].seconds.append(time.monotonic() - ticket.begun)
+        self.queue.environment(ticket.env).seconds.append(time.monotonic() - ticket.begun)
 
     def release_hung(self) -> None:
-        """Release tickets for which the trainer waits much longer than their environments' tickets usually take."""
-        if self.trainer is None or (since := self.trainer.waiting_since) is None:
+        """Release tickets for which the trainer waits much longer than their environments' tickets usually take.
+
+        Only while it has nothing to train on: servers may rest while it trains.
+        """
+        trainer = self.trainer
+        if trainer is None or trainer.waiting_since is None or self.last > trainer.weights + len(trainer.empty):
             return
+        since = max(trainer.waiting_since, trainer.progressed)
         for entry in self.queue.plan().holding:
+            if entry.number not in self.queue.tickets:  # its post is being stored
+                continue
             env = self.queue.environments[entry.env]
             waited = time.monotonic() - max(since, entry.begun)
             usual = max(env.seconds, default=0.0)

@@ -2,11 +2,14 @@
 
 import itertools
 import random
+import time
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from recipe.atropos.trajectory_api import batching
 from recipe.atropos.trajectory_api.batching import UNBOUNDED, Ask, Entry, Queue
 
 
@@ -182,7 +185,41 @@ def test_a_ticket_that_ends_without_a_group_is_refunded():
     ask(queue, 1, 4)
     queue.issue(queue.environment(1), 2, UNBOUNDED)
     queue.close(queue.claim(2), [Entry(2, 1, 1, id=2, due=UNBOUNDED)])
-    assert queue.environment(1).time == 4 + 2, "it had left, so it returned at the present, 4"
+    assert queue.environment(1).time == 2
+
+
+def test_whoever_always_fails_is_refunded_by_a_batch_only():
+    """Else it would be next for ever; its first group counts anew."""
+    queue = queue_of(8)
+    queue.add(Entry(1, 2, 4, due=UNBOUNDED))
+    for number in range(2, 12):
+        ask(queue, 1, 4)
+        queue.issue(queue.turn(), number, UNBOUNDED)
+        before = queue.environment(1).time
+        queue.close(queue.claim(number))
+        assert (queue.environment(1).time < before) == (number < 4)
+
+
+def test_a_post_of_an_unknown_environment_closes_its_ticket():
+    queue = queue_of(4)
+    queue.add(Entry(1, 7, 4, due=UNBOUNDED))
+    queue.close(queue.claim(1), [Entry(1, None, 4, id=1, due=UNBOUNDED)])
+    assert cut_all(queue) == [[1]]
+
+
+def test_a_turn_that_moves_without_an_event_plans_anew(monkeypatch):
+    """The request that was announced does not come, so the next one's, which does not fit, ends the batch."""
+    queue, now = queue_of(8), time.monotonic()
+    monkeypatch.setattr(batching, "time", SimpleNamespace(monotonic=lambda: now))
+    ask(queue, 1, 3, more=True)
+    queue.issue(queue.turn(), 1, UNBOUNDED)
+    queue.close(queue.claim(1), [Entry(1, 1, 3, id=1, due=UNBOUNDED)])
+    queue.environment(1).time = -100.0
+    ask(queue, 2, 8)
+    assert not queue.plan().complete
+    now += 1
+    queue.turn()
+    assert cut_all(queue) == [[1]]
 
 
 def test_another_batch_size_plans_anew_and_drops_what_is_larger():

@@ -10,6 +10,11 @@ def test_any_schedule_keeps_bounds_and_goes_on(tmp_path, monkeypatch, seed):
     play(drawn(seed), tmp_path, monkeypatch)
 
 
+def test_an_environment_that_always_fails_stops_nobody(tmp_path, monkeypatch):
+    envs = [Environment((4,), workers=1000, failures=1.0, seconds=(1, 1)), Environment((4,), seconds=(1, 1))]
+    play(Schedule(envs, 16, 0, batches=6), tmp_path, monkeypatch)
+
+
 ALWAYS = {
     "sizes_that_do_not_fit": (12, [(4, 1, 0.5), (6, 1, 0.5)]),
     "an_allocation_of_one": (24, [(3, 1, 0), (8, 1, 0.5)]),
