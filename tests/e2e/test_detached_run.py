@@ -114,7 +114,7 @@ def test_detach_says_on_the_terminal_what_is_wrong(terminal, tmp_path):
     assert wrong.wait_for_end() == 1 and "no model there" in wrong.text
     options = ["environment.target=null", "inference.api_key=null", f"--run-dir={tmp_path / 'run'}"]
     joined = terminal([*LAUNCH, *options], tmp_path)
-    assert joined.wait_for_end() == 1 and "--detach leaves the terminal" in " ".join(joined.text.split())
+    assert joined.wait_for_end() == 1 and "--detach leaves it" in " ".join(joined.text.split())
     assert not os.listdir(tmp_path)
 
 

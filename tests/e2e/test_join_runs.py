@@ -118,7 +118,7 @@ def test_join_announces_who_comes_and_says_why_no_batch_does(tmp_path, impatient
     assert "3 of 4 sequences" in asyncio.run(looks(join, 4))
     post(f"{api.url}/scored_data", group(1, 2))
     shown = asyncio.run(looks(join, 4))
-    assert "no batch" not in shown, "the second does not fit beside the first, which is a batch"
+    assert "batch 1 is complete" in shown, "the second group does not fit beside the first"
     run.files.waiting.unlink()
     assert "no batch" not in asyncio.run(looks(join, 4)), "a batch is there: the trainer is slow"
     api.kill()

@@ -83,12 +83,11 @@ def test_of_an_environment_that_is_killed_nothing_is_waited_for(tmp_path, model_
         assert stage.shares(a, b) == [0.5, 0.5]
         for number in range(2):
             post(f"{stage.api}/scored_data", group(number, size=2) | {"env_id": a})
-        assert get(f"{stage.api}/batch")["batch"] is None, "its allocation is b's"
+        await stage.until(lambda: get(f"{stage.api}/batch")["batch"] is not None)  # b's allocation is not waited for
         first = stage.service("b")
         end(first)
-        await stage.until(lambda: get(f"{stage.api}/batch")["batch"] is not None)
-        assert stage.service("b").pid != first.pid
         await stage.until(lambda: len(stage.registrations("b")) == 2)
+        assert stage.service("b").pid != first.pid
         _, b = stage.registrations("b")
         assert stage.shares(a, b) == [0.5, 0.5]
         end(stage.service("b"))
