@@ -1,6 +1,7 @@
 """What a terminal shows of a run's state."""
 
 import re
+import time
 from dataclasses import replace
 
 import orjson
@@ -19,6 +20,7 @@ def status(tmp_path):
     found = RunReader(make_run(tmp_path / "demo").path).read()
     return replace(
         found,
+        last=found.last | {"time": time.time()},
         state="running",
         heldout={0: 0.25, 10: 0.75},
         heldout_metric="eval/percent_correct",
