@@ -168,11 +168,6 @@ def queue_full(demo):
     demo.api = lambda now: healthy(now) | (full if now > T else {})
 
 
-def empty_batches(demo):
-    healthy = demo.api
-    demo.api = lambda now: healthy(now) | ({"trainer": {"empty_batches_in_a_row": 3}} if now > T else {})
-
-
 def stale_samples(demo):
     change(demo, atropos__received=512.0, atropos__dropped__stale=384.0)
 
@@ -262,7 +257,7 @@ FAULTS = [
     (server_with_other_weights, "server_out_of_sync"),
     (server_behind, "server_out_of_sync"),
     (queue_full, "queue_full"),
-    (empty_batches, "empty_batches"),
+    (step_alarm("empty_batches", 3.0), "empty_batches"),
     (stale_samples, "stale_samples"),
     *[(step_alarm(f"{kind}_sampling", 3.0), f"{kind}_sampling") for kind in ("unknown", "truncated", "penalized")],
     (step_alarm("other_temperature", 128.0), "other_temperature"),
