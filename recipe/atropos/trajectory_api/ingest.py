@@ -164,16 +164,17 @@ def parse(service: Service, body: bytes, packed: bool, several: bool, ticket: in
 
 def _check_size(service: Service, sequences: int) -> None:
     batch_size = service.queue.batch_size
-    if batch_size is not None and sequences > batch_size:
+    if service.queue.takes(sequences):
+        return
+    if sequences > batch_size:
         raise RefusedGroup(
             Reason.LARGER_THAN_BATCH, f"a group of {sequences} sequences: the trainer's batch has {batch_size}"
         )
-    if batch_size is not None and service.queue.exact and batch_size % sequences:
-        raise RefusedGroup(
-            Reason.DOES_NOT_FILL_BATCH,
-            f"a group of {sequences} sequences: a trainer that does not ask for batches by number takes exactly "
-            f"{batch_size} sequences, which groups of this size never fill; let the group size divide it",
-        )
+    raise RefusedGroup(
+        Reason.DOES_NOT_FILL_BATCH,
+        f"a group of {sequences} sequences: a trainer that does not ask for batches by number takes exactly "
+        f"{batch_size} sequences, which groups of this size never fill; let the group size divide it",
+    )
 
 
 async def post(service: Service, groups: Sequence[Parsed], ticket: int | None, key: str | None) -> None:
