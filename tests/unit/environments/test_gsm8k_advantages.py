@@ -216,7 +216,7 @@ def test_promises_debug_shows_the_advantage_of_each_token(make, tmp_path):
     records.import_(run.trajectories, exported)
     run.metrics.write_text(json.dumps({"step": 1, "atropos/batch": 1}) + "\n")
     console = Console(record=True, width=200, color_system="truecolor", force_terminal=True, file=io.StringIO())
-    show(tmp_path, 1, 0, 1, table=True, console=console)
+    show(run, 1, 0, 1, table=True, console=console)
     lines = [line for line in console.export_text(clear=False).splitlines() if " yes " in line]
     shown = [float(line.split("\u2502")[-2]) for line in lines]
     sent = [
