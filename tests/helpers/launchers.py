@@ -39,7 +39,8 @@ import os, signal, socket, subprocess, sys, threading, time
 sys.path.insert(0, {str(ROOT)!r})
 from recipe.atropos.utils.process import start_service
 
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup has these two ignored
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup and a shell's "&" have these ignored
+signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 def start():

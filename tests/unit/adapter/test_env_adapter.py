@@ -1,8 +1,10 @@
 """Any environment by its name or file, and a command line of which every flag counts."""
 
+import itertools
 import json
 import sys
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -368,15 +370,15 @@ def test_sizes_that_cannot_be_packed_name_flag_and_fix():
 
 def test_environment_that_sends_nothing_says_so_each_minute(monkeypatch, tmp_path, caplog):
     """The environment ends its items. Before each new one it pauses, longer and longer, until a group is sent."""
-    monkeypatch.setattr(reporting, "_SILENCE", 0.2)
+    now = itertools.count()
+    monkeypatch.setattr(reporting, "time", SimpleNamespace(monotonic=lambda: float(next(now)), time=time.time))
     monkeypatch.setattr(reporting, "_LONGEST_PAUSE", 3.0)
     report = EnvReport("e", tmp_path / "report.jsonl")
 
-    def pass_time(seconds=0.25):
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
+    def pass_time():
+        end = next(now) + reporting._SILENCE + 5
+        while next(now) < end:
             report.look(0)
-            time.sleep(0.01)
         return report.counts["nothing_sent"]
 
     assert pass_time() == 0, "no item has ended"
