@@ -13,7 +13,7 @@ from helpers.sglang import make_tiny_model
 from recipe.atropos.commands import plan
 from recipe.atropos.commands.plan import GIB, activations, decoder_layers, plan_memory, show
 from recipe.atropos.config.compose import load_config
-from recipe.atropos.config.shipped import presets as all_presets
+from recipe.atropos.config.compose import presets as all_presets
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.utils import debug
 from recipe.atropos.verl_ext.device import PrecisionType

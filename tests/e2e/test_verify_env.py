@@ -130,3 +130,4 @@ def test_first_environments_flags_are_checked_as_its_page_says():
     for flag, status in (("--env.answer_tokens=32", 0), ("--env.answer_token=32", 2)):
         done = subprocess.run([*command, flag], capture_output=True, text=True, timeout=120)
         assert done.returncode == status, done.stderr
+        assert ("the class is found and its flags are right" in done.stdout) == (status == 0)

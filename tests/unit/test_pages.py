@@ -13,8 +13,7 @@ from helpers.promises import code, tables
 from helpers.qwen import write_qwen_config
 from recipe.atropos.alarms import ALARMS
 from recipe.atropos.commands.plan import GIB, plan_memory
-from recipe.atropos.config.compose import load_config
-from recipe.atropos.config.shipped import presets
+from recipe.atropos.config.compose import load_config, presets
 from recipe.atropos.report.chart_table import CHARTS
 from recipe.atropos.trajectory_api.wire import Columns, pack
 

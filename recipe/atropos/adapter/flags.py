@@ -136,6 +136,7 @@ class CommandLine:
         if cls.only_checked:
             if check := getattr(cls, "check_config", None):  # an environment's own check, such as of its data
                 check(config)
+            print("--check: the class is found and its flags are right; nothing was created or started")
             raise SystemExit(0)
         return super().__new__(cls)
 

@@ -18,6 +18,9 @@ The values of arguments follow Hydra's override grammar. A free-form mapping (``
 
 import contextlib
 import copy
+import functools
+import importlib.util
+import pickle
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import chain
@@ -25,9 +28,13 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from hydra import compose, initialize_config_dir
+from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
+from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
+from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
@@ -35,10 +42,10 @@ from recipe.atropos.config.derived_timeouts import set_waits
 from recipe.atropos.config.keys import Derived, changes_of_key, keys_of, of_all, reference, without_effect
 from recipe.atropos.config.renamed import check_renamed, prefixes
 from recipe.atropos.config.schema_errors import check_schema, wrong_values
-from recipe.atropos.config.shipped import shipped
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.utils.secret import COMPLETE, check_not_hidden
 
+_FOLDER = Path(__file__).parent
 # Keys that the launcher sets, and what a user gives instead.
 LAUNCHER_KEYS = {
     "evaluation.evaluated_file": "nothing",
@@ -55,6 +62,46 @@ _SWITCHED = {
     "actor_rollout_ref.actor.kl_loss_coef": "actor_rollout_ref.actor.use_kl_loss",
 }
 _PROBE = "a_key_of_no_configuration"
+
+
+def _verl_folder() -> Path:
+    """Return the folder of verl's YAML without importing verl, which takes seconds and warns."""
+    spec = importlib.util.find_spec("verl")
+    if spec is None or not spec.submodule_search_locations:
+        raise ConfigurationError("verl is not installed in this environment; install it as the README says")
+    return Path(spec.submodule_search_locations[0]) / "trainer" / "config"
+
+
+class _Folders(SearchPathPlugin):
+    """Let Hydra find verl's configuration, and ``trainer.yaml`` from a primary configuration in another folder."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        for folder in (_FOLDER, _verl_folder()):
+            search_path.append("recipe.atropos", f"file://{folder}")
+
+
+Plugins.instance().register(_Folders)
+
+
+def presets() -> list[str]:
+    return sorted(path.stem for path in (_FOLDER / "preset").glob("*.yaml"))
+
+
+def shipped(preset: str | None) -> DictConfig:
+    """Return ``trainer.yaml`` with a preset, with interpolations.
+
+    Raises:
+        ConfigurationError: there is no such preset, or no verl.
+    """
+    return pickle.loads(_shipped(preset))  # faster than a deep copy
+
+
+@functools.cache
+def _shipped(preset: str | None) -> bytes:
+    if preset is not None and preset not in presets():
+        raise ConfigurationError(f"preset={preset}: no such preset; choose one of {', '.join(presets())}")
+    with initialize_config_dir(str(_FOLDER), version_base=None):
+        return pickle.dumps(compose("trainer", overrides=[f"preset={preset}"] if preset is not None else []))
 
 
 def load_config(overrides: Sequence[str], tell: Callable[[str], None] = lambda _: None) -> DictConfig:

@@ -24,10 +24,10 @@ from recipe.atropos.config.compose import (
     leaves,
     quoted,
     resolved,
+    shipped,
 )
 from recipe.atropos.config.derived_timeouts import set_waits
 from recipe.atropos.config.keys import is_free
-from recipe.atropos.config.shipped import shipped
 from recipe.atropos.errors import ConfigurationError
 
 

@@ -29,6 +29,10 @@ from recipe.atropos.utils.secret import secret_variables, split_secret_flags
 from recipe.atropos.utils.sockets import holder
 
 PYTHON_VARIABLE = "ATROPOS_SGLANG_PYTHON"
+_INSTALL = (
+    "make SGLang's environment (on a CPU `make sglang-env`; docs/quick-start.md#installing-with-pip has pip's commands), "
+    f"or set inference.python or {PYTHON_VARIABLE} to an interpreter that has SGLang"
+)
 CPU_SHIM = Path(__file__).resolve().parent / "cpu_shim"
 
 # KV cache on a CPU, in tokens: by default SGLang takes a share of the machine's memory, which other services need.
@@ -142,7 +146,7 @@ def sglang_python(named: str | None = None) -> str:
         return str(beside)
     if importlib.util.find_spec("sglang") is not None:
         return sys.executable
-    raise LaunchError(f"no interpreter has SGLang: run `make sglang-env`, or set inference.python or {PYTHON_VARIABLE}")
+    raise LaunchError(f"no interpreter has SGLang: {_INSTALL}")
 
 
 @functools.cache
@@ -254,15 +258,14 @@ def check_launch(launch: SGLangLaunch) -> None:
 
 
 def _check_interpreter(python: str) -> None:
-    fix = f"run `make sglang-env`, or set inference.python or {PYTHON_VARIABLE} to an interpreter that has SGLang"
     if shutil.which(python) is None:
-        raise LaunchError(f"inference.python is {python!r}, which does not exist or cannot be run: {fix}")
+        raise LaunchError(f"inference.python is {python!r}, which does not exist or cannot be run: {_INSTALL}")
     try:
         found = versions_in(python, ("sglang",), timeout=_PROBE_SECONDS)
     except LaunchError as error:
-        raise LaunchError(f"inference.python={error}: {fix}") from error
+        raise LaunchError(f"inference.python={error}: {_INSTALL}") from error
     if found["sglang"] is None:
-        raise LaunchError(f"inference.python is {python!r}, which has no package sglang: {fix}")
+        raise LaunchError(f"inference.python is {python!r}, which has no package sglang: {_INSTALL}")
 
 
 def start_sglang(

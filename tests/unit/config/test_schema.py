@@ -10,10 +10,9 @@ from omegaconf import OmegaConf
 
 from recipe.atropos.config import schema_errors
 from recipe.atropos.config import values as choices
-from recipe.atropos.config.compose import compose_config, load_config
+from recipe.atropos.config.compose import compose_config, load_config, presets
 from recipe.atropos.config.schema import documented
 from recipe.atropos.config.schema_errors import check_schema
-from recipe.atropos.config.shipped import presets
 from recipe.atropos.config.unsupported import UNSUPPORTED
 from recipe.atropos.errors import ConfigurationError
 
