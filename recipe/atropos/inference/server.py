@@ -30,7 +30,7 @@ from recipe.atropos.utils.sockets import holder
 
 PYTHON_VARIABLE = "ATROPOS_SGLANG_PYTHON"
 _INSTALL = (
-    "make SGLang's environment (on a CPU `make sglang-env`; docs/quick-start.md#installing-with-pip has pip's commands), "
+    "make SGLang's environment (on a CPU `make sglang-env`; for pip see docs/quick-start.md#installing-with-pip), "
     f"or set inference.python or {PYTHON_VARIABLE} to an interpreter that has SGLang"
 )
 CPU_SHIM = Path(__file__).resolve().parent / "cpu_shim"
