@@ -1,19 +1,22 @@
 """Kill the processes of a run at random moments: ``python benchmarks/chaos.py [--quick] [--seed N]``
 
-A run of the demonstration is trained while its Trajectory API, trainer, gateway, SGLang server and environment are
-killed (SIGKILL), in random order: each of them while something starts, in the middle of steps, of pushes and of saves.
-Then it is stopped, and resumed for its last steps. What must hold:
+A run of the demonstration is trained while its Trajectory API, trainer, gateway, SGLang server and environment, and one
+of the two guardians of a random one of them, are killed (SIGKILL), in random order: each while something starts, in the
+middle of steps, of pushes and of saves, and while batches have nothing to train on, because the environment says that
+its groups are older than ``max_staleness`` allows. Then it is stopped, and resumed for its last steps. What must hold:
 
 - every group that the API stored is in exactly one batch, or in none yet; batches have no gaps;
-- the metrics have every step, and every batch, once; no row is of a version that was given up;
+- the metrics have every step once, and every batch once or among the empty ones; no row is of a version that was given
+  up;
 - training on the stored batches again, undisturbed and without servers, gives the same weights, bit for bit.
 
-``--quick`` kills each of them at two of these moments and takes about 5 minutes; all, twice at each, about 15.
+``--quick`` kills each of them at two of these moments; the whole, once at each.
 """
 
 import argparse
 import contextlib
 import json
+import os
 import random
 import sqlite3
 import subprocess
@@ -21,12 +24,15 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 from rich.console import Console
 
-from recipe.atropos.commands.replay import replay
+from recipe.atropos.config.compose import load_config
+from recipe.atropos.environments.gsm8k import GSM8kEnv
 from recipe.atropos.run_dir import RunDir
 from recipe.atropos.run_record import read_metrics
 from recipe.atropos.trajectory_api.trajectory_store import DATABASE
@@ -34,7 +40,10 @@ from recipe.atropos.utils.files import RunDirError, read_json
 
 SERVICES = ("api", "trainer", "gateway", "sglang", "environment")  # prefixes of names in services.json
 METHODS = {"push": "update_weights", "checkpoint": "save_checkpoint"}  # of the trainer's rank
-MOMENTS = ("start", "step", *METHODS)
+EMPTY = "empty"  # moment in which batches have nothing to train on, and file beside the run that makes them so
+MOMENTS = ("start", "step", *METHODS, EMPTY)
+GUARDIAN = "guardian"  # of a random service
+KILLED = (*SERVICES, GUARDIAN)
 LONGEST_START = 20.0  # s after the last kill; a trainer or server takes about as long to start
 LONGEST_PAUSE = 4.0  # s after a step; the next ones take about as long
 READY_SECONDS = 300  # until a killed service is there again, or a run's first step
@@ -46,14 +55,33 @@ OPTIONS = [
     "trainer.save_freq=3",
     "trainer.max_actor_ckpt_to_keep=3",
     "trainer.logger=[console]",
+    "trainer.atropos.max_empty_batches=1000",
     *(f"{key}.max_restarts=1000" for key in ("api", "inference", "environment", "trainer.atropos")),
+    f"environment.target={__file__}:StaleGSM8kEnv",
 ]
 
 
+class StaleGSM8kEnv(GSM8kEnv):
+    """Word problems whose groups are too old to be trained on while the file that ``CHAOS_EMPTY`` names exists."""
+
+    name = "stale"
+
+    async def score(self, item: Any, nodes: list[Any]) -> Any:
+        group = await super().score(item, nodes)
+        if os.path.exists(os.environ["CHAOS_EMPTY"]):
+            group["group_overrides"]["policy_version_min"] = [0] * len(nodes)
+        return group
+
+
 def launch(run: Path, steps: int) -> subprocess.Popen:
-    command = [sys.executable, "-m", "recipe.atropos.launch_services", *OPTIONS, f"--steps={steps}"]
+    args = load_config(["preset=demo"]).environment.args  # which the preset gives to its own environment alone
+    options = [*OPTIONS, *(f"environment.args.{key}={json.dumps(value)}" for key, value in args.items())]
+    command = [sys.executable, "-m", "recipe.atropos.launch_services", *options, f"--steps={steps}"]
+    variables = {**os.environ, "CHAOS_EMPTY": str(run.parent / EMPTY)}
     with open(run.parent / "launcher.log", "ab") as log:
-        return subprocess.Popen([*command, f"--run-dir={run}"], stdout=log, stderr=log, start_new_session=True)
+        return subprocess.Popen(
+            [*command, f"--run-dir={run}"], stdout=log, stderr=log, start_new_session=True, env=variables
+        )
 
 
 def service_pid(run: Path, prefix: str) -> int | None:
@@ -64,10 +92,10 @@ def service_pid(run: Path, prefix: str) -> int | None:
     return None
 
 
-def wait_for(condition: object, launcher: subprocess.Popen, what: str) -> None:
+def wait_for(condition: Callable[[], object], launcher: subprocess.Popen, what: str) -> None:
     """Wait until ``condition()`` is true; raise RuntimeError if the launcher ends first, or it takes too long."""
     deadline = time.monotonic() + READY_SECONDS
-    while not condition():  # type: ignore[operator]
+    while not condition():
         if launcher.poll() is not None or time.monotonic() > deadline:
             raise RuntimeError(f"waited for {what}; the launcher's status is {launcher.poll()}")
         time.sleep(0.1)
@@ -99,61 +127,85 @@ def wait_for_method(launcher: subprocess.Popen, method: str) -> None:
     raise RuntimeError(f"waited for {method}; the launcher's status is {launcher.poll()}")
 
 
+def empty_batches(run: Path) -> int:
+    """Return how many batches without rows the trainer's processes have logged."""
+    with contextlib.suppress(FileNotFoundError):
+        return RunDir(run).log("trainer").read_text(errors="replace").count("has nothing to train on")
+    return 0
+
+
 def kill_all(run: Path, launcher: subprocess.Popen, kills: list[tuple[str, str]], rng: random.Random) -> Counter[str]:
     """Kill one process of each (name, moment) in ``kills``; return how many were killed, by name and by moment."""
     killed: Counter[str] = Counter()
     last = time.time()
-    for number, (prefix, moment) in enumerate(kills, 1):
+    for number, (name, moment) in enumerate(kills, 1):
         if moment == "start":  # of what was killed before, or of the trainer that follows it
             time.sleep(rng.uniform(0, LONGEST_START))
         else:
             wait_for(lambda last=last: trained_since(run, last), launcher, "a step after the last kill")
             time.sleep(rng.uniform(0, LONGEST_PAUSE))
-            if moment in METHODS:
-                wait_for_method(launcher, METHODS[moment])
+        if moment in METHODS:
+            wait_for_method(launcher, METHODS[moment])
+        if moment == EMPTY:
+            before = empty_batches(run)
+            (run.parent / EMPTY).touch()
+            wait_for(lambda before=before: empty_batches(run) > before, launcher, "a batch with nothing to train on")
+            time.sleep(rng.uniform(0, LONGEST_PAUSE))
+        prefix = rng.choice(SERVICES) if name == GUARDIAN else name
         wait_for(lambda prefix=prefix: service_pid(run, prefix), launcher, f"a process of {prefix}")
         with contextlib.suppress(psutil.NoSuchProcess):  # it is being started again
-            psutil.Process(service_pid(run, prefix)).kill()
-            killed.update((prefix, moment))
+            target = psutil.Process(service_pid(run, prefix))
+            if name == GUARDIAN:
+                target = rng.choice(target.parents()[:2])
+            target.kill()
+            killed.update((name, moment))
         last = time.time()
+        if moment == EMPTY:
+            before = empty_batches(run)  # another one after the kill, of what is queued or begun
+            wait_for(lambda before=before: empty_batches(run) > before, launcher, "another such batch")
+            (run.parent / EMPTY).unlink()
         step = max((line["step"] for line in read_metrics(run)), default=0)
-        print(f"{number:3} of {len(kills)}: {prefix:<11} {moment:<10} after step {step}", flush=True)
+        print(f"{number:3} of {len(kills)}: {name:<11} {moment:<10} after step {step}", flush=True)
     return killed
 
 
 def ledger(run: Path) -> dict[str, int]:
-    """Return the numbers that say whether anything was lost or doubled; each but the first two must be 0."""
+    """Return the numbers that say whether anything was lost or doubled; each but the first three must be 0."""
     with contextlib.closing(sqlite3.connect(RunDir(run).trajectories / DATABASE)) as store:
         ids = [id for (id,) in store.execute("SELECT id FROM groups ORDER BY id")]
         batches = [number for (number,) in store.execute("SELECT DISTINCT batch FROM groups WHERE batch > 0")]
     lines = read_metrics(run)
     steps, trained = [line["step"] for line in lines], [int(line["atropos/batch"]) for line in lines]
+    empty = sum(int(line["atropos/empty_batches"]) for line in lines)
     groups = read_json(RunDir(run).summary)["groups"]
     return {
         "groups": len(ids),
         "steps": len(steps),
+        "empty_batches": empty,
         "group_numbers_missing": max(ids) - len(ids),
         "batches_missing": max(batches) - len(batches),
         "steps_not_once": len(steps) - len(set(steps)) + max(steps) - len(steps),
         "batches_trained_twice": len(trained) - len(set(trained)),
-        "batches_passed_over": max(trained) - len(set(trained)) if not groups["dropped"] else 0,
+        "batches_passed_over": abs(max(trained) - len(set(trained)) - empty),
         "rows_of_a_future_version": int(sum(line.get("atropos/dropped/future_version", 0) for line in lines)),
         "groups_unaccounted": abs(groups["received"] - len(ids)) + max(0, -groups["left"]),
     }
 
 
 def main() -> int:
+    from recipe.atropos.commands.replay import replay  # imports torch, which the environment does without
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="two kills of each process instead of eight")
+    parser.add_argument("--quick", action="store_true", help="two kills of each process instead of five")
     parser.add_argument("--smoke", action="store_true", help="the smallest size: whether it runs")
     parser.add_argument("--seed", type=int, default=0, help="of the order and the pauses")
     arguments = parser.parse_args()
     rng = random.Random(arguments.seed)
-    moments = [rng.sample(MOMENTS, 2) if arguments.quick else [*MOMENTS, *MOMENTS] for _ in SERVICES]
-    kills = [(prefix, moment) for prefix, each in zip(SERVICES, moments, strict=True) for moment in each]
+    moments = [rng.sample(MOMENTS, 2) if arguments.quick else MOMENTS for _ in KILLED]
+    kills = [(prefix, moment) for prefix, each in zip(KILLED, moments, strict=True) for moment in each]
     rng.shuffle(kills)
     if arguments.smoke:
-        kills = [("gateway", "step")]
+        kills = [(GUARDIAN, EMPTY)]
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
         run = Path(name, "run")
@@ -172,15 +224,16 @@ def main() -> int:
             raise
         finally:
             launcher.kill()
-        figures: dict[str, float] = {f"killed_{key}": killed[key] for key in (*SERVICES, *MOMENTS)} | ledger(run)
+        figures: dict[str, float] = {f"killed_{key}": killed[key] for key in (*KILLED, *MOMENTS)} | ledger(run)
         figures["exit_status"] = status
         figures["weights_differ"] = int(not replay(run, [], Console(highlight=False)))
     figures["seconds"] = time.monotonic() - started
-    zero = [key for key in figures if key not in ("groups", "steps", "seconds") and not key.startswith("killed_")]
+    counts = ("groups", "steps", "empty_batches", "seconds")
+    zero = [key for key in figures if key not in counts and not key.startswith("killed_")]
     print(f"\n{'':<24} found  must be")
     for key, value in figures.items():
         print(f"{key:<24} {value:5.0f}  {'0' if key in zero else ''}".rstrip())
-    ok = not any(figures[key] for key in zero)
+    ok = not any(figures[key] for key in zero) and figures["killed_empty"] <= figures["empty_batches"]
     print(json.dumps({"name": "chaos", "figures": figures, "targets": dict.fromkeys(zero, 0), "ok": ok}))
     return 0 if ok else 1
 

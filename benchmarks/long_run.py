@@ -139,7 +139,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="300 steps")
     parser.add_argument("--smoke", action="store_true", help="the smallest size: whether it runs")
     arguments = parser.parse_args()
-    shrink = 10 if arguments.smoke else 1
+    shrink = 20 if arguments.smoke else 1
     first, second, width = FIRST // shrink, SECOND // shrink, WIDTH // shrink
     steps = 300 // shrink if arguments.quick or arguments.smoke else 500
     began = time.monotonic()

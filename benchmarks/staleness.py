@@ -77,7 +77,7 @@ def main() -> int:
     parser.add_argument("--smoke", action="store_true", help="the smallest size: whether it runs")
     arguments = parser.parse_args()
     steps, order = (30, (0, 2, 2, 0)) if not (arguments.quick or arguments.smoke) else (10, BOUNDS)
-    steps = WARM_UP + 2 if arguments.smoke else steps
+    steps = WARM_UP + 1 if arguments.smoke else steps
     if len(os.sched_getaffinity(0)) < 2:
         sys.exit("needs two cores: on one, nothing can overlap")
     ensure_small_policy(seed=0)

@@ -67,7 +67,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="fewer steps")
     parser.add_argument("--smoke", action="store_true", help="the smallest size: whether it runs")
     arguments = parser.parse_args()
-    rounds, steps = (1, 4) if arguments.smoke else (3, 8) if arguments.quick else (7, 40)
+    rounds, steps = (1, 3) if arguments.smoke else (3, 8) if arguments.quick else (7, 40)
     with tempfile.TemporaryDirectory() as name:
         generate_s = asyncio.run(seconds_to_generate(Path(name), rounds))
         lines = run_demo(Path(name), steps)

@@ -32,12 +32,12 @@ SHARES = (0.5, 1.0)  # of the tokens that both methods trained on
 TARGETS = {"dropped": "== 0", "own_advantages": "== 1.0", "mean_advantage": "<= 1e-3"}
 
 
-def run(preset: str, seed: int, folder: Path, steps: int) -> Path:
+def run(preset: str, seed: int, folder: Path, steps: int, smoke: bool) -> Path:
     """Return the folder of a complete run; train it unless it exists."""
     if not is_complete(folder, steps):
         command = [sys.executable, "-m", "recipe.atropos.launch_services", "--preset", preset, "--seed", str(seed)]
         options = ["--run-dir", str(folder), "--steps", str(steps), f"evaluation.every={steps // 2}"]
-        options.append("trainer.save_freq=-1")
+        options += ["trainer.save_freq=-1", *(["environment.args.eval_size=16"] if smoke else [])]
         log_path = folder.with_suffix(".log")
         with open(log_path, "w") as log:
             status = subprocess.run([*command, *options], stdout=log, stderr=subprocess.STDOUT).returncode
@@ -87,7 +87,8 @@ def main() -> int:
         head = "".join(f"{f'at {share:.0%}':>9}" for share in SHARES)
         print(f"{'':<15}{'seed':>5}  {'method':<18}{'before':>9}{head}{'tokens':>10}", flush=True)
         for task, seed in itertools.product(tasks, seeds):
-            folders = [run(preset, seed, root / f"{preset}-{seed}", steps) for preset in TASKS[task]]
+            presets = {preset: root / f"{preset}-{seed}" for preset in TASKS[task]}
+            folders = [run(preset, seed, folder, steps, arguments.smoke) for preset, folder in presets.items()]
             curves = [curve(folder) for folder in folders]
             checked += [checks(folder, own) for folder, own in zip(folders, (False, True), strict=True)]
             budget = min(tokens[-1] for tokens, _ in curves)
