@@ -1,10 +1,10 @@
 """Kill or stop each process of a run in each phase of it: ``python benchmarks/faults.py [--quick] [--only TEXT]``
 
-One run of the demonstration goes through all faults: each start resumes what the previous fault left. For each fault
-the table, which docs/faults.md has as it is printed, and what is printed beside it where it did not hold, say whether the run recovered (it trained on) or ended with a named error, after how many seconds, whether a process or
-shared memory was left, and whether each step is in ``metrics.jsonl`` once after the next start. At the end the run must
-reach its last step. A stopped process (SIGSTOP) is noticed by configured time limits, of which ``LIMIT`` is the longest
-here.
+One run of the demonstration goes through all faults: each start resumes what the previous fault left. The table, which
+docs/faults.md has as it is printed, says of each fault whether the run recovered (it trained on) or ended with a named
+error, and after how many seconds. Beside it is printed what must not be: a process or shared memory that was left, and
+steps that are not in ``metrics.jsonl`` once after the next start. At the end the run must reach its last step. A
+stopped process (SIGSTOP) is noticed by configured time limits, of which ``LIMIT`` is the longest here.
 
 A fault that is noticed by a time limit takes at least two minutes; all take about 50 minutes, ``--quick`` about 8.
 """
@@ -381,9 +381,7 @@ def main() -> int:
             for what in [*result.left, *sorted(result.shm)]:
                 print(f"left: {what}", file=sys.stderr, flush=True)
             if not result.once:
-                print(
-                    "the steps in metrics.jsonl are not 1, 2, 3, ... after the next start", file=sys.stderr, flush=True
-                )
+                print("steps are not once in metrics.jsonl after the next start", file=sys.stderr, flush=True)
             results.append(result)
     of_faults = results[: len(faults)]
     figures = {
