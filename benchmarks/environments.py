@@ -405,7 +405,6 @@ def main() -> int:
     parser.add_argument("--atropos-dir", type=Path, required=True, help="an Atropos checkout")
     parser.add_argument("--only", default="", help="files whose path has this in it")
     parser.add_argument("--quick", action="store_true", help="the files directly in environments/ alone")
-    parser.add_argument("--write", type=Path, help="put the table into this file, in Markdown")
     parser.add_argument("--logs", type=Path, help="keep the logs here")
     arguments = parser.parse_args()
     if not (arguments.atropos_dir / "environments").is_dir():
@@ -461,8 +460,6 @@ def _main(arguments: argparse.Namespace, work: Path) -> int:
     print("\n" + table + "\n")
     lacking = Counter(pair["ours"].needs.split()[0] for pair in outcomes.values() if pair["ours"].needs)
     print(f"needed and not here: {dict(lacking)}")
-    if arguments.write:
-        arguments.write.write_text(table + "\n")
     if arguments.logs:
         details = {str(f.relative_to(checkout)): {k: asdict(o) for k, o in p.items()} for f, p in outcomes.items()}
         (work / "outcomes.json").write_text(json.dumps(details, indent=1))

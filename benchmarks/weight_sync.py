@@ -1,4 +1,4 @@
-"""Speed of weight synchronization: ``python benchmarks/weight_sync.py [--quick] [--bucket-mb N]``.
+"""Speed of weight synchronization: ``python benchmarks/weight_sync.py [--quick]``.
 
 A random bfloat16 model with the shape of Qwen2.5-0.5B is pushed to a real SGLang server on this machine by each
 transport, and each is compared with a lower bound, its floor, measured in the same run on the same tensors:
@@ -160,11 +160,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a sixth of the layers, fewer rounds")
     parser.add_argument("--smoke", action="store_true", help="the smallest size: whether it runs")
-    parser.add_argument("--bucket-mb", type=int, default=512, help="update_weights_bucket_megabytes (default: 512)")
     arguments = parser.parse_args()
     layers, rounds = (1, 1) if arguments.smoke else (4, 2) if arguments.quick else (24, 9)
     with tempfile.TemporaryDirectory() as name:
-        figures = measure(Path(name), layers, rounds, bucket=arguments.bucket_mb << 20)
+        figures = measure(Path(name), layers, rounds, bucket=512 << 20)
     ok = all(figures[f"{transport}_over_floor"] <= target for transport, target in TARGETS.items())
     ok = ok and all(figures[f"{transport}_memory_buckets"] <= MEMORY_TARGET for transport in TARGETS)
     ok = ok and all(
