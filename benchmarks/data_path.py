@@ -408,7 +408,7 @@ def main() -> int:
     if arguments.quick:
         runs, sizes = {"conversion": 15, "update": 5}, UpdateSizes(groups=4, max_response_length=512)
     if arguments.smoke:
-        runs, sizes = {"conversion": 1, "update": 1}, UpdateSizes(groups=1, max_response_length=128)
+        runs, sizes = {"conversion": 1, "update": 1}, UpdateSizes(groups=4, max_response_length=256)
 
     conversion = measure_conversion(runs["conversion"])
     updates = measure_update(sizes, runs["update"])
