@@ -8,7 +8,9 @@ Environments may have any group sizes up to a batch. An allocation holds over co
 (``trajectory_api/batching.py``).
 """
 
+import os
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,7 +34,8 @@ class EnvironmentSpec:
 
     ``weight``: its share of the unallocated part, relative to the others'; ``min_batch_allocation``: its least share of
     the batches, in (0, 1]; ``max_restarts``: how often it is restarted; ``start_timeout``: seconds until it must have
-    registered; ``args``: its own flags; ``reward_bridge``: what ``algorithm/reward_bridge.py`` reads.
+    registered; ``args``: its own flags; ``reward_bridge``: what ``algorithm/reward_bridge.py`` reads;
+    ``python``: its interpreter, a path or a name on PATH, None for the launcher's.
 
     Raises:
         ConfigurationError: naming key and value.
@@ -49,6 +52,7 @@ class EnvironmentSpec:
     evaluate: bool = True
     args: Mapping[str, Any] = field(default_factory=dict)
     reward_bridge: Mapping[str, Any] | None = None
+    python: str | None = None
 
     def __post_init__(self) -> None:
         for flag in _OWN_KEYS.keys() & self.args.keys():
@@ -64,6 +68,12 @@ class EnvironmentSpec:
     @property
     def service(self) -> str:
         return f"environment-{self.name}" if self.several else "environment"
+
+    @property
+    def interpreter(self) -> str:
+        """The program that runs it. A path is made absolute; a name is left to PATH."""
+        python = os.path.expanduser(self.python or sys.executable)
+        return os.path.abspath(python) if os.sep in python else python
 
     @property
     def place(self) -> str:

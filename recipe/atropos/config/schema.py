@@ -84,6 +84,7 @@ class Inference(Section):
 
 class Environment(Section):
     target: Text | None = about("MODULE[:Class] or FILE.py[:Class]; null: none is started, others join")
+    python: Text | None = about("Interpreter of its own environment; null: the recipe's (docs/environments.md)")
     group_size: Count = about("Sequences of a group")
     args: dict[str, Any] = about("The environment's own flags, without env.")
     reward_bridge: dict[str, Any] | None = about("Shapes its scores, see algorithm/reward_bridge.py; null: does not")

@@ -12,8 +12,9 @@ Guarantees:
 
 import contextlib
 import importlib.util
+import os
 import re
-import sys
+import shutil
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -24,26 +25,40 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+import recipe
 from recipe.atropos.adapter.settings import AdapterSettings
 from recipe.atropos.config.derived_timeouts import worker_timeout
 from recipe.atropos.config.env_specs import EnvironmentSpec
 from recipe.atropos.data.sampling import TEMPERATURE_VARIABLE
-from recipe.atropos.errors import ConfigurationError
+from recipe.atropos.errors import ConfigurationError, LaunchError
 from recipe.atropos.launcher.concurrency import groups_in_flight, request_limits
 from recipe.atropos.launcher.progress import progress
 from recipe.atropos.launcher.services import Run, console
 from recipe.atropos.trajectory_api.trajectory_client import TrajectoryApiError
 from recipe.atropos.utils.files import LineReader, append_line, write_atomic
+from recipe.atropos.utils.machine import run_program
 from recipe.atropos.utils.process import Service, ServiceFailed, run_command, unstopped
+from recipe.atropos.utils.scratch import current
 from recipe.atropos.utils.secret import API_KEY_VARIABLE, secret_variables, split_secret_flags
 
 _ADAPTER = "recipe.atropos.utils.env_adapter"
 _CHECK = "check-"  # name prefix of the processes that check flags
+_OLDEST_PYTHON = 3, 11
+_NEEDED = ("atroposlib", "msgspec", "omegaconf", "orjson", "psutil")  # by the adapter, beside what these install
+_PROBE = """
+import importlib.util, sys
+print(*sys.version_info[:2], *[name for name in sys.argv[1:] if importlib.util.find_spec(name) is None])
+"""
 
 
 def check_target(spec: EnvironmentSpec) -> None:
-    """Raise ConfigurationError if ``target`` names neither a file nor a module that can be found."""
+    """Raise ConfigurationError if ``target`` names neither a file nor a module that can be found.
+
+    Which modules another interpreter finds, ``check_environments`` sees.
+    """
     is_file = spec.place.endswith(".py")
+    if spec.python is not None and not is_file:
+        return
     try:
         found = Path(spec.place).is_file() if is_file else importlib.util.find_spec(spec.place) is not None
     except ModuleNotFoundError:  # a parent package is missing
@@ -83,7 +98,29 @@ def _end_checks(checks: list[Future[str | None]]) -> None:
         time.sleep(0.05)
 
 
+def _interpreter_problem(spec: EnvironmentSpec) -> str | None:
+    """Return why ``spec.python`` cannot run the adapter; None if it can, or is the launcher's."""
+    if spec.python is None:
+        return None
+    named, python = f"{spec.key}.python={spec.python}", spec.interpreter
+    if shutil.which(python) is None:
+        return f"{named}: no such program; give the path of an interpreter, such as VENV/bin/python"
+    path = os.environ.get("PYTHONPATH", "")
+    try:
+        printed = run_program(python, "-c", _PROBE, *_NEEDED, timeout=spec.start_timeout, PYTHONPATH=path)
+    except LaunchError as error:
+        return f"{named}: {error}; give a Python interpreter"
+    major, minor, *missing = printed.split()
+    if (int(major), int(minor)) < _OLDEST_PYTHON:
+        return f"{named}: Python {major}.{minor}; the adapter needs 3.11 or newer"
+    if missing:
+        return f"{named}: the adapter needs {', '.join(missing)}; run {python} -m pip install {' '.join(missing)}"
+    return None
+
+
 def _flag_problem(run: Run, spec: EnvironmentSpec) -> str | None:
+    if problem := _interpreter_problem(spec):
+        return problem
     anywhere = "http://127.0.0.1:1"
     command = [*environment_command(run, replace(spec, reward_bridge=None), "serve", anywhere, anywhere), "--check"]
     try:
@@ -142,7 +179,7 @@ def environment_command(
     bridge = []
     if spec.reward_bridge is not None and subcommand == "serve":  # evaluation scores are never shaped
         bridge = ["--reward-bridge", str(run.files.reward_bridge(spec.name))]
-    return [sys.executable, "-m", _ADAPTER, subcommand, "--env", target, *bridge, *options(given)]
+    return [spec.interpreter, "-m", _ADAPTER, subcommand, "--env", target, *bridge, *options(given)]
 
 
 def write_bridge(run: Run, spec: EnvironmentSpec) -> None:
@@ -162,10 +199,24 @@ def serve_command(run: Run, spec: EnvironmentSpec, api_url: str, server_url: str
 
 
 def environment_secrets(run: Run, spec: EnvironmentSpec) -> dict[str, str]:
-    """Return environment variables with the environments' key, and with the flags that are secret, for the adapter."""
+    """Return environment variables with the environments' key, and with the flags that are secret, for the adapter.
+
+    An interpreter of its own also gets a folder with the recipe alone on PYTHONPATH, before the launcher's.
+    """
     key = run.environments_key
     flags = split_secret_flags({"openai.api_key": key, **_own_flags(spec)})[1]
-    return {API_KEY_VARIABLE: key} | secret_variables(options(flags))
+    paths = [] if spec.python is None else [str(_recipe_alone()), *filter(None, [os.environ.get("PYTHONPATH")])]
+    variables = {"PYTHONPATH": os.pathsep.join(paths)} if paths else {}
+    return {API_KEY_VARIABLE: key} | secret_variables(options(flags)) | variables
+
+
+def _recipe_alone() -> Path:
+    """Return a folder that holds the recipe and nothing else that is installed beside it."""
+    folder = current().folder / "recipe-alone"
+    folder.mkdir(exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        (folder / "recipe").symlink_to(Path(recipe.__file__).resolve().parent)
+    return folder
 
 
 def _own_flags(spec: EnvironmentSpec) -> dict[str, Any]:
