@@ -109,7 +109,7 @@ class ItemRollouts(BaseEnv):
 
     def _count_failure(self, stage: str, error: Exception) -> None:
         self.__log_once(stage, error)
-        self.report.fail(type(cause_of(error)).__name__)
+        self.report.fail(cause_of(error))
 
     def __log_once(self, stage: str, error: Exception) -> None:
         """Log the first failure of a kind with its traceback; a kind is an exception, and the line that raised it."""

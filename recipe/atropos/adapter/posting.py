@@ -214,13 +214,13 @@ class PostingEnv(ItemRollouts):
             if self.config.max_num_workers_per_node == BaseEnvConfig().max_num_workers_per_node:
                 self.max_num_workers = self.adapter_settings.groups_in_flight or self.max_num_workers
 
-    async def _disconnect(self) -> None:
-        """Leave the API, which then releases all tickets that are open."""
+    async def _disconnect(self, reason: str = "") -> None:
+        """Leave the API, which then releases all tickets that are open; ``reason``: "" if nothing is wrong."""
         client, self.__client = self.__client, None
         if client is not None:
             try:
                 if hasattr(self, "env_id"):
-                    await client.disconnect_env(self.env_id)
+                    await client.disconnect_env(self.env_id, reason)
             finally:
                 await client.__aexit__()
 
@@ -307,14 +307,14 @@ class PostingEnv(ItemRollouts):
                 self.last_completed_item = item
         if not place.taken and place.env_id == self.env_id:  # not of an earlier registration
             reason = place.reason or ("cancelled" if worker.cancelled() else "nothing_posted")
-            release = asyncio.create_task(self.__release(place.ticket, reason))
+            release = asyncio.create_task(self.__release(place.ticket, reason, place.detail))
             self.__releases.add(release)
             release.add_done_callback(self.__releases.discard)
 
-    async def __release(self, ticket: int, reason: str) -> None:
+    async def __release(self, ticket: int, reason: str, detail: str) -> None:
         if self.__client is not None:  # else it has left, which releases all
             with contextlib.suppress(TrajectoryApiError):  # the manager's own requests end the environment
-                await self.__client.release(ticket, reason)
+                await self.__client.release(ticket, reason, detail)
 
     # ------------------------------------------------------------------ groups
 

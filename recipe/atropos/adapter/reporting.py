@@ -32,12 +32,14 @@ _REASONS = ("not_sent/", "failed/", "retried/")
 
 @dataclass
 class Place:
-    """An item's place in the API's order, by its ticket: taken by a post, or released for ``reason``, the last one."""
+    """An item's place in the API's order, by its ticket: taken by a post, or released for ``reason``, the last one,
+    of which ``detail`` says more."""
 
     env_id: int
     ticket: int
     taken: bool = False
     reason: str = ""
+    detail: str = ""
 
 
 PLACE: ContextVar[Place | None] = ContextVar("place", default=None)  # of the current worker's item
@@ -72,20 +74,21 @@ class EnvReport:
     def observe(self, name: str, *values: float) -> None:
         self._observed[name] += map(float, values)
 
-    def fail(self, exception: str) -> None:
+    def fail(self, error: BaseException) -> None:
         """Count a failed item as ``failed/EXCEPTION``."""
-        self._count_as(f"failed/{exception}", f"failed/{exception}")
+        name = f"failed/{type(error).__name__}"
+        self._count_as(name, name, repr(error))
 
     def refuse(self, reason: str, detail: str) -> None:
         """Count a group that is not sent as ``not_sent/REASON``; warn about the first one of each reason."""
         first = not self.counts[f"not_sent/{reason}"]
-        self._count_as(f"not_sent/{reason}", reason)
+        self._count_as(f"not_sent/{reason}", reason, f"{reason}: {detail}")
         logger.log(logging.WARNING if first else logging.DEBUG, "%s: group not sent, %s: %s", self.name, reason, detail)
 
-    def _count_as(self, name: str, reason: str) -> None:
+    def _count_as(self, name: str, reason: str, detail: str) -> None:
         self.count(name)
         if (place := PLACE.get()) is not None:
-            place.reason = reason
+            place.reason, place.detail = reason, detail
 
     def look(self, step: int) -> None:
         """Write a line if one is due, and log when nothing is sent; to be called about once per second."""

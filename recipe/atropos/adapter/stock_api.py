@@ -65,7 +65,7 @@ class StockApi(TrajectoryApiClient):
         self._queued = status["self_queue_size"]
         return status
 
-    async def disconnect_env(self, env_id: int) -> None:
+    async def disconnect_env(self, env_id: int, reason: str = "") -> None:
         if self._registered.is_set():
             await super().disconnect_env(env_id)
 

@@ -13,11 +13,20 @@ from recipe.atropos.trajectory_api.messages import EnvRegistration, RequestRefus
 
 ALIVE_SECONDS = 60.0  # since an environment was last seen, until its share and its tickets are released
 _BLOCKS = (2**31 - 1) // ENVIRONMENTS  # of numbers of environments
+_LONGEST_REASON = 300  # characters
+
+
+def one_line(reason: str) -> str:
+    return " ".join(reason.split())[:_LONGEST_REASON]
 
 
 @dataclass
 class Environment:
-    """One registration. ``counts`` has ``received``, ``refused/REASON`` and ``released/REASON``, in groups."""
+    """One registration. ``counts`` has ``received``, ``refused/REASON`` and ``released/REASON``, in groups.
+
+    ``failed``: items since its last group that failed; ``failure``: why the last of them did; ``left_because``: why it
+    left, if something was wrong.
+    """
 
     id: int
     name: str
@@ -26,6 +35,9 @@ class Environment:
     key: str | None = None  # idempotency key of its registration
     seen: float = field(default_factory=time.monotonic)
     counts: Counter[str] = field(default_factory=Counter)
+    failed: int = 0
+    failure: str = ""
+    left_because: str = ""
 
     @property
     def weight(self) -> float:
@@ -35,6 +47,10 @@ class Environment:
     @property
     def minimum(self) -> float:
         return min(1.0, max(0.0, self.registration.min_batch_allocation or 0.0))
+
+    def note_failure(self, detail: str) -> None:
+        self.failed += 1
+        self.failure = one_line(detail)
 
     @property
     def alive(self) -> bool:

@@ -20,7 +20,7 @@ import msgspec
 from recipe.atropos.data.reasons import Reason, RefusedGroup
 from recipe.atropos.trajectory_api import database
 from recipe.atropos.trajectory_api.batching import Ask, Entry
-from recipe.atropos.trajectory_api.environments import Environment
+from recipe.atropos.trajectory_api.environments import Environment, one_line
 from recipe.atropos.trajectory_api.messages import Begin, EnvIdentifier, EnvRegistration, Release, RequestRefused
 from recipe.atropos.trajectory_api.parsing import Parsed, environments_of, parse_json, parse_packed
 from recipe.atropos.trajectory_api.service import AHEAD, Service
@@ -60,6 +60,7 @@ async def disconnect_env(service: Service, message: EnvIdentifier) -> dict[str, 
     if environment is None:
         return {"status": "failure", "error": f"env_id={message.env_id}: no environment has registered under it"}
     environment.connected = False
+    environment.left_because = one_line(message.reason) or environment.left_because
     service.release_dead()
     await _save(service, environment)
     service.changed()
@@ -120,7 +121,9 @@ async def release(service: Service, message: Release) -> dict[str, Any]:
     """End a ticket without a group, for a reason that is counted."""
     entry = service.queue.tickets.get(message.ticket)
     if entry is not None:
-        service.environments.see(entry.env)
+        environment = service.environments.see(entry.env)
+        if environment is not None and message.detail:
+            environment.note_failure(message.detail)
         service.note_seconds(entry)
     ended = service.release(message.ticket, _name(message.reason))
     # Also of one that is not open: its end may not be stored yet, if this is a repetition.
@@ -245,6 +248,8 @@ async def _index(
     for group in groups:
         environment = service.environments.see(group.env_id)
         service.count("received", 1, environment)
+        if environment is not None:
+            environment.failed = 0
         for name in group.odd:
             service.count(f"odd/{name}", 1, environment)
     service.changed()

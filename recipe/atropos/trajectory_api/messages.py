@@ -44,7 +44,10 @@ class EnvRegistration(msgspec.Struct):
 
 
 class EnvIdentifier(msgspec.Struct):
+    """``GET /status-env``, and ``POST /disconnect-env`` with the ``reason``, if something is wrong."""
+
     env_id: Int
+    reason: str = ""
 
 
 class Begin(msgspec.Struct):
@@ -66,10 +69,11 @@ class Begin(msgspec.Struct):
 
 
 class Release(msgspec.Struct):
-    """``POST /release``."""
+    """``POST /release``. ``detail``: of an item that failed, or whose group was not sent, why."""
 
     ticket: Int
     reason: str = "unknown"
+    detail: str = ""
 
 
 class BatchNumber(msgspec.Struct):

@@ -6,6 +6,8 @@ from typing import Any
 from recipe.atropos.data.rows import ENVIRONMENTS
 from recipe.atropos.trajectory_api.service import Service
 
+_NAMED = 8  # environments in a sentence
+
 
 def diagnose(service: Service) -> dict[str, Any]:
     """Return the state, with ``why`` in one sentence: why there is no batch, or that there is one."""
@@ -58,8 +60,12 @@ def why(service: Service) -> str:
         found = f"no environment has registered, and {plan.why}"
     else:
         found = f"no batch {service.last + 1}: {plan.why}"
-    if gone := [environment.name for environment in service.environments if not environment.alive]:
-        found += f"; gone: {', '.join(gone[:8])}"
+    failing = [one for one in service.environments if one.alive and one.failed]
+    for one in failing[:_NAMED]:
+        found += f"; {one.name}: {one.failed} items failed, the last with {one.failure}"
+    if gone := [one for one in service.environments if not one.alive]:
+        names = [f"{one.name} ({one.left_because})" if one.left_because else one.name for one in gone]
+        found += f"; gone: {', '.join(names[:_NAMED])}"
     return found
 
 

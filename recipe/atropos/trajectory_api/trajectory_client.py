@@ -167,8 +167,9 @@ class TrajectoryApiClient:
         """Register an environment by the fields of ``POST /register-env``; ``status`` of the answer may say to wait."""
         return await self._json("POST", "/register-env", registration, key=uuid.uuid4().hex)
 
-    async def disconnect_env(self, env_id: int) -> None:
-        await self._json("POST", "/disconnect-env", {"env_id": env_id})
+    async def disconnect_env(self, env_id: int, reason: str = "") -> None:
+        """Leave; ``reason``: why, if something is wrong, for ``/diagnose``."""
+        await self._json("POST", "/disconnect-env", {"env_id": env_id, "reason": reason})
 
     async def begin(
         self,
@@ -216,9 +217,9 @@ class TrajectoryApiClient:
             raise
         self._forget(ticket)
 
-    async def release(self, ticket: int, reason: str) -> None:
-        """End a ticket without a group; the reason is counted."""
-        await self._json("POST", "/release", {"ticket": ticket, "reason": reason})
+    async def release(self, ticket: int, reason: str, detail: str = "") -> None:
+        """End a ticket without a group; the reason is counted, and ``/diagnose`` shows the last ``detail``."""
+        await self._json("POST", "/release", {"ticket": ticket, "reason": reason, "detail": detail})
         self._forget(ticket)
 
     def _forget(self, ticket: int | None) -> None:

@@ -11,6 +11,7 @@ from recipe.atropos.trajectory_api.messages import (
     EnvIdentifier,
     EnvRegistration,
     Registration,
+    Release,
     RequestRefused,
     Through,
 )
@@ -355,3 +356,22 @@ def test_refused_groups_are_counted_of_their_environment(tmp_path):
     ids: list[int] = []
     in_service(tmp_path, first)
     in_service(tmp_path, later)
+
+
+def test_waiting_names_failures_and_why_environments_left(tmp_path):
+    """Until a group comes; the launcher, which reports the end of the process, does not overwrite the reason."""
+
+    async def test(service):
+        await delivery.register(service, registration(8, after=0))
+        first, second = await join(service), await join(service)
+        for n in range(2):
+            ticket = (await ingest.begin(service, Begin(first), lambda: False))["ticket"]
+            await ingest.release(service, Release(ticket, "failed/KeyError", f"KeyError({n})\n at 7"))
+        assert "; env_0: 2 items failed, the last with KeyError(1) at 7" in status.why(service)
+        await ingest.disconnect_env(service, EnvIdentifier(second, "max_token_length=2048: too long"))
+        await ingest.disconnect_env(service, EnvIdentifier(second))
+        assert status.why(service).endswith("; gone: env_1 (max_token_length=2048: too long)")
+        await ingest.post(service, [Parsed(b"1", first, 4, 12)], None, None)
+        assert "failed" not in status.why(service)
+
+    in_service(tmp_path, test)
