@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from helpers.environments import item_env
+from helpers.interpreter import make_interpreter, write_environment
 from helpers.services import get, group, post
 from helpers.trainer import compose_config
 from helpers.trajectory_api import running_trajectory_api
@@ -154,3 +155,27 @@ def test_environments_train_on_when_one_is_killed_for_good(tmp_path, model_path)
     summary = orjson.loads((folder / "summary.json").read_bytes())
     assert summary["environments"]["b"]["abandoned"] and not summary["environments"]["a"]["abandoned"]
     assert summary["heldout"]["a"]["version_after"] == 5 and summary["policy_version"] == 5
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_own_interpreter_of_an_environment_trains_and_evaluates(tmp_path, model_path):
+    """Beside one in the trainer's; neither could run in the other's."""
+    python, target = make_interpreter(tmp_path / "venv"), write_environment(tmp_path / "own.py")
+    options = [
+        f"environments.a.target={ITEM_ENV}",
+        f"environments.b.target={target}",
+        f"environments.b.python={python}",
+    ]
+    command = [sys.executable, "-m", "recipe.atropos.launch_services", "--preset=demo", f"--model={model_path}"]
+    folder = tmp_path / "run"
+    command += [*options, "trainer.save_freq=-1", "--steps=2", f"--run-dir={folder}"]
+    launcher = start_service("launcher", command, log_path=tmp_path / "log")
+    try:
+        assert launcher.process.wait(300) == 0, launcher.tail(40)
+    finally:
+        launcher.stop(grace=0)
+    assert all(line["atropos/b/groups"] > 0 for line in read_metrics(folder))
+    assert sorted((entry["version"], entry["env"]) for entry in read_evaluations(folder)) == [
+        (version, name) for version in (0, 2) for name in "ab"
+    ]

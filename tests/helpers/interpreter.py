@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from helpers.environments import item_env
 from recipe.atropos.launcher.environment_processes import _NEEDED
 
 MODULE = "only_there"
@@ -35,19 +36,12 @@ def make_interpreter(folder: Path, *without: str) -> Path:
 
 
 def write_environment(file: Path) -> Path:
-    """Write an environment that needs ``MODULE``, and that refuses to be imported beside torch or verl."""
-    file.write_text(
-        f"""
+    """Write ``ItemEnv``, as an environment that needs ``MODULE`` and finds nothing of the trainer's."""
+    head = f"""
 import importlib.util
 import {MODULE}
-from helpers_item_env import ItemEnv
-
 for name in ("torch", "verl", "ray", "hydra"):
     assert importlib.util.find_spec(name) is None, name
-
-
-class OwnEnv(ItemEnv):
-    pass
 """
-    )
+    file.write_text(head + Path(item_env.__file__).read_text())
     return file

@@ -9,6 +9,7 @@ from pathlib import Path
 import orjson
 import pytest
 
+from helpers.interpreter import make_interpreter, write_environment
 from recipe.atropos.config.compose import load_config, resolved
 from recipe.atropos.config.derived_timeouts import set_waits
 from recipe.atropos.config.models import SMALL_POLICIES, check_model, resolve_model
@@ -16,7 +17,7 @@ from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.inference.server import LaunchError, SGLangLaunch, check_launch
 from recipe.atropos.launch_services import check_start, environments_of, load_run_config, make_folder, prepare_model
 from recipe.atropos.launcher import progress as progress_module
-from recipe.atropos.launcher.environment_processes import _as_key, check_environments
+from recipe.atropos.launcher.environment_processes import _as_key, check_environments, check_target, environment_command
 from recipe.atropos.launcher.preflight import check_config
 from recipe.atropos.launcher.services import Run
 from recipe.atropos.utils.process import unstopped
@@ -185,3 +186,47 @@ def test_schema_start_is_interrupted_in_a_check_of_flags(tmp_path):
         check_environments(Run(config, [], tmp_path / "run"), environments_of(config))
     assert time.monotonic() - begin < 30
     assert checks[0].poll() is not None and checks[0] not in unstopped
+
+
+def checked(tmp_path, python, *overrides):
+    target = write_environment(tmp_path / "own.py")
+    config = load_config(["preset=demo", f"environment.target={target}", f"environment.python={python}", *overrides])
+    run, specs = Run(config, [], tmp_path / "run"), environments_of(config)
+    check_environments(run, specs)
+    return environment_command(run, *specs.values(), "serve", "http://api", "http://server")
+
+
+@pytest.mark.parametrize(
+    ("program", "told"),
+    [
+        (None, "no such program; give the path of an interpreter"),
+        ("exit 3", "own/python does not run .*; give a Python interpreter"),
+        ("echo 3 10 psutil", "Python 3.10; the adapter needs 3.11 or newer"),
+        ("echo 3 12 orjson psutil", "the adapter needs orjson, psutil; run .*/own/python -m pip install orjson psutil"),
+    ],
+)
+def test_own_interpreter_that_cannot_run_is_named(program, told, tmp_path):
+    python = tmp_path / "own" / "python"
+    if program is not None:
+        python.parent.mkdir()
+        python.write_text(f"#!/bin/sh\n{program}\n")
+        python.chmod(0o755)
+    with pytest.raises(ConfigurationError, match=f"^environment.python={python}: .*{told}$"):
+        checked(tmp_path, python)
+
+
+def test_own_interpreter_runs_without_what_the_trainer_has(tmp_path):
+    """No torch, verl, Ray, hydra or recipe is installed there; what the environment needs is installed there alone."""
+    python = make_interpreter(tmp_path / "venv")
+    assert checked(tmp_path, python)[:2] == [str(python), "-m"]
+    with pytest.raises(ConfigurationError, match="environment.args.no_such_flag"):
+        checked(tmp_path, python, "environment.args.no_such_flag=1")
+    with pytest.raises(ConfigurationError, match="environment.target=.*own.py cannot be imported: .*only_there"):
+        checked(tmp_path, sys.executable)
+
+
+def test_own_interpreter_of_one_of_several_environments():
+    options = ["environment.python=shared", "environments.a.target=only_in.its_own", "environments.b.python=~/v/python"]
+    a, b = environments_of(load_config(["preset=demo", *options])).values()
+    assert (a.interpreter, b.interpreter) == ("shared", str(Path.home() / "v/python"))
+    check_target(a)
