@@ -188,9 +188,9 @@ def test_schema_start_is_interrupted_in_a_check_of_flags(tmp_path):
     assert checks[0].poll() is not None and checks[0] not in unstopped
 
 
-def checked(tmp_path, python, *overrides):
+def checked(tmp_path, python):
     target = write_environment(tmp_path / "own.py")
-    config = load_config(["preset=demo", f"environment.target={target}", f"environment.python={python}", *overrides])
+    config = load_config(["preset=demo", f"environment.target={target}", f"environment.python={python}"])
     run, specs = Run(config, [], tmp_path / "run"), environments_of(config)
     check_environments(run, specs)
     return environment_command(run, *specs.values(), "serve", "http://api", "http://server")
@@ -219,14 +219,14 @@ def test_own_interpreter_runs_without_what_the_trainer_has(tmp_path):
     """No torch, verl, Ray, hydra or recipe is installed there; what the environment needs is installed there alone."""
     python = make_interpreter(tmp_path / "venv")
     assert checked(tmp_path, python)[:2] == [str(python), "-m"]
-    with pytest.raises(ConfigurationError, match="environment.args.no_such_flag"):
-        checked(tmp_path, python, "environment.args.no_such_flag=1")
-    with pytest.raises(ConfigurationError, match="environment.target=.*own.py cannot be imported: .*only_there"):
-        checked(tmp_path, sys.executable)
 
 
 def test_own_interpreter_of_one_of_several_environments():
-    options = ["environment.python=shared", "environments.a.target=only_in.its_own", "environments.b.python=~/v/python"]
+    options = [
+        "environment.python=shared",
+        "environments.a.target=only_in.its_own",
+        'environments.b.python="~/v/python"',
+    ]
     a, b = environments_of(load_config(["preset=demo", *options])).values()
     assert (a.interpreter, b.interpreter) == ("shared", str(Path.home() / "v/python"))
     check_target(a)
