@@ -15,6 +15,7 @@ import contextlib
 import logging
 import numbers
 import os
+import sys
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
@@ -129,7 +130,7 @@ class Lifecycle:
         await self.__to_the_end(self._run_evaluation)
 
     async def __to_the_end(self, work: Callable[[], Awaitable[None]]) -> None:
-        task, code, reason = asyncio.current_task(), 1, ""
+        task, code = asyncio.current_task(), 1
         beside = asyncio.create_task(self.__beside())
         beside.add_done_callback(lambda beside: beside.cancelled() or task.cancel())
         if self.owns_process:
@@ -139,18 +140,14 @@ class Lifecycle:
             code = 0
         except asyncio.CancelledError:
             if beside.done() and not beside.cancelled():
-                reason = _reason(beside.exception())
                 raise beside.exception() from beside.exception().__cause__
             code = TERMINATED
-            raise
-        except Exception as error:
-            reason = _reason(error)
             raise
         finally:
             if self.owns_process:
                 exit_anyway(code)
             beside.cancel()
-            await self.__leave(code, reason)
+            await self.__leave(code, sys.exception())
 
     async def __beside(self) -> None:
         """Run alongside the environment; an error here ends it."""
@@ -170,19 +167,16 @@ class Lifecycle:
         own = self.tokenizer, self.config.tokenizer_name
         self.__uncompared = [server for server in self.__uncompared if not await check_tokenizer(server, *own)]
 
-    async def __leave(self, code: int, reason: str) -> None:
+    async def __leave(self, code: int, error: BaseException | None) -> None:
         self._stop_items()
         self.report.in_flight = len(self.running_items)
+        reason = expected_failure(error) or repr(error) if isinstance(error, Exception) else ""
         await _within(_DISCONNECT_SECONDS, self._disconnect(reason))
         self.report.write(self.curr_step, at_once=True)
         if self.jsonl_writer is not None:
             self.jsonl_writer.close()
         if wandb.run is not None:
             await _within(_WANDB_SECONDS[code == TERMINATED], asyncio.to_thread(wandb.finish))
-
-
-def _reason(error: BaseException) -> str:
-    return expected_failure(error) or repr(error)
 
 
 async def _within(seconds: float, what: Coroutine[Any, Any, None]) -> None:

@@ -48,10 +48,6 @@ class Environment:
     def minimum(self) -> float:
         return min(1.0, max(0.0, self.registration.min_batch_allocation or 0.0))
 
-    def note_failure(self, detail: str) -> None:
-        self.failed += 1
-        self.failure = one_line(detail)
-
     @property
     def alive(self) -> bool:
         return self.connected and time.monotonic() - self.seen < ALIVE_SECONDS

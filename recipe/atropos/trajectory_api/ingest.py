@@ -123,7 +123,7 @@ async def release(service: Service, message: Release) -> dict[str, Any]:
     if entry is not None:
         environment = service.environments.see(entry.env)
         if environment is not None and message.detail:
-            environment.note_failure(message.detail)
+            environment.failed, environment.failure = environment.failed + 1, one_line(message.detail)
         service.note_seconds(entry)
     ended = service.release(message.ticket, _name(message.reason))
     # Also of one that is not open: its end may not be stored yet, if this is a repetition.

@@ -61,12 +61,11 @@ def why(service: Service) -> str:
     else:
         found = f"no batch {service.last + 1}: {plan.why}"
     failing = [one for one in service.environments if one.alive and one.failed]
-    for one in failing[:_NAMED]:
-        found += f"; {one.name}: {one.failed} items failed, the last with {one.failure}"
+    told = [f"; {one.name}: {one.failed} items failed, the last with {one.failure}" for one in failing[:_NAMED]]
     if gone := [one for one in service.environments if not one.alive]:
-        names = [f"{one.name} ({one.left_because})" if one.left_because else one.name for one in gone]
-        found += f"; gone: {', '.join(names[:_NAMED])}"
-    return found
+        names = [f"{one.name} ({one.left_because})" if one.left_because else one.name for one in gone[:_NAMED]]
+        told.append(f"; gone: {', '.join(names)}")
+    return found + "".join(told)
 
 
 def _by_size(groups: dict[int, int]) -> dict[str, int]:
