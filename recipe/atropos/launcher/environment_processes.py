@@ -43,7 +43,6 @@ from recipe.atropos.utils.secret import API_KEY_VARIABLE, secret_variables, spli
 
 _ADAPTER = "recipe.atropos.utils.env_adapter"
 _CHECK = "check-"  # name prefix of the processes that check flags
-_OLDEST_PYTHON = 3, 11
 _NEEDED = ("atroposlib", "msgspec", "omegaconf", "orjson", "psutil")  # by the adapter, beside what these install
 _PROBE = """
 import importlib.util, sys
@@ -102,20 +101,18 @@ def _interpreter_problem(spec: EnvironmentSpec) -> str | None:
     """Return why ``spec.python`` cannot run the adapter; None if it can, or is the launcher's."""
     if spec.python is None:
         return None
-    named, python = f"{spec.key}.python={spec.python}", spec.interpreter
+    named, python, path = f"{spec.key}.python={spec.python}", spec.interpreter, os.environ.get("PYTHONPATH", "")
     if shutil.which(python) is None:
         return f"{named}: no such program; give the path of an interpreter, such as VENV/bin/python"
-    path = os.environ.get("PYTHONPATH", "")
     try:
         printed = run_program(python, "-c", _PROBE, *_NEEDED, timeout=spec.start_timeout, PYTHONPATH=path)
     except LaunchError as error:
         return f"{named}: {error}; give a Python interpreter"
     major, minor, *missing = printed.split()
-    if (int(major), int(minor)) < _OLDEST_PYTHON:
+    if (int(major), int(minor)) < (3, 11):
         return f"{named}: Python {major}.{minor}; the adapter needs 3.11 or newer"
-    if missing:
-        return f"{named}: the adapter needs {', '.join(missing)}; run {python} -m pip install {' '.join(missing)}"
-    return None
+    lacking = f"{named}: the adapter needs {', '.join(missing)}; run {python} -m pip install {' '.join(missing)}"
+    return lacking if missing else None
 
 
 def _flag_problem(run: Run, spec: EnvironmentSpec) -> str | None:
@@ -205,18 +202,19 @@ def environment_secrets(run: Run, spec: EnvironmentSpec) -> dict[str, str]:
     """
     key = run.environments_key
     flags = split_secret_flags({"openai.api_key": key, **_own_flags(spec)})[1]
-    paths = [] if spec.python is None else [str(_recipe_alone()), *filter(None, [os.environ.get("PYTHONPATH")])]
-    variables = {"PYTHONPATH": os.pathsep.join(paths)} if paths else {}
-    return {API_KEY_VARIABLE: key} | secret_variables(options(flags)) | variables
+    variables = {API_KEY_VARIABLE: key} | secret_variables(options(flags))
+    if spec.python is not None:
+        variables["PYTHONPATH"] = os.pathsep.join(filter(None, [_recipe_alone(), os.environ.get("PYTHONPATH")]))
+    return variables
 
 
-def _recipe_alone() -> Path:
+def _recipe_alone() -> str:
     """Return a folder that holds the recipe and nothing else that is installed beside it."""
     folder = current().folder / "recipe-alone"
     folder.mkdir(exist_ok=True)
     with contextlib.suppress(FileExistsError):
         (folder / "recipe").symlink_to(Path(recipe.__file__).resolve().parent)
-    return folder
+    return str(folder)
 
 
 def _own_flags(spec: EnvironmentSpec) -> dict[str, Any]:
