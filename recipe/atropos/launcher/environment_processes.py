@@ -11,6 +11,7 @@ Guarantees:
 """
 
 import contextlib
+import importlib.metadata
 import importlib.util
 import os
 import re
@@ -111,7 +112,8 @@ def _interpreter_problem(spec: EnvironmentSpec) -> str | None:
     major, minor, *missing = printed.split()
     if (int(major), int(minor)) < (3, 11):
         return f"{named}: Python {major}.{minor}; the adapter needs 3.11 or newer"
-    lacking = f"{named}: the adapter needs {', '.join(missing)}; run {python} -m pip install {' '.join(missing)}"
+    exact = " ".join(f"{name}=={importlib.metadata.version(name)}" for name in missing)
+    lacking = f"{named}: the adapter needs {', '.join(missing)}; run {python} -m pip install {exact}"
     return lacking if missing else None
 
 

@@ -202,7 +202,10 @@ def checked(tmp_path, python):
         (None, "no such program; give the path of an interpreter, such as VENV/bin/python"),
         ("exit 3", "own/python does not run .*; give a Python interpreter"),
         ("echo 3 10 psutil", "Python 3.10; the adapter needs 3.11 or newer"),
-        ("echo 3 12 orjson psutil", "the adapter needs orjson, psutil; run .*/own/python -m pip install orjson psutil"),
+        (
+            "echo 3 12 orjson psutil",
+            "the adapter needs orjson, psutil; run .*/own/python -m pip install orjson==.* psutil==.*",
+        ),
     ],
 )
 def test_own_interpreter_that_cannot_run_is_named(program, told, tmp_path):
