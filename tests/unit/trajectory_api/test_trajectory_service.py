@@ -32,7 +32,7 @@ async def batches(service, *numbers):
 
 def in_service(folder, test, **settings):
     async def run():
-        service = Service(Settings(folder))
+        service = Service(Settings(folder, **settings))
         try:
             await asyncio.wait_for(test(service), 30)
         finally:
@@ -177,6 +177,48 @@ def test_a_number_beyond_an_empty_store_is_not_kept(tmp_path, size, committed):
 
     in_service(tmp_path, ahead)
     in_service(tmp_path, anew)
+
+
+@pytest.mark.parametrize(("field", "value"), [("after", -1), ("max_staleness", -1), ("batch_size", 0)])
+def test_a_registration_below_zero_is_refused(tmp_path, field, value):
+    async def test(service):
+        with pytest.raises(RequestRefused, match=f"{field}={value}: give") as refused:
+            await delivery.register(service, registration(**{"batch_size": 4, "after": 0, field: value}))
+        assert refused.value.status == 422 and service.trainer is None and service.epoch == 0
+
+    in_service(tmp_path, test)
+
+
+def test_pushed_weights_are_those_told_and_survive_restarts(tmp_path):
+    async def test(service):
+        await delivery.register(service, registration(4, after=0))
+        await post(service, 0, 1, 2)
+        assert await batches(service, 0, 1, 2) == [1, 2, 3]
+        await delivery.weights_pushed(service, Through(2), None)
+        await later(service)
+
+    async def later(service):
+        assert service.trainer.weights == 2, "not the last batch that was cut"
+
+    in_service(tmp_path, test)
+    in_service(tmp_path, later)
+
+
+def test_ids_of_deleted_groups_are_not_used_again(tmp_path):
+    """Also where the newest groups were deleted, and the server started anew."""
+
+    async def test(service):
+        await delivery.register(service, registration(4, after=0))
+        await post(service, 0, 1)
+        assert await batches(service, 0, 1) == [1, 2]
+        await delivery.commit(service, Through(2), None)
+        assert not await service.store.read(database.holds_groups)
+
+    async def later(service):
+        assert (service.next_id, service.latest) == (3, 2)
+
+    in_service(tmp_path, test, retention="committed")
+    in_service(tmp_path, later)
 
 
 def test_a_stock_trainer_gets_no_batch_twice_over_a_restart(tmp_path):
