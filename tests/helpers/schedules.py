@@ -1,6 +1,7 @@
 """Random schedules of environments and a trainer on the real Trajectory API's service, in virtual time.
 
-Only the clock, and the thread of the store, are replaced: a write is done at once, on the real database.
+Only the clock, and the thread of the store, are replaced: a write is done at once, on the real database. Meanwhile the
+service restarts from its store, trainers register again, also with another batch size, and everything is reset.
 """
 
 import asyncio
@@ -21,11 +22,13 @@ from recipe.atropos.trajectory_api.messages import (
     EnvRegistration,
     Registration,
     Release,
+    RequestRefused,
     Through,
 )
 from recipe.atropos.trajectory_api.parsing import Parsed
+from recipe.atropos.trajectory_api.trajectory_store import Store
 
-TRAIN_SECONDS, FETCHED_AHEAD = 5.0, 1
+TRAIN_SECONDS, WORKER_SECONDS = 5.0, 300.0
 _MODULES = (batching, delivery, environments, ingest, service)
 _FOREVER = 1e9
 
@@ -33,7 +36,8 @@ _FOREVER = 1e9
 @dataclass
 class Environment:
     """``sizes``: what its groups may have, the first at the most asked for. ``seconds``: of its items. It dies, and
-    returns, at ``away``. ``stock``: it posts without tickets, and keeps ``stock`` groups queued.
+    returns, at ``away``; ``silent``: without a word, after it has announced another request. ``hung``: how often
+    an item does not end before ``WORKER_SECONDS``. ``stock``: it posts without tickets, keeping so many groups queued.
     """
 
     sizes: tuple[int, ...]
@@ -45,38 +49,47 @@ class Environment:
     larger: float = 0.0  # how often a group is larger than its ticket
     stock: int = 0
     away: tuple[float, float] = (_FOREVER, _FOREVER)
+    silent: bool = False
+    hung: float = 0.0
     id: int = 0
     running: int = 0
     is_away: bool = False
     held: set[int] = field(default_factory=set)
+    tasks: list[Any] = field(default_factory=list)
 
 
 @dataclass
 class Group:
     env: int
     size: int
-    ticket: int | None
+    ticket: int | None  # None as well if it was not open any more
     asked: int
     weights: int  # updates in the weights that it was sampled with
-    batch: int | None = None
 
 
 class Schedule:
-    """``empty``: how often a batch has nothing to train on; ``every``: updates between pushes."""
+    """``empty``: how often a batch has nothing to train on; ``every``: updates between pushes. ``stock``: the trainer
+    does not number batches. ``actions``: (seconds, name of a method, its arguments).
+    """
 
-    def __init__(self, envs, batch_size, bound, batches=12, seed=0, empty=0.0, every=1):
+    def __init__(self, envs, batch_size, bound, batches=12, seed=0, empty=0.0, every=1, stock=False, actions=()):
         self.envs, self.batch_size, self.bound, self.batches = envs, batch_size, bound, batches
-        self.empty, self.every = empty, every
+        self.empty, self.every, self.stock, self.actions = empty, every, stock, actions
         self.random, self.now = random.Random(seed), 0.0
         self._events: list[tuple[float, int, Any]] = []
         self._order = itertools.count()
         self._of: dict[int, Environment] = {}
-        self.groups: dict[int, Group] = {}
-        self.cut: dict[int, list[int]] = {}
-        self.steps: dict[int, int] = {}  # batch -> the updates before it
-        self.updates = self.pushed = 0
+        self._calls: set[asyncio.Task] = set()
+        self.trained = 0
         self.shares: list[tuple[int, dict[int, float]]] = []  # after each batch
         self.failed: list[BaseException | None] = []
+        self._begin_anew()
+
+    def _begin_anew(self):
+        self.groups: dict[int, Group] = {}
+        self.cut: dict[int, list[int]] = {}
+        self.updates_after = {0: 0}  # of each batch that was trained
+        self.updates = self.pushed = 0
 
     # ------------------------------------------------------------------ time
 
@@ -87,8 +100,9 @@ class Schedule:
         clock = SimpleNamespace(monotonic=lambda: self.now + 1000.0, time=lambda: self.now)
         for module in _MODULES:
             monkeypatch.setattr(module, "time", clock)
-        self.service = service.Service(service.Settings(folder, durability="none"))
-        monkeypatch.setattr(self.service.store, "write", self._write)
+        monkeypatch.setattr(Store, "write", _write)
+        self.settings = service.Settings(folder, durability="none")
+        self.service = service.Service(self.settings)
         try:
             await self._play()
             self._check()
@@ -97,29 +111,25 @@ class Schedule:
                 task.cancel()
             self.service.close()
 
-    def _write(self, function, *args, **kwargs):
-        future = asyncio.get_running_loop().create_future()
-        future.set_result(function(self.service.store.connection, *args, **kwargs))
-        return future
-
     async def _play(self):
-        fields = {"after": 0, "max_staleness": self.bound}
-        await delivery.register(self.service, Registration("", "", self.batch_size, 100, "", -1, 0, 10**6, **fields))
+        await self._register(0)
         await asyncio.gather(*map(self._join, self.envs))
-        self._fetching = asyncio.ensure_future(self._train())
+        self._train(0)
         self.after(1.0, self._tick)
+        for seconds, name, *arguments in self.actions:
+            self.after(seconds, lambda name=name, arguments=arguments: getattr(self, name)(*arguments))
         deadline = real_time.monotonic() + 60
-        while len(self.steps) < self.batches:
+        while self.trained < self.batches:
             await self._settle()
-            if self._fetching.done():
-                self._fetching.result()
+            if self._training.done():
+                self._training.result()
                 return
             assert not any(self.failed), self.failed
             assert self.now < 100_000 and real_time.monotonic() < deadline, self._stalled()
             self.now, _, action = heapq.heappop(self._events)
             found = action()
             if asyncio.iscoroutine(found):
-                asyncio.ensure_future(found).add_done_callback(lambda task: task.cancelled() or task.result())
+                await found
         await self._settle()
 
     async def _settle(self):
@@ -127,7 +137,7 @@ class Schedule:
             await asyncio.sleep(0)
 
     def _stalled(self):
-        return f"stalled after {len(self.steps)} batches: {self.service.queue.plan().why}; {self.service.queue.order}"
+        return f"stalled after {self.trained} batches: {self.service.queue.plan().why}; {self.service.queue.order}"
 
     async def sleep(self, seconds):
         woken = asyncio.get_running_loop().create_future()
@@ -146,24 +156,92 @@ class Schedule:
         self.service.changed()
         self.after(1.0, self._tick)
 
+    async def _call(self, function, *arguments):
+        """Ask the service, and again if it was killed meanwhile."""
+        while True:
+            task = asyncio.ensure_future(function(self.service, *arguments))
+            self._calls.add(task)
+            try:
+                return await task
+            except asyncio.CancelledError:
+                if asyncio.current_task().cancelling():
+                    raise
+            finally:
+                self._calls.discard(task)
+
+    # ------------------------------------------------------------------ actions
+
+    def _break_calls(self):
+        for task in self._calls:
+            task.cancel()
+
+    async def restart(self):
+        """Kill the server, and start another on its store."""
+        before, last = self._in_queue(), self.service.last
+        self._break_calls()
+        self.service.store.close()
+        self.service = service.Service(self.settings)
+        assert (self.service.last, self._in_queue()) == (last, before)
+
+    def _in_queue(self):
+        queued = {entry.id for entry in self.service.queue if not entry.is_open}
+        return queued, {n: (ticket.size, ticket.due) for n, ticket in self.service.queue.tickets.items()}
+
+    async def resume(self, batch_size, back):
+        """Start the trainer again, from its checkpoint after the last batch but ``back``."""
+        self._training.cancel()
+        number = sorted(self.updates_after)[-1 - min(back, len(self.updates_after) - 1)]
+        same, self.batch_size = self.batch_size == batch_size, batch_size
+        number = await self._register(number)
+        self.updates = self.pushed = self.updates_after[number]
+        self.updates_after = {n: updates for n, updates in self.updates_after.items() if n <= number}
+        if not same:
+            self.cut = {n: ids for n, ids in self.cut.items() if n <= number}
+        self._train(number)
+
+    async def reset(self):
+        """End the trainer, and archive everything once it counts as gone."""
+        self._training.cancel()
+        await self._settle()
+        self._check()
+        self.service.trainer.seen -= service.TRAINER_SECONDS
+        await self._call(delivery.reset)
+        self._break_calls()  # those of before wait until they time out
+        self._begin_anew()
+        await self._register(0)
+        self._train(0)
+
     # ------------------------------------------------------------------ environments
 
     async def _join(self, env):
         message = EnvRegistration(100, "env", env.weight, env.sizes[0], env.allocation or None)
-        env.id, env.is_away = (await ingest.register_env(self.service, message))["env_id"], False
-        env.running, env.held, self._of[env.id] = 0, set(), env
-        env.tasks = []
+        answer = await self._call(ingest.register_env, message)
+        if "env_id" not in answer:
+            self.after(1.0, lambda: self._join(env))
+            return
+        env.id, env.is_away = answer["env_id"], False
+        self._of[env.id] = env
         await asyncio.sleep(0)
         self._start(env, self._stock(env) if env.stock else self._begin(env))
-        self.after(env.away[0], lambda: self._leave(env))
+        if not (env.silent and env.workers > 1 and not env.stock):
+            self.after(env.away[0] - self.now, lambda: self._leave(env))
 
     async def _leave(self, env):
-        env.is_away = True
+        seconds, env.away, env.is_away = env.away[1], (_FOREVER, _FOREVER), True
         for task in env.tasks:
             task.cancel()
-        await ingest.disconnect_env(self.service, EnvIdentifier(env.id))
-        seconds, env.away = env.away[1], (_FOREVER, _FOREVER)
+        env.running, env.held, env.tasks = 0, set(), []
         self.after(seconds, lambda: self._join(env))
+        if not env.silent:
+            await self._call(ingest.disconnect_env, EnvIdentifier(env.id))
+
+    def _refused(self, env, refused):
+        """It registers anew with a server that does not know it; it ends if its groups do not fit."""
+        env.is_away = True
+        if refused.status == 404:
+            self.after(1.0, lambda: self._join(env))
+        else:
+            assert refused.status == 422 and not self.service.queue.takes(env.sizes[0]), refused
 
     async def _begin(self, env):
         """Ask for one ticket after the other, as the adapter does, while there are workers."""
@@ -174,20 +252,27 @@ class Schedule:
                 continue
             more = env.running + 1 < env.workers
             message = Begin(env.id, env.sizes[0], [*env.held], more=more, wait=30.0)
-            ticket = (await ingest.begin(self.service, message, lambda: env.is_away))["ticket"]
-            if ticket is not None:
-                env.held.add(ticket)
-                env.running += 1
-                self._start(env, self._work(env, ticket, self.pushed))
+            try:
+                ticket = (await self._call(ingest.begin, message, lambda: env.is_away))["ticket"]
+            except RequestRefused as refused:
+                return self._refused(env, refused)
+            if ticket is None:
+                continue
+            env.held.add(ticket)
+            env.running += 1
+            self._start(env, self._work(env, ticket, self.pushed))
+            if env.silent and more and self.now >= env.away[0]:
+                return await self._leave(env)
 
     def _start(self, env, work):
         env.tasks.append(asyncio.ensure_future(work))
         env.tasks[-1].add_done_callback(lambda task: self.failed.extend([] if task.cancelled() else [task.exception()]))
 
     async def _work(self, env, ticket, weights):
-        await self.sleep(self.random.uniform(*env.seconds))
-        if self.random.random() < env.failures:
-            await ingest.release(self.service, Release(ticket, "equal_scores"))
+        hung = self.random.random() < env.hung
+        await self.sleep(WORKER_SECONDS if hung else self.random.uniform(*env.seconds))
+        if hung or self.random.random() < env.failures:
+            await self._call(ingest.release, Release(ticket, "equal_scores"))
         else:
             larger = self.random.random() < env.larger
             size = min(self.batch_size, 2 * env.sizes[0]) if larger else self.random.choice(env.sizes)
@@ -197,74 +282,111 @@ class Schedule:
 
     async def _stock(self, env):
         while True:
-            if self.service.environments.status(env.id, self.service.queue)["self_queue_size"] < env.stock:
+            try:
+                queued = self.service.environments.status(env.id, self.service.queue)["self_queue_size"]
+            except RequestRefused as refused:
+                return self._refused(env, refused)
+            if queued < env.stock:
                 await self._post(env, self.random.choice(env.sizes), None, self.pushed)
                 await self.sleep(self.random.uniform(*env.seconds) / env.workers)
             else:
                 await self.sleep(0.2)
 
     async def _post(self, env, size, ticket, weights):
+        if not self.service.queue.takes(size):  # as ``parse`` does
+            if ticket is not None:
+                self.service.release(ticket, "does_not_fit")
+            return
         id = self.service.next_id
-        self.groups[id] = Group(env.id, size, ticket, env.sizes[0], weights)
+        place = ticket if ticket in self.service.queue.tickets else None
+        self.groups[id] = Group(env.id, size, place, env.sizes[0], weights)
         await ingest.post(self.service, [Parsed(b"%d" % id, env.id, size, 10 * size)], ticket, None)
 
     # ------------------------------------------------------------------ trainer
 
+    async def _register(self, after):
+        """Return the number of the last batch that the service counts as trained."""
+        fields = {} if self.stock else {"after": after, "max_staleness": self.bound}
+        message = Registration("", "", self.batch_size, 100, "", -1, 0, 10**6, **fields)
+        await self._call(delivery.register, message)
+        self._first = self.service._number  # the first ticket of which all is known
+        return self.service.trainer.base
+
+    def _train(self, number):
+        self._training = asyncio.ensure_future(self._train_stock() if self.stock else self._train_numbered(number))
+
     async def _fetch(self, after):
-        while (number := await delivery.numbered_batch(self.service, after, 30.0, None)) is None:
+        while (number := await self._call(delivery.numbered_batch, after, 30.0, None)) is None:
             pass
-        ids = [int(record) for record in database.read_batch(self.service.store.connection, number)]
-        assert number not in self.cut, "each batch is fetched once"
-        self.cut[number] = ids
-        for id in ids:
-            assert self.groups[id].batch is None, "each group is in one batch"
-            self.groups[id].batch = number
-        present = [env for env in self.service.queue.environments if env is not None]
-        self.shares.append((number, {env: self.service.queue.share(env) for env in present}))
+        self._check_batch(number)
         return number
 
-    async def _train(self):
-        number = await self._fetch(0)
+    async def _train_numbered(self, number):
+        number = await self._fetch(number)
         while True:
             ahead = asyncio.ensure_future(self._fetch(number))
-            self.steps[number] = self.updates
-            if self.random.random() < self.empty:
-                await delivery.batch_is_empty(self.service, BatchNumber(number), None)
-            else:
+            try:
+                self._check_bound(number)
+                if self.random.random() < self.empty:
+                    await self._call(delivery.batch_is_empty, BatchNumber(number), None)
+                else:
+                    await self.sleep(TRAIN_SECONDS)
+                    self.updates += 1
+                    if self.updates % self.every == 0:
+                        self.pushed = self.updates
+                        await self._call(delivery.weights_pushed, Through(number), None)
+                self.trained, self.updates_after[number] = self.trained + 1, self.updates
+                number = await ahead
+            finally:
+                ahead.cancel()
+
+    async def _train_stock(self):
+        while True:
+            number = await self._call(delivery.stock_batch)
+            if number is None:
+                await self.sleep(1.0)
+                continue
+            written = self.random.random() < 0.8
+            delivery.stock_delivered(self.service, self.service.epoch, number, written)
+            self._check_batch(number)
+            if written:
+                assert number not in self.updates_after, "each batch is sent once"
                 await self.sleep(TRAIN_SECONDS)
                 self.updates += 1
-                if self.updates % self.every == 0:
-                    self.pushed = self.updates
-                    await delivery.weights_pushed(self.service, Through(number), None)
-            number = await ahead
+                self.trained, self.updates_after[number] = self.trained + 1, self.updates
 
     # ------------------------------------------------------------------ what must hold
 
-    def _check(self):
-        """No group is lost or doubled, none is late but after one larger than its ticket, and batches are full."""
-        queued = {entry.id for entry in self.service.queue if not entry.is_open}
-        batched = {id for ids in self.cut.values() for id in ids}
-        assert not queued & batched
-        last = max(self.cut)
-        rows = self.service.store.connection.execute("SELECT id FROM groups WHERE batch > ?", (last,))
-        stored = {id for (id,) in rows}  # not fetched yet
-        assert queued | batched | stored == set(self.groups), "each is in a batch or queued"
+    def _check_batch(self, number):
+        """It is full, and has the same groups whenever it is fetched."""
+        ids = [int(record) for record in database.read_batch(self.service.store.connection, number)]
+        assert self.cut.setdefault(number, ids) == ids
+        filled = sum(self.groups[id].size for id in ids)
+        if self.stock:
+            assert filled == self.batch_size and len({self.groups[id].size for id in ids}) == 1, (number, ids)
         largest = max(size for env in self.envs for size in (*env.sizes, *(2 * s for s in env.sizes if env.larger)))
-        for number, ids in self.cut.items():
-            filled = sum(self.groups[id].size for id in ids)
-            assert self.batch_size - min(largest, self.batch_size) + 1 <= filled <= self.batch_size, (number, filled)
-        if self.bound is not None:
-            self._check_bound()
+        assert self.batch_size - min(largest, self.batch_size) + 1 <= filled <= self.batch_size, (number, filled)
+        present = [env for env in self.service.queue.environments if env is not None]
+        self.shares.append((number, {env: self.service.queue.share(env) for env in present}))
 
-    def _check_bound(self):
+    def _check_bound(self, number):
+        """No group is late but after one larger than its ticket, or of a trainer before."""
         larger = [group.ticket for group in self.groups.values() if group.ticket and group.size > group.asked]
-        for number, ids in self.cut.items():
-            for id in ids:
-                group = self.groups[id]
-                if group.ticket is None or number not in self.steps or any(ticket <= group.ticket for ticket in larger):
-                    continue
-                staleness = self.steps[number] - group.weights
+        for id in self.cut[number] if self.bound is not None else ():
+            group = self.groups[id]
+            if group.ticket and group.ticket >= self._first and not any(ticket <= group.ticket for ticket in larger):
+                staleness = self.updates - group.weights
                 assert staleness <= self.bound, f"group {id}, ticket {group.ticket}: {staleness} updates old"
+
+    def _check(self):
+        """No group is lost or doubled, and none dropped that fits."""
+        rows = dict(self.service.store.connection.execute("SELECT id, batch FROM groups"))
+        assert rows.keys() == self.groups.keys()
+        queued = sorted(entry.id for entry in self.service.queue if not entry.is_open)
+        assert queued == sorted(id for id, batch in rows.items() if batch is None)
+        for id, batch in rows.items():
+            assert batch != 0 or len({self.batch_size, *(args[1] for args in self.actions if len(args) > 2)}) > 1, id
+            assert batch not in self.cut or id in self.cut[batch]
 
     def deviations(self, after):
         """Yield how many sequences more than its share each environment has had after each batch, counted from batch
@@ -281,8 +403,17 @@ class Schedule:
                 yield had[env] - due[env], max(self._of[env].sizes)
 
 
+def _write(store, function, *arguments, **values):
+    """``Store.write``, at once."""
+    future = asyncio.get_running_loop().create_future()
+    future.set_result(function(store.connection, *arguments, **values))
+    return future
+
+
 def drawn(seed):
-    """A schedule: 1 to 6 environments of any sizes up to a batch, with failures, deaths, returns, and stock ones."""
+    """A schedule: 1 to 6 environments of any sizes up to a batch, with failures, deaths, returns, and stock ones; any
+    trainer, whose batches may change their size; restarts, and a reset.
+    """
     rng = random.Random(seed)
     batch_size = rng.choice([4, 8, 12, 16, 30, 48, 64])
     bound = rng.choice([None, 0, 0, 1, 2, 3, 4])
@@ -306,7 +437,21 @@ def drawn(seed):
         )
     empty = rng.choice([0.0, 0.0, 0.3])
     every = rng.choice([1, 2]) if bound is None or bound > 0 else 1
-    return Schedule(envs, batch_size, bound, seed=seed, empty=empty, every=every)
+    stock = rng.random() < 0.15
+    for env in envs:
+        env.silent = rng.random() < 0.5
+        env.hung = rng.choice([0.0, 0.0, 0.0, 0.05])
+        if stock:
+            env.sizes, env.larger = (rng.choice([n for n in range(1, batch_size + 1) if batch_size % n == 0]),), 0.0
+            env.stock = rng.choice([0, 1]) * 3 * (batch_size // env.sizes[0])
+    actions = []
+    for _ in range(rng.choice([0, 1, 3])):
+        sizes = [batch_size, batch_size, batch_size * 2, batch_size + 1, batch_size // 2]
+        resume = ("resume", rng.choice(sizes), rng.choice([0, 0, 1, 2]))
+        actions.append((rng.uniform(1, 60), *rng.choice([("restart",), ("restart",), resume, resume])))
+    if rng.random() < 0.15:
+        actions.append((rng.uniform(20, 60), "reset"))
+    return Schedule(envs, batch_size, bound, 12, seed, empty, every, stock, actions)
 
 
 def play(schedule, folder, monkeypatch):

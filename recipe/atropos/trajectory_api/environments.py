@@ -33,7 +33,7 @@ class Environment:
     registration: EnvRegistration
     connected: bool = True
     key: str | None = None  # idempotency key of its registration
-    seen: float = field(default_factory=time.monotonic)
+    seen: float = field(default_factory=lambda: time.monotonic())
     counts: Counter[str] = field(default_factory=Counter)
     failed: int = 0
     failure: str = ""
