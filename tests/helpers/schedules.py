@@ -133,7 +133,7 @@ class Schedule:
         await self._settle()
 
     async def _settle(self):
-        for _ in range(12):
+        for _ in range(24):
             await asyncio.sleep(0)
 
     def _stalled(self):
