@@ -99,7 +99,7 @@ class EnvironmentQueue:
     next_size: int = 0  # sequences of what it adds to the order next
     expected: float = 0.0  # the time until which its next request is waited for, since it has announced it
     lost: int = 0  # sequences of its tickets that ended without a group since its last group
-    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))  # that its latest tickets took
+    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))  # that its latest groups took
 
     @property
     def asks_now(self) -> bool:
@@ -138,6 +138,7 @@ class Queue:
         self.environments: dict[int | None, EnvironmentQueue] = {}
         self.order: list[Entry] = []
         self.tickets: dict[int, Entry] = {}  # open, by number
+        self.hung: dict[int, Entry] = {}  # released since they took long; a group may come after all
         self.sizes: Counter[int] = Counter()
         self.tokens = 0
         self._now = 0.0  # virtual time

@@ -124,7 +124,6 @@ async def release(service: Service, message: Release) -> dict[str, Any]:
         environment = service.environments.see(entry.env)
         if environment is not None and message.detail:
             environment.failed, environment.failure = environment.failed + 1, one_line(message.detail)
-        service.note_seconds(entry)
     ended = service.release(message.ticket, _name(message.reason))
     # Also of one that is not open: its end may not be stored yet, if this is a repetition.
     await (ended or service.store.write(database.end_tickets, [message.ticket]))
@@ -195,6 +194,8 @@ async def post(service: Service, groups: Sequence[Parsed], ticket: int | None, k
             await asyncio.shield(service.posting[key])
         return
     begun = service.queue.claim(ticket)
+    if (timed := begun or service.queue.hung.pop(ticket, None)) is not None:
+        service.note_seconds(timed)
     number, due = (service.take_number(), 0) if begun is None else (begun.number, begun.due)
     now = time.time()
     rows = []
@@ -236,7 +237,6 @@ async def _index(
         for entry in entries:
             service.queue.add(entry)
     else:
-        service.note_seconds(begun)
         service.queue.close(begun, entries)
         if sum(entry.size for entry in entries) > begun.size:
             service.count("larger_than_ticket")

@@ -42,8 +42,9 @@ QUIET_SECONDS = 10.0  # s that a trainer waits, until the log says for what; the
 _SAY_AGAIN = 60.0  # s
 AHEAD = 3  # batches, as many as BaseEnv begins by default, that groups may be in without a staleness bound
 # A ticket for which the trainer waits is released after this multiple of the longest that its environment's latest
-# tickets took, of which there must be some, and at least these seconds.
-_HUNG_MULTIPLE, _HUNG_SAMPLES, _HUNG_SECONDS = 3.0, 8, 30.0
+# groups took, and at least these seconds. An environment that has posted few has no usual time yet: then it is the
+# longest of all environments, and at least the seconds of a first one, which may load what it needs.
+_HUNG_MULTIPLE, _HUNG_SAMPLES, _HUNG_SECONDS, _HUNG_FIRST_SECONDS = 3.0, 8, 30.0, 120.0
 FORGET_SECONDS = 3600.0  # since an environment that is gone was last seen, until it is forgotten
 
 
@@ -305,7 +306,7 @@ class Service:
             self.release(entry.number, "environment_gone")
 
     def note_seconds(self, ticket: Entry) -> None:
-        """Note how long a ticket took that its environment ends now."""
+        """Note how long a ticket took whose group its environment posts now."""
         self.queue.environment(ticket.env).seconds.append(time.monotonic() - ticket.begun)
 
     def release_hung(self) -> None:
@@ -317,15 +318,19 @@ class Service:
         if trainer is None or trainer.waiting_since is None or self.last > trainer.weights + len(trainer.empty):
             return
         since = max(trainer.waiting_since, trainer.progressed)
+        of_all = max((max(env.seconds, default=0.0) for env in self.queue.environments.values()), default=0.0)
         for entry in self.queue.plan().holding:
             if entry.number not in self.queue.tickets:  # its post is being stored
                 continue
             env = self.queue.environments[entry.env]
             waited = time.monotonic() - max(since, entry.begun)
-            usual = max(env.seconds, default=0.0)
-            if len(env.seconds) >= _HUNG_SAMPLES and waited > max(_HUNG_SECONDS, _HUNG_MULTIPLE * usual):
-                why = "batch %d waits %.0f s for ticket %d of %s, whose tickets usually take %.0f s at most: released"
-                logger.warning(why, self.last + 1, waited, entry.number, env.name, usual)
+            known = len(env.seconds) >= _HUNG_SAMPLES
+            usual, least = (max(env.seconds), _HUNG_SECONDS) if known else (of_all, _HUNG_FIRST_SECONDS)
+            if usual and waited > max(least, _HUNG_MULTIPLE * usual):
+                whose = "whose groups" if known else "of which little is known; those of others"
+                why = "batch %d waits %.0f s for ticket %d of %s, %s take %.0f s at most: released"
+                logger.warning(why, self.last + 1, waited, entry.number, env.name, whose, usual)
+                self.queue.hung[entry.number] = entry
                 self.release(entry.number, "hung")
 
     def forget_gone(self) -> None:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from recipe.atropos.trajectory_api import batching, database, delivery, ingest, status
+from recipe.atropos.trajectory_api import batching, database, delivery, environments, ingest, status
 from recipe.atropos.trajectory_api import service as service_module
 from recipe.atropos.trajectory_api.messages import (
     BatchNumber,
@@ -200,7 +200,40 @@ def test_a_hung_ticket_holds_a_batch_only_for_a_while(tmp_path, monkeypatch, cap
         assert service.queue.sequences == 8, "what it gives after all is a group without a ticket"
 
     in_service(tmp_path, test)
-    assert "of e_0, whose tickets usually take 20 s at most: released" in caplog.text
+    assert "of e_0, whose groups take 20 s at most: released" in caplog.text
+
+
+def test_an_environment_that_hangs_from_the_first_stops_nobody(tmp_path, monkeypatch):
+    """Then it is what others take, and at least 120 s. A group that comes after all tells its own."""
+    now = time.monotonic()
+    clock = SimpleNamespace(monotonic=lambda: now, time=time.time)
+    for module in (batching, delivery, environments, service_module):
+        monkeypatch.setattr(module, "time", clock)
+
+    async def test(service):
+        nonlocal now
+        await delivery.register(service, registration(8, after=0))
+        first, slow = await environment(service), await environment(service)
+        hung = await begin(service, slow)
+        ticket = await begin(service, first)
+        assert await delivery.numbered_batch(service, 0, 0, None) is None
+        now += 1000
+        service.release_hung()
+        assert hung in service.queue.tickets, "of nobody is it known how long groups take"
+        await delivery.register(service, registration(8, after=0))
+        await post(service, 1, env=first, ticket=ticket)
+        assert await delivery.numbered_batch(service, 0, 0, None) is None
+        now += 2999
+        service.release_hung()
+        assert hung in service.queue.tickets
+        now += 2
+        service.release_hung()
+        assert hung not in service.queue.tickets and service.counts["released/hung"] == 1
+        await post(service, 2, env=slow, ticket=hung)
+        assert service.queue.environments[slow].seconds[0] == pytest.approx(4001), "it is late, and known now"
+        assert not service.queue.hung
+
+    in_service(tmp_path, test)
 
 
 def test_two_posts_under_one_ticket_get_one_place(tmp_path):
