@@ -133,7 +133,8 @@ class Schedule:
         await self._settle()
 
     async def _settle(self):
-        for _ in range(24):
+        await asyncio.sleep(0)
+        while asyncio.get_running_loop()._ready:  # until all that can go on without time has
             await asyncio.sleep(0)
 
     def _stalled(self):
