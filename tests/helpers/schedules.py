@@ -448,6 +448,8 @@ def drawn(seed):
     actions = []
     for _ in range(rng.choice([0, 1, 3])):
         sizes = [batch_size, batch_size, batch_size * 2, batch_size + 1, batch_size // 2]
+        one = envs[0].sizes[0]  # all others may be refused
+        sizes = [size for size in sizes if one <= size and not (stock and size % one)]
         resume = ("resume", rng.choice(sizes), rng.choice([0, 0, 1, 2]))
         actions.append((rng.uniform(1, 60), *rng.choice([("restart",), ("restart",), resume, resume])))
     if rng.random() < 0.15:
