@@ -78,7 +78,13 @@ class TimedEnv(NumberEnv):
         return (None if number % 3 == 1 else groups), []
 
 
-@pytest.mark.parametrize(("max_staleness", "uneven"), [(1, False), (0, True)], ids=["bound", "items_of_several_groups"])
+@pytest.mark.parametrize(
+    ("max_staleness", "uneven"),
+    [
+        pytest.param(1, False, id="bound"),
+        pytest.param(0, True, id="items_of_several_groups", marks=pytest.mark.slow),
+    ],
+)
 def test_batches_do_not_depend_on_how_long_items_take(tmp_path, make, max_staleness, uneven):
     """Nor does the bound; where items give other numbers of groups than expected, some may be too old."""
 
@@ -255,7 +261,7 @@ def test_an_environment_that_left_is_not_waited_for(api, make):
         number = post(f"{api}/register-env", other)["env_id"]
         assert post(f"{api}/begin", {"env_id": number})["ticket"]
         with pytest.raises(TimeoutError):
-            await trainer.next_batch(manager, within=8)
+            await trainer.next_batch(manager, within=2)
         assert len(env.begun) == 2, "its own two thirds of a batch"
         post(f"{api}/disconnect-env", {"env_id": number})
         assert await trainer.next_batch(manager) == [0, 1, 2]
