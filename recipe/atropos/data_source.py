@@ -151,6 +151,7 @@ class DataSource:
         self._changed = threading.Condition()
         self._error: BaseException | None = None
         self._stopping = False
+        self._training = False  # whether the trainer has a batch; for the API
         self._registered = threading.Event()
         self._thread = threading.Thread(target=self._run, name="atropos-data-source", daemon=True)
 
@@ -255,6 +256,7 @@ class DataSource:
             if not self._ready:
                 if self._error is not None:
                     raise self._error
+                self._training = False
                 return None
             batch = self._ready.popleft()
             self._changed.notify_all()
@@ -284,7 +286,7 @@ class DataSource:
             after = self.after
             while await asyncio.to_thread(self._wait_for_room):
                 started = time.perf_counter()
-                batch = await self._client.batch(after, wait=_POLL_SECONDS)
+                batch = await self._client.batch(after, wait=_POLL_SECONDS, prefetch=self._training)
                 self.events["api_unreachable"] = self._client.again
                 if batch is not None:
                     after = batch.number
@@ -305,6 +307,7 @@ class DataSource:
     def _add(self, batches: list[NumberedBatch]) -> None:
         with self._changed:
             self._ready.extend(batches)
+            self._training = True
             self._changed.notify_all()
 
     def _wait_for_room(self) -> bool:

@@ -101,6 +101,7 @@ class Schedule:
         for module in _MODULES:
             monkeypatch.setattr(module, "time", clock)
         monkeypatch.setattr(Store, "write", _write)
+        monkeypatch.setattr(service.Service, "wait_for_change", _wait_for_change)
         self.settings = service.Settings(folder, durability="none")
         self.service = service.Service(self.settings)
         try:
@@ -146,7 +147,7 @@ class Schedule:
         await woken
 
     def _tick(self):
-        """What the service does each second, and its long polls, which wait in real time."""
+        """What the service does each second, and the end of its long polls."""
         for environment in self.service.environments:
             env = self._of[environment.id]
             if environment.id == env.id and not env.is_away:
@@ -317,14 +318,16 @@ class Schedule:
         self._training = asyncio.ensure_future(self._train_stock() if self.stock else self._train_numbered(number))
 
     async def _fetch(self, after):
-        while (number := await self._call(delivery.numbered_batch, after, 30.0, None)) is None:
+        while (number := await self._call(delivery.numbered_batch, after, 5.0, None, self._is_training)) is None:
             pass
         self._check_batch(number)
         return number
 
     async def _train_numbered(self, number):
+        self._is_training = False
         number = await self._fetch(number)
         while True:
+            self._is_training = True
             ahead = asyncio.ensure_future(self._fetch(number))
             try:
                 self._check_bound(number)
@@ -337,6 +340,7 @@ class Schedule:
                         self.pushed = self.updates
                         await self._call(delivery.weights_pushed, Through(number), None)
                 self.trained, self.updates_after[number] = self.trained + 1, self.updates
+                self._is_training = False
                 number = await ahead
             finally:
                 ahead.cancel()
@@ -409,6 +413,10 @@ def _write(store, function, *arguments, **values):
     future = asyncio.get_running_loop().create_future()
     future.set_result(function(store.connection, *arguments, **values))
     return future
+
+
+async def _wait_for_change(service, seconds):
+    await service._changed.wait()  # ``_tick`` changes it each second
 
 
 def drawn(seed):

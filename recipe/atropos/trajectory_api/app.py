@@ -258,7 +258,7 @@ async def _batch(api: Api, request: web.BaseRequest, path: str) -> web.StreamRes
         number = await delivery.stock_batch(service)
     else:
         wait = _number(query.get("wait"), "wait", float) or 0.0
-        number = await delivery.numbered_batch(service, after, wait, _epoch(request))
+        number = await delivery.numbered_batch(service, after, wait, _epoch(request), query.get("prefetch") == "1")
     if number is None:
         return _answer({"batch": None})
     epoch = service.epoch

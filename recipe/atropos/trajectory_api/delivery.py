@@ -141,8 +141,12 @@ def see_trainer(service: Service, epoch: int | None) -> Trainer:
     return trainer
 
 
-async def numbered_batch(service: Service, after: int, wait: float, epoch: int | None) -> int | None:
+async def numbered_batch(
+    service: Service, after: int, wait: float, epoch: int | None, prefetch: bool = False
+) -> int | None:
     """Return ``after`` + 1 once that batch is stored, or None if there is none within ``wait`` seconds.
+
+    ``prefetch``: the trainer has a batch to train on meanwhile.
 
     Raises:
         RequestRefused: 409, of an older epoch. 410, it was deleted. 422, batches before it are missing.
@@ -164,7 +168,7 @@ async def numbered_batch(service: Service, after: int, wait: float, epoch: int |
                 if trainer.numbers:
                     service.served = max(service.served, after + 1)
                 return after + 1
-            trainer.waiting_since = trainer.waiting_since or time.monotonic()
+            trainer.waiting_since = None if prefetch else trainer.waiting_since or time.monotonic()
             if cut or remaining <= 0:
                 return None
             await service.wait_for_change(remaining)
@@ -271,7 +275,6 @@ async def batch_is_empty(service: Service, message: BatchNumber, epoch: int | No
 
 
 async def _save_progress(service: Service, trainer: Trainer) -> None:
-    trainer.progressed = time.monotonic()
     await service.store.write(database.write_run, weights=trainer.weights, empty=sorted(trainer.empty))
     service.changed()
 

@@ -74,9 +74,8 @@ class Trainer:
     weights: int
     seen: float = 0.0
     empty: set[int] = field(default_factory=set)
-    progressed: float = field(default_factory=lambda: time.monotonic())  # when it last told of weights or such a batch
     waiting: int = 0  # its long polls
-    waiting_since: float | None = None  # since when there is no batch for it
+    waiting_since: float | None = None  # since when there is no batch for it, and it has none to train on
 
     @property
     def numbers(self) -> bool:
@@ -315,15 +314,14 @@ class Service:
         Only while it has nothing to train on: servers may rest while it trains.
         """
         trainer = self.trainer
-        if trainer is None or trainer.waiting_since is None or self.last > trainer.weights + len(trainer.empty):
+        if trainer is None or trainer.waiting_since is None:
             return
-        since = max(trainer.waiting_since, trainer.progressed)
         of_all = max((max(env.seconds, default=0.0) for env in self.queue.environments.values()), default=0.0)
         for entry in self.queue.plan().holding:
             if entry.number not in self.queue.tickets:  # its post is being stored
                 continue
             env = self.queue.environments[entry.env]
-            waited = time.monotonic() - max(since, entry.begun)
+            waited = time.monotonic() - max(trainer.waiting_since, entry.begun)
             known = len(env.seconds) >= _HUNG_SAMPLES
             usual, least = (max(env.seconds), _HUNG_SECONDS) if known else (of_all, _HUNG_FIRST_SECONDS)
             if usual and waited > max(least, _HUNG_MULTIPLE * usual):

@@ -135,13 +135,15 @@ class TrajectoryApiClient:
         self.epoch = answer["epoch"]
         return answer
 
-    async def batch(self, after: int, wait: float = 30.0) -> NumberedBatch | None:
+    async def batch(self, after: int, wait: float = 30.0, prefetch: bool = False) -> NumberedBatch | None:
         """Return batch ``after`` + 1, or None if there is none within ``wait`` seconds.
+
+        ``prefetch``: the trainer has a batch to train on meanwhile, so it does not wait for this one.
 
         Raises:
             TrajectoryApiError: with status 409, another trainer has registered; 410, the batch was deleted.
         """
-        query = {"after": str(after), "wait": f"{wait:g}"}
+        query = {"after": str(after), "wait": f"{wait:g}", "prefetch": str(int(prefetch))}
         headers, body = await self._request(
             "GET", "/batch", {"Accept": wire.PACKED}, query=query, limit=wait + self._timeout
         )

@@ -181,18 +181,17 @@ def test_a_hung_ticket_holds_a_batch_only_for_a_while(tmp_path, monkeypatch, cap
             await post(service, 0, env=env, ticket=ticket)
         assert [await delivery.numbered_batch(service, after, 0, None) for after in range(5)] == [1, 2, 3, 4, 5]
         hung = await begin(service, env)
-        await delivery.weights_pushed(service, Through(4), None)
         for _ in range(3):
             await post(service, 1, env=env, ticket=await begin(service, env))
+        assert await delivery.numbered_batch(service, 5, 0, None, prefetch=True) is None
+        now += 61
+        service.release_hung()
+        assert hung in service.queue.tickets, "the trainer has a batch to train on"
         assert await delivery.numbered_batch(service, 5, 0, None) is None
         now += 59
         service.release_hung()
         assert hung in service.queue.tickets
         now += 2
-        service.release_hung()
-        assert hung in service.queue.tickets, "the trainer has a batch to train on"
-        await delivery.weights_pushed(service, Through(5), None)
-        now += 61
         service.release_hung()
         assert hung not in service.queue.tickets and service.counts["released/hung"] == 1
         assert await delivery.numbered_batch(service, 5, 0, None) == 6

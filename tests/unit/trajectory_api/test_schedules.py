@@ -41,3 +41,11 @@ def test_whoever_always_asks_has_its_share(tmp_path, monkeypatch, batch_size, en
     schedule = play(Schedule(envs, batch_size, bound, batches=40), tmp_path, monkeypatch)
     for ahead, size in schedule.deviations(after=5):
         assert abs(ahead) <= batch_size + size + 1e-6
+
+
+def test_hung_items_hold_no_batch_long_where_pushes_are_rare(tmp_path, monkeypatch):
+    """Each is released, also where the batches since the last push are in no weights; none while the trainer trains."""
+    env = Environment((4,), seconds=(1, 1), hung=0.1)
+    schedule = play(Schedule([env], 16, 2, batches=30, every=3), tmp_path, monkeypatch)
+    released = schedule.service.counts["released/hung"]
+    assert released >= 5 and "released/equal_scores" not in schedule.service.counts, "none took WORKER_SECONDS"

@@ -8,6 +8,7 @@ import time
 import pytest
 from aiohttp.test_utils import RawTestServer
 
+from helpers.services import group, post
 from recipe.atropos import data_source
 from recipe.atropos.data_source import DataSource, DataSourceConfig, Registration
 from recipe.atropos.trajectory_api.app import Api
@@ -71,6 +72,36 @@ def test_a_wait_for_a_full_disk_shows_and_is_logged(tmp_path, monkeypatch, caplo
         thread.join(60)
         assert not thread.is_alive() and len(shown) >= 3
     assert "the Trajectory API has not answered for" in caplog.text
+
+
+def test_the_api_knows_whether_the_trainer_waits_for_a_batch(tmp_path, monkeypatch):
+    monkeypatch.setattr(data_source, "_MEANWHILE_SECONDS", 0.1)
+    with api_in_a_thread(tmp_path) as (service, url), source(url) as training:
+        until(lambda: service.trainer.waiting_since)
+        post(f"{url}/scored_data", group(1, 8))
+        training.next_batch()
+        fetch, asked = training._client.batch, []
+
+        def noted(*arguments, **names):
+            asked.append(service.trainer.waiting_since)
+            return fetch(*arguments, **names)
+
+        training._client.batch = noted
+        until(lambda: len(asked) > 4)
+        assert set(asked[2:]) == {None}, "it prefetches"
+        thread = threading.Thread(target=training.next_batch)
+        thread.start()
+        until(lambda: service.trainer.waiting_since)
+        post(f"{url}/scored_data", group(2, 8))
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+def until(condition):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def fill_up(connection):
