@@ -1,23 +1,28 @@
-"""Which groups make the next batch, and whose turn it is to add to it, without any input or output.
+"""Which groups make the next batch, and whose turn it is to add to the order, without any input or output.
+
+An environment asks for a ticket (``ask``), which is issued at its turn (``turn``, ``issue``) and stays open until its
+group takes its place, or it ends without one (``claim``, ``close``). ``plan`` says what the next batch is, ``cut``
+takes it.
 
 Guarantees:
 
-- **One order.** Tickets are in the order of their numbers, and batches are that order cut by next fit: whole groups
-  while they fit into ``batch_size`` sequences; the first that does not fit begins the next batch. A ticket counts with
-  the size that it was asked for until its group is posted, then with the group's.
-- **Places only move forward.** Next fit is monotone: if a group leaves the order or becomes smaller, no later one gets
-  into a later batch. So whoever was given a place in batch N is in batch N or an earlier one, unless a group before it
-  became larger than its ticket.
-- **A batch is cut** when it is full, or a posted group does not fit, and no ticket before is open; if nothing follows,
-  also when the environment whose turn it is asks for more than its room. Never because nobody asks. So a batch depends
-  on the order alone, not on how long groups take, and has at least ``batch_size`` minus the largest group plus 1.
-- **Turns** by weighted fair queueing (WF2Q+ of Bennett and Zhang, 1997; in stride scheduling, whoever is behind can be
-  so by a group of every other). Each environment has a virtual time, which advances by what it adds to the order,
-  divided by its share. Of those that are not ahead of the present, the one whose next group would end first is next. A
-  ticket that ends without a group, or with a smaller one, is refunded. Whoever returns starts at the present. So among
-  environments that always ask, each is ahead of its share by at most one group, and behind by at most one batch. The
-  share is the allocation and the weight's part of what is not allocated; so an allocation is a floor over consecutive
-  batches, not in each.
+- **One order** (``order``). Tickets are in the order of their numbers, and batches are that order cut by next fit:
+  whole groups while they fit into ``batch_size`` sequences; the first that does not fit begins the next batch. An open
+  ticket counts with the size that was asked for, a posted group with its own.
+- **Places only move forward** (``place``). Next fit is monotone: if a group leaves the order or becomes smaller, no
+  later one gets into a later batch. So whoever was given a place in batch N is in batch N or an earlier one, unless a
+  group before it became larger than its ticket.
+- **A batch is complete** (``plan``) if it is full, or the posted group after it does not fit, and no ticket before is
+  open; if nothing follows, also if the environment whose turn it is asks for more than its room. Never because nobody
+  asks. So a batch depends on the order alone, not on how long groups take, and has at least ``batch_size`` minus the
+  largest group plus 1.
+- **Turns** (``turn``) by weighted fair queueing (WF2Q+ of Bennett and Zhang, 1997; in stride scheduling, whoever is
+  behind can be so by a group of every other). The present advances by the sequences added to the order; an
+  environment's time advances by what it adds, divided by its share. Of those that are not ahead of the present, the one
+  whose next group would end first is next. A ticket that ends without a group, or with a smaller one, is refunded.
+  Whoever returns starts at the present. So among environments that always ask, each is ahead of its share by at most
+  one group, and behind by at most one batch. The share is the allocation and the weight's part of what is not
+  allocated; so an allocation is a floor over consecutive batches, not in each.
 - **Groups without a ticket** wait in the order of their arrival, and enter the order at their environment's turn.
 - The cost of a change depends on what is in the order, some batches, and not on what waits.
 
@@ -91,7 +96,7 @@ class EnvironmentQueue:
     name: str = "an unknown environment"
     weight: float = 1.0
     minimum: float = 0.0  # the part of the batches that is allocated to it
-    time: float = 0.0  # virtual, in sequences of all environments
+    time: float = 0.0  # virtual, in sequences of all environments, as ``Queue._now``
     begun: int = 0  # sequences of its open tickets
     groups: Counter[int] = field(default_factory=Counter)  # posted, by size
     waiting: deque[Entry] = field(default_factory=deque)  # groups without a ticket that are not in the order yet
@@ -141,7 +146,8 @@ class Queue:
         self.hung: dict[int, Entry] = {}  # released since they took long; a group may come after all
         self.sizes: Counter[int] = Counter()
         self.tokens = 0
-        self._now = 0.0  # virtual time
+        self._now = 0.0  # the present, in virtual time
+        # Computed when asked for, None once something has changed:
         self._end: tuple[int, int] | None = None  # the batch in which the order ends, 1 is the next; its sequences
         self._plan: Plan | None = None
 
@@ -253,6 +259,7 @@ class Queue:
         self._plan = None
 
     def withdraw(self, ask: Ask) -> None:
+        """End a request, if it has no ticket yet."""
         asks = self.environment(ask.env).asks
         if ask in asks:
             asks.remove(ask)
@@ -262,7 +269,7 @@ class Queue:
         """Return the environment whose turn it is to add to the order, None if none wants to. It may have announced a
         request that has not come yet.
         """
-        wanting = [env for env in self.environments.values() if env.wants and self._is_there(env)]
+        wanting = [env for env in self.environments.values() if env.wants and self._still_wants(env)]
         if not wanting:
             return None
         self._now = max(self._now, min(env.time for env in wanting))
@@ -271,7 +278,8 @@ class Queue:
             (env for env in wanting if env.time <= self._now), key=lambda env: env.time + env.next_size / share(env)
         )
 
-    def _is_there(self, env: EnvironmentQueue) -> bool:
+    def _still_wants(self, env: EnvironmentQueue) -> bool:
+        """Forget requests of whoever has left, and an announced one that is overdue; return whether any is left."""
         while env.asks and env.asks[0].gone():
             del env.asks[0]
             self._plan = None
@@ -283,13 +291,14 @@ class Queue:
 
     def place(self, size: int) -> int:
         """Return the batch that would hold a group of ``size`` sequences at the end of the order; 1 is the next."""
-        return self._after(size)[0]
+        return self._after_adding(size)[0]
 
-    def _after(self, size: int) -> tuple[int, int]:
+    def _after_adding(self, size: int) -> tuple[int, int]:
+        """Return where the order would end with another entry of ``size`` sequences, as ``_end``."""
         if self._end is None:
             self._end = (1, 0)
             for entry in self.order:
-                self._end = self._after(entry.size)
+                self._end = self._after_adding(entry.size)
         batch, filled = self._end
         return (batch, filled + size) if filled + size <= (self.batch_size or 0) else (batch + 1, size)
 
@@ -311,7 +320,7 @@ class Queue:
         return ask, entry
 
     def _append(self, env: EnvironmentQueue, entry: Entry) -> None:
-        self._end = self._after(entry.size)
+        self._end = self._after_adding(entry.size)
         self.order.append(entry)
         self._now += entry.size
         entry.charge = entry.size / self._shares()(env)
@@ -346,27 +355,28 @@ class Queue:
         return self._plan
 
     def _next(self) -> Plan:
+        """Cut the order by next fit."""
         if self.batch_size is None:
             return Plan(why="no trainer has registered")
         room, entries, holding = self.batch_size, [], []
-        full = False
         for entry in self.order:
-            full = entry.size > room and not entry.is_open
-            if full:
-                break
-            (holding if entry.is_open else entries).append(entry)
-            room -= entry.size
-            full = room == 0
-            if room <= 0:
+            fits = entry.size <= room
+            if entry.is_open:  # also if it does not fit: its group may be smaller
+                holding.append(entry)
+            elif fits:
+                entries.append(entry)
+            room = room - entry.size if fits else 0
+            if not room:
                 break
         if holding:
             return Plan(why=self._waits_for(holding), holding=tuple(holding))
         turn = self.turn()
-        if entries and (full or turn is not None and turn.asks_now and turn.next_size > room):
+        if entries and (not room or (turn is not None and turn.asks_now and turn.next_size > room)):
             return Plan(tuple(entries), complete=True)
         return Plan(why=f"{self.batch_size - room} of {self.batch_size} sequences are queued, and no group is begun")
 
     def _next_exact(self) -> Plan:
+        """Take the first groups of one size that fill a batch."""
         by_size: dict[int, list[Entry]] = {}
         for entry in self.order:
             if not entry.is_open:
