@@ -1,6 +1,7 @@
 """The trainer between a real Trajectory API and a real SGLang server; groups are posted by hand."""
 
 import asyncio
+import contextlib
 import shutil
 import signal
 import sys
@@ -19,9 +20,11 @@ from helpers.export import assert_export_is_what_is_served
 from helpers.services import get, post, running_api
 from helpers.sglang import make_tiny_model, running_sglang
 from helpers.trainer import CPU_OVERRIDES, begin_step, close, compose_config, model_vocab, random_group, started
+from helpers.trajectory_api import ENVIRONMENT, running_trajectory_api
 from recipe.atropos import ray_trainer
 from recipe.atropos.data.data_proto import groups_to_data_proto
 from recipe.atropos.demo.random_models import CHAT_TEMPLATE
+from recipe.atropos.errors import NothingToTrain
 from recipe.atropos.inference.client import SGLangClient
 from recipe.atropos.ray_trainer import RayGRPOAtroposTrainer
 from recipe.atropos.run_record import read_metrics
@@ -426,3 +429,72 @@ def test_models_of_other_architectures_train(family, options, tmp_path):
     assert len(lines) == 3 and all(line["actor/grad_norm"] > 0 for line in lines)
     for name in ("atropos/logprob_diff/max", "weight_sync/probe_gap"):
         assert max(line[name] for line in lines) < 1e-4, name
+
+
+@contextlib.contextmanager
+def sampling(url, server, has_policys_tokenizer):
+    """An environment that samples under tickets, two groups a batch, some batches with the tokens of another model."""
+    ended = threading.Event()
+
+    def sample():
+        while get(f"{url}/info")["batch_size"] == -1 and not ended.is_set():
+            time.sleep(0.1)
+        env, posted = None, 0
+        while not ended.is_set():
+            env = env or post(f"{url}/register-env", ENVIRONMENT | {"max_token_length": 1000})["env_id"]
+            ticket = post(f"{url}/begin", {"env_id": env, "sequences": 4, "held": [], "wait": 1})["ticket"]
+            if ticket is None:
+                continue
+            versions = [int(asyncio.run(version_of(server)))] * 4
+            known = {"env_name": "maths", "policy_version_min": versions, "policy_version_max": versions}
+            group = sampled_groups(server)[0] | {"env_id": env, "group_overrides": known}
+            if not has_policys_tokenizer(1 + posted // 2):
+                group["tokens"] = [[10**6, *row[1:]] for row in group["tokens"]]
+            post(f"{url}/scored_data", group, {"Atropos-Ticket": str(ticket)})
+            posted += 1
+
+    thread = threading.Thread(target=sample, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join(60)
+
+
+@pytest.mark.slow
+def test_empty_batches_between_rare_pushes_stop_no_run(model_path, server, tmp_path):
+    """More in a row than the bound admits batches ahead of the weights, at the start and between pushes."""
+    options = ["trainer.atropos.weight_sync.every=2", "trainer.atropos.max_staleness=1"]
+    options += ["trainer.total_training_steps=4", "trainer.save_freq=-1"]
+    with running_trajectory_api(tmp_path) as api, sampling(api.url, server, {4, 6, 9, 10}.__contains__):
+        trainer = make_trainer(model_path, server, api.url, tmp_path / "run", *options)
+        try:
+            trainer.fit()
+        finally:
+            close(trainer)
+        known = api.get("/diagnose")
+    lines = read_metrics(tmp_path / "run")
+    assert [line["atropos/batch"] for line in lines] == [4, 6, 9, 10]
+    assert [line["atropos/empty_batches"] for line in lines] == [3, 1, 2, 0]
+    assert [line["atropos/policy_version"] for line in lines] == [0, 2, 2, 4] and known["trainer"][
+        "weights_through"
+    ] == 10
+    assert max(line["atropos/staleness/max"] for line in lines) == 1 and known["counts"]["empty_batches"] == 6
+    assert trainer.record.totals.dropped == {"foreign_tokens": 48} and trainer.record.totals.empty_batches == 6
+    assert asyncio.run(version_of(server)) == "4"
+
+
+@pytest.mark.slow
+def test_empty_batches_from_the_first_end_with_their_reasons(model_path, server, tmp_path):
+    """Long before ``max_wait_time``, though no weights are pushed."""
+    options = ["trainer.atropos.max_empty_batches=3", "trainer.atropos.max_staleness=0"]
+    with running_trajectory_api(tmp_path) as api, sampling(api.url, server, lambda batch: False):
+        trainer = make_trainer(model_path, server, api.url, tmp_path / "run", *options)
+        try:
+            with pytest.raises(NothingToTrain, match="max_empty_batches=3 .*: maths: foreign_tokens 24"):
+                trainer.fit()
+        finally:
+            close(trainer)
+        assert api.get("/diagnose")["counts"]["empty_batches"] == 3
+    assert read_metrics(tmp_path / "run") == []
