@@ -228,10 +228,12 @@ class RunReader:
         return self._config[1]
 
     def _state(self, holder: Holder | None, listing: dict[str, Any] | None, total: int | None) -> str:
-        """``listing``: {} once a launcher has ended its services; None before it starts any, or without a launcher."""
+        """``listing``: {} once a launcher has ended its services, with ``ending`` while it does; None before it starts
+        any, or without a launcher."""
         step, finished = self._last.get("step", 0), read_json(self.files.summary, {}).get("finished_steps", 0)
         if holder is not None and holder.is_here and holder.lives():
-            if total is not None and step >= total:
+            stopping = (listing or {}).get(LAUNCHER, {}).get("ending", False)
+            if stopping or (total is not None and step >= total):
                 return ENDING
             return RUNNING if self._last.get("time", 0) > holder.started else STARTING
         if finished and finished >= (total or 0):

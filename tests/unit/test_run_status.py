@@ -235,3 +235,5 @@ def test_status_of_services_that_end_with_the_run_is_no_fault(tmp_path):
     assert [(each.name, each.health) for each in status.services] == [("trainer", "ok"), ("gateway", "ended")]
     files = make_run(tmp_path / "other", steps=19, total=20, gateway=gone)
     assert [each.health for each in read(files).services] == ["down"]
+    files = make_run(tmp_path / "interrupted", steps=19, total=20, launcher=this(ending=True), gateway=gone)
+    assert read(files).state == "ending" and [each.health for each in read(files).services] == ["ended"]

@@ -162,6 +162,9 @@ class Run:
             ServiceFailed, DiskFull: the first failure, once the rest is done.
         """
         failures: list[Exception] = []
+        if not services:
+            with contextlib.suppress(OSError):  # including DiskFull: written again below
+                self._write_listing(ending=True)
         for service in reversed(services or tuple(self.services)):
             try:
                 service.stop()
@@ -257,13 +260,15 @@ class Run:
     def _trained(self) -> bool:
         return any(service.name == "trainer" and service.poll() == 0 for service in self.services)
 
-    def _write_listing(self) -> None:
+    def _write_listing(self, ending: bool = False) -> None:
         running = [(s.name, s.pid, s.url, str(s.log_path)) for s in self.services if s.poll() is None]
         if running:
             running.insert(0, (LAUNCHER, os.getpid(), None, _output(self.log(LAUNCHER))))
         listing = {
             name: {"pid": pid, "started": start_time(pid), "url": url, "log": log} for name, pid, url, log in running
         }
+        if ending and listing:
+            listing[LAUNCHER]["ending"] = True
         write_json(self.files.services, listing)
 
 

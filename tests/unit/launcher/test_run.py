@@ -113,6 +113,20 @@ def test_a_restart_that_held_is_forgotten(run, monkeypatch):
     assert delays == [0, 1, 2, 0, 1, 0] and policy.count == 1
 
 
+def test_a_run_that_stops_its_services_is_listed_as_ending(run, monkeypatch):
+    """So one that has ended while another takes its time does not look like a fault; what fails is told elsewhere."""
+    service, other, seen = run.start("gateway", SLEEP), run.start("api", SLEEP), []
+
+    def stop():
+        seen.append(orjson.loads((run.directory / "services.json").read_bytes())["launcher"].get("ending", False))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(service, "stop", stop)
+        run.stop(service)
+        run.stop()
+    assert seen == [False, True] and other.poll() is not None
+
+
 def test_run_dir_full_disk_ends_the_launcher_with_one_error(full_disk, monkeypatch):
     """It is the first one."""
     config = compose_config("actor_rollout_ref.model.path=m")
