@@ -33,9 +33,9 @@ from rich.console import Console
 
 from recipe.atropos.config.compose import load_config
 from recipe.atropos.environments.gsm8k import GSM8kEnv
-from recipe.atropos.run_dir import RunDir
-from recipe.atropos.run_record import read_metrics
-from recipe.atropos.trajectory_api.trajectory_store import DATABASE
+from recipe.atropos.run.folder import RunDir
+from recipe.atropos.run.record import read_metrics
+from recipe.atropos.trajectory_api.store import DATABASE
 from recipe.atropos.utils.files import RunDirError, read_json
 
 SERVICES = ("api", "trainer", "gateway", "sglang", "environment")  # prefixes of names in services.json

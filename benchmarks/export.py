@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Con
 from recipe.atropos.checkpoint.format import TENSOR_NAMES
 from recipe.atropos.checkpoint.store import Checkpoints
 from recipe.atropos.config.compose import load_config
-from recipe.atropos.run_dir import RunDir
+from recipe.atropos.run.folder import RunDir
 from recipe.atropos.utils.files import write_json
 
 WORLD = 2

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import psutil
 
-from recipe.atropos.run_record import read_metrics
+from recipe.atropos.run.record import read_metrics
 from recipe.atropos.utils.process import RUN_ID_VARIABLE
 
 LIMIT = 90  # seconds, configured for a step, a batch and a request of a push

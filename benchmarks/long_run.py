@@ -32,8 +32,8 @@ import psutil
 
 from recipe.atropos.config.compose import load_config
 from recipe.atropos.environments.gsm8k import GSM8kEnv
-from recipe.atropos.run_dir import RunDir
-from recipe.atropos.run_record import read_metrics
+from recipe.atropos.run.folder import RunDir
+from recipe.atropos.run.record import read_metrics
 from recipe.atropos.utils.files import RunDirError, read_json
 from recipe.atropos.utils.private_process import SCRATCH
 

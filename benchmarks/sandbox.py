@@ -19,7 +19,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from recipe.atropos.environments.code_problems import SYNTHETIC, job, load_problems
-from recipe.atropos.environments.sandbox import Job, Limits, Sandbox, SandboxError
+from recipe.atropos.environments.sandbox.runner import Job, Limits, Sandbox, SandboxError
 
 TARGETS = {"right_verdicts": "== 1", "ratio": ">= 1"}
 

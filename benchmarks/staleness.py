@@ -24,7 +24,7 @@ from typing import Any
 import psutil
 
 from recipe.atropos.demo.small_policy import ensure_small_policy
-from recipe.atropos.run_record import read_metrics
+from recipe.atropos.run.record import read_metrics
 
 WORKERS = 2
 BOUNDS = (0, 2)

@@ -20,8 +20,8 @@ from pathlib import Path
 import psutil
 
 from recipe.atropos.config.models import resolve_model
-from recipe.atropos.run_dir import RunDir
-from recipe.atropos.run_record import read_metrics
+from recipe.atropos.run.folder import RunDir
+from recipe.atropos.run.record import read_metrics
 
 TARGETS = {"help_s": 2.0, "typo_s": 2.0, "first_line_s": 3.0, "first_step_s": 45.0}
 COMMAND = [sys.executable, "-m", "recipe.atropos", "train"]

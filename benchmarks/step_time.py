@@ -20,7 +20,7 @@ from recipe.atropos.demo.small_policy import ensure_small_policy
 from recipe.atropos.environments.word_problems import generate
 from recipe.atropos.inference.client import SGLangClient
 from recipe.atropos.inference.server import SGLangLaunch, start_sglang, wait_until_serving
-from recipe.atropos.run_record import read_metrics
+from recipe.atropos.run.record import read_metrics
 
 PHASES = ["wait", "convert", "log_prob", "advantage", "update", "push", "record", "other"]
 GROUPS, GROUP_SIZE = 16, 8  # the demonstration's step

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from recipe.atropos.run_record import read_evaluations, read_metrics
+from recipe.atropos.run.record import read_evaluations, read_metrics
 
 TASKS = {"word problems": ("demo", "advantages"), "calculator": ("calculator", "calculator_advantages")}
 METHODS = ("outcome GRPO", "token advantages")

@@ -42,7 +42,7 @@ import requests
 from atroposlib.envs.base import BaseEnv
 
 from recipe.atropos.trajectory_api import wire
-from recipe.atropos.trajectory_api.trajectory_client import TrajectoryApiClient
+from recipe.atropos.trajectory_api.client import TrajectoryApiClient
 from recipe.atropos.utils.process import free_port
 
 SIZE, LENGTH, BATCH = 8, 2048, 512

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from recipe.atropos.launcher.dashboard import Dashboard
-from recipe.atropos.run_status import RunReader, find_run
+from recipe.atropos.run.status import RunReader, find_run
+from recipe.atropos.terminal.dashboard import Dashboard
 
 TARGET = Path(__file__).resolve().parents[1] / "docs" / "live-view.svg"
 _COLUMNS = 100

@@ -45,27 +45,27 @@ from recipe.atropos.config.env_specs import EnvironmentSpec, environment_specs, 
 from recipe.atropos.config.models import KEY as MODEL_KEY
 from recipe.atropos.config.models import SMALL_POLICIES, check_model, set_model_path
 from recipe.atropos.config.options import add_options, compose_overrides
+from recipe.atropos.config.preflight import check_config
 from recipe.atropos.errors import ConfigurationError, expected_failure
 from recipe.atropos.inference.installed import installed_versions
 from recipe.atropos.inference.server import check_launch
 from recipe.atropos.inference.server_flags import check_flags
-from recipe.atropos.launcher.dashboard import shell_command, shown_path
 from recipe.atropos.launcher.detaching import run_detached
 from recipe.atropos.launcher.environment_processes import check_environments, check_target
 from recipe.atropos.launcher.gpu_environment import check_gpu_environment
 from recipe.atropos.launcher.joining import check_key
 from recipe.atropos.launcher.launch import launch
-from recipe.atropos.launcher.live_view import shows_live
 from recipe.atropos.launcher.placement import place_servers
-from recipe.atropos.launcher.preflight import check_config
-from recipe.atropos.launcher.progress import live_view, progress
-from recipe.atropos.launcher.run_summary import show_summary
-from recipe.atropos.launcher.services import Run, bounded_logs, console
+from recipe.atropos.launcher.services import Run, bounded_logs
 from recipe.atropos.launcher.sglang import given_ports, plan_servers
-from recipe.atropos.launcher.startup import check_port
-from recipe.atropos.run_dir import LAUNCHER, RunDir
+from recipe.atropos.run.folder import LAUNCHER, RunDir
+from recipe.atropos.terminal.dashboard import shell_command, shown_path
+from recipe.atropos.terminal.live_view import shows_live
+from recipe.atropos.terminal.progress import console, live_view, progress
+from recipe.atropos.terminal.run_summary import show_summary
 from recipe.atropos.utils.files import read_json
 from recipe.atropos.utils.process import free_port
+from recipe.atropos.utils.sockets import check_port
 from recipe.atropos.verl_ext.attention import set_attention
 
 _MODEL_TO_COME = "model-of-the-run-to-resume-from"  # placeholder until the run to resume from is known

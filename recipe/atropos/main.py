@@ -22,12 +22,12 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from recipe.atropos.checkpoint.resumption import prepare_folder
 from recipe.atropos.config.hydra_app import checked_config, hydra_arguments
 from recipe.atropos.config.models import check_model, set_model_path
+from recipe.atropos.config.preflight import check_config
 from recipe.atropos.errors import ConfigurationError, expected_failure, one_line_errors
 from recipe.atropos.inference.installed import installed_versions
-from recipe.atropos.launcher.own_gateway import gateway_before
-from recipe.atropos.launcher.preflight import check_config
-from recipe.atropos.launcher.service_checks import check_services
-from recipe.atropos.run_dir import RunDir
+from recipe.atropos.inference.own_gateway import gateway_before
+from recipe.atropos.inference.service_checks import check_services
+from recipe.atropos.run.folder import RunDir
 from recipe.atropos.utils import scratch
 from recipe.atropos.utils.files import DiskFull
 from recipe.atropos.utils.gpus import BUCKET_MEGABYTES, device_of, platform_variables, visible_gpus

@@ -16,7 +16,6 @@ import torch
 from omegaconf import open_dict
 from tqdm import tqdm
 
-from recipe.atropos import alarms
 from recipe.atropos.algorithm.advantages import AdvantageConfig, KLCoefficient, RunningMoments, add_advantages
 from recipe.atropos.algorithm.losses import DistillationConfig
 from recipe.atropos.algorithm.metrics import batch_metrics, mean_entropy, staleness_metrics
@@ -27,7 +26,6 @@ from recipe.atropos.checkpoint.shards import load_verified, save_state
 from recipe.atropos.checkpoint.store import Checkpoints, step_of
 from recipe.atropos.data.data_proto import real_rows, rows_to_data_proto
 from recipe.atropos.data.reading import read_groups
-from recipe.atropos.data.recording import NoServers, RecordedSource
 from recipe.atropos.data.rollouts import write_rollouts
 from recipe.atropos.data.rows import (
     ConversionReport,
@@ -39,12 +37,13 @@ from recipe.atropos.data.rows import (
     environment_name,
 )
 from recipe.atropos.data.sampling import SamplingCheck
-from recipe.atropos.data_source import DataSource
 from recipe.atropos.errors import NothingToTrain, secondary_errors
-from recipe.atropos.evaluated import is_held, wait_until_evaluated
-from recipe.atropos.run_record import RunRecord, heldout_scores
-from recipe.atropos.stock_source import open_source
-from recipe.atropos.tracking import Trackers
+from recipe.atropos.run.evaluation_marker import is_held, wait_until_evaluated
+from recipe.atropos.run.record import RunRecord, heldout_scores
+from recipe.atropos.run.trackers import Trackers
+from recipe.atropos.sources.numbered import DataSource
+from recipe.atropos.sources.recorded import NoServers, RecordedSource
+from recipe.atropos.sources.stock import open_source
 from recipe.atropos.verl_ext.algorithm import (
     compute_data_metrics,
     compute_throughout_metrics,
@@ -55,6 +54,7 @@ from recipe.atropos.verl_ext.algorithm import (
 )
 from recipe.atropos.verl_ext.batch import DataProto
 from recipe.atropos.verl_ext.driver import marked_timer, should_save_ckpt_esi
+from recipe.atropos.watchdog import alarms
 from recipe.atropos.weight_sync.build import build_manager
 from recipe.atropos.workers.actor import ActorGroup
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from recipe.atropos.config.complete import load_complete
 from recipe.atropos.errors import one_line_errors
 from recipe.atropos.main import train
-from recipe.atropos.run_dir import RunDir
+from recipe.atropos.run.folder import RunDir
 from recipe.atropos.utils.private_process import take_secret_flags
 
 

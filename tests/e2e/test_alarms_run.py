@@ -13,7 +13,8 @@ from helpers.trajectory_api import running_trajectory_api
 from recipe.atropos.config.env_specs import environment_specs
 from recipe.atropos.launcher.alarm_watch import AlarmWatch
 from recipe.atropos.launcher.environment_processes import Environments
-from recipe.atropos.launcher.services import Run, console
+from recipe.atropos.launcher.services import Run
+from recipe.atropos.terminal.progress import console
 from recipe.atropos.utils.files import read_json, read_lines
 from recipe.atropos.utils.process import start_service
 

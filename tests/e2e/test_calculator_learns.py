@@ -5,7 +5,7 @@ import sys
 import orjson
 import pytest
 
-from recipe.atropos.run_record import read_metrics
+from recipe.atropos.run.record import read_metrics
 from recipe.atropos.utils.process import start_service
 
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from helpers.trajectory_api import Api
-from recipe.atropos import data_source
-from recipe.atropos.data_source import DataSource, DataSourceConfig, DataSourceError, Registration
-from recipe.atropos.stock_source import _is_stock
+from recipe.atropos.sources import numbered as data_source
+from recipe.atropos.sources.numbered import DataSource, DataSourceConfig, DataSourceError, Registration
+from recipe.atropos.sources.stock import _is_stock
 from recipe.atropos.utils.process import free_port
 
 pytestmark = pytest.mark.timeout(120)

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from helpers.terminal import terminals
-from recipe.atropos.run_dir import RunDir
+from recipe.atropos.run.folder import RunDir
 from recipe.atropos.utils.process import RUN_ID_VARIABLE
 
 pytestmark = pytest.mark.timeout(900)

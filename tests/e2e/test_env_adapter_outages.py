@@ -31,7 +31,7 @@ from helpers.services import get, post, running_api
 from helpers.trajectory_api import Api, running_trajectory_api
 from recipe.atropos.adapter import lifecycle, reporting
 from recipe.atropos.errors import EnvironmentFailure
-from recipe.atropos.trajectory_api.trajectory_client import TrajectoryApiError
+from recipe.atropos.trajectory_api.client import TrajectoryApiError
 from recipe.atropos.utils.files import read_lines
 from recipe.atropos.utils.process import free_port, start_service
 

@@ -29,8 +29,8 @@ from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.launcher.launch import tell_model
 from recipe.atropos.launcher.services import Run
 from recipe.atropos.main import export_model
-from recipe.atropos.run_dir import RunDir
-from recipe.atropos.run_record import update_summary
+from recipe.atropos.run.folder import RunDir
+from recipe.atropos.run.record import update_summary
 from recipe.atropos.utils import debug
 from recipe.atropos.utils.files import DiskFull, append_line, replace_folder
 

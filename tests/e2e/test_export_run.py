@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 from helpers.export import alone, begun_from, configuration, saved_run, trained  # noqa: F401
 from helpers.families import make_family
 from recipe.atropos.checkpoint.start_from import NotExported
-from recipe.atropos.run_dir import RunDir
-from recipe.atropos.run_record import read_evaluations, read_metrics
+from recipe.atropos.run.folder import RunDir
+from recipe.atropos.run.record import read_evaluations, read_metrics
 from recipe.atropos.utils.files import read_json
 from recipe.atropos.utils.process import start_service
 

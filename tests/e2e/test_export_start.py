@@ -11,11 +11,11 @@ from helpers.families import make_family
 from recipe.atropos.checkpoint.resumption import prepare_folder
 from recipe.atropos.checkpoint.start_from import forget_start
 from recipe.atropos.config.models import check_model
+from recipe.atropos.config.preflight import check_config
 from recipe.atropos.errors import ConfigurationError
-from recipe.atropos.launcher.preflight import check_config
 from recipe.atropos.main import main
-from recipe.atropos.run_dir import RunDir
-from recipe.atropos.run_record import update_summary
+from recipe.atropos.run.folder import RunDir
+from recipe.atropos.run.record import update_summary
 from recipe.atropos.utils.files import read_json
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("alone")]

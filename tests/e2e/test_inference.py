@@ -15,10 +15,10 @@ import pytest
 from helpers.services import running_api
 from helpers.sglang import make_tiny_model, running_sglang
 from helpers.trainer import compose_config
+from recipe.atropos.config.preflight import ConfigurationError
 from recipe.atropos.inference.client import InferenceError, SGLangClient
-from recipe.atropos.launcher.own_gateway import gateway_before
-from recipe.atropos.launcher.preflight import ConfigurationError
-from recipe.atropos.launcher.service_checks import check_services
+from recipe.atropos.inference.own_gateway import gateway_before
+from recipe.atropos.inference.service_checks import check_services
 
 API_KEY = "a-secret-of-this-test"
 PROMPT = [20, 40, 60, 80, 100]

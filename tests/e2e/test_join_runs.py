@@ -13,7 +13,6 @@ import pytest
 from helpers.services import group, post
 from helpers.terminal import LIMIT, STOCK, told_command
 from helpers.trajectory_api import running_trajectory_api
-from recipe.atropos import run_record
 from recipe.atropos.config.compose import load_config
 from recipe.atropos.launcher import joining
 from recipe.atropos.launcher.alarm_watch import AlarmWatch
@@ -21,7 +20,8 @@ from recipe.atropos.launcher.evaluation import Evaluations
 from recipe.atropos.launcher.services import Run
 from recipe.atropos.launcher.sglang import Inference
 from recipe.atropos.launcher.supervision import watch
-from recipe.atropos.run_record import read_metrics
+from recipe.atropos.run import record as run_record
+from recipe.atropos.run.record import read_metrics
 from recipe.atropos.utils.process import ServiceFailed, free_port
 
 LAUNCH = [sys.executable, "-m", "recipe.atropos.launch_services"]

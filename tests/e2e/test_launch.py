@@ -25,9 +25,9 @@ from recipe.atropos.launch_services import compose_overrides, load_run_config, p
 from recipe.atropos.launcher.environment_processes import environment_command
 from recipe.atropos.launcher.placement import place_servers
 from recipe.atropos.launcher.services import Run
-from recipe.atropos.run_dir import RunDir
-from recipe.atropos.run_record import read_evaluations, read_metrics
-from recipe.atropos.run_status import RunReader
+from recipe.atropos.run.folder import RunDir
+from recipe.atropos.run.record import read_evaluations, read_metrics
+from recipe.atropos.run.status import RunReader
 from recipe.atropos.utils.files import read_lines
 from recipe.atropos.utils.process import RUN_ID_VARIABLE, free_port, start_service
 

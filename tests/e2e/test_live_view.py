@@ -11,8 +11,8 @@ from helpers.terminal import terminals
 
 PROGRAM = """
 import sys, time
-from recipe.atropos.launcher.progress import console, live_view, progress
-from recipe.atropos.run_dir import RunDir
+from recipe.atropos.terminal.progress import console, live_view, progress
+from recipe.atropos.run.folder import RunDir
 
 with live_view(RunDir(sys.argv[1]).path), progress("the servers start"):
     for number in range(10**6):
@@ -165,7 +165,7 @@ def test_live_view_goes_on_beside_a_state_that_cannot_be_shown(view):
 def test_live_view_is_for_terminals_that_move_the_cursor(variables, monkeypatch):
     from rich.console import Console
 
-    from recipe.atropos.launcher.live_view import shows_live
+    from recipe.atropos.terminal.live_view import shows_live
 
     monkeypatch.setenv("FORCE_COLOR", "1")  # which makes rich call a pipe a terminal
     assert not shows_live(Console(_environ={**variables, "FORCE_COLOR": "1"}))
@@ -174,7 +174,7 @@ def test_live_view_is_for_terminals_that_move_the_cursor(variables, monkeypatch)
 PLAIN = """
 import sys, time
 from recipe.atropos import launch_services
-from recipe.atropos.launcher import progress
+from recipe.atropos.terminal import progress
 
 def slow(_):
     progress._EVERY_SECONDS = 0.2
@@ -199,7 +199,7 @@ def test_plain_output_moves_no_cursor(terminal, tmp_path, arguments):
 def test_live_view_leaves_the_terminal_to_the_shell(terminal, tmp_path):
     """A launcher in the background prints lines: the shell writes there too."""
     program = (
-        "import os, sys; from rich.console import Console; from recipe.atropos.launcher.live_view import shows_live\n"
+        "import os, sys; from rich.console import Console; from recipe.atropos.terminal.live_view import shows_live\n"
         "print('in front:', shows_live(Console()), flush=True)\n"
         "if os.fork() == 0:\n"
         "    os.setpgid(0, 0)\n"

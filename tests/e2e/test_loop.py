@@ -27,7 +27,7 @@ from recipe.atropos.demo.random_models import CHAT_TEMPLATE
 from recipe.atropos.errors import NothingToTrain
 from recipe.atropos.inference.client import SGLangClient
 from recipe.atropos.ray_trainer import RayGRPOAtroposTrainer
-from recipe.atropos.run_record import read_metrics
+from recipe.atropos.run.record import read_metrics
 from recipe.atropos.utils.process import start_service
 from recipe.atropos.verl_ext import worker_group
 from recipe.atropos.weight_sync.probe import Probe

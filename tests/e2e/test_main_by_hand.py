@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from recipe.atropos.run_dir import RunDir
+from recipe.atropos.run.folder import RunDir
 from recipe.atropos.utils.process import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]

@@ -18,7 +18,7 @@ from helpers.trajectory_api import running_trajectory_api
 from recipe.atropos.config.env_specs import environment_specs
 from recipe.atropos.launcher.environment_processes import Environments
 from recipe.atropos.launcher.services import Run
-from recipe.atropos.run_record import read_evaluations, read_metrics
+from recipe.atropos.run.record import read_evaluations, read_metrics
 from recipe.atropos.utils.files import LineReader
 from recipe.atropos.utils.process import ServiceFailed, start_service
 

@@ -8,7 +8,7 @@ from helpers.trainer import compose_config
 from helpers.trajectory_api import running_trajectory_api
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.inference.gateway_client import GATEWAY_PORT, GatewayClient
-from recipe.atropos.launcher.own_gateway import gateway_before
+from recipe.atropos.inference.own_gateway import gateway_before
 from recipe.atropos.utils.process import free_port, unstopped
 from recipe.atropos.utils.secret import environments_key
 
@@ -72,7 +72,7 @@ def test_own_gateway_is_not_started_where_one_is_named(tmp_path, overrides):
 @pytest.mark.parametrize("guarded", [True, False])
 def test_own_gateway_tells_how_to_join_a_guarded_api(tmp_path, capsys, monkeypatch, guarded):
     """A stock environment has no other place for its key than the API's address; an API without a key takes none."""
-    monkeypatch.setattr("recipe.atropos.launcher.own_gateway.sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("recipe.atropos.inference.own_gateway.sys.stdout.isatty", lambda: True, raising=False)
     with running_trajectory_api(tmp_path, secret="the-key" if guarded else "") as api:
         keys = [f"trainer.atropos.api_url={api.url}", "inference.api_key=the-key"]
         with gateway_before(config_of(tmp_path, "trainer.atropos.max_staleness=null", *keys)):

@@ -17,7 +17,7 @@ from recipe.atropos.adapter import defaults
 from recipe.atropos.inference.server import sglang_python
 from recipe.atropos.launcher.sglang import GATEWAY_PORT
 from recipe.atropos.launcher.startup import API_PORT
-from recipe.atropos.run_record import read_metrics
+from recipe.atropos.run.record import read_metrics
 from recipe.atropos.utils.process import free_port, port_is_free, start_service
 
 

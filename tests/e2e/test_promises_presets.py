@@ -8,7 +8,7 @@ import pytest
 from helpers.promises import PRESETS, SMALL, code, rows_of
 from recipe.atropos.config.models import resolve_model
 from recipe.atropos.environments.word_problems import generate
-from recipe.atropos.run_record import read_evaluations, read_metrics
+from recipe.atropos.run.record import read_evaluations, read_metrics
 from recipe.atropos.utils.process import free_port, start_service
 
 

@@ -9,10 +9,10 @@ from rich.console import Console
 
 from recipe.atropos.commands.inspect import show
 from recipe.atropos.config.complete import load_complete
-from recipe.atropos.data_source import DataSourceError
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.report.token_view import batch_of_step, find_row, rows_of_step, tokens_of_row
-from recipe.atropos.run_dir import RunDir
+from recipe.atropos.run.folder import RunDir
+from recipe.atropos.sources.numbered import DataSourceError
 from recipe.atropos.trajectory_api import records
 from recipe.atropos.utils.process import start_service
 

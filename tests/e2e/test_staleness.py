@@ -18,7 +18,7 @@ from helpers.services import get, running_api
 from helpers.sglang import call
 from helpers.trainer import close, compose_config, started
 from helpers.trajectory_api import running_trajectory_api
-from recipe.atropos.run_record import read_metrics
+from recipe.atropos.run.record import read_metrics
 from recipe.atropos.utils.process import start_service
 
 pytestmark = pytest.mark.timeout(280)

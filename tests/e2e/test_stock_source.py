@@ -9,8 +9,8 @@ import orjson
 import pytest
 
 from helpers.services import get, group, post, running_api
-from recipe.atropos.data_source import DataSourceConfig, DataSourceError, Registration
-from recipe.atropos.stock_source import StockSource, _is_stock
+from recipe.atropos.sources.numbered import DataSourceConfig, DataSourceError, Registration
+from recipe.atropos.sources.stock import StockSource, _is_stock
 from recipe.atropos.utils.process import free_port
 
 pytestmark = pytest.mark.timeout(120)

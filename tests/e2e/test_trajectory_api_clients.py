@@ -16,7 +16,7 @@ from helpers.numbered_env import stock_env
 from helpers.services import group
 from helpers.trajectory_api import ENVIRONMENT, REGISTRATION, numbers, running_trajectory_api
 from recipe.atropos.data.reasons import RefusedGroup
-from recipe.atropos.trajectory_api.trajectory_client import TrajectoryApiClient, TrajectoryApiError
+from recipe.atropos.trajectory_api.client import TrajectoryApiClient, TrajectoryApiError
 from recipe.atropos.utils.process import port_is_free
 
 

@@ -12,8 +12,8 @@ import requests
 from helpers.disk import fill
 from helpers.services import group
 from helpers.trajectory_api import ENVIRONMENT, REGISTRATION, running_trajectory_api
-from recipe.atropos.data_source import DataSource, DataSourceConfig, DataSourceError, Registration
-from recipe.atropos.trajectory_api.trajectory_client import TrajectoryApiClient, TrajectoryApiError
+from recipe.atropos.sources.numbered import DataSource, DataSourceConfig, DataSourceError, Registration
+from recipe.atropos.trajectory_api.client import TrajectoryApiClient, TrajectoryApiError
 
 pytestmark = pytest.mark.timeout(120)
 

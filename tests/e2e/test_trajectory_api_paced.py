@@ -8,7 +8,7 @@ import pytest
 
 from helpers.services import group
 from helpers.trajectory_api import ENVIRONMENT, REGISTRATION, numbers, running_trajectory_api
-from recipe.atropos.trajectory_api.trajectory_client import TrajectoryApiClient
+from recipe.atropos.trajectory_api.client import TrajectoryApiClient
 
 BATCHES = 25
 

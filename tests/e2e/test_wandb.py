@@ -13,7 +13,7 @@ RUN = """
 import pathlib, sys, time
 sys.path[:0] = sys.argv[2:]
 from helpers.trainer import compose_config
-from recipe.atropos import tracking
+from recipe.atropos.run import trackers as tracking
 folder = pathlib.Path(sys.argv[1])
 tracking._FINISH_SECONDS = 20.0
 options = f"run.dir={folder / 'run'}", "actor_rollout_ref.model.path=/nowhere", "trainer.logger=[wandb,tensorboard]"

@@ -21,7 +21,7 @@ from recipe.atropos.config.compose import resolved
 from recipe.atropos.config.derived_timeouts import set_waits
 from recipe.atropos.inference.client import SGLangClient
 from recipe.atropos.launch_services import compose_overrides, load_run_config, parse_arguments
-from recipe.atropos.run_dir import RunDir
+from recipe.atropos.run.folder import RunDir
 from recipe.atropos.utils.secret import config_yaml
 
 

@@ -12,7 +12,7 @@ from helpers.scripted_trainer import ScriptedTrainer
 from helpers.services import group
 from helpers.trajectory_api import running_trajectory_api
 from recipe.atropos.adapter.adapted_env import AdaptedEnv, adapt
-from recipe.atropos.trajectory_api.trajectory_client import TrajectoryApiError
+from recipe.atropos.trajectory_api.client import TrajectoryApiError
 
 BATCH, SIZE = 6, 2
 

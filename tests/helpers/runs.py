@@ -6,8 +6,8 @@ import time
 
 import orjson
 
-from recipe.atropos.run_dir import RunDir
-from recipe.atropos.run_record import PHASES
+from recipe.atropos.run.folder import RunDir
+from recipe.atropos.run.record import PHASES
 from recipe.atropos.utils.process import start_time
 
 CONFIG = "trainer: {total_training_steps: %d, device: cpu, atropos: {max_staleness: 2, api_url: null}}\n"

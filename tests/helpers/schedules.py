@@ -26,7 +26,7 @@ from recipe.atropos.trajectory_api.messages import (
     Through,
 )
 from recipe.atropos.trajectory_api.parsing import Parsed
-from recipe.atropos.trajectory_api.trajectory_store import Store
+from recipe.atropos.trajectory_api.store import Store
 
 TRAIN_SECONDS, WORKER_SECONDS = 5.0, 300.0
 _MODULES = (batching, delivery, environments, ingest, service)

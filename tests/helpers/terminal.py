@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from helpers.environments import join_env
-from recipe.atropos.run_record import read_metrics
+from recipe.atropos.run.record import read_metrics
 from recipe.atropos.utils.process import RUN_ID_VARIABLE
 
 STOCK = join_env.__file__

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from recipe.atropos.config import compose
 from recipe.atropos.config.derived_timeouts import set_waits
-from recipe.atropos.launcher.own_gateway import gateway_before
+from recipe.atropos.inference.own_gateway import gateway_before
 
 CPU_OVERRIDES = [
     "actor_rollout_ref.model.override_config.attn_implementation=sdpa",

@@ -11,9 +11,9 @@ from machine_watch import MemoryWatch
 from helpers import ROOT
 from recipe.atropos.commands import doctor
 from recipe.atropos.config.compose import load_config
+from recipe.atropos.config.preflight import check_config
 from recipe.atropos.inference.server import sglang_command
 from recipe.atropos.launch_services import compose_overrides, parse_arguments
-from recipe.atropos.launcher.preflight import check_config
 from recipe.atropos.launcher.services import Run
 from recipe.atropos.launcher.sglang import plan_servers
 

@@ -11,11 +11,11 @@ import pytest
 from helpers import ROOT
 from helpers.promises import code, tables
 from helpers.qwen import write_qwen_config
-from recipe.atropos.alarms import ALARMS
 from recipe.atropos.commands.plan import GIB, plan_memory
 from recipe.atropos.config.compose import load_config, presets
 from recipe.atropos.report.chart_table import CHARTS
 from recipe.atropos.trajectory_api.wire import Columns, pack
+from recipe.atropos.watchdog.alarms import ALARMS
 
 PAGES = ["hyperparameters.md", "costs.md", "comparison.md"]
 DEFAULTS = {code(row[0])[0]: row[2] for rows in tables("configuration.md").values() for row in rows}

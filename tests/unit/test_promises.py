@@ -17,11 +17,11 @@ from helpers.promises import PRESETS, PROMISES, SMALL, code, rows_of
 from helpers.trainer import random_group
 from recipe.atropos.config.compose import compose_config, load_config
 from recipe.atropos.config.env_specs import environment_specs
+from recipe.atropos.config.preflight import check_config
 from recipe.atropos.config.renamed import RENAMED, check_renamed
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.launch_services import load_run_config, main, parse_arguments
 from recipe.atropos.launcher.environment_processes import environment_command, environment_secrets
-from recipe.atropos.launcher.preflight import check_config
 from recipe.atropos.launcher.services import Run
 from recipe.atropos.utils.private_process import SECRET_FLAGS
 

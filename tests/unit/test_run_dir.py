@@ -12,8 +12,8 @@ import pytest
 
 from helpers.disk import fill
 from recipe.atropos.errors import ConfigurationError, secondary_errors
-from recipe.atropos.run_dir import LOCK_VARIABLE, RunDir, RunDirError
-from recipe.atropos.run_record import update_summary
+from recipe.atropos.run.folder import LOCK_VARIABLE, RunDir, RunDirError
+from recipe.atropos.run.record import update_summary
 from recipe.atropos.utils.files import (
     DiskFull,
     FolderRemoved,
@@ -30,16 +30,16 @@ from recipe.atropos.utils.files import (
 LINES = [{"step": step, "note": "x" * step} for step in range(1, 6)]
 HOLD = """
 import os, sys
-from recipe.atropos.run_dir import RunDir
+from recipe.atropos.run.folder import RunDir
 with RunDir(sys.argv[1]).lock():
     print("held", flush=True)
     sys.stdin.read()
 """
 START_AND_DIE = """
 import os, subprocess, sys
-from recipe.atropos.run_dir import LOCK_VARIABLE, RunDir
+from recipe.atropos.run.folder import LOCK_VARIABLE, RunDir
 with RunDir(sys.argv[1]).lock() as descriptor:
-    child = f"from recipe.atropos.run_dir import RunDir\\nimport sys\\nwith RunDir({sys.argv[1]!r}).lock(): " \\
+    child = f"from recipe.atropos.run.folder import RunDir\\nimport sys\\nwith RunDir({sys.argv[1]!r}).lock(): " \\
         "print('inside', flush=True); sys.stdin.read()"
     environment = {**os.environ, LOCK_VARIABLE: str(descriptor)}
     subprocess.Popen([sys.executable, "-c", child], env=environment, pass_fds=[descriptor], stdin=sys.stdin)

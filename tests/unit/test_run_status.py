@@ -12,7 +12,7 @@ import pytest
 
 from helpers.runs import make_run, metrics_line, write_lines
 from recipe.atropos.errors import ConfigurationError
-from recipe.atropos.run_status import RunReader, find_run, measure_memory
+from recipe.atropos.run.status import RunReader, find_run, measure_memory
 from recipe.atropos.utils.process import start_time
 from recipe.atropos.utils.secret import environments_key
 

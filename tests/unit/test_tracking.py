@@ -4,8 +4,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from helpers.trainer import compose_config
-from recipe.atropos import tracking
-from recipe.atropos.tracking import Trackers, overview
+from recipe.atropos.run import trackers as tracking
+from recipe.atropos.run.trackers import Trackers, overview
 
 ROLLOUTS = [
     {

@@ -15,7 +15,7 @@ from recipe.atropos.data.data_proto import groups_to_data_proto
 from recipe.atropos.data.rows import RowLimits
 from recipe.atropos.errors import NothingToTrain
 from recipe.atropos.ray_trainer import RayGRPOAtroposTrainer
-from recipe.atropos.run_record import RunRecord, read_metrics
+from recipe.atropos.run.record import RunRecord, read_metrics
 from recipe.atropos.workers.actor import _without_padding
 
 LIMITS = RowLimits(20, pad_token_id=0)

@@ -40,7 +40,7 @@ from recipe.atropos.adapter.stock_api import StockApi
 from recipe.atropos.adapter.validate import as_groups
 from recipe.atropos.data.reasons import RefusedGroup
 from recipe.atropos.errors import EnvironmentFailure
-from recipe.atropos.trajectory_api.trajectory_client import TrajectoryApiClient, TrajectoryApiError
+from recipe.atropos.trajectory_api.client import TrajectoryApiClient, TrajectoryApiError
 from recipe.atropos.utils.secret import API_KEY_VARIABLE
 
 logger = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ import orjson
 from tenacity import RetryCallState, wait_exponential
 
 from recipe.atropos.adapter.validate import to_json
-from recipe.atropos.trajectory_api.trajectory_client import TrajectoryApiClient, TrajectoryApiError
+from recipe.atropos.trajectory_api.client import TrajectoryApiClient, TrajectoryApiError
 
 logger = logging.getLogger(__name__)
 

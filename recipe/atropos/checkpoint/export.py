@@ -37,7 +37,7 @@ from recipe.atropos.checkpoint.safetensors_writer import write_safetensors
 from recipe.atropos.checkpoint.shards import Shards
 from recipe.atropos.checkpoint.store import ADAPTER_CONFIG, checkpoints_of, choose_checkpoint, step_of, verify
 from recipe.atropos.errors import AtroposError, ConfigurationError
-from recipe.atropos.run_dir import RunDir
+from recipe.atropos.run.folder import RunDir
 from recipe.atropos.utils.files import read_json, replace_folder, write_json
 from recipe.atropos.utils.secret import read_config_yaml
 

@@ -10,8 +10,8 @@ from omegaconf import DictConfig
 
 from recipe.atropos.config.env_specs import environment_specs
 from recipe.atropos.config.models import looks_local
-from recipe.atropos.run_dir import RunDir
-from recipe.atropos.run_record import read_evaluations
+from recipe.atropos.run.folder import RunDir
+from recipe.atropos.run.record import read_evaluations
 from recipe.atropos.utils.files import read_json, write_atomic
 from recipe.atropos.utils.secret import read_config_yaml
 

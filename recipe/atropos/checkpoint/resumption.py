@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 from recipe.atropos.checkpoint.store import Checkpoints, model_of
 from recipe.atropos.config.compose import OF_EACH_START, leaves
 from recipe.atropos.errors import ConfigurationError
-from recipe.atropos.run_dir import FORMAT, RunDir
+from recipe.atropos.run.folder import FORMAT, RunDir
 from recipe.atropos.utils.files import read_json, read_lines, read_yaml, write_atomic, write_json
 from recipe.atropos.utils.secret import config_yaml, is_secret
 

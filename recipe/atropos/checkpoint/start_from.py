@@ -25,9 +25,9 @@ from recipe.atropos.checkpoint.model_card import base_model
 from recipe.atropos.checkpoint.store import ADAPTER_CONFIG, checkpoints_of, choose_checkpoint, step_of
 from recipe.atropos.config.models import KEY as MODEL_KEY
 from recipe.atropos.errors import AtroposError, ConfigurationError
-from recipe.atropos.run_dir import RunDir
-from recipe.atropos.run_record import update_summary
-from recipe.atropos.run_status import RUNS, find_run
+from recipe.atropos.run.folder import RunDir
+from recipe.atropos.run.record import update_summary
+from recipe.atropos.run.status import RUNS, find_run
 from recipe.atropos.utils.files import read_json
 from recipe.atropos.utils.process import run_command
 from recipe.atropos.utils.secret import read_config_yaml

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from recipe.atropos.errors import one_line_errors
-from recipe.atropos.run_status import find_run
+from recipe.atropos.run.status import find_run
 
 DTYPES = ("float32", "bfloat16", "float16")
 

@@ -15,8 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from recipe.atropos.errors import one_line_errors
-from recipe.atropos.run_dir import RunDir
-from recipe.atropos.run_status import find_run
+from recipe.atropos.run.folder import RunDir
+from recipe.atropos.run.status import find_run
 
 UNLIKELY = -3.0  # nats, a probability of 5%; a less likely token is underlined
 

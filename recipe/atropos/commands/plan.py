@@ -24,8 +24,8 @@ from recipe.atropos.config.options import add_options, compose_overrides
 from recipe.atropos.errors import ConfigurationError, one_line_errors
 from recipe.atropos.inference.server import SGLangLaunch
 from recipe.atropos.launch_services import load_run_config
-from recipe.atropos.launcher.placement import COLOCATED_SHARE, gpu_transport
-from recipe.atropos.utils.gpus import BUCKET_MEGABYTES, visible_gpus
+from recipe.atropos.launcher.placement import COLOCATED_SHARE
+from recipe.atropos.utils.gpus import BUCKET_MEGABYTES, gpu_transport, visible_gpus
 from recipe.atropos.utils.machine import gpu_memory
 from recipe.atropos.verl_ext.attention import flash_is_installed, set_micro_batches
 from recipe.atropos.verl_ext.device import PrecisionType

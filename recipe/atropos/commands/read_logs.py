@@ -18,11 +18,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from recipe.atropos.commands.print_status import RUN_HELP
 from recipe.atropos.errors import ConfigurationError, one_line_errors
-from recipe.atropos.launcher.dashboard import last_line
-from recipe.atropos.run_dir import RunDir
-from recipe.atropos.run_status import RunReader, find_run
+from recipe.atropos.run.folder import RunDir
+from recipe.atropos.run.status import RunReader, find_run
+from recipe.atropos.terminal.dashboard import last_line
+from recipe.atropos.terminal.status import RUN_HELP
 from recipe.atropos.utils.files import printable
 
 _LINES, _POLL_SECONDS, _LOOK_SECONDS = 50, 0.2, 5.0

@@ -15,8 +15,8 @@ from rich.console import Console
 
 from recipe.atropos.config.complete import load_recorded
 from recipe.atropos.errors import one_line_errors
-from recipe.atropos.run_dir import RunDir
-from recipe.atropos.run_status import find_run
+from recipe.atropos.run.folder import RunDir
+from recipe.atropos.run.status import find_run
 
 
 def replay(run: Path, overrides: Sequence[str], console: Console) -> bool:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from recipe.atropos.errors import one_line_errors
 from recipe.atropos.report.page import write_report
-from recipe.atropos.run_status import find_run
+from recipe.atropos.run.status import find_run
 
 
 def main(argv: Sequence[str] | None = None) -> int:

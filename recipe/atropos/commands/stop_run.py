@@ -17,12 +17,12 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.markup import escape
 
-from recipe.atropos.commands.print_status import RUN_HELP, how_to_go_on
 from recipe.atropos.errors import LaunchError, one_line_errors
-from recipe.atropos.launcher.dashboard import shown_path
-from recipe.atropos.launcher.live_view import shows_live
-from recipe.atropos.run_dir import RunDir
-from recipe.atropos.run_status import ELSEWHERE, RunReader, find_run
+from recipe.atropos.run.folder import RunDir
+from recipe.atropos.run.status import ELSEWHERE, RunReader, find_run
+from recipe.atropos.terminal.dashboard import shown_path
+from recipe.atropos.terminal.live_view import shows_live
+from recipe.atropos.terminal.status import RUN_HELP, how_to_go_on
 
 _WAIT_SECONDS, _POLL_SECONDS = 120.0, 0.2
 

@@ -152,3 +152,12 @@ def fill_warnings(specs: Iterable[EnvironmentSpec], batch_size: int) -> list[str
                 "sequences, and padding the rest; give a size that divides it"
             )
     return found
+
+
+def options(flags: Mapping[str, Any]) -> list[str]:
+    """``--key=value`` for each flag that is not None."""
+    return [f"--{key}={_text(value)}" for key, value in flags.items() if value is not None]
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -14,7 +14,6 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, create_model
 from pydantic.fields import FieldInfo
 
-from recipe.atropos.alarms import Name as AlarmName
 from recipe.atropos.config.values import (
     KL,
     URL,
@@ -40,6 +39,7 @@ from recipe.atropos.config.values import (
     VerlSection,
     about,
 )
+from recipe.atropos.watchdog.alarms import Name as AlarmName
 
 
 class Run(Section):

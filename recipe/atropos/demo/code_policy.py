@@ -15,7 +15,7 @@ from typing import ClassVar
 
 from recipe.atropos.demo.small_policy import Chat, Recipe, asked, greedy_answers
 from recipe.atropos.environments.code_problems import SYNTHETIC, generate, job, load_problems
-from recipe.atropos.environments.sandbox import Sandbox
+from recipe.atropos.environments.sandbox.runner import Sandbox
 
 
 @dataclass(frozen=True)

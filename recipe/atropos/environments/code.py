@@ -5,7 +5,7 @@ it against the problem's tests: +1 if all pass, else -1. Guarantees, in addition
 
 - nothing that the policy writes runs outside the sandbox (``sandbox`` documents its isolation); if no isolation works,
   the environment ends before anything is sampled, unless ``isolation`` is "none";
-- an answer can pass only by what its functions return (``sandbox_answer``);
+- an answer can pass only by what its functions return (``sandbox/answer.py``);
 - answers are counted by outcome, ``answers/timeout`` and so on.
 
 Problems: see ``code_problems``. A group of equal scores is not sent, as in ``gsm8k``.
@@ -19,7 +19,7 @@ from pydantic import Field
 
 from recipe.atropos.adapter.cli import adapt
 from recipe.atropos.environments.code_problems import Problem, job, load_problems
-from recipe.atropos.environments.sandbox import Isolation, Limits, Sandbox, Verdict
+from recipe.atropos.environments.sandbox.runner import Isolation, Limits, Sandbox, Verdict
 from recipe.atropos.environments.single_turn import Conversation, SingleTurnEnv, SingleTurnEnvConfig
 
 logger = logging.getLogger(__name__)

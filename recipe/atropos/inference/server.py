@@ -43,7 +43,6 @@ _KEPT_BYTES = 4 << 30  # freed memory that a server on a CPU keeps, at most
 # outlive a killed launcher.
 _END_ON_SIGTERM = {"SGL_FORCE_SHUTDOWN": "1"}
 _PROBE_SECONDS = 60.0  # for the interpreter to answer
-QUANTIZATION_FLAGS = ("quantization", "torchao_config")  # of sglang.launch_server
 # Other names that SGLang accepts: argparse completes prefixes (read in SGLang 0.5.23, arg_groups/fields/parallel.py).
 _ALIASES = {
     "tp": "tp_size",

@@ -17,14 +17,15 @@ from typing import Any
 
 from rich.markup import escape
 
-from recipe.atropos.alarms import ALARMS
 from recipe.atropos.config.env_specs import EnvironmentSpec
 from recipe.atropos.errors import AtroposError
-from recipe.atropos.launcher.services import Run, console
+from recipe.atropos.launcher.services import Run
 from recipe.atropos.launcher.sglang import Inference
-from recipe.atropos.run_record import update_summary
-from recipe.atropos.trajectory_api.trajectory_client import TrajectoryApiError
+from recipe.atropos.run.record import update_summary
+from recipe.atropos.terminal.progress import console
+from recipe.atropos.trajectory_api.client import TrajectoryApiError
 from recipe.atropos.utils.files import LineReader, append_line, read_lines
+from recipe.atropos.watchdog.alarms import ALARMS
 from recipe.atropos.watchdog.history import History, Limits
 from recipe.atropos.watchdog.watchdog import Watchdog, account, left_open
 

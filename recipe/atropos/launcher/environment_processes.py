@@ -28,14 +28,14 @@ from omegaconf import OmegaConf
 
 import recipe
 from recipe.atropos.adapter.settings import AdapterSettings
+from recipe.atropos.config.concurrency import groups_in_flight, request_limits
 from recipe.atropos.config.derived_timeouts import worker_timeout
-from recipe.atropos.config.env_specs import EnvironmentSpec
+from recipe.atropos.config.env_specs import EnvironmentSpec, options
 from recipe.atropos.data.sampling import TEMPERATURE_VARIABLE
 from recipe.atropos.errors import ConfigurationError, LaunchError
-from recipe.atropos.launcher.concurrency import groups_in_flight, request_limits
-from recipe.atropos.launcher.progress import progress
-from recipe.atropos.launcher.services import Run, console
-from recipe.atropos.trajectory_api.trajectory_client import TrajectoryApiError
+from recipe.atropos.launcher.services import Run
+from recipe.atropos.terminal.progress import console, progress
+from recipe.atropos.trajectory_api.client import TrajectoryApiError
 from recipe.atropos.utils.files import LineReader, append_line, write_atomic
 from recipe.atropos.utils.machine import run_program
 from recipe.atropos.utils.process import Service, ServiceFailed, run_command, unstopped
@@ -224,15 +224,6 @@ def _own_flags(spec: EnvironmentSpec) -> dict[str, Any]:
     for key, value in spec.args.items():
         flags |= {f"{key}.{k}": v for k, v in value.items()} if isinstance(value, Mapping) else {f"env.{key}": value}
     return flags
-
-
-def options(flags: Mapping[str, Any]) -> list[str]:
-    """``--key=value`` for each flag that is not None."""
-    return [f"--{key}={_text(value)}" for key, value in flags.items() if value is not None]
-
-
-def _text(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 @dataclass

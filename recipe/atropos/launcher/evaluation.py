@@ -27,11 +27,12 @@ from typing import Any
 from rich.markup import escape
 
 from recipe.atropos.config.env_specs import EnvironmentSpec
-from recipe.atropos.evaluated import NONE_YET, is_held, say_evaluated
 from recipe.atropos.launcher.environment_processes import environment_command, environment_secrets
-from recipe.atropos.launcher.services import Run, console
+from recipe.atropos.launcher.services import Run
 from recipe.atropos.launcher.sglang import Inference
-from recipe.atropos.run_record import read_evaluations, update_summary
+from recipe.atropos.run.evaluation_marker import NONE_YET, is_held, say_evaluated
+from recipe.atropos.run.record import read_evaluations, update_summary
+from recipe.atropos.terminal.progress import console
 from recipe.atropos.utils.files import append_line, rewrite_lines
 from recipe.atropos.utils.process import ServiceFailed
 

@@ -16,8 +16,7 @@ from packaging.version import Version
 
 from recipe.atropos.errors import ConfigurationError, LaunchError
 from recipe.atropos.inference.server import server_path, sglang_python
-from recipe.atropos.launcher.placement import gpu_transport
-from recipe.atropos.utils.gpus import device_of
+from recipe.atropos.utils.gpus import device_of, gpu_transport
 from recipe.atropos.utils.machine import nvidia_smi, run_program, versions_in
 
 _KERNELS = "sglang-kernel"  # SGLang's CPU environment does not have it

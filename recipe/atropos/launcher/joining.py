@@ -11,33 +11,23 @@ The Trajectory API keeps the registration of an environment that has left, and g
 The remaining environments fill each batch; a ``min_batch_allocation`` of one that left is waited for a minute.
 """
 
-import json
-import shlex
 import time
 from typing import Any
 
 from omegaconf import DictConfig
 from rich.markup import escape
 
-from recipe.atropos.data.sampling import TEMPERATURE_VARIABLE
 from recipe.atropos.errors import ConfigurationError
-from recipe.atropos.launcher.concurrency import groups_in_flight, request_limits
-from recipe.atropos.launcher.environment_processes import options
-from recipe.atropos.launcher.services import Run, console
-from recipe.atropos.run_record import WaitingMark, update_summary
-from recipe.atropos.trajectory_api.trajectory_client import TrajectoryApiError
+from recipe.atropos.inference.join_commands import for_others, how_to_join
+from recipe.atropos.launcher.services import Run
+from recipe.atropos.run.record import WaitingMark, update_summary
+from recipe.atropos.terminal.progress import console
+from recipe.atropos.trajectory_api.client import TrajectoryApiError
 from recipe.atropos.utils.files import read_json
-from recipe.atropos.utils.hosts import reachable, reachable_from_others
 from recipe.atropos.utils.secret import API_KEY_VARIABLE
 
-_EXAMPLE = "environments/gsm8k_server.py"  # in a checkout of Atropos
-_WHICH_KEY = (
-    f"with the environments' key as ${API_KEY_VARIABLE}; from the run's own, python -m recipe.atropos.utils.secret "
-    "prints it"
-)
 _FIRST_LOOK, _LONGEST_LOOK = 2.0, 30.0  # s between polls; one that finds nobody new logs a traceback in the API
 _FIRST_REPORT, _LONGEST_SILENCE = 60.0, 600.0  # s without a batch before the reason is printed
-_FOREVER = 10**9  # steps; in effect, no limit
 
 
 def check_key(config: DictConfig, shows_key: bool = True) -> None:
@@ -51,79 +41,6 @@ def check_key(config: DictConfig, shows_key: bool = True) -> None:
             f"inference.api_key is not set, and a run shows its own key only on a terminal ({why}), so no environment "
             f"could join; set {API_KEY_VARIABLE} before the start"
         )
-
-
-def join_settings(config: DictConfig, api_url: str, gateway: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the ``env`` and ``openai`` settings that an environment needs to join, except for the key."""
-    model = config.actor_rollout_ref.model.path
-    env = {
-        "rollout_server_url": api_url,
-        "tokenizer_name": model,
-        "group_size": config.environment.group_size,
-        "max_token_length": config.data.max_prompt_length + config.data.max_response_length,
-        "max_num_workers": groups_in_flight(config),
-        "total_steps": _FOREVER,
-        "use_wandb": False,
-    }
-    openai = {"base_url": f"{gateway}/v1", "model_name": model, "server_type": "sglang", "health_check": False}
-    return env, openai | request_limits(config)
-
-
-def stock_command(env: dict[str, Any], openai: dict[str, Any], key: str) -> str:
-    """Return a bash command for an environment without the adapter, which needs a file that lists several servers."""
-    server = {**openai, "api_key": key}
-    settings = f"{{env: {_yaml(env)}, openai: [&policy {_yaml(server)}, *policy]}}"
-    return f"python {_EXAMPLE} serve --config /dev/stdin <<< {shlex.quote(settings)}"
-
-
-def _yaml(values: dict[str, Any]) -> str:
-    return json.dumps(values, ensure_ascii=False)
-
-
-def adapted_command(config: DictConfig, env: dict[str, Any], openai: dict[str, Any], key: str) -> str:
-    """Return a shell command for an environment through this recipe's adapter; ``key`` is quoted for the shell."""
-    temperature = config.actor_rollout_ref.rollout.temperature
-    variables = [f"{API_KEY_VARIABLE}={key}"]
-    variables += [] if temperature == 1 else [f"{TEMPERATURE_VARIABLE}={temperature:g}"]
-    flags = {f"env.{name}": value for name, value in env.items()}
-    flags |= {f"openai.{name}": value for name, value in openai.items()}
-    command = [
-        "python",
-        "-m",
-        "recipe.atropos.utils.env_adapter",
-        "serve",
-        "--env",
-        _EXAMPLE,
-        *options(flags),
-    ]
-    return " ".join([*variables, shlex.join(command)])
-
-
-def how_to_join(config: DictConfig, api_url: str, gateway: str, key: str | None, guarded: bool = True) -> str:
-    """Return the commands for another terminal, also on another machine if the services listen on all interfaces.
-
-    ``key``: the environments'; None if it must not be shown: commands read it from the shell. ``guarded``: whether
-    the Trajectory API asks for it too.
-    """
-    env, openai = join_settings(config, api_url, gateway)
-    shell_key = f'"${API_KEY_VARIABLE}"' if key is None else shlex.quote(key)
-    lines = [
-        "any environment of Atropos, through this recipe's adapter (weight versions, exact tokens, pacing):",
-        adapted_command(config, env, openai, shell_key),
-    ]
-    if key is None:
-        lines.insert(0, _WHICH_KEY)
-    if config.trainer.atropos.max_staleness is not None:
-        return "\n".join(
-            [*lines, f"(max_staleness={config.trainer.atropos.max_staleness} refuses what comes without the adapter)"]
-        )
-    secret = "KEY" if key is None else key
-    if guarded:
-        env = {**env, "rollout_server_url": f"{api_url}/{secret}"}
-    stock = stock_command(env, openai, secret)
-    if key is None:  # the shell expands no variable inside single quotes
-        stock = stock.replace("KEY", f"'{shell_key}'")
-    return "\n".join([*lines, "or by itself, from a checkout of Atropos:", stock])
 
 
 class Joining:
@@ -190,8 +107,3 @@ class Joining:
     def summary(self) -> dict[str, dict[str, Any]]:
         """Return an empty summary: their counts are unknown."""
         return {}
-
-
-def for_others(url: str, host: str) -> str:
-    """Return ``url`` with the address for other machines if the service listens on all interfaces."""
-    return url.replace(f"//{reachable(host)}:", f"//{reachable_from_others(host)}:")

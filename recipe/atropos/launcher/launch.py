@@ -21,14 +21,14 @@ from recipe.atropos.launcher.alarm_watch import AlarmWatch
 from recipe.atropos.launcher.environment_processes import Environments
 from recipe.atropos.launcher.evaluation import Evaluations
 from recipe.atropos.launcher.joining import Joining
-from recipe.atropos.launcher.progress import progress
 from recipe.atropos.launcher.report_page import write_page_of_failure, write_pictures
-from recipe.atropos.launcher.services import Run, console
+from recipe.atropos.launcher.services import Run
 from recipe.atropos.launcher.sglang import start_inference
 from recipe.atropos.launcher.startup import first_version, servers_healthy, start_api, start_trainer
 from recipe.atropos.launcher.supervision import watch
-from recipe.atropos.run_record import account_of_groups, add_start, update_summary
-from recipe.atropos.trajectory_api.trajectory_client import TrajectoryApiError
+from recipe.atropos.run.record import account_of_groups, add_start, update_summary
+from recipe.atropos.terminal.progress import console, progress
+from recipe.atropos.trajectory_api.client import TrajectoryApiError
 from recipe.atropos.utils.files import DiskFull, disk_is_full, read_json
 
 

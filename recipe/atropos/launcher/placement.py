@@ -6,9 +6,9 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from recipe.atropos.config.concurrency import sequences_in_flight
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.inference.server import SGLangLaunch, declares_flag, sglang_python
-from recipe.atropos.launcher.concurrency import sequences_in_flight
 from recipe.atropos.utils.gpus import device_of, visible_gpus
 from recipe.atropos.utils.hosts import is_this_host, joins_cluster
 from recipe.atropos.utils.machine import gpu_memory
@@ -56,17 +56,6 @@ def place_servers(config: DictConfig) -> str | None:
         f"{gpus} GPU{'s'[: gpus != 1]}: the trainer shares them with {inference.servers} "
         f"server{'s'[: inference.servers != 1]} (inference.colocated=true)"
     )
-
-
-def gpu_transport(config: DictConfig) -> str | None:
-    """Return the transport of weights to servers on GPUs: "distributed" (NCCL), "tensor" (handles) or "disk".
-
-    None: trainer or servers compute on a CPU, or only an adapter is sent, inside a request.
-    """
-    model, transport = config.actor_rollout_ref.model, config.trainer.atropos.weight_sync.transport
-    if "cpu" in (config.inference.device, device_of(config)) or (model.lora_rank > 0 and not model.lora.merge):
-        return None
-    return transport if transport != "auto" else "tensor" if config.inference.colocated else "distributed"
 
 
 def _ranks_here(config: DictConfig) -> int:

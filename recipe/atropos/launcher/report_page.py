@@ -2,9 +2,9 @@
 
 from rich.markup import escape
 
-from recipe.atropos.launcher.dashboard import shown_path
-from recipe.atropos.launcher.services import console
-from recipe.atropos.run_dir import RunDir
+from recipe.atropos.run.folder import RunDir
+from recipe.atropos.terminal.dashboard import shown_path
+from recipe.atropos.terminal.progress import console
 
 
 def write_pictures(files: RunDir) -> None:

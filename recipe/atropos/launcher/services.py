@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
-from rich.console import Console
 from rich.markup import escape
 
-from recipe.atropos.run_dir import LAUNCHER, LOCK_VARIABLE, RunDir
-from recipe.atropos.trajectory_api.trajectory_client import TrajectoryApiClient
+from recipe.atropos.run.folder import LAUNCHER, LOCK_VARIABLE, RunDir
+from recipe.atropos.terminal.progress import console
+from recipe.atropos.trajectory_api.client import TrajectoryApiClient
 from recipe.atropos.utils.files import FolderRemoved, bound_log, write_json
 from recipe.atropos.utils.hosts import is_this_host, joins_cluster, loopback_variables
 from recipe.atropos.utils.process import Service, ServiceFailed, start_service, start_time
@@ -29,7 +29,6 @@ from recipe.atropos.utils.scratch import Scratch
 from recipe.atropos.utils.secret import environments_key
 from recipe.atropos.utils.sockets import SOCKET_VARIABLE, listening
 
-console = Console(highlight=False)
 _API_SECONDS = 10.0  # for one request to the Trajectory API
 _SOON_SECONDS, _LONGEST_DELAY = 60.0, 30.0  # a service that ends so soon is restarted later each time
 _STABLE_SECONDS = 1800.0  # after which a restart is forgotten

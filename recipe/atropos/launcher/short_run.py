@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from recipe.atropos.run_dir import RunDir
-from recipe.atropos.run_record import read_metrics
+from recipe.atropos.run.folder import RunDir
+from recipe.atropos.run.record import read_metrics
 from recipe.atropos.utils.files import read_json
 from recipe.atropos.utils.process import start_service
 

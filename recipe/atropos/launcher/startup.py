@@ -13,21 +13,21 @@ from omegaconf import DictConfig, OmegaConf
 from recipe.atropos.checkpoint.store import Checkpoints
 from recipe.atropos.config.compose import complete_config
 from recipe.atropos.errors import RECOVERABLE
-from recipe.atropos.launcher.services import Run, console
+from recipe.atropos.launcher.services import Run
 from recipe.atropos.launcher.sglang import Inference, given_ports, inference_healthy
 from recipe.atropos.launcher.supervision import WATCH_SECONDS
-from recipe.atropos.run_dir import RunDir
-from recipe.atropos.trajectory_api.trajectory_client import TrajectoryApiError
+from recipe.atropos.run.folder import RunDir
+from recipe.atropos.terminal.progress import console
+from recipe.atropos.trajectory_api.client import TrajectoryApiError
 from recipe.atropos.utils.files import write_atomic
 from recipe.atropos.utils.hosts import reachable
 from recipe.atropos.utils.process import (
     Service,
     default_port,
-    port_is_free,
     wait_until_healthy,
 )
 from recipe.atropos.utils.secret import API_KEY_VARIABLE, config_yaml, hidden_settings, secret_variables
-from recipe.atropos.utils.sockets import reserve, taken
+from recipe.atropos.utils.sockets import reserve
 
 API_PORT = 8000  # used if free: the default address of Atropos environments
 _VERSION_SECONDS = 120.0
@@ -171,8 +171,3 @@ async def served_version(run: Run, inference: Inference) -> int:
             raise gateway.failure(f"admits no server with the trainer's weights for {_VERSION_SECONDS:g} s")
         await asyncio.sleep(WATCH_SECONDS)
     return version
-
-
-def check_port(given: int | None, host: str, key: str) -> None:
-    if given is not None and not port_is_free(given, host):
-        raise taken(host, given, key)

@@ -4,16 +4,16 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from recipe.atropos import alarms
-from recipe.atropos.data_source import DataSourceConfig
 from recipe.atropos.launcher.alarm_watch import AlarmWatch
 from recipe.atropos.launcher.environment_processes import Environments
 from recipe.atropos.launcher.evaluation import Evaluations
 from recipe.atropos.launcher.joining import Joining
-from recipe.atropos.launcher.progress import view_is_live
-from recipe.atropos.launcher.services import Run, console
-from recipe.atropos.run_record import WaitingMark
+from recipe.atropos.launcher.services import Run
+from recipe.atropos.run.record import WaitingMark
+from recipe.atropos.sources.numbered import DataSourceConfig
+from recipe.atropos.terminal.progress import console, view_is_live
 from recipe.atropos.utils.files import LineReader
+from recipe.atropos.watchdog import alarms
 
 WATCH_SECONDS = 0.5
 

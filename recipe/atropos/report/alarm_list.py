@@ -8,9 +8,9 @@ import heapq
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from recipe.atropos.alarms import ALARMS, logprob_tolerance
 from recipe.atropos.config.derived_timeouts import derived_wait
 from recipe.atropos.report.run_history import History, shown
+from recipe.atropos.watchdog.alarms import ALARMS, logprob_tolerance
 from recipe.atropos.watchdog.history import History as WatchedHistory
 from recipe.atropos.watchdog.history import Limits
 from recipe.atropos.watchdog.watchdog import Watchdog

@@ -13,8 +13,8 @@ from typing import Any
 
 from recipe.atropos.config.compose import leaves
 from recipe.atropos.errors import ConfigurationError
-from recipe.atropos.run_dir import RunDir
-from recipe.atropos.run_record import PHASES, read_evaluations, read_metrics
+from recipe.atropos.run.folder import RunDir
+from recipe.atropos.run.record import PHASES, read_evaluations, read_metrics
 from recipe.atropos.utils.files import read_json, read_lines
 from recipe.atropos.utils.secret import HIDDEN, read_config_yaml, without_secrets
 

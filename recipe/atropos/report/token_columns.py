@@ -8,10 +8,10 @@ from typing import Any
 from omegaconf import OmegaConf
 from transformers import AutoTokenizer
 
-from recipe.atropos.data.recording import read_batch
-from recipe.atropos.data_source import DataSourceError
 from recipe.atropos.report.run_history import History
 from recipe.atropos.report.token_view import rows_of_step, tokens_of_row
+from recipe.atropos.sources.numbered import DataSourceError
+from recipe.atropos.sources.recorded import read_batch
 from recipe.atropos.utils.secret import read_config_yaml
 
 

@@ -11,11 +11,11 @@ from transformers import AutoConfig
 
 from recipe.atropos.algorithm.advantages import AdvantageConfig, RunningMoments, compute_advantages
 from recipe.atropos.data.data_proto import groups_to_data_proto
-from recipe.atropos.data.recording import read_batch
 from recipe.atropos.data.rows import RowLimits
-from recipe.atropos.data_source import Batch, DataSourceError
-from recipe.atropos.run_dir import RunDir
-from recipe.atropos.run_record import read_metrics
+from recipe.atropos.run.folder import RunDir
+from recipe.atropos.run.record import read_metrics
+from recipe.atropos.sources.numbered import Batch, DataSourceError
+from recipe.atropos.sources.recorded import read_batch
 from recipe.atropos.verl_ext.batch import DataProto
 
 

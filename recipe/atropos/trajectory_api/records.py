@@ -15,7 +15,7 @@ import orjson
 
 from recipe.atropos.trajectory_api import database, wire
 from recipe.atropos.trajectory_api.parsing import parse_json
-from recipe.atropos.trajectory_api.trajectory_store import DATABASE, Store, TrajectoryStoreError, named_errors
+from recipe.atropos.trajectory_api.store import DATABASE, Store, TrajectoryStoreError, named_errors
 from recipe.atropos.utils.files import disk_errors
 
 

@@ -30,7 +30,7 @@ from recipe.atropos.trajectory_api.batching import (
 )
 from recipe.atropos.trajectory_api.environments import Environment, Environments
 from recipe.atropos.trajectory_api.messages import EnvRegistration, Registration
-from recipe.atropos.trajectory_api.trajectory_store import Store, named_errors
+from recipe.atropos.trajectory_api.store import Store, named_errors
 
 logger = logging.getLogger(__name__)
 

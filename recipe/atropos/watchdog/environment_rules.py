@@ -4,8 +4,8 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
-from recipe.atropos.alarms import Name
 from recipe.atropos.data.reasons import Reason
+from recipe.atropos.watchdog.alarms import Name
 from recipe.atropos.watchdog.findings import Finding
 from recipe.atropos.watchdog.history import RECENT_ITEMS, EnvironmentHistory, History
 from recipe.atropos.watchdog.training_rules import broken_policy

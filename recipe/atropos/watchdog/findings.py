@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from recipe.atropos.alarms import Name
+from recipe.atropos.watchdog.alarms import Name
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from recipe.atropos.alarms import PREFIX, logprob_tolerance
 from recipe.atropos.data.reasons import Reason
+from recipe.atropos.watchdog.alarms import PREFIX, logprob_tolerance
 
 FIRST_STEPS = 20
 _LAST_STEPS, _REPORTS = 1000, 2000

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from recipe.atropos.alarms import EMPTY_BATCHES
+from recipe.atropos.watchdog.alarms import EMPTY_BATCHES
 from recipe.atropos.watchdog.findings import Finding
 from recipe.atropos.watchdog.history import History, ServerHistory
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from recipe.atropos import alarms
 from recipe.atropos.data.reasons import Reason
+from recipe.atropos.watchdog import alarms
 from recipe.atropos.watchdog.findings import Finding
 from recipe.atropos.watchdog.history import FIRST_STEPS, History
 

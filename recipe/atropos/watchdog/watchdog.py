@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from recipe.atropos.alarms import ALARMS
+from recipe.atropos.watchdog.alarms import ALARMS
 from recipe.atropos.watchdog.environment_rules import environment_findings
 from recipe.atropos.watchdog.findings import Finding
 from recipe.atropos.watchdog.history import History

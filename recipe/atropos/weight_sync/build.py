@@ -8,7 +8,7 @@ from omegaconf import DictConfig
 
 from recipe.atropos.data.rows import Row
 from recipe.atropos.inference.gateway_client import GatewayClient
-from recipe.atropos.run_dir import RunDir
+from recipe.atropos.run.folder import RunDir
 from recipe.atropos.verl_ext.worker_group import LimitedWorkerGroup
 from recipe.atropos.weight_sync.colocated import SharedMemory
 from recipe.atropos.weight_sync.fleet import ServerFleet

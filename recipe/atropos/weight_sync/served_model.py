@@ -8,8 +8,8 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
+from recipe.atropos.config.preflight import QUANTIZATION_FLAGS
 from recipe.atropos.inference.client import SGLangClient
-from recipe.atropos.inference.server import QUANTIZATION_FLAGS
 from recipe.atropos.weight_sync.servers import WeightPushError
 
 logger = logging.getLogger(__name__)

@@ -26,11 +26,11 @@ from recipe.atropos.algorithm.reward_bridge import (
 )
 from recipe.atropos.config.compose import load_config
 from recipe.atropos.config.env_specs import environment_specs
+from recipe.atropos.config.preflight import check_config
 from recipe.atropos.data.data_proto import groups_to_data_proto
 from recipe.atropos.data.rows import RowLimits
 from recipe.atropos.launch_services import compose_overrides, parse_arguments
 from recipe.atropos.launcher.environment_processes import environment_command, write_bridge
-from recipe.atropos.launcher.preflight import check_config
 from recipe.atropos.launcher.services import Run
 
 BLOCK = {

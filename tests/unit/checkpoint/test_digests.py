@@ -14,7 +14,7 @@ from recipe.atropos.checkpoint.store import CheckpointDamaged, Checkpoints, dige
 from recipe.atropos.commands.replay import differing_tensors
 from recipe.atropos.fsdp_workers import AtroposActorWorker
 from recipe.atropos.ray_trainer import RayGRPOAtroposTrainer
-from recipe.atropos.run_record import RunRecord
+from recipe.atropos.run.record import RunRecord
 from recipe.atropos.utils.files import read_json, write_json
 
 MODEL, OPTIMIZER = "actor/model_world_size_1_rank_0.pt", "actor/optim_world_size_1_rank_0.pt"

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from recipe.atropos.commands.inspect import style_of
-from recipe.atropos.data.recording import RecordedSource
-from recipe.atropos.data_source import DataSourceError
+from recipe.atropos.sources.numbered import DataSourceError
+from recipe.atropos.sources.recorded import RecordedSource
 from recipe.atropos.trajectory_api import records
 
 

@@ -14,7 +14,7 @@ from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.launch_services import compose_overrides, environments_of, load_run_config, main, parse_arguments
 from recipe.atropos.launcher.placement import place_servers
 from recipe.atropos.launcher.services import Run
-from recipe.atropos.run_dir import FORMAT
+from recipe.atropos.run.folder import FORMAT
 from recipe.atropos.utils.files import write_json
 from recipe.atropos.utils.private_process import SECRET_FLAGS
 from recipe.atropos.utils.secret import public_config

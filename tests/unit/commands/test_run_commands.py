@@ -17,7 +17,7 @@ from recipe.atropos.utils.process import start_time
 
 HOLDER = """
 import signal, sys, time
-from recipe.atropos.run_dir import RunDir
+from recipe.atropos.run.folder import RunDir
 
 if sys.argv[2] == "deaf":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -8,11 +8,11 @@ import pytest
 from transformers import AutoTokenizer
 
 from helpers.sglang import make_tiny_model
-from recipe.atropos import alarms
 from recipe.atropos.adapter.completion_cache import CompletionCache
 from recipe.atropos.adapter.restore import restore_group
 from recipe.atropos.algorithm.off_policy import compare_with_engine
 from recipe.atropos.config.compose import load_config
+from recipe.atropos.config.preflight import check_config
 from recipe.atropos.data.data_proto import groups_to_data_proto
 from recipe.atropos.data.reading import read_groups
 from recipe.atropos.data.rows import RowLimits
@@ -25,7 +25,7 @@ from recipe.atropos.data.sampling import (
 )
 from recipe.atropos.errors import AtroposError
 from recipe.atropos.launcher import supervision
-from recipe.atropos.launcher.preflight import check_config
+from recipe.atropos.watchdog import alarms
 
 I = -100  # noqa: E741
 LIMITS = RowLimits(20, 0)

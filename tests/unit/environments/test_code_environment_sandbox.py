@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from recipe.atropos.environments.sandbox import Job, Limits, Sandbox, SandboxError
+from recipe.atropos.environments.sandbox.runner import Job, Limits, Sandbox, SandboxError
 
 LIMITS = Limits(cpu_seconds=2, wall_seconds=20, memory_mb=128, disk_mb=4)
 KEY = "sk-the-key-of-this-run"
@@ -119,7 +119,7 @@ HOSTILE = {
     "patched checker": (
         (
             "import sys, json, builtins\n"
-            "for name in ('sandbox_answer', 'sandbox_worker', '__main__'):\n"
+            "for name in ('answer', 'worker', '__main__'):\n"
             "    module = sys.modules.get(name)\n"
             "    for a in dir(module):\n"
             "        if callable(getattr(module, a)) and a not in ('_send', '_receive'):\n"
@@ -368,7 +368,7 @@ def test_code_environment_values_keep_their_types(sandbox):
 # ---------------------------------------------------------------------- where it cannot be isolated
 
 _START = (
-    "from recipe.atropos.environments.sandbox import Sandbox, SandboxError\nimport sys\n"
+    "from recipe.atropos.environments.sandbox.runner import Sandbox, SandboxError\nimport sys\n"
     "try:\n    print('works', Sandbox(isolation=sys.argv[1], workers=1).start(), flush=True)\n"
     "except SandboxError as error:\n    print('error', error, flush=True)\nimport os\nos._exit(0)"
 )
@@ -395,7 +395,7 @@ def test_code_environment_falls_back_or_refuses_by_name():
 
 def test_code_environment_nothing_outlives_its_environment():
     script = (
-        "import psutil, time, threading\nfrom recipe.atropos.environments.sandbox import *\n"
+        "import psutil, time, threading\nfrom recipe.atropos.environments.sandbox.runner import *\n"
         "sandbox = Sandbox(Limits(cpu_seconds=30, wall_seconds=30), workers=1)\nsandbox.start()\n"
         "job = Job(program='while True: pass', names=[], setup='', tests='')\n"
         "threading.Thread(target=sandbox.check, args=(job,)).start()\nown = psutil.Process()\n"
@@ -415,14 +415,14 @@ def test_code_environment_worker_needs_no_privilege(isolation):
     pythons = [Path(sys.base_prefix) / "bin" / version, Path(f"/usr/bin/{version}"), Path("/usr/bin/python3")]
     if (python := next(filter(for_all, pythons), None)) is None:
         pytest.skip("no interpreter that everybody can read")
-    source = Path(importlib.util.find_spec("recipe.atropos.environments.sandbox").origin).parent
+    source = Path(importlib.util.find_spec("recipe.atropos.environments.sandbox.runner").origin).parent
     job = json.dumps(Job(program="def f(): return 42", names=["f"], setup="", tests="assert f() == 42")).encode()
     become = "import os, sys; os.setgroups([]); os.setgid(65534); os.setuid(65534); os.execv(sys.argv[1], sys.argv[1:])"
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         os.chmod(folder, 0o755)
         for path in source.glob("sandbox_*.py"):
             (Path(folder) / path.name).write_bytes(path.read_bytes())
-        worker = [str(python), "-I", "-S", "-B", f"{folder}/sandbox_worker.py", isolation, json.dumps(LIMITS.__dict__)]
+        worker = [str(python), "-I", "-S", "-B", f"{folder}/worker.py", isolation, json.dumps(LIMITS.__dict__)]
         command = [sys.executable, "-c", become, *worker]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={}) as process:
             lines = [json.loads(process.stdout.readline())]

@@ -28,7 +28,7 @@ from recipe.atropos.environments.gsm8k_advantages import (
     results_of,
     token_span,
 )
-from recipe.atropos.run_dir import RunDir
+from recipe.atropos.run.folder import RunDir
 from recipe.atropos.trajectory_api import records
 
 ROW = {"question": "?", "answer": "first 12 + 7 = <<12+7=19>>19\nthen <<19-4=15>>15\n#### 15"}

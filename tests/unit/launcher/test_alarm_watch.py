@@ -9,12 +9,13 @@ import pytest
 
 from helpers import ROOT
 from helpers.trainer import compose_config
-from recipe.atropos.alarms import ALARMS, OF_A_STEP, PREFIX, describe, table
 from recipe.atropos.config.env_specs import environment_specs
 from recipe.atropos.launcher.alarm_watch import AlarmRaised, AlarmWatch
-from recipe.atropos.launcher.services import Run, console
+from recipe.atropos.launcher.services import Run
+from recipe.atropos.terminal.progress import console
 from recipe.atropos.utils.files import append_line, read_lines
 from recipe.atropos.watchdog import watchdog
+from recipe.atropos.watchdog.alarms import ALARMS, OF_A_STEP, PREFIX, describe, table
 
 NOWHERE = "http://127.0.0.1:9"  # nothing answers: neither API nor gateway are needed for what steps show
 
@@ -108,7 +109,7 @@ def test_alarm_watch_reads_reports_of_this_start_alone(tmp_path):
 
 
 def test_alarms_have_a_text_each_and_a_row_in_the_docs():
-    assert table() in (ROOT / "docs/alarms.md").read_text(), "paste the output of recipe.atropos.alarms.table()"
+    assert table() in (ROOT / "docs/alarms.md").read_text(), "paste what watchdog.alarms.table() returns"
     for name in OF_A_STEP:
         text = describe(name, 3.0, 1e-4)
         assert ALARMS[name].means in text and ALARMS[name].advice in text and "3" in text

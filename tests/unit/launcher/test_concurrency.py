@@ -6,12 +6,12 @@ from atroposlib.envs.base import APIServerConfig, BaseEnvConfig
 from recipe.atropos.adapter.posting import PostingEnv
 from recipe.atropos.adapter.settings import AdapterSettings
 from recipe.atropos.config.compose import load_config
+from recipe.atropos.config.concurrency import groups_in_flight, request_limits
 from recipe.atropos.config.env_specs import environment_specs
-from recipe.atropos.data_source import DataSourceConfig
-from recipe.atropos.launcher.concurrency import groups_in_flight, request_limits
+from recipe.atropos.inference.join_commands import join_settings
 from recipe.atropos.launcher.environment_processes import environment_command
-from recipe.atropos.launcher.joining import join_settings
 from recipe.atropos.launcher.services import Run
+from recipe.atropos.sources.numbered import DataSourceConfig
 
 BATCH = ["actor_rollout_ref.model.path=m", "data.train_batch_size=128", "actor_rollout_ref.rollout.n=8"]
 TWO = "environments={a: {weight: 3.0, group_size: 4}, b: {weight: 1.0, min_batch_allocation: 0.5}}"

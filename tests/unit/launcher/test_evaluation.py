@@ -12,11 +12,11 @@ from helpers.environments.item_env import ItemEnv, ItemEnvConfig
 from helpers.trainer import compose_config
 from recipe.atropos.adapter.cli import adapt
 from recipe.atropos.config.env_specs import environment_specs
-from recipe.atropos.evaluated import NotEvaluated, is_held, say_evaluated, wait_until_evaluated
 from recipe.atropos.launcher.evaluation import Evaluation, Evaluations, heldout_summary
 from recipe.atropos.launcher.plots import reward_figure
 from recipe.atropos.launcher.services import Run
-from recipe.atropos.run_record import read_evaluations
+from recipe.atropos.run.evaluation_marker import NotEvaluated, is_held, say_evaluated, wait_until_evaluated
+from recipe.atropos.run.record import read_evaluations
 
 
 def line(step, env="a", value=0.5):

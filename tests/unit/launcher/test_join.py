@@ -10,12 +10,13 @@ import pytest
 import yaml
 
 from recipe.atropos.config.compose import load_config
-from recipe.atropos.data_source import DataSourceConfig
+from recipe.atropos.config.preflight import check_config
 from recipe.atropos.errors import ConfigurationError
+from recipe.atropos.inference.join_commands import how_to_join
 from recipe.atropos.launch_services import check_start
-from recipe.atropos.launcher.joining import Joining, check_key, how_to_join
-from recipe.atropos.launcher.preflight import check_config
+from recipe.atropos.launcher.joining import Joining, check_key
 from recipe.atropos.launcher.services import Run
+from recipe.atropos.sources.numbered import DataSourceConfig
 from recipe.atropos.utils.process import default_port, free_port
 from recipe.atropos.utils.secret import environments_key
 

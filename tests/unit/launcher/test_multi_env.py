@@ -15,9 +15,9 @@ from helpers.trainer import compose_config
 from recipe.atropos.adapter.reporting import EnvReport
 from recipe.atropos.config.compose import load_config
 from recipe.atropos.config.env_specs import EnvironmentSpec, environment_specs, fill_warnings
+from recipe.atropos.config.preflight import ConfigurationError, check_config
 from recipe.atropos.launch_services import compose_overrides, parse_arguments
 from recipe.atropos.launcher.environment_processes import Environments, environment_command, write_bridge
-from recipe.atropos.launcher.preflight import ConfigurationError, check_config
 from recipe.atropos.launcher.services import Run
 from recipe.atropos.launcher.supervision import scores_of
 from recipe.atropos.utils.process import ServiceFailed

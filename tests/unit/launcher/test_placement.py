@@ -9,6 +9,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from recipe.atropos.config.compose import load_config
+from recipe.atropos.config.preflight import check_config
 from recipe.atropos.errors import ConfigurationError, LaunchError
 from recipe.atropos.inference import memory_saver
 from recipe.atropos.inference.client import InferenceError
@@ -17,7 +18,6 @@ from recipe.atropos.inference.server import SGLangLaunch, declares_flag, sglang_
 from recipe.atropos.launch_services import check_start
 from recipe.atropos.launcher import launch, placement
 from recipe.atropos.launcher.placement import place_servers
-from recipe.atropos.launcher.preflight import check_config
 from recipe.atropos.launcher.services import Run
 from recipe.atropos.launcher.sglang import Inference, plan_servers
 from recipe.atropos.main import ray_options, set_device

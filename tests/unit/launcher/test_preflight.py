@@ -7,8 +7,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from helpers.trainer import compose_config
+from recipe.atropos.config.preflight import REJECTION_STATISTICS, check_config, check_correction
 from recipe.atropos.errors import ConfigurationError
-from recipe.atropos.launcher.preflight import REJECTION_STATISTICS, check_config, check_correction
 
 ACTOR, CORRECTION, ATROPOS = "actor_rollout_ref.actor", "algorithm.rollout_correction", "trainer.atropos"
 BASELINE = f"algorithm.adv_estimator=tir_optimal_token_baseline {ACTOR}.calculate_sum_pi_squared=true"

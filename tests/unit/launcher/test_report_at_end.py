@@ -2,7 +2,7 @@
 
 from helpers.seeded_runs import healthy_run
 from recipe.atropos.launcher.report_page import write_page_of_failure, write_pictures
-from recipe.atropos.run_dir import RunDir
+from recipe.atropos.run.folder import RunDir
 from recipe.atropos.utils.files import read_lines, rewrite_lines
 
 

@@ -21,7 +21,7 @@ from recipe.atropos.launcher.environment_processes import Environments
 from recipe.atropos.launcher.launch import launch
 from recipe.atropos.launcher.services import RestartPolicy, Run, bounded_logs
 from recipe.atropos.launcher.sglang import Inference, _start_again_from_now_on, plan_servers
-from recipe.atropos.run_dir import RunDir
+from recipe.atropos.run.folder import RunDir
 from recipe.atropos.utils.files import DiskFull, FolderRemoved
 from recipe.atropos.utils.hosts import joins_cluster
 from recipe.atropos.utils.process import ServiceFailed

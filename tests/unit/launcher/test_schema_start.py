@@ -13,13 +13,13 @@ from helpers.interpreter import make_interpreter, write_environment
 from recipe.atropos.config.compose import load_config, resolved
 from recipe.atropos.config.derived_timeouts import set_waits
 from recipe.atropos.config.models import SMALL_POLICIES, check_model, resolve_model
+from recipe.atropos.config.preflight import check_config
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.inference.server import LaunchError, SGLangLaunch, check_launch
 from recipe.atropos.launch_services import check_start, environments_of, load_run_config, make_folder, prepare_model
-from recipe.atropos.launcher import progress as progress_module
 from recipe.atropos.launcher.environment_processes import _as_key, check_environments, check_target, environment_command
-from recipe.atropos.launcher.preflight import check_config
 from recipe.atropos.launcher.services import Run
+from recipe.atropos.terminal import progress as progress_module
 from recipe.atropos.utils.process import unstopped
 
 

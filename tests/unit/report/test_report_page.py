@@ -16,7 +16,7 @@ from recipe.atropos.inference.installed import installed_versions
 from recipe.atropos.report.facts import REASONS
 from recipe.atropos.report.page import describe, page, write_report
 from recipe.atropos.report.run_history import read_history
-from recipe.atropos.run_dir import RunDir
+from recipe.atropos.run.folder import RunDir
 from recipe.atropos.utils.files import read_lines, rewrite_lines, write_json
 
 

@@ -10,8 +10,8 @@ from aiohttp.test_utils import TestServer
 
 from recipe.atropos.adapter import stock_api
 from recipe.atropos.adapter.stock_api import StockApi
-from recipe.atropos.data_source import DataSourceConfig
-from recipe.atropos.trajectory_api.trajectory_client import TrajectoryApiError
+from recipe.atropos.sources.numbered import DataSourceConfig
+from recipe.atropos.trajectory_api.client import TrajectoryApiError
 
 
 class Api:

@@ -9,11 +9,11 @@ import pytest
 from aiohttp.test_utils import RawTestServer
 
 from helpers.services import group, post
-from recipe.atropos import data_source
-from recipe.atropos.data_source import DataSource, DataSourceConfig, Registration
+from recipe.atropos.sources import numbered as data_source
+from recipe.atropos.sources.numbered import DataSource, DataSourceConfig, Registration
 from recipe.atropos.trajectory_api.app import Api
+from recipe.atropos.trajectory_api.client import TrajectoryApiClient
 from recipe.atropos.trajectory_api.service import Service, Settings
-from recipe.atropos.trajectory_api.trajectory_client import TrajectoryApiClient
 
 
 @contextlib.contextmanager

@@ -10,12 +10,12 @@ from aiohttp.test_utils import RawTestServer
 
 from recipe.atropos.trajectory_api import database, delivery, ingest, records, wire
 from recipe.atropos.trajectory_api.app import Api
+from recipe.atropos.trajectory_api.client import TrajectoryApiClient, TrajectoryApiError
 from recipe.atropos.trajectory_api.database import DamagedRecord, Group, TrajectoryStoreError
 from recipe.atropos.trajectory_api.messages import Registration
 from recipe.atropos.trajectory_api.parsing import parse_packed
 from recipe.atropos.trajectory_api.service import Service, Settings
-from recipe.atropos.trajectory_api.trajectory_client import TrajectoryApiClient, TrajectoryApiError
-from recipe.atropos.trajectory_api.trajectory_store import Store
+from recipe.atropos.trajectory_api.store import Store
 
 DATABASE = "trajectories.db"
 FORMAT_1 = "CREATE TABLE records (id INTEGER PRIMARY KEY, data BLOB NOT NULL)"

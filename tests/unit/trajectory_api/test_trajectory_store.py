@@ -10,7 +10,7 @@ import pytest
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.trajectory_api import database
 from recipe.atropos.trajectory_api.database import Group
-from recipe.atropos.trajectory_api.trajectory_store import Store, TrajectoryStoreError
+from recipe.atropos.trajectory_api.store import Store, TrajectoryStoreError
 
 
 def row(id, number=None, env=None):

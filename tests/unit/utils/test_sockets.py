@@ -18,10 +18,11 @@ from recipe.atropos.inference.gateway_client import gateway_command
 from recipe.atropos.inference.server import SGLangLaunch, check_launch
 from recipe.atropos.launcher.services import Run
 from recipe.atropos.launcher.sglang import Inference, inference_healthy
-from recipe.atropos.launcher.startup import api_command, check_port
+from recipe.atropos.launcher.startup import api_command
 from recipe.atropos.utils import sockets
 from recipe.atropos.utils.process import free_port, port_is_free
 from recipe.atropos.utils.secret import API_KEY_VARIABLE
+from recipe.atropos.utils.sockets import check_port
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from helpers.demo_history import ENV, LIMITS, Demo, play, sglang
-from recipe.atropos.alarms import ALARMS, PREFIX
+from recipe.atropos.watchdog.alarms import ALARMS, PREFIX
 from recipe.atropos.watchdog.history import History
 from recipe.atropos.watchdog.watchdog import findings
 

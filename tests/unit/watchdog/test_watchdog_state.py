@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from helpers.demo_history import ENV, LIMITS, Demo, play
-from recipe.atropos.alarms import ALARMS, PREFIX
+from recipe.atropos.watchdog.alarms import ALARMS, PREFIX
 from recipe.atropos.watchdog.history import FIRST_STEPS, History, Limits
 from recipe.atropos.watchdog.watchdog import Watchdog, account, left_open
 

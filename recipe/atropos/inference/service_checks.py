@@ -8,11 +8,11 @@ from functools import partial
 from omegaconf import DictConfig
 from tenacity import AsyncRetrying, retry_if_exception, stop_after_delay, wait_fixed
 
-from recipe.atropos.data_source import DataSourceConfig
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.inference.client import InferenceError, SGLangClient
 from recipe.atropos.inference.gateway_client import GatewayClient
-from recipe.atropos.trajectory_api.trajectory_client import TrajectoryApiClient, TrajectoryApiError
+from recipe.atropos.sources.numbered import DataSourceConfig
+from recipe.atropos.trajectory_api.client import TrajectoryApiClient, TrajectoryApiError
 
 logger = logging.getLogger(__name__)
 

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from recipe.atropos.data_source import DataSourceError
+from recipe.atropos.sources.numbered import DataSourceError
 from recipe.atropos.trajectory_api import records
-from recipe.atropos.trajectory_api.trajectory_client import NumberedBatch
+from recipe.atropos.trajectory_api.client import NumberedBatch
 
 
 class RecordedSource:

@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.markup import escape
 
-from recipe.atropos.commands.print_status import RUN_HELP, how_to_go_on, print_state
 from recipe.atropos.errors import one_line_errors
-from recipe.atropos.launcher.dashboard import shell_command, shown_path
-from recipe.atropos.launcher.live_view import LiveView, shows_live
-from recipe.atropos.launcher.run_summary import show_summary
-from recipe.atropos.run_dir import LAUNCHER, RunDir
-from recipe.atropos.run_status import FINISHED, RunReader, RunStatus, find_run
+from recipe.atropos.run.folder import LAUNCHER, RunDir
+from recipe.atropos.run.status import FINISHED, RunReader, RunStatus, find_run
+from recipe.atropos.terminal.dashboard import shell_command, shown_path
+from recipe.atropos.terminal.live_view import LiveView, shows_live
+from recipe.atropos.terminal.run_summary import show_summary
+from recipe.atropos.terminal.status import RUN_HELP, how_to_go_on, print_state
 
 _POLL_SECONDS = 0.5
 

@@ -6,17 +6,15 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from recipe.atropos.checkpoint.store import resume_folder
 from recipe.atropos.config.env_specs import EnvironmentSpec, check_specs, environment_specs
 from recipe.atropos.config.models import config_file, model_settings
 from recipe.atropos.config.schema_errors import check_schema
 from recipe.atropos.errors import ConfigurationError
-from recipe.atropos.inference.server import QUANTIZATION_FLAGS
-from recipe.atropos.launcher.placement import gpu_transport
-from recipe.atropos.trajectory_api.trajectory_store import DATABASE
-from recipe.atropos.utils.gpus import NCCL_FLAGS, device_of, nccl_variables
+from recipe.atropos.trajectory_api.store import DATABASE
+from recipe.atropos.utils.gpus import NCCL_FLAGS, device_of, gpu_transport, nccl_variables
 from recipe.atropos.verl_ext.attention import sequence_parallel
 
+QUANTIZATION_FLAGS = ("quantization", "torchao_config")  # of sglang.launch_server
 _FULL_ATTENTION = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe")  # in SGLang, whatever their use_sliding_window
 
 # Each rule: a value that is true if the rule is violated, and the error message.
@@ -45,8 +43,6 @@ def check_config(config: DictConfig) -> None:
     _check(_training(config))
     _check(_weight_sync(config))
     _check(_nccl(config))
-    if config.trainer.resume_from_path is not None:
-        resume_folder(config.trainer.resume_from_path)
 
 
 def _check(rules: Rules) -> None:

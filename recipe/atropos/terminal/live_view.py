@@ -25,8 +25,8 @@ from rich.live import Live
 from rich.segment import ControlType, Segments
 from rich.text import Text
 
-from recipe.atropos.launcher.dashboard import Activity, Dashboard
-from recipe.atropos.run_status import RunReader, RunStatus
+from recipe.atropos.run.status import RunReader, RunStatus
+from recipe.atropos.terminal.dashboard import Activity, Dashboard
 
 _READ_SECONDS, _DRAWN_PER_SECOND = 1.0, 2
 _KEPT_LINES = 100  # that are printed again when the terminal's size changes

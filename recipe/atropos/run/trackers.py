@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 from omegaconf import DictConfig
 
-from recipe.atropos.run_dir import RunDir
+from recipe.atropos.run.folder import RunDir
 from recipe.atropos.utils.files import write_atomic
 from recipe.atropos.utils.secret import public_config
 from recipe.atropos.verl_ext.driver import Tracking

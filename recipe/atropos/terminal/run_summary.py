@@ -6,9 +6,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from recipe.atropos.launcher.dashboard import clock, shown_path
-from recipe.atropos.run_dir import RunDir
-from recipe.atropos.run_record import read_metrics, score_of
+from recipe.atropos.run.folder import RunDir
+from recipe.atropos.run.record import read_metrics, score_of
+from recipe.atropos.terminal.dashboard import clock, shown_path
 from recipe.atropos.utils.files import read_json
 
 

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from recipe.atropos.run_dir import RunDir
+from recipe.atropos.run.folder import RunDir
 from recipe.atropos.utils.files import append_line, disk_errors, read_json, read_lines, rewrite_lines, write_json
 
 _FRESH_SECONDS = 60.0  # for the marker file of a waiting trainer

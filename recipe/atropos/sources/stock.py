@@ -22,14 +22,14 @@ import aiohttp
 import orjson
 from tenacity import AsyncRetrying, before_sleep_log, retry_if_exception_type, stop_after_attempt, wait_exponential
 
-from recipe.atropos.data_source import (
+from recipe.atropos.sources.numbered import (
     Batch,
     DataSource,
     DataSourceConfig,
     DataSourceError,
     Registration,
 )
-from recipe.atropos.trajectory_api.trajectory_client import LONGEST_PAUSE, NumberedBatch, TrajectoryApiError
+from recipe.atropos.trajectory_api.client import LONGEST_PAUSE, NumberedBatch, TrajectoryApiError
 
 logger = logging.getLogger(__name__)
 

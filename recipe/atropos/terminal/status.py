@@ -7,10 +7,10 @@ from rich.console import Console
 from rich.markup import escape
 
 from recipe.atropos.errors import one_line_errors
-from recipe.atropos.launcher.dashboard import Dashboard, shell_command
-from recipe.atropos.launcher.run_summary import show_summary
-from recipe.atropos.run_dir import RunDir
-from recipe.atropos.run_status import ELSEWHERE, FINISHED, KILLED, STOPPED, RunReader, RunStatus, find_run
+from recipe.atropos.run.folder import RunDir
+from recipe.atropos.run.status import ELSEWHERE, FINISHED, KILLED, STOPPED, RunReader, RunStatus, find_run
+from recipe.atropos.terminal.dashboard import Dashboard, shell_command
+from recipe.atropos.terminal.run_summary import show_summary
 
 RUN_HELP = "folder of a run, or its name below runs/; default: the run that started last"
 _TOLD = {

@@ -6,12 +6,14 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from recipe.atropos.launcher.dashboard import shown_path
-from recipe.atropos.launcher.live_view import LiveView, shows_live
-from recipe.atropos.launcher.services import console
+from recipe.atropos.terminal.dashboard import shown_path
+from recipe.atropos.terminal.live_view import LiveView, shows_live
+
+console = Console(highlight=False)
 
 _EVERY_SECONDS = 15.0
 _views: list[LiveView] = []

@@ -2,7 +2,7 @@
 
 Guarantees, even for a hostile answer:
 
-- the tests alone decide the verdict (``sandbox_answer``): printing, ``os._exit`` or a patched checker cannot pass;
+- the tests alone decide the verdict (``answer.py``): printing, ``os._exit`` or a patched checker cannot pass;
 - it has no network access, and can neither start, signal, trace nor see another process;
 - it can read only Python's standard library in the file system, and no environment variable or descriptor of this
   process; it can write only to a private in-memory folder that is removed with it (with "landlock": to none, but it
@@ -32,7 +32,7 @@ from recipe.atropos.errors import EnvironmentFailure
 
 Isolation = Literal["auto", "namespaces", "landlock", "none"]
 
-_WORKER = Path(__file__).with_name("sandbox_worker.py")
+_WORKER = Path(__file__).with_name("worker.py")
 _START_SECONDS = 60.0
 _MARGIN_SECONDS = 30.0  # beyond the time limit of a job, before its worker is killed
 
@@ -62,7 +62,7 @@ class Job(TypedDict):
 
 
 class Verdict(NamedTuple):
-    """Verdict: ``why`` as in ``sandbox_answer.run_tests``; ``detail``: the exception's text, or the missing names."""
+    """Verdict: ``why`` as in ``answer.run_tests``; ``detail``: the exception's text, or the missing names."""
 
     passed: bool
     why: str
@@ -167,7 +167,7 @@ class Sandbox:
 
 
 class _Worker:
-    """One process of ``sandbox_worker``. Raises SandboxError if it cannot isolate itself."""
+    """One process of ``worker.py``. Raises SandboxError if it cannot isolate itself."""
 
     def __init__(self, isolation: str, limits: Limits):
         self._seconds = limits.wall_seconds + _MARGIN_SECONDS

@@ -9,14 +9,13 @@ from urllib.parse import urlsplit
 from omegaconf import DictConfig
 
 from recipe.atropos.inference.gateway_client import GATEWAY_PORT, gateway_command
-from recipe.atropos.launcher.joining import for_others, how_to_join
-from recipe.atropos.launcher.startup import check_port
-from recipe.atropos.run_dir import RunDir
-from recipe.atropos.trajectory_api.trajectory_client import TrajectoryApiClient, TrajectoryApiError
+from recipe.atropos.inference.join_commands import for_others, how_to_join
+from recipe.atropos.run.folder import RunDir
+from recipe.atropos.trajectory_api.client import TrajectoryApiClient, TrajectoryApiError
 from recipe.atropos.utils.hosts import reachable
 from recipe.atropos.utils.process import default_port, start_service
 from recipe.atropos.utils.secret import API_KEY_VARIABLE, environments_key
-from recipe.atropos.utils.sockets import SOCKET_VARIABLE, listening, reserve
+from recipe.atropos.utils.sockets import SOCKET_VARIABLE, check_port, listening, reserve
 
 
 @contextmanager

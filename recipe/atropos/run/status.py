@@ -24,8 +24,8 @@ import orjson
 import psutil
 
 from recipe.atropos.errors import ConfigurationError
-from recipe.atropos.run_dir import LAUNCHER, Holder, RunDir
-from recipe.atropos.run_record import SCORES, heldout_scores, read_evaluations
+from recipe.atropos.run.folder import LAUNCHER, Holder, RunDir
+from recipe.atropos.run.record import SCORES, heldout_scores, read_evaluations
 from recipe.atropos.utils.files import LineReader, read_json, read_lines, read_yaml
 from recipe.atropos.utils.machine import nvidia_smi
 from recipe.atropos.utils.process import process_lives

@@ -1,6 +1,6 @@
 """Worker process that runs answers, one at a time, for ``sandbox.Sandbox``, which starts it:
 
-    python -I -S -B sandbox_worker.py ISOLATION LIMITS        # LIMITS: sandbox.Limits as JSON
+    python -I -S -B worker.py ISOLATION LIMITS        # LIMITS: runner.Limits as JSON
 
 It isolates itself, reports that in a line of JSON, ``{"isolation": ...}`` or ``{"error": ...}``, and then reads jobs
 from standard input: a ten-digit length, then that many bytes of JSON. The reply to each is a line, ``{"passed",
@@ -24,8 +24,8 @@ import time
 from typing import Any, NoReturn
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-import sandbox_answer  # noqa: E402
-import sandbox_kernel as kernel  # noqa: E402
+import kernel  # noqa: E402
+from answer import run_answer, run_tests  # noqa: E402
 
 del sys.path[0]
 
@@ -94,7 +94,7 @@ def job_process(length: int, limits: dict[str, Any], null: int, verdict: int, is
     if (answer := os.fork()) == 0:
         try:
             enter_job(limits, null, (requests, reply), isolation)
-            sandbox_answer.run_answer(requests, reply)
+            run_answer(requests, reply)
         finally:
             os._exit(1)
     os.close(requests)
@@ -102,7 +102,7 @@ def job_process(length: int, limits: dict[str, Any], null: int, verdict: int, is
     job = json.loads(_read(length))
     os.write(verdict, _READ)
     enter_job(limits, null, (request, replies, verdict), isolation)
-    found = sandbox_answer.run_tests(job, request, replies, answer)
+    found = run_tests(job, request, replies, answer)
     os.write(verdict, json.dumps(found).encode())
     os._exit(0)
 

@@ -22,7 +22,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from recipe.atropos.run_status import ELSEWHERE, KILLED, STARTING, RunStatus
+from recipe.atropos.run.status import ELSEWHERE, KILLED, STARTING, RunStatus
 from recipe.atropos.utils.files import printable
 
 _GIB = 1 << 30

@@ -1,0 +1,326 @@
+"""Source of the trainer's batches: registers at the Trajectory API, prefetches numbered batches, acknowledges them.
+
+Guarantees:
+
+- ``next_batch`` returns batches in the order of their numbers, each once; what is fetched ahead, or lost with this
+  process, is served again to the next that registers with the number of its last batch.
+- At most ``prefetch`` batches are held here.
+- Every wait has a limit: ``retry_attempts`` for an API that has not answered yet, ``max_wait_time`` for one that has
+  and is silent, ``longest_wait`` for a batch, and for an API that says that it cannot store. The error names the
+  component that does not respond, and what the API lacks for a batch.
+- While this process lives, the API knows it, however long a step takes.
+- No wait of the trainer's thread is silent: ``meanwhile`` is called every few seconds, and the log says every minute
+  what the API waits for. Whatever ends the fetching thread, or what it does beside fetching, is raised there.
+
+This module does not handle tensors; ``data_proto`` does. ``stock_source`` reads from atroposlib's own server.
+"""
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future, wait
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from recipe.atropos.errors import AtroposError
+from recipe.atropos.trajectory_api.client import (
+    LONGEST_PAUSE,
+    NumberedBatch,
+    TrajectoryApiClient,
+    TrajectoryApiError,
+)
+
+logger = logging.getLogger(__name__)
+
+Batch = list[dict[str, Any]]  # groups: ScoredData of the API
+
+_POLL_SECONDS = 5.0  # of one long poll: closing waits for it
+_END_SECONDS = 5.0  # for a request in flight when the source is closed
+_LIFE_SECONDS = 60.0  # between signs of life; the API takes a trainer for gone after 600
+_MEANWHILE_SECONDS = 2.0  # of waiting before the trainer checks its servers, or shows that it waits
+_SAY_AGAIN = 60.0  # s, between two lines of the log about one wait
+
+
+class DataSourceError(AtroposError, RuntimeError):
+    """The Trajectory API cannot be used, or no batch arrived in time; the message says what was waited for."""
+
+
+@dataclass(frozen=True)
+class DataSourceConfig:
+    """Where the Trajectory API is and how long to wait for it. Times are in seconds.
+
+    ``timeout``: for one request, beyond the time that the API may take for it. ``retry_attempts`` and ``retry_delay``:
+    an API that has not answered yet is retried after ``retry_delay``, doubling up to 5 s. ``max_wait_time``: the
+    longest wait for an API that has, and for a batch; for a batch, it is replaced by ``join_timeout`` if the run starts
+    no environments and others join (``joined``). ``secret``: that of the API. ``max_staleness``: the API lets no group
+    begin that would be older when it is trained on.
+    """
+
+    api_url: str
+    timeout: float = 30.0
+    retry_attempts: int = 10
+    retry_delay: float = 0.5
+    max_wait_time: float = 600.0
+    join_timeout: float = 86400.0
+    joined: bool = False
+    prefetch: int = 1
+    max_staleness: int | None = None
+    secret: str | None = field(default=None, repr=False)
+
+    @classmethod
+    def from_config(cls, config: Any) -> "DataSourceConfig":
+        """Build from the full configuration."""
+        values = config.trainer.atropos
+        own = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
+        joined = config.environment.target is None and not config.environments
+        return cls(**own, joined=joined, secret=config.inference.api_key)
+
+    @property
+    def longest_wait(self) -> tuple[str, float]:
+        """Name and value, in seconds, of the option that limits the wait for a batch."""
+        name = "join_timeout" if self.joined else "max_wait_time"
+        return name, getattr(self, name)
+
+    @property
+    def retry_timeout(self) -> float:
+        """Seconds in which an API that refuses connections is tried ``retry_attempts`` times."""
+        return sum(min(self.retry_delay * 2**i, LONGEST_PAUSE) for i in range(self.retry_attempts - 1))
+
+    def client(self) -> TrajectoryApiClient:
+        held = self.longest_wait[1]
+        return TrajectoryApiClient(
+            self.api_url, self.secret, self.retry_timeout, self.timeout, held, first_pause=self.retry_delay
+        )
+
+
+@dataclass(frozen=True)
+class Registration:
+    """What a trainer sends to ``POST /register``. ``batch_size`` is in sequences, ``max_token_len`` in tokens."""
+
+    batch_size: int
+    max_token_len: int
+    starting_step: int
+    num_steps: int
+    checkpoint_dir: str = ""
+    save_checkpoint_interval: int = -1
+    wandb_group: str = ""
+    wandb_project: str = ""
+
+    @classmethod
+    def from_config(cls, config: Any, starting_step: int) -> "Registration":
+        """Build from the full configuration; ``starting_step`` is the number of updates so far."""
+        data, trainer = config.data, config.trainer
+        return cls(
+            batch_size=data.train_batch_size * config.actor_rollout_ref.rollout.n,
+            max_token_len=data.max_prompt_length + data.max_response_length,
+            starting_step=starting_step,
+            num_steps=trainer.total_training_steps,
+            checkpoint_dir=str(Path(trainer.default_local_dir).resolve()),
+            save_checkpoint_interval=trainer.save_freq,
+            wandb_group=trainer.experiment_name,
+            wandb_project=trainer.project_name,
+        )
+
+
+@dataclass
+class DataSource:
+    """Source of batches that fetches in its own thread; the trainer's thread calls the public methods.
+
+    Use as a context manager: entering registers and starts fetching, leaving stops the thread. The API admits
+    environments at the first fetch, so enter only once the servers hold the weights of ``starting_step``.
+
+    ``after`` is the number of the last batch in the weights. ``events`` counts recovered failures: api_unreachable.
+    ``fetch_seconds`` is the time spent receiving batches, in parallel to training. ``meanwhile`` is called every few
+    seconds while the API is slow to take a message.
+    """
+
+    config: DataSourceConfig
+    registration: Registration
+    after: int = 0
+    events: Counter[str] = field(default_factory=Counter)
+    fetch_seconds: float = 0.0
+    meanwhile: Callable[[], object] = lambda: None
+
+    def __post_init__(self) -> None:
+        self._ready: deque[NumberedBatch] = deque()
+        self._changed = threading.Condition()
+        self._error: BaseException | None = None
+        self._stopping = False
+        self._training = False  # whether the trainer has a batch; for the API
+        self._registered = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="atropos-data-source", daemon=True)
+
+    def __enter__(self) -> "DataSource":
+        self._thread.start()
+        self._registered.wait()
+        if self._error is not None:
+            raise self._error
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        self._thread.join(timeout=_END_SECONDS)
+
+    def __len__(self) -> int:
+        """Return the number of batches fetched but not yet returned."""
+        return len(self._ready)
+
+    def next_batch(self, meanwhile: Callable[[], object] | None = None) -> NumberedBatch:
+        """Return the next batch as soon as there is one.
+
+        ``meanwhile`` is called every few seconds of the wait; its own duration does not count as waiting.
+
+        Raises:
+            DataSourceError: none arrived within ``longest_wait``, or the API failed; names what does not respond.
+        """
+        option, limit = self.config.longest_wait
+        deadline = time.monotonic() + limit
+        while (remaining := deadline - time.monotonic()) > 0:
+            if (batch := self._take(min(remaining, _MEANWHILE_SECONDS))) is not None:
+                return batch
+            if meanwhile is not None:
+                begun = time.monotonic()
+                meanwhile()
+                deadline += time.monotonic() - begun
+        raise DataSourceError(
+            f"no batch of {self.registration.batch_size} sequences within trainer.atropos.{option}={limit:g} s: "
+            f"{asyncio.run(self.diagnosis())}"
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """Return the number of batches fetched ahead, the seconds spent receiving, and the recovered failures."""
+        events = {f"atropos/api/{event}": n for event, n in self.events.items() if n}
+        return {"atropos/batches_ahead": len(self), "atropos/fetch_s_so_far": self.fetch_seconds, **events}
+
+    def weights_pushed(self, through: int) -> None:
+        """Tell the API that the servers hold weights that contain the batches through ``through``."""
+        self._call(lambda client: client.weights_pushed(through))
+
+    def batch_is_empty(self, number: int) -> None:
+        """Tell the API that nothing of a batch can be trained on, so that environments may go on without an update."""
+        self._call(lambda client: client.batch_is_empty(number))
+
+    def commit(self, through: int) -> None:
+        """Tell the API that no batch through ``through`` will be asked for again: checkpoints contain them."""
+        self._call(lambda client: client.commit(through))
+
+    def _call(self, action: Callable[[TrajectoryApiClient], Any]) -> None:
+        """Run ``action`` with the client, in its thread; raise DataSourceError if the API refuses or is silent."""
+
+        async def call() -> None:
+            await action(self._client)
+
+        limit = max(self.config.retry_timeout, self.config.max_wait_time, self.config.longest_wait[1])
+        limit += 2 * self.config.timeout + LONGEST_PAUSE
+        try:
+            if self._error is None:
+                future = asyncio.run_coroutine_threadsafe(call(), self._loop)
+                self._wait(future, limit)
+                return future.result(0)
+        except TrajectoryApiError as error:
+            raise self._unusable(error) from error
+        except (TimeoutError, CancelledError, RuntimeError) as error:  # the last two: fetching has ended meanwhile
+            if self._error is None:
+                raise DataSourceError(f"the Trajectory API at {self.config.api_url} is silent: {error!r}") from error
+        raise self._error
+
+    def _wait(self, future: "Future[None]", limit: float) -> None:
+        begun = said = time.monotonic()
+        while (now := time.monotonic()) < begun + limit:
+            if wait([future], min(_MEANWHILE_SECONDS, begun + limit - now)).done:
+                return
+            self.meanwhile()
+            if now - said >= _SAY_AGAIN:
+                said, why = now, asyncio.run(self.diagnosis())
+                logger.warning("the Trajectory API has not answered for %.0f s: %s", now - begun, why)
+
+    def _unusable(self, error: TrajectoryApiError) -> DataSourceError:
+        silent = error.status is None and self._registered.is_set()
+        limit = f" (trainer.atropos.max_wait_time={self.config.max_wait_time:g} s)" if silent else ""
+        return DataSourceError(f"{error}{limit}")
+
+    async def diagnosis(self) -> str:
+        """Return a sentence on why no batch arrives."""
+        return await diagnose(self.config.api_url, self.config.secret)
+
+    def _take(self, seconds: float) -> NumberedBatch | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._ready or self._error is not None, timeout=seconds)
+            if not self._ready:
+                if self._error is not None:
+                    raise self._error
+                self._training = False
+                return None
+            batch = self._ready.popleft()
+            self._changed.notify_all()
+            return batch
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._fetch_forever())
+        except BaseException as error:
+            self._fail(error)
+        finally:
+            self._registered.set()
+
+    def _fail(self, error: BaseException) -> None:
+        """Pass an error to the trainer's thread, which raises it."""
+        with self._changed:
+            self._error = self._unusable(error) if isinstance(error, TrajectoryApiError) else error
+            self._changed.notify_all()
+
+    async def _fetch_forever(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        async with self.config.client() as self._client:
+            await self._client.register(vars(self.registration), self.after, self.config.max_staleness)
+            self._registered.set()
+            self._client.retry_timeout = max(self.config.retry_timeout, self.config.max_wait_time)
+            living = asyncio.create_task(self._live())
+            after = self.after
+            while await asyncio.to_thread(self._wait_for_room):
+                started = time.perf_counter()
+                batch = await self._client.batch(after, wait=_POLL_SECONDS, prefetch=self._training)
+                self.events["api_unreachable"] = self._client.again
+                if batch is not None:
+                    after = batch.number
+                    self.fetch_seconds += time.perf_counter() - started
+                    self._add([batch])
+            living.cancel()
+
+    async def _live(self) -> None:
+        """Send signs of life, since nothing is fetched while a step takes long."""
+        try:
+            while True:
+                await asyncio.sleep(_LIFE_SECONDS)
+                with contextlib.suppress(TrajectoryApiError):  # the next request that matters says so
+                    await self._client.sign_of_life()
+        except Exception as error:
+            self._fail(error)
+
+    def _add(self, batches: list[NumberedBatch]) -> None:
+        with self._changed:
+            self._ready.extend(batches)
+            self._training = True
+            self._changed.notify_all()
+
+    def _wait_for_room(self) -> bool:
+        """Block while ``prefetch`` batches are ready; return False if the source is being closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopping or len(self._ready) < self.config.prefetch)
+            return not self._stopping
+
+
+async def diagnose(api_url: str, secret: str | None) -> str:
+    """Return a sentence on why there is no batch."""
+    try:
+        async with TrajectoryApiClient(api_url, secret, retry_timeout=0, timeout=10) as api:
+            return (await api.diagnose())["why"]
+    except TrajectoryApiError as error:
+        return f"the Trajectory API is silent ({error})"
