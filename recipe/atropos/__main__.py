@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 COMMANDS = {
     "train": ("launch_services", "start all services, train, evaluate, export; resume an unfinished run"),
-    "status": ("commands.print_status", "show the state of a run"),
-    "attach": ("commands.attach", "show the live view of a run that goes on elsewhere"),
+    "status": ("terminal.status", "show the state of a run"),
+    "attach": ("terminal.attach", "show the live view of a run that goes on elsewhere"),
     "logs": ("commands.read_logs", "print a service's log, or follow it (-f)"),
     "stop": ("commands.stop_run", "end a run as Ctrl-C does"),
     "export": ("commands.export_model", "write a checkpoint's model as a folder in Hugging Face format, or to the hub"),

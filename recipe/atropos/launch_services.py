@@ -31,19 +31,10 @@ from omegaconf import DictConfig
 from rich.markup import escape
 
 from recipe.atropos.checkpoint.resumption import prepare_folder
-from recipe.atropos.checkpoint.start_from import Start, forget_start
-from recipe.atropos.config.compose import (
-    LAUNCHER_KEYS,
-    complete_config,
-    compose_config,
-    given_keys,
-    resolved,
-    with_values,
-)
-from recipe.atropos.config.derived_timeouts import set_waits
-from recipe.atropos.config.env_specs import EnvironmentSpec, environment_specs, fill_warnings
-from recipe.atropos.config.models import KEY as MODEL_KEY
-from recipe.atropos.config.models import SMALL_POLICIES, check_model, set_model_path
+from recipe.atropos.checkpoint.start_from import forget_start
+from recipe.atropos.commands.dry_run import show_dry_run
+from recipe.atropos.config.env_specs import fill_warnings
+from recipe.atropos.config.models import SMALL_POLICIES, check_model, replace_model_path, set_model_path
 from recipe.atropos.config.options import add_options, compose_overrides
 from recipe.atropos.config.preflight import check_config
 from recipe.atropos.errors import ConfigurationError, expected_failure
@@ -56,19 +47,17 @@ from recipe.atropos.launcher.gpu_environment import check_gpu_environment
 from recipe.atropos.launcher.joining import check_key
 from recipe.atropos.launcher.launch import launch
 from recipe.atropos.launcher.placement import place_servers
+from recipe.atropos.launcher.run_plan import RunPlan, plan_run
 from recipe.atropos.launcher.services import Run, bounded_logs
 from recipe.atropos.launcher.sglang import given_ports, plan_servers
 from recipe.atropos.run.folder import LAUNCHER, RunDir
 from recipe.atropos.terminal.dashboard import shell_command, shown_path
 from recipe.atropos.terminal.live_view import shows_live
-from recipe.atropos.terminal.progress import console, live_view, progress
+from recipe.atropos.terminal.progress import console, live_view, progress, say
 from recipe.atropos.terminal.run_summary import show_summary
-from recipe.atropos.utils.files import read_json
 from recipe.atropos.utils.process import free_port
 from recipe.atropos.utils.sockets import check_port
 from recipe.atropos.verl_ext.attention import set_attention
-
-_MODEL_TO_COME = "model-of-the-run-to-resume-from"  # placeholder until the run to resume from is known
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -87,73 +76,6 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--all", action="store_true", help="with --dry-run: print the whole configuration too")
     return parser.parse_intermixed_args(argv)
-
-
-def load_run_config(overrides: list[str]) -> tuple[DictConfig, DictConfig, Path, Start | None]:
-    """Return the resolved and the composed configuration, the run's folder, and the ``Start`` from another run or None.
-
-    Paths below run.dir are in that folder.
-
-    Raises:
-        ConfigurationError: as ``load_config``, ``choose_run_dir`` and ``Start.of``; or a key is given that only a
-            trainer without the launcher accepts.
-    """
-    given, start = given_keys(overrides), None
-    if own := [
-        f"{key} is set by the launcher, which starts the services itself; drop it and give {LAUNCHER_KEYS[key]}, or "
-        "train beside services of your own by python -m recipe.atropos.main"
-        for key in sorted(given & LAUNCHER_KEYS.keys())
-    ]:
-        raise ConfigurationError("\n".join(own))
-    later = "run.resume_from" in given and MODEL_KEY not in given  # the model is known once the run's folder is
-    composed = compose_config(overrides, tell=_say)
-    config = resolved(with_values(composed, {MODEL_KEY: _MODEL_TO_COME}) if later else composed)
-    directory, values = choose_run_dir(config, explicit="run.dir" in given), {}
-    if directory != Path(config.run.dir).resolve():
-        values = {"run.dir": str(directory)}
-    if config.run.resume_from:
-        start = Start.of(config, directory, given)
-        values |= start.values
-    if values:
-        composed = with_values(composed, values)
-        config = resolved(composed)
-    return set_waits(config), composed, directory, start
-
-
-def choose_run_dir(config: DictConfig, explicit: bool) -> Path:
-    """Return the folder of the run: the configured one or, if it holds a finished run, the first of NAME-2, NAME-3, ...
-    that does not.
-
-    Raises:
-        ConfigurationError: the folder was given explicitly and holds a finished run.
-    """
-    configured = Path(config.run.dir).resolve()
-    candidate, number = configured, 1
-    while _finished(candidate) >= config.trainer.total_training_steps:
-        if explicit:
-            raise ConfigurationError(
-                f"run.dir={candidate} holds a run that has trained {_finished(candidate)} steps already; "
-                "give another folder, or more --steps to go on"
-            )
-        number += 1
-        candidate = configured.with_name(f"{configured.name}-{number}")
-    return candidate
-
-
-def _finished(folder: Path) -> int:
-    """Return the number of steps of a run that is finished, last evaluation included; 0 if there is none."""
-    try:
-        return read_json(RunDir(folder).summary, {}).get("finished_steps", 0)
-    except OSError as error:
-        raise ConfigurationError(f"run.dir={folder}: {error.strerror}; give another --run-dir") from error
-
-
-def environments_of(config: DictConfig) -> dict[str, EnvironmentSpec]:
-    """Return the environments by name. Raises ConfigurationError if a target's file or module cannot be found."""
-    specs = environment_specs(config)
-    for spec in specs.values():
-        check_target(spec)
-    return specs
 
 
 def check_start(run: Run) -> None:
@@ -178,14 +100,14 @@ def check_start(run: Run) -> None:
         check_flags(server, inference.args)
 
 
-def make_folder(directory: Path) -> None:
+def make_folder(files: RunDir) -> None:
     """Create the run's folder. Raises ConfigurationError if it cannot be created or written."""
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=directory):
+        files.path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=files.path):
             pass
     except OSError as error:
-        raise ConfigurationError(f"run.dir={directory}: {error.strerror}; give another --run-dir") from error
+        raise ConfigurationError(f"run.dir={files.path}: {error.strerror}; give another --run-dir") from error
 
 
 def prepare_model(config: DictConfig, log_path: Path) -> None:
@@ -218,7 +140,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _detach(leave: Callable[[Path], None], files: RunDir) -> None:
     """Say how to look at the run and end it, and leave the terminal."""
-    _say(f"goes on without this terminal; its output is in {shown_path(files.log(LAUNCHER))}")
+    say(f"goes on without this terminal; its output is in {shown_path(files.log(LAUNCHER))}")
     for command in ("attach", "status", "logs", "stop"):
         console.print(f"  {escape(shell_command(command, files.path))}", soft_wrap=True)
     leave(files.log(LAUNCHER))
@@ -230,21 +152,20 @@ def run_all(arguments: argparse.Namespace, detach: Callable[[RunDir], None] | No
     console.is_interactive = not arguments.plain
     try:
         with _ended_by_sigterm():
-            config, composed, directory, start = load_run_config(compose_overrides(arguments))
-            specs, run = check_run(config, composed, directory, start, shows_key=detach is None)
+            plan = plan_run(compose_overrides(arguments))
+            run = Run(plan)
+            check_run(run, shows_key=detach is None)
             if arguments.dry_run:
-                from recipe.atropos.commands.dry_run import show_dry_run
-
-                show_dry_run(run, specs, console, arguments.all)
+                show_dry_run(run, console, arguments.all)
                 return 0
-            make_folder(directory)
-            with RunDir(directory).lock(_say) as lock:
-                prepare_run(config, composed, directory, start)
+            make_folder(run.files)
+            with run.files.lock(say) as run.lock:
+                prepare_run(plan)
                 if detach is not None:
-                    detach(RunDir(directory))
-                view = live_view(directory) if shows_live(console) else contextlib.nullcontext()
-                with bounded_logs(RunDir(directory).logs), view:
-                    asyncio.run(launch(config, composed, directory, specs, lock))
+                    detach(run.files)
+                view = live_view(run.files.path) if shows_live(console) else contextlib.nullcontext()
+                with bounded_logs(run.files.logs), view:
+                    asyncio.run(launch(run))
     except (KeyboardInterrupt, asyncio.CancelledError):
         console.print("[bold]stopped[/] the same command resumes the run")
         return 130
@@ -254,50 +175,47 @@ def run_all(arguments: argparse.Namespace, detach: Callable[[RunDir], None] | No
         lines = escape(message).replace("\n", "\n        ")
         console.print(f"[bold red]error[/]   {lines}", soft_wrap=True)
         return 1
-    show_summary(RunDir(directory), console)
+    show_summary(run.files, console)
     return 0
 
 
-def check_run(
-    config: DictConfig, composed: DictConfig, directory: Path, start: Start | None, shows_key: bool = True
-) -> tuple[dict[str, EnvironmentSpec], Run]:
-    """Make all checks that need no service; return the environments, and a ``Run`` of what was checked.
+def check_run(run: Run, shows_key: bool = True) -> None:
+    """Make all checks that need no service, and print what the user should know before the start.
 
     ``shows_key``: whether what is printed later may still reach a terminal.
 
     Raises:
         ConfigurationError, LaunchError: naming the value and the fix.
     """
+    config, specs = run.config, run.plan.specs
     remarks = [place_servers(config), set_attention(config.copy())]
-    checked = start.for_checks(config) if start else config
-    check_config(checked)
-    specs = environments_of(config)
-    _say(os.path.relpath(directory))
-    check_model(checked.actor_rollout_ref.model.path)
+    check_config(config)
+    for spec in specs.values():
+        check_target(spec)
+    say(os.path.relpath(run.files.path))
+    check_model(config.actor_rollout_ref.model.path)
     remarks += fill_warnings(specs.values(), config.data.train_batch_size * config.actor_rollout_ref.rollout.n)
-    for remark in filter(None, [*remarks, *check_gpu_environment(checked)]):
-        _say(remark)
-    run = Run(checked, composed, directory)
+    for remark in filter(None, [*remarks, *check_gpu_environment(config)]):
+        say(remark)
     check_start(run)
     if specs:
-        check_environments(run, specs)
+        check_environments(run)
     else:
         check_key(config, shows_key)
-    return specs, run
 
 
-def prepare_run(config: DictConfig, composed: DictConfig, directory: Path, start: Start | None) -> None:
+def prepare_run(plan: RunPlan) -> None:
     """Prepare the folder, which is locked: the weights to start from, the model, and a resumed run's changes."""
-    if start:
-        with progress(f"copying the weights of {start.source.path}, step {start.step}", start.log):
-            start.make()
+    if plan.start:
+        with progress(f"copying the weights of {plan.start.source.path}, step {plan.start.step}", plan.start.log):
+            plan.start.make()
+        replace_model_path(plan.config, plan.start.base)
     else:
-        forget_start(RunDir(directory))
-    prepare_model(config, RunDir(directory).log("policy"))
-    complete = complete_config(composed, config, directory)
-    versions = installed_versions(config.inference.python)
-    for change in prepare_folder(RunDir(directory), complete, versions, by_launcher=True):
-        _say(f"resumed with another {change}")
+        forget_start(plan.files)
+    prepare_model(plan.config, plan.files.log("policy"))
+    versions = installed_versions(plan.config.inference.python)
+    for change in prepare_folder(plan.files, plan.complete(), versions, by_launcher=True):
+        say(f"resumed with another {change}")
 
 
 @contextlib.contextmanager
@@ -312,10 +230,6 @@ def _ended_by_sigterm() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _say(text: str) -> None:
-    console.print(f"[bold]run[/]     {escape(text)}", soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -7,13 +7,12 @@ from contextlib import aclosing
 import pytest
 
 from helpers.environments import alarm_env
+from helpers.runs import run_of
 from helpers.scripted_trainer import ScriptedTrainer
 from helpers.trainer import compose_config
 from helpers.trajectory_api import running_trajectory_api
-from recipe.atropos.config.env_specs import environment_specs
 from recipe.atropos.launcher.alarm_watch import AlarmWatch
 from recipe.atropos.launcher.environment_processes import Environments
-from recipe.atropos.launcher.services import Run
 from recipe.atropos.terminal.progress import console
 from recipe.atropos.utils.files import read_json, read_lines
 from recipe.atropos.utils.process import start_service
@@ -31,12 +30,11 @@ def test_alarms_name_what_environments_do(tmp_path, model_path, server):
     sizes = ["data.train_batch_size=4", "actor_rollout_ref.rollout.n=2", "watchdog.silent_after=20"]
     sizes += ["data.max_prompt_length=32", "data.max_response_length=32"]
     config = compose_config(f"actor_rollout_ref.model.path={model_path}", *each, *sizes)
-    specs = environment_specs(config)
 
     async def scene(run, api):
-        environments = Environments(run, specs, api.url, server)
+        environments = Environments(run, api.url, server)
         environments.start()
-        async with asyncio.timeout(180), aclosing(AlarmWatch(run, 0, specs, api.url, None)) as alarm_watch:
+        async with asyncio.timeout(180), aclosing(AlarmWatch(run, 0, api.url, None)) as alarm_watch:
             raised, counts = set(), {}
             while raised != set(ALARMS.items()) or counts.get("groups_sent", 0) < 4:
                 await environments.look_after()
@@ -49,7 +47,7 @@ def test_alarms_name_what_environments_do(tmp_path, model_path, server):
 
     with running_trajectory_api(tmp_path) as api, console.capture() as captured:
         ScriptedTrainer(api.url, 8)
-        run = Run(config, [], tmp_path)
+        run = run_of(config, tmp_path)
         try:
             asyncio.run(scene(run, api))
         finally:
@@ -60,7 +58,7 @@ def test_alarms_name_what_environments_do(tmp_path, model_path, server):
     assert "items has ended for" in lines["silent"]["seen"]
     shown = captured.get()
     for name in ALARMS:
-        assert f"see {run.log(specs[name].service)}" in shown and lines[name]["advice"] in shown
+        assert f"see {run.log(run.plan.specs[name].service)}" in shown and lines[name]["advice"] in shown
 
 
 @pytest.mark.slow

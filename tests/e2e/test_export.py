@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 from helpers.disk import fill
 from helpers.export import alone, arguments, configuration, make_model, saved_run, small_run, trained  # noqa: F401
 from helpers.families import FAMILIES, WITHOUT_LORA, Engine
+from helpers.runs import run_of
 from helpers.trainer import compose_config
 from recipe.atropos.checkpoint import safetensors_writer
 from recipe.atropos.checkpoint.export import ExportError, export, export_checkpoint
@@ -27,7 +28,6 @@ from recipe.atropos.checkpoint.shards import Shards, ShardsError
 from recipe.atropos.checkpoint.store import Checkpoints, choose_checkpoint
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.launcher.launch import tell_model
-from recipe.atropos.launcher.services import Run
 from recipe.atropos.main import export_model
 from recipe.atropos.run.folder import RunDir
 from recipe.atropos.run.record import update_summary
@@ -359,7 +359,7 @@ def test_export_at_the_end_that_cannot_be_is_told_of(make_model, tmp_path, capsy
     """The run is complete all the same; the launcher names what is there, or why nothing is."""
     run = saved_run(tmp_path / "run", configuration(make_model("qwen2")), trained(make_model("qwen2")))
     options = [f"actor_rollout_ref.model.path={make_model('qwen2')}", "trainer.total_training_steps=1"]
-    launched = Run(compose_config(*options), [], run.path)
+    launched = run_of(compose_config(*options), run.path)
     export_model(run)
     tell_model(launched)
     told = " ".join(capsys.readouterr().out.split())
@@ -377,7 +377,7 @@ def test_export_at_the_end_that_cannot_be_is_told_of(make_model, tmp_path, capsy
     assert "model not exported: " in capsys.readouterr().out and not run.model.exists()
     tell_model(launched)
     assert "none is exported: see" in capsys.readouterr().out
-    tell_model(Run(compose_config(*options, "trainer.save_freq=-1"), [], run.path))
+    tell_model(run_of(compose_config(*options, "trainer.save_freq=-1"), run.path))
     assert "none is exported: trainer.save_freq saves no checkpoint" in " ".join(capsys.readouterr().out.split())
 
 

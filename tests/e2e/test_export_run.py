@@ -70,7 +70,7 @@ def test_export_of_a_run_is_what_the_next_begins_with(launch, tmp_path, lora):
 def test_export_that_fails_leaves_no_start(tmp_path):
     model = make_family(tmp_path / "qwen2", "qwen2")
     source = saved_run(tmp_path / "first", configuration(model), trained(model), trained(model))
-    _, start = begun_from(tmp_path, source.path)
+    start = begun_from(tmp_path, source.path).start
     (source.checkpoints / "global_step_2/actor/tensor_names.json").write_text("[]")  # its size is another now
     with pytest.raises(NotExported, match=r"first@2: error: step 2: .* has whole checkpoints of steps \[1\]"):
         start.make()

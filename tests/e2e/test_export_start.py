@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from helpers.export import alone, begun_from, configuration, saved_run, trained  # noqa: F401
+from helpers.export import alone, begun_from, configuration, make_start, saved_run, trained  # noqa: F401
 from helpers.families import make_family
 from recipe.atropos.checkpoint.resumption import prepare_folder
 from recipe.atropos.checkpoint.start_from import forget_start
@@ -41,14 +41,13 @@ def adapted(model, tmp_path):
 
 def test_export_starts_a_run_with_another_s_weights(source, model, tmp_path):
     """Also once the other is gone, by the same command; the other's name wins over a preset's model."""
-    config, start = begun_from(tmp_path, f"{source.path}@1", "--preset", "demo")
+    plan = begun_from(tmp_path, f"{source.path}@1", "--preset", "demo")
+    check_config(plan.config)
+    check_model(plan.config.actor_rollout_ref.model.path)
+    config = make_start(plan)
     settings = config.actor_rollout_ref.model
     assert settings.path == str(tmp_path / "second/start") and not settings.lora_adapter_path
     assert config.run.resume_from == f"{source.path}@1"
-    checked = start.for_checks(config)
-    check_config(checked)
-    check_model(checked.actor_rollout_ref.model.path)
-    start.make()
     weights = load_file(tmp_path / "second/start/model.safetensors")
     saved = torch.load(source.checkpoints / "global_step_1/actor/model_world_size_1_rank_0.pt")
     assert weights.keys() == saved.keys() and all(torch.equal(weights[name], saved[name]) for name in weights)
@@ -59,30 +58,28 @@ def test_export_starts_a_run_with_another_s_weights(source, model, tmp_path):
 
     shutil.rmtree(source.path)
     for spec in (f"{source.path}@1", source.path):
-        again, start = begun_from(tmp_path, spec, "--preset", "demo")
-        start.make()
-        assert again == config and start.for_checks(again) == again
+        again = begun_from(tmp_path, spec, "--preset", "demo")
+        assert again.config == config == make_start(again)
     with pytest.raises(ConfigurationError, match=r"resume_from=.*/first@2: no run there"):
         begun_from(tmp_path, f"{source.path}@2")
 
 
 def test_export_starts_a_lora_run_with_another_s_adapter(adapted, model, tmp_path):
     lora = "actor_rollout_ref.model.lora_rank="
-    config, start = begun_from(tmp_path, adapted.path, f"{lora}4")
-    settings = config.actor_rollout_ref.model
+    plan = begun_from(tmp_path, adapted.path, f"{lora}4")
+    settings = plan.config.actor_rollout_ref.model
     assert settings.path == str(model) and settings.lora_adapter_path == str(tmp_path / "second/start")
-    assert start.adapter and start.for_checks(config) == config
+    assert plan.start.adapter
     assert (settings.lora_alpha, settings.target_modules) == (8, ["q_proj", "v_proj"])  # Engine's, of PEFT's default
     with pytest.raises(ConfigurationError, match=r"lora_rank=8 with .*, whose adapter has rank 4: give that"):
         begun_from(tmp_path, adapted.path, f"{lora}8")
-    start.make()
-    again, _ = begun_from(tmp_path, adapted.path, f"{lora}4")
-    assert again == config
+    config = make_start(plan)
+    assert begun_from(tmp_path, adapted.path, f"{lora}4").config == config
     with pytest.raises(ConfigurationError, match=r"lora_rank=8 with .* has begun with that run's adapter, of rank 4"):
         begun_from(tmp_path, adapted.path, f"{lora}8")
     shutil.rmtree(tmp_path / "second")
-    config, start = begun_from(tmp_path, adapted.path)
-    assert not start.adapter and config.actor_rollout_ref.model.path == str(tmp_path / "second/start")
+    plan = begun_from(tmp_path, adapted.path)
+    assert not plan.start.adapter and plan.start.base == str(tmp_path / "second/start")
 
 
 def test_export_start_that_cannot_be_is_refused_by_name(source, model, tmp_path, monkeypatch, capsys):

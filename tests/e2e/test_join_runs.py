@@ -10,6 +10,7 @@ import sys
 import orjson
 import pytest
 
+from helpers.runs import run_of
 from helpers.services import group, post
 from helpers.terminal import LIMIT, STOCK, told_command
 from helpers.trajectory_api import running_trajectory_api
@@ -17,7 +18,6 @@ from recipe.atropos.config.compose import load_config
 from recipe.atropos.launcher import joining
 from recipe.atropos.launcher.alarm_watch import AlarmWatch
 from recipe.atropos.launcher.evaluation import Evaluations
-from recipe.atropos.launcher.services import Run
 from recipe.atropos.launcher.sglang import Inference
 from recipe.atropos.launcher.supervision import watch
 from recipe.atropos.run import record as run_record
@@ -102,7 +102,7 @@ def test_join_announces_who_comes_and_says_why_no_batch_does(tmp_path, impatient
             await asyncio.sleep(0.15)
         return re.sub(r"\s+", " ", capsys.readouterr().out)
 
-    run = Run(small_batches(), [], tmp_path)
+    run = run_of(small_batches(), tmp_path)
     join = joining.Joining(run, api.url, "http://127.0.0.1:9")
     join.start()
     run.files.waiting.touch()
@@ -129,14 +129,14 @@ def test_join_announces_who_comes_and_says_why_no_batch_does(tmp_path, impatient
 
 def test_join_ends_a_run_that_hangs_but_not_one_that_waits(tmp_path, impatient, api, monkeypatch):
     """No step in ``step_timeout`` is an error only where the trainer does not wait for data."""
-    run = Run(small_batches("trainer.atropos.step_timeout=2"), [], tmp_path)
+    run = run_of(small_batches("trainer.atropos.step_timeout=2"), tmp_path)
     run.start("trainer", ["sleep", "1000"])
     join = joining.Joining(run, api.url, "http://127.0.0.1:9")
 
     async def watched(seconds):
-        evaluations = Evaluations(run, {}, Inference({}, "http://127.0.0.1:9", "the-key"))
+        evaluations = Evaluations(run, Inference({}, "http://127.0.0.1:9", "the-key"))
         async with asyncio.timeout(seconds):
-            await watch(run, 0, join, evaluations, AlarmWatch(run, 0, {}, api.url, None))
+            await watch(run, 0, join, evaluations, AlarmWatch(run, 0, api.url, None))
 
     try:
         run.files.waiting.touch()

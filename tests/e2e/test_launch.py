@@ -17,13 +17,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from helpers.runs import run_of
 from recipe.atropos.commands.dry_run import service_commands
 from recipe.atropos.config.compose import load_config
 from recipe.atropos.config.env_specs import environment_specs
 from recipe.atropos.environments import gsm8k
-from recipe.atropos.launch_services import compose_overrides, load_run_config, parse_arguments
+from recipe.atropos.launch_services import compose_overrides, parse_arguments
 from recipe.atropos.launcher.environment_processes import environment_command
 from recipe.atropos.launcher.placement import place_servers
+from recipe.atropos.launcher.run_plan import plan_run
 from recipe.atropos.launcher.services import Run
 from recipe.atropos.run.folder import RunDir
 from recipe.atropos.run.record import read_evaluations, read_metrics
@@ -75,7 +77,7 @@ def test_launch_puts_the_users_flags_over_its_own(tmp_path):
     overrides = compose_overrides(parse_arguments([*options, "environment.args.openai.timeout=7"]))
     config = load_config(overrides)
     [spec] = environment_specs(config).values()
-    command = environment_command(Run(config, overrides, tmp_path), spec, "serve", "http://api", "http://server")
+    command = environment_command(run_of(config, tmp_path, overrides), spec, "serve", "http://api", "http://server")
     assert command[3:6] == ["serve", "--env", "recipe.atropos.environments.gsm8k"]
     assert {"--env.temperature=0.5", "--env.group_size=8", "--openai.base_url=http://server/v1"} <= set(command)
     assert "--openai.timeout=7" in command and not any("train_size" in word for word in command)
@@ -325,9 +327,9 @@ def test_status_of_a_run_that_trains(training):
 
 def test_dry_run_prints_the_commands_that_a_run_starts(training):
     _, folder, options = training
-    config, composed, _, _ = load_run_config(compose_overrides(parse_arguments([*options, "--steps", "1000"])))
-    place_servers(config)
-    planned = service_commands(Run(config, composed, folder), environment_specs(config))
+    run = Run(plan_run(compose_overrides(parse_arguments([*options, "--steps", "1000"]))))
+    place_servers(run.config)
+    planned = service_commands(run)
     started = {name: psutil.Process(service["pid"]).cmdline() for name, service in listed(folder).items()}
     [made] = [word.partition("=")[2] for word in started["environment"] if word.startswith("--openai.model_name=")]
     port = re.compile(r"127.0.0.1:\d+|(?<=--port=)\d+|^\d{4,5}$")

@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from helpers.runs import run_of
 from recipe.atropos.errors import AtroposError
-from recipe.atropos.launcher.services import Run
 from recipe.atropos.utils import scratch
 from recipe.atropos.utils.process import run_command, start_service
 from recipe.atropos.utils.scratch import Scratch, remove_dead
@@ -88,7 +88,7 @@ def test_leftovers_of_a_killed_run_go_with_the_next(launcher):
 
 
 def test_leftovers_of_a_run_go_at_its_end(tmp_path):
-    run = Run(None, [], tmp_path)
+    run = run_of(None, tmp_path)
     try:
         code = "import os, tempfile; open(tempfile.mktemp(), 'w'); open(os.environ['NAME'], 'w')"
         folder = Path(run.variables["TMPDIR"])

@@ -182,7 +182,7 @@ def slow(_):
         time.sleep(1)
     raise KeyboardInterrupt
 
-launch_services.load_run_config = slow
+launch_services.plan_run = slow
 sys.exit(launch_services.main(sys.argv[1:]))
 """
 

@@ -12,12 +12,11 @@ import pytest
 
 from helpers.environments import item_env
 from helpers.interpreter import make_interpreter, write_environment
+from helpers.runs import run_of
 from helpers.services import get, group, post
 from helpers.trainer import compose_config
 from helpers.trajectory_api import running_trajectory_api
-from recipe.atropos.config.env_specs import environment_specs
 from recipe.atropos.launcher.environment_processes import Environments
-from recipe.atropos.launcher.services import Run
 from recipe.atropos.run.record import read_evaluations, read_metrics
 from recipe.atropos.utils.files import LineReader
 from recipe.atropos.utils.process import ServiceFailed, start_service
@@ -39,8 +38,8 @@ class Stage:
         ]
         sizes = ["data.train_batch_size=2", "actor_rollout_ref.rollout.n=2"]
         settings = compose_config(f"actor_rollout_ref.model.path={model}", *each, *options, *sizes)
-        self.api, self.run = api, Run(settings, [], folder)
-        self.environments = Environments(self.run, environment_specs(settings), api, "http://127.0.0.1:1")
+        self.api, self.run = api, run_of(settings, folder)
+        self.environments = Environments(self.run, api, "http://127.0.0.1:1")
 
     async def until(self, condition, seconds=60):
         async with asyncio.timeout(seconds):
@@ -55,7 +54,7 @@ class Stage:
     def registrations(self, name):
         return [
             line["registered"]
-            for line in LineReader(self.run.directory / f"environments/{name}.jsonl").new_lines()
+            for line in LineReader(self.run.files.path / f"environments/{name}.jsonl").new_lines()
             if "registered" in line
         ]
 

@@ -10,11 +10,10 @@ import sys
 import pytest
 
 from helpers import ROOT
+from helpers.runs import run_of
 from recipe.atropos.config.compose import load_config
 from recipe.atropos.errors import ConfigurationError
-from recipe.atropos.launch_services import environments_of
 from recipe.atropos.launcher.environment_processes import check_environments
-from recipe.atropos.launcher.services import Run
 from recipe.atropos.utils import private_process
 
 RECIPE = ROOT / "recipe/atropos"
@@ -64,7 +63,7 @@ def test_secret_flags_reach_a_process_that_prints_none():
 def test_schema_start_checks_flags_of_an_environment(tmp_path):
     config = load_config(["preset=demo", "environment.args.sed=1"])
     with pytest.raises(ConfigurationError) as refusal:
-        check_environments(Run(config, [], tmp_path), environments_of(config))
+        check_environments(run_of(config, tmp_path))
     assert str(refusal.value) == "unknown flag environment.args.sed; did you mean environment.args.seed?"
     assert not list(tmp_path.iterdir())
 

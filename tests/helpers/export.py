@@ -19,8 +19,10 @@ from recipe.atropos.checkpoint.store import Checkpoints
 from recipe.atropos.commands.export_model import add_arguments
 from recipe.atropos.config.compose import resolved
 from recipe.atropos.config.derived_timeouts import set_waits
+from recipe.atropos.config.models import replace_model_path
 from recipe.atropos.inference.client import SGLangClient
-from recipe.atropos.launch_services import compose_overrides, load_run_config, parse_arguments
+from recipe.atropos.launch_services import compose_overrides, parse_arguments
+from recipe.atropos.launcher.run_plan import plan_run
 from recipe.atropos.run.folder import RunDir
 from recipe.atropos.utils.secret import config_yaml
 
@@ -87,12 +89,20 @@ def saved_run(folder, config, *engines, **options):
 
 
 def begun_from(tmp_path, spec, *options):
-    """As the launcher reads its command line: configuration, and the start."""
+    """As the launcher reads its command line."""
     arguments = parse_arguments(["--resume-from", str(spec), "--run-dir", str(tmp_path / "second"), *options])
-    config, composed, directory, start = load_run_config(compose_overrides(arguments))
-    assert directory == tmp_path / "second" and set_waits(resolved(composed)) == config
-    directory.mkdir(exist_ok=True)
-    return config, start
+    plan = plan_run(compose_overrides(arguments))
+    assert plan.files.path == tmp_path / "second"
+    plan.files.path.mkdir(exist_ok=True)
+    return plan
+
+
+def make_start(plan):
+    """Copy the weights that a planned run starts from."""
+    plan.start.make()
+    replace_model_path(plan.config, plan.start.base)
+    assert set_waits(resolved(plan.composed)) == plan.config
+    return plan.config
 
 
 PROMPTS = [[10, 11, 12], [20, 21], [30, 31, 32, 33, 34], list(range(40, 80))]

@@ -6,11 +6,18 @@ import time
 
 import orjson
 
+from recipe.atropos.launcher.run_plan import RunPlan
+from recipe.atropos.launcher.services import Run
 from recipe.atropos.run.folder import RunDir
 from recipe.atropos.run.record import PHASES
 from recipe.atropos.utils.process import start_time
 
 CONFIG = "trainer: {total_training_steps: %d, device: cpu, atropos: {max_staleness: 2, api_url: null}}\n"
+
+
+def run_of(config, folder, composed=None):
+    """A run of a configuration, whatever its command line was."""
+    return Run(RunPlan(config, config if composed is None else composed, RunDir(folder)))
 
 
 def metrics_line(step, score=0.5, seconds=2.0, **more):

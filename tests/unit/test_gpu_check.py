@@ -9,12 +9,12 @@ import pytest
 from machine_watch import MemoryWatch
 
 from helpers import ROOT
+from helpers.runs import run_of
 from recipe.atropos.commands import doctor
 from recipe.atropos.config.compose import load_config
 from recipe.atropos.config.preflight import check_config
 from recipe.atropos.inference.server import sglang_command
 from recipe.atropos.launch_services import compose_overrides, parse_arguments
-from recipe.atropos.launcher.services import Run
 from recipe.atropos.launcher.sglang import plan_servers
 
 SCRIPT = ROOT / "scripts" / "gpu_check.py"
@@ -82,7 +82,7 @@ def test_gpu_check_cases_fit_a_configuration_for_gpus(script, tmp_path, monkeypa
         check_config(config)
         assert config.actor_rollout_ref.actor.use_torch_compile == (name == "compiled")
         assert config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu == (16_384 if name == "long" else 4096)
-        servers = plan_servers(Run(config, [], tmp_path / name))
+        servers = plan_servers(run_of(config, tmp_path / name))
         assert len(servers) == (2 if name == "two_servers" else 1)
         command = " ".join(sglang_command(servers[min(servers)])[0])
         assert ("--tp-size 2" in command) == (name == "tensor_parallel")

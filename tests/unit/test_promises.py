@@ -14,15 +14,16 @@ from omegaconf import OmegaConf
 
 from helpers import ROOT
 from helpers.promises import PRESETS, PROMISES, SMALL, code, rows_of
+from helpers.runs import run_of
 from helpers.trainer import random_group
 from recipe.atropos.config.compose import compose_config, load_config
 from recipe.atropos.config.env_specs import environment_specs
 from recipe.atropos.config.preflight import check_config
 from recipe.atropos.config.renamed import RENAMED, check_renamed
 from recipe.atropos.errors import ConfigurationError
-from recipe.atropos.launch_services import load_run_config, main, parse_arguments
+from recipe.atropos.launch_services import main, parse_arguments
 from recipe.atropos.launcher.environment_processes import environment_command, environment_secrets
-from recipe.atropos.launcher.services import Run
+from recipe.atropos.launcher.run_plan import plan_run
 from recipe.atropos.utils.private_process import SECRET_FLAGS
 
 RECIPE = ROOT / "recipe" / "atropos"
@@ -140,7 +141,7 @@ def test_promises_of_old_files_are_kept_or_told_key_by_key(tmp_path):
     with pytest.raises(
         ConfigurationError, match="^trainer.atropos.api_url is set by the launcher, .* give api.host and api.port"
     ):
-        load_run_config([MODEL, f"config={file}"])
+        plan_run([MODEL, f"config={file}"])
     file.write_text(OF_THE_SFT_DOCUMENT)
     with pytest.raises(ConfigurationError) as refusal:
         load_config([MODEL, f"config={file}"])
@@ -179,7 +180,7 @@ def test_promises_of_flags_are_fields_of_the_environments(tmp_path):
     fields = {"env": GSM8kEnvConfig.model_fields, "openai": APIServerConfig.model_fields}
     config = load_config([MODEL, "preset=demo", "inference.api_key=k"])
     [spec] = environment_specs(config).values()
-    run = Run(config, config, tmp_path)
+    run = run_of(config, tmp_path)
     launched = environment_command(run, spec, "serve", "http://api", "http://server")
     launched += json.loads(environment_secrets(run, spec)[SECRET_FLAGS])
     for name, _, _, here in rows_of("Flags of environments"):

@@ -7,16 +7,17 @@ import pytest
 import yaml
 from atroposlib.envs.base import APIServerConfig, BaseEnvConfig
 
+from helpers.runs import run_of
 from recipe.atropos.adapter import defaults
 from recipe.atropos.checkpoint.resumption import changed_keys
 from recipe.atropos.config.complete import load_complete, load_recorded
-from recipe.atropos.config.compose import complete_config, compose_config, given_keys, load_config
+from recipe.atropos.config.compose import compose_config, given_keys, load_config
 from recipe.atropos.environments import gsm8k_upstream
 from recipe.atropos.environments.gsm8k import GSM8kEnvConfig
 from recipe.atropos.environments.word_problems import GSM8K, DatasetUnavailable, load_problems
 from recipe.atropos.errors import ConfigurationError
-from recipe.atropos.launch_services import compose_overrides, load_run_config, parse_arguments
-from recipe.atropos.launcher.services import Run
+from recipe.atropos.launch_services import compose_overrides, parse_arguments
+from recipe.atropos.launcher.run_plan import plan_run
 from recipe.atropos.launcher.startup import start_trainer
 from recipe.atropos.utils.process import free_port
 from recipe.atropos.utils.secret import config_yaml
@@ -67,7 +68,7 @@ def test_promises_config_of_a_run_is_a_file_for_another(tmp_path, monkeypatch):
     assert other.trainer.atropos.weight_sync.directory == "other/weights"
     actor = other.actor_rollout_ref.actor
     assert (actor.ppo_mini_batch_size, actor.clip_ratio_low) == (32, 0.3)
-    run = Run(config, compose_config(["preset=two_environments", "seed=3"]), tmp_path)
+    run = run_of(config, tmp_path, compose_config(["preset=two_environments", "seed=3"]))
     monkeypatch.setattr(run, "start", lambda name, *_, **__: SimpleNamespace(name=name))
     inference = SimpleNamespace(urls=["http://127.0.0.1:1"], gateway="http://127.0.0.1:2")
     start_trainer(run, SimpleNamespace(url="http://127.0.0.1:3"), inference, tmp_path / "evaluated")
@@ -78,16 +79,18 @@ def test_promises_config_of_a_run_is_a_file_for_another(tmp_path, monkeypatch):
     before = yaml.safe_load((tmp_path / "config.yaml").read_text())
     assert before["trainer"]["atropos"]["max_wait_time"] is None, "of the answers of whoever takes the file"
     assert complete.trainer.atropos.max_wait_time == 600
-    restarted = config_yaml(complete_config(run.composed, run.config, tmp_path), by_launcher=True)
+    restarted = config_yaml(run.plan.complete(), by_launcher=True)
     assert changed_keys(before, yaml.safe_load(restarted)) == [], "the same command, again"
     by_hand = tmp_path / "by_hand.yaml"
     by_hand.write_bytes(config_yaml(complete))
     assert load_config([f"config={by_hand}"]).inference.urls == inference.urls, "a trainer's own, without a launcher"
-    again, _, folder, _ = load_run_config([file, "run.dir=other"])
+    plan = plan_run([file, "run.dir=other"])
+    again = plan.config
     assert again.trainer.default_local_dir == "other/checkpoints" and again.run.dir == "other"
     assert again.trainer.atropos.weight_sync.directory == "other/weights"
     assert again.trainer.rollout_data_dir == "other/rollouts"
-    assert (again.seed, again.inference.urls, again.inference.gateway) == (3, [], None) and folder.name == "other"
+    assert plan.files.path.name == "other"
+    assert (again.seed, again.inference.urls, again.inference.gateway) == (3, [], None)
     assert again.actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.atropos.urls == []
     own = tmp_path / "own.yaml"
     own.write_text("data: {train_batch_size: 8}\nactor_rollout_ref: {actor: {ppo_mini_batch_size: 4}}")

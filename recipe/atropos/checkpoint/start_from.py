@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig
 
 from recipe.atropos.checkpoint.model_card import base_model
 from recipe.atropos.checkpoint.store import ADAPTER_CONFIG, checkpoints_of, choose_checkpoint, step_of
@@ -129,14 +129,12 @@ class Start:
             }
         return values
 
-    def for_checks(self, config: DictConfig) -> DictConfig:
-        """Return ``config`` for use before ``make``, with a model path that has the model's config and tokenizer."""
-        config = config.copy()
-        if not self.adapter and not self.folder.start.exists():
-            with open_dict(config):
-                path = choose_checkpoint(self.source, self.step) / "actor" / "huggingface"
-                config.actor_rollout_ref.model.path = str(path)
-        return config
+    @property
+    def model_before_the_copy(self) -> str:
+        """Return a model path for use before ``make``, which has at least the model's configuration and tokenizer."""
+        if self.adapter or self.folder.start.exists():
+            return self.base
+        return str(choose_checkpoint(self.source, self.step) / "actor" / "huggingface")
 
     @property
     def log(self) -> Path:

@@ -26,9 +26,9 @@ from recipe.atropos.config.options import add_options, compose_overrides
 from recipe.atropos.errors import LaunchError, one_line_errors
 from recipe.atropos.inference.memory_saver import check_saver
 from recipe.atropos.inference.server import sglang_python
-from recipe.atropos.launch_services import load_run_config
 from recipe.atropos.launcher.gpu_environment import check_gpu_environment
 from recipe.atropos.launcher.placement import place_servers
+from recipe.atropos.launcher.run_plan import plan_run
 from recipe.atropos.utils.gpus import PLATFORM_VARIABLE, device_of, visible_gpus
 from recipe.atropos.utils.machine import versions_in
 from recipe.atropos.verl_ext.attention import set_attention
@@ -159,8 +159,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     overrides, console = compose_overrides(parser.parse_intermixed_args(argv)), Console(highlight=False)
     with one_line_errors(OmegaConfBaseException):
         has_model = bool({"preset", "run.resume_from", MODEL_KEY} & given_keys(overrides))
-        config, _, _, start = load_run_config(overrides + ([] if has_model else [f"{MODEL_KEY}=model"]))
-        config = start.for_checks(config) if start else config
+        config = plan_run(overrides + ([] if has_model else [f"{MODEL_KEY}=model"])).config
         results = examine(config) | examine_run(config, has_model)
     for name, result in results.items():
         color = {"ok": "green", "FAILED": "bold red"}.get(result.state, "yellow")

@@ -19,7 +19,6 @@ from rich.text import Text
 
 from recipe.atropos.checkpoint.resumption import check_folder
 from recipe.atropos.config.compose import leaves, load_config
-from recipe.atropos.config.env_specs import EnvironmentSpec
 from recipe.atropos.config.models import KEY as MODEL_KEY
 from recipe.atropos.config.models import SMALL_POLICIES, config_file, replace_model_path
 from recipe.atropos.demo.small_policy import policy_folder
@@ -36,7 +35,7 @@ from recipe.atropos.utils.secret import API_KEY_VARIABLE, HIDDEN, public_config,
 _NO_MODEL = "none"  # the default configuration names no model
 
 
-def show_dry_run(run: Run, specs: Mapping[str, EnvironmentSpec], console: Console, whole: bool = False) -> None:
+def show_dry_run(run: Run, console: Console, whole: bool = False) -> None:
     """Print what ``run``, whose other checks have passed, would be, and start nothing. ``whole``: every value.
 
     Raises:
@@ -69,7 +68,7 @@ def show_dry_run(run: Run, specs: Mapping[str, EnvironmentSpec], console: Consol
             show(plan_memory(run.config), console)
         except AtroposError as error:
             console.print(Text(f"no plan: {error}"), soft_wrap=True)
-    for name, (command, variables) in service_commands(run, specs).items():
+    for name, (command, variables) in service_commands(run).items():
         _title(console, name)
         words = [*(f"{key}={shlex.quote(value)}" for key, value in variables.items()), shlex.join(command)]
         console.print(Text(" ".join(words)), soft_wrap=True)
@@ -104,7 +103,7 @@ def _inline(value: Any) -> str:
     return yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("\n...\n").strip()
 
 
-def service_commands(run: Run, specs: Mapping[str, EnvironmentSpec]) -> dict[str, tuple[list[str], dict[str, str]]]:
+def service_commands(run: Run) -> dict[str, tuple[list[str], dict[str, str]]]:
     """Return the command of each service, in the order of their start, and the variables that it gets."""
     key = {API_KEY_VARIABLE: HIDDEN}
     api, api_url = api_command(run)
@@ -120,7 +119,7 @@ def service_commands(run: Run, specs: Mapping[str, EnvironmentSpec]) -> dict[str
     gateway = plan_gateway(run, launches)
     found["gateway"] = command_of_gateway(run, gateway, [launch.url for launch in launches.values()]), key
     found["trainer"] = trainer_command(run), key
-    for spec in specs.values():
+    for spec in run.plan.specs.values():
         found[spec.service] = serve_command(run, spec, api_url, gateway), _shown(environment_secrets(run, spec))
     return found
 

@@ -23,8 +23,8 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, P
 from recipe.atropos.config.options import add_options, compose_overrides
 from recipe.atropos.errors import ConfigurationError, one_line_errors
 from recipe.atropos.inference.server import SGLangLaunch
-from recipe.atropos.launch_services import load_run_config
 from recipe.atropos.launcher.placement import COLOCATED_SHARE
+from recipe.atropos.launcher.run_plan import plan_run
 from recipe.atropos.utils.gpus import BUCKET_MEGABYTES, gpu_transport, visible_gpus
 from recipe.atropos.utils.machine import gpu_memory
 from recipe.atropos.verl_ext.attention import flash_is_installed, set_micro_batches
@@ -378,8 +378,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--gpu-memory", type=float, metavar="GIB", help="of each GPU; default: this machine's")
     given = parser.parse_intermixed_args(argv)
     with one_line_errors(OmegaConfBaseException, OSError):
-        config, _, _, start = load_run_config(compose_overrides(given))
-        config = start.for_checks(config) if start else config
+        config = plan_run(compose_overrides(given)).config
         found = plan_memory(config, None if given.gpu_memory is None else int(given.gpu_memory * GIB))
         show(found, Console(highlight=False))
     return 1 if found.problems else 0

@@ -17,7 +17,6 @@ from typing import Any
 
 from rich.markup import escape
 
-from recipe.atropos.config.env_specs import EnvironmentSpec
 from recipe.atropos.errors import AtroposError
 from recipe.atropos.launcher.services import Run
 from recipe.atropos.launcher.sglang import Inference
@@ -39,10 +38,9 @@ class AlarmRaised(AtroposError, RuntimeError):
 class AlarmWatch:
     """See the module. Call ``look`` often, and ``aclose`` at the end. ``inference``: None if none is watched."""
 
-    def __init__(
-        self, run: Run, version: int, specs: Mapping[str, EnvironmentSpec], api_url: str, inference: Inference | None
-    ):
-        self._run, self._specs, self._api_url, self._inference = run, specs, api_url, inference
+    def __init__(self, run: Run, version: int, api_url: str, inference: Inference | None):
+        specs = self._specs = run.plan.specs
+        self._run, self._api_url, self._inference = run, api_url, inference
         self._stop_on = list(run.config.watchdog.stop_on)
         history = History(Limits.from_config(run.config), begin=version, joined=not specs)
         self.watchdog = Watchdog(history)
@@ -116,7 +114,7 @@ class AlarmWatch:
         found = account(self._lines, step)
         for (name, _), raised in self.watchdog.raised.items():
             found[name]["seen"] = raised.finding.seen
-        update_summary(self._run.directory, {"alarms": found})
+        update_summary(self._run.files.path, {"alarms": found})
 
     async def aclose(self) -> None:
         """End what is being asked."""

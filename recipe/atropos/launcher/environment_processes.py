@@ -70,14 +70,14 @@ def check_target(spec: EnvironmentSpec) -> None:
         )
 
 
-def check_environments(run: Run, specs: Mapping[str, EnvironmentSpec]) -> None:
+def check_environments(run: Run) -> None:
     """Check, in a separate process per environment, that its target can be imported and accepts its flags.
 
     Raises:
         ConfigurationError: naming the target or the flag as a key of the configuration.
     """
-    with progress(f"checking the flags of {', '.join(specs)}"), ThreadPoolExecutor() as pool:
-        checks = [pool.submit(_flag_problem, run, spec) for spec in specs.values()]
+    with progress(f"checking the flags of {', '.join(run.plan.specs)}"), ThreadPoolExecutor() as pool:
+        checks = [pool.submit(_flag_problem, run, spec) for spec in run.plan.specs.values()]
         try:
             problems = [problem for check in checks if (problem := check.result())]
         except BaseException:
@@ -262,9 +262,9 @@ class _State:
 class Environments:
     """Starts and monitors the environments; see the module. Call ``look_after`` before every ``Run.check``."""
 
-    def __init__(self, run: Run, specs: Mapping[str, EnvironmentSpec], api_url: str, server_url: str):
+    def __init__(self, run: Run, api_url: str, server_url: str):
         self._run, self._api_url, self._server_url = run, api_url, server_url
-        self._states = [_State(spec, LineReader(self._report(spec))) for spec in specs.values()]
+        self._states = [_State(spec, LineReader(self._report(spec))) for spec in run.plan.specs.values()]
         for state in self._states:
             for line in state.read():  # of an interrupted run, whose registrations the API keeps
                 if "registered" in line:

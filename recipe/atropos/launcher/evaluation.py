@@ -82,12 +82,12 @@ class Evaluation:
 
 
 class Evaluations:
-    """Runs the evaluations that are due. ``specs`` are the run's environments; a version is the trainer's step."""
+    """Runs the evaluations that are due; a version is the trainer's step."""
 
-    def __init__(self, run: Run, specs: Mapping[str, EnvironmentSpec], inference: Inference):
+    def __init__(self, run: Run, inference: Inference):
         self._run, self._inference = run, inference
-        self._specs = {name: spec for name, spec in specs.items() if spec.evaluate}
-        self._several = len(specs) > 1
+        self._specs = {name: spec for name, spec in run.plan.specs.items() if spec.evaluate}
+        self._several = len(run.plan.specs) > 1
         self._settings, self._last = run.config.evaluation, run.config.trainer.total_training_steps
         self._path = run.files.evaluations
         self._task: asyncio.Task[None] | None = None
@@ -113,7 +113,7 @@ class Evaluations:
         Raises:
             ServiceFailed: an evaluation failed, or another service ended.
         """
-        lines = read_evaluations(self._run.directory)
+        lines = read_evaluations(self._run.files.path)
         kept = [line for line in lines if line["step"] <= version and "error" not in line]
         rewrite_lines(self._path, kept)
         for line in kept:
@@ -176,7 +176,7 @@ class Evaluations:
 
     def due(self, version: int) -> list[EnvironmentSpec]:
         """Return the environments that have not evaluated ``version`` successfully."""
-        lines = read_evaluations(self._run.directory)
+        lines = read_evaluations(self._run.files.path)
         done = {line["env"] for line in lines if line["step"] == version and "error" not in line}
         return [spec for name, spec in self._specs.items() if name not in done]
 
@@ -211,7 +211,7 @@ class Evaluations:
         console.print(f"[bold]eval[/]    {whose}{found.text()}, version {version}", soft_wrap=True)
         if not found.metrics:
             del self._specs[spec.name]
-        update_summary(self._run.directory, heldout_summary(self._run.directory, self._several))
+        update_summary(self._run.files.path, heldout_summary(self._run.files.path, self._several))
 
     async def _evaluate(self, spec: EnvironmentSpec, version: int, folder: Path) -> Evaluation:
         """Run the environment's own ``evaluate`` in a separate process.

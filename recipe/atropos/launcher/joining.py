@@ -102,7 +102,7 @@ class Joining:
 
     def stop(self) -> None:
         """Record how many joined. None is stopped: without the Trajectory API, they end or wait for another run."""
-        update_summary(self._run.directory, {"environments_joined": self.number})
+        update_summary(self._run.files.path, {"environments_joined": self.number})
 
     def summary(self) -> dict[str, dict[str, Any]]:
         """Return an empty summary: their counts are unknown."""

@@ -8,14 +8,11 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
 from rich.markup import escape
 
 from recipe.atropos.checkpoint.model_card import EXPORTED, write_card
-from recipe.atropos.config.env_specs import EnvironmentSpec
 from recipe.atropos.errors import AtroposError
 from recipe.atropos.launcher.alarm_watch import AlarmWatch
 from recipe.atropos.launcher.environment_processes import Environments
@@ -32,14 +29,8 @@ from recipe.atropos.trajectory_api.client import TrajectoryApiError
 from recipe.atropos.utils.files import DiskFull, disk_is_full, read_json
 
 
-async def launch(
-    config: DictConfig,
-    composed: DictConfig,
-    directory: Path,
-    specs: dict[str, EnvironmentSpec],
-    lock: int | None = None,
-) -> None:
-    """Run all services until the last step. They inherit ``lock``, the descriptor that locks the run folder.
+async def launch(run: Run) -> None:
+    """Run all services until the last step.
 
     Raises:
         ConfigurationError, ServiceFailed, DiskFull: the first failure, raised once nothing is left running; failures
@@ -49,15 +40,14 @@ async def launch(
     # So does SIGHUP, when the terminal closes, unless it is ignored (nohup).
     for number in _ending_signals():
         asyncio.get_running_loop().add_signal_handler(number, asyncio.current_task().cancel)
-    run = Run(config, composed, directory, lock=lock)
     started = time.monotonic()
     environments = evaluations = failure = None
     try:
         api = start_api(run)
         inference = start_inference(run)
-        evaluations = Evaluations(run, specs, inference)
+        evaluations = Evaluations(run, inference)
         console.print(
-            f"[bold]sglang[/]  starting {config.actor_rollout_ref.model.path} at {', '.join(inference.urls)}, "
+            f"[bold]sglang[/]  starting {run.config.actor_rollout_ref.model.path} at {', '.join(inference.urls)}, "
             f"behind {inference.gateway}",
             soft_wrap=True,
         )
@@ -70,18 +60,18 @@ async def launch(
         trainer = trainer or start_trainer(run, api, inference, evaluations.marker)
         with progress("the trainer loads the model and pushes its weights", trainer.log_path):
             version = await first_version(run, inference)
-        if specs:
-            environments = Environments(run, specs, api.url, inference.gateway)
+        if run.plan.specs:
+            environments = Environments(run, api.url, inference.gateway)
         else:
             environments = Joining(run, api.url, inference.gateway)
         environments.start()  # beside the evaluation, which takes as long as their own start
         with progress(f"evaluating version {version}, and starting the environments"):
             await evaluations.begin(version, environments.look_after)
         with contextlib.ExitStack() as first:
-            if specs:
+            if run.plan.specs:
                 what = "the first step: the environments sample, the trainer compiles and trains"
                 first.enter_context(progress(what, trainer.log_path))
-            async with contextlib.aclosing(AlarmWatch(run, version, specs, api.url, inference)) as alarm_watch:
+            async with contextlib.aclosing(AlarmWatch(run, version, api.url, inference)) as alarm_watch:
                 await watch(run, version, environments, evaluations, alarm_watch, on_step=first.close)
         environments.stop()
         await evaluations.end()
@@ -89,8 +79,8 @@ async def launch(
     except BaseException as error:
         failure = error
         # A service's log is on the same disk and may lack the error.
-        if disk_is_full(directory) and not isinstance(error, DiskFull):
-            error.add_note(f"no space left on device: {directory}")
+        if disk_is_full(run.files.path) and not isinstance(error, DiskFull):
+            error.add_note(f"no space left on device: {run.files.path}")
     later = await _end(run, environments, evaluations, started)
     if failure := failure or next(iter(later), None):
         for error in later:
@@ -99,8 +89,8 @@ async def launch(
         if isinstance(failure, Exception):  # no interrupt
             write_page_of_failure(run.files)
         raise failure
-    total = config.trainer.total_training_steps
-    update_summary(directory, {"finished_steps": total})
+    total = run.config.trainer.total_training_steps
+    update_summary(run.files.path, {"finished_steps": total})
     write_pictures(run.files)
 
 
@@ -134,7 +124,7 @@ async def _end(
 
     async def account() -> None:
         # No group is sent any more, and the trainer has recorded those that it trained on.
-        update_summary(run.directory, {"environments": environments.summary()}, remove=["groups"])
+        update_summary(run.files.path, {"environments": environments.summary()}, remove=["groups"])
         try:
             async with run.api_client(run.service("api").url) as api:
                 received = (await api.diagnose())["received"]
@@ -142,7 +132,7 @@ async def _end(
             console.print(f"[bold]api[/]     does not account for the groups: {escape(str(error))}", soft_wrap=True)
         else:
             summary = read_json(run.files.summary, {})
-            update_summary(run.directory, {"groups": account_of_groups(summary, received)})
+            update_summary(run.files.path, {"groups": account_of_groups(summary, received)})
 
     with _undisturbed(), progress("stopping the services"):
         if evaluations is not None:
@@ -154,7 +144,7 @@ async def _end(
             await attempt(account)
         await attempt(run.stop)
     with contextlib.suppress(OSError, AtroposError):  # a run that has not failed fails as it is recorded as finished
-        add_start(run.directory, time.monotonic() - started)
+        add_start(run.files.path, time.monotonic() - started)
     return failures
 
 

@@ -19,7 +19,8 @@ from typing import Any
 from omegaconf import DictConfig
 from rich.markup import escape
 
-from recipe.atropos.run.folder import LAUNCHER, LOCK_VARIABLE, RunDir
+from recipe.atropos.launcher.run_plan import RunPlan
+from recipe.atropos.run.folder import LAUNCHER, LOCK_VARIABLE
 from recipe.atropos.terminal.progress import console
 from recipe.atropos.trajectory_api.client import TrajectoryApiClient
 from recipe.atropos.utils.files import FolderRemoved, bound_log, write_json
@@ -74,14 +75,9 @@ class RestartPolicy:
 
 @dataclass
 class Run:
-    """A run's services and files. ``services`` are in start order and are stopped in reverse.
+    """A planned run's services. ``services`` are in start order and are stopped in reverse."""
 
-    ``composed`` is the configuration before it was resolved.
-    """
-
-    config: DictConfig
-    composed: DictConfig
-    directory: Path
+    plan: RunPlan
     services: list[Service] = field(default_factory=list)
     api_key: str = field(default="", repr=False)
     restart_policies: dict[str, RestartPolicy] = field(default_factory=dict)
@@ -96,7 +92,7 @@ class Run:
     """Sockets that hold the ports of services, by name; each start of such a service inherits one that listens."""
 
     def __post_init__(self) -> None:
-        self.files = RunDir(self.directory)
+        self.config, self.files = self.plan.config, self.plan.files
         # The trainer's: the user's own, or a generated one.
         self.api_key = (self.config and self.config.inference.api_key) or secrets.token_hex(16)
         self.environments_key = environments_key(self.api_key)
@@ -190,7 +186,7 @@ class Run:
             FolderRemoved: the run's folder was removed, whatever may have made one there since.
         """
         if self.lock is not None and os.fstat(self.lock).st_nlink == 0:
-            raise FolderRemoved(self.directory)
+            raise FolderRemoved(self.files.path)
         for service in tuple(self.services):
             status = service.poll()
             if status is None or (service.name == "trainer" and status == 0):

@@ -11,7 +11,6 @@ from urllib.parse import urlsplit
 from omegaconf import DictConfig, OmegaConf
 
 from recipe.atropos.checkpoint.store import Checkpoints
-from recipe.atropos.config.compose import complete_config
 from recipe.atropos.errors import RECOVERABLE
 from recipe.atropos.launcher.services import Run
 from recipe.atropos.launcher.sglang import Inference, given_ports, inference_healthy
@@ -84,13 +83,13 @@ def _start_trainer(run: Run) -> Service:
         **secret_variables([json.dumps(each) for each in hidden_settings(OmegaConf.to_container(run.complete))]),
         API_KEY_VARIABLE: run.api_key,
         "TENSORBOARD_DIR": str(run.files.tensorboard),
-        "WANDB_DIR": str(run.directory),
+        "WANDB_DIR": str(run.files.path),
     }
     return run.start("trainer", trainer_command(run), **variables)
 
 
 def trainer_command(run: Run) -> list[str]:
-    return [sys.executable, "-m", "recipe.atropos.train_run", str(run.directory)]
+    return [sys.executable, "-m", "recipe.atropos.train_run", str(run.files.path)]
 
 
 def _may_restart_trainer(run: Run, status: int) -> bool:
@@ -128,7 +127,7 @@ def start_trainer(run: Run, api: Service, inference: Inference, evaluated: Path 
         "trainer.atropos.startup_timeout": float(run.config.inference.start_timeout),
         "evaluation.evaluated_file": evaluated and str(evaluated),
     }
-    run.complete = complete_config(run.composed, run.config, run.directory, addresses)
+    run.complete = run.plan.complete(addresses)
     trainer = _start_trainer(run)
     run.set_restart_policy(
         trainer,

@@ -19,6 +19,11 @@ _EVERY_SECONDS = 15.0
 _views: list[LiveView] = []
 
 
+def say(text: str) -> None:
+    """Print what concerns the run as a whole."""
+    console.print(f"[bold]run[/]     {escape(text)}", soft_wrap=True)
+
+
 @contextlib.contextmanager
 def live_view(directory: Path) -> Iterator[None]:
     """Show the run in ``directory`` while the block runs; what is in progress is part of the view."""

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
+from helpers.runs import run_of
 from helpers.trainer import compose_config
 from recipe.atropos.adapter import cli as env_adapter
 from recipe.atropos.algorithm import reward_bridge
@@ -31,7 +32,6 @@ from recipe.atropos.data.data_proto import groups_to_data_proto
 from recipe.atropos.data.rows import RowLimits
 from recipe.atropos.launch_services import compose_overrides, parse_arguments
 from recipe.atropos.launcher.environment_processes import environment_command, write_bridge
-from recipe.atropos.launcher.services import Run
 
 BLOCK = {
     "format_markers": [{"pattern": "<think>", "weight": 0.1}],
@@ -279,7 +279,7 @@ def test_bridge_is_for_serving_and_not_for_evaluation(tmp_path):
     options = ["--preset", "demo", "--model", "m", "environment.reward_bridge.length_bounty.target=5"]
     options += ["environment.reward_bridge.length_bounty.slope=0.01", "environment.reward_bridge.length_bounty.cap=1"]
     overrides = compose_overrides(parse_arguments(options))
-    run = Run(load_config(overrides), overrides, tmp_path)
+    run = run_of(load_config(overrides), tmp_path, overrides)
     [spec] = environment_specs(run.config).values()
     serve = environment_command(run, spec, "serve", "http://api", "http://server")
     adapter = ["-m", "recipe.atropos.utils.env_adapter", "serve", "--env", "recipe.atropos.environments.gsm8k"]

@@ -11,8 +11,9 @@ from recipe.atropos.commands.dry_run import service_commands, show_dry_run
 from recipe.atropos.config.models import KEY as MODEL_KEY
 from recipe.atropos.demo.small_policy import Recipe, policy_folder
 from recipe.atropos.errors import ConfigurationError
-from recipe.atropos.launch_services import compose_overrides, environments_of, load_run_config, main, parse_arguments
+from recipe.atropos.launch_services import compose_overrides, main, parse_arguments
 from recipe.atropos.launcher.placement import place_servers
+from recipe.atropos.launcher.run_plan import plan_run
 from recipe.atropos.launcher.services import Run
 from recipe.atropos.run.folder import FORMAT
 from recipe.atropos.utils.files import write_json
@@ -22,57 +23,57 @@ from recipe.atropos.utils.secret import public_config
 
 @pytest.fixture
 def planned(tmp_path, model_path, monkeypatch):
-    """A function that returns (run, environments) for further settings of the demo."""
+    """A function that returns a run of the demo with further settings."""
     monkeypatch.setenv("ATROPOS_SGLANG_PYTHON", "py")  # no SGLang is needed to print a command
 
     def plan(*overrides):
         given = ["--preset", "demo", f"--model={model_path}", f"--run-dir={tmp_path / 'run'}", *overrides]
-        config, composed, directory, _ = load_run_config(compose_overrides(parse_arguments(given)))
-        place_servers(config)
-        return Run(config, composed, directory), environments_of(config)
+        run = Run(plan_run(compose_overrides(parse_arguments(given))))
+        place_servers(run.config)
+        return run
 
     return plan
 
 
-def shown(run, specs, whole=False):
+def shown(run, whole=False):
     console = Console(width=80, color_system=None)
     with console.capture() as capture:
-        show_dry_run(run, specs, console, whole)
+        show_dry_run(run, console, whole)
     return capture.get()
 
 
 def test_dry_run_prints_what_differs_and_on_request_all(planned):
-    run, specs = planned("data.train_batch_size=24", "environment.args.level=3")
-    text = shown(run, specs)
+    run = planned("data.train_batch_size=24", "environment.args.level=3")
+    text = shown(run)
     lines = text.splitlines()
     assert "data.train_batch_size: 24  # default: 16" in lines
     assert "environment.args.level: 3  # default: none" in lines
     marked = sum("  # default: " in line for line in lines)
     assert f"# configuration ({marked} values differ from the default; --all: the rest)" in lines
     assert len(lines) < 120 and "adv_estimator" not in text, "and no default among them"
-    whole = shown(run, specs, whole=True)
+    whole = shown(run, whole=True)
     assert f"# configuration ({marked} values differ from the default)" in whole
     of_file = whole.partition("the whole configuration\n")[2].partition("\n\n# ")[0]
     assert yaml.safe_load(of_file) == public_config(run.config)
 
 
 def test_dry_run_prints_the_command_of_each_service(planned, tmp_path):
-    run, specs = planned("inference.servers=2", "api.port=8123", "inference.gateway_port=9123", "inference.port=9200")
-    commands = {name: command for name, (command, _) in service_commands(run, specs).items()}
+    run = planned("inference.servers=2", "api.port=8123", "inference.gateway_port=9123", "inference.port=9200")
+    commands = {name: command for name, (command, _) in service_commands(run).items()}
     assert list(commands) == ["api", "sglang-0", "sglang-1", "gateway", "trainer", "environment"]
     assert commands["api"][-4:] == ["--data-dir", str(tmp_path / "run/trajectories"), "--retention", "all"]
     assert "--servers=http://127.0.0.1:9200,http://127.0.0.1:9201" in commands["gateway"]
     assert commands["trainer"][-2:] == ["recipe.atropos.train_run", str(tmp_path / "run")]
     assert "--env.rollout_server_url=http://127.0.0.1:8123" in commands["environment"]
     assert "--openai.base_url=http://127.0.0.1:9123/v1" in commands["environment"]
-    text = shown(run, specs)
+    text = shown(run)
     for command in commands.values():
         assert shlex.join(command) in text
 
 
 def test_dry_run_shows_no_secret_and_starts_nothing(planned, tmp_path):
-    run, specs = planned("inference.api_key=s3cret-1", "environment.args.hf_token=s3cret-2")
-    text = shown(run, specs)
+    run = planned("inference.api_key=s3cret-1", "environment.args.hf_token=s3cret-2")
+    text = shown(run)
     assert "s3cret" not in text and f"{SECRET_FLAGS}='***'" in text and "api_key: '***'" in text
     assert "nothing was started" in text and not (tmp_path / "run").exists()
 
@@ -85,33 +86,33 @@ def test_dry_run_checks_as_the_run_would(capsys, tmp_path):
 
 def test_dry_run_refuses_a_folder_that_the_run_would_refuse(planned, tmp_path, model_path):
     """Another format, or a checkpoint of another model; neither is changed."""
-    run, specs = planned()
+    run = planned()
     saved = run.files.checkpoints / "global_step_3"
     (saved / "actor").mkdir(parents=True)
     write_json(run.files.identity, {"format": FORMAT})
     model = model_identity(str(model_path))
     write_json(saved / "complete.json", {"step": 3, "sequence": 1, "files": {}, "model": model})
-    assert "nothing was started" in shown(run, specs)
+    assert "nothing was started" in shown(run)
     write_json(saved / "complete.json", {"step": 3, "sequence": 1, "files": {}, "model": model | {"digest": "another"}})
     with pytest.raises(ConfigurationError, match="is another model than"):
-        shown(run, specs)
+        shown(run)
     write_json(run.files.identity, {"format": 0})
     with pytest.raises(ConfigurationError, match="holds a run of format 0"):
-        shown(run, specs)
+        shown(run)
     assert not run.files.config.exists() and run.files.identity.read_bytes() == b'{\n  "format": 0\n}\n'
 
 
 def test_dry_run_has_the_folder_of_a_small_policy(planned, tmp_path, monkeypatch):
     monkeypatch.setenv("ATROPOS_CACHE", str(tmp_path / "cache"))
-    run, specs = planned(f"{MODEL_KEY}=small-policy")
+    run = planned(f"{MODEL_KEY}=small-policy")
     folder, made = policy_folder(run.config.seed, Recipe())
-    text = shown(run, specs)
+    text = shown(run)
     assert not made and "small-policy is made at the start" in text and str(folder) not in text
     folder.mkdir(parents=True)
     (folder / "small_policy.json").touch()
     (folder / "config.json").write_text("{}")
-    run, specs = planned(f"{MODEL_KEY}=small-policy")
-    text = shown(run, specs)
+    run = planned(f"{MODEL_KEY}=small-policy")
+    text = shown(run)
     assert f"--model-path {folder} " in text and f"--env.tokenizer_name={folder} " in text and "is made at" not in text
 
 

@@ -12,7 +12,9 @@ import orjson
 import pytest
 
 from helpers.runs import make_run, metrics_line, write_lines
-from recipe.atropos.commands import attach, print_status, read_logs, stop_run
+from recipe.atropos.commands import read_logs, stop_run
+from recipe.atropos.terminal import attach
+from recipe.atropos.terminal import status as print_status
 from recipe.atropos.utils.process import start_time
 
 HOLDER = """

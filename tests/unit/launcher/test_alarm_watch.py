@@ -8,10 +8,9 @@ import orjson
 import pytest
 
 from helpers import ROOT
+from helpers.runs import run_of
 from helpers.trainer import compose_config
-from recipe.atropos.config.env_specs import environment_specs
 from recipe.atropos.launcher.alarm_watch import AlarmRaised, AlarmWatch
-from recipe.atropos.launcher.services import Run
 from recipe.atropos.terminal.progress import console
 from recipe.atropos.utils.files import append_line, read_lines
 from recipe.atropos.watchdog import watchdog
@@ -23,12 +22,10 @@ NOWHERE = "http://127.0.0.1:9"  # nothing answers: neither API nor gateway are n
 def watch(folder, *steps, options=(), version=0):
     """Look at these steps, one after the other; return what was printed."""
     config = compose_config("actor_rollout_ref.model.path=m", *options)
-    run = Run(config, [], folder)
+    run = run_of(config, folder)
 
     async def look():
-        async with contextlib.aclosing(
-            AlarmWatch(run, version, environment_specs(config), NOWHERE, None)
-        ) as alarm_watch:
+        async with contextlib.aclosing(AlarmWatch(run, version, NOWHERE, None)) as alarm_watch:
             for step in steps:
                 await alarm_watch.look([step])
 

@@ -3,6 +3,7 @@
 import pytest
 from atroposlib.envs.base import APIServerConfig, BaseEnvConfig
 
+from helpers.runs import run_of
 from recipe.atropos.adapter.posting import PostingEnv
 from recipe.atropos.adapter.settings import AdapterSettings
 from recipe.atropos.config.compose import load_config
@@ -10,7 +11,6 @@ from recipe.atropos.config.concurrency import groups_in_flight, request_limits
 from recipe.atropos.config.env_specs import environment_specs
 from recipe.atropos.inference.join_commands import join_settings
 from recipe.atropos.launcher.environment_processes import environment_command
-from recipe.atropos.launcher.services import Run
 from recipe.atropos.sources.numbered import DataSourceConfig
 
 BATCH = ["actor_rollout_ref.model.path=m", "data.train_batch_size=128", "actor_rollout_ref.rollout.n=8"]
@@ -39,7 +39,7 @@ def test_requests_have_room_and_time_for_long_answers(tmp_path):
     limits = {"num_max_requests_at_once": 2048, "timeout": 3277}  # 2 x 128 groups of 8; 5 tokens a second
     assert request_limits(config) == limits
     [spec] = environment_specs(config).values()
-    command = environment_command(Run(config, options, tmp_path), spec, "serve", "http://api", "http://gateway")
+    command = environment_command(run_of(config, tmp_path, options), spec, "serve", "http://api", "http://gateway")
     assert {f"--openai.{name}={value}" for name, value in limits.items()} <= set(command)
     assert f"--env.worker_timeout={2.0 * 3277}" in command, "half of the wait for a batch"
     env, openai = join_settings(config, "http://api", "http://gateway")

@@ -9,12 +9,11 @@ import orjson
 import pytest
 
 from helpers.environments.item_env import ItemEnv, ItemEnvConfig
+from helpers.runs import run_of
 from helpers.trainer import compose_config
 from recipe.atropos.adapter.cli import adapt
-from recipe.atropos.config.env_specs import environment_specs
 from recipe.atropos.launcher.evaluation import Evaluation, Evaluations, heldout_summary
 from recipe.atropos.launcher.plots import reward_figure
-from recipe.atropos.launcher.services import Run
 from recipe.atropos.run.evaluation_marker import NotEvaluated, is_held, say_evaluated, wait_until_evaluated
 from recipe.atropos.run.record import read_evaluations
 
@@ -30,7 +29,7 @@ def write(folder, *lines, torn=b""):
 
 def evaluations(folder, *options):
     config = compose_config("environments.a.target=m", "environments.b.target=m", *options)
-    return Evaluations(Run(config, [], folder), environment_specs(config), None)
+    return Evaluations(run_of(config, folder), None)
 
 
 # ---------------------------------------------------------------- what is due

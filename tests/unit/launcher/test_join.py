@@ -9,13 +9,13 @@ import sys
 import pytest
 import yaml
 
+from helpers.runs import run_of
 from recipe.atropos.config.compose import load_config
 from recipe.atropos.config.preflight import check_config
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.inference.join_commands import how_to_join
 from recipe.atropos.launch_services import check_start
 from recipe.atropos.launcher.joining import Joining, check_key
-from recipe.atropos.launcher.services import Run
 from recipe.atropos.sources.numbered import DataSourceConfig
 from recipe.atropos.utils.process import default_port, free_port
 from recipe.atropos.utils.secret import environments_key
@@ -53,10 +53,10 @@ def test_join_with_a_bound_on_staleness_needs_the_adapter():
 
 def test_join_from_another_machine_is_told_this_ones_address(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(
-        "recipe.atropos.launcher.joining.reachable_from_others", lambda host: host.replace("0.0.0.0", "other")
+        "recipe.atropos.inference.join_commands.reachable_from_others", lambda host: host.replace("0.0.0.0", "other")
     )
     for host, shown in (("0.0.0.0", "other"), ("127.0.0.1", "127.0.0.1")):
-        run = Run(config(f"api.host={host}", f"inference.host={host}", "inference.api_key=k"), config(), tmp_path)
+        run = run_of(config(f"api.host={host}", f"inference.host={host}", "inference.api_key=k"), tmp_path, config())
         Joining(run, "http://127.0.0.1:8000", "http://127.0.0.1:9001").start()
         told = capsys.readouterr().out
         assert f"rollout_server_url=http://{shown}:8000" in told and f"base_url=http://{shown}:9001/v1" in told
@@ -64,7 +64,7 @@ def test_join_from_another_machine_is_told_this_ones_address(tmp_path, monkeypat
 
 def test_control_key_is_not_what_joining_commands_show(tmp_path, monkeypatch, capsys):
     """They show the environments' key, to a terminal alone."""
-    run = Run(config("inference.api_key=of-the-trainer"), config(), tmp_path)
+    run = run_of(config("inference.api_key=of-the-trainer"), tmp_path, config())
     for terminal in (True, False):
         monkeypatch.setattr(
             "recipe.atropos.launcher.joining.console.file.isatty", lambda shown=terminal: shown, raising=False
@@ -122,4 +122,4 @@ def test_join_ports_given_twice_are_refused(model_path, tmp_path):
     overrides = [f"actor_rollout_ref.model.path={model_path}", f"api.port={port}", f"inference.gateway_port={port}"]
     with pytest.raises(ConfigurationError, match=f"api.port and inference.gateway_port: both are {port}"):
         run = load_config(["preset=demo", *overrides])
-        check_start(Run(run, run, tmp_path))
+        check_start(run_of(run, tmp_path))

@@ -11,6 +11,7 @@ import pytest
 from omegaconf import OmegaConf, flag_override
 
 from helpers.environments import item_env
+from helpers.runs import run_of
 from helpers.trainer import compose_config
 from recipe.atropos.adapter.reporting import EnvReport
 from recipe.atropos.config.compose import load_config
@@ -18,7 +19,6 @@ from recipe.atropos.config.env_specs import EnvironmentSpec, environment_specs, 
 from recipe.atropos.config.preflight import ConfigurationError, check_config
 from recipe.atropos.launch_services import compose_overrides, parse_arguments
 from recipe.atropos.launcher.environment_processes import Environments, environment_command, write_bridge
-from recipe.atropos.launcher.services import Run
 from recipe.atropos.launcher.supervision import scores_of
 from recipe.atropos.utils.process import ServiceFailed
 
@@ -113,7 +113,7 @@ def test_environments_start_with_own_name_and_part_of_the_batch(tmp_path):
     bridge = ["environments.b.reward_bridge.clip=1", "environments.b.min_batch_allocation=0.25"]
     settings = config(*options, *bridge)
     a, b = environment_specs(settings).values()
-    run = Run(settings, [], tmp_path)
+    run = run_of(settings, tmp_path)
     of_a = environment_command(run, a, "serve", "http://api", "http://server")
     assert of_a[1:6] == ["-m", "recipe.atropos.utils.env_adapter", "serve", "--env", "m"]
     assert {"--env.wandb_name=a", "--env.inference_weight=2", "--env.seed=3"} <= set(of_a)
@@ -141,7 +141,7 @@ def end(service):
 
 def test_environment_given_up_leaves_the_run_to_the_others(tmp_path, capsys):
     """The run ends with the last one."""
-    run = Run(None, [], tmp_path)
+    run = run_of(None, tmp_path)
     command = [sys.executable, "-c", "print('its last words', flush=True); import time; time.sleep(100)"]
     try:
         for name in ("environment-a", "environment-b"):
@@ -180,7 +180,7 @@ def test_counts_are_summed_over_the_processes_of_an_environment(tmp_path):
 
     process(5, 2)
     process(7, 1)
-    environments = Environments(Run(settings, [], tmp_path), environment_specs(settings), "http://api", "http://server")
+    environments = Environments(run_of(settings, tmp_path), "http://api", "http://server")
     assert environments.summary()["a"] == {
         "in_flight": 8,  # each process left four undone
         "items": 8,

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 from omegaconf import OmegaConf
 
+from helpers.runs import run_of
 from recipe.atropos.config.compose import load_config
 from recipe.atropos.config.preflight import check_config
 from recipe.atropos.errors import ConfigurationError, LaunchError
@@ -18,7 +19,6 @@ from recipe.atropos.inference.server import SGLangLaunch, declares_flag, sglang_
 from recipe.atropos.launch_services import check_start
 from recipe.atropos.launcher import launch, placement
 from recipe.atropos.launcher.placement import place_servers
-from recipe.atropos.launcher.services import Run
 from recipe.atropos.launcher.sglang import Inference, plan_servers
 from recipe.atropos.main import ray_options, set_device
 from recipe.atropos.utils.gpus import platform_variables
@@ -73,7 +73,7 @@ def test_placement_shares_gpus_where_they_are_too_few(
     config, told = placed(*overrides)
     assert config.inference.colocated is colocated
     assert (told is not None) == (colocated and "inference.colocated=true" not in overrides)
-    launches = plan_servers(Run(config, [], tmp_path)).values()
+    launches = plan_servers(run_of(config, tmp_path)).values()
     assert [launch.extra_args["base_gpu_id"] for launch in launches] == first
     assert all(launch.releases_memory is colocated for launch in launches)
     assert {launch.mem_fraction_static for launch in launches} == {0.4 if colocated else None}
@@ -110,7 +110,7 @@ def test_placement_captures_graphs_for_what_is_in_flight(machine, monkeypatch, t
     monkeypatch.setattr("recipe.atropos.inference.server.packages_of", lambda python: tmp_path)
     declares_flag.cache_clear()
     config, _ = placed(*overrides)
-    [launch, *_] = plan_servers(Run(config, [], tmp_path)).values()
+    [launch, *_] = plan_servers(run_of(config, tmp_path)).values()
     assert {name: value for name, value in launch.extra_args.items() if "graph_max" in name} == (
         {flag: graphs} if graphs else {}
     )
@@ -147,11 +147,11 @@ def test_placement_follows_verls_own_variable(machine, monkeypatch, tmp_path):
     machine(1)
     monkeypatch.setenv("VERL_PLATFORM", "cpu")
     config, told = placed()
-    [launch] = plan_servers(Run(config, [], tmp_path)).values()
+    [launch] = plan_servers(run_of(config, tmp_path)).values()
     assert launch.device == "cpu" and told is None and "base_gpu_id" not in launch.extra_args
     monkeypatch.delenv("VERL_PLATFORM")
     config, _ = placed("trainer.device=cpu", "inference.device=cuda")
-    [launch] = plan_servers(Run(config, [], tmp_path)).values()
+    [launch] = plan_servers(run_of(config, tmp_path)).values()
     assert launch.extra_args["base_gpu_id"] == 0, "the trainer has none of them"
 
 
@@ -382,7 +382,7 @@ def test_gpu_memory_that_cannot_be_released_is_told_at_once(interpreter, machine
     options = ["trainer.device=cuda", "inference.colocated=true", f"inference.python={python}"]
     config = load_config([f"actor_rollout_ref.model.path={model_path}", *options])
     with pytest.raises(LaunchError, match=r"has no library for CUDA 99.0"):
-        check_start(Run(config, config, tmp_path))
+        check_start(run_of(config, tmp_path))
     (library.parent / "torch/version.py").write_text("cuda = None\n")
     with pytest.raises(LaunchError, match="has torch for a CPU"):
         check_saver(python)
@@ -415,5 +415,5 @@ def test_gpu_memory_is_measured_before_the_trainer_takes_some(colocated, machine
     monkeypatch.setattr(launch, "servers_healthy", healthy)
     monkeypatch.setattr(launch, "first_version", version)
     with pytest.raises(LaunchError, match="enough"):
-        asyncio.run(launch.launch(config, config, tmp_path, {}))
+        asyncio.run(launch.launch(run_of(config, tmp_path)))
     assert order == (["servers healthy", "trainer"] if colocated else ["trainer", "servers healthy"])

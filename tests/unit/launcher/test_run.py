@@ -14,12 +14,12 @@ import psutil
 import pytest
 
 from helpers.disk import fill
+from helpers.runs import run_of
 from helpers.trainer import compose_config
-from recipe.atropos.config.env_specs import environment_specs
 from recipe.atropos.inference.server import SGLangLaunch, sglang_command
 from recipe.atropos.launcher.environment_processes import Environments
 from recipe.atropos.launcher.launch import launch
-from recipe.atropos.launcher.services import RestartPolicy, Run, bounded_logs
+from recipe.atropos.launcher.services import RestartPolicy, bounded_logs
 from recipe.atropos.launcher.sglang import Inference, _start_again_from_now_on, plan_servers
 from recipe.atropos.run.folder import RunDir
 from recipe.atropos.utils.files import DiskFull, FolderRemoved
@@ -36,7 +36,7 @@ END = [sys.executable, "-c", "print('my last words')"]
 
 @pytest.fixture
 def run(tmp_path):
-    run = Run(None, [], tmp_path)
+    run = run_of(None, tmp_path)
     yield run
     run.stop()
 
@@ -54,7 +54,9 @@ def end(service):
 
 def listed(run):
     """Its pid by the name of each service; the launcher is this process."""
-    found = {name: entry["pid"] for name, entry in orjson.loads((run.directory / "services.json").read_bytes()).items()}
+    found = {
+        name: entry["pid"] for name, entry in orjson.loads((run.files.path / "services.json").read_bytes()).items()
+    }
     assert found.pop("launcher") == os.getpid()
     return found
 
@@ -63,9 +65,9 @@ def test_a_run_whose_folder_was_removed_ends(run):
     """Also if something has made a folder of that name since."""
     with run.files.lock() as run.lock:
         run.check()
-        shutil.rmtree(run.directory)
-        run.directory.mkdir()
-        with pytest.raises(FolderRemoved, match=f"{run.directory} no longer exists"):
+        shutil.rmtree(run.files.path)
+        run.files.path.mkdir()
+        with pytest.raises(FolderRemoved, match=f"{run.files.path} no longer exists"):
             run.check()
 
 
@@ -135,7 +137,7 @@ def test_run_dir_full_disk_ends_the_launcher_with_one_error(full_disk, monkeypat
     (full_disk / "run").mkdir()
     fill(full_disk)
     with pytest.raises(DiskFull, match=f"no space left on device: {full_disk}/run/services.json") as raised:
-        asyncio.run(launch(config, [], full_disk / "run", environment_specs(config)))
+        asyncio.run(launch(run_of(config, full_disk / "run")))
     assert raised.value.__notes__ == [f"then, at the end: {raised.value}"]
     words = [word for process in psutil.Process().children(recursive=True) for word in process.cmdline()]
     assert not any("run_api" in word for word in words)
@@ -144,8 +146,8 @@ def test_run_dir_full_disk_ends_the_launcher_with_one_error(full_disk, monkeypat
 
 def test_run_dir_full_disk_keeps_no_environment_running(full_disk, monkeypatch):
     config = compose_config("actor_rollout_ref.model.path=m")
-    run = Run(config, [], full_disk / "run")
-    environments = Environments(run, environment_specs(config), "http://api", "http://server")
+    run = run_of(config, full_disk / "run")
+    environments = Environments(run, "http://api", "http://server")
     [state] = environments._states
     environments._states = [state, replace(state)]
     try:
@@ -171,18 +173,18 @@ def test_run_counts_the_seconds_of_all_its_starts(tmp_path, monkeypatch):
     monkeypatch.setattr("recipe.atropos.launcher.launch.start_api", fail)
     for starts in (1, 2):
         with pytest.raises(ServiceFailed, match="on purpose"):
-            asyncio.run(launch(config, [], tmp_path, {}))
+            asyncio.run(launch(run_of(config, tmp_path)))
         assert orjson.loads(RunDir(tmp_path).summary.read_bytes())["seconds_in_all"] >= 0.1 * starts
     RunDir(tmp_path).summary.write_text("not JSON")
     with pytest.raises(ServiceFailed, match="on purpose"):
-        asyncio.run(launch(config, [], tmp_path, {}))
+        asyncio.run(launch(run_of(config, tmp_path)))
 
 
 @pytest.mark.parametrize(("address", "loopback"), [(None, True), ("local", True), ("10.0.0.1:6379", False)])
 def test_run_on_a_cluster_is_not_kept_on_loopback(tmp_path, monkeypatch, address, loopback):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     config = compose_config("actor_rollout_ref.model.path=m", f"+ray_kwargs.ray_init.address={address or 'null'}")
-    run = Run(config, [], tmp_path)
+    run = run_of(config, tmp_path)
     try:
         assert ("GLOO_SOCKET_IFNAME" in run.variables) is loopback
     finally:
@@ -231,7 +233,7 @@ def test_run_servers_wait_for_the_memory_that_the_trainer_has(tmp_path, colocate
     """They share it, and the trainer says when it has it."""
     options = ["actor_rollout_ref.model.path=m", "inference.urls=[http://127.0.0.1:1]", f"run.dir={tmp_path}"]
     config = compose_config(*options, f"inference.colocated={colocated}")
-    run = Run(config, [], tmp_path)
+    run = run_of(config, tmp_path)
     try:
         services = {name: run.start(name, SLEEP) for name in ("sglang", "gateway")}
         launch = SGLangLaunch("m", port=1)
@@ -324,17 +326,17 @@ def test_run_servers_have_own_ports_seeds_and_devices(tmp_path, device, gpus):
         "inference.args.tp_size=2",
         *(["inference.args.base_gpu_id=4"] if device == "cuda" else []),
     )
-    launches = plan_servers(Run(config, [], tmp_path))
+    launches = plan_servers(run_of(config, tmp_path))
     assert list(launches) == ["sglang-0", "sglang-1"]
     assert len({launch.port for launch in launches.values()}) == 2
     assert [launch.extra_args["random_seed"] for launch in launches.values()] == [7, 8]
     assert [launch.extra_args.get("base_gpu_id") for launch in launches.values()] == gpus
     assert not any(launch.extra_args["trust_remote_code"] for launch in launches.values())
     config.actor_rollout_ref.model.trust_remote_code = True
-    assert all(launch.extra_args["trust_remote_code"] for launch in plan_servers(Run(config, [], tmp_path)).values())
+    assert all(launch.extra_args["trust_remote_code"] for launch in plan_servers(run_of(config, tmp_path)).values())
 
     config.inference.servers, config.inference.port = 1, 30000
-    assert [(name, launch.port) for name, launch in plan_servers(Run(config, [], tmp_path)).items()] == [
+    assert [(name, launch.port) for name, launch in plan_servers(run_of(config, tmp_path)).items()] == [
         ("sglang", 30000)
     ]
 
@@ -342,7 +344,7 @@ def test_run_servers_have_own_ports_seeds_and_devices(tmp_path, device, gpus):
 def test_run_starts_servers_that_take_an_adapter_by_itself(model_path, tmp_path):
     def flags(*overrides):
         given = (f"actor_rollout_ref.model.path={model_path}", "inference.device=cpu", "inference.python=py")
-        launches = plan_servers(Run(compose_config(*given, *overrides), [], tmp_path))
+        launches = plan_servers(run_of(compose_config(*given, *overrides), tmp_path))
         return " ".join(sglang_command(launches["sglang"])[0])
 
     lora = ("actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.target_modules=[q_proj,down_proj]")

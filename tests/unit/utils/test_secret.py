@@ -8,6 +8,7 @@ import pytest
 import ray
 from omegaconf import OmegaConf
 
+from helpers.runs import run_of
 from helpers.trainer import compose_config
 from recipe.atropos import main, train_run
 from recipe.atropos.config import compose
@@ -16,7 +17,6 @@ from recipe.atropos.config.env_specs import environment_specs
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.inference.server import SGLangLaunch, sglang_command
 from recipe.atropos.launcher.environment_processes import environment_command, environment_secrets
-from recipe.atropos.launcher.services import Run
 from recipe.atropos.launcher.startup import start_trainer
 from recipe.atropos.utils import private_process
 from recipe.atropos.utils.local_ray import start_ray
@@ -89,7 +89,7 @@ def test_secret_is_hidden_from_config_yaml_and_trackers(tmp_path, monkeypatch):
 
 def test_secret_flags_are_in_no_command_line(tmp_path):
     config = compose_config(*OPTIONS)
-    run = Run(config, OPTIONS, tmp_path)
+    run = run_of(config, tmp_path, OPTIONS)
     assert run.api_key == KEY, "the user's own"
     [spec] = environment_specs(config).values()
     command = environment_command(run, spec, "serve", "http://api", "http://server")
@@ -117,7 +117,7 @@ NESTED = [
 def test_secret_inside_of_a_value_is_hidden(override, tmp_path):
     config = compose_config("actor_rollout_ref.model.path=m", f"inference.api_key={KEY}", override)
     [spec] = environment_specs(config).values()
-    run = Run(config, [], tmp_path)
+    run = run_of(config, tmp_path)
     flags = environment_secrets(run, spec)[private_process.SECRET_FLAGS]
     command = environment_command(run, spec, "serve", "http://api", "http://server")
     kept = config_yaml(config).decode() + json.dumps(public_config(config))
@@ -135,7 +135,7 @@ def test_secret_that_is_no_value_is_shown():
 def trainer_of(overrides, folder, monkeypatch):
     """(its command line, its own environment variables) for a launcher with these overrides."""
     config = load_config(overrides)
-    run = Run(config, compose.compose_config(overrides), folder)
+    run = run_of(config, folder, compose.compose_config(overrides))
 
     def start(name, command, **variables):
         return SimpleNamespace(name=name, command=command, variables=variables)

@@ -10,13 +10,13 @@ import urllib.request
 import aiohttp
 import pytest
 
+from helpers.runs import run_of
 from helpers.squatter import NOBODY, needs_root, squats, squatted
 from recipe.atropos.config.compose import load_config
 from recipe.atropos.errors import ConfigurationError, LaunchError
 from recipe.atropos.inference.client import SGLangClient
 from recipe.atropos.inference.gateway_client import gateway_command
 from recipe.atropos.inference.server import SGLangLaunch, check_launch
-from recipe.atropos.launcher.services import Run
 from recipe.atropos.launcher.sglang import Inference, inference_healthy
 from recipe.atropos.launcher.startup import api_command
 from recipe.atropos.utils import sockets
@@ -43,7 +43,7 @@ def answers(url):
 def test_squat_of_a_port_fails_before_and_after_its_service(name, tmp_path):
     """The launcher holds it, before the service is started and while it is restarted; connections are refused."""
     config = load_config(["preset=demo", f"api.port={free_port()}"])
-    run = Run(config, config, tmp_path)
+    run = run_of(config, tmp_path)
     if name == "api":
         command, url = api_command(run)
     else:
@@ -86,7 +86,7 @@ def test_squat_of_a_starting_server_ends_the_launch(tmp_path):
     """At once, with the port and the user, though the server itself would notice only when its model is loaded."""
     port = free_port()
     config = load_config(["preset=demo"])
-    run = Run(config, config, tmp_path)
+    run = run_of(config, tmp_path)
     launch = SGLangLaunch("m", port=port, api_key=run.api_key)
     with sockets.reserve("127.0.0.1", gate := free_port(), "inference.gateway_port") as run.reserved["gateway"]:
         url = f"http://127.0.0.1:{gate}"

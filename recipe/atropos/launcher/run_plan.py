@@ -1,0 +1,111 @@
+"""The plan of a run, made once from a command line: its configuration, its folder, its environments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from recipe.atropos.checkpoint.start_from import Start
+from recipe.atropos.config.compose import (
+    LAUNCHER_KEYS,
+    complete_config,
+    compose_config,
+    given_keys,
+    resolved,
+    with_values,
+)
+from recipe.atropos.config.derived_timeouts import set_waits
+from recipe.atropos.config.env_specs import EnvironmentSpec, environment_specs
+from recipe.atropos.config.models import KEY as MODEL_KEY
+from recipe.atropos.config.models import replace_model_path
+from recipe.atropos.errors import ConfigurationError
+from recipe.atropos.run.folder import RunDir
+from recipe.atropos.terminal.progress import say
+from recipe.atropos.utils.files import read_json
+
+_MODEL_TO_COME = "model-of-the-run-to-resume-from"  # placeholder until the run to resume from is known
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """A run as its command line means it. ``specs``: the environments that it starts, by name; none if others join.
+
+    ``config`` is resolved, and filled in until the start: the model's folder, the number of servers. ``composed`` still
+    has the interpolations. ``start``: the other run whose weights it begins with.
+    """
+
+    config: DictConfig
+    composed: DictConfig
+    files: RunDir
+    start: Start | None = None
+    specs: Mapping[str, EnvironmentSpec] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "specs", environment_specs(self.config) if self.config else {})
+
+    def complete(self, addresses: Mapping[str, Any] | None = None) -> DictConfig:
+        """Return the trainer's configuration, with ``addresses`` of services by key."""
+        return complete_config(self.composed, self.config, self.files.path, addresses)
+
+
+def plan_run(overrides: list[str]) -> RunPlan:
+    """Return the plan of a run with ``overrides``. Paths below run.dir are in the folder that is chosen.
+
+    Raises:
+        ConfigurationError: as ``load_config``, ``choose_run_dir`` and ``Start.of``; or a key is given that only a
+            trainer without the launcher accepts.
+    """
+    given, start = given_keys(overrides), None
+    if own := [
+        f"{key} is set by the launcher, which starts the services itself; drop it and give {LAUNCHER_KEYS[key]}, or "
+        "train beside services of your own by python -m recipe.atropos.main"
+        for key in sorted(given & LAUNCHER_KEYS.keys())
+    ]:
+        raise ConfigurationError("\n".join(own))
+    later = "run.resume_from" in given and MODEL_KEY not in given  # the model is known once the run's folder is
+    composed = compose_config(overrides, tell=say)
+    config = resolved(with_values(composed, {MODEL_KEY: _MODEL_TO_COME}) if later else composed)
+    directory, values = choose_run_dir(config, explicit="run.dir" in given), {}
+    if directory != Path(config.run.dir).resolve():
+        values = {"run.dir": str(directory)}
+    if config.run.resume_from:
+        start = Start.of(config, directory, given)
+        values |= start.values
+    if values:
+        composed = with_values(composed, values)
+        config = resolved(composed)
+    if start is not None:
+        replace_model_path(config, start.model_before_the_copy)
+    return RunPlan(set_waits(config), composed, RunDir(directory), start)
+
+
+def choose_run_dir(config: DictConfig, explicit: bool) -> Path:
+    """Return the folder of the run: the configured one or, if it holds a finished run, the first of NAME-2, NAME-3, ...
+    that does not.
+
+    Raises:
+        ConfigurationError: the folder was given explicitly and holds a finished run.
+    """
+    configured = Path(config.run.dir).resolve()
+    candidate, number = configured, 1
+    while _finished_steps(candidate) >= config.trainer.total_training_steps:
+        if explicit:
+            raise ConfigurationError(
+                f"run.dir={candidate} holds a run that has trained {_finished_steps(candidate)} steps already; "
+                "give another folder, or more --steps to go on"
+            )
+        number += 1
+        candidate = configured.with_name(f"{configured.name}-{number}")
+    return candidate
+
+
+def _finished_steps(folder: Path) -> int:
+    """Return the number of steps of a run that is finished, last evaluation included; 0 if there is none."""
+    try:
+        return read_json(RunDir(folder).summary, {}).get("finished_steps", 0)
+    except OSError as error:
+        raise ConfigurationError(f"run.dir={folder}: {error.strerror}; give another --run-dir") from error
