@@ -420,7 +420,7 @@ def test_code_environment_worker_needs_no_privilege(isolation):
     become = "import os, sys; os.setgroups([]); os.setgid(65534); os.setuid(65534); os.execv(sys.argv[1], sys.argv[1:])"
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         os.chmod(folder, 0o755)
-        for path in source.glob("sandbox_*.py"):
+        for path in source.glob("*.py"):
             (Path(folder) / path.name).write_bytes(path.read_bytes())
         worker = [str(python), "-I", "-S", "-B", f"{folder}/worker.py", isolation, json.dumps(LIMITS.__dict__)]
         command = [sys.executable, "-c", become, *worker]
