@@ -1,10 +1,9 @@
-"""The tables of docs/migration.md and docs/promises.md, and the presets for real models, made small."""
+"""The tables and lists of docs/migration.md, and the presets for real models, made small."""
 
 import re
 
 from helpers import ROOT
 
-STATES = {"same", "renamed", "different"}
 PRESETS = ["gsm8k", "gsm8k-lora", "golden"]
 SMALL = [  # what a GPU's presets cannot be on two CPU cores: the device, the sizes, and a policy's own prompt
     "inference.dtype=float32",
@@ -37,10 +36,19 @@ def code(cell):
     return re.findall(r"`([^`]+)`", cell)
 
 
-MIGRATION, PROMISES = tables("migration.md"), tables("promises.md")
+MIGRATION = tables("migration.md")
 
 
-def rows_of(heading, columns=4):
+def rows_of(heading):
+    """Of docs/migration.md: (there, here) of each row."""
     rows = MIGRATION[heading]
-    assert rows and all(len(row) == columns and row[2] in STATES for row in rows), f"{heading}: a malformed row"
+    assert rows and all(len(row) == 2 for row in rows), f"{heading}: a malformed row"
     return rows
+
+
+def listed(heading, lead):
+    """The names in code of the paragraph below a heading of docs/migration.md that begins with ``lead``."""
+    section = (ROOT / "docs/migration.md").read_text().partition(f"## {heading}\n")[2].partition("\n## ")[0]
+    [names] = [code(paragraph) for paragraph in section.split("\n\n") if paragraph.lstrip().startswith(lead)]
+    assert names, f"{heading}: {lead} nothing"
+    return names

@@ -1,19 +1,17 @@
-"""docs/migration.md and docs/promises.md against the code, row by row."""
+"""docs/migration.md against the code, name by name."""
 
 import ast
-import functools
 import json
 import pkgutil
 import re
 import shlex
-from pathlib import Path
 
 import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
 from helpers import ROOT
-from helpers.promises import PRESETS, PROMISES, SMALL, code, rows_of
+from helpers.promises import PRESETS, SMALL, code, listed, rows_of
 from helpers.runs import run_of
 from helpers.trainer import random_group
 from recipe.atropos.config.compose import compose_config, load_config
@@ -49,14 +47,6 @@ def defined(place):
     return True
 
 
-@functools.cache
-def functions_of(name):
-    """Of the file of tests, wherever it is."""
-    (file,) = (ROOT / "tests").rglob(name)
-    nodes = ast.parse(file.read_text()).body
-    return {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
-
-
 def keys_of(config):
     def walk(tree, prefix):
         for name, value in tree.items():
@@ -67,19 +57,24 @@ def keys_of(config):
     return set(walk(OmegaConf.to_container(config), ""))
 
 
+SAME_KEYS = """
+trainer.atropos.api_url trainer.atropos.timeout trainer.atropos.use_advantages trainer.atropos.fallback_to_grpo
+trainer.atropos.retry_attempts trainer.atropos.retry_delay trainer.atropos.max_wait_time algorithm.adv_estimator
+actor_rollout_ref.rollout.temperature data.max_response_length
+""".split()
+
+
 def test_promises_of_keys_are_in_the_configuration():
     known = keys_of(compose_config([]))
     free = ("environment.args.", "environment.reward_bridge.")
-    for name, _, state, here in rows_of("Keys"):
-        (old,) = code(name)
-        if state != "renamed":
-            assert old in known, old
+    assert set(SAME_KEYS) <= set(listed("Keys", "The same:")) & known
+    for there, here in rows_of("Keys"):
         for key in (cell.partition("=")[0] for cell in code(here) if "." in cell):
-            assert key in known or key.startswith(free), f"{old}: {key}"
+            assert key in known or key.startswith(free), f"{there}: {key}"
 
 
 def test_promises_of_renamed_keys_are_refusals_that_name_the_new():
-    renamed = {code(name)[0]: code(here)[0] for name, _, state, here in rows_of("Keys") if state == "renamed"}
+    renamed = {old: code(here)[0] for there, here in rows_of("Keys") for old in code(there)}
     assert set(RENAMED) <= {old for old in renamed} | {old.rpartition(".")[0] for old in renamed}
     for old, new in renamed.items():
         for given in (f"{old}=3", f"+{old}=3"):
@@ -161,11 +156,9 @@ def test_promises_of_old_files_are_kept_or_told_key_by_key(tmp_path):
 
 
 def test_promises_of_values_are_taken_or_refused_by_name(tmp_path, capsys):
-    for name, _, state, _ in rows_of("Values"):
-        (given,) = code(name)
-        if state == "same":
-            load_config([MODEL, given])
-            continue
+    for given in listed("Values", "The same:"):
+        load_config([MODEL, given])
+    for given in listed("Values", "Refused by name:"):
         arguments = ["--model=m", f"--run-dir={tmp_path / 'run'}", given]
         assert main(arguments) == 1
         assert f"{given} is not supported: " in capsys.readouterr().out
@@ -183,16 +176,16 @@ def test_promises_of_flags_are_fields_of_the_environments(tmp_path):
     run = run_of(config, tmp_path)
     launched = environment_command(run, spec, "serve", "http://api", "http://server")
     launched += json.loads(environment_secrets(run, spec)[SECRET_FLAGS])
-    for name, _, _, here in rows_of("Flags of environments"):
-        section, _, field = code(name)[0].removeprefix("--").partition(".")
-        assert section == "slurm" or field in fields[section], name
-        if "set by the launcher" in here:
-            flag = code(name)[0]
-            assert any(word == flag or word.startswith(f"{flag}=") for word in launched), flag
+    given = listed("Flags of environments", "Set by the launcher:")
+    for flag in given + [each for each in listed("Flags of environments", "Yours:") if each.startswith("--")]:
+        section, _, field = flag.removeprefix("--").partition(".")
+        assert section == "slurm" or field in fields[section], flag
+    for flag in given:
+        assert any(word == flag or word.startswith(f"{flag}=") for word in launched), flag
 
 
 def test_promises_of_commands_are_programs_of_this_repository():
-    for name, _, _, here in rows_of("Commands"):
+    for there, here in rows_of("Commands"):
         for command in code(here):
             words = shlex.split(command)
             if words[:2] == ["python", "-m"]:
@@ -205,20 +198,28 @@ def test_promises_of_commands_are_programs_of_this_repository():
                 assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), command
             elif words[0] == "pytest":
                 assert in_repository(words[1]), command
-            elif words[0] == "run-api":
-                assert "--port" in Path(__import__("atroposlib.cli.run_api", fromlist=["_"]).__file__).read_text()
             elif "/" in command:
-                assert in_repository(command), f"{name}: {command}"
+                assert in_repository(command), f"{there}: {command}"
 
 
 def test_promises_of_files_and_names_are_there():
-    for name, _, state, here in rows_of("Files"):
+    assert all(in_repository(path) for path in listed("Files", "The same:"))
+    for _, here in rows_of("Files"):
         assert code(here) and all(in_repository(path) for path in code(here)), here
-        assert state != "same" or code(name) == code(here)
-    for name, _, state, here in rows_of("Classes and functions"):
+    assert all(defined(place) for place in listed("Classes and functions", "The same:") if ".py:" in place)
+    for _, here in rows_of("Classes and functions"):
         places = [place for place in code(here) if ".py:" in place]
         assert places and all(defined(place) for place in places), here
-        assert state != "same" or any(place.endswith(f":{code(name)[0]}") for place in places), name
+
+
+FIELDS = {
+    "tokens": {"input_ids", "prompts", "responses"},
+    "masks": {"response_mask"},
+    "scores": {"token_level_scores"},
+    "inference_logprobs": {"rollout_log_probs"},
+    "advantages": {"atropos_advantages"},
+    "ref_logprobs": {"ref_log_prob"},
+}
 
 
 def test_promises_of_fields_and_addresses_are_there():
@@ -228,25 +229,13 @@ def test_promises_of_fields_and_addresses_are_there():
     from recipe.atropos.data.rows import RowLimits
 
     group = random_group(np.random.default_rng(0), vocab_size=50)
-    for name, *_ in rows_of("Fields"):
-        if code(name)[0] not in group:
-            group[code(name)[0]] = [[-0.5] * len(row) for row in group["tokens"]]
+    for name in FIELDS:
+        if name not in group:
+            group[name] = [[-0.5] * len(row) for row in group["tokens"]]
     rows, _ = groups_to_data_proto([group], RowLimits(80, pad_token_id=0))
-    for _, _, _, here in rows_of("Fields"):
-        assert not set(code(here)) - set(rows.batch.keys()), here
-    served = {route.path for route in app.routes}
-    for _, _, _, here in rows_of("Addresses"):
-        assert not set(code(here)) - served, here
-
-
-@pytest.mark.parametrize("document", [heading for heading in PROMISES if heading != "What was promised"])
-def test_promises_name_files_and_tests_that_are_there(document):
-    for promise, where, test in PROMISES[document]:
-        assert all(in_repository(path) for path in code(where)), f"{promise}: {where}"
-        tests = [name.split("::") for name in code(test) if "::" in name]
-        assert tests or test.startswith("not run: "), f"{promise}: name a test, or say what is missing"
-        for file, function in tests:
-            assert function in functions_of(file), f"{promise}: no {function} in {file}"
+    assert set().union(*FIELDS.values()) <= set(rows.batch.keys())
+    addresses = set(listed("Fields and addresses", "Fields of a group")) - {"/generate", "/v1"}
+    assert {"/register", "/batch", "/scored_data", "/status"} == addresses <= {route.path for route in app.routes}
 
 
 @pytest.mark.parametrize("preset", PRESETS)
