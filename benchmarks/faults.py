@@ -1,7 +1,7 @@
 """Kill or stop each process of a run in each phase of it: ``python benchmarks/faults.py [--quick] [--only TEXT]``
 
-One run of the demonstration goes through all faults: each start resumes what the previous fault left. The table, which
-docs/faults.md has as it is printed, says of each fault whether the run recovered (it trained on) or ended with a named
+One run of the demonstration goes through all faults: each start resumes what the previous fault left. The table says
+of each fault whether the run recovered (it trained on) or ended with a named
 error, and after how many seconds. Beside it is printed what must not be: a process or shared memory that was left, and
 steps that are not in ``metrics.jsonl`` once after the next start. At the end the run must reach its last step. A
 stopped process (SIGSTOP) is noticed by configured time limits, of which ``LIMIT`` is the longest here.
