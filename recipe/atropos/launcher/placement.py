@@ -14,7 +14,7 @@ from recipe.atropos.utils.hosts import is_this_host, joins_cluster
 from recipe.atropos.utils.machine import gpu_memory
 
 # Share of a GPU for a colocated server's weights and KV cache. SGLang's default, nearly the whole GPU, would leave no
-# room for the trainer's weights and optimizer moments. Source: docs/gsm8k.md.
+# room for the trainer's weights and optimizer moments. Source: docs/models.md.
 COLOCATED_SHARE = 0.4
 _SGLANG_GRAPHS, _LARGE_GPU = 256, 60 << 30  # requests that SGLang captures on a GPU of 60 GiB or more
 _MOST_GRAPHS = 1024  # their buffers take about 2 MiB a request (SGLang's own estimate)
