@@ -35,8 +35,8 @@ def test_each_package_has_a_line():
 
 
 def test_each_page_is_in_the_index():
-    index = (ROOT / "docs/README.md").read_text()
-    assert [path.name for path in (ROOT / "docs").glob("*.md") if f"({path.name})" not in index] == ["README.md"]
+    index = (ROOT / "README.md").read_text()
+    assert [path.name for path in (ROOT / "docs").glob("*.md") if f"(docs/{path.name})" not in index] == []
 
 
 def test_the_configuration_reference_is_current():
@@ -44,21 +44,9 @@ def test_the_configuration_reference_is_current():
     assert text == reference(), "python -m recipe.atropos.config.reference > docs/configuration.md"
 
 
-def test_each_error_is_in_the_troubleshooting_page():
-    page = (ROOT / "docs/troubleshooting.md").read_text()
-    known, classes = {"AtroposError"}, {}
-    for path in RECIPE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ClassDef):
-                classes[node.name] = {base.id for base in node.bases if isinstance(base, ast.Name)}
-    while more := {name for name, bases in classes.items() if bases & known} - known:
-        known |= more
-    assert [name for name in known - {"AtroposError"} if f"`{name}`" not in page and name[0] != "_"] == []
-
-
 def test_troubleshooting_page_quotes_messages_that_there_are():
     """A user sees a message, and looks for its words."""
-    rows = [row for row in tables("troubleshooting.md")["Troubleshooting"] if len(row) == 4]
+    rows = [row for row in tables("troubleshooting.md")["Troubleshooting"] if len(row) == 3]
     texts = [
         node.value
         for path in RECIPE.rglob("*.py")
