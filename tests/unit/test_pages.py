@@ -20,10 +20,7 @@ from recipe.atropos.watchdog.alarms import ALARMS
 PAGES = ["hyperparameters.md", "costs.md"]
 DEFAULTS = {code(row[0])[0]: row[2] for rows in tables("configuration.md").values() for row in rows}
 HYPERPARAMETERS = [
-    row
-    for heading, rows in tables("hyperparameters.md").items()
-    if heading != "Where to begin"
-    for row in rows
+    row for heading, rows in tables("hyperparameters.md").items() if heading != "Where to begin" for row in rows
 ]
 PRESETS = {"qwen2.5-0.5b-1gpu": ("0.5b", 24), "qwen2.5-1.5b-lora-1gpu": ("1.5b", 24), "qwen2.5-7b-8gpu": ("7b", 80)}
 SEQUENCES, PROMPT, RESPONSE, LONGEST = 1024, 150, 250, 1024  # what costs.md assumes of a step
