@@ -41,7 +41,7 @@ test-fake-gpu: gem-env  ## The same, on a machine that seems to have GPUs
 test-all: env gem-env  ## The same, and what takes long
 	$(VENV)/bin/python -m pytest -m "slow or not slow" $(PARALLEL) $(ARGS)
 
-test-mutations: gem-env $(MUTATION_STAMP)  ## Which faults no fast test would see; docs/testing.md has its table
+test-mutations: gem-env $(MUTATION_STAMP)  ## Which faults no fast test would see; docs/testing.md has the result
 	$(VENV)/bin/python tests/mutation/run.py --python $(abspath $(MUTATION_VENV))/bin/python $(ARGS)
 
 # What starts, controls or pushes to SGLang, against the version that verl pins; its environment is built here alone.
