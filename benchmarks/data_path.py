@@ -36,12 +36,11 @@ from recipe.atropos.config.compose import compose_config
 from recipe.atropos.data.data_proto import groups_to_data_proto
 from recipe.atropos.data.rows import IGNORED, Group, RowLimits
 from recipe.atropos.demo.small_policy import make_tokenizer
-from recipe.atropos.main import ray_options, set_device
+from recipe.atropos.main import fill_in, ray_options
 from recipe.atropos.ray_trainer import RayGRPOAtroposTrainer
-from recipe.atropos.utils.gpus import platform_variables
+from recipe.atropos.utils.gpus import decide_device, platform_variables
 from recipe.atropos.utils.local_ray import start_ray
 from recipe.atropos.verl_ext.batch import DataProto, compute_position_id_with_mask
-from recipe.atropos.verl_ext.device import get_device_name
 
 GROUPS, GROUP_SIZE, SEQUENCE_LENGTH = 64, 8, 2048  # the conversion's batch
 VOCABULARY = 512
@@ -277,8 +276,9 @@ def running_trainer(folder: Path, sizes: UpdateSizes) -> Iterator[RayGRPOAtropos
         "actor_rollout_ref.actor.optim.weight_decay=0",
     ]
     config = compose_config(overrides)
+    decide_device(config)
     os.environ |= platform_variables(config)  # as the trainer does; ``ray_options`` hands them to the workers
-    set_device(config, get_device_name())
+    fill_in(config)
     try:
         start_ray(**ray_options(config))
         trainer = RayGRPOAtroposTrainer(config=config, tokenizer=AutoTokenizer.from_pretrained(model))

@@ -28,6 +28,7 @@ from recipe.atropos.config.compose import load_config
 from recipe.atropos.demo.random_models import make_random_model
 from recipe.atropos.errors import AtroposError
 from recipe.atropos.inference.server import sglang_python
+from recipe.atropos.launcher.run_plan import plan_run
 from recipe.atropos.launcher.short_run import short_run
 from recipe.atropos.utils.machine import versions_in
 
@@ -155,7 +156,7 @@ def installed(python: str, on_gpu: bool) -> dict[str, dict[str, Any]]:
     """Return results by name, in the form of the cases'; only the interpreters themselves are started."""
     if not on_gpu:
         return {}
-    results = examine(load_config([_ANY_MODEL, "trainer.device=cuda", f"inference.python={python}"]))
+    results = examine(plan_run([_ANY_MODEL, "trainer.device=cuda", f"inference.python={python}"]))
     return {
         name: {"ok": result.ok, "message" if result.ok else "error": result.message} for name, result in results.items()
     }

@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from recipe.atropos.checkpoint.resumption import prepare_folder
 from recipe.atropos.config.hydra_app import checked_config, hydra_arguments
 from recipe.atropos.config.models import check_model, set_model_path
-from recipe.atropos.config.preflight import check_config
+from recipe.atropos.config.preflight import check_config, check_model_settings
 from recipe.atropos.errors import ConfigurationError, expected_failure, one_line_errors
 from recipe.atropos.inference.installed import installed_versions
 from recipe.atropos.inference.own_gateway import gateway_before
@@ -30,14 +30,14 @@ from recipe.atropos.inference.service_checks import check_services
 from recipe.atropos.run.folder import RunDir
 from recipe.atropos.utils import scratch
 from recipe.atropos.utils.files import DiskFull
-from recipe.atropos.utils.gpus import BUCKET_MEGABYTES, device_of, platform_variables, visible_gpus
+from recipe.atropos.utils.gpus import BUCKET_MEGABYTES, decide_device, platform_variables, visible_gpus
 from recipe.atropos.utils.hosts import is_this_host, joins_cluster, loopback_variables
 from recipe.atropos.utils.importing import without_collections
 from recipe.atropos.verl_ext.attention import set_attention
 
 
 def run(config: DictConfig) -> None:
-    """Check the configuration, start Ray (or join the cluster at RAY_ADDRESS), and train.
+    """Start Ray (or join the cluster at RAY_ADDRESS) and train. ``config`` is checked, and its device is decided.
 
     A failure or a signal ends it at once, together with the Ray cluster that it started.
 
@@ -47,11 +47,10 @@ def run(config: DictConfig) -> None:
     """
     os.environ |= platform_variables(config)  # before verl is imported
     with without_collections():
-        from recipe.atropos.verl_ext.device import get_device_name
         from recipe.atropos.verl_ext.driver import validate_config
         from recipe.atropos.verl_ext.ranks import need_reference_policy
 
-    set_device(config, get_device_name())
+    fill_in(config)
     if warning := set_attention(config):
         print(warning, flush=True)
     OmegaConf.resolve(config)
@@ -59,7 +58,7 @@ def run(config: DictConfig) -> None:
     os.environ.setdefault("TENSORBOARD_DIR", str(folder.tensorboard))
     os.environ.setdefault("WANDB_DIR", str(config.run.dir))
     set_model_path(config)
-    check_config(config)
+    check_model_settings(config)  # those of the hub may have come since
     validate_config(config, use_reference_policy=need_reference_policy(config), use_critic=False)
 
     with folder.lock():
@@ -70,15 +69,14 @@ def run(config: DictConfig) -> None:
             _train(config)
 
 
-def set_device(config: DictConfig, device: str) -> None:
-    """Set the trainer's device to ``device``, "cuda" or "cpu", and fill in settings that are still null."""
+def fill_in(config: DictConfig) -> None:
+    """Fill in settings that are still null without a launcher, or depend on the device."""
     with open_dict(config):
         # null is for the launcher to resolve; without it: not colocated
         config.inference.colocated = bool(config.inference.colocated)
-        config.trainer.device = device
         pushes = config.actor_rollout_ref.rollout.checkpoint_engine
         if pushes.update_weights_bucket_megabytes is None:
-            pushes.update_weights_bucket_megabytes = BUCKET_MEGABYTES[device]
+            pushes.update_weights_bucket_megabytes = BUCKET_MEGABYTES[config.trainer.device]
 
 
 def _train(config: DictConfig) -> None:
@@ -116,7 +114,7 @@ def ray_options(config: DictConfig) -> dict[str, Any]:
     from recipe.atropos.verl_ext.driver import get_ppo_ray_runtime_env
 
     init: dict[str, Any] = OmegaConf.to_container(config.ray_kwargs.ray_init)
-    if not joins_cluster(init) and device_of(config) == "cuda" and config.trainer.nnodes == 1:
+    if not joins_cluster(init) and config.trainer.device == "cuda" and config.trainer.nnodes == 1:
         init.setdefault("num_gpus", min(config.trainer.n_gpus_per_node, visible_gpus()))  # the others are the servers'
     runtime_env = {**get_ppo_ray_runtime_env(config), **(init.pop("runtime_env", None) or {})}
     own = {name: os.environ[name] for name in platform_variables(config)}
@@ -165,12 +163,15 @@ def train(config: DictConfig) -> None:
     """
     logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(message)s")
     with one_line_errors():
-        if config.run.resume_from and not RunDir(config.run.dir).inherits_lock():
+        is_launched = RunDir(config.run.dir).inherits_lock()  # then the launcher has checked the configuration
+        if config.run.resume_from and not is_launched:
             raise ConfigurationError(
                 f"run.resume_from={config.run.resume_from} is the launcher's work: export that run, and give the "
                 "folder as actor_rollout_ref.model.path"
             )
-        check_config(config)
+        decide_device(config)
+        if not is_launched:
+            check_config(config)
         check_model(config.actor_rollout_ref.model.path)
         print(f"run {config.run.dir}: trains {config.actor_rollout_ref.model.path}", flush=True)
         # verl warns of each engine that is not installed; this recipe uses only FSDP.

@@ -28,8 +28,8 @@ from recipe.atropos.inference.memory_saver import check_saver
 from recipe.atropos.inference.server import sglang_python
 from recipe.atropos.launcher.gpu_environment import check_gpu_environment
 from recipe.atropos.launcher.placement import place_servers
-from recipe.atropos.launcher.run_plan import plan_run
-from recipe.atropos.utils.gpus import PLATFORM_VARIABLE, device_of, visible_gpus
+from recipe.atropos.launcher.run_plan import RunPlan, plan_run
+from recipe.atropos.utils.gpus import PLATFORM_VARIABLE, visible_gpus
 from recipe.atropos.utils.machine import versions_in
 from recipe.atropos.verl_ext.attention import set_attention
 
@@ -39,9 +39,10 @@ _TRAINER = ("torch", "verl", "atroposlib", "ray", "transformers")
 _SGLANG = ("torch", "sglang", "transformers")
 
 
-def examine(config: DictConfig) -> dict[str, CheckResult]:
+def examine(plan: RunPlan) -> dict[str, CheckResult]:
     """Check what is installed, and the GPUs; return the results by name."""
-    on_gpu, placed = device_of(config) == "cuda", config.copy()
+    config, placed = plan.config, plan.config.copy()
+    on_gpu = config.trainer.device == "cuda"
     checks: dict[str, Check] = {
         "python": _python,
         "pins": _pins,
@@ -55,7 +56,7 @@ def examine(config: DictConfig) -> dict[str, CheckResult]:
             "attention": lambda: _attention(config),
         }
     else:
-        checks |= {"gpus": lambda: _no_gpus(config), "compiler": lambda: _compiler(config)}
+        checks |= {"gpus": lambda: _no_gpus(plan.composed), "compiler": lambda: _compiler(config)}
     results = {name: result_of(check) for name, check in checks.items()}
     if on_gpu and placed.inference.colocated is not False:
         results["memory_saver"] = result_of(lambda: _memory_saver(sglang_python(config.inference.python)))
@@ -159,8 +160,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     overrides, console = compose_overrides(parser.parse_intermixed_args(argv)), Console(highlight=False)
     with one_line_errors(OmegaConfBaseException):
         has_model = bool({"preset", "run.resume_from", MODEL_KEY} & given_keys(overrides))
-        config = plan_run(overrides + ([] if has_model else [f"{MODEL_KEY}=model"])).config
-        results = examine(config) | examine_run(config, has_model)
+        plan = plan_run(overrides + ([] if has_model else [f"{MODEL_KEY}=model"]))
+        results = examine(plan) | examine_run(plan.config, has_model)
     for name, result in results.items():
         color = {"ok": "green", "FAILED": "bold red"}.get(result.state, "yellow")
         console.print(f"[{color}]{result.state:<7}[/] {name:<14}{escape(result.message)}", soft_wrap=True)

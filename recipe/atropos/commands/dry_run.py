@@ -28,7 +28,6 @@ from recipe.atropos.launcher.environment_processes import environment_secrets, s
 from recipe.atropos.launcher.services import Run
 from recipe.atropos.launcher.sglang import command_of_gateway, plan_gateway, plan_servers
 from recipe.atropos.launcher.startup import api_command, trainer_command
-from recipe.atropos.utils.gpus import device_of
 from recipe.atropos.utils.private_process import SECRET_FLAGS
 from recipe.atropos.utils.secret import API_KEY_VARIABLE, HIDDEN, public_config, without_secrets
 
@@ -59,7 +58,7 @@ def show_dry_run(run: Run, console: Console, whole: bool = False) -> None:
         _title(console, "the whole configuration")
         console.print(Text(yaml.safe_dump(shown, sort_keys=False, width=10**6)), soft_wrap=True)
     _title(console, "memory of each GPU")
-    if device_of(run.config) == "cpu":
+    if run.config.trainer.device == "cpu":
         console.print("the trainer runs on a CPU; verl-atropos plan plans GPUs")
     else:
         from recipe.atropos.commands.plan import plan_memory, show  # imported here: torch takes seconds

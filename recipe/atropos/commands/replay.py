@@ -14,9 +14,11 @@ from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
 from recipe.atropos.config.complete import load_recorded
+from recipe.atropos.config.preflight import check_config
 from recipe.atropos.errors import one_line_errors
 from recipe.atropos.run.folder import RunDir
 from recipe.atropos.run.status import find_run
+from recipe.atropos.utils.gpus import decide_device
 
 
 def replay(run: Path, overrides: Sequence[str], console: Console) -> bool:
@@ -44,6 +46,8 @@ def replay(run: Path, overrides: Sequence[str], console: Console) -> bool:
         OmegaConf.update(config, key, value)
     OmegaConf.set_struct(config, True)  # an unknown key is a misspelled one
     config.merge_with_dotlist(list(overrides))
+    decide_device(config)
+    check_config(config)
     train(config)
     step = config.trainer.total_training_steps
     folders = [RunDir(folder).checkpoints / f"global_step_{step}" / "actor" for folder in (run, config.run.dir)]

@@ -11,7 +11,7 @@ from recipe.atropos.config.models import config_file, model_settings
 from recipe.atropos.config.schema_errors import check_schema
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.trajectory_api.store import DATABASE
-from recipe.atropos.utils.gpus import NCCL_FLAGS, device_of, gpu_transport, nccl_variables
+from recipe.atropos.utils.gpus import NCCL_FLAGS, gpu_transport, nccl_variables
 from recipe.atropos.verl_ext.attention import sequence_parallel
 
 QUANTIZATION_FLAGS = ("quantization", "torchao_config")  # of sglang.launch_server
@@ -28,7 +28,7 @@ def check_config(config: DictConfig) -> None:
         ConfigurationError: naming the key.
     """
     check_schema(OmegaConf.to_container(config, resolve=True))
-    _check(_model(config))
+    check_model_settings(config)
     _check(_algorithm(config))
     _check(_loss(config))
     check_correction(config.algorithm.rollout_correction)
@@ -43,6 +43,11 @@ def check_config(config: DictConfig) -> None:
     _check(_training(config))
     _check(_weight_sync(config))
     _check(_nccl(config))
+
+
+def check_model_settings(config: DictConfig) -> None:
+    """Check the model's own configuration, if it is on this machine. Raises as ``check_config``."""
+    _check(_model(config))
 
 
 def _check(rules: Rules) -> None:
@@ -94,7 +99,7 @@ def _weight_sync(config: DictConfig) -> Rules:
         "memory back under a running request; set it to auto",
     )
     yield (
-        colocated and weight_sync.transport == "distributed" and device_of(config) == "cuda",
+        colocated and weight_sync.transport == "distributed" and config.trainer.device == "cuda",
         "inference.colocated=true with trainer.atropos.weight_sync.transport=distributed: NCCL takes no two ranks on "
         "one GPU; set it to auto, tensor or disk",
     )

@@ -16,7 +16,7 @@ from packaging.version import Version
 
 from recipe.atropos.errors import ConfigurationError, LaunchError
 from recipe.atropos.inference.server import server_path, sglang_python
-from recipe.atropos.utils.gpus import device_of, gpu_transport
+from recipe.atropos.utils.gpus import gpu_transport
 from recipe.atropos.utils.machine import nvidia_smi, run_program, versions_in
 
 _KERNELS = "sglang-kernel"  # SGLang's CPU environment does not have it
@@ -32,7 +32,7 @@ def check_gpu_environment(config: DictConfig) -> list[str]:
     Raises:
         ConfigurationError: names everything that cannot work, each with its fix.
     """
-    if device_of(config) == "cpu" or config.inference.device == "cpu":
+    if "cpu" in (config.inference.device, config.trainer.device):
         return []
     try:
         found = list(_misfits(config))

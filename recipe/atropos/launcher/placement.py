@@ -9,7 +9,7 @@ from omegaconf import DictConfig
 from recipe.atropos.config.concurrency import sequences_in_flight
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.inference.server import SGLangLaunch, declares_flag, sglang_python
-from recipe.atropos.utils.gpus import device_of, visible_gpus
+from recipe.atropos.utils.gpus import visible_gpus
 from recipe.atropos.utils.hosts import is_this_host, joins_cluster
 from recipe.atropos.utils.machine import gpu_memory
 
@@ -30,7 +30,7 @@ def place_servers(config: DictConfig) -> str | None:
         ConfigurationError: this machine has too few GPUs either way.
     """
     inference = config.inference
-    if inference.device == "cpu" or device_of(config) == "cpu":
+    if "cpu" in (inference.device, config.trainer.device):
         inference.colocated, inference.servers = bool(inference.colocated), inference.servers or 1
         return None
     gpus, ranks = visible_gpus(), _ranks_here(config)
@@ -63,7 +63,7 @@ def _ranks_here(config: DictConfig) -> int:
     ray_init = config.ray_kwargs.ray_init
     joined = joins_cluster(ray_init)
     elsewhere = config.trainer.nnodes > 1 or (joined and not is_this_host(_cluster(ray_init)))
-    return 0 if elsewhere or device_of(config) == "cpu" else config.trainer.n_gpus_per_node
+    return 0 if elsewhere or config.trainer.device == "cpu" else config.trainer.n_gpus_per_node
 
 
 def _cluster(ray_init: DictConfig) -> str:

@@ -26,6 +26,7 @@ from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.run.folder import RunDir
 from recipe.atropos.terminal.progress import say
 from recipe.atropos.utils.files import read_json
+from recipe.atropos.utils.gpus import decide_device
 
 _MODEL_TO_COME = "model-of-the-run-to-resume-from"  # placeholder until the run to resume from is known
 
@@ -34,8 +35,9 @@ _MODEL_TO_COME = "model-of-the-run-to-resume-from"  # placeholder until the run 
 class RunPlan:
     """A run as its command line means it. ``specs``: the environments that it starts, by name; none if others join.
 
-    ``config`` is resolved, and filled in until the start: the model's folder, the number of servers. ``composed`` still
-    has the interpolations. ``start``: the other run whose weights it begins with.
+    ``config`` is resolved, with the device that is decided here, and filled in until the start: the model's folder, the
+    number of servers. ``composed`` still has the interpolations, and the device as the user gave it. ``start``: the
+    other run whose weights it begins with.
     """
 
     config: DictConfig
@@ -45,6 +47,8 @@ class RunPlan:
     specs: Mapping[str, EnvironmentSpec] = field(init=False)
 
     def __post_init__(self) -> None:
+        if self.config:
+            decide_device(self.config)
         object.__setattr__(self, "specs", environment_specs(self.config) if self.config else {})
 
     def complete(self, addresses: Mapping[str, Any] | None = None) -> DictConfig:

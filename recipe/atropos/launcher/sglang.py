@@ -17,7 +17,6 @@ from recipe.atropos.inference.server import SGLangLaunch, sglang_flags, start_sg
 from recipe.atropos.launcher.lora_arguments import lora_arguments
 from recipe.atropos.launcher.placement import COLOCATED_SHARE, on_gpus
 from recipe.atropos.launcher.services import Run
-from recipe.atropos.utils.gpus import device_of
 from recipe.atropos.utils.hosts import reachable
 from recipe.atropos.utils.process import Service, default_port, free_port, wait_until_healthy
 from recipe.atropos.utils.secret import API_KEY_VARIABLE
@@ -68,7 +67,7 @@ def plan_servers(run: Run, lora: bool = True) -> dict[str, SGLangLaunch]:
             python=config.python,
             host=config.host,
             port=port,
-            device=device_of(run.config) if config.device == "auto" else config.device,
+            device=run.config.trainer.device if config.device == "auto" else config.device,
             dtype=config.dtype,
             api_key=run.api_key,
             mem_fraction_static=config.mem_fraction_static,

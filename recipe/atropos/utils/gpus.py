@@ -87,16 +87,24 @@ def device_of(config: DictConfig) -> str:
     return "cuda" if visible_gpus() or joins_cluster(config.ray_kwargs.ray_init) else "cpu"
 
 
+def decide_device(config: DictConfig) -> None:
+    """Set ``trainer.device``, once in a process, to "cuda" or "cpu"; everything else reads it there.
+
+    Raises:
+        ConfigurationError: as ``device_of``.
+    """
+    config.trainer.device = device_of(config)
+
+
 def platform_variables(config: DictConfig) -> dict[str, str]:
     """Return the environment of every trainer process, to be set before verl and torch are imported there.
 
-    Raises:
-        ConfigurationError: nvidia-smi does not answer.
+    A VERL_PLATFORM that the user has set stays, if it is of the decided device.
     """
-    device = device_of(config)
-    platform = os.environ.get(PLATFORM_VARIABLE) if config.trainer.device == "auto" else None
+    device, platform = config.trainer.device, os.environ.get(PLATFORM_VARIABLE)
     own = without_gpus() if device == "cpu" else nccl_variables()
-    return {PLATFORM_VARIABLE: platform or _PLATFORMS[device], **own}
+    is_of_device = platform and (platform == "cpu") == (device == "cpu")
+    return {PLATFORM_VARIABLE: platform if is_of_device else _PLATFORMS[device], **own}
 
 
 NCCL_FLAGS = {  # of SGLang, and the variables that they set to 1
@@ -138,6 +146,6 @@ def gpu_transport(config: DictConfig) -> str | None:
     None: trainer or servers compute on a CPU, or only an adapter is sent, inside a request.
     """
     model, transport = config.actor_rollout_ref.model, config.trainer.atropos.weight_sync.transport
-    if "cpu" in (config.inference.device, device_of(config)) or (model.lora_rank > 0 and not model.lora.merge):
+    if "cpu" in (config.inference.device, config.trainer.device) or (model.lora_rank > 0 and not model.lora.merge):
         return None
     return transport if transport != "auto" else "tensor" if config.inference.colocated else "distributed"

@@ -14,7 +14,6 @@ from omegaconf import DictConfig, open_dict
 from packaging.requirements import Requirement
 
 from recipe.atropos.errors import ConfigurationError
-from recipe.atropos.utils.gpus import device_of
 
 KEY = "actor_rollout_ref.model.override_config.attn_implementation"
 FLASH = "flash_attention_2"
@@ -31,7 +30,7 @@ def set_attention(config: DictConfig) -> str | None:
     """
     _check_kernels()
     actor, given = config.actor_rollout_ref.actor, config.actor_rollout_ref.model.override_config
-    on_gpu, installed = device_of(config) == "cuda", flash_is_installed()
+    on_gpu, installed = config.trainer.device == "cuda", flash_is_installed()
     chosen = given.get("attn_implementation") or (FLASH if on_gpu and installed else "sdpa")
     is_flash = "flash" in chosen
     if is_flash and not on_gpu:

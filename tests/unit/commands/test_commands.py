@@ -10,7 +10,7 @@ import pytest
 from helpers.runs import make_run
 from recipe.atropos import __main__ as commands
 from recipe.atropos.commands.doctor import examine
-from recipe.atropos.config.compose import load_config
+from recipe.atropos.launcher.run_plan import plan_run
 from recipe.atropos.utils import debug
 
 
@@ -73,7 +73,7 @@ def test_debug_show_is_inspect(capsys):
 
 
 def test_doctor_on_a_gpu_looks_at_what_only_gpus_need(monkeypatch):
-    config = load_config(["actor_rollout_ref.model.path=model", "trainer.device=cuda", "inference.colocated=true"])
-    found = examine(config)
+    plan = plan_run(["actor_rollout_ref.model.path=model", "trainer.device=cuda", "inference.colocated=true"])
+    found = examine(plan)
     assert {"gpus", "environments", "attention", "memory_saver"} < found.keys()
     assert not found["gpus"].ok, "this test's torch is for a CPU"

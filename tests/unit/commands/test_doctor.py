@@ -12,6 +12,7 @@ from helpers import ROOT
 from recipe.atropos.commands import doctor, plan, run_checks
 from recipe.atropos.commands.run_checks import examine_run
 from recipe.atropos.config.compose import load_config
+from recipe.atropos.launcher.run_plan import plan_run
 from recipe.atropos.utils.process import free_port
 
 
@@ -151,19 +152,19 @@ def test_doctor_compares_the_sizes_of_model_and_tokenizer(results, settings, ove
 def test_doctor_notes_that_no_gpu_is_visible(device, note, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.delenv("VERL_PLATFORM", raising=False)
-    found = doctor.examine(load_config(["actor_rollout_ref.model.path=model", f"trainer.device={device}"]))["gpus"]
+    found = doctor.examine(plan_run(["actor_rollout_ref.model.path=model", f"trainer.device={device}"]))["gpus"]
     assert found.ok and (found.state == "note") == note and ("would run on the CPU" in found.message) == note
 
 
 @pytest.mark.parametrize("compiles", [True, False])
 def test_doctor_looks_for_the_compiler_that_torch_needs(compiles, monkeypatch):
     key = "actor_rollout_ref.actor.use_torch_compile"
-    config = load_config(["actor_rollout_ref.model.path=model", "trainer.device=cpu", f"{key}={compiles}"])
+    plan = plan_run(["actor_rollout_ref.model.path=model", "trainer.device=cpu", f"{key}={compiles}"])
     monkeypatch.setenv("CXX", "/no/such/compiler")
-    found = doctor.examine(config)["compiler"]
+    found = doctor.examine(plan)["compiler"]
     assert found.ok != compiles and key in found.message
     monkeypatch.setenv("CXX", "true")
-    assert doctor.examine(config)["compiler"].ok
+    assert doctor.examine(plan)["compiler"].ok
 
 
 def test_doctor_names_packages_of_other_versions(monkeypatch):

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 from omegaconf import OmegaConf
 
+from helpers.gpu import load_decided
 from helpers.runs import run_of
 from recipe.atropos.config.compose import load_config
 from recipe.atropos.config.preflight import check_config
@@ -20,7 +21,7 @@ from recipe.atropos.launch_services import check_start
 from recipe.atropos.launcher import launch, placement
 from recipe.atropos.launcher.placement import place_servers
 from recipe.atropos.launcher.sglang import Inference, plan_servers
-from recipe.atropos.main import ray_options, set_device
+from recipe.atropos.main import fill_in, ray_options
 from recipe.atropos.utils.gpus import platform_variables
 from recipe.atropos.weight_sync import servers as asked
 from recipe.atropos.weight_sync.colocated import SharedMemory
@@ -34,7 +35,7 @@ HEAD = "ray_kwargs.ray_init.address=head:6379"  # of a cluster, whose GPUs are e
 
 
 def placed(*overrides):
-    config = load_config(["actor_rollout_ref.model.path=m", "inference.python=python", *overrides])
+    config = load_decided(["actor_rollout_ref.model.path=m", "inference.python=python", *overrides])
     return config, place_servers(config)
 
 
@@ -294,9 +295,9 @@ def test_placement_gives_ray_its_gpus_and_its_workers_nccl(machine, monkeypatch)
 def test_placement_decides_the_buckets_of_a_push_by_device(device, megabytes):
     bucket = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes"
     for overrides, expected in (([], megabytes), ([f"{bucket}=100"], 100)):
-        config = load_config(["actor_rollout_ref.model.path=m", *overrides])
-        set_device(config, device)
-        assert OmegaConf.select(config, bucket) == expected and config.trainer.device == device
+        config = load_config(["actor_rollout_ref.model.path=m", f"trainer.device={device}", *overrides])
+        fill_in(config)
+        assert OmegaConf.select(config, bucket) == expected and config.inference.colocated is False
 
 
 def test_placement_on_gpus_recomputes_activations():

@@ -120,7 +120,7 @@ def test_a_run_that_stops_its_services_is_listed_as_ending(run, monkeypatch):
     service, other, seen = run.start("gateway", SLEEP), run.start("api", SLEEP), []
 
     def stop():
-        seen.append(orjson.loads((run.directory / "services.json").read_bytes())["launcher"].get("ending", False))
+        seen.append(orjson.loads((run.files.path / "services.json").read_bytes())["launcher"].get("ending", False))
 
     with monkeypatch.context() as patched:
         patched.setattr(service, "stop", stop)

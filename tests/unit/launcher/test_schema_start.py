@@ -126,7 +126,9 @@ def test_run_dir_of_the_next_number_holds_all_of_its_run(tmp_path, monkeypatch):
     for options, name in ((["preset=demo"], "demo-2"), (["preset=demo", "run.name=mine"], "mine")):
         plan = plan_run(options)
         config = plan.config
-        assert plan.files.path == tmp_path / "runs" / name and set_waits(resolved(plan.composed)) == config
+        assert plan.files.path == tmp_path / "runs" / name and set_waits(resolved(plan.composed)) == config, (
+            "the demo names its device"
+        )
         for path in (config.run.dir, config.trainer.default_local_dir, config.trainer.rollout_data_dir):
             assert Path(path).resolve().is_relative_to(plan.files.path), path
 

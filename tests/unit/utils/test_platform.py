@@ -5,11 +5,12 @@ There is no GPU here: an ``nvidia-smi`` that lists some stands for it, as verl t
 
 import pytest
 
-from recipe.atropos.config.compose import load_config
+from recipe.atropos.config.compose import resolved
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.inference.server import SGLangLaunch, sglang_command, uses_gpu
+from recipe.atropos.launcher.run_plan import plan_run
 from recipe.atropos.utils import gpus as device
-from recipe.atropos.utils.gpus import device_of, platform_variables, visible_gpus
+from recipe.atropos.utils.gpus import platform_variables, visible_gpus
 
 NCCL = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
 NVIDIA = {"VERL_PLATFORM": "nvidia", **NCCL}
@@ -71,10 +72,11 @@ def test_trainer_and_servers_compute_on_the_same_device(machine, monkeypatch, gp
     machine(gpus)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    config = load_config(["actor_rollout_ref.model.path=m", *options])
-    assert platform_variables(config) == expected
-    assert device_of(config) == ("cpu" if expected == CPU else "cuda")
-    assert config.inference.device == config.trainer.device
+    plan = plan_run(["actor_rollout_ref.model.path=m", *options])
+    assert platform_variables(plan.config) == expected
+    assert plan.config.trainer.device == ("cpu" if expected == CPU else "cuda")
+    given = plan.complete()
+    assert given.inference.device == given.trainer.device == resolved(plan.composed).trainer.device, "as the user said"
 
 
 def test_server_on_a_cpu_leaves_the_gpus_alone(machine):

@@ -5,7 +5,7 @@ from importlib import metadata
 
 import pytest
 
-from recipe.atropos.config.compose import load_config
+from helpers.gpu import load_decided
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.verl_ext import attention
 from recipe.atropos.verl_ext.attention import INSTALL, KEY, set_attention
@@ -26,7 +26,7 @@ def installed(request, monkeypatch):
 
 
 def chosen(*overrides):
-    config = load_config(["actor_rollout_ref.model.path=m", *overrides])
+    config = load_decided(["actor_rollout_ref.model.path=m", *overrides])
     told = set_attention(config)
     return config.actor_rollout_ref.model.override_config.attn_implementation, told
 
@@ -69,7 +69,7 @@ def test_attention_with_kernels_that_break_models_is_refused(machine, monkeypatc
 def test_attention_decides_the_tokens_of_a_micro_batch(machine, installed, overrides, flash, plain):
     """Also of the logprobs', which refer to them; what is given stays."""
     machine(1)
-    config = load_config(["actor_rollout_ref.model.path=m", *overrides])
+    config = load_decided(["actor_rollout_ref.model.path=m", *overrides])
     set_attention(config)
     parts = config.actor_rollout_ref
     found = (parts.rollout.log_prob_max_token_len_per_gpu, parts.ref.log_prob_max_token_len_per_gpu)
