@@ -278,7 +278,9 @@ class WeightSync(Section):
     directory: Text = about("For disk: written by rank 0, read by every server")
     pause_mode: Literal["auto", "abort", "retract", "in_place"] = about("What running requests meet")
     every: Count = about("Push after every so many updates")
-    verify: Literal["version", "probe"] = about("How a push is verified")
+    verify: Literal["version", "probe"] = about(
+        "How a push is verified: version: each server's version; probe: also its logprobs, with the trainer's"
+    )
     timeout: Seconds = about("Seconds, one request of a push to one server; a push as a whole: twice that")
 
 

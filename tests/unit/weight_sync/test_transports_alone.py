@@ -17,6 +17,7 @@ from torch.multiprocessing import reductions
 from helpers.sglang import make_tiny_model
 from helpers.transports import engine, send, shared_memory
 from recipe.atropos.config.compose import load_config
+from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.inference.client import SGLangClient
 from recipe.atropos.utils.hosts import address_towards, is_this_host
 from recipe.atropos.weight_sync.engine import AtroposCheckpointEngine, choose_transport
@@ -130,8 +131,8 @@ def test_transport_auto_takes_shared_memory_where_it_can():
     assert choose_transport("auto", ["http://127.0.0.1:1", "http://localhost:2"]) == "tensor"
     assert choose_transport("auto", ["http://127.0.0.1:1", "http://192.0.2.1:2"]) == "distributed"
     assert choose_transport("disk", ["http://192.0.2.1:2"]) == "disk"
-    with pytest.raises(ValueError, match="transport='pigeon'; choose one of auto, disk, distributed, tensor"):
-        choose_transport("pigeon", [])
+    with pytest.raises(ConfigurationError, match="transport=pigeon; choose one of auto, disk, distributed, tensor"):
+        load_config(["actor_rollout_ref.model.path=m", "trainer.atropos.weight_sync.transport=pigeon"])
 
 
 @settings(max_examples=200)
