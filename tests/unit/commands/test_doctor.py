@@ -9,8 +9,8 @@ import pytest
 from packaging.specifiers import SpecifierSet
 
 from helpers import ROOT
-from recipe.atropos.commands import doctor, plan, run_checks
-from recipe.atropos.commands.run_checks import examine_run
+from recipe.atropos.commands import doctor, plan
+from recipe.atropos.commands.doctor import examine_run
 from recipe.atropos.config.compose import load_config
 from recipe.atropos.launcher.run_plan import plan_run
 from recipe.atropos.utils.process import free_port
@@ -50,8 +50,8 @@ def test_doctor_names_ports_that_are_taken(results, monkeypatch):
         port = taken.getsockname()[1]
         given = results(f"api.port={port}")["ports"]
         assert not given.ok and f"api.port={port} taken" in given.message and "null" in given.message
-        monkeypatch.setattr(run_checks, "API_PORT", port)
-        monkeypatch.setattr(run_checks, "GATEWAY_PORT", free_port())
+        monkeypatch.setattr(doctor, "API_PORT", port)
+        monkeypatch.setattr(doctor, "GATEWAY_PORT", free_port())
         usual = results()["ports"]
     assert usual.state == "note" and f"{port} taken" in usual.message
 
@@ -65,7 +65,7 @@ def test_doctor_names_ports_that_are_taken(results, monkeypatch):
     ],
 )
 def test_doctor_says_what_there_is_too_little_of(results, monkeypatch, limit, name, fix):
-    monkeypatch.setattr(run_checks, limit, 10**6)
+    monkeypatch.setattr(doctor, limit, 10**6)
     found = results()[name]
     assert not found.ok and fix in found.message
 
