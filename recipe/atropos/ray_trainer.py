@@ -55,6 +55,7 @@ from recipe.atropos.verl_ext.algorithm import (
 from recipe.atropos.verl_ext.batch import DataProto
 from recipe.atropos.verl_ext.driver import marked_timer, should_save_ckpt_esi
 from recipe.atropos.watchdog import alarms
+from recipe.atropos.watchdog.history import logprob_tolerance
 from recipe.atropos.weight_sync.build import build_manager
 from recipe.atropos.workers.actor import ActorGroup
 
@@ -86,7 +87,7 @@ class RayGRPOAtroposTrainer:
         pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
         self.limits = RowLimits.from_config(config, pad, vocab_size)
         self.sampling_check = SamplingCheck.from_config(config)
-        self.logprob_tolerance = alarms.logprob_tolerance(atropos.logprob_tolerance, config.inference.dtype)
+        self.logprob_tolerance = logprob_tolerance(atropos.logprob_tolerance, config.inference.dtype)
         self._alarms_logged: set[str] = set()
         self.checkpoints = Checkpoints(config.trainer.default_local_dir)
         self._model_identity = model_identity(config.actor_rollout_ref.model.path)

@@ -10,46 +10,70 @@ from recipe.atropos.errors import AtroposError
 
 
 class Reason(StrEnum):
-    """One vocabulary on both sides; docs/data-format.md lists it."""
+    """One vocabulary on both sides; ``meaning`` is what the report and docs/data-format.md (``table``) say of it."""
+
+    meaning: str
+
+    def __new__(cls, value: str, meaning: str) -> "Reason":
+        member = str.__new__(cls, value)
+        member._value_, member.meaning = value, meaning
+        return member
 
     # The format of a group, which is refused as a whole.
-    MALFORMED = "malformed"
-    EMPTY_GROUP = "empty_group"
-    UNEQUAL_LENGTHS = "unequal_lengths"
-    NONFINITE_SCORES = "nonfinite_scores"
-    NONFINITE_ADVANTAGES = "nonfinite_advantages"
-    NONFINITE_INFERENCE_LOGPROBS = "nonfinite_inference_logprobs"
-    NONFINITE_REF_LOGPROBS = "nonfinite_ref_logprobs"
-    FOREIGN_TOKENS = "foreign_tokens"
-    RAGGED_DISTILLATION = "ragged_distillation"
-    REPEATED_DISTILL_TOKEN = "repeated_distill_token"
-    INVALID_DISTILL_LOGPROBS = "invalid_distill_logprobs"
+    MALFORMED = "malformed", "not a group, a field of another type, or a missing number"
+    EMPTY_GROUP = "empty_group", "a group without answers; in the adapter also an answer without tokens"
+    UNEQUAL_LENGTHS = "unequal_lengths", "fields of different lengths within a group or a sequence"
+    NONFINITE_SCORES = "nonfinite_scores", "a score that is missing, NaN or infinite"
+    NONFINITE_ADVANTAGES = "nonfinite_advantages", "an advantage that is missing, NaN or infinite"
+    NONFINITE_INFERENCE_LOGPROBS = (
+        "nonfinite_inference_logprobs",
+        "a logprob that is NaN or infinite: the server's numbers are broken",
+    )
+    NONFINITE_REF_LOGPROBS = "nonfinite_ref_logprobs", "a reference logprob that is missing, NaN or infinite"
+    FOREIGN_TOKENS = "foreign_tokens", "a token outside the vocabulary: from another tokenizer"
+    RAGGED_DISTILLATION = "ragged_distillation", "a teacher's top-k of unequal lengths"
+    REPEATED_DISTILL_TOKEN = "repeated_distill_token", "a teacher's top-k that names a token twice"
+    INVALID_DISTILL_LOGPROBS = "invalid_distill_logprobs", "a teacher's logprobs that are no distribution"
 
     # A group's size in sequences, by which the Trajectory API refuses it.
-    LARGER_THAN_BATCH = "larger_than_batch"
-    DOES_NOT_FILL_BATCH = "does_not_fill_batch"
+    LARGER_THAN_BATCH = (
+        "larger_than_batch",
+        "more sequences than the trainer's batch has; the Trajectory API refuses it",
+    )
+    DOES_NOT_FILL_BATCH = (
+        "does_not_fill_batch",
+        "a size that does not divide the batch of a stock trainer, and never fills it",
+    )
 
     # A sequence; the adapter refuses a group in which all of them are without a trained token.
-    NO_TRAINED_TOKEN = "no_trained_token"
-    NO_PROMPT = "no_prompt"
-    OVERLONG_PROMPT = "overlong_prompt"
-    OVERLONG_RESPONSE = "overlong_response"
+    NO_TRAINED_TOKEN = "no_trained_token", "no token to train on"
+    NO_PROMPT = "no_prompt", "the first token is one to train on"
+    OVERLONG_PROMPT = (
+        "overlong_prompt",
+        "its prompt alone is longer than data.max_prompt_length + data.max_response_length",
+    )
+    OVERLONG_RESPONSE = "overlong_response", "longer than data.max_prompt_length + data.max_response_length"
 
     # The weight versions that sampled a sequence.
-    FUTURE_VERSION = "future_version"
-    NOT_PUSHED = "not_pushed"
-    STALE = "stale"
-    UNKNOWN_VERSION = "unknown_version"
+    FUTURE_VERSION = "future_version", "sampled by weights of an abandoned branch of the training"
+    NOT_PUSHED = "not_pushed", "sampled by weights that no trainer pushed"
+    STALE = "stale", "sampled by weights older than trainer.atropos.max_staleness"
+    UNKNOWN_VERSION = "unknown_version", "sampled by unknown weights, and max_staleness is set"
 
     # What an environment made, before it is sent.
-    NO_GROUP = "no_group"
-    MISSING_TRAJECTORIES = "missing_trajectories"
-    WRONG_SIZE = "wrong_size"
-    TOO_LONG = "too_long"
-    EQUAL_SCORES = "equal_scores"
-    NOT_SAMPLED = "not_sampled"
-    PARTIAL_REPLY = "partial_reply"
-    MARKER_TIMEOUT = "marker_timeout"
+    NO_GROUP = "no_group", "the environment made no group"
+    MISSING_TRAJECTORIES = "missing_trajectories", "the environment made no group, or an incomplete one"
+    WRONG_SIZE = "wrong_size", "another number of answers than group_size"
+    TOO_LONG = "too_long", "longer than the environment is configured for"
+    EQUAL_SCORES = "equal_scores", "all answers of the group have the same score: there is no advantage"
+    NOT_SAMPLED = "not_sampled", "no server sampled any of its tokens"
+    PARTIAL_REPLY = "partial_reply", "only the end of each reply, as by a chat template that removes thinking"
+    MARKER_TIMEOUT = "marker_timeout", "a pattern of the reward bridge took too long"
+
+
+def table() -> str:
+    """Return the rows of the table in ``docs/data-format.md``."""
+    return "".join(f"| `{reason}` | {reason.meaning} |\n" for reason in Reason)
 
 
 class RefusedGroup(AtroposError, ValueError):

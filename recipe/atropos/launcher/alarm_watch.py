@@ -20,13 +20,14 @@ from rich.markup import escape
 from recipe.atropos.errors import AtroposError
 from recipe.atropos.launcher.services import Run
 from recipe.atropos.launcher.sglang import Inference
+from recipe.atropos.run.alarm_lines import left_open
 from recipe.atropos.run.record import update_summary
 from recipe.atropos.terminal.progress import console
 from recipe.atropos.trajectory_api.client import TrajectoryApiError
 from recipe.atropos.utils.files import LineReader, append_line, read_lines
 from recipe.atropos.watchdog.alarms import ALARMS
 from recipe.atropos.watchdog.history import History, Limits
-from recipe.atropos.watchdog.watchdog import Watchdog, account, left_open
+from recipe.atropos.watchdog.watchdog import Watchdog, account
 
 _LOOK_SECONDS = 5.0  # between two looks at the services
 

@@ -10,30 +10,12 @@ from typing import Any
 
 from recipe.atropos.config.derived_timeouts import derived_wait
 from recipe.atropos.report.run_history import History, shown
-from recipe.atropos.watchdog.alarms import ALARMS, logprob_tolerance
+from recipe.atropos.run.alarm_lines import by_alarm
+from recipe.atropos.watchdog.alarms import ALARMS, UNKNOWN
 from recipe.atropos.watchdog.history import History as WatchedHistory
-from recipe.atropos.watchdog.history import Limits
+from recipe.atropos.watchdog.history import Limits, logprob_tolerance
 from recipe.atropos.watchdog.watchdog import Watchdog
 
-CAUSES = (  # before their symptoms: the verdict names the first that is raised
-    "environment_raises",
-    "environment_silent",
-    "wrong_group_size",
-    "too_long",
-    "overlong_rows",
-    "policy_broken",
-    "all_rows_clipped",
-    "server_out_of_sync",
-    "server_unhealthy",
-    "other_temperature",
-    "truncated_sampling",
-    "penalized_sampling",
-    "unknown_sampling",
-    "off_policy_samples",
-    "entropy_collapsed",
-    "equal_scores",
-    "stale_samples",
-)
 _BEHIND_STEPS = 5  # in which one weight version comes again and again, at last so many updates older than the others
 Seen = dict[tuple[str, str | None], str]  # by alarm and environment
 _WAIT = "trainer.atropos.max_wait_time"
@@ -44,9 +26,9 @@ def all_alarms(history: History) -> list[dict[str, Any]]:
     """Return a run's alarms, raised ones first, causes before symptoms.
 
     Each is ``{"alarm", "environment", "state", "since_step", "raised_step", "until_step", "seen", "seen_last", "means",
-    "advice", "settings", "times", "recorded"}``: ``since_step`` is the first that showed it, ``seen`` is from when it
-    was raised, ``seen_last`` from its end or now; ``times`` counts how often it was raised; ``recorded`` is false if
-    only the page found it.
+    "advice", "settings", "where", "times", "recorded"}``: ``since_step`` is the first that showed it, ``seen`` is from
+    when it was raised, ``seen_last`` from its end or now; ``where`` is its chart or section; ``times`` counts how often
+    it was raised; ``recorded`` is false if only the page found it.
     """
     recorded = bool(history.alarms)
     lines, newest = (history.alarms, _of_summary(history)) if recorded else _played(history)
@@ -57,30 +39,25 @@ def all_alarms(history: History) -> list[dict[str, Any]]:
     if not any(alarm["alarm"] == "server_out_of_sync" for alarm in found):
         found += _newest(_server_behind(history), recorded=False)
     for alarm in found:
-        keys = ALARMS[alarm["alarm"]].settings if alarm["alarm"] in ALARMS else ()
-        alarm["settings"] = {key: shown(history.config[key]) for key in keys if key in history.config}
-    order = {name: place for place, name in enumerate(CAUSES)}
-    return sorted(found, key=lambda alarm: (alarm["state"] != "raised", order.get(alarm["alarm"], len(order))))
+        known = ALARMS.get(alarm["alarm"], UNKNOWN)
+        alarm["settings"] = {key: shown(history.config[key]) for key in known.settings if key in history.config}
+        alarm |= {"means": known.means, "where": known.chart}
+    return sorted(found, key=lambda alarm: (alarm["state"] != "raised", ALARMS.get(alarm["alarm"], UNKNOWN).cause))
 
 
 def _newest(lines: Iterable[dict[str, Any]], recorded: bool) -> list[dict[str, Any]]:
     """Return the newest state of each alarm of lines of ``alarms.jsonl``."""
-    found: dict[tuple[str, str | None], dict[str, Any]] = {}
-    for line in lines:
-        name, environment = line["alarm"], line.get("environment")
-        means = ALARMS[name].means if name in ALARMS else ""
-        new = {"alarm": name, "environment": environment, "means": means, "times": 0, "recorded": recorded}
-        new |= {"seen": line.get("seen"), "raised_step": None}
-        alarm = found.setdefault((name, environment), new)
-        alarm |= {key: line.get(key) for key in ("state", "since_step", "advice")}
-        alarm["seen_last"] = line.get("seen")
-        if line["state"] == "raised":
-            alarm |= {"seen": line.get("seen"), "raised_step": line.get("step"), "until_step": None}
-            alarm["times"] += 1
-        else:
-            ends = [step for step in (line.get("step"), line.get("since_step")) if step is not None]
-            alarm["until_step"] = max(ends, default=None)  # a start from an earlier checkpoint clears it at that step
-    return list(found.values())
+    found = []
+    for (name, environment), about in by_alarm(lines).items():
+        raised, last = [line for line in about if line["state"] == "raised"], about[-1]
+        begun = raised[-1] if raised else {"seen": about[0].get("seen")}
+        ends = [step for step in (last.get("step"), last.get("since_step")) if step is not None]
+        alarm = {key: last.get(key) for key in ("state", "since_step", "advice")}
+        alarm |= {"alarm": name, "environment": environment, "times": len(raised), "recorded": recorded}
+        alarm |= {"seen": begun.get("seen"), "raised_step": begun.get("step"), "seen_last": last.get("seen")}
+        # a start from an earlier checkpoint clears it at that step
+        found.append(alarm | {"until_step": None if last["state"] == "raised" else max(ends, default=None)})
+    return found
 
 
 def _of_summary(history: History) -> Seen:

@@ -1,4 +1,4 @@
-"""The charts of metrics over steps: which metrics, what they mean, and which alarm shows in which chart."""
+"""The charts of metrics over steps: which metrics, and what they mean."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -152,30 +152,3 @@ CHARTS = (
         quiet=True,
     ),
 )
-
-SHOWN_BY = {  # where on the page to look; ids of charts and sections
-    "environment_raises": "outcomes",
-    "environment_silent": "outcomes",
-    "equal_scores": "outcomes",
-    "wrong_group_size": "outcomes",
-    "too_long": "length",
-    "overlong_rows": "drops",
-    "policy_broken": "logprobs",
-    "groups_refused": "outcomes",
-    "all_rows_clipped": "length",
-    "reward_flat": "score",
-    "reward_collapsed": "score",
-    "entropy_collapsed": "entropy",
-    "logprob_difference": "logprobs",
-    "off_policy_samples": "logprobs",
-    "unknown_sampling": "sampling",
-    "other_temperature": "sampling",
-    "truncated_sampling": "sampling",
-    "penalized_sampling": "sampling",
-    "gradient_not_finite": "gradient",
-    "learning_rate_zero": "lr",
-    "stale_samples": "staleness",
-    "server_out_of_sync": "staleness",
-    "server_unhealthy": "servers",
-    "queue_full": "queue",
-}

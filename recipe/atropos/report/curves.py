@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from recipe.atropos.report.chart_table import CHARTS, SHOWN_BY
+from recipe.atropos.report.chart_table import CHARTS
 from recipe.atropos.report.decimate import buckets, decimated
 from recipe.atropos.report.run_history import SENT, History, phases_of
 from recipe.atropos.report.scores import extent, held_out, score_range
@@ -28,7 +28,7 @@ def curves(history: History, alarms: list[dict[str, Any]]) -> list[dict[str, Any
         chart["marks"] = [
             {"x": alarm["since_step"], "alarm": alarm["alarm"]}
             for alarm in alarms
-            if SHOWN_BY.get(alarm["alarm"]) == chart["id"] and alarm["since_step"] is not None
+            if alarm["where"] == chart["id"] and alarm["since_step"] is not None
         ]
     return charts
 

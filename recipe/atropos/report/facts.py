@@ -10,43 +10,15 @@ from omegaconf import OmegaConf
 from recipe.atropos.checkpoint.model_card import model_name
 from recipe.atropos.config.compose import compose_config, leaves
 from recipe.atropos.config.schema import documented
+from recipe.atropos.data.reasons import Reason
 from recipe.atropos.inference.installed import installed_versions
 from recipe.atropos.report.run_history import SENT, History, shown
 from recipe.atropos.report.scores import extent, from_to, held_out, score_range, training_scores
 from recipe.atropos.utils.files import read_json
 from recipe.atropos.utils.secret import HIDDEN, is_secret
 
-REASONS = {  # of docs/data-format.md, in short
+_MEANINGS = {reason.value: reason.meaning for reason in Reason} | {
     SENT: "sent to the trainer",
-    "equal_scores": "all answers of the group have the same score: there is no advantage",
-    "too_long": "longer than the environment is configured for",
-    "wrong_size": "another number of answers than group_size",
-    "no_group": "the environment made no group",
-    "missing_trajectories": "the environment made no group, or an incomplete one",
-    "malformed": "not a group, or a field of another type",
-    "empty_group": "a group without answers",
-    "larger_than_batch": "more sequences than the trainer's batch has",
-    "does_not_fill_batch": "a size that never fills the batch of a stock trainer",
-    "unequal_lengths": "fields of different lengths",
-    "foreign_tokens": "tokens of another tokenizer",
-    "no_trained_token": "no token to train on",
-    "no_prompt": "the first token is one to train on",
-    "overlong_prompt": "its prompt alone is longer than data.max_prompt_length + data.max_response_length",
-    "overlong_response": "longer than data.max_prompt_length + data.max_response_length",
-    "stale": "sampled by weights older than trainer.atropos.max_staleness",
-    "future_version": "sampled by weights of an abandoned branch of the training",
-    "not_pushed": "sampled by weights that no trainer pushed",
-    "unknown_version": "sampled by unknown weights, and max_staleness is set",
-    "not_sampled": "no server sampled any of its tokens",
-    "partial_reply": "only the end of each reply, without its thinking",
-    "marker_timeout": "a pattern of the reward bridge took too long",
-    "nonfinite_scores": "a score that is missing, NaN or infinite",
-    "nonfinite_advantages": "an advantage that is missing, NaN or infinite",
-    "nonfinite_inference_logprobs": "a logprob that is NaN or infinite: the server's numbers are broken",
-    "nonfinite_ref_logprobs": "a reference logprob that is missing, NaN or infinite",
-    "ragged_distillation": "a teacher's top-k of unequal lengths",
-    "repeated_distill_token": "a teacher's top-k that names a token twice",
-    "invalid_distill_logprobs": "a teacher's logprobs that are no distribution",
     "response_truncated": "too long: the response's beginning is trained on, what was cut off is not",
     "no_logprobs": "without the server's logprobs",
     "own_advantages": "with the environment's own advantages",
@@ -128,7 +100,7 @@ def dropped(history: History) -> list[dict[str, Any]]:
 
 def _reason(where: str, outcome: str, count: int, share: float) -> dict[str, Any]:
     name = outcome.rpartition("/")[2]
-    meaning = f"the environment's code raised {name}" if outcome.startswith("failed/") else REASONS.get(name, "")
+    meaning = f"the environment's code raised {name}" if outcome.startswith("failed/") else _MEANINGS.get(name, "")
     return {"where": where, "reason": outcome, "meaning": meaning, "count": count, "share": share}
 
 

@@ -14,7 +14,6 @@ import orjson
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.report import curves, facts, samples
 from recipe.atropos.report.alarm_list import all_alarms
-from recipe.atropos.report.chart_table import SHOWN_BY
 from recipe.atropos.report.run_history import History, read_history
 from recipe.atropos.report.verdict import verdict
 from recipe.atropos.utils.files import DiskFull, write_atomic
@@ -85,7 +84,7 @@ def describe(history: History, tokens: bool = True) -> dict[str, Any]:
         "state": facts.state(history),
         "steps": history.steps,
         "verdict": verdict(history, alarms).as_dict(),
-        "alarms": [alarm | {"where": SHOWN_BY.get(alarm["alarm"])} for alarm in alarms],
+        "alarms": alarms,
         "figures": facts.figures(history),
         "curves": curves.curves(history, alarms),
         "timeline": curves.timeline(history),

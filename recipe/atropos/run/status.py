@@ -24,6 +24,7 @@ import orjson
 import psutil
 
 from recipe.atropos.errors import ConfigurationError
+from recipe.atropos.run.alarm_lines import left_open
 from recipe.atropos.run.folder import LAUNCHER, Holder, RunDir
 from recipe.atropos.run.record import SCORES, heldout_scores, read_evaluations
 from recipe.atropos.utils.files import LineReader, read_json, read_lines, read_yaml
@@ -372,10 +373,4 @@ def raised_alarms(files: RunDir) -> tuple[dict[str, Any], ...]:
             for name, alarm in recorded.items()
         ]
         return tuple(sorted(found, key=lambda alarm: alarm["since_step"] or 0, reverse=True))
-    latest: dict[tuple[str, str | None], dict[str, Any]] = {}
-    for line in read_lines(files.alarms):
-        key = line["alarm"], line.get("environment")
-        latest.pop(key, None)
-        if line.get("state") == "raised":
-            latest[key] = line
-    return tuple(reversed(latest.values()))
+    return tuple(reversed(left_open(read_lines(files.alarms))))

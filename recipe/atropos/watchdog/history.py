@@ -15,7 +15,10 @@ from typing import Any
 from omegaconf import DictConfig
 
 from recipe.atropos.data.reasons import Reason
-from recipe.atropos.watchdog.alarms import PREFIX, logprob_tolerance
+
+PREFIX = "atropos/alarms/"
+# Mean absolute difference in nats, by SGLang's dtype: on fresh samples only kernels and rounding contribute to it.
+_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.0104, "float16": 0.0104}
 
 FIRST_STEPS = 20
 _LAST_STEPS, _REPORTS = 1000, 2000
@@ -38,6 +41,11 @@ _OF_AN_ENVIRONMENT = ("/mean_raw_score", "/zero_signal_share", "/groups")
 def _is_read(key: str) -> bool:
     """Whether a rule reads this metric."""
     return key in _KEYS or key.startswith(_PREFIXES) or key.endswith(_OF_AN_ENVIRONMENT)
+
+
+def logprob_tolerance(given: float | None, dtype: str) -> float:
+    """Return ``trainer.atropos.logprob_tolerance`` or, if it is null, the default for the served dtype."""
+    return _TOLERANCE.get(dtype, _TOLERANCE["bfloat16"]) if given is None else given
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from recipe.atropos.watchdog.alarms import ALARMS
-from recipe.atropos.watchdog.environment_rules import environment_findings
-from recipe.atropos.watchdog.findings import Finding
+from recipe.atropos.run.alarm_lines import left_open
+from recipe.atropos.watchdog.alarms import ALARMS, UNKNOWN
 from recipe.atropos.watchdog.history import History
-from recipe.atropos.watchdog.service_rules import service_findings
-from recipe.atropos.watchdog.training_rules import training_findings
+from recipe.atropos.watchdog.registry import RULES, Finding
 
 CLEAR_SECONDS, CLEAR_STEPS = 30.0, 5
 
@@ -60,11 +58,7 @@ class Watchdog:
 
 def findings(history: History, now: float) -> list[Finding]:
     """Return what all rules find."""
-    return [
-        *environment_findings(history, now),
-        *service_findings(history, now),
-        *training_findings(history),
-    ]
+    return [finding for rule in dict.fromkeys(RULES.values()) for finding in rule(history, now)]
 
 
 def alarm_line(finding: Finding, state: str, now: float, step: int | None) -> dict[str, Any]:
@@ -81,18 +75,6 @@ def alarm_line(finding: Finding, state: str, now: float, step: int | None) -> di
     }
 
 
-def left_open(lines: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the lines of ``alarms.jsonl`` that raised an alarm which no line clears."""
-    open_: dict[tuple[str, str | None], dict[str, Any]] = {}
-    for line in lines:
-        key = line["alarm"], line["environment"]
-        if line["state"] == "raised":
-            open_[key] = dict(line)
-        else:
-            open_.pop(key, None)
-    return list(open_.values())
-
-
 def account(lines: Iterable[Mapping[str, Any]], step: int | None) -> dict[str, dict[str, Any]]:
     """Return, by alarm, what ``summary.json`` says of it, from the lines of ``alarms.jsonl`` and the newest step.
 
@@ -100,22 +82,18 @@ def account(lines: Iterable[Mapping[str, Any]], step: int | None) -> dict[str, d
     them it was raised; ``now``: whether it still is.
     """
     found: dict[str, dict[str, Any]] = {}
-    open_: dict[tuple[str, str | None], Mapping[str, Any]] = {}
+    lines = list(lines)
     for line in lines:
-        name, key = line["alarm"], (line["alarm"], line["environment"])
-        entry = found.setdefault(name, {"raised": 0, "first_step": line["since_step"], "last_step": None, "steps": 0})
-        means = ALARMS[name].means if name in ALARMS else ""  # perhaps another version's
+        name, first = line["alarm"], line["since_step"]
+        entry = found.setdefault(name, {"raised": 0, "first_step": first, "last_step": None, "steps": 0, "now": False})
+        means = ALARMS.get(name, UNKNOWN).means
         entry |= {"seen": line["seen"], "means": means, "advice": line["advice"]}
-        if line["state"] == "raised":
-            entry["raised"] += 1
-            open_[key] = line
-        else:
-            begun = open_.pop(key, line)
-            _add_steps(entry, begun["since_step"], line["step"])
-    for (name, _), line in open_.items():
-        _add_steps(found[name], line["since_step"], step)
-    for name, entry in found.items():
-        entry["now"] = any(alarm == name for alarm, _ in open_)
+        entry["raised"] += line["state"] == "raised"
+        if line["state"] == "cleared":
+            _add_steps(entry, first, line["step"])
+    for line in left_open(lines):
+        _add_steps(found[line["alarm"]], line["since_step"], step)
+        found[line["alarm"]]["now"] = True
     return found
 
 

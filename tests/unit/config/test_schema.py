@@ -106,9 +106,9 @@ REFUSED = [
     (
         "watchdog.stop_on",
         ["reward_flat", "equal_score"],
-        "watchdog.stop_on[1]=equal_score; choose one of equal_scores, policy_broken",
+        "watchdog.stop_on[1]=equal_score; choose one of environment_raises, environment_silent",
     ),
-    ("watchdog.stop_on", ["logprob_gap"], "entropy_collapsed; did you mean logprob_difference?"),
+    ("watchdog.stop_on", ["logprob_gap"], "empty_batches; did you mean logprob_difference?"),
     ("watchdog.silent_after", 0, "silent_after=0: give more than 0"),
     ("algorithm.adv_estimator", "gae", "needs a critic, which this recipe does not train; choose one of gpg, grpo"),
     ("algorithm.adv_estimator", "dr_grpo", "dr_grpo is grpo with algorithm.norm_adv_by_std_in_grpo=false and actor_"),

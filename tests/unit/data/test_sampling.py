@@ -26,6 +26,7 @@ from recipe.atropos.data.sampling import (
 from recipe.atropos.errors import AtroposError
 from recipe.atropos.launcher import supervision
 from recipe.atropos.watchdog import alarms
+from recipe.atropos.watchdog.history import logprob_tolerance
 
 I = -100  # noqa: E741
 LIMITS = RowLimits(20, 0)
@@ -257,8 +258,8 @@ def test_sampling_alarm_is_on_fresh_rows_beyond_the_tolerance():
     assert metrics["atropos/logprob_diff/mean"] > 0.5
     assert "atropos/logprob_diff/fresh_mean" not in compare_with_engine(batch, version=5)
 
-    float32, bfloat16 = (alarms.logprob_tolerance(None, dtype) for dtype in ("float32", "bfloat16"))
-    assert (float32, bfloat16, alarms.logprob_tolerance(0.5, "float32")) == (1e-4, 0.0104, 0.5)
+    float32, bfloat16 = (logprob_tolerance(None, dtype) for dtype in ("float32", "bfloat16"))
+    assert (float32, bfloat16, logprob_tolerance(0.5, "float32")) == (1e-4, 0.0104, 0.5)
     assert alarms.raised_by(metrics, bfloat16, "error") == {}
     raised = alarms.raised_by(metrics, float32, "error")
     assert raised == {"logprob_difference": pytest.approx(0.001, rel=1e-4)}

@@ -5,10 +5,19 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from recipe.atropos.data.reasons import Reason
-from recipe.atropos.watchdog.alarms import Name
-from recipe.atropos.watchdog.findings import Finding
 from recipe.atropos.watchdog.history import RECENT_ITEMS, EnvironmentHistory, History
-from recipe.atropos.watchdog.training_rules import broken_policy
+from recipe.atropos.watchdog.registry import (
+    CLIP,
+    GROUP_SIZE,
+    LR,
+    PROMPT,
+    RESPONSE,
+    STALENESS,
+    TEMPERATURE,
+    Finding,
+    alarm,
+)
+from recipe.atropos.watchdog.rules.training import broken_policy
 
 # Items in a row, none of which gives a group. Exceptions, lengths and sizes are no matter of chance, but equal scores
 # are, and so is no_group: most of Atropos' environments return none where scores are equal. Of a task on which 95% of
@@ -18,7 +27,7 @@ _MOST = 0.5  # of the recent items: a run whose environment loses half of them h
 # Items that failed after all retries, beside _DRY attempts: a failure of the servers is over after a retry.
 _FAILED = 3
 _ALL_EQUAL_STEPS, _ALL_EQUAL_GROUPS = 3, 64  # trained on, in a row; with 95% equal groups once in 27 times
-_OF_COUNT: dict[str, Name] = {
+_OF_COUNT: dict[str, str] = {
     "raised": "environment_raises",
     "too_long": "too_long",
     "wrong_size": "wrong_group_size",
@@ -26,6 +35,82 @@ _OF_COUNT: dict[str, Name] = {
 }
 
 
+@alarm(
+    "environment_raises",
+    means="at least half of an environment's items fail with an exception",
+    advice="see the traceback in the environment's log; python -m recipe.atropos verify-env runs the environment alone",
+    chart="outcomes",
+    cause=10,
+)
+@alarm(
+    "environment_silent",
+    means="nothing comes from an environment: it was abandoned, or no longer calls the API, or none of its items ends",
+    advice=(
+        "see the environment's log; set environment.args.worker_timeout to end items that hang; if items only take "
+        "long, raise watchdog.silent_after"
+    ),
+    settings=("watchdog.silent_after",),
+    chart="outcomes",
+    cause=20,
+)
+@alarm(
+    "wrong_group_size",
+    means="at least half of an environment's groups do not have the size that it was configured for",
+    advice=(
+        "let collect_trajectories return config.group_size answers for each item, or set environment.group_size to "
+        "what it returns"
+    ),
+    settings=(GROUP_SIZE,),
+    chart="outcomes",
+    cause=30,
+)
+@alarm(
+    "too_long",
+    means="at least half of an environment's groups are dropped because they are too long",
+    advice=(
+        "raise data.max_response_length or data.max_prompt_length, or let the environment ask for shorter answers "
+        "(its max_tokens)"
+    ),
+    settings=(RESPONSE, PROMPT),
+    chart="length",
+    cause=40,
+)
+@alarm(
+    "groups_refused",
+    means="an environment's items end, but no group is sent, for a reason other than those above or for several",
+    advice="docs/data-format.md says what each reason means; the environment's log has the first group of each",
+    chart="outcomes",
+)
+@alarm(
+    "policy_broken",
+    means=(
+        "updates broke the policy: all its groups have equal scores since steps in which it moved far from its "
+        "samples, or in which its entropy or gradient changed by ten times"
+    ),
+    advice=(
+        "resume from a checkpoint before that step with a lower actor_rollout_ref.actor.optim.lr; if the policy's "
+        "answers are as good as before, look for a broken scorer"
+    ),
+    settings=(LR, CLIP, STALENESS),
+    chart="logprobs",
+    cause=60,
+)
+@alarm(
+    "equal_scores",
+    means=(
+        "all groups of an environment, or most while no other is sent, have answers of equal scores: such a group has "
+        "no advantage, and nothing is learned from it"
+    ),
+    advice=(
+        "if all groups became equal at once, or scores do not fit the answers in rollouts/, look for a broken policy "
+        "(its answers, actor/entropy, actor/grad_norm), then for a broken scorer or answer parser; else, if the mean "
+        "score is the lowest, use easier problems, a better policy or a score with partial credit; if it is the "
+        "highest, the task is solved: use harder problems; in between, problems are either too easy or too hard"
+    ),
+    settings=(TEMPERATURE, RESPONSE, GROUP_SIZE),
+    chart="outcomes",
+    cause=160,
+)
 def environment_findings(history: History, now: float) -> Iterator[Finding]:
     """Yield at most one finding of each environment, and one of the groups that were trained on."""
     for environment in history.environments.values():
@@ -65,16 +150,16 @@ def _dry(environment: EnvironmentHistory) -> Iterator[Finding]:
         yield Finding("environment_raises", text + _see(environment), since, step, environment.name)
         return
     causes = ("raised", "equal_scores", "too_long", "wrong_size", "refused")
-    lost, name = sum(new[cause] for cause in causes), max(causes, key=lambda cause: new[cause])
+    lost, name = sum(new[each] for each in causes), max(causes, key=lambda each: new[each])
     by_chance = new["equal_scores"] + new[f"not sent:{Reason.NO_GROUP}"]
     if lost >= _DRY_BY_CHANCE or lost - by_chance >= max(_DRY, lost / 2):
-        alarm = _OF_COUNT.get(name, "groups_refused") if 2 * new[name] >= lost else "groups_refused"
+        cause = _OF_COUNT.get(name, "groups_refused") if 2 * new[name] >= lost else "groups_refused"
         text = f"no group for {new['items']} items: {_names(new, 'not sent:', 'failed:')}"
-        if alarm == "equal_scores" and environment.score is not None:
+        if cause == "equal_scores" and environment.score is not None:
             text += f"; mean score {environment.score:.3g}"
-        if alarm == "equal_scores" and counts["items"]:
+        if cause == "equal_scores" and counts["items"]:
             text += f"; before, {counts['sent']} of {counts['items']} items gave a group"
-        yield Finding(alarm, text + _see(environment), since, step, environment.name)
+        yield Finding(cause, text + _see(environment), since, step, environment.name)
 
 
 def _mostly(environment: EnvironmentHistory) -> Iterator[Finding]:

@@ -3,9 +3,10 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from recipe.atropos.watchdog.alarms import EMPTY_BATCHES
-from recipe.atropos.watchdog.findings import Finding
 from recipe.atropos.watchdog.history import History, ServerHistory
+from recipe.atropos.watchdog.registry import RESPONSE, STALENESS, Finding, InStep, alarm
+
+EMPTY_BATCHES = 3  # in a row; one or two may be chance
 
 _QUEUE_LOOKS, _QUEUE_SECONDS = 3, 15.0  # a queue that is full between two batches empties with the next one
 _SLOW = 0.25  # of the other servers' requests per second: the gateway gives each as many as it finishes
@@ -14,10 +15,20 @@ _WATCHED = 0.9  # of the minute, for which it must have been busy
 _OTHER_WEIGHTS = "weight version"  # in the gateway's reason for removing a server
 
 
-def service_findings(history: History, now: float) -> Iterator[Finding]:
-    """Yield at most one finding of each alarm about the servers, the queue, and batches with nothing to train on."""
-    yield from _first(_servers(history, now))
-    yield from _empty_batches(history, now)
+@alarm(
+    "queue_full",
+    means=(
+        "the Trajectory API holds more tokens than its queue is for; while a batch is complete it delays posts: "
+        "training is the bottleneck then"
+    ),
+    advice=(
+        "set trainer.atropos.max_staleness, which paces the environments, or fewer groups in flight "
+        "(environment.args.max_num_workers)"
+    ),
+    settings=(STALENESS,),
+    chart="queue",
+)
+def _queue_full(history: History, now: float) -> Iterator[Finding]:
     if history.queue_full is not None:
         since, looks = history.queue_full
         if looks >= _QUEUE_LOOKS and now - since >= _QUEUE_SECONDS:
@@ -26,6 +37,18 @@ def service_findings(history: History, now: float) -> Iterator[Finding]:
             yield Finding("queue_full", text, since, history.step_at(since))
 
 
+@alarm(
+    "empty_batches",
+    means="three batches in a row, or more, had no row to train on: the policy does not change meanwhile",
+    advice=(
+        "the trainer's log has the reasons by environment, and docs/data-format.md what each means; often another "
+        "tokenizer, or an environment that does not run through the adapter where trainer.atropos.max_staleness is set"
+    ),
+    settings=(STALENESS, "trainer.atropos.max_empty_batches", "trainer.atropos.overlong"),
+    in_step=InStep(
+        "atropos/empty_batches", "{value:.0f} batches before this step's", lambda tolerance, mode: EMPTY_BATCHES - 1
+    ),
+)
 def _empty_batches(history: History, now: float) -> Iterator[Finding]:
     """The trainer reports batches with nothing to train on as it finds them, when there is no step yet to tell."""
     empty = (history.api.get("trainer") or {}).get("empty_batches_in_a_row", 0)
@@ -34,10 +57,39 @@ def _empty_batches(history: History, now: float) -> Iterator[Finding]:
         yield Finding("empty_batches", text, now, history.step)
 
 
-def _first(findings: Iterator[Finding]) -> Iterator[Finding]:
-    """Yield the first of each alarm, with the number of others."""
+@alarm(
+    "server_out_of_sync",
+    means=(
+        "an SGLang server or the gateway does not have the trainer's newest weights: it gets no requests, or samples "
+        "with older weights"
+    ),
+    advice=(
+        "look for a failed push in the trainer's log, and for a restart in the server's; try another "
+        "trainer.atropos.weight_sync.transport, and weight_sync.verify=probe"
+    ),
+    settings=tuple(
+        f"trainer.atropos.{key}" for key in ("weight_sync.transport", "weight_sync.verify", "max_staleness")
+    ),
+    chart="staleness",
+    cause=80,
+)
+@alarm(
+    "server_unhealthy",
+    means=(
+        "an SGLang server or the gateway does not answer, gets or finishes no request, or is far slower than the others"
+    ),
+    advice=(
+        "see the log of the server that is named: often out of memory, or still paused by a push of weights; if "
+        "answers only take long, raise watchdog.silent_after"
+    ),
+    settings=("watchdog.silent_after", RESPONSE),
+    chart="servers",
+    cause=90,
+)
+def _servers_and_gateway(history: History, now: float) -> Iterator[Finding]:
+    """Yield the first finding of each alarm, with the number of others."""
     found: dict[str, list[Finding]] = {}
-    for finding in findings:
+    for finding in _servers(history, now):
         found.setdefault(finding.alarm, []).append(finding)
     for first, *others in found.values():
         yield replace(first, seen=f"{first.seen}; so for {len(others)} others") if others else first

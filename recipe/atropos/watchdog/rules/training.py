@@ -1,6 +1,7 @@
 """Rules about the trained steps: samples, logprobs, gradient, reward, entropy, each threshold beside its reason."""
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -8,9 +9,21 @@ from typing import Any
 import numpy as np
 
 from recipe.atropos.data.reasons import Reason
-from recipe.atropos.watchdog import alarms
-from recipe.atropos.watchdog.findings import Finding
-from recipe.atropos.watchdog.history import FIRST_STEPS, History
+from recipe.atropos.watchdog.history import FIRST_STEPS, PREFIX, History
+from recipe.atropos.watchdog.registry import (
+    ALARMS,
+    CLIP,
+    GROUP_SIZE,
+    LR,
+    PROMPT,
+    RESPONSE,
+    STALENESS,
+    TEMPERATURE,
+    Finding,
+    InStep,
+    alarm,
+    seen_in_step,
+)
 
 _VERSIONS = (Reason.STALE, Reason.UNKNOWN_VERSION, Reason.NOT_PUSHED, Reason.FUTURE_VERSION)
 _OVERLONG = (Reason.OVERLONG_PROMPT, Reason.OVERLONG_RESPONSE)
@@ -45,14 +58,7 @@ _LEFT, _FALL, _FALL_SHARE, _EARLY_SHARE, _EARLY = 0.25, 7.0, 0.2, 0.35, 150
 _BENDS = 8  # of the means of ten steps: with fewer, one fall or rise is their median
 
 
-def training_findings(history: History) -> Iterator[Finding]:
-    """Yield what the newest steps show; none before this start of the run has trained enough of its own."""
-    if history.recent(1):
-        for rule in (_of_a_step, _gap, _samples, _clipped, _learning_rate, _scores, _entropy):
-            yield from rule(history)
-
-
-def _finding(name: alarms.Name, seen: str, first: dict[str, Any], environment: str | None = None) -> Finding:
+def _finding(name: str, seen: str, first: dict[str, Any], environment: str | None = None) -> Finding:
     """``first``: the step that it began with."""
     return Finding(name, seen, first["time"], first["step"], environment, of_steps=True)
 
@@ -73,17 +79,77 @@ def _onset(
     return onset
 
 
-def _of_a_step(history: History) -> Iterator[Finding]:
+@alarm(
+    "other_temperature",
+    means=(
+        "rows were sampled at another temperature than actor_rollout_ref.rollout.temperature, and "
+        "trainer.atropos.sampling_mismatch=warn trains on them with wrong logprobs"
+    ),
+    advice=(
+        "set it to per_row, or let the environment sample at the trainer's; atropos/ENV/rows_with/other_temperature "
+        "says which does not"
+    ),
+    settings=(TEMPERATURE, "trainer.atropos.sampling_mismatch"),
+    chart="sampling",
+    cause=100,
+    in_step=InStep(
+        "atropos/rows_with/other_temperature",
+        "{value:.0f} rows",
+        lambda tolerance, mode: 0.0 if mode == "warn" else math.inf,
+    ),
+)
+@alarm(
+    "truncated_sampling",
+    means="rows were sampled with top_p, top_k or min_p, or greedily: neither SGLang nor the trainer has their "
+    "logprobs",
+    advice="let the environment sample without",
+    settings=("trainer.atropos.allow_truncated_sampling",),
+    chart="sampling",
+    cause=110,
+    in_step=InStep("atropos/rows_with/truncated_sampling"),
+)
+@alarm(
+    "penalized_sampling",
+    means=(
+        "rows were sampled with penalties, logit bias, min_new_tokens or a grammar: the trainer does not compute that "
+        "distribution"
+    ),
+    advice="let the environment sample without",
+    settings=("trainer.atropos.allow_truncated_sampling",),
+    chart="sampling",
+    cause=120,
+    in_step=InStep("atropos/rows_with/penalized_sampling"),
+)
+@alarm(
+    "unknown_sampling",
+    means="rows came without sampling parameters, and are taken to be sampled at actor_rollout_ref.rollout.temperature",
+    advice=(
+        "run their environment through recipe.atropos.utils.env_adapter, or let it send group_overrides.sampling_params"
+    ),
+    settings=(TEMPERATURE,),
+    chart="sampling",
+    cause=130,
+    in_step=InStep("atropos/rows_with/unknown_sampling"),
+)
+@alarm(
+    "gradient_not_finite",
+    means="the gradient of an optimizer step was not finite, so verl left that optimizer step out",
+    advice="look at actor/pg_loss, the learning rate and the dtype",
+    settings=(LR, CLIP),
+    chart="gradient",
+    in_step=InStep("actor/grad_norm", "actor/grad_norm={value:g}", lambda tolerance, mode: sys.float_info.max),
+)
+def _of_a_step(history: History, now: float) -> Iterator[Finding]:
     """What the trainer saw in a single step; a difference of fresh samples lasts until other fresh ones show none."""
-    newest = history.steps[-1]
-    for name in alarms.OF_A_STEP:
-        key = alarms.PREFIX + name
-        of, among = newest, list(history.steps)
+    newest = history.recent(1)
+    for name in [name for name, declared in ALARMS.items() if declared.in_step and newest]:
+        key = PREFIX + name
+        of, among = newest[0], list(history.steps)
         if name == "logprob_difference":
             among = _with_fresh_samples(history)
             of = among[-1] if among else {}
         if key in of:
-            text = alarms.seen_in_step(name, of[key], history.limits.logprob_tolerance)
+            text = seen_in_step(name, of[key], history.limits.logprob_tolerance)
             onset = _onset(history, [of], lambda step, key=key: key in step, among)
             yield _finding(name, f"{text}, at step {of['step']}", onset)
 
@@ -94,10 +160,48 @@ def _with_fresh_samples(history: History) -> list[dict[str, Any]]:
 
 
 def _fresh_differ(step: dict[str, Any]) -> bool:
-    return alarms.PREFIX + "logprob_difference" in step
+    return PREFIX + "logprob_difference" in step
 
 
-def _gap(history: History) -> Iterator[Finding]:
+@alarm(
+    "logprob_difference",
+    means=(
+        "SGLang's logprobs differ from the trainer's, on fresh samples by more than trainer.atropos.logprob_tolerance "
+        "in the mean, or on all samples by far more than usual where none is fresh"
+    ),
+    advice=(
+        "likely causes, in this order: sampling parameters, tensors missing on the servers "
+        "(trainer.atropos.weight_sync.verify=probe finds them), dtype, kernels; before them, where no sample was "
+        "fresh, the updates since it was sampled: actor_rollout_ref.actor.optim.lr"
+    ),
+    settings=(
+        "trainer.atropos.logprob_tolerance",
+        "inference.dtype",
+        "trainer.atropos.weight_sync.verify",
+        TEMPERATURE,
+    ),
+    chart="logprobs",
+    in_step=InStep(
+        "atropos/logprob_diff/fresh_mean",
+        "{value:.2g} nats in the mean over fresh samples, above trainer.atropos.logprob_tolerance={tolerance:g}",
+        lambda tolerance, mode: tolerance,
+    ),
+)
+@alarm(
+    "off_policy_samples",
+    means=(
+        "the policy is far from the samples that it is trained on; fresh samples agree with it, so the updates since "
+        "the others were sampled are the cause"
+    ),
+    advice=(
+        "lower actor_rollout_ref.actor.optim.lr, or the age of samples (trainer.atropos.max_staleness, "
+        "weight_sync.every)"
+    ),
+    settings=(LR, STALENESS, "trainer.atropos.weight_sync.every"),
+    chart="logprobs",
+    cause=140,
+)
+def _gap(history: History, now: float) -> Iterator[Finding]:
     """Where fresh samples agree, older ones differ by the updates since; where none is fresh, that cannot be told."""
     steps, fresh = history.recent(_GAP_STEPS), _with_fresh_samples(history)[-1:]
     gaps, ages, rates = (_values(steps, key) for key in (_DIFFERENCE, "atropos/staleness/mean", "actor/lr"))
@@ -130,7 +234,35 @@ def broken_policy(history: History, since: int | None) -> str:
     return "; ".join(found)
 
 
-def _samples(history: History) -> Iterator[Finding]:
+@alarm(
+    "overlong_rows",
+    means=(
+        "at least a tenth of the rows are longer than data.max_prompt_length + data.max_response_length, and dropped: "
+        "their scores count in their groups, but only shorter answers are trained on"
+    ),
+    advice=(
+        "raise either length, or let the environment ask for shorter answers (its max_tokens); "
+        "trainer.atropos.overlong=truncate trains on the beginning of a response"
+    ),
+    settings=(RESPONSE, PROMPT, "trainer.atropos.overlong"),
+    chart="drops",
+    cause=50,
+)
+@alarm(
+    "stale_samples",
+    means=(
+        "the weights that sampled are too old or not known: rows are trained on many updates late, or at least half "
+        "are dropped for it"
+    ),
+    advice=(
+        "if trainer.atropos.max_staleness is null, set it: it paces environments that run through the adapter; else "
+        "see docs/staleness.md for the reasons of drops"
+    ),
+    settings=(STALENESS, "trainer.atropos.weight_sync.every"),
+    chart="staleness",
+    cause=170,
+)
+def _samples(history: History, now: float) -> Iterator[Finding]:
     limits, steps = history.limits, history.recent(_DROPPED_STEPS)
     received = sum(_values(steps, "atropos/received"))
 
@@ -138,7 +270,7 @@ def _samples(history: History) -> Iterator[Finding]:
         dropped = sum(step.get(f"atropos/dropped/{reason}", 0) for reason in reasons)
         return dropped >= share * step.get("atropos/received", math.inf) > 0
 
-    of_alarm: tuple[tuple[alarms.Name, tuple[Reason, ...], float], ...] = (
+    of_alarm: tuple[tuple[str, tuple[Reason, ...], float], ...] = (
         ("stale_samples", _VERSIONS, _DROPPED),
         ("overlong_rows", _OVERLONG, _DROPPED_LONG),
     )
@@ -157,7 +289,21 @@ def _samples(history: History) -> Iterator[Finding]:
         yield _finding("stale_samples", text, onset)
 
 
-def _clipped(history: History) -> Iterator[Finding]:
+@alarm(
+    "all_rows_clipped",
+    means=(
+        "nearly every response ends at one and the same maximum length: what comes after it was not sampled, or is not "
+        "trained on"
+    ),
+    advice=(
+        "raise data.max_response_length and the environment's max_tokens, or check that the policy ends its answers "
+        "(chat template, end-of-sequence token)"
+    ),
+    settings=(RESPONSE, "trainer.atropos.overlong"),
+    chart="length",
+    cause=70,
+)
+def _clipped(history: History, now: float) -> Iterator[Finding]:
     steps = history.recent(_CLIPPED_STEPS)
     rows, cut = sum(_values(steps, "atropos/rows")), sum(_values(steps, "atropos/rows_with/response_truncated"))
     if steps and rows and cut >= _CLIPPED * rows:
@@ -175,7 +321,14 @@ def _clipped(history: History) -> Iterator[Finding]:
         yield _finding("all_rows_clipped", text, onset)
 
 
-def _learning_rate(history: History) -> Iterator[Finding]:
+@alarm(
+    "learning_rate_zero",
+    means="the learning rate is 0: the policy does not change",
+    advice="set actor_rollout_ref.actor.optim.lr; check lr_warmup_steps, and min_lr_ratio of the cosine schedule",
+    settings=(LR, *(f"actor_rollout_ref.actor.optim.{key}" for key in ("lr_warmup_steps", "min_lr_ratio"))),
+    chart="lr",
+)
+def _learning_rate(history: History, now: float) -> Iterator[Finding]:
     steps = history.recent(_LR_STEPS)
     rates = _values(steps, "actor/lr")
     if rates and len(rates) == len(steps) and max(rates) == 0.0:
@@ -183,7 +336,32 @@ def _learning_rate(history: History) -> Iterator[Finding]:
         yield _finding("learning_rate_zero", f"actor/lr=0 in the last {len(steps)} steps", onset)
 
 
-def _scores(history: History) -> Iterator[Finding]:
+@alarm(
+    "reward_collapsed",
+    means="the mean score has fallen from its best to about what it was at the start, or below",
+    advice=(
+        "look at what else changed then: rollouts/, actor/entropy, the logprob difference, the environment's scores; "
+        "if the policy itself got worse, resume from a checkpoint before the fall with a lower "
+        "actor_rollout_ref.actor.optim.lr or a KL term (actor_rollout_ref.actor.use_kl_loss)"
+    ),
+    settings=(LR, "actor_rollout_ref.actor.use_kl_loss", STALENESS),
+    chart="score",
+)
+@alarm(
+    "reward_flat",
+    means="the mean score has not risen since the first steps by more than its noise",
+    advice=(
+        "only if actor/grad_norm is far below actor_rollout_ref.actor.optim.clip_grad, raise "
+        "actor_rollout_ref.actor.optim.lr; else look at the data and the scorer: do the "
+        "scores in rollouts/ fit the answers, how high is atropos/zero_signal_share, does the policy ever score (or "
+        "does it need easier problems)"
+    ),
+    settings=(LR, CLIP, TEMPERATURE, GROUP_SIZE),
+    chart="score",
+)
+def _scores(history: History, now: float) -> Iterator[Finding]:
+    if not history.recent(1):
+        return
     newest = history.steps[-1]
     low, high = extremes = _extremes(history)
     keys = [key for key in newest if key.endswith("/mean_raw_score") and key.count("/") == 2]
@@ -242,15 +420,29 @@ def _flat(
         yield _finding("reward_flat", text, history.first[0], name)
 
 
-def _entropy(history: History) -> Iterator[Finding]:
+@alarm(
+    "entropy_collapsed",
+    means=(
+        "the policy's entropy has fallen below a tenth of what it was in the first steps, and the score is not near "
+        "its highest: answers to a problem become alike"
+    ),
+    advice=(
+        "resume from an earlier checkpoint with a lower learning rate, a higher "
+        "actor_rollout_ref.actor.clip_ratio_high, or actor_rollout_ref.actor.entropy_coeff above 0"
+    ),
+    settings=(LR, *(f"actor_rollout_ref.actor.{key}" for key in ("clip_ratio_high", "entropy_coeff"))),
+    chart="entropy",
+    cause=150,
+)
+def _entropy(history: History, now: float) -> Iterator[Finding]:
     steps = history.recent(_ENTROPY_STEPS)
     before = _values(history.first[:_ENTROPY_FIRST], "actor/entropy")
-    now = _values(steps, "actor/entropy")
-    if len(before) < _ENTROPY_FIRST or len(now) < _ENTROPY_STEPS or history.first[_ENTROPY_FIRST - 1] in steps:
+    newest = _values(steps, "actor/entropy")
+    if len(before) < _ENTROPY_FIRST or len(newest) < _ENTROPY_STEPS or history.first[_ENTROPY_FIRST - 1] in steps:
         return
     start = float(np.mean(before))
-    if max(now) < _ENTROPY * start and not _near_highest(history, "atropos/mean_raw_score", _extremes(history)):
-        text = f"actor/entropy {np.mean(now):.2g} nats over the last {len(now)} steps, {start:.2g} over the first"
+    if max(newest) < _ENTROPY * start and not _near_highest(history, "atropos/mean_raw_score", _extremes(history)):
+        text = f"actor/entropy {np.mean(newest):.2g} nats over the last {len(newest)} steps, {start:.2g} over the first"
         onset = _onset(
             history, steps, lambda step: (_values([step], "actor/entropy") or [math.inf])[0] < _ENTROPY * start
         )

@@ -1,0 +1,1 @@
+"""The rules, in files that ``watchdog/alarms.py`` finds: each declares alarms at the functions that find them."""
