@@ -75,18 +75,9 @@ def show_list(files: RunDir, console: Console) -> None:
 
 
 def tail(path: Path, lines: int, end: int) -> bytes:
-    """Return the last ``lines`` lines of the first ``end`` bytes of a file, read from there backwards."""
-    blocks: deque[bytes] = deque()
+    """Return the last ``lines`` lines of the first ``end`` bytes of a log, whose size is bounded."""
     with path.open("rb") as file:
-        position, newlines = end, 0
-        while position > 0 and newlines <= lines:
-            step = min(_BLOCK, position)
-            position -= step
-            file.seek(position)
-            blocks.appendleft(file.read(step))
-            newlines += blocks[0].count(b"\n")
-    found = b"".join(blocks).splitlines(keepends=True)
-    return b"".join(found[max(0, len(found) - lines) :])
+        return b"".join(deque(file.read(end).splitlines(keepends=True), maxlen=lines))
 
 
 def follow(files: RunDir, path: Path, lines: int) -> Iterator[bytes]:

@@ -45,10 +45,9 @@ _EQUAL_STEPS, _EQUAL_TOKENS = 5, 16
 _ENTROPY_STEPS, _ENTROPY = 5, 0.1  # of its mean over the first steps
 _ENTROPY_FIRST = 5
 _HIGHEST = 0.9  # of the way from the lowest to the highest score: a task that is solved
-# The mean over 50 steps is flat, from step 150 on, if it is not above that of the first 20, later if it is not by more
-# than a standard error; and if two more are at most 5% of the scores' range: with more noise, a slow rise could be
-# there. It never rose if none of the means in between was above the first by more than chance makes the largest.
-_BEFORE_FLAT, _CERTAIN, _FLAT_STEPS = 150, 250, 50
+# The mean over 50 steps is flat, from step 150 on, if it is not above that of the first 20 by more than a standard
+# error, and if two more are at most 5% of the scores' range: with more noise, a slow rise could be there. It never rose if none of the means in between was above the first by more than chance makes the largest.
+_BEFORE_FLAT, _FLAT_STEPS = 150, 50
 _FLAT, _FLAT_SHARE, _EVER = 2.0, 0.05, 3.0
 _COLLAPSED_STEPS, _BEST_STEPS = 10, 20
 # Of what was gained, what is left; the fall in standard errors, more than noise makes between the best of 1,000 steps
@@ -408,8 +407,7 @@ def _flat(
     error = _error(scores, len(first), _FLAT_STEPS)
     means, start = _rolling(scores, _FLAT_STEPS), float(np.mean(first))
     risen, ever = means[-1] - start, means.max() - start
-    certain = min(1.0, (len(steps) - _BEFORE_FLAT) / (_CERTAIN - _BEFORE_FLAT))
-    most = min(certain * error, _FLAT_SHARE * spread - _FLAT * error)
+    most = min(error, _FLAT_SHARE * spread - _FLAT * error)
     if -_EVER * error <= risen <= most and ever <= _EVER * error:
         text = (
             f"mean score {means[-1]:.3g} over the last {_FLAT_STEPS} steps, {start:.3g} over the first {len(first)} "
