@@ -14,7 +14,7 @@ class Reason(StrEnum):
 
     meaning: str
 
-    def __new__(cls, value: str, meaning: str) -> "Reason":
+    def __new__(cls, value: str, meaning: str = "") -> "Reason":
         member = str.__new__(cls, value)
         member._value_, member.meaning = value, meaning
         return member

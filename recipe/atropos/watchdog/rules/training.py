@@ -46,7 +46,8 @@ _ENTROPY_STEPS, _ENTROPY = 5, 0.1  # of its mean over the first steps
 _ENTROPY_FIRST = 5
 _HIGHEST = 0.9  # of the way from the lowest to the highest score: a task that is solved
 # The mean over 50 steps is flat, from step 150 on, if it is not above that of the first 20 by more than a standard
-# error, and if two more are at most 5% of the scores' range: with more noise, a slow rise could be there. It never rose if none of the means in between was above the first by more than chance makes the largest.
+# error, and if two more are at most 5% of the scores' range: with more noise, a slow rise could be there. It never
+# rose if none of the means in between was above the first by more than chance makes the largest.
 _BEFORE_FLAT, _FLAT_STEPS = 150, 50
 _FLAT, _FLAT_SHARE, _EVER = 2.0, 0.05, 3.0
 _COLLAPSED_STEPS, _BEST_STEPS = 10, 20
