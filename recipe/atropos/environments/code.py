@@ -3,7 +3,7 @@
 The policy gets a problem of HumanEval or MBPP, or in one of their formats, and writes a Python program. A sandbox runs
 it against the problem's tests: +1 if all pass, else -1. Guarantees, in addition to those of ``single_turn``:
 
-- nothing that the policy writes runs outside the sandbox (``sandbox`` documents its isolation); if no isolation works,
+- nothing that the policy writes runs outside the sandbox (``sandbox`` documents its isolation); if that does not work,
   the environment ends before anything is sampled, unless ``isolation`` is "none";
 - an answer can pass only by what its functions return (``sandbox/answer.py``);
 - answers are counted by outcome, ``answers/timeout`` and so on.
@@ -37,14 +37,11 @@ class CodeEnvConfig(SingleTurnEnvConfig):
     dataset_config: str | None = Field(None, description="Configuration of the dataset on the hub")
     system_prompt: str = Field(SYSTEM_PROMPT, description="Empty for none")
     shown_tests: int = Field(1, ge=0, description="How many of MBPP's tests the policy reads; HumanEval's never")
-    isolation: Isolation = Field(
-        "auto", description="Of the sandbox: 'auto', 'namespaces', 'landlock'; 'none' is unsafe"
-    )
+    isolation: Isolation = Field("seccomp", description="Of the sandbox; 'none' is unsafe")
     sandboxes: int | None = Field(None, ge=1, description="Answers that run at a time; by default one a core")
     cpu_seconds: int = Field(Limits.cpu_seconds, ge=1, description="CPU time")
     wall_seconds: float = Field(Limits.wall_seconds, gt=0, description="Elapsed time")
     memory_mb: int = Field(Limits.memory_mb, ge=128, description="Memory, MiB")
-    disk_mb: int = Field(Limits.disk_mb, ge=1, description="Files in its temporary folder, MiB")
 
 
 class CodeEnv(SingleTurnEnv):
@@ -61,11 +58,11 @@ class CodeEnv(SingleTurnEnv):
             ConfigurationError: naming the dataset, file or row.
         """
         config = self.config
-        limits = Limits(config.cpu_seconds, config.wall_seconds, config.memory_mb, config.disk_mb)
+        limits = Limits(config.cpu_seconds, config.wall_seconds, config.memory_mb)
         self.sandbox = Sandbox(limits, config.isolation, config.sandboxes)
-        what = (
-            "UNPROTECTED, as --env.isolation=none wants it" if self.sandbox.start() == "none" else "isolated and probed"
-        )
+        self.sandbox.start()
+        unprotected = config.isolation == "none"
+        what = "UNPROTECTED, as --env.isolation=none wants it" if unprotected else "isolated and probed"
         logger.warning("answers run %s: isolation %s, %d at a time", what, self.sandbox.isolation, self.sandbox.workers)
         await super().setup()
 

@@ -1,7 +1,7 @@
 """An answer and its tests in separate processes, and the protocol by which the tests call the answer.
 
 The answer's process runs the policy's program. The tests' process runs the problem's own code, calls the functions of
-the answer over a pipe, and decides the verdict. Guarantees:
+the answer over a socket, and decides the verdict. Guarantees:
 
 - the tests' process alone decides: nothing that the answer prints, returns or patches, nor its exit status, is taken
   for the verdict;
@@ -16,7 +16,6 @@ a handle. From the answer: ``["value", value]`` or ``["raise", type, text]``. Us
 import builtins
 import json
 import os
-import signal
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
@@ -130,8 +129,8 @@ def _receive(descriptor: int) -> Any:
 # ---------------------------------------------------------------------- the answer's process
 
 
-def run_answer(requests: int, replies: int) -> NoReturn:
-    """Execute the program, which is the first message, then serve calls until the pipe is closed."""
+def run_answer(tests: int) -> NoReturn:
+    """Execute the program, which is the first message, then serve calls until the tests close the connection."""
     sys.set_int_max_str_digits(_DIGITS)
     kept: list[Any] = []
 
@@ -144,14 +143,14 @@ def run_answer(requests: int, replies: int) -> NoReturn:
             message = ["value", encode(work(), keep)]
         except BaseException as error:  # SystemExit and MemoryError too
             message = ["raise", type(error).__name__, str(error)[:_DETAIL]]
-        _send(replies, message)
+        _send(tests, message)
 
     space: dict[str, Any] = {"__name__": "answer"}
-    program = _receive(requests)
+    program = _receive(tests)
     reply(lambda: exec(compile(program, "<answer>", "exec"), space) or sorted(map(str, space)))
     while True:
         try:
-            what, target, *arguments = _receive(requests)
+            what, target, *arguments = _receive(tests)
         except EOFError:
             os._exit(0)
 
@@ -179,12 +178,12 @@ class _Decided(BaseException):
     """Ends the tests because the verdict is known, which holds even if they catch this."""
 
 
-def run_tests(job: dict[str, Any], requests: int, replies: int, answer: int) -> dict[str, Any]:
+def run_tests(job: dict[str, Any], answer: int) -> dict[str, Any]:
     """Return ``{"passed", "why", "detail"}`` of a job: ``program`` is the answer; ``setup`` and ``tests`` are the
-    problem's own code, in which ``names`` refer to the answer. ``answer`` is the pid of the answer's process.
+    problem's own code, in which ``names`` refer to the answer. ``answer`` is the connection to the answer's process.
 
     ``why``: passed; wrong, raised (an exception, in the tests or the answer); undefined, invalid (the program cannot be
-    executed); timeout, ended, unreadable (what the answer's process did); tests (their setup fails).
+    executed); ended, unreadable (what the answer's process did); tests (their setup fails).
     """
     sys.set_int_max_str_digits(_DIGITS)
     decided: list[str] = []
@@ -197,11 +196,10 @@ def run_tests(job: dict[str, Any], requests: int, replies: int, answer: int) -> 
         if decided:
             raise _Decided
         try:
-            _send(requests, message)
-            return _receive(replies)
-        except (EOFError, BrokenPipeError):
-            _, status = os.waitpid(answer, 0)
-            decide("timeout" if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGXCPU else "ended")
+            _send(answer, message)
+            return _receive(answer)
+        except (EOFError, ConnectionError):
+            decide("ended")
         except (ValueError, RecursionError):
             decide("unreadable")
 
