@@ -23,7 +23,8 @@ from typing import Any, NoReturn
 LONGEST = 4 << 20  # maximum bytes of a message
 _DIGITS = 100_000  # maximum digits of an integer in a message
 _DETAIL = 300  # maximum characters of a verdict's detail
-_SEQUENCES = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
+_SEQUENCES = {kind.__name__: kind for kind in (list, tuple, set, frozenset, bytes, bytearray)}
+_ATTRIBUTES = {"complex": (complex, ("real", "imag")), "range": (range, ("start", "stop", "step"))}
 _NEVER_RAISED = (StopIteration, StopAsyncIteration, AssertionError, Warning)  # they would alter how a test ends
 
 
@@ -31,25 +32,21 @@ class Handle:
     """Proxy of an object in the answer's process: forwards attributes, calls and iteration."""
 
     def __init__(self, ask: Callable[..., Any], target: str | int):
-        object.__setattr__(self, "_asked", (ask, target))
+        vars(self).update(_ask=ask, _target=target)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        ask, target = object.__getattribute__(self, "_asked")
-        return ask("get", target, name)
+        return self._ask("get", self._target, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        ask, target = object.__getattribute__(self, "_asked")
-        ask("set", target, name, value)
+        self._ask("set", self._target, name, value)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        ask, target = object.__getattribute__(self, "_asked")
-        return ask("call", target, list(args), kwargs)
+        return self._ask("call", self._target, list(args), kwargs)
 
     def __iter__(self) -> Iterator[Any]:
-        ask, target = object.__getattribute__(self, "_asked")
-        return iter(ask("items", target))
+        return iter(self._ask("items", self._target))
 
 
 def encode(value: Any, keep: Callable[[Any], str | int]) -> Any:
@@ -64,12 +61,9 @@ def encode(value: Any, keep: Callable[[Any], str | int]) -> Any:
             return [name, *(encode(item, keep) for item in value)]
     if isinstance(value, dict):
         return ["dict", *([encode(key, keep), encode(item, keep)] for key, item in value.items())]
-    if isinstance(value, bytes | bytearray):
-        return ["bytes", bytes(value).hex()]
-    if isinstance(value, complex):
-        return ["complex", value.real, value.imag]
-    if isinstance(value, range):
-        return ["range", value.start, value.stop, value.step]
+    for name, (kind, attributes) in _ATTRIBUTES.items():
+        if isinstance(value, kind):
+            return [name, *(getattr(value, attribute) for attribute in attributes)]
     if isinstance(value, type) and getattr(builtins, value.__name__, None) is value:
         return ["type", value.__name__]
     return ["handle", keep(value)]
@@ -90,12 +84,8 @@ def decode(value: Any, handle: Callable[[str | int], Any]) -> Any:
             return {decode(key, handle): decode(item, handle) for key, item in pairs}
         case ["type", str() as name] if isinstance(getattr(builtins, name, None), type):
             return getattr(builtins, name)
-        case ["bytes", str() as text]:
-            return bytes.fromhex(text)
-        case ["complex", real, imaginary]:
-            return complex(float(real), float(imaginary))
-        case ["range", int() as start, int() as stop, int() as step]:
-            return range(start, stop, step)
+        case ["complex" | "range" as name, *values]:
+            return _ATTRIBUTES[name][0](*values)
         case [str() as name, *items]:
             return _SEQUENCES[name](decode(item, handle) for item in items)
     raise ValueError("not a value")
@@ -174,27 +164,22 @@ def run_answer(tests: int) -> NoReturn:
 # ---------------------------------------------------------------------- the tests' process
 
 
-class _Decided(BaseException):
-    """Ends the tests because the verdict is known, which holds even if they catch this."""
-
-
-def run_tests(job: dict[str, Any], answer: int) -> dict[str, Any]:
-    """Return ``{"passed", "why", "detail"}`` of a job: ``program`` is the answer; ``setup`` and ``tests`` are the
-    problem's own code, in which ``names`` refer to the answer. ``answer`` is the connection to the answer's process.
+def run_tests(job: dict[str, Any], answer: int, verdict: int) -> NoReturn:
+    """Write ``{"passed", "why", "detail"}`` of a job to ``verdict``: ``program`` is the answer; ``setup`` and ``tests``
+    are the problem's own code, in which ``names`` refer to the answer. ``answer`` is the connection to its process.
 
     ``why``: passed; wrong, raised (an exception, in the tests or the answer); undefined, invalid (the program cannot be
     executed); ended, unreadable (what the answer's process did); tests (their setup fails).
     """
     sys.set_int_max_str_digits(_DIGITS)
-    decided: list[str] = []
 
-    def decide(why: str) -> NoReturn:
-        decided.append(why)
-        raise _Decided
+    def decide(why: str, detail: str = "") -> NoReturn:
+        """End this process, so that the tests cannot go on."""
+        found = {"passed": why == "passed", "why": why, "detail": detail[:_DETAIL]}
+        os.write(verdict, json.dumps(found).encode())
+        os._exit(0)
 
     def exchange(message: Any) -> Any:
-        if decided:
-            raise _Decided
         try:
             _send(answer, message)
             return _receive(answer)
@@ -214,25 +199,19 @@ def run_tests(job: dict[str, Any], answer: int) -> dict[str, Any]:
                 raise _as_exception(kind, text)
         decide("unreadable")
 
-    try:
-        why, detail = _outcome(job, exchange, ask)
-    except _Decided:
-        why, detail = decided[0], ""
-    if decided:  # even if the tests caught _Decided
-        why = decided[0]
-    return {"passed": why == "passed", "why": why, "detail": detail[:_DETAIL]}
-
-
-def _outcome(job: dict[str, Any], exchange: Callable[[Any], Any], ask: Callable[..., Any]) -> tuple[str, str]:
     match exchange(job["program"]):
         case ["value", ["list", *defined]]:
             if missing := [name for name in job["names"] if name not in defined]:
-                return "undefined", ", ".join(missing)
+                decide("undefined", ", ".join(missing))
         case ["raise", str() as kind, str() as text]:
-            return "invalid", f"{kind}: {text}"
+            decide("invalid", f"{kind}: {text}")
         case _:
-            return "unreadable", ""
-    own = {name: Handle(ask, name) for name in job["names"]}
+            decide("unreadable")
+    decide(*_outcome(job, {name: Handle(ask, name) for name in job["names"]}))
+
+
+def _outcome(job: dict[str, Any], own: dict[str, Handle]) -> tuple[str, str]:
+    """Return ``why`` and the detail of tests whose names ``own`` refer to the answer."""
     space = {"__name__": "tests", **own}
     why = "tests"
     try:
@@ -240,8 +219,6 @@ def _outcome(job: dict[str, Any], exchange: Callable[[Any], Any], ask: Callable[
         space.update(own)
         tests, why = compile(job["tests"], "<tests>", "exec"), "raised"
         exec(tests, space)
-    except _Decided:
-        raise
     except AssertionError as error:
         return "wrong" if why == "raised" else why, str(error)
     except BaseException as error:
@@ -251,7 +228,7 @@ def _outcome(job: dict[str, Any], exchange: Callable[[Any], Any], ask: Callable[
 
 def _target(value: Any) -> str | int:
     if isinstance(value, Handle):
-        return object.__getattribute__(value, "_asked")[1]
+        return value._target
     raise TypeError(f"an answer cannot be given a {type(value).__name__}")
 
 

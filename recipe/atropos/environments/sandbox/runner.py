@@ -112,8 +112,8 @@ class Sandbox:
             self.close()
             raise SandboxError(
                 f"answers cannot be isolated here ({platform.machine()}: {verdict.why} {verdict.detail}); use x86_64 "
-                "Linux with seccomp, or give --env.isolation=none where you trust what the policy writes: it could then "
-                "read this user's files and use the network"
+                "Linux with seccomp, or give --env.isolation=none where you trust what the policy writes: it could "
+                "then read this user's files and use the network"
             )
 
     def check(self, job: Job) -> Verdict:

@@ -21,7 +21,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 import kernel  # noqa: E402
@@ -40,16 +40,16 @@ _LIBRARY = (
 _READ = b"."  # sent by the tests' process when it has read the job
 
 
-def answer_process(tests: int, limits: dict[str, Any], isolation: str) -> None:
+def answer_process(tests: int, limits: dict[str, Any], isolation: str) -> NoReturn:
     confine((tests,), limits, isolation)
     run_answer(3)
 
 
-def tests_process(answer: int, verdict: int, length: int, limits: dict[str, Any], isolation: str) -> None:
+def tests_process(answer: int, verdict: int, length: int, limits: dict[str, Any], isolation: str) -> NoReturn:
     job = json.loads(_read(length))
     os.write(verdict, _READ)
     confine((answer, verdict), limits, isolation)
-    os.write(4, json.dumps(run_tests(job, 3)).encode())
+    run_tests(job, 3, 4)
 
 
 def confine(keep: tuple[int, ...], limits: dict[str, Any], isolation: str) -> None:
@@ -66,14 +66,13 @@ def confine(keep: tuple[int, ...], limits: dict[str, Any], isolation: str) -> No
         kernel.filter_system_calls()
 
 
-def _fork(work: Callable[..., None], *arguments: Any) -> int:
+def _fork(work: Callable[..., NoReturn], *arguments: Any) -> int:
     """Return the pid of a process that does ``work``, and ends with this one."""
     if child := os.fork():
         return child
     try:
         kernel.die_with_parent()
         work(*arguments)
-        os._exit(0)
     finally:
         os._exit(1)
 
