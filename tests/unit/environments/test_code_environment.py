@@ -195,7 +195,7 @@ def test_code_environment_scores_by_tests_and_counts_why(env, caplog):
 def test_code_environment_says_its_isolation_at_the_start(env, caplog):
     env.sandbox.close()
     asyncio.run(CodeEnv.setup(env))
-    assert re.search(r"answers run isolated and probed: isolation (namespaces|landlock), 1 at a time", caplog.text)
+    assert re.search(r"answers run isolated and probed: isolation seccomp, 1 at a time", caplog.text)
     env.sandbox.close()
     env.config.isolation = "none"
     asyncio.run(CodeEnv.setup(env))
