@@ -25,11 +25,11 @@ from urllib.parse import urlsplit
 
 from atroposlib.envs.base import APIServerConfig, BaseEnvConfig
 
+from recipe.atropos.config.env_specs import NO_STEP_LIMIT
 from recipe.atropos.errors import EnvironmentFailure
 from recipe.atropos.utils.secret import API_KEY_VARIABLE
 from recipe.atropos.utils.wandb_login import wandb_login
 
-_UNTIL_ENDED = 10**9
 _CONNECT_SECONDS = 5.0
 _ANSWER_SECONDS = 900.0  # longer than the gateway holds a request while no server has the trainer's weights
 
@@ -57,8 +57,8 @@ def complete(
         _say(f"nobody has logged in to {host} here (--env.use_wandb=false)")
         env = env.model_copy(update={"use_wandb": False})
     if serves and "total_steps" not in env_given:
-        _say(f"it serves until it is stopped (--env.total_steps={_UNTIL_ENDED})")
-        env = env.model_copy(update={"total_steps": _UNTIL_ENDED})
+        _say(f"it serves until it is stopped (--env.total_steps={NO_STEP_LIMIT})")
+        env = env.model_copy(update={"total_steps": NO_STEP_LIMIT})
     completed = [_complete(server, given) for server in servers]
     first = completed[0].model_copy(update=dict(given))
     names = {"model_name", "tokenizer_name"} - {*given, *(["tokenizer_name"] if "tokenizer_name" in env_given else [])}

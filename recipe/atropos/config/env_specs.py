@@ -20,6 +20,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from recipe.atropos.errors import ConfigurationError
 
+NO_STEP_LIMIT = 10**9
+"""``--env.total_steps`` of an environment that serves until it is stopped."""
+
 _LEAST_FILL = 0.8
 _OWN_KEYS = {  # flags of the environment that have their own keys
     "group_size": "group_size",

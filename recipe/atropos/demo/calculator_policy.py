@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from recipe.atropos.demo.small_policy import Chat, Recipe, asked, greedy_answers
+from recipe.atropos.demo.small_policy import Chat, Recipe, boxes_the_answer, greedy_accuracy, greedy_answers
 from recipe.atropos.environments.calculator_tool import CLOSE, OPEN, answer
-from recipe.atropos.environments.word_problems import SYNTHETIC_STEPS, generate, gold_answer
+from recipe.atropos.environments.word_problems import SYNTHETIC_STEPS, generate
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,9 @@ class CalculatorRecipe(Recipe):
         return [demonstration(row, rng, self) for row in rows]
 
     def accuracies(self, folder: Path) -> dict[str, float]:
-        return {"word problems with a calculator": greedy_accuracy(folder)}
+        problems = generate("test", 256, dataset=SYNTHETIC_STEPS)
+        found = greedy_accuracy(folder, problems, boxes_the_answer, answers_with_tool)
+        return {"word problems with a calculator": found}
 
 
 def demonstration(row: dict[str, str], rng: random.Random, recipe: CalculatorRecipe) -> Chat:
@@ -70,15 +72,12 @@ def demonstration(row: dict[str, str], rng: random.Random, recipe: CalculatorRec
     return chat
 
 
-def greedy_accuracy(folder: Path, problems: int = 256, max_turns: int = 6) -> float:
-    """Return the greedy accuracy of boxed numbers on held-out problems, by transformers and the tool alone."""
-    rows = generate("test", problems, dataset=SYNTHETIC_STEPS)
-    chats = asked(rows)
+def answers_with_tool(folder: Path, chats: list[Chat], max_turns: int = 6) -> list[str]:
+    """Return the last message of each conversation, continued by transformers and the tool alone."""
     for _ in range(max_turns):
         running = [chat for chat in chats if chat[-1]["role"] != "assistant"]
         for chat, text in zip(running, greedy_answers(folder, running) if running else (), strict=True):
             chat.append({"role": "assistant", "content": text})
             if (reply := answer(text)) is not None:
                 chat.append({"role": "tool", "content": reply})
-    right = [rf"\boxed{{{gold_answer(row)}}}" in chat[-1]["content"] for row, chat in zip(rows, chats, strict=True)]
-    return sum(right) / problems
+    return [chat[-1]["content"] for chat in chats]

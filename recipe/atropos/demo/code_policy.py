@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from recipe.atropos.demo.small_policy import Chat, Recipe, asked, greedy_answers
+from recipe.atropos.demo.small_policy import Chat, Recipe, greedy_accuracy
 from recipe.atropos.environments.code_problems import SYNTHETIC, generate, job, load_problems
 from recipe.atropos.environments.sandbox.runner import Sandbox
 
@@ -40,7 +40,9 @@ class CodeRecipe(Recipe):
         ]
 
     def accuracies(self, folder: Path) -> dict[str, float]:
-        return {"programs": greedy_accuracy(folder)}
+        problems = load_problems(SYNTHETIC, "test", None, 256, 0, shown_tests=0)
+        with Sandbox() as sandbox:
+            return {"programs": greedy_accuracy(folder, problems, lambda *pair: sandbox.check(job(*pair)).passed)}
 
 
 def program(code: str, rng: random.Random, turned_round: float) -> str:
@@ -48,11 +50,3 @@ def program(code: str, rng: random.Random, turned_round: float) -> str:
     if rng.random() < turned_round:
         code = code.replace("<", ">")
     return f"```python\n{code}\n```"
-
-
-def greedy_accuracy(folder: Path, problems: int = 256) -> float:
-    """Return the share of held-out problems whose greedy program passes its tests."""
-    rows = load_problems(SYNTHETIC, "test", None, problems, 0, shown_tests=0)
-    answers = greedy_answers(folder, asked(rows))
-    with Sandbox() as sandbox:
-        return sum(sandbox.check(job(*pair)).passed for pair in zip(rows, answers, strict=True)) / problems

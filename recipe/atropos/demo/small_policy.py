@@ -22,10 +22,10 @@ import random
 import re
 import shutil
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from recipe.atropos.demo.chat_format import CHAT_TEMPLATE, SPECIAL_TOKENS
 from recipe.atropos.environments.word_problems import generate, gold_answer
@@ -76,7 +76,7 @@ class Recipe:
 
     def accuracies(self, folder: Path) -> dict[str, float]:
         """Return the greedy accuracy of the policy in ``folder`` on held-out problems, by kind."""
-        return {"word problems": greedy_accuracy(folder)}
+        return {"word problems": greedy_accuracy(folder, generate("test", 256), boxes_the_answer)}
 
 
 def shown_sum(row: dict[str, str], rng: random.Random, wrong_operation: float) -> tuple[str, str]:
@@ -262,8 +262,18 @@ def asked(rows: Iterable[Mapping[str, str]]) -> list[Chat]:
     return [[{"role": "user", "content": row["question"]}] for row in rows]
 
 
-def greedy_accuracy(folder: Path, problems: int = 256) -> float:
-    """Return the greedy accuracy of boxed numbers on held-out problems."""
-    rows = generate("test", problems)
-    answers = greedy_answers(folder, asked(rows))
-    return sum(rf"\boxed{{{gold_answer(row)}}}" in answer for row, answer in zip(rows, answers, strict=True)) / problems
+def boxes_the_answer(row: dict[str, str], text: str) -> bool:
+    """Return whether a text has a word problem's answer in its box."""
+    return rf"\boxed{{{gold_answer(row)}}}" in text
+
+
+def greedy_accuracy(
+    folder: Path,
+    problems: Iterable[Mapping[str, Any]],
+    is_right: Callable[[Any, str], bool],
+    answers_of: Callable[[Path, list[Chat]], list[str]] = greedy_answers,
+) -> float:
+    """Return the share of ``problems`` whose last message, with greedy decoding, ``is_right``."""
+    problems = list(problems)
+    answers = answers_of(folder, asked(problems))
+    return sum(map(is_right, problems, answers)) / len(problems)

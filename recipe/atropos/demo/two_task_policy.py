@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from recipe.atropos.demo.small_policy import Chat, Recipe, asked, greedy_answers
+from recipe.atropos.demo.small_policy import Chat, Recipe, greedy_accuracy
 
 TASK, SETTINGS = "chain_sum", "{min_terms: 2, max_terms: 3, max_digits: 1}"
 HELD_OUT = 256
@@ -48,7 +48,13 @@ class TwoTaskRecipe(Recipe):
         return chats
 
     def accuracies(self, folder: Path) -> dict[str, float]:
-        return {**super().accuracies(folder), "sums": greedy_accuracy_of_sums(folder)}
+        from recipe.atropos.environments.reasoning import dataset, held_out, score
+
+        task = dataset(TASK, SETTINGS, 1, 0)
+        sums = greedy_accuracy(
+            folder, held_out(TASK, SETTINGS, HELD_OUT), lambda problem, text: score(task, text, problem) == 1
+        )
+        return {**super().accuracies(folder), "sums": sums}
 
 
 def sum_solution(question: str, rng: random.Random, forgotten_term: float) -> str:
@@ -61,13 +67,3 @@ def sum_solution(question: str, rng: random.Random, forgotten_term: float) -> st
         steps.append(f"{result} {'-' if term < 0 else '+'} {abs(term)} = {result + term}")
         result += term
     return f"{', '.join(steps)} <answer>{result}</answer>"
-
-
-def greedy_accuracy_of_sums(folder: Path) -> float:
-    """Return the greedy accuracy on held-out sums, by transformers alone."""
-    from recipe.atropos.environments.reasoning import dataset, held_out, score
-
-    problems, task = held_out(TASK, SETTINGS, HELD_OUT), dataset(TASK, SETTINGS, 1, 0)
-    answers = greedy_answers(folder, asked(problems))
-    right = [score(task, answer, problem) == 1 for answer, problem in zip(answers, problems, strict=True)]
-    return sum(right) / len(right)

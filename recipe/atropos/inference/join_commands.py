@@ -7,7 +7,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from recipe.atropos.config.concurrency import groups_in_flight, request_limits
-from recipe.atropos.config.env_specs import options
+from recipe.atropos.config.env_specs import NO_STEP_LIMIT, options
 from recipe.atropos.data.sampling import TEMPERATURE_VARIABLE
 from recipe.atropos.utils.hosts import reachable, reachable_from_others
 from recipe.atropos.utils.secret import API_KEY_VARIABLE
@@ -17,7 +17,6 @@ _WHICH_KEY = (
     f"with the environments' key as ${API_KEY_VARIABLE}; from the run's own, python -m recipe.atropos.utils.secret "
     "prints it"
 )
-_FOREVER = 10**9  # steps; in effect, no limit
 
 
 def join_settings(config: DictConfig, api_url: str, gateway: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -29,7 +28,7 @@ def join_settings(config: DictConfig, api_url: str, gateway: str) -> tuple[dict[
         "group_size": config.environment.group_size,
         "max_token_length": config.data.max_prompt_length + config.data.max_response_length,
         "max_num_workers": groups_in_flight(config),
-        "total_steps": _FOREVER,
+        "total_steps": NO_STEP_LIMIT,
         "use_wandb": False,
     }
     openai = {"base_url": f"{gateway}/v1", "model_name": model, "server_type": "sglang", "health_check": False}

@@ -30,7 +30,7 @@ import recipe
 from recipe.atropos.adapter.settings import AdapterSettings
 from recipe.atropos.config.concurrency import groups_in_flight, request_limits
 from recipe.atropos.config.derived_timeouts import worker_timeout
-from recipe.atropos.config.env_specs import EnvironmentSpec, options
+from recipe.atropos.config.env_specs import NO_STEP_LIMIT, EnvironmentSpec, options
 from recipe.atropos.data.sampling import TEMPERATURE_VARIABLE
 from recipe.atropos.errors import ConfigurationError, LaunchError
 from recipe.atropos.launcher.services import Run
@@ -158,7 +158,7 @@ def environment_command(
         "env.inference_weight": spec.weight,
         "env.min_batch_allocation": spec.min_batch_allocation,
         "env.max_token_length": config.data.max_prompt_length + config.data.max_response_length,
-        "env.total_steps": 10**9,  # the launcher stops it
+        "env.total_steps": NO_STEP_LIMIT,
         "env.worker_timeout": worker_timeout(config),
         "env.use_wandb": False,
         "openai.base_url": f"{server_url}/v1",

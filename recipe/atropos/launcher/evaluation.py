@@ -31,7 +31,7 @@ from recipe.atropos.launcher.environment_processes import environment_command, e
 from recipe.atropos.launcher.services import Run
 from recipe.atropos.launcher.sglang import Inference
 from recipe.atropos.run.evaluation_marker import NONE_YET, is_held, say_evaluated
-from recipe.atropos.run.record import read_evaluations, update_summary
+from recipe.atropos.run.record import is_accuracy, read_evaluations, update_summary
 from recipe.atropos.terminal.progress import console
 from recipe.atropos.utils.files import append_line, rewrite_lines
 from recipe.atropos.utils.process import ServiceFailed
@@ -56,12 +56,8 @@ class Evaluation:
     @property
     def main(self) -> str | None:
         """Name of the metric to display: an accuracy if there is one, else the first."""
-        accuracies = [name for name in self.metrics if name.endswith(("percent_correct", "accuracy"))]
+        accuracies = [name for name in self.metrics if is_accuracy(name)]
         return next(iter([*accuracies, *self.metrics]), None)
-
-    @property
-    def is_accuracy(self) -> bool:
-        return self.main is not None and self.main.endswith(("percent_correct", "accuracy"))
 
     @property
     def total(self) -> int | None:
@@ -76,7 +72,7 @@ class Evaluation:
         if self.main is None:
             return "evaluate reports nothing: not evaluated any more"
         value = self.metrics[self.main]
-        what = f"held-out accuracy {value:.1%}" if self.is_accuracy else f"{self.main} {value:.4g}"
+        what = f"held-out accuracy {value:.1%}" if is_accuracy(self.main) else f"{self.main} {value:.4g}"
         details = [*([f"{self.total} problems"] if self.total else []), *(["greedy"] if self.greedy else [])]
         return f"{what} ({', '.join(details)})" if details else what
 
@@ -273,6 +269,6 @@ def heldout_summary(directory: str | Path, several: bool) -> dict[str, Any]:
         own = found["heldout"].setdefault(line["env"], {"metric": evaluation.main, "items": evaluation.total})
         when = "after" if "before" in own else "before"
         own |= {when: line["metrics"].get(own["metric"]), f"version_{when}": line["version"]}
-        if not several and evaluation.is_accuracy:
+        if not several and evaluation.main and is_accuracy(evaluation.main):
             found |= {f"heldout_accuracy_{when}": own[when], "heldout_problems": evaluation.total}
     return found

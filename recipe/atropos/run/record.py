@@ -188,6 +188,11 @@ def score_of(line: Mapping[str, Any]) -> float | None:
     return next((line[key] for key in SCORES if line.get(key) is not None), None)
 
 
+def is_accuracy(metric: str) -> bool:
+    """Return whether this metric of an evaluation is a share of correct answers, shown in percent."""
+    return metric.endswith(("percent_correct", "accuracy"))
+
+
 def read_metrics(directory: str | Path) -> list[dict[str, Any]]:
     """Return all lines of ``metrics.jsonl``."""
     return read_lines(RunDir(directory).metrics)

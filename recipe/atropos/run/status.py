@@ -26,7 +26,7 @@ import psutil
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.run.alarm_lines import left_open
 from recipe.atropos.run.folder import LAUNCHER, Holder, RunDir
-from recipe.atropos.run.record import SCORES, heldout_scores, read_evaluations
+from recipe.atropos.run.record import SCORES, heldout_scores, is_accuracy, read_evaluations
 from recipe.atropos.utils.files import LineReader, read_json, read_lines, read_yaml
 from recipe.atropos.utils.machine import nvidia_smi
 from recipe.atropos.utils.process import process_lives
@@ -149,7 +149,7 @@ class RunStatus:
     @property
     def heldout_is_share(self) -> bool:
         """Whether the held-out score is a share of correct answers, shown in percent."""
-        return self.heldout_metric.endswith(("percent_correct", "accuracy"))
+        return is_accuracy(self.heldout_metric)
 
 
 _SERIES = {  # name: keys of a line of metrics.jsonl, of which the first that is there counts

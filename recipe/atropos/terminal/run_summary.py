@@ -7,7 +7,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from recipe.atropos.run.folder import RunDir
-from recipe.atropos.run.record import read_metrics, score_of
+from recipe.atropos.run.record import is_accuracy, read_metrics, score_of
 from recipe.atropos.terminal.dashboard import clock, shown_path
 from recipe.atropos.utils.files import read_json
 
@@ -52,8 +52,7 @@ def _rows(files: RunDir, summary: dict) -> Iterator[tuple[str, str]]:
 
 def _heldout(found: dict) -> str:
     """Return the first and the latest value, in percent if it is a share."""
-    metric = found.get("metric") or ""
-    form = ".1%" if metric.endswith(("percent_correct", "accuracy")) else ".4g"
+    form = ".1%" if is_accuracy(found.get("metric") or "") else ".4g"
     values = [found[key] for key in ("before", "after") if found.get(key) is not None]
     items = f" ({found['items']} items)" if found.get("items") else ""
     return " -> ".join(f"{value:{form}}" for value in values) + items
