@@ -24,6 +24,7 @@ from recipe.atropos.inference.client import SGLangClient
 from recipe.atropos.launch_services import compose_overrides, parse_arguments
 from recipe.atropos.launcher.run_plan import plan_run
 from recipe.atropos.run.folder import RunDir
+from recipe.atropos.utils.gpus import decide_device
 from recipe.atropos.utils.secret import config_yaml
 
 
@@ -101,7 +102,9 @@ def make_start(plan):
     """Copy the weights that a planned run starts from."""
     plan.start.make()
     replace_model_path(plan.config, plan.start.base)
-    assert set_waits(resolved(plan.composed)) == plan.config
+    expected = set_waits(resolved(plan.composed))
+    decide_device(expected)
+    assert expected == plan.config
     return plan.config
 
 
