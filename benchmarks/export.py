@@ -24,10 +24,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
 
-from recipe.atropos.checkpoint.format import TENSOR_NAMES
 from recipe.atropos.checkpoint.store import Checkpoints
 from recipe.atropos.config.compose import load_config
 from recipe.atropos.run.folder import RunDir
+from recipe.atropos.tensors.format import TENSOR_NAMES
 from recipe.atropos.utils.files import write_json
 
 WORLD = 2

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from helpers.export import assert_export_is_what_is_served
 from helpers.lora import ALPHA, RANK, make_trainer, scored_batch, update
 from helpers.trainer import close
-from recipe.atropos.engines.fsdp import PushedWeights
+from recipe.atropos.verl_ext.engines import PushedWeights
 
 pytestmark = pytest.mark.timeout(180)
 

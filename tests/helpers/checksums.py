@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from helpers.sglang import call
-from recipe.atropos.checkpoint.format import FUSED
 from recipe.atropos.inference.client import InferenceError
+from recipe.atropos.tensors.format import FUSED
 
 _PART_OF = {part: (fused, i) for fused, parts in FUSED.items() for i, part in enumerate(parts)}
 _VOCABULARY = ("embed_tokens.weight", "lm_head.weight")

@@ -9,7 +9,7 @@ from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 
 from recipe.atropos.demo import random_models
 from recipe.atropos.demo.random_models import make_random_model
-from recipe.atropos.engines.fsdp import PushedWeights
+from recipe.atropos.verl_ext.engines import PushedWeights
 
 FAMILIES = [*random_models.FAMILIES, "qwen2-tied", "llama-tied"]
 WITHOUT_LORA = ("gpt_oss", "minimax", "phi3", "deepseek_v2", "lfm2")  # attention without q_proj and v_proj everywhere

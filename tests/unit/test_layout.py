@@ -13,13 +13,13 @@ RECIPE = Path(recipe.atropos.__file__).parent
 # From the bottom to the top; a module may import from its own package, and from the layers below.
 LAYERS = (
     ("errors",),
-    ("utils",),
+    ("tensors", "utils"),
     ("verl_ext",),
     ("data", "run"),
     ("algorithm", "terminal", "trajectory_api", "watchdog"),
     ("config", "sources"),
     ("checkpoint", "data_source", "inference"),
-    ("adapter", "engines", "report", "weight_sync"),
+    ("adapter", "report", "weight_sync"),
     ("environments", "fsdp_workers", "gem", "launcher"),
     ("workers",),
     ("demo", "ray_trainer"),

@@ -31,13 +31,13 @@ from omegaconf import DictConfig, OmegaConf
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
-from recipe.atropos.checkpoint.format import TENSOR_NAMES, CheckpointFormat, model_file
 from recipe.atropos.checkpoint.model_card import EXPORTED, model_name, write_card
 from recipe.atropos.checkpoint.safetensors_writer import write_safetensors
 from recipe.atropos.checkpoint.shards import Shards
 from recipe.atropos.checkpoint.store import ADAPTER_CONFIG, checkpoints_of, choose_checkpoint, step_of, verify
 from recipe.atropos.errors import AtroposError, ConfigurationError
 from recipe.atropos.run.folder import RunDir
+from recipe.atropos.tensors.format import TENSOR_NAMES, CheckpointFormat, model_file
 from recipe.atropos.utils.files import read_json, replace_folder, write_json
 from recipe.atropos.utils.secret import read_config_yaml
 
@@ -98,7 +98,7 @@ class _Checkpoint:
         if self.adapted:
             from peft import LoraConfig, get_peft_model  # takes seconds to import
 
-            from recipe.atropos.checkpoint.lora_layers import adapted_layers, merged_weights
+            from recipe.atropos.tensors.lora_layers import adapted_layers, merged_weights
 
             settings = LoraConfig.from_pretrained(str(self._adapter_config.parent))
             settings.base_model_name_or_path = model.name_or_path  # PEFT warns if it differs

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from recipe.atropos.checkpoint.format import CheckpointError, read_shapes
 from recipe.atropos.inference.client import Capabilities, SGLangClient
+from recipe.atropos.tensors.format import CheckpointError, read_shapes
 from recipe.atropos.utils.hosts import is_this_host
 from recipe.atropos.verl_ext.device import PrecisionType, get_device_name
 from recipe.atropos.verl_ext.ranks import CheckpointEngine, CheckpointEngineRegistry

@@ -17,7 +17,7 @@ from typing import Protocol
 
 import torch
 
-from recipe.atropos.checkpoint.format import Shapes
+from recipe.atropos.tensors.format import Shapes
 from recipe.atropos.weight_sync.servers import WeightPushError
 
 _LISTED = 5  # names in an error

@@ -11,7 +11,7 @@ from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp import transformer_impl
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
-from recipe.atropos.engines.fsdp import AtroposFSDPEngine
+from recipe.atropos.verl_ext.engines import AtroposFSDPEngine
 
 
 class Wrapped(Exception):

@@ -17,13 +17,13 @@ from verl.workers.engine.fsdp.utils import unfuse_moe_params
 
 from helpers.families import FAMILIES, WITHOUT_LORA, Engine, make_family
 from helpers.trainer import compose_config
-from recipe.atropos.checkpoint.format import CheckpointError, CheckpointFormat, read_shapes
 from recipe.atropos.config.preflight import check_config
 from recipe.atropos.demo.random_models import SIZES
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.fsdp_workers import AtroposActorWorker
 from recipe.atropos.inference.client import Capabilities
 from recipe.atropos.ray_trainer import RayGRPOAtroposTrainer
+from recipe.atropos.tensors.format import CheckpointError, CheckpointFormat, read_shapes
 from recipe.atropos.weight_sync.engine import AtroposCheckpointEngine
 from recipe.atropos.weight_sync.names import PushedNames, WeightNamesError
 from recipe.atropos.weight_sync.served_model import check_model

@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 
-from recipe.atropos.checkpoint.format import FUSED
 from recipe.atropos.inference.client import SGLangClient
 from recipe.atropos.inference.lora_routing import ADAPTERS_KEPT
+from recipe.atropos.tensors.format import FUSED
 from recipe.atropos.weight_sync.servers import WeightPushError, on_all
 from recipe.atropos.weight_sync.transports.bucket import NamedTensors
 

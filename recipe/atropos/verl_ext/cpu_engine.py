@@ -22,7 +22,7 @@ from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine.fsdp.utils import get_sharding_strategy
 
-from recipe.atropos.engines.fsdp import PushedWeights, RowTemperature
+from recipe.atropos.verl_ext.engines import PushedWeights, RowTemperature
 
 # fp16 underflows without gradient scaling, which needs an accelerator; a CPU runs fp32, or bf16 slowly.
 _DEFAULT_PRECISION = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}

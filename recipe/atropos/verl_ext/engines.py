@@ -40,8 +40,8 @@ from verl.utils.fsdp_utils import (
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
-from recipe.atropos.checkpoint.format import FUSED, TENSOR_NAMES, CheckpointFormat
-from recipe.atropos.checkpoint.lora_layers import ADAPTER, adapted_layers, merged_weights
+from recipe.atropos.tensors.format import FUSED, TENSOR_NAMES, CheckpointFormat
+from recipe.atropos.tensors.lora_layers import ADAPTER, adapted_layers, merged_weights
 from recipe.atropos.utils.files import write_json
 
 
