@@ -13,7 +13,7 @@ from atroposlib.envs.base import EvalHandlingEnum
 
 from helpers.numbered_env import BATCH, SIZE, NumberEnv, made, make, managed, run, until  # noqa: F401
 from helpers.scripted_trainer import ScriptedTrainer
-from helpers.services import post
+from helpers.services import get, post
 from helpers.trajectory_api import running_trajectory_api
 from recipe.atropos.errors import EnvironmentFailure
 
@@ -283,5 +283,6 @@ def test_an_environment_that_gets_no_ticket_ends(api, make, hangs):
         ):
             await asyncio.wait_for(manager, 30)
         assert (await asyncio.to_thread(trainer.batch) is None) == hangs
+        assert "gone: number_0 (after " in (await asyncio.to_thread(get, f"{api}/diagnose"))["why"]
 
     play(make(api, worker_timeout=-1), scene)

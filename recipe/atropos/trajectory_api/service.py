@@ -325,7 +325,7 @@ class Service:
             known = len(env.seconds) >= _HUNG_SAMPLES
             usual, least = (max(env.seconds), _HUNG_SECONDS) if known else (of_all, _HUNG_FIRST_SECONDS)
             if usual and waited > max(least, _HUNG_MULTIPLE * usual):
-                whose = "whose groups" if known else "of which little is known; those of others"
+                whose = "whose groups" if known else "which has posted few; groups of others"
                 why = "batch %d waits %.0f s for ticket %d of %s, %s take %.0f s at most: released"
                 logger.warning(why, self.last + 1, waited, entry.number, env.name, whose, usual)
                 self.queue.hung[entry.number] = entry
