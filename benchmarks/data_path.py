@@ -34,7 +34,7 @@ from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 from recipe.atropos.config.compose import compose_config
 from recipe.atropos.data.data_proto import groups_to_data_proto
-from recipe.atropos.data.rows import IGNORED, Group, RowLimits
+from recipe.atropos.data.rows import IGNORED, RowLimits
 from recipe.atropos.demo.small_policy import make_tokenizer
 from recipe.atropos.main import fill_in, ray_options
 from recipe.atropos.ray_trainer import RayGRPOAtroposTrainer
@@ -98,7 +98,7 @@ def make_group(rng: np.random.Generator, lengths: Sequence[tuple[int, int]], spa
     return group | {"scores": rng.normal(size=len(lengths)).tolist(), "env_id": 0}
 
 
-def plain_rows(groups: Sequence[Group], limits: RowLimits) -> list[dict[str, list]]:
+def plain_rows(groups: Sequence[Mapping[str, Any]], limits: RowLimits) -> list[dict[str, list]]:
     """Apply the row contract token by token, to groups that have every field; return a dict of lists per row.
 
     Raises:
@@ -148,7 +148,7 @@ def plain_rows(groups: Sequence[Group], limits: RowLimits) -> list[dict[str, lis
     return rows
 
 
-def plain_batch(groups: Sequence[Group], limits: RowLimits) -> dict[str, torch.Tensor]:
+def plain_batch(groups: Sequence[Mapping[str, Any]], limits: RowLimits) -> dict[str, torch.Tensor]:
     """Return the tensors of ``groups_to_data_proto``, by name and with its shapes, from padded lists."""
     rows = plain_rows(groups, limits)
     prompt_width = max(len(row["prompt"]) for row in rows)

@@ -41,6 +41,7 @@ import psutil
 import requests
 from atroposlib.envs.base import BaseEnv
 
+from recipe.atropos.data.scored_group import ScoredGroup, unpack
 from recipe.atropos.trajectory_api import wire
 from recipe.atropos.trajectory_api.client import TrajectoryApiClient
 from recipe.atropos.utils.process import free_port
@@ -199,7 +200,7 @@ async def packed_batch(server: Server) -> float:
         started = time.perf_counter()
         batch = await client.batch(after=last)
         seconds = time.perf_counter() - started
-    assert batch is not None and sum(len(group["tokens"]) for group in batch.groups) == BATCH
+    assert batch is not None and sum(len(group.lengths) for group in batch.groups) == BATCH
     return seconds
 
 
@@ -258,7 +259,7 @@ def restart_seconds(folder: Path, many: int) -> float:
     with serving(True, folder) as server:
         group = make_group()
         small = {key: [row[:256] for row in group[key]] for key in ("tokens", "masks", "inference_logprobs")}
-        body = wire.join([wire.pack(wire.from_group({**small, "scores": group["scores"]}))] * 500)
+        body = wire.join([ScoredGroup.from_mapping({**small, "scores": group["scores"]}).pack()] * 500)
         for _ in range(many // 500):
             server.post("/scored_data_list", body, {"Content-Type": wire.PACKED})
     with serving(True, Path(tempfile.mkdtemp(dir=folder.parent))) as server:
@@ -309,7 +310,7 @@ async def ticketed_cpu(server: Server, body: bytes, environments: int, batches: 
     registration = {"max_token_length": LENGTH, "desired_name": "e", "weight": 1.0, "group_size": SIZE}
     fields = {"wandb_group": "", "wandb_project": "", "batch_size": 64 * SIZE, "max_token_len": LENGTH}
     fields |= {"checkpoint_dir": "", "save_checkpoint_interval": -1, "starting_step": 0, "num_steps": 1000}
-    [group] = [wire.to_group(record) for record in wire.split(body)]
+    [group] = [json.loads(unpack(record).to_json()) for record in wire.split(body)]
 
     async def environment() -> None:
         async with TrajectoryApiClient(server.url) as client:
@@ -342,7 +343,7 @@ def measure(rounds: int, many: int, seconds: float) -> Figures:
     bodies = {
         "json": body,
         "gzip": gzip.compress(body),
-        "packed": wire.join([wire.pack(wire.from_group(group))]),
+        "packed": wire.join([ScoredGroup.from_mapping(group).pack()]),
     }
     found: Any = _Lists()
     for _ in range(rounds):

@@ -9,6 +9,7 @@ import logging
 import math
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,6 @@ from recipe.atropos.data.reading import read_groups
 from recipe.atropos.data.rollouts import write_rollouts
 from recipe.atropos.data.rows import (
     ConversionReport,
-    Group,
     Row,
     RowLimits,
     VersionLimits,
@@ -37,6 +37,7 @@ from recipe.atropos.data.rows import (
     environment_name,
 )
 from recipe.atropos.data.sampling import SamplingCheck
+from recipe.atropos.data.scored_group import Group
 from recipe.atropos.errors import NothingToTrain, secondary_errors
 from recipe.atropos.run.evaluation_marker import is_held, wait_until_evaluated
 from recipe.atropos.run.record import RunRecord, heldout_scores
@@ -200,7 +201,7 @@ class RayGRPOAtroposTrainer:
         return batch
 
     def _batch_of(
-        self, groups: list[Group], versions: VersionLimits | None = None
+        self, groups: Sequence[Group], versions: VersionLimits | None = None
     ) -> tuple[DataProto | None, ConversionReport]:
         """Return the groups' rows in mini-batches of whole groups (None if no row can be trained on), and a report."""
         rows, report = read_groups(groups, self.limits, versions)

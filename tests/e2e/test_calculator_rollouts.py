@@ -177,7 +177,7 @@ def trained(cluster, tmp_path_factory):
             environment.stop()
             close(trainer)
         stored = [read_batch(folder / "data", step).groups for step in range(1, STEPS + 1)]
-        batches = orjson.loads(orjson.dumps(stored, option=orjson.OPT_SERIALIZE_NUMPY))
+        batches = [[orjson.loads(group.to_json()) for group in groups] for groups in stored]
         yield (
             policy,
             batches,

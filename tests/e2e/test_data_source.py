@@ -43,7 +43,7 @@ def post(api, *numbers):
 
 
 def taken(batch):
-    return batch.number, [group["scores"][0] for group in batch.groups]
+    return batch.number, [group.scores[0] for group in batch.groups]
 
 
 def test_data_source_numbers_batches_in_the_order_of_posting(api):

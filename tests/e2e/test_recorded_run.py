@@ -78,8 +78,8 @@ def test_inspect_shows_mask_logprob_and_advantage_of_each_token(recorded):
             return f"<{ids[0]}>"
 
     tokens = list(tokens_of_row(rows, row, Names()))
-    group = batch[3]
-    assert [token["id"] for token in tokens] == group["tokens"][1].tolist()
+    group = json.loads(batch[3].to_json())
+    assert [token["id"] for token in tokens] == group["tokens"][1]
     assert [token["trained"] for token in tokens] == [mask != -100 for mask in group["masks"][1]]
     for token, mask, logprob in zip(tokens, group["masks"][1], group["inference_logprobs"][1], strict=True):
         assert token["text"] == f"<{token['id']}>"

@@ -52,9 +52,9 @@ def test_the_client_goes_through_a_run(api):
         number, groups = await waiting
         assert (number, numbers(groups)) == (1, [2, 3])
         for one in groups:
-            assert isinstance(one["tokens"][0], np.ndarray) and one["tokens"][0].tolist() == [1, 2, 3]
-            assert one["masks"][0].tolist() == [-100, -100, 3] and one["env_id"] == env_id
-            assert one["inference_logprobs"][0].dtype == np.float32 and one["messages"] is None
+            assert one.cut(one.tokens)[0].tolist() == [1, 2, 3] and one.cut(one.masks)[0].tolist() == [-100, -100, 3]
+            assert one.env_id == env_id and one.field("messages") is None
+            assert one.floats["inference_logprobs"].dtype == np.float32
         assert numbers((await client.batch(after=0)).groups) == [2, 3]
         await client.commit(1)
         await client.weights_pushed(1)

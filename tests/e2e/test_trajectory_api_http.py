@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from helpers.packed import ODD_MESSAGES
 from helpers.services import group
 from helpers.trajectory_api import ENVIRONMENT, REGISTRATION, running_trajectory_api
+from recipe.atropos.data.scored_group import ScoredGroup, unpack
 from recipe.atropos.trajectory_api import wire
 from recipe.atropos.trajectory_api.app import MAX_BODY, ROUTES
 from recipe.atropos.utils.secret import environments_key
@@ -85,7 +86,7 @@ BODIES = st.one_of(
     mutated(),
     VALUES.map(lambda value: json.dumps(value).encode()),
     st.binary(max_size=60),
-    st.just(wire.join([wire.pack(wire.from_group(group(1)))])),
+    st.just(wire.join([ScoredGroup.from_mapping(group(1)).pack()])),
     ODD_MESSAGES,
     st.just(b"[" * 3000),
 )
@@ -139,10 +140,11 @@ def read_back(api):
     api.register(batch_size=sequences, after=last)
     plain = api.get(f"/batch?after={last}")["batch"]
     packed = requests.get(f"{api.url}/batch?after={last}", headers={"Accept": wire.PACKED}).content
-    groups = [wire.to_group(record) for record in wire.split(packed)]
-    assert [len(one["tokens"]) for one in plain] == [len(one["tokens"]) for one in groups]
+    groups = [unpack(record) for record in wire.split(packed)]
+    assert [len(one["tokens"]) for one in plain] == [len(one.lengths) for one in groups]
     for one, other in zip(plain, groups, strict=True):
-        assert one["tokens"] == [row.tolist() for row in other["tokens"]] and one["scores"] == other["scores"]
+        assert one["tokens"] == [row.tolist() for row in other.cut(other.tokens)]
+        assert one["scores"] == other.scores.tolist()
 
 
 @settings(max_examples=300)

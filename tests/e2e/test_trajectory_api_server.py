@@ -15,6 +15,7 @@ import requests
 from helpers.disk import fill
 from helpers.services import group
 from helpers.trajectory_api import ENVIRONMENT, REGISTRATION, numbers, running_trajectory_api
+from recipe.atropos.data.scored_group import unpack
 from recipe.atropos.trajectory_api import wire
 
 PROGRAM = [sys.executable, "-m", "recipe.atropos.trajectory_api"]
@@ -38,7 +39,7 @@ def test_a_batch_is_the_same_when_asked_again(api):
     api.start()
     assert api.session.get(f"{api.url}/batch?after=0").content == first
     assert api.session.get(f"{api.url}/batch?after=0", headers={"Accept": wire.PACKED}).content == packed.content
-    assert [wire.to_group(record)["scores"][0] for record in wire.split(packed.content)] == [1.0, 2.0]
+    assert [unpack(record).scores[0] for record in wire.split(packed.content)] == [1.0, 2.0]
 
 
 def test_a_resumed_trainer_gets_the_same_batches_again(api):

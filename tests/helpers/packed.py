@@ -4,6 +4,7 @@ import msgspec
 import numpy as np
 from hypothesis import strategies as st
 
+from recipe.atropos.data.scored_group import FIELDS, FLOATS
 from recipe.atropos.trajectory_api import wire
 
 _DTYPES = {"i1": "i1", "i4": "i4", "i8": "i8", "f4": "f4", "f8": "f8", "bits": "u1", "f2": "f2", "": "f8"}
@@ -42,7 +43,7 @@ def _odd_records(draw):
     if "env_id" in changed:
         header["env_id"] = draw(st.sampled_from([7, 2**63, -(2**63)]))
     if "raw" in changed:
-        header["raw"] = {draw(st.sampled_from([*wire.RAW, *wire.FLOATS, "other"])): msgspec.Raw(draw(_RAW))}
+        header["raw"] = {draw(st.sampled_from([*FIELDS, *FLOATS, "other"])): msgspec.Raw(draw(_RAW))}
     encoded = _json(header | {"buffers": codes})
     parts = [b"ATG1", len(encoded).to_bytes(4, "little"), encoded, bytes(-len(encoded) % 8)]
     return b"".join((*parts, *(data + bytes(-len(data) % 8) for data in buffers)))

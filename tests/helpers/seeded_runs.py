@@ -284,7 +284,7 @@ def pack(source: Path, target: Path = ARCHIVE) -> None:
     batches = {line["step"]: int(line["atropos/batch"]) for line in lines}
     stored: Lines = []
     for step in _STEPS:
-        groups = records.read(run.trajectories, batches[step])[:_GROUPS]
+        groups = [json.loads(group.to_json()) for group in records.read(run.trajectories, batches[step])[:_GROUPS]]
         rows = [row for row in read_lines(run.rollouts / f"{step}.jsonl") if int(row["uid"]) < _GROUPS]
         for row in rows:
             row.setdefault("response_tokens", _response_tokens(row, groups))
@@ -312,7 +312,7 @@ def _response_tokens(row: dict[str, Any], groups: Lines) -> int:
     """Return how many tokens a row's group has from its first trained one on, by the row of the same score."""
     group = groups[int(row["uid"])]
     lengths = [
-        int((masks != -100).sum())
+        sum(mask != -100 for mask in masks)
         for masks, score in zip(group["masks"], group["scores"], strict=True)
         if score == row["raw_score"]
     ]

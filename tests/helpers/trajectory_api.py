@@ -11,6 +11,7 @@ from typing import Any
 
 import requests
 
+from recipe.atropos.data.scored_group import ScoredGroup
 from recipe.atropos.utils.process import free_port
 
 REGISTRATION = {
@@ -89,7 +90,10 @@ class Api:
 
 
 def numbers(groups: Any) -> list[int] | None:
-    return None if groups is None else [int(group["scores"][0]) for group in groups]
+    """What ``group`` wrote as the score of each group, as JSON or from our client."""
+    if groups is None:
+        return None
+    return [int((group.scores if isinstance(group, ScoredGroup) else group["scores"])[0]) for group in groups]
 
 
 @contextlib.contextmanager

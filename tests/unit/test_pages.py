@@ -13,8 +13,8 @@ from helpers.promises import code, tables
 from helpers.qwen import write_qwen_config
 from recipe.atropos.commands.plan import GIB, plan_memory
 from recipe.atropos.config.compose import load_config, presets
+from recipe.atropos.data.scored_group import ScoredGroup
 from recipe.atropos.report.chart_table import CHARTS
-from recipe.atropos.trajectory_api.wire import Columns, pack
 from recipe.atropos.watchdog.alarms import ALARMS
 
 PAGES = ["hyperparameters.md", "costs.md"]
@@ -156,7 +156,7 @@ def test_pages_have_the_bytes_of_a_stored_token():
     lengths, trained = np.full(8, 2048), np.arange(8 * 2048) % 2048 >= 100
     tokens = np.random.default_rng(0).integers(0, 151_936, 8 * 2048)
     logprobs = np.where(trained, -0.25, 1.0)
-    group = Columns(lengths, tokens, np.where(trained, tokens, -100), np.ones(8), {"inference_logprobs": logprobs})
-    assert len(pack(group)) / tokens.size == pytest.approx(8.13, abs=0.03)
-    more = Columns(group.lengths, tokens, group.masks, group.scores, {**group.floats, "advantages": logprobs})
-    assert (len(pack(more)) - len(pack(group))) / tokens.size == pytest.approx(4, abs=0.01)
+    group = ScoredGroup(lengths, tokens, np.where(trained, tokens, -100), np.ones(8), {"inference_logprobs": logprobs})
+    assert len(group.pack()) / tokens.size == pytest.approx(8.13, abs=0.03)
+    more = ScoredGroup(group.lengths, tokens, group.masks, group.scores, {**group.floats, "advantages": logprobs})
+    assert (len(more.pack()) - len(group.pack())) / tokens.size == pytest.approx(4, abs=0.01)

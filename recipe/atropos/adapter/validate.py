@@ -1,13 +1,12 @@
-"""Validate the groups that environments make: plain values, rows of equal length, finite numbers.
+"""Validate the groups that environments make: plain values, and what ``data.scored_group`` takes.
 
 ``validated`` runs before anything else reads a group, ``check_limits`` last. What cannot be fixed is refused, by name:
 
 - ``no_group``: the environment made no group, and gives no reason.
-- ``empty_group``: no sequence, or one without tokens; ``no_trained_token``: no token of the group is trained on.
-- ``unequal_lengths``: there are not as many scores or masks as tokens. The optional fields, such as logprobs and
-  advantages, are checked last, since restoring the sampled tokens may have corrected them.
-- ``nonfinite_scores``: a score that is missing, NaN or infinite.
-- ``malformed``: not a group, a missing or non-finite number in another field, or a value that has no JSON form.
+- ``no_trained_token``: no token of the group is trained on.
+- The reasons of ``ScoredGroup``, for the fields that they name. The optional per-token fields, such as logprobs and
+  advantages, are checked last, since restoring the sampled tokens may have corrected them; each must then have a number
+  for every token.
 - ``wrong_size``, ``equal_scores``, ``too_long``: BaseEnv drops these with a warning.
 
 NumPy and torch scalars and arrays, tuples and pydantic objects become plain values, at any depth.
@@ -15,13 +14,14 @@ NumPy and torch scalars and arrays, tuples and pydantic objects become plain val
 
 from typing import Any
 
+import numpy as np
 import orjson
 from atroposlib.envs.base import BaseEnvConfig
 
 from recipe.atropos.data.reasons import Reason, RefusedGroup
 from recipe.atropos.data.rows import IGNORED
+from recipe.atropos.data.scored_group import FLOATS, ScoredGroup
 
-_OPTIONAL_ROWS = ("inference_logprobs", "advantages", "ref_logprobs")  # one value per token, if given
 _OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 
 
@@ -56,21 +56,13 @@ def validated(group: Any) -> dict[str, Any]:
         plain = orjson.loads(to_json(group))
     except TypeError as error:
         raise RefusedGroup(Reason.MALFORMED, str(error)) from error
-    tokens, scores = plain.get("tokens"), plain.get("scores")
-    if not tokens or not isinstance(tokens, list) or not all(isinstance(row, list) and row for row in tokens):
-        raise RefusedGroup(Reason.EMPTY_GROUP, f"{len(tokens or [])} sequences, some or all without tokens")
-    if not isinstance(scores, list) or len(scores) != len(tokens):
-        raise RefusedGroup(Reason.UNEQUAL_LENGTHS, f"{len(tokens)} sequences, scores {str(group.get('scores'))[:100]}")
-    if None in scores:
+    if isinstance(plain.get("scores"), list) and None in plain["scores"]:  # NaN before, or infinite
         raise RefusedGroup(Reason.NONFINITE_SCORES, f"scores {str(group['scores'])[:200]}")
-    try:
-        plain["scores"] = [float(score) for score in scores]
-    except (TypeError, ValueError) as error:
-        raise RefusedGroup(Reason.MALFORMED, f"scores {str(scores)[:100]}: {error}") from error
-    _check("masks", plain.get("masks"), tokens)
-    if all(mask == IGNORED for row in plain["masks"] for mask in row):
-        raise RefusedGroup(Reason.NO_TRAINED_TOKEN, f"all masks of {len(tokens)} sequences are {IGNORED}")
     plain["group_overrides"] = plain.get("group_overrides") or {}
+    whole = ScoredGroup.from_mapping({name: values for name, values in plain.items() if name not in FLOATS})
+    if (whole.masks == IGNORED).all():
+        raise RefusedGroup(Reason.NO_TRAINED_TOKEN, f"all masks of {len(whole.lengths)} sequences are {IGNORED}")
+    plain["scores"] = whole.scores.tolist()
     return plain
 
 
@@ -90,21 +82,9 @@ def check_limits(group: dict[str, Any], config: BaseEnvConfig, max_token_len: in
         raise RefusedGroup(Reason.EQUAL_SCORES, f"all {size} scores are {group['scores'][0]}")
     if 0 < max_token_len <= longest:
         raise RefusedGroup(Reason.TOO_LONG, f"{longest} tokens, fewer than {max_token_len} are allowed")
-    for name in _OPTIONAL_ROWS:
-        if group.get(name):
-            _check(name, group[name], group["tokens"])
-
-
-def _check(name: str, rows: Any, tokens: list[list[int]]) -> None:
-    if not isinstance(rows, list) or len(rows) != len(tokens):
-        found = len(rows) if isinstance(rows, list) else rows
-        raise RefusedGroup(Reason.UNEQUAL_LENGTHS, f"{len(tokens)} sequences, {name} {found}")
-    for i, (row, ids) in enumerate(zip(rows, tokens, strict=True)):
-        if not isinstance(row, list):
-            raise RefusedGroup(
-                Reason.MALFORMED, f"{name} of sequence {i} is {str(row)[:100]}: one value per token expected"
-            )
-        if len(row) != len(ids):
-            raise RefusedGroup(Reason.UNEQUAL_LENGTHS, f"sequence {i}: {len(ids)} tokens, {len(row)} {name}")
-        if None in row:
-            raise RefusedGroup(Reason.MALFORMED, f"{name} of sequence {i} has no number at {row.index(None)}")
+    whole = ScoredGroup.from_mapping({name: values for name, values in group.items() if values})
+    for name in whole.irregular:
+        for i, row in enumerate(whole.by_sequence(name)):
+            if row is None or np.isnan(row).any():
+                at = 0 if row is None else int(np.isnan(row).argmax())
+                raise RefusedGroup(Reason.MALFORMED, f"{name}[{i}] has no number at position {at}")

@@ -6,7 +6,7 @@ Guarantees, which the tests check against a slow but obvious reference implement
   that the environment sent for that exact position. Environment tokens between turns are there too, with mask 0.
 - Padding rows are fully masked and have unique ``uid`` values, so they do not affect any group statistic.
 
-``reading`` parses and validates the groups; this module converts the ragged rows to tensors.
+``scored_group`` says what a group is, ``reading`` cuts it into rows; this module converts the ragged rows to tensors.
 
 Shapes: B rows, P and R the longest prompt and response of the batch, S = P + R, K the teacher's top-k.
 """
@@ -19,7 +19,8 @@ import numpy as np
 import torch
 
 from recipe.atropos.data.reading import read_groups
-from recipe.atropos.data.rows import NO_TEACHER, ConversionReport, Group, Row, RowLimits, VersionLimits
+from recipe.atropos.data.rows import NO_TEACHER, ConversionReport, Row, RowLimits, VersionLimits
+from recipe.atropos.data.scored_group import Group
 from recipe.atropos.verl_ext.batch import DataProto, compute_position_id_with_mask
 
 

@@ -1,4 +1,7 @@
-"""Read scored groups of the Trajectory API into rows: one sequence each, validated and within the length limit.
+"""Cut scored groups into rows: one sequence each, that the trainer can train on, within the length limit.
+
+``scored_group`` says what a group is; here is what depends on the trainer: lengths, weight versions, vocabulary,
+irregular fields, the teacher's top-k, and what the trainer reads in ``group_overrides``.
 
 Guarantees:
 
@@ -18,31 +21,29 @@ Shapes: R_i response tokens of row i, K the teacher's top-k.
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from recipe.atropos.data.fields import array_of, require_finite, teacher_top_k
 from recipe.atropos.data.reasons import Reason, RefusedGroup
 from recipe.atropos.data.rows import (
     IGNORED,
     ConversionReport,
     DroppedRow,
-    Group,
     Row,
     RowLimits,
     VersionLimits,
-    group_name,
+    environment_name,
 )
 from recipe.atropos.data.sampling import Sampled, SamplingParams
+from recipe.atropos.data.scored_group import FLOATS, Group, ScoredGroup, require_count, require_finite
+from recipe.atropos.data.teacher import TOP_K_FIELDS, teacher_top_k
 from recipe.atropos.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
 
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
-_PER_SEQUENCE = ("masks", "inference_logprobs", "advantages", "ref_logprobs", "overrides")
-_TEACHER = ("distill_token_ids", "distill_logprobs")
 
 _FIXES = {
     "stale": "an environment keeps to it through the adapter",
@@ -53,105 +54,154 @@ _FIXES = {
 
 
 @dataclass(frozen=True)
-class _Checked:
-    """A group whose parallel lists have equal lengths; ``present`` names those besides ``tokens`` and ``scores``."""
+class _Columns:
+    """A group's fields as lists over its sequences. ``teacher`` has those of ``TOP_K_FIELDS``, if they are given."""
 
-    values: Group
-    where: str  # its name in messages
-    overrides: Mapping[str, Any]
+    where: str  # the group's name in messages
     limits: RowLimits
-    present: frozenset[str]
+    scores: list[float]
+    tokens: list[np.ndarray]  # (length,) int64
+    trained: list[np.ndarray]  # (length,) bool
+    floats: dict[str, list[np.ndarray | None]]  # (length,) float32, NaN for null
+    teacher: list[list[Any]]
+    group_overrides: Mapping[str, Any]
+    overrides: list[Mapping[str, Any]]
+    generation_params: Mapping[str, Any]
+    env_id: int | None
 
 
-def read_group(
-    group: Group, index: int, limits: RowLimits, report: ConversionReport, versions: VersionLimits | None = None
-) -> list[Row]:
-    """Return the rows of one group, within ``limits``; update ``report.dropped`` and ``report.events``.
+def read_groups(
+    groups: Sequence[Group], limits: RowLimits, versions: VersionLimits | None = None
+) -> tuple[list[Row], ConversionReport]:
+    """Return a batch's rows, in the API's order, and a report. Refused groups are logged and counted in sequences.
+
+    Groups that nobody has checked, as mappings, are checked here.
 
     Raises:
-        RefusedGroup: a field is malformed; lengths differ within the group; a score, an advantage or the logprob of a
-            trained token is not finite; a token is outside the vocabulary; the teacher's top-k is ragged or not a
-            distribution. The message names the group, the environment, the sequence and the position.
         ConfigurationError: a row is too long and ``limits.overlong`` is "error".
     """
-    checked = _check_lists(group, group_name(group, index), limits)
+    report = ConversionReport()
     rows: list[Row] = []
-    dropped: list[DroppedRow] = []
-    events: Counter[str] = Counter()
-    for i in range(len(group["tokens"])):
-        found = _read_row(checked, i, str(index), versions, events)
-        if isinstance(found, DroppedRow):
-            dropped.append(found)
-        else:
-            rows.append(found)
-    for row in rows:
-        row.dropped = tuple(dropped)
-    for reason, sequences in Counter(row.reason for row in dropped).items():
-        report.drop(group, reason, sequences)
-    report.events += events  # += removes counts of 0
-    return rows
-
-
-def _check_lists(group: Group, where: str, limits: RowLimits) -> _Checked:
-    """Return the checked group; raise RefusedGroup if its fields are not parallel lists over sequences."""
-    if not isinstance(group, Mapping):
-        raise RefusedGroup(
-            Reason.MALFORMED, f"{where}: it is {str(group)[:80]!r}, not a mapping of lists over sequences"
+    for index, group in enumerate(groups):
+        name, env_id, size = _origin(group)
+        where = f"group {index} of env {name or ('unknown' if env_id is None else env_id)}"
+        environment = environment_name(name, env_id)
+        report.group_sizes.append(size)
+        try:
+            whole = group if isinstance(group, ScoredGroup) else ScoredGroup.from_mapping(group)
+            found, dropped, events = _read_group(_columns(whole, where, limits), str(index), versions)
+        except RefusedGroup as refused:
+            report.drop(environment, refused.reason, size)
+            report.messages.append(f"{where}: {refused}")
+            logger.error("refused %s", report.messages[-1])
+            continue
+        rows += found
+        for reason, sequences in Counter(row.reason for row in dropped).items():
+            report.drop(environment, reason, sequences)
+        report.events += events  # += removes counts of 0
+    for reason in sorted(_FIXES.keys() & report.dropped.keys()):
+        logger.error(
+            "dropped %d sequences as %s: the policy has version %d, trainer.atropos.max_staleness=%s; %s",
+            *(report.dropped[reason], reason, versions.policy_version, versions.max_staleness, _FIXES[reason]),
         )
-    overrides = group.get("group_overrides") or {}
-    if not isinstance(overrides, Mapping):
-        raise RefusedGroup(Reason.MALFORMED, f"{where}: group_overrides is {overrides!r}, not a mapping")
-    tokens, scores = group.get("tokens") or [], group.get("scores")
-    if not isinstance(tokens, Sequence):
-        raise RefusedGroup(Reason.MALFORMED, f"{where}: tokens is {tokens!r}, not a list over sequences")
-    if not tokens:
-        raise RefusedGroup(Reason.EMPTY_GROUP, f"{where}: no sequences")
-    for i, sequence in enumerate(tokens):
-        if not isinstance(sequence, Sequence | np.ndarray):
-            raise RefusedGroup(Reason.MALFORMED, f"{where}: tokens[{i}] is {sequence!r}, not a list of token ids")
-    if not isinstance(scores, Sequence) or len(scores) != len(tokens):
-        found = len(scores) if isinstance(scores, Sequence) else scores
-        raise RefusedGroup(Reason.UNEQUAL_LENGTHS, f"{where}: {found} scores for {len(tokens)} sequences")
-    teacher = _TEACHER if limits.read_teacher else ()
-    present = set()
-    for key in (*_PER_SEQUENCE, *teacher):
-        values = group.get(key)
-        if values and not isinstance(values, Sequence):
+    report.rows = len(rows)
+    return rows, report
+
+
+def _origin(group: Group) -> tuple[Any, int | None, int]:
+    """Return name and id of the environment that sent a group, None if not given, and its number of sequences.
+
+    A group without sequences counts as 1.
+    """
+    if isinstance(group, ScoredGroup):
+        return (group.field("group_overrides") or {}).get("env_name"), group.env_id, len(group.lengths)
+    group = group if isinstance(group, Mapping) else {}
+    overrides, env_id, tokens = (group.get(name) for name in ("group_overrides", "env_id", "tokens"))
+    name = overrides.get("env_name") if isinstance(overrides, Mapping) else None
+    size = max(1, len(tokens)) if isinstance(tokens, Sequence) else 1
+    return name, env_id if type(env_id) is int else None, size
+
+
+def _columns(group: ScoredGroup, where: str, limits: RowLimits) -> _Columns:
+    """Return a group's columns.
+
+    Raises:
+        RefusedGroup: the trainer cannot use one of its values.
+    """
+    sequences, vocab_size = len(group.lengths), limits.vocab_size
+    for i in np.flatnonzero(np.abs(group.scores) > _FLOAT32_MAX):
+        raise RefusedGroup(Reason.NONFINITE_SCORES, f"score {i} is {group.scores[i]}; it must be a finite float32")
+    tokens = group.cut(group.tokens.astype(np.int64))
+    for i, ids in enumerate(tokens if vocab_size else ()):
+        for at in np.flatnonzero((ids < 0) | (ids >= vocab_size)):
             raise RefusedGroup(
-                Reason.MALFORMED, f"{where}: {key} is a {type(values).__name__}, not a list over sequences"
+                Reason.FOREIGN_TOKENS,
+                f"token {ids[at]} at position {at} of sequence {i} is outside the policy's vocabulary of {vocab_size}; "
+                "start the environment with the policy's tokenizer",
             )
-        if values and len(values) != len(tokens):
-            raise RefusedGroup(Reason.UNEQUAL_LENGTHS, f"{where}: {len(values)} {key} for {len(tokens)} sequences")
+    floats = {name: _as_float32(group.by_sequence(name)) for name in FLOATS}
+    for i, values in enumerate(floats["advantages"]):
+        if values is not None:
+            require_finite(f"advantages[{i}]", values, Reason.NONFINITE_ADVANTAGES)
+    lists = {name: group.field(name) or [] for name in ("overrides", *(TOP_K_FIELDS if limits.read_teacher else ()))}
+    for name, values in lists.items():
         if values:
-            present.add(key)
-    if "masks" not in present:
-        raise RefusedGroup(Reason.UNEQUAL_LENGTHS, f"{where}: no masks for {len(tokens)} sequences")
-    if len(present & {*teacher}) == 1:
-        raise RefusedGroup(Reason.UNEQUAL_LENGTHS, f"{where}: one of distill_token_ids and distill_logprobs is missing")
-    return _Checked(group, where, overrides, limits, frozenset(present))
+            require_count(name, values, sequences)
+    overrides = lists.pop("overrides") or [{}] * sequences
+    if sum(map(bool, lists.values())) == 1:
+        raise RefusedGroup(Reason.UNEQUAL_LENGTHS, "one of distill_token_ids and distill_logprobs is missing")
+    return _Columns(
+        where,
+        limits,
+        group.scores.tolist(),
+        tokens,
+        group.cut(group.masks != IGNORED),
+        floats,
+        [values for values in lists.values() if values],
+        group.field("group_overrides") or {},
+        overrides,
+        group.field("generation_params") or {},
+        group.env_id,
+    )
+
+
+def _as_float32(rows: Sequence[np.ndarray | None]) -> list[np.ndarray | None]:
+    return [None if row is None else row.astype(np.float32, copy=False) for row in rows]
+
+
+def _read_group(
+    group: _Columns, uid: str, versions: VersionLimits | None
+) -> tuple[list[Row], list[DroppedRow], Counter[str]]:
+    """Return a group's rows, those dropped, and counts of events.
+
+    Raises:
+        RefusedGroup: a trained token's logprob is not finite, the teacher's top-k is ragged or not a distribution, or
+            what the trainer reads in the overrides is malformed. The message names the sequence and the position.
+        ConfigurationError: a row is too long and ``limits.overlong`` is "error".
+    """
+    events: Counter[str] = Counter()
+    found = [_read_row(group, i, uid, versions, events) for i in range(len(group.tokens))]
+    dropped = [row for row in found if isinstance(row, DroppedRow)]
+    return [replace(row, dropped=tuple(dropped)) for row in found if isinstance(row, Row)], dropped, events
 
 
 def _read_row(
-    group: _Checked, i: int, uid: str, versions: VersionLimits | None, events: Counter[str]
+    group: _Columns, i: int, uid: str, versions: VersionLimits | None, events: Counter[str]
 ) -> Row | DroppedRow:
     """Return sequence ``i`` as a row or a dropped row; count truncations, missing logprobs, and advantages, teacher and
     zero advantage where given, in ``events``.
     """
-    where, overrides = group.where, group.overrides
-    score, ids, trained = _sequence(group, i)
-    arrays = {key: _numbers(group, key, i, len(ids)) for key in ("inference_logprobs", "advantages", "ref_logprobs")}
-    if arrays["advantages"] is not None:
-        require_finite(arrays["advantages"], "advantages", i, where)
+    ids, trained, advantages = group.tokens[i], group.trained[i], group.floats["advantages"][i]
 
     def dropped(reason: Reason) -> DroppedRow:
-        return DroppedRow(float(score), int(trained.sum()), reason.value)
+        return DroppedRow(group.scores[i], int(trained.sum()), reason.value)
 
     if not trained.any():
         return dropped(Reason.NO_TRAINED_TOKEN)
     first = int(trained.argmax())
     if first == 0:  # its first token has no context to be predicted from
         return dropped(Reason.NO_PROMPT)
-    oldest, newest = _versions(overrides, i, where)
+    oldest, newest = _versions(group.group_overrides, i)
     if versions is not None and (reason := versions.refuses(oldest, newest)):
         return dropped(reason)
     end = _end(group, i, first, len(ids))
@@ -160,64 +210,40 @@ def _read_row(
     events["response_truncated"] += end < len(ids)
 
     mask = trained[first:end]
-    for key in ("inference_logprobs", "ref_logprobs"):
-        arrays[key] = _valid_logprobs(group, key, i, arrays[key], trained[:end])
-    log_probs = _masked(arrays["inference_logprobs"], first, end, mask)
+    log_probs, ref_log_probs = (
+        _masked(_valid_logprobs(group, key, i, trained[:end]), first, end, mask)
+        for key in ("inference_logprobs", "ref_logprobs")
+    )
     teacher_ids = teacher_log_probs = None
-    if any(group.values[key][i] for key in _TEACHER if key in group.present):
-        values = teacher_top_k(group.values, i, where, trained, group.limits.vocab_size)
+    if any(values[i] for values in group.teacher):
+        values = teacher_top_k(group.teacher, i, trained, group.limits.vocab_size)
         teacher_ids, teacher_log_probs = (array[first:end] for array in values)
     zero = _zero_advantage(group, i)
     events["no_logprobs"] += log_probs is None
-    events["own_advantages"] += arrays["advantages"] is not None
+    events["own_advantages"] += advantages is not None
     events["teacher"] += teacher_ids is not None
     events["zero_advantage"] += zero
     return Row(
         prompt=ids[:first],
         response=ids[first:end],
         mask=mask,
-        score=float(score),
+        score=group.scores[i],
         uid=uid,
-        env_id=group.values.get("env_id"),
-        env_name=overrides.get("env_name"),
+        env_id=group.env_id,
+        env_name=group.group_overrides.get("env_name"),
         versions=(oldest, newest),
-        raw_score=_raw_score(overrides, i, len(group.values["tokens"]), where),
-        sampling=_sampling(group.values, overrides, i, where),
+        raw_score=_raw_score(group, i),
+        sampling=_sampling(group, i),
         log_probs=log_probs,
-        advantages=_masked(arrays["advantages"], first, end, mask),
-        ref_log_probs=_masked(arrays["ref_logprobs"], first, end, mask),
+        advantages=_masked(advantages, first, end, mask),
+        ref_log_probs=ref_log_probs,
         teacher_ids=teacher_ids,
         teacher_log_probs=teacher_log_probs,
         zero_advantage=zero,
     )
 
 
-def _sequence(group: _Checked, i: int) -> tuple[float, np.ndarray, np.ndarray]:
-    """Return the score, the token ids, (length,) int64, and the mask of trained tokens, (length,) bool."""
-    values, where, vocab_size = group.values, group.where, group.limits.vocab_size
-    score, length = values["scores"][i], len(values["tokens"][i])
-    if not isinstance(score, int | float) or not abs(score) <= _FLOAT32_MAX:
-        raise RefusedGroup(Reason.NONFINITE_SCORES, f"{where}: score {i} is {score}; it must be a finite number")
-    ids = array_of(values, "tokens", i, where, np.int64, length)
-    outside = np.flatnonzero((ids < 0) | (ids >= vocab_size)) if vocab_size else np.empty(0, int)
-    if outside.size:
-        raise RefusedGroup(
-            Reason.FOREIGN_TOKENS,
-            f"{where}: token {ids[outside[0]]} at position {outside[0]} of sequence {i} is outside the policy's "
-            f"vocabulary of {vocab_size}; start the environment with the policy's tokenizer",
-        )
-    return score, ids, array_of(values, "masks", i, where, np.int64, length) != IGNORED
-
-
-def _numbers(group: _Checked, key: str, i: int, length: int) -> np.ndarray | None:
-    """Return an optional field of sequence ``i``, (length,) float32, or None if it has none."""
-    values = group.values[key][i] if key in group.present else None
-    if values is None or (isinstance(values, Sequence | np.ndarray) and len(values) == 0):
-        return None
-    return array_of(group.values, key, i, group.where, np.float32, length)
-
-
-def _end(group: _Checked, i: int, first: int, length: int) -> int | Reason:
+def _end(group: _Columns, i: int, first: int, length: int) -> int | Reason:
     """Return the position where the response ends or is cut, or the reason why the row's length drops it."""
     limits = group.limits
     if length <= limits.max_length:
@@ -233,31 +259,24 @@ def _end(group: _Checked, i: int, first: int, length: int) -> int | Reason:
     return Reason.OVERLONG_RESPONSE if limits.overlong == "drop" else limits.max_length
 
 
-def _valid_logprobs(
-    group: _Checked, key: str, i: int, values: np.ndarray | None, trained: np.ndarray
-) -> np.ndarray | None:
-    """Return ``values``, or None if a trained token's value is null or positive (environments write 1.0 for none)."""
+def _valid_logprobs(group: _Columns, key: str, i: int, trained: np.ndarray) -> np.ndarray | None:
+    """Return the values, or None if a trained token's value is null or positive (environments write 1.0 for none)."""
+    values = group.floats[key][i]
     if values is None:
         return None
     kept = np.where(trained, values[: len(trained)], np.float32(0))
-    missing = [t for t in np.flatnonzero(np.isnan(kept)) if group.values[key][i][t] is None]
-    kept[missing] = 0
-    require_finite(kept, key, i, group.where)
-    return None if missing or (kept > 0).any() else values
+    missing = np.isnan(kept)
+    require_finite(f"{key}[{i}]", np.where(missing, np.float32(0), kept), Reason(f"nonfinite_{key}"))
+    return None if missing.any() or (kept > 0).any() else values
 
 
-def _zero_advantage(group: _Checked, i: int) -> bool:
+def _zero_advantage(group: _Columns, i: int) -> bool:
     """Return whether the overrides of the group or of the sequence set its advantage to zero."""
-    of_row = group.values["overrides"][i] if "overrides" in group.present else None
     zero = False
-    for name, given in (("group_overrides", group.overrides), (f"overrides[{i}]", of_row)):
-        if not isinstance(given, Mapping | None):
-            raise RefusedGroup(Reason.MALFORMED, f"{group.where}: {name} is {given!r}, not a mapping")
-        value = (given or {}).get("set_advantage_to_zero", False)
+    for name, given in (("group_overrides", group.group_overrides), (f"overrides[{i}]", group.overrides[i])):
+        value = given.get("set_advantage_to_zero", False)
         if value not in (True, False, None):
-            raise RefusedGroup(
-                Reason.MALFORMED, f"{group.where}: {name} has set_advantage_to_zero {value!r}; give true or false"
-            )
+            raise RefusedGroup(Reason.MALFORMED, f"{name} has set_advantage_to_zero {value!r}; give true or false")
         zero = zero or bool(value)
     return zero
 
@@ -267,81 +286,52 @@ def _masked(values: np.ndarray | None, first: int, end: int, mask: np.ndarray) -
     return None if values is None else np.where(mask, values[first:end], np.float32(0))
 
 
-def _raw_score(overrides: Mapping[str, Any], row: int, rows: int, where: str) -> float | None:
-    """Return a row's raw score from ``group_overrides.raw_scores``, a list over rows; None if it is not given."""
-    values = overrides.get("raw_scores")
+def _over_sequences(group: _Columns, key: str) -> list[Any] | None:
+    """Return a list over the group's sequences from ``group_overrides``; None if it is not given."""
+    values = group.group_overrides.get(key)
+    if values is not None and (not isinstance(values, list) or len(values) != len(group.tokens)):
+        raise RefusedGroup(Reason.MALFORMED, f"{key} is {values!r}, not a list over {len(group.tokens)} sequences")
+    return values
+
+
+def _raw_score(group: _Columns, i: int) -> float | None:
+    """Return a row's raw score from ``group_overrides.raw_scores``, None if it is not given."""
+    values = _over_sequences(group, "raw_scores")
     if values is None:
         return None
-    if not isinstance(values, Sequence) or len(values) != rows:
-        raise RefusedGroup(Reason.MALFORMED, f"{where}: raw_scores is {values!r}, not a list over {rows} sequences")
-    if not isinstance(values[row], int | float) or not abs(values[row]) <= _FLOAT32_MAX:
-        raise RefusedGroup(
-            Reason.MALFORMED, f"{where}: raw_scores[{row}] is {values[row]!r}; it must be a finite number"
-        )
-    return float(values[row])
+    if not isinstance(values[i], int | float) or not abs(values[i]) <= _FLOAT32_MAX:
+        raise RefusedGroup(Reason.MALFORMED, f"raw_scores[{i}] is {values[i]!r}; it must be a finite number")
+    return float(values[i])
 
 
-def _versions(overrides: Mapping[str, Any], row: int, where: str) -> tuple[int | None, int | None]:
+def _versions(overrides: Mapping[str, Any], row: int) -> tuple[int | None, int | None]:
     """Return a row's (oldest, newest) weight version, from the lists ``group_overrides.policy_version_{min,max}``."""
 
     def version(key: str) -> int | None:
         values = overrides.get(key)
-        value = values[row] if isinstance(values, Sequence) and len(values) > row else None
+        value = values[row] if isinstance(values, list) and len(values) > row else None
         if value is not None and type(value) is not int:
-            raise RefusedGroup(Reason.MALFORMED, f"{where}: {key}[{row}] is {value!r}, not a weight version")
+            raise RefusedGroup(Reason.MALFORMED, f"{key}[{row}] is {value!r}, not a weight version")
         return value
 
     oldest, newest = version("policy_version_min"), version("policy_version_max")
     if oldest is not None and newest is not None and oldest > newest:
         raise RefusedGroup(
-            Reason.MALFORMED, f"{where}: policy_version_min[{row}] is {oldest}, policy_version_max[{row}] only {newest}"
+            Reason.MALFORMED, f"policy_version_min[{row}] is {oldest}, policy_version_max[{row}] only {newest}"
         )
     return oldest, newest
 
 
-def _sampling(group: Group, overrides: Mapping[str, Any], row: int, where: str) -> Sampled:
+def _sampling(group: _Columns, i: int) -> Sampled:
     """Return a row's parameters from ``group_overrides.sampling_params``, else the group's ``generation_params``."""
-    values = overrides.get("sampling_params")
-    if values is not None and (not isinstance(values, Sequence) or len(values) != len(group["tokens"])):
-        raise RefusedGroup(
-            Reason.MALFORMED,
-            f"{where}: sampling_params is {values!r}, not a list over {len(group['tokens'])} sequences",
-        )
-    given = None if values is None else values[row]
+    values, declared = _over_sequences(group, "sampling_params"), group.generation_params
+    given = None if values is None else values[i]
     try:
         if given is not None:
-            if isinstance(given, str) or not isinstance(given, Sequence) or not given:
+            if not isinstance(given, list) or not given:
                 raise ValueError(f"{given!r} is no list of mappings")
             return tuple(dict.fromkeys(map(SamplingParams.from_mapping, given)))
-        declared = group.get("generation_params")
-        if isinstance(declared, Mapping) and declared.get("temperature") is not None:
-            return (SamplingParams.from_declaration(declared),)
+        return None if declared.get("temperature") is None else (SamplingParams.from_declaration(declared),)
     except (TypeError, ValueError) as error:
-        key = "generation_params" if given is None else f"sampling_params[{row}]"
-        raise RefusedGroup(Reason.MALFORMED, f"{where}: {key}: {error}") from error
-    return None
-
-
-def read_groups(
-    groups: Sequence[Group], limits: RowLimits, versions: VersionLimits | None = None
-) -> tuple[list[Row], ConversionReport]:
-    """Return a batch's rows, in the API's order, and a report. Refused groups are logged and counted in sequences."""
-    report = ConversionReport()
-    rows: list[Row] = []
-    for index, group in enumerate(groups):
-        tokens = group.get("tokens") if isinstance(group, Mapping) else None
-        size = max(1, len(tokens)) if isinstance(tokens, Sequence) else 1  # a group without sequences counts as 1
-        report.group_sizes.append(size)
-        try:
-            rows.extend(read_group(group, index, limits, report, versions))
-        except RefusedGroup as refused:
-            report.drop(group, refused.reason, size)
-            report.messages.append(str(refused))
-            logger.error("refused %s", refused)
-    for reason in sorted(_FIXES.keys() & report.dropped.keys()):
-        logger.error(
-            "dropped %d sequences as %s: the policy has version %d, trainer.atropos.max_staleness=%s; %s",
-            *(report.dropped[reason], reason, versions.policy_version, versions.max_staleness, _FIXES[reason]),
-        )
-    report.rows = len(rows)
-    return rows, report
+        key = "generation_params" if given is None else f"sampling_params[{i}]"
+        raise RefusedGroup(Reason.MALFORMED, f"{key}: {error}") from error

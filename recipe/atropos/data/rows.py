@@ -16,8 +16,6 @@ from recipe.atropos.data.sampling import Sampled
 IGNORED = -100  # the mask of a token that is not trained on (atroposlib, as in torch's cross-entropy)
 NO_TEACHER = np.float32(-1e4)  # logprob of a missing teacher token: its probability is exactly 0 in float32
 
-Group = Mapping[str, Any]  # one ScoredData of the API: parallel lists over sequences
-
 
 @dataclass(frozen=True)
 class RowLimits:
@@ -100,11 +98,10 @@ class ConversionReport:
         """Number of sequences received."""
         return sum(self.group_sizes)
 
-    def drop(self, group: Group, reason: str, sequences: int) -> None:
-        """Count dropped sequences of a group."""
-        name = environment_name(*_environment(group))
+    def drop(self, environment: str, reason: str, sequences: int) -> None:
+        """Count dropped sequences of a group; ``environment`` is its ``environment_name``."""
         self.dropped[reason] += sequences
-        self.dropped_by_environment.setdefault(name, Counter())[reason] += sequences
+        self.dropped_by_environment.setdefault(environment, Counter())[reason] += sequences
 
     def metrics(self) -> dict[str, float]:
         """Return trainer metrics under ``atropos/``, with drops also under ``atropos/ENV/``."""
@@ -174,17 +171,3 @@ def environment_name(name: str | None, env_id: int | None) -> str:
     if name is not None:
         return str(name).replace("/", "_")
     return "unknown" if env_id is None else f"env_{env_id % ENVIRONMENTS}"
-
-
-def _environment(group: Any) -> tuple[Any, Any]:
-    """Return (name, id) of the environment that sent a group, each None if not given."""
-    if not isinstance(group, Mapping):
-        return None, None
-    overrides = group.get("group_overrides")
-    return overrides.get("env_name") if isinstance(overrides, Mapping) else None, group.get("env_id")
-
-
-def group_name(group: Group, index: int) -> str:
-    """Return a group's name in messages: its index in the batch and its environment."""
-    name, env_id = _environment(group)
-    return f"group {index} of env {name or ('unknown' if env_id is None else env_id)}"

@@ -21,12 +21,13 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from recipe.atropos.data.scored_group import Group
 from recipe.atropos.errors import AtroposError
 from recipe.atropos.trajectory_api.client import (
     LONGEST_PAUSE,
@@ -37,7 +38,7 @@ from recipe.atropos.trajectory_api.client import (
 
 logger = logging.getLogger(__name__)
 
-Batch = list[dict[str, Any]]  # groups: ScoredData of the API
+Batch = Sequence[Group]
 
 _POLL_SECONDS = 5.0  # of one long poll: closing waits for it
 _END_SECONDS = 5.0  # for a request in flight when the source is closed

@@ -24,6 +24,7 @@ import orjson
 from aiohttp import web
 from isal import isal_zlib
 
+from recipe.atropos.data.scored_group import KEYS, unpack
 from recipe.atropos.trajectory_api import database, delivery, ingest, status, wire
 from recipe.atropos.trajectory_api import messages as m
 from recipe.atropos.trajectory_api.service import Service
@@ -37,7 +38,7 @@ _CHUNK = 1 << 20
 _SLICE = 8  # records of a batch that are read at a time
 _JSON = {"Content-Type": "application/json"}
 _CONTENT_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
-_NO_EXAMPLE = dict.fromkeys([key for key in wire.KEYS if key not in ("overrides", "group_overrides", "env_id")], [])
+_NO_EXAMPLE = dict.fromkeys([key for key in KEYS if key not in ("overrides", "group_overrides", "env_id")], [])
 _BROKEN = (ConnectionError, web.RequestPayloadError)
 
 Handler = Callable[["Api", web.BaseRequest, str], Awaitable[web.StreamResponse]]
@@ -304,7 +305,7 @@ async def _json_parts(service: Service, number: int, sizes: Sequence[int], numbe
     before = b'{"batch":['
     async for record in _records(service, number, len(sizes)):
         yield before
-        yield wire.to_json(record)
+        yield unpack(record).to_json()
         before = b","
     yield b'],"number":%d}' % number if numbered else b"]}"
 
@@ -326,7 +327,7 @@ async def _info(api: Api, request: web.BaseRequest, path: str) -> web.StreamResp
 async def _latest(api: Api, request: web.BaseRequest, path: str) -> web.StreamResponse:
     id = api.service.latest
     record = await api.service.store.read(database.read_record, id) if id is not None else None
-    body = wire.to_json(record) if record is not None else orjson.dumps(_NO_EXAMPLE)
+    body = unpack(record).to_json() if record is not None else orjson.dumps(_NO_EXAMPLE)
     return web.Response(body=body, headers=_JSON)
 
 

@@ -7,7 +7,7 @@ Guarantees:
 - Posts and registrations of environments carry an idempotency key, so that they take effect once. A trainer that
   registers again gets another epoch, which replaces its own. A ticket whose answer was lost is released by the next
   ``begin``. All other requests say what is so, and may be repeated.
-- Groups travel packed; a batch's per-token fields are arrays that share its bytes.
+- Groups travel packed; the arrays of a batch's groups share its bytes.
 """
 
 import asyncio
@@ -22,6 +22,7 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, wait_exp
 from tenacity.stop import stop_base
 from tenacity.wait import wait_base
 
+from recipe.atropos.data.scored_group import Group, ScoredGroup, unpack
 from recipe.atropos.errors import AtroposError
 from recipe.atropos.trajectory_api import wire
 
@@ -57,10 +58,10 @@ class TrajectoryApiError(AtroposError, RuntimeError):
 
 
 class NumberedBatch(NamedTuple):
-    """A batch: its groups have the keys of ``ScoredData``, with lists of arrays for per-token fields."""
+    """A batch, numbered from 1."""
 
     number: int
-    groups: list[dict[str, Any]]
+    groups: Sequence[Group]
 
 
 class _Limits(stop_base):
@@ -149,7 +150,7 @@ class TrajectoryApiClient:
         )
         if headers.get("Content-Type") != wire.PACKED:
             return None
-        return NumberedBatch(int(headers[wire.BATCH_HEADER]), [wire.to_group(record) for record in wire.split(body)])
+        return NumberedBatch(int(headers[wire.BATCH_HEADER]), [unpack(record) for record in wire.split(body)])
 
     async def commit(self, through: int) -> None:
         """Tell that a durable checkpoint has the batches through ``through``: no earlier one is asked for again."""
@@ -204,10 +205,10 @@ class TrajectoryApiClient:
         """Post groups, which close ``ticket``; they are stored once, however often this is tried with one ``key``.
 
         Raises:
-            RefusedGroup: a group is malformed. The ticket is still open.
+            RefusedGroup: a group is not what ``ScoredGroup.from_mapping`` takes. The ticket is still open.
             TrajectoryApiError: with status 422 and ``reason``, the API refused a group, and released the ticket.
         """
-        body = wire.join([wire.pack(wire.from_group(group)) for group in groups])
+        body = wire.join([ScoredGroup.from_mapping(group).pack() for group in groups])
         headers = {"Content-Type": wire.PACKED, wire.KEY_HEADER: key or uuid.uuid4().hex}
         if ticket is not None:
             headers[wire.TICKET_HEADER] = str(ticket)

@@ -250,7 +250,7 @@ async def _index(
         service.count("received", 1, environment)
         if environment is not None:
             environment.failed = 0
-        for name in group.odd:
+        for name in group.irregular:
             service.count(f"odd/{name}", 1, environment)
     service.changed()
 

@@ -9,12 +9,12 @@ import sqlite3
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import orjson
 
-from recipe.atropos.trajectory_api import database, wire
-from recipe.atropos.trajectory_api.parsing import parse_json
+from recipe.atropos.data.scored_group import ScoredGroup, unpack
+from recipe.atropos.trajectory_api import database
+from recipe.atropos.trajectory_api.parsing import Parsed
 from recipe.atropos.trajectory_api.store import DATABASE, Store, TrajectoryStoreError, named_errors
 from recipe.atropos.utils.files import disk_errors
 
@@ -49,16 +49,16 @@ def list_all(data_dir: Path) -> None:
 def show(data_dir: Path, number: int) -> None:
     """Print a batch as JSON, one group a line."""
     for record in _records(data_dir, number):
-        print(wire.to_json(record).decode())
+        print(unpack(record).to_json().decode())
 
 
-def read(data_dir: Path, number: int) -> list[dict[str, Any]]:
-    """Return a batch's groups, with the keys of ``ScoredData`` and lists of arrays for per-token fields.
+def read(data_dir: Path, number: int) -> list[ScoredGroup]:
+    """Return a batch's groups.
 
     Raises:
         TrajectoryStoreError: there is no such batch, or no store; the message says which batches there are.
     """
-    return [wire.to_group(record) for record in _records(data_dir, number)]
+    return [unpack(record) for record in _records(data_dir, number)]
 
 
 def _records(data_dir: Path, number: int) -> list[bytes]:
@@ -76,7 +76,7 @@ def export(data_dir: Path, file: Path) -> None:
     with _opened(data_dir) as connection, disk_errors(file), open(file, "wb") as lines:
         batches = database.list_batches(connection)
         for batch in batches:
-            groups = b",".join(map(wire.to_json, database.read_batch(connection, batch["number"])))
+            groups = b",".join(unpack(record).to_json() for record in database.read_batch(connection, batch["number"]))
             lines.write(b'{"number":%d,"batch":[%b]}\n' % (batch["number"], groups))
     print(f"{len(batches)} batches exported to {file}")
 
@@ -94,7 +94,7 @@ def import_(data_dir: Path, file: Path) -> None:
             for place, line in enumerate(lines, start=1):
                 try:
                     batch = orjson.loads(line)
-                    groups = parse_json(orjson.dumps(batch["batch"]), several=True)
+                    groups = [Parsed.of(ScoredGroup.from_mapping(group)) for group in batch["batch"]]
                     number = int(batch["number"])
                 except (ValueError, KeyError, TypeError) as error:  # RefusedGroup is a ValueError
                     raise TrajectoryStoreError(

@@ -128,11 +128,11 @@ def test_items_in_flight_together_post_each_their_own_replies(drifting_model):
             ids = chat(self.tokenizer, "go", "ab", add_generation_prompt=False)
             row = {"tokens": ids, "masks": [I] * len(prompt) + ids[len(prompt) :]}
             self.size = len(prompt)
-            return self.group([row] * self.config.group_size, messages=item), []
+            return self.group([row] * self.config.group_size, images=item), []
 
         def keep(self, group):
             posted = {logprobs[self.size] for logprobs in group["inference_logprobs"]}
-            self.sent = {**(self.sent or {}), group["messages"]: posted}
+            self.sent = {**(self.sent or {}), group["images"]: posted}
 
     env = make(Alike, drifting_model)
 

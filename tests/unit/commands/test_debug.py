@@ -29,7 +29,7 @@ def test_a_recording_that_ends_says_where(tmp_path):
     records.import_(tmp_path / "store", exported)
     with RecordedSource(tmp_path / "store", after=3) as source:
         number, [read] = source.next_batch()
-        assert number == 4 and read["scores"] == [4.0] and read["tokens"][0].tolist() == [1, 2]
+        assert number == 4 and read.scores.tolist() == [4.0] and read.tokens.tolist() == [1, 2]
         with pytest.raises(DataSourceError, match="has no such batch; it has batches 3 to 4"):
             source.next_batch()
     with pytest.raises(DataSourceError, match="give the folder of a server"):

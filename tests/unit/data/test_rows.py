@@ -44,7 +44,7 @@ def teacher(ids=((3, 4), (3, 4)), logprobs=((-1.0, -2.0), (-1.0, -2.0))):
         {"group_overrides": {"raw_scores": [FLOAT32_MAX, 0]}},
         {"group_overrides": {"policy_version_min": [4], "policy_version_max": None}},
         {"group_overrides": {"policy_version_min": [4, 4], "policy_version_max": [4, 5]}},
-        {"group_overrides": None, "overrides": [None, {"set_advantage_to_zero": None}]},
+        {"group_overrides": None, "overrides": [{}, {"set_advantage_to_zero": None}]},
         teacher(ids=((0, 99), (1, 2))),
         teacher(logprobs=((np.log(0.5), np.log(0.5)), (-1e4, -1e4))),
         {"advantages": [[-1e30] * 4, None], "ref_logprobs": [None, []]},
@@ -65,13 +65,14 @@ def test_rows_take_what_is_just_within_the_format(changes):
         ({"tokens": {"0": [1]}}, "malformed"),
         ({"tokens": None}, "empty_group"),
         ({"scores": [1.0, 2.0, 3.0]}, "unequal_lengths"),
-        ({"scores": 1.0}, "unequal_lengths"),
+        ({"scores": 1.0}, "malformed"),
         ({"scores": [FLOAT32_MAX * 1.01, 0.0]}, "nonfinite_scores"),
         ({"scores": [0.0, -FLOAT32_MAX * 1.01]}, "nonfinite_scores"),
         ({"scores": ["1", 0.0]}, "nonfinite_scores"),
         ({"masks": None}, "unequal_lengths"),
         ({"masks": [[-100, -100, 5, 6, 7], [-100, -100, 8]]}, "unequal_lengths"),
         ({"overrides": [{}]}, "unequal_lengths"),
+        ({"overrides": [None, {}]}, "malformed"),
         ({"ref_logprobs": [[-1.0] * 4] * 3}, "unequal_lengths"),
         ({"inference_logprobs": 3}, "malformed"),
         ({"group_overrides": [1]}, "malformed"),
@@ -90,7 +91,7 @@ def test_rows_take_what_is_just_within_the_format(changes):
         (teacher(logprobs=((-1.0, -np.inf), (-1, -1))), "invalid_distill_logprobs"),
         ({"tokens": [[1, 2, 5, 2**70], [1, 2, 8]]}, "malformed"),
     ],
-    ids=range(30),
+    ids=range(31),
 )
 def test_rows_refuse_what_is_just_beyond_the_format(changes, reason):
     rows, report = read(**changes)
@@ -157,7 +158,7 @@ def test_rows_events_count_what_a_row_lacks_or_brings():
     assert [row.zero_advantage for row in rows] == [True, False] and [row.raw_score for row in rows] == [7.0, 8.0]
     assert rows[0].log_probs.tolist() == pytest.approx([-0.1, 0.0]), "0 is the logarithm of a probability"
     assert rows[1].log_probs is None and rows[1].advantages.tolist() == [0.5] and rows[1].teacher_ids is None
-    rows, report = read(RowLimits(5, 0, read_teacher=False), distill_token_ids="not looked at")
+    rows, report = read(RowLimits(5, 0, read_teacher=False), distill_token_ids=["not looked at"])
     assert len(rows) == 2 and rows[0].teacher_ids is None
     rows, _ = read(group_overrides={"set_advantage_to_zero": True})
     assert [row.zero_advantage for row in rows] == [True, True]

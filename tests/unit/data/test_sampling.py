@@ -145,7 +145,10 @@ def test_sampling_declared_by_a_group_is_of_its_unknown_rows():
         ({"group_overrides": {"sampling_params": [[{"top_p": 1.0}]] * 3}}, "no mapping with a temperature"),
         ({"group_overrides": {"sampling_params": [[{"temperature": "hot"}]] * 3}}, "temperature is 'hot'"),
         ({"group_overrides": {"sampling_params": [[{"temperature": -1}]] * 3}}, "temperature is -1"),
-        ({"group_overrides": {"sampling_params": [[{"temperature": float("nan")}]] * 3}}, "temperature is nan"),
+        (
+            {"group_overrides": {"sampling_params": [[{"temperature": float("nan")}]] * 3}},
+            "group_overrides has no JSON form",
+        ),
         ({"group_overrides": {"sampling_params": [[{"temperature": 1, "topp": 1}]] * 3}}, "topp is none of"),
         ({"group_overrides": {"sampling_params": [[{"temperature": 1, "logit_bias": 3}]] * 3}}, "logit_bias is 3"),
         (

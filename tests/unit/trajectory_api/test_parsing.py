@@ -7,13 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recipe.atropos.data.reasons import RefusedGroup
+from recipe.atropos.data.scored_group import KEYS, ScoredGroup, unpack
 from recipe.atropos.trajectory_api import parsing, wire
 from recipe.atropos.trajectory_api.parsing import parse_json, parse_packed
 
 GOOD = {"tokens": [[1, 2, 3], [4, 5]], "masks": [[-100, 2, 3], [-100, 5]], "scores": [1.0, 0.5]}
 NAN = float("nan")
 BAD = {
-    "no tokens": ({"tokens": None}, "malformed"),
+    "no tokens": ({"tokens": None}, "empty_group"),
     "flat tokens": ({"tokens": [1, 2]}, "malformed"),
     "a nested token": ({"tokens": [[1, [2], 3], [4, 5]]}, "malformed"),
     "nested and empty": ({"tokens": [[[], [1, 2], 3], [4, 5]]}, "malformed"),
@@ -28,7 +29,7 @@ BAD = {
     "short masks": ({"masks": [[1, 2, 3], [4]]}, "unequal_lengths"),
     "other lengths of one sum": ({"masks": [[1, 2], [3, 4, 5]]}, "unequal_lengths"),
     "few scores": ({"scores": [1.0]}, "unequal_lengths"),
-    "no scores": ({"scores": None}, "malformed"),
+    "no scores": ({"scores": None}, "unequal_lengths"),
     "a NaN score": ({"scores": [1.0, NAN]}, "nonfinite_scores"),
     "an infinite score": ({"scores": [float("inf"), 0]}, "nonfinite_scores"),
     "a missing score": ({"scores": [None, 0]}, "nonfinite_scores"),
@@ -39,6 +40,8 @@ BAD = {
     "NaN advantages": ({"advantages": [[NAN, 1, 1], [1, 1]]}, "nonfinite_advantages"),
     "NaN in odd advantages": ({"advantages": [NAN]}, "nonfinite_advantages"),
     "infinite ref_logprobs": ({"ref_logprobs": [[1, 1, -float("inf")], [1, 1]]}, "nonfinite_ref_logprobs"),
+    "logprobs of another type": ({"inference_logprobs": 3}, "malformed"),
+    "logprobs that are not numbers": ({"inference_logprobs": [["x", 1, 1], [1, 1]]}, "malformed"),
     "a message without role": ({"messages": [[{"content": "x"}]]}, "malformed"),
     "a message without content": ({"messages": [[{"role": "x"}]]}, "malformed"),
     "a message that is none": ({"messages": [["x"]]}, "malformed"),
@@ -80,21 +83,21 @@ ODD = {
 @pytest.mark.parametrize("fields", ODD.values(), ids=ODD)
 def test_odd_fields_are_stored_as_they_came(fields):
     [parsed] = parse_json(json.dumps(GOOD | fields).encode(), several=False)
-    assert parsed.odd == tuple(fields)
-    assert {name: json.loads(wire.to_json(parsed.record))[name] for name in fields} == fields
+    assert parsed.irregular == tuple(fields)
+    assert {name: json.loads(unpack(parsed.record).to_json())[name] for name in fields} == fields
     assert parse_packed(wire.join([parsed.record]))[0] == parsed
 
 
 def test_unknown_fields_are_ignored_and_truths_are_numbers():
     group = GOOD | {"masks": [[True, 1.0, 0], [1, 1]], "a[": ["[", {"b": []}], "env_id": 3}
     [parsed] = parse_json(json.dumps(group).encode(), several=False)
-    handed = json.loads(wire.to_json(parsed.record))
+    handed = json.loads(unpack(parsed.record).to_json())
     assert handed["masks"] == [[1, 1, 0], [1, 1]] and "a[" not in handed and parsed.env_id == 3
 
 
 def test_the_last_of_two_equal_keys_counts():
     [parsed] = parse_json(b'{"tokens":[[1]],"masks":[[1]],"scores":[1],"scores":[2]}', several=False)
-    assert json.loads(wire.to_json(parsed.record))["scores"] == [2.0]
+    assert json.loads(unpack(parsed.record).to_json())["scores"] == [2.0]
 
 
 VALUES = st.one_of(
@@ -104,18 +107,18 @@ VALUES = st.one_of(
 )
 
 
-@given(st.dictionaries(st.sampled_from([*wire.KEYS, "other"]), VALUES), st.booleans())
+@given(st.dictionaries(st.sampled_from([*KEYS, "other"]), VALUES), st.booleans())
 def test_the_fast_path_agrees_with_the_exact_one(fields, from_good):
     body = json.dumps((GOOD if from_good else {}) | fields).encode()
 
     def outcome(call):
         try:
-            return [json.loads(wire.to_json(parsed.record)) for parsed in call()]
+            return json.loads(call().to_json())
         except RefusedGroup as error:
             return error.reason
 
-    exact = outcome(lambda: [parsing._checked(parsing._exact(parsing._load(body)))])
-    assert outcome(lambda: parse_json(body, several=False)) == exact
+    exact = outcome(lambda: ScoredGroup.from_mapping(parsing._load(body)))
+    assert outcome(lambda: unpack(parse_json(body, several=False)[0].record)) == exact
 
 
 def test_the_usual_body_takes_the_fast_path():

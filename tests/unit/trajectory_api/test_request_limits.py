@@ -33,7 +33,11 @@ GROUP = b'{"tokens": [[1, 2]], "masks": [[1, 2]], "scores": [1.0], "messages": n
 HALVES = {
     "tokens": (b"POST /scored_data HTTP/1.1" + LOCAL, rb'{"tokens": "\ud800"}', 422),
     "scores": (b"POST /scored_data HTTP/1.1" + LOCAL, rb'{"tokens": [[1]], "masks": [[1]], "scores": "\udfff"}', 422),
-    "env_id": (b"POST /scored_data HTTP/1.1" + LOCAL, rb'{"tokens": [[1]], "scores": [1], "env_id": "\ud800"}', 422),
+    "env_id": (
+        b"POST /scored_data HTTP/1.1" + LOCAL,
+        rb'{"tokens": [[1]], "masks": [[1]], "scores": [1], "env_id": "\ud800"}',
+        422,
+    ),
     "message": (b"POST /register-env HTTP/1.1" + LOCAL, rb'{"desired_name": "\ud800"}', 422),
     "key": (b"POST /scored_data HTTP/1.1\r\nAtropos-Key: \xff" + LOCAL, GROUP, 422),
     "ticket": (b"POST /scored_data HTTP/1.1\r\nAtropos-Ticket: \xff" + LOCAL, GROUP, 422),

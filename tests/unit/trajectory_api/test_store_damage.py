@@ -8,6 +8,7 @@ import sqlite3
 import pytest
 from aiohttp.test_utils import RawTestServer
 
+from recipe.atropos.data.scored_group import ScoredGroup
 from recipe.atropos.trajectory_api import database, delivery, ingest, records, wire
 from recipe.atropos.trajectory_api.app import Api
 from recipe.atropos.trajectory_api.client import TrajectoryApiClient, TrajectoryApiError
@@ -23,7 +24,7 @@ FORMAT_1 = "CREATE TABLE records (id INTEGER PRIMARY KEY, data BLOB NOT NULL)"
 
 def record(number):
     group = {"tokens": [[1, 2, 3]] * 4, "masks": [[-100, 2, 3]] * 4, "scores": [float(number)] * 4}
-    return wire.join([wire.pack(wire.from_group(group))])
+    return wire.join([ScoredGroup.from_mapping(group).pack()])
 
 
 async def fill(service, groups=20):
@@ -127,7 +128,7 @@ def test_a_store_without_digests_is_read_and_gets_them(tmp_path):
     )
     before = records.read(tmp_path, 1)  # by a connection that changes nothing
     in_service(tmp_path, look)
-    assert [group["scores"] for group in records.read(tmp_path, 1)] == [group["scores"] for group in before]
+    assert [group.pack() for group in records.read(tmp_path, 1)] == [group.pack() for group in before]
     flip_token(tmp_path, 21)
     with contextlib.closing(database.connect_to_read(tmp_path / DATABASE)) as connection:
         assert database.read_run(connection)["format"] == 2

@@ -2,9 +2,12 @@
 
 import asyncio
 import json
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
+from recipe.atropos.data.scored_group import ScoredGroup
 from recipe.atropos.trajectory_api import database, delivery, ingest, status, wire
 from recipe.atropos.trajectory_api.messages import (
     Begin,
@@ -376,7 +379,8 @@ def test_refused_groups_are_counted_of_their_environment(tmp_path):
         await delivery.register(service, registration(8))
         ids.extend([await join(service), await join(service)])
         groups = [{"env_id": id, "tokens": [[1]], "masks": [[1]], "scores": ["x"]} for id in (*ids, ids[0], None)]
-        record = wire.pack(wire.from_group(groups[1] | {"scores": [float("nan")]}))
+        good = ScoredGroup.from_mapping(groups[1] | {"scores": [1.0]})
+        record = replace(good, scores=np.array([np.nan])).pack()
         for body, packed in ((json.dumps(groups).encode(), False), (wire.join([record] * 2), True), (b"x", False)):
             with pytest.raises(RequestRefused):
                 ingest.parse(service, body, packed, True, None)

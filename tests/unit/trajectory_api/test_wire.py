@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from helpers.packed import ODD_MESSAGES
 from recipe.atropos.data.reasons import RefusedGroup
+from recipe.atropos.data.scored_group import FLOATS, KEYS, ScoredGroup, read_header, unpack
 from recipe.atropos.trajectory_api import wire
 from recipe.atropos.trajectory_api.parsing import parse_json, parse_packed
 
@@ -43,7 +44,7 @@ def groups(draw):
         "masks": masks if draw(st.booleans()) else rows(st.integers(-3, 3) | INT64),
         "scores": draw(st.lists(FLOAT64, min_size=len(lengths), max_size=len(lengths))),
     }
-    for name in wire.FLOATS:
+    for name in FLOATS:
         if draw(st.booleans()):
             group[name] = rows(draw(st.sampled_from([FLOAT32, FLOAT64])))
     optional = {
@@ -73,8 +74,8 @@ def same(one, other):
 @given(groups())
 def test_what_was_posted_is_handed_out(group):
     [parsed] = parse_json(json.dumps(group).encode(), several=False)
-    handed = json.loads(wire.to_json(parsed.record))
-    assert list(handed) == list(wire.KEYS)
+    handed = json.loads(unpack(parsed.record).to_json())
+    assert list(handed) == list(KEYS)
     assert same(
         {key: value for key, value in handed.items() if value is not None},
         {key: value for key, value in group.items() if value is not None},
@@ -84,27 +85,27 @@ def test_what_was_posted_is_handed_out(group):
 
 @given(groups())
 def test_packed_posts_are_the_same_records(group):
-    record = wire.pack(wire.from_group(group))
+    record = ScoredGroup.from_mapping(group).pack()
     assert parse_packed(wire.join([record]))[0].record == record
     [posted] = parse_json(json.dumps(group).encode(), several=False)
-    assert same(json.loads(wire.to_json(record)), json.loads(wire.to_json(posted.record)))
+    assert same(json.loads(unpack(record).to_json()), json.loads(unpack(posted.record).to_json()))
 
 
 @given(st.lists(groups(), max_size=3))
 def test_arrays_have_the_values_of_the_json(several):
-    message = wire.join([wire.pack(wire.from_group(group)) for group in several])
+    message = wire.join([ScoredGroup.from_mapping(group).pack() for group in several])
     for record in wire.split(message):
-        arrays, plain = wire.to_group(record), json.loads(wire.to_json(record))
-        for name in ("tokens", "masks", *wire.FLOATS):
-            assert arrays[name] is None or [row.tolist() for row in arrays[name]] == plain[name]
-        assert arrays["scores"] == plain["scores"]
-        assert arrays["messages"] == plain["messages"]
+        arrays, plain = unpack(record), json.loads(unpack(record).to_json())
+        for name, column in {"tokens": arrays.tokens, "masks": arrays.masks, **arrays.floats}.items():
+            assert [row.tolist() for row in arrays.cut(column)] == plain[name]
+        assert arrays.scores.tolist() == plain["scores"]
+        assert arrays.field("messages") == plain["messages"]
 
 
 @given(groups(), st.data())
 def test_a_damaged_record_is_refused_or_whole(group, data):
     """Any bytes may come: what is accepted can be handed out, everything else is refused by name."""
-    message = bytearray(wire.join([wire.pack(wire.from_group(group))]))
+    message = bytearray(wire.join([ScoredGroup.from_mapping(group).pack()]))
     for _ in range(data.draw(st.integers(1, 4))):
         message[data.draw(st.integers(0, len(message) - 1))] = data.draw(st.integers(0, 255))
     cut = bytes(message[: data.draw(st.integers(0, len(message)) | st.just(len(message)))])
@@ -113,18 +114,19 @@ def test_a_damaged_record_is_refused_or_whole(group, data):
     except RefusedGroup:
         return
     for parsed in accepted:
-        json.loads(wire.to_json(parsed.record))
+        json.loads(unpack(parsed.record).to_json())
 
 
 def readable(accepted):
     for parsed in accepted:
-        group, plain = wire.to_group(parsed.record), json.loads(wire.to_json(parsed.record))
-        for name in ("tokens", "masks", *wire.FLOATS):
-            assert (group[name] is None) == (plain[name] is None)
-        for name in ("tokens", "masks"):
-            assert [row.tolist() for row in group[name]] == plain[name]
+        group, plain = unpack(parsed.record), json.loads(unpack(parsed.record).to_json())
+        for name in FLOATS:
+            assert (name in group.floats or name in group.irregular) == (plain[name] is not None)
+        assert len(group.by_sequence("inference_logprobs")) == parsed.sequences
+        for name, column in {"tokens": group.tokens, "masks": group.masks}.items():
+            assert [row.tolist() for row in group.cut(column)] == plain[name]
             assert all(type(value) is int for row in plain[name] for value in row)
-        assert len(group["scores"]) == len(plain["scores"]) == len(group["tokens"]) == parsed.sequences
+        assert len(group.scores) == len(plain["scores"]) == len(group.lengths) == parsed.sequences
 
 
 @settings(max_examples=500)
@@ -150,8 +152,8 @@ def test_odd_packed_posts_are_refused_or_readable(message):
 )
 def test_a_buffer_of_a_wrong_dtype_is_named(name, dtype):
     group = {"tokens": [[1, 2]] * 8, "masks": [[1, 3]] * 8, "scores": [1.0] * 8, "inference_logprobs": [[-1.0] * 2] * 8}
-    record = wire.pack(wire.from_group(group))
-    header, start = wire.read_header(record)
+    record = ScoredGroup.from_mapping(group).pack()
+    header, start = read_header(record)
     header.buffers = {key: dtype if key == name else value for key, value in header.buffers.items()}
     header.buffers |= {} if name in header.buffers else {name: dtype}
     encoded = msgspec.json.encode(header)
@@ -175,19 +177,19 @@ def test_arrays_and_lists_give_one_record():
         "scores": np.array([1, 0], np.float32),
         "inference_logprobs": [np.array(row, np.float32) for row in lists["inference_logprobs"]],
     }
-    assert wire.pack(wire.from_group(arrays)) == wire.pack(wire.from_group(lists))
+    assert ScoredGroup.from_mapping(arrays).pack() == ScoredGroup.from_mapping(lists).pack()
 
 
 def test_the_usual_group_takes_eight_bytes_a_token():
     tokens = [[100_000 + i for i in range(1000)]]
     masks = [[-100] * 200 + tokens[0][200:]]
     group = {"tokens": tokens, "masks": masks, "scores": [1.0], "inference_logprobs": [[-0.5] * 1000]}
-    assert len(wire.pack(wire.from_group(group))) < 8.5 * 1000
+    assert len(ScoredGroup.from_mapping(group).pack()) < 8.5 * 1000
 
 
 def test_a_float_that_float32_would_change_is_kept():
     group = {"tokens": [[1, 2]], "masks": [[1, 2]], "scores": [0.1], "inference_logprobs": [[-0.1, -0.0]]}
-    [back] = json.loads(wire.to_json(wire.pack(wire.from_group(group))))["inference_logprobs"]
+    [back] = json.loads(ScoredGroup.from_mapping(group).to_json())["inference_logprobs"]
     assert back[0] == -0.1 and math.copysign(1, back[1]) == -1
 
 
@@ -197,4 +199,4 @@ def test_a_float_that_float32_would_change_is_kept():
 )
 def test_the_client_refuses_what_has_no_form(fields):
     with pytest.raises(RefusedGroup):
-        wire.from_group({"tokens": [[1, 2]], "masks": [[1, 2]], "scores": [1.0]} | fields)
+        ScoredGroup.from_mapping({"tokens": [[1, 2]], "masks": [[1, 2]], "scores": [1.0]} | fields)
