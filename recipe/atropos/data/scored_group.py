@@ -127,9 +127,9 @@ class ScoredGroup:
             raise RefusedGroup(Reason.UNEQUAL_LENGTHS, f"lengths {lengths.tolist()[:20]}, {len(self.tokens)} tokens")
         if env_id is not None and (type(env_id) is not int or env_id not in _INT64):
             raise RefusedGroup(Reason.MALFORMED, f"env_id={str(env_id)[:80]}: give a whole number, or null")
-        _require_finite_scores(self.scores)
-        for name, column in self.floats.items():
-            for i, values in enumerate(self.cut(column)):
+        _require_finite_scores(self.scores.tolist())
+        for name in [name for name, column in self.floats.items() if not np.isfinite(column).all()]:
+            for i, values in enumerate(self.cut(self.floats[name])):
                 require_finite(f"{name}[{i}]", values, Reason(f"nonfinite_{name}"))
         for name in self.fields:
             self._check_field(name)
