@@ -27,7 +27,7 @@ from helpers.numbered_env import (  # noqa: F401
     until,
 )
 from helpers.scripted_trainer import ScriptedTrainer
-from helpers.services import get, post, running_api
+from helpers.services import get, running_api
 from helpers.trajectory_api import Api, running_trajectory_api
 from recipe.atropos.adapter import lifecycle, reporting
 from recipe.atropos.errors import EnvironmentFailure
@@ -140,43 +140,11 @@ def test_a_group_that_an_api_never_takes_is_counted(make, tmp_path):
 # ---------------------------------------------------------------------- atroposlib's API
 
 
-def test_a_stock_api_is_named_and_its_losses_are_counted(make, tmp_path, caplog):
-    """It dies with item 0 in its queue, and comes back empty: item 1, done meanwhile, arrives; item 0 is counted."""
-    port = free_port()
-    url = f"http://127.0.0.1:{port}"
-    registration = {"wandb_group": "", "wandb_project": "", "batch_size": BATCH, "max_token_len": 100}
-    registration |= {"checkpoint_dir": "", "save_checkpoint_interval": -1, "starting_step": 0, "num_steps": 9}
-
-    def batch():
-        groups = get(f"{url}/batch")["batch"]
-        return groups and [int(group["scores"][0]) for group in groups]
-
-    async def scene():
-        env = make(url, max_num_workers=2)
-        async with managed(env) as manager:
-            env.gates = {number: asyncio.Event() for number in range(1, 9)}
-            with running_api(tmp_path, port):
-                post(f"{url}/register", registration)
-                assert batch() is None, "now it lets environments in"
-                await until(lambda: getattr(env, "status_dict", {}).get("self_queue_size") == 1, manager)
-            env.gates[1].set()
-            await asyncio.sleep(1.5)
-            assert not manager.done() and env.report.counts["groups_sent"] == 1, "kept"
-            with running_api(tmp_path, port):
-                await asyncio.sleep(1.5)
-                assert get(f"{url}/status")["queue_size"] == 0, "nothing before the trainer: it could not register"
-                post(f"{url}/register", registration)
-                assert batch() is None
-                env.gates[2].set()
-                env.gates[3].set()
-                await until(lambda: env.report.counts["groups_sent"] == 4, manager)
-                assert sorted(batch()) == [1, 2, 3]
-                counts = env.report.counts
-                assert (counts["registered_again"], counts["api_lost"], counts["lost_with_api"]) == (1, 1, 1)
-                assert not any(name.startswith(("not_sent", "failed")) for name in counts), counts
-
-    run(scene())
-    assert "is atroposlib's run-api: what it has is lost with it" in caplog.text
+def test_an_adapted_environment_refuses_run_api_by_name(make, tmp_path):
+    with running_api(tmp_path) as api:
+        env = make(api.url)
+        with pytest.raises(EnvironmentFailure, match=f"{api.url}: it is atroposlib's run-api.*; start"):
+            run(env.get_server_info())
 
 
 # ---------------------------------------------------------------------- servers

@@ -16,7 +16,7 @@ It follows the environment in the MRO, so the environment's own overrides still 
   others) gets a new registration; what runs then starts again.
 - Groups that the API refuses are counted as ``not_sent/REASON``, those that it did not take in time as
   ``not_sent/api_unreachable``.
-- ``stock_api`` replaces tickets and the client if the API is atroposlib's own.
+- It needs our API: atroposlib's own issues no tickets, and loses what it holds.
 """
 
 import asyncio
@@ -36,7 +36,6 @@ from atroposlib.envs.base import BaseEnvConfig, EvalHandlingEnum
 from recipe.atropos.adapter.item_rollouts import ItemRollouts
 from recipe.atropos.adapter.recorded_calls import sglang_servers
 from recipe.atropos.adapter.reporting import PLACE, Place
-from recipe.atropos.adapter.stock_api import StockApi
 from recipe.atropos.adapter.validate import as_groups
 from recipe.atropos.data.reasons import RefusedGroup
 from recipe.atropos.errors import EnvironmentFailure
@@ -125,8 +124,10 @@ class PostingEnv(ItemRollouts):
                 raise EnvironmentFailure(f"{error}; set ${API_KEY_VARIABLE} to its secret") from error
             if error.status not in (404, 405):
                 raise
-            logger.warning("%s: %s is atroposlib's run-api: %s", self.report.name, url, StockApi.LOSSES)
-            client = await StockApi(url, self.api_timeout, self.report.count).__aenter__()
+            raise EnvironmentFailure(
+                f"--env.rollout_server_url={url}: it is atroposlib's run-api, which issues no tickets and loses what "
+                "it holds; start python -m recipe.atropos.trajectory_api there, which speaks the same protocol"
+            ) from error
         self.__client = client
         return client
 
@@ -159,11 +160,10 @@ class PostingEnv(ItemRollouts):
         self.report.count("registered_again")
         logger.warning("%s: registered again, as number %d", self.report.name, self.env_id)
         await self.get_server_info()
-        if not isinstance(self.__client, StockApi):  # its tickets are unknown
-            self.backlog.extend(running["item"] for running in self.running_items.values())
-            for worker in self.workers:
-                worker.cancel()
-            self.running_items, self.workers = {}, set()
+        self.backlog.extend(running["item"] for running in self.running_items.values())  # their tickets are unknown
+        for worker in self.workers:
+            worker.cancel()
+        self.running_items, self.workers = {}, set()
 
     async def setup_wandb(self) -> None:
         """Join the trainer's wandb group; BaseEnv's would ask the API without a secret."""
@@ -203,9 +203,7 @@ class PostingEnv(ItemRollouts):
             self.report.counts["sent_again"] = api.again
         self._set_max_num_workers()
         await self.server.update_weight(status["env_weight"])
-        if not isinstance(api, StockApi):
-            status["queue_size"] = 0  # or BaseEnv's backpressure would cancel workers
-        self.status_dict = status
+        self.status_dict = status | {"queue_size": 0}  # or BaseEnv's backpressure would cancel workers
 
     def _set_max_num_workers(self) -> None:
         self.max_num_workers = self.config.max_num_workers
@@ -234,13 +232,10 @@ class PostingEnv(ItemRollouts):
 
     async def add_train_workers(self) -> None:
         """Let items start in a task of their own, since waiting for a ticket must not hold up the manager."""
-        api = await self._api()
-        if isinstance(api, StockApi):
-            return await super().add_train_workers()
         if self.__starting is None or self.__starting.done():
             if self.__starting is not None:
                 self.__starting.result()
-            self.__starting = asyncio.create_task(self.__start_items(api))
+            self.__starting = asyncio.create_task(self.__start_items(await self._api()))
 
     def __has_room(self, more: int = 0) -> bool:
         """Whether an item may start, and after it ``more`` others."""

@@ -266,7 +266,8 @@ def _valid_logprobs(group: _Columns, key: str, i: int, trained: np.ndarray) -> n
         return None
     kept = np.where(trained, values[: len(trained)], np.float32(0))
     missing = np.isnan(kept)
-    require_finite(f"{key}[{i}]", np.where(missing, np.float32(0), kept), Reason(f"nonfinite_{key}"))
+    kept[missing] = 0
+    require_finite(f"{key}[{i}]", kept, Reason(f"nonfinite_{key}"))
     return None if missing.any() or (kept > 0).any() else values
 
 

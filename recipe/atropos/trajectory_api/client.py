@@ -20,7 +20,6 @@ import aiohttp
 import orjson
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, wait_exponential
 from tenacity.stop import stop_base
-from tenacity.wait import wait_base
 
 from recipe.atropos.data.scored_group import Group, ScoredGroup, unpack
 from recipe.atropos.errors import AtroposError
@@ -288,7 +287,7 @@ class TrajectoryApiClient:
                 raise
 
         try:
-            return await self._retrying(attempt, wait_exponential(self._first_pause, max=LONGEST_PAUSE), limits)
+            return await self._retrying(attempt, limits)
         except TrajectoryApiError as error:
             if not error.may_change:
                 raise
@@ -322,20 +321,15 @@ class TrajectoryApiClient:
         problem = f"{what} answered HTTP {reply.status}: {_detail(content)}"
         raise TrajectoryApiError(problem, reply.status, _mapping(content))
 
-    async def _retrying(
-        self,
-        attempt: Callable[[], Awaitable[Any]],
-        wait: wait_base,
-        stop: Callable[[RetryCallState], bool],
-        again: Callable[[TrajectoryApiError], bool] = lambda error: error.may_change,
-    ) -> Any:
+    async def _retrying(self, attempt: Callable[[], Awaitable[Answer]], limits: _Limits) -> Answer:
         def say(state: RetryCallState) -> None:
             error = state.outcome.exception()
             logger.warning("%s; trying again", error.trouble or error)
             self.again += 1
 
-        retry = retry_if_exception(lambda error: isinstance(error, TrajectoryApiError) and again(error))
-        return await AsyncRetrying(retry=retry, wait=wait, stop=stop, before_sleep=say, reraise=True)(attempt)
+        retry = retry_if_exception(lambda error: isinstance(error, TrajectoryApiError) and error.may_change)
+        wait = wait_exponential(self._first_pause, max=LONGEST_PAUSE)
+        return await AsyncRetrying(retry=retry, wait=wait, stop=limits, before_sleep=say, reraise=True)(attempt)
 
     async def _trouble(self) -> str:
         """Return why the API holds its answers, "" if it does not or is silent."""

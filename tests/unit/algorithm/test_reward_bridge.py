@@ -319,7 +319,16 @@ def test_bridge_raw_score_is_a_metric_beside_the_shaped_one():
     assert [metrics[f"atropos/{name}"] for name in names] == [0.75, 0.5, 1.0, 0.5, 0.5, 0.5]
 
 
-@pytest.mark.parametrize("raw", [[1.0], "10", 7, [1.0, None], [1.0, math.nan]])
-def test_raw_scores_that_do_not_fit_their_group_refuse_it(raw):
+@pytest.mark.parametrize(
+    ("raw", "told"),
+    [
+        ([1.0], "raw_scores is [1.0], not a list over 2 sequences"),
+        ("10", "raw_scores is '10'"),
+        (7, "raw_scores is 7"),
+        ([1.0, None], "raw_scores[1] is None"),
+        ([1.0, math.nan], "group_overrides has no JSON form"),
+    ],
+)
+def test_raw_scores_that_do_not_fit_their_group_refuse_it(raw, told):
     _, report = groups_to_data_proto([with_raw("a", [1.5, 0.5], raw)], RowLimits(20, 0), 1)
-    assert report.dropped == {"malformed": 2} and "raw_scores" in report.messages[0]
+    assert report.dropped == {"malformed": 2} and told in report.messages[0]

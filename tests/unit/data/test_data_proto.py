@@ -297,6 +297,11 @@ def test_distillation_fields_may_be_empty():
             "inference_logprobs has no JSON form: Out of range",
         ),
         (
+            {"inference_logprobs": [[1.0, 1.0, None, -1e39], [1.0, 1.0, -0.3]]},
+            "nonfinite_inference_logprobs",
+            "inference_logprobs[0] is -inf at position 3",
+        ),
+        (
             {"inference_logprobs": [[1.0, 1.0, -0.1, math.inf], [1.0, 1.0, -0.3]]},
             "nonfinite_inference_logprobs",
             "inference_logprobs[0] is inf at position 3",
@@ -312,7 +317,7 @@ def test_distillation_fields_may_be_empty():
         ({"overrides": ["x", {}]}, "malformed", "overrides[0]"),
         ({"advantages": [0.0, 0.0]}, "malformed", "advantages[0] is not a flat list of numbers"),
     ],
-    ids=[f"case{i}" for i in range(47)],
+    ids=[f"case{i}" for i in range(48)],
 )
 def test_group_that_breaks_the_format_is_refused_and_counted(changes, reason, words):
     """The message names the group."""
