@@ -21,7 +21,7 @@ class Reason(StrEnum):
 
     # The format of a group, which is refused as a whole.
     MALFORMED = "malformed", "not a group, a field of another type, or a missing number"
-    EMPTY_GROUP = "empty_group", "a group without answers; in the adapter also an answer without tokens"
+    EMPTY_GROUP = "empty_group", "a group without answers, or with an answer without tokens"
     UNEQUAL_LENGTHS = "unequal_lengths", "fields of different lengths within a group or a sequence"
     NONFINITE_SCORES = "nonfinite_scores", "a score that is missing, NaN or infinite"
     NONFINITE_ADVANTAGES = "nonfinite_advantages", "an advantage that is missing, NaN or infinite"

@@ -14,13 +14,11 @@ Nothing is served again to a trainer that resumes, and no staleness bound holds 
 import asyncio
 import logging
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import aiohttp
 import orjson
-from tenacity import AsyncRetrying, before_sleep_log, retry_if_exception_type, stop_after_attempt, wait_exponential
 
 from recipe.atropos.sources.numbered import (
     Batch,
@@ -29,12 +27,11 @@ from recipe.atropos.sources.numbered import (
     DataSourceError,
     Registration,
 )
-from recipe.atropos.trajectory_api.client import LONGEST_PAUSE, NumberedBatch, TrajectoryApiError
+from recipe.atropos.trajectory_api.client import Answer, NumberedBatch, TrajectoryApiClient, TrajectoryApiError
 
 logger = logging.getLogger(__name__)
 
 _FIRST_POLL, _LONGEST_POLL = 0.05, 1.0  # seconds between polls while there is no batch
-_UNREACHABLE = (aiohttp.ClientError, OSError)
 
 
 def open_source(
@@ -94,18 +91,23 @@ class StockSource(DataSource):
     async def diagnosis(self) -> str:
         return await diagnose(self.config.api_url, self.registration.batch_size)
 
+    def _unusable(self, error: TrajectoryApiError) -> DataSourceError:
+        return DataSourceError(f"{error}; start it (run-api --port PORT) or correct trainer.atropos.api_url")
+
     async def _fetch_forever(self) -> None:
-        number = self.after
+        number, config = self.after, self.config
         self._left_of_cut = 0  # batches of a cut that the API has not served yet
-        async with TrajectoryApi(self.config, self.events) as api:
-            self._api_step = await register(api, self.registration)
+        async with StockApi(
+            config.api_url, None, config.retry_timeout, config.timeout, first_pause=config.retry_delay
+        ) as api:
+            self._api_step = await api.register_trainer(self.registration)
             self._registered.set()
             while await asyncio.to_thread(self._wait_for_room):
                 cut = await self._next_cut(api)
                 self._add([NumberedBatch(number + i, batch) for i, batch in enumerate(cut, 1)])
                 number += len(cut)
 
-    async def _next_cut(self, api: "TrajectoryApi") -> list[Batch]:
+    async def _next_cut(self, api: "StockApi") -> list[Batch]:
         """Wait for a cut; return all batches that the API cut from its queue together, oldest first."""
         delay = _FIRST_POLL
         cut: list[Batch] = []  # in the API's order: newest first
@@ -113,7 +115,7 @@ class StockSource(DataSource):
             found, batch = await self._get_batch(api)
             if found:
                 # A cut of n batches raises the API's step by n, and only this client triggers cuts.
-                step = (await api.get("/status"))["current_step"]
+                step = (await api.status())["current_step"]
                 self._left_of_cut += step - self._api_step - 1
                 self._api_step = step
                 cut += [] if batch is None else [batch]
@@ -124,22 +126,24 @@ class StockSource(DataSource):
                 delay = min(2 * delay, _LONGEST_POLL)
         return cut[::-1]
 
-    async def _get_batch(self, api: "TrajectoryApi") -> tuple[bool, Batch | None]:
+    async def _get_batch(self, api: "StockApi") -> tuple[bool, Batch | None]:
         """Send one ``GET /batch``; return whether there was a batch, and the batch (None if it broke off; counted).
 
         Register again if the API has lost its state.
         """
         started = time.perf_counter()
         try:
-            reply = await api.get("/batch", limited=False)
+            reply = await api.any_batch()
         except _Broken as error:
             self.events["batch_lost"] += 1
             logger.error("a batch was lost on its way from the Trajectory API, which sends each only once: %s", error)
             return True, None
+        finally:
+            self.events["api_unreachable"] = api.again
         if reply.get("status") == "error":
             logger.error("the Trajectory API at %s lost its state (%s); registering again", api.url, reply)
             self.events["registered_again"] += 1
-            self._api_step, self._left_of_cut = await register(api, self.registration), 0
+            self._api_step, self._left_of_cut = await api.register_trainer(self.registration), 0
             return False, None
         if reply["batch"] is None:
             return False, None
@@ -151,124 +155,85 @@ class _Broken(DataSourceError):
     """A reply broke off before its end."""
 
 
-class TrajectoryApi:
-    """Client of the Trajectory API: JSON over HTTP, with exponential back-off while it cannot be reached.
+class StockApi(TrajectoryApiClient):
+    """Client of ``run-api``: what our API has too, and what a trainer does otherwise there."""
 
-    ``events`` counts failed attempts, as api_unreachable.
-    """
+    async def any_batch(self) -> dict[str, Any]:
+        """Return the answer of ``GET /batch``, however long it takes once the API is reached.
 
-    def __init__(self, config: DataSourceConfig, events: Counter[str] | None = None):
-        self.url = config.api_url.rstrip("/")
-        self._config = config
-        self._events = Counter() if events is None else events
+        Raises:
+            _Broken: the connection was lost in the middle of the answer.
+            DataSourceError: the answer is an error; its batch is lost.
+            TrajectoryApiError: the API could not be reached within ``retry_timeout``.
+        """
+        what, timeout = f"GET {self.url}/batch", aiohttp.ClientTimeout(None, sock_connect=self._timeout)
 
-    async def __aenter__(self) -> "TrajectoryApi":
-        # No compression: it costs the API more time than it saves on the loopback or a cluster's network.
-        self._session = aiohttp.ClientSession(headers={"Accept-Encoding": "identity"})
-        return self
+        async def attempt() -> Answer:
+            try:
+                async with self._session.get(f"{self.url}/batch", timeout=timeout) as reply:
+                    try:
+                        body = await reply.read()
+                    except (aiohttp.ClientError, OSError) as error:
+                        raise _Broken(f"{what}: the reply broke off ({error!r})") from error
+            except (aiohttp.ClientError, OSError) as error:
+                raise TrajectoryApiError(f"{what} got no answer ({error!r})") from error
+            if reply.status >= 400:
+                raise DataSourceError(f"{what} answered HTTP {reply.status}: {body[:500].decode(errors='replace')}")
+            return reply.headers, body
 
-    async def __aexit__(self, *_: object) -> None:
-        await self._session.close()
+        return orjson.loads((await self._until_answered(attempt))[1])
 
-    async def get(self, path: str, *, limited: bool = True, **kwargs: Any) -> Any:
-        return await self._request("GET", path, limited, **kwargs)
-
-    async def post(self, path: str, payload: Mapping[str, Any]) -> Any:
-        return await self._request("POST", path, json=payload)
+    async def latest_size(self) -> int:
+        """Return the number of sequences of the group that came last, 0 if none has."""
+        return len((await self._json("GET", "/latest_example")).get("tokens") or [])
 
     async def knows_environment(self, number: int) -> bool:
         """Return whether environment ``number``, counted from 0, has registered; if not, the API answers 500."""
         try:
-            await self.get("/status-env", json={"env_id": number})
-        except DataSourceError:
+            await self.status(number)
+        except TrajectoryApiError:
             return False
         return True
 
-    async def _request(self, method: str, path: str, limited: bool = True, **kwargs: Any) -> Any:
-        """Send a request, with retries; ``limited`` applies the timeout to all of it, not only to connecting.
+    async def register_trainer(self, registration: Registration) -> int:
+        """Register the trainer and verify that it took effect; return the API's step counter.
+
+        The API accepts the first registration in its lifetime and ignores later ones. Scored data posted before any
+        registration makes it ignore the first one too; the data is then reset, since nothing could ever fetch it.
 
         Raises:
-            _Broken: the connection was lost in the middle of the reply.
-            DataSourceError: the API could not be reached in all attempts, or answered with an HTTP error.
+            DataSourceError: the API keeps another trainer's batch size or maximum length.
+            TrajectoryApiError: it does not answer.
         """
-        config, what = self._config, f"{method} {self.url}{path}"
-        timeout = aiohttp.ClientTimeout(total=config.timeout if limited else None, sock_connect=config.timeout)
-
-        async def request() -> Any:
-            async with self._session.request(method, self.url + path, timeout=timeout, **kwargs) as reply:
-                try:
-                    body = await reply.read()
-                except _UNREACHABLE as error:
-                    raise _Broken(f"{what}: the reply broke off ({error!r})") from error
-                if reply.status >= 400:
-                    raise DataSourceError(f"{what} answered HTTP {reply.status}: {body[:500].decode(errors='replace')}")
-                return orjson.loads(body)
-
-        retrying = AsyncRetrying(
-            retry=retry_if_exception_type(_UNREACHABLE),
-            stop=stop_after_attempt(config.retry_attempts),
-            wait=wait_exponential(config.retry_delay, max=LONGEST_PAUSE),
-            before_sleep=before_sleep_log(logger, logging.WARNING),
-            after=lambda _: self._events.update(api_unreachable=1),
-            reraise=True,
-        )
-        try:
-            return await retrying(request)
-        except _UNREACHABLE as error:
-            raise DataSourceError(
-                f"the Trajectory API at {self.url} did not answer {method} {path} in {config.retry_attempts} attempts "
-                f"({error!r}); start it (run-api --port PORT) or correct trainer.atropos.api_url"
-            ) from error
-
-
-async def register(api: TrajectoryApi, registration: Registration) -> int:
-    """Register the trainer and verify that it took effect; return the API's step counter.
-
-    The API accepts the first registration in its lifetime and ignores later ones. Scored data that was posted before
-    any registration makes it ignore the first one too; the data is then reset, since nothing could ever fetch it.
-
-    Raises:
-        DataSourceError: the API keeps another trainer's batch size or maximum length.
-    """
-    payload = vars(registration)
-    await api.post("/register", payload)
-    info = await api.get("/info")
-    if info["batch_size"] == -1:
-        logger.warning(
-            "the Trajectory API at %s got data before a trainer; resetting what it could never serve", api.url
-        )
-        await _reset(api)
-        await api.post("/register", payload)
-        info = await api.get("/info")
-    for key in ("batch_size", "max_token_len"):
-        if info[key] != payload[key]:
-            raise DataSourceError(
-                f"the Trajectory API at {api.url} is registered with {key}={info[key]}, this trainer wants "
-                f"{payload[key]}; the API keeps its first registration for life: restart it"
-            )
-    return (await api.get("/status"))["current_step"]
-
-
-async def _reset(api: TrajectoryApi) -> None:
-    async with api._session.get(f"{api.url}/reset_data") as reply:  # answers in plain text
-        reply.raise_for_status()
+        payload = vars(registration)
+        await self._json("POST", "/register", payload)
+        info = await self.info()
+        if info["batch_size"] == -1:
+            logger.warning("the Trajectory API at %s got data before a trainer; its data is reset", self.url)
+            await self._request("GET", "/reset_data", {})  # answers in plain text
+            await self._json("POST", "/register", payload)
+            info = await self.info()
+        for key in ("batch_size", "max_token_len"):
+            if info[key] != payload[key]:
+                raise DataSourceError(
+                    f"the Trajectory API at {self.url} is registered with {key}={info[key]}, this trainer wants "
+                    f"{payload[key]}; the API keeps its first registration for life: restart it"
+                )
+        return (await self.status())["current_step"]
 
 
 async def diagnose(api_url: str, batch_size: int) -> str:
     """Return one sentence on why no batch arrives: whether API or environments do not respond, or what mismatches."""
     try:
-        async with TrajectoryApi(DataSourceConfig(api_url, timeout=10.0, retry_attempts=1)) as api:
-            status = await api.get("/status")
-            latest = await api.get("/latest_example")
+        async with StockApi(api_url, retry_timeout=0.0, timeout=10.0) as api:
+            queued, size = (await api.status())["queue_size"], await api.latest_size()
             environments = await api.knows_environment(0)
-    except DataSourceError as error:
+    except TrajectoryApiError as error:
         return f"the Trajectory API is silent ({error})"
-    size = len(latest.get("tokens") or [])
     if not environments:
         return f"no environment has registered at {api.url}; start one, or look into its log"
     if size == 0:
         return f"an environment has registered at {api.url} but posted nothing; look into its log and the server's"
-    queued = status["queue_size"]
     if queued and batch_size % size:
         return f"{queued} groups wait, the last of {size} sequences, which cannot fill a batch of {batch_size} exactly"
     if queued * size >= batch_size:

@@ -276,7 +276,6 @@ class TrajectoryApiClient:
         """
         if self.epoch is not None:
             headers = {**headers, wire.EPOCH_HEADER: str(self.epoch)}
-        limits = _Limits(self.retry_timeout, self._held_timeout)
 
         async def attempt() -> Answer:
             try:
@@ -286,13 +285,7 @@ class TrajectoryApiClient:
                     error.trouble = await self._trouble()
                 raise
 
-        try:
-            return await self._retrying(attempt, limits)
-        except TrajectoryApiError as error:
-            if not error.may_change:
-                raise
-            why = f"it cannot store: {error.trouble}" if error.trouble else "is the Trajectory API up?"
-            raise TrajectoryApiError(f"{error}, for {limits.of(error):g} s; {why}") from error.__cause__
+        return await self._until_answered(attempt)
 
     async def _attempt(
         self,
@@ -321,15 +314,22 @@ class TrajectoryApiClient:
         problem = f"{what} answered HTTP {reply.status}: {_detail(content)}"
         raise TrajectoryApiError(problem, reply.status, _mapping(content))
 
-    async def _retrying(self, attempt: Callable[[], Awaitable[Answer]], limits: _Limits) -> Answer:
+    async def _until_answered(self, attempt: Callable[[], Awaitable[Answer]]) -> Answer:
         def say(state: RetryCallState) -> None:
             error = state.outcome.exception()
             logger.warning("%s; trying again", error.trouble or error)
             self.again += 1
 
+        limits = _Limits(self.retry_timeout, self._held_timeout)
         retry = retry_if_exception(lambda error: isinstance(error, TrajectoryApiError) and error.may_change)
         wait = wait_exponential(self._first_pause, max=LONGEST_PAUSE)
-        return await AsyncRetrying(retry=retry, wait=wait, stop=limits, before_sleep=say, reraise=True)(attempt)
+        try:
+            return await AsyncRetrying(retry=retry, wait=wait, stop=limits, before_sleep=say, reraise=True)(attempt)
+        except TrajectoryApiError as error:
+            if not error.may_change:
+                raise
+            why = f"it cannot store: {error.trouble}" if error.trouble else "is the Trajectory API up?"
+            raise TrajectoryApiError(f"{error}, for {limits.of(error):g} s; {why}") from error.__cause__
 
     async def _trouble(self) -> str:
         """Return why the API holds its answers, "" if it does not or is silent."""
