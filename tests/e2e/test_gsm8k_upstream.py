@@ -16,8 +16,9 @@ from transformers import AutoTokenizer
 from helpers.adapter_cli import run_adapter
 from helpers.boxed_policy import ANSWERS, make_boxed_policy
 from helpers.gsm8k_checkout import MODULE, make_checkout, write_problems
-from helpers.services import get, post, running_api
+from helpers.services import get, post
 from helpers.sglang import call, make_tiny_model
+from helpers.trajectory_api import running_trajectory_api
 from recipe.atropos.utils.process import start_service
 
 BATCH, SIZE = 8, 4
@@ -61,7 +62,7 @@ def test_gsm8k_upstream_serves_groups_that_were_sampled(checkout, data, model, s
     """It serves until it is terminated."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     report = tmp_path / "report.jsonl"
-    with running_api(tmp_path) as api:
+    with running_trajectory_api(tmp_path) as api:
         registration = {"wandb_group": "", "wandb_project": "", "batch_size": BATCH, "max_token_len": 1500}
         steps = {"checkpoint_dir": "", "save_checkpoint_interval": -1, "starting_step": 0, "num_steps": 10**6}
         post(f"{api.url}/register", registration | steps)

@@ -22,10 +22,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from helpers.boxed_policy import make_boxed_policy
 from helpers.gsm8k_checkout import write_problems
 from helpers.loss import assert_taught, in_the_loss
-from helpers.services import get, post, running_api
+from helpers.services import get, post
 from helpers.sglang import call, running_sglang
 from helpers.taught import taught
 from helpers.trainer import model_vocab
+from helpers.trajectory_api import running_trajectory_api
 from recipe.atropos.adapter.completion_cache import trained_spans
 from recipe.atropos.demo.small_policy import Recipe, make_small_policy
 from recipe.atropos.utils.process import start_service
@@ -60,7 +61,7 @@ def checkout():
 def served(folder, target, flags):
     """(groups of two batches, last counts) of an environment run by the adapter with a real API, in ``folder``."""
     report = folder / "report.jsonl"
-    with running_api(folder) as api:
+    with running_trajectory_api(folder) as api:
         registration = {"wandb_group": "", "wandb_project": "", "batch_size": BATCH, "max_token_len": 3000}
         steps = {"checkpoint_dir": "", "save_checkpoint_interval": -1, "starting_step": 0, "num_steps": 10**6}
         post(f"{api.url}/register", registration | steps)

@@ -10,7 +10,8 @@ import yaml
 from transformers import AutoTokenizer
 
 from helpers.environments import guess_env
-from helpers.services import get, post, running_api
+from helpers.services import get, post
+from helpers.trajectory_api import running_trajectory_api
 from recipe.atropos.utils.process import start_service
 
 WIDE = {"format_markers": [{"pattern": "[a-m]", "regex": True, "weight": 0.1, "count": "each"}], "clip": [0, 0.9]}
@@ -42,7 +43,7 @@ def register(api_url):
 def test_reward_bridge_groups_reach_the_api_with_raw_scores(model_path, server, tmp_path):
     """Groups that the environment drops reach the api shaped with their raw scores."""
     tokenizer = AutoTokenizer.from_pretrained(model_path)
-    with running_api(tmp_path) as api:
+    with running_trajectory_api(tmp_path) as api:
         register(api.url)
         environment = serve(model_path, server, tmp_path, api.url, "drops equal")
         try:
@@ -66,7 +67,7 @@ def test_reward_bridge_groups_reach_the_api_with_raw_scores(model_path, server, 
 @pytest.mark.timeout(180)
 def test_reward_bridge_that_cannot_act_ends_the_environment(model_path, server, tmp_path):
     """A bridge that cannot act ends the environment with a message."""
-    with running_api(tmp_path) as api:
+    with running_trajectory_api(tmp_path) as api:
         register(api.url)
         environment = serve(model_path, server, tmp_path, api.url, "own advantages")
         try:

@@ -19,6 +19,7 @@ from helpers.sglang import call
 from helpers.trainer import close, compose_config, started
 from helpers.trajectory_api import running_trajectory_api
 from recipe.atropos.run.record import read_metrics
+from recipe.atropos.trajectory_api.client import TrajectoryApiClient
 from recipe.atropos.utils.process import start_service
 
 pytestmark = pytest.mark.timeout(280)
@@ -27,7 +28,7 @@ GROUPS, SIZE, STEPS = 4, 2, 5
 
 
 @contextlib.contextmanager
-def environment(model_path, server, folder, api_url):
+def environment(model_path, server, folder, api_url, program=(length_env.__file__,)):
     """A real environment on a Trajectory API; ``folder/cancelled`` has the items whose sampling was cancelled."""
     (folder / "cancelled").touch()
     flags = {
@@ -44,9 +45,9 @@ def environment(model_path, server, folder, api_url):
     }
     service = start_service(
         "environment",
-        [sys.executable, length_env.__file__, "serve", *(f"--{key}={value}" for key, value in flags.items())],
+        [sys.executable, *program, "serve", *(f"--{key}={value}" for key, value in flags.items())],
         log_path=folder / "environment.log",
-        env={"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"},
+        env={"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "PYTHONUNBUFFERED": "1"},
     )
     try:
         yield
@@ -56,8 +57,8 @@ def environment(model_path, server, folder, api_url):
         service.stop()
 
 
-def train(model_path, server, folder, max_staleness):
-    """(metrics of each step, the items that each step trained on) with atroposlib's API, which paces nothing."""
+def train(model_path, server, folder, api, max_staleness, *program):
+    """(metrics of each step, the items that each step trained on) with the environment of ``program``."""
     config = compose_config(
         f"actor_rollout_ref.model.path={model_path}",
         f"inference.urls=[{server}]",
@@ -67,9 +68,10 @@ def train(model_path, server, folder, max_staleness):
         "trainer.save_freq=-1",
         f"trainer.total_training_steps={STEPS}",
         "trainer.atropos.max_wait_time=120",
+        "trainer.atropos.max_empty_batches=20",
         f"trainer.atropos.max_staleness={'null' if max_staleness is None else max_staleness}",
     )
-    with running_api(folder) as api, environment(model_path, server, folder, api.url):
+    with environment(model_path, server, folder, api.url, *program):
         config.trainer.atropos.api_url = api.url
         trainer = started(config)
         try:
@@ -123,7 +125,9 @@ def test_staleness_is_bounded_and_long_answers_are_trained_on(model_path, server
 @pytest.mark.usefixtures("cluster")
 def test_staleness_without_pacing_favors_short_answers(model_path, server, tmp_path):
     """So the test above can fail: what it asks for is not so by itself."""
-    lines, items = train(model_path, server, tmp_path, None)
+    stock = ("-c", "from helpers.environments.length_env import LengthEnv; LengthEnv.cli()")
+    with running_api(tmp_path) as api:
+        lines, items = train(model_path, server, tmp_path, api, None, stock)
     lengths = [line["atropos/response_length"] for line in lines[:3]]
     assert lengths[0] == SHORT and not {n for n in items[0] if answer_length(n) == LONG}, "paced, items 0 to 3"
     assert np.mean(lengths) < 0.9 * (LONG + 3 * SHORT) / 4, lengths
@@ -131,7 +135,11 @@ def test_staleness_without_pacing_favors_short_answers(model_path, server, tmp_p
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("cluster")
-def test_rows_beyond_the_bound_are_dropped_where_nothing_paces(model_path, server, tmp_path):
-    lines, _ = train(model_path, server, tmp_path, 0)
+def test_rows_beyond_the_bound_are_dropped_where_nothing_paces(model_path, server, tmp_path, monkeypatch):
+    """Without the bound, the API lets two batches begin before the first is trained on."""
+    register = TrajectoryApiClient.register
+    monkeypatch.setattr(TrajectoryApiClient, "register", lambda self, fields, after, _: register(self, fields, after))
+    with running_trajectory_api(tmp_path) as api:
+        lines, _ = train(model_path, server, tmp_path, api, 0)
     assert all(line["atropos/staleness/max"] == 0 for line in lines)
     assert sum(line.get("atropos/dropped/stale", 0) for line in lines) > 0

@@ -386,7 +386,10 @@ def unpack(record: bytes | memoryview) -> ScoredGroup:
         chosen = np.unpackbits(arrays["masks"], count=header.tokens).view(bool)
         arrays["masks"] = np.where(chosen, arrays["tokens"], arrays["tokens"].dtype.type(IGNORED))
     return ScoredGroup(
-        *(arrays[name] for name in ("lengths", "tokens", "masks", "scores")),
+        arrays["lengths"],
+        arrays["tokens"],
+        arrays["masks"],
+        arrays["scores"],
         {name: arrays[name] for name in FLOATS if name in arrays},
         {name: bytes(value) for name, value in header.raw.items()},
         header.env_id,
