@@ -68,7 +68,6 @@ def train(model_path, server, folder, api, max_staleness, *program):
         "trainer.save_freq=-1",
         f"trainer.total_training_steps={STEPS}",
         "trainer.atropos.max_wait_time=120",
-        "trainer.atropos.max_empty_batches=20",
         f"trainer.atropos.max_staleness={'null' if max_staleness is None else max_staleness}",
     )
     with environment(model_path, server, folder, api.url, *program):

@@ -6,7 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from recipe.atropos.data.reading import read_groups
 from recipe.atropos.data.reasons import RefusedGroup
+from recipe.atropos.data.rows import RowLimits
 from recipe.atropos.data.scored_group import KEYS, ScoredGroup, unpack
 from recipe.atropos.trajectory_api import parsing, wire
 from recipe.atropos.trajectory_api.parsing import parse_json, parse_packed
@@ -56,12 +58,15 @@ BAD = {
 
 @pytest.mark.parametrize(("fields", "reason"), BAD.values(), ids=BAD)
 def test_bad_groups_are_refused_with_their_reason(fields, reason):
+    """By the API, and by a trainer that has them from an API that checks nothing."""
     body = json.dumps(GOOD | fields).encode()
     with pytest.raises(RefusedGroup) as refused:
         parse_json(body, several=False)
     assert refused.value.reason == reason
     with pytest.raises(RefusedGroup):
         parse_json(b"[" + json.dumps(GOOD).encode() + b"," + body + b"]", several=True)
+    _, report = read_groups([GOOD | fields], RowLimits(9, pad_token_id=0))
+    assert [*report.dropped] == [reason]
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"3", b"null", b"\xff\xfe", b'{"tokens": 1e999}', b"[" * 5000])
