@@ -70,11 +70,16 @@ def test_the_client_goes_through_a_run(api):
 def test_the_client_tells_why_it_was_refused(api):
     async def test(client):
         await client.register(REGISTRATION, after=0)
-        with pytest.raises(TrajectoryApiError, match="nan") as refused:
-            await client.post_groups([group(1) | {"scores": [float("nan")] * 4}])
-        assert (refused.value.status, refused.value.reason) == (422, "nonfinite_scores")
-        with pytest.raises(RefusedGroup):
-            await client.post_groups([group(1) | {"masks": None}])
+        with pytest.raises(TrajectoryApiError, match="a group of 9 sequences") as refused:
+            await client.post_groups([group(1, 9)])
+        assert (refused.value.status, refused.value.reason) == (422, "larger_than_batch")
+        for fields, reason in (
+            ({"scores": [float("nan")] * 4}, "nonfinite_scores"),
+            ({"masks": None}, "unequal_lengths"),
+        ):
+            with pytest.raises(RefusedGroup) as found:
+                await client.post_groups([group(1) | fields])
+            assert found.value.reason == reason
         async with TrajectoryApiClient(api.url, "s3cret") as newer:
             await newer.register(REGISTRATION, after=0)
             with pytest.raises(TrajectoryApiError, match="registered later") as older:

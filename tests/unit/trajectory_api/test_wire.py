@@ -3,6 +3,7 @@
 import json
 import math
 import struct
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -160,6 +161,25 @@ def test_a_buffer_of_a_wrong_dtype_is_named(name, dtype):
     changed = b"ATG1" + struct.pack("<I", len(encoded)) + encoded + bytes(-len(encoded) % 8) + record[start:]
     with pytest.raises(RefusedGroup, match=f"a packed group has {name} of dtype {dtype}; it may have: "):
         parse_packed(wire.join([changed]))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"scores": np.array([math.nan])}, "nonfinite_scores"),
+        ({"floats": {"advantages": np.array([1.0, math.inf])}}, "nonfinite_advantages"),
+        ({"lengths": np.array([0, 2]), "scores": np.ones(2)}, "empty_group"),
+        ({"lengths": np.array([3])}, "unequal_lengths"),
+        ({"fields": {"inference_logprobs": b"[[-1.0]]"}}, "unequal_lengths"),
+        ({"fields": {"messages": b'[[{"role": "user"}]]'}}, "malformed"),
+        ({"env_id": 2**63}, "malformed"),
+    ],
+)
+def test_packed_posts_are_checked_as_json_is(changes, reason):
+    good = ScoredGroup.from_mapping({"tokens": [[1, 2]], "masks": [[1, 2]], "scores": [1.0]})
+    with pytest.raises(RefusedGroup) as refused:
+        parse_packed(wire.join([replace(good, **changes).pack()]))
+    assert refused.value.reason == reason
 
 
 @given(st.binary(max_size=200))
