@@ -57,7 +57,7 @@ def environment(model_path, server, folder, api_url, program=(length_env.__file_
         service.stop()
 
 
-def train(model_path, server, folder, api, max_staleness, *program):
+def train(model_path, server, folder, api, max_staleness, *program, steps=STEPS):
     """(metrics of each step, the items that each step trained on) with the environment of ``program``."""
     config = compose_config(
         f"actor_rollout_ref.model.path={model_path}",
@@ -66,7 +66,7 @@ def train(model_path, server, folder, api, max_staleness, *program):
         f"data.train_batch_size={GROUPS}",
         f"actor_rollout_ref.rollout.n={SIZE}",
         "trainer.save_freq=-1",
-        f"trainer.total_training_steps={STEPS}",
+        f"trainer.total_training_steps={steps}",
         "trainer.atropos.max_wait_time=120",
         f"trainer.atropos.max_staleness={'null' if max_staleness is None else max_staleness}",
     )
@@ -78,7 +78,7 @@ def train(model_path, server, folder, api, max_staleness, *program):
         finally:
             close(trainer)
     items = []
-    for step in range(1, STEPS + 1):
+    for step in range(1, steps + 1):
         rows = [orjson.loads(line) for line in (folder / f"run/rollouts/{step}.jsonl").read_bytes().splitlines()]
         items.append([int(re.search(r"item (\d+)", row["input"])[1]) for row in rows])
     return read_metrics(folder / "run"), items
@@ -139,6 +139,6 @@ def test_rows_beyond_the_bound_are_dropped_where_nothing_paces(model_path, serve
     register = TrajectoryApiClient.register
     monkeypatch.setattr(TrajectoryApiClient, "register", lambda self, fields, after, _: register(self, fields, after))
     with running_trajectory_api(tmp_path) as api:
-        lines, _ = train(model_path, server, tmp_path, api, 0)
+        lines, _ = train(model_path, server, tmp_path, api, 0, steps=3)
     assert all(line["atropos/staleness/max"] == 0 for line in lines)
     assert sum(line.get("atropos/dropped/stale", 0) for line in lines) > 0
