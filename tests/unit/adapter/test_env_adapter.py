@@ -357,6 +357,10 @@ def test_a_group_that_cannot_be_sent_is_refused_by_name(fields, reason, detail):
     assert refused.value.reason == reason
 
 
+def test_optional_fields_are_checked_after_tokens_are_restored():
+    assert validated(group(inference_logprobs=[[1.0], []]))["inference_logprobs"] == [[1.0], []]
+
+
 def test_what_is_no_group_is_refused_by_name():
     for made in ((group(), []), "text", 3):
         with pytest.raises(RefusedGroup, match="a group is a dict") as refused:
