@@ -14,11 +14,10 @@ import contextlib
 import functools
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future, InvalidStateError, wait
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
-from threading import Event
 from typing import Any
 
 from atroposlib.envs.server_handling.server_baseline import APIServer
@@ -98,48 +97,38 @@ class NothingCame(Exception):
 class Episode:
     """Channel between one rollout, in the event loop's thread, and the code that answers its calls, in any other."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop):
+    def __init__(self, rollout: Callable[[], Coroutine[Any, Any, Any]], loop: asyncio.AbstractEventLoop):
         self.made: list[Any] = []  # every ScoredDataGroup of the environment, also those that it then drops
         self._loop = loop
         self._calls = 0
         self._events: SimpleQueue[Ask | Future[Any]] = SimpleQueue()
-        self._outcome: Future[Any] = Future()
         self._task: asyncio.Task | None = None
         self._waiting: set[Ask] = set()
-        self._closed = False
-        self._ended = Event()
-
-    def start(self, rollout: Callable[[], Coroutine[Any, Any, Any]]) -> None:
-        self._loop.call_soon_threadsafe(self._start, rollout)
-
-    def _start(self, rollout: Callable[[], Coroutine[Any, Any, Any]]) -> None:
-        self._task = self._loop.create_task(self._run(rollout))
-        self._task.add_done_callback(self._end)
+        self._closed = False  # no call is answered any more
+        self._outcome = asyncio.run_coroutine_threadsafe(self._run(rollout), loop)
+        self._outcome.add_done_callback(self._events.put)
 
     async def _run(self, rollout: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
         _EPISODE.set(self)
+        self._task = asyncio.current_task()
         try:
+            if self._closed:
+                raise asyncio.CancelledError
             with recorded() as self.made:
                 outcome = await rollout()
                 self.made[:] = [group for group in self.made if not group.by_base]
                 return outcome
         except (SystemExit, KeyboardInterrupt) as error:  # would end the loop, and with it every other episode
             raise RuntimeError(f"the environment ended its process: {error!r}") from error
-
-    def _end(self, task: asyncio.Task) -> None:
-        if task.cancelled():
-            self._outcome.set_exception(RuntimeError("the rollout was canceled"))
-        elif error := task.exception():
-            self._outcome.set_exception(error)
-        else:
-            self._outcome.set_result(task.result())
-        self._give_up()
-        self._events.put(self._outcome)
-        self._ended.set()
+        except asyncio.CancelledError as error:
+            raise RuntimeError("the rollout was canceled") from error
+        finally:
+            self._closed = True
+            self._cancel_calls()
 
     async def ask(self, choices: int, **call: Any) -> list[Answer]:
         """Return the answers to one call, in the order of its choices."""
-        if self._closed or self._ended.is_set():  # a task left over from an ended rollout
+        if self._closed:  # a task left over from an ended rollout
             raise asyncio.CancelledError("this episode is over")
         number, self._calls = self._calls, self._calls + 1
         asks = [Ask(number, choice, choices, **call) for choice in range(choices)]
@@ -176,17 +165,17 @@ class Episode:
             self._loop.call_soon_threadsafe(self._cancel)
 
     def _cancel(self) -> None:
-        self._give_up()
+        self._cancel_calls()
         if self._task is not None:
             self._task.cancel()
 
-    def _give_up(self) -> None:
+    def _cancel_calls(self) -> None:
         for ask in list(self._waiting):
             ask.future.cancel()
 
     def wait(self, timeout: float) -> bool:
         """Wait at most ``timeout`` seconds; return whether the rollout has ended."""
-        return self._ended.wait(timeout)
+        return bool(wait([self._outcome], timeout).done)
 
 
 _EPISODE: ContextVar[Episode | None] = ContextVar("episode", default=None)  # whose rollout, or task of it, is calling
@@ -227,16 +216,6 @@ class OuterPolicyServer(APIServer):
     async def check_server_status_task(self, chat_completion: bool = True) -> None:
         self.server_healthy = True
 
-    # The public methods of APIServer retry a call that raises, which would ask the policy a second time.
-    async def chat_completion(self, **kwargs: Any) -> ChatCompletion:
-        return await self._chat_completion_wrapper(**kwargs)
-
-    async def completion(self, **kwargs: Any) -> Completion:
-        return await self._completion_wrapper(**kwargs)
-
-    async def tokens_and_logprobs_completion(self, **kwargs: Any) -> tuple[list, list, list, list]:
-        return await self._tokens_and_logprobs_completion_wrapper(**kwargs)
-
     async def get_logprobs(self, **kwargs: Any) -> dict[str, Any]:
         raise NotImplementedError(
             "the environment asks its server for the logprobs of a prompt; a policy that answers in text has none"
@@ -266,6 +245,11 @@ class OuterPolicyServer(APIServer):
             [[_NO_LOGPROB] * len(answer.token_ids) for answer in answers],
             [{"type": answer.finish_reason} for answer in answers],
         )
+
+    # The public methods of APIServer retry a call that raises, which would ask the policy a second time.
+    chat_completion = _chat_completion_wrapper
+    completion = _completion_wrapper
+    tokens_and_logprobs_completion = _tokens_and_logprobs_completion_wrapper
 
     def _response(self, chat: bool, prompt_ids: list[int], answers: Sequence[Answer]) -> Any:
         found = [(answer.text, len(answer.token_ids), answer.finish_reason) for answer in answers]

@@ -12,6 +12,7 @@ import functools
 import inspect
 import json
 import logging
+import os
 import threading
 import weakref
 from collections.abc import Mapping
@@ -83,11 +84,6 @@ class SteppedEnvironment:
         self._is_set_up = False
         limit_math_verify_in_threads()
 
-    @property
-    def alive(self) -> bool:
-        """Whether the loop's thread runs; False in a later forked process, as threads are not forked."""
-        return self._thread.thread.is_alive()
-
     def set_up(self, timeout: float) -> None:
         """Run ``BaseEnv.setup``, once.
 
@@ -111,9 +107,7 @@ class SteppedEnvironment:
 
     def begin(self) -> Episode:
         """Start a rollout of the next item."""
-        episode = Episode(self._thread.loop)
-        episode.start(functools.partial(_episode, self.base))
-        return episode
+        return Episode(functools.partial(_episode, self.base), self._thread.loop)
 
 
 async def next_item(environment: BaseEnv) -> Any:
@@ -139,16 +133,18 @@ async def _episode(environment: BaseEnv) -> Any:
     return groups
 
 
-_lock = threading.Lock()
-_shared: weakref.WeakValueDictionary[tuple[type, str], SteppedEnvironment] = weakref.WeakValueDictionary()
+# Both are by process, since a forked one has none of its parent's threads.
+_lock = threading.RLock()
+_shared: weakref.WeakValueDictionary[tuple[int, type, str], SteppedEnvironment] = weakref.WeakValueDictionary()
+_threads: weakref.WeakValueDictionary[int, "_LoopThread"] = weakref.WeakValueDictionary()
 
 
 def shared_environment(environment: type[BaseEnv], config: BaseEnvConfig) -> SteppedEnvironment:
     """Return the one environment of this class and configuration, which lives as long as it is referenced."""
-    key = (environment, json.dumps(config.model_dump(mode="json"), sort_keys=True))
+    key = (os.getpid(), environment, json.dumps(config.model_dump(mode="json"), sort_keys=True))
     with _lock:
         found = _shared.get(key)
-        if found is None or not found.alive:
+        if found is None:
             found = _shared[key] = SteppedEnvironment(environment, config)
         return found
 
@@ -182,15 +178,9 @@ def _stop(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
             thread.join(GRACE)
 
 
-_thread_lock = threading.Lock()
-_thread: weakref.ref[_LoopThread] | None = None
-
-
 def _loop_thread() -> _LoopThread:
-    global _thread
-    with _thread_lock:
-        thread = None if _thread is None else _thread()
-        if thread is None or not thread.thread.is_alive():
-            thread = _LoopThread()
-            _thread = weakref.ref(thread)
+    with _lock:
+        thread = _threads.get(os.getpid())
+        if thread is None:
+            thread = _threads[os.getpid()] = _LoopThread()
         return thread

@@ -6,11 +6,10 @@ from atroposlib.envs.base import BaseEnv
 
 from recipe.atropos.adapter.adapted_env import AdaptedEnv, adapt
 from recipe.atropos.adapter.flags import CommandLine
-from recipe.atropos.adapter.item_rollouts import ItemRollouts
 from recipe.atropos.adapter.lifecycle import Lifecycle
 from recipe.atropos.adapter.posting import PostingEnv
 
-FRONT, BEHIND = (AdaptedEnv, CommandLine, Lifecycle), (PostingEnv, ItemRollouts)
+FRONT, BEHIND = (AdaptedEnv, CommandLine, Lifecycle), (PostingEnv,)
 
 
 def test_adapted_env_overrides_each_method_once_on_a_side():
