@@ -17,8 +17,8 @@ It follows the environment in the MRO, so the environment's own overrides still 
   after ``longest_wait`` (and ``worker_timeout``) the environment ends with that message.
 - Every request is sent again for ``api_timeout``, and for ``longest_wait`` while the API says that its disk is full;
   then the environment ends. It waits ``trainer_timeout`` for a
-  trainer, without which the API registers no environment. An API that does not know the environment (its data are
-  others) gets a new registration; what runs then starts again.
+  trainer, without which the API registers no environment. An API that does not know the environment (its store
+  was replaced) gets a new registration; what runs then starts again.
 - Groups that the API refuses are counted as ``not_sent/REASON``, those that it did not take in time as
   ``not_sent/api_unreachable``.
 - It needs our API: atroposlib's own issues no tickets, and loses what it holds.
@@ -241,7 +241,7 @@ class PostingEnv(BaseEnv):
     # ------------------------------------------------------------------ items and their tickets
 
     def _stop_items(self) -> None:
-        """Cancel what runs, and let no more start."""
+        """Cancel running items; start no more."""
         for task in (self.__starting, *self.workers, *self.eval_workers):
             if task is not None:
                 task.cancel()
@@ -364,16 +364,7 @@ class PostingEnv(BaseEnv):
 
     async def __roll_out(self, item: Any) -> Any:
         """Return what is to be sent for an item; None if there is nothing, with the reason counted."""
-        stage, backlog = "", ()
-
-        async def attempt() -> Any:
-            nonlocal stage, backlog
-            stage, backlog = "collect_trajectories", ()
-            groups, backlog = await _not_cancelled(self.collect_trajectories(item))
-            if not groups:
-                return None
-            stage = "postprocess_histories"
-            return await _not_cancelled(self.postprocess_histories(groups))
+        stage, groups, backlog = "", None, ()
 
         def count(state: RetryCallState) -> None:
             error = state.outcome.exception()
@@ -384,10 +375,16 @@ class PostingEnv(BaseEnv):
         retrying = AsyncRetrying(
             stop=stop_after_attempt(len(pauses)), wait=wait_chain(*pauses), before_sleep=count, reraise=True
         )
-        groups = None
         try:
-            groups = await retrying(attempt)
+            async for attempt in retrying:
+                with attempt:
+                    stage, backlog = "collect_trajectories", ()
+                    groups, backlog = await _not_cancelled(self.collect_trajectories(item))
+                    if groups:
+                        stage = "postprocess_histories"
+                        groups = await _not_cancelled(self.postprocess_histories(groups))
         except Exception as error:
+            groups = None
             self._count_failure(stage, error)
         else:
             if not groups and not backlog:

@@ -135,7 +135,7 @@ class AtroposEnv(gem.Env):
         self._ask: Ask | None = None  # the answer that the environment waits for
         self._last: dict[str, Any] | None = None
         self._unscored: int | None = 0  # unscored episodes since the first; None once one was scored
-        weakref.finalize(self, self._session.let_go)
+        weakref.finalize(self, self._session.close, wait=False)  # it may run in the event loop's own thread
 
     def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
         """Begin an episode with the next item; with ``seed``, with the first of an environment set up with that seed.
@@ -296,29 +296,22 @@ class _Session:
         self.episode: Episode | None = None
         self.closed = False
 
-    def end_episode(self) -> None:
+    def end_episode(self, wait: bool = True) -> None:
         """End the episode. Raises TimeoutError if its rollout continues although it was canceled."""
         episode, self.episode = self.episode, None
         if episode is None:
             return
         episode.close()
-        if not episode.wait(GRACE):
+        if wait and not episode.wait(GRACE):
             name = type(self.environment.base).__name__
             raise TimeoutError(f"{name}: its rollout goes on {GRACE:g} s after it was canceled, or it blocks the loop")
 
-    def close(self) -> None:
+    def close(self, wait: bool = True) -> None:
         self.closed = True
         try:
-            self.end_episode()
+            self.end_episode(wait)
         finally:
             self.environment = None
-
-    def let_go(self) -> None:
-        """Close without waiting: the garbage collector may run in the event loop's own thread."""
-        self.closed = True
-        if self.episode is not None:
-            self.episode.close()
-        self.episode = self.environment = None
 
 
 def _new_messages(ask: Ask) -> Messages:
