@@ -130,7 +130,8 @@ class CommandLine:
 
     _umask: int | None = None  # the process's own, while a stricter one is set
     only_checked = False  # exit where the environment would be built, with target, class and flags checked
-    __openai_flags: dict[str, Any] = {}  # flags that BaseEnv must not see
+    # What a command line gives: the file's server or servers, the flags about servers, the environment's own values.
+    __given: tuple[dict | list | None, dict[str, Any], dict[str, Any]] | None = None
 
     def __new__(cls, config: BaseEnvConfig | None = None, *_: Any, **__: Any) -> "CommandLine":
         if cls.only_checked:
@@ -143,16 +144,12 @@ class CommandLine:
     @classmethod
     def config_init(cls) -> tuple[Any, Any]:
         env_config, default = super().config_init()
-        flags = get_double_dash_flags()
-        openai = cls.__openai_flags or extract_namespace(flags, _OPENAI)
-        file = _yaml(flags.get("config"))
-        in_file = file.get(OPENAI_NAMESPACE)
-        in_file = in_file[0] if isinstance(in_file, list) and len(in_file) == 1 else in_file
+        if cls.__given is None:  # in code: the environment's own defaults
+            return env_config, default
+        in_file, openai, env_given = cls.__given
         servers = server_configs(default, openai, in_file)[0]
-        in_code = not cls.owns_process  # a caller in code gets the environment's own defaults
-        if in_code or cls.only_checked or not isinstance(servers, list) or isinstance(in_file, list):
+        if cls.only_checked or not isinstance(servers, list) or isinstance(in_file, list):
             return env_config, servers
-        env_given = extract_namespace(flags, f"{ENV_NAMESPACE}{NAMESPACE_SEP}") | (file.get(ENV_NAMESPACE) or {})
         return complete(env_config, servers, {**(in_file or {}), **openai}, env_given, serves="serve" in sys.argv)
 
     @classmethod
@@ -205,20 +202,20 @@ class CommandLine:
         flags = get_double_dash_flags()
         if (path := flags.get("config")) and not Path(path).is_file():
             raise UsageError(f"--config={path}: no such file")
-        _, default = super().config_init()
-        openai = extract_namespace(flags, _OPENAI)
+        openai, file = extract_namespace(flags, _OPENAI), yaml.safe_load(Path(path).read_text() if path else "") or {}
         _check_names(OPENAI_NAMESPACE, openai, APIServerConfig)
-        in_file = _yaml(path)
-        servers = in_file.get(OPENAI_NAMESPACE)
+        servers, env_in_file = file.get(OPENAI_NAMESPACE), file.get(ENV_NAMESPACE) or {}
         try:
-            _check_names(ENV_NAMESPACE, in_file.get(ENV_NAMESPACE), cls.env_config_cls)
+            _check_names(ENV_NAMESPACE, env_in_file, cls.env_config_cls)
             for one in servers if isinstance(servers, list) else [servers]:
                 _check_names(OPENAI_NAMESPACE, one, APIServerConfig)
         except UsageError as error:
             raise UsageError(f"--config={path}: {error}") from error
-        if server_configs(default, openai, servers)[1]:
-            cls.__openai_flags = openai
-            for name in openai:
+        one_server = servers[0] if isinstance(servers, list) and len(servers) == 1 else servers
+        env_given = extract_namespace(flags, f"{ENV_NAMESPACE}{NAMESPACE_SEP}") | env_in_file
+        cls.__given = one_server, openai, env_given
+        if server_configs(super().config_init()[1], openai, servers)[1]:
+            for name in openai:  # which BaseEnv must not see
                 take_flag(sys.argv, f"--{_OPENAI}{name}")
         for subcommand in set(_SUBCOMMANDS) & set(arguments):
             known = cls.__flags_of(subcommand) | {"--help", *_SETTINGS}
@@ -236,9 +233,3 @@ def _check_names(namespace: str, given: Iterable[str] | None, model: type[BaseMo
     """Raise UsageError for a key that BaseEnv would ignore."""
     prefix = f"--{namespace}{NAMESPACE_SEP}"
     check_flags([prefix + name for name in given or ()], {prefix + name for name in model.model_fields})
-
-
-def _yaml(path: Any) -> dict:
-    if not isinstance(path, str | os.PathLike) or not Path(path).is_file():
-        return {}
-    return yaml.safe_load(Path(path).read_text()) or {}
