@@ -65,13 +65,12 @@ class Worker:
     """Plays in its process; ``play`` runs in the main thread of a plain actor, in another one of a threaded actor."""
 
     def play(self, model, vector):
-        busy = Busy()
+        busy, config = Busy(), {"dataset_name": "synthetic", "train_size": 20}
+        arguments = {"tokenizer": model, "config": config, "timeout": 60.0}
         play = self._play_vector if vector else self._play_one
-        rewards = play({"tokenizer": model, "config": {"dataset_name": "synthetic", "train_size": 20}, "timeout": 60.0})
+        rewards = play(arguments)
         while not busy.rounds and busy.error is None and busy.thread.is_alive():
-            rewards += play(
-                {"tokenizer": model, "config": {"dataset_name": "synthetic", "train_size": 20}, "timeout": 60.0}
-            )
+            rewards += play(arguments)
         return rewards, busy.end(), threading.current_thread() is threading.main_thread()
 
     def _play_one(self, arguments):
@@ -106,8 +105,7 @@ def _answer(question, right):
     raise AssertionError(question)
 
 
-@pytest.mark.parametrize("vector", [False, True], ids=["one", "vector"])
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(("vector", "threads"), [(False, 2), (True, 1), (True, 2)])
 def test_gem_steps_in_ray_workers_beside_datasets_and_bars(model, vector, threads):
     actors = [ray.remote(Worker).options(num_cpus=1, max_concurrency=threads).remote() for _ in range(2)]
     try:

@@ -1,6 +1,7 @@
 """Several environments that run: what becomes of the others when one dies."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -72,11 +73,6 @@ def test_of_an_environment_that_is_killed_nothing_is_waited_for(tmp_path, model_
     """First it is started again, then given up; each time its part of the batch is the other's."""
 
     async def scene(stage):
-        register = {"batch_size": 4, "max_token_len": 2048, "starting_step": 0, "num_steps": 9, "checkpoint_dir": ""}
-        post(
-            f"{stage.api}/register", register | {"wandb_group": "", "wandb_project": "", "save_checkpoint_interval": -1}
-        )
-        assert get(f"{stage.api}/batch")["batch"] is None
         stage.environments.start()
         await stage.until(lambda: stage.registrations("a") and stage.registrations("b"))
         [a], [b] = stage.registrations("a"), stage.registrations("b")
@@ -103,11 +99,25 @@ def test_of_an_environment_that_is_killed_nothing_is_waited_for(tmp_path, model_
             await stage.until(lambda: False, 10)
 
     with running_trajectory_api(tmp_path) as api:
+        api.register(batch_size=4, max_token_len=2048)
+        assert get(f"{api.url}/batch")["batch"] is None
         stage = Stage(tmp_path, model_path, api.url, "environments.a.max_restarts=0", "environments.b.max_restarts=1")
         try:
             asyncio.run(scene(stage))
         finally:
             stage.run.stop()
+
+
+@contextlib.contextmanager
+def launched(folder, model, *options):
+    """A launcher of a run in ``folder``, which nothing but the block ends early."""
+    command = [sys.executable, "-m", "recipe.atropos.launch_services", "--preset=demo", f"--model={model}", *options]
+    command += ["trainer.save_freq=-1", f"--run-dir={folder}"]
+    launcher = start_service("launcher", command, log_path=folder.parent / "log")
+    try:
+        yield launcher
+    finally:
+        launcher.stop(grace=0)
 
 
 @pytest.mark.slow
@@ -117,17 +127,8 @@ def test_environments_train_on_when_one_is_killed_for_good(tmp_path, model_path)
     folder = tmp_path / "run"
     each = {"target": ITEM_ENV, "min_batch_allocation": 0.5, "max_restarts": 0}
     options = [f"environments.{name}.{key}={value}" for name in "ab" for key, value in each.items()]
-    options += ["environments.b.args.says=attribute", "evaluation.every=3", "trainer.save_freq=-1"]
-    command = [
-        sys.executable,
-        "-m",
-        "recipe.atropos.launch_services",
-        "--preset=demo",
-        f"--model={model_path}",
-        *options,
-    ]
-    launcher = start_service("launcher", [*command, "--steps=5", f"--run-dir={folder}"], log_path=tmp_path / "log")
-    try:
+    options += ["environments.b.args.says=attribute", "evaluation.every=3", "--steps=5"]
+    with launched(folder, model_path, *options) as launcher:
         deadline = time.monotonic() + 240
         while not read_metrics(folder):
             assert launcher.poll() is None and time.monotonic() < deadline, launcher.tail()
@@ -135,8 +136,6 @@ def test_environments_train_on_when_one_is_killed_for_good(tmp_path, model_path)
         psutil.Process(orjson.loads((folder / "services.json").read_bytes())["environment-b"]["pid"]).kill()
         assert launcher.process.wait(200) == 0, launcher.tail(40)
         assert "left running" not in launcher.tail()
-    finally:
-        launcher.stop(grace=0)
     lines = read_metrics(folder)
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
     assert lines[0]["atropos/a/groups"] + lines[0]["atropos/b/groups"] == 16 and lines[0]["atropos/b/groups"] > 0
@@ -161,19 +160,11 @@ def test_environments_train_on_when_one_is_killed_for_good(tmp_path, model_path)
 def test_own_interpreter_of_an_environment_trains_and_evaluates(tmp_path, model_path):
     """Beside one in the trainer's; neither could run in the other's."""
     python, target = make_interpreter(tmp_path / "venv"), write_environment(tmp_path / "own.py")
-    options = [
-        f"environments.a.target={ITEM_ENV}",
-        f"environments.b.target={target}",
-        f"environments.b.python={python}",
-    ]
-    command = [sys.executable, "-m", "recipe.atropos.launch_services", "--preset=demo", f"--model={model_path}"]
+    targets = [f"environments.a.target={ITEM_ENV}", f"environments.b.target={target}"]
+    options = [*targets, f"environments.b.python={python}", "--steps=2"]
     folder = tmp_path / "run"
-    command += [*options, "trainer.save_freq=-1", "--steps=2", f"--run-dir={folder}"]
-    launcher = start_service("launcher", command, log_path=tmp_path / "log")
-    try:
+    with launched(folder, model_path, *options) as launcher:
         assert launcher.process.wait(300) == 0, launcher.tail(40)
-    finally:
-        launcher.stop(grace=0)
     assert all(line["atropos/b/groups"] > 0 for line in read_metrics(folder))
     assert sorted((entry["version"], entry["env"]) for entry in read_evaluations(folder)) == [
         (version, name) for version in (0, 2) for name in "ab"

@@ -8,13 +8,15 @@ from atroposlib.envs.base import ScoredDataItem
 from atroposlib.utils.tokenize_for_trainer import tokenize_for_trainer
 from transformers import AutoTokenizer
 
-from helpers.sampled import END, I, Scripted, assert_as_sampled, ids_of, make, make_drifting_model, round_of
+from helpers.sampled import END, I, Scripted, assert_as_sampled, make, make_drifting_model, round_of
 from helpers.sglang import running_sglang
 from recipe.atropos.adapter.completion_cache import trained_spans
 from recipe.atropos.data.reading import read_groups
 from recipe.atropos.data.rows import RowLimits
 from recipe.atropos.data.sampling import SamplingCheck, SamplingMismatch
-from recipe.atropos.inference.client import InferenceError, SGLangClient
+from recipe.atropos.inference.client import SGLangClient
+
+pytestmark = pytest.mark.e2e
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +80,6 @@ class ManagedTextTurns(ManagedTurns):
     how = "text"
 
 
-@pytest.mark.e2e
 @pytest.mark.parametrize("script", [ManagedTurns, ManagedTextTurns])
 def test_managed_server_turns_are_the_sampled_tokens(script, model_path, url, replies):
     """Turns on a managed server are the sampled tokens each ended once."""
@@ -90,35 +91,6 @@ def test_managed_server_turns_are_the_sampled_tokens(script, model_path, url, re
         assert len(list(trained_spans(masks))) == 3
         assert (END, END) not in set(itertools.pairwise(tokens))
     assert group["group_overrides"]["policy_version_min"] == [-1] * 4  # no trainer pushed
-
-
-@pytest.mark.e2e
-def test_managed_server_prompts_extend_their_nodes(model_path, url):
-    """Many short replies to one prompt: "ab" does not continue "a", and is one token and an end, or two.
-
-    Each is continued with "c" or with the end of the turn alone, so that no continuation is the text of another.
-    """
-    env = make(Scripted, model_path, url)
-    first, then = ({str(t): 100.0 for t in (END, *ids_of(env.tokenizer, *words))} for words in (("a", "b", "ab"), "c"))
-
-    async def ask():
-        async with env.server.managed_server(tokenizer=env.tokenizer) as managed:
-            sampled = {"max_tokens": 2, "temperature": 4.0}
-            replies = await managed.completion(prompt="Q:", n=64, logit_bias=first, **sampled)
-            before = managed.get_state()["nodes"]
-            texts = [choice.text for choice in replies.choices if choice.text.strip()]  # else it continues nothing
-            for text in texts:
-                await managed.completion(prompt="Q:" + text, logit_bias=then, **sampled)
-            return before, managed.get_state()["nodes"], len(texts)
-
-    before, after, continued = asyncio.run(ask())
-    assert len(after) == len(before) == 64
-    longer = [(old, new) for old, new in zip(before, after, strict=True) if new is not old]
-    assert len(longer) == continued
-    for old, new in longer:
-        size = env._calls.caches["train"].unended(old.tokens)  # what goes on has not ended
-        assert new.tokens[:size] == old.tokens[:size] and len(new.tokens) > size and END not in new.tokens[:-1]
-        assert new.masked_tokens == [I, I, *new.tokens[2:]] and new.logprobs[:size] == old.logprobs[:size]
 
 
 class TextTurns(Scripted):
@@ -142,12 +114,10 @@ class ManySamples(Scripted):
     temperature = 1.0
 
     async def collect_trajectories(self, item):
-        prompt = self.tokenizer.apply_chat_template(
-            [{"role": "user", "content": "go"}], add_generation_prompt=True, tokenize=False
-        )
-        answer = await self.server.completion(
-            prompt=prompt, n=self.config.group_size, max_tokens=60, temperature=self.temperature
-        )
+        messages = [{"role": "user", "content": "go"}]
+        prompt = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        wanted = {"n": self.config.group_size, "temperature": self.temperature}
+        answer = await self.server.completion(prompt=prompt, max_tokens=60, **wanted)
         first = self.tokenizer.encode(prompt)
         texts = [self.tokenizer.encode(choice.text + "<|im_end|>") for choice in answer.choices]
         return self.group([{"tokens": first + text, "masks": [I] * len(first) + text} for text in texts]), []
@@ -169,7 +139,6 @@ class RawTurns(Scripted):
         return ScoredDataItem(tokens=tokens, masks=masks, scores=float(len(self.replies))), []
 
 
-@pytest.mark.e2e
 def test_a_text_that_grows_has_the_sampled_tokens_in_it(model_path, url, replies):
     env = make(RawTurns, model_path, url)
     group = round_of(env)
@@ -178,7 +147,6 @@ def test_a_text_that_grows_has_the_sampled_tokens_in_it(model_path, url, replies
     assert env.report.counts["retokenized"] > 0 and env.report.counts["not_sampled"] == 0
 
 
-@pytest.mark.e2e
 @pytest.mark.parametrize(("named", "trainer"), [(0.5, 1.0), (None, 0.7), (None, None)])
 def test_sampling_parameters_are_posted_with_the_tokens(named, trainer, model_path, url, replies, monkeypatch):
     """An environment that names no temperature samples at the trainer's; other requests do not matter."""
@@ -205,7 +173,6 @@ def test_sampling_parameters_are_posted_with_the_tokens(named, trainer, model_pa
             check.metrics([row.sampling for row in rows], ["e"] * 4)
 
 
-@pytest.mark.e2e
 @pytest.mark.parametrize(("script", "size", "spans"), [(TextTurns, 4, 3), (ManySamples, 10, 1)])
 def test_text_encoded_again_is_posted_as_it_was_sampled(script, size, spans, model_path, url, replies):
     env = make(script, model_path, url, group_size=size)
@@ -217,7 +184,6 @@ def test_text_encoded_again_is_posted_as_it_was_sampled(script, size, spans, mod
     assert env.report.counts["other_context"] == 0
 
 
-@pytest.mark.e2e
 def test_openai_route_answers_as_before_and_is_counted(model_path, url):
     """Evaluation has its own cache."""
     env = make(Scripted, model_path, url)
@@ -227,8 +193,7 @@ def test_openai_route_answers_as_before_and_is_counted(model_path, url):
     async def ask():
         chat = await env.server.chat_completion(messages=messages, n=2, max_tokens=9, extra_body={"ignore_eos": True})
         longer = await env.server.chat_completion(messages=messages, extra_body={"min_tokens": 130}, split="eval")
-        short = await env.server.completion(prompt="go", extra_body={"ignore_eos": True}, split="eval")
-        assert longer.usage.completion_tokens > 130 and short.usage.completion_tokens == 16  # as OpenAI's defaults
+        assert longer.usage.completion_tokens > 130  # as OpenAI's default
         plain = await env.server.chat_completion(messages=messages, n=2, max_tokens=9, logprobs=True)
         assert len(books["train"]) == 2
         text = await env.server.completion(prompt="go", max_tokens=5, temperature=0.0, split="eval")
@@ -238,37 +203,28 @@ def test_openai_route_answers_as_before_and_is_counted(model_path, url):
             turns = [*messages, {"role": "assistant", "content": answer.choices[0].message.content}, *messages]
             await managed.chat_completion(messages=turns, max_tokens=5, split="eval")
             assert len(managed.get_state()["nodes"]) == 1  # the second turn went on from the first
-        assert (len(books["train"]), len(books["eval"])) == (2, 5)
+        assert (len(books["train"]), len(books["eval"])) == (2, 4)
         return chat, plain, text, with_plain
 
     chat, plain, text, with_plain = asyncio.run(ask())
     assert type(chat) is type(plain) and type(text) is type(with_plain)
-    assert [(c.index, c.finish_reason, c.message.role) for c in chat.choices] == [
-        (0, "length", "assistant"),
-        (1, "length", "assistant"),
-    ]
+    found = [(choice.index, choice.finish_reason, choice.message.role) for choice in chat.choices]
+    assert found == [(0, "length", "assistant"), (1, "length", "assistant")]
     assert chat.usage.completion_tokens == 18 and chat.usage.prompt_tokens == plain.usage.prompt_tokens
     assert text.choices[0].text == with_plain.choices[0].text
     assert text.usage.total_tokens == with_plain.usage.total_tokens == text.usage.prompt_tokens + 5
     assert plain.choices[0].logprobs is not None and env.report.counts["plain_route/logprobs"] == 3
 
 
-@pytest.mark.e2e
 @pytest.mark.parametrize("route", ["exact", "plain"])
 def test_aborted_samples_are_asked_for_again(route, model_path, url):
     """Aborted samples are asked for again until they are whole."""
     env = make(Scripted, model_path, url)
-    extra = {"ignore_eos": True}
+    asked = {"n": 4, "max_tokens": 400, "extra_body": {"ignore_eos": True}, "logprobs": route == "plain"}
 
     async def ask():
-        call = env.server.chat_completion(
-            messages=[{"role": "user", "content": "go"}],
-            n=4,
-            max_tokens=400,
-            extra_body=extra,
-            **({"logprobs": True} if route == "plain" else {}),
-        )
-        task = asyncio.create_task(call)
+        messages = [{"role": "user", "content": "go"}]
+        task = asyncio.create_task(env.server.chat_completion(messages=messages, **asked))
         async with SGLangClient(url) as client:
             while not task.done() and not env.report.counts["aborted_samples"]:
                 await asyncio.sleep(0.3)
@@ -282,23 +238,3 @@ def test_aborted_samples_are_asked_for_again(route, model_path, url):
     assert answer.usage.completion_tokens >= 400
     if route == "exact":
         assert len(env._calls.caches["train"]) == 4
-
-
-@pytest.mark.e2e
-def test_aborted_samples_end_in_an_error_with_the_server(model_path, url):
-    """Samples that are aborted again and again are an error that names the server."""
-    env = make(Scripted, model_path, url)
-
-    async def ask():
-        params = {"n": 1, "max_new_tokens": 1900, "ignore_eos": True}
-        task = asyncio.create_task(env._calls.sample(env.server.servers[0], [1, 2, 3], params, None))
-        async with SGLangClient(url) as client:
-            while not task.done():
-                await asyncio.sleep(0.05)
-                await client.pause("abort")
-                await client.resume()
-        await task
-
-    with pytest.raises(InferenceError, match=f"{url}/generate: 1 of 1 samples were aborted or empty, 5 times"):
-        asyncio.run(ask())
-    assert env.report.counts["aborted_samples"] == 5 and len(env._calls.caches["train"]) == 0

@@ -2,18 +2,20 @@
 
 import asyncio
 import re
-import subprocess
-import sys
 
 import orjson
 import pytest
 
 from helpers import ROOT
+from helpers.adapter_cli import run_adapter
 from recipe.atropos.commands.verify_env import verify
 from recipe.atropos.utils import debug
 
 GSM8K, GUESS = "recipe.atropos.environments.gsm8k:GSM8kEnv", "helpers.environments.guess_env:GuessEnv"
 EXAMPLE = ROOT / "examples/my_env.py"
+
+
+pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture
@@ -28,18 +30,12 @@ def shown(capsys, *arguments):
     return status, re.sub(r"\s+", " ", capsys.readouterr().out)
 
 
-@pytest.mark.timeout(300)
 def test_verify_env_shows_a_group_from_messages_to_rows(served, capsys):
     """All of its tokens were sampled."""
     model, url = served
-    options = [
-        "dataset_name=synthetic",
-        "group_size=3",
-        "max_token_length=250",
-        "max_answer_tokens=12",
-        "ensure_scores_are_not_same=false",
-    ]
-    status, output = shown(capsys, "--env", GSM8K, "--model", model, "--url", f"{url}/v1", "--table", *options)
+    options = ["dataset_name=synthetic", "group_size=3", "max_token_length=250", "max_answer_tokens=12"]
+    options += ["--table", "ensure_scores_are_not_same=false"]
+    status, output = shown(capsys, "--env", GSM8K, "--model", model, "--url", f"{url}/v1", *options)
     assert status == 0, output
     assert "system: Solve the problem step by step." in output and "user: " in output
     assert '"max_new_tokens":12' in output and "prompt, " in output and "answer 2, " in output
@@ -49,27 +45,19 @@ def test_verify_env_shows_a_group_from_messages_to_rows(served, capsys):
     assert "ok: 3 rows with " in output and ", all sampled by the server" in output
 
 
-@pytest.fixture
-def of_the_page(tmp_path):
-    """The environment that docs/first-environment.md has as text."""
-    [text] = re.findall(r"```python\n(.*?)```", (ROOT / "docs/first-environment.md").read_text(), re.DOTALL)
-    path = tmp_path / "sums_env.py"
-    path.write_text(text)
-    return path
-
-
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("page", [False, True], ids=["example", "page"])
-def test_the_first_environment_can_be_trained_on(served, capsys, of_the_page, page):
+@pytest.mark.parametrize(("page", "asked"), [(False, "Repeat this word: "), (True, " + ")], ids=["example", "page"])
+def test_the_first_environment_can_be_trained_on(served, capsys, tmp_path, page, asked):
+    """The example, and the environment that docs/first-environment.md has as text."""
     model, url = served
-    target, asked = (of_the_page, " + ") if page else (EXAMPLE, "Repeat this word: ")
+    [text] = re.findall(r"```python\n(.*?)```", (ROOT / "docs/first-environment.md").read_text(), re.DOTALL)
+    target = tmp_path / "sums_env.py" if page else EXAMPLE
+    (tmp_path / "sums_env.py").write_text(text)
     options = ["group_size=4", "max_token_length=200", "ensure_scores_are_not_same=false"]
     status, output = shown(capsys, "--env", str(target), "--model", model, "--url", url, *options)
     assert status == 0, output
     assert asked in output and "ok: 4 rows with " in output and ", all sampled by the server" in output
 
 
-@pytest.mark.timeout(300)
 def test_what_is_not_sent_is_named(served, capsys):
     model, url = served
     options = ["dataset_name=synthetic", "group_size=2", "max_token_length=250", "max_answer_tokens=4"]
@@ -78,7 +66,6 @@ def test_what_is_not_sent_is_named(served, capsys):
     assert "made None of the item: no group" in output or "equal_scores" in output
 
 
-@pytest.mark.timeout(300)
 def test_verify_env_shows_each_turn_as_a_call(served):
     """A call has its messages; a row trains on the answers of all turns."""
     model, url = served
@@ -97,7 +84,6 @@ def test_verify_env_shows_each_turn_as_a_call(served):
     assert orjson.dumps(result.posted)
 
 
-@pytest.mark.timeout(300)
 def test_verify_env_tells_tokens_that_no_reply_has_and_errors(served, capsys, tmp_path):
     model, url = served
     lying = tmp_path / "lying_env.py"
@@ -117,7 +103,6 @@ def test_verify_env_tells_tokens_that_no_reply_has_and_errors(served, capsys, tm
     assert status == 1 and "KeyError: 'in the second turn'" in output and "call 1: " in output
 
 
-@pytest.mark.timeout(300)
 def test_an_environment_that_hangs_ends_with_one_line(served):
     model, url = served
     arguments = ["--env", GUESS, "--model", model, "--url", url, "--timeout", "1", "mood=hangs"]
@@ -125,9 +110,7 @@ def test_an_environment_that_hangs_ends_with_one_line(served):
         debug.main(["verify-env", *arguments])
 
 
-def test_first_environments_flags_are_checked_as_its_page_says():
-    command = [sys.executable, "-m", "recipe.atropos.utils.env_adapter", "serve", "--check", "--env", str(EXAMPLE)]
-    for flag, status in (("--env.answer_tokens=32", 0), ("--env.answer_token=32", 2)):
-        done = subprocess.run([*command, flag], capture_output=True, text=True, timeout=120)
-        assert done.returncode == status, done.stderr
-        assert ("the class is found and its flags are right" in done.stdout) == (status == 0)
+def test_first_environments_flags_are_checked_as_its_page_says(tmp_path):
+    for flag, wanted in (("--env.answer_tokens=32", 0), ("--env.answer_token=32", 2)):
+        status, output = run_adapter(tmp_path, "serve", "--check", "--env", str(EXAMPLE), flag)
+        assert status == wanted and ("the class is found and its flags are right" in output) == (wanted == 0), output

@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import itertools
+from collections import Counter
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from helpers.sglang import make_tiny_model
 from recipe.atropos.adapter.adapted_env import adapt
 from recipe.atropos.adapter.completion_cache import trained_spans
+from recipe.atropos.adapter.restore import restore
 from recipe.atropos.demo.random_models import CHAT_TEMPLATE, SPECIAL_TOKENS
 
 I = -100  # noqa: E741
@@ -154,3 +156,15 @@ def chat(tokenizer, *texts, add_generation_prompt=True):
 def ids_of(tokenizer, *parts):
     """Strings encoded each by itself, and token ids."""
     return [i for part in parts for i in ([part] if isinstance(part, int) else tokenizer.encode(part))]
+
+
+def restored(cache, posted, masks, given=None, **values):
+    """(row, counts) of a posted sequence; ``masks``: as posted, or where training on it begins."""
+    counts = Counter()
+    if isinstance(masks, int):
+        masks = [I] * masks + posted[masks:]
+    return restore(cache, posted, masks, given, values, lambda name: counts.update([name])), counts
+
+
+def trained(row):
+    return [mask for mask in row.masks if mask != I]

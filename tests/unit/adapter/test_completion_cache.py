@@ -8,9 +8,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from helpers.sampled import END, I, Scripted, chat, ids_of, make, sampled, with_bos
+from helpers.sampled import END, I, Scripted, chat, ids_of, make, restored, sampled, trained, with_bos
 from recipe.atropos.adapter.completion_cache import ITEM, CompletionCache, Item, Piece
-from recipe.atropos.adapter.restore import restore
 from recipe.atropos.adapter.token_keys import key_of, keys_of
 
 
@@ -40,22 +39,20 @@ def test_cache_tells_a_reply_from_a_longer_one(cache, tokenizer):
 @pytest.mark.parametrize("last", [[END], []], ids=["ended", "cut at a length"])
 def test_several_replies_within_one_turn_are_all_found(last, cache, tokenizer):
     """Also where the posted text has one token for the end of a reply and what the environment puts behind it."""
-    prompt, counts = chat(tokenizer, "go"), Counter()
+    prompt = chat(tokenizer, "go")
     one = sampled(cache, prompt, "b", "a", END)
     second = cache.restore_sampled(ids_of(tokenizer, *prompt, "baa-"))
     two = sampled(cache, second, "c", "d", *last)
     assert second == prompt + [*ids_of(tokenizer, "b", "a", "a", "-")]
     posted = chat(tokenizer, "go", "baa-cd", add_generation_prompt=False)
-    masks = [I] * len(prompt) + posted[len(prompt) :]
-    row = restore(cache, posted, masks, None, {}, lambda name: counts.update([name]))
+    row, counts = restored(cache, posted, len(prompt))
     assert row.tokens == second + two.tokens.tolist() + ids_of(tokenizer, *([] if last else [END]), "\n")
-    assert [m for m in row.masks if m != I] == one.tokens.tolist()[:-1] + two.tokens.tolist()
+    assert trained(row) == one.tokens.tolist()[:-1] + two.tokens.tolist()
     assert counts == {"retokenized": 2, "not_sampled": 1}
-    values = {"advantages": [2.0] * len(posted)}
-    row = restore(cache, posted, masks, None, values, lambda name: counts.update([name]))
+    row, counts = restored(cache, posted, len(prompt), advantages=[2.0] * len(posted))
     assert not counts["not_aligned"], "also where none of its tokens has a place in the posted ones"
-    trained = [value for value, mask in zip(row.values["advantages"], row.masks, strict=True) if mask != I]
-    assert set(trained) == {2.0} and len(row.tokens) == len(row.logprobs) == len(row.masks)
+    values = [value for value, mask in zip(row.values["advantages"], row.masks, strict=True) if mask != I]
+    assert set(values) == {2.0} and len(row.tokens) == len(row.logprobs) == len(row.masks)
 
 
 def test_cache_finds_one_reply_for_prompt_and_posted_sequence(cache, tokenizer):
@@ -79,9 +76,7 @@ def test_replies_of_one_text_are_each_posted_once(cache, tokenizer):
     prompt = chat(tokenizer, "go")
     ways = [sampled(cache, prompt, *way, END) for way in (("a", "b", "c"), ("a", "bc"))]
     posted = chat(tokenizer, "go", "abc", add_generation_prompt=False)
-    found = [
-        restore(cache, posted, [I] * len(prompt) + posted[len(prompt) :], None, {}, Counter().update) for _ in ways
-    ]
+    found = [restored(cache, posted, len(prompt))[0] for _ in ways]
     tokens = [row.tokens[len(prompt) : len(prompt) + len(way.tokens)] for row, way in zip(found, ways, strict=True)]
     assert tokens == [way.tokens.tolist() for way in ways]
     assert [way.posted for way in ways] == [1, 1]
@@ -93,13 +88,11 @@ def test_sampled_replies_of_same_tokens_match_by_logprobs(cache, tokenizer):
     replies = {first: sampled(cache, prompt, "ab", END, first=first) for first in (-0.1, -0.2, -0.3)}
     replies[-0.1].continued = True
     posted = chat(tokenizer, "go", "ab", add_generation_prompt=False)
-    masks = [I] * len(prompt) + posted[len(prompt) :]
     for first in (-0.3, -0.1, -0.2, -0.3):
         given = [1.0] * len(prompt) + replies[first].logprobs.tolist() + [1.0]
         (piece,) = [piece for piece in cache.trace(posted, given) if piece.completion]
         assert piece.completion is replies[first]
-        counts = Counter()
-        row = restore(cache, posted, masks, given, {}, lambda name: counts.update([name]))  # noqa: B023
+        row, counts = restored(cache, posted, len(prompt), given)
         assert row.logprobs[len(prompt)] == first and not counts["other_logprobs"]
 
 
@@ -112,8 +105,7 @@ def test_cache_prefers_replies_of_the_same_item(cache, tokenizer):
     sampled_later = cache.restore_sampled(chat(tokenizer, "go", "ab", "next"))
     assert sampled_later
     posted = chat(tokenizer, "go", "ab", add_generation_prompt=False)
-    row = restore(cache, posted, [I] * len(prompt) + posted[len(prompt) :], None, {}, Counter().update)
-    assert row.logprobs[len(prompt)] == -0.2
+    assert restored(cache, posted, len(prompt))[0].logprobs[len(prompt)] == -0.2
 
 
 def test_items_in_flight_together_post_each_their_own_replies(drifting_model):
@@ -145,30 +137,26 @@ def test_items_in_flight_together_post_each_their_own_replies(drifting_model):
 
 
 @pytest.mark.parametrize(
-    ("posted", "trained"),
+    ("posted", "kept"),
     [
         ("ab de", ["a", "b", " ", "d", "e", END]),  # as it was
         (" ab de\n", ["a", "b", " ", "d", "e", END]),  # with white space around it
-        ("ab", ["a", "b"]),  # cut short, where the tokens are those sampled
+        ("ab", ["ab"]),  # cut short, where the tokens are those sampled
         ("ab de!", ["a", "b", " ", "d", "e"]),  # gone on after: what follows is no end
-        ("ba de", None),  # changed
+        ("ba de", []),  # changed
     ],
 )
-def test_what_an_environment_does_to_a_reply(posted, trained, cache, tokenizer):
+def test_what_an_environment_does_to_a_reply(posted, kept, cache, tokenizer):
     prompt = chat(tokenizer, "go")
     way = ("ab",) if posted == "ab" else ("a", "b")
     sampled(cache, prompt, *way, " ", "d", "e", END)
     tokens = chat(tokenizer, "go", posted, add_generation_prompt=False)
-    counts, masks = Counter(), [I] * len(prompt) + tokens[len(prompt) :]
-    given, values = [1.0] * len(tokens), {"advantages": [2.0] * len(tokens)}
-    row = restore(cache, tokens, masks, given, values, lambda name: counts.update([name]))
+    row, counts = restored(cache, tokens, len(prompt), [1.0] * len(tokens), advantages=[2.0] * len(tokens))
     assert len(row.tokens) == len(row.logprobs) == len(row.values["advantages"])
-    if posted == "ab":
-        trained = ["ab"]
-    assert [m for m in row.masks if m != I] == ids_of(tokenizer, *(trained or []))
-    assert [m for m in row.masks if m != I] == [t for t, m in zip(row.tokens, row.masks, strict=True) if m != I]
+    assert trained(row) == ids_of(tokenizer, *kept)
+    assert trained(row) == [t for t, m in zip(row.tokens, row.masks, strict=True) if m != I]
     assert counts["not_sampled"] == (posted in ("ab de!", "ba de"))
-    tail = "!<|im_end|>\n" if posted == "ab de!" else "\n" if trained and posted != "ab" else "<|im_end|>\n"
+    tail = "!<|im_end|>\n" if posted == "ab de!" else "\n" if kept and posted != "ab" else "<|im_end|>\n"
     assert tokenizer.decode(row.tokens).endswith(tail)
     assert (END, END) not in set(itertools.pairwise(row.tokens))
 
@@ -182,13 +170,10 @@ def test_promises_reply_with_other_white_space_is_found(cache, tokenizer):
         second = cache.restore_sampled(chat(tokenizer, "go", written, "next"))
         assert second[: len(prompt) + len(reply.tokens)] == prompt + reply.tokens.tolist(), written
         tokens = chat(tokenizer, "go", written, add_generation_prompt=False)
-        trained = [I] * len(prompt) + tokens[len(prompt) :]
-        advantages = {"advantages": [0.0] * len(prompt) + [0.5] * (len(tokens) - len(prompt))}
-        row = restore(cache, tokens, trained, None, advantages, lambda name: None)
-        assert [m for m in row.masks if m != I] == reply.tokens.tolist()
-        assert [v for v, m in zip(row.values["advantages"], row.masks, strict=True) if m != I] == [0.5] * len(
-            reply.tokens
-        )
+        advantages = [0.0] * len(prompt) + [0.5] * (len(tokens) - len(prompt))
+        row, _ = restored(cache, tokens, len(prompt), advantages=advantages)
+        assert trained(row) == reply.tokens.tolist()
+        assert {v for v, m in zip(row.values["advantages"], row.masks, strict=True) if m != I} == {0.5}
     assert cache.restore_sampled(chat(tokenizer, "go", "acb", "next")) == chat(tokenizer, "go", "acb", "next")
 
 
@@ -197,36 +182,33 @@ def test_restore_trains_a_begun_answer_from_its_sampled_part(cache, tokenizer):
     started = ids_of(tokenizer, *chat(tokenizer, "go"), "<x>")
     sampled(cache, started, "a", "b", END)
     posted = chat(tokenizer, "go", "<x>ab", add_generation_prompt=False)
-    begin = len(started) - 3
-    row = restore(cache, posted, [I] * begin + posted[begin:], None, {}, Counter().update)
+    row, _ = restored(cache, posted, len(started) - 3)
     assert row.masks == [I] * len(started) + ids_of(tokenizer, "a", "b", END) + [I]
 
 
 @pytest.mark.parametrize(("first", "last"), [("<x>", ""), ("", "<y>")])
 def test_cache_finds_a_reply_beside_text_in_another_context(first, last, cache, tokenizer):
     """As by environments that render the prompt without the beginning of the answer."""
-    prompt, counts = ids_of(tokenizer, "unlike the template"), Counter()
+    prompt = ids_of(tokenizer, "unlike the template")
     reply = sampled(cache, prompt, "a", "b", "ab", "c", END)
     posted = chat(tokenizer, "go", f"{first}ababc{last}", add_generation_prompt=False)
     begin = len(chat(tokenizer, "go"))
     assert all(piece.tokens for piece in cache.pieces(posted, [I] * begin + posted[begin:]))
-    row = restore(cache, posted, [I] * begin + posted[begin:], None, {}, lambda name: counts.update([name]))
+    row, counts = restored(cache, posted, begin)
     kept = reply.tokens.tolist() if first else reply.tokens.tolist()[:-1]
     assert row.tokens == prompt + kept + tokenizer.encode(f"{last}<|im_end|>\n" if last else "\n")
-    assert [m for m in row.masks if m != I] == kept
-    assert counts["other_context"] == 1 and counts["not_sampled"] == 1
+    assert trained(row) == kept and counts["other_context"] == 1 and counts["not_sampled"] == 1
 
 
 @pytest.mark.parametrize("before", ["", "another prompt "])
 def test_restore_puts_back_the_prompt_of_a_moved_reply(before, cache, tokenizer):
     """A reply to another prompt gets its own back and is counted."""
-    prompt, counts = chat(tokenizer, "go"), Counter()
+    prompt = chat(tokenizer, "go")
     reply = sampled(cache, prompt, "a", "b", "c", END)
     posted = ids_of(tokenizer, before, "abc")
     masks = [I] * len(before) + [1, 1]
-    advantages = [5.0] * len(before) + [2.0, 2.0]
     assert all(piece.tokens for piece in cache.pieces(posted, masks))
-    row = restore(cache, posted, masks, None, {"advantages": advantages}, lambda name: counts.update([name]))
+    row, counts = restored(cache, posted, masks, advantages=[5.0] * len(before) + [2.0, 2.0])
     assert row.tokens == prompt + reply.tokens.tolist()
     assert row.masks == [I] * len(prompt) + reply.tokens.tolist()
     assert row.logprobs == [1.0] * len(prompt) + reply.logprobs.tolist()
@@ -236,16 +218,16 @@ def test_restore_puts_back_the_prompt_of_a_moved_reply(before, cache, tokenizer)
 
 @pytest.mark.parametrize("behind", ["", "!"])
 def test_a_later_reply_in_another_context_stays_there(behind, cache, tokenizer):
-    prompt, counts = chat(tokenizer, "go"), Counter()
+    prompt = chat(tokenizer, "go")
     one = sampled(cache, prompt, "a", "b", END)
     two = sampled(cache, ids_of(tokenizer, "another"), "d", "e", END)
     posted = chat(tokenizer, "go", "ab", "next", "de" + behind, add_generation_prompt=False)
     last = len(chat(tokenizer, "go", "ab", "next"))
     masks = [I] * len(prompt) + posted[len(prompt) : len(prompt) + 2] + [I] * (last - len(prompt) - 2) + posted[last:]
-    row = restore(cache, posted, masks, None, {}, lambda name: counts.update([name]))
+    row, counts = restored(cache, posted, masks)
     assert row.tokens[: len(prompt) + 3] == prompt + one.tokens.tolist() and counts["other_context"] == 1
     kept = two.tokens.tolist()[: -1 if behind else None]
-    assert [m for m in row.masks if m != I] == one.tokens.tolist() + kept
+    assert trained(row) == one.tokens.tolist() + kept
     assert tokenizer.decode(row.tokens) == tokenizer.decode(posted), "nothing is lost or written twice"
 
 
@@ -253,42 +235,36 @@ def test_values_for_each_token_go_with_the_tokens_or_keep_them(cache, tokenizer)
     prompt = chat(tokenizer, "go")
     reply = sampled(cache, prompt, "a", "b", "c", END)
     posted = chat(tokenizer, "go", "abc", add_generation_prompt=False)
-    masks = [I] * len(prompt) + posted[len(prompt) :]
-    size, counts = len(posted), Counter()
-
-    def row(**values):
-        return restore(cache, posted, masks, None, values, lambda name: counts.update([name]))
-
-    assert row(advantages=[0.0] * len(prompt) + [3.0] * (size - len(prompt))).values == {
-        "advantages": [0.0] * len(prompt) + [3.0] * len(reply.tokens) + [3.0]
-    }
+    size = len(posted)
+    row, counts = restored(cache, posted, len(prompt), advantages=[0.0] * len(prompt) + [3.0] * (size - len(prompt)))
+    assert row.values == {"advantages": [0.0] * len(prompt) + [3.0] * len(reply.tokens) + [3.0]}
     assert counts["not_aligned"] == 0
     for values in ({"advantages": [float(i) for i in range(size)]}, {"distill_logprobs": [[-0.1]] * size}):
-        kept = row(**values)
+        kept, counts = restored(cache, posted, len(prompt), **values)
         assert kept.tokens == posted and set(kept.masks) == {I} and kept.values == values
-    assert counts["not_aligned"] == 2
+        assert counts["not_aligned"] == 1
 
 
 def test_sampled_ends_of_a_turn_are_trained_on_where_they_were(cache, tokenizer):
     """Of a reply that was encoded again the mask of the end of its turn is the end's alone, not its content's."""
-    prompt, counts = chat(tokenizer, "go"), Counter()
+    prompt = chat(tokenizer, "go")
     reply = sampled(cache, prompt, "a", "b", "c", END)
     posted = chat(tokenizer, "go", "abc", add_generation_prompt=False)
     content = posted[len(prompt) : posted.index(END, len(prompt))]
     masks = [I] * len(prompt) + content + [I] * (len(posted) - len(prompt) - len(content))
-    row = restore(cache, posted, masks, None, {}, lambda name: counts.update([name]))
+    row, counts = restored(cache, posted, masks)
     assert row.masks == [I] * len(prompt) + reply.tokens.tolist()[:-1] + [I, I] and counts == {"retokenized": 1}
 
 
 @pytest.mark.parametrize(("text", "untrained", "not_sampled"), [("abcd", 2, 1), ("abc!", 3, 0)])
 def test_sampled_replies_are_told_from_text_behind_them(text, untrained, not_sampled, cache, tokenizer):
     """Also where that has no token of its own: "abcd" is "ab" and "cd", and "d" counts as trained as "cd" is."""
-    prompt, counts = chat(tokenizer, "go"), Counter()
+    prompt = chat(tokenizer, "go")
     reply = sampled(cache, prompt, "a", "b", "c", END)
     posted = chat(tokenizer, "go", text, add_generation_prompt=False)
     masks = [I] * len(prompt) + posted[len(prompt) : -untrained] + [I] * untrained
-    row = restore(cache, posted, masks, [1.0] * len(posted), {}, lambda name: counts.update([name]))
-    assert [m for m in row.masks if m != I] == reply.tokens.tolist()[:-1]
+    row, counts = restored(cache, posted, masks, [1.0] * len(posted))
+    assert trained(row) == reply.tokens.tolist()[:-1]
     assert tokenizer.decode(row.tokens) == tokenizer.decode(posted) and len(row.tokens) == len(row.logprobs)
     assert counts == Counter(retokenized=1, not_sampled=not_sampled)
 
@@ -315,7 +291,7 @@ def test_sampled_replies_are_preferred_for_the_tokens_kept(cache, tokenizer):
 
 
 def test_sampled_replies_of_another_item_must_fit_whole(cache, tokenizer):
-    prompt, counts = chat(tokenizer, "go"), Counter()
+    prompt = chat(tokenizer, "go")
     sampled(cache, prompt, "a", END)
     sampled(cache, prompt, "a", "d", END)
     whole = sampled(cache, prompt, "a", "b", "c", END)
@@ -327,7 +303,7 @@ def test_sampled_replies_of_another_item_must_fit_whole(cache, tokenizer):
     posted = chat(tokenizer, "go", "ab", add_generation_prompt=False)[:-2]
     sampled_by_another = cache.add(np.array(prompt, np.int32), ids_of(tokenizer, "ab", "c"), [-0.5, -0.5])
     ITEM.set(Item())
-    row = restore(cache, posted, [I] * len(prompt) + posted[len(prompt) :], None, {}, lambda n: counts.update([n]))
+    row, counts = restored(cache, posted, len(prompt))
     assert sampled_by_another.posted == 0 and set(row.masks) == {I} and counts == {"not_sampled": 1}
 
 
@@ -407,8 +383,7 @@ def test_restore_counts_unsampled_text_within_a_turn(cache):
     """Not sampled text within a turn counts as what is beside it."""
     reply = cache.add(np.array([1], np.int32), [5], [-0.5])
     for first, last, expected in ((5, I, 1), (5, 6, 2), (I, I, 0)):
-        counts = Counter()
-        restore(Pieces(reply), [1, 5, 6], [I, first, last], None, {}, lambda name, counts=counts: counts.update([name]))
+        _, counts = restored(Pieces(reply), [1, 5, 6], [I, first, last])
         assert counts["not_sampled"] == expected, "of what was put in, and of the last, where they are trained on"
 
 
@@ -416,15 +391,11 @@ def test_logprobs_are_those_of_the_reply_and_others_are_counted(cache, tokenizer
     prompt = chat(tokenizer, "go")
     sampled(cache, prompt, "ab", "ab", END, first=-0.5)
     posted = chat(tokenizer, "go", "abab", add_generation_prompt=False)
-    masks = [I] * len(prompt) + posted[len(prompt) :]
-    given = [1.0] * len(prompt) + [-0.7, 1.0, float("nan"), 1.0]
-    counts = Counter()
-    row = restore(cache, posted, masks, given, {}, lambda event: counts.update([event]))
+    row, counts = restored(cache, posted, len(prompt), [1.0] * len(prompt) + [-0.7, 1.0, float("nan"), 1.0])
     assert row.logprobs[len(prompt) :] == [-0.5, -0.51, -0.52, 1.0] and counts == {"other_logprobs": 1}
-    restore(cache, posted, masks, [value if value == 1 else 1.0 for value in given], {}, lambda e: counts.update([e]))
-    assert counts == {"other_logprobs": 1}, "none is given: filled in"
-    restore(cache, posted, masks, [1.0] * (len(prompt) + 1) + [-math.inf] * 3, {}, lambda e: counts.update([e]))
-    assert counts == {"other_logprobs": 1}, "no logprob of a sampled token"
+    assert not restored(cache, posted, len(prompt), [1.0] * len(posted))[1], "none is given: filled in"
+    given = [1.0] * (len(prompt) + 1) + [-math.inf] * 3
+    assert not restored(cache, posted, len(prompt), given)[1], "no logprob of a sampled token"
 
 
 def test_cache_forgets_the_oldest_of_its_own_split(drifting_model, tokenizer):

@@ -3,15 +3,14 @@
 import asyncio
 import itertools
 import random
-from collections import Counter
 
 import numpy as np
 import pytest
 from atroposlib.utils.tokenize_for_trainer import tokenize_for_trainer
 
-from helpers.sampled import END, I, Scripted, make, merging_tokenizer
+from helpers.sampled import END, I, Scripted, make, merging_tokenizer, restored, trained
 from recipe.atropos.adapter.completion_cache import ITEM, CompletionCache, Item
-from recipe.atropos.adapter.restore import chat_templates_give_lists, restore
+from recipe.atropos.adapter.restore import chat_templates_give_lists
 
 USER = {"role": "user", "content": "go"}
 LONG = "\n\n<think>\nab\n</think>\n\ncd"
@@ -43,10 +42,6 @@ def rendered(tokenizer, messages, begun, closed):
     return tokenizer.encode(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) + begun)
 
 
-def trained(row):
-    return [mask for mask in row.masks if mask != I]
-
-
 @pytest.mark.parametrize("flow", BEGUN)
 def test_sampled_replies_that_merge_with_their_prompt_are_kept(flow, tokenizer):
     """Whatever they begin with, and however they were sampled: whole, in their context, with version and logprobs."""
@@ -56,14 +51,13 @@ def test_sampled_replies_that_merge_with_their_prompt_are_kept(flow, tokenizer):
         if not text and not ended:
             continue
         ITEM.set(Item())
-        cache, counts = CompletionCache(tokenizer), Counter()
+        cache = CompletionCache(tokenizer)
         reply = reply_to(cache, prompt, text, whole, ended)
         reply_to(cache, reply.prompt, "zz")
         posted = tokenize_for_trainer(
             tokenizer, [USER, {"role": "agent" if closed else "assistant", "content": begun + text}]
         )
-        values = {"advantages": [2.0] * len(posted["tokens"])}
-        row = restore(cache, posted["tokens"], posted["masks"], None, values, lambda name: counts.update([name]))  # noqa: B023
+        row, counts = restored(cache, posted["tokens"], posted["masks"], advantages=[2.0] * len(posted["tokens"]))
         assert row.tokens[: len(prompt)] == prompt and trained(row) == reply.tokens.tolist(), (text, whole, ended)
         assert row.versions == (3, 4) and [v for v in row.logprobs if v != 1] == reply.logprobs.tolist()
         assert row.values["advantages"][len(prompt) :][: len(reply.tokens)] == [2.0] * len(reply.tokens)
@@ -84,7 +78,7 @@ def test_sampled_replies_that_merge_are_kept_in_every_turn(begun, tokenizer):
             replies.append(reply_to(cache, prompt, text, rng.random() < 0.5, not text or rng.random() < 0.8))
             messages += [{"role": "assistant", "content": begun + text}, {"role": "user", "content": "\nnext"}]
         posted = tokenize_for_trainer(tokenizer, messages[:-1], train_on_all_assistant_turns=True)
-        row = restore(cache, posted["tokens"], posted["masks"], None, {}, lambda name: None)
+        row, _ = restored(cache, posted["tokens"], posted["masks"])
         assert trained(row) == [token for reply in replies for token in reply.tokens.tolist()]
         assert row.tokens[: len(prompt)] == prompt, "each was sampled after exactly these"
 
@@ -93,11 +87,11 @@ def test_sampled_text_that_only_looks_merged_is_not_trained_on(tokenizer):
     """Another text behind the same prompt, and one before another prompt's end."""
     for text in ("\n\nba", "\n\n", "e\n"):
         ITEM.set(Item())
-        cache, counts = CompletionCache(tokenizer), Counter()
+        cache = CompletionCache(tokenizer)
         reply_to(cache, rendered(tokenizer, [USER], "", closed=False), "\n\nabcd")
         reply_to(cache, rendered(tokenizer, [USER], "The ", closed=False), text)
         posted = tokenize_for_trainer(tokenizer, [USER, {"role": "assistant", "content": "\n\nabdc"}])
-        row = restore(cache, posted["tokens"], posted["masks"], None, {}, lambda name: counts.update([name]))  # noqa: B023
+        row, counts = restored(cache, posted["tokens"], posted["masks"])
         assert row.tokens == posted["tokens"] and not row.replies and counts == {"not_sampled": 1}
 
 

@@ -218,10 +218,10 @@ def test_recorded_calls_give_up_and_name_the_server(ask, tokenizer):
     aborted = [reply([], "", "abort")] * 2 * ATTEMPTS
 
     async def call(env):
-        with pytest.raises(
-            InferenceError, match=rf"{env.server.servers[0].config.base_url[:-3]}/generate: 2 of 2 samples"
-        ):
-            await env._calls.sample(env.server.servers[0], [5], {"n": 2}, None)
+        server = env.server.servers[0]
+        url = server.config.base_url.removesuffix("/v1")
+        with pytest.raises(InferenceError, match=rf"{url}/generate: 2 of 2 samples .*, {ATTEMPTS} times"):
+            await env._calls.sample(server, [5], {"n": 2}, None)
 
     ask(aborted, call)
     assert len(ask.bodies) == ATTEMPTS and ask.env.report.counts["aborted_samples"] == 2 * ATTEMPTS
@@ -242,10 +242,7 @@ def test_recorded_calls_of_a_managed_server_extend_its_nodes(ask, tokenizer, how
     """The longest node that a prompt goes on from, as it was sampled; of two with one text, each once."""
     way_1, way_2 = ids_of(tokenizer, "a", "b", END), ids_of(tokenizer, *second, END)
     replies = [reply(way_1, "ab", first=-0.1), reply(way_2, "ab", first=-0.2)]
-    replies += [
-        reply(ids_of(tokenizer, "c", END), "c", first=-0.3),
-        reply(ids_of(tokenizer, "d", END), "d", first=-0.4),
-    ]
+    replies += [reply(ids_of(tokenizer, text, END), text, first=first) for text, first in (("c", -0.3), ("d", -0.4))]
 
     async def call(env):
         async with env.server.managed_server(tokenizer=env.tokenizer) as managed:
@@ -328,9 +325,17 @@ class _Spy:
         ({"stop": ["x", 7], "stop_token_ids": [1]}, {"stop": ["x"], "stop_token_ids": [7, 1]}, {}),
         ({"temperature": 0, "top_k": None, "user": "me", "timeout": 3}, {"temperature": 0}, {}),
         ({"tools": [], "stream": False, "echo": False, "best_of": 0}, {}, {"best_of": 0}),
-        ({"n": 2, "extra_body": {"n": 3}}, {"n": 3}, {}),
+        ({"n": 2, "extra_body": {"n": 3, "top_k": 4, "min_tokens": 1}}, {"n": 3, "top_k": 4, "min_new_tokens": 1}, {}),
+        ({"model": "m", "max_completion_tokens": 5, "seed": 3}, {"max_new_tokens": 5, "sampling_seed": 3}, {}),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "object"}}}},
+            {"json_schema": '{"type":"object"}'},
+            {},
+        ),
+        ({"tools": [{}], "logprobs": 0, "tool_choice": "auto"}, {}, {"tools": [{}], "logprobs": 0}),
+        ({"tools": None, "logprobs": False, "top_p": None}, {}, {}),
     ],
-    ids=range(8),
+    ids=range(12),
 )
 def test_sampling_params_of_openai_arguments(arguments, params, unknown):
     assert sampling_params(arguments) == (params, unknown)

@@ -11,7 +11,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from helpers.sampled import END, I, Scripted, chat, make, sampled
 from recipe.atropos.adapter.adapted_env import adapt
-from recipe.atropos.adapter.recorded_calls import sampling_params
 from recipe.atropos.adapter.restore import group_of, restore_group
 from recipe.atropos.inference.client import InferenceError
 
@@ -123,37 +122,6 @@ def test_chat_templates_give_lists_again(drifting_model, tokenizer):
     assert row["masks"] == [I] * len(prompt) + row["tokens"][len(prompt) :]
     assert set(tokenizer.apply_chat_template(messages, return_dict=True)) >= {"input_ids"}
     assert not isinstance(PreTrainedTokenizerBase.apply_chat_template.of_transformers(tokenizer, messages), list)
-
-
-def test_openai_arguments_become_those_of_sglang_or_are_named():
-    schema = {"type": "object", "properties": {}}
-    params, unknown = sampling_params(
-        {
-            "model": "m",
-            "max_completion_tokens": 5,
-            "seed": 3,
-            "stop": ["x", 7],
-            "n": 2,
-            "top_p": None,
-            "tools": None,
-            "logprobs": False,
-            "response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}},
-            "extra_body": {"top_k": 4, "min_tokens": 1},
-            "tool_choice": "auto",
-        }
-    )
-    assert unknown == {}
-    assert params == {
-        "max_new_tokens": 5,
-        "sampling_seed": 3,
-        "stop": ["x"],
-        "stop_token_ids": [7],
-        "n": 2,
-        "json_schema": '{"type":"object","properties":{}}',
-        "top_k": 4,
-        "min_new_tokens": 1,
-    }
-    assert sampling_params({"tools": [{}], "logprobs": 0, "best": 1})[1] == {"tools": [{}], "logprobs": 0, "best": 1}
 
 
 def test_a_server_that_cannot_be_reached_is_named(drifting_model):

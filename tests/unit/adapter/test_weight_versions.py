@@ -16,17 +16,15 @@ from recipe.atropos.data.rows import RowLimits
 I = -100  # noqa: E741
 
 
+def spans(*versions):
+    return [{"version": version, "start": 2 * i, "end": 2 * i + 2} for i, version in enumerate(versions)]
+
+
 @pytest.mark.parametrize(
     ("meta_info", "expected"),
     [
-        ({"weight_version": "3", "weight_versions": [{"version": "3", "start": 0, "end": 5}]}, (3, 3)),
-        (
-            {
-                "weight_version": "4",
-                "weight_versions": [{"version": "2", "start": 0, "end": 2}, {"version": "4", "start": 2, "end": 5}],
-            },
-            (2, 4),
-        ),
+        ({"weight_version": "3", "weight_versions": spans("3")}, (3, 3)),
+        ({"weight_version": "4", "weight_versions": spans("2", "4")}, (2, 4)),
         ({"weight_version": "7"}, (7, 7)),
         ({"weight_version": "default"}, (-1, -1)),
         ({"weight_version": None, "weight_versions": []}, None),

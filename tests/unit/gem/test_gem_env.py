@@ -123,16 +123,13 @@ def test_gem_keeps_postprocessing_backlog_and_cleanup(make):
     env = make(config={"mood": "scores later"})
     env.reset()
     assert env.step("1")[1] == 10.0 and env._session.environment.base.cleaned == 1
+    env = make(config={"mood": "list of groups"})
+    env.reset()
+    assert env.step("1")[1] == 2.0, "the mean of all their scores"
     env = make(config={"mood": "comes back"})
     for number in ("1", "12", "2"):
         env.reset()
         assert env.step(number)[1] == 1.0
-
-
-def test_a_list_of_groups_has_the_mean_of_all_its_scores(make):
-    env = make(config={"mood": "list of groups"})
-    env.reset()
-    assert env.step("1")[1] == 2.0
 
 
 def test_gem_episode_cut_at_max_tokens_is_truncated(make):
@@ -177,7 +174,6 @@ def test_gem_dropped_group_of_equal_scores_has_its_score(make, tokenizer):
 
 
 def test_gem_environment_that_scored_once_is_not_one_that_never(make):
-    """An environment that never scores is an error; this one is none."""
     env = make(config={"mood": "scores once"})
     env.reset()
     assert env.step("1")[1] == 1.0
@@ -199,17 +195,6 @@ def test_gem_passes_over_items_that_ask_for_no_answer(make):
         make(config={"mood": "asks nothing"}).reset()
 
 
-def test_a_score_that_is_no_number_is_an_error(make):
-    env = make(config={"mood": "no number"})
-    env.reset()
-    with pytest.raises(ValueError, match="must be finite"):
-        env.step("1")
-    env = make(config={"mood": "too many scores"})
-    env.reset()
-    with pytest.raises(ValueError, match="2 scores for 1 sequences"):
-        env.step("1")
-
-
 # ---------------------------------------------------------------------- errors, time limits
 
 
@@ -217,6 +202,8 @@ def test_a_score_that_is_no_number_is_an_error(make):
     ("mood", "error", "message"),
     [
         ("breaks", KeyError, "in the second turn"),
+        ("no number", ValueError, "must be finite"),
+        ("too many scores", ValueError, "2 scores for 1 sequences"),
         ("exits", RuntimeError, "the environment ended its process: SystemExit"),
         ("prompt logprobs", NotImplementedError, "logprobs of a prompt"),
         ("no item", RuntimeError, "get_next_item.. has no item"),
@@ -281,11 +268,7 @@ def test_one_that_is_cancelled_and_asks_again_gets_no_answer(make):
     [
         ({"target": "recipe.atropos.nowhere:Env"}, EnvironmentTargetError, "no module recipe.atropos.nowhere"),
         ({"target": "recipe.atropos.data.rows:Row"}, EnvironmentTargetError, "no class Row that derives from BaseEnv"),
-        (
-            {"target": GUESS, "config": {"gruop_size": 4}},
-            ValueError,
-            "knows no gruop_size; it has .*group_size",
-        ),
+        ({"target": GUESS, "config": {"gruop_size": 4}}, ValueError, "knows no gruop_size; it has .*group_size"),
         ({"target": GUESS, "config": {"way": "post"}}, ValueError, "Input should be 'managed'"),
         ({"target": GUESS, "timeout": 0}, ValueError, "timeout=0: give seconds"),
     ],
@@ -297,8 +280,6 @@ def test_what_cannot_work_is_refused_when_it_is_made(arguments, error, message):
 
 def test_an_action_is_text_and_belongs_to_an_episode(make):
     env = make()
-    with pytest.raises(RuntimeError, match="waits for no answer; call reset"):
-        env.step("1")
     env.reset()
     with pytest.raises(TypeError, match="an action is the policy's text, not int 1"):
         env.step(1)
@@ -387,6 +368,3 @@ def test_gem_answer_that_nobody_waits_for_goes_unread(make, group_size):
         observation, reward, terminated, _, info = env.step("1")
         assert (observation, reward, terminated) == (TERMINAL_STATE, -1.0, True) and not info["dropped"]
     assert tasks(env) == 0
-
-
-# ---------------------------------------------------------------------- many at once

@@ -7,33 +7,18 @@ import pytest
 import yaml
 from gem.envs.registration import make_vec
 
-from helpers.sglang import make_tiny_model
 from recipe.atropos.algorithm import reward_bridge
 from recipe.atropos.algorithm.reward_bridge import RewardBridgeError, parse_bridge
-from recipe.atropos.gem.env import AtroposEnv, register
+from recipe.atropos.gem.env import register
 
 GSM8K, GUESS = "recipe.atropos.environments.gsm8k:GSM8kEnv", "helpers.environments.guess_env:GuessEnv"
 MARKERS = {"format_markers": [{"pattern": "so", "weight": 0.25}], "answer_present": {"pattern": "####", "weight": 0.5}}
 RIGHT, WRONG = "1", "0"  # of the first number of GuessEnv
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return str(make_tiny_model(tmp_path_factory.mktemp("model"), seed=0))
-
-
 @pytest.fixture
-def make(model, request):
-    made = []
-
-    def make(bridge, target=GUESS, **config):
-        config = {"wandb_name": f"{request.node.name} {len(made)}"} | config  # nothing is shared
-        made.append(AtroposEnv(target, tokenizer=model, config=config, timeout=60.0, reward_bridge=bridge))
-        return made[-1]
-
-    yield make
-    for env in made:
-        env.close()
+def bridged(make):
+    return lambda bridge, target=GUESS, **config: make(target, config=config, reward_bridge=bridge)
 
 
 def played(env, *actions):
@@ -45,12 +30,12 @@ def played(env, *actions):
     return reward, info
 
 
-def test_gem_reward_bridge_shapes_the_reward_of_a_step(make):
+def test_gem_reward_bridge_shapes_the_reward_of_a_step(bridged):
     block = {"format_markers": [{"pattern": RIGHT, "weight": 0.25}], "length_bounty": _bounty()}
-    reward, info = played(make(block), RIGHT)
+    reward, info = played(bridged(block), RIGHT)
     assert info["raw_scores"] == [1.0] and info["unscored"] is None
     assert reward == info["scores"][0] == 1.0 + 0.25 + 0.02, "two tokens: the number and the end of the turn"
-    env = make(block)
+    env = bridged(block)
     reward, info = played(env, WRONG, WRONG, WRONG, WRONG)
     assert (reward, info["raw_scores"]) == (pytest.approx(-1.0 + 0.08), [-1.0]), (
         "of all turns, without the tool's words"
@@ -62,42 +47,39 @@ def _bounty():
     return {"target": 0, "slope": 0.01, "cap": 0.2}
 
 
-def test_gem_without_a_reward_bridge_scores_are_the_raw_ones(make):
-    reward, info = played(make(None), RIGHT)
+def test_gem_without_a_reward_bridge_scores_are_the_raw_ones(bridged):
+    reward, info = played(bridged(None), RIGHT)
     assert reward == 1.0 and info["scores"] == info["raw_scores"] == [1.0]
 
 
 @pytest.mark.parametrize("way", ["file", "mapping", "parsed"])
-def test_gem_reward_bridge_is_a_file_a_mapping_or_parsed(model, tmp_path, way):
+def test_gem_reward_bridge_is_a_file_a_mapping_or_parsed(tokenizer, tmp_path, way):
     path = tmp_path / "bridge.yaml"
     path.write_text(yaml.safe_dump({"reward_bridge": MARKERS}))
     bridge = {"file": path, "mapping": MARKERS, "parsed": parse_bridge(MARKERS)}[way]
     config = {"dataset_name": "synthetic", "train_size": 20, "wandb_name": f"{way}"}
-    env = gem.make(register(GSM8K), tokenizer=model, config=config, reward_bridge=bridge)
+    env = gem.make(register(GSM8K), tokenizer=tokenizer.name_or_path, config=config, reward_bridge=bridge)
     assert played(env, "so #### 7")[0] == -1.0 + 0.75
     assert played(env.spawn(), "it is #### 7")[0] == -1.0 + 0.5, "one that is made alike has it too"
     env.close()
 
 
-def test_gem_reward_bridge_of_a_group_shapes_each_score(make):
-    env = make(MARKERS, GSM8K, group_size=2, dataset_name="synthetic", train_size=20)
+def test_gem_reward_bridge_of_a_group_shapes_each_score(bridged):
+    env = bridged(MARKERS, GSM8K, group_size=2, dataset_name="synthetic", train_size=20)
     reward, info = played(env, "so", "no")
     assert info["scores"] == [-0.75, -1.0] and info["raw_scores"] == [-1.0, -1.0] and reward == -0.875
     assert info["groups"][0]["scores"] == [-1.0, -1.0], "the environment's own"
 
 
-def test_gem_reward_bridge_shapes_a_group_that_was_dropped(make):
-    reward, info = played(make({"length_bounty": _bounty()}, mood="drops equal"), RIGHT)
+def test_gem_reward_bridge_shapes_dropped_but_no_missing_scores(bridged):
+    reward, info = played(bridged({"length_bounty": _bounty()}, mood="drops equal"), RIGHT)
     assert info["dropped"] and (reward, info["raw_scores"]) == (1.02, [1.0])
-
-
-def test_gem_reward_bridge_shapes_no_missing_score(make):
-    reward, info = played(make({"length_bounty": _bounty()}, mood="never scores"), *[WRONG] * 4)
+    reward, info = played(bridged({"length_bounty": _bounty()}, mood="never scores"), *[WRONG] * 4)
     assert math.isnan(reward) and info["scores"] == info["raw_scores"] == [] and "no scores" in info["unscored"]
 
 
-def test_gem_reward_bridge_fades_by_the_trainers_step(make):
-    env = make({"length_bounty": _bounty(), "fade": {"from_step": 10, "to_step": 20}}, mood="drops equal")
+def test_gem_reward_bridge_fades_by_the_trainers_step(bridged):
+    env = bridged({"length_bounty": _bounty(), "fade": {"from_step": 10, "to_step": 20}}, mood="drops equal")
     env.reset()
     with pytest.raises(RewardBridgeError, match="fade counts .*set env.unwrapped.training_step"):
         env.step(RIGHT)
@@ -108,12 +90,11 @@ def test_gem_reward_bridge_fades_by_the_trainers_step(make):
     assert rewards == pytest.approx([1.02, 1.01, 1.0])
 
 
-def test_gem_reward_bridge_that_takes_too_long_gives_no_reward(make, monkeypatch):
+def test_gem_reward_bridge_that_takes_too_long_gives_no_reward(bridged, monkeypatch):
     monkeypatch.setattr(reward_bridge, "_MATCH_SECONDS", 0.1)
     pattern = {"pattern": "(a|aa|b?a)+$", "regex": True, "weight": 0.1}
-    reward, info = played(
-        make({"answer_present": pattern}, GSM8K, dataset_name="synthetic", train_size=20), "a" * 200 + "c"
-    )
+    env = bridged({"answer_present": pattern}, GSM8K, dataset_name="synthetic", train_size=20)
+    reward, info = played(env, "a" * 200 + "c")
     assert math.isnan(reward) and "took more than" in info["unscored"] and info["raw_scores"] == [-1.0]
 
 
@@ -122,31 +103,25 @@ def test_gem_reward_bridge_that_takes_too_long_gives_no_reward(make, monkeypatch
     [
         ({"clipp": 1}, "reward_bridge.clipp=1: no such key"),
         ("no/such.yaml", "no/such.yaml: No such file or directory; give a YAML file"),
-        (
-            {"format_markers": [{"pattern": "<|im_end|>", "weight": 0.1}]},
-            r"can never match: '<\|im_end\|>' is a special",
-        ),
+        ({"format_markers": [{"pattern": "<|im_end|>", "weight": 0.1}]}, r"never match: '<\|im_end\|>' is a special"),
     ],
 )
-def test_gem_reward_bridge_that_cannot_be_right_is_refused(make, bridge, expected):
+def test_gem_reward_bridge_that_cannot_be_right_is_refused(bridged, bridge, expected):
     with pytest.raises(RewardBridgeError, match=expected):
-        make(bridge).reset()
+        bridged(bridge).reset()
 
 
-def test_gem_reward_bridge_excludes_advantages_of_tokens(make):
-    env = make({"length_bounty": _bounty()}, mood="own advantages")
+def test_gem_reward_bridge_excludes_advantages_of_tokens(bridged):
+    env = bridged({"length_bounty": _bounty()}, mood="own advantages")
     env.reset()
     with pytest.raises(RewardBridgeError, match="GuessEnv sends advantages of its own for each token"):
         env.step(RIGHT)
 
 
 @pytest.mark.parametrize("async_mode", [False, True])
-def test_gem_vectors_have_a_reward_bridge(model, async_mode):
-    arguments = {
-        "tokenizer": model,
-        "config": {"dataset_name": "synthetic", "train_size": 20},
-        "reward_bridge": MARKERS,
-    }
+def test_gem_vectors_have_a_reward_bridge(tokenizer, async_mode):
+    config = {"dataset_name": "synthetic", "train_size": 20}
+    arguments = {"tokenizer": tokenizer.name_or_path, "config": config, "reward_bridge": MARKERS}
     vector = make_vec([register(GSM8K)] * 3, async_mode=async_mode, **arguments)
     vector.reset()
     _, rewards, terminated, _, infos = vector.step(["so", "no", "so #### 9"])
