@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 _DISCONNECT_SECONDS = 3.0
 _WANDB_SECONDS = {True: 3.0, False: 30.0}  # True: after SIGTERM
 _FRUITLESS = 200  # items in a row without a group written, after which ``process`` fails
-_LOOK = 1.0  # s between two checks of the report
+_POLL = 1.0  # s between two checks of the report
 _ASK_SERVER = 10.0  # s between two attempts to compare tokenizers
 _ANSWER = 10.0  # s for the server to answer
 _PROBE = "Solve 12 + 7 = 19 \\boxed{19}, naïvely.\n\tdef f(x): return [x] # 日本 🙂"
@@ -154,9 +154,9 @@ class Lifecycle:
         loop = asyncio.get_running_loop()
         asked = loop.time()
         while True:
-            await asyncio.sleep(_LOOK)
+            await asyncio.sleep(_POLL)
             self.report.in_flight = len(self.running_items)
-            self.report.look(self.curr_step)
+            self.report.poll(self.curr_step)
             if self._failure is not None:
                 raise EnvironmentFailure(str(self._failure)) from self._failure
             if self.__uncompared and loop.time() - asked > _ASK_SERVER:

@@ -90,7 +90,7 @@ class EnvReport:
         if (place := PLACE.get()) is not None:
             place.reason, place.detail = reason, detail
 
-    def look(self, step: int) -> None:
+    def poll(self, step: int) -> None:
         """Write a line if one is due, and log when nothing is sent; to be called about once per second."""
         counts, now = self.counts, time.monotonic()
         ended, sent = counts["items"], counts["groups_sent"] + counts["groups_written"]

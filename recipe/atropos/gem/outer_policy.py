@@ -124,7 +124,8 @@ class Episode:
             raise RuntimeError("the rollout was canceled") from error
         finally:
             self._closed = True
-            self._cancel_calls()
+            for ask in list(self._waiting):
+                ask.future.cancel()
 
     async def ask(self, choices: int, **call: Any) -> list[Answer]:
         """Return the answers to one call, in the order of its choices."""
@@ -161,17 +162,8 @@ class Episode:
     def close(self) -> None:
         """Cancel the rollout and its pending requests; returns at once."""
         self._closed = True
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._cancel)
-
-    def _cancel(self) -> None:
-        self._cancel_calls()
-        if self._task is not None:
-            self._task.cancel()
-
-    def _cancel_calls(self) -> None:
-        for ask in list(self._waiting):
-            ask.future.cancel()
+        if self._task is not None and not self._loop.is_closed():  # else it ends before its first step
+            self._loop.call_soon_threadsafe(self._task.cancel)
 
     def wait(self, timeout: float) -> bool:
         """Wait at most ``timeout`` seconds; return whether the rollout has ended."""

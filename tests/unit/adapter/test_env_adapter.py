@@ -392,7 +392,7 @@ def test_environment_that_sends_nothing_says_so_each_minute(monkeypatch, tmp_pat
     def pass_time():
         end = next(now) + reporting._SILENCE + 5
         while next(now) < end:
-            report.look(0)
+            report.poll(0)
         return report.counts["nothing_sent"]
 
     assert pass_time() == 0, "no item has ended"
