@@ -33,8 +33,8 @@ def shown(capsys, *arguments):
 def test_verify_env_shows_a_group_from_messages_to_rows(served, capsys):
     """All of its tokens were sampled."""
     model, url = served
-    options = ["dataset_name=synthetic", "group_size=3", "max_token_length=250", "max_answer_tokens=12"]
-    options += ["--table", "ensure_scores_are_not_same=false"]
+    options = ["--table", "dataset_name=synthetic", "group_size=3", "max_token_length=250", "max_answer_tokens=12"]
+    options.append("ensure_scores_are_not_same=false")
     status, output = shown(capsys, "--env", GSM8K, "--model", model, "--url", f"{url}/v1", *options)
     assert status == 0, output
     assert "system: Solve the problem step by step." in output and "user: " in output
