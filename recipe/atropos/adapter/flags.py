@@ -202,9 +202,11 @@ class CommandLine:
         flags = get_double_dash_flags()
         if (path := flags.get("config")) and not Path(path).is_file():
             raise UsageError(f"--config={path}: no such file")
-        openai, file = extract_namespace(flags, _OPENAI), yaml.safe_load(Path(path).read_text() if path else "") or {}
+        file = yaml.safe_load(Path(path).read_text() if path else "") or {}
+        openai = extract_namespace(flags, _OPENAI)
         _check_names(OPENAI_NAMESPACE, openai, APIServerConfig)
-        servers, env_in_file = file.get(OPENAI_NAMESPACE), file.get(ENV_NAMESPACE) or {}
+        servers = file.get(OPENAI_NAMESPACE)
+        env_in_file = file.get(ENV_NAMESPACE) or {}
         try:
             _check_names(ENV_NAMESPACE, env_in_file, cls.env_config_cls)
             for one in servers if isinstance(servers, list) else [servers]:
