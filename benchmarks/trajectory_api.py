@@ -327,7 +327,7 @@ async def ticketed_cpu(server: Server, body: bytes, environments: int, batches: 
         for number in range(1, batches + 2):
             while await trainer.batch(number - 1, wait=10) is None:
                 pass
-            await trainer.weights_pushed(number)
+            await trainer.call("POST", "/weights", {"through": number})
             cpu = cpu or server.cpu()  # from the end of the first batch on
         cpu = (server.cpu() - cpu) / (64 * batches)
         for task in working:

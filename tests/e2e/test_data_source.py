@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from helpers.trajectory_api import REGISTRATION as FIELDS
 from helpers.trajectory_api import Api
 from recipe.atropos.sources import numbered as data_source
 from recipe.atropos.sources.numbered import DataSource, DataSourceConfig, DataSourceError, Registration
@@ -14,7 +15,7 @@ from recipe.atropos.utils.process import free_port
 
 pytestmark = pytest.mark.timeout(120)
 
-REGISTRATION = Registration(batch_size=8, max_token_len=64, starting_step=0, num_steps=10)
+REGISTRATION = Registration(**FIELDS)
 SECRET = "s3cret"
 
 
@@ -121,7 +122,7 @@ def test_an_api_that_stays_silent_ends_the_wait_of_a_commit(api):
 
 def test_a_run_is_live_while_its_trainer_lives(tmp_path, monkeypatch):
     """It fetches nothing in a long step, and yet nobody resets its run; then it has ended."""
-    monkeypatch.setattr(data_source, "_LIFE_SECONDS", 0.3)
+    monkeypatch.setattr(data_source, "_HEARTBEAT_SECONDS", 0.3)
     server = Api(tmp_path, secret=SECRET, impatient=True).start()
     server.session.headers["Authorization"] = f"Bearer {SECRET}"
     try:

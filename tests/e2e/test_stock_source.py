@@ -7,15 +7,17 @@ import time
 
 import orjson
 import pytest
+from msgspec import to_builtins
 
 from helpers.services import get, group, post, running_api
+from helpers.trajectory_api import REGISTRATION as FIELDS
 from recipe.atropos.sources.numbered import DataSourceConfig, DataSourceError, Registration
 from recipe.atropos.sources.stock import StockSource, _is_stock
 from recipe.atropos.utils.process import free_port
 
 pytestmark = pytest.mark.timeout(120)
 
-REGISTRATION = Registration(batch_size=8, max_token_len=64, starting_step=3, num_steps=10)
+REGISTRATION = Registration(**FIELDS | {"max_token_len": 64, "starting_step": 3})
 
 
 def config(url, **changes):
@@ -50,7 +52,7 @@ def test_data_source_gives_the_oldest_batch_first(api):
 
 def test_data_source_cuts_a_queue_that_waited_in_order(api):
     """All batches of a queue that waited are cut at once."""
-    post(f"{api.url}/register", vars(REGISTRATION) | {"wandb_group": "", "wandb_project": ""})
+    post(f"{api.url}/register", to_builtins(REGISTRATION) | {"wandb_group": "", "wandb_project": ""})
     for number in range(1, 13):
         post(f"{api.url}/scored_data", group(number))
     with StockSource(config(api.url), REGISTRATION) as source:
@@ -80,7 +82,7 @@ def test_data_posted_before_the_trainer_does_not_wedge_the_api(api):
 
 
 def test_an_api_that_keeps_another_batch_size_is_an_error(api):
-    post(f"{api.url}/register", vars(REGISTRATION) | {"batch_size": 32})
+    post(f"{api.url}/register", to_builtins(REGISTRATION) | {"batch_size": 32})
     with pytest.raises(DataSourceError, match="registered with batch_size=32, this trainer wants 8.*restart it"):
         with StockSource(config(api.url), REGISTRATION):
             pass

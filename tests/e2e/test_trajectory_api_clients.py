@@ -56,8 +56,8 @@ def test_the_client_goes_through_a_run(api):
             assert one.env_id == env_id and one.field("messages") is None
             assert one.floats["inference_logprobs"].dtype == np.float32
         assert numbers((await client.batch(after=0)).groups) == [2, 3]
-        await client.commit(1)
-        await client.weights_pushed(1)
+        await client.call("POST", "/commit", {"through": 1})
+        await client.call("POST", "/weights", {"through": 1})
         assert await client.begin(env_id) is not None
         assert (await client.status())["current_step"] == 1
         assert (await client.status(env_id))["env_weight"] == 1.0

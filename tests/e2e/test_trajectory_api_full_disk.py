@@ -174,7 +174,7 @@ def test_a_disk_that_stays_full_is_named_in_the_end(api, full_disk):
 def test_the_trainer_waits_for_room_as_for_a_batch(api, full_disk, room):
     """In ``next_batch``, and in ``commit``; ``max_wait_time`` limits it, and the error names the disk."""
     times = {"retry_attempts": 2, "retry_delay": 0.1, "timeout": 0.5, "max_wait_time": 30 if room else 6}
-    config, registration = DataSourceConfig(api.url, **times), Registration(8, 64, 0, 10)
+    config, registration = DataSourceConfig(api.url, **times), Registration(**REGISTRATION)
     with DataSource(config, registration) as source, concurrent.futures.ThreadPoolExecutor() as pool:
         for number in (1, 2):
             api.post("/scored_data", group(number))

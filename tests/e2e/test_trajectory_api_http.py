@@ -21,7 +21,8 @@ from helpers.services import group
 from helpers.trajectory_api import ENVIRONMENT, REGISTRATION, running_trajectory_api
 from recipe.atropos.data.scored_group import ScoredGroup, unpack
 from recipe.atropos.trajectory_api import wire
-from recipe.atropos.trajectory_api.app import MAX_BODY, ROUTES
+from recipe.atropos.trajectory_api.app import MAX_BODY
+from recipe.atropos.trajectory_api.endpoints import ENDPOINTS
 from recipe.atropos.utils.secret import environments_key
 
 
@@ -105,7 +106,9 @@ HEADERS = st.fixed_dictionaries(
     },
 )
 QUERIES = st.dictionaries(st.sampled_from(["after", "wait", "x"]), NUMBERS, max_size=2)
-PATHS = st.sampled_from([path for _, path in ROUTES]) | st.sampled_from(["/x", "//", "/%00", "/%ff/status", "/batch/"])
+PATHS = st.sampled_from([path for _, path in ENDPOINTS]) | st.sampled_from(
+    ["/x", "//", "/%00", "/%ff/status", "/batch/"]
+)
 METHODS = st.sampled_from(["GET", "POST", "PUT", "HEAD", "OPTIONS", "DELETE"])
 
 
@@ -113,7 +116,7 @@ METHODS = st.sampled_from(["GET", "POST", "PUT", "HEAD", "OPTIONS", "DELETE"])
 @given(METHODS, PATHS, QUERIES, HEADERS, BODIES, st.booleans())
 def test_no_request_makes_the_server_fail(api, method, path, query, headers, body, known):
     if known:  # mostly requests that get beyond the router
-        method = next((method for method, other in ROUTES if other == path), method)
+        method = next((method for method, other in ENDPOINTS if other == path), method)
     query = urlencode(query)
     body = body.replace(b'"env_id": 0', b'"env_id": %d' % api.environment)
     connection = http.client.HTTPConnection("127.0.0.1", api.port, timeout=30)
@@ -244,7 +247,7 @@ def test_a_client_that_leaves_its_long_poll_harms_nobody(tmp_path):
 
 def test_a_secret_is_asked_for_in_header_or_path(tmp_path):
     with running_trajectory_api(tmp_path, secret="s3cret") as api:
-        for _, path in ROUTES:
+        for _, path in ENDPOINTS:
             assert requests.get(api.url + path).status_code == 401
         for wrong in ("/wrong/status", "//status", "/s3cre/status", "/s3crets/status"):
             assert requests.get(api.url + wrong).status_code == 401
@@ -269,7 +272,7 @@ def test_control_of_the_queue_wants_the_trainers_key(tmp_path):
     ]
     key = environments_key("s3cret")
     with running_trajectory_api(tmp_path, secret="s3cret") as api:
-        for method, path in ROUTES:
+        for method, path in ENDPOINTS:
             for prefix, headers in (("", {"Authorization": f"Bearer {key}"}), (f"/{key}", {})):
                 reply = requests.request(method, api.url + prefix + path, headers=headers, json={})
                 assert (reply.status_code == 403) == ((method, path) in control), (method, path, reply.text)

@@ -55,7 +55,7 @@ class Run:
                     crashes, after = crashes - 1, after - 3
                     await client.register(REGISTRATION, after, self.max_staleness)
                 else:
-                    await client.weights_pushed(after)
+                    await client.call("POST", "/weights", {"through": after})
 
     async def killer(self, kills):
         for _ in range(kills):

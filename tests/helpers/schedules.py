@@ -15,16 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from recipe.atropos.trajectory_api import batching, database, delivery, environments, ingest, service
-from recipe.atropos.trajectory_api.messages import (
-    BatchNumber,
-    Begin,
-    EnvIdentifier,
-    EnvRegistration,
-    Registration,
-    Release,
-    RequestRefused,
-    Through,
-)
+from recipe.atropos.trajectory_api.endpoints import Caller, EnvRegistration, Registration, RequestRefused
 from recipe.atropos.trajectory_api.parsing import Parsed
 from recipe.atropos.trajectory_api.store import Store
 
@@ -151,7 +142,7 @@ class Schedule:
         for environment in self.service.environments:
             env = self._of[environment.id]
             if environment.id == env.id and not env.is_away:
-                self.service.environments.see(environment.id)
+                self.service.environments.touch(environment.id)
             self.service.apply_share(environment)
         self.service.release_dead()
         self.service.release_hung()
@@ -235,7 +226,7 @@ class Schedule:
         env.running, env.held, env.tasks = 0, set(), []
         self.after(seconds, lambda: self._join(env))
         if not env.silent:
-            await self._call(ingest.disconnect_env, EnvIdentifier(env.id))
+            await self._call(ingest.disconnect_env, env.id)
 
     def _refused(self, env, refused):
         """It registers anew with a server that does not know it; it ends if its groups do not fit."""
@@ -253,9 +244,10 @@ class Schedule:
                 await self.sleep(0.1)
                 continue
             more = env.running + 1 < env.workers
-            message = Begin(env.id, env.sizes[0], [*env.held], more=more, wait=30.0)
+            caller = Caller(gone=lambda: env.is_away)
+            arguments = (env.id, env.sizes[0], [*env.held], more, None, 30.0, caller)
             try:
-                ticket = (await self._call(ingest.begin, message, lambda: env.is_away))["ticket"]
+                ticket = (await self._call(ingest.begin, *arguments))["ticket"]
             except RequestRefused as refused:
                 return self._refused(env, refused)
             if ticket is None:
@@ -274,7 +266,7 @@ class Schedule:
         hung = self.random.random() < env.hung
         await self.sleep(WORKER_SECONDS if hung else self.random.uniform(*env.seconds))
         if hung or self.random.random() < env.failures:
-            await self._call(ingest.release, Release(ticket, "equal_scores"))
+            await self._call(ingest.release, ticket, "equal_scores")
         else:
             larger = self.random.random() < env.larger
             size = min(self.batch_size, 2 * env.sizes[0]) if larger else self.random.choice(env.sizes)
@@ -332,13 +324,13 @@ class Schedule:
             try:
                 self._check_bound(number)
                 if self.random.random() < self.empty:
-                    await self._call(delivery.batch_is_empty, BatchNumber(number), None)
+                    await self._call(delivery.batch_is_empty, number)
                 else:
                     await self.sleep(TRAIN_SECONDS)
                     self.updates += 1
                     if self.updates % self.every == 0:
                         self.pushed = self.updates
-                        await self._call(delivery.weights_pushed, Through(number), None)
+                        await self._call(delivery.weights_pushed, number)
                 self.trained, self.updates_after[number] = self.trained + 1, self.updates
                 self._is_training = False
                 number = await ahead

@@ -27,14 +27,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from recipe.atropos.data.scored_group import Group
 from recipe.atropos.errors import AtroposError
-from recipe.atropos.trajectory_api.client import (
-    LONGEST_PAUSE,
-    NumberedBatch,
-    TrajectoryApiClient,
-    TrajectoryApiError,
-)
+from recipe.atropos.trajectory_api.client import LONGEST_PAUSE, NumberedBatch, TrajectoryApiClient, TrajectoryApiError
+from recipe.atropos.trajectory_api.endpoints import Registration
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +40,7 @@ Batch = Sequence[Group]
 
 _POLL_SECONDS = 5.0  # of one long poll: closing waits for it
 _END_SECONDS = 5.0  # for a request in flight when the source is closed
-_LIFE_SECONDS = 60.0  # between signs of life; the API takes a trainer for gone after 600
+_HEARTBEAT_SECONDS = 60.0  # between two; the API treats a trainer as gone after 600
 _MEANWHILE_SECONDS = 2.0  # of waiting before the trainer checks its servers, or shows that it waits
 _SAY_AGAIN = 60.0  # s, between two lines of the log about one wait
 
@@ -99,33 +97,19 @@ class DataSourceConfig:
         )
 
 
-@dataclass(frozen=True)
-class Registration:
-    """What a trainer sends to ``POST /register``. ``batch_size`` is in sequences, ``max_token_len`` in tokens."""
-
-    batch_size: int
-    max_token_len: int
-    starting_step: int
-    num_steps: int
-    checkpoint_dir: str = ""
-    save_checkpoint_interval: int = -1
-    wandb_group: str = ""
-    wandb_project: str = ""
-
-    @classmethod
-    def from_config(cls, config: Any, starting_step: int) -> "Registration":
-        """Build from the full configuration; ``starting_step`` is the number of updates so far."""
-        data, trainer = config.data, config.trainer
-        return cls(
-            batch_size=data.train_batch_size * config.actor_rollout_ref.rollout.n,
-            max_token_len=data.max_prompt_length + data.max_response_length,
-            starting_step=starting_step,
-            num_steps=trainer.total_training_steps,
-            checkpoint_dir=str(Path(trainer.default_local_dir).resolve()),
-            save_checkpoint_interval=trainer.save_freq,
-            wandb_group=trainer.experiment_name,
-            wandb_project=trainer.project_name,
-        )
+def registration_of(config: Any, starting_step: int) -> Registration:
+    """Return the trainer's registration; ``config`` is the full one, ``starting_step`` the number of updates so far."""
+    data, trainer = config.data, config.trainer
+    return Registration(
+        batch_size=data.train_batch_size * config.actor_rollout_ref.rollout.n,
+        max_token_len=data.max_prompt_length + data.max_response_length,
+        starting_step=starting_step,
+        num_steps=trainer.total_training_steps,
+        checkpoint_dir=str(Path(trainer.default_local_dir).resolve()),
+        save_checkpoint_interval=trainer.save_freq,
+        wandb_group=trainer.experiment_name,
+        wandb_project=trainer.project_name,
+    )
 
 
 @dataclass
@@ -202,21 +186,21 @@ class DataSource:
 
     def weights_pushed(self, through: int) -> None:
         """Tell the API that the servers hold weights that contain the batches through ``through``."""
-        self._call(lambda client: client.weights_pushed(through))
+        self._call("/weights", through=through)
 
     def batch_is_empty(self, number: int) -> None:
         """Tell the API that nothing of a batch can be trained on, so that environments may go on without an update."""
-        self._call(lambda client: client.batch_is_empty(number))
+        self._call("/empty", number=number)
 
     def commit(self, through: int) -> None:
         """Tell the API that no batch through ``through`` will be asked for again: checkpoints contain them."""
-        self._call(lambda client: client.commit(through))
+        self._call("/commit", through=through)
 
-    def _call(self, action: Callable[[TrajectoryApiClient], Any]) -> None:
-        """Run ``action`` with the client, in its thread; raise DataSourceError if the API refuses or is silent."""
+    def _call(self, path: str, **message: int) -> None:
+        """Post a message by the client, in its thread; raise DataSourceError if the API refuses or is silent."""
 
         async def call() -> None:
-            await action(self._client)
+            await self._client.call("POST", path, message)
 
         limit = max(self.config.retry_timeout, self.config.max_wait_time, self.config.longest_wait[1])
         limit += 2 * self.config.timeout + LONGEST_PAUSE
@@ -280,10 +264,10 @@ class DataSource:
     async def _fetch_forever(self) -> None:
         self._loop = asyncio.get_running_loop()
         async with self.config.client() as self._client:
-            await self._client.register(vars(self.registration), self.after, self.config.max_staleness)
+            await self._client.register(msgspec.to_builtins(self.registration), self.after, self.config.max_staleness)
             self._registered.set()
             self._client.retry_timeout = max(self.config.retry_timeout, self.config.max_wait_time)
-            living = asyncio.create_task(self._live())
+            living = asyncio.create_task(self._heartbeat())
             after = self.after
             while await asyncio.to_thread(self._wait_for_room):
                 started = time.perf_counter()
@@ -295,13 +279,13 @@ class DataSource:
                     self._add([batch])
             living.cancel()
 
-    async def _live(self) -> None:
-        """Send signs of life, since nothing is fetched while a step takes long."""
+    async def _heartbeat(self) -> None:
+        """Send heartbeats, since nothing is fetched while a step takes long."""
         try:
             while True:
-                await asyncio.sleep(_LIFE_SECONDS)
+                await asyncio.sleep(_HEARTBEAT_SECONDS)
                 with contextlib.suppress(TrajectoryApiError):  # the next request that matters says so
-                    await self._client.sign_of_life()
+                    await self._client.status()
         except Exception as error:
             self._fail(error)
 

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 import aiohttp
+import msgspec
 import orjson
 
 from recipe.atropos.sources.numbered import (
@@ -26,6 +27,7 @@ from recipe.atropos.sources.numbered import (
     DataSourceConfig,
     DataSourceError,
     Registration,
+    registration_of,
 )
 from recipe.atropos.trajectory_api.client import Answer, NumberedBatch, TrajectoryApiClient, TrajectoryApiError
 
@@ -47,7 +49,7 @@ def open_source(
     """
     own = DataSourceConfig.from_config(config)
     source = StockSource if _is_stock(own) else DataSource
-    return source(own, Registration.from_config(config, starting_step), after, meanwhile=meanwhile)
+    return source(own, registration_of(config, starting_step), after, meanwhile=meanwhile)
 
 
 def _is_stock(config: DataSourceConfig) -> bool:
@@ -79,14 +81,8 @@ def _is_stock(config: DataSourceConfig) -> bool:
 class StockSource(DataSource):
     """``DataSource`` for ``run-api``; ``events`` counts api_unreachable, batch_lost and registered_again."""
 
-    def weights_pushed(self, through: int) -> None:
-        """Do nothing: ``run-api`` issues no tickets."""
-
-    def batch_is_empty(self, number: int) -> None:
-        """Do nothing: ``run-api`` issues no tickets."""
-
-    def commit(self, through: int) -> None:
-        """Do nothing: ``run-api`` keeps nothing."""
+    def _call(self, path: str, **message: int) -> None:
+        """Do nothing: ``run-api`` issues no tickets and keeps nothing."""
 
     async def diagnosis(self) -> str:
         return await diagnose(self.config.api_url, self.registration.batch_size)
@@ -185,7 +181,7 @@ class StockApi(TrajectoryApiClient):
 
     async def latest_size(self) -> int:
         """Return the number of sequences of the group that came last, 0 if none has."""
-        return len((await self._json("GET", "/latest_example")).get("tokens") or [])
+        return len((await self.call("GET", "/latest_example")).get("tokens") or [])
 
     async def knows_environment(self, number: int) -> bool:
         """Return whether environment ``number``, counted from 0, has registered; if not, the API answers 500."""
@@ -205,13 +201,13 @@ class StockApi(TrajectoryApiClient):
             DataSourceError: the API keeps another trainer's batch size or maximum length.
             TrajectoryApiError: it does not answer.
         """
-        payload = vars(registration)
-        await self._json("POST", "/register", payload)
+        payload = msgspec.to_builtins(registration)
+        await self.call("POST", "/register", payload)
         info = await self.info()
         if info["batch_size"] == -1:
             logger.warning("the Trajectory API at %s got data before a trainer; its data is reset", self.url)
             await self._request("GET", "/reset_data", {})  # answers in plain text
-            await self._json("POST", "/register", payload)
+            await self.call("POST", "/register", payload)
             info = await self.info()
         for key in ("batch_size", "max_token_len"):
             if info[key] != payload[key]:

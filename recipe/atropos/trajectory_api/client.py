@@ -131,7 +131,7 @@ class TrajectoryApiClient:
                 oldest available.
         """
         self.epoch = None
-        answer = await self._json("POST", "/register", {**registration, "after": after, "max_staleness": max_staleness})
+        answer = await self.call("POST", "/register", {**registration, "after": after, "max_staleness": max_staleness})
         self.epoch = answer["epoch"]
         return answer
 
@@ -151,27 +151,15 @@ class TrajectoryApiClient:
             return None
         return NumberedBatch(int(headers[wire.BATCH_HEADER]), [unpack(record) for record in wire.split(body)])
 
-    async def commit(self, through: int) -> None:
-        """Tell that a durable checkpoint has the batches through ``through``: no earlier one is asked for again."""
-        await self._json("POST", "/commit", {"through": through})
-
-    async def weights_pushed(self, through: int) -> None:
-        """Tell that the servers hold weights that contain the batches through ``through``: tickets follow it."""
-        await self._json("POST", "/weights", {"through": through})
-
-    async def batch_is_empty(self, number: int) -> None:
-        """Tell that nothing of a batch can be trained on: there is no update, so tickets may go one batch further."""
-        await self._json("POST", "/empty", {"number": number})
-
     # ------------------------------------------------------------------ environments
 
     async def register_env(self, registration: Mapping[str, Any]) -> dict[str, Any]:
         """Register an environment by the fields of ``POST /register-env``; ``status`` of the answer may say to wait."""
-        return await self._json("POST", "/register-env", registration, key=uuid.uuid4().hex)
+        return await self.call("POST", "/register-env", registration, key=uuid.uuid4().hex)
 
     async def disconnect_env(self, env_id: int, reason: str = "") -> None:
         """Leave; ``reason``: why, if something is wrong, for ``/diagnose``."""
-        await self._json("POST", "/disconnect-env", {"env_id": env_id, "reason": reason})
+        await self.call("POST", "/disconnect-env", {"env_id": env_id, "reason": reason})
 
     async def begin(
         self,
@@ -192,7 +180,7 @@ class TrajectoryApiClient:
             held = self._held.setdefault(env_id, set())
             message = {"env_id": env_id, "sequences": sequences, "held": sorted(held), "wait": wait}
             message |= {"more": more, "ahead": ahead}
-            answer = await self._json("POST", "/begin", message, limit=wait + self._timeout)
+            answer = await self.call("POST", "/begin", message, limit=wait + self._timeout)
             self.lacking = answer.get("reason", "")
             if answer["ticket"] is not None:
                 held.add(answer["ticket"])
@@ -221,7 +209,7 @@ class TrajectoryApiClient:
 
     async def release(self, ticket: int, reason: str, detail: str = "") -> None:
         """End a ticket without a group; the reason is counted, and ``/diagnose`` shows the last ``detail``."""
-        await self._json("POST", "/release", {"ticket": ticket, "reason": reason, "detail": detail})
+        await self.call("POST", "/release", {"ticket": ticket, "reason": reason, "detail": detail})
         self._forget(ticket)
 
     def _forget(self, ticket: int | None) -> None:
@@ -230,31 +218,36 @@ class TrajectoryApiClient:
 
     # ------------------------------------------------------------------ both
 
-    async def sign_of_life(self) -> None:
-        """Let the API know that this trainer lives, though it asks for no batch."""
-        await self._json("GET", "/status")
-
     async def status(self, env_id: int | None = None) -> dict[str, Any]:
         """Return ``/status``, or an environment's ``/status-env``."""
         if env_id is None:
-            return await self._json("GET", "/status")
-        return await self._json("GET", "/status-env", {"env_id": env_id})
+            return await self.call("GET", "/status")
+        return await self.call("GET", "/status-env", {"env_id": env_id})
 
     async def info(self) -> dict[str, Any]:
         """Return ``batch_size`` and ``max_token_len``, -1 without a trainer."""
-        return await self._json("GET", "/info")
+        return await self.call("GET", "/info")
 
     async def wandb_info(self) -> dict[str, Any]:
         """Return the ``group`` and ``project`` of the trainer's wandb run, None without a trainer."""
-        return await self._json("GET", "/wandb_info")
+        return await self.call("GET", "/wandb_info")
 
     async def diagnose(self) -> dict[str, Any]:
         """Return ``/diagnose``; its ``why`` says in a sentence what a batch lacks."""
-        return await self._json("GET", "/diagnose")
+        return await self.call("GET", "/diagnose")
 
-    async def _json(
+    async def call(
         self, method: str, path: str, message: Any = None, limit: float | None = None, key: str | None = None
     ) -> Any:
+        """Send a message as JSON to any endpoint (see ``endpoints``), and return the answer; ``limit`` as ``timeout``.
+
+        ``POST /commit`` tells that a durable checkpoint has the batches through ``through``: no earlier one is asked
+        for again. ``POST /weights``: that the servers' weights contain them, which tickets follow. ``POST /empty``:
+        nothing of the batch ``number`` can be trained on: there is no update, so tickets may go one batch further.
+
+        Raises:
+            TrajectoryApiError: the answer is an error, or there is none in time.
+        """
         body = None if message is None else orjson.dumps(message)
         headers = {"Content-Type": "application/json"} | ({} if key is None else {wire.KEY_HEADER: key})
         _, answer = await self._request(method, path, headers, body, limit=limit)

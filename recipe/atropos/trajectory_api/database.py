@@ -8,15 +8,17 @@ has no digest, and is returned as it is.
 """
 
 import sqlite3
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import orjson
 from isal import isal_zlib
 
 from recipe.atropos.errors import AtroposError
+from recipe.atropos.trajectory_api.batching import UNBOUNDED, Entry
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS run (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -33,6 +35,7 @@ CREATE TABLE IF NOT EXISTS tickets (
 CREATE TABLE IF NOT EXISTS posts (key TEXT PRIMARY KEY, groups INTEGER NOT NULL);
 CREATE TABLE IF NOT EXISTS counts (name TEXT PRIMARY KEY, n INTEGER NOT NULL) WITHOUT ROWID;
 """
+_ENTRY = "number, env, sequences, tokens, id, due"  # the columns of an ``Entry``
 FORMAT = 2  # since records have digests; 1 is read too
 SYNCHRONOUS = {"none": "OFF", "normal": "NORMAL", "full": "FULL"}
 KEPT_POSTS = 1 << 16  # idempotency keys; a post is repeated within minutes
@@ -51,28 +54,14 @@ class DamagedRecord(TrajectoryStoreError):
     """Error for a group whose record is not what was stored; the message names database, batch and group."""
 
 
-class Group(NamedTuple):
-    """A row of the index."""
-
-    id: int
-    number: int
-    env: int | None
-    sequences: int
-    tokens: int
-    due: int  # number of the last batch that may hold it; 0 without a ticket
-    time: float
-
-
 @dataclass
 class Loaded:
     """What a server starts from."""
 
     run: dict[str, Any]
     environments: dict[int, dict[str, Any]]
-    queued: list[Group]
-    tickets: list[tuple[int, int | None, int, int]]  # (number, environment, sequences, due)
+    entries: list[Entry]  # groups that are in no batch, and open tickets
     last_id: int
-    oldest: int  # number of the oldest batch that is kept; 0 if there is none
     posts: dict[str, int]
     counts: dict[str, int]
 
@@ -118,13 +107,12 @@ def load(connection: sqlite3.Connection) -> Loaded:
     """Return all that a server needs to go on; no record is read."""
     rows = connection.execute
     forget_posts(connection)
+    tickets = rows("SELECT number, env, sequences, due FROM tickets ORDER BY number").fetchall()
     return Loaded(
         read_run(connection),
         {number: orjson.loads(text) for number, text in rows("SELECT id, registration FROM environments")},
-        queued(connection),
-        rows("SELECT number, env, sequences, due FROM tickets ORDER BY number").fetchall(),
+        queued(connection) + [Entry(*row, due=due or UNBOUNDED) for *row, due in tickets],
         _last_id(connection),
-        oldest_batch(connection),
         dict(rows("SELECT key, groups FROM posts").fetchall()),
         dict(rows("SELECT name, n FROM counts").fetchall()),
     )
@@ -150,12 +138,10 @@ def clear(connection: sqlite3.Connection) -> None:
         connection.execute(f"DELETE FROM {table}")
 
 
-def queued(connection: sqlite3.Connection) -> list[Group]:
+def queued(connection: sqlite3.Connection) -> list[Entry]:
     """Return the groups that are in no batch, in order."""
-    found = connection.execute(
-        "SELECT id, number, env, sequences, tokens, due, time FROM groups WHERE batch IS NULL ORDER BY number, id"
-    )
-    return [Group(*row) for row in found]
+    found = connection.execute(f"SELECT {_ENTRY} FROM groups WHERE batch IS NULL ORDER BY number, id")
+    return [Entry(*row) for row in found]
 
 
 def read_run(connection: sqlite3.Connection) -> dict[str, Any]:
@@ -167,10 +153,6 @@ def write_run(connection: sqlite3.Connection, **values: Any) -> None:
         "INSERT OR REPLACE INTO run VALUES (?, ?)",
         [(key, orjson.dumps(value).decode()) for key, value in values.items()],
     )
-
-
-def oldest_batch(connection: sqlite3.Connection) -> int:
-    return connection.execute("SELECT COALESCE(MIN(batch), 0) FROM groups WHERE batch > 0").fetchone()[0]
 
 
 def newest_batch(connection: sqlite3.Connection) -> int:
@@ -191,18 +173,20 @@ def forget_environment(connection: sqlite3.Connection, number: int, counts: str)
 
 def append(
     connection: sqlite3.Connection,
-    groups: Sequence[tuple[Group, bytes]],
-    key: str | None,
-    ticket: int | None,
+    groups: Sequence[Entry],
+    records: Sequence[bytes],
+    key: str | None = None,
+    ticket: int | None = None,
 ) -> None:
-    """Store a post's groups, its idempotency key, and the end of its ticket."""
+    """Store a post's groups and their records, its idempotency key, and the end of its ticket."""
+    now = time.time()
     connection.executemany(
-        "INSERT INTO groups (id, number, env, sequences, tokens, due, time) VALUES (?, ?, ?, ?, ?, ?, ?)",
-        [group for group, _ in groups],
+        f"INSERT INTO groups ({_ENTRY}, time) VALUES (?, ?, ?, ?, ?, ?, ?)",
+        [(one.number, one.env, one.size, one.tokens, one.id, one.due, now) for one in groups],
     )
     connection.executemany(
         "INSERT INTO records (id, data, digest) VALUES (?, ?, ?)",
-        [(group.id, record, _digest(group.id, record)) for group, record in groups],
+        [(one.id, record, _digest(one.id, record)) for one, record in zip(groups, records, strict=True)],
     )
     if key is not None:
         connection.execute("INSERT OR REPLACE INTO posts VALUES (?, ?)", (key, len(groups)))
@@ -231,22 +215,17 @@ def drop(connection: sqlite3.Connection, ids: Sequence[int]) -> None:
     connection.executemany("UPDATE groups SET batch = 0 WHERE id = ?", [(id,) for id in ids])
 
 
-def register(connection: sqlite3.Connection, dissolve_after: int | None, **values: Any) -> list[Group]:
-    """Write a trainer's registration, and return the groups of the batches that it dissolves, if any."""
-    groups = [] if dissolve_after is None else dissolve(connection, dissolve_after)
+def register(connection: sqlite3.Connection, requeue_after: int | None, **values: Any) -> list[Entry]:
+    """Write a trainer's registration; return the groups of the batches after ``requeue_after``, which are queued again.
+
+    They keep their numbers, and so their order.
+    """
+    rows: list[Any] = []
+    if requeue_after is not None:
+        requeue = f"UPDATE groups SET batch = NULL, place = NULL WHERE batch > ? RETURNING {_ENTRY}"
+        rows = connection.execute(requeue, (requeue_after,)).fetchall()
     write_run(connection, **values)
-    return groups
-
-
-def dissolve(connection: sqlite3.Connection, after: int) -> list[Group]:
-    """Return the groups of the batches after ``after`` to the queue; they keep their numbers, and so their order."""
-    rows = connection.execute(
-        "UPDATE groups SET batch = NULL, place = NULL WHERE batch > ? "
-        "RETURNING id, number, env, sequences, tokens, due, time",
-        (after,),
-    ).fetchall()
-    write_run(connection, last=after)
-    return sorted((Group(*row) for row in rows), key=lambda group: (group.number, group.id))
+    return sorted((Entry(*row) for row in rows), key=lambda entry: entry.key)
 
 
 def delete_batches(connection: sqlite3.Connection, through: int, limit: int = 4096) -> bool:

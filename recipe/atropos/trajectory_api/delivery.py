@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from recipe.atropos.trajectory_api import database
-from recipe.atropos.trajectory_api.messages import BatchNumber, Registration, RequestRefused, Through
+from recipe.atropos.trajectory_api.endpoints import SOMEBODY, Caller, Int, Registration, RequestRefused, endpoint
 from recipe.atropos.trajectory_api.service import Service, Trainer
 
 logger = logging.getLogger(__name__)
@@ -29,6 +29,7 @@ _LONGEST_WAIT = 60.0  # s, of a long poll
 _STORE_SECONDS = 2.0  # s, for storing a batch, whatever a client waits; longer if the disk is full
 
 
+@endpoint("POST", "/register", for_trainers=True)
 async def register(service: Service, message: Registration) -> dict[str, Any]:
     """Register a trainer; the former one is refused from now on.
 
@@ -95,7 +96,7 @@ async def _replace(
     service.served, service.delivered = base, True
     service.trainer = Trainer(message, base, base, time.monotonic())
     for group in groups:
-        service.queue.add(service.entry(group))
+        service.queue.add(service.known(group))
     service.set_batch_size(service.trainer)
     service.changed()
     return {"uuid": uuid.uuid4().int >> 65, "epoch": epoch, "last": last}
@@ -123,11 +124,11 @@ def _check_available(service: Service, after: int) -> None:
 # ---------------------------------------------------------------------- batches
 
 
-def see_trainer(service: Service, epoch: int | None) -> Trainer:
-    """Return the registered trainer, and note that it lives.
+def _poll_trainer(service: Service, epoch: int | None, through: int = 0) -> Trainer:
+    """Return the registered trainer, and note that it lives; ``through`` is a batch that it has.
 
     Raises:
-        RequestRefused: 409, another trainer has registered since, or none has.
+        RequestRefused: 409, another trainer has registered since, or none has. 422, there is no such batch.
     """
     trainer = service.trainer
     if trainer is None:
@@ -138,6 +139,8 @@ def see_trainer(service: Service, epoch: int | None) -> Trainer:
             409, f"epoch={epoch}: a trainer registered later, with epoch {service.epoch}", epoch=service.epoch
         )
     trainer.seen = time.monotonic()
+    if not 0 <= through <= service.last:
+        raise RequestRefused(422, f"through={through}: the last batch is {service.last}")
     return trainer
 
 
@@ -151,7 +154,7 @@ async def numbered_batch(
     Raises:
         RequestRefused: 409, of an older epoch. 410, it was deleted. 422, batches before it are missing.
     """
-    trainer = see_trainer(service, epoch)
+    trainer = _poll_trainer(service, epoch)
     _check_available(service, after)
     if after > service.last:
         raise RequestRefused(422, f"after={after}: the last batch is {service.last}; register with after={after} first")
@@ -173,7 +176,7 @@ async def numbered_batch(
                 return None
             await service.wait_for_change(remaining)
             trainer.seen = time.monotonic()
-        see_trainer(service, epoch)
+        _poll_trainer(service, epoch)
         return None
     finally:
         trainer.waiting -= 1
@@ -212,7 +215,7 @@ async def stock_batch(service: Service) -> int | None:
         RequestRefused: 409, a trainer that numbers batches is live.
     """
     _refuse_while_live(service, "ask for batches by number, with its epoch")
-    trainer = see_trainer(service, None)
+    trainer = _poll_trainer(service, None)
     if service.delivered and service.served > service.cursor:
         service.cursor = service.served
         service.store.write(database.write_run, cursor=service.cursor)
@@ -234,11 +237,11 @@ def stock_delivered(service: Service, epoch: int, number: int, written: bool) ->
             service.store.write(database.write_run, served=number)
 
 
-async def commit(service: Service, message: Through, epoch: int | None) -> dict[str, Any]:
+@endpoint("POST", "/commit", for_trainers=True, with_epoch=True)
+async def commit(service: Service, through: Int, caller: Caller = SOMEBODY) -> dict[str, Any]:
     """Note that a durable checkpoint contains the batches through a number, so that none before is asked for again."""
-    see_trainer(service, epoch)
-    _check_cut(service, message.through)
-    service.committed = max(service.committed, message.through)
+    _poll_trainer(service, caller.epoch, through)
+    service.committed = max(service.committed, through)
     await service.store.write(database.write_run, committed=service.committed)
     await _delete(service, service.committed)
     return {"status": "committed", "through": service.committed}
@@ -253,25 +256,25 @@ async def _delete(service: Service, through: int) -> None:
         pass
 
 
-async def weights_pushed(service: Service, message: Through, epoch: int | None) -> dict[str, Any]:
+@endpoint("POST", "/weights", for_trainers=True, with_epoch=True)
+async def weights_pushed(service: Service, through: Int, caller: Caller = SOMEBODY) -> dict[str, Any]:
     """Note that the servers hold weights that contain the batches through a number; tickets follow it."""
-    trainer = see_trainer(service, epoch)
-    _check_cut(service, message.through)
-    trainer.weights = message.through
-    trainer.empty = {number for number in trainer.empty if number > message.through}
+    trainer = _poll_trainer(service, caller.epoch, through)
+    trainer.weights = through
+    trainer.empty = {number for number in trainer.empty if number > through}
     await _save_progress(service, trainer)
-    return {"status": "noted", "through": message.through}
+    return {"status": "noted", "through": through}
 
 
-async def batch_is_empty(service: Service, message: BatchNumber, epoch: int | None) -> dict[str, Any]:
+@endpoint("POST", "/empty", for_trainers=True, with_epoch=True)
+async def batch_is_empty(service: Service, number: Int, caller: Caller = SOMEBODY) -> dict[str, Any]:
     """Note that the trainer found nothing to train on in a batch: it makes no update, so tickets may go one further."""
-    trainer = see_trainer(service, epoch)
-    _check_cut(service, message.number)
-    if message.number > trainer.weights and message.number not in trainer.empty:
-        trainer.empty.add(message.number)
+    trainer = _poll_trainer(service, caller.epoch, number)
+    if number > trainer.weights and number not in trainer.empty:
+        trainer.empty.add(number)
         service.count("empty_batches")
         await _save_progress(service, trainer)
-    return {"status": "noted", "number": message.number}
+    return {"status": "noted", "number": number}
 
 
 async def _save_progress(service: Service, trainer: Trainer) -> None:
@@ -279,12 +282,8 @@ async def _save_progress(service: Service, trainer: Trainer) -> None:
     service.changed()
 
 
-def _check_cut(service: Service, through: int) -> None:
-    if not 0 <= through <= service.last:
-        raise RequestRefused(422, f"through={through}: the last batch is {service.last}")
-
-
-async def reset(service: Service) -> None:
+@endpoint("GET", "/reset_data", for_trainers=True)
+async def reset(service: Service) -> str:
     """Archive everything.
 
     Raises:
@@ -296,3 +295,4 @@ async def reset(service: Service) -> None:
             await service.reset()
         except (OSError, sqlite3.Error) as error:
             raise RequestRefused(503, f"nothing was reset: {error}") from error
+    return "Reset successful"

@@ -9,7 +9,7 @@ from typing import Any
 
 from recipe.atropos.data.rows import ENVIRONMENTS
 from recipe.atropos.trajectory_api.batching import LEAST_WEIGHT, Queue
-from recipe.atropos.trajectory_api.messages import EnvRegistration, RequestRefused
+from recipe.atropos.trajectory_api.endpoints import EnvRegistration, RequestRefused
 
 ALIVE_SECONDS = 60.0  # since an environment was last seen, until its share and its tickets are released
 _BLOCKS = (2**31 - 1) // ENVIRONMENTS  # of numbers of environments
@@ -74,7 +74,7 @@ class Environments:
             raise RequestRefused(404, f"env_id={number}: no environment has registered under it; call /register-env")
         return self.by_id[number]
 
-    def see(self, number: int | None) -> Environment | None:
+    def touch(self, number: int | None) -> Environment | None:
         """Note that an environment lives, and return it; None if it is unknown."""
         environment = self.by_id.get(number) if number is not None else None
         if environment is not None:
@@ -97,7 +97,7 @@ class Environments:
     def status(self, number: int, queue: Queue) -> dict[str, Any]:
         """Return what ``/status-env`` says but for the step: sizes of the queue as atroposlib counts them."""
         own = self.get(number)
-        self.see(number)
+        self.touch(number)
         own.connected = True
         connected = [other for other in self if other.alive]
         total = sum(other.registration.max_token_length * other.weight for other in connected)

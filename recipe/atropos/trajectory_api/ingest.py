@@ -18,10 +18,18 @@ from typing import Any
 import msgspec
 
 from recipe.atropos.data.reasons import Reason, RefusedGroup
-from recipe.atropos.trajectory_api import database
+from recipe.atropos.trajectory_api import database, wire
 from recipe.atropos.trajectory_api.batching import Ask, Entry
+from recipe.atropos.trajectory_api.endpoints import (
+    SOMEBODY,
+    Caller,
+    EnvRegistration,
+    Int,
+    RequestRefused,
+    Seconds,
+    endpoint,
+)
 from recipe.atropos.trajectory_api.environments import Environment, one_line
-from recipe.atropos.trajectory_api.messages import Begin, EnvIdentifier, EnvRegistration, Release, RequestRefused
 from recipe.atropos.trajectory_api.parsing import Parsed, environments_of, parse_json, parse_packed
 from recipe.atropos.trajectory_api.service import AHEAD, Service
 
@@ -32,16 +40,17 @@ _RETRY_AFTER = 0.2  # s
 # ---------------------------------------------------------------------- registrations
 
 
-async def register_env(service: Service, message: EnvRegistration, key: str | None = None) -> dict[str, Any]:
-    """Register an environment, once there is a trainer; with one ``key``, once however often it is sent."""
+@endpoint("POST", "/register-env")
+async def register_env(service: Service, message: EnvRegistration, caller: Caller = SOMEBODY) -> dict[str, Any]:
+    """Register an environment, once there is a trainer; with one key, once however often it is sent."""
     trainer = service.trainer
     if trainer is None:
         return {"status": "wait for trainer to start"}
-    environment = service.environments.of_key(key)
+    environment = service.environments.of_key(caller.key)
     if environment is None:
-        environment = service.environments.add(message, key)
+        environment = service.environments.add(message, caller.key)
         service.apply_share(environment)
-    service.environments.see(environment.id)
+    service.environments.touch(environment.id)
     await _save(service, environment)
     return {
         "status": "success",
@@ -54,13 +63,14 @@ async def register_env(service: Service, message: EnvRegistration, key: str | No
     }
 
 
-async def disconnect_env(service: Service, message: EnvIdentifier) -> dict[str, Any]:
-    """Note that an environment has left; its tickets are released."""
-    environment = service.environments.by_id.get(message.env_id)
+@endpoint("POST", "/disconnect-env")
+async def disconnect_env(service: Service, env_id: Int, reason: str = "") -> dict[str, Any]:
+    """Note that an environment has left, with the ``reason`` if something is wrong; its tickets are released."""
+    environment = service.environments.by_id.get(env_id)
     if environment is None:
-        return {"status": "failure", "error": f"env_id={message.env_id}: no environment has registered under it"}
+        return {"status": "failure", "error": f"env_id={env_id}: no environment has registered under it"}
     environment.connected = False
-    environment.left_because = one_line(message.reason) or environment.left_because
+    environment.left_because = one_line(reason) or environment.left_because
     service.release_dead()
     await _save(service, environment)
     service.changed()
@@ -80,62 +90,87 @@ async def _save(service: Service, environment: Environment) -> None:
 # ---------------------------------------------------------------------- tickets
 
 
-async def begin(service: Service, message: Begin, gone: Any) -> dict[str, Any]:
-    """Issue a ticket as soon as the staleness bound and the queue allow it, within ``message.wait`` seconds.
+def _ticket_lost(service: Service, answer: dict[str, Any]) -> None:
+    """Release a ticket that its environment was not told of: nobody would close it."""
+    if answer["ticket"] is not None:
+        service.release(answer["ticket"], "ticket_lost")
 
-    ``gone()`` says whether who asked is no longer there; a ticket for nobody would be waited for.
+
+@endpoint("POST", "/begin", lost=_ticket_lost)
+async def begin(
+    service: Service,
+    env_id: Int,
+    sequences: Int | None = None,
+    held: list[Int] | None = None,
+    more: bool = False,
+    ahead: Int | None = None,
+    wait: Seconds = 0.0,
+    caller: Caller = SOMEBODY,
+) -> dict[str, Any]:
+    """Issue a ticket as soon as the staleness bound and the queue allow it, within ``wait`` seconds.
+
+    ``held``: all tickets that the environment knows of; others of it are released. ``more``: another request follows at
+    once, so that nobody else takes its turn meanwhile. ``ahead``: how many batches, from the next one on, may hold its
+    group where there is no staleness bound.
     """
-    environment = service.environments.get(message.env_id)
+    environment = service.environments.get(env_id)
     environment.connected = True
-    size = environment.registration.group_size if message.sequences is None else message.sequences
+    size = environment.registration.group_size if sequences is None else sequences
     if size < 1 or (service.queue.batch_size and size > service.queue.batch_size):
         raise RequestRefused(422, f"sequences={size}: give 1 to {service.queue.batch_size}, the batch size")
-    if message.held is not None:
-        held = {*message.held}
-        lost = [entry for entry in service.queue.tickets.values() if entry.env == environment.id]
-        for entry in lost:
-            if entry.number not in held:
-                service.release(entry.number, "ticket_lost")
+    known = [entry.number for entry in service.queue.tickets.values() if entry.env == env_id]
+    for number in known if held is not None else ():
+        if number not in held:
+            service.release(number, "ticket_lost")
     issued: asyncio.Future[tuple[int, Any]] = asyncio.get_running_loop().create_future()
     queue = service.queue  # a reset makes another
-    ask = Ask(environment.id, size, message.more, max(1, message.ahead or AHEAD), gone, issued.set_result)
-    service.environments.see(environment.id)
+    ask = Ask(env_id, size, more, max(1, ahead or AHEAD), caller.gone, issued.set_result)
+    service.environments.touch(env_id)
     queue.ask(ask)
     service.advance()
     try:
         if not issued.done():
             if service.queue.plan().complete:  # this asks for more than the room of a batch
                 service.changed()
-            await asyncio.wait([issued], timeout=min(max(message.wait, 0.0), _LONGEST_WAIT))
+            await asyncio.wait([issued], timeout=min(max(wait, 0.0), _LONGEST_WAIT))
         if not issued.done():
-            return {"ticket": None, "retry_after": _RETRY_AFTER, "reason": service.why_no_ticket(environment.id)}
+            return {"ticket": None, "retry_after": _RETRY_AFTER, "reason": service.why_no_ticket(env_id)}
     finally:
-        service.environments.see(environment.id)
+        service.environments.touch(env_id)
         queue.withdraw(ask)
     ticket, stored = issued.result()
     await stored
     return {"ticket": ticket}
 
 
-async def release(service: Service, message: Release) -> dict[str, Any]:
-    """End a ticket without a group, for a reason that is counted."""
-    entry = service.queue.tickets.get(message.ticket)
+@endpoint("POST", "/release")
+async def release(service: Service, ticket: Int, reason: str = "unknown", detail: str = "") -> dict[str, Any]:
+    """End a ticket without a group, for a reason that is counted; ``detail``: why its item failed, or was not sent."""
+    entry = service.queue.tickets.get(ticket)
     if entry is not None:
-        environment = service.environments.see(entry.env)
-        if environment is not None and message.detail:
-            environment.failed, environment.failure = environment.failed + 1, one_line(message.detail)
-    ended = service.release(message.ticket, _name(message.reason))
+        environment = service.environments.touch(entry.env)
+        if environment is not None and detail:
+            environment.failed, environment.failure = environment.failed + 1, one_line(detail)
+    name = "".join(letter if letter.isalnum() else "_" for letter in reason[:64]) or "unknown"  # of a metric
+    ended = service.release(ticket, name)
     # Also of one that is not open: its end may not be stored yet, if this is a repetition.
-    await (ended or service.store.write(database.end_tickets, [message.ticket]))
+    await (ended or service.store.write(database.end_tickets, [ticket]))
     return {"status": "not open" if ended is None else "released"}
 
 
-def _name(reason: str) -> str:
-    """Return a reason as a name of metrics."""
-    return "".join(letter if letter.isalnum() else "_" for letter in reason[:64]) or "unknown"
-
-
 # ---------------------------------------------------------------------- groups
+
+
+@endpoint("POST", "/scored_data")
+@endpoint("POST", "/scored_data_list")
+async def scored_data(service: Service, body: bytes, caller: Caller) -> dict[str, Any]:
+    """Store groups; the answer is delayed while the queue is full."""
+    several, packed = caller.path == "/scored_data_list", caller.request.content_type == wire.PACKED
+    groups = parse(service, body, packed, several, caller.ticket)
+    await post(service, groups, caller.ticket, caller.key)
+    if caller.ticket is None:
+        await hold(service, caller.gone)
+    return {"status": "received", **({"groups_processed": len(groups)} if several else {})}
 
 
 def parse(service: Service, body: bytes, packed: bool, several: bool, ticket: int | None) -> list[Parsed]:
@@ -156,7 +191,7 @@ def parse(service: Service, body: bytes, packed: bool, several: bool, ticket: in
     except RefusedGroup as error:
         entry = service.queue.tickets.get(ticket) if ticket is not None else None
         for env, n in Counter(environments_of(body, packed)).items():
-            environment = service.environments.see(env) or service.environments.see(entry.env if entry else None)
+            environment = service.environments.touch(env) or service.environments.touch(entry.env if entry else None)
             service.count(f"refused/{error.reason}", n, environment)
         service.save()
         if ticket is not None:
@@ -197,28 +232,22 @@ async def post(service: Service, groups: Sequence[Parsed], ticket: int | None, k
     if (timed := begun or service.queue.hung.pop(ticket, None)) is not None:
         service.note_seconds(timed)
     number, due = (service.take_number(), 0) if begun is None else (begun.number, begun.due)
-    now = time.time()
-    rows = []
+    entries = []
     for group in groups:
-        rows.append(
-            (
-                database.Group(service.next_id, number, group.env_id, group.sequences, group.tokens, due, now),
-                group.record,
-            )
-        )
+        entries.append(Entry(number, group.env_id, group.sequences, group.tokens, service.next_id, due))
         service.next_id += 1
-    stored = service.store.write(database.append, rows, key, ticket)
+    stored = service.store.write(database.append, entries, [group.record for group in groups], key, ticket)
     if key is not None:
         service.posts[key], service.posting[key] = len(groups), stored
     # A task of its own: the index must follow the store even if the client leaves now.
-    indexing = _index(service, groups, [row for row, _ in rows], begun, key, stored)
+    indexing = _index(service, groups, entries, begun, key, stored)
     await asyncio.shield(asyncio.ensure_future(indexing))
 
 
 async def _index(
     service: Service,
     groups: Sequence[Parsed],
-    rows: Sequence[database.Group],
+    entries: Sequence[Entry],
     begun: Entry | None,
     key: str | None,
     stored: "asyncio.Future[None]",
@@ -232,11 +261,11 @@ async def _index(
     finally:
         if key is not None:
             service.posting.pop(key, None)
-    entries = [service.entry(row) for row in rows]
-    if begun is None:
-        for entry in entries:
+    for entry in entries:
+        service.known(entry)
+        if begun is None:
             service.queue.add(entry)
-    else:
+    if begun is not None:
         service.queue.close(begun, entries)
         if sum(entry.size for entry in entries) > begun.size:
             service.count("larger_than_ticket")
@@ -246,7 +275,7 @@ async def _index(
         service.set_batch_size(service.trainer)  # a trainer with smaller batches registered meanwhile
     service.latest = entries[-1].id
     for group in groups:
-        environment = service.environments.see(group.env_id)
+        environment = service.environments.touch(group.env_id)
         service.count("received", 1, environment)
         if environment is not None:
             environment.failed = 0

@@ -14,6 +14,7 @@ import orjson
 
 from recipe.atropos.data.scored_group import ScoredGroup, unpack
 from recipe.atropos.trajectory_api import database
+from recipe.atropos.trajectory_api.batching import Entry
 from recipe.atropos.trajectory_api.parsing import Parsed
 from recipe.atropos.trajectory_api.store import DATABASE, Store, TrajectoryStoreError, named_errors
 from recipe.atropos.utils.files import disk_errors
@@ -43,7 +44,7 @@ def list_all(data_dir: Path) -> None:
                 f"{batch['environments']:5}  {newest}"
             )
         queued = database.queued(connection)
-        print(f"{'queued':>8} {len(queued):8} {sum(group.sequences for group in queued):10}")
+        print(f"{'queued':>8} {len(queued):8} {sum(entry.size for entry in queued):10}")
 
 
 def show(data_dir: Path, number: int) -> None:
@@ -88,7 +89,7 @@ def import_(data_dir: Path, file: Path) -> None:
         connection = store.connection
         if database.list_batches(connection) or database.queued(connection):
             raise TrajectoryStoreError(f"data-dir={data_dir}: it has groups already; give a new folder")
-        id = batches = 0
+        groups_so_far = batches = 0
         connection.execute("BEGIN IMMEDIATE")
         with open(file, "rb") as lines:
             for place, line in enumerate(lines, start=1):
@@ -100,15 +101,15 @@ def import_(data_dir: Path, file: Path) -> None:
                     raise TrajectoryStoreError(
                         f"{file}, line {place}: it is not an exported batch ({error})"
                     ) from error
-                rows = []
+                entries = []
                 for group in groups:
-                    id += 1
-                    row = database.Group(id, id, group.env_id, group.sequences, group.tokens, 0, time.time())
-                    rows.append((row, group.record))
-                database.append(connection, rows, None, None)
-                database.cut(connection, number, [row.id for row, _ in rows])
+                    groups_so_far += 1
+                    id = groups_so_far
+                    entries.append(Entry(id, group.env_id, group.sequences, group.tokens, id))
+                database.append(connection, entries, [group.record for group in groups])
+                database.cut(connection, number, [entry.id for entry in entries])
                 batches += 1
-        database.write_run(connection, numbers=id + 1)
+        database.write_run(connection, numbers=groups_so_far + 1)
         connection.execute("COMMIT")
     finally:
         store.close()

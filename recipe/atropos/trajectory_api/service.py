@@ -28,8 +28,8 @@ from recipe.atropos.trajectory_api.batching import (
     EnvironmentQueue,
     Queue,
 )
+from recipe.atropos.trajectory_api.endpoints import EnvRegistration, Registration
 from recipe.atropos.trajectory_api.environments import Environment, Environments
-from recipe.atropos.trajectory_api.messages import EnvRegistration, Registration
 from recipe.atropos.trajectory_api.store import Store, named_errors
 
 logger = logging.getLogger(__name__)
@@ -107,6 +107,7 @@ class Service:
         self.registering = asyncio.Lock()  # held by whoever replaces the trainer or the store
         self.posting: dict[str, asyncio.Future[int | None]] = {}  # by idempotency key
         self.next_id = 1  # of a group; also after a reset, since a post may be on its way
+        self.damaged: dict[tuple[int, int], str] = {}  # by epoch and number of a batch
         self.begun_at = time.time()
         with named_errors(self.store.path):
             self._take(self.store.load())
@@ -142,22 +143,18 @@ class Service:
             weights = run.get("weights", base)
             empty = {number for number in run.get("empty", ()) if number > weights}
             self.trainer = Trainer(registration, base, weights, time.monotonic(), empty)
-        for group in loaded.queued:
-            self.queue.add(self.entry(group))
-        for ticket, env, sequences, due in loaded.tickets:
-            self.queue.add(Entry(ticket, self.known(env), sequences, due=due or UNBOUNDED))
+        for entry in loaded.entries:
+            self.queue.add(self.known(entry))
         if self.trainer is not None:
             self.set_batch_size(self.trainer)
             self.advance()
 
     # ------------------------------------------------------------------ the index
 
-    def entry(self, group: database.Group) -> Entry:
-        return Entry(group.number, self.known(group.env), group.sequences, group.tokens, group.id, group.due)
-
-    def known(self, env: int | None) -> int | None:
-        """Return the environment under which a group is queued; None for all that have not registered."""
-        return env if env in self.environments.by_id else None
+    def known(self, entry: Entry) -> Entry:
+        """Return an entry, of environment None if its environment has not registered."""
+        entry.env = entry.env if entry.env in self.environments.by_id else None
+        return entry
 
     def apply_share(self, environment: Environment) -> None:
         """Tell the queue an environment's name and share; its allocation holds while it lives."""

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import ctypes
-import ipaddress
 import logging
 import os
 import signal
@@ -15,6 +14,7 @@ from aiohttp import web
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.trajectory_api.app import Api
 from recipe.atropos.trajectory_api.service import Service, Settings
+from recipe.atropos.utils.private_process import is_loopback
 from recipe.atropos.utils.secret import API_KEY_VARIABLE
 from recipe.atropos.utils.sockets import holder, inherited_socket
 
@@ -50,11 +50,7 @@ def read_secret(path: str | None) -> str | None:
 
 def check_host(host: str, secret: str | None) -> None:
     """Raise ConfigurationError if a server without a secret would be reached from other machines."""
-    try:
-        loopback = ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        loopback = host == "localhost"
-    if secret is None and not loopback:
+    if secret is None and not is_loopback(host):
         raise ConfigurationError(
             f"host={host}: without a secret, the server listens on loopback only; give --secret-file, or set "
             f"${API_KEY_VARIABLE}"

@@ -3,12 +3,71 @@
 import time
 from typing import Any
 
+from aiohttp import web
+
 from recipe.atropos.data.rows import ENVIRONMENTS
+from recipe.atropos.data.scored_group import KEYS, unpack
+from recipe.atropos.trajectory_api import database
+from recipe.atropos.trajectory_api.endpoints import Caller, Int, Registration, endpoint
 from recipe.atropos.trajectory_api.service import Service
 
 _NAMED = 8  # environments in a sentence
+_NO_EXAMPLE = dict.fromkeys([key for key in KEYS if key not in ("overrides", "group_overrides", "env_id")], [])
+_CONTENT_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
 
 
+@endpoint("GET", "/")
+@endpoint("GET", "")
+def root(service: Service, caller: Caller) -> Any:
+    """Return the page, for a browser."""
+    if "text/html" not in caller.request.headers.get("Accept", ""):
+        return {"message": "AtroposLib API"}
+    return web.Response(text=PAGE, content_type="text/html", headers={"Content-Security-Policy": _CONTENT_POLICY})
+
+
+def _registration(service: Service, caller: Caller) -> Registration | None:
+    """Return the trainer's registration, None without a trainer; note that it lives, if it is the one that asks."""
+    trainer = service.trainer
+    if trainer is not None and caller.epoch == service.epoch:
+        trainer.seen = time.monotonic()
+    return trainer.registration if trainer else None
+
+
+@endpoint("GET", "/info")
+def info(service: Service, caller: Caller) -> dict[str, Any]:
+    """Return the size of a batch in sequences, and of a sequence in tokens."""
+    found = _registration(service, caller)
+    return {"batch_size": found.batch_size if found else -1, "max_token_len": found.max_token_len if found else -1}
+
+
+@endpoint("GET", "/wandb_info")
+def wandb_info(service: Service, caller: Caller) -> dict[str, Any]:
+    """Return group and project of the trainer's wandb run."""
+    found = _registration(service, caller)
+    return {"group": found.wandb_group if found else None, "project": found.wandb_project if found else None}
+
+
+@endpoint("GET", "/status")
+def status(service: Service, caller: Caller) -> dict[str, Any]:
+    """Return the trainer's step, and the number of queued groups."""
+    _registration(service, caller)
+    return {"current_step": service.step(), "queue_size": service.queue.sizes.total()}
+
+
+@endpoint("GET", "/status-env")
+def status_env(service: Service, env_id: Int) -> dict[str, Any]:
+    """Return the trainer's step, and the queue as an environment sees it."""
+    return {"current_step": service.step(), **service.environments.status(env_id, service.queue)}
+
+
+@endpoint("GET", "/latest_example")
+async def latest_example(service: Service) -> Any:
+    """Return the group that came last."""
+    record = await service.store.read(database.read_record, service.latest) if service.latest is not None else None
+    return _NO_EXAMPLE if record is None else unpack(record).to_json()
+
+
+@endpoint("GET", "/diagnose")
 def diagnose(service: Service) -> dict[str, Any]:
     """Return the state, with ``why`` in one sentence: why there is no batch, or that there is one."""
     queue, trainer, now = service.queue, service.trainer, time.monotonic()
@@ -102,6 +161,7 @@ def environments(service: Service) -> list[dict[str, Any]]:
     return found
 
 
+@endpoint("GET", "/metrics")
 def metrics(service: Service) -> str:
     """Return the state in the text format of Prometheus."""
     queue, trainer, now = service.queue, service.trainer, time.monotonic()

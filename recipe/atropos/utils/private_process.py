@@ -68,7 +68,7 @@ def keep_rendezvous_on_loopback() -> None:
     create = rendezvous._create_c10d_store
 
     def create_on_loopback(hostname, port, rank, world_size, timeout, *args, **kwargs):
-        if rank != 0 or not _is_loopback(hostname) or rendezvous._torchelastic_use_agent_store():
+        if rank != 0 or not is_loopback(hostname) or rendezvous._torchelastic_use_agent_store():
             return create(hostname, port, rank, world_size, timeout, *args, **kwargs)
         listener = socket.create_server((hostname, port), backlog=2048)
         return rendezvous.TCPStore(
@@ -85,7 +85,8 @@ def keep_rendezvous_on_loopback() -> None:
         rendezvous._create_c10d_store = create_on_loopback
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Return whether a host, as a name or an address, is this machine's loopback."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -9,50 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from recipe.atropos.trajectory_api import batching, database, delivery, environments, ingest, status
+from helpers.trajectory_service import batch, begin, in_service, join, post, registration
+from recipe.atropos.trajectory_api import batching, delivery, environments, ingest, status
 from recipe.atropos.trajectory_api import service as service_module
-from recipe.atropos.trajectory_api.messages import (
-    BatchNumber,
-    Begin,
-    EnvRegistration,
-    Registration,
-    RequestRefused,
-    Through,
-)
-from recipe.atropos.trajectory_api.parsing import Parsed
-from recipe.atropos.trajectory_api.service import Service, Settings
-
-
-def registration(batch_size, **fields):
-    return Registration("", "", batch_size, 100, "", -1, 0, 10, **fields)
-
-
-def in_service(folder, test, **settings):
-    async def run():
-        service = Service(Settings(folder, **settings))
-        try:
-            await asyncio.wait_for(test(service), 30)
-        finally:
-            service.close()
-
-    asyncio.run(run())
-
-
-async def post(service, *numbers, env=None, size=4, ticket=None):
-    for number in numbers:
-        await ingest.post(service, [Parsed(b"%d" % number, env, size, 12)], ticket, None)
-
-
-async def environment(service, **fields):
-    return (await ingest.register_env(service, EnvRegistration(100, "e", 1.0, 4, **fields)))["env_id"]
-
-
-async def begin(service, env):
-    return (await ingest.begin(service, Begin(env), lambda: False))["ticket"]
-
-
-async def batch(service, number):
-    return [int(record) for record in await service.store.read(database.read_batch, number)]
+from recipe.atropos.trajectory_api.endpoints import RequestRefused
 
 
 async def is_held(service):
@@ -65,12 +25,12 @@ async def is_held(service):
 def test_a_batch_of_more_tokens_than_the_limit_comes(tmp_path):
     async def test(service):
         await delivery.register(service, registration(64, after=0))
-        env = await environment(service)
+        env = await join(service)
         for number in range(16):
             assert await begin(service, env) is not None, "the batch lacks groups"
             await post(service, number, env=env, ticket=number + 1)
             assert await is_held(service) == (number == 15)
-        refused = await ingest.begin(service, Begin(env), lambda: False)
+        refused = await ingest.begin(service, env)
         assert refused["reason"] == "batch 1 is complete, and 192 tokens are queued, more than queue-tokens=100"
         assert await delivery.numbered_batch(service, 0, 0, None) == 1
         assert await begin(service, env) is not None and not await is_held(service)
@@ -130,14 +90,14 @@ def test_an_empty_batch_extends_the_bound_by_one_batch(tmp_path, max_staleness, 
 
     async def first(service):
         await delivery.register(service, registration(8, after=0, max_staleness=max_staleness))
-        env = await environment(service)
+        env = await join(service)
         for number in range(1, 2 + max_staleness):
             await fill(service, env)
             assert await delivery.numbered_batch(service, number - 1, 0, None) == number
         assert await begin(service, env) is None
         for number in range(1, 4):
-            assert (await delivery.batch_is_empty(service, BatchNumber(number), None))["status"] == "noted"
-            await delivery.batch_is_empty(service, BatchNumber(number), None)  # sent again
+            assert (await delivery.batch_is_empty(service, number))["status"] == "noted"
+            await delivery.batch_is_empty(service, number)  # sent again
             await fill(service, env)
             assert await begin(service, env) is None, "one batch more, and no other"
             assert await delivery.numbered_batch(service, number + max_staleness, 0, None) == number + 1 + max_staleness
@@ -150,7 +110,7 @@ def test_an_empty_batch_extends_the_bound_by_one_batch(tmp_path, max_staleness, 
         [env] = service.environments.by_id
         assert service.trainer.empty == {1, 2, 3} and service.trainer.weights == 0
         assert await begin(service, env) is None
-        await delivery.weights_pushed(service, Through(4), None)
+        await delivery.weights_pushed(service, 4)
         assert service.trainer.empty == set() and status.diagnose(service)["trainer"]["empty_batches_in_a_row"] == 0
         await fill(service, env)
         assert await delivery.numbered_batch(service, 4 + max_staleness, 0, None) == 5 + max_staleness
@@ -174,7 +134,7 @@ def test_a_hung_ticket_holds_a_batch_only_for_a_while(tmp_path, monkeypatch, cap
     async def test(service):
         nonlocal now
         await delivery.register(service, registration(8, after=0))
-        env = await environment(service)
+        env = await join(service)
         for _ in range(10):
             ticket = await begin(service, env)
             now += 20
@@ -199,7 +159,7 @@ def test_a_hung_ticket_holds_a_batch_only_for_a_while(tmp_path, monkeypatch, cap
         assert service.queue.sequences == 8, "what it gives after all is a group without a ticket"
 
     in_service(tmp_path, test)
-    assert "of e_0, whose groups take 20 s at most: released" in caplog.text
+    assert "of env_0, whose groups take 20 s at most: released" in caplog.text
 
 
 def test_an_environment_that_hangs_from_the_first_stops_nobody(tmp_path, monkeypatch):
@@ -212,7 +172,7 @@ def test_an_environment_that_hangs_from_the_first_stops_nobody(tmp_path, monkeyp
     async def test(service):
         nonlocal now
         await delivery.register(service, registration(8, after=0))
-        first, slow = await environment(service), await environment(service)
+        first, slow = await join(service), await join(service)
         hung = await begin(service, slow)
         ticket = await begin(service, first)
         assert await delivery.numbered_batch(service, 0, 0, None) is None
@@ -238,7 +198,7 @@ def test_an_environment_that_hangs_from_the_first_stops_nobody(tmp_path, monkeyp
 def test_two_posts_under_one_ticket_get_one_place(tmp_path):
     async def test(service):
         await delivery.register(service, registration(12, after=0, max_staleness=0))
-        env = await environment(service)
+        env = await join(service)
         ticket = await begin(service, env)
         await asyncio.gather(*(post(service, number, env=env, ticket=ticket) for number in (1, 2)))
         assert sorted(entry.due for entry in service.queue) == [0, 1]
@@ -251,7 +211,7 @@ def test_a_group_whose_ticket_has_ended_breaks_no_bound(tmp_path):
 
     async def test(service):
         await delivery.register(service, registration(8, after=0, max_staleness=0))
-        env = await environment(service)
+        env = await join(service)
         late = await begin(service, env)
         await service.release(late, "environment_gone")
         tickets = [await begin(service, env), await begin(service, env)]
@@ -270,7 +230,7 @@ async def still_without_ticket(service):
 
 async def always_ask(service, env):
     while True:
-        answer = await ingest.begin(service, Begin(env, wait=5, more=True), lambda: False)
+        answer = await ingest.begin(service, env, wait=5, more=True)
         if answer["ticket"] is not None:
             await post(service, 1, env=env, ticket=answer["ticket"])
 
@@ -281,7 +241,7 @@ def test_a_stock_backlog_does_not_starve_tickets(tmp_path, max_staleness):
 
     async def test(service):
         await delivery.register(service, registration(16, after=0, max_staleness=max_staleness))
-        stock, ours = await environment(service), await environment(service, min_batch_allocation=0.5)
+        stock, ours = await join(service), await join(service, min_batch_allocation=0.5)
         trained = Counter()
         asking = asyncio.ensure_future(always_ask(service, ours))
         for after in range(20):
@@ -289,7 +249,7 @@ def test_a_stock_backlog_does_not_starve_tickets(tmp_path, max_staleness):
                 await post(service, 0, env=stock)
             assert await delivery.numbered_batch(service, after, 5, None) == after + 1
             trained.update(await batch(service, after + 1))
-            await delivery.weights_pushed(service, Through(after + 1), None)
+            await delivery.weights_pushed(service, after + 1)
         asking.cancel()
         assert trained[1] == pytest.approx(60, abs=5)  # half, and its part of the rest
 

@@ -9,6 +9,7 @@ import pytest
 from aiohttp.test_utils import RawTestServer
 
 from helpers.services import group, post
+from helpers.trajectory_api import REGISTRATION
 from recipe.atropos.sources import numbered as data_source
 from recipe.atropos.sources.numbered import DataSource, DataSourceConfig, Registration
 from recipe.atropos.trajectory_api.app import Api
@@ -45,7 +46,7 @@ def short_polls(monkeypatch):
 
 
 def source(url):
-    return DataSource(DataSourceConfig(url, timeout=0.5, retry_attempts=2), Registration(8, 64, 0, 10))
+    return DataSource(DataSourceConfig(url, timeout=0.5, retry_attempts=2), Registration(**REGISTRATION))
 
 
 def test_a_wait_for_a_full_disk_shows_and_is_logged(tmp_path, monkeypatch, caplog):
@@ -109,12 +110,12 @@ def fill_up(connection):
     connection.execute("INSERT OR REPLACE INTO run VALUES ('large', zeroblob(100000))")
 
 
-def test_what_ends_the_signs_of_life_is_raised(tmp_path, monkeypatch):
+def test_what_ends_the_heartbeats_is_raised(tmp_path, monkeypatch):
     def defect(self):
         raise ZeroDivisionError("a defect")
 
-    monkeypatch.setattr(data_source, "_LIFE_SECONDS", 0.1)
-    monkeypatch.setattr(TrajectoryApiClient, "sign_of_life", defect)
+    monkeypatch.setattr(data_source, "_HEARTBEAT_SECONDS", 0.1)
+    monkeypatch.setattr(TrajectoryApiClient, "status", defect)
     with api_in_a_thread(tmp_path) as (_, url), source(url) as training:
         with pytest.raises(ZeroDivisionError, match="a defect"):
             training.next_batch()

@@ -8,14 +8,14 @@ import sqlite3
 import pytest
 from aiohttp.test_utils import RawTestServer
 
+from helpers.trajectory_service import in_service, registration
 from recipe.atropos.data.scored_group import ScoredGroup
 from recipe.atropos.trajectory_api import database, delivery, ingest, records, wire
 from recipe.atropos.trajectory_api.app import Api
+from recipe.atropos.trajectory_api.batching import Entry
 from recipe.atropos.trajectory_api.client import TrajectoryApiClient, TrajectoryApiError
-from recipe.atropos.trajectory_api.database import DamagedRecord, Group, TrajectoryStoreError
-from recipe.atropos.trajectory_api.messages import Registration
+from recipe.atropos.trajectory_api.database import DamagedRecord, TrajectoryStoreError
 from recipe.atropos.trajectory_api.parsing import parse_packed
-from recipe.atropos.trajectory_api.service import Service, Settings
 from recipe.atropos.trajectory_api.store import Store
 
 DATABASE = "trajectories.db"
@@ -29,21 +29,10 @@ def record(number):
 
 async def fill(service, groups=20):
     """Four sequences a group, 40 a batch; the first batch is cut."""
-    await delivery.register(service, Registration("", "", 40, 100, "", -1, 0, 10, after=0))
+    await delivery.register(service, registration(40, after=0))
     for number in range(1, groups + 1):
         await ingest.post(service, parse_packed(record(number)), None, None)
     assert await delivery.numbered_batch(service, 0, 0, None) == 1
-
-
-def in_service(folder, test):
-    async def run():
-        service = Service(Settings(folder))
-        try:
-            return await asyncio.wait_for(test(service), 60)
-        finally:
-            service.close()
-
-    return asyncio.run(run())
 
 
 def change(folder, *statements):
@@ -310,7 +299,7 @@ def test_damage_a_defect_in_a_write_ends_the_server(tmp_path):
 def test_damage_a_write_that_fails_is_not_half_done(tmp_path):
     async def test(service):
         with pytest.raises(TrajectoryStoreError, match="UNIQUE"):
-            await service.store.write(database.append, [(Group(21, 9, None, 4, 9, 0, 1.0), b"1")] * 2, "k", None)
+            await service.store.write(database.append, [Entry(9, None, 4, 9, 21)] * 2, [b"1"] * 2, "k")
 
     in_service(tmp_path, fill)
     in_service(tmp_path, test)

@@ -7,50 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from helpers.trajectory_service import batch, batches, begin, in_service, join, post, registration
 from recipe.atropos.data.scored_group import ScoredGroup
 from recipe.atropos.trajectory_api import database, delivery, ingest, status, wire
-from recipe.atropos.trajectory_api.messages import (
-    Begin,
-    EnvIdentifier,
-    EnvRegistration,
-    Registration,
-    Release,
-    RequestRefused,
-    Through,
-)
-from recipe.atropos.trajectory_api.parsing import Parsed
-from recipe.atropos.trajectory_api.service import FORGET_SECONDS, Service, Settings
-
-
-def registration(batch_size, **fields):
-    return Registration("", "", batch_size, 100, "", -1, 0, 10, **fields)
-
-
-ENVIRONMENT = EnvRegistration(100, "env", 1.0, 4)
-
-
-async def batches(service, *numbers):
-    return [await delivery.numbered_batch(service, number, 0, None) for number in numbers]
-
-
-def in_service(folder, test, **settings):
-    async def run():
-        service = Service(Settings(folder, **settings))
-        try:
-            await asyncio.wait_for(test(service), 30)
-        finally:
-            service.close()
-
-    asyncio.run(run())
-
-
-async def post(service, *numbers):
-    for number in numbers:
-        await ingest.post(service, [Parsed(b"%d" % number, None, 4, 12)], None, None)
-
-
-async def batch(service, number):
-    return [int(record) for record in await service.store.read(database.read_batch, number)]
+from recipe.atropos.trajectory_api.endpoints import RequestRefused
+from recipe.atropos.trajectory_api.service import FORGET_SECONDS
 
 
 def test_no_batch_is_cut_while_others_are_dissolved(tmp_path):
@@ -138,8 +99,10 @@ async def available(service, after):
 def test_a_registration_that_fails_changes_nothing(tmp_path, monkeypatch):
     """It ends the server; the next one has the trainer, the batches and the epoch that it had."""
 
-    def fails(connection, dissolve_after, **values):
-        database.dissolve(connection, dissolve_after)
+    register = database.register
+
+    def fails(connection, requeue_after, **values):
+        register(connection, requeue_after, **values)
         raise ValueError("a defect")
 
     async def test(service):
@@ -168,7 +131,7 @@ def test_a_number_beyond_an_empty_store_is_not_kept(tmp_path, size, committed):
     async def ahead(service):
         assert (await delivery.register(service, registration(8, after=50)))["last"] == 50
         if committed:
-            await delivery.commit(service, Through(50), None)
+            await delivery.commit(service, 50)
         await post(service, 0, 1)
 
     async def anew(service):
@@ -197,7 +160,7 @@ def test_pushed_weights_are_those_told_and_survive_restarts(tmp_path):
         await delivery.register(service, registration(4, after=0))
         await post(service, 0, 1, 2)
         assert await batches(service, 0, 1, 2) == [1, 2, 3]
-        await delivery.weights_pushed(service, Through(2), None)
+        await delivery.weights_pushed(service, 2)
         await later(service)
 
     async def later(service):
@@ -214,7 +177,7 @@ def test_ids_of_deleted_groups_are_not_used_again(tmp_path):
         await delivery.register(service, registration(4, after=0))
         await post(service, 0, 1)
         assert await batches(service, 0, 1) == [1, 2]
-        await delivery.commit(service, Through(2), None)
+        await delivery.commit(service, 2)
         assert not await service.store.read(database.holds_groups)
 
     async def later(service):
@@ -305,10 +268,6 @@ def test_what_is_noted_amid_a_reset_does_no_harm(tmp_path):
 # ---------------------------------------------------------------------- environments
 
 
-async def join(service, key=None):
-    return (await ingest.register_env(service, ENVIRONMENT, key))["env_id"]
-
-
 def test_an_environment_of_another_store_is_unknown(tmp_path):
     """A and B joined an earlier run; in the next, and after its reset, none is taken for the other."""
     ids: list[int] = []
@@ -319,7 +278,7 @@ def test_an_environment_of_another_store_is_unknown(tmp_path):
             for id in ids:
                 with pytest.raises(RequestRefused, match="no environment has registered"):
                     service.environments.status(id, service.queue)
-                assert (await ingest.disconnect_env(service, EnvIdentifier(id)))["status"] == "failure"
+                assert (await ingest.disconnect_env(service, id))["status"] == "failure"
             ids.extend([await join(service), await join(service)])
             await post(service, 0)
             await delivery.reset(service)
@@ -351,16 +310,16 @@ def test_environments_that_are_long_gone_are_forgotten(tmp_path):
         await delivery.register(service, registration(4, after=0))
         gone, with_group, with_ticket, _, last = [await join(service) for _ in range(5)]
         for env in (gone, with_group):
-            await ingest.post(service, [Parsed(b"%d" % env, env, 4, 12)], None, None)
+            await post(service, env, env=env)
         assert await batches(service, 0) == [1] and await batch(service, 1) == [gone]
-        assert (await ingest.begin(service, Begin(with_ticket), lambda: False))["ticket"]
+        assert await begin(service, with_ticket)
         for env in (gone, with_group, with_ticket, last):
             service.environments.by_id[env].seen -= FORGET_SECONDS + 1
         service.forget_gone()
-        await look(service, [1, 2, 3, 4])
+        await check(service, [1, 2, 3, 4])
         assert await join(service) == last + 1 and await batches(service, 1) == [2]
 
-    async def look(service, numbers):
+    async def check(service, numbers):
         assert [number % 1000 for number in service.environments.by_id] == numbers
         lines = status.environments(service)
         assert [line["number"] for line in lines if line["env_id"] is not None] == numbers
@@ -369,7 +328,7 @@ def test_environments_that_are_long_gone_are_forgotten(tmp_path):
         assert sum(name.startswith("environment/") for name in names) == 1, "of the one with a group"
 
     in_service(tmp_path, test)
-    in_service(tmp_path, lambda service: look(service, [1, 2, 3, 4, 5]))
+    in_service(tmp_path, lambda service: check(service, [1, 2, 3, 4, 5]))
 
 
 def test_refused_groups_are_counted_of_their_environment(tmp_path):
@@ -384,7 +343,7 @@ def test_refused_groups_are_counted_of_their_environment(tmp_path):
         for body, packed in ((json.dumps(groups).encode(), False), (wire.join([record] * 2), True), (b"x", False)):
             with pytest.raises(RequestRefused):
                 ingest.parse(service, body, packed, True, None)
-        await ingest.post(service, [Parsed(b"0", ids[1], 4, 12)], None, None)
+        await post(service, 0, env=ids[1])
 
     def counted(service):
         return [dict(service.environments.by_id[id].counts) for id in ids], dict(service.counts)
@@ -411,13 +370,13 @@ def test_waiting_names_failures_and_why_environments_left(tmp_path):
         await delivery.register(service, registration(8, after=0))
         first, second = await join(service), await join(service)
         for n in range(2):
-            ticket = (await ingest.begin(service, Begin(first), lambda: False))["ticket"]
-            await ingest.release(service, Release(ticket, "failed/KeyError", f"KeyError({n})\n at 7"))
+            ticket = await begin(service, first)
+            await ingest.release(service, ticket, "failed/KeyError", f"KeyError({n})\n at 7")
         assert "; env_0: 2 items failed, the last with KeyError(1) at 7" in status.why(service)
-        await ingest.disconnect_env(service, EnvIdentifier(second, "max_token_length=2048: too long"))
-        await ingest.disconnect_env(service, EnvIdentifier(second))
+        await ingest.disconnect_env(service, second, "max_token_length=2048: too long")
+        await ingest.disconnect_env(service, second)
         assert status.why(service).endswith("; gone: env_1 (max_token_length=2048: too long)")
-        await ingest.post(service, [Parsed(b"1", first, 4, 12)], None, None)
+        await post(service, 1, env=first)
         assert "failed" not in status.why(service)
 
     in_service(tmp_path, test)

@@ -9,17 +9,13 @@ import pytest
 
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.trajectory_api import database
-from recipe.atropos.trajectory_api.database import Group
+from recipe.atropos.trajectory_api.batching import Entry
 from recipe.atropos.trajectory_api.store import Store, TrajectoryStoreError
 
 
-def row(id, number=None, env=None):
-    return Group(id, number or id, env, 2, 20, 0, float(id))
-
-
 async def append(store, *ids, padding=b"", **names):
-    arguments = {"key": None, "ticket": None} | names
-    await store.write(database.append, [(row(id), b"record %d" % id + padding) for id in ids], **arguments)
+    records = [b"record %d" % id + padding for id in ids]
+    await store.write(database.append, [Entry(id, None, 2, 20, id) for id in ids], records, **names)
 
 
 def in_store(folder, test, durability="normal"):
@@ -48,16 +44,17 @@ def test_what_was_written_is_loaded(tmp_path, durability):
         await store.write(database.count, {"received": 1})
         await store.write(database.write_run, epoch=4)
 
-    async def look(store, loaded):
-        assert [group.id for group in loaded.queued] == [1, 3] and loaded.last_id == 3
+    async def check(store, loaded):
+        assert [entry.id for entry in loaded.entries if not entry.is_open] == [1, 3] and loaded.last_id == 3
         assert loaded.run | {"epoch": 4, "last": 1} == loaded.run
-        assert loaded.tickets == [(8, 0, 4, 3)]
+        [ticket] = [entry for entry in loaded.entries if entry.is_open]
+        assert (ticket.number, ticket.env, ticket.size, ticket.due) == (8, 0, 4, 3)
         assert loaded.posts == {"post": 2}
         assert (loaded.counts, loaded.environments) == ({"received": 3}, {0: {"name": "one"}})
         assert await store.read(database.read_batch, 1) == [b"record 2"]
 
     in_store(tmp_path, fill, durability)
-    in_store(tmp_path, look, durability)
+    in_store(tmp_path, check, durability)
 
 
 def test_batches_keep_the_order_that_they_were_cut_in(tmp_path):
@@ -70,13 +67,13 @@ def test_batches_keep_the_order_that_they_were_cut_in(tmp_path):
     in_store(tmp_path, test)
 
 
-def test_dissolved_batches_return_in_order(tmp_path):
+def test_batches_that_are_queued_again_return_in_order(tmp_path):
     async def test(store, _):
         await append(store, 1, 2, 3, 4, 5)
         for number, ids in enumerate(([2], [4, 1], [3]), start=1):
             await store.write(database.cut, number, ids)
-        assert [group.id for group in await store.write(database.dissolve, 1)] == [1, 3, 4]
-        assert [group.id for group in await store.read(database.queued)] == [1, 3, 4, 5]
+        assert [entry.id for entry in await store.write(database.register, 1, last=1)] == [1, 3, 4]
+        assert [entry.id for entry in await store.read(database.queued)] == [1, 3, 4, 5]
         assert (await store.read(database.read_run))["last"] == 1
 
     in_store(tmp_path, test)
@@ -137,7 +134,7 @@ def test_an_archive_that_fails_changes_nothing(tmp_path):
         (tmp_path / "archive").write_text("no folder")
         with pytest.raises(FileExistsError):
             await store.archive(epoch=3)
-        assert [group.id for group in await store.read(database.queued)] == [1]
+        assert [entry.id for entry in await store.read(database.queued)] == [1]
         (tmp_path / "archive").unlink()
         (tmp_path / "archive").mkdir()
         with connect_elsewhere(tmp_path) as reader:
@@ -145,13 +142,13 @@ def test_an_archive_that_fails_changes_nothing(tmp_path):
                 await asyncio.wait_for(store.archive(epoch=3), 60)
             assert len(reader.execute("SELECT * FROM groups").fetchall()) == 1
         await append(store, 2)
-        assert [group.id for group in await store.read(database.queued)] == [1, 2]
+        assert [entry.id for entry in await store.read(database.queued)] == [1, 2]
         await store.archive(epoch=3)
         assert await store.read(database.queued) == [] and (await store.read(database.read_run))["epoch"] == 3
 
     in_store(tmp_path, test)
     archived = database.connect_to_read(tmp_path / "archive/0001.db")
-    assert [group.id for group in database.queued(archived)] == [1, 2]
+    assert [entry.id for entry in database.queued(archived)] == [1, 2]
 
 
 @contextlib.contextmanager
@@ -187,7 +184,7 @@ def test_an_archive_that_fails_midway_is_undone(tmp_path, monkeypatch, step):
             with pytest.raises((sqlite3.OperationalError, PermissionError)):
                 await store.archive(epoch=3)
         await append(store, 2)
-        assert [group.id for group in await store.read(database.queued)] == [1, 2]
+        assert [entry.id for entry in await store.read(database.queued)] == [1, 2]
         assert not list((tmp_path / "archive").iterdir())
 
     in_store(tmp_path, test)
@@ -203,10 +200,10 @@ def test_a_kill_amid_an_archive_leaves_the_new_store(tmp_path):
     in_store(tmp_path, fill)
     (tmp_path / "trajectories.db").rename(tmp_path / "archive/0001.db")
 
-    async def look(_, loaded):
-        assert loaded.run["epoch"] == 3 and not loaded.queued
+    async def check(_, loaded):
+        assert loaded.run["epoch"] == 3 and not loaded.entries
 
-    in_store(tmp_path, look)
+    in_store(tmp_path, check)
 
 
 def test_the_size_is_told_while_the_store_is_moved(tmp_path, monkeypatch):

@@ -1,0 +1,50 @@
+"""The Trajectory API's service in this process, and what trainers and environments ask of it."""
+
+import asyncio
+
+from recipe.atropos.trajectory_api import database, delivery, ingest
+from recipe.atropos.trajectory_api.endpoints import Caller, EnvRegistration, Registration
+from recipe.atropos.trajectory_api.parsing import Parsed
+from recipe.atropos.trajectory_api.service import Service, Settings
+
+
+def registration(batch_size, **fields):
+    return Registration("", "", batch_size, 100, "", -1, 0, 10, **fields)
+
+
+def in_service(folder, test, **settings):
+    """Run ``test(service)`` on a service of its own, and return what it returns."""
+
+    async def run():
+        service = Service(Settings(folder, **settings))
+        try:
+            return await asyncio.wait_for(test(service), 60)
+        finally:
+            service.close()
+
+    return asyncio.run(run())
+
+
+async def post(service, *numbers, env=None, size=4, ticket=None):
+    """Post a group for each number, which is its record."""
+    for number in numbers:
+        await ingest.post(service, [Parsed(b"%d" % number, env, size, 12)], ticket, None)
+
+
+async def batch(service, number):
+    """The numbers of a batch's groups."""
+    return [int(record) for record in await service.store.read(database.read_batch, number)]
+
+
+async def batches(service, *numbers):
+    """The numbers of the batches after these, None where there is none."""
+    return [await delivery.numbered_batch(service, number, 0, None) for number in numbers]
+
+
+async def join(service, key=None, **fields):
+    message = EnvRegistration(100, "env", 1.0, 4, **fields)
+    return (await ingest.register_env(service, message, Caller(key=key)))["env_id"]
+
+
+async def begin(service, env):
+    return (await ingest.begin(service, env))["ticket"]
