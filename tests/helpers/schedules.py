@@ -363,8 +363,8 @@ class Schedule:
             assert filled == self.batch_size and len({self.groups[id].size for id in ids}) == 1, (number, ids)
         largest = max(size for env in self.envs for size in (*env.sizes, *(2 * s for s in env.sizes if env.larger)))
         assert self.batch_size - min(largest, self.batch_size) + 1 <= filled <= self.batch_size, (number, filled)
-        present = [env for env in self.service.queue.environments if env is not None]
-        self.shares.append((number, {env: self.service.queue.share(env) for env in present}))
+        share, queues = self.service.queue.shares(), self.service.queue.environments
+        self.shares.append((number, {env: share(own) for env, own in queues.items() if env is not None}))
 
     def _check_bound(self, number):
         """No group is late but after one larger than its ticket, or of a trainer before."""

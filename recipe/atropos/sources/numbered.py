@@ -198,15 +198,11 @@ class DataSource:
 
     def _call(self, path: str, **message: int) -> None:
         """Post a message by the client, in its thread; raise DataSourceError if the API refuses or is silent."""
-
-        async def call() -> None:
-            await self._client.call("POST", path, message)
-
         limit = max(self.config.retry_timeout, self.config.max_wait_time, self.config.longest_wait[1])
         limit += 2 * self.config.timeout + LONGEST_PAUSE
         try:
             if self._error is None:
-                future = asyncio.run_coroutine_threadsafe(call(), self._loop)
+                future = asyncio.run_coroutine_threadsafe(self._client.call("POST", path, message), self._loop)
                 self._wait(future, limit)
                 return future.result(0)
         except TrajectoryApiError as error:
@@ -248,18 +244,15 @@ class DataSource:
             return batch
 
     def _run(self) -> None:
+        """Fetch in a thread of its own; what ends it is raised in the trainer's."""
         try:
             asyncio.run(self._fetch_forever())
         except BaseException as error:
-            self._fail(error)
+            with self._changed:
+                self._error = self._unusable(error) if isinstance(error, TrajectoryApiError) else error
+                self._changed.notify_all()
         finally:
             self._registered.set()
-
-    def _fail(self, error: BaseException) -> None:
-        """Pass an error to the trainer's thread, which raises it."""
-        with self._changed:
-            self._error = self._unusable(error) if isinstance(error, TrajectoryApiError) else error
-            self._changed.notify_all()
 
     async def _fetch_forever(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -267,9 +260,12 @@ class DataSource:
             await self._client.register(msgspec.to_builtins(self.registration), self.after, self.config.max_staleness)
             self._registered.set()
             self._client.retry_timeout = max(self.config.retry_timeout, self.config.max_wait_time)
-            living = asyncio.create_task(self._heartbeat())
             after = self.after
-            while await asyncio.to_thread(self._wait_for_room):
+            while not self._stopping:
+                if not await asyncio.to_thread(self._wait_for_room):
+                    with contextlib.suppress(TrajectoryApiError):  # the next request that matters says so
+                        await self._client.status()  # a heartbeat: nothing is fetched while a step takes long
+                    continue
                 started = time.perf_counter()
                 batch = await self._client.batch(after, wait=_POLL_SECONDS, prefetch=self._training)
                 self.events["api_unreachable"] = self._client.again
@@ -277,17 +273,6 @@ class DataSource:
                     after = batch.number
                     self.fetch_seconds += time.perf_counter() - started
                     self._add([batch])
-            living.cancel()
-
-    async def _heartbeat(self) -> None:
-        """Send heartbeats, since nothing is fetched while a step takes long."""
-        try:
-            while True:
-                await asyncio.sleep(_HEARTBEAT_SECONDS)
-                with contextlib.suppress(TrajectoryApiError):  # the next request that matters says so
-                    await self._client.status()
-        except Exception as error:
-            self._fail(error)
 
     def _add(self, batches: list[NumberedBatch]) -> None:
         with self._changed:
@@ -296,10 +281,12 @@ class DataSource:
             self._changed.notify_all()
 
     def _wait_for_room(self) -> bool:
-        """Block while ``prefetch`` batches are ready; return False if the source is being closed."""
+        """Wait while ``prefetch`` batches are ready, for ``_HEARTBEAT_SECONDS``; return whether another is wanted."""
         with self._changed:
-            self._changed.wait_for(lambda: self._stopping or len(self._ready) < self.config.prefetch)
-            return not self._stopping
+            self._changed.wait_for(
+                lambda: self._stopping or len(self._ready) < self.config.prefetch, _HEARTBEAT_SECONDS
+            )
+            return not self._stopping and len(self._ready) < self.config.prefetch
 
 
 async def diagnose(api_url: str, secret: str | None) -> str:

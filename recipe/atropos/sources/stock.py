@@ -98,10 +98,11 @@ class StockSource(DataSource):
         ) as api:
             self._api_step = await api.register_trainer(self.registration)
             self._registered.set()
-            while await asyncio.to_thread(self._wait_for_room):
-                cut = await self._next_cut(api)
-                self._add([NumberedBatch(number + i, batch) for i, batch in enumerate(cut, 1)])
-                number += len(cut)
+            while not self._stopping:
+                if await asyncio.to_thread(self._wait_for_room):
+                    cut = await self._next_cut(api)
+                    self._add([NumberedBatch(number + i, batch) for i, batch in enumerate(cut, 1)])
+                    number += len(cut)
 
     async def _next_cut(self, api: "StockApi") -> list[Batch]:
         """Wait for a cut; return all batches that the API cut from its queue together, oldest first."""
@@ -179,18 +180,6 @@ class StockApi(TrajectoryApiClient):
 
         return orjson.loads((await self._until_answered(attempt))[1])
 
-    async def latest_size(self) -> int:
-        """Return the number of sequences of the group that came last, 0 if none has."""
-        return len((await self.call("GET", "/latest_example")).get("tokens") or [])
-
-    async def knows_environment(self, number: int) -> bool:
-        """Return whether environment ``number``, counted from 0, has registered; if not, the API answers 500."""
-        try:
-            await self.status(number)
-        except TrajectoryApiError:
-            return False
-        return True
-
     async def register_trainer(self, registration: Registration) -> int:
         """Register the trainer and verify that it took effect; return the API's step counter.
 
@@ -222,8 +211,12 @@ async def diagnose(api_url: str, batch_size: int) -> str:
     """Return one sentence on why no batch arrives: whether API or environments do not respond, or what mismatches."""
     try:
         async with StockApi(api_url, retry_timeout=0.0, timeout=10.0) as api:
-            queued, size = (await api.status())["queue_size"], await api.latest_size()
-            environments = await api.knows_environment(0)
+            queued, latest = (await api.status())["queue_size"], await api.call("GET", "/latest_example")
+            size, environments = len(latest.get("tokens") or []), True
+            try:
+                await api.status(0)
+            except TrajectoryApiError:  # it answers 500 for an environment that has not registered
+                environments = False
     except TrajectoryApiError as error:
         return f"the Trajectory API is silent ({error})"
     if not environments:

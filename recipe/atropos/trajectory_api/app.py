@@ -231,13 +231,13 @@ async def batch(
     sizes = await service.store.read(database.record_sizes, number)
     if not sizes:
         raise RequestRefused(409, f"batch {number} is not in this store, or a trainer registered meanwhile")
-    response, parts = web.StreamResponse(headers=_JSON), _json_parts
-    if wire.PACKED in caller.request.headers.get("Accept", ""):
+    packed = wire.PACKED in caller.request.headers.get("Accept", "")
+    response = web.StreamResponse(headers=_JSON)
+    if packed:
         response = web.StreamResponse(headers={"Content-Type": wire.PACKED, wire.BATCH_HEADER: str(number)})
         response.content_length = len(wire.prefix(sizes)) + sum(sizes)
-        parts = _packed_parts
     try:
-        written = await _written(caller.request, response, parts(service, number, sizes, after is not None))
+        written = await _written(caller.request, response, _parts(service, number, sizes, packed, after is not None))
     except database.DamagedRecord as error:
         service.damaged[epoch, number] = str(error)
         raise
@@ -258,16 +258,14 @@ async def _records(service: Service, number: int, count: int) -> AsyncIterator[b
             yield record
 
 
-async def _packed_parts(service: Service, number: int, sizes: Sequence[int], _: bool) -> AsyncIterator[bytes]:
-    yield wire.prefix(sizes)
-    async for record in _records(service, number, len(sizes)):
-        yield record
-
-
-async def _json_parts(service: Service, number: int, sizes: Sequence[int], numbered: bool) -> AsyncIterator[bytes]:
-    before = b'{"batch":['
+async def _parts(
+    service: Service, number: int, sizes: Sequence[int], packed: bool, numbered: bool
+) -> AsyncIterator[bytes]:
+    """Yield a batch's answer: a message of records, or JSON."""
+    after = b"" if packed else b'],"number":%d}' % number if numbered else b"]}"
+    before = wire.prefix(sizes) if packed else b'{"batch":['
     async for record in _records(service, number, len(sizes)):
         yield before
-        yield unpack(record).to_json()
-        before = b","
-    yield b'],"number":%d}' % number if numbered else b"]}"
+        yield record if packed else unpack(record).to_json()
+        before = b"" if packed else b","
+    yield after

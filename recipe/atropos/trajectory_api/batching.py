@@ -63,8 +63,8 @@ class Entry:
     charge: float = 0.0
     begun: float = field(default_factory=lambda: time.monotonic())
 
-    @property
-    def key(self) -> tuple[int, int]:
+    def place(self) -> tuple[int, int]:
+        """Return what entries of an order are sorted by."""
         return self.number, self.id
 
     @property
@@ -205,7 +205,7 @@ class Queue:
             self.tickets[entry.number] = entry
             env.begun += entry.size
         if entry.due:
-            bisect.insort(self.order, entry, key=_key)
+            bisect.insort(self.order, entry, key=Entry.place)
         else:
             self._begin_to_want(env)
             env.waiting.append(entry)
@@ -221,7 +221,7 @@ class Queue:
 
     def close(self, ticket: Entry, groups: Sequence[Entry] = ()) -> None:
         """End a claimed ticket, and put its groups, if any, into its place."""
-        at = bisect.bisect_left(self.order, ticket.key, key=_key)
+        at = bisect.bisect_left(self.order, ticket.place(), key=Entry.place)
         if self.order[at : at + 1] != [ticket]:  # of a queue that was reset meanwhile
             for group in groups:
                 self.add(group)
@@ -273,7 +273,7 @@ class Queue:
         if not wanting:
             return None
         self._now = max(self._now, min(env.time for env in wanting))
-        share = self._shares()
+        share = self.shares()
         return min(
             (env for env in wanting if env.time <= self._now), key=lambda env: env.time + env.next_size / share(env)
         )
@@ -323,28 +323,24 @@ class Queue:
         self._end = self._after_adding(entry.size)
         self.order.append(entry)
         self._now += entry.size
-        entry.charge = entry.size / self._shares()(env)
+        entry.charge = entry.size / self.shares()(env)
         env.time += entry.charge
         self._plan = None
 
     def _begin_to_want(self, env: EnvironmentQueue) -> None:
         """Bring the time of an environment that wanted nothing to the present; one that has something in the queue has
-        not been away, and may be behind by a batch.
+        not been away, and may have a deficit of a batch.
         """
         if not env.wants:
-            behind = (self.batch_size or 0) / self._shares()(env) if env.begun or env.groups else 0
-            env.time = max(env.time, self._now - behind)
+            deficit = (self.batch_size or 0) / self.shares()(env) if env.begun or env.groups else 0
+            env.time = max(env.time, self._now - deficit)
 
-    def _shares(self) -> Callable[[EnvironmentQueue], float]:
+    def shares(self) -> Callable[[EnvironmentQueue], float]:
         """Return a function that gives an environment's part of the batches, beside all that have or want something."""
         present = [env for env in self.environments.values() if env.begun or env.groups or env.wants]
         allocated = sum(env.minimum for env in present)
         rest = max(0.0, 1 - allocated) / (sum(env.weight for env in present) or 1.0)
         return lambda env: max(_LEAST_SHARE, env.minimum / max(1.0, allocated) + rest * env.weight)
-
-    def share(self, env: int | None) -> float:
-        """Return the environment's part of the batches, beside all that have or want something in the queue."""
-        return self._shares()(self.environments[env])
 
     # ------------------------------------------------------------------ the next batch
 
@@ -399,7 +395,3 @@ class Queue:
         taken = {*plan.entries}
         self.order = [entry for entry in self.order if entry not in taken]
         self._end = self._plan = None
-
-
-def _key(entry: Entry) -> tuple[int, int]:
-    return entry.key

@@ -304,8 +304,9 @@ class TrajectoryApiClient:
             raise TrajectoryApiError(f"{what} got no answer ({error!r})") from error
         if reply.status < 400:
             return reply.headers, content
-        problem = f"{what} answered HTTP {reply.status}: {_detail(content)}"
-        raise TrajectoryApiError(problem, reply.status, _mapping(content))
+        answer = _mapping(content)
+        detail = answer.get("detail") or content[:300].decode(errors="replace")
+        raise TrajectoryApiError(f"{what} answered HTTP {reply.status}: {detail}", reply.status, answer)
 
     async def _until_answered(self, attempt: Callable[[], Awaitable[Answer]]) -> Answer:
         def say(state: RetryCallState) -> None:
@@ -340,7 +341,3 @@ def _mapping(content: bytes) -> dict[str, Any]:
     except orjson.JSONDecodeError:
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def _detail(content: bytes) -> str:
-    return str(_mapping(content).get("detail") or content[:300].decode(errors="replace"))

@@ -225,7 +225,7 @@ def register(connection: sqlite3.Connection, requeue_after: int | None, **values
         requeue = f"UPDATE groups SET batch = NULL, place = NULL WHERE batch > ? RETURNING {_ENTRY}"
         rows = connection.execute(requeue, (requeue_after,)).fetchall()
     write_run(connection, **values)
-    return sorted((Entry(*row) for row in rows), key=lambda entry: entry.key)
+    return sorted((Entry(*row) for row in rows), key=Entry.place)
 
 
 def delete_batches(connection: sqlite3.Connection, through: int, limit: int = 4096) -> bool:

@@ -31,7 +31,7 @@ class RequestRefused(Exception):  # noqa: N818  (the server answers it)
         self.extra = extra
 
 
-class Registration(msgspec.Struct, omit_defaults=True):
+class Registration(msgspec.Struct):
     """A trainer's. ``after`` (number of the last batch that is in the weights) marks one that uses numbered batches.
 
     ``batch_size`` is in sequences, ``max_token_len`` in tokens.

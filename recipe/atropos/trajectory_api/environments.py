@@ -87,13 +87,6 @@ class Environments:
         self.by_id[number] = Environment(number, f"{registration.desired_name}_{same}", registration, key=key)
         return self.by_id[number]
 
-    def of_key(self, key: str | None) -> Environment | None:
-        """Return the environment that registered with an idempotency key."""
-        return next((one for one in self if key is not None and one.key == key), None)
-
-    def alive(self) -> set[int | None]:
-        return {environment.id for environment in self if environment.alive}
-
     def status(self, number: int, queue: Queue) -> dict[str, Any]:
         """Return what ``/status-env`` says but for the step: sizes of the queue as atroposlib counts them."""
         own = self.get(number)

@@ -46,7 +46,7 @@ async def register_env(service: Service, message: EnvRegistration, caller: Calle
     trainer = service.trainer
     if trainer is None:
         return {"status": "wait for trainer to start"}
-    environment = service.environments.of_key(caller.key)
+    environment = next((one for one in service.environments if caller.key is not None and one.key == caller.key), None)
     if environment is None:
         environment = service.environments.add(message, caller.key)
         service.apply_share(environment)

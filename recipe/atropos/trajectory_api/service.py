@@ -284,7 +284,7 @@ class Service:
             self.release_hung()
             self.advance()
             self.save()
-            if not large and (large := self.size() > self.settings.warn_bytes):
+            if not large and (large := self.store.size() > self.settings.warn_bytes):
                 logger.warning("%s", self.warns()["size"])
             trainer, now = self.trainer, time.monotonic()
             if trainer is None or trainer.waiting_since is None or now - trainer.waiting_since < QUIET_SECONDS:
@@ -296,8 +296,8 @@ class Service:
 
     def release_dead(self) -> None:
         """Release the tickets of environments that are gone."""
-        alive = self.environments.alive()
-        dead = [entry for entry in self.queue.tickets.values() if entry.env is None or entry.env not in alive]
+        alive = {environment.id for environment in self.environments if environment.alive}
+        dead = [entry for entry in self.queue.tickets.values() if entry.env not in alive]
         for entry in dead:
             self.release(entry.number, "environment_gone")
 
@@ -372,12 +372,9 @@ class Service:
         self.save()
         self.store.close()
 
-    def size(self) -> int:
-        return self.store.size()
-
     def warns(self) -> dict[str, Any]:
         """Return what is wrong with the store, by name."""
         found = {"store": self.store.trouble} if self.store.trouble else {}
-        if self.size() > self.settings.warn_bytes:
-            found["size"] = f"{self.store.path} has {self.size() / 2**30:.1f} GiB; see retention"
+        if self.store.size() > self.settings.warn_bytes:
+            found["size"] = f"{self.store.path} has {self.store.size() / 2**30:.1f} GiB; see retention"
         return found

@@ -175,7 +175,7 @@ def metrics(service: Service) -> str:
         "committed_batch": service.committed,
         "weights_through_batch": trainer.weights if trainer else 0,
         "trainer_waiting_seconds": now - trainer.waiting_since if trainer and trainer.waiting_since else 0,
-        "store_bytes": service.size(),
+        "store_bytes": service.store.size(),
         "store_trouble": int(bool(service.store.trouble)),
         "uptime_seconds": time.time() - service.begun_at,
     }

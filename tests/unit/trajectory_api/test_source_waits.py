@@ -117,6 +117,11 @@ def test_what_ends_the_heartbeats_is_raised(tmp_path, monkeypatch):
     monkeypatch.setattr(data_source, "_HEARTBEAT_SECONDS", 0.1)
     monkeypatch.setattr(TrajectoryApiClient, "status", defect)
     with api_in_a_thread(tmp_path) as (_, url), source(url) as training:
+        post(f"{url}/scored_data", group(1, 8))
+        training.next_batch()
+        post(f"{url}/scored_data", group(2, 8))
+        until(lambda: training._error)
+        training.next_batch()  # it was ready before
         with pytest.raises(ZeroDivisionError, match="a defect"):
             training.next_batch()
         with pytest.raises(ZeroDivisionError, match="a defect"):
