@@ -57,17 +57,15 @@ _FIXES = {
 class _Columns:
     """A group's fields as lists over its sequences. ``teacher`` has those of ``TOP_K_FIELDS``, if they are given."""
 
+    whole: ScoredGroup
     where: str  # the group's name in messages
     limits: RowLimits
-    scores: list[float]
     tokens: list[np.ndarray]  # (length,) int64
     trained: list[np.ndarray]  # (length,) bool
     floats: dict[str, list[np.ndarray | None]]  # (length,) float32, NaN for null
     teacher: list[list[Any]]
     group_overrides: Mapping[str, Any]
     overrides: list[Mapping[str, Any]]
-    generation_params: Mapping[str, Any]
-    env_id: int | None
 
 
 def read_groups(
@@ -139,7 +137,10 @@ def _columns(group: ScoredGroup, where: str, limits: RowLimits) -> _Columns:
                 f"token {ids[at]} at position {at} of sequence {i} is outside the policy's vocabulary of {vocab_size}; "
                 "start the environment with the policy's tokenizer",
             )
-    floats = {name: _as_float32(group.by_sequence(name)) for name in FLOATS}
+    floats = {
+        name: [None if row is None else row.astype(np.float32, copy=False) for row in group.by_sequence(name)]
+        for name in FLOATS
+    }
     for i, values in enumerate(floats["advantages"]):
         if values is not None:
             require_finite(f"advantages[{i}]", values, Reason.NONFINITE_ADVANTAGES)
@@ -151,22 +152,16 @@ def _columns(group: ScoredGroup, where: str, limits: RowLimits) -> _Columns:
     if sum(map(bool, lists.values())) == 1:
         raise RefusedGroup(Reason.UNEQUAL_LENGTHS, "one of distill_token_ids and distill_logprobs is missing")
     return _Columns(
+        group,
         where,
         limits,
-        group.scores.tolist(),
         tokens,
         group.cut(group.masks != IGNORED),
         floats,
         [values for values in lists.values() if values],
         group.field("group_overrides") or {},
         overrides,
-        group.field("generation_params") or {},
-        group.env_id,
     )
-
-
-def _as_float32(rows: Sequence[np.ndarray | None]) -> list[np.ndarray | None]:
-    return [None if row is None else row.astype(np.float32, copy=False) for row in rows]
 
 
 def _read_group(
@@ -192,9 +187,10 @@ def _read_row(
     zero advantage where given, in ``events``.
     """
     ids, trained, advantages = group.tokens[i], group.trained[i], group.floats["advantages"][i]
+    score = float(group.whole.scores[i])
 
     def dropped(reason: Reason) -> DroppedRow:
-        return DroppedRow(group.scores[i], int(trained.sum()), reason.value)
+        return DroppedRow(score, int(trained.sum()), reason.value)
 
     if not trained.any():
         return dropped(Reason.NO_TRAINED_TOKEN)
@@ -227,9 +223,9 @@ def _read_row(
         prompt=ids[:first],
         response=ids[first:end],
         mask=mask,
-        score=group.scores[i],
+        score=score,
         uid=uid,
-        env_id=group.env_id,
+        env_id=group.whole.env_id,
         env_name=group.group_overrides.get("env_name"),
         versions=(oldest, newest),
         raw_score=_raw_score(group, i),
@@ -325,7 +321,7 @@ def _versions(overrides: Mapping[str, Any], row: int) -> tuple[int | None, int |
 
 def _sampling(group: _Columns, i: int) -> Sampled:
     """Return a row's parameters from ``group_overrides.sampling_params``, else the group's ``generation_params``."""
-    values, declared = _over_sequences(group, "sampling_params"), group.generation_params
+    values, declared = _over_sequences(group, "sampling_params"), group.whole.field("generation_params") or {}
     given = None if values is None else values[i]
     try:
         if given is not None:

@@ -163,11 +163,11 @@ class Row:
             assert values is None or len(values) == len(self.response), name
 
 
-ENVIRONMENTS = 1000  # ids of a run's environments begin at a multiple of it, so that no two runs share them
+ENV_IDS_PER_RUN = 1000  # ids of a run's environments begin at a multiple of it, so that no two runs share them
 
 
 def environment_name(name: str | None, env_id: int | None) -> str:
     """Return an environment's name in metrics: its own name, else ``env_N``, the N-th of its run, else ``unknown``."""
     if name is not None:
         return str(name).replace("/", "_")
-    return "unknown" if env_id is None else f"env_{env_id % ENVIRONMENTS}"
+    return "unknown" if env_id is None else f"env_{env_id % ENV_IDS_PER_RUN}"

@@ -6,7 +6,7 @@ Guarantees:
   restart of the server too.
 - One trainer at a time: each registration gets an epoch of its own, and requests of an older one are refused. One that
   fails changes nothing.
-- A committed batch is never dissolved; whatever is, returns to its place in the queue.
+- The groups of a committed batch are never queued again; those that are, return to their place in the queue.
 - A stock trainer's next ``GET /batch`` acknowledges the batch before, unless that one's answer was not written whole.
 """
 
@@ -37,30 +37,31 @@ async def register(service: Service, message: Registration) -> dict[str, Any]:
         RequestRefused: 409, a trainer that numbers batches is live, and this one does not number; or the batch
             size differs from that of committed batches. 410, batches after ``after`` were deleted.
     """
-    after = message.after
     if message.batch_size < 1:
         raise RequestRefused(422, f"batch_size={message.batch_size}: give a positive number of sequences")
     if message.max_staleness is not None and message.max_staleness < 0:
         raise RequestRefused(422, f"max_staleness={message.max_staleness}: give 0 or more batches, or null")
     async with service.registering:
         former = service.trainer
-        if after is None:
+        if message.after is None:
             _refuse_while_live(service, "register with after=N, the number of the last batch in the weights")
             base = max(service.cursor, service.committed, service.served if former and former.numbers else 0)
         else:
-            base = after
-            _check_available(service, after)
+            base = message.after
+            _check_available(service, base)
         service.trainer = None  # nobody is given a batch meanwhile
         try:
             last = max(service.deleted, await service.store.write(database.newest_batch))
-            dissolved = _dissolved(service, former, message, base, last)
-            return await _replace(service, message, base, last if dissolved is None else dissolved, dissolved)
+            requeue_after = _requeue_after(service, former, message, base, last)
+            return await _replace(
+                service, message, base, last if requeue_after is None else requeue_after, requeue_after
+            )
         finally:
             service.trainer = service.trainer or former
 
 
-def _dissolved(service: Service, former: Trainer | None, message: Registration, base: int, last: int) -> int | None:
-    """Return the number of the batch after which a registration dissolves all; None if it dissolves none."""
+def _requeue_after(service: Service, former: Trainer | None, message: Registration, base: int, last: int) -> int | None:
+    """Return the number of the batch after which all are queued again, for another batch size; None if none is."""
     if former is None or former.registration.batch_size == message.batch_size or base >= last:
         return None
     if base < service.committed:
@@ -73,7 +74,7 @@ def _dissolved(service: Service, former: Trainer | None, message: Registration, 
 
 
 async def _replace(
-    service: Service, message: Registration, base: int, last: int, dissolved: int | None
+    service: Service, message: Registration, base: int, last: int, requeue_after: int | None
 ) -> dict[str, Any]:
     """Write a registration, and then make it that of the service; ``last`` is the number of the last batch there is."""
     if base > last:
@@ -84,7 +85,7 @@ async def _replace(
     committed = min(service.committed, last)  # a trainer with batches of another store may have committed more
     groups = await service.store.write(
         database.register,
-        dissolved,
+        requeue_after,
         registration=msgspec.to_builtins(message),
         **{"epoch": epoch, "base": base, "cursor": cursor, "served": base, "weights": base, "empty": [], "last": last},
         committed=committed,

@@ -7,12 +7,12 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from recipe.atropos.data.rows import ENVIRONMENTS
+from recipe.atropos.data.rows import ENV_IDS_PER_RUN
 from recipe.atropos.trajectory_api.batching import LEAST_WEIGHT, Queue
 from recipe.atropos.trajectory_api.endpoints import EnvRegistration, RequestRefused
 
 ALIVE_SECONDS = 60.0  # since an environment was last seen, until its share and its tickets are released
-_BLOCKS = (2**31 - 1) // ENVIRONMENTS  # of numbers of environments
+_BLOCKS = (2**31 - 1) // ENV_IDS_PER_RUN  # of numbers of environments
 _LONGEST_REASON = 300  # characters
 
 
@@ -63,7 +63,7 @@ class Environments:
 
     def __init__(self) -> None:
         self.by_id: dict[int, Environment] = {}
-        self._first = ENVIRONMENTS * random.randrange(1, _BLOCKS)
+        self._first = ENV_IDS_PER_RUN * random.randrange(1, _BLOCKS)
 
     def __iter__(self) -> Any:
         return iter(self.by_id.values())

@@ -5,7 +5,7 @@ from typing import Any
 
 from aiohttp import web
 
-from recipe.atropos.data.rows import ENVIRONMENTS
+from recipe.atropos.data.rows import ENV_IDS_PER_RUN
 from recipe.atropos.data.scored_group import KEYS, unpack
 from recipe.atropos.trajectory_api import database
 from recipe.atropos.trajectory_api.endpoints import Caller, Int, Registration, endpoint
@@ -151,7 +151,7 @@ def environments(service: Service) -> list[dict[str, Any]]:
         }
         if environment is not None:
             line |= {
-                "number": environment.id % ENVIRONMENTS,
+                "number": environment.id % ENV_IDS_PER_RUN,
                 "alive": environment.alive,
                 "seen_seconds_ago": round(now - environment.seen, 1),
                 "group_size": environment.registration.group_size,
