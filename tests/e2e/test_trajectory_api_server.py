@@ -1,7 +1,6 @@
 """The server as trainers and environments meet it: numbered batches, epochs, restarts, tickets, access, tools."""
 
 import concurrent.futures
-import itertools
 import json
 import random
 import subprocess
@@ -12,7 +11,6 @@ import time
 import pytest
 import requests
 
-from helpers.disk import fill
 from helpers.services import group
 from helpers.trajectory_api import ENVIRONMENT, REGISTRATION, numbers, running_trajectory_api
 from recipe.atropos.data.scored_group import unpack
@@ -40,15 +38,6 @@ def test_a_batch_is_the_same_when_asked_again(api):
     assert api.session.get(f"{api.url}/batch?after=0").content == first
     assert api.session.get(f"{api.url}/batch?after=0", headers={"Accept": wire.PACKED}).content == packed.content
     assert [unpack(record).scores[0] for record in wire.split(packed.content)] == [1.0, 2.0]
-
-
-def test_a_resumed_trainer_gets_the_same_batches_again(api):
-    api.register(after=0)
-    for number in range(1, 9):
-        api.post("/scored_data", group(number))
-    assert [api.batch(f"?after={after}") for after in range(3)] == [[1, 2], [3, 4], [5, 6]]
-    api.register(after=1)
-    assert [api.batch(f"?after={after}") for after in range(1, 4)] == [[3, 4], [5, 6], [7, 8]]
 
 
 def test_another_batch_size_dissolves_later_batches(api):
@@ -81,16 +70,6 @@ def test_a_long_poll_of_an_older_trainer_ends(api):
         time.sleep(0.3)
         api.register(after=0)
         assert waiting.result(5).status_code == 409
-
-
-def test_a_long_poll_returns_as_soon_as_there_is_a_batch(api):
-    api.register(after=0)
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        waiting = pool.submit(requests.get, f"{api.url}/batch?after=0&wait=20", timeout=30)
-        time.sleep(0.3)
-        for number in (1, 2):
-            api.post("/scored_data", group(number))
-        assert numbers(waiting.result(2).json()["batch"]) == [1, 2]
 
 
 def test_committed_batches_are_deleted_if_told(tmp_path):
@@ -258,77 +237,6 @@ def test_a_lost_ticket_is_released_by_the_next_begin(api):
     api.post("/begin", {"env_id": env_id, "held": [held]})  # its answer is lost
     assert api.post("/begin", {"env_id": env_id, "held": [held]})["ticket"] is not None
     assert api.get("/diagnose")["counts"]["released/ticket_lost"] == 1
-
-
-def test_posts_and_polls_during_a_reset_or_registration_are_safe(api):
-    """Whatever the order, each group is in at most one batch, and no batch lacks a record."""
-    ended, counter = threading.Event(), itertools.count()
-
-    def post():
-        while not ended.is_set():
-            api_post(f"{api.url}/scored_data", group(next(counter)))
-
-    def api_post(url, message):
-        assert requests.post(url, json=message, timeout=30).status_code < 500
-
-    threads = [threading.Thread(target=post) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for round in range(12):
-        time.sleep(0.05)
-        assert requests.get(f"{api.url}/reset_data", timeout=30).status_code == 200
-        api_post(f"{api.url}/register", REGISTRATION | {"batch_size": 8 + 4 * (round % 2)})
-        for _ in range(3):
-            batch = numbers(api.get("/batch")["batch"]) or []
-            assert len(batch) in (0, 2, 3) and len(set(batch)) == len(batch)
-    ended.set()
-    for thread in threads:
-        thread.join(10)
-
-
-def test_registrations_amid_polls_leave_batches_whole(api):
-    """Trainers with other batch sizes take over while others poll: sizes are exact, and no group is in two batches."""
-    api.register(after=0)
-    ended = threading.Event()
-
-    def poll():
-        while not ended.is_set():
-            after = random.randint(0, 30)
-            assert requests.get(f"{api.url}/batch?after={after}&wait=0.01", timeout=30).status_code < 500
-
-    threads = [threading.Thread(target=poll) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for round in range(30):
-        for number in range(6 * round, 6 * round + 6):
-            api.post("/scored_data", group(number))
-        api.register(batch_size=4 * (2 + round % 3), after=0)
-    ended.set()
-    for thread in threads:
-        thread.join(10)
-    batches = []
-    while (batch := api.batch(f"?after={len(batches)}")) is not None:
-        batches.append(batch)
-    assert all(len(batch) == 4 for batch in batches)
-    assert [number for batch in batches for number in batch] == list(range(180))
-
-
-def test_a_full_disk_holds_answers_and_is_named(full_disk, tmp_path):
-    with running_trajectory_api(tmp_path, "--data-dir", str(full_disk / "data")) as api:
-        api.register()
-        api.post("/scored_data", group(1))
-        fill(full_disk)
-        with concurrent.futures.ThreadPoolExecutor() as pool:
-            held = pool.submit(api.post, "/scored_data", group(2) | {"images": "x" * 100_000})
-            deadline = time.monotonic() + 10
-            while "store" not in (told := requests.get(f"{api.url}/diagnose").json())["warnings"]:
-                assert time.monotonic() < deadline and not held.done(), told
-                time.sleep(0.05)
-            assert "full" in told["why"] and str(full_disk) in told["why"]
-            (full_disk / "ballast").unlink()
-            assert held.result(10) == {"status": "received"}
-        assert api.batch() == [1, 2]
-        assert "answers wait until there is room" in api.log()
 
 
 def test_export_and_import_give_the_same_batches(api, tmp_path):

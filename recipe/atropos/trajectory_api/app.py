@@ -14,7 +14,6 @@ Guarantees:
 
 import asyncio
 import inspect
-import io
 import logging
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -22,7 +21,7 @@ from urllib.parse import urlsplit
 
 import orjson
 from aiohttp import web
-from isal import igzip, isal_zlib
+from isal import isal_zlib
 
 from recipe.atropos.data.scored_group import unpack
 from recipe.atropos.trajectory_api import database, delivery, ingest, status, wire  # noqa: F401  (endpoints)
@@ -143,14 +142,20 @@ async def _body(request: web.BaseRequest) -> bytes:
 
 
 def _inflated(body: bytes) -> bytes:
+    parts, size = [], 0
     try:
-        with igzip.GzipFile(fileobj=io.BytesIO(body)) as stream:
-            inflated = stream.read(MAX_BODY + 1)
-    except (EOFError, OSError, isal_zlib.error) as error:
+        while body:
+            inflater = isal_zlib.decompressobj(31)
+            parts.append(inflater.decompress(body, MAX_BODY + 1 - size))
+            size += len(parts[-1])
+            if size > MAX_BODY:
+                raise RequestRefused(413, f"a body that inflates to more than {MAX_BODY} bytes: send less")
+            if not inflater.eof:
+                raise RequestRefused(400, "Invalid gzip payload: it is incomplete")
+            body = inflater.unused_data
+    except isal_zlib.error as error:
         raise RequestRefused(400, f"Invalid gzip payload: {error}") from error
-    if len(inflated) > MAX_BODY:
-        raise RequestRefused(413, f"a body that inflates to more than {MAX_BODY} bytes: send less")
-    return inflated
+    return b"".join(parts)
 
 
 def _answer(value: Any, status_code: int = 200) -> web.Response:

@@ -169,7 +169,9 @@ class Store:
         Raises:
             OSError, sqlite3.Error: it failed otherwise, and nothing has changed.
         """
-        await self.write(self._move, **kept)
+        future = asyncio.get_running_loop().create_future()
+        self._writes.put((self._move, (), kept, future))
+        await future
 
     def close(self) -> None:
         """Finish all writes and release the folder; what a full disk still holds up was never answered."""
