@@ -92,21 +92,6 @@ def test_the_client_tells_why_it_was_refused(api):
     with_client(api, test)
 
 
-def test_the_client_outlives_a_restart(api):
-    async def test(client):
-        await client.register(REGISTRATION, after=0)
-        api.kill()
-        posting = asyncio.create_task(client.post_groups([group(1)]))
-        await asyncio.sleep(0.3)
-        await asyncio.to_thread(api.start)
-        await posting
-        await client.post_groups([group(2), group(3)])
-        assert client.again > 0
-        assert numbers((await client.batch(after=0)).groups) == [1, 2]
-
-    with_client(api, test)
-
-
 def test_the_client_gives_up_with_a_reason(tmp_path):
     async def test():
         async with TrajectoryApiClient("http://127.0.0.1:9", retry_timeout=0.3) as client:
