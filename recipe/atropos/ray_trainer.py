@@ -17,7 +17,7 @@ import torch
 from omegaconf import open_dict
 from tqdm import tqdm
 
-from recipe.atropos.algorithm.advantages import AdvantageConfig, KLCoefficient, RunningMoments, add_advantages
+from recipe.atropos.algorithm.advantages import KLCoefficient, RunningMoments, add_advantages
 from recipe.atropos.algorithm.losses import DistillationConfig
 from recipe.atropos.algorithm.metrics import batch_metrics, mean_entropy, staleness_metrics
 from recipe.atropos.algorithm.mini_batches import lay_out
@@ -77,7 +77,6 @@ class RayGRPOAtroposTrainer:
         """Set up; ``vocab_size`` is the model's, which may have, and sample, more tokens than its tokenizer."""
         self.config, self.tokenizer = config, tokenizer
         atropos = config.trainer.atropos
-        self.advantage_config = AdvantageConfig.from_config(atropos)
         self.advantage_moments = RunningMoments()
         self.distillation = DistillationConfig(**atropos.distillation)
         self.kl_controller = get_kl_controller(config.algorithm.kl_ctrl) if config.algorithm.use_kl_in_reward else None
@@ -286,7 +285,7 @@ class RayGRPOAtroposTrainer:
         """Add rewards, off-policy correction and advantages, (B, R) each."""
         with marked_timer("adv", self.timing_raw):
             self.metrics |= add_advantages(
-                batch, self.config.algorithm, self.advantage_config, self.advantage_moments, self.kl_controller
+                batch, self.config.algorithm, self.config.trainer.atropos, self.advantage_moments, self.kl_controller
             )
 
     def _update_actor(self, batch: DataProto) -> None:

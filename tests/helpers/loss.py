@@ -8,7 +8,7 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.utils.padding import left_right_2_no_padding
 
 from helpers.trainer import compose_config
-from recipe.atropos.algorithm.advantages import AdvantageConfig, RunningMoments, compute_advantages
+from recipe.atropos.algorithm.advantages import RunningMoments, compute_advantages
 from recipe.atropos.algorithm.losses import DistillationConfig, atropos_loss
 from recipe.atropos.data.data_proto import groups_to_data_proto
 from recipe.atropos.data.rows import RowLimits
@@ -26,13 +26,13 @@ class Arrived(NamedTuple):
     metrics: dict[str, float]
 
 
-def in_the_loss(groups: list[dict[str, Any]], vocab_size: int) -> Arrived:
+def in_the_loss(groups: list[dict[str, Any]], vocab_size: int, *overrides: str) -> Arrived:
     """One update's loss of a policy that still has the logprobs that the groups were sampled with."""
-    config = compose_config("actor_rollout_ref.model.path=none")
+    config = compose_config("actor_rollout_ref.model.path=none", *overrides)
     data, report = groups_to_data_proto(groups, RowLimits(4000, 0, vocab_size=vocab_size))
     assert not report.dropped, report.messages
     data.batch["token_level_rewards"] = data.batch["token_level_scores"]
-    compute_advantages(data, config.algorithm, AdvantageConfig(), RunningMoments())
+    compute_advantages(data, config.algorithm, config.trainer.atropos, RunningMoments())
     data.batch["old_log_probs"] = data.batch["rollout_log_probs"]
     tokens = int(data.batch["response_mask"].sum())
     response = data.batch["attention_mask"][:, -data.batch["responses"].shape[1] :].sum(-1).tolist()

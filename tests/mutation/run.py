@@ -59,6 +59,7 @@ TESTS = {
     "data/teacher.py": _ROWS,
     "data/data_proto.py": _ROWS,
     "algorithm/advantages.py": ["test_estimators.py", "test_advantages.py"],
+    "algorithm/estimators.py": ["test_estimators.py", "test_new_estimator.py"],
     "algorithm/losses.py": ["test_losses.py", "test_distillation.py"],
     "algorithm/mini_batches.py": ["test_mini_batches.py"],
     "algorithm/off_policy.py": ["test_correction.py", "test_sampling.py"],

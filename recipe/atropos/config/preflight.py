@@ -6,6 +6,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from recipe.atropos.algorithm.estimators import ESTIMATORS
 from recipe.atropos.config.env_specs import EnvironmentSpec, check_specs, environment_specs
 from recipe.atropos.config.models import config_file, model_settings
 from recipe.atropos.config.schema_errors import check_schema
@@ -153,18 +154,18 @@ def _check_bridge(spec: EnvironmentSpec) -> None:
 
 def _algorithm(config: DictConfig) -> Rules:
     estimator, atropos = config.algorithm.adv_estimator, config.trainer.atropos
-    is_baseline, bounds = "optimal_token_baseline" in estimator, atropos.advantage_clipping
+    needs, bounds = ESTIMATORS[estimator], atropos.advantage_clipping
     yield (
-        is_baseline and not config.actor_rollout_ref.actor.calculate_sum_pi_squared,
+        "sum_pi_squared" in needs.tensors and not config.actor_rollout_ref.actor.calculate_sum_pi_squared,
         f"algorithm.adv_estimator={estimator} needs actor_rollout_ref.actor.calculate_sum_pi_squared=true",
     )
     yield (
-        is_baseline and config.algorithm.rollout_correction.bypass_mode,
+        "old_log_probs" in needs.tensors and config.algorithm.rollout_correction.bypass_mode,
         f"algorithm.adv_estimator={estimator} needs the forward pass that is saved by "
         "algorithm.rollout_correction.bypass_mode=true; set it to false",
     )
     yield (
-        estimator != "grpo_atropos" and not atropos.fallback_to_grpo,
+        not (needs.token_advantages or atropos.fallback_to_grpo),
         f"trainer.atropos.fallback_to_grpo=false means nothing to algorithm.adv_estimator={estimator}, which reads no "
         "advantages of the environment; set it to true, or choose grpo_atropos",
     )

@@ -2,23 +2,20 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema
+from pydantic_core import PydanticKnownError
 
+from recipe.atropos.algorithm.estimators import ESTIMATORS
+
+
+def _declared(name: Any) -> str:
+    if name not in (choices := sorted(ESTIMATORS)):
+        raise PydanticKnownError("literal_error", {"expected": ", ".join(choices)})
+    return name
+
+
+Estimator = Annotated[str, PlainValidator(_declared), WithJsonSchema({"enum": sorted(ESTIMATORS)})]
 # verl's names are repeated here, so that verl need not be imported; a test compares them with verl's registries.
-Estimator = Literal[
-    "gpg",
-    "grpo",
-    "grpo_atropos",
-    "grpo_passk",
-    "grpo_vectorized",
-    "opo",
-    "optimal_token_baseline",
-    "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline",
-    "rloo",
-    "rloo_vectorized",
-    "tir_optimal_token_baseline",
-]
 PolicyLoss = Literal[
     "advantage_weighted_sft",
     "bypass_mode",

@@ -9,7 +9,8 @@ from typing import Any
 from omegaconf import DictConfig
 from transformers import AutoConfig
 
-from recipe.atropos.algorithm.advantages import AdvantageConfig, RunningMoments, compute_advantages
+from recipe.atropos.algorithm.advantages import RunningMoments, compute_advantages
+from recipe.atropos.algorithm.estimators import ESTIMATORS
 from recipe.atropos.data.data_proto import groups_to_data_proto
 from recipe.atropos.data.rows import RowLimits
 from recipe.atropos.run.folder import RunDir
@@ -28,8 +29,7 @@ def rows_of_step(config: DictConfig, step: int, groups: Batch | None = None) -> 
     Raises:
         DataSourceError: there is no such batch, or the estimator needs the model.
     """
-    atropos = config.trainer.atropos
-    if "optimal_token_baseline" in config.algorithm.adv_estimator:
+    if "old_log_probs" in ESTIMATORS[config.algorithm.adv_estimator].tensors:
         raise DataSourceError(
             f"algorithm.adv_estimator={config.algorithm.adv_estimator} needs the model: nothing to show"
         )
@@ -40,8 +40,7 @@ def rows_of_step(config: DictConfig, step: int, groups: Batch | None = None) -> 
     if rows is None:
         raise DataSourceError(f"step {step} holds no row to train on; dropped: {dict(report.dropped)}")
     rows.batch["token_level_rewards"] = rows.batch["token_level_scores"]
-    settings = AdvantageConfig.from_config(atropos)
-    compute_advantages(rows, config.algorithm, settings, RunningMoments())
+    compute_advantages(rows, config.algorithm, config.trainer.atropos, RunningMoments())
     return rows
 
 

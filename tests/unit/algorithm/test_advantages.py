@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from helpers.trainer import compose_config
-from recipe.atropos.algorithm.advantages import AdvantageConfig, KLCoefficient, RunningMoments, add_advantages
+from recipe.atropos.algorithm.advantages import KLCoefficient, RunningMoments, add_advantages
 from recipe.atropos.data.data_proto import groups_to_data_proto
 from recipe.atropos.data.rows import RowLimits
 from recipe.atropos.verl_ext.algorithm import AdaptiveKLController, FixedKLController
@@ -26,8 +26,8 @@ def advantages_of(old, reference, *overrides, kl_controller=None):
     for key, values in (("old_log_probs", old), ("ref_log_prob", reference)):
         batch.batch[key] = torch.tensor([*values, 0.0])[:, None].expand(shape).clone()
     options = ["algorithm.norm_adv_by_std_in_grpo=false", "algorithm.rollout_correction.rollout_is=null", *overrides]
-    algorithm = compose_config("actor_rollout_ref.model.path=none", *options).algorithm
-    return batch, add_advantages(batch, algorithm, AdvantageConfig(), RunningMoments(), kl_controller)
+    config = compose_config("actor_rollout_ref.model.path=none", *options)
+    return batch, add_advantages(batch, config.algorithm, config.trainer.atropos, RunningMoments(), kl_controller)
 
 
 def test_advantages_without_kl_in_the_reward_are_of_the_scores():

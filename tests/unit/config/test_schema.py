@@ -8,6 +8,7 @@ from typing import get_args
 import pytest
 from omegaconf import OmegaConf
 
+from recipe.atropos.algorithm.estimators import ESTIMATORS
 from recipe.atropos.config import schema_errors
 from recipe.atropos.config import values as choices
 from recipe.atropos.config.compose import compose_config, load_config, presets
@@ -153,12 +154,11 @@ def test_schema_choices_are_those_that_verl_registers():
     from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY, kl_penalty
     from verl.utils.tracking import Tracking
 
-    import recipe.atropos.algorithm.advantages
     import recipe.atropos.algorithm.losses  # noqa: F401
 
     estimators = schema_errors.EXCLUDED["algorithm.adv_estimator"]
     losses = schema_errors.EXCLUDED[f"{ACTOR}.policy_loss.loss_mode"]
-    assert {*get_args(choices.Estimator), *estimators} == {*ADV_ESTIMATOR_REGISTRY, "dr_grpo"}
+    assert {*ESTIMATORS, *estimators} == {*ADV_ESTIMATOR_REGISTRY, "grpo_atropos", "dr_grpo"}
     assert {*get_args(choices.PolicyLoss), *losses} == set(POLICY_LOSS_REGISTRY)
     assert set(get_args(choices.Tracker)) == set(Tracking.supported_backend)
     for name in {*get_args(choices.KL), *get_args(choices.KLLoss)}:

@@ -9,6 +9,7 @@ from verl.checkpoint_engine.base import CheckpointEngine as Engine
 from verl.single_controller.ray import base as ray_base
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
+from recipe.atropos.algorithm.estimators import ESTIMATORS
 from recipe.atropos.verl_ext import algorithm, batch, cpu_engine, cpu_platform, device, driver, engines, ranks, worker
 
 RECIPE = Path(batch.__file__).parents[1]
@@ -159,18 +160,10 @@ def test_a_worker_group_binds_its_methods_by_a_generator_of_ours():
 
 def test_verl_contract_of_each_estimator():
     """Each that can be chosen is registered, and takes what it is given."""
-    from recipe.atropos.algorithm import advantages
-
-    for name in (*advantages._OF_SCORES, *advantages._OF_NO_GROUP, *advantages._TOKEN_BASELINES):
-        if name == advantages.GRPO_ATROPOS:
-            continue
-        tensors = (
-            advantages._TOKEN_BASELINE_TENSORS if name in advantages._TOKEN_BASELINES else advantages._ESTIMATOR_TENSORS
-        )
-        given = dict.fromkeys((*tensors, "index", "config"))
-        if name == "grpo":
-            given["norm_adv_by_std_in_grpo"] = True
-        inspect.signature(algorithm.get_adv_estimator_fn(name)).bind(**given)
+    always = ("token_level_rewards", "response_mask", "index", "config", "norm_adv_by_std_in_grpo")
+    for needs in ESTIMATORS.values():
+        compute = needs.compute or algorithm.get_adv_estimator_fn(needs.name)
+        inspect.signature(compute).bind(**dict.fromkeys((*always, *needs.tensors)))
 
 
 def test_a_checkpoint_engine_is_made_as_ours_is():
