@@ -94,10 +94,8 @@ class RayGRPOAtroposTrainer:
         self.total_training_steps = config.trainer.total_training_steps
         with open_dict(config):
             config.actor_rollout_ref.actor.optim.total_training_steps = self.total_training_steps
-        parts = {"advantage_moments": self.advantage_moments}
-        if self.kl_controller is not None:
-            parts["kl_in_reward"] = KLCoefficient(self.kl_controller)
-        self.record = RunRecord(config.run.dir, parts)
+        kl = {} if self.kl_controller is None else {"kl_in_reward": KLCoefficient(self.kl_controller)}
+        self.record = RunRecord(config.run.dir, {"advantage_moments": self.advantage_moments} | kl)
         self.metrics: dict[str, Any] = {}
         self.timing_raw: dict[str, float] = {}
         self.global_steps, self._longest_step = 0, 0.0
@@ -173,7 +171,7 @@ class RayGRPOAtroposTrainer:
         counts, fetched, empty, batch = Counter(), 0, 0, None
         while batch is None:
             with marked_timer("wait", self.timing_raw), self.record.waiting():
-                number, groups = self.data_source.next_batch(self._look_after_servers)
+                number, groups = self.data_source.next_batch(self._poll_servers)
                 fetched += len(groups)
             with marked_timer("convert", self.timing_raw):
                 batch, report = self._batch_of(groups, versions)
@@ -229,7 +227,7 @@ class RayGRPOAtroposTrainer:
         if temperatures is not None:
             batch.batch["row_temperature"] = torch.from_numpy(temperatures)
 
-    def _look_after_servers(self) -> None:
+    def _poll_servers(self) -> None:
         """Update servers while waiting: no batch can come if they wait for weights, or serve their initial weights."""
         self.record.still_waiting()
         self.metrics |= self.checkpoint_manager.ensure_current(self.global_steps - 1)
@@ -246,7 +244,7 @@ class RayGRPOAtroposTrainer:
         if settings.evaluated_file and is_held(version, settings.every) and self._pushes:
             with marked_timer("evaluate", self.timing_raw), self.record.waiting():
                 limit = settings.timeout + _EVALUATION_SLACK
-                wait_until_evaluated(settings.evaluated_file, version, limit, self._look_after_servers)
+                wait_until_evaluated(settings.evaluated_file, version, limit, self._poll_servers)
 
     def _compute_log_probs(self, batch: DataProto) -> None:
         """Add ``old_log_probs``, (B, R), of the policy before the update; compare them with the engine's in metrics.

@@ -186,7 +186,7 @@ def test_push_gives_a_returning_server_the_current_weights(trainer, urls, other_
     call(second, lambda client: client.update_weights_from_disk(other_model, "default"))
     assert version(second) == "default" and greedy(second) != current
     trainer.metrics, trainer.global_steps = {}, 2
-    trainer._look_after_servers()  # as while it waits for the batch of step 2
+    trainer._poll_servers()  # as while it waits for the batch of step 2
     metrics = trainer.metrics
     assert metrics["weight_sync/servers_readmitted"] == 1 and metrics["weight_sync/version"] == 1
     assert version(first) == version(second) == "1" and greedy(second) == greedy(first) == current

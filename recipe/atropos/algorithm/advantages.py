@@ -100,11 +100,7 @@ def add_advantages(
     rows.batch["sampled_mask"] = rows.batch["response_mask"]  # before any rejection
     if "rollout_log_probs" in rows.batch and not algorithm.rollout_correction.bypass_mode:
         metrics |= correct_rollout(rows, algorithm.rollout_correction)
-    if rows.batch["response_mask"].any():
-        compute_advantages(rows, algorithm, atropos, moments)
-    else:
-        rows.batch["advantages"] = rows.batch["returns"] = torch.zeros_like(rows.batch["token_level_rewards"])
-        rows.non_tensor_batch["has_signal"] = np.zeros(len(rows), dtype=bool)
+    compute_advantages(rows, algorithm, atropos, moments)
     real = torch.from_numpy(~batch.non_tensor_batch["is_padding"])
     for key in set(_ADDED) & set(rows.batch.keys()):
         values = rows.batch[key].new_zeros(len(batch), *rows.batch[key].shape[1:])
@@ -204,13 +200,13 @@ def _refuse_dropped(dropped: Mapping[str, Sequence[DroppedRow]], needs: Estimato
 
 
 def _estimated(rows: DataProto, needs: Estimator, algorithm: DictConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return advantages and returns, (B, R), by the estimator; 0 in groups that are too small for it, and where a
-    single token is whitened, which verl refuses.
+    """Return advantages and returns, (B, R), by the estimator; 0 in groups that are too small for it, where no token is
+    left, and where a single one is whitened, which verl refuses.
     """
     _, group, count = np.unique(rows.non_tensor_batch["uid"].astype(str), return_inverse=True, return_counts=True)
     enough = np.flatnonzero(count[group] >= needs.smallest_group)
     advantages, returns = (torch.zeros_like(rows.batch["token_level_rewards"]) for _ in range(2))
-    if enough.size and not (needs.whitened and rows.batch["response_mask"].sum() < 2):
+    if enough.size and rows.batch["response_mask"].sum() >= (2 if needs.whitened else 1):
         chosen = rows.select_idxs(enough)
         given = {**chosen.batch, "index": chosen.non_tensor_batch["uid"], "config": algorithm}
         given["norm_adv_by_std_in_grpo"] = algorithm.norm_adv_by_std_in_grpo

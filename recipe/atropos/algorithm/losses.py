@@ -34,7 +34,7 @@ _TOKEN_MEANS = {
     f"rollout_corr/{name}" for name in ("chi2_token", "k3_kl", "kl", "rollout_is_mean", "rollout_is_oob_ratio")
 }
 # Over the tokens that have a teacher, a share of a mini-batch's tokens.
-_DISTILLED, _OVER_DISTILLED = "actor/distilled_fraction", {"actor/distillation_kl", "actor/teacher_mass"}
+_DISTILLED, _SUBSET_METRICS = "actor/distilled_fraction", {"actor/distillation_kl", "actor/teacher_mass"}
 _CHUNK = 1024  # positions whose float32 distributions over the vocabulary are in memory at a time
 
 
@@ -187,10 +187,10 @@ def atropos_loss(
     if not distillation.use_policy_loss:
         loss, metrics = 0.0, {}
     elif config.policy_loss.loss_mode == "bypass_mode" and not data["response_mask"].any():
-        loss, metrics = _bypass_loss_of_nothing(config, model_output, data, dp_group)
+        loss, metrics = _empty_bypass_loss(config, model_output, data, dp_group)
     else:
         loss, metrics = ppo_loss(config, model_output, data, dp_group)
-    metrics = _over_tokens(_by_their_names(metrics, config.policy_loss.loss_mode), data)
+    metrics = _over_tokens(_rename_misnamed(metrics, config.policy_loss.loss_mode), data)
     if "distillation_losses" not in model_output:  # no row of this batch has a teacher
         return loss, metrics
 
@@ -218,7 +218,7 @@ def atropos_loss(
     return loss + distillation.loss_coef * distillation_loss, metrics
 
 
-def _by_their_names(metrics: dict[str, Any], loss_mode: str) -> dict[str, Any]:
+def _rename_misnamed(metrics: dict[str, Any], loss_mode: str) -> dict[str, Any]:
     """Return verl's metrics of a loss, with misnamed ones renamed or dropped.
 
     ``sapo`` reports a clip fraction although it never clips; ``kl_cov`` reports the mean *absolute* log-ratio as KL.
@@ -251,12 +251,12 @@ def finished_metrics(metrics: dict[str, Any]) -> dict[str, Any]:
     A step in which no token had a teacher has no value for them.
     """
     finished = dict(metrics)
-    for name in _OVER_DISTILLED & metrics.keys():
+    for name in _SUBSET_METRICS & metrics.keys():
         finished[name] = [v / share for v, share in zip(metrics[name], metrics[_DISTILLED], strict=True) if share]
     return {name: values for name, values in finished.items() if not (isinstance(values, list) and not values)}
 
 
-def _bypass_loss_of_nothing(
+def _empty_bypass_loss(
     config: ActorConfig, model_output: dict[str, torch.Tensor], data: TensorDict, dp_group: Any
 ) -> tuple[torch.Tensor, dict[str, Any]]:
     """Return a loss of 0 that is connected to the autograd graph, and every metric, for a micro-batch without a trained

@@ -102,10 +102,6 @@ class Marker:
         return sorted([0.0, self.earned(1) if self.count != "each" else math.copysign(math.inf, self.earned(1))])
 
 
-def _of_text(marker: Any) -> Any:
-    return {"pattern": marker} if isinstance(marker, str) else marker
-
-
 @dataclass(frozen=True, config=_STRICT)
 class AnswerPresent:
     pattern: Pattern
@@ -167,7 +163,9 @@ class Fade:
 class RewardBridge:
     """The ``reward_bridge`` block; see the module docstring."""
 
-    format_markers: list[Annotated[Marker, BeforeValidator(_of_text)]] = field(default_factory=list)
+    format_markers: list[Annotated[Marker, BeforeValidator(lambda m: {"pattern": m} if isinstance(m, str) else m)]] = (
+        field(default_factory=list)
+    )
     answer_present: AnswerPresent | None = None
     length_bounty: LengthBounty | None = None
     clip: tuple[float, float] | None = None
@@ -257,8 +255,6 @@ def parse_bridge(block: Any, name: str = KEY) -> RewardBridge:
     Raises:
         RewardBridgeError: names every key that is unknown, missing or has an invalid value.
     """
-    if not isinstance(block, Mapping):
-        raise RewardBridgeError(f"{name}={block!r}: give a mapping of {', '.join(_names(RewardBridge))}")
     try:
         return TypeAdapter(RewardBridge).validate_json(json.dumps(block, default=str))
     except ValidationError as error:
@@ -277,27 +273,20 @@ def read_bridge(path: str | Path) -> RewardBridge:
     except OSError as error:
         raise RewardBridgeError(f"{path}: {error.strerror}; give a YAML file with the block {KEY}") from error
     except yaml.YAMLError as error:
-        raise RewardBridgeError(f"{path} is no YAML: {error}") from error
+        raise RewardBridgeError(f"{path} is not valid YAML: {error}") from error
     except RewardBridgeError as error:
         raise RewardBridgeError(f"{path}: {error}") from error
 
 
 def _explain(error: Mapping[str, Any], name: str) -> str:
-    place, kind = error["loc"], error["type"]
+    place, value = error["loc"], error["input"]
     key = name + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place)
-    if kind == "unexpected_keyword_argument":
-        part = _PARTS.get(place[0], RewardBridge) if len(place) > 1 else RewardBridge
-        return f"{key}={error['input']!r}: no such key; there are {', '.join(_names(part))}"
-    if kind == "missing":
-        return f"{key} is missing"
-    if kind == "list_type":
-        return f"{key}={error['input']!r}: give a list, [...]"
-    if kind == "dataclass_type":
-        return f"{key}={error['input']!r}: give a mapping of {', '.join(_names(_PARTS[place[0]]))}"
-    if kind == "value_error":
-        return f"{key}: {error['ctx']['error']}"
-    return f"{key}={error['input']!r}: {error['msg']}"
-
-
-def _names(part: type) -> list[str]:
-    return [each.name for each in fields(part)]
+    names = ", ".join(each.name for each in fields(_PARTS.get(next(iter(place), ""), RewardBridge)))
+    texts = {
+        "dataclass_type": f"{key}={value!r}: give a mapping of {names}",
+        "list_type": f"{key}={value!r}: give a list, [...]",
+        "missing": f"{key} is missing",
+        "unexpected_keyword_argument": f"{key}={value!r}: no such key; there are {names}",
+        "value_error": f"{key}: {error.get('ctx', {}).get('error')}",
+    }
+    return texts.get(error["type"], f"{key}={value!r}: {error['msg']}")
